@@ -1,0 +1,100 @@
+"""`gspo_fused_loss`: from hidden states to the loss and its gradients in one operator, without holding the logits."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from . import ops
+from .log_probs import head_rows
+from .objective import Objective
+from .policy_loss import LossOutput, loss_output, policy_rows
+from .validation import Call
+
+
+def gspo_fused_loss(
+    hidden: Tensor,
+    lm_head: Tensor | nn.Module,
+    target_ids: Tensor,
+    advantages: Tensor,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    objective: Objective = Objective(),  # noqa: B008 - frozen
+    normalizer: float | Tensor | None = None,
+    kl_normalizer: float | Tensor | None = None,
+    entropy: bool = False,
+    gradient_budget: float = 0.0,
+    backend: str = "auto",
+) -> LossOutput:
+    """The GSPO loss (or any `Objective`) of sampled answers, from the hidden states that predict their tokens.
+
+    `linear_log_probs` and `policy_loss` in one operator: the forward computes log-probs tile by tile, sums them per
+    sequence and settles every token's coefficient d(loss)/d(log_prob); the backward recomputes the logits of the rows
+    whose coefficient is not zero and scales them by the upstream gradient. Masked tokens, zero-advantage and clipped
+    sequences cost no backward.
+
+    Gradients flow to hidden states, head, bias and LoRA adapter, in their own dtypes; a head that does not require a
+    gradient gets none computed. A second derivative raises.
+
+    Args:
+        hidden: [B, T, H] padded, or [N, H] packed with cu_seqlens; fp32, bf16, fp16 or fp64. hidden[t] predicts
+            target_ids[t].
+        lm_head: weight [V, H] of the same dtype, an `nn.Linear`, or a PEFT LoRA or modules_to_save wrapper around one.
+        target_ids: [B, T] or [N] int64: the sampled tokens. Where masked anything may stand.
+        advantages: [B], [B, 1] or [S] per sequence, or [B, T] / [N] per token. Packed with N == S: per sequence.
+        mask: [B, T] or [N], bool or 0/1: the tokens that count. None: target_ids != -100.
+        cu_seqlens: [S + 1] int32 or int64: sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1]. Packed input only.
+        old_log_probs: shape of target_ids, fp32: of the policy before this round of updates. None: on-policy, ratio
+            exactly 1.
+        ref_log_probs: shape of target_ids, fp32; required for objective.kl_coef > 0.
+        rollout_log_probs: the sampler's own; read only by objective.rollout_correction.
+        token_weights: [B, 1], [B, T] or [N]; detached; multiplies the policy term, not KL and not entropy.
+        bias, logit_scale, logit_softcap, temperature, vocab_size: the rest of the head, as in `linear_log_probs`.
+        objective: what is optimised.
+        normalizer, kl_normalizer: what the sums are divided by, as in `policy_loss`; give the count of the whole
+            optimizer step and the gradients of micro-batches add up to those of one batch.
+        entropy: return entropies (always computed where objective.entropy_coef != 0).
+        gradient_budget: share of the L1 mass of d_logits that the backward may leave out; only 0.0 (exact) in this
+            version.
+        backend: "triton", "torch" or "auto"; an explicit choice never falls back.
+
+    Returns:
+        LossOutput: `loss` [] is differentiable; `log_probs`, `entropy`, `log_ratio` and `metrics` are detached.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came. On accelerators values are not
+            looked at (unless GSPO_CHECK=1): `metrics["invalid"]` counts bad ones and the loss is NaN if there are any.
+    """
+    call = Call("gspo_fused_loss")
+    call.number("gradient_budget", gradient_budget, "0.0 (exact) in this version", lambda x: x == 0)
+    want_entropy = entropy or (isinstance(objective, Objective) and objective.entropy_coef != 0)
+    invalid, head, backend = head_rows(
+        call,
+        hidden,
+        lm_head,
+        target_ids,
+        mask,
+        bias,
+        logit_scale,
+        logit_softcap,
+        temperature,
+        vocab_size,
+        want_entropy,
+        backend,
+    )
+    dtype = ops.accumulator(head.hidden)
+    layout, policy, bad = policy_rows(
+        call, head.mask.view(target_ids.shape), dtype, advantages, cu_seqlens, old_log_probs, ref_log_probs,
+        rollout_log_probs, token_weights, objective, normalizer, kl_normalizer,
+    )  # fmt: skip
+    result, loss = ops.fused_loss(head, policy, objective, backend)
+    return loss_output(loss, layout, result.log_probs, result.entropy if want_entropy else None, policy, invalid + bad)

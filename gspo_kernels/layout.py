@@ -1,0 +1,116 @@
+"""Padded, packed and masked batches as rows: one row per token, sequences as offsets into them, and back.
+
+The named tuples at the end are what every backend receives and returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tokens of a batch lie. Padded `[B, T]` is N = B * T rows in S = B sequences; packed is `[N]` rows."""
+
+    shape: tuple[int, ...]  # the caller's token shape: (B, T) or (N,)
+    offsets: Tensor  # [S + 1] int64: sequence i is rows offsets[i] to offsets[i + 1]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] * self.shape[1] if len(self.shape) == 2 else self.shape[0]
+
+    @property
+    def sequences(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def padded(self) -> bool:
+        return len(self.shape) == 2
+
+    def flatten(self, x: Tensor | None) -> Tensor | None:
+        """[B, T] or [N] -> [N]; a padded [B, 1] is first spread over its row."""
+        return None if x is None else x.expand(self.shape).reshape(-1)
+
+    def per_row(self, x: Tensor) -> Tensor:
+        """One value per sequence ([B], [B, 1], [S]) or per token ([B, T], [N]) -> [N]."""
+        if self.padded:
+            return self.flatten(x[:, None] if x.ndim == 1 else x)  # pyright: ignore[reportReturnType]
+        return x[self.sequence_of_row()] if x.shape[0] == self.sequences else x
+
+    def sequence_of_row(self) -> Tensor:
+        return sequence_of_row(self.offsets, self.rows)
+
+
+def padded_layout(shape: tuple[int, int], device: torch.device) -> Layout:
+    batch, length = shape
+    return Layout((batch, length), torch.arange(batch + 1, device=device) * length)
+
+
+def packed_layout(rows: int, cu_seqlens: Tensor) -> Layout:
+    """Offsets are forced into order: bad ones are reported by `validation`, here they must not index out of bounds."""
+    if cu_seqlens.shape[0] == 1:  # no sequences
+        return Layout((rows,), torch.zeros(1, dtype=torch.int64, device=cu_seqlens.device))
+    inner = cu_seqlens.to(torch.int64).clamp(0, rows)[1:-1].cummax(0).values
+    edge = torch.zeros(1, dtype=torch.int64, device=cu_seqlens.device)
+    return Layout((rows,), torch.cat([edge, inner, edge + rows]))
+
+
+def sequence_of_row(offsets: Tensor, rows: int) -> Tensor:
+    """[N] int64: the sequence each row belongs to."""
+    row = torch.arange(rows, device=offsets.device)
+    return torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=max(offsets.shape[0] - 2, 0))
+
+
+def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """Sum of each sequence's rows, [N] -> [S], in an order that other sequences and padding zeros do not change."""
+    return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0)
+
+
+class HeadRows(NamedTuple):
+    """What makes log-probs: z = softcap(logit_scale * (h W^T + a B^T + bias)) / temperature."""
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    adapter_hidden: Tensor | None  # [N, R]: LoRA's scaled h A^T, any float dtype
+    adapter_weight: Tensor | None  # [V, R]: LoRA's B
+    target_ids: Tensor  # [N] int64, anything where masked
+    mask: Tensor  # [N] bool
+    temperature: Tensor | None  # [] or [N]; None is 1
+    logit_scale: float
+    logit_softcap: float | None
+    vocab_size: int  # columns from here on are padding
+    entropy: bool
+
+
+class HeadResult(NamedTuple):
+    """Per row, in fp32 (fp64 for fp64 inputs); 0 at masked rows."""
+
+    log_probs: Tensor  # [N]
+    entropy: Tensor  # [N] nats, or [0] if not asked for
+    lse_others: Tensor  # [N] log-sum-exp of the logits except the target's
+    target_logit: Tensor  # [N]
+
+
+class PolicyRows(NamedTuple):
+    """What a backend needs beside log-probs to form the loss."""
+
+    offsets: Tensor  # [S + 1] int64
+    advantages: Tensor  # [N]
+    old_log_probs: Tensor | None  # [N]; None: the log-probs themselves, detached
+    ref_log_probs: Tensor | None  # [N]
+    token_weights: Tensor | None  # [N]
+    normalizer: Tensor | None  # []
+    kl_normalizer: Tensor | None  # []
+
+
+class PolicyResult(NamedTuple):
+    loss: Tensor  # []
+    log_ratio: Tensor  # [S], or [N] for ratio="token"
+    coefficient: Tensor  # [N] d(loss)/d(log_prob)
+    entropy_coefficient: Tensor  # [N] d(loss)/d(entropy), or [0] where entropy_coef is 0
+    metrics: Tensor  # in the order of metrics.NAMES

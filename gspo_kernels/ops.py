@@ -1,0 +1,314 @@
+"""The torch.library boundary: flat tensors and scalars in, flat tensors out, and the autograd between them.
+
+Three differentiable operators stand behind the public functions, and two that only a backward calls:
+
+    linear_log_probs            hidden states, head -> log-probs, entropies     (backward: head_backward)
+    policy_loss                 log-probs -> loss                               (backward: scale)
+    fused_loss                  both in one                                     (backward: head_backward)
+
+The backward is the closed form. `head_backward` and `scale` have no derivative of their own, so a second derivative
+raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import metrics, portable
+from .layout import HeadResult, HeadRows, PolicyResult, PolicyRows
+from .objective import Objective, closed_form
+from .validation import Call
+
+_HEAD = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? adapter_hidden, Tensor? adapter_weight, Tensor target_ids, "
+    "Tensor mask, Tensor? temperature, float logit_scale, float? logit_softcap, int vocab_size, bool entropy"
+)
+_POLICY = (
+    "Tensor offsets, Tensor advantages, Tensor? old_log_probs, Tensor? ref_log_probs, Tensor? token_weights, "
+    "Tensor? normalizer, Tensor? kl_normalizer"
+)
+_OBJECTIVE = (
+    "str ratio, str surrogate, float clip_low, float clip_high, float? dual_clip, float? delta, str aggregation, "
+    "float? length_norm, float kl_coef, str kl_estimator, str? kl_aggregation, bool kl_ratio_factor, float entropy_coef"
+)
+_N_HEAD, _N_POLICY = len(HeadRows._fields), len(PolicyRows._fields)
+_N_GRADIENTS = 5  # the first inputs: hidden, weight, bias, adapter_hidden, adapter_weight
+# Fields of Objective that become tensors (or nothing) before the boundary stand at its end.
+_N_OBJECTIVE = 13
+
+
+def pick_backend(call: Call, backend: str, device: torch.device) -> str:
+    """The backend that runs on `device`: "auto" takes the best that can, an explicit choice never falls back."""
+    call.choice("backend", backend, ("auto", "torch", "triton"))
+    if backend == "triton":
+        call.fail("backend", f"'torch' or 'auto' on {device}, because this version has no Triton kernels", backend)
+    return "torch"
+
+
+def linear_log_probs(head: HeadRows, backend: str) -> HeadResult:
+    """Differentiable log_probs and entropy of flat rows."""
+    return HeadResult(*_linear_log_probs(*head, backend))
+
+
+def policy_loss(
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    mask: Tensor,
+    policy: PolicyRows,
+    objective: Objective,
+    backend: str,
+) -> PolicyResult:
+    """Differentiable loss of flat rows."""
+    return PolicyResult(*_policy_loss(log_probs, entropy, mask, *policy, *astuple(objective)[:_N_OBJECTIVE], backend))
+
+
+def fused_loss(
+    head: HeadRows, policy: PolicyRows, objective: Objective, backend: str
+) -> tuple[HeadResult, PolicyResult]:
+    """Differentiable loss; everything else is detached."""
+    out = _fused_loss(*head, *policy, *astuple(objective)[:_N_OBJECTIVE], backend)
+    return HeadResult(*out[:4]), PolicyResult(*out[4:])
+
+
+def _define(name: str, inputs: str, outputs: str) -> Any:
+    def decorate(fn: Any) -> Any:
+        return torch.library.custom_op(
+            f"gspo_kernels::{name}", fn, mutates_args=(), schema=f"({inputs}) -> ({outputs})"
+        )
+
+    return decorate
+
+
+# -- linear_log_probs
+# ---------------------------------------------------------------------------------------------------------
+
+
+@_define("linear_log_probs", f"{_HEAD}, str backend", "Tensor, Tensor, Tensor, Tensor")
+def _linear_log_probs(*args: Any) -> HeadResult:
+    return portable.head_forward(HeadRows(*args[:_N_HEAD]))
+
+
+@_linear_log_probs.register_fake
+def _(*args: Any) -> HeadResult:
+    head = HeadRows(*args[:_N_HEAD])
+    rows = head.hidden.new_empty(head.hidden.shape[0], dtype=accumulator(head.hidden))
+    return HeadResult(
+        rows,
+        rows.new_empty(rows.shape[0] if head.entropy else 0),
+        torch.empty_like(rows),
+        torch.empty_like(rows),
+    )
+
+
+def _save_head(ctx: Any, head: HeadRows, result: HeadResult, *more: Tensor) -> None:
+    tensors = [x for x in head if isinstance(x, Tensor)]
+    ctx.layout = (
+        tuple(None if isinstance(x, Tensor) else x for x in head),
+        tuple(isinstance(x, Tensor) for x in head),
+    )
+    ctx.save_for_backward(*more, *result, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _saved_head(ctx: Any, n_more: int) -> tuple[list[Tensor], HeadResult, HeadRows]:
+    saved = list(ctx.saved_tensors)
+    more, result = saved[:n_more], HeadResult(*saved[n_more : n_more + 4])
+    tensors = iter(saved[n_more + 4 :])
+    scalars, is_tensor = ctx.layout
+    return (
+        more,
+        result,
+        HeadRows(*(next(tensors) if t else s for s, t in zip(scalars, is_tensor, strict=True))),
+    )
+
+
+def _head_gradients(
+    ctx: Any, head: HeadRows, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None, backend: str
+) -> Any:
+    needs = [bool(n) for n in ctx.needs_input_grad[:_N_GRADIENTS]]
+    found = _head_backward(*head, *result, d_log_probs, d_entropy, needs, backend)
+    return tuple(g if need else None for g, need in zip(found, needs, strict=True))
+
+
+def _setup_linear_log_probs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.backend = inputs[-1]
+    result = HeadResult(*output)
+    ctx.mark_non_differentiable(result.lse_others, result.target_logit)
+    _save_head(ctx, HeadRows(*inputs[:_N_HEAD]), result)
+
+
+def _backward_linear_log_probs(
+    ctx: Any, d_log_probs: Tensor | None, d_entropy: Tensor | None, *_: Any
+) -> tuple[Any, ...]:
+    _, result, head = _saved_head(ctx, 0)
+    if d_log_probs is None:
+        d_log_probs = torch.zeros_like(result.log_probs)
+    found = _head_gradients(ctx, head, result, d_log_probs, d_entropy if head.entropy else None, ctx.backend)
+    return *found, *(None,) * (_N_HEAD - _N_GRADIENTS + 1)
+
+
+_linear_log_probs.register_autograd(_backward_linear_log_probs, setup_context=_setup_linear_log_probs)
+
+
+@_define(
+    "head_backward",
+    f"{_HEAD}, Tensor log_probs, Tensor entropies, Tensor lse_others, Tensor target_logit, "
+    "Tensor d_log_probs, Tensor? d_entropy, bool[] needs, str backend",
+    "Tensor, Tensor, Tensor, Tensor, Tensor",
+)
+def _head_backward(*args: Any) -> tuple[Tensor, ...]:
+    head, result = HeadRows(*args[:_N_HEAD]), HeadResult(*args[_N_HEAD : _N_HEAD + 4])
+    d_log_probs, d_entropy, needs, _backend = args[_N_HEAD + 4 :]
+    found = portable.head_backward(head, result, d_log_probs, d_entropy, tuple(needs))
+    return tuple(head.hidden.new_empty(0) if g is None else g for g in found)
+
+
+@_head_backward.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    needs = args[-2]
+    return tuple(torch.empty_like(x) if need else args[0].new_empty(0) for x, need in zip(args, needs, strict=False))
+
+
+# -- policy_loss
+# --------------------------------------------------------------------------------------------------------------
+
+
+@_define(
+    "policy_loss",
+    f"Tensor log_probs, Tensor? entropy, Tensor mask, {_POLICY}, {_OBJECTIVE}, str backend",
+    "Tensor, Tensor, Tensor, Tensor, Tensor",
+)
+def _policy_loss(*args: Any) -> PolicyResult:
+    log_probs, entropy, mask, *rest = args
+    policy, objective = PolicyRows(*rest[:_N_POLICY]), Objective(*rest[_N_POLICY:-1])
+    with torch.autocast(log_probs.device.type, enabled=False):
+        return closed_form(log_probs, entropy, mask, policy, objective)
+
+
+@_policy_loss.register_fake
+def _(*args: Any) -> PolicyResult:
+    log_probs, _entropy, _mask, *rest = args
+    return _fake_policy(log_probs, PolicyRows(*rest[:_N_POLICY]), Objective(*rest[_N_POLICY:-1]))
+
+
+def _fake_policy(rows: Tensor, policy: PolicyRows, objective: Objective) -> PolicyResult:
+    ratios = rows.shape[0] if objective.ratio == "token" else policy.offsets.shape[0] - 1
+    return PolicyResult(
+        rows.new_empty(()),
+        rows.new_empty(ratios),
+        torch.empty_like(rows),
+        rows.new_empty(rows.shape[0] if objective.entropy_coef != 0 else 0),
+        rows.new_empty(len(metrics.NAMES)),
+    )
+
+
+def _setup_policy_loss(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    result = PolicyResult(*output)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(inputs[0], result.coefficient, result.entropy_coefficient)
+    ctx.set_materialize_grads(False)
+    ctx.n_inputs = len(inputs)
+
+
+def _backward_policy_loss(ctx: Any, d_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    nothing = (None,) * ctx.n_inputs
+    if d_loss is None:
+        return nothing
+    log_probs, coefficient, entropy_coefficient = ctx.saved_tensors
+    d_log_probs, d_entropy = _scale(log_probs, coefficient, entropy_coefficient, d_loss)
+    return d_log_probs, d_entropy if ctx.needs_input_grad[1] and d_entropy.numel() else None, *nothing[2:]
+
+
+_policy_loss.register_autograd(_backward_policy_loss, setup_context=_setup_policy_loss)
+
+
+@_define(
+    "scale",
+    "Tensor log_probs, Tensor coefficient, Tensor entropy_coefficient, Tensor d_loss",
+    "Tensor, Tensor",
+)
+def _scale(
+    log_probs: Tensor, coefficient: Tensor, entropy_coefficient: Tensor, d_loss: Tensor
+) -> tuple[Tensor, Tensor]:
+    # log_probs takes part so that a second derivative meets an operator that has none, and raises; without it the
+    # second derivative would silently miss a term.
+    del log_probs
+    return _times(coefficient, d_loss), _times(entropy_coefficient, d_loss)
+
+
+@_scale.register_fake
+def _(log_probs: Tensor, coefficient: Tensor, entropy_coefficient: Tensor, d_loss: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(coefficient), torch.empty_like(entropy_coefficient)
+
+
+def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
+    """The coefficient times the upstream gradient; a row without gradient keeps exactly 0, even for an inf upstream."""
+    return torch.where(coefficient == 0, 0, coefficient * d_loss.to(coefficient.dtype))
+
+
+# -- fused_loss
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@_define(
+    "fused_loss",
+    f"{_HEAD}, {_POLICY}, {_OBJECTIVE}, str backend",
+    "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor",
+)
+def _fused_loss(*args: Any) -> tuple[Tensor, ...]:
+    head, policy, objective = _split_fused(args)
+    result = portable.head_forward(head)
+    entropy = result.entropy if head.entropy else None
+    with torch.autocast(head.hidden.device.type, enabled=False):
+        return *result, *closed_form(result.log_probs, entropy, head.mask, policy, objective)
+
+
+@_fused_loss.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    head, policy, objective = _split_fused(args)
+    rows = head.hidden.new_empty(head.hidden.shape[0], dtype=accumulator(head.hidden))
+    result = (
+        rows,
+        rows.new_empty(rows.shape[0] if head.entropy else 0),
+        torch.empty_like(rows),
+        torch.empty_like(rows),
+    )
+    return *result, *_fake_policy(rows, policy, objective)
+
+
+def _split_fused(args: tuple[Any, ...]) -> tuple[HeadRows, PolicyRows, Objective]:
+    policy_at, objective_at = _N_HEAD, _N_HEAD + _N_POLICY
+    return (
+        HeadRows(*args[:policy_at]),
+        PolicyRows(*args[policy_at:objective_at]),
+        Objective(*args[objective_at:-1]),
+    )
+
+
+def _setup_fused_loss(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.backend, ctx.n_inputs = inputs[-1], len(inputs)
+    result, policy = HeadResult(*output[:4]), PolicyResult(*output[4:])
+    ctx.mark_non_differentiable(*result, *policy[1:])
+    _save_head(ctx, HeadRows(*inputs[:_N_HEAD]), result, policy.coefficient, policy.entropy_coefficient)
+
+
+def _backward_fused_loss(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    d_loss = gradients[4]
+    if d_loss is None:
+        return (None,) * ctx.n_inputs
+    (coefficient, entropy_coefficient), result, head = _saved_head(ctx, 2)
+    d_entropy = _times(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None
+    found = _head_gradients(ctx, head, result, _times(coefficient, d_loss), d_entropy, ctx.backend)
+    return *found, *(None,) * (ctx.n_inputs - _N_GRADIENTS)
+
+
+_fused_loss.register_autograd(_backward_fused_loss, setup_context=_setup_fused_loss)
+
+
+def accumulator(hidden: Tensor) -> torch.dtype:
+    """The dtype of log-probs, ratios and the loss: fp64 for fp64 hidden states, else fp32."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32

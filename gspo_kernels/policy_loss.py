@@ -1,0 +1,211 @@
+"""`policy_loss`: log-probs of whole sequences to the loss, its gradient in closed form, and the metrics."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import metrics, ops
+from .layout import Layout, PolicyResult, PolicyRows, packed_layout, padded_layout
+from .log_probs import token_mask
+from .objective import Objective
+from .validation import FLOATS, Call
+
+
+class LossOutput(NamedTuple):
+    """The loss, and what a trainer wants to see of it. Everything but `loss` is detached."""
+
+    loss: Tensor  # []
+    log_probs: Tensor  # shape of the tokens, fp32, 0 at masked positions
+    entropy: Tensor | None  # shape of the tokens, nats
+    log_ratio: Tensor  # u per sequence [B] or [S]; per token for ratio="token"
+    metrics: dict[str, Tensor]  # 0-dim, see gspo_kernels.metrics.NAMES, and "invalid"
+
+
+def policy_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    entropy: Tensor | None = None,
+    objective: Objective = Objective(),  # noqa: B008 - frozen
+    normalizer: float | Tensor | None = None,
+    kl_normalizer: float | Tensor | None = None,
+    backend: str = "auto",
+) -> LossOutput:
+    """The loss of `objective` from per-token log-probs; the formulas stand in `gspo_kernels.objective`.
+
+    Args:
+        log_probs: [B, T], or [N] with cu_seqlens; fp32 or fp64, differentiable. Masked positions may hold anything, NaN
+            too.
+        advantages: [B], [B, 1] or [S] per sequence, or [B, T] / [N] per token. Packed with N == S: per sequence.
+        mask: the tokens that count, bool or 0/1, in the shape of log_probs; None: all.
+        cu_seqlens: [S + 1] int32 or int64, packed input only: sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1].
+        old_log_probs: of the policy that is the ratio's denominator. None: on-policy, the ratio is exactly 1.
+        ref_log_probs: of the reference policy; required for kl_coef > 0, else only its KL is reported.
+        rollout_log_probs: the sampler's own; read only by objective.rollout_correction.
+        token_weights: [B, 1], [B, T] or [N]; detached; multiplies the policy term, not KL and not entropy.
+        entropy: per token, in the shape of log_probs; required for entropy_coef != 0 and then differentiable.
+        objective: what is optimised.
+        normalizer: divides the sum; a number or a tensor with no dimension (never read on the host), e.g. the sequences
+            of all ranks and micro-batches. None: this batch's non-empty sequences, tokens for token-mean, 1 for
+            seq-mean-token-sum-norm.
+        kl_normalizer: the same for the KL term. None: `normalizer` where the KL aggregates like the policy term.
+        backend: "triton", "torch" or "auto".
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came. On accelerators values are not
+            looked at (unless GSPO_CHECK=1): `metrics["invalid"]` counts bad ones and the loss is NaN if there are any.
+    """
+    call = Call("policy_loss")
+    packed = cu_seqlens is not None
+    text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
+    call.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
+    bool_mask, invalid = token_mask(call, mask, log_probs, log_probs.device)
+    layout, policy, bad = policy_rows(
+        call, bool_mask, log_probs.dtype, advantages, cu_seqlens, old_log_probs, ref_log_probs, rollout_log_probs,
+        token_weights, objective, normalizer, kl_normalizer,
+    )  # fmt: skip
+    if entropy is not None:
+        call.log_probs(
+            "entropy", entropy, shapes=[log_probs.shape], shape_text="like log_probs", device=log_probs.device
+        )
+        entropy = entropy.to(log_probs.dtype)
+    elif objective.entropy_coef != 0:
+        call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
+    backend = ops.pick_backend(call, backend, log_probs.device)
+    result = ops.policy_loss(
+        log_probs.reshape(-1),
+        None if entropy is None else entropy.reshape(-1),
+        bool_mask.reshape(-1),
+        policy,
+        objective,
+        backend,
+    )
+    kept = torch.where(bool_mask, log_probs.detach(), 0)
+    return loss_output(result, layout, kept, entropy, policy, invalid + bad)
+
+
+def policy_rows(
+    call: Call,
+    mask: Tensor,  # bool, the caller's token shape
+    dtype: torch.dtype,
+    advantages: Tensor,
+    cu_seqlens: Tensor | None,
+    old_log_probs: Tensor | None,
+    ref_log_probs: Tensor | None,
+    rollout_log_probs: Tensor | None,
+    token_weights: Tensor | None,
+    objective: Objective,
+    normalizer: float | Tensor | None,
+    kl_normalizer: float | Tensor | None,
+) -> tuple[Layout, PolicyRows, Tensor]:
+    """Check and flatten the arguments that make the loss. Returns (layout, rows, how many values are invalid)."""
+    shape, device = tuple(mask.shape), mask.device
+    if not isinstance(objective, Objective):
+        call.fail("objective", "an Objective", type(objective).__name__, TypeError)
+    invalid = torch.zeros((), dtype=torch.int64, device=device)
+    if cu_seqlens is None:
+        if len(shape) != 2:
+            call.fail("cu_seqlens", "given for packed input (hidden [N, H], log_probs [N])", None)
+        layout = padded_layout((shape[0], shape[1]), device)
+        shapes, text = (
+            [(shape[0],), (shape[0], 1), shape],
+            f"[B] = [{shape[0]}], [B, 1] or [B, T] = {list(shape)}",
+        )
+    else:
+        if len(shape) != 1:
+            call.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", "a tensor")
+        call.tensor(
+            "cu_seqlens",
+            cu_seqlens,
+            dtypes=(torch.int32, torch.int64),
+            shapes=[(None,)],
+            shape_text="[S + 1]",
+            device=device,
+        )
+        invalid = invalid + _check_offsets(call, cu_seqlens, shape[0])
+        layout = packed_layout(shape[0], cu_seqlens)
+        shapes, text = [(layout.sequences,), shape], f"[S] = [{layout.sequences}] or [N] = {list(shape)}"
+    call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=device)
+    per_row = layout.per_row(advantages.detach()).to(dtype)
+    wrong = mask.reshape(-1) & ~per_row.isfinite()
+    invalid = invalid + call.flag("advantages", wrong, "finite where mask is true", lambda: per_row[wrong][:5].tolist())
+
+    def per_token(name: str, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        call.log_probs(name, x, shapes=[shape], shape_text=f"{list(shape)}, one per token", device=device)
+        return x.detach().to(dtype).reshape(-1)
+
+    old, ref = per_token("old_log_probs", old_log_probs), per_token("ref_log_probs", ref_log_probs)
+    if objective.kl_coef > 0 and ref is None:
+        call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
+    if rollout_log_probs is not None:
+        call.fail(
+            "rollout_log_probs",
+            "None, because objective.rollout_correction is None and nothing else reads it",
+            "a tensor",
+        )
+    if token_weights is not None:
+        weight_shapes = [shape, (shape[0], 1)] if layout.padded else [shape]
+        call.tensor("token_weights", token_weights, dtypes=FLOATS, shapes=weight_shapes,
+                    shape_text=f"{list(shape)}{' or [B, 1]' if layout.padded else ''}", device=device)  # fmt: skip
+        token_weights = layout.flatten(token_weights.detach().to(dtype))
+    call.normalizer("normalizer", normalizer, device)
+    call.normalizer("kl_normalizer", kl_normalizer, device)
+    return (
+        layout,
+        PolicyRows(layout.offsets, per_row, old, ref, token_weights,
+                   _as_scalar(normalizer, dtype, device), _as_scalar(kl_normalizer, dtype, device)),
+        invalid,
+    )  # fmt: skip
+
+
+def loss_output(
+    result: PolicyResult,
+    layout: Layout,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    policy: PolicyRows,
+    invalid: Tensor,
+) -> LossOutput:
+    """Back to the caller's shapes; invalid values turn the loss, and so its gradient, into NaN."""
+    loss = result.loss * torch.where(invalid > 0, torch.nan, 1.0).to(result.loss.dtype)
+    per_token = result.log_ratio.shape[0] == layout.rows and result.log_ratio.shape[0] != layout.sequences
+    log_ratio = result.log_ratio.view(layout.shape) if per_token else result.log_ratio
+    named = metrics.as_dict(result.metrics, invalid, kl=policy.ref_log_probs is not None, entropy=entropy is not None)
+    return LossOutput(
+        loss,
+        log_probs.view(layout.shape),
+        None if entropy is None else entropy.detach().view(layout.shape),
+        log_ratio,
+        named,
+    )
+
+
+def _check_offsets(call: Call, cu_seqlens: Tensor, rows: int) -> Tensor:
+    if cu_seqlens.shape[0] == 0:
+        call.fail("cu_seqlens", "[S + 1] values, so at least the leading 0", "an empty tensor")
+    backwards = call.flag("cu_seqlens", cu_seqlens[1:] < cu_seqlens[:-1], "non-decreasing", lambda: _short(cu_seqlens))
+    start = call.flag("cu_seqlens", cu_seqlens[:1] != 0, "starting at 0", lambda: _short(cu_seqlens))
+    end = call.flag("cu_seqlens", cu_seqlens[-1:] != rows, f"ending at N = {rows}", lambda: _short(cu_seqlens))
+    return backwards + start + end
+
+
+def _short(x: Tensor) -> str:
+    values = x.tolist()
+    return str(values if len(values) <= 8 else [*values[:4], "...", *values[-3:]])
+
+
+def _as_scalar(value: float | Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    if value is None or isinstance(value, Tensor):
+        return None if value is None else value.detach().to(dtype)
+    return torch.full((), value, dtype=dtype, device=device)

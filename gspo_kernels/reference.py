@@ -1,0 +1,199 @@
+"""The GSPO loss, written to be read: start here.
+
+Each function below is one line of the mathematics, on full logits, one sequence at a time, with plain autograd. Nothing
+is fused, nothing is chunked and nothing else of this library is imported, so this file is the oracle that every fast
+path is tested against: give it float64 tensors and it returns the truth.
+
+In one breath. The policy that is being trained gives each sampled token a log-probability `lp`; the policy that sampled
+it gave `old`. For one answer y_i of L_i tokens, GSPO (arXiv 2507.18071, eq. 5-7) forms ONE importance ratio
+
+    u_i = mean over its tokens of (lp - old),        s_i = exp(u_i) = (p_new(y_i) / p_old(y_i)) ^ (1 / L_i)
+
+and minimises, over answers with advantage A_i,
+
+    l_i = -min(s_i * A_i,  clip(s_i, 1 - clip_low, 1 + clip_high) * A_i).
+
+The window is 3e-4 / 4e-4, so `u_i` has to be right to a few 1e-6, which is why logits rounded to bf16 will not do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class ReferenceOutput(NamedTuple):
+    """Like `gspo_kernels.LossOutput`, and everything in it is differentiable."""
+
+    loss: Tensor  # []
+    log_probs: Tensor  # shape of target_ids, 0 at masked positions
+    entropy: Tensor  # shape of target_ids, 0 at masked positions
+    log_ratio: Tensor  # [sequences], or the shape of target_ids for ratio="token"
+
+
+def token_log_probs(
+    hidden: Tensor,  # [L, H]
+    weight: Tensor,  # [V, H]
+    target_ids: Tensor,  # [L]
+    bias: Tensor | None = None,  # [V]
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,  # scalar or [L]
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution, both [L]."""
+    logits = logit_scale * F.linear(hidden, weight, bias)
+    if logit_softcap is not None:
+        logits = logit_softcap * torch.tanh(logits / logit_softcap)
+    if isinstance(temperature, Tensor) and temperature.ndim:
+        temperature = temperature[:, None]
+    logits = (logits / temperature)[:, :vocab_size]  # columns past the real vocabulary are padding
+    log_p = torch.log_softmax(logits, dim=-1)
+    entropy = -torch.where(log_p == -math.inf, 0.0, log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, target_ids[:, None])[:, 0], entropy
+
+
+def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
+    """-min(s A, clip(s) A) per element, with s = exp(log_ratio).
+
+    A positive advantage stops paying above 1 + clip_high, a negative one below 1 - clip_low and, with `dual_clip` or
+    `delta`, above that bound. The branch is chosen first and differentiated after: exp of a clipped log-ratio may be
+    inf, and 0 * inf would be NaN. A token with advantage 0 contributes exactly 0.
+    """
+    ratio = log_ratio.exp()
+    low, high = 1 - objective.clip_low, 1 + objective.clip_high
+    ceiling = min((c for c in (objective.dual_clip, objective.delta) if c is not None), default=math.inf)
+    bound = torch.full_like(ratio, math.nan)  # the constant that replaces s where the clip binds, NaN where it does not
+    if objective.surrogate == "clip":
+        bound = torch.where((advantages > 0) & (ratio > high), high, bound)
+        bound = torch.where((advantages < 0) & (ratio < low), low, bound)
+        bound = torch.where((advantages < 0) & (ratio > ceiling), ceiling, bound)
+    constant = ~bound.isnan() | (advantages == 0)
+    free_ratio = torch.where(constant, 0.0, log_ratio).exp()
+    effective = torch.where(bound.isnan(), free_ratio, bound)
+    return torch.where(advantages == 0, 0.0, -effective * advantages)
+
+
+def kl_to_reference(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
+    """Per-token estimators of KL(policy || reference) (Schulman, "Approximating KL divergence")."""
+    d = log_probs - ref_log_probs
+    return {"k1": d, "k2": 0.5 * d**2, "k3": torch.expm1(-d) + d}[estimator]
+
+
+def aggregation_weight(aggregation: str, length: int, length_norm: float | None) -> float:
+    """What one token of a sequence of `length` tokens counts, before the normalizer."""
+    if aggregation == "seq-mean-token-mean":
+        return 1.0 / length
+    if aggregation == "seq-mean-token-sum-norm":
+        assert length_norm is not None
+        return 1.0 / length_norm
+    return 1.0  # token-mean, seq-mean-token-sum
+
+
+def default_normalizer(aggregation: str, lengths: list[int]) -> float:
+    """Non-empty sequences, or tokens for token-mean, or 1 for seq-mean-token-sum-norm; never 0."""
+    if aggregation == "token-mean":
+        return max(sum(lengths), 1)
+    if aggregation == "seq-mean-token-sum-norm":
+        return 1
+    return max(sum(length > 0 for length in lengths), 1)
+
+
+def gspo_reference_loss(
+    hidden: Tensor,  # [B, T, H], or [N, H] with cu_seqlens
+    weight: Tensor,  # [V, H]
+    target_ids: Tensor,  # [B, T] or [N]
+    advantages: Tensor,  # [sequences], or per token like target_ids
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    objective: Any,
+    normalizer: float | None = None,
+    kl_normalizer: float | None = None,
+) -> ReferenceOutput:
+    """Arguments and meaning of `gspo_kernels.gspo_fused_loss`, on full logits with autograd, in hidden's dtype."""
+    mask = target_ids != -100 if mask is None else mask.bool()
+    if cu_seqlens is None:
+        spans = [(i, slice(None)) for i in range(target_ids.shape[0])]  # row i of a padded batch
+    else:
+        ends = cu_seqlens.tolist()
+        spans = [(slice(a, b), slice(None)) for a, b in itertools.pairwise(ends)]
+    lengths = [int(mask[span].sum()) for span in spans]
+    kl_aggregation = objective.kl_aggregation or objective.aggregation
+    normalizer = default_normalizer(objective.aggregation, lengths) if normalizer is None else normalizer
+    if kl_normalizer is None:
+        same = kl_aggregation == objective.aggregation
+        kl_normalizer = normalizer if same else default_normalizer(kl_aggregation, lengths)
+    per_token_advantages = advantages.shape == target_ids.shape and advantages.ndim == mask.ndim
+    per_token_advantages &= not (cu_seqlens is not None and len(spans) == target_ids.shape[0])
+
+    loss = hidden.new_zeros(())
+    log_probs, entropies = hidden.new_zeros(target_ids.shape), hidden.new_zeros(target_ids.shape)
+    log_ratios = []
+    for i, (span, length) in enumerate(zip(spans, lengths, strict=True)):
+        keep = mask[span]
+
+        def pick(x: Tensor | None, span: Any = span, keep: Tensor = keep) -> Any:
+            return None if x is None else torch.broadcast_to(x, mask.shape)[span][keep]
+
+        row_temperature = temperature
+        if isinstance(temperature, Tensor) and temperature.ndim:
+            row_temperature = temperature[span][keep]
+        lp, entropy = token_log_probs(
+            hidden[span][keep], weight, target_ids[span][keep],
+            bias, logit_scale, logit_softcap, row_temperature, vocab_size,
+        )  # fmt: skip
+        old, ref, weights = pick(old_log_probs), pick(ref_log_probs), pick(token_weights)
+        advantage = pick(advantages) if per_token_advantages else advantages.flatten()[i].expand(length)
+
+        # 1. the log-ratio: per token, or the mean over the sequence
+        token_log_ratio = lp - (lp.detach() if old is None else old)
+        u = token_log_ratio.sum() / max(length, 1)
+        if objective.ratio == "token":
+            log_ratio = token_log_ratio
+        elif objective.ratio == "sequence":
+            log_ratio = u.expand(length)
+        else:  # sequence-token: the value is u, the gradient stays with the token (eq. 13-14)
+            log_ratio = u.detach() + lp - lp.detach()
+
+        # 2. the policy term, weighted per token, then KL, then the entropy bonus
+        per_token = surrogate(log_ratio, advantage, objective)
+        if weights is not None:
+            per_token = per_token * weights
+        if length:
+            c = aggregation_weight(objective.aggregation, length, objective.length_norm) / normalizer
+            loss = loss + c * (per_token - objective.entropy_coef * entropy).sum()
+            if objective.kl_coef > 0:
+                kl = kl_to_reference(lp, ref, objective.kl_estimator)
+                if objective.kl_ratio_factor:
+                    kl = kl * log_ratio.exp()
+                c = aggregation_weight(kl_aggregation, length, objective.length_norm) / kl_normalizer
+                loss = loss + objective.kl_coef * c * kl.sum()
+
+        log_probs, entropies = _put(log_probs, span, keep, lp), _put(entropies, span, keep, entropy)
+        log_ratios.append(token_log_ratio if objective.ratio == "token" else u)
+
+    if objective.ratio == "token":
+        log_ratio = log_probs - (log_probs.detach() if old_log_probs is None else torch.where(mask, old_log_probs, 0))
+    else:
+        log_ratio = torch.stack(log_ratios) if log_ratios else hidden.new_zeros(0)
+    return ReferenceOutput(loss, log_probs, entropies, log_ratio)
+
+
+def _put(into: Tensor, span: Any, keep: Tensor, values: Tensor) -> Tensor:
+    where = torch.zeros(into.shape, dtype=torch.bool, device=into.device)
+    where[span] = keep
+    return into.masked_scatter(where, values)

@@ -1,0 +1,197 @@
+"""Every error message of the library. Each names the argument, what was expected and what came.
+
+Metadata (types, shapes, dtypes, devices) is always checked. Values (target ids in range, finite advantages, ordered
+offsets) are checked eagerly on a CPU. On an accelerator that would make the host wait, so there they are counted into
+`metrics["invalid"]` and turn the loss into NaN; set GSPO_CHECK=1 to raise there too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float64, *HALF)
+WIDE = (torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Field:
+    """Checks of plain values, for one place that is named in every message."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def fail(self, name: str, expected: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
+        raise error(f"{self.place}: {name} must be {expected}, got {got!r}")
+
+    def choice(self, name: str, value: object, allowed: Sequence[str]) -> None:
+        if value not in allowed:
+            self.fail(name, f"one of {', '.join(map(repr, allowed))}", value)
+
+    def boolean(self, name: str, value: object) -> None:
+        if not isinstance(value, bool):
+            self.fail(name, "True or False", value, TypeError)
+
+    def number(self, name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.fail(name, f"a number ({expected})", value, TypeError)
+        if not holds(value):  # NaN fails every comparison
+            self.fail(name, expected, value)
+
+
+class Call(Field):
+    """Checks of the arguments of one public call. Tensors are described in messages, never printed."""
+
+    def tensor(
+        self,
+        name: str,
+        x: Any,
+        *,
+        dtypes: Sequence[torch.dtype],
+        shapes: Sequence[Sequence[int | None]],
+        shape_text: str,
+        device: torch.device | None = None,
+    ) -> None:
+        """A tensor of one of `dtypes` and one of `shapes` (None matches any size), on `device`."""
+        if not isinstance(x, Tensor):
+            self.fail(name, f"a tensor {shape_text}", type(x).__name__, TypeError)
+        if type(x).__name__ == "DTensor":
+            self.fail(
+                name,
+                "a plain tensor (gather a sharded one, or call inside the module that owns it)",
+                "a DTensor",
+                TypeError,
+            )
+        if not any(_matches(x.shape, shape) for shape in shapes):
+            self.fail(name, f"a tensor {shape_text}", list(x.shape))
+        if x.dtype not in dtypes:
+            self.fail(
+                name,
+                f"of dtype {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}",
+                str(x.dtype).removeprefix("torch."),
+                TypeError,
+            )
+        if device is not None and x.device != device:
+            self.fail(name, f"on {device} like the other tensors", str(x.device))
+
+    def log_probs(self, name: str, x: Any, **expected: Any) -> None:
+        """Log-probs in fp32 or fp64: half precision cannot hold a ratio inside GSPO's window."""
+        if isinstance(x, Tensor) and x.dtype in HALF:
+            self.fail(
+                name,
+                "float32 or float64 (near 1 nat half precision steps by 1e-3 to 8e-3, wider than a clip window of "
+                "3e-4; compute it with linear_log_probs, or pass .float() to accept the rounding)",
+                str(x.dtype).removeprefix("torch."),
+                TypeError,
+            )
+        self.tensor(name, x, dtypes=WIDE, **expected)
+
+    def head(self, weight: Any, bias: Any, hidden: Tensor) -> None:
+        if isinstance(weight, Tensor) and type(weight).__name__ != "DTensor" and weight.numel() == 0:
+            self.fail(
+                "lm_head",
+                "a whole weight [V, H] (under ZeRO-3 or FSDP call inside the module's own forward, or gather it first)",
+                f"an empty tensor {list(weight.shape)}",
+            )
+        width = hidden.shape[-1]
+        self.tensor(
+            "lm_head",
+            weight,
+            dtypes=FLOATS,
+            shapes=[(None, width)],
+            shape_text=f"[V, H] with H = {width}",
+            device=hidden.device,
+        )
+        if weight.dtype != hidden.dtype:
+            self.fail(
+                "lm_head",
+                f"of the dtype of hidden ({hidden.dtype}) outside autocast",
+                str(weight.dtype),
+                TypeError,
+            )
+        if bias is not None:
+            vocab = weight.shape[0]
+            self.tensor(
+                "bias",
+                bias,
+                dtypes=[hidden.dtype],
+                shapes=[(vocab,)],
+                shape_text=f"[V] = [{vocab}]",
+                device=hidden.device,
+            )
+
+    def logit_options(self, logit_scale: Any, logit_softcap: Any, vocab_size: Any, columns: int) -> None:
+        self.number("logit_scale", logit_scale, "a finite number other than 0", lambda x: math.isfinite(x) and x != 0)
+        if logit_softcap is not None:
+            self.number("logit_softcap", logit_softcap, "a finite number > 0, or None", lambda x: 0 < x < math.inf)
+        if vocab_size is not None:
+            if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+                self.fail("vocab_size", "an int", vocab_size, TypeError)
+            if not 1 <= vocab_size <= columns:
+                self.fail("vocab_size", f"between 1 and the {columns} rows of lm_head", vocab_size)
+
+    def temperature(self, temperature: Any, shape: Sequence[int], device: torch.device) -> None:
+        if not isinstance(temperature, Tensor):
+            self.number("temperature", temperature, "a finite number > 0", lambda x: 0 < x < math.inf)
+            return
+        self.tensor(
+            "temperature",
+            temperature,
+            dtypes=FLOATS,
+            shapes=[(), shape],
+            shape_text=f"with no dimension, or {list(shape)} (one per token)",
+            device=device,
+        )
+        if temperature.requires_grad:
+            self.fail("temperature", "without gradient (it is a constant of the loss)", "requires_grad=True")
+
+    def normalizer(self, name: str, value: Any, device: torch.device) -> None:
+        if value is None:
+            return
+        if not isinstance(value, Tensor):
+            self.number(
+                name,
+                value,
+                "a finite number > 0, a tensor with no dimension, or None",
+                lambda x: 0 < x < math.inf,
+            )
+            return
+        self.tensor(
+            name,
+            value,
+            dtypes=(*FLOATS, *INTEGERS),
+            shapes=[()],
+            shape_text="with no dimension",
+            device=device,
+        )
+
+    def flag(self, name: str, wrong: Tensor, expected: str, got: Callable[[], object]) -> Tensor:
+        """Count the entries of `wrong`; raise if there are any and looking is free (CPU) or wanted (GSPO_CHECK=1)."""
+        count = wrong.sum()
+        if _values_are_checked(wrong.device) and count.item():
+            self.fail(name, expected, got())
+        return count
+
+
+def _values_are_checked(device: torch.device) -> bool:
+    if torch.compiler.is_compiling():  # a value check would break the graph
+        return False
+    return device.type == "cpu" or os.environ.get("GSPO_CHECK") == "1"
+
+
+def _matches(shape: torch.Size, pattern: Sequence[int | None]) -> bool:
+    return len(shape) == len(pattern) and all(p is None or p == s for s, p in zip(shape, pattern, strict=True))
+
+
+def workspace_bytes() -> int:
+    """GSPO_WORKSPACE_MIB in bytes: how much memory the torch backend's logits may take at once (default 256 MiB)."""
+    text = os.environ.get("GSPO_WORKSPACE_MIB", "256")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"environment variable GSPO_WORKSPACE_MIB must be a whole number of MiB >= 1, got {text!r}")
+    return int(text) * 2**20

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from . import ops
+from .layout import accumulator
 from .log_probs import head_rows
 from .objective import Objective
 from .policy_loss import LossOutput, loss_output, policy_rows
@@ -91,7 +92,7 @@ def gspo_fused_loss(
         want_entropy,
         backend,
     )
-    dtype = ops.accumulator(head.hidden)
+    dtype = accumulator(head.hidden.dtype)
     layout, policy, bad = policy_rows(
         call, head.mask.view(target_ids.shape), dtype, advantages, cu_seqlens, old_log_probs, ref_log_probs,
         rollout_log_probs, token_weights, objective, normalizer, kl_normalizer,

@@ -70,6 +70,11 @@ def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
     return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0)
 
 
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits, log-probs, ratios and the loss: fp64 for fp64 hidden states, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class HeadRows(NamedTuple):
     """What makes log-probs: z = softcap(logit_scale * (h W^T + a B^T + bias)) / temperature."""
 
@@ -92,8 +97,10 @@ class HeadResult(NamedTuple):
 
     log_probs: Tensor  # [N]
     entropy: Tensor  # [N] nats, or [0] if not asked for
-    lse_others: Tensor  # [N] log-sum-exp of the logits except the target's
-    target_logit: Tensor  # [N]
+    shift: Tensor  # [N] the largest logit
+    log_total: (
+        Tensor  # [N] log-sum-exp of the logits, less shift: apart they keep the bits that their sum would round off
+    )
 
 
 class PolicyRows(NamedTuple):

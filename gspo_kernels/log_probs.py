@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import ops
-from .layout import HeadRows
+from .layout import HeadRows, accumulator
 from .validation import FLOATS, Call
 
 
@@ -159,8 +159,8 @@ def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.devi
 
 def _temperature(call: Call, temperature: float | Tensor, mask: Tensor, hidden: Tensor) -> Tensor | None:
     if not isinstance(temperature, Tensor):
-        return None if temperature == 1 else hidden.new_full((), temperature, dtype=ops.accumulator(hidden))
-    temperature = temperature.to(ops.accumulator(hidden))
+        return None if temperature == 1 else hidden.new_full((), temperature, dtype=accumulator(hidden.dtype))
+    temperature = temperature.to(accumulator(hidden.dtype))
     wrong = mask & ~((temperature > 0) & temperature.isfinite())
     call.flag(
         "temperature",
@@ -240,7 +240,7 @@ def _lora(call: Call, module: Any, hidden: Tensor) -> tuple[Tensor | None, Tenso
                 "plain LoRA (no DoRA or other variant, no LoRA bias)",
                 f"adapter {name!r} with {what}",
             )
-        dtype = torch.promote_types(ops.accumulator(hidden), lora_a.weight.dtype)
+        dtype = torch.promote_types(accumulator(hidden.dtype), lora_a.weight.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             low_rank = F.linear(module.lora_dropout[name](hidden.to(dtype)), lora_a.weight.to(dtype))
         hidden_parts.append(low_rank * module.scaling[name])

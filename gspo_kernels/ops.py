@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import metrics, portable
-from .layout import HeadResult, HeadRows, PolicyResult, PolicyRows
+from .layout import HeadResult, HeadRows, PolicyResult, PolicyRows, accumulator
 from .objective import Objective, closed_form
 from .validation import Call
 
@@ -93,15 +93,11 @@ def _linear_log_probs(*args: Any) -> HeadResult:
 
 
 @_linear_log_probs.register_fake
-def _(*args: Any) -> HeadResult:
+def _fake_head(*args: Any) -> HeadResult:
     head = HeadRows(*args[:_N_HEAD])
-    rows = head.hidden.new_empty(head.hidden.shape[0], dtype=accumulator(head.hidden))
-    return HeadResult(
-        rows,
-        rows.new_empty(rows.shape[0] if head.entropy else 0),
-        torch.empty_like(rows),
-        torch.empty_like(rows),
-    )
+    rows = head.hidden.new_empty(head.hidden.shape[0], dtype=accumulator(head.hidden.dtype))
+    entropy = rows.new_empty(rows.shape[0] if head.entropy else 0)
+    return HeadResult(rows, entropy, torch.empty_like(rows), torch.empty_like(rows))
 
 
 def _save_head(ctx: Any, head: HeadRows, result: HeadResult, *more: Tensor) -> None:
@@ -119,11 +115,7 @@ def _saved_head(ctx: Any, n_more: int) -> tuple[list[Tensor], HeadResult, HeadRo
     more, result = saved[:n_more], HeadResult(*saved[n_more : n_more + 4])
     tensors = iter(saved[n_more + 4 :])
     scalars, is_tensor = ctx.layout
-    return (
-        more,
-        result,
-        HeadRows(*(next(tensors) if t else s for s, t in zip(scalars, is_tensor, strict=True))),
-    )
+    return more, result, HeadRows(*(next(tensors) if t else s for s, t in zip(scalars, is_tensor, strict=True)))
 
 
 def _head_gradients(
@@ -137,14 +129,14 @@ def _head_gradients(
 def _setup_linear_log_probs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.backend = inputs[-1]
     result = HeadResult(*output)
-    ctx.mark_non_differentiable(result.lse_others, result.target_logit)
+    ctx.mark_non_differentiable(result.shift, result.log_total)
     _save_head(ctx, HeadRows(*inputs[:_N_HEAD]), result)
 
 
 def _backward_linear_log_probs(
-    ctx: Any, d_log_probs: Tensor | None, d_entropy: Tensor | None, *_: Any
+    ctx: Any, d_log_probs: Tensor | None, d_entropy: Tensor | None, *_unused: Any
 ) -> tuple[Any, ...]:
-    _, result, head = _saved_head(ctx, 0)
+    _none, result, head = _saved_head(ctx, 0)
     if d_log_probs is None:
         d_log_probs = torch.zeros_like(result.log_probs)
     found = _head_gradients(ctx, head, result, d_log_probs, d_entropy if head.entropy else None, ctx.backend)
@@ -156,7 +148,7 @@ _linear_log_probs.register_autograd(_backward_linear_log_probs, setup_context=_s
 
 @_define(
     "head_backward",
-    f"{_HEAD}, Tensor log_probs, Tensor entropies, Tensor lse_others, Tensor target_logit, "
+    f"{_HEAD}, Tensor log_probs, Tensor entropies, Tensor shift, Tensor log_total, "
     "Tensor d_log_probs, Tensor? d_entropy, bool[] needs, str backend",
     "Tensor, Tensor, Tensor, Tensor, Tensor",
 )
@@ -269,15 +261,9 @@ def _fused_loss(*args: Any) -> tuple[Tensor, ...]:
 
 @_fused_loss.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    head, policy, objective = _split_fused(args)
-    rows = head.hidden.new_empty(head.hidden.shape[0], dtype=accumulator(head.hidden))
-    result = (
-        rows,
-        rows.new_empty(rows.shape[0] if head.entropy else 0),
-        torch.empty_like(rows),
-        torch.empty_like(rows),
-    )
-    return *result, *_fake_policy(rows, policy, objective)
+    _head, policy, objective = _split_fused(args)
+    result = _fake_head(*args)
+    return *result, *_fake_policy(result.log_probs, policy, objective)
 
 
 def _split_fused(args: tuple[Any, ...]) -> tuple[HeadRows, PolicyRows, Objective]:
@@ -307,8 +293,3 @@ def _backward_fused_loss(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]
 
 
 _fused_loss.register_autograd(_backward_fused_loss, setup_context=_setup_fused_loss)
-
-
-def accumulator(hidden: Tensor) -> torch.dtype:
-    """The dtype of log-probs, ratios and the loss: fp64 for fp64 hidden states, else fp32."""
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32

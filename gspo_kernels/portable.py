@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import HeadResult, HeadRows
+from .layout import HeadResult, HeadRows, accumulator
 from .validation import workspace_bytes
 
 # Tiles of logits alive at the worst moment: logits, probabilities, soft-cap factor, one temporary.
@@ -45,8 +45,9 @@ def head_forward(head: HeadRows) -> HeadResult:
     work = _Tiles(head, head.mask)
     n = work.padded
     slabs = work.slabs()
-    lse = work.empty(len(slabs), n)  # log-sum-exp of each slab, the target's column left out
-    slab_entropy = work.empty(len(slabs) if head.entropy else 0, n)  # of the slab's softmax, the target left out
+    # Of each slab, the target's column left out: largest logit, log of the sum relative to it, entropy of its softmax.
+    top, log_mass = work.empty(len(slabs), n), work.empty(len(slabs), n)
+    slab_entropy = work.empty(len(slabs) if head.entropy else 0, n)
     target_logit = work.empty(n).fill_(math.nan)  # stays NaN for an id outside the vocabulary
     with _exact_products(work.device):
         for s, (low, high) in enumerate(slabs):
@@ -57,29 +58,35 @@ def head_forward(head: HeadRows) -> HeadResult:
                 found = z.gather(1, column)
                 target_logit[rows] = torch.where(here, found[:, 0], target_logit[rows])
                 z.scatter_(1, column, torch.where(here[:, None], -math.inf, found))
-                top = z.amax(1, keepdim=True)
-                top.masked_fill_(top == -math.inf, 0)  # nothing but -inf in this slab
-                z.sub_(top)
+                largest = z.amax(1)
+                z.sub_(_finite(largest)[:, None])
                 weights = z.exp() if head.entropy else z.exp_()
                 mass = weights.sum(1)
-                lse[s, rows] = mass.log() + top[:, 0]
+                top[s, rows], log_mass[s, rows] = largest, mass.log()
                 if head.entropy:
                     mean = weights.mul_(z.clamp_(min=_LOG_OF_NOTHING)).sum(1)
                     slab_entropy[s, rows] = torch.where(mass > 0, mass.log() - mean / mass, 0)
-    lse_others = lse.logsumexp(0)
-    margin = target_logit - lse_others
-    # Not z_y - lse: that loses 1 - p altogether on peaked rows.
+    largest = _finite(top.amax(0))
+    slab_share = torch.where(top == -math.inf, -math.inf, top - largest + log_mass)
+    others = slab_share.logsumexp(0)  # log-sum-exp of the logits except the target's, less the largest of them
+    # Not target_logit - lse: that loses 1 - p altogether on peaked rows.
+    margin = (target_logit - largest) - others
     log_probs = F.logsigmoid(margin)
-    entropy = _entropy(log_probs, margin, lse, lse_others, slab_entropy) if head.entropy else work.empty(0)
-    return HeadResult(
-        work.scatter(log_probs), work.scatter(entropy) if head.entropy else entropy,
-        work.scatter(lse_others), work.scatter(target_logit),
-    )  # fmt: skip
+    entropy = _entropy(log_probs, margin, slab_share - others, slab_entropy) if head.entropy else None
+    shift = torch.maximum(largest, target_logit)
+    log_total = torch.logaddexp(others + (largest - shift), target_logit - shift)
+    entropy = work.empty(0) if entropy is None else work.scatter(entropy)
+    return HeadResult(work.scatter(log_probs), entropy, work.scatter(shift), work.scatter(log_total))
 
 
-def _entropy(log_probs: Tensor, margin: Tensor, lse: Tensor, lse_others: Tensor, slab_entropy: Tensor) -> Tensor:
+def _finite(largest: Tensor) -> Tensor:
+    """A shift for exp: the largest logit, or 0 where there is none but -inf."""
+    return torch.where(largest == -math.inf, 0, largest)
+
+
+def _entropy(log_probs: Tensor, margin: Tensor, log_share: Tensor, slab_entropy: Tensor) -> Tensor:
     """Entropy by the chain rule (is it the target? which slab? which column?): positive terms, nothing cancels."""
-    log_share = torch.where(lse == -math.inf, _LOG_OF_NOTHING, lse - lse_others)
+    log_share = torch.where(log_share > _LOG_OF_NOTHING, log_share, _LOG_OF_NOTHING)  # also if there are no others
     of_others = (log_share.exp() * (slab_entropy - log_share)).sum(0)
     log_rest = F.logsigmoid(-margin).clamp(min=_LOG_OF_NOTHING)
     rest = log_rest.exp()
@@ -93,20 +100,9 @@ def head_backward(
 
     d_logits = d_log_prob (onehot - p) - d_entropy p (log p + entropy), times the derivative of the head's tail.
     """
-    moved = d_log_probs != 0
-    if d_entropy is not None:
-        moved = moved | (d_entropy != 0)
+    moved = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
     work = _Tiles(head, head.mask & moved)
-    lse_others, target_logit = work.gather(result.lse_others), work.gather(result.target_logit)
-    lse = torch.logaddexp(lse_others, target_logit)
-    lse[work.count :] = math.inf  # padding rows get p = 0
-    rest = torch.sigmoid(lse_others - target_logit)  # 1 - p of the target, without cancellation
-    d_lp = work.gather(d_log_probs)
-    d_ent = None if d_entropy is None else work.gather(d_entropy)
-    entropy = None if d_entropy is None else work.gather(result.entropy)
-    log_probs = work.gather(result.log_probs)
-    boost = _power_of_two(d_lp, d_ent) if work.operand_dtype == torch.float16 else None
-
+    up = _Upstream(work, result, d_log_probs, d_entropy)
     need_hidden, need_weight, need_bias, need_ah, need_aw = needs
     d_hidden = work.zeros(work.padded, head.hidden.shape[1]) if need_hidden else None
     d_weight = torch.zeros_like(head.weight) if need_weight else None
@@ -116,45 +112,66 @@ def head_backward(
     with _exact_products(work.device):
         for low, high in work.slabs():
             weight = work.weight_slab(low, high)
-            d_weight_slab = work.zeros(high - low, weight.shape[1]) if need_weight else None
+            d_weight_slab = None  # accumulated over all rows in full precision, then rounded and written once
+            if d_weight is not None:
+                full = d_weight.dtype == work.dtype
+                d_weight_slab = d_weight[low:high] if full else work.zeros(high - low, weight.shape[1])
             for rows in work.chunks():
-                z = work.logits(rows, weight, low, high)
-                slope = work.tail_slope(rows, z)
-                here, column = work.target_columns(rows, low, high)
-                log_p = z.sub_(lse[rows, None])
-                up = -d_lp[rows, None]
-                at_target = d_lp[rows] * rest[rows]
-                if d_ent is not None and entropy is not None:
-                    log_p.clamp_(min=_LOG_OF_NOTHING)
-                    p = log_p.exp()
-                    d_z = log_p.add_(entropy[rows, None]).mul_(-d_ent[rows, None]).add_(up).mul_(p)
-                    own = log_probs[rows].clamp(min=_LOG_OF_NOTHING)
-                    at_target = at_target - d_ent[rows] * own.exp() * (own + entropy[rows])
-                else:
-                    d_z = log_p.exp_().mul_(up)
-                d_z.scatter_(1, column, torch.where(here[:, None], at_target[:, None], d_z.gather(1, column)))
-                if slope is not None:
-                    d_z.mul_(slope)
+                d_z = up.d_logits(rows, weight, low, high)
                 if d_bias is not None:
                     d_bias[low:high] += d_z.sum(0)
                 if d_ah is not None and work.adapter_weight is not None:
                     d_ah[rows].addmm_(d_z, work.adapter_weight[low:high])
                 if d_aw is not None and work.adapter_hidden is not None:
                     d_aw[low:high].addmm_(d_z.t(), work.adapter_hidden[rows])
-                d_z = (d_z if boost is None else d_z * boost).to(work.operand_dtype)
+                d_z = (d_z if up.boost is None else d_z.mul_(up.boost)).to(work.operand_dtype)
                 if d_hidden is not None:
-                    _add_product(d_hidden[rows], d_z, weight, boost)
+                    _add_product(d_hidden[rows], d_z, weight, up.boost)
                 if d_weight_slab is not None:
-                    _add_product(d_weight_slab, d_z.t(), work.hidden[rows], boost)
-            if d_weight is not None and d_weight_slab is not None:
+                    _add_product(d_weight_slab, d_z.t(), work.hidden_rows(rows), up.boost)
+                del d_z  # or it would still be alive beside the next tile
+            if d_weight is not None and d_weight_slab is not None and d_weight.dtype != work.dtype:
                 d_weight[low:high] = d_weight_slab
     return (
-        None if d_hidden is None else work.scatter(d_hidden).to(head.hidden.dtype),
+        None if d_hidden is None else work.scatter(d_hidden, head.hidden.dtype),
         d_weight,
         None if d_bias is None or head.bias is None else d_bias.to(head.bias.dtype),
-        None if d_ah is None or head.adapter_hidden is None else work.scatter(d_ah).to(head.adapter_hidden.dtype),
+        None if d_ah is None or head.adapter_hidden is None else work.scatter(d_ah, head.adapter_hidden.dtype),
         None if d_aw is None or head.adapter_weight is None else d_aw.to(head.adapter_weight.dtype),
     )
+
+
+class _Upstream:
+    """What the backward knows of each live row, and the gradient of a tile of logits from it."""
+
+    def __init__(self, work: _Tiles, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None) -> None:
+        self.work = work
+        self.shift, self.log_total = work.gather(result.shift), work.gather(result.log_total)
+        self.shift[work.count :] = math.inf  # padding rows get p = 0
+        self.d_log_probs, self.log_probs = work.gather(d_log_probs), work.gather(result.log_probs)
+        self.at_target = self.d_log_probs * -torch.expm1(self.log_probs)  # d_log_prob (1 - p), nothing cancels
+        self.d_entropy = self.entropy = None
+        if d_entropy is not None:
+            self.d_entropy, self.entropy = work.gather(d_entropy), work.gather(result.entropy)
+            own = self.log_probs.clamp(min=_LOG_OF_NOTHING)
+            self.at_target = self.at_target - self.d_entropy * own.exp() * (own + self.entropy)
+        is_fp16 = work.operand_dtype == torch.float16
+        self.boost = _power_of_two(self.d_log_probs, self.d_entropy) if is_fp16 else None
+
+    def d_logits(self, rows: slice, weight: Tensor, low: int, high: int) -> Tensor:
+        """d(loss) / d(h W^T + bias) of one tile, [R, columns]."""
+        z = self.work.logits(rows, weight, low, high)
+        slope = self.work.tail_slope(rows, z)
+        log_p = z.sub_(self.shift[rows, None]).sub_(self.log_total[rows, None])
+        toward = -self.d_log_probs[rows, None]
+        if self.d_entropy is not None and self.entropy is not None:
+            p = log_p.clamp_(min=_LOG_OF_NOTHING).exp()
+            d_z = log_p.add_(self.entropy[rows, None]).mul_(-self.d_entropy[rows, None]).add_(toward).mul_(p)
+        else:
+            d_z = log_p.exp_().mul_(toward)
+        here, column = self.work.target_columns(rows, low, high)
+        d_z.scatter_(1, column, torch.where(here[:, None], self.at_target[rows, None], d_z.gather(1, column)))
+        return d_z if slope is None else d_z.mul_(slope)
 
 
 class _Tiles:
@@ -162,21 +179,20 @@ class _Tiles:
 
     def __init__(self, head: HeadRows, keep: Tensor) -> None:
         self.head, self.device = head, head.hidden.device
-        self.dtype = torch.float64 if head.hidden.dtype == torch.float64 else torch.float32
+        self.dtype = accumulator(head.hidden.dtype)
         on_tensor_cores = self.device.type == "cuda" and head.hidden.dtype.itemsize == 2 and torch.version.hip is None
         self.operand_dtype = head.hidden.dtype if on_tensor_cores else self.dtype
         self.tile_rows, self.tile_columns = tile_shape(self.device, self.dtype)
         self.index = keep.nonzero()[:, 0]
         self.count = self.index.shape[0]
         self.padded = -(-self.count // self.tile_rows) * self.tile_rows
-        self.hidden = self.gather(head.hidden, self.operand_dtype)
+        self.hidden = self.gather(head.hidden, head.hidden.dtype)
         self.target_ids = self.gather(head.target_ids, torch.int64)
         self.temperature = head.temperature
         if self.temperature is not None and self.temperature.ndim:
             self.temperature = self.gather(self.temperature)
             self.temperature[self.count :] = 1
-        self.adapter_hidden = self.adapter_weight = None
-        self.rank = 0
+        self.adapter_hidden, self.adapter_weight, self.rank = None, None, 0
         if head.adapter_hidden is not None and head.adapter_weight is not None:
             self.adapter_hidden = self.gather(head.adapter_hidden)
             self.adapter_weight = head.adapter_weight.to(self.dtype)
@@ -194,23 +210,24 @@ class _Tiles:
         out[: self.count] = x[self.index]
         return out
 
-    def scatter(self, x: Tensor) -> Tensor:
+    def scatter(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[padded, ...] -> [N, ...], zeros at the rows that do not count."""
-        out = self.zeros(self.head.hidden.shape[0], *x.shape[1:])
-        out[self.index] = x[: self.count]
+        out = torch.zeros((self.head.hidden.shape[0], *x.shape[1:]), dtype=dtype or self.dtype, device=self.device)
+        out[self.index] = x[: self.count].to(out.dtype)
         return out
 
     def slabs(self) -> list[tuple[int, int]]:
-        return [
-            (low, min(low + self.tile_columns, self.head.vocab_size))
-            for low in range(0, self.head.vocab_size, self.tile_columns)
-        ]
+        vocab, width = self.head.vocab_size, self.tile_columns
+        return [(low, min(low + width, vocab)) for low in range(0, vocab, width)]
 
     def chunks(self) -> Iterator[slice]:
         return (slice(low, low + self.tile_rows) for low in range(0, self.padded, self.tile_rows))
 
     def weight_slab(self, low: int, high: int) -> Tensor:
         return self.head.weight[low:high].to(self.operand_dtype)
+
+    def hidden_rows(self, rows: slice) -> Tensor:
+        return self.hidden[rows].to(self.operand_dtype)
 
     def target_columns(self, rows: slice, low: int, high: int) -> tuple[Tensor, Tensor]:
         """Which rows have their target in this slab, [R]; and at which of its columns, [R, 1] (0 for the others)."""
@@ -221,7 +238,7 @@ class _Tiles:
     def logits(self, rows: slice, weight: Tensor, low: int, high: int) -> Tensor:
         """[R, columns] in fp32 or fp64, the whole head applied."""
         head = self.head
-        z = _product(self.hidden[rows], weight.t())
+        z = _product(self.hidden_rows(rows), weight.t())
         if self.adapter_hidden is not None and self.adapter_weight is not None:
             z.addmm_(self.adapter_hidden[rows], self.adapter_weight[low:high].t())
         if head.bias is not None:
@@ -239,14 +256,11 @@ class _Tiles:
         head = self.head
         slope: Tensor | float = head.logit_scale
         if head.logit_softcap is not None:
-            capped = (
-                z / head.logit_softcap
-                if self.temperature is None
-                else z * (self._temperature(rows) / head.logit_softcap)
-            )
-            slope = capped.square_().neg_().add_(1).mul_(head.logit_scale)
+            t = 1 if self.temperature is None else self._temperature(rows)
+            slope = (z * (t / head.logit_softcap)).square_().neg_().add_(1).mul_(head.logit_scale)
         if self.temperature is not None:
-            slope = slope / self._temperature(rows)
+            t = self._temperature(rows)
+            slope = slope.div_(t) if isinstance(slope, Tensor) else slope / t
         return None if isinstance(slope, float | int) and slope == 1 else slope
 
     def _temperature(self, rows: slice) -> Tensor:

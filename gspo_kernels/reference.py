@@ -127,10 +127,9 @@ def gspo_reference_loss(
     """Arguments and meaning of `gspo_kernels.gspo_fused_loss`, on full logits with autograd, in hidden's dtype."""
     mask = target_ids != -100 if mask is None else mask.bool()
     if cu_seqlens is None:
-        spans = [(i, slice(None)) for i in range(target_ids.shape[0])]  # row i of a padded batch
+        spans: list[Any] = list(range(target_ids.shape[0]))  # row i of a padded batch
     else:
-        ends = cu_seqlens.tolist()
-        spans = [(slice(a, b), slice(None)) for a, b in itertools.pairwise(ends)]
+        spans = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
     lengths = [int(mask[span].sum()) for span in spans]
     kl_aggregation = objective.kl_aggregation or objective.aggregation
     normalizer = default_normalizer(objective.aggregation, lengths) if normalizer is None else normalizer

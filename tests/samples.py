@@ -1,0 +1,204 @@
+"""Batches whose clip branches are known to be populated, and both ways to compute them: the library and the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import LossOutput, Objective, gspo_fused_loss
+from gspo_kernels.reference import ReferenceOutput, gspo_reference_loss
+
+CELLS = ("low", "inside", "high")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of `gspo_fused_loss`. `leaves` are the tensors that get gradients."""
+
+    leaves: dict[str, Tensor]  # hidden, weight, and bias if there is one
+    target_ids: Tensor
+    advantages: Tensor
+    objective: Objective
+    options: dict[str, Any] = field(default_factory=dict)  # mask, cu_seqlens, old_log_probs, temperature, ...
+
+    def cast(self, dtype: torch.dtype) -> Sample:
+        """The same numbers in another dtype (fp64 of bf16 inputs is the truth about those inputs)."""
+
+        def to(x: Any) -> Any:
+            return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+        leaves = {name: to(x.detach()).requires_grad_() for name, x in self.leaves.items()}
+        options = {name: to(x) for name, x in self.options.items()}
+        return replace(self, leaves=leaves, advantages=to(self.advantages), options=options)
+
+    def with_options(self, **options: Any) -> Sample:
+        return replace(self, options={**self.options, **options})
+
+
+def run_fused(sample: Sample, backend: str = "auto", **more: Any) -> tuple[LossOutput, dict[str, Tensor]]:
+    leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
+    out = gspo_fused_loss(
+        leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages,
+        bias=leaves.get("bias"), objective=sample.objective, backend=backend, **sample.options, **more,
+    )  # fmt: skip
+    return out, gradients(out.loss, leaves)
+
+
+def run_oracle(sample: Sample, dtype: torch.dtype = torch.float64) -> tuple[ReferenceOutput, dict[str, Tensor]]:
+    sample = sample.cast(dtype)
+    out = gspo_reference_loss(
+        sample.leaves["hidden"], sample.leaves["weight"], sample.target_ids, sample.advantages,
+        bias=sample.leaves.get("bias"), objective=sample.objective, **sample.options,
+    )  # fmt: skip
+    return out, gradients(out.loss, sample.leaves)
+
+
+def gradients(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not loss.requires_grad:  # nothing but constants, as in an empty batch
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    pairs = zip(leaves.items(), found, strict=True)
+    return {name: torch.zeros_like(x) if g is None else g for (name, x), g in pairs}
+
+
+def make_sample(
+    seed: int = 0,
+    *,
+    lengths: tuple[int, ...] = (9, 5, 12, 7, 3, 11, 8, 6, 10, 4, 7, 9),
+    hidden_size: int = 16,
+    vocab: int = 37,
+    dtype: torch.dtype = torch.float32,
+    packed: bool = False,
+    holes: bool = True,
+    bias: bool = False,
+    padded_vocab: int = 0,  # extra rows of the head that are no tokens
+    per_token_advantages: bool = False,
+    token_weights: bool = False,
+    temperature: float | str = 1.0,  # "per-token" for one value per token
+    on_policy: bool = False,
+    spread: float = 2.0,  # how far outside the window clipped ratios lie, in windows
+    logit_std: float = 3.0,
+    objective: Objective | None = None,
+    **head: Any,  # logit_scale, logit_softcap
+) -> Sample:
+    """A batch in which every (low, inside, high) x (advantage sign) cell is populated: asserted, not hoped.
+
+    Sequence i is pushed to a chosen side of the window by choosing its old log-probs around the true ones; with
+    ratio="token" every token is. Masked positions hold garbage: ids outside the vocabulary, NaN and -inf log-probs.
+    """
+    objective = objective or Objective()
+    rng = torch.Generator().manual_seed(seed)
+    sequences, longest = len(lengths), max(lengths, default=0)
+    shape = (sequences, longest)
+    mask = torch.arange(longest)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
+    if holes:  # tool calls: tokens in the middle that do not count; every sequence keeps at least one token
+        keep = torch.rand(shape, generator=rng) > 0.25
+        if longest:
+            keep[:, 0] = True
+        mask &= keep
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=rng, dtype=torch.float64)
+
+    leaves = {
+        "hidden": randn(*shape, hidden_size),
+        "weight": randn(vocab + padded_vocab, hidden_size) * (logit_std / hidden_size**0.5),
+    }
+    if bias:
+        leaves["bias"] = randn(vocab + padded_vocab)
+    leaves = {name: x.to(dtype).requires_grad_() for name, x in leaves.items()}
+    options: dict[str, Any] = dict(head)
+    if padded_vocab:
+        options["vocab_size"] = vocab
+    if temperature == "per-token":
+        options["temperature"] = (0.5 + torch.rand(shape, generator=rng)).to(torch.float32)
+    elif temperature != 1.0:
+        options["temperature"] = temperature
+    target_ids = torch.randint(0, vocab, shape, generator=rng)
+    target_ids[~mask] = torch.tensor([-100, vocab + 7, -(2**40)]).repeat(mask.numel())[: int((~mask).sum())]
+
+    sign = torch.tensor([1.0, -1.0]).repeat(sequences)[:sequences]
+    advantages = sign * (0.5 + torch.rand(sequences, generator=rng))
+    advantages[-1:] = 0 if sequences > 6 else advantages[-1:]
+    if per_token_advantages:
+        flip = torch.where(torch.rand(shape, generator=rng) < 0.3, -1.0, 1.0)
+        advantages = advantages[:, None] * flip * (0.5 + torch.rand(shape, generator=rng))
+
+    options["mask"] = mask
+    draft = Sample(leaves, target_ids, advantages, objective, options)
+    with torch.no_grad():
+        true_lp = run_oracle_forward(draft)
+    if not on_policy:
+        # Cells go round by sequence in pairs, so that both advantage signs meet each of them.
+        side = (torch.arange(sequences) // 2) % 3 - 1
+        u = torch.where(side < 0, -objective.clip_low * spread, objective.clip_high * spread) * side.abs()
+        u = u + 0.1 * min(objective.clip_low, objective.clip_high) * randn(sequences)
+        per_token = u[:, None].expand(shape)
+        if objective.ratio == "token":
+            per_token = per_token[:, torch.randperm(longest, generator=rng)] * (torch.rand(shape, generator=rng) + 0.5)
+        else:
+            noise = randn(*shape).masked_fill(~mask, 0) * 0.02
+            per_token = per_token + noise - noise.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        old = (true_lp - per_token).float()
+        options["old_log_probs"] = _garbage_where_masked(old, mask)
+    ref = (true_lp + 0.3 * randn(*shape)).float()
+    options["ref_log_probs"] = _garbage_where_masked(ref, mask)
+    if token_weights:
+        options["token_weights"] = 0.5 + torch.rand(shape, generator=rng)
+    sample = Sample(leaves, target_ids, advantages, objective, options)
+    if not on_policy and len(lengths) >= 12 and objective.surrogate == "clip":
+        assert_cells_are_populated(sample, true_lp)
+    return _pack(sample, lengths) if packed else sample
+
+
+def run_oracle_forward(sample: Sample) -> Tensor:
+    """True log-probs, float64, [B, T]."""
+    plain = replace(sample, objective=Objective())
+    plain = replace(
+        plain, options={k: v for k, v in plain.options.items() if k not in ("old_log_probs", "ref_log_probs")}
+    )
+    return run_oracle(plain)[0].log_probs.detach()
+
+
+def assert_cells_are_populated(sample: Sample, true_lp: Tensor) -> None:
+    mask, objective = sample.options["mask"], sample.objective
+    r = torch.where(mask, true_lp - sample.options["old_log_probs"].double(), 0)
+    if objective.ratio != "token":
+        r = (r.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(r)
+    advantages = sample.advantages if sample.advantages.ndim == 2 else sample.advantages[:, None].expand_as(r)
+    ratio = r.exp()
+    cells = {
+        "low": ratio < 1 - objective.clip_low,
+        "inside": (ratio >= 1 - objective.clip_low) & (ratio <= 1 + objective.clip_high),
+        "high": ratio > 1 + objective.clip_high,
+    }
+    for name in CELLS:
+        for sign in (1, -1):
+            assert (mask & cells[name] & (advantages * sign > 0)).any(), (
+                f"no token in cell ({name}, advantage {sign:+d})"
+            )
+
+
+def _garbage_where_masked(x: Tensor, mask: Tensor) -> Tensor:
+    garbage = torch.tensor([float("nan"), float("-inf"), 1e30]).repeat(mask.numel())[: int((~mask).sum())]
+    out = x.clone()
+    out[~mask] = garbage.to(x.dtype)
+    return out
+
+
+def _pack(sample: Sample, lengths: tuple[int, ...]) -> Sample:
+    """The same batch packed: rows past each length are cut, holes stay."""
+    longest = sample.target_ids.shape[1]
+    inside = torch.arange(longest)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
+
+    def cut(x: Any) -> Any:
+        per_token = isinstance(x, Tensor) and x.ndim >= 2 and x.shape[:2] == inside.shape
+        return x.detach()[inside] if per_token else x
+
+    leaves = {name: cut(x).detach().requires_grad_() for name, x in sample.leaves.items()}
+    options = {name: cut(x) for name, x in sample.options.items()}
+    options["cu_seqlens"] = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return Sample(leaves, cut(sample.target_ids), cut(sample.advantages), sample.objective, options)

@@ -1,0 +1,156 @@
+"""Gradients against finite differences, and the contract of the operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from samples import make_sample
+from torch import Tensor
+
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
+
+SMALL = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64}
+WIDE = {"clip_low": 0.2, "clip_high": 0.2}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "gspo": WIDE,
+    "gspo-token": {**WIDE, "ratio": "sequence-token"},
+    "grpo": {**WIDE, "ratio": "token"},
+    "luspo": {**WIDE, "aggregation": "seq-mean-token-sum"},
+    "kl-ratio": {**WIDE, "kl_coef": 0.3, "kl_ratio_factor": True},
+    "kl-k2-token-mean": {**WIDE, "kl_coef": 0.3, "kl_estimator": "k2", "kl_aggregation": "token-mean"},
+    "entropy": {**WIDE, "entropy_coef": 0.1},
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias-softcap-temperature": {
+        "bias": True, "logit_softcap": 3.0, "logit_scale": 0.8, "temperature": "per-token", "padded_vocab": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_fused_loss_passes_gradcheck(name: str, head: str, backend: str) -> None:
+    sample = make_sample(1, objective=Objective(**OBJECTIVES[name]), spread=0.3, **SMALL, **HEADS[head])
+    leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return gspo_fused_loss(
+            hidden, weight, sample.target_ids, sample.advantages,
+            bias=bias, objective=sample.objective, backend=backend, **sample.options,
+        ).loss  # fmt: skip
+
+    if sample.objective.ratio != "sequence-token":
+        assert torch.autograd.gradcheck(loss, leaves)
+    else:
+        # GSPO-token's gradient is not that of its value (paper, eq. 13): the value is checked against the plain form's.
+        plain = make_sample(1, objective=Objective(**WIDE), spread=0.3, **SMALL, **HEADS[head])
+        as_sequence = gspo_fused_loss(
+            leaves[0], leaves[1], plain.target_ids, plain.advantages, objective=plain.objective,
+            bias=leaves[2] if len(leaves) > 2 else None, **plain.options,
+        ).loss  # fmt: skip
+        for a, b in zip(
+            torch.autograd.grad(loss(*leaves), leaves), torch.autograd.grad(as_sequence, leaves), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_log_probs_and_entropy_pass_gradcheck(head: str, backend: str) -> None:
+    sample = make_sample(2, **SMALL, **HEADS[head])
+    options = {k: v for k, v in sample.options.items() if not k.endswith("_log_probs")}
+    leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]
+
+    def outputs(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out = linear_log_probs(hidden, weight, sample.target_ids, bias=bias, entropy=True, backend=backend, **options)
+        assert out.entropy is not None
+        return out.log_probs, out.entropy
+
+    assert torch.autograd.gradcheck(outputs, leaves)
+
+
+@pytest.mark.parametrize("name", [n for n in OBJECTIVES if n != "gspo-token"])
+def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    lp = -torch.rand(3, 4, generator=rng, dtype=torch.float64)
+    entropy = torch.rand(3, 4, generator=rng, dtype=torch.float64)
+    old, ref = lp + 0.05, lp - 0.3 * torch.rand(3, 4, generator=rng, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 1, 1]])
+
+    def loss(log_probs: Tensor, entropies: Tensor) -> Tensor:
+        return policy_loss(
+            log_probs, torch.tensor([1.0, 2.0, -0.5]), mask=mask, old_log_probs=old, ref_log_probs=ref,
+            entropy=entropies, objective=Objective(**OBJECTIVES[name]), backend=backend,
+        ).loss  # fmt: skip
+
+    assert torch.autograd.gradcheck(loss, (lp.requires_grad_(), entropy.requires_grad_()))
+
+
+class Captured(Exception):
+    """Carries the arguments of an operator out of a call."""
+
+
+def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, ...]:
+    """The flat arguments with which the public function reaches its operator."""
+    from gspo_kernels import ops
+
+    def capture(*args: Any) -> None:
+        raise Captured(args)
+
+    monkeypatch.setattr(ops, name, capture)
+    sample = make_sample(3, **{**SMALL, "dtype": torch.float32}, **options)
+    leaves, rest = sample.leaves, dict(sample.options)
+    with pytest.raises(Captured) as caught:
+        if name == "_linear_log_probs":
+            rest = {k: v for k, v in rest.items() if not k.endswith("_log_probs")}
+            linear_log_probs(leaves["hidden"], leaves["weight"], sample.target_ids, bias=leaves.get("bias"), **rest)
+        elif name == "_policy_loss":
+            lp = torch.randn(sample.target_ids.shape, requires_grad=True)
+            keep = {k: rest[k] for k in ("mask", "old_log_probs", "ref_log_probs")}
+            policy_loss(lp, sample.advantages, objective=sample.objective, **keep)
+        else:
+            gspo_fused_loss(
+                leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages,
+                bias=leaves.get("bias"), objective=sample.objective, **rest,
+            )  # fmt: skip
+    monkeypatch.undo()
+    return caught.value.args[0]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", ["_linear_log_probs", "_policy_loss", "_fused_loss"])
+def test_operators_pass_opcheck(name: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gspo_kernels import ops
+
+    objective = Objective(kl_coef=0.1, ratio="token") if head == "plain" else Objective(clip_high=0.3)
+    args = operator_arguments(name, monkeypatch, objective=objective, **HEADS[head])
+    # NaN garbage stands at masked positions on purpose; opcheck compares inputs to prove they are not written.
+    args = tuple(x.nan_to_num() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+    args = tuple(
+        x.detach().requires_grad_(y.requires_grad) if isinstance(x, Tensor) and isinstance(y, Tensor) else x
+        for x, y in zip(args, operator_arguments(name, monkeypatch, objective=objective, **HEADS[head]), strict=True)
+    )
+    torch.library.opcheck(getattr(ops, name), args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gspo", "grpo", "entropy"])
+def test_compiled_without_a_graph_break_equals_eager(name: str, backend: str) -> None:
+    sample = make_sample(4, objective=Objective(**OBJECTIVES[name]), **{**SMALL, "dtype": torch.float32})
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return gspo_fused_loss(
+            hidden, weight, sample.target_ids, sample.advantages,
+            objective=sample.objective, backend=backend, **sample.options,
+        ).loss  # fmt: skip
+
+    def run(fn: Any) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]
+        value = fn(*leaves)
+        return [value, *torch.autograd.grad(value, leaves)]
+
+    eager, compiled = run(loss), run(torch.compile(loss, fullgraph=True))
+    for a, b in zip(eager, compiled, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,109 @@
+"""Clip decisions are float64's, in GSPO's own window and from half-precision inputs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tolerance import LOG_PROB_BIAS, LOG_PROB_STD, decision_band
+from torch import Tensor
+
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
+
+HIDDEN, VOCAB = 32, 64
+
+
+def batch(seed: int, sequences: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, head, ids and the true log-probs [S, length] of half-precision inputs with |logit| up to about 30."""
+    rng = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(sequences, length, HIDDEN, generator=rng).to(dtype)
+    weight = (torch.randn(VOCAB, HIDDEN, generator=rng) * 7 / HIDDEN**0.5).to(dtype)
+    logits = hidden.double() @ weight.double().T
+    ids = sample_ids(logits, rng)
+    return hidden, weight, ids, torch.log_softmax(logits, -1).gather(-1, ids[..., None])[..., 0]
+
+
+def sample_ids(logits: Tensor, rng: torch.Generator) -> Tensor:
+    gumbel = -torch.log(-torch.log(torch.rand(logits.shape, generator=rng, dtype=torch.float64)))
+    return (logits + gumbel).argmax(-1)
+
+
+def true_decisions(u: Tensor, advantages: Tensor, objective: Objective) -> Tensor:
+    s = u.exp()
+    return torch.where(advantages > 0, s > 1 + objective.clip_high, s < 1 - objective.clip_low)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("sequences", "length"), [(10_000, 16), (1_000, 128), (128, 1024)])
+@pytest.mark.parametrize("window", [(3e-4, 4e-4), (0.2, 0.2)], ids=["gspo-window", "wide-window"])
+def test_ten_thousand_clip_decisions_are_those_of_float64(
+    sequences: int, length: int, dtype: torch.dtype, window: tuple[float, float], backend: str
+) -> None:
+    objective = Objective(clip_low=window[0], clip_high=window[1])
+    hidden, weight, ids, true_lp = batch(0, sequences, length, dtype)
+    rng = torch.Generator().manual_seed(1)
+    # Ratios about as wide as the window, as in training: about 15 % of the sequences are clipped.
+    u = torch.randn(sequences, generator=rng, dtype=torch.float64) * window[0]
+    noise = torch.randn(sequences, length, generator=rng, dtype=torch.float64) * 0.03
+    old = (true_lp - u[:, None] - noise + noise.mean(1, keepdim=True)).float()
+    u = (true_lp - old.double()).mean(1)
+    advantages = torch.randn(sequences, generator=rng)
+    leaf = hidden.requires_grad_()
+    out = gspo_fused_loss(leaf, weight, ids, advantages, old_log_probs=old, objective=objective, backend=backend)
+    (grad,) = torch.autograd.grad(out.loss * sequences, leaf)
+    ours = ~grad.flatten(1).any(1)  # a clipped sequence has exactly no gradient
+    truth = true_decisions(u, advantages.double(), objective)
+    bounds = torch.tensor([math.log1p(-window[0]), math.log1p(window[1])], dtype=torch.float64)
+    clear = (u[:, None] - bounds).abs().amin(1) > decision_band(length)
+    assert clear.double().mean() > (0.7 if window[0] < 1e-3 else 0.99)  # the band must not swallow the test
+    assert 0.05 < truth.double().mean() < 0.5
+    wrong = clear & (ours != truth)
+    assert not wrong.any(), f"{int(wrong.sum())} of {int(clear.sum())} decisions differ from float64"
+    assert abs(out.metrics["clip_fraction"].item() - ours.double().mean().item()) < 1e-6
+
+
+def test_logits_rounded_to_bf16_fail_the_same_check() -> None:
+    """The check can fail: the usual bf16 logits flip a large share of the decisions."""
+    hidden, weight, ids, true_lp = batch(0, 1_000, 128, torch.bfloat16)
+    rng = torch.Generator().manual_seed(1)
+    u = torch.randn(1_000, generator=rng, dtype=torch.float64) * 3e-4
+    rounded = (hidden.double() @ weight.double().T).to(torch.bfloat16).double()
+    lp = torch.log_softmax(rounded, -1).gather(-1, ids[..., None])[..., 0]
+    theirs = (lp - (true_lp - u[:, None])).mean(1)
+    advantages = torch.randn(1_000, generator=rng, dtype=torch.float64)
+    flipped = true_decisions(u, advantages, Objective()) != true_decisions(theirs, advantages, Objective())
+    assert flipped.double().mean() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("hidden_size", "vocab"), [(896, 5_003), (4096, 1_999)])
+def test_log_probs_of_large_heads_are_near_float64(
+    hidden_size: int, vocab: int, dtype: torch.dtype, backend: str
+) -> None:
+    rng = torch.Generator().manual_seed(2)
+    hidden = torch.randn(512, hidden_size, generator=rng).to(dtype)
+    weight = (torch.randn(vocab, hidden_size, generator=rng) * 7 / hidden_size**0.5).to(dtype)
+    logits = hidden.double() @ weight.double().T
+    assert 25 < logits.abs().max() < 40
+    ids = sample_ids(logits, rng)
+    truth = torch.log_softmax(logits, -1).gather(-1, ids[:, None])[:, 0]
+    error = linear_log_probs(hidden, weight, ids, backend=backend).log_probs.double() - truth
+    assert error.std() <= LOG_PROB_STD, f"std {error.std():.2e}"
+    assert error.mean().abs() <= LOG_PROB_BIAS, f"bias {error.mean():.2e}"
+
+
+def test_the_gate_is_inclusive_and_taken_on_the_log_ratio() -> None:
+    """u on the nearest float to a bound: one step inside has a gradient, one step outside has none."""
+    from gspo_kernels import policy_loss
+
+    for sign, bound in ((1.0, math.log1p(4e-4)), (-1.0, math.log1p(-3e-4))):
+        on_bound = torch.tensor(bound, dtype=torch.float32)
+        outward = torch.tensor(math.copysign(math.inf, bound))
+        outside = torch.nextafter(on_bound, outward)
+        if abs(on_bound.item()) > abs(bound):
+            on_bound, outside = torch.nextafter(on_bound, torch.tensor(0.0)), on_bound
+        for u, clipped in ((on_bound, False), (outside, True)):
+            lp = torch.full((1, 1), u.item(), requires_grad=True)
+            policy_loss(lp, torch.tensor([sign]), old_log_probs=torch.zeros(1, 1)).loss.backward()
+            assert lp.grad is not None and (lp.grad == 0).all() == clipped

@@ -1,0 +1,248 @@
+"""The shape of the library: who imports whom, what an import and the logits cost, which rows are computed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samples import make_sample, run_fused
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gspo_kernels import portable, validation
+from gspo_kernels.layout import HeadRows
+
+PACKAGE = Path(validation.__file__).parent
+ROOT = PACKAGE.parent
+# What each module may import of ours: arrows run one way, and no fast path knows the oracle.
+MAY_IMPORT = {
+    "__init__": {"fused_loss", "log_probs", "objective", "policy_loss"},
+    "advantages": {"validation"},
+    "cli": {"integrations"},
+    "fused_loss": {"layout", "log_probs", "objective", "ops", "policy_loss", "validation"},
+    "layout": set(),
+    "log_probs": {"layout", "ops", "validation"},
+    "metrics": {"layout"},
+    "objective": {"layout", "metrics", "validation"},
+    "ops": {"layout", "metrics", "objective", "portable", "validation"},
+    "policy_loss": {"layout", "log_probs", "metrics", "objective", "ops", "validation"},
+    "portable": {"layout", "validation"},
+    "reference": set(),
+    "validation": set(),
+}
+
+
+def imports_of_ours(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level and not module:  # from . import a, b
+                found |= {alias.name for alias in node.names}
+            elif node.level:
+                found.add(module)
+            elif module == "gspo_kernels":
+                found |= {alias.name for alias in node.names}
+            elif module.startswith("gspo_kernels."):
+                found.add(module.removeprefix("gspo_kernels."))
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("gspo_kernels.") for a in node.names if a.name.startswith("gspo_kernels")}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda p: p.stem)
+def test_imports_run_one_way(path: Path) -> None:
+    assert imports_of_ours(path) <= MAY_IMPORT[path.stem]
+
+
+def test_source_files_tell_one_story_each() -> None:
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "integrations").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    too_long = {str(f): n for f in files if (n := len(f.read_text().splitlines())) > 300}
+    assert not too_long
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_import_works_without_triton_and_computes() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it now fails
+import torch, gspo_kernels
+out = gspo_kernels.linear_log_probs(torch.randn(1, 2, 4), torch.zeros(5, 4), torch.zeros(1, 2, dtype=torch.long))
+print(out.log_probs.exp().round(decimals=4).tolist())
+"""
+    assert run_python(code).startswith("[[0.2")
+
+
+def test_import_adds_little_to_torch() -> None:
+    code = """
+import time, torch
+start = time.perf_counter()
+import gspo_kernels
+print(time.perf_counter() - start)
+"""
+    assert min(float(run_python(code)) for _ in range(3)) < 0.05
+
+
+def test_integrations_are_part_of_the_package() -> None:
+    assert "integrations" in run_python("import gspo_kernels.integrations as i; print(i.__name__)")
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made under this mode occupied at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                key, size = storage.data_ptr(), storage.nbytes()
+                if size and key not in given and key not in self.known:
+                    self.known.add(key)
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._free, key, size)
+        return out
+
+    def _free(self, key: int, size: int) -> None:
+        if key in self.known:
+            self.known.remove(key)
+            self.now -= size
+
+
+def head_rows(n: int, h: int, v: int, entropy: bool = False, **more: Any) -> HeadRows:
+    rng = torch.Generator().manual_seed(0)
+    given: dict[str, Any] = dict(
+        hidden=torch.randn(n, h, generator=rng), weight=torch.randn(v, h, generator=rng), bias=None,
+        adapter_hidden=None, adapter_weight=None, target_ids=torch.randint(0, v, (n,), generator=rng),
+        mask=torch.ones(n, dtype=torch.bool), temperature=None, logit_scale=1.0, logit_softcap=None, vocab_size=v,
+        entropy=entropy,
+    )  # fmt: skip
+    return HeadRows(**{**given, **more})
+
+
+@pytest.mark.parametrize("mebibytes", [1, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"logit_softcap": 5.0, "temperature": torch.ones(3000)}], ids=["plain", "tail"]
+)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logits_stay_inside_the_workspace(
+    mebibytes: int, options: dict[str, Any], entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GSPO_WORKSPACE_MIB", str(mebibytes))
+    n, h, v = 3000, 8, 20_000
+    head = head_rows(n, h, v, entropy, **options)
+    slabs = -(-v // portable.tile_shape(torch.device("cpu"), torch.float32)[1])
+    workspace = mebibytes * 2**20
+    rows, columns = 4 * (n + 256), 4 * v
+    with LiveBytes() as forward:
+        result = portable.head_forward(head)
+    # Beside the logits: three partial results per row and slab, the gathered rows, a dozen vectors over rows.
+    assert forward.peak <= workspace + rows * (3 * 3 * slabs + 2 * h + 24)
+    with LiveBytes() as backward:
+        d_entropy = torch.ones(n) if entropy else None
+        portable.head_backward(head, result, torch.ones(n), d_entropy, (True, True, False, False, False))
+    # d_hidden (twice: gathered and scattered), d_weight and one slab of it.
+    assert backward.peak <= workspace + rows * (5 * h + 24) + columns * 2 * h
+    assert forward.peak < 4 * n * v / 8  # far from the full logits either way
+
+
+class ProductFlops(TorchDispatchMode):
+    """Counts 2 m n k of every matrix product, in place or not."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:]
+            self.total += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        assert name not in ("bmm", "baddbmm", "einsum"), "a product this counter does not know"
+        return func(*args, **(kwargs or {}))
+
+
+def product_flops(fn: Any) -> int:
+    with ProductFlops() as counter:
+        fn()
+    return counter.total
+
+
+def test_masked_rows_are_never_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "tile_shape", lambda device, dtype: (4, 16))
+    head = head_rows(40, 8, 32)
+    for kept in (0, 4, 12, 40):
+        mask = torch.zeros(40, dtype=torch.bool)
+        mask[torch.randperm(40)[:kept]] = True
+        flops = product_flops(lambda mask=mask: portable.head_forward(head._replace(mask=mask)))
+        assert flops == 2 * kept * 8 * 32
+
+
+def test_rows_without_gradient_cost_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "tile_shape", lambda device, dtype: (4, 16))
+    head = head_rows(40, 8, 32)
+    result = portable.head_forward(head)
+    for live in (0, 4, 12, 40):
+        d = torch.zeros(40)
+        d[torch.randperm(40)[:live]] = 1.0
+        for needs, passes in (((True, True), 3), ((True, False), 2), ((False, True), 2)):
+            flops = product_flops(
+                lambda d=d, needs=needs: portable.head_backward(head, result, d, None, (*needs, False, False, False))
+            )
+            assert flops == passes * 2 * live * 8 * 32
+
+
+def test_clipped_and_zero_advantage_sequences_are_rows_without_gradient() -> None:
+    sample = make_sample(0, holes=False)
+    out, grads = run_fused(sample)
+    live = grads["hidden"].flatten(1).any(1)
+    mask = sample.options["mask"]
+    share = (mask & ~live[:, None]).sum() / mask.sum()
+    assert 0.2 < share < 0.8  # the sample has both kinds
+    assert not live[sample.advantages == 0].any()
+    torch.testing.assert_close(out.metrics["zero_coefficient_share"], share)
+
+
+def test_metrics_are_what_they_say() -> None:
+    sample = make_sample(1)
+    out, _ = run_fused(sample, entropy=True)
+    mask, s = sample.options["mask"], out.log_ratio.exp().double()
+    lengths = mask.sum(1)
+    low = (sample.advantages < 0) & (s < 1 - sample.objective.clip_low)
+    high = (sample.advantages > 0) & (s > 1 + sample.objective.clip_high)
+    lp, old, ref = out.log_probs.double(), sample.options["old_log_probs"], sample.options["ref_log_probs"]
+    d = (lp - ref)[mask]
+    assert low.any() and high.any() and out.entropy is not None
+    expected = {
+        "clip_fraction": (low | high).double().mean(),
+        "clip_fraction_low": low.double().mean(),
+        "clip_fraction_high": high.double().mean(),
+        "token_clip_fraction": ((low | high) * lengths).sum() / lengths.sum(),
+        "token_clip_fraction_low": (low * lengths).sum() / lengths.sum(),
+        "token_clip_fraction_high": (high * lengths).sum() / lengths.sum(),
+        "ratio_mean": s.mean(),
+        "ratio_min": s.min(),
+        "ratio_max": s.max(),
+        "kl_to_old": (old - lp)[mask].mean(),
+        "kl": (torch.exp(-d) + d - 1).mean(),
+        "entropy": out.entropy[mask].mean(),
+        "zero_coefficient_share": ((low | high | (sample.advantages == 0)) * lengths).sum() / lengths.sum(),
+        "invalid": torch.tensor(0),
+    }
+    assert set(expected) == set(out.metrics)
+    for name, value in expected.items():
+        torch.testing.assert_close(out.metrics[name].double(), value.double(), rtol=1e-5, atol=1e-7, msg=name)
+        assert out.metrics[name].ndim == 0 and not out.metrics[name].requires_grad

@@ -1,0 +1,164 @@
+"""The fused loss equals the oracle, values and gradients, for every option, under the law of tolerance.py."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from samples import Sample, make_sample, run_fused, run_oracle
+from tolerance import check, check_loss
+
+from gspo_kernels import Objective, linear_log_probs, policy_loss
+
+WIDE = {"clip_low": 0.2, "clip_high": 0.28}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "gspo": {},
+    "gspo-wide": WIDE,
+    "gspo-token": {"ratio": "sequence-token"},
+    "grpo": {"ratio": "token", **WIDE},
+    "grpo-narrow": {"ratio": "token"},
+    "dual-clip": {"dual_clip": 1.0005},
+    "dual-clip-wide": {**WIDE, "dual_clip": 1.4},
+    "delta": {"delta": 1.0006},
+    "both-ceilings": {**WIDE, "dual_clip": 1.5, "delta": 1.35},
+    "grpo-dual-clip": {"ratio": "token", **WIDE, "dual_clip": 1.3},
+    "none": {"surrogate": "none"},
+    "token-mean": {"aggregation": "token-mean"},
+    "seq-sum": {"aggregation": "seq-mean-token-sum"},
+    "seq-sum-norm": {"aggregation": "seq-mean-token-sum-norm", "length_norm": 11},
+    "k1": {"kl_coef": 0.1, "kl_estimator": "k1"},
+    "k2": {"kl_coef": 0.1, "kl_estimator": "k2"},
+    "k3": {"kl_coef": 0.1},
+    "k3-ratio": {"kl_coef": 0.1, "kl_ratio_factor": True},
+    "k3-ratio-token": {"kl_coef": 0.1, "kl_ratio_factor": True, "ratio": "token", **WIDE},
+    "k2-ratio-gspo-token": {"kl_coef": 0.1, "kl_estimator": "k2", "kl_ratio_factor": True, "ratio": "sequence-token"},
+    "k3-token-mean": {"kl_coef": 0.1, "kl_aggregation": "token-mean"},
+    "entropy-bonus": {"entropy_coef": 0.02},
+    "everything": {**WIDE, "kl_coef": 0.1, "kl_ratio_factor": True, "entropy_coef": -0.02, "aggregation": "token-mean"},
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scale-softcap": {"logit_scale": 0.6, "logit_softcap": 5.0},
+    "temperature": {"temperature": 0.7},
+    "temperature-per-token": {"temperature": "per-token"},
+    "padded-vocab": {"padded_vocab": 11},
+    "all": {
+        "bias": True, "logit_scale": 0.6, "logit_softcap": 5.0, "temperature": "per-token", "padded_vocab": 11,
+    },
+}  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "packed": {"packed": True},
+    "no-holes": {"holes": False},
+    "per-token-advantages": {"per_token_advantages": True},
+    "token-weights": {"token_weights": True},
+    "packed-per-token-weights": {"packed": True, "per_token_advantages": True, "token_weights": True},
+    "on-policy": {"on_policy": True},
+}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def assert_equals_oracle(sample: Sample, dtype: torch.dtype, backend: str) -> None:
+    truth, true_grads = run_oracle(sample)
+    same, same_grads = run_oracle(sample, dtype)
+    out, grads = run_fused(sample, backend, entropy=True)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    check_loss(out.loss, truth.loss, sample.advantages)
+    assert out.loss.dtype == out.log_probs.dtype == wide
+    mask = sample.options["mask"]
+    check("log_probs", out.log_probs, same.log_probs, truth.log_probs, wide)
+    assert out.entropy is not None
+    check("entropy", out.entropy, same.entropy, truth.entropy, wide)
+    # A ratio is a difference of log-probs: its error has their scale, not its own.
+    scale = truth.log_probs.abs().max()
+    assert (out.log_ratio - truth.log_ratio)[mask if out.log_ratio.shape == mask.shape else ...].abs().max() <= (
+        1e-12 if wide == torch.float64 else 1e-6
+    ) * max(scale.item(), 1)
+    for name, grad in grads.items():
+        assert grad.dtype == dtype
+        flat = lambda g: g.reshape(-1, g.shape[-1]) if g.ndim == 3 else g  # noqa: E731
+        check(f"d_{name}", flat(grad), flat(same_grads[name]), flat(true_grads[name]), dtype)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("layout", ["padded", "packed-per-token-weights"])
+def test_every_objective_equals_the_oracle_in_float64(name: str, layout: str, backend: str) -> None:
+    sample = make_sample(3, dtype=torch.float64, objective=Objective(**OBJECTIVES[name]), **LAYOUTS[layout])
+    assert_equals_oracle(sample, torch.float64, backend)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_equals_the_oracle_in_training_dtypes(name: str, dtype: str, backend: str) -> None:
+    sample = make_sample(11, dtype=DTYPES[dtype], objective=Objective(**OBJECTIVES[name]))
+    assert_equals_oracle(sample, DTYPES[dtype], backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_and_layout_equals_the_oracle(head: str, layout: str, dtype: str, backend: str) -> None:
+    sample = make_sample(5, dtype=DTYPES[dtype], **HEADS[head], **LAYOUTS[layout])
+    assert_equals_oracle(sample, DTYPES[dtype], backend)
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_normalizers_from_the_host_trainer(aggregation: str, as_tensor: bool, backend: str) -> None:
+    objective = Objective(aggregation=aggregation, kl_coef=0.1, kl_aggregation="token-mean")
+    sample = make_sample(6, dtype=torch.float64, objective=objective)
+    sample = sample.with_options(normalizer=17.0, kl_normalizer=31.0)
+    truth, true_grads = run_oracle(sample)
+    if as_tensor:
+        sample = sample.with_options(normalizer=torch.tensor(17), kl_normalizer=torch.tensor(31.0))
+    out, grads = run_fused(sample, backend)
+    check("loss", out.loss, truth.loss, truth.loss, torch.float64)
+    check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo", "k3-ratio", "everything"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_two_seams_chained_are_the_fused_loss_bitwise(name: str, packed: bool, backend: str) -> None:
+    objective = Objective(**OBJECTIVES[name])
+    sample = make_sample(7, objective=objective, packed=packed, token_weights=True)
+    fused, fused_grads = run_fused(sample, backend, entropy=True)
+    leaves = {k: v.detach().requires_grad_() for k, v in sample.leaves.items()}
+    mask, cu_seqlens = sample.options["mask"], sample.options.get("cu_seqlens")
+    lp = linear_log_probs(
+        leaves["hidden"], leaves["weight"], sample.target_ids, mask=mask, entropy=True, backend=backend
+    )
+    out = policy_loss(
+        lp.log_probs, sample.advantages, mask=mask, cu_seqlens=cu_seqlens, entropy=lp.entropy, objective=objective,
+        old_log_probs=sample.options["old_log_probs"], ref_log_probs=sample.options["ref_log_probs"],
+        token_weights=sample.options["token_weights"], backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    assert torch.equal(out.loss, fused.loss)
+    assert torch.equal(out.log_ratio, fused.log_ratio)
+    assert torch.equal(out.log_probs, fused.log_probs)
+    for key, value in fused.metrics.items():
+        assert torch.equal(out.metrics[key], value), key
+    for key, value in fused_grads.items():
+        assert torch.equal(leaves[key].grad, value), key  # pyright: ignore[reportArgumentType]
+
+
+def test_several_tiles_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Tiles smaller than the batch and the vocabulary, ragged at both ends, with targets in every slab."""
+    import gspo_kernels.portable as portable
+
+    monkeypatch.setattr(portable, "tile_shape", lambda device, dtype: (8, 7))
+    for head, dtype in itertools.product(["plain", "all"], ["fp64", "fp32", "bf16"]):
+        sample = make_sample(8, dtype=DTYPES[dtype], vocab=38, **HEADS[head])
+        assert {int(t) // 7 for t in sample.target_ids[sample.options["mask"]]} == set(range(6))
+        assert_equals_oracle(sample, DTYPES[dtype], backend)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_multi_turn_batches_of_uneven_lengths(seed: int, backend: str) -> None:
+    lengths = tuple(torch.randint(1, 40, (13,), generator=torch.Generator().manual_seed(seed)).tolist())
+    for packed in (False, True):
+        sample = make_sample(seed, lengths=lengths, dtype=torch.float64, packed=packed, vocab=101)
+        assert_equals_oracle(sample, torch.float64, backend)

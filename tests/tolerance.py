@@ -1,0 +1,69 @@
+"""Every limit the tests hold the library to, in one file. Loosening one takes its own commit and reason.
+
+The law: truth is float64. With r the error of the same computation in plain PyTorch in the same dtype and
+floor = eps(dtype) * max|truth|, ours may err by at most 2 * (r + floor); besides, the relative RMS error has a limit
+per dtype, NaN and inf stand where they stand in the truth, and every row points where the true row points.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RELATIVE_RMS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-12}
+ROW_COSINE = 0.999
+
+# fp64 against the fp64 oracle: rounding in another order is all that may differ.
+FLOAT64_RELATIVE = 1e-11
+
+# Log-probs of the same inputs against float64, |logit| <= 30, H <= 4096, on CPU: per-token standard deviation and bias.
+LOG_PROB_STD = 1e-5
+LOG_PROB_BIAS = 2e-6
+
+# On-policy GSPO's loss is about 0, so losses are compared on the scale of the advantages.
+LOSS_PER_ADVANTAGE = 1e-6
+
+
+def decision_band(length: int) -> float:
+    """How near u may lie to a clip bound before its decision may differ from float64's."""
+    return 3e-6 if length >= 1024 else 3e-6 + 6e-5 / length**0.5
+
+
+def check(name: str, ours: Tensor, same_dtype: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    """Assert the law for one output; returns our error over the allowed one."""
+    ours, same_dtype = ours.detach().double(), same_dtype.detach().double()
+    truth = truth.detach().double()
+    assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}"
+    assert torch.equal(ours.isnan(), truth.isnan()), f"{name}: NaN in other places than in float64"
+    assert torch.equal(ours.isinf(), truth.isinf()), f"{name}: inf in other places than in float64"
+    finite = truth.isfinite()
+    if not finite.any():
+        return 0.0
+    o, t, s = ours[finite], truth[finite], same_dtype[finite]
+    largest = t.abs().max().item()
+    error = (o - t).abs().max().item()
+    if dtype == torch.float64:
+        allowed = FLOAT64_RELATIVE * max(largest, 1e-30)
+    else:
+        allowed = 2 * ((s - t).abs().max().item() + torch.finfo(dtype).eps * largest)
+    assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (largest value {largest:.3e})"
+    rms = (o - t).square().mean().sqrt() / t.square().mean().sqrt().clamp(min=1e-300)
+    if largest > 0:
+        limit = RELATIVE_RMS[dtype]
+        assert rms <= limit, f"{name}: relative RMS error {rms:.3e}, allowed {limit:.0e}"
+    if truth.ndim == 2 and finite.all():
+        _check_rows(name, ours, truth, torch.finfo(dtype).eps * largest)
+    return error / allowed if allowed else 0.0
+
+
+def _check_rows(name: str, ours: Tensor, truth: Tensor, floor: float) -> None:
+    # One huge entry must not hide many wrong rows.
+    counts = truth.norm(dim=1) > floor * truth.shape[1] ** 0.5
+    cosine = torch.cosine_similarity(ours[counts], truth[counts], dim=1, eps=1e-300)
+    assert (cosine >= ROW_COSINE).all(), f"{name}: a row is off by cosine {cosine.min().item():.6f}"
+
+
+def check_loss(ours: Tensor, truth: Tensor, advantages: Tensor) -> None:
+    limit = LOSS_PER_ADVANTAGE * max(advantages.abs().mean().item(), truth.abs().item(), 1e-12)
+    difference = abs(ours.item() - truth.item())
+    assert difference <= limit, f"loss off by {difference:.3e}, allowed {limit:.3e}"

@@ -25,10 +25,8 @@ from torch import Tensor
 from .layout import HeadResult, HeadRows, accumulator
 from .validation import workspace_bytes
 
-# Tiles of logits alive at the worst moment: logits, probabilities, soft-cap factor, one temporary.
-_LIVE_TILES = 4
-_ROWS = {"cpu": 256}  # enough rows to keep two cores busy on one slab of the head
-_ROWS_ON_ACCELERATORS = 2048
+_LIVE_TILES = 4  # at the worst moment: logits, probabilities, soft-cap factor, one temporary
+_ROWS_ON_CPU, _ROWS_ELSEWHERE = 256, 2048  # enough to make a slab of the head worth reading
 _COLUMNS = 16384  # more would only leave the caches
 _LOG_OF_NOTHING = -1000.0  # exp of it is 0 in fp32 and fp64, and 0 * it is 0
 
@@ -36,19 +34,24 @@ _LOG_OF_NOTHING = -1000.0  # exp of it is 0 in fp32 and fp64, and 0 * it is 0
 def tile_shape(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
     """(rows, columns) of a tile of logits, so that all live tiles together fit the workspace."""
     elements = workspace_bytes() // (_LIVE_TILES * dtype.itemsize)
-    rows = _ROWS.get(device.type, _ROWS_ON_ACCELERATORS)
+    rows = _ROWS_ON_CPU if device.type == "cpu" else _ROWS_ELSEWHERE
     return rows, min(_COLUMNS, max(elements // rows, 1))
+
+
+def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which operands are multiplied; half only where the product comes out in fp32."""
+    tensor_cores = device.type == "cuda" and torch.version.hip is None
+    return dtype if tensor_cores and dtype.itemsize == 2 else accumulator(dtype)
 
 
 def head_forward(head: HeadRows) -> HeadResult:
     """Log-probs (and entropies) of the target ids."""
     work = _Tiles(head, head.mask)
-    n = work.padded
-    slabs = work.slabs()
+    slabs, n = work.slabs(), work.padded
     # Of each slab, the target's column left out: largest logit, log of the sum relative to it, entropy of its softmax.
-    top, log_mass = work.empty(len(slabs), n), work.empty(len(slabs), n)
-    slab_entropy = work.empty(len(slabs) if head.entropy else 0, n)
-    target_logit = work.empty(n).fill_(math.nan)  # stays NaN for an id outside the vocabulary
+    top, log_mass = work.zeros(len(slabs), n), work.zeros(len(slabs), n)
+    slab_entropy = work.zeros(len(slabs) if head.entropy else 0, n)
+    target_logit = work.zeros(n).fill_(math.nan)  # stays NaN for an id outside the vocabulary
     with _exact_products(work.device):
         for s, (low, high) in enumerate(slabs):
             weight = work.weight_slab(low, high)
@@ -75,7 +78,7 @@ def head_forward(head: HeadRows) -> HeadResult:
     entropy = _entropy(log_probs, margin, slab_share - others, slab_entropy) if head.entropy else None
     shift = torch.maximum(largest, target_logit)
     log_total = torch.logaddexp(others + (largest - shift), target_logit - shift)
-    entropy = work.empty(0) if entropy is None else work.scatter(entropy)
+    entropy = work.zeros(0) if entropy is None else work.scatter(entropy)
     return HeadResult(work.scatter(log_probs), entropy, work.scatter(shift), work.scatter(log_total))
 
 
@@ -180,8 +183,7 @@ class _Tiles:
     def __init__(self, head: HeadRows, keep: Tensor) -> None:
         self.head, self.device = head, head.hidden.device
         self.dtype = accumulator(head.hidden.dtype)
-        on_tensor_cores = self.device.type == "cuda" and head.hidden.dtype.itemsize == 2 and torch.version.hip is None
-        self.operand_dtype = head.hidden.dtype if on_tensor_cores else self.dtype
+        self.operand_dtype = operand_dtype(self.device, head.hidden.dtype)
         self.tile_rows, self.tile_columns = tile_shape(self.device, self.dtype)
         self.index = keep.nonzero()[:, 0]
         self.count = self.index.shape[0]
@@ -197,9 +199,6 @@ class _Tiles:
             self.adapter_hidden = self.gather(head.adapter_hidden)
             self.adapter_weight = head.adapter_weight.to(self.dtype)
             self.rank = self.adapter_weight.shape[1]
-
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -291,11 +290,10 @@ def _power_of_two(*gradients: Tensor | None) -> Tensor:
 def _exact_products(device: torch.device) -> Iterator[None]:
     """fp32 products in fp32: neither autocast nor a global request for TF32 or bf16 products reaches the logits."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    backend = backend.matmul
-    before = backend.fp32_precision
-    backend.fp32_precision = "ieee"
+    before = backend.matmul.fp32_precision
+    backend.matmul.fp32_precision = "ieee"
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        backend.fp32_precision = before
+        backend.matmul.fp32_precision = before

@@ -162,3 +162,18 @@ def test_multi_turn_batches_of_uneven_lengths(seed: int, backend: str) -> None:
     for packed in (False, True):
         sample = make_sample(seed, lengths=lengths, dtype=torch.float64, packed=packed, vocab=101)
         assert_equals_oracle(sample, torch.float64, backend)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("normalizer", [None, 100.0])
+def test_half_operands_with_fp32_results(dtype: str, normalizer: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor-core route with the product itself stood in for: half operands, fp32 result.
+
+    With the large normalizer most of d_logits lies below fp16's smallest number: a power of two must carry it over.
+    """
+    import gspo_kernels.portable as portable
+
+    monkeypatch.setattr(portable, "operand_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(portable, "_product", lambda a, b: a.float() @ b.float())
+    sample = make_sample(12, dtype=DTYPES[dtype], **HEADS["all"]).with_options(normalizer=normalizer)
+    assert_equals_oracle(sample, DTYPES[dtype], "torch")

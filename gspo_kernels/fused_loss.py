@@ -98,4 +98,6 @@ def gspo_fused_loss(
         rollout_log_probs, token_weights, objective, normalizer, kl_normalizer,
     )  # fmt: skip
     result, loss = ops.fused_loss(head, policy, objective, backend)
-    return loss_output(loss, layout, result.log_probs, result.entropy if want_entropy else None, policy, invalid + bad)
+    return loss_output(
+        loss, layout, result.log_probs, result.entropy if want_entropy else None, policy, objective, invalid + bad
+    )

@@ -90,7 +90,7 @@ def policy_loss(
         backend,
     )
     kept = torch.where(bool_mask, log_probs.detach(), 0)
-    return loss_output(result, layout, kept, entropy, policy, invalid + bad)
+    return loss_output(result, layout, kept, entropy, policy, objective, invalid + bad)
 
 
 def policy_rows(
@@ -175,12 +175,12 @@ def loss_output(
     log_probs: Tensor,
     entropy: Tensor | None,
     policy: PolicyRows,
+    objective: Objective,
     invalid: Tensor,
 ) -> LossOutput:
     """Back to the caller's shapes; invalid values turn the loss, and so its gradient, into NaN."""
     loss = result.loss * torch.where(invalid > 0, torch.nan, 1.0).to(result.loss.dtype)
-    per_token = result.log_ratio.shape[0] == layout.rows and result.log_ratio.shape[0] != layout.sequences
-    log_ratio = result.log_ratio.view(layout.shape) if per_token else result.log_ratio
+    log_ratio = result.log_ratio.view(layout.shape) if objective.ratio == "token" else result.log_ratio
     named = metrics.as_dict(result.metrics, invalid, kl=policy.ref_log_probs is not None, entropy=entropy is not None)
     return LossOutput(
         loss,

@@ -26,16 +26,16 @@ from .layout import HeadResult, HeadRows, accumulator
 from .validation import workspace_bytes
 
 _LIVE_TILES = 4  # at the worst moment: logits, probabilities, soft-cap factor, one temporary
-_ROWS_ON_CPU, _ROWS_ELSEWHERE = 256, 2048  # enough to make a slab of the head worth reading
-_COLUMNS = 16384  # more would only leave the caches
+_TILE_ON_CPU = (256, 4096)  # rows enough to make a slab of the head worth reading, columns that stay in the caches
+_TILE_ELSEWHERE = (2048, 65536)
 _LOG_OF_NOTHING = -1000.0  # exp of it is 0 in fp32 and fp64, and 0 * it is 0
 
 
 def tile_shape(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
     """(rows, columns) of a tile of logits, so that all live tiles together fit the workspace."""
     elements = workspace_bytes() // (_LIVE_TILES * dtype.itemsize)
-    rows = _ROWS_ON_CPU if device.type == "cpu" else _ROWS_ELSEWHERE
-    return rows, min(_COLUMNS, max(elements // rows, 1))
+    rows, columns = _TILE_ON_CPU if device.type == "cpu" else _TILE_ELSEWHERE
+    return rows, min(columns, max(elements // rows, 1))
 
 
 def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

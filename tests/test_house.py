@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -94,6 +96,26 @@ print(time.perf_counter() - start)
 
 def test_integrations_are_part_of_the_package() -> None:
     assert "integrations" in run_python("import gspo_kernels.integrations as i; print(i.__name__)")
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_the_integrations_and_the_type_marker(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("gspo_kernels", "integrations"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(source)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, capture_output=True)
+    assert (site / "gspo_kernels" / "py.typed").exists()
+    code = "import gspo_kernels.integrations.reference_trainer as r; print(r.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert str(site) in run.stdout, run.stderr
 
 
 class LiveBytes(TorchDispatchMode):

@@ -132,11 +132,12 @@ def head_rows(
         lambda: sorted(set(target_ids[wrong].tolist()))[:5],
     )
     call.temperature(temperature, shape, device)
+    divisor, bad = _temperature(call, temperature, mask, flat)
     return (
-        invalid,
+        invalid + bad,
         HeadRows(
             flat, weight, bias, adapter_hidden, adapter_weight, target_ids.reshape(-1), mask.reshape(-1),
-            _temperature(call, temperature, mask, flat), float(logit_scale),
+            divisor, float(logit_scale),
             None if logit_softcap is None else float(logit_softcap), columns, entropy,
         ),
         backend,
@@ -157,19 +158,23 @@ def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.devi
     return mask != 0, call.flag("mask", wrong, "0 or 1", lambda: mask[wrong][:5].tolist())
 
 
-def _temperature(call: Call, temperature: float | Tensor, mask: Tensor, hidden: Tensor) -> Tensor | None:
+def _temperature(
+    call: Call, temperature: float | Tensor, mask: Tensor, hidden: Tensor
+) -> tuple[Tensor | None, Tensor | int]:
+    """The temperature as a tensor, None for 1; and how many of its values are not finite and > 0."""
     if not isinstance(temperature, Tensor):
-        return None if temperature == 1 else hidden.new_full((), temperature, dtype=accumulator(hidden.dtype))
+        dtype = accumulator(hidden.dtype)
+        return None if temperature == 1 else hidden.new_full((), temperature, dtype=dtype), 0
     temperature = temperature.to(accumulator(hidden.dtype))
     wrong = mask & ~((temperature > 0) & temperature.isfinite())
-    call.flag(
+    bad = call.flag(
         "temperature",
         wrong,
         "finite and > 0 where mask is true",
         lambda: temperature.expand_as(mask)[wrong][:5].tolist(),
     )
     # Where nobody looked, a bad temperature gives NaN, as a bad id does.
-    return torch.where(temperature > 0, temperature, torch.nan).reshape(-1 if temperature.ndim else ())
+    return torch.where(temperature > 0, temperature, torch.nan).reshape(-1 if temperature.ndim else ()), bad
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

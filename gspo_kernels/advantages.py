@@ -27,7 +27,8 @@ def group_advantages(rewards: Tensor, group_size: int, *, normalize_std: bool = 
         call.fail("group_size", "an int", group_size, TypeError)
     if group_size < 1 or rewards.shape[0] % group_size:
         call.fail("group_size", f">= 1 and a divisor of the {rewards.shape[0]} rewards", group_size)
-    call.number("eps", eps, "eps >= 0", lambda x: x >= 0)
+    call.boolean("normalize_std", normalize_std)
+    call.number("eps", eps, "a number >= 0", lambda x: x >= 0)
     groups = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).view(-1, group_size)
     # Equal rewards must give exactly 0, which their rounded mean would not.
     centred = torch.where(

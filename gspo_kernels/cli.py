@@ -60,7 +60,7 @@ def train(
     name: Annotated[str | None, typer.Option(help="Name of the run's folder. [default: demo, or the model's]")] = None,
     output: Annotated[Path | None, typer.Option(help="Where run folders go. [default: runs]")] = None,
     seeds: Annotated[str | None, typer.Option(help="One training per seed. [default: 0,1,2; with --model 0]")] = None,
-    steps: Annotated[int | None, typer.Option(help="Rollouts. [default: 300; with --model 200]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Rollouts. [default: 200]")] = None,
     prompts_per_step: Annotated[
         int | None, typer.Option(help="Prompts per rollout. [default: 32; with --model 16]")
     ] = None,
@@ -72,7 +72,7 @@ def train(
         int | None, typer.Option(help="Answers per forward and backward; 0: a whole update at once. [default: 0]")
     ] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(help="AdamW's, constant. [default: 2e-3; with --model 1e-6]")
+        float | None, typer.Option(help="AdamW's, constant. [default: 1e-3; with --model 1e-6]")
     ] = None,
     weight_decay: Annotated[float | None, typer.Option(help="AdamW's. [default: 0]")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Gradients are clipped to it. [default: 1]")] = None,
@@ -93,7 +93,7 @@ def train(
     device: Annotated[str | None, typer.Option(help="[default: a GPU if there is one, else the CPU]")] = None,
     bf16: Annotated[bool | None, typer.Option(help="bf16 autocast; weights stay fp32. [default: no]")] = None,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; 0: torch's choice. [default: 2; with --model 0]")
+        int | None, typer.Option(help="CPU threads; 0: torch's choice. [default: 1; with --model 0]")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Of the loss: triton, torch or auto. [default: auto]")] = None,
     save: Annotated[bool | None, typer.Option(help="Keep the trained model. [default: yes]")] = None,

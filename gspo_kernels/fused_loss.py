@@ -76,7 +76,8 @@ def gspo_fused_loss(
             looked at (unless GSPO_CHECK=1): `metrics["invalid"]` counts bad ones and the loss is NaN if there are any.
     """
     call = Call("gspo_fused_loss")
-    call.number("gradient_budget", gradient_budget, "0.0 (exact) in this version", lambda x: x == 0)
+    call.number("gradient_budget", gradient_budget, "the number 0.0 (exact) in this version", lambda x: x == 0)
+    call.boolean("entropy", entropy)
     want_entropy = entropy or (isinstance(objective, Objective) and objective.entropy_coef != 0)
     invalid, head, backend = head_rows(
         call,

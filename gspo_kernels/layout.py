@@ -31,14 +31,14 @@ class Layout:
     def padded(self) -> bool:
         return len(self.shape) == 2
 
-    def flatten(self, x: Tensor | None) -> Tensor | None:
+    def flatten(self, x: Tensor) -> Tensor:
         """[B, T] or [N] -> [N]; a padded [B, 1] is first spread over its row."""
-        return None if x is None else x.expand(self.shape).reshape(-1)
+        return x.expand(self.shape).reshape(-1)
 
     def per_row(self, x: Tensor) -> Tensor:
         """One value per sequence ([B], [B, 1], [S]) or per token ([B, T], [N]) -> [N]."""
         if self.padded:
-            return self.flatten(x[:, None] if x.ndim == 1 else x)  # pyright: ignore[reportReturnType]
+            return self.flatten(x[:, None] if x.ndim == 1 else x)
         return x[self.sequence_of_row()] if x.shape[0] == self.sequences else x
 
     def sequence_of_row(self) -> Tensor:

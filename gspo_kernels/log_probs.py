@@ -1,7 +1,6 @@
 """`linear_log_probs`: hidden states and a head to the log-probs of given ids, without holding the logits.
 
-Everything about a head is here: which modules are understood, what of a LoRA adapter enters the computation, and how
-autocast casts the operands. A head that cannot be honoured exactly is refused, never read in part.
+What a head may be stands in `head.py`; here its arguments are checked, cast as autocast would, and flattened to rows.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import ops
+from .head import resolve
 from .layout import HeadRows, accumulator
-from .validation import FLOATS, Call
+from .validation import FLOATS, Call, few
 
 
 class LogProbOutput(NamedTuple):
@@ -117,9 +116,11 @@ def head_rows(
     call.boolean("entropy", entropy)
     backend = ops.pick_backend(call, backend, device)
 
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    weight, bias, adapter_hidden, adapter_weight = _resolve(call, lm_head, bias, flat)
-    flat, weight, bias = _autocast(flat, weight, bias)
+    if hidden.shape[-1] == 0:
+        call.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", list(hidden.shape))
+    flat = hidden.flatten(0, -2)
+    head = resolve(call, lm_head, bias, flat, mask.reshape(-1))
+    flat, weight, bias = _autocast(flat, head.weight, head.bias)
     call.head(weight, bias, flat)
     call.logit_options(logit_scale, logit_softcap, vocab_size, weight.shape[0])
     columns = weight.shape[0] if vocab_size is None else vocab_size
@@ -136,7 +137,7 @@ def head_rows(
     return (
         invalid + bad,
         HeadRows(
-            flat, weight, bias, adapter_hidden, adapter_weight, target_ids.reshape(-1), mask.reshape(-1),
+            flat, weight, bias, head.adapter_hidden, head.adapter_weight, target_ids.reshape(-1), mask.reshape(-1),
             divisor, float(logit_scale),
             None if logit_softcap is None else float(logit_softcap), columns, entropy,
         ),
@@ -155,7 +156,7 @@ def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.devi
     if mask.dtype == torch.bool:
         return mask, torch.zeros((), dtype=torch.int64, device=device)
     wrong = (mask != 0) & (mask != 1)
-    return mask != 0, call.flag("mask", wrong, "0 or 1", lambda: mask[wrong][:5].tolist())
+    return mask != 0, call.flag("mask", wrong, "0 or 1", lambda: few(mask[wrong]))
 
 
 def _temperature(
@@ -171,7 +172,7 @@ def _temperature(
         "temperature",
         wrong,
         "finite and > 0 where mask is true",
-        lambda: temperature.expand_as(mask)[wrong][:5].tolist(),
+        lambda: few(temperature.expand_as(mask)[wrong]),
     )
     # Where nobody looked, a bad temperature gives NaN, as a bad id does.
     return torch.where(temperature > 0, temperature, torch.nan).reshape(-1 if temperature.ndim else ()), bad
@@ -182,72 +183,9 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     if not torch.is_autocast_enabled(hidden.device.type) or hidden.dtype == torch.float64:
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(hidden.device.type)
-    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
+    def cast(x: Any) -> Any:  # what it cannot cast is left to `Call.head` to refuse
+        eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if eligible else x
 
-def _resolve(
-    call: Call, lm_head: Tensor | nn.Module, bias: Tensor | None, hidden: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(weight, bias, adapter_hidden, adapter_weight) of a weight or a module."""
-    if not isinstance(lm_head, nn.Module):
-        return lm_head, bias, None, None
-    peft_type = type(lm_head).__name__ if type(lm_head).__module__.startswith("peft.") else None
-    module: Any = lm_head
-    if peft_type == "ModulesToSaveWrapper":
-        saved, active = module.modules_to_save, module.active_adapters
-        trained = bool(active) and not module.disable_adapters and active[0] in saved
-        return _resolve(call, saved[active[0]] if trained else module.original_module, bias, hidden)
-    base: Any = module.base_layer if peft_type == "Linear" and hasattr(module, "lora_A") else module
-    if not _is_plain_linear(base):
-        call.fail(
-            "lm_head",
-            "a weight [V, H], an nn.Linear without hooks or an own forward, or PEFT's LoRA Linear or "
-            "ModulesToSaveWrapper around one (if it computes hidden @ weight.T + bias, pass its weight and bias)",
-            f"{type(base).__module__}.{type(base).__name__}",
-            TypeError,
-        )
-    if bias is not None and base.bias is not None:
-        call.fail("bias", "None, because lm_head has a bias of its own", f"a tensor {list(bias.shape)}")
-    low_rank, adapter_weight = (None, None) if base is module else _lora(call, module, hidden)
-    return base.weight, base.bias if bias is None else bias, low_rank, adapter_weight
-
-
-def _is_plain_linear(module: Any) -> bool:
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return False
-    return "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
-
-
-def _lora(call: Call, module: Any, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """LoRA as one more low-rank term of the logits: the active adapters side by side, h A^T scaled, and B.
-
-    h A^T is plain autograd in at least fp32, outside autocast: it is part of the logits, and those are not rounded.
-    """
-    names = [name for name in module.active_adapters if name in module.lora_A]
-    if module.merged:
-        if module.disable_adapters:
-            call.fail(
-                "lm_head",
-                "an adapter that is unmerged before it is disabled",
-                "merged and disabled LoRA weights",
-            )
-        return None, None  # the weight already holds them
-    if module.disable_adapters or not names:
-        return None, None
-    hidden_parts, weight_parts = [], []
-    for name in names:
-        variant = getattr(module, "lora_variant", {}).get(name)
-        lora_a, lora_b = module.lora_A[name], module.lora_B[name]
-        if variant is not None or lora_b.bias is not None:
-            what = "a LoRA bias" if variant is None else type(variant).__name__
-            call.fail(
-                "lm_head",
-                "plain LoRA (no DoRA or other variant, no LoRA bias)",
-                f"adapter {name!r} with {what}",
-            )
-        dtype = torch.promote_types(accumulator(hidden.dtype), lora_a.weight.dtype)
-        with torch.autocast(hidden.device.type, enabled=False):
-            low_rank = F.linear(module.lora_dropout[name](hidden.to(dtype)), lora_a.weight.to(dtype))
-        hidden_parts.append(low_rank * module.scaling[name])
-        weight_parts.append(lora_b.weight)
-    return torch.cat(hidden_parts, -1), torch.cat(weight_parts, -1)
+    return cast(hidden), cast(weight), cast(bias)

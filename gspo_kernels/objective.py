@@ -97,16 +97,21 @@ class Objective:
         if self.kl_aggregation is not None:
             check.choice("kl_aggregation", self.kl_aggregation, AGGREGATIONS)
         check.boolean("kl_ratio_factor", self.kl_ratio_factor)
-        check.number("clip_low", self.clip_low, "0 <= clip_low < 1", lambda x: 0 <= x < 1)
-        check.number("clip_high", self.clip_high, "clip_high >= 0", lambda x: x >= 0)
-        check.number("kl_coef", self.kl_coef, "a finite kl_coef >= 0", lambda x: 0 <= x < math.inf)
+        check.number("clip_low", self.clip_low, "a number >= 0 and < 1", lambda x: 0 <= x < 1)
+        check.number("clip_high", self.clip_high, "a number >= 0", lambda x: x >= 0)
+        check.number("kl_coef", self.kl_coef, "a finite number >= 0", lambda x: 0 <= x < math.inf)
         check.number("entropy_coef", self.entropy_coef, "a finite number", math.isfinite)
         if self.dual_clip is not None:
-            check.number("dual_clip", self.dual_clip, "dual_clip > 1, or None", lambda x: x > 1)
+            check.number("dual_clip", self.dual_clip, "a number > 1, or None", lambda x: x > 1)
         if self.delta is not None:
-            check.number("delta", self.delta, "delta > 1 + clip_high, or None", lambda x: x > 1 + self.clip_high)
+            check.number(
+                "delta",
+                self.delta,
+                f"a number > 1 + clip_high = {1 + self.clip_high:g}, or None",
+                lambda x: x > 1 + self.clip_high,
+            )
         if self.length_norm is not None:
-            check.number("length_norm", self.length_norm, "a finite length_norm > 0", lambda x: 0 < x < math.inf)
+            check.number("length_norm", self.length_norm, "a finite number > 0", lambda x: 0 < x < math.inf)
         elif "seq-mean-token-sum-norm" in (self.aggregation, self.kl_aggregation):
             check.fail("length_norm", "a number of tokens for seq-mean-token-sum-norm", None)
         if self.rollout_correction is not None:
@@ -129,11 +134,6 @@ class Objective:
     def ceiling(self) -> float:
         """The bound on the ratio where the advantage is negative: the smaller of dual_clip and delta, or inf."""
         return min((c for c in (self.dual_clip, self.delta) if c is not None), default=math.inf)
-
-    @property
-    def length_weighted(self) -> bool:
-        """True if longer sequences weigh more in the policy term."""
-        return self.aggregation != "seq-mean-token-mean"
 
 
 def clipped(log_ratio: Tensor, advantages: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
@@ -189,16 +189,16 @@ def closed_form(
     lp = torch.where(mask, log_probs, 0)
     lengths = segment_sum(mask.to(lp.dtype), offsets)
 
-    token_log_ratio = torch.zeros_like(lp)
-    if policy.old_log_probs is not None:
-        token_log_ratio = torch.where(mask, log_probs - policy.old_log_probs, 0)
+    # On-policy the difference is exactly 0, and NaN where the log-prob is not finite: that must reach the loss.
+    old = log_probs if policy.old_log_probs is None else policy.old_log_probs
+    token_log_ratio = torch.where(mask, log_probs - old, 0)
     by_token = objective.ratio == "token"
     u = segment_sum(token_log_ratio, offsets) / lengths.clamp(min=1)
     log_ratio = token_log_ratio if by_token else u[sequence]
 
     value, slope = surrogate_and_slope(log_ratio, advantages, objective)
     if policy.token_weights is not None:
-        value, slope = value * policy.token_weights, slope * policy.token_weights
+        value, slope = _times(policy.token_weights, value), _times(policy.token_weights, slope)
     share = _token_weights(mask, sequence, lengths, objective.aggregation, objective.length_norm, policy.normalizer)
     loss_rows = torch.where(mask, share * value, 0)
     through_ratio = torch.where(mask, share * slope, 0)  # c o dl/du
@@ -217,9 +217,9 @@ def closed_form(
         )
         if objective.kl_ratio_factor:
             kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)
-            through_ratio = through_ratio + kl_share * kl
-        loss_rows = loss_rows + kl_share * kl
-        direct = kl_share * kl_slope
+            through_ratio = through_ratio + _times(kl, kl_share)
+        loss_rows = loss_rows + _times(kl, kl_share)
+        direct = _times(kl_slope, kl_share)
 
     if objective.ratio == "sequence":
         per_sequence = segment_sum(through_ratio, offsets) / lengths.clamp(min=1)
@@ -241,6 +241,11 @@ def closed_form(
     )  # fmt: skip
     loss = segment_sum(loss_rows, offsets).sum()
     return PolicyResult(loss, token_log_ratio.clone() if by_token else u, coefficient, entropy_coefficient, values)
+
+
+def _times(factor: Tensor, x: Tensor) -> Tensor:
+    """factor * x, exactly 0 where the factor is: x may be the inf of an exploded ratio."""
+    return torch.where(factor == 0, 0, factor * x)
 
 
 def _token_weights(

@@ -84,7 +84,6 @@ def _define(name: str, inputs: str, outputs: str) -> Any:
 
 
 # -- linear_log_probs
-# ---------------------------------------------------------------------------------------------------------
 
 
 @_define("linear_log_probs", f"{_HEAD}, str backend", "Tensor, Tensor, Tensor, Tensor")
@@ -166,7 +165,6 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
 
 # -- policy_loss
-# --------------------------------------------------------------------------------------------------------------
 
 
 @_define(
@@ -243,7 +241,6 @@ def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
 
 
 # -- fused_loss
-# ---------------------------------------------------------------------------------------------------------------
 
 
 @_define(

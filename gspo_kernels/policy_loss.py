@@ -11,7 +11,7 @@ from . import metrics, ops
 from .layout import Layout, PolicyResult, PolicyRows, packed_layout, padded_layout
 from .log_probs import token_mask
 from .objective import Objective
-from .validation import FLOATS, Call
+from .validation import FLOATS, Call, Said, few
 
 
 class LossOutput(NamedTuple):
@@ -90,7 +90,8 @@ def policy_loss(
         backend,
     )
     kept = torch.where(bool_mask, log_probs.detach(), 0)
-    return loss_output(result, layout, kept, entropy, policy, objective, invalid + bad)
+    kept_entropy = None if entropy is None else torch.where(bool_mask, entropy.detach(), 0)
+    return loss_output(result, layout, kept, kept_entropy, policy, objective, invalid + bad)
 
 
 def policy_rows(
@@ -110,7 +111,7 @@ def policy_rows(
     """Check and flatten the arguments that make the loss. Returns (layout, rows, how many values are invalid)."""
     shape, device = tuple(mask.shape), mask.device
     if not isinstance(objective, Objective):
-        call.fail("objective", "an Objective", type(objective).__name__, TypeError)
+        call.fail("objective", "an Objective", Said(f"a {type(objective).__name__}"), TypeError)
     invalid = torch.zeros((), dtype=torch.int64, device=device)
     if cu_seqlens is None:
         if len(shape) != 2:
@@ -122,7 +123,7 @@ def policy_rows(
         )
     else:
         if len(shape) != 1:
-            call.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", "a tensor")
+            call.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", Said("a tensor"))
         call.tensor(
             "cu_seqlens",
             cu_seqlens,
@@ -137,7 +138,7 @@ def policy_rows(
     call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=device)
     per_row = layout.per_row(advantages.detach()).to(dtype)
     wrong = mask.reshape(-1) & ~per_row.isfinite()
-    invalid = invalid + call.flag("advantages", wrong, "finite where mask is true", lambda: per_row[wrong][:5].tolist())
+    invalid = invalid + call.flag("advantages", wrong, "finite where mask is true", lambda: few(per_row[wrong]))
 
     def per_token(name: str, x: Tensor | None) -> Tensor | None:
         if x is None:
@@ -152,13 +153,16 @@ def policy_rows(
         call.fail(
             "rollout_log_probs",
             "None, because objective.rollout_correction is None and nothing else reads it",
-            "a tensor",
+            rollout_log_probs,
         )
     if token_weights is not None:
         weight_shapes = [shape, (shape[0], 1)] if layout.padded else [shape]
         call.tensor("token_weights", token_weights, dtypes=FLOATS, shapes=weight_shapes,
                     shape_text=f"{list(shape)}{' or [B, 1]' if layout.padded else ''}", device=device)  # fmt: skip
-        token_weights = layout.flatten(token_weights.detach().to(dtype))
+        flat = token_weights = layout.flatten(token_weights.detach()).to(dtype)
+        wrong = mask.reshape(-1) & ~((flat >= 0) & flat.isfinite())
+        expected = "finite and >= 0 where mask is true"
+        invalid = invalid + call.flag("token_weights", wrong, expected, lambda: few(flat[wrong]))
     call.normalizer("normalizer", normalizer, device)
     call.normalizer("kl_normalizer", kl_normalizer, device)
     return (
@@ -193,16 +197,18 @@ def loss_output(
 
 def _check_offsets(call: Call, cu_seqlens: Tensor, rows: int) -> Tensor:
     if cu_seqlens.shape[0] == 0:
-        call.fail("cu_seqlens", "[S + 1] values, so at least the leading 0", "an empty tensor")
-    backwards = call.flag("cu_seqlens", cu_seqlens[1:] < cu_seqlens[:-1], "non-decreasing", lambda: _short(cu_seqlens))
-    start = call.flag("cu_seqlens", cu_seqlens[:1] != 0, "starting at 0", lambda: _short(cu_seqlens))
-    end = call.flag("cu_seqlens", cu_seqlens[-1:] != rows, f"ending at N = {rows}", lambda: _short(cu_seqlens))
+        call.fail("cu_seqlens", "[S + 1] values, so at least the leading 0", Said("an empty tensor"))
+    backwards = call.flag(
+        "cu_seqlens", cu_seqlens[1:] < cu_seqlens[:-1], "non-decreasing offsets", lambda: _short(cu_seqlens)
+    )
+    start = call.flag("cu_seqlens", cu_seqlens[:1] != 0, "offsets starting at 0", lambda: _short(cu_seqlens))
+    end = call.flag("cu_seqlens", cu_seqlens[-1:] != rows, f"offsets ending at N = {rows}", lambda: _short(cu_seqlens))
     return backwards + start + end
 
 
 def _short(x: Tensor) -> str:
     values = x.tolist()
-    return str(values if len(values) <= 8 else [*values[:4], "...", *values[-3:]])
+    return Said(values if len(values) <= 8 else f"{values[:4]} ... {values[-3:]}")
 
 
 def _as_scalar(value: float | Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:

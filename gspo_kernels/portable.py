@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .layout import HeadResult, HeadRows, accumulator
+from .precision import exact_products
 from .validation import workspace_bytes
 
 _LIVE_TILES = 4  # at the worst moment: logits, probabilities, soft-cap factor, one temporary
@@ -52,7 +51,7 @@ def head_forward(head: HeadRows) -> HeadResult:
     top, log_mass = work.zeros(len(slabs), n), work.zeros(len(slabs), n)
     slab_entropy = work.zeros(len(slabs) if head.entropy else 0, n)
     target_logit = work.zeros(n).fill_(math.nan)  # stays NaN for an id outside the vocabulary
-    with _exact_products(work.device):
+    with exact_products(work.device):
         for s, (low, high) in enumerate(slabs):
             weight = work.weight_slab(low, high)
             for rows in work.chunks():
@@ -112,7 +111,7 @@ def head_backward(
     d_bias = work.zeros(head.weight.shape[0]) if need_bias else None
     d_ah = work.zeros(work.padded, work.rank) if need_ah else None
     d_aw = work.zeros(head.weight.shape[0], work.rank) if need_aw else None
-    with _exact_products(work.device):
+    with exact_products(work.device):
         for low, high in work.slabs():
             weight = work.weight_slab(low, high)
             d_weight_slab = None  # accumulated over all rows in full precision, then rounded and written once
@@ -284,16 +283,3 @@ def _power_of_two(*gradients: Tensor | None) -> Tensor:
     """Brings the largest gradient near 1 before it is rounded to fp16, which has no exponents below 2^-24."""
     largest = torch.stack([g.abs().amax() for g in gradients if g is not None and g.numel()] or [torch.ones(())]).amax()
     return torch.where((largest > 0) & largest.isfinite(), torch.exp2(-torch.ceil(torch.log2(largest))), 1.0)
-
-
-@contextmanager
-def _exact_products(device: torch.device) -> Iterator[None]:
-    """fp32 products in fp32: neither autocast nor a global request for TF32 or bf16 products reaches the logits."""
-    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    before = backend.matmul.fp32_precision
-    backend.matmul.fp32_precision = "ieee"
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        backend.matmul.fp32_precision = before

@@ -169,9 +169,9 @@ def gspo_reference_loss(
             log_ratio = u.detach() + lp - lp.detach()
 
         # 2. the policy term, weighted per token, then KL, then the entropy bonus
-        per_token = surrogate(log_ratio, advantage, objective)
         if weights is not None:
-            per_token = per_token * weights
+            advantage = advantage * weights  # weights are >= 0, so this is weight * surrogate; 0 * inf never happens
+        per_token = surrogate(log_ratio, advantage, objective)
         if length:
             c = aggregation_weight(objective.aggregation, length, objective.length_norm) / normalizer
             loss = loss + c * (per_token - objective.entropy_coef * entropy).sum()

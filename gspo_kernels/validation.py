@@ -21,6 +21,30 @@ WIDE = (torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+class Said(str):
+    """A description, which a message shows without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def describe(x: object) -> str:
+    """A value for a message: tensors by their shape, everything else short."""
+    if isinstance(x, Tensor):
+        return f"a tensor {list(x.shape)}"
+    text = repr(x)
+    return text if len(text) <= 120 and "\n" not in text else f"a value of type {type(x).__name__}"
+
+
+def few(wrong: Tensor) -> list[float]:
+    """Up to five different values."""
+    return list(dict.fromkeys(wrong[:1000].tolist()))[:5] if not wrong.isnan().any() else [math.nan]
+
+
+def dtype_name(dtype: torch.dtype) -> Said:
+    return Said(str(dtype).removeprefix("torch."))
+
+
 class Field:
     """Checks of plain values, for one place that is named in every message."""
 
@@ -28,7 +52,7 @@ class Field:
         self.place = place
 
     def fail(self, name: str, expected: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
-        raise error(f"{self.place}: {name} must be {expected}, got {got!r}")
+        raise error(f"{self.place}: {name} must be {expected}, got {describe(got)}")
 
     def choice(self, name: str, value: object, allowed: Sequence[str]) -> None:
         if value not in allowed:
@@ -40,7 +64,7 @@ class Field:
 
     def number(self, name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            self.fail(name, f"a number ({expected})", value, TypeError)
+            self.fail(name, expected, value, TypeError)
         if not holds(value):  # NaN fails every comparison
             self.fail(name, expected, value)
 
@@ -60,25 +84,25 @@ class Call(Field):
     ) -> None:
         """A tensor of one of `dtypes` and one of `shapes` (None matches any size), on `device`."""
         if not isinstance(x, Tensor):
-            self.fail(name, f"a tensor {shape_text}", type(x).__name__, TypeError)
+            self.fail(name, f"a tensor {shape_text}", None if x is None else Said(f"a {type(x).__name__}"), TypeError)
         if type(x).__name__ == "DTensor":
             self.fail(
                 name,
                 "a plain tensor (gather a sharded one, or call inside the module that owns it)",
-                "a DTensor",
+                Said("a DTensor"),
                 TypeError,
             )
         if not any(_matches(x.shape, shape) for shape in shapes):
-            self.fail(name, f"a tensor {shape_text}", list(x.shape))
+            self.fail(name, f"a tensor {shape_text}", x)
         if x.dtype not in dtypes:
             self.fail(
                 name,
-                f"of dtype {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}",
-                str(x.dtype).removeprefix("torch."),
+                f"of dtype {' or '.join(map(dtype_name, dtypes))}",
+                dtype_name(x.dtype),
                 TypeError,
             )
         if device is not None and x.device != device:
-            self.fail(name, f"on {device} like the other tensors", str(x.device))
+            self.fail(name, f"on {device} like the other tensors", Said(x.device))
 
     def log_probs(self, name: str, x: Any, **expected: Any) -> None:
         """Log-probs in fp32 or fp64: half precision cannot hold a ratio inside GSPO's window."""
@@ -87,18 +111,21 @@ class Call(Field):
                 name,
                 "float32 or float64 (near 1 nat half precision steps by 1e-3 to 8e-3, wider than a clip window of "
                 "3e-4; compute it with linear_log_probs, or pass .float() to accept the rounding)",
-                str(x.dtype).removeprefix("torch."),
+                dtype_name(x.dtype),
                 TypeError,
             )
         self.tensor(name, x, dtypes=WIDE, **expected)
 
-    def head(self, weight: Any, bias: Any, hidden: Tensor) -> None:
-        if isinstance(weight, Tensor) and type(weight).__name__ != "DTensor" and weight.numel() == 0:
-            self.fail(
-                "lm_head",
-                "a whole weight [V, H] (under ZeRO-3 or FSDP call inside the module's own forward, or gather it first)",
-                f"an empty tensor {list(weight.shape)}",
-            )
+    def whole(self, weight: Any) -> None:
+        """Said before anything else about a head: the hooks of ZeRO-3 and FSDP are not the user's mistake."""
+        expected = "a whole weight [V, H] (under ZeRO-3 or FSDP call inside the module's own forward, or gather it)"
+        if type(weight).__name__ == "DTensor":
+            self.fail("lm_head", f"a plain tensor and {expected}", Said("a DTensor"), TypeError)
+        if isinstance(weight, Tensor) and weight.numel() == 0:
+            self.fail("lm_head", expected, Said(f"an empty tensor {list(weight.shape)}"))
+
+    def weight(self, weight: Any, hidden: Tensor) -> None:
+        self.whole(weight)
         width = hidden.shape[-1]
         self.tensor(
             "lm_head",
@@ -108,11 +135,14 @@ class Call(Field):
             shape_text=f"[V, H] with H = {width}",
             device=hidden.device,
         )
+
+    def head(self, weight: Any, bias: Any, hidden: Tensor) -> None:
+        self.weight(weight, hidden)
         if weight.dtype != hidden.dtype:
             self.fail(
                 "lm_head",
-                f"of the dtype of hidden ({hidden.dtype}) outside autocast",
-                str(weight.dtype),
+                f"of the dtype of hidden ({dtype_name(hidden.dtype)}; autocast casts both, but never float64)",
+                dtype_name(weight.dtype),
                 TypeError,
             )
         if bias is not None:
@@ -138,7 +168,8 @@ class Call(Field):
 
     def temperature(self, temperature: Any, shape: Sequence[int], device: torch.device) -> None:
         if not isinstance(temperature, Tensor):
-            self.number("temperature", temperature, "a finite number > 0", lambda x: 0 < x < math.inf)
+            expected = "a finite number > 0, or a tensor with no dimension or one value per token"
+            self.number("temperature", temperature, expected, lambda x: 0 < x < math.inf)
             return
         self.tensor(
             "temperature",
@@ -149,7 +180,7 @@ class Call(Field):
             device=device,
         )
         if temperature.requires_grad:
-            self.fail("temperature", "without gradient (it is a constant of the loss)", "requires_grad=True")
+            self.fail("temperature", "without gradient (it is a constant of the loss)", Said("requires_grad=True"))
 
     def normalizer(self, name: str, value: Any, device: torch.device) -> None:
         if value is None:

@@ -64,8 +64,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the
     ),
     "token weights not in the gradient": (
         "objective",
-        "value * policy.token_weights, slope * policy.token_weights",
-        "value * policy.token_weights, slope",
+        "_times(policy.token_weights, value), _times(policy.token_weights, slope)",
+        "_times(policy.token_weights, value), slope",
     ),
     "token weights on the KL too": (
         "objective",
@@ -79,13 +79,13 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the
     ),
     "ratio factor without its gradient": (
         "objective",
-        "through_ratio = through_ratio + kl_share * kl",
+        "through_ratio = through_ratio + _times(kl, kl_share)",
         "pass",
     ),
     "masked old log-probs multiplied": (
         "objective",
-        "torch.where(mask, log_probs - policy.old_log_probs, 0)",
-        "mask * (log_probs - policy.old_log_probs)",
+        "torch.where(mask, log_probs - old, 0)",
+        "mask * (log_probs - old)",
     ),
     "mask off by one": (
         "portable",
@@ -147,8 +147,38 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the
         "_power_of_two(self.d_log_probs, self.d_entropy) if is_fp16 else None",
         "None",
     ),
+    "products as the process likes them": (
+        "precision",
+        'backend.matmul.fp32_precision = "ieee"',
+        "pass",
+    ),
+    "one thread restores what another needs": (
+        "precision",
+        "if not _inside[kind]:",
+        "if True:",
+    ),
+    "weight 0 times an exploded ratio": (
+        "objective",
+        "torch.where(factor == 0, 0, factor * x)",
+        "factor * x",
+    ),
+    "NaN log-probs hidden on-policy": (
+        "objective",
+        "torch.where(mask, log_probs - old, 0)",
+        "torch.zeros_like(lp) if policy.old_log_probs is None else torch.where(mask, log_probs - old, 0)",
+    ),
+    "LoRA ignored": (
+        "head",
+        "return Head(module.weight, bias, *_low_rank_term(call, lora, hidden, mask))",
+        "return Head(module.weight, bias)",
+    ),
+    "hooks of an adapter ignored": (
+        "head",
+        "parts += [lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]]",
+        "pass",
+    ),
     "products as autocast likes them": (
-        "portable",
+        "precision",
         "with torch.autocast(device.type, enabled=False):\n            yield",
         "yield",
     ),

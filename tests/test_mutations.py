@@ -5,16 +5,19 @@ A fault that survives means that a promise is made but not tested.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 # The order decides only how soon a fault is found.
-SUITES = ["parity", "edges", "heads", "properties", "decisions", "house", "autograd"]
+SUITES = ["parity", "edges", "heads", "bad_inputs", "properties", "decisions", "house", "autograd"]
 
 FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the text with the fault)
     "gradient x 1.01": (
@@ -185,18 +188,38 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_seeded_fault_is_killed(fault: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def runs(
+    pool: ThreadPoolExecutor, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Future[subprocess.CompletedProcess[str]]]:
+    """Every fault that is asked for in this session, started at once, as many at a time as there are cores."""
+    chosen = [item.callspec.params["fault"] for item in request.session.items if hasattr(item, "callspec")
+              and "fault" in item.callspec.params]  # fmt: skip
+    return {fault: pool.submit(run_with_fault, fault, tmp_path_factory.mktemp("fault")) for fault in chosen}
+
+
+def run_with_fault(fault: str, folder: Path) -> subprocess.CompletedProcess[str]:
     for name in ("gspo_kernels", "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
     module, old, new = FAULTS[fault]
-    source = tmp_path / "gspo_kernels" / f"{module}.py"
+    source = folder / "gspo_kernels" / f"{module}.py"
     text = source.read_text()
     assert old in text, f"the fault {fault!r} no longer matches {module}.py: rewrite it"
     source.write_text(text.replace(old, new))
     suites = [f"tests/test_{name}.py" for name in SUITES]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *suites]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_killed(fault: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
+    run = runs[fault].result()
     assert run.returncode == 1, f"{fault}: survived or did not run\n{run.stdout[-2000:]}{run.stderr[-500:]}"

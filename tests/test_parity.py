@@ -164,16 +164,24 @@ def test_multi_turn_batches_of_uneven_lengths(seed: int, backend: str) -> None:
         assert_equals_oracle(sample, torch.float64, backend)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("normalizer", [None, 100.0])
-def test_half_operands_with_fp32_results(dtype: str, normalizer: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensor-core route with the product itself stood in for: half operands, fp32 result.
-
-    With the large normalizer most of d_logits lies below fp16's smallest number: a power of two must carry it over.
-    """
+@pytest.fixture
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor-core route with the product itself stood in for: half operands, fp32 result."""
     import gspo_kernels.portable as portable
 
     monkeypatch.setattr(portable, "operand_dtype", lambda device, dtype: dtype)
     monkeypatch.setattr(portable, "_product", lambda a, b: a.float() @ b.float())
-    sample = make_sample(12, dtype=DTYPES[dtype], **HEADS["all"]).with_options(normalizer=normalizer)
-    assert_equals_oracle(sample, DTYPES[dtype], "torch")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_operands_with_fp32_results(dtype: str, tensor_cores: None) -> None:
+    assert_equals_oracle(make_sample(12, dtype=DTYPES[dtype], **HEADS["all"]), DTYPES[dtype], "torch")
+
+
+def test_small_fp16_gradients_survive_the_product(tensor_cores: None) -> None:
+    """Where d_logits is far below what fp16 resolves and d_hidden is not, a power of two must carry it over."""
+    sample = make_sample(12, dtype=torch.float16).with_options(normalizer=200.0, logit_scale=1 / 64)
+    sample.leaves["weight"].data *= 64
+    d_hidden, truth = (run(sample)[1]["hidden"].flatten(0, 1) for run in (run_fused, run_oracle))
+    same_dtype = truth.to(torch.float16)
+    check("d_hidden", d_hidden, same_dtype, truth, torch.float16)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from . import ops
 from .head import resolve
 from .layout import HeadRows, accumulator
-from .validation import FLOATS, Call, few
+from .validation import FLOATS, INTEGERS, Call, few
 
 
 class LogProbOutput(NamedTuple):
@@ -117,7 +117,7 @@ def head_rows(
     backend = ops.pick_backend(call, backend, device)
 
     if hidden.shape[-1] == 0:
-        call.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", list(hidden.shape))
+        call.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", hidden)
     flat = hidden.flatten(0, -2)
     head = resolve(call, lm_head, bias, flat, mask.reshape(-1))
     flat, weight, bias = _autocast(flat, head.weight, head.bias)
@@ -149,10 +149,8 @@ def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.devi
     """The mask as bool, in the shape of `like`, and how many of its values are neither 0 nor 1."""
     if mask is None:
         mask = like != -100 if like.dtype == torch.int64 else torch.ones_like(like, dtype=torch.bool)
-    shape = like.shape
-    call.tensor("mask", mask, dtypes=(torch.bool, *FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8),
-    shapes=[shape],
-                shape_text=str(list(shape)), device=device)  # fmt: skip
+    kinds = (torch.bool, *FLOATS, *INTEGERS)
+    call.tensor("mask", mask, dtypes=kinds, shapes=[like.shape], shape_text=str(list(like.shape)), device=device)
     if mask.dtype == torch.bool:
         return mask, torch.zeros((), dtype=torch.int64, device=device)
     wrong = (mask != 0) & (mask != 1)

@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 .PHONY: demo test fast lint
 demo: .venv/ready
-	$(BIN)/gspo train --demo
+	$(BIN)/gspo train
 
 test: lint
 	$(BIN)/python -m pytest

@@ -72,7 +72,7 @@ def train(
         int | None, typer.Option(help="Answers per forward and backward; 0: a whole update at once. [default: 0]")
     ] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(help="AdamW's, constant. [default: 1e-3; with --model 1e-6]")
+        float | None, typer.Option(help="AdamW's, constant. [default: 5e-4; with --model 1e-6]")
     ] = None,
     weight_decay: Annotated[float | None, typer.Option(help="AdamW's. [default: 0]")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Gradients are clipped to it. [default: 1]")] = None,

@@ -1,0 +1,129 @@
+"""Every option of a run in one frozen dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used; the message says which argument, what was expected and what came."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run. The defaults are the demo; `train_config` gives those of a checkpoint.
+
+    Sizes are counts of sequences or tokens, clip bounds are distances of the sequence ratio from 1.
+    """
+
+    name: str = "demo"  # the run lives in <output>/<name>
+    output: Path = Path("runs")
+    model: str | None = None  # folder or hub id of a checkpoint; None: a tiny random Qwen3
+    data: Path | None = None  # jsonl with "prompt" and "answer"; None: the sorting task
+    seeds: tuple[int, ...] = (0, 1, 2)  # one training per seed
+    steps: int = 200  # rollouts
+    prompts_per_step: int = 32
+    group_size: int = 8  # answers per prompt
+    updates_per_rollout: int = 4  # with 1 the ratio is always 1 and nothing is ever clipped
+    micro_batch_size: int = 0  # sequences per forward and backward; 0: a whole update at once
+    learning_rate: float = 5e-4
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    temperature: float = 1.0
+    max_new_tokens: int = 7
+    eval_every: int = 25  # steps; also at step 0 and at the end
+    eval_prompts: int = 128  # held out, never trained on
+    device: str = "auto"
+    bf16: bool = False  # autocast; the weights stay fp32
+    threads: int = 0  # CPU threads; 0: leave torch's own choice
+    backend: str = "auto"  # of the loss: "triton", "torch" or "auto"
+    save: bool = True  # write the trained model and tokenizer next to the metrics
+    overwrite: bool = False  # replace an earlier run of the same name
+
+    def __post_init__(self) -> None:
+        require = self._require
+        require(
+            "name",
+            self.name not in ("", ".", "..") and Path(self.name).name == self.name,
+            "a plain folder name",
+        )
+        require("seeds", len(self.seeds) > 0, "at least one seed")
+        require("seeds", all(seed >= 0 for seed in self.seeds), "numbers >= 0")
+        require("seeds", len(set(self.seeds)) == len(self.seeds), "different numbers")
+        for name in (
+            "steps",
+            "prompts_per_step",
+            "updates_per_rollout",
+            "max_new_tokens",
+            "eval_every",
+            "eval_prompts",
+        ):
+            require(name, getattr(self, name) >= 1, "at least 1")
+        require("group_size", self.group_size >= 2, "at least 2 (an answer alone in its group has no advantage)")
+        for name in ("micro_batch_size", "threads"):
+            require(name, getattr(self, name) >= 0, "at least 0")
+        for name in ("learning_rate", "max_grad_norm", "temperature", "clip_high"):
+            require(name, 0 < getattr(self, name) < math.inf, "a number above 0")
+        require("weight_decay", 0 <= self.weight_decay < math.inf, "a number >= 0")
+        require("clip_low", 0 < self.clip_low < 1, "a number between 0 and 1")
+        require("backend", self.backend in ("auto", "torch", "triton"), '"auto", "torch" or "triton"')
+        require(
+            "updates_per_rollout",
+            self.rollout_size % self.updates_per_rollout == 0,
+            f"a divisor of the {self.rollout_size} answers of a rollout (prompts_per_step * group_size)",
+        )
+        require(
+            "micro_batch_size",
+            self.mini_batch_size % (self.micro_batch_size or self.mini_batch_size) == 0,
+            f"a divisor of the {self.mini_batch_size} answers of an update",
+        )
+        if (self.model is None) != (self.data is None):
+            given, missing = ("--model", "--data") if self.data is None else ("--data", "--model")
+            raise InputError(f"{given} needs {missing}: a checkpoint and the jsonl file to train it on go together")
+
+    def _require(self, name: str, satisfied: bool, expected: str) -> None:
+        if not satisfied:
+            option = name.replace("_", "-")
+            raise InputError(f"{name} (--{option}): expected {expected}, got {getattr(self, name)!r}")
+
+    @property
+    def rollout_size(self) -> int:
+        """Answers sampled per step."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Answers per optimizer update."""
+        return self.rollout_size // self.updates_per_rollout
+
+    @property
+    def folder(self) -> Path:
+        """Where the run's files go."""
+        return self.output / self.name
+
+
+# What a pretrained model needs otherwise than the demo's random one.
+CHECKPOINT_DEFAULTS: dict[str, Any] = {
+    "seeds": (0,),
+    "prompts_per_step": 16,
+    "learning_rate": 1e-6,
+    "max_new_tokens": 512,
+}
+
+
+def train_config(**given: Any) -> TrainConfig:
+    """A TrainConfig from the options that were given (None: not given), over the defaults of the demo or a checkpoint.
+
+    The demo replaces its own earlier run. It takes one CPU thread: more gain a model this small little, and stall it
+    on a busy machine.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "model" in chosen or "data" in chosen:
+        name = Path(str(chosen.get("model", "model"))).name
+        return TrainConfig(**{"name": name, **CHECKPOINT_DEFAULTS, **chosen})
+    return TrainConfig(**{"threads": 1, "overwrite": "name" not in chosen, **chosen})

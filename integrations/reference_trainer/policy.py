@@ -1,0 +1,158 @@
+"""What is trained: a causal language model with its tokenizer, tiny and random, or from a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from gspo_kernels import linear_log_probs
+
+from .config import InputError
+from .tasks import LETTERS
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+@dataclass
+class Policy:
+    """A model and its tokenizer, and what its head does beside the matrix product."""
+
+    model: Any  # a transformers model for causal language modelling
+    tokenizer: Any
+    head_options: dict[str, Any]  # logit_scale and logit_softcap, for the loss
+    own_generation_config: GenerationConfig  # the checkpoint's, written back on save
+
+    @property
+    def head(self) -> nn.Module:
+        """The language-model head, [V, H]."""
+        return self.model.get_output_embeddings()
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, first: int) -> Tensor:
+        """[B, width] ids -> [B, width - first, H]: the states that predict the tokens from position `first` on."""
+        # Positions count real tokens, so that left padding does not shift a prompt.
+        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        output = self.model.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+        )
+        return output.last_hidden_state[:, first - 1 : -1]
+
+    def save(self, folder: Path) -> None:
+        """Write the model and the tokenizer, to be loaded with `load_policy`."""
+        sampling, self.model.generation_config = self.model.generation_config, self.own_generation_config
+        self.model.save_pretrained(folder)
+        self.model.generation_config = sampling
+        self.tokenizer.save_pretrained(folder)
+
+
+def make_policy(model: Any, tokenizer: Any) -> Policy:
+    """Check that a model and a tokenizer can be trained with, and set them up for it."""
+    if tokenizer.eos_token_id is None:
+        raise InputError("--model: the tokenizer has no end-of-sequence token, so no answer could ever end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so any id will do
+    # No dropout, not even in training: it would make the ratio of a policy to itself differ from 1.
+    model.eval()
+    own = model.generation_config
+    ends = own.eos_token_id if own.eos_token_id is not None else []
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    # A checkpoint's own top_k, penalties and the like would sample from another distribution than the one trained.
+    model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id)
+    return Policy(model, tokenizer, head_options(model.config), own)
+
+
+def head_options(config: Any) -> dict[str, Any]:
+    """What a model family does to its logits, under the names the loss uses."""
+    text = config.get_text_config(decoder=True)
+    options: dict[str, Any] = {}
+    if getattr(text, "final_logit_softcapping", None):  # Gemma
+        options["logit_softcap"] = text.final_logit_softcapping
+    if getattr(text, "logit_scale", None):  # Cohere
+        options["logit_scale"] = text.logit_scale
+    if getattr(text, "logits_scaling", None):  # Granite
+        options["logit_scale"] = 1 / text.logits_scaling
+    return options
+
+
+def check_head(policy: Policy, backend: str) -> None:
+    """Compare log-probs from hidden states with those of the model's own logits: a head that does something unknown
+    must stop here, not train on wrong numbers."""
+    vocab_size = policy.model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(8, device=policy.model.device)[None] % vocab_size
+    ones = torch.ones_like(ids)
+    with torch.no_grad():
+        logits = policy.model(input_ids=ids, attention_mask=ones).logits[:, :-1].float()
+        expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        hidden = policy.hidden_states(ids, ones, first=1)
+        try:
+            got = linear_log_probs(hidden, policy.head, ids[:, 1:], backend=backend, **policy.head_options).log_probs
+        except (TypeError, ValueError) as error:
+            raise InputError(f"the loss does not take this model, device and backend: {error}") from error
+    difference = (got - expected).abs().max().item()
+    if not difference <= 1e-2:
+        raise InputError(
+            f"--model: the logits of {type(policy.model).__name__} are not its head times its hidden states "
+            f"(log-probs differ by {difference:.2g}), so it cannot be trained from hidden states"
+        )
+
+
+def demo_policy() -> Policy:
+    """A Qwen3 of 76,000 random weights that reads and writes single characters. Nothing is downloaded."""
+    symbols = ["<pad>", "<eos>", "<unk>", *LETTERS, *"sort", " ", ":"]
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
+    characters.decoder = decoders.Fuse()  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    config = Qwen3Config(
+        vocab_size=len(symbols),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        initializer_range=0.05,  # the usual 0.02 suits wider models
+        tie_word_embeddings=False,
+        eos_token_id=vocabulary["<eos>"],
+        pad_token_id=vocabulary["<pad>"],
+    )
+    return make_policy(Qwen3ForCausalLM(config), tokenizer)
+
+
+def load_policy(source: str) -> Policy:
+    """A checkpoint from a folder, or from the hub where `source` is an org/name that is no folder here."""
+    if not Path(source).expanduser().is_dir():
+        if Path(source).expanduser().exists():
+            raise InputError(f"--model {source}: expected the folder of a checkpoint, found a file")
+        if not HUB_ID.fullmatch(source):
+            raise InputError(
+                f"--model {source}: there is no such folder, and it is no hub id (those look like org/name)"
+            )
+        missing = "there is no such folder, and the hub did not provide it"
+    else:
+        source = str(Path(source).expanduser())
+        missing = "the folder does not hold a checkpoint and tokenizer that transformers can load"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"--model {source}: {missing}: {reason}") from error
+    return make_policy(model, tokenizer)

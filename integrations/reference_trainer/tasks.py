@@ -1,0 +1,156 @@
+"""What is trained on: prompts with known answers, and a reward that a program can check.
+
+Two tasks: `sorting_task`, which a random model can learn from rewards alone, and `jsonl_task`, the user's own file.
+Training and held-out prompts never overlap; a Task that breaks this cannot be made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import InputError
+
+LETTERS = "abcdef"
+SPLIT_SEED = 0  # the split is part of the task, whatever the seed of the run: all are measured on the same prompts
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and the answer that earns the full reward."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """Training and held-out examples, and the reward in [0, 1] of (completion, answer)."""
+
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    reward: Callable[[str, str], float]
+
+    def __post_init__(self) -> None:
+        shared = {example.prompt for example in self.train} & {example.prompt for example in self.held_out}
+        if shared:
+            raise ValueError(f"{len(shared)} prompts are both trained on and held out, such as {min(shared)!r}")
+
+
+def sorting_task(held_out: int) -> Task:
+    """Sort three to five letters: "sort dbca:" -> "abcd". Of its 648 prompts, `held_out` are kept for evaluation."""
+    generator = random.Random(SPLIT_SEED)
+    examples: list[Example] = []
+    for length in (3, 4, 5):
+        words = ["".join(letters) for letters in itertools.product(LETTERS, repeat=length)]
+        # As many of each length as there are of the shortest, which would be lost among the others.
+        words = generator.sample(words, len(LETTERS) ** 3)
+        examples += [Example(f"sort {word}:", "".join(sorted(word))) for word in words]
+    return Task(*split(examples, held_out), letters_in_place)
+
+
+def letters_in_place(completion: str, answer: str) -> float:
+    """Share of positions with the right letter, counted over the longer of the two: too long costs as much as too
+    short, so the model must learn to stop."""
+    right = sum(got == expected for got, expected in zip(completion, answer, strict=False))
+    return right / max(len(completion), len(answer))
+
+
+def jsonl_task(path: Path, held_out: int) -> Task:
+    """The examples of a jsonl file, one object with "prompt" (text) and "answer" (text or number) per line.
+
+    The first of several lines with one prompt counts. `held_out` prompts, but never more than a fifth of the file,
+    are kept for evaluation. The reward is `answer_found`.
+    """
+    by_prompt: dict[str, Example] = {}
+    for number, line in read_lines(path):
+        example = parse_line(path, number, line)
+        by_prompt.setdefault(example.prompt, example)
+    if len(by_prompt) < 2:
+        raise InputError(
+            f"--data {path}: expected at least 2 different prompts (one is held out), got {len(by_prompt)}"
+        )
+    held_out = max(1, min(held_out, len(by_prompt) // 5))
+    return Task(*split(list(by_prompt.values()), held_out), answer_found)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, with their numbers from 1."""
+    if not path.is_file():
+        raise InputError(f"--data {path}: expected a jsonl file, found {'a folder' if path.is_dir() else 'nothing'}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--data {path}: expected readable UTF-8 text: {error}") from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise InputError(f"--data {path}: expected one JSON object per line, but the file is empty")
+    yield from lines
+
+
+def parse_line(path: Path, number: int, line: str) -> Example:
+    """One line of the file, or an InputError that names it."""
+    where = f"--data {path}, line {number}"
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: expected a JSON object, got {line.strip()[:60]!r} ({error})") from error
+    if not isinstance(record, dict):
+        raise InputError(f'{where}: expected a JSON object with "prompt" and "answer", got {line.strip()[:60]!r}')
+    for key in ("prompt", "answer"):
+        if key not in record:
+            raise InputError(f'{where}: "{key}" is missing; the keys are {sorted(record)}')
+    prompt, answer = record["prompt"], record["answer"]
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise InputError(f'{where}: "prompt" must be text that is not empty, got {prompt!r}')
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise InputError(f'{where}: "answer" must be text or a number, and not empty, got {answer!r}')
+    return Example(prompt, str(answer).strip())
+
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def answer_found(completion: str, answer: str) -> float:
+    """1 if the completion is the answer, or ends in it: its last number where the answer is a number (compared as
+    numbers, so 1,200 is 1200.0), else its last words without the final punctuation. 0 otherwise."""
+    completion = completion.strip()
+    if completion == answer:
+        return 1.0
+    if NUMBER.fullmatch(answer):
+        numbers = NUMBER.findall(completion)
+        return float(bool(numbers) and as_number(numbers[-1]) == as_number(answer))
+    words = completion.rstrip(".!?\"')*").split()
+    expected = answer.split()
+    return float(words[-len(expected) :] == expected)
+
+
+def as_number(text: str) -> float:
+    """A number as written in prose: commas only group digits."""
+    return float(text.replace(",", ""))
+
+
+def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[Example]]:
+    """Training and held-out examples, the same at every call. The examples have different prompts."""
+    if held_out >= len(examples):
+        raise InputError(
+            f"eval_prompts (--eval-prompts): expected less than the task's {len(examples)} prompts, got {held_out}"
+        )
+    shuffled = random.Random(SPLIT_SEED).sample(examples, len(examples))
+    return shuffled[held_out:], shuffled[:held_out]
+
+
+def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
+    """Batches without end: every example once, in a new order each time round."""
+    generator = random.Random(seed)
+    waiting: list[Example] = []
+    while True:
+        while len(waiting) < size:
+            waiting += generator.sample(examples, len(examples))
+        yield waiting[:size]
+        waiting = waiting[size:]

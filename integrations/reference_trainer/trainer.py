@@ -1,0 +1,217 @@
+"""The loop: sample groups, reward them, take old log-probs, update four times, evaluate.
+
+The order matters. Old log-probs belong to the policy that sampled, so they are taken before the first update, from
+the same slices in the same padding as the updates see: the first update of a rollout then has a ratio of exactly 1,
+and every later ratio measures what the updates changed, not what another batch shape rounded.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
+from gspo_kernels.advantages import group_advantages
+
+from .config import InputError, TrainConfig
+from .policy import Policy, check_head, demo_policy, load_policy
+from .report import RunFolder, RunReport, SeedResult, TrainingProgress
+from .sampling import Rollout, sample
+from .tasks import Example, Task, batches, jsonl_task, sorting_task
+
+LOSS_METRICS = ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ratio_mean", "entropy")
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The answers of one forward and backward."""
+
+    rollout: Rollout
+    advantages: Tensor  # [b]
+    old_log_probs: Tensor  # [b, T], of the policy that sampled
+
+
+def train(config: TrainConfig) -> RunReport:
+    """Train once per seed; write metrics.jsonl, curves.png and the trained models to `config.folder`.
+
+    On one machine's CPU, a seed and a thread count give the same numbers every time.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = pick_device(config.device)
+    if config.data is None:
+        task = sorting_task(config.eval_prompts)
+    else:
+        task = jsonl_task(config.data, config.eval_prompts)
+    results = []
+    with RunFolder(config) as folder, TrainingProgress(config) as progress:
+        for seed in config.seeds:
+            torch.manual_seed(seed)
+            policy = demo_policy() if config.model is None else load_policy(config.model)
+            policy.model.to(device)
+            check_head(policy, config.backend)
+            results.append(train_seed(config, seed, policy, task, folder, progress))
+            if config.save:
+                policy.save(folder.path / f"model-seed{seed}")
+    return RunReport(results, folder.path, *folder.plot())
+
+
+def train_seed(
+    config: TrainConfig, seed: int, policy: Policy, task: Task, folder: RunFolder, progress: TrainingProgress
+) -> SeedResult:
+    """All steps of one seed. One row of metrics per step; row 0 holds the reward before training."""
+    started = time.perf_counter()
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    rows = [{"step": 0, "eval_reward": evaluate(config, policy, task)}]
+    folder.write(seed, rows[0])
+    progress.start(seed, rows[0])
+    prompts = batches(task.train, config.prompts_per_step, seed)
+    for step in range(1, config.steps + 1):
+        row = {"step": step, **train_step(config, policy, optimizer, task, next(prompts))}
+        if step % config.eval_every == 0 or step == config.steps:
+            row["eval_reward"] = evaluate(config, policy, task)
+        rows.append(row)
+        folder.write(seed, row)
+        progress.advance(row)
+    return SeedResult.from_rows(seed, rows, time.perf_counter() - started)
+
+
+def train_step(
+    config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, task: Task, examples: list[Example]
+) -> dict[str, float]:
+    """One rollout and its updates; the numbers of the loss are means over the updates."""
+    started = time.perf_counter()
+    rollout, rewards = collect(config, policy, task, examples)
+    slices = cut(config, policy, rollout, group_advantages(rewards, config.group_size))
+    per_update = len(slices) // config.updates_per_rollout
+    updates = [
+        update(config, policy, optimizer, slices[first : first + per_update])
+        for first in range(0, len(slices), per_update)
+    ]
+    tokens = int(rollout.answer_mask.sum())
+    return {
+        "reward": rewards.mean().item(),
+        **average(updates),
+        "answer_tokens": tokens / config.rollout_size,
+        "tokens_per_second": tokens / (time.perf_counter() - started),
+    }
+
+
+def collect(config: TrainConfig, policy: Policy, task: Task, examples: list[Example]) -> tuple[Rollout, Tensor]:
+    """A group of answers to every prompt, and their rewards [B]."""
+    with autocast(config, policy):
+        rollout = sample(
+            policy,
+            [example.prompt for example in examples],
+            group_size=config.group_size,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+        )
+    answers = [example.answer for example in examples for _ in range(config.group_size)]
+    rewards = [task.reward(text, answer) for text, answer in zip(rollout.texts, answers, strict=True)]
+    return rollout, torch.tensor(rewards, device=rollout.input_ids.device)
+
+
+@torch.no_grad()
+def cut(config: TrainConfig, policy: Policy, rollout: Rollout, advantages: Tensor) -> list[Slice]:
+    """The rollout in slices of one forward each, with the old log-probs of each."""
+    size = config.micro_batch_size or config.mini_batch_size
+    slices = []
+    for start in range(0, config.rollout_size, size):
+        part = rollout.rows(start, start + size)
+        with autocast(config, policy):
+            old = linear_log_probs(
+                policy.hidden_states(part.input_ids, part.attention_mask, part.prompt_width),
+                policy.head,
+                part.answer_ids,
+                mask=part.answer_mask,
+                temperature=config.temperature,
+                backend=config.backend,
+                **policy.head_options,
+            ).log_probs
+        slices.append(Slice(part, advantages[start : start + size], old))
+    return slices
+
+
+def update(
+    config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, slices: list[Slice]
+) -> dict[str, float]:
+    """One optimizer step on some slices of equal size; their mean metrics."""
+    optimizer.zero_grad(set_to_none=True)
+    measured = []
+    for part in slices:
+        rollout = part.rollout
+        with autocast(config, policy):
+            out = gspo_fused_loss(
+                policy.hidden_states(rollout.input_ids, rollout.attention_mask, rollout.prompt_width),
+                policy.head,
+                rollout.answer_ids,
+                part.advantages,
+                mask=rollout.answer_mask,
+                old_log_probs=part.old_log_probs,
+                temperature=config.temperature,
+                objective=Objective(clip_low=config.clip_low, clip_high=config.clip_high),
+                normalizer=config.mini_batch_size,  # of the whole update, so that the slices add up to it
+                entropy=True,
+                backend=config.backend,
+                **policy.head_options,
+            )
+        out.loss.backward()
+        metrics = {name: out.metrics[name].item() for name in LOSS_METRICS}
+        measured.append({"loss": out.loss.item() * len(slices), **metrics})
+    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm)
+    numbers = {**average(measured), "grad_norm": norm.item()}
+    if not math.isfinite(numbers["loss"]) or not math.isfinite(numbers["grad_norm"]):
+        raise TrainingError(
+            f"an update is not finite (loss {numbers['loss']}, gradient norm {numbers['grad_norm']}); "
+            "training stops before it. A lower --learning-rate may help"
+        )
+    optimizer.step()
+    return numbers
+
+
+def average(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of every entry."""
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+
+def evaluate(config: TrainConfig, policy: Policy, task: Task) -> float:
+    """Mean reward of the most probable (greedy) answers to the held-out prompts, in batches the size of a rollout."""
+    rewards: list[float] = []
+    for start in range(0, len(task.held_out), config.rollout_size):
+        examples = task.held_out[start : start + config.rollout_size]
+        with autocast(config, policy):
+            rollout = sample(
+                policy,
+                [example.prompt for example in examples],
+                max_new_tokens=config.max_new_tokens,
+                temperature=None,
+            )
+        rewards += [task.reward(text, example.answer) for text, example in zip(rollout.texts, examples, strict=True)]
+    return sum(rewards) / len(rewards)
+
+
+def autocast(config: TrainConfig, policy: Policy) -> torch.autocast:
+    """bfloat16 matrix products if asked for; the weights and the optimizer stay fp32."""
+    return torch.autocast(policy.model.device.type, torch.bfloat16, enabled=config.bf16)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; "auto" is a GPU if torch sees one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+        reason = str(error).split("\n")[0]
+        raise InputError(f"device (--device): expected a device torch can use, got {name!r}: {reason}") from error
+    return device

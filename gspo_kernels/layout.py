@@ -66,8 +66,12 @@ def sequence_of_row(offsets: Tensor, rows: int) -> Tensor:
 
 
 def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sum of each sequence's rows, [N] -> [S], in an order that other sequences and padding zeros do not change."""
-    return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0)
+    """Sum of each sequence's rows, [N] -> [S], in an order that other sequences and padding zeros do not change.
+
+    In fp64: the reduction is serial on a CPU, and over equal terms, as a sequence's coefficients are, the roundings of
+    an fp32 running sum all go one way (3e-4 of the gradient at 32,000 tokens).
+    """
+    return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0).to(x.dtype)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

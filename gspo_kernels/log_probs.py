@@ -109,7 +109,7 @@ def head_rows(
         target_ids,
         dtypes=[torch.int64],
         shapes=[shape],
-        shape_text=f"{list(shape)} like hidden",
+        shape_text=lambda: f"{list(shape)} like hidden",
         device=device,
     )
     mask, invalid = token_mask(call, mask, target_ids, device)
@@ -123,13 +123,13 @@ def head_rows(
     flat, weight, bias = _autocast(flat, head.weight, head.bias)
     call.head(weight, bias, flat)
     call.logit_options(logit_scale, logit_softcap, vocab_size, weight.shape[0])
-    columns = weight.shape[0] if vocab_size is None else vocab_size
+    columns = weight.shape[0] if vocab_size is None else int(vocab_size)
 
     wrong = mask & ((target_ids < 0) | (target_ids >= columns))
     invalid = invalid + call.flag(
         "target_ids",
         wrong,
-        f"between 0 and {columns - 1} where mask is true",
+        lambda: f"between 0 and {columns - 1} where mask is true",
         lambda: sorted(set(target_ids[wrong].tolist()))[:5],
     )
     call.temperature(temperature, shape, device)
@@ -150,7 +150,8 @@ def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.devi
     if mask is None:
         mask = like != -100 if like.dtype == torch.int64 else torch.ones_like(like, dtype=torch.bool)
     kinds = (torch.bool, *FLOATS, *INTEGERS)
-    call.tensor("mask", mask, dtypes=kinds, shapes=[like.shape], shape_text=str(list(like.shape)), device=device)
+    text = lambda: str(list(like.shape))  # noqa: E731
+    call.tensor("mask", mask, dtypes=kinds, shapes=[like.shape], shape_text=text, device=device)
     if mask.dtype == torch.bool:
         return mask, torch.zeros((), dtype=torch.int64, device=device)
     wrong = (mask != 0) & (mask != 1)
@@ -163,7 +164,7 @@ def _temperature(
     """The temperature as a tensor, None for 1; and how many of its values are not finite and > 0."""
     if not isinstance(temperature, Tensor):
         dtype = accumulator(hidden.dtype)
-        return None if temperature == 1 else hidden.new_full((), temperature, dtype=dtype), 0
+        return None if temperature == 1 else hidden.new_full((), float(temperature), dtype=dtype), 0
     temperature = temperature.to(accumulator(hidden.dtype))
     wrong = mask & ~((temperature > 0) & temperature.isfinite())
     bad = call.flag(
@@ -178,9 +179,14 @@ def _temperature(
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast as F.linear would under autocast."""
-    if not torch.is_autocast_enabled(hidden.device.type) or hidden.dtype == torch.float64:
+    kind = hidden.device.type
+    if (
+        not torch.amp.is_autocast_available(kind)
+        or not torch.is_autocast_enabled(kind)
+        or hidden.dtype == torch.float64
+    ):
         return hidden, weight, bias
-    dtype = torch.get_autocast_dtype(hidden.device.type)
+    dtype = torch.get_autocast_dtype(kind)
 
     def cast(x: Any) -> Any:  # what it cannot cast is left to `Call.head` to refuse
         eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64

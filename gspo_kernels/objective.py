@@ -97,22 +97,24 @@ class Objective:
         if self.kl_aggregation is not None:
             check.choice("kl_aggregation", self.kl_aggregation, AGGREGATIONS)
         check.boolean("kl_ratio_factor", self.kl_ratio_factor)
-        check.number("clip_low", self.clip_low, "a number >= 0 and < 1", lambda x: 0 <= x < 1)
-        check.number("clip_high", self.clip_high, "a number >= 0", lambda x: x >= 0)
-        check.number("kl_coef", self.kl_coef, "a finite number >= 0", lambda x: 0 <= x < math.inf)
-        check.number("entropy_coef", self.entropy_coef, "a finite number", math.isfinite)
-        if self.dual_clip is not None:
-            check.number("dual_clip", self.dual_clip, "a number > 1, or None", lambda x: x > 1)
-        if self.delta is not None:
-            check.number(
-                "delta",
-                self.delta,
-                f"a number > 1 + clip_high = {1 + self.clip_high:g}, or None",
+        numbers = {
+            "clip_low": ("a number >= 0 and < 1", lambda x: 0 <= x < 1),
+            "clip_high": ("a number >= 0", lambda x: x >= 0),
+            "dual_clip": ("a number > 1, or None", lambda x: x > 1),
+            "delta": (
+                lambda: f"a number > 1 + clip_high = {1 + self.clip_high:g}, or None",
                 lambda x: x > 1 + self.clip_high,
-            )
-        if self.length_norm is not None:
-            check.number("length_norm", self.length_norm, "a finite number > 0", lambda x: 0 < x < math.inf)
-        elif "seq-mean-token-sum-norm" in (self.aggregation, self.kl_aggregation):
+            ),
+            "length_norm": ("a finite number > 0, within float32", validation.positive),
+            "kl_coef": ("a finite number >= 0", lambda x: 0 <= x <= validation.LARGEST),
+            "entropy_coef": ("a finite number", lambda x: abs(x) <= validation.LARGEST),
+        }
+        optional = ("dual_clip", "delta", "length_norm")
+        for name, (expected, holds) in numbers.items():
+            if name in optional and getattr(self, name) is None:
+                continue
+            object.__setattr__(self, name, check.number(name, getattr(self, name), expected, holds))
+        if self.length_norm is None and "seq-mean-token-sum-norm" in (self.aggregation, self.kl_aggregation):
             check.fail("length_norm", "a number of tokens for seq-mean-token-sum-norm", None)
         if self.rollout_correction is not None:
             check.fail("rollout_correction", "None: corrections of sampler mismatch are not in this version; "

@@ -15,7 +15,11 @@ from .validation import FLOATS, Call, Said, few
 
 
 class LossOutput(NamedTuple):
-    """The loss, and what a trainer wants to see of it. Everything but `loss` is detached."""
+    """The loss, and what a trainer wants to see of it.
+
+    Everything but `loss` is detached and for reading: log_probs and entropy are kept for the backward, which raises if
+    they were changed in place.
+    """
 
     loss: Tensor  # []
     log_probs: Tensor  # shape of the tokens, fp32, 0 at masked positions
@@ -119,7 +123,7 @@ def policy_rows(
         layout = padded_layout((shape[0], shape[1]), device)
         shapes, text = (
             [(shape[0],), (shape[0], 1), shape],
-            f"[B] = [{shape[0]}], [B, 1] or [B, T] = {list(shape)}",
+            lambda: f"[B] = [{shape[0]}], [B, 1] or [B, T] = {list(shape)}",
         )
     else:
         if len(shape) != 1:
@@ -134,7 +138,7 @@ def policy_rows(
         )
         invalid = invalid + _check_offsets(call, cu_seqlens, shape[0])
         layout = packed_layout(shape[0], cu_seqlens)
-        shapes, text = [(layout.sequences,), shape], f"[S] = [{layout.sequences}] or [N] = {list(shape)}"
+        shapes, text = [(layout.sequences,), shape], lambda: f"[S] = [{layout.sequences}] or [N] = {list(shape)}"
     call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=device)
     per_row = layout.per_row(advantages.detach()).to(dtype)
     wrong = mask.reshape(-1) & ~per_row.isfinite()
@@ -143,7 +147,7 @@ def policy_rows(
     def per_token(name: str, x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
-        call.log_probs(name, x, shapes=[shape], shape_text=f"{list(shape)}, one per token", device=device)
+        call.log_probs(name, x, shapes=[shape], shape_text=lambda: f"{list(shape)}, one per token", device=device)
         return x.detach().to(dtype).reshape(-1)
 
     old, ref = per_token("old_log_probs", old_log_probs), per_token("ref_log_probs", ref_log_probs)
@@ -157,8 +161,8 @@ def policy_rows(
         )
     if token_weights is not None:
         weight_shapes = [shape, (shape[0], 1)] if layout.padded else [shape]
-        call.tensor("token_weights", token_weights, dtypes=FLOATS, shapes=weight_shapes,
-                    shape_text=f"{list(shape)}{' or [B, 1]' if layout.padded else ''}", device=device)  # fmt: skip
+        text = lambda: f"{list(shape)}{' or [B, 1]' if layout.padded else ''}"  # noqa: E731
+        call.tensor("token_weights", token_weights, dtypes=FLOATS, shapes=weight_shapes, shape_text=text, device=device)
         flat = token_weights = layout.flatten(token_weights.detach()).to(dtype)
         wrong = mask.reshape(-1) & ~((flat >= 0) & flat.isfinite())
         expected = "finite and >= 0 where mask is true"
@@ -202,7 +206,9 @@ def _check_offsets(call: Call, cu_seqlens: Tensor, rows: int) -> Tensor:
         "cu_seqlens", cu_seqlens[1:] < cu_seqlens[:-1], "non-decreasing offsets", lambda: _short(cu_seqlens)
     )
     start = call.flag("cu_seqlens", cu_seqlens[:1] != 0, "offsets starting at 0", lambda: _short(cu_seqlens))
-    end = call.flag("cu_seqlens", cu_seqlens[-1:] != rows, f"offsets ending at N = {rows}", lambda: _short(cu_seqlens))
+    end = call.flag(
+        "cu_seqlens", cu_seqlens[-1:] != rows, lambda: f"offsets ending at N = {rows}", lambda: _short(cu_seqlens)
+    )
     return backwards + start + end
 
 
@@ -214,4 +220,4 @@ def _short(x: Tensor) -> str:
 def _as_scalar(value: float | Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     if value is None or isinstance(value, Tensor):
         return None if value is None else value.detach().to(dtype)
-    return torch.full((), value, dtype=dtype, device=device)
+    return torch.full((), float(value), dtype=dtype, device=device)

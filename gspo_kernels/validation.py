@@ -10,15 +10,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.parameter import UninitializedParameter
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)
 WIDE = (torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+# Text for a message, or how to make it: under torch.compile sizes may be symbols, which only a failure may print.
+Text = str | Callable[[], str]
+# What float32 holds without turning into 0 or inf.
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 class Said(str):
@@ -51,22 +60,27 @@ class Field:
     def __init__(self, place: str) -> None:
         self.place = place
 
-    def fail(self, name: str, expected: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
-        raise error(f"{self.place}: {name} must be {expected}, got {describe(got)}")
+    def fail(self, name: str, expected: Text, got: object, error: type[Exception] = ValueError) -> NoReturn:
+        raise error(f"{self.place}: {name} must be {_say(expected)}, got {describe(got)}")
 
     def choice(self, name: str, value: object, allowed: Sequence[str]) -> None:
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             self.fail(name, f"one of {', '.join(map(repr, allowed))}", value)
 
     def boolean(self, name: str, value: object) -> None:
         if not isinstance(value, bool):
             self.fail(name, "True or False", value, TypeError)
 
-    def number(self, name: str, value: object, expected: str, holds: Callable[[float], bool]) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float):
+    def number(self, name: str, value: Any, expected: Text, holds: Callable[[float], bool]) -> float:
+        """A Python or numpy number for which `holds`, as a float."""
+        # int and float by name as well: torch.compile knows them, and not their abstract class.
+        if isinstance(value, bool) or not (isinstance(value, int | float) or isinstance(value, Real)):
             self.fail(name, expected, value, TypeError)
-        if not holds(value):  # NaN fails every comparison
+        if isinstance(value, int) and abs(value) > LARGEST:  # float() might overflow
             self.fail(name, expected, value)
+        if not holds(float(value)):  # NaN fails every comparison
+            self.fail(name, expected, value)
+        return float(value)
 
 
 class Call(Field):
@@ -79,12 +93,13 @@ class Call(Field):
         *,
         dtypes: Sequence[torch.dtype],
         shapes: Sequence[Sequence[int | None]],
-        shape_text: str,
+        shape_text: Text,
         device: torch.device | None = None,
     ) -> None:
         """A tensor of one of `dtypes` and one of `shapes` (None matches any size), on `device`."""
         if not isinstance(x, Tensor):
-            self.fail(name, f"a tensor {shape_text}", None if x is None else Said(f"a {type(x).__name__}"), TypeError)
+            got = None if x is None else Said(f"a {type(x).__name__}")
+            self.fail(name, f"a tensor {_say(shape_text)}", got, TypeError)
         if type(x).__name__ == "DTensor":
             self.fail(
                 name,
@@ -93,7 +108,16 @@ class Call(Field):
                 TypeError,
             )
         if not any(_matches(x.shape, shape) for shape in shapes):
-            self.fail(name, f"a tensor {shape_text}", x)
+            self.fail(name, f"a tensor {_say(shape_text)}", x)
+        if x.layout != torch.strided:
+            self.fail(name, "a dense tensor", Said(f"one of layout {x.layout}"), TypeError)
+        if _has_tangent(x):
+            self.fail(
+                name,
+                "a tensor for reverse mode, the only one there is",
+                Said("one with a forward-mode tangent"),
+                TypeError,
+            )
         if x.dtype not in dtypes:
             self.fail(
                 name,
@@ -121,18 +145,23 @@ class Call(Field):
         expected = "a whole weight [V, H] (under ZeRO-3 or FSDP call inside the module's own forward, or gather it)"
         if type(weight).__name__ == "DTensor":
             self.fail("lm_head", f"a plain tensor and {expected}", Said("a DTensor"), TypeError)
+        if isinstance(weight, UninitializedParameter):
+            self.fail("lm_head", "an initialised module", Said("a lazy one that was never called"))
         if isinstance(weight, Tensor) and weight.numel() == 0:
             self.fail("lm_head", expected, Said(f"an empty tensor {list(weight.shape)}"))
 
     def weight(self, weight: Any, hidden: Tensor) -> None:
         self.whole(weight)
         width = hidden.shape[-1]
+        if not isinstance(weight, Tensor):
+            got = None if weight is None else Said(f"a {type(weight).__name__}")
+            self.fail("lm_head", f"a tensor [V, H] with H = {width}, or an nn.Linear", got, TypeError)
         self.tensor(
             "lm_head",
             weight,
             dtypes=FLOATS,
             shapes=[(None, width)],
-            shape_text=f"[V, H] with H = {width}",
+            shape_text=lambda: f"[V, H] with H = {width}",
             device=hidden.device,
         )
 
@@ -152,31 +181,32 @@ class Call(Field):
                 bias,
                 dtypes=[hidden.dtype],
                 shapes=[(vocab,)],
-                shape_text=f"[V] = [{vocab}]",
+                shape_text=lambda: f"[V] = [{vocab}]",
                 device=hidden.device,
             )
 
     def logit_options(self, logit_scale: Any, logit_softcap: Any, vocab_size: Any, columns: int) -> None:
-        self.number("logit_scale", logit_scale, "a finite number other than 0", lambda x: math.isfinite(x) and x != 0)
+        expected = "a finite number other than 0, within float32"
+        self.number("logit_scale", logit_scale, expected, lambda x: SMALLEST <= abs(x) <= LARGEST)
         if logit_softcap is not None:
-            self.number("logit_softcap", logit_softcap, "a finite number > 0, or None", lambda x: 0 < x < math.inf)
+            self.number("logit_softcap", logit_softcap, "a finite number > 0, within float32, or None", positive)
         if vocab_size is not None:
-            if isinstance(vocab_size, bool) or not isinstance(vocab_size, int):
+            if isinstance(vocab_size, bool) or not (isinstance(vocab_size, int) or isinstance(vocab_size, Integral)):
                 self.fail("vocab_size", "an int", vocab_size, TypeError)
-            if not 1 <= vocab_size <= columns:
-                self.fail("vocab_size", f"between 1 and the {columns} rows of lm_head", vocab_size)
+            if not 1 <= int(vocab_size) <= columns:
+                self.fail("vocab_size", lambda: f"between 1 and the {columns} rows of lm_head", vocab_size)
 
     def temperature(self, temperature: Any, shape: Sequence[int], device: torch.device) -> None:
         if not isinstance(temperature, Tensor):
-            expected = "a finite number > 0, or a tensor with no dimension or one value per token"
-            self.number("temperature", temperature, expected, lambda x: 0 < x < math.inf)
+            expected = "a finite number > 0, within float32, or a tensor with no dimension or one value per token"
+            self.number("temperature", temperature, expected, positive)
             return
         self.tensor(
             "temperature",
             temperature,
             dtypes=FLOATS,
             shapes=[(), shape],
-            shape_text=f"with no dimension, or {list(shape)} (one per token)",
+            shape_text=lambda: f"with no dimension, or {list(shape)} (one per token)",
             device=device,
         )
         if temperature.requires_grad:
@@ -186,12 +216,8 @@ class Call(Field):
         if value is None:
             return
         if not isinstance(value, Tensor):
-            self.number(
-                name,
-                value,
-                "a finite number > 0, a tensor with no dimension, or None",
-                lambda x: 0 < x < math.inf,
-            )
+            expected = "a finite number > 0, within float32, a tensor with no dimension, or None"
+            self.number(name, value, expected, positive)
             return
         self.tensor(
             name,
@@ -202,12 +228,26 @@ class Call(Field):
             device=device,
         )
 
-    def flag(self, name: str, wrong: Tensor, expected: str, got: Callable[[], object]) -> Tensor:
+    def flag(self, name: str, wrong: Tensor, expected: Text, got: Callable[[], object]) -> Tensor:
         """Count the entries of `wrong`; raise if there are any and looking is free (CPU) or wanted (GSPO_CHECK=1)."""
         count = wrong.sum()
         if _values_are_checked(wrong.device) and count.item():
             self.fail(name, expected, got())
         return count
+
+
+def positive(x: float) -> bool:
+    return SMALLEST <= x <= LARGEST
+
+
+def _say(text: Text) -> str:
+    return text if isinstance(text, str) else text()
+
+
+def _has_tangent(x: Tensor) -> bool:
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _values_are_checked(device: torch.device) -> bool:

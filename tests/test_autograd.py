@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from samples import make_sample
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
 
@@ -137,20 +139,32 @@ def test_operators_pass_opcheck(name: str, head: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gspo", "grpo", "entropy"])
-def test_compiled_without_a_graph_break_equals_eager(name: str, backend: str) -> None:
-    sample = make_sample(4, objective=Objective(**OBJECTIVES[name]), **{**SMALL, "dtype": torch.float32})
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_without_a_graph_break_equals_eager_at_every_shape(name: str, packed: bool, backend: str) -> None:
+    objective = Objective(**OBJECTIVES[name])
 
-    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        return gspo_fused_loss(
-            hidden, weight, sample.target_ids, sample.advantages,
-            objective=sample.objective, backend=backend, **sample.options,
-        ).loss  # fmt: skip
+    def loss(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor, options: dict[str, Any]) -> Tensor:
+        return gspo_fused_loss(hidden, weight, ids, advantages, objective=objective, backend=backend, **options).loss
 
-    def run(fn: Any) -> list[Tensor]:
+    def run(fn: Any, sample: Any) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]
-        value = fn(*leaves)
+        value = fn(*leaves, sample.target_ids, sample.advantages, sample.options)
         return [value, *torch.autograd.grad(value, leaves)]
 
-    eager, compiled = run(loss), run(torch.compile(loss, fullgraph=True))
-    for a, b in zip(eager, compiled, strict=True):
-        assert torch.equal(a, b)
+    torch.compiler.reset()
+    graphs: list[Any] = []
+
+    def count(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return make_boxed_func(module)
+
+    backend_that_counts = aot_autograd(fw_compiler=count, bw_compiler=lambda module, inputs: make_boxed_func(module))
+    compiled = torch.compile(loss, fullgraph=True, backend=backend_that_counts)
+    shapes = [(3, 2, 4), (5, 6), (2, 7, 3, 4), (9, 1, 1, 2, 6), (4,), (1, 1), (3, 3, 8), (8, 8, 2), (6, 5), (12, 1, 3)]
+    for seed, lengths in enumerate(shapes):
+        sample = make_sample(
+            seed, objective=objective, packed=packed, lengths=lengths, hidden_size=4, vocab=6
+        ).with_options(temperature=torch.tensor(0.5 + seed / 10), normalizer=torch.tensor(1.0 + seed))
+        for a, b in zip(run(loss, sample), run(compiled, sample), strict=True):
+            assert torch.equal(a, b)
+    assert len(graphs) <= 5  # the first shape, any shape, and sizes of 1, which are special to the compiler

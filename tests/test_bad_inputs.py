@@ -667,3 +667,65 @@ def test_a_successful_call_and_its_backward_write_to_no_input(name: str, autocas
             assert upstream == 0.5
             assert fingerprint(inputs) == before
             assert fingerprint(terms) == both
+
+
+class Dual(torch.nn.Module):
+    """A loss as a function of its log-probs."""
+
+    def forward(self, log_probs: Tensor) -> Tensor:
+        return policy_loss(log_probs, torch.ones(B)).loss
+
+
+def test_forward_mode_is_refused_and_not_silently_zero() -> None:
+    x = torch.full((B, T), -1.0)
+    call = partial(torch.func.jvp, Dual(), (x,), (torch.ones_like(x),))
+    refused(TypeError, "policy_loss", "log_probs", "reverse mode", "tangent", call)
+
+
+HUGE: dict[str, tuple[str, Any]] = {
+    "normalizer-overflows-fp32": ("normalizer", 1e300),
+    "normalizer-underflows-fp32": ("normalizer", 1e-50),
+    "normalizer-huge-int": ("normalizer", 10**400),
+    "temperature-underflows-fp32": ("temperature", 1e-45),
+    "temperature-huge-int": ("temperature", 10**300),
+    "scale-overflows-fp32": ("logit_scale", 1e300),
+    "scale-huge-int": ("logit_scale", 10**400),
+    "softcap-underflows-fp32": ("logit_softcap", 1e-45),
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_numbers_that_float32_cannot_hold_are_named(kind: str) -> None:
+    name, value = HUGE[kind]
+    inputs = accepted(gspo_fused_loss, good_inputs())
+    call = partial(gspo_fused_loss, **inputs, **{name: value})
+    refused(ValueError, "gspo_fused_loss", name, "finite number", "e" if isinstance(value, float) else "int", call)
+
+
+def test_an_objective_of_huge_ints_is_refused() -> None:
+    refused(ValueError, "Objective", "dual_clip", "> 1", "int", partial(Objective, dual_clip=10**400))
+
+
+def test_a_sparse_head_and_a_lazy_one_are_named() -> None:
+    inputs = accepted(linear_log_probs, good_inputs())
+    sparse = {**inputs, "lm_head": inputs["lm_head"].to_sparse()}
+    refused(TypeError, "linear_log_probs", "lm_head", "dense", "sparse", partial(linear_log_probs, **sparse))
+    lazy = {**inputs, "lm_head": nn.LazyLinear(V)}
+    refused(ValueError, "linear_log_probs", "lm_head", "initialised", "lazy", partial(linear_log_probs, **lazy))
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    objective = Objective(clip_low=np.float32(0.25), clip_high=np.float64(0.25), kl_coef=np.int64(0))
+    assert objective == Objective(clip_low=0.25, clip_high=0.25)
+    assert all(type(x) is float for x in (objective.clip_low, objective.clip_high, objective.kl_coef))
+    inputs = accepted(gspo_fused_loss, good_inputs())
+    plain = gspo_fused_loss(**inputs, normalizer=4, vocab_size=V, temperature=0.5)
+    same = gspo_fused_loss(
+        **inputs, normalizer=np.int64(4), vocab_size=np.int64(V), temperature=np.float32(0.5), objective=Objective()
+    )
+    assert torch.equal(plain.loss, same.loss)
+
+
+def test_meta_tensors_pass_through() -> None:
+    inputs = {k: v.to("meta") for k, v in accepted(linear_log_probs, good_inputs()).items()}
+    assert linear_log_probs(**inputs).log_probs.shape == (B, T)

@@ -160,6 +160,11 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the
         "if not _inside[kind]:",
         "if True:",
     ),
+    "sequence sums in fp32": (
+        "layout",
+        'torch.segment_reduce(x.double(), "sum"',
+        'torch.segment_reduce(x, "sum"',
+    ),
     "weight 0 times an exploded ratio": (
         "objective",
         "torch.where(factor == 0, 0, factor * x)",

@@ -138,8 +138,7 @@ def test_operators_pass_opcheck(name: str, head: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gspo", "grpo", "entropy"])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("name", "packed"), [("gspo", False), ("grpo", True), ("entropy", False)])
 def test_compiled_without_a_graph_break_equals_eager_at_every_shape(name: str, packed: bool, backend: str) -> None:
     objective = Objective(**OBJECTIVES[name])
 

@@ -57,51 +57,53 @@ def train(
         Path | None,
         typer.Option(help='Jsonl file, each line {"prompt": text, "answer": text or number}. Goes with --model.'),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run's folder. [default: demo, or the model's]")] = None,
-    output: Annotated[Path | None, typer.Option(help="Where run folders go. [default: runs]")] = None,
-    seeds: Annotated[str | None, typer.Option(help="One training per seed. [default: 0,1,2; with --model 0]")] = None,
-    steps: Annotated[int | None, typer.Option(help="Rollouts. [default: 200]")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run's folder. (default: demo, or the model's)")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where run folders go. (default: runs)")] = None,
+    seeds: Annotated[str | None, typer.Option(help="One training per seed. (default: 0,1,2; with --model 0)")] = None,
+    steps: Annotated[int | None, typer.Option(help="Rollouts. (default: 200)")] = None,
     prompts_per_step: Annotated[
-        int | None, typer.Option(help="Prompts per rollout. [default: 32; with --model 16]")
+        int | None, typer.Option(help="Prompts per rollout. (default: 32; with --model 16)")
     ] = None,
-    group_size: Annotated[int | None, typer.Option(help="Answers per prompt, at least 2. [default: 8]")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Answers per prompt, at least 2. (default: 8)")] = None,
     updates_per_rollout: Annotated[
-        int | None, typer.Option(help="Mini-batch updates per rollout; with 1 nothing is ever clipped. [default: 4]")
+        int | None, typer.Option(help="Mini-batch updates per rollout; with 1 nothing is ever clipped. (default: 4)")
     ] = None,
     micro_batch_size: Annotated[
-        int | None, typer.Option(help="Answers per forward and backward; 0: a whole update at once. [default: 0]")
+        int | None, typer.Option(help="Answers per forward and backward; 0: a whole update at once. (default: 0)")
     ] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(help="AdamW's, constant. [default: 5e-4; with --model 1e-6]")
+        float | None, typer.Option(help="AdamW's, constant. (default: 5e-4; with --model 1e-6)")
     ] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="AdamW's. [default: 0]")] = None,
-    max_grad_norm: Annotated[float | None, typer.Option(help="Gradients are clipped to it. [default: 1]")] = None,
-    clip_low: Annotated[float | None, typer.Option(help="Ratios clip at 1 - this. [default: 3e-4]")] = None,
-    clip_high: Annotated[float | None, typer.Option(help="Ratios clip at 1 + this. [default: 4e-4]")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="AdamW's. (default: 0)")] = None,
+    max_grad_norm: Annotated[float | None, typer.Option(help="Gradients are clipped to it. (default: 1)")] = None,
+    clip_low: Annotated[float | None, typer.Option(help="Ratios clip at 1 - this. (default: 3e-4)")] = None,
+    clip_high: Annotated[float | None, typer.Option(help="Ratios clip at 1 + this. (default: 4e-4)")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Of sampling and of the loss; evaluation is greedy. [default: 1]")
+        float | None, typer.Option(help="Of sampling and of the loss; evaluation is greedy. (default: 1)")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="Longest answer, in tokens. [default: 7; with --model 512]")
+        int | None, typer.Option(help="Longest answer, in tokens. (default: 7; with --model 512)")
     ] = None,
     eval_every: Annotated[
-        int | None, typer.Option(help="Steps between evaluations; also first and last. [default: 25]")
+        int | None, typer.Option(help="Steps between evaluations; also first and last. (default: 25)")
     ] = None,
     eval_prompts: Annotated[
-        int | None, typer.Option(help="Held-out prompts; of --data at most a fifth. [default: 128]")
+        int | None, typer.Option(help="Held-out prompts; of --data at most a fifth. (default: 128)")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="[default: a GPU if there is one, else the CPU]")] = None,
-    bf16: Annotated[bool | None, typer.Option(help="bf16 autocast; weights stay fp32. [default: no]")] = None,
+    device: Annotated[str | None, typer.Option(help="(default: a GPU if there is one, else the CPU)")] = None,
+    bf16: Annotated[bool | None, typer.Option(help="bf16 autocast; weights stay fp32. (default: no)")] = None,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; 0: torch's choice. [default: 1; with --model 0]")
+        int | None, typer.Option(help="CPU threads; 0: torch's choice. (default: 1; with --model 0)")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Of the loss: triton, torch or auto. [default: auto]")] = None,
-    save: Annotated[bool | None, typer.Option(help="Keep the trained model. [default: yes]")] = None,
+    backend: Annotated[str | None, typer.Option(help="Of the loss: triton, torch or auto. (default: auto)")] = None,
+    save: Annotated[bool | None, typer.Option(help="Keep the trained model. (default: yes)")] = None,
     overwrite: Annotated[bool | None, typer.Option("--overwrite", help="Replace an earlier run of this name.")] = None,
 ) -> None:
     """Train with GSPO and watch it work.
 
     Without options this is the demo: a tiny random model learns to sort letters from rewards alone, once per seed.
+    It replaces the demo's earlier run.
+
     With --model and --data it trains your checkpoint on your prompts; an answer earns 1 if it is, or ends in, the
     expected one. Metrics, curves and the model go to runs/<name>.
     """

@@ -48,14 +48,17 @@ def gspo_fused_loss(
 
     Args:
         hidden: [B, T, H] padded, or [N, H] packed with cu_seqlens; fp32, bf16, fp16 or fp64. hidden[t] predicts
-            target_ids[t].
+            target_ids[t]: of a causal model pass last_hidden_state[:, :-1] and input_ids[:, 1:]. Under autocast hidden
+            and head are cast as F.linear would.
         lm_head: weight [V, H] of the same dtype, an `nn.Linear`, or a PEFT LoRA or modules_to_save wrapper around one.
         target_ids: [B, T] or [N] int64: the sampled tokens. Where masked anything may stand.
-        advantages: [B], [B, 1] or [S] per sequence, or [B, T] / [N] per token. Packed with N == S: per sequence.
+        advantages: [B], [B, 1] or [S] per sequence, or [B, T] / [N] per token. Packed with N == S: per sequence. Per
+            token, ratio="sequence" spreads the sequence's gradient evenly over its tokens; "sequence-token" keeps each
+            token's own.
         mask: [B, T] or [N], bool or 0/1: the tokens that count. None: target_ids != -100.
         cu_seqlens: [S + 1] int32 or int64: sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1]. Packed input only.
         old_log_probs: shape of target_ids, fp32: of the policy before this round of updates. None: on-policy, ratio
-            exactly 1.
+            exactly 1. A constant of the loss, like advantages and ref_log_probs.
         ref_log_probs: shape of target_ids, fp32; required for objective.kl_coef > 0.
         rollout_log_probs: the sampler's own; read only by objective.rollout_correction.
         token_weights: [B, 1], [B, T] or [N]; detached; multiplies the policy term, not KL and not entropy.

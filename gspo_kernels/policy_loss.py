@@ -17,15 +17,27 @@ from .validation import FLOATS, Call, Said, few
 class LossOutput(NamedTuple):
     """The loss, and what a trainer wants to see of it.
 
-    Everything but `loss` is detached and for reading: log_probs and entropy are kept for the backward, which raises if
-    they were changed in place.
+    Only `loss` is differentiable (for terms of your own use `linear_log_probs` and `policy_loss`). The rest is detached
+    and for reading: log_probs and entropy are kept for the backward, which raises if they were changed in place.
+
+    metrics, all 0-dim tensors on the device, nothing is read on the host:
+        clip_fraction: share of non-empty sequences in which the clip binds on a token, by the sign of the advantage;
+            clip_fraction_low at 1 - clip_low, clip_fraction_high at 1 + clip_high or at dual_clip / delta.
+        token_clip_fraction: the same as a share of tokens, with _low and _high too.
+        ratio_mean, ratio_min, ratio_max: of s over non-empty sequences, over tokens for ratio="token".
+        kl_to_old: mean over tokens of old - new log-prob, nats: an estimate of KL(old || new) from samples, so it may
+            be negative.
+        zero_coefficient_share: share of tokens that cost no backward.
+        kl: mean over tokens of the objective's estimator; only with ref_log_probs.
+        entropy: mean over tokens, nats; only where entropies are computed.
+        invalid: how many values were refused (out-of-range ids, NaN advantages, ...); more than 0 makes the loss NaN.
     """
 
     loss: Tensor  # []
     log_probs: Tensor  # shape of the tokens, fp32, 0 at masked positions
     entropy: Tensor | None  # shape of the tokens, nats
-    log_ratio: Tensor  # u per sequence [B] or [S]; per token for ratio="token"
-    metrics: dict[str, Tensor]  # 0-dim, see gspo_kernels.metrics.NAMES, and "invalid"
+    log_ratio: Tensor  # u = log s per sequence, [B] or [S]; per token for ratio="token"
+    metrics: dict[str, Tensor]
 
 
 def policy_loss(
@@ -52,7 +64,8 @@ def policy_loss(
         advantages: [B], [B, 1] or [S] per sequence, or [B, T] / [N] per token. Packed with N == S: per sequence.
         mask: the tokens that count, bool or 0/1, in the shape of log_probs; None: all.
         cu_seqlens: [S + 1] int32 or int64, packed input only: sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1].
-        old_log_probs: of the policy that is the ratio's denominator. None: on-policy, the ratio is exactly 1.
+        old_log_probs: of the policy that is the ratio's denominator. None: on-policy, the ratio is exactly 1. Like
+            advantages and ref_log_probs it is a constant of the loss: no gradient flows into it.
         ref_log_probs: of the reference policy; required for kl_coef > 0, else only its KL is reported.
         rollout_log_probs: the sampler's own; read only by objective.rollout_correction.
         token_weights: [B, 1], [B, T] or [N]; detached; multiplies the policy term, not KL and not entropy.

@@ -25,7 +25,7 @@ from .precision import exact_products
 from .validation import workspace_bytes
 
 _LIVE_TILES = 4  # at the worst moment: logits, probabilities, soft-cap factor, one temporary
-_TILE_ON_CPU = (256, 4096)  # rows enough to make a slab of the head worth reading, columns that stay in the caches
+_TILE_ON_CPU = (128, 4096)  # rows enough to make a slab of the head worth reading, columns that stay in the caches
 _TILE_ELSEWHERE = (2048, 65536)
 _LOG_OF_NOTHING = -1000.0  # exp of it is 0 in fp32 and fp64, and 0 * it is 0
 

@@ -156,6 +156,9 @@ class Call(Field):
         if not isinstance(weight, Tensor):
             got = None if weight is None else Said(f"a {type(weight).__name__}")
             self.fail("lm_head", f"a tensor [V, H] with H = {width}, or an nn.Linear", got, TypeError)
+        if weight.ndim == 2 and weight.shape[1] != width == weight.shape[0]:
+            got = Said(f"a tensor {list(weight.shape)} (is it transposed, or are hidden in fact logits?)")
+            self.fail("lm_head", f"a tensor [V, H] with H = {width}", got)
         self.tensor(
             "lm_head",
             weight,

@@ -284,6 +284,19 @@ def test_a_head_that_does_more_than_its_matrix_is_refused() -> None:
         policy.check_head(made, "auto")
 
 
+def test_answers_that_would_pass_the_models_positions_are_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--max-new-tokens 60: with the longest prompt \(11 tokens\).* 64 positions"):
+        train(small(tmp_path, max_new_tokens=60))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    made = policy.demo_policy()
+    made.model.requires_grad_(False)
+    with pytest.raises(InputError, match="no parameter is trainable"):
+        policy.make_policy(made.model, made.tokenizer)
+
+
 def test_head_options_of_other_families() -> None:
     def options(**given: float) -> dict:
         config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace(**given))
@@ -361,7 +374,9 @@ def test_bad_data_is_named_by_its_line(tmp_path: Path, lines: list[object], mess
 def test_the_command_line_answers_for_itself() -> None:
     assert CliRunner().invoke(app, ["--version"]).output.startswith("gspo-kernels ")
     assert "train" in CliRunner().invoke(app, ["--help"]).output
-    assert "--group-size" in CliRunner().invoke(app, ["train", "--help"], terminal_width=200).output
+    options = CliRunner().invoke(app, ["train", "--help"], terminal_width=300).output
+    assert "--group-size" in options
+    assert "default: 200" in options and "default: 5e-4" in options  # rich would swallow them in square brackets
 
 
 # Learning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
     """Check that a model and a tokenizer can be trained with, and set them up for it."""
     if tokenizer.eos_token_id is None:
         raise InputError("--model: the tokenizer has no end-of-sequence token, so no answer could ever end")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("--model: no parameter is trainable (of a PEFT adapter, merge it into its model first)")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so any id will do
     # No dropout, not even in training: it would make the ratio of a policy to itself differ from 1.
@@ -106,6 +109,17 @@ def check_head(policy: Policy, backend: str) -> None:
         raise InputError(
             f"--model: the logits of {type(policy.model).__name__} are not its head times its hidden states "
             f"(log-probs differ by {difference:.2g}), so it cannot be trained from hidden states"
+        )
+
+
+def check_room(policy: Policy, prompts: Iterable[str], max_new_tokens: int) -> None:
+    """The longest prompt and its answer must fit the positions that the model was made for."""
+    room = getattr(policy.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = max(len(ids) for ids in policy.tokenizer(list(prompts))["input_ids"])
+    if room is not None and longest + max_new_tokens > room:
+        raise InputError(
+            f"--max-new-tokens {max_new_tokens}: with the longest prompt ({longest} tokens) an answer would pass the "
+            f"model's {room} positions"
         )
 
 

@@ -119,6 +119,14 @@ def read_rows(metrics: Path) -> list[Row]:
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 
+SMOOTHING = 10  # steps
+
+
+def running_mean(values: list[float], width: int) -> list[float]:
+    """The mean of each value and up to width - 1 before it."""
+    return [sum(part) / len(part) for part in (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))]
+
+
 def plot_curves(rows: list[Row], path: Path) -> None:
     """Reward, clip fraction and entropy over the steps, one colour per seed."""
     from matplotlib.figure import Figure  # not pyplot: no window, no global state
@@ -139,11 +147,13 @@ def plot_curves(rows: list[Row], path: Path) -> None:
             markersize=3,
             label=f"seed {seed}",
         )
-        clip.plot(x, [row["clip_fraction"] for row in steps], color=colour, linewidth=0.8)
+        clipped = [row["clip_fraction"] for row in steps]
+        clip.plot(x, clipped, color=colour, alpha=0.25, linewidth=0.8)
+        clip.plot(x, running_mean(clipped, SMOOTHING), color=colour, linewidth=1.2)
         entropy.plot(x, [row["entropy"] for row in steps], color=colour, linewidth=0.8)
-    reward.set(title="reward: held out (dots), training (faint)", ylim=(0, 1.02))
+    reward.set(title="reward: held out, greedy (dots); training, sampled (faint)", ylim=(0, 1.02))
     reward.legend(loc="lower right")
-    clip.set(title="share of answers clipped", ylim=(0, None))
+    clip.set(title=f"share of answers clipped, mean of {SMOOTHING} steps", ylim=(0, None))
     entropy.set(title="entropy per token (nats)", ylim=(0, None))
     for axes in (reward, clip, entropy):
         axes.set_xlabel("step")

@@ -18,7 +18,7 @@ from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
 from gspo_kernels.advantages import group_advantages
 
 from .config import InputError, TrainConfig
-from .policy import Policy, check_head, demo_policy, load_policy
+from .policy import Policy, check_head, check_room, demo_policy, load_policy
 from .report import RunFolder, RunReport, SeedResult, TrainingProgress
 from .sampling import Rollout, sample
 from .tasks import Example, Task, batches, jsonl_task, sorting_task
@@ -58,6 +58,7 @@ def train(config: TrainConfig) -> RunReport:
             policy = demo_policy() if config.model is None else load_policy(config.model)
             policy.model.to(device)
             check_head(policy, config.backend)
+            check_room(policy, (e.prompt for e in (*task.train, *task.held_out)), config.max_new_tokens)
             results.append(train_seed(config, seed, policy, task, folder, progress))
             if config.save:
                 policy.save(folder.path / f"model-seed{seed}")

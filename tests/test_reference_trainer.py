@@ -374,8 +374,9 @@ def test_bad_data_is_named_by_its_line(tmp_path: Path, lines: list[object], mess
 def test_the_command_line_answers_for_itself() -> None:
     assert CliRunner().invoke(app, ["--version"]).output.startswith("gspo-kernels ")
     assert "train" in CliRunner().invoke(app, ["--help"]).output
-    options = CliRunner().invoke(app, ["train", "--help"], terminal_width=300).output
+    options = CliRunner().invoke(app, ["train", "--help"]).output
     assert "--group-size" in options
+    options = " ".join(options.replace("│", " ").split())  # out of its box, whatever the terminal's width
     assert "default: 200" in options and "default: 5e-4" in options  # rich would swallow them in square brackets
 
 

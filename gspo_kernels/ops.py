@@ -7,7 +7,7 @@ Three differentiable operators stand behind the public functions, and two that o
     fused_loss                  both in one                                     (backward: head_backward)
 
 The backward is the closed form. `head_backward` and `scale` have no derivative of their own, so a second derivative
-raises.
+raises. (LoRA's h A^T is one more operator, in `head.py`.)
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ _OBJECTIVE = (
     "float? length_norm, float kl_coef, str kl_estimator, str? kl_aggregation, bool kl_ratio_factor, float entropy_coef"
 )
 _N_HEAD, _N_POLICY = len(HeadRows._fields), len(PolicyRows._fields)
+_N_OBJECTIVE = len(_OBJECTIVE.split(", "))  # the first fields of Objective; rollout_correction never crosses
 _N_GRADIENTS = 5  # the first inputs: hidden, weight, bias, adapter_hidden, adapter_weight
-# Fields of Objective that become tensors (or nothing) before the boundary stand at its end.
-_N_OBJECTIVE = 13
 
 
 def pick_backend(call: Call, backend: str, device: torch.device) -> str:

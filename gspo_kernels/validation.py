@@ -1,4 +1,4 @@
-"""Every error message of the library. Each names the argument, what was expected and what came.
+"""Every error of the library is raised here, in one form: the argument, what was expected and what came.
 
 Metadata (types, shapes, dtypes, devices) is always checked. Values (target ids in range, finite advantages, ordered
 offsets) are checked eagerly on a CPU. On an accelerator that would make the host wait, so there they are counted into

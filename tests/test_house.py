@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from samples import make_sample, run_fused
+from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -268,5 +269,7 @@ def test_metrics_are_what_they_say() -> None:
     }
     assert set(expected) == set(out.metrics)
     for name, value in expected.items():
-        torch.testing.assert_close(out.metrics[name].double(), value.double(), rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(
+            out.metrics[name].double(), value.double(), rtol=METRIC_RELATIVE, atol=METRIC_ABSOLUTE, msg=name
+        )
         assert out.metrics[name].ndim == 0 and not out.metrics[name].requires_grad

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from samples import Sample, make_sample, run_fused, run_oracle
-from tolerance import check, check_loss
+from tolerance import LOG_RATIO_RELATIVE, check, check_loss
 
 from gspo_kernels import Objective, linear_log_probs, policy_loss
 
@@ -72,11 +72,8 @@ def assert_equals_oracle(sample: Sample, dtype: torch.dtype, backend: str) -> No
     check("log_probs", out.log_probs, same.log_probs, truth.log_probs, wide)
     assert out.entropy is not None
     check("entropy", out.entropy, same.entropy, truth.entropy, wide)
-    # A ratio is a difference of log-probs: its error has their scale, not its own.
-    scale = truth.log_probs.abs().max()
-    assert (out.log_ratio - truth.log_ratio)[mask if out.log_ratio.shape == mask.shape else ...].abs().max() <= (
-        1e-12 if wide == torch.float64 else 1e-6
-    ) * max(scale.item(), 1)
+    error = (out.log_ratio - truth.log_ratio)[mask if out.log_ratio.shape == mask.shape else ...].abs().max()
+    assert error <= LOG_RATIO_RELATIVE[wide] * max(truth.log_probs.abs().max().item(), 1)
     for name, grad in grads.items():
         assert grad.dtype == dtype
         flat = lambda g: g.reshape(-1, g.shape[-1]) if g.ndim == 3 else g  # noqa: E731

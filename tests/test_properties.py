@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import Sample, make_sample, run_fused
-from tolerance import FLOAT64_RELATIVE
+from tolerance import FLOAT64_BOUND, FLOAT64_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
@@ -244,7 +244,7 @@ def test_shifting_all_logits_changes_nothing(sample: Sample, shift: float) -> No
 def near_a_bound(sample: Sample, log_ratio: Tensor) -> bool:
     """A gate that rounding may flip: gradients then differ by right."""
     bounds = [1 - sample.objective.clip_low, 1 + sample.objective.clip_high, sample.objective.ceiling]
-    return any(bool(((log_ratio.exp() - bound).abs() < 1e-9).any()) for bound in bounds)
+    return any(bool(((log_ratio.exp() - bound).abs() < FLOAT64_BOUND).any()) for bound in bounds)
 
 
 @given(samples(dtype=torch.float64))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tolerance import PARAMETER_ABSOLUTE
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
@@ -140,7 +141,7 @@ def test_micro_batches_add_up_to_the_update_they_split(tmp_path: Path) -> None:
         loop.update(config, made, torch.optim.SGD(made.model.parameters(), lr=1.0), slices)
         return torch.cat([weight.detach().flatten() for weight in made.model.parameters()])
 
-    torch.testing.assert_close(trained(0), trained(4), rtol=0, atol=1e-6)
+    torch.testing.assert_close(trained(0), trained(4), rtol=0, atol=PARAMETER_ABSOLUTE)
 
 
 def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,19 @@ LOG_PROB_BIAS = 2e-6
 # On-policy GSPO's loss is about 0, so losses are compared on the scale of the advantages.
 LOSS_PER_ADVANTAGE = 1e-6
 
+# A log-ratio is a difference of log-probs: its error is on their scale, per dtype of the accumulators.
+LOG_RATIO_RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+# Means over a batch, in fp32, against fp64.
+METRIC_RELATIVE, METRIC_ABSOLUTE = 1e-5, 1e-7
+SHARE_ABSOLUTE = 1e-6
+
+# Parameters after the same few updates, in one batch or in micro-batches.
+PARAMETER_ABSOLUTE = 1e-6
+
+# How near a ratio may lie to a bound before fp64 rounding may move it across.
+FLOAT64_BOUND = 1e-9
+
 
 def decision_band(length: int) -> float:
     """How near u may lie to a clip bound before its decision may differ from float64's."""

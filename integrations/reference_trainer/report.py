@@ -151,12 +151,11 @@ def plot_curves(rows: list[Row], path: Path) -> None:
         clip.plot(x, clipped, color=colour, alpha=0.25, linewidth=0.8)
         clip.plot(x, running_mean(clipped, SMOOTHING), color=colour, linewidth=1.2)
         entropy.plot(x, [row["entropy"] for row in steps], color=colour, linewidth=0.8)
-    reward.set(title="reward: held out, greedy (dots); training, sampled (faint)", ylim=(0, 1.02))
+    reward.set(title="reward", ylim=(0, 1.02), xlabel="step (dots: held out, greedy; faint: training, sampled)")
     reward.legend(loc="lower right")
-    clip.set(title=f"share of answers clipped, mean of {SMOOTHING} steps", ylim=(0, None))
-    entropy.set(title="entropy per token (nats)", ylim=(0, None))
+    clip.set(title="share of answers clipped", ylim=(0, None), xlabel=f"step (mean of {SMOOTHING}; faint: each)")
+    entropy.set(title="entropy per token (nats)", ylim=(0, None), xlabel="step")
     for axes in (reward, clip, entropy):
-        axes.set_xlabel("step")
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
 

@@ -102,9 +102,8 @@ class HeadResult(NamedTuple):
     log_probs: Tensor  # [N]
     entropy: Tensor  # [N] nats, or [0] if not asked for
     shift: Tensor  # [N] the largest logit
-    log_total: (
-        Tensor  # [N] log-sum-exp of the logits, less shift: apart they keep the bits that their sum would round off
-    )
+    # Log-sum-exp of the logits, less shift: apart they keep the bits that their sum would round off.
+    log_total: Tensor  # [N]
 
 
 class PolicyRows(NamedTuple):

@@ -200,7 +200,7 @@ def closed_form(
 
     value, slope = surrogate_and_slope(log_ratio, advantages, objective)
     if policy.token_weights is not None:
-        value, slope = _times(policy.token_weights, value), _times(policy.token_weights, slope)
+        value, slope = select_times(policy.token_weights, value), select_times(policy.token_weights, slope)
     share = _token_weights(mask, sequence, lengths, objective.aggregation, objective.length_norm, policy.normalizer)
     loss_rows = torch.where(mask, share * value, 0)
     through_ratio = torch.where(mask, share * slope, 0)  # c o dl/du
@@ -219,9 +219,9 @@ def closed_form(
         )
         if objective.kl_ratio_factor:
             kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)
-            through_ratio = through_ratio + _times(kl, kl_share)
-        loss_rows = loss_rows + _times(kl, kl_share)
-        direct = _times(kl_slope, kl_share)
+            through_ratio = through_ratio + select_times(kl, kl_share)
+        loss_rows = loss_rows + select_times(kl, kl_share)
+        direct = select_times(kl_slope, kl_share)
 
     if objective.ratio == "sequence":
         per_sequence = segment_sum(through_ratio, offsets) / lengths.clamp(min=1)
@@ -245,7 +245,7 @@ def closed_form(
     return PolicyResult(loss, token_log_ratio.clone() if by_token else u, coefficient, entropy_coefficient, values)
 
 
-def _times(factor: Tensor, x: Tensor) -> Tensor:
+def select_times(factor: Tensor, x: Tensor) -> Tensor:
     """factor * x, exactly 0 where the factor is: x may be the inf of an exploded ratio."""
     return torch.where(factor == 0, 0, factor * x)
 

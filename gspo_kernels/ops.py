@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import metrics, portable
 from .layout import HeadResult, HeadRows, PolicyResult, PolicyRows, accumulator
-from .objective import Objective, closed_form
+from .objective import Objective, closed_form, select_times
 from .validation import Call
 
 _HEAD = (
@@ -236,7 +236,7 @@ def _(log_probs: Tensor, coefficient: Tensor, entropy_coefficient: Tensor, d_los
 
 def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
     """The coefficient times the upstream gradient; a row without gradient keeps exactly 0, even for an inf upstream."""
-    return torch.where(coefficient == 0, 0, coefficient * d_loss.to(coefficient.dtype))
+    return select_times(coefficient, d_loss.to(coefficient.dtype))
 
 
 # -- fused_loss

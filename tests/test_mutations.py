@@ -22,12 +22,12 @@ SUITES = ["parity", "edges", "heads", "bad_inputs", "properties", "decisions", "
 FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the text with the fault)
     "gradient x 1.01": (
         "ops",
-        "coefficient * d_loss",
-        "1.01 * coefficient * d_loss",
+        "select_times(coefficient, d_loss.to(coefficient.dtype))",
+        "select_times(coefficient, 1.01 * d_loss.to(coefficient.dtype))",
     ),
     "upstream gradient ignored": (
         "ops",
-        "coefficient * d_loss.to(coefficient.dtype)",
+        "select_times(coefficient, d_loss.to(coefficient.dtype))",
         "coefficient",
     ),
     "no 1/L in the ratio": (
@@ -67,8 +67,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the
     ),
     "token weights not in the gradient": (
         "objective",
-        "_times(policy.token_weights, value), _times(policy.token_weights, slope)",
-        "_times(policy.token_weights, value), slope",
+        "select_times(policy.token_weights, value), select_times(policy.token_weights, slope)",
+        "select_times(policy.token_weights, value), slope",
     ),
     "token weights on the KL too": (
         "objective",
@@ -82,7 +82,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the
     ),
     "ratio factor without its gradient": (
         "objective",
-        "through_ratio = through_ratio + _times(kl, kl_share)",
+        "through_ratio = through_ratio + select_times(kl, kl_share)",
         "pass",
     ),
     "masked old log-probs multiplied": (

@@ -113,7 +113,8 @@ def test_masked_tokens_have_exactly_zero_influence(sample: Sample, seed: int) ->
         return x
 
     other = Sample(
-        {name: disturb(x) for name, x in sample.leaves.items()},
+        # Only hidden: a head of V = B and H = T has the mask's shape and is no batch of tokens.
+        dict(sample.leaves, hidden=disturb(sample.leaves["hidden"])),
         disturb(sample.target_ids),
         disturb(sample.advantages),
         sample.objective,

@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test fast lint
+.PHONY: demo test fast lint gate
 demo: .venv/ready
 	$(BIN)/gspo train
 
@@ -19,3 +19,11 @@ lint: .venv/ready
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl]'
 	touch $@
+
+# The compile gate on the oldest and the newest Triton; the tested one is part of `make test`.
+gate: gate-3.6.0 gate-newest
+
+gate-%: .venv/ready
+	rm -rf build/triton-$*
+	$(BIN)/pip install -q --no-deps --target build/triton-$* triton$(if $(filter newest,$*),,==$*)
+	PYTHONPATH=build/triton-$* $(BIN)/gspo doctor --compile

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 app = typer.Typer(
     help="GSPO: losses from hidden states, and a trainer to try them with.",
@@ -122,3 +126,106 @@ def train(
     console.print(report.table())
     console.print(f"metrics: {report.folder / 'metrics.jsonl'}", soft_wrap=True)
     console.print(f"curves:  {report.curves}" if report.curves else report.note, markup=False, soft_wrap=True)
+
+
+@app.command()
+def doctor(
+    interpret: Annotated[
+        bool, typer.Option("--interpret", help="Check the Triton kernels on the CPU too, interpreted.")
+    ] = False,
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Instead compile every Triton kernel, for GPUs that need not be here.")
+    ] = False,
+    architecture: Annotated[
+        list[str] | None, typer.Option(help="With --compile: only for this one, such as sm_90. May be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Say what is installed, which backend runs where and whether its results are right.
+
+    On every device forward and backward of the fused loss are compared with the oracle in float64. The exit status is 1
+    if a result is wrong or a computation crashes; that Triton or a GPU is absent is said, and is no fault.
+    """
+    if compile_ and interpret:
+        raise typer.BadParameter("kernels are compiled or interpreted, not both", param_hint="--interpret")
+    if architecture and not compile_:
+        raise typer.BadParameter("goes with --compile", param_hint="--architecture")
+    console = Console(quiet=as_json)
+    if not console.is_terminal:
+        console.width = 120  # a log need not wrap
+    verdict, ok, found = compile_kernels(architecture, console) if compile_ else diagnose(interpret, console)
+    console.print(verdict, style="bold green" if ok else "bold red", markup=False, soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps({"ok": ok, "verdict": verdict, **found}, allow_nan=False))
+    raise typer.Exit(0 if ok else 1)
+
+
+def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, Any]]:
+    """A verdict, whether it is good, and what was found."""
+    from . import doctor
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    with console.status("looking around") as status:
+        diagnosis = doctor.diagnose(interpret, status.update)
+    say(", ".join(f"{name} {found}" for name, found in diagnosis.versions.items() if found))
+    for device in diagnosis.devices:
+        shapes = f", block shapes of {device.block_shapes}" if device.block_shapes else ""
+        auto = f"backend='auto' takes {device.auto or 'nothing'}: {device.why}"
+        say(f"{device.name}: {device.description}{shapes}; {auto}")
+    for remark in diagnosis.remarks:
+        say(remark)
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption="Our error over the allowed error: at most 1 is right.")
+    for column in ("", "verdict", "log\nprobs", "loss", "d\nhidden", "d\nweight", "wrong\nclips"):
+        table.add_column(column, no_wrap=True)
+    for check in diagnosis.checks:
+        numbers = [*(check.ratios or dict.fromkeys(range(4))).values(), check.wrong_decisions]
+        table.add_row(check.place, check.verdict, *("-" if x is None else f"{x:.2g}" for x in numbers))
+    console.print(table)
+    for check in diagnosis.checks:
+        if check.message:
+            say(f"{check.place}: {check.message}")
+    return diagnosis.verdict, not diagnosis.faults, asdict(diagnosis)
+
+
+def compile_kernels(architectures: list[str] | None, console: Console) -> tuple[str, bool, dict[str, Any]]:
+    """The same of every kernel compiled for GPUs."""
+    try:
+        from triton import knobs
+
+        from .kernels.ahead_of_time import survey
+        from .kernels.tuning import ARCHITECTURES
+    except Exception as error:  # a broken Triton may raise anything
+        return f"Nothing can be compiled: {type(error).__name__}: {error}", False, {"rows": []}
+    if knobs.runtime.interpret:
+        raise typer.BadParameter("TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it")
+    if unknown := ", ".join(sorted(set(architectures or ()) - set(ARCHITECTURES))):
+        raise typer.BadParameter(f"{unknown}: choose from {', '.join(ARCHITECTURES)}", param_hint="--architecture")
+    with console.status("compiling") as status:
+        rows = survey(
+            architectures or ARCHITECTURES, lambda done, total: status.update(f"compiling: {done} of {total} kernels")
+        )
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("", "case", "cut", "regis-\nters", "spilled\nbytes", "shared\nbytes", "blocks\nper SM"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("instructions")
+    for row in rows:
+        cells = ("-",) * 5
+        if row.report:
+            counts = ", ".join(f"{name} {count}" for name, count in row.report.instructions.items() if count)
+            needs = row.report
+            cells = (needs.registers, needs.spilled_bytes, needs.shared_bytes, needs.blocks_per_multiprocessor, counts)
+        table.add_row(f"{row.architecture} {row.kernel}", row.case, row.config, *map(str, cells))
+    console.print(table)
+    failed = [row for row in rows if row.faults]
+    for row in failed:
+        line = f"{row.architecture} {row.kernel}, {row.case}: {'; '.join(row.faults)}"
+        console.print(line, markup=False, soft_wrap=True)
+    verdict = (
+        f"{len(failed)} of {len(rows)} kernels fail."
+        if failed
+        else f"Good: all {len(rows)} kernels compile, and none with a matrix product spills."
+    )
+    found = [{**row._asdict(), "report": asdict(row.report) if row.report else None} for row in rows]
+    return verdict, not failed, {"rows": found}

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .layout import accumulator
-from .portable import tile_shape
-from .precision import exact_products
+from .portable_tiles import tile_shape
+from .precision import exact_products, whole_columns
 from .validation import Call, Said
 
 
@@ -121,10 +121,11 @@ def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
     index, tile_rows = mask.nonzero()[:, 0], tile_shape(x.device, x.dtype)[0]
     out = x.new_zeros(x.shape[0], lora_a.shape[0])
     tile = x.new_zeros(tile_rows, x.shape[1])
+    right = whole_columns(lora_a).t()
     with exact_products(x.device):
         for rows in index.split(tile_rows):
             tile[: len(rows)], tile[len(rows) :] = x[rows], 0
-            out[rows] = torch.mm(tile, lora_a.t())[: len(rows)]
+            out[rows] = torch.mm(tile, right)[: len(rows), : lora_a.shape[0]]
     return out
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .backends import pick_backend
 from .head import resolve
 from .layout import HeadRows, accumulator
+from .precision import AUTOCAST_DEVICES
 from .validation import FLOATS, INTEGERS, Call, few
 
 
@@ -114,7 +116,7 @@ def head_rows(
     )
     mask, invalid = token_mask(call, mask, target_ids, device)
     call.boolean("entropy", entropy)
-    backend = ops.pick_backend(call, backend, device)
+    backend = pick_backend(call, backend, device)
 
     if hidden.shape[-1] == 0:
         call.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", hidden)
@@ -180,11 +182,7 @@ def _temperature(
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast as F.linear would under autocast."""
     kind = hidden.device.type
-    if (
-        not torch.amp.is_autocast_available(kind)
-        or not torch.is_autocast_enabled(kind)
-        or hidden.dtype == torch.float64
-    ):
+    if kind not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(kind)
 

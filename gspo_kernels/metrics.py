@@ -87,3 +87,11 @@ def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict
         del named["entropy"]
     named["invalid"] = invalid
     return named
+
+
+def work_metrics(work: Tensor, products: int) -> dict[str, Tensor]:
+    """`live_tiles.Work` by name, and the matrix passes of a forward and a backward of so many products per tile."""
+    dropped, rows, tiles = work.unbind()
+    passes = 1 + products * tiles
+    names = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
+    return dict(zip(names, (dropped, rows, tiles, passes), strict=True))

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import metrics, portable
+from . import metrics
+from .backends import implementation
 from .layout import HeadResult, HeadRows, PolicyResult, PolicyRows, accumulator
-from .objective import Objective, closed_form, select_times
-from .validation import Call
+from .live_tiles import LiveTiles, all_columns, choose, exact_work
+from .objective import Objective, select_times
 
 _HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? adapter_hidden, Tensor? adapter_weight, Tensor target_ids, "
@@ -40,37 +41,24 @@ _N_OBJECTIVE = len(_OBJECTIVE.split(", "))  # the first fields of Objective; rol
 _N_GRADIENTS = 5  # the first inputs: hidden, weight, bias, adapter_hidden, adapter_weight
 
 
-def pick_backend(call: Call, backend: str, device: torch.device) -> str:
-    """The backend that runs on `device`: "auto" takes the best that can, an explicit choice never falls back."""
-    call.choice("backend", backend, ("auto", "torch", "triton"))
-    if backend == "triton":
-        call.fail("backend", f"'torch' or 'auto' on {device}, because this version has no Triton kernels", backend)
-    return "torch"
-
-
 def linear_log_probs(head: HeadRows, backend: str) -> HeadResult:
     """Differentiable log_probs and entropy of flat rows."""
     return HeadResult(*_linear_log_probs(*head, backend))
 
 
 def policy_loss(
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    mask: Tensor,
-    policy: PolicyRows,
-    objective: Objective,
-    backend: str,
+    log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective, backend: str
 ) -> PolicyResult:
     """Differentiable loss of flat rows."""
     return PolicyResult(*_policy_loss(log_probs, entropy, mask, *policy, *astuple(objective)[:_N_OBJECTIVE], backend))
 
 
 def fused_loss(
-    head: HeadRows, policy: PolicyRows, objective: Objective, backend: str
-) -> tuple[HeadResult, PolicyResult]:
-    """Differentiable loss; everything else is detached."""
-    out = _fused_loss(*head, *policy, *astuple(objective)[:_N_OBJECTIVE], backend)
-    return HeadResult(*out[:4]), PolicyResult(*out[4:])
+    head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, backend: str
+) -> tuple[HeadResult, PolicyResult, Tensor]:
+    """Differentiable loss; everything else is detached. The last is the work of the backward, as `live_tiles.Work`."""
+    out = _fused_loss(*head, *policy, *astuple(objective)[:_N_OBJECTIVE], gradient_budget, backend)
+    return HeadResult(*out[:4]), PolicyResult(*out[4:9]), out[-1]
 
 
 def _define(name: str, inputs: str, outputs: str) -> Any:
@@ -87,7 +75,7 @@ def _define(name: str, inputs: str, outputs: str) -> Any:
 
 @_define("linear_log_probs", f"{_HEAD}, str backend", "Tensor, Tensor, Tensor, Tensor")
 def _linear_log_probs(*args: Any) -> HeadResult:
-    return portable.head_forward(HeadRows(*args[:_N_HEAD]))
+    return implementation(args[-1]).head_forward(HeadRows(*args[:_N_HEAD]))
 
 
 @_linear_log_probs.register_fake
@@ -117,10 +105,10 @@ def _saved_head(ctx: Any, n_more: int) -> tuple[list[Tensor], HeadResult, HeadRo
 
 
 def _head_gradients(
-    ctx: Any, head: HeadRows, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None, backend: str
+    ctx: Any, head: HeadRows, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None, live: LiveTiles
 ) -> Any:
     needs = [bool(n) for n in ctx.needs_input_grad[:_N_GRADIENTS]]
-    found = _head_backward(*head, *result, d_log_probs, d_entropy, needs, backend)
+    found = _head_backward(*head, *result, d_log_probs, d_entropy, *live, needs, ctx.backend)
     return tuple(g if need else None for g, need in zip(found, needs, strict=True))
 
 
@@ -137,7 +125,8 @@ def _backward_linear_log_probs(
     _none, result, head = _saved_head(ctx, 0)
     if d_log_probs is None:
         d_log_probs = torch.zeros_like(result.log_probs)
-    found = _head_gradients(ctx, head, result, d_log_probs, d_entropy if head.entropy else None, ctx.backend)
+    live = all_columns(head.hidden.device)
+    found = _head_gradients(ctx, head, result, d_log_probs, d_entropy if head.entropy else None, live)
     return *found, *(None,) * (_N_HEAD - _N_GRADIENTS + 1)
 
 
@@ -147,20 +136,22 @@ _linear_log_probs.register_autograd(_backward_linear_log_probs, setup_context=_s
 @_define(
     "head_backward",
     f"{_HEAD}, Tensor log_probs, Tensor entropies, Tensor shift, Tensor log_total, "
-    "Tensor d_log_probs, Tensor? d_entropy, bool[] needs, str backend",
+    "Tensor d_log_probs, Tensor? d_entropy, Tensor order, Tensor cells, Tensor counts, bool[] needs, str backend",
     "Tensor, Tensor, Tensor, Tensor, Tensor",
 )
 def _head_backward(*args: Any) -> tuple[Tensor, ...]:
     head, result = HeadRows(*args[:_N_HEAD]), HeadResult(*args[_N_HEAD : _N_HEAD + 4])
-    d_log_probs, d_entropy, needs, _backend = args[_N_HEAD + 4 :]
-    found = portable.head_backward(head, result, d_log_probs, d_entropy, tuple(needs))
+    d_log_probs, d_entropy, *live, needs, backend = args[_N_HEAD + 4 :]
+    found = implementation(backend).head_backward(head, result, d_log_probs, d_entropy, tuple(needs), LiveTiles(*live))
     return tuple(head.hidden.new_empty(0) if g is None else g for g in found)
 
 
 @_head_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    needs = args[-2]
-    return tuple(torch.empty_like(x) if need else args[0].new_empty(0) for x, need in zip(args, needs, strict=False))
+    def like(x: Tensor) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    return tuple(like(x) if need else args[0].new_empty(0) for x, need in zip(args, args[-2], strict=False))
 
 
 # -- policy_loss
@@ -175,7 +166,7 @@ def _policy_loss(*args: Any) -> PolicyResult:
     log_probs, entropy, mask, *rest = args
     policy, objective = PolicyRows(*rest[:_N_POLICY]), Objective(*rest[_N_POLICY:-1])
     with torch.autocast(log_probs.device.type, enabled=False):
-        return closed_form(log_probs, entropy, mask, policy, objective)
+        return implementation(args[-1]).policy_forward(log_probs, entropy, mask, policy, objective)
 
 
 @_policy_loss.register_fake
@@ -244,22 +235,37 @@ def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
 
 @_define(
     "fused_loss",
-    f"{_HEAD}, {_POLICY}, {_OBJECTIVE}, str backend",
-    "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor",
+    f"{_HEAD}, {_POLICY}, {_OBJECTIVE}, float gradient_budget, str backend",
+    ", ".join(["Tensor"] * 13),
 )
 def _fused_loss(*args: Any) -> tuple[Tensor, ...]:
     head, policy, objective = _split_fused(args)
-    result = portable.head_forward(head)
+    budget, kernels = args[-2], implementation(args[-1])
+    result, shares = kernels.forward_with_shares(head, wanted=budget > 0)
     entropy = result.entropy if head.entropy else None
     with torch.autocast(head.hidden.device.type, enabled=False):
-        return *result, *closed_form(result.log_probs, entropy, head.mask, policy, objective)
+        loss = kernels.policy_forward(result.log_probs, entropy, head.mask, policy, objective)
+    if shares is None:
+        has_gradient = loss.coefficient != 0
+        if objective.entropy_coef != 0:
+            has_gradient |= loss.entropy_coefficient != 0
+        live, work = all_columns(head.hidden.device), exact_work(head, has_gradient)
+    else:
+        live, work = choose(head, result, loss.coefficient, shares, budget)
+    return *result, *loss, *live, torch.stack(work).to(loss.loss.dtype)
 
 
 @_fused_loss.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    _head, policy, objective = _split_fused(args)
+    head, policy, objective = _split_fused(args)
     result = _fake_head(*args)
-    return *result, *_fake_policy(result.log_probs, policy, objective)
+    live = all_columns(head.hidden.device)
+    cell = implementation(args[-1]).cell_shape(head) if args[-2] > 0 else None
+    if cell:
+        (rows, columns), n = cell, head.hidden.shape[0]
+        cells = live.cells.new_empty(-(-n // rows), -(-head.vocab_size // columns))
+        live = LiveTiles(live.order.new_empty(n), cells, live.counts.new_empty(2))
+    return *result, *_fake_policy(result.log_probs, policy, objective), *live, result.log_probs.new_empty(3)
 
 
 def _split_fused(args: tuple[Any, ...]) -> tuple[HeadRows, PolicyRows, Objective]:
@@ -267,24 +273,24 @@ def _split_fused(args: tuple[Any, ...]) -> tuple[HeadRows, PolicyRows, Objective
     return (
         HeadRows(*args[:policy_at]),
         PolicyRows(*args[policy_at:objective_at]),
-        Objective(*args[objective_at:-1]),
+        Objective(*args[objective_at:-2]),
     )
 
 
 def _setup_fused_loss(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.backend, ctx.n_inputs = inputs[-1], len(inputs)
-    result, policy = HeadResult(*output[:4]), PolicyResult(*output[4:])
-    ctx.mark_non_differentiable(*result, *policy[1:])
-    _save_head(ctx, HeadRows(*inputs[:_N_HEAD]), result, policy.coefficient, policy.entropy_coefficient)
+    result, policy, live = HeadResult(*output[:4]), PolicyResult(*output[4:9]), output[9:12]
+    ctx.mark_non_differentiable(*result, *policy[1:], *output[9:])
+    _save_head(ctx, HeadRows(*inputs[:_N_HEAD]), result, policy.coefficient, policy.entropy_coefficient, *live)
 
 
 def _backward_fused_loss(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     d_loss = gradients[4]
     if d_loss is None:
         return (None,) * ctx.n_inputs
-    (coefficient, entropy_coefficient), result, head = _saved_head(ctx, 2)
+    (coefficient, entropy_coefficient, *live), result, head = _saved_head(ctx, 5)
     d_entropy = _times(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None
-    found = _head_gradients(ctx, head, result, _times(coefficient, d_loss), d_entropy, ctx.backend)
+    found = _head_gradients(ctx, head, result, _times(coefficient, d_loss), d_entropy, LiveTiles(*live))
     return *found, *(None,) * (ctx.n_inputs - _N_GRADIENTS)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import metrics, ops
+from .backends import pick_backend
 from .layout import Layout, PolicyResult, PolicyRows, packed_layout, padded_layout
 from .log_probs import token_mask
 from .objective import Objective
@@ -28,6 +29,13 @@ class LossOutput(NamedTuple):
         kl_to_old: mean over tokens of old - new log-prob, nats: an estimate of KL(old || new) from samples, so it may
             be negative.
         zero_coefficient_share: share of tokens that cost no backward.
+        live_row_share: share of tokens whose loss has a gradient, the rest; this and the next three only from
+            `gspo_fused_loss`.
+        live_tile_share: of tokens times vocabulary, the share that a backward computes.
+        dropped_gradient_mass: the share of the L1 mass of d_logits that it leaves out, at most gradient_budget; with a
+            soft-cap an upper bound of that share, twice as much or more.
+        passes: matrix passes of 2 N H V operations, N tokens, of forward and backward, the padding of tiles not
+            counted: 4 if all is computed for d_hidden and d_weight, 3 for one of them, 1 without autograd.
         kl: mean over tokens of the objective's estimator; only with ref_log_probs.
         entropy: mean over tokens, nats; only where entropies are computed.
         invalid: how many values were refused (out-of-range ids, NaN advantages, ...); more than 0 makes the loss NaN.
@@ -97,7 +105,7 @@ def policy_loss(
         entropy = entropy.to(log_probs.dtype)
     elif objective.entropy_coef != 0:
         call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
-    backend = ops.pick_backend(call, backend, log_probs.device)
+    backend = pick_backend(call, backend, log_probs.device)
     result = ops.policy_loss(
         log_probs.reshape(-1),
         None if entropy is None else entropy.reshape(-1),

@@ -13,40 +13,35 @@ CUDA, once per pass.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import HeadResult, HeadRows, accumulator
-from .precision import exact_products
-from .validation import workspace_bytes
+from .layout import HeadResult, HeadRows
+from .live_tiles import LiveTiles, TileShares
+from .objective import closed_form as policy_forward
+from .portable_tiles import Tiles, add_product_of_tile, cell_shape
+from .precision import exact_products, power_of_two, whole_columns
 
-_LIVE_TILES = 4  # at the worst moment: logits, probabilities, soft-cap factor, one temporary
-_TILE_ON_CPU = (128, 4096)  # rows enough to make a slab of the head worth reading, columns that stay in the caches
-_TILE_ELSEWHERE = (2048, 65536)
+__all__ = ["cell_shape", "forward_with_shares", "head_backward", "head_forward", "policy_forward"]
+
 _LOG_OF_NOTHING = -1000.0  # exp of it is 0 in fp32 and fp64, and 0 * it is 0
-
-
-def tile_shape(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
-    """(rows, columns) of a tile of logits, so that all live tiles together fit the workspace."""
-    elements = workspace_bytes() // (_LIVE_TILES * dtype.itemsize)
-    rows, columns = _TILE_ON_CPU if device.type == "cpu" else _TILE_ELSEWHERE
-    return rows, min(columns, max(elements // rows, 1))
-
-
-def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which operands are multiplied; half only where the product comes out in fp32."""
-    tensor_cores = device.type == "cuda" and torch.version.hip is None
-    return dtype if tensor_cores and dtype.itemsize == 2 else accumulator(dtype)
 
 
 def head_forward(head: HeadRows) -> HeadResult:
     """Log-probs (and entropies) of the target ids."""
-    work = _Tiles(head, head.mask)
+    return forward_with_shares(head)[0]
+
+
+def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
+    """The same, and if wanted the probabilities of tiles of columns."""
+    work = Tiles(head, head.mask.nonzero()[:, 0])
     slabs, n = work.slabs(), work.padded
+    block_rows, columns = cell_shape(head)
+    share = work.zeros(-(-head.vocab_size // columns) if wanted else 0, max(n, 1))  # also if nothing counts
     # Of each slab, the target's column left out: largest logit, log of the sum relative to it, entropy of its softmax.
     top, log_mass = work.zeros(len(slabs), n), work.zeros(len(slabs), n)
     slab_entropy = work.zeros(len(slabs) if head.entropy else 0, n)
@@ -63,7 +58,10 @@ def head_forward(head: HeadRows) -> HeadResult:
                 largest = z.amax(1)
                 z.sub_(_finite(largest)[:, None])
                 weights = z.exp() if head.entropy else z.exp_()
-                mass = weights.sum(1)
+                cells = F.pad(weights, (0, -weights.shape[1] % columns)).reshape(len(weights), -1, columns).sum(2)
+                if wanted:
+                    share[low // columns : low // columns + cells.shape[1], rows] = cells.t()
+                mass = cells.sum(1)
                 top[s, rows], log_mass[s, rows] = largest, mass.log()
                 if head.entropy:
                     mean = weights.mul_(z.clamp_(min=_LOG_OF_NOTHING)).sum(1)
@@ -72,13 +70,30 @@ def head_forward(head: HeadRows) -> HeadResult:
     slab_share = torch.where(top == -math.inf, -math.inf, top - largest + log_mass)
     others = slab_share.logsumexp(0)  # log-sum-exp of the logits except the target's, less the largest of them
     # Not target_logit - lse: that loses 1 - p altogether on peaked rows.
-    margin = (target_logit - largest) - others
-    log_probs = F.logsigmoid(margin)
+    over, lost = _difference(target_logit, largest)
+    margin, lost_too = _difference(torch.where(target_logit == math.inf, math.nan, over), others)
+    # log p = log sigmoid(margin), rounded once: two more roundings would show in the mean of a short sequence.
+    lost = (lost + lost_too) * F.sigmoid(-margin)
+    log_probs = margin.clamp(max=0) + (lost - margin.abs().neg().exp().log1p())
     entropy = _entropy(log_probs, margin, slab_share - others, slab_entropy) if head.entropy else None
     shift = torch.maximum(largest, target_logit)
     log_total = torch.logaddexp(others + (largest - shift), target_logit - shift)
     entropy = work.zeros(0) if entropy is None else work.scatter(entropy)
-    return HeadResult(work.scatter(log_probs), entropy, work.scatter(shift), work.scatter(log_total))
+    result = HeadResult(work.scatter(log_probs), entropy, work.scatter(shift), work.scatter(log_total))
+    if not wanted:
+        return result, None
+    in_slab = (top - shift - log_total).exp_().repeat_interleave(work.tile_columns // columns, 0)
+    share[:, :n].mul_(in_slab[: len(share)])
+    place = torch.zeros(head.hidden.shape[0], dtype=torch.int64, device=work.device)
+    place[work.index] = torch.arange(work.count, device=work.device)
+    return result, TileShares(share, place, block_rows, columns)
+
+
+def _difference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a - b, and what its rounding lost (D. E. Knuth); nothing is lost where it is not finite."""
+    d = a - b
+    back = d - a
+    return d, ((a - (d - back)) - (b + back)).nan_to_num(0, 0, 0)
 
 
 def _finite(largest: Tensor) -> Tensor:
@@ -96,41 +111,52 @@ def _entropy(log_probs: Tensor, margin: Tensor, log_share: Tensor, slab_entropy:
 
 
 def head_backward(
-    head: HeadRows, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None, needs: tuple[bool, ...]
+    head: HeadRows,
+    result: HeadResult,
+    d_log_probs: Tensor,
+    d_entropy: Tensor | None,
+    needs: tuple[bool, ...],
+    live: LiveTiles | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (hidden, weight, bias, adapter_hidden, adapter_weight), None where `needs` is False.
 
     d_logits = d_log_prob (onehot - p) - d_entropy p (log p + entropy), times the derivative of the head's tail.
     """
     moved = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
-    work = _Tiles(head, head.mask & moved)
+    count, sparse = live.counts.tolist() if live is not None and live.counts.numel() else (0, False)
+    work = Tiles(head, live.order[:count] if live and sparse else (head.mask & moved).nonzero()[:, 0])
+    runs = _Runs(work, live.cells if live and sparse else None)
     up = _Upstream(work, result, d_log_probs, d_entropy)
     need_hidden, need_weight, need_bias, need_ah, need_aw = needs
     d_hidden = work.zeros(work.padded, head.hidden.shape[1]) if need_hidden else None
-    d_weight = torch.zeros_like(head.weight) if need_weight else None
+    d_weight = torch.zeros_like(head.weight, memory_format=torch.contiguous_format) if need_weight else None
     d_bias = work.zeros(head.weight.shape[0]) if need_bias else None
     d_ah = work.zeros(work.padded, work.rank) if need_ah else None
     d_aw = work.zeros(head.weight.shape[0], work.rank) if need_aw else None
     with exact_products(work.device):
         for low, high in work.slabs():
+            parts = runs.of_slab(low, high)
+            if not parts:
+                continue
             weight = work.weight_slab(low, high)
             d_weight_slab = None  # accumulated over all rows in full precision, then rounded and written once
             if d_weight is not None:
                 full = d_weight.dtype == work.dtype
                 d_weight_slab = d_weight[low:high] if full else work.zeros(high - low, weight.shape[1])
-            for rows in work.chunks():
-                d_z = up.d_logits(rows, weight, low, high)
+            for rows, first, last in parts:
+                here = slice(first - low, last - low)
+                d_z = up.d_logits(rows, whole_columns(weight[here]) if runs.sparse else weight, first, last)
                 if d_bias is not None:
-                    d_bias[low:high] += d_z.sum(0)
+                    d_bias[first:last] += d_z.sum(0)
                 if d_ah is not None and work.adapter_weight is not None:
-                    d_ah[rows].addmm_(d_z, work.adapter_weight[low:high])
+                    d_ah[rows].addmm_(d_z, work.adapter_weight[first:last])
                 if d_aw is not None and work.adapter_hidden is not None:
-                    d_aw[low:high].addmm_(d_z.t(), work.adapter_hidden[rows])
+                    d_aw[first:last].addmm_(d_z.t(), work.adapter_hidden[rows])
                 d_z = (d_z if up.boost is None else d_z.mul_(up.boost)).to(work.operand_dtype)
                 if d_hidden is not None:
-                    _add_product(d_hidden[rows], d_z, weight, up.boost)
+                    add_product_of_tile(d_hidden[rows], d_z, weight[here], up.boost)
                 if d_weight_slab is not None:
-                    _add_product(d_weight_slab, d_z.t(), work.hidden_rows(rows), up.boost)
+                    add_product_of_tile(d_weight_slab[here], d_z.t(), work.hidden_rows(rows), up.boost)
                 del d_z  # or it would still be alive beside the next tile
             if d_weight is not None and d_weight_slab is not None and d_weight.dtype != work.dtype:
                 d_weight[low:high] = d_weight_slab
@@ -143,10 +169,39 @@ def head_backward(
     )
 
 
+class _Runs:
+    """The work list: which rows and columns are computed together."""
+
+    def __init__(self, work: Tiles, cells: Tensor | None) -> None:
+        self.work, self.sparse = work, cells is not None
+        rows, self.columns = cell_shape(work.head)
+        self.cells: list[list[bool]] = [] if cells is None else cells.tolist()
+        shape = -(-work.head.hidden.shape[0] // rows), -(-work.head.vocab_size // self.columns)
+        if cells is not None and tuple(cells.shape) != shape:
+            raise RuntimeError(
+                f"the forward cut d_logits into {tuple(cells.shape)} cells, the backward into {shape}: "
+                "GSPO_WORKSPACE_MIB must not change between them"
+            )
+
+    def of_slab(self, low: int, high: int) -> list[tuple[slice, int, int]]:
+        """(rows, first column, last column + 1) of a slab of columns: of each chunk of rows all, or its live cells."""
+        if not self.sparse:
+            return [(rows, low, high) for rows in self.work.chunks()]
+        parts, columns = [], self.columns
+        for rows, live in zip(self.work.chunks(), self.cells, strict=False):  # rows without a gradient have cells too
+            at = low // columns
+            for alive, run in itertools.groupby(live[at : -(-high // columns)]):
+                end = at + len(list(run))
+                if alive:
+                    parts.append((rows, at * columns, min(end * columns, high)))
+                at = end
+        return parts
+
+
 class _Upstream:
     """What the backward knows of each live row, and the gradient of a tile of logits from it."""
 
-    def __init__(self, work: _Tiles, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None) -> None:
+    def __init__(self, work: Tiles, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None) -> None:
         self.work = work
         self.shift, self.log_total = work.gather(result.shift), work.gather(result.log_total)
         self.shift[work.count :] = math.inf  # padding rows get p = 0
@@ -157,8 +212,11 @@ class _Upstream:
             self.d_entropy, self.entropy = work.gather(d_entropy), work.gather(result.entropy)
             own = self.log_probs.clamp(min=_LOG_OF_NOTHING)
             self.at_target = self.at_target - self.d_entropy * own.exp() * (own + self.entropy)
-        is_fp16 = work.operand_dtype == torch.float16
-        self.boost = _power_of_two(self.d_log_probs, self.d_entropy) if is_fp16 else None
+        self.boost = None
+        if work.operand_dtype == torch.float16:
+            slope = work.head.logit_scale / (1 if work.temperature is None else work.temperature)
+            live = self.shift < math.inf  # padding rows are not
+            self.boost = power_of_two(self.at_target * slope, self.d_entropy, live)
 
     def d_logits(self, rows: slice, weight: Tensor, low: int, high: int) -> Tensor:
         """d(loss) / d(h W^T + bias) of one tile, [R, columns]."""
@@ -174,112 +232,3 @@ class _Upstream:
         here, column = self.work.target_columns(rows, low, high)
         d_z.scatter_(1, column, torch.where(here[:, None], self.at_target[rows, None], d_z.gather(1, column)))
         return d_z if slope is None else d_z.mul_(slope)
-
-
-class _Tiles:
-    """The rows that count, gathered, and the tiles they are computed in."""
-
-    def __init__(self, head: HeadRows, keep: Tensor) -> None:
-        self.head, self.device = head, head.hidden.device
-        self.dtype = accumulator(head.hidden.dtype)
-        self.operand_dtype = operand_dtype(self.device, head.hidden.dtype)
-        self.tile_rows, self.tile_columns = tile_shape(self.device, self.dtype)
-        self.index = keep.nonzero()[:, 0]
-        self.count = self.index.shape[0]
-        self.padded = -(-self.count // self.tile_rows) * self.tile_rows
-        self.hidden = self.gather(head.hidden, head.hidden.dtype)
-        self.target_ids = self.gather(head.target_ids, torch.int64)
-        self.temperature = head.temperature
-        if self.temperature is not None and self.temperature.ndim:
-            self.temperature = self.gather(self.temperature)
-            self.temperature[self.count :] = 1
-        self.adapter_hidden, self.adapter_weight, self.rank = None, None, 0
-        if head.adapter_hidden is not None and head.adapter_weight is not None:
-            self.adapter_hidden = self.gather(head.adapter_hidden)
-            self.adapter_weight = head.adapter_weight.to(self.dtype)
-            self.rank = self.adapter_weight.shape[1]
-
-    def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
-
-    def gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[N, ...] -> [padded, ...], zeros after the rows that count."""
-        out = torch.zeros((self.padded, *x.shape[1:]), dtype=dtype or self.dtype, device=self.device)
-        out[: self.count] = x[self.index]
-        return out
-
-    def scatter(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[padded, ...] -> [N, ...], zeros at the rows that do not count."""
-        out = torch.zeros((self.head.hidden.shape[0], *x.shape[1:]), dtype=dtype or self.dtype, device=self.device)
-        out[self.index] = x[: self.count].to(out.dtype)
-        return out
-
-    def slabs(self) -> list[tuple[int, int]]:
-        vocab, width = self.head.vocab_size, self.tile_columns
-        return [(low, min(low + width, vocab)) for low in range(0, vocab, width)]
-
-    def chunks(self) -> Iterator[slice]:
-        return (slice(low, low + self.tile_rows) for low in range(0, self.padded, self.tile_rows))
-
-    def weight_slab(self, low: int, high: int) -> Tensor:
-        return self.head.weight[low:high].to(self.operand_dtype)
-
-    def hidden_rows(self, rows: slice) -> Tensor:
-        return self.hidden[rows].to(self.operand_dtype)
-
-    def target_columns(self, rows: slice, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Which rows have their target in this slab, [R]; and at which of its columns, [R, 1] (0 for the others)."""
-        ids = self.target_ids[rows]
-        here = (ids >= low) & (ids < high)
-        return here, torch.where(here, ids - low, 0)[:, None]
-
-    def logits(self, rows: slice, weight: Tensor, low: int, high: int) -> Tensor:
-        """[R, columns] in fp32 or fp64, the whole head applied."""
-        head = self.head
-        z = _product(self.hidden_rows(rows), weight.t())
-        if self.adapter_hidden is not None and self.adapter_weight is not None:
-            z.addmm_(self.adapter_hidden[rows], self.adapter_weight[low:high].t())
-        if head.bias is not None:
-            z.add_(head.bias[low:high])
-        if head.logit_scale != 1:
-            z.mul_(head.logit_scale)
-        if head.logit_softcap is not None:
-            z.div_(head.logit_softcap).tanh_().mul_(head.logit_softcap)
-        if self.temperature is not None:
-            z.div_(self._temperature(rows))
-        return z
-
-    def tail_slope(self, rows: slice, z: Tensor) -> Tensor | float | None:
-        """d(logit) / d(h W^T + bias): a tile, a column, a number, or None for 1."""
-        head = self.head
-        slope: Tensor | float = head.logit_scale
-        if head.logit_softcap is not None:
-            t = 1 if self.temperature is None else self._temperature(rows)
-            slope = (z * (t / head.logit_softcap)).square_().neg_().add_(1).mul_(head.logit_scale)
-        if self.temperature is not None:
-            t = self._temperature(rows)
-            slope = slope.div_(t) if isinstance(slope, Tensor) else slope / t
-        return None if isinstance(slope, float | int) and slope == 1 else slope
-
-    def _temperature(self, rows: slice) -> Tensor:
-        assert self.temperature is not None
-        return self.temperature[rows, None] if self.temperature.ndim else self.temperature
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b accumulated and returned in fp32 (fp64 for fp64)."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.dtype.itemsize == 2 else torch.mm(a, b)
-
-
-def _add_product(into: Tensor, a: Tensor, b: Tensor, boost: Tensor | None) -> None:
-    if a.dtype.itemsize == 2:
-        product = _product(a, b)
-        into.add_(product if boost is None else product / boost)
-    else:
-        into.addmm_(a, b)
-
-
-def _power_of_two(*gradients: Tensor | None) -> Tensor:
-    """Brings the largest gradient near 1 before it is rounded to fp16, which has no exponents below 2^-24."""
-    largest = torch.stack([g.abs().amax() for g in gradients if g is not None and g.numel()] or [torch.ones(())]).amax()
-    return torch.where((largest > 0) & largest.isfinite(), torch.exp2(-torch.ceil(torch.log2(largest))), 1.0)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Asked once: torch 2.11's compiler cannot trace the question.
+AUTOCAST_DEVICES = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 _lock = threading.Lock()
 _inside: dict[str, int] = {}  # device type -> how many calls are inside
@@ -29,10 +34,46 @@ def exact_products(device: torch.device) -> Iterator[None]:
             backend.matmul.fp32_precision = "ieee"
         _inside[kind] = _inside.get(kind, 0) + 1
     try:
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False) if device.type in AUTOCAST_DEVICES else nullcontext():
             yield
     finally:
         with _lock:
             _inside[kind] -= 1
             if not _inside[kind]:
                 backend.matmul.fp32_precision = _before[kind]
+
+
+COLUMN_MULTIPLE = 24
+
+
+def whole_columns(weight: Tensor) -> Tensor:
+    """`weight` [C, H] as right factor of h W', on a CPU with rows of zeros up to a multiple of 24.
+
+    What is left over of the columns beyond such a multiple, MKL adds up in an order that depends on where among the
+    rows of h a row stands (seen on Zen 4: in fp32 below 12 columns, in fp64 at any rest). Its bits would depend on it.
+    """
+    more = -weight.shape[0] % COLUMN_MULTIPLE if weight.device.type == "cpu" else 0
+    return F.pad(weight, (0, 0, 0, more)) if more else weight
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """into += a @ b, accumulated in the dtype of `into`: fp32 for half operands, which CUDA multiplies as they are."""
+    if into.is_meta:  # nothing to compute, and not every torch knows the product below without numbers
+        return
+    if a.dtype == into.dtype:
+        into.addmm_(a, b)
+    elif a.is_cuda and torch.version.hip is None:
+        torch.ops.aten.addmm.dtype_out(into, a, b, into.dtype, out=into)
+    else:
+        into.addmm_(a.to(into.dtype), b.to(into.dtype))
+
+
+def power_of_two(gradients: Tensor, more: Tensor | None, counts: Tensor) -> Tensor:
+    """Brings the largest gradient near 1 before it is rounded to fp16, which has no exponents below 2^-24.
+
+    Args: two sets of gradients [N], of the second there may be none, and which rows of them count.
+    """
+    size = gradients.abs() if more is None else torch.maximum(gradients.abs(), more.abs())
+    largest = torch.cat([torch.where(counts, size, 0), size.new_zeros(1)]).amax()
+    exponent = -largest.log2().ceil().clamp(-126, 126)
+    return torch.where((largest > 0) & largest.isfinite(), exponent.exp2(), 1.0)

@@ -256,7 +256,10 @@ def _has_tangent(x: Tensor) -> bool:
 def _values_are_checked(device: torch.device) -> bool:
     if torch.compiler.is_compiling():  # a value check would break the graph
         return False
-    return device.type == "cpu" or os.environ.get("GSPO_CHECK") == "1"
+    text = os.environ.get("GSPO_CHECK", "0")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"environment variable GSPO_CHECK must be 0 or 1, got {text!r}")
+    return device.type == "cpu" or text == "1"
 
 
 def _matches(shape: torch.Size, pattern: Sequence[int | None]) -> bool:
@@ -264,7 +267,7 @@ def _matches(shape: torch.Size, pattern: Sequence[int | None]) -> bool:
 
 
 def workspace_bytes() -> int:
-    """GSPO_WORKSPACE_MIB in bytes: how much memory the torch backend's logits may take at once (default 256 MiB)."""
+    """GSPO_WORKSPACE_MIB in bytes: what tiles of logits and of their gradients may take at once (default 256)."""
     text = os.environ.get("GSPO_WORKSPACE_MIB", "256")
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"environment variable GSPO_WORKSPACE_MIB must be a whole number of MiB >= 1, got {text!r}")

@@ -2,9 +2,15 @@ from __future__ import annotations
 
 import os
 
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; the compile gate runs in its own process
+
+import inspect
+
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import HealthCheck, settings
+from triton.runtime import interpreter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in these tests may need a network
 torch.set_num_threads(1)  # the shapes are tiny: threads would only wait for each other
@@ -20,6 +26,24 @@ settings.register_profile(
 settings.load_profile("default")
 
 
-@pytest.fixture(params=["torch"])
+# Triton's interpreter patches its language anew at every call of a device function, which is half of a test's time. In
+# a process that only interprets, once is enough.
+_patched: set[frozenset[int]] = set()
+_patch_lang = interpreter._patch_lang
+
+
+def _patch_lang_once(fn: object) -> object:
+    names = fn.__globals__.values()  # pyright: ignore[reportAttributeAccessIssue]
+    languages = frozenset(id(x) for x in names if inspect.ismodule(x) and x in (tl, tl.core))
+    if languages not in _patched:
+        _patch_lang(fn)
+        _patched.add(languages)
+    return interpreter._LangPatchScope()
+
+
+interpreter._patch_lang = _patch_lang_once  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -10,6 +10,7 @@ from functorch.compile import make_boxed_func
 from samples import make_sample
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
 
@@ -32,6 +33,11 @@ HEADS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def gradcheck(fn: Any, inputs: Any, backend: str) -> bool:
+    """Every entry of the Jacobian; random projections of it for interpreted kernels, which are slow."""
+    return torch.autograd.gradcheck(fn, inputs, fast_mode=backend == "triton")
+
+
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_fused_loss_passes_gradcheck(name: str, head: str, backend: str) -> None:
@@ -45,7 +51,7 @@ def test_fused_loss_passes_gradcheck(name: str, head: str, backend: str) -> None
         ).loss  # fmt: skip
 
     if sample.objective.ratio != "sequence-token":
-        assert torch.autograd.gradcheck(loss, leaves)
+        assert gradcheck(loss, leaves, backend)
     else:
         # GSPO-token's gradient is not that of its value (paper, eq. 13): the value is checked against the plain form's.
         plain = make_sample(1, objective=Objective(**WIDE), spread=0.3, **SMALL, **HEADS[head])
@@ -70,7 +76,7 @@ def test_log_probs_and_entropy_pass_gradcheck(head: str, backend: str) -> None:
         assert out.entropy is not None
         return out.log_probs, out.entropy
 
-    assert torch.autograd.gradcheck(outputs, leaves)
+    assert gradcheck(outputs, leaves, backend)
 
 
 @pytest.mark.parametrize("name", [n for n in OBJECTIVES if n != "gspo-token"])
@@ -87,7 +93,7 @@ def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
             entropy=entropies, objective=Objective(**OBJECTIVES[name]), backend=backend,
         ).loss  # fmt: skip
 
-    assert torch.autograd.gradcheck(loss, (lp.requires_grad_(), entropy.requires_grad_()))
+    assert gradcheck(loss, (lp.requires_grad_(), entropy.requires_grad_()), backend)
 
 
 class Captured(Exception):
@@ -111,7 +117,8 @@ def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: An
         elif name == "_policy_loss":
             lp = torch.randn(sample.target_ids.shape, requires_grad=True)
             keep = {k: rest[k] for k in ("mask", "old_log_probs", "ref_log_probs")}
-            policy_loss(lp, sample.advantages, objective=sample.objective, **keep)
+            entropy = torch.rand_like(lp) if sample.objective.entropy_coef else None
+            policy_loss(lp, sample.advantages, objective=sample.objective, entropy=entropy, **keep)
         else:
             gspo_fused_loss(
                 leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages,
@@ -123,7 +130,7 @@ def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: An
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", ["_linear_log_probs", "_policy_loss", "_fused_loss"])
-def test_operators_pass_opcheck(name: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_pass_opcheck(name: str, head: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from gspo_kernels import ops
 
     objective = Objective(kl_coef=0.1, ratio="token") if head == "plain" else Objective(clip_high=0.3)
@@ -134,16 +141,52 @@ def test_operators_pass_opcheck(name: str, head: str, monkeypatch: pytest.Monkey
         x.detach().requires_grad_(y.requires_grad) if isinstance(x, Tensor) and isinstance(y, Tensor) else x
         for x, y in zip(args, operator_arguments(name, monkeypatch, objective=objective, **HEADS[head]), strict=True)
     )
-    torch.library.opcheck(getattr(ops, name), args)
+    torch.library.opcheck(getattr(ops, name), (*args[:-1], backend))
+    if name == "_fused_loss":
+        torch.library.opcheck(ops._fused_loss, (*args[:-2], 0.1, backend))
+
+
+@pytest.mark.parametrize("name", ["_linear_log_probs", "_policy_loss", "_fused_loss"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"objective": Objective(ratio="token", entropy_coef=0.1)}, {"gradient_budget": 0.1}],
+    ids=["gspo", "more", "budget"],
+)
+def test_fake_outputs_have_every_field_of_real_ones(
+    name: str, options: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gspo_kernels import ops
+
+    budget = (options := dict(options)).pop("gradient_budget", 0.0)
+    args = (*operator_arguments(name, monkeypatch, **options)[:-1], backend)
+    if name == "_fused_loss":
+        args = (*args[:-2], budget, backend)
+    args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
+    real = getattr(ops, name)(*args)
+    with FakeTensorMode() as mode:
+        fake = getattr(ops, name)(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
+    assert len(real) == len(fake) >= 4
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.dtype, a.stride(), a.device, a.layout, a.requires_grad) == (
+            b.shape, b.dtype, b.stride(), b.device, b.layout, b.requires_grad,
+        )  # fmt: skip
+        assert a.storage_offset() == b.storage_offset() == 0 and a.is_contiguous()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "packed"), [("gspo", False), ("grpo", True), ("entropy", False)])
-def test_compiled_without_a_graph_break_equals_eager_at_every_shape(name: str, packed: bool, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "packed", "budget"),
+    [("gspo", False, 0.0), ("grpo", True, 0.0), ("entropy", False, 0.0), ("gspo", True, 0.1)],
+)
+def test_compiled_without_a_graph_break_equals_eager_at_every_shape(
+    name: str, packed: bool, budget: float, backend: str
+) -> None:
     objective = Objective(**OBJECTIVES[name])
 
     def loss(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor, options: dict[str, Any]) -> Tensor:
-        return gspo_fused_loss(hidden, weight, ids, advantages, objective=objective, backend=backend, **options).loss
+        return gspo_fused_loss(
+            hidden, weight, ids, advantages, objective=objective, gradient_budget=budget, backend=backend, **options
+        ).loss
 
     def run(fn: Any, sample: Any) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]

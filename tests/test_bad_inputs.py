@@ -337,12 +337,14 @@ KINDS: dict[str, Kind] = {
     "normalizer-device": Kind({"normalizer": torch.ones((), device=META)}, V_, "normalizer", "on cpu", "meta"),
     "kl-normalizer-zero": Kind({"kl_normalizer": 0.0}, V_, "kl_normalizer", "> 0", "0.0"),
     "kl-normalizer-1d": Kind({"kl_normalizer": torch.ones(B)}, V_, "kl_normalizer", "no dimension", "[2]"),
-    "budget": Kind({"gradient_budget": 1e-3}, V_, "gradient_budget", "0.0", "0.001"),
-    "budget-negative": Kind({"gradient_budget": -1.0}, V_, "gradient_budget", "0.0", "-1.0"),
+    "budget": Kind({"gradient_budget": 1.0}, V_, "gradient_budget", "below 1", "1.0"),
+    "budget-negative": Kind({"gradient_budget": -1e-3}, V_, "gradient_budget", "0 (exact)", "-0.001"),
+    "budget-nan": Kind({"gradient_budget": NAN}, V_, "gradient_budget", "below 1", "nan"),
+    "budget-bonus": Kind({"gradient_budget": 1e-3, "objective": Objective(entropy_coef=0.1)}, V_, "gradient_budget",
+                         "0 with an entropy bonus", "0.001"),
     "budget-text": Kind({"gradient_budget": "0"}, T_, "gradient_budget", "number", "'0'"),
     "backend-unknown": Kind({"backend": "cuda"}, V_, "backend", "'auto', 'torch', 'triton'", "'cuda'"),
     "backend-none": Kind({"backend": None}, V_, "backend", "'auto', 'torch', 'triton'", "None"),
-    "backend-that-cannot-run": Kind({"backend": "triton"}, V_, "backend", "on cpu", "'triton'"),
 }  # fmt: skip
 
 
@@ -455,7 +457,13 @@ GROUPS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "eps-negative": ({"eps": -1e-6}, V_, "eps", ">= 0", "-1e-06"),
     "eps-nan": ({"eps": NAN}, V_, "eps", ">= 0", "nan"),
     "eps-text": ({"eps": "0"}, T_, "eps", "number", "'0'"),
-    "normalize-std-text": ({"normalize_std": "no"}, T_, "normalize_std", "True or False", "'no'"),
+    "scale-unknown": ({"scale": "std"}, V_, "scale", "'group', 'batch', 'none'", "'std'"),
+    "baseline-none": ({"baseline": None}, V_, "baseline", "'mean', 'leave-one-out', 'none'", "None"),
+    "ddof-two": ({"ddof": 2}, V_, "ddof", "0 or 1", "2"),
+    "no-groups": ({"group_size": None}, V_, "group_size", "group_ids", "None"),
+    "both-groups": ({"group_ids": torch.zeros(4, dtype=torch.int64)}, V_, "group_size", "one of the two", "2"),
+    "group-ids-floats": ({"group_size": None, "group_ids": torch.zeros(4)}, T_, "group_ids", "int64", "float32"),
+    "group-ids-short": ({"group_size": None, "group_ids": torch.arange(3)}, V_, "group_ids", "[4]", "[3]"),
 }  # fmt: skip
 
 
@@ -729,3 +737,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
 def test_meta_tensors_pass_through() -> None:
     inputs = {k: v.to("meta") for k, v in accepted(linear_log_probs, good_inputs()).items()}
     assert linear_log_probs(**inputs).log_probs.shape == (B, T)
+
+
+@pytest.mark.parametrize("text", ["yes", "2", "true"])
+def test_a_wish_to_check_values_is_one_or_zero(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_CHECK", text)
+    with pytest.raises(ValueError, match=rf"GSPO_CHECK must be 0 or 1, got '{text}'"):
+        policy_loss(torch.zeros(1, 2), torch.ones(1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,10 +17,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# The order decides only how soon a fault is found.
-SUITES = ["parity", "edges", "heads", "bad_inputs", "properties", "decisions", "house", "autograd"]
+# Where the torch backend shows a fault; the order decides only how soon it is found.
+SUITES = ["parity", "live_tiles", "edges", "heads", "bad_inputs", "properties", "decisions", "house", "autograd"]
 
-FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the text with the fault)
+# What is wrong: (module, text, the text with the fault). The torch backend and what both share.
+SHARED_FAULTS: dict[str, tuple[str, str, str]] = {
     "gradient x 1.01": (
         "ops",
         "select_times(coefficient, d_loss.to(coefficient.dtype))",
@@ -92,31 +94,31 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the
     ),
     "mask off by one": (
         "portable",
-        "work = _Tiles(head, head.mask)",
-        "work = _Tiles(head, head.mask.roll(1))",
+        "work = Tiles(head, head.mask.nonzero()[:, 0])",
+        "work = Tiles(head, head.mask.roll(1).nonzero()[:, 0])",
     ),
     "temperature missing in the backward": (
-        "portable",
+        "portable_tiles",
         "slope = slope.div_(t) if isinstance(slope, Tensor) else slope / t",
         "pass",
     ),
     "soft-cap missing in the backward": (
-        "portable",
+        "portable_tiles",
         "if head.logit_softcap is not None:\n            t = 1",
         "if False:\n            t = 1",
     ),
     "last vocabulary slab dropped": (
-        "portable",
+        "portable_tiles",
         "for low in range(0, vocab, width)]",
         "for low in range(0, vocab, width)][: max(1, (vocab - 1) // width)]",
     ),
     "padded vocabulary counted": (
-        "portable",
+        "portable_tiles",
         "self.head.vocab_size, self.tile_columns",
         "self.head.weight.shape[0], self.tile_columns",
     ),
     "logits rounded to bf16": (
-        "portable",
+        "portable_tiles",
         "        head = self.head\n        z = _product(self.hidden_rows(rows), weight.t())",
         "        head = self.head\n        z = _product(self.hidden_rows(rows), weight.t()).bfloat16().to(self.dtype)",
     ),
@@ -137,18 +139,18 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the
     ),
     "bias gradient dropped": (
         "portable",
-        "d_bias[low:high] += d_z.sum(0)",
+        "d_bias[first:last] += d_z.sum(0)",
         "pass",
     ),
     "last rows of the batch dropped": (
-        "portable",
+        "portable_tiles",
         "for low in range(0, self.padded, self.tile_rows))",
         "for low in range(0, max(self.padded - self.tile_rows, min(self.padded, 1)), self.tile_rows))",
     ),
     "fp16 gradients left to underflow": (
         "portable",
-        "_power_of_two(self.d_log_probs, self.d_entropy) if is_fp16 else None",
-        "None",
+        "if work.operand_dtype == torch.float16:",
+        "if False:",
     ),
     "products as the process likes them": (
         "precision",
@@ -185,12 +187,269 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # what is wrong: (module, text, the
         "parts += [lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]]",
         "pass",
     ),
+    "the budget spent twice": (
+        "live_tiles",
+        "int(budget * _MARGIN * _UNITS)",
+        "int(2 * budget * _MARGIN * _UNITS)",
+    ),
+    "the heaviest cells dropped": (
+        "live_tiles",
+        "flatten().sort(stable=True)",
+        "flatten().sort(stable=True, descending=True)",
+    ),
+    "the target's own mass forgotten": (
+        "live_tiles",
+        "mass[at] += torch.where(weighs, at_target[filled], 0)",
+        "pass",
+    ),
+    "a slope of 1 for every soft-cap": (
+        "live_tiles",
+        "if head.logit_softcap is None:",
+        "if True:",
+    ),
+    "rows not in the order of the cells": (
+        "portable",
+        "live.order[:count] if live and sparse",
+        "live.order[:count].sort().values if live and sparse",
+    ),
+    "the last run of a slab forgotten": (
+        "portable",
+        "for alive, run in itertools.groupby(live[at : -(-high // columns)]):",
+        "for alive, run in itertools.groupby(live[at : high // columns]):",
+    ),
+    "a sum past what an integer holds": (
+        "live_tiles",
+        "over.cumsum(0) == 0",
+        "~over",
+    ),
+    "more passes than said": (
+        "live_tiles",
+        "(size * cells).sum() / (counted * vocab)",
+        "(size * cells).sum() / (counted * vocab) / 2",
+    ),
     "products as autocast likes them": (
         "precision",
-        "with torch.autocast(device.type, enabled=False):\n            yield",
+        "with torch.autocast(device.type, enabled=False) if device.type in AUTOCAST_DEVICES else nullcontext():\n"
+        "            yield",
         "yield",
     ),
 }
+
+PARITY = "parity::test_every_head_and_layout_equals_the_oracle"
+OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
+BLOCKS = "kernels::test_block_shapes_of_every_architecture_equal_the_oracle"
+CELLS = "live_tiles::test_gradients_of_every_dtype_are_those_of_the_kept_entries"
+# The Triton backend: (module, text, the text with the fault, the test that finds it: interpreted ones take long).
+TRITON_FAULTS: dict[str, tuple[str, str, str, str]] = {
+    "padded columns counted as the last one": (
+        "kernels/forward",
+        "at_target | (v[None, :] >= V)",
+        "at_target",
+        f"{PARITY}[triton-plain-padded-fp32]",
+    ),
+    "the target among the others": (
+        "kernels/forward",
+        "at_target | (v[None, :] >= V)",
+        "v[None, :] >= V",
+        f"{PARITY}[triton-plain-padded-fp32]",
+    ),
+    "last ragged tile dropped": (
+        "kernels/forward",
+        "-(-head.vocab_size // config.block_v)",
+        "max(head.vocab_size // config.block_v, 1)",
+        f"{BLOCKS}[sm_90-plain-fp32]",
+    ),
+    "rows not in their order": (
+        "kernels/forward",
+        "rows = tl.load(order + tl.minimum(n, n_rows - 1))",
+        "rows = tl.minimum(n, n_rows - 1)",
+        f"{PARITY}[triton-plain-padded-fp32]",
+    ),
+    "masked rows computed": (
+        "kernels/forward",
+        "if row_block.to(tl.int64) * BLOCK_N < kept:",
+        "if True:",
+        "kernels::test_programs_share_columns_in_groups_and_none_computes_masked_rows",
+    ),
+    "programs in another order": (
+        "kernels/logit_tile",
+        "return group * GROUP + within % height, within // height",
+        "return program // column_blocks, program % column_blocks",
+        "kernels::test_programs_share_columns_in_groups_and_none_computes_masked_rows",
+    ),
+    "mass not brought to the new maximum": (
+        "kernels/forward",
+        "mass *= tl.exp(largest - finite(grown))",
+        "pass",
+        "kernels::test_more_tiles_than_are_added_up_at_once",
+    ),
+    "a tile's offset in 32 bits": (
+        "kernels/forward",
+        "t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)",
+        "t = start + tl.arange(0, BLOCK_T)",
+        "kernels::test_partial_results_past_two_to_the_31",
+    ),
+    "a column's offset in 32 bits": (
+        "kernels/logit_tile",
+        "V - 1).to(tl.int64)",
+        "V - 1)",
+        "kernels::test_rows_of_the_head_past_two_to_the_31[sm_80]",
+    ),
+    "a gradient's offset in 32 bits": (
+        "kernels/gradient_tile",
+        "n = row_block.to(tl.int64) * BLOCK_N",
+        "n = row_block * BLOCK_N",
+        "kernels::test_hidden_states_and_gradients_of_logits_past_two_to_the_31",
+    ),
+    "ragged end of H not masked": (
+        "kernels/logit_tile",
+        "inside = tl.arange(0, BLOCK_H)[None, :] < H - start",
+        "inside = tl.arange(0, BLOCK_H)[None, :] < H",
+        f"{BLOCKS}[sm_90-plain-fp32]",
+    ),
+    "only the last chain of H": (
+        "kernels/logit_tile",
+        "z += part",
+        "z = part",
+        "kernels::test_more_hidden_elements_than_a_chain_has",
+    ),
+    "descriptors stay at the first block of H": (
+        "kernels/logit_tile",
+        "weight.load([first_column, start])",
+        "weight.load([first_column, 0])",
+        f"{BLOCKS}[sm_90-plain-bf16]",
+    ),
+    "soft-cap missing in the kernel": (
+        "kernels/gradient_tile",
+        "d *= 1.0 - part * part",
+        "pass",
+        f"{PARITY}[triton-scale-softcap-padded-fp32]",
+    ),
+    "temperature missing in the kernel": (
+        "kernels/gradient_tile",
+        "slope /= heat",
+        "pass",
+        f"{PARITY}[triton-temperature-padded-fp32]",
+    ),
+    "1 - p by subtraction in the kernel": (
+        "kernels/gradient_tile",
+        "d_log_p * -expm1(log_p)",
+        "d_log_p * (1.0 - tl.exp(log_p))",
+        "edges::test_peaked_rows_keep_the_relative_precision_of_what_is_left_to_learn[triton-fp32]",
+    ),
+    "the target's own share of the entropy": (
+        "kernels/gradient_tile",
+        "at_own -= d_h * tl.exp(own) * (own + h)",
+        "pass",
+        f"{OBJECTIVE}[triton-padded-entropy-bonus]",
+    ),
+    "rows without gradient multiplied": (
+        "kernels/gradient_tile",
+        "d = tl.where(live[:, None], d, 0.0)",
+        "d *= live[:, None].to(ACC)",
+        "kernels::test_a_nan_row_without_gradient_is_zero_where_all_rows_take_part",
+    ),
+    "chunks overwrite each other": (
+        "kernels/backward",
+        "add_product(d_slab, d_z.t(), some)",
+        "add_product(d_slab.zero_(), d_z.t(), some)",
+        "kernels::test_many_chunks_and_slabs_are_one[fp32]",
+    ),
+    "rows moved onto others": (
+        "kernels/upstream",
+        "in range(0, n, chunk):\n        some",
+        "in reversed(range(0, n, chunk)):\n        some",
+        "kernels::test_rows_move_to_their_places_inside_the_memory_of_their_sums",
+    ),
+    "power of two left in": (
+        "kernels/upstream",
+        "some.clone() if up.boost is None else some / up.boost",
+        "some.clone()",
+        f"{PARITY}[triton-plain-padded-fp16]",
+    ),
+    "masked tokens in the length": (
+        "kernels/sequence",
+        "found += tl.load(mask + t, mask=t < end, other=0).to(tl.int32)",
+        "found += (t < end).to(tl.int32)",
+        f"{OBJECTIVE}[triton-padded-gspo]",
+    ),
+    "KL clipped with the ratio": (
+        "kernels/sequence",
+        "factor = tl.where(counts, kl_share, 0.0)",
+        "factor = tl.where(counts & (slope != 0), kl_share, 0.0)",
+        f"{OBJECTIVE}[triton-padded-k3]",
+    ),
+    "log-ratios summed in fp32": (
+        "kernels/sequence",
+        "total += _token_log_ratio(log_probs, old_log_probs, t, counts).to(tl.float64)",
+        "total = (total + _token_log_ratio(log_probs, old_log_probs, t, counts)).to(ACC)",
+        "kernels::test_the_mean_of_equal_log_ratios_is_that_log_ratio",
+    ),
+    "clipped on the bound": (
+        "kernels/coefficient",
+        "(u > tl.full([], log_high, ACC))",
+        "(u >= tl.full([], log_high, ACC))",
+        "decisions::test_the_gate_is_inclusive_and_taken_on_the_log_ratio[triton]",
+    ),
+    "NaN lost by an extreme": (
+        "kernels/totals",
+        "tl.where(ratio != ratio, ratio, tl.where(count > 0, smallest, 1.0))",
+        "tl.where(count > 0, smallest, 1.0)",
+        "kernels::test_metrics_are_those_of_torch",
+    ),
+    "a host read in the forward": (
+        "kernels/forward",
+        "count = head.mask.sum().reshape(1)",
+        "count = torch.tensor([head.mask.sum().item()])",
+        "kernels::test_a_small_workspace_is_kept_to",
+    ),
+    "a block shape for small batches": (
+        "kernels/tuning",
+        "heavy = more or",
+        "heavy = more or head.hidden.shape[0] < 64 or",
+        "kernels::test_a_row_has_the_same_bits_alone_and_in_any_batch",
+    ),
+    "a tile without mass at a shift of nothing": (
+        "kernels/forward",
+        ".clamp_(max=0).exp_()",
+        ".exp_()",
+        "live_tiles::test_a_last_tile_that_is_only_the_target_weighs_what_it_weighs[triton]",
+    ),
+    "cells in the order of blocks for both products": (
+        "kernels/cells",
+        "by_tile, by_block = whole.permute(2, 0, 3, 1), whole.permute(2, 0, 1, 3)",
+        "by_tile, by_block = whole.permute(2, 0, 1, 3).mT, whole.permute(2, 0, 3, 1).mT.flip(2)",
+        f"{CELLS}[triton-plain-fp32]",
+    ),
+    "a part's cells counted from the first of all": (
+        "kernels/cells",
+        "place[..., 0] - first[..., None]",
+        "place[..., 0]",
+        f"{CELLS}[triton-plain-fp32]",
+    ),
+    "ends of a cell not zero": (
+        "kernels/gradient_tile",
+        "tl.where(inside, d, 0.0)",
+        "d",
+        f"{CELLS}[triton-plain-fp32]",
+    ),
+    "sums of earlier slabs overwritten": (
+        "kernels/cell_products",
+        "tl.load(at, mask=ok, other=0.0) + acc",
+        "acc",
+        f"{CELLS}[triton-plain-fp32]",
+    ),
+    "interpreted kernels unasked": (
+        "backends",
+        'or (backend == "auto" and device.type == "cpu")',
+        "",
+        "kernels::test_auto_takes_triton_on_a_gpu_and_torch_on_a_cpu",
+    ),
+}
+
+FAULTS = {**SHARED_FAULTS, **TRITON_FAULTS}
+# What Python ends with when a kernel has written where it must not.
+CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
 @pytest.fixture(scope="module")
@@ -204,27 +463,36 @@ def runs(
     pool: ThreadPoolExecutor, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Future[subprocess.CompletedProcess[str]]]:
     """Every fault that is asked for in this session, started at once, as many at a time as there are cores."""
-    chosen = [item.callspec.params["fault"] for item in request.session.items if hasattr(item, "callspec")
-              and "fault" in item.callspec.params]  # fmt: skip
-    return {fault: pool.submit(run_with_fault, fault, tmp_path_factory.mktemp("fault")) for fault in chosen}
+    asked = {item.callspec.params.get("fault") for item in request.session.items if hasattr(item, "callspec")}
+    return {
+        fault: pool.submit(run_with_fault, fault, tmp_path_factory.mktemp("fault")) for fault in FAULTS.keys() & asked
+    }
 
 
 def run_with_fault(fault: str, folder: Path) -> subprocess.CompletedProcess[str]:
     for name in ("gspo_kernels", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
-    module, old, new = FAULTS[fault]
+    module, old, new = FAULTS[fault][:3]
     source = folder / "gspo_kernels" / f"{module}.py"
-    text = source.read_text()
-    assert old in text, f"the fault {fault!r} no longer matches {module}.py: rewrite it"
-    source.write_text(text.replace(old, new))
-    suites = [f"tests/test_{name}.py" for name in SUITES]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *suites]
+    source.write_text(source.read_text().replace(old, new))
+    if fault in TRITON_FAULTS:
+        suite, _, test = TRITON_FAULTS[fault][3].partition("::")
+        tests = [f"tests/test_{suite}.py::{test}"]
+    else:
+        tests = ["-k", "not triton", *(f"tests/test_{name}.py" for name in SUITES)]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def test_every_fault_is_an_edit_of_the_library() -> None:
+    sources = {path: (ROOT / "gspo_kernels" / f"{path}.py").read_text() for path, *_ in FAULTS.values()}
+    assert [fault for fault, (path, old, *_) in FAULTS.items() if old not in sources[path]] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_killed(fault: str, runs: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
     run = runs[fault].result()
-    assert run.returncode == 1, f"{fault}: survived or did not run\n{run.stdout[-2000:]}{run.stderr[-500:]}"
+    killed = run.returncode == 1 or (fault in TRITON_FAULTS and run.returncode in CRASHES)
+    assert killed, f"{fault}: survived or did not run\n{run.stdout[-2000:]}{run.stderr[-500:]}"

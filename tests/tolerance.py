@@ -30,6 +30,11 @@ LOG_RATIO_RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12}
 METRIC_RELATIVE, METRIC_ABSOLUTE = 1e-5, 1e-7
 SHARE_ABSOLUTE = 1e-6
 
+# The L1 mass of d_logits that a gradient budget drops, in fp32, against fp64.
+DROPPED_MASS_RELATIVE = 1e-4
+# Norm of what a gradient of the kept entries is off, over its norm: which entries is in question, not rounding.
+KEPT_GRADIENT_RELATIVE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5, torch.float64: 1e-11}
+
 # Parameters after the same few updates, in one batch or in micro-batches.
 PARAMETER_ABSOLUTE = 1e-6
 

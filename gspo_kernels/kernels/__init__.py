@@ -1,0 +1,7 @@
+"""The Triton backend. Imported only where it runs: the rest of the library works without Triton."""
+
+from .backward import head_backward
+from .forward import cell_shape, forward_with_shares, head_forward
+from .sequence import policy_forward
+
+__all__ = ["cell_shape", "forward_with_shares", "head_backward", "head_forward", "policy_forward"]

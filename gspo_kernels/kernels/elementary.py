@@ -1,0 +1,67 @@
+"""Functions that Triton's language lacks, accurate near zero, from operations that compiler and interpreter share."""
+
+import triton
+import triton.language as tl
+
+# exp of it is 0 in fp32 and fp64, and 0 * it is 0.
+LOG_OF_NOTHING: tl.constexpr = tl.constexpr(-1000.0)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x >= 0: the rounding of 1 + x is divided out again (W. Kahan)."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1; by the same device where exp(x) is near 1."""
+    u = tl.exp(x)
+    near = (u > 0.25) & (u < 4.0) & (u != 1.0)
+    corrected = (u - 1.0) * (x / tl.log(tl.where(near, u, 2.0)))
+    return tl.where(near, corrected, tl.where(u == 1.0, x, u - 1.0))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), for -inf and inf too; NaN stays NaN."""
+    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def difference(a, b):
+    """a - b, and what its rounding lost (D. E. Knuth); nothing is lost where it is not finite."""
+    d = a - b
+    back = d - a
+    lost = (a - (d - back)) - (b + back)
+    return d, tl.where(lost == lost, lost, 0.0)
+
+
+@triton.jit
+def tanh(x):
+    """An odd polynomial near zero, where the exponential form cancels; beyond it rounds once, near 1."""
+    y = x * x
+    if x.dtype == tl.float64:  # Taylor's, and only where its eleventh power is enough
+        near = tl.abs(x) < 0.02
+        series = 0.02186948853615520 - y * 0.00886323552990220
+        series = -0.33333333333333333 + y * (0.13333333333333333 + y * (-0.05396825396825397 + y * series))
+    else:  # minimax (S. L. Moshier, Cephes, tanhf)
+        near = tl.abs(x) < 0.625
+        series = 2.06390887954e-2 - y * 5.70498872745e-3
+        series = -3.33332819422e-1 + y * (1.33314422036e-1 + y * (-5.37397155531e-2 + y * series))
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = 1.0 - 2.0 * e / (1.0 + e)
+    return tl.where(near, x + x * (y * series), tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def finite(largest):
+    """A shift for exp: the largest value, or 0 where there is none but -inf."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def at_least(x, bound):
+    """max(x, bound) that keeps NaN."""
+    return tl.where(x < bound, bound, x)

@@ -1,0 +1,160 @@
+"""The sampler is not the trainer: importance weights and masks against the log-probs of the engine that sampled.
+
+With pi the trainer's policy that the ratio starts from (`old_log_probs`) and mu the sampler, rho_t = pi(y_t) / mu(y_t):
+
+    trainer                                   here
+    TRL token_truncate, verl token, slime     level="token", mode="truncate"
+    TRL token_mask, IcePop                    level="token", mode="mask"
+    TRL sequence_*, verl sequence             level="sequence": the product of the rho_t
+    ms-swift sequence_*, ROLL geometric       level="geometric": their geometric mean
+
+The weights go into `token_weights` of the losses, which multiplies the policy term and neither KL nor entropy. To take
+the sampler's log-probs for the old ones instead (GSPO's paper, 5.4; verl's bypass mode), pass them as `old_log_probs`.
+Nothing is read on the host, and nothing has a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layout import Layout, packed_layout, padded_layout, segment_sum
+from .validation import FLOATS, Call
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "mask")
+
+
+class Correction(NamedTuple):
+    """Weights, and what a trainer logs of them (0-dim tensors on the device).
+
+    metrics: weight_mean, weight_max; effective_sample_size, (sum w)^2 / (n sum w^2) over tokens, a share; bound_share,
+        of tokens whose weight a bound changed; kl_sampler_trainer, nats per token: the mean of rho - 1 - log rho over
+        the sampler's tokens, an estimate of KL(sampler || trainer) that is never negative.
+    """
+
+    weights: Tensor  # [B, T] or [N], 0 where masked
+    metrics: dict[str, Tensor]
+
+
+def importance_weights(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    level: str = "token",
+    mode: str = "truncate",
+    low: float = 0.0,
+    high: float = 2.0,
+) -> Correction:
+    """pi / mu per token, its product over a sequence or the geometric mean of that, between two bounds.
+
+    Args:
+        old_log_probs: [B, T], or [N] with cu_seqlens; fp32 or fp64: of the sampled tokens by the trainer's policy.
+        rollout_log_probs: the same shape: by the sampler.
+        mask: the same shape, bool or 0/1: the tokens that count. Others may hold anything.
+        cu_seqlens: [S + 1] int32 or int64 for packed input.
+        level: "token", "sequence" or "geometric".
+        mode: "truncate": weights are clamped to [low, high]; "mask": those outside become 0.
+        low, high: the bounds, included. 0 <= low <= high.
+
+    Returns:
+        Correction. A weight that is no number stays NaN, so that it reaches the loss.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
+    """
+    call = Call("importance_weights")
+    layout, counts = _layout(call, mask, cu_seqlens)
+    difference = _difference(call, layout, counts, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
+    call.choice("level", level, LEVELS)
+    call.choice("mode", mode, MODES)
+    call.number("low", low, "a number >= 0", lambda x: x >= 0)
+    call.number("high", high, f"a number >= low = {low:g}", lambda x: x >= low)
+    log_weight = difference if level == "token" else _of_sequence(difference, counts, layout, mean=level == "geometric")
+    raw = log_weight.exp()
+    outside = (raw < low) | (raw > high)
+    weight = raw.clamp(low, high) if mode == "truncate" else torch.where(outside, 0, raw)
+    weight = torch.where(counts, weight, 0)
+    tokens = counts.sum().clamp(min=1).to(weight.dtype)
+    total, squares = weight.sum(), weight.square().sum()
+    metrics = {
+        "weight_mean": total / tokens,
+        "weight_max": torch.cat([weight, weight.new_zeros(1)]).amax(),
+        "effective_sample_size": torch.where(squares == 0, 0, total.square() / (tokens * squares)),
+        "bound_share": (outside & counts).sum() / tokens,
+        "kl_sampler_trainer": torch.where(counts, torch.expm1(difference) - difference, 0).sum() / tokens,
+    }
+    return Correction(weight.view(layout.shape), metrics)
+
+
+def off_policy_mask(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    threshold: float,
+    cu_seqlens: Tensor | None = None,
+) -> Correction:
+    """0 for sequences of negative advantage that the policy has moved far from, 1 for others (DeepSeek-V3.2).
+
+    A sequence goes where the mean over its tokens of rollout - current log-prob exceeds `threshold`: TRL's
+    off_policy_mask_threshold, slime's OPSM. Against the old log-probs that is GSPO's own lower clip at
+    1 - exp(-threshold).
+
+    Args:
+        log_probs: [B, T] or [N], fp32 or fp64: of the current policy.
+        rollout_log_probs: the same shape.
+        advantages: [B], [B, 1], [S] per sequence or per token, of which any negative one counts for the sequence's
+            tokens of negative advantage.
+        mask, cu_seqlens: as in `importance_weights`.
+        threshold: nats per token, >= 0.
+
+    Returns:
+        Correction; its one metric is masked_share, of tokens.
+    """
+    call = Call("off_policy_mask")
+    layout, counts = _layout(call, mask, cu_seqlens)
+    difference = _difference(call, layout, counts, log_probs=log_probs, rollout_log_probs=rollout_log_probs)
+    call.number("threshold", threshold, "a number >= 0", lambda x: x >= 0)
+    sequences = layout.sequences
+    shapes = [(sequences,), (sequences, 1), layout.shape] if layout.padded else [(sequences,), layout.shape]
+    call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=f"[{sequences}] or one per token")
+    away = -_of_sequence(difference, counts, layout, mean=True) > threshold
+    dropped = away & (layout.per_row(advantages) < 0) & counts
+    weights = torch.where(counts & ~dropped, 1.0, 0.0).to(difference.dtype)
+    share = dropped.sum() / counts.sum().clamp(min=1)
+    return Correction(weights.view(layout.shape), {"masked_share": share.to(difference.dtype)})
+
+
+def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
+    dtypes = (torch.bool, torch.int64, torch.int32, torch.uint8, torch.int8, *FLOATS)
+    shape, text = ((None, None), "[B, T]") if cu_seqlens is None else ((None,), "[N], with cu_seqlens")
+    call.tensor("mask", mask, dtypes=dtypes, shapes=[shape], shape_text=text)
+    if cu_seqlens is None:
+        layout = padded_layout((mask.shape[0], mask.shape[1]), mask.device)
+    else:
+        call.tensor("cu_seqlens", cu_seqlens, dtypes=(torch.int32, torch.int64), shapes=[(None,)],
+                    shape_text="[S + 1]", device=mask.device)  # fmt: skip
+        layout = packed_layout(mask.shape[0], cu_seqlens)
+    return layout, (mask != 0).reshape(-1)
+
+
+def _difference(call: Call, layout: Layout, counts: Tensor, **log_probs: Tensor) -> Tensor:
+    """First less second, [N], 0 where masked."""
+    for name, x in log_probs.items():
+        call.log_probs(name, x, shapes=[layout.shape], shape_text=f"{list(layout.shape)}", device=counts.device)
+    first, second = (x.detach().reshape(-1) for x in log_probs.values())
+    return torch.where(counts, first - second, 0)
+
+
+def _of_sequence(x: Tensor, counts: Tensor, layout: Layout, mean: bool) -> Tensor:
+    """Each row's sequence's sum, or mean over the tokens that count, [N]."""
+    total = segment_sum(x, layout.offsets)
+    if mean:
+        total = total / segment_sum(counts.to(x.dtype), layout.offsets).clamp(min=1)
+    return total[layout.sequence_of_row()]

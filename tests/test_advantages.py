@@ -1,0 +1,216 @@
+"""Rewards to advantages, against the formula of each trainer written out over Python numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tolerance import FLOAT64_RELATIVE
+from torch import Tensor
+
+from gspo_kernels import advantages as adv
+from gspo_kernels.advantages import RunningMoments, group_advantages, normalize_rewards, token_returns, turn_advantages
+from gspo_kernels.advantages import whiten as whitened
+
+REWARDS = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -3.0, 7.25]), min_size=1, max_size=24)
+
+
+Formula = Callable[[list[float], list[float]], list[float]]  # of a group's rewards and of all
+
+
+def wide(x: list[float]) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def by_group(formula: Formula, rewards: list[float], ids: list[int]) -> Tensor:
+    """A formula of (a group's rewards, all rewards), group by group."""
+    found = [0.0] * len(rewards)
+    for group in set(ids):
+        places = [i for i, g in enumerate(ids) if g == group]
+        for i, x in zip(places, formula([rewards[i] for i in places], rewards), strict=True):
+            found[i] = x
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def deviation(x: list[float], ddof: int = 1) -> float:
+    if len(x) <= ddof or len(set(x)) == 1:
+        return 0.0
+    return (statistics.stdev if ddof else statistics.pstdev)(x)
+
+
+def centred(x: list[float]) -> list[float]:
+    mean = math.fsum(x) / len(x)
+    return [0.0 if len(set(x)) == 1 else v - mean for v in x]
+
+
+FORMULAS: dict[str, tuple[Formula, dict[str, Any]]] = {
+    "verl, ROLL, slime": (lambda g, _: [c / (deviation(g) + 1e-6) for c in centred(g)], {}),
+    "TRL": (lambda g, _: [c / (deviation(g) + 1e-4) for c in centred(g)], {"eps": 1e-4}),
+    "TRL, batch": (
+        lambda g, a: [c / (deviation(a) + 1e-4) for c in centred(g)],
+        {"eps": 1e-4, "scale": "batch"},
+    ),
+    "Dr. GRPO": (lambda g, _: centred(g), {"scale": "none"}),
+    "RLOO": (
+        lambda g, _: [v - (math.fsum(g) - v) / (len(g) - 1) if len(set(g)) > 1 else 0.0 for v in g],
+        {"baseline": "leave-one-out", "scale": "none"},
+    ),
+    "StateSet": (lambda g, _: [c / (deviation(g, 0) or 1) for c in centred(g)], {"ddof": 0, "eps": 0.0}),
+    "REINFORCE": (lambda g, _: g, {"baseline": "none", "scale": "none"}),
+    "no baseline": (lambda g, _: [v / (deviation(g) + 1e-6) for v in g], {"baseline": "none"}),
+}
+
+
+def close(ours: Tensor, truth: Tensor) -> None:
+    scale = max(truth.abs().max().item() if truth.numel() else 0.0, 1.0)
+    torch.testing.assert_close(ours, truth, rtol=0, atol=FLOAT64_RELATIVE * scale)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@given(REWARDS, st.data())
+def test_uneven_groups_in_any_order_follow_the_formula(name: str, rewards: list[float], data: st.DataObject) -> None:
+    formula, options = FORMULAS[name]
+    ids = data.draw(st.lists(st.sampled_from([7, -2, 2**40, 0]), min_size=len(rewards), max_size=len(rewards)))
+    ours = group_advantages(wide(rewards), group_ids=torch.tensor(ids), **options)
+    close(ours, by_group(formula, rewards, ids))
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_groups_by_size_are_those_by_ids(name: str) -> None:
+    rewards, options = torch.randn(12, generator=torch.Generator().manual_seed(0)), FORMULAS[name][1]
+    ids = torch.arange(12) // 3
+    by_size = group_advantages(rewards, 3, **options)
+    assert torch.equal(by_size, group_advantages(rewards, group_ids=ids, **options)) and by_size.dtype == torch.float32
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    shuffled = group_advantages(rewards[order], group_ids=ids[order], **options)
+    torch.testing.assert_close(shuffled, by_size[order])
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave-one-out"])
+@pytest.mark.parametrize("scale", adv.SCALES)
+def test_a_group_of_one_and_one_of_equals_are_exactly_zero(baseline: str, scale: str) -> None:
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.7, 5.0])
+    found = group_advantages(
+        rewards, group_ids=torch.tensor([0, 0, 0, 1, 2]), baseline=baseline, scale=scale, eps=0.0, ddof=1
+    )
+    assert not found.any() and not found.isnan().any()
+
+
+@given(REWARDS, st.booleans(), st.booleans())
+def test_normalised_rewards(rewards: list[float], shift: bool, scale: bool) -> None:
+    x = wide(rewards)
+
+    def formula(group: list[float], everything: list[float]) -> list[float]:
+        top = centred(group) if shift else group
+        return [v / (deviation(group) + 1e-6) if scale and v else v for v in top]
+
+    ids = [i % 3 for i in range(len(rewards))]
+    ours = normalize_rewards(x, "group", group_ids=torch.tensor(ids), shift=shift, scale=scale)
+    close(ours, by_group(formula, rewards, ids))
+    if len(set(rewards)) > 1:
+        ours = normalize_rewards(x, "batch", shift=shift, scale=scale)
+        close(ours, by_group(formula, rewards, [0] * len(rewards)))
+
+
+@given(st.lists(REWARDS, min_size=1, max_size=5))
+def test_running_moments_are_those_of_everything_so_far(batches: list[list[float]]) -> None:
+    state, seen = RunningMoments(), []
+    for rewards in batches:
+        seen += rewards
+        ours = normalize_rewards(wide(rewards), state)
+        assert state.count == len(seen) and state.mean is not None
+        close(state.mean, torch.tensor(math.fsum(seen) / len(seen), dtype=torch.float64))
+        assert state.std.item() == pytest.approx(deviation(seen), abs=1e-9)
+        if deviation(seen) > 0:
+            truth = [(v - math.fsum(seen) / len(seen)) / (deviation(seen) + 1e-6) for v in rewards]
+            torch.testing.assert_close(ours, torch.tensor(truth, dtype=torch.float64))
+
+
+def test_whitened_advantages_weigh_by_tokens() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    advantages = torch.tensor([1.0, -2.0, 99.0]).double()
+    tokens = [1.0, 1.0, 1.0, -2.0]
+    mean, var = statistics.mean(tokens), statistics.variance(tokens)
+    expected = torch.zeros(3, 4, dtype=torch.float64)
+    expected[0, :3], expected[1, 0] = (1 - mean) / math.sqrt(var + 1e-8), (-2 - mean) / math.sqrt(var + 1e-8)
+    close(whitened(advantages, mask), expected)
+    close(whitened(advantages[:, None].expand(3, 4), mask), expected)
+    scaled = whitened(advantages, mask, shift=False)
+    close(scaled, torch.where(mask != 0, advantages[:, None] / math.sqrt(var + 1e-8), 0))
+    bad = torch.full((3, 4), torch.nan).double().masked_scatter(mask != 0, torch.tensor(tokens).double())
+    close(whitened(bad, mask), expected)  # nothing of a masked token is read
+    assert not whitened(advantages, torch.zeros(3, 4)).any()
+    assert whitened(torch.ones(2), torch.ones(2, 3), eps=0.0).eq(0).all()
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_returns_of_tokens(gamma: float, clip: float | None) -> None:
+    rng = torch.Generator().manual_seed(0)
+    mask = torch.rand(5, 11, generator=rng) > 0.3
+    mask[3] = False
+    kl, rewards = torch.randn(5, 11, generator=rng).double(), torch.randn(5, generator=rng).double()
+    kl[~mask] = torch.nan
+    ours = token_returns(rewards, mask, kl=kl, kl_coef=0.2, gamma=gamma, reward_clip=clip)
+    expected = torch.zeros(5, 11, dtype=torch.float64)
+    for i in range(5):
+        tokens = mask[i].nonzero()[:, 0].tolist()
+        later = 0.0
+        for t in reversed(range(11)):
+            own = -0.2 * kl[i, t].item() if mask[i, t] else 0.0
+            own += rewards[i].item() if tokens and t == tokens[-1] else 0.0
+            later = (own if clip is None else max(min(own, clip), -clip)) + gamma * later
+            expected[i, t] = later if mask[i, t] else 0.0
+    close(ours, expected)
+
+
+def test_without_kl_and_discount_every_token_returns_the_reward() -> None:
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    assert torch.equal(token_returns(torch.tensor([2.0, 3.0]), mask), torch.tensor([[2.0, 0, 2.0], [0, 0, 0]]))
+
+
+def test_turns() -> None:
+    ids = torch.tensor([[0, 0, -1, 1, 2], [5, 1, 1, 0, -100]])
+    found = turn_advantages(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), ids)
+    assert torch.equal(found, torch.tensor([[1.0, 1.0, 0.0, 2.0, 3.0], [0.0, 5.0, 5.0, 4.0, 0.0]]))
+
+
+def test_empty_batches() -> None:
+    nothing = torch.zeros(0)
+    for found in (
+        group_advantages(nothing, 4),
+        normalize_rewards(nothing, "batch"),
+        normalize_rewards(nothing, RunningMoments()),
+    ):
+        assert found.shape == (0,)
+    assert token_returns(nothing, torch.zeros(0, 3)).shape == whitened(nothing, torch.zeros(0, 3)).shape == (0, 3)
+    assert token_returns(torch.ones(2), torch.zeros(2, 0)).shape == (2, 0)
+
+
+BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
+    "kl missing": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), kl_coef=0.1), ValueError, "kl", "None"),
+    "kl shape": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), kl=torch.ones(2)), ValueError, "kl", "[2]"),
+    "gamma": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), gamma=1.5), ValueError, "gamma", "1.5"),
+    "clip": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), reward_clip=0), ValueError, "reward_clip", "0"),
+    "rewards": (lambda: token_returns(torch.ones(3), torch.ones(2, 3)), ValueError, "rewards", "[3]"),
+    "mask": (lambda: whitened(torch.ones(2), torch.ones(2)), ValueError, "mask", "[2]"),
+    "advantages": (lambda: whitened(torch.ones(3), torch.ones(2, 4)), ValueError, "advantages", "[3]"),
+    "by": (lambda: normalize_rewards(torch.ones(2), "running"), ValueError, "by", "'running'"),
+    "size": (lambda: normalize_rewards(torch.ones(2), "batch", 2), ValueError, "group_size", "by='group'"),
+    "turn ids": (lambda: turn_advantages(torch.ones(2, 3), torch.ones(2, 4)), TypeError, "turn_ids", "float32"),
+    "turns": (lambda: turn_advantages(torch.ones(2), torch.ones(2, 4).long()), ValueError, "advantages", "[2]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_argument_is_named(kind: str) -> None:
+    call, error, name, got = BAD[kind]
+    with pytest.raises(error) as caught:
+        call()
+    assert f"{name} must be" in str(caught.value) and got in str(caught.value)

@@ -1,0 +1,386 @@
+"""`gspo doctor`: it finds nothing wrong here, finds what is made wrong, and works where things are absent or broken."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tolerance
+import torch
+from tolerance import LOSS_PER_ADVANTAGE, check_loss, decision_band
+from typer.testing import CliRunner
+
+from gspo_kernels import backends, doctor, portable
+from gspo_kernels.cli import app
+from gspo_kernels.doctor import CPU, DTYPES, check, decisions, error_ratio, loss_error_ratio, make_batch, outputs
+from gspo_kernels.kernels import ahead_of_time
+from gspo_kernels.reference import gspo_reference_loss
+
+# Kernels are interpreted in the process of these tests, so the doctor finds the Triton backend on the CPU by itself.
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def run_json(*arguments: str) -> tuple[int, dict[str, Any]]:
+    code, out = run("--json", *arguments)
+    return code, json.loads(out)
+
+
+def run_process(*arguments: str, before: str = "", **environment: str) -> tuple[int, dict[str, Any]]:
+    """In a process that does not interpret kernels, after some Python."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = f"import sys\n{before}\nfrom gspo_kernels.cli import app\napp()"
+    command = [sys.executable, "-c", code, "doctor", "--json", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env={**inherited, **environment})
+    assert result.stdout, result.stderr
+    return result.returncode, json.loads(result.stdout)
+
+
+@pytest.fixture
+def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels left out: for tests of something else, which they would only slow down."""
+    monkeypatch.setattr(backends, "triton_obstacle", lambda device: "the Triton kernels only compile")
+
+
+# Where everything is right
+
+
+def test_all_is_well_here_and_the_json_says_so() -> None:
+    code, found = run_json()
+    assert code == 0 and found["ok"] is True
+    assert found["verdict"] == f"Good: all {len(found['checks'])} checks agree with float64."
+    assert set(found) == {"ok", "verdict", "versions", "devices", "checks", "remarks"}
+    assert found["versions"]["torch"] == torch.__version__
+    assert set(found["versions"]) >= {"gspo-kernels", "python", "cuda", "hip", "triton", "transformers", "trl", "verl"}
+    cpu = found["devices"][0]
+    assert cpu["name"] == "cpu" and cpu["auto"] == "torch" and "interpreted" in cpu["why"]
+    places = {(c["device"], c["backend"], c["dtype"]) for c in found["checks"]}
+    assert places >= {("cpu", backend, dtype) for backend in ("torch", "triton") for dtype in DTYPES}
+    for one in found["checks"]:
+        assert one["verdict"] == "ok" and one["wrong_decisions"] == 0 and one["message"] == ""
+        assert set(one["ratios"]) == {"log_probs", "loss", "d_hidden", "d_weight"}
+        assert 0 < one["error_ratio"] == max(one["ratios"].values()) <= 1
+
+
+def test_the_text_says_the_same() -> None:
+    code, out = run()
+    assert code == 0
+    assert "backend='auto' takes torch" in out and "checks agree with float64" in out
+    assert all(f"{backend} on cpu in {dtype}" in out for backend in ("torch", "triton") for dtype in DTYPES)
+
+
+def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=139.8 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(backends, "triton_obstacle", lambda _: None)
+    found = doctor.describe(torch.device("cuda", 0))
+    assert found.name == "cuda:0" and found.description == "NVIDIA H200, compute capability 9.0, 140 GiB"
+    assert (found.block_shapes, found.auto, found.why) == ("sm_90", "triton", "the Triton kernels run here")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_batch_holds_every_decision_clear_of_the_bounds(dtype: str) -> None:
+    batch = make_batch(DTYPES[dtype])
+    truth = outputs(gspo_reference_loss, batch.in_dtype(torch.float64))
+    assert decisions(truth.d_hidden).tolist() == [True, False, False, True, False, True, True]
+    difference = truth.log_probs - batch.old_log_probs
+    counts = batch.target_ids != -100
+    assert not counts.all()
+    bounds = torch.tensor([math.log1p(-3e-4), math.log1p(4e-4)], dtype=torch.float64)
+    for part, keep in zip(difference.split(doctor.LENGTHS), counts.split(doctor.LENGTHS), strict=True):
+        assert (part[keep].mean() - bounds).abs().min() > 5 * decision_band(int(keep.sum()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_its_law_is_the_law_of_the_tests(dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+    truth = torch.randn(40, 30, generator=rng, dtype=torch.float64)
+    same = truth.to(dtype)
+    eps = torch.finfo(dtype).eps
+    ours = truth + 0.2 * eps * torch.randn(40, 30, generator=rng, dtype=torch.float64)
+    assert error_ratio(ours, same, truth, dtype) == pytest.approx(tolerance.check("x", ours, same, truth, dtype))
+    ours[3, 4] += 8 * eps * truth.abs().max()
+    assert error_ratio(ours, same, truth, dtype) > 1
+    with pytest.raises(AssertionError, match="x: error"):
+        tolerance.check("x", ours, same, truth, dtype)
+    ours[3, 4] = math.nan
+    assert math.isnan(error_ratio(ours, same, truth, dtype))
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.3, 40.0])
+def test_its_law_of_losses_is_that_of_the_tests(truth: float) -> None:
+    assert doctor.LOSS_PER_ADVANTAGE == LOSS_PER_ADVANTAGE
+    loss, advantages = torch.tensor(truth, dtype=torch.float64), torch.tensor([1.0, -3.0])
+    limit = LOSS_PER_ADVANTAGE * max(2.0, truth)
+    assert loss_error_ratio(loss + 0.9 * limit, loss, advantages) == pytest.approx(0.9, rel=1e-6)
+    check_loss(loss + 0.9 * limit, loss, advantages)
+    assert loss_error_ratio(loss + 1.1 * limit, loss, advantages) == pytest.approx(1.1, rel=1e-6)
+    with pytest.raises(AssertionError, match="loss off by"):
+        check_loss(loss + 1.1 * limit, loss, advantages)
+
+
+# Where results are wrong
+
+
+FORWARD = "forward_with_shares"
+
+
+def wrong_forward(change: Any) -> Any:
+    forward = portable.forward_with_shares
+
+    def forward_with_shares(head: Any, wanted: bool = False) -> Any:
+        found, shares = forward(head, wanted)
+        return found._replace(log_probs=torch.where(head.mask, change(found.log_probs), 0)), shares
+
+    return forward_with_shares
+
+
+def wrong_backward(change: Any) -> Any:
+    backward = portable.head_backward
+    return lambda *arguments: tuple(None if g is None else change(g) for g in backward(*arguments))
+
+
+FAULTS: dict[str, tuple[str, Any, str, set[str]]] = {  # of which function, what, which output shows it, in which dtypes
+    "gradients 0.1 % too large": ("head_backward", wrong_backward(lambda g: g * 1.001), "d_weight", {"float32"}),
+    "gradients 5 % too large": ("head_backward", wrong_backward(lambda g: g * 1.05), "d_weight", set(DTYPES)),
+    "bf16 log-probs": (
+        "forward_with_shares",
+        wrong_forward(lambda lp: lp.bfloat16().float()),
+        "log_probs",
+        set(DTYPES),
+    ),
+    "log-probs off by 1e-4": (FORWARD, wrong_forward(lambda lp: lp + 1e-4), "log_probs", set(DTYPES)),
+}
+
+
+@pytest.mark.usefixtures("torch_alone")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_backend_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, broken, shown, dtypes = FAULTS[name]
+    monkeypatch.setattr(portable, function, broken)
+    code, found = run_json()
+    assert code == 1 and found["ok"] is False
+    of_torch = {c["dtype"]: c for c in found["checks"] if c["backend"] == "torch" and c["device"] == "cpu"}
+    assert {dtype for dtype, c in of_torch.items() if c["verdict"] == "wrong"} == dtypes
+    for dtype in dtypes:
+        assert of_torch[dtype]["ratios"][shown] > 1
+        assert f"torch on cpu in {dtype} is wrong" in found["verdict"]
+
+
+def test_a_wrong_clip_decision_is_wrong_however_small_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def barely_clipped(*arguments: Any) -> Any:  # a gradient of 1e-30 where there is none
+        return tuple(None if g is None else torch.where(g == 0, 1e-30, g) for g in backward(*arguments))
+
+    backward = portable.head_backward
+    monkeypatch.setattr(portable, "head_backward", barely_clipped)
+    found = check(CPU, "torch", "float32")
+    assert found.verdict == "wrong" and found.wrong_decisions == 3
+    assert found.error_ratio is not None and found.error_ratio <= 1
+
+
+@pytest.mark.usefixtures("torch_alone")
+def test_what_is_not_finite_is_wrong_and_the_json_stays_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = wrong_backward(lambda g: g * math.nan if g.shape[0] == doctor.VOCAB else g)
+    monkeypatch.setattr(portable, "head_backward", broken)
+    code, found = run_json()
+    assert code == 1
+    of_torch = next(c for c in found["checks"] if c["backend"] == "torch")
+    assert of_torch["verdict"] == "wrong" and of_torch["error_ratio"] is None and of_torch["wrong_decisions"] == 0
+    assert of_torch["ratios"]["d_weight"] is None and of_torch["ratios"]["d_hidden"] <= 1
+    assert of_torch["message"] == "not finite: d_weight"
+    code, out = run()
+    assert code == 1 and "torch on cpu in float32: not finite: d_weight" in out
+
+
+def test_a_crash_is_reported_and_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: Any) -> None:
+        raise RuntimeError("out of\nluck [/]")
+
+    monkeypatch.setattr(portable, "head_backward", crash)
+    code, found = run_json()
+    assert code == 1 and "torch on cpu in float32 crashes" in found["verdict"]
+    assert "triton" not in found["verdict"]
+    of_torch, of_triton = ([c for c in found["checks"] if c["backend"] == name] for name in ("torch", "triton"))
+    assert all(c["verdict"] == "crashed" and c["message"] == "RuntimeError: out of luck [/]" for c in of_torch)
+    assert all(c["verdict"] == "ok" for c in of_triton)
+    code, out = run()
+    assert code == 1 and "torch on cpu in bfloat16: RuntimeError: out of luck [/]" in out
+
+
+def test_auto_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> str:
+        raise OSError("no such driver")
+
+    monkeypatch.setattr(backends, "triton_obstacle", broken)
+    code, found = run_json()
+    assert code == 1 and found["verdict"] == "Do not train with this: backend='auto' fails on cpu."
+    assert found["devices"][0]["auto"] is None and found["devices"][0]["why"] == "OSError: no such driver"
+    assert [c["verdict"] for c in found["checks"]] == ["ok"] * 3  # of backend="torch"
+
+
+# Where something is absent or broken
+
+
+def test_without_triton_it_works_and_says_so() -> None:
+    code, found = run_process(before='sys.modules["triton"] = None')
+    assert code == 0 and found["ok"]
+    assert found["remarks"][0].startswith("Triton cannot be imported: ModuleNotFoundError")
+    cpu = found["devices"][0]
+    assert cpu["auto"] == "torch" and "Triton cannot be imported" in cpu["why"]
+    assert [(c["backend"], c["verdict"]) for c in found["checks"] if c["device"] == "cpu"] == [("torch", "ok")] * 3
+
+
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
+def test_with_a_broken_triton_it_works_and_says_so(error: str, tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(f'raise {error}("built for another libc")')
+    code, found = run_process(PYTHONPATH=str(tmp_path))
+    assert f"Triton cannot be imported: {error}: built for another libc" in found["remarks"]
+    assert "built for another libc" in found["devices"][0]["why"]
+    verdicts = [c["verdict"] for c in found["checks"] if c["device"] == "cpu"]
+    if error == "ImportError":
+        assert code == 0 and verdicts == ["ok"] * 3
+    else:  # torch's own operators import Triton, and let nothing but an ImportError pass
+        assert code == 1 and verdicts == ["crashed"] * 3
+        assert found["checks"][0]["message"] == "RuntimeError: built for another libc"
+
+
+def raises(error: Exception) -> Any:
+    def fn() -> None:
+        raise error
+
+    return fn
+
+
+@pytest.mark.usefixtures("torch_alone")
+@pytest.mark.parametrize(
+    ("is_available", "init", "said"),
+    [
+        (raises(OSError("libcuda.so is truncated")), None, "finds no device: OSError: libcuda.so is truncated"),
+        (lambda: False, raises(RuntimeError("Found no NVIDIA driver")), "RuntimeError: Found no NVIDIA driver"),
+        (lambda: False, lambda: None, "torch is built for CUDA and finds no device"),
+    ],
+)
+def test_a_broken_cuda_is_a_remark(is_available: Any, init: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    code, found = run_json()
+    assert code == 0 and [d["name"] for d in found["devices"]] == ["cpu"]
+    assert any(remark.endswith(said) for remark in found["remarks"])
+    assert {c["device"] for c in found["checks"]} == {"cpu"}
+
+
+@pytest.mark.usefixtures("torch_alone")
+def test_a_device_that_cannot_be_read_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_accelerators", lambda: ([torch.device("cuda", 7)], []))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: 1 / 0)
+    code, found = run_json()
+    assert code == 1 and "backend='auto' fails on cuda:7" in found["verdict"]
+    assert found["devices"][1]["why"] == "ZeroDivisionError: division by zero"
+    assert {c["device"]: c["verdict"] for c in found["checks"]} == {"cpu": "ok", "cuda:7": "crashed"}
+
+
+# Interpreted, compiled
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_are_checked_by_a_child() -> None:
+    code, found = run_process("--interpret")
+    assert code == 0 and found["ok"], found["verdict"]
+    of_triton = [c for c in found["checks"] if c["backend"] == "triton" and c["device"] == "cpu"]
+    assert [c["dtype"] for c in of_triton] == list(DTYPES)
+    assert all(c["verdict"] == "ok" and 0 < c["error_ratio"] <= 1 for c in of_triton)
+
+
+@pytest.mark.usefixtures("torch_alone")
+def test_a_child_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho Segmentation fault >&2\nexit 139\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    code, found = run_json("--interpret")
+    assert code == 1 and "triton on cpu in float32 crashes" in found["verdict"]
+    of_triton = [c for c in found["checks"] if c["backend"] == "triton"]
+    assert [c["message"] for c in of_triton] == ["exit status 139: Segmentation fault"] * 3
+
+
+GOOD = ahead_of_time.Row(
+    "sm_90", "forward_tile", "bf16", "128x256x64 8w 4s", ahead_of_time.Report(168, 0, 98_304, 2, {"wgmma": 16}), []
+)
+BAD = GOOD._replace(kernel="gradient_tile", report=None, faults=["CompilationError: [/] at 3:4"])
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Stands in for the compiler: every kernel it is asked for is good, of sm_80 one is not."""
+    asked: list[list[str]] = []
+
+    def survey(architectures: Any, progress: Any = None) -> list[ahead_of_time.Row]:
+        asked.append(list(architectures))
+        progress(1, 1)
+        return [GOOD, BAD] if "sm_80" in architectures else [GOOD]
+
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(ahead_of_time, "survey", survey)
+    return asked
+
+
+def test_compiled_kernels_are_a_table(compiler: list[list[str]]) -> None:
+    code, out = run("--compile", "--architecture", "sm_90", "--architecture", "sm_100")
+    assert code == 0 and compiler == [["sm_90", "sm_100"]]
+    assert all(text in out for text in ("forward_tile", "168", "98304", "wgmma 16", "Good: all 1 kernels compile"))
+
+
+def test_a_kernel_that_does_not_compile_is_a_failure(compiler: list[list[str]]) -> None:
+    code, out = run("--compile")
+    assert code == 1 and "1 of 2 kernels fail." in out
+    assert "sm_90 gradient_tile, bf16: CompilationError: [/] at 3:4" in out
+    code, found = run_json("--compile")
+    assert code == 1 and not found["ok"] and found["verdict"] == "1 of 2 kernels fail."
+    assert found["rows"][0]["report"]["registers"] == 168 and found["rows"][1]["report"] is None
+    assert found["rows"][1]["faults"] == BAD.faults
+    assert set(compiler[0]) == set(ahead_of_time.SHARED_MEMORY)  # without the option every architecture
+
+
+def test_without_triton_nothing_compiles() -> None:
+    code, found = run_process("--compile", before='sys.modules["triton"] = None')
+    assert code == 1 and not found["ok"] and found["verdict"].startswith("Nothing can be compiled: ModuleNotFoundError")
+
+
+@pytest.mark.slow
+def test_the_real_kernels_are_compiled_for_a_gpu_that_is_not_here() -> None:
+    code, found = run_process("--compile", "--architecture", "sm_90")
+    assert {row["architecture"] for row in found["rows"]} == {"sm_90"}
+    assert {row["kernel"] for row in found["rows"]} >= {"forward_tile", "gradient_tile", "sequence_loss"}
+    assert code == any(row["faults"] for row in found["rows"])  # that there are none is the compile gate's to say
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--compile"], "TRITON_INTERPRET is set"),  # as it is while these tests run
+        (["--compile", "--interpret"], "not both"),
+        (["--architecture", "sm_90"], "goes with --compile"),
+    ],
+)
+def test_what_cannot_be_done_is_said(arguments: list[str], said: str) -> None:
+    code, out = run(*arguments)
+    assert code == 2 and said in " ".join(out.split())
+
+
+def test_an_unknown_architecture_is_refused(compiler: list[list[str]]) -> None:
+    code, out = run("--compile", "--architecture", "sm_70")
+    assert code == 2 and "choose from sm_80" in " ".join(out.split()) and not compiler

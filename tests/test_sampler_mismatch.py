@@ -1,0 +1,153 @@
+"""Importance weights against the sampler, against their formulas over Python numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tolerance import FLOAT64_RELATIVE
+from torch import Tensor
+
+from gspo_kernels import Objective, policy_loss
+from gspo_kernels.sampler_mismatch import LEVELS, MODES, importance_weights, off_policy_mask
+
+
+def batch(packed: bool) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    mask = torch.rand(5, 9, generator=rng) > 0.3
+    mask[2] = False
+    old = -torch.rand(5, 9, generator=rng, dtype=torch.float64)
+    roll = old - 0.5 * torch.randn(5, 9, generator=rng, dtype=torch.float64)
+    old[~mask], roll[~mask] = torch.nan, torch.inf
+    inputs = {"old_log_probs": old, "rollout_log_probs": roll, "mask": mask}
+    if packed:
+        inputs = {k: v.reshape(-1) for k, v in inputs.items()} | {"cu_seqlens": torch.arange(6) * 9}
+    return inputs
+
+
+def expected_weights(level: str, mode: str, low: float, high: float) -> tuple[list[list[float]], list[float], int]:
+    """(weights, the plain ones of tokens that count, how many a bound changed), by the book."""
+    old, roll, mask = (batch(False)[k].tolist() for k in ("old_log_probs", "rollout_log_probs", "mask"))
+    found, plain, bound = [[0.0] * 9 for _ in range(5)], [], 0
+    for i in range(5):
+        tokens = [t for t in range(9) if mask[i][t]]
+        logs = {t: old[i][t] - roll[i][t] for t in tokens}
+        for t in tokens:
+            log = {"token": logs[t], "sequence": sum(logs.values()), "geometric": sum(logs.values()) / len(logs)}[level]
+            rho = math.exp(log)
+            inside = low <= rho <= high
+            bound += not inside
+            found[i][t] = rho if inside else 0.0 if mode == "mask" else min(max(rho, low), high)
+            plain.append(logs[t])
+    return found, plain, bound
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_and_metrics_are_by_the_book(level: str, mode: str, packed: bool) -> None:
+    low, high = 0.8, 1.3
+    ours = importance_weights(**batch(packed), level=level, mode=mode, low=low, high=high)
+    found, plain, bound = expected_weights(level, mode, low, high)
+    expected = torch.tensor(found, dtype=torch.float64)
+    torch.testing.assert_close(ours.weights.view(5, 9), expected, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
+    w, n = expected.flatten(), len(plain)
+    assert 0 < bound < n
+    metrics = {
+        "weight_mean": w.sum() / n, "weight_max": w.max(), "bound_share": bound / n,
+        "effective_sample_size": w.sum() ** 2 / (n * w.square().sum()),
+        "kl_sampler_trainer": sum(math.exp(d) - 1 - d for d in plain) / n,
+    }  # fmt: skip
+    assert ours.metrics.keys() == metrics.keys()
+    for name, value in metrics.items():
+        assert ours.metrics[name].item() == pytest.approx(float(value), rel=1e-9), name
+        assert ours.metrics[name].ndim == 0
+
+
+def test_equal_log_probs_weigh_one() -> None:
+    lp = torch.randn(2, 3)
+    for level in LEVELS:
+        found = importance_weights(lp, lp, torch.ones(2, 3), level=level)
+        assert found.weights.eq(1).all() and found.metrics["effective_sample_size"] == 1
+        assert found.metrics["kl_sampler_trainer"] == found.metrics["bound_share"] == 0
+
+
+def test_a_nan_reaches_the_loss_and_an_overflow_is_bounded() -> None:
+    old, roll = torch.zeros(2, 3), torch.tensor([[0.0, torch.nan, 0.0], [-99.0, -99.0, 0.0]])
+    found = importance_weights(old, roll, torch.ones(2, 3), level="sequence", high=3.0)
+    assert found.weights[0].isnan().all() and found.weights[1].eq(3).all()
+    found = importance_weights(old, roll, torch.ones(2, 3), level="sequence", mode="mask", high=3.0)
+    assert found.weights[0].isnan().all() and found.weights[1].eq(0).all()
+
+
+def test_weights_enter_a_loss() -> None:
+    inputs = batch(False)
+    weights = importance_weights(**inputs).weights
+    lp = inputs["old_log_probs"].clone().requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 1.0, 0.5, 0.0])
+    out = policy_loss(
+        lp, advantages, mask=inputs["mask"], token_weights=weights, objective=Objective(ratio="sequence-token")
+    )
+    (grad,) = torch.autograd.grad(out.loss, lp)
+    lengths = inputs["mask"].sum(1, keepdim=True).clamp(min=1)
+    expected = torch.where(inputs["mask"], -weights * advantages[:, None] / lengths / 4, 0)
+    torch.testing.assert_close(grad, expected.to(grad.dtype))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_off_policy_mask(packed: bool) -> None:
+    inputs = batch(packed)
+    inputs["log_probs"] = inputs.pop("old_log_probs")
+    advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0, -1.0])
+    found = off_policy_mask(**inputs, advantages=advantages, threshold=0.05)
+    new, roll, mask = (inputs[k].view(5, 9) for k in ("log_probs", "rollout_log_probs", "mask"))
+    expected = mask.double()
+    for i in range(5):
+        if mask[i].any() and advantages[i] < 0 and (roll[i] - new[i])[mask[i]].mean() > 0.05:
+            expected[i] = 0
+    assert 0 < expected.sum() < mask.sum()
+    assert torch.equal(found.weights.view(5, 9), expected)
+    assert found.metrics["masked_share"].item() == pytest.approx(1 - (expected.sum() / mask.sum()).item())
+
+
+def test_against_old_log_probs_it_is_the_lower_clip_of_gspo() -> None:
+    rng = torch.Generator().manual_seed(1)
+    old, noise = -torch.rand(64, 5, generator=rng), 1e-3 * torch.randn(64, 5, generator=rng)
+    lp, advantages, threshold = (old + noise).requires_grad_(), -torch.ones(64), 3e-4
+    kept = off_policy_mask(lp, old, advantages, torch.ones(64, 5), threshold=threshold).weights
+    objective = Objective(clip_low=1 - math.exp(-threshold))
+    (grad,) = torch.autograd.grad(policy_loss(lp, advantages, old_log_probs=old, objective=objective).loss, lp)
+    assert torch.equal(grad != 0, kept == 1) and 0 < kept.sum() < kept.numel()
+
+
+ONES = torch.ones(2, 3)
+BAD: dict[str, tuple[Callable[[], object], str, str]] = {
+    "shape": (lambda: importance_weights(ONES, torch.ones(2), ONES), "rollout_log_probs", "[2]"),
+    "half": (lambda: importance_weights(ONES.half(), ONES, ONES), "old_log_probs", "float16"),
+    "level": (lambda: importance_weights(ONES, ONES, ONES, level="turn"), "level", "'turn'"),
+    "mode": (lambda: importance_weights(ONES, ONES, ONES, mode="clip"), "mode", "'clip'"),
+    "low": (lambda: importance_weights(ONES, ONES, ONES, low=-1.0), "low", "-1.0"),
+    "high": (lambda: importance_weights(ONES, ONES, ONES, low=1.0, high=0.5), "high", "0.5"),
+    "mask": (lambda: importance_weights(ONES, ONES, torch.ones(6)), "mask", "[6]"),
+    "offsets": (lambda: importance_weights(ONES[0], ONES[0], ONES[0], cu_seqlens=ONES[0]), "cu_seqlens", "float32"),
+    "threshold": (lambda: off_policy_mask(ONES, ONES, ONES, ONES, threshold=-1), "threshold", "-1"),
+    "advantages": (lambda: off_policy_mask(ONES, ONES, torch.ones(3), ONES, threshold=1.0), "advantages", "[3]"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_argument_is_named(kind: str) -> None:
+    call, name, got = BAD[kind]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    assert f"{name} must be" in str(caught.value) and got in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_empty_batches(shape: tuple[int, int]) -> None:
+    nothing: dict[str, Any] = {"old_log_probs": torch.ones(shape), "rollout_log_probs": torch.ones(shape)}
+    found = importance_weights(**nothing, mask=torch.ones(shape), level="sequence")
+    assert found.weights.shape == shape and all(x == 0 for x in found.metrics.values())

@@ -41,6 +41,7 @@ class Chosen(NamedTuple):
     coefficient: Tensor
     live: LiveTiles
     cell: tuple[int, int]
+    shares: Tensor  # [tiles, N]: what each tile was said to have of a row's probability
 
 
 @contextmanager
@@ -51,7 +52,8 @@ def choices(pays: bool = True) -> Iterator[list[Chosen]]:
 
     def noted(head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: Any, budget: float) -> Any:
         live, work = choose(head, result, coefficient, tiles, budget)
-        made.append(Chosen(head, result, coefficient, live, (tiles.block_rows, tiles.columns)))
+        shares = tiles.share[:, torch.where(head.mask, tiles.place, 0)]
+        made.append(Chosen(head, result, coefficient, live, (tiles.block_rows, tiles.columns), shares))
         return live, work
 
     ops.choose, live_tiles.sparse_pays = noted, lambda rows, width, vocab, share: (share <= 1) & pays
@@ -104,6 +106,8 @@ def assert_dropped_is_what_is_said(sample: Sample, budget: float, backend: str) 
     (chosen,) = made
     d, keep = d_logits(chosen), kept(chosen)
     live = (chosen.head.mask & (chosen.coefficient != 0))[:, None]
+    known = chosen.shares.t()[live[:, 0]]
+    assert ((known >= 0) & (known <= 1 + DROPPED_MASS_RELATIVE)).all()
     total, dropped = d.abs().sum(), d.abs()[~keep & live].sum()
     said = out.metrics["dropped_gradient_mass"].double()
     if total > 0:
@@ -444,7 +448,7 @@ def test_a_head_with_lora_takes_part_in_the_torch_backend() -> None:
         assert tiles is not None
         live, work = live_tiles.choose(head, result, coefficient, tiles, 0.3)
     assert 0 < work.dropped <= 0.3 and live.cells[:, -1].any()
-    chosen = Chosen(merged, result, coefficient, live, (tiles.block_rows, tiles.columns))
+    chosen = Chosen(merged, result, coefficient, live, (tiles.block_rows, tiles.columns), tiles.share)
     d = torch.where(kept(chosen), d_logits(chosen), 0)
     found = portable.head_backward(head, result, coefficient, None, needs, live)
     truth = (d @ weight.double(), d.t() @ hidden.double(), None, d @ right.double(), d.t() @ left.double())

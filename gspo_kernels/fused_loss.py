@@ -62,7 +62,7 @@ def gspo_fused_loss(
         old_log_probs: shape of target_ids, fp32: of the policy before this round of updates. None: on-policy, ratio
             exactly 1. A constant of the loss, like advantages and ref_log_probs.
         ref_log_probs: shape of target_ids, fp32; required for objective.kl_coef > 0.
-        rollout_log_probs: the sampler's own; read only by objective.rollout_correction.
+        rollout_log_probs: the sampler's own, fp32; read only by objective.rollout_correction, which requires it.
         token_weights: [B, 1], [B, T] or [N]; detached; multiplies the policy term, not KL and not entropy.
         bias, logit_scale, logit_softcap, temperature, vocab_size: the rest of the head, as in `linear_log_probs`.
         objective: what is optimised.
@@ -108,14 +108,13 @@ def gspo_fused_loss(
         backend,
     )
     dtype = accumulator(head.hidden.dtype)
-    layout, policy, bad = policy_rows(
+    layout, policy, bad, corrected = policy_rows(
         call, head.mask.view(target_ids.shape), dtype, advantages, cu_seqlens, old_log_probs, ref_log_probs,
         rollout_log_probs, token_weights, objective, normalizer, kl_normalizer,
     )  # fmt: skip
     result, loss, work = ops.fused_loss(head, policy, objective, float(gradient_budget), backend)
-    out = loss_output(
-        loss, layout, result.log_probs, result.entropy if want_entropy else None, policy, objective, invalid + bad
-    )
+    given_entropy = result.entropy if want_entropy else None
+    out = loss_output(loss, layout, result.log_probs, given_entropy, policy, objective, invalid + bad, corrected)
     return out._replace(metrics=out.metrics | work_metrics(work.detach(), _products(head)))
 
 

@@ -22,7 +22,8 @@ from . import metrics
 from .backends import implementation
 from .layout import HeadResult, HeadRows, PolicyResult, PolicyRows, accumulator
 from .live_tiles import LiveTiles, all_columns, choose, exact_work
-from .objective import Objective, select_times
+from .objective import Objective
+from .surrogates import select_times
 
 _HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? adapter_hidden, Tensor? adapter_weight, Tensor target_ids, "
@@ -34,7 +35,8 @@ _POLICY = (
 )
 _OBJECTIVE = (
     "str ratio, str surrogate, float clip_low, float clip_high, float? dual_clip, float? delta, str aggregation, "
-    "float? length_norm, float kl_coef, str kl_estimator, str? kl_aggregation, bool kl_ratio_factor, float entropy_coef"
+    "float? length_norm, float kl_coef, str kl_estimator, str? kl_aggregation, bool kl_ratio_factor, "
+    "float entropy_coef, float sapo_temperature_pos, float sapo_temperature_neg"
 )
 _N_HEAD, _N_POLICY = len(HeadRows._fields), len(PolicyRows._fields)
 _N_OBJECTIVE = len(_OBJECTIVE.split(", "))  # the first fields of Objective; rollout_correction never crosses
@@ -164,7 +166,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 )
 def _policy_loss(*args: Any) -> PolicyResult:
     log_probs, entropy, mask, *rest = args
-    policy, objective = PolicyRows(*rest[:_N_POLICY]), Objective(*rest[_N_POLICY:-1])
+    policy, objective = PolicyRows(*rest[:_N_POLICY]), Objective.restored(rest[_N_POLICY:-1])
     with torch.autocast(log_probs.device.type, enabled=False):
         return implementation(args[-1]).policy_forward(log_probs, entropy, mask, policy, objective)
 
@@ -172,7 +174,7 @@ def _policy_loss(*args: Any) -> PolicyResult:
 @_policy_loss.register_fake
 def _(*args: Any) -> PolicyResult:
     log_probs, _entropy, _mask, *rest = args
-    return _fake_policy(log_probs, PolicyRows(*rest[:_N_POLICY]), Objective(*rest[_N_POLICY:-1]))
+    return _fake_policy(log_probs, PolicyRows(*rest[:_N_POLICY]), Objective.restored(rest[_N_POLICY:-1]))
 
 
 def _fake_policy(rows: Tensor, policy: PolicyRows, objective: Objective) -> PolicyResult:
@@ -273,7 +275,7 @@ def _split_fused(args: tuple[Any, ...]) -> tuple[HeadRows, PolicyRows, Objective
     return (
         HeadRows(*args[:policy_at]),
         PolicyRows(*args[policy_at:objective_at]),
-        Objective(*args[objective_at:-2]),
+        Objective.restored(args[objective_at:-2]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from .backends import pick_backend
 from .layout import Layout, PolicyResult, PolicyRows, packed_layout, padded_layout
 from .log_probs import token_mask
 from .objective import Objective
+from .sampler_mismatch import importance_weights
 from .validation import FLOATS, Call, Said, few
 
 
@@ -25,6 +27,7 @@ class LossOutput(NamedTuple):
         clip_fraction: share of non-empty sequences in which the clip binds on a token, by the sign of the advantage;
             clip_fraction_low at 1 - clip_low, clip_fraction_high at 1 + clip_high or at dual_clip / delta.
         token_clip_fraction: the same as a share of tokens, with _low and _high too.
+            What binds is the surrogate's bound: cispo's for either sign, of gmpo a token's own.
         ratio_mean, ratio_min, ratio_max: of s over non-empty sequences, over tokens for ratio="token".
         kl_to_old: mean over tokens of old - new log-prob, nats: an estimate of KL(old || new) from samples, so it may
             be negative.
@@ -38,13 +41,14 @@ class LossOutput(NamedTuple):
             counted: 4 if all is computed for d_hidden and d_weight, 3 for one of them, 1 without autograd.
         kl: mean over tokens of the objective's estimator; only with ref_log_probs.
         entropy: mean over tokens, nats; only where entropies are computed.
+        rollout_weight_mean, ...: of `sampler_mismatch.Correction`; only with objective.rollout_correction.
         invalid: how many values were refused (out-of-range ids, NaN advantages, ...); more than 0 makes the loss NaN.
     """
 
     loss: Tensor  # []
     log_probs: Tensor  # shape of the tokens, fp32, 0 at masked positions
     entropy: Tensor | None  # shape of the tokens, nats
-    log_ratio: Tensor  # u = log s per sequence, [B] or [S]; per token for ratio="token"
+    log_ratio: Tensor  # u = log s per sequence, [B] or [S], for gmpo of bounded ratios; per token for ratio="token"
     metrics: dict[str, Tensor]
 
 
@@ -75,13 +79,12 @@ def policy_loss(
         old_log_probs: of the policy that is the ratio's denominator. None: on-policy, the ratio is exactly 1. Like
             advantages and ref_log_probs it is a constant of the loss: no gradient flows into it.
         ref_log_probs: of the reference policy; required for kl_coef > 0, else only its KL is reported.
-        rollout_log_probs: the sampler's own; read only by objective.rollout_correction.
+        rollout_log_probs: the sampler's own, fp32; read only by objective.rollout_correction, which requires it.
         token_weights: [B, 1], [B, T] or [N]; detached; multiplies the policy term, not KL and not entropy.
         entropy: per token, in the shape of log_probs; required for entropy_coef != 0 and then differentiable.
         objective: what is optimised.
         normalizer: divides the sum; a number or a tensor with no dimension (never read on the host), e.g. the sequences
-            of all ranks and micro-batches. None: this batch's non-empty sequences, tokens for token-mean, 1 for
-            seq-mean-token-sum-norm.
+            of all ranks and micro-batches. None: this batch's non-empty sequences, tokens for token-mean.
         kl_normalizer: the same for the KL term. None: `normalizer` where the KL aggregates like the policy term.
         backend: "triton", "torch" or "auto".
 
@@ -94,7 +97,7 @@ def policy_loss(
     text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
     call.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
     bool_mask, invalid = token_mask(call, mask, log_probs, log_probs.device)
-    layout, policy, bad = policy_rows(
+    layout, policy, bad, corrected = policy_rows(
         call, bool_mask, log_probs.dtype, advantages, cu_seqlens, old_log_probs, ref_log_probs, rollout_log_probs,
         token_weights, objective, normalizer, kl_normalizer,
     )  # fmt: skip
@@ -116,7 +119,7 @@ def policy_loss(
     )
     kept = torch.where(bool_mask, log_probs.detach(), 0)
     kept_entropy = None if entropy is None else torch.where(bool_mask, entropy.detach(), 0)
-    return loss_output(result, layout, kept, kept_entropy, policy, objective, invalid + bad)
+    return loss_output(result, layout, kept, kept_entropy, policy, objective, invalid + bad, corrected)
 
 
 def policy_rows(
@@ -132,8 +135,11 @@ def policy_rows(
     objective: Objective,
     normalizer: float | Tensor | None,
     kl_normalizer: float | Tensor | None,
-) -> tuple[Layout, PolicyRows, Tensor]:
-    """Check and flatten the arguments that make the loss. Returns (layout, rows, how many values are invalid)."""
+) -> tuple[Layout, PolicyRows, Tensor, dict[str, Tensor]]:
+    """Check and flatten the arguments that make the loss.
+
+    Returns (layout, rows, how many values are invalid, metrics of the rollout correction).
+    """
     shape, device = tuple(mask.shape), mask.device
     if not isinstance(objective, Objective):
         call.fail("objective", "an Objective", Said(f"a {type(objective).__name__}"), TypeError)
@@ -174,12 +180,7 @@ def policy_rows(
     old, ref = per_token("old_log_probs", old_log_probs), per_token("ref_log_probs", ref_log_probs)
     if objective.kl_coef > 0 and ref is None:
         call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
-    if rollout_log_probs is not None:
-        call.fail(
-            "rollout_log_probs",
-            "None, because objective.rollout_correction is None and nothing else reads it",
-            rollout_log_probs,
-        )
+    per_token("rollout_log_probs", rollout_log_probs)
     if token_weights is not None:
         weight_shapes = [shape, (shape[0], 1)] if layout.padded else [shape]
         text = lambda: f"{list(shape)}{' or [B, 1]' if layout.padded else ''}"  # noqa: E731
@@ -188,6 +189,19 @@ def policy_rows(
         wrong = mask.reshape(-1) & ~((flat >= 0) & flat.isfinite())
         expected = "finite and >= 0 where mask is true"
         invalid = invalid + call.flag("token_weights", wrong, expected, lambda: few(flat[wrong]))
+    correction, corrected = objective.rollout_correction, {}
+    if correction is not None:
+        if rollout_log_probs is None or old_log_probs is None:
+            missing = "old_log_probs" if rollout_log_probs is not None else "rollout_log_probs"
+            call.fail(missing, "given, because objective.rollout_correction weighs the one against the other", None)
+        weights, found = importance_weights(
+            old_log_probs, rollout_log_probs, mask, cu_seqlens=cu_seqlens, **asdict(correction)
+        )
+        corrected = {f"rollout_{name}": value for name, value in found.items()}
+        token_weights = weights.reshape(-1).to(dtype) * (1 if token_weights is None else token_weights)
+    elif rollout_log_probs is not None:
+        expected = "None, because objective.rollout_correction is None and nothing else reads it"
+        call.fail("rollout_log_probs", expected, rollout_log_probs)
     call.normalizer("normalizer", normalizer, device)
     call.normalizer("kl_normalizer", kl_normalizer, device)
     return (
@@ -195,6 +209,7 @@ def policy_rows(
         PolicyRows(layout.offsets, per_row, old, ref, token_weights,
                    _as_scalar(normalizer, dtype, device), _as_scalar(kl_normalizer, dtype, device)),
         invalid,
+        corrected,
     )  # fmt: skip
 
 
@@ -206,6 +221,7 @@ def loss_output(
     policy: PolicyRows,
     objective: Objective,
     invalid: Tensor,
+    corrected: dict[str, Tensor],
 ) -> LossOutput:
     """Back to the caller's shapes; invalid values turn the loss, and so its gradient, into NaN."""
     loss = result.loss * torch.where(invalid > 0, torch.nan, 1.0).to(result.loss.dtype)
@@ -216,7 +232,7 @@ def loss_output(
         log_probs.view(layout.shape),
         None if entropy is None else entropy.detach().view(layout.shape),
         log_ratio,
-        named,
+        named | corrected,
     )
 
 

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .closed_form import closed_form as policy_forward
 from .layout import HeadResult, HeadRows
 from .live_tiles import LiveTiles, TileShares
-from .objective import closed_form as policy_forward
 from .portable_tiles import Tiles, add_product_of_tile, cell_shape
 from .precision import exact_products, power_of_two, whole_columns
 

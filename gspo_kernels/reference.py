@@ -66,6 +66,10 @@ def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
     inf, and 0 * inf would be NaN. A token with advantage 0 contributes exactly 0.
     """
     ratio = log_ratio.exp()
+    if objective.surrogate == "sapo":
+        tau = torch.full_like(ratio, objective.sapo_temperature_neg)
+        tau = tau.masked_fill(advantages > 0, objective.sapo_temperature_pos)
+        return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
     low, high = 1 - objective.clip_low, 1 + objective.clip_high
     ceiling = min((c for c in (objective.dual_clip, objective.delta) if c is not None), default=math.inf)
     bound = torch.full_like(ratio, math.nan)  # the constant that replaces s where the clip binds, NaN where it does not
@@ -79,10 +83,35 @@ def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
     return torch.where(advantages == 0, 0.0, -effective * advantages)
 
 
-def kl_to_reference(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimators of KL(policy || reference) (Schulman, "Approximating KL divergence")."""
+def score(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, objective: Any) -> Tensor:
+    """-weight A log p per element, for the surrogates that differentiate the log-prob and not the ratio.
+
+    The weight is 1 for "reinforce" and the ratio within the window, a constant, for "cispo" (arXiv 2506.13585).
+    """
+    weight = torch.ones_like(log_ratio)
+    if objective.surrogate == "cispo":
+        weight = log_ratio.detach().exp().clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    return torch.where(advantages == 0, 0.0, -weight * advantages * log_probs)
+
+
+def bounded(token_log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
+    """GMPO's log-ratios before their mean (arXiv 2507.20673): bound from the side that the advantage pushes to."""
+    capped = token_log_ratio.clamp(max=objective.clip_high)
+    raised = token_log_ratio.clamp(min=-objective.clip_low)
+    return torch.where(advantages > 0, capped, torch.where(advantages < 0, raised, token_log_ratio))
+
+
+def kl_to_reference(log_probs: Tensor, ref_log_probs: Tensor, token_log_ratio: Tensor, estimator: str) -> Tensor:
+    """Per-token estimators of KL(policy || reference) (Schulman, "Approximating KL divergence").
+
+    "k1+" and "k3+" have the value of k1 and k3 and the gradient of k2; "unbiased" is k3 times the token's own ratio.
+    """
     d = log_probs - ref_log_probs
-    return {"k1": d, "k2": 0.5 * d**2, "k3": torch.expm1(-d) + d}[estimator]
+    k2, k3 = 0.5 * d**2, torch.expm1(-d) + d
+    if estimator == "unbiased":
+        return k3 * token_log_ratio.exp()
+    value = {"k1": d, "k2": k2, "k3": k3, "abs": d.abs()}[estimator.removesuffix("+")]
+    return value.detach() + k2 - k2.detach() if estimator.endswith("+") else value
 
 
 def aggregation_weight(aggregation: str, length: int, length_norm: float | None) -> float:
@@ -96,11 +125,9 @@ def aggregation_weight(aggregation: str, length: int, length_norm: float | None)
 
 
 def default_normalizer(aggregation: str, lengths: list[int]) -> float:
-    """Non-empty sequences, or tokens for token-mean, or 1 for seq-mean-token-sum-norm; never 0."""
+    """Non-empty sequences, or tokens for token-mean; never 0."""
     if aggregation == "token-mean":
         return max(sum(lengths), 1)
-    if aggregation == "seq-mean-token-sum-norm":
-        return 1
     return max(sum(length > 0 for length in lengths), 1)
 
 
@@ -160,7 +187,10 @@ def gspo_reference_loss(
 
         # 1. the log-ratio: per token, or the mean over the sequence
         token_log_ratio = lp - (lp.detach() if old is None else old)
-        u = token_log_ratio.sum() / max(length, 1)
+        entering = token_log_ratio
+        if objective.surrogate == "gmpo":
+            entering = bounded(token_log_ratio, advantage, objective)
+        u = entering.sum() / max(length, 1)
         if objective.ratio == "token":
             log_ratio = token_log_ratio
         elif objective.ratio == "sequence":
@@ -171,12 +201,15 @@ def gspo_reference_loss(
         # 2. the policy term, weighted per token, then KL, then the entropy bonus
         if weights is not None:
             advantage = advantage * weights  # weights are >= 0, so this is weight * surrogate; 0 * inf never happens
-        per_token = surrogate(log_ratio, advantage, objective)
+        if objective.surrogate in ("cispo", "reinforce"):
+            per_token = score(log_ratio, advantage, lp, objective)
+        else:
+            per_token = surrogate(log_ratio, advantage, objective)
         if length:
             c = aggregation_weight(objective.aggregation, length, objective.length_norm) / normalizer
             loss = loss + c * (per_token - objective.entropy_coef * entropy).sum()
             if objective.kl_coef > 0:
-                kl = kl_to_reference(lp, ref, objective.kl_estimator)
+                kl = kl_to_reference(lp, ref, token_log_ratio, objective.kl_estimator)
                 if objective.kl_ratio_factor:
                     kl = kl * log_ratio.exp()
                 c = aggregation_weight(kl_aggregation, length, objective.length_norm) / kl_normalizer

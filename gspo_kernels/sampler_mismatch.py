@@ -8,23 +8,38 @@ With pi the trainer's policy that the ratio starts from (`old_log_probs`) and mu
     TRL sequence_*, verl sequence             level="sequence": the product of the rho_t
     ms-swift sequence_*, ROLL geometric       level="geometric": their geometric mean
 
-The weights go into `token_weights` of the losses, which multiplies the policy term and neither KL nor entropy. To take
+The weights go into `token_weights` of the losses, which multiplies the policy term and neither KL nor entropy; with
+`Objective(rollout_correction=RolloutCorrection(...))` the loss computes them and adds their metrics to its own. To take
 the sampler's log-probs for the old ones instead (GSPO's paper, 5.4; verl's bypass mode), pass them as `old_log_probs`.
 Nothing is read on the host, and nothing has a gradient.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .layout import Layout, packed_layout, padded_layout, segment_sum
-from .validation import FLOATS, Call
+from .validation import FLOATS, Call, Field
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """`Objective.rollout_correction`: what `importance_weights` is to do, by the names of its arguments."""
+
+    level: str = "token"
+    mode: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_bounds(Field("RolloutCorrection"), self.level, self.mode, self.low, self.high)
 
 
 class Correction(NamedTuple):
@@ -70,10 +85,7 @@ def importance_weights(
     call = Call("importance_weights")
     layout, counts = _layout(call, mask, cu_seqlens)
     difference = _difference(call, layout, counts, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
-    call.choice("level", level, LEVELS)
-    call.choice("mode", mode, MODES)
-    call.number("low", low, "a number >= 0", lambda x: x >= 0)
-    call.number("high", high, f"a number >= low = {low:g}", lambda x: x >= low)
+    check_bounds(call, level, mode, low, high)
     log_weight = difference if level == "token" else _of_sequence(difference, counts, layout, mean=level == "geometric")
     raw = log_weight.exp()
     outside = (raw < low) | (raw > high)
@@ -129,6 +141,13 @@ def off_policy_mask(
     weights = torch.where(counts & ~dropped, 1.0, 0.0).to(difference.dtype)
     share = dropped.sum() / counts.sum().clamp(min=1)
     return Correction(weights.view(layout.shape), {"masked_share": share.to(difference.dtype)})
+
+
+def check_bounds(check: Field, level: str, mode: str, low: float, high: float) -> None:
+    check.choice("level", level, LEVELS)
+    check.choice("mode", mode, MODES)
+    check.number("low", low, "a number >= 0", lambda x: x >= 0)
+    check.number("high", high, f"a number >= low = {low:g}", lambda x: x >= low)
 
 
 def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:

@@ -137,7 +137,9 @@ def make_sample(
         u = torch.where(side < 0, -objective.clip_low * spread, objective.clip_high * spread) * side.abs()
         u = u + 0.1 * min(objective.clip_low, objective.clip_high) * randn(sequences)
         per_token = u[:, None].expand(shape)
-        if objective.ratio == "token":
+        if objective.surrogate == "gmpo":  # bounds tokens: some of each sequence, and not all
+            per_token = per_token * 1.5 * torch.rand(shape, generator=rng)
+        elif objective.ratio == "token":
             per_token = per_token[:, torch.randperm(longest, generator=rng)] * (torch.rand(shape, generator=rng) + 0.5)
         else:
             noise = randn(*shape).masked_fill(~mask, 0) * 0.02

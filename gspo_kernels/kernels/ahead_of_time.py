@@ -78,6 +78,9 @@ OBJECTIVES: dict[str, Objective] = {
     "gspo": Objective(),
     "gspo everything": Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=3.0),
     "grpo everything": Objective(ratio="token", kl_coef=0.1, entropy_coef=0.1, aggregation="token-mean", delta=2.0),
+    "gmpo": Objective(surrogate="gmpo", kl_coef=0.1, kl_estimator="unbiased"),
+    "cispo": Objective(ratio="token", surrogate="cispo", kl_coef=0.1, kl_estimator="k3+"),
+    "sapo": Objective(ratio="token", surrogate="sapo"),
 }
 
 

@@ -5,6 +5,8 @@ import triton.language as tl
 
 # exp of it is 0 in fp32 and fp64, and 0 * it is 0.
 LOG_OF_NOTHING: tl.constexpr = tl.constexpr(-1000.0)
+# exp of it is finite in fp32, and a sigmoid of that has no slope left.
+FAR: tl.constexpr = tl.constexpr(80.0)
 
 
 @triton.jit
@@ -65,3 +67,9 @@ def finite(largest):
 def at_least(x, bound):
     """max(x, bound) that keeps NaN."""
     return tl.where(x < bound, bound, x)
+
+
+@triton.jit
+def at_most(x, bound):
+    """min(x, bound) that keeps NaN."""
+    return tl.where(x > bound, bound, x)

@@ -18,7 +18,18 @@ from torch import Tensor
 from ..layout import PolicyResult, PolicyRows
 from ..metrics import NAMES
 from ..objective import RATIOS, Objective
-from .coefficient import kl_and_slope, objective_arguments, select_times, share_of_token, surrogate_and_slope
+from .coefficient import (
+    CISPO,
+    GMPO,
+    REINFORCE,
+    bounded,
+    kl_and_slope,
+    objective_arguments,
+    select_times,
+    share_of_token,
+    surrogate,
+    token_log_ratio,
+)
 from .launch import launch
 from .totals import (
     DEAD,
@@ -74,11 +85,13 @@ def sequence_loss(
     clip_low: tl.float64,
     clip_high: tl.float64,
     ceiling: tl.float64,
+    temperature_pos: tl.float64,
+    temperature_neg: tl.float64,
     length_norm: tl.float64,
     kl_coef: tl.float64,
     entropy_coef: tl.float64,
     RATIO_KIND: tl.constexpr,  # indexes objective.RATIOS
-    CLIP: tl.constexpr,
+    SURROGATE: tl.constexpr,  # indexes objective.SURROGATES
     HAS_CEILING: tl.constexpr,
     AGGREGATION: tl.constexpr,  # indexes objective.AGGREGATIONS
     KL_AGGREGATION: tl.constexpr,
@@ -102,7 +115,11 @@ def sequence_loss(
         for start in range(begin, end, BLOCK):
             t = start + tl.arange(0, BLOCK)
             counts = tl.load(mask + t, mask=t < end, other=0) != 0
-            total += _token_log_ratio(log_probs, old_log_probs, t, counts).to(tl.float64)
+            r = token_log_ratio(log_probs, old_log_probs, t, counts)
+            if SURROGATE == GMPO:
+                advantage = tl.load(advantages + t, mask=counts, other=0.0)
+                r, low, high = bounded(r, advantage, log_low, log_high, ACC)
+            total += r.to(tl.float64)
         u = tl.sum(total, 0).to(ACC) / tl.maximum(length, 1.0)
         tl.store(log_ratio + i, u)
 
@@ -113,19 +130,25 @@ def sequence_loss(
     for start in range(begin, end, BLOCK):
         t = start + tl.arange(0, BLOCK)
         counts = tl.load(mask + t, mask=t < end, other=0) != 0
-        r = _token_log_ratio(log_probs, old_log_probs, t, counts)
+        r = token_log_ratio(log_probs, old_log_probs, t, counts)
         v = r if RATIO_KIND == 2 else tl.where(counts, u, 0.0)
         advantage = tl.load(advantages + t, mask=counts, other=0.0)
-        value, slope, low, high = surrogate_and_slope(
-            v, advantage, log_low, log_high, log_ceiling, clip_low, clip_high, ceiling, CLIP, HAS_CEILING, ACC
-        )
+        value, slope, low, high = surrogate(
+            v, advantage, log_low, log_high, log_ceiling, clip_low, clip_high, ceiling, temperature_pos,
+            temperature_neg, SURROGATE, HAS_CEILING, ACC,
+        )  # fmt: skip
+        if SURROGATE == GMPO:
+            _, low, high = bounded(r, advantage, log_low, log_high, ACC)
         if token_weights is not None:
             weight = tl.load(token_weights + t, mask=counts, other=0.0)
             value, slope = select_times(weight, value), select_times(weight, slope)
         part, loss_of_token, direct = share * slope, share * value, tl.zeros([BLOCK], ACC)
+        if (SURROGATE == CISPO) | (SURROGATE == REINFORCE):  # not by the ratio, by the token's own log-prob
+            lp = tl.load(log_probs + t, mask=counts, other=0.0)
+            part, direct, loss_of_token = direct, part, select_times(share * value, lp)
         if ref_log_probs is not None:
             lp = tl.load(log_probs + t, mask=counts, other=0.0)
-            kl, kl_slope = kl_and_slope(lp - tl.load(ref_log_probs + t, mask=counts, other=0.0), ESTIMATOR)
+            kl, kl_slope = kl_and_slope(lp - tl.load(ref_log_probs + t, mask=counts, other=0.0), r, ESTIMATOR)
             kl_sum += tl.where(counts, kl, 0.0).to(tl.float64)
             if HAS_KL:
                 factor = tl.where(counts, kl_share, 0.0)
@@ -133,7 +156,7 @@ def sequence_loss(
                     factor = tl.where(counts, kl_share * tl.exp(v), 0.0)
                     part += select_times(kl, factor)
                 loss_of_token += select_times(kl, factor)
-                direct = select_times(kl_slope, factor)
+                direct += select_times(kl_slope, factor)
         if entropy is not None:
             h = tl.load(entropy + t, mask=counts, other=0.0)
             entropy_sum += h.to(tl.float64)
@@ -164,7 +187,13 @@ def sequence_loss(
         counts = tl.load(mask + t, mask=t < end, other=0) != 0
         whole = tl.load(coefficient + t, mask=counts, other=0.0)
         if RATIO_KIND == 0:
-            whole += tl.where(counts, through_ratio, 0.0)
+            inside = counts
+            if SURROGATE == GMPO:
+                r = token_log_ratio(log_probs, old_log_probs, t, counts)
+                advantage = tl.load(advantages + t, mask=counts, other=0.0)
+                r, low, high = bounded(r, advantage, log_low, log_high, ACC)
+                inside = counts & (low == 0) & (high == 0)
+            whole += tl.where(inside, through_ratio, 0.0)
             tl.store(coefficient + t, whole, mask=t < end)
         dead = whole == 0
         if entropy_coefficient is not None:
@@ -192,16 +221,6 @@ def sequence_loss(
         tl.store(at + RATIO * sequences, tl.where(filled, s, 0.0))
         tl.store(at + RATIO_MIN * sequences, tl.where(filled, s, float("inf")))
         tl.store(at + RATIO_MAX * sequences, tl.where(filled, s, float("-inf")))
-
-
-@triton.jit
-def _token_log_ratio(log_probs, old_log_probs, t, counts):
-    """lp - old, 0 where a token does not count; without old log-probs 0, or NaN where lp is not finite."""
-    lp = tl.load(log_probs + t, mask=counts, other=0.0)
-    if old_log_probs is not None:
-        return lp - tl.load(old_log_probs + t, mask=counts, other=0.0)
-    else:
-        return lp - lp
 
 
 def policy_forward(
@@ -271,7 +290,5 @@ def policy_forward(
 
 def _normalizer(aggregation: str, lengths: Tensor) -> Tensor:
     """What the sums are divided by if the caller does not say."""
-    if aggregation == "seq-mean-token-sum-norm":
-        return torch.ones((), dtype=lengths.dtype, device=lengths.device)
     counted = lengths if aggregation == "token-mean" else (lengths > 0).to(lengths.dtype)
     return counted.sum().clamp(min=1)

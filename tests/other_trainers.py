@@ -1,0 +1,91 @@
+"""A batch of log-probs to put before several trainers, and what it means that two of them agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tolerance import PARITY_GRADIENT_RELATIVE, check_loss
+from torch import Tensor
+
+from gspo_kernels import Objective, policy_loss
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gspo": {},
+    "gspo-token": {},
+    "grpo": {},
+    "dapo": {},
+    "bnpo": {},
+    "dr_grpo": {"length_norm": 32},
+    "luspo": {},
+    "cispo": {"clip_high": 0.5},  # the preset's cap of 5 would never bind here
+    "sapo": {},
+    "gmpo": {},
+    "reinforce": {},
+}
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Float64, [B, T] or [B]; holes in the middle of sequences, one of a single token, one with advantage 0."""
+
+    log_probs: Tensor
+    old: Tensor
+    ref: Tensor
+    mask: Tensor  # bool
+    advantages: Tensor  # [B]
+    weights: Tensor | None = None
+
+    def double_mask(self) -> Tensor:
+        return self.mask.double()
+
+
+def rollout(objective: Objective, seed: int = 0, weights: bool = False) -> Rollout:
+    """Ratios on both sides of the objective's window and inside it, for both signs of the advantage."""
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([9, 1, 12, 7, 5, 11, 8, 6, 13, 4, 10, 3])
+    shape = (len(lengths), 16)
+    mask = torch.arange(shape[1])[None, :] < lengths[:, None]
+    mask &= torch.rand(shape, generator=rng) > 0.2
+    mask[:, 0] = True
+    randn = lambda: torch.randn(shape, generator=rng, dtype=torch.float64)  # noqa: E731
+    log_probs = -randn().abs() - 0.1
+    if objective.ratio == "token" or objective.surrogate == "gmpo":
+        r = randn() * max(objective.clip_low % 1, objective.clip_high % 1, 0.2) * 1.5
+    else:
+        side = torch.tensor([-2.0, -2.0, 0.3, -0.3, 2.0, 2.0]).repeat(2)[:, None]
+        noise = torch.where(mask, 0.05 * randn(), 0)
+        noise -= noise.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+        r = noise + side * objective.clip_high
+    advantages = torch.randn(len(lengths), generator=rng, dtype=torch.float64).abs() + 0.1
+    advantages *= torch.tensor([1.0, -1.0]).repeat(6)
+    advantages[-1] = 0
+    token_weights = torch.rand(shape, generator=rng, dtype=torch.float64) + 0.5 if weights else None
+    batch = Rollout(log_probs, log_probs - r, log_probs + 0.3 * randn(), mask, advantages, token_weights)
+    if objective.surrogate not in ("sapo", "reinforce"):
+        out, _ = ours(batch, objective, "torch")
+        metrics = {name: out.metrics[f"token_clip_fraction{name}"] for name in ("", "_low", "_high")}
+        assert 0 < metrics[""] < 1 and metrics["_high"] > 0, metrics
+        assert metrics["_low"] > 0 or objective.clip_low == 1
+    return batch
+
+
+def ours(batch: Rollout, objective: Objective, backend: str, **options: Any) -> tuple[Any, Tensor]:
+    """Our output and d(loss) / d(log_probs)."""
+    log_probs = batch.log_probs.clone().requires_grad_()
+    out = policy_loss(
+        log_probs, batch.advantages, mask=batch.mask, old_log_probs=batch.old, objective=objective, backend=backend,
+        ref_log_probs=batch.ref if objective.kl_coef > 0 else None, token_weights=batch.weights, **options,
+    )  # fmt: skip
+    out.loss.backward()
+    assert log_probs.grad is not None
+    return out, log_probs.grad
+
+
+def assert_agree(batch: Rollout, found: tuple[Any, Tensor], loss: Tensor, gradient: Tensor) -> None:
+    out, ours_gradient = found
+    check_loss(out.loss, loss, batch.advantages)
+    assert gradient.norm() > 0
+    difference = (ours_gradient.double() - gradient.double())[batch.mask].norm() / gradient[batch.mask].norm()
+    assert difference <= PARITY_GRADIENT_RELATIVE, f"gradients differ by {difference:.2e} of their norm"

@@ -26,6 +26,9 @@ LOSS_PER_ADVANTAGE = 1e-6
 # Gradients of two trainers on one batch, in float64 (some add 1e-8 to what they divide by), over their norm.
 PARITY_GRADIENT_RELATIVE = 1e-6
 
+# Another fp32 implementation from hidden states: two roundings of every logit.
+LIGER_GRADIENT_RELATIVE = 1e-5
+
 # A log-ratio is a difference of log-probs: its error is on their scale, per dtype of the accumulators.
 LOG_RATIO_RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12}
 

@@ -1,0 +1,152 @@
+"""TRL's own `_compute_loss`, on a stand-in for its trainer that hands it our log-probs, and ours agree."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from other_trainers import Rollout, assert_agree, ours, rollout
+from torch import Tensor
+
+from gspo_kernels import Objective
+from gspo_kernels.sampler_mismatch import off_policy_mask
+
+trl = pytest.importorskip("trl")
+from trl import GRPOTrainer  # noqa: E402
+from trl.experimental.gmpo import GMPOTrainer  # noqa: E402
+
+LONGEST = 32
+SEQUENCE, TOKEN = "sequence", "token"
+GRADIENT_STEPS, PER_GENERATION, PROCESSES = 2, 4, 3
+
+# Our objective, and what to set in GRPOConfig for it.
+CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
+    "gspo": (Objective(), {"loss_type": "grpo", "level": SEQUENCE}),
+    "gspo delta": (Objective(delta=1.0006), {"loss_type": "grpo", "level": SEQUENCE, "delta": 1.0006}),
+    "gspo k3": (Objective(kl_coef=0.1), {"loss_type": "grpo", "level": SEQUENCE, "beta": 0.1}),
+    "gspo k3, bias-corrected": (
+        Objective(kl_coef=0.1, kl_ratio_factor=True),
+        {"loss_type": "grpo", "level": SEQUENCE, "beta": 0.1, "use_bias_correction_kl": True},
+    ),
+    "gspo with dapo's weights": (
+        Objective.preset("luspo", clip_low=3e-4, clip_high=4e-4, aggregation="token-mean"),
+        {"loss_type": "dapo", "level": SEQUENCE},
+    ),
+    "grpo": (Objective.preset("grpo"), {"loss_type": "grpo"}),
+    "grpo delta": (Objective.preset("grpo", delta=1.3), {"loss_type": "grpo", "delta": 1.3}),
+    "grpo unbiased k3": (
+        Objective.preset("grpo", kl_coef=0.1, kl_estimator="unbiased"),
+        {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True},
+    ),
+    "bnpo": (Objective.preset("bnpo"), {"loss_type": "bnpo"}),
+    "dapo": (Objective.preset("dapo"), {"loss_type": "dapo"}),
+    "dr_grpo": (Objective.preset("dr_grpo", length_norm=LONGEST), {"loss_type": "dr_grpo"}),
+    "luspo": (Objective.preset("luspo"), {"loss_type": "luspo", "level": SEQUENCE}),
+    "cispo": (Objective.preset("cispo", clip_high=0.5), {"loss_type": "cispo", "epsilon_high": 1.5}),
+    "cispo of sequences": (
+        Objective.preset("cispo", ratio="sequence", clip_high=4e-4),
+        {"loss_type": "cispo", "epsilon_high": 1.0004, "level": SEQUENCE},
+    ),
+    "sapo": (Objective.preset("sapo"), {"loss_type": "sapo"}),
+    "sapo of sequences": (
+        Objective.preset("sapo", ratio="sequence"), {"loss_type": "sapo", "level": SEQUENCE},
+    ),
+    "gmpo": (Objective.preset("gmpo"), {"loss_type": "gmpo"}),
+    "gmpo k3": (Objective.preset("gmpo", kl_coef=0.1), {"loss_type": "gmpo", "beta": 0.1}),
+}  # fmt: skip
+
+
+def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float | None = None) -> tuple[Any, ...]:
+    """(loss, d(loss) / d(log_probs), TRL's metrics) of one micro-batch in training."""
+    log_probs = b.log_probs.clone().requires_grad_()
+    args = SimpleNamespace(
+        use_bias_correction_kl=config.get("use_bias_correction_kl", False),
+        delta=config.get("delta"),
+        sapo_temperature_pos=o.sapo_temperature_pos,
+        sapo_temperature_neg=o.sapo_temperature_neg,
+        steps_per_generation=PER_GENERATION,
+    )
+    stub = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None),
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=threshold, args=args,
+        get_off_policy_mask=getattr(GRPOTrainer, "get_off_policy_mask", None),
+        importance_sampling_level=config.get("level", TOKEN), loss_type=config["loss_type"],
+        beta=config.get("beta", 0.0), epsilon_low=o.clip_low, epsilon_high=config.get("epsilon_high", o.clip_high),
+        use_vllm=b.weights is not None, vllm_importance_sampling_correction=True, max_completion_length=LONGEST,
+        current_gradient_accumulation_steps=GRADIENT_STEPS, _entropy_bonus_enabled=False,
+        model=SimpleNamespace(training=True), _metrics={"train": defaultdict(list)},
+        accelerator=SimpleNamespace(
+            num_processes=PROCESSES, reduce=lambda x, reduction: x, gather=lambda x: x, sync_gradients=True
+        ),
+    )  # fmt: skip
+    ids, mask = torch.zeros_like(b.mask, dtype=torch.int64), b.mask.long()
+    inputs = {
+        "prompt_ids": ids[:, :2], "prompt_mask": mask[:, :2], "completion_ids": ids, "completion_mask": mask,
+        "advantages": b.advantages, "old_per_token_logps": b.old, "ref_per_token_logps": b.ref,
+        # of the whole generation batch: here every process has PER_GENERATION micro-batches like this one
+        "num_items_in_batch": mask.sum() * PER_GENERATION * PROCESSES,
+    }  # fmt: skip
+    if b.weights is not None:
+        inputs["importance_sampling_ratio"] = b.weights
+    trainer = GMPOTrainer if config["loss_type"] == "gmpo" else GRPOTrainer
+    loss = trainer._compute_loss(stub, stub.model, inputs)
+    loss.backward()
+    assert log_probs.grad is not None
+    # TRL has divided by the micro-batches of an optimizer step.
+    return loss.detach() * GRADIENT_STEPS, log_probs.grad * GRADIENT_STEPS, stub._metrics["train"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_trls(name: str, backend: str) -> None:
+    objective, config = CASES[name]
+    batch = rollout(objective)
+    loss, gradient, metrics = trl_loss(batch, objective, config)
+    found = ours(batch, objective, backend)
+    assert_agree(batch, found, loss, gradient)
+    if "clip_ratio/region_mean" in metrics and config["loss_type"] != "gmpo" and "delta" not in config:
+        # Per sequence at sequence level, per token otherwise.
+        share = "clip_fraction" if config.get("level") == SEQUENCE else "token_clip_fraction"
+        for theirs, name in {"low_mean": "_low", "high_mean": "_high", "region_mean": ""}.items():
+            assert metrics[f"clip_ratio/{theirs}"][0] == pytest.approx(found[0].metrics[share + name].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("gmpo")])
+def test_importance_sampling_ratios_are_token_weights(name: str, backend: str) -> None:
+    objective, config = CASES[name]
+    batch = rollout(objective, seed=3, weights=True)
+    loss, gradient, _ = trl_loss(batch, objective, config)
+    assert_agree(batch, ours(batch, objective, backend), loss, gradient)
+
+
+def test_the_off_policy_mask_is_token_weights(backend: str) -> None:
+    objective = Objective.preset("grpo")
+    batch = rollout(objective, seed=4)
+    config = CASES["grpo"][1]
+    loss, gradient, _ = trl_loss(batch, objective, config, threshold=0.01)
+    found = off_policy_mask(batch.log_probs, batch.old, batch.advantages, batch.mask, threshold=0.01)
+    assert 0 < found.metrics["masked_share"] < 1
+    assert_agree(batch, ours(replace(batch, weights=found.weights), objective, backend), loss, gradient)
+
+
+def test_the_normalizer_of_trls_default_is_the_generation_batch(backend: str) -> None:
+    """dapo divides by tokens per process of an accumulation window: give it as `normalizer` and gradients add up."""
+    objective, config = CASES["dapo"]
+    batch = rollout(objective)
+    loss, gradient, _ = trl_loss(batch, objective, config)
+    window = batch.mask.sum() * GRADIENT_STEPS
+    out, ours_gradient = ours(batch, objective, backend, normalizer=window)
+    assert_agree(batch, (out, ours_gradient), loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
+
+
+def test_trls_luspo_is_gspo_times_length() -> None:
+    """The trap of trl#3823: the sequence level with loss_type dapo is LUSPO up to a constant."""
+    objective, config = CASES["gspo with dapo's weights"]
+    batch = rollout(objective)
+    _, gradient, _ = trl_loss(batch, objective, config)
+    lengths: Tensor = batch.mask.sum(1)
+    _, by_length = ours(batch, replace(objective, aggregation="seq-mean-token-sum"), "torch")
+    torch.testing.assert_close(gradient * lengths.sum() / len(lengths), by_length)

@@ -1,0 +1,175 @@
+"""verl's own policy losses, KL estimators, advantages and rollout weights agree with ours.
+
+verl wants an older transformers than the tested one: `make parity` runs this file in an environment of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from other_trainers import Rollout, assert_agree, ours, rollout
+from torch import Tensor
+
+from gspo_kernels import Objective
+from gspo_kernels.advantages import group_advantages, whiten
+from gspo_kernels.sampler_mismatch import importance_weights
+
+pytest.importorskip("verl")
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.workers.config import ActorConfig
+
+# Our objective, verl's name of the loss and its aggregation.
+SEQUENCES = "seq-mean-token-mean"
+CASES: dict[str, tuple[Objective, str, str]] = {
+    "gspo": (Objective(ratio="sequence-token"), "gspo", SEQUENCES),
+    "gspo, token-mean as by default": (
+        Objective.preset("luspo", ratio="sequence-token", clip_low=3e-4, clip_high=4e-4, aggregation="token-mean"),
+        "gspo", "token-mean",
+    ),
+    "ppo": (Objective.preset("grpo", dual_clip=3.0), "vanilla", SEQUENCES),
+    "dapo": (Objective.preset("dapo", dual_clip=3.0), "vanilla", "token-mean"),
+    "sums of tokens": (
+        Objective.preset("grpo", dual_clip=3.0, aggregation="seq-mean-token-sum"), "vanilla", "seq-mean-token-sum",
+    ),
+    "dr_grpo": (Objective.preset("dr_grpo", dual_clip=3.0, length_norm=32), "vanilla", "seq-mean-token-sum-norm"),
+    "cispo": (Objective.preset("cispo", clip_low=0.2, clip_high=0.28), "cispo", "token-mean"),
+    "sapo": (Objective.preset("sapo"), "sapo", SEQUENCES),
+    "gmpo": (Objective.preset("gmpo"), "geo_mean", "token-mean"),
+    "reinforce": (Objective.preset("reinforce"), "gpg", "seq-mean-token-sum"),
+}  # fmt: skip
+
+
+def config(objective: Objective, aggregation: str, **batch: Any) -> ActorConfig:
+    actor = ActorConfig(
+        strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=4, clip_ratio_low=objective.clip_low,
+        clip_ratio_high=objective.clip_high, clip_ratio_c=objective.dual_clip or 3.0, loss_agg_mode=aggregation,
+        tau_pos=objective.sapo_temperature_pos, tau_neg=objective.sapo_temperature_neg,
+    )  # fmt: skip
+    actor.global_batch_info.update(loss_scale_factor=32, **batch)
+    return actor
+
+
+def verl_loss(
+    b: Rollout, o: Objective, loss: str, aggregation: str, **batch: Any
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    log_probs = b.log_probs.clone().requires_grad_()
+    value, metrics = core_algos.get_policy_loss_fn(loss)(
+        old_log_prob=b.old, log_prob=log_probs, advantages=b.advantages[:, None].expand_as(b.old),
+        response_mask=b.double_mask(), loss_agg_mode=aggregation, config=config(o, aggregation, **batch),
+        rollout_is_weights=b.weights,
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(value, log_probs)
+    return value.detach(), gradient, metrics
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_verls(name: str, backend: str) -> None:
+    objective, loss, aggregation = CASES[name]
+    batch = rollout(objective)
+    value, gradient, metrics = verl_loss(batch, objective, loss, aggregation)
+    found = ours(batch, objective, backend)
+    assert_agree(batch, found, value, gradient)
+    if loss == "gspo":  # its cispo counts tokens of advantage 0 too
+        assert metrics["actor/pg_clipfrac"] == pytest.approx(found[0].metrics["token_clip_fraction"].item(), abs=1e-6)
+    if "actor/ppo_kl" in metrics:
+        assert metrics["actor/ppo_kl"] == pytest.approx(found[0].metrics["kl_to_old"].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "gmpo"])
+def test_rollout_weights_are_token_weights(name: str, backend: str) -> None:
+    objective, loss, aggregation = CASES[name]
+    batch = rollout(objective, seed=2, weights=True)
+    value, gradient, _ = verl_loss(batch, objective, loss, aggregation)
+    assert_agree(batch, ours(batch, objective, backend), value, gradient)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "gmpo"])
+def test_normalizers_of_the_global_batch(name: str, backend: str) -> None:
+    """verl multiplies by the ranks, whose gradients are averaged, and divides by what all of them have."""
+    objective, loss, aggregation = CASES[name]
+    batch = rollout(objective, seed=3)
+    size = {"dp_size": 4, "batch_num_tokens": 301, "global_batch_size": 48}
+    value, gradient, _ = verl_loss(batch, objective, loss, aggregation, **size)
+    normalizer = (301 if aggregation == "token-mean" else 48) / 4
+    assert_agree(batch, ours(batch, objective, backend, normalizer=normalizer), value, gradient)
+
+
+def test_verls_gspo_is_the_token_form(backend: str) -> None:
+    """Equal to the sequence form with one weight per sequence, not with one per token."""
+    objective, loss, aggregation = CASES["gspo"]
+    whole = replace(objective, ratio="sequence")
+    batch = rollout(objective)
+    value, gradient, _ = verl_loss(batch, objective, loss, aggregation)
+    assert_agree(batch, ours(batch, whole, backend), value, gradient)
+    batch = rollout(objective, weights=True)
+    value, gradient, _ = verl_loss(batch, objective, loss, aggregation)
+    _, other = ours(batch, whole, backend)
+    assert (other - gradient).norm() > 0.1 * gradient.norm()
+    torch.testing.assert_close((other * batch.mask).sum(1), gradient.sum(1))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
+def test_estimators_of_kl_are_verls(estimator: str, backend: str) -> None:
+    objective = Objective(kl_coef=1.0, kl_estimator=estimator, kl_aggregation="token-mean")
+    batch = rollout(objective)
+    idle = replace(batch, advantages=torch.zeros_like(batch.advantages))  # the KL alone
+    log_probs = batch.log_probs.clone().requires_grad_()
+    kl = core_algos.kl_penalty(log_probs, batch.ref, estimator)
+    loss = core_algos.agg_loss(kl, batch.double_mask(), "token-mean")
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    assert_agree(batch, ours(idle, objective, backend), loss.detach(), gradient)
+
+
+Estimator = Callable[..., tuple[Tensor, Tensor]]
+ADVANTAGES: dict[str, tuple[Estimator, dict[str, Any], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    "grpo": (
+        core_algos.compute_grpo_outcome_advantage, {}, lambda r, i, m: group_advantages(r, group_ids=i)[:, None] * m,
+    ),
+    "dr_grpo": (
+        core_algos.compute_grpo_outcome_advantage, {"norm_adv_by_std_in_grpo": False},
+        lambda r, i, m: group_advantages(r, group_ids=i, scale="none")[:, None] * m,
+    ),
+    "rloo": (
+        core_algos.compute_rloo_outcome_advantage, {},
+        lambda r, i, m: group_advantages(r, group_ids=i, baseline="leave-one-out", scale="none")[:, None] * m,
+    ),
+    "reinforce++ with a baseline": (
+        core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage, {},
+        lambda r, i, m: whiten(group_advantages(r, group_ids=i, scale="none")[:, None].expand_as(m), m),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages_are_verls(name: str) -> None:
+    theirs, options, mine = ADVANTAGES[name]
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.tensor([4, 4, 4, 9, 9, 4, 0, 0, 9, 0, 0])
+    rewards = torch.rand(11, generator=rng, dtype=torch.float64)
+    mask = torch.arange(7)[None, :] < torch.randint(1, 8, (11, 1), generator=rng)
+    at_the_end = torch.zeros(11, 7, dtype=torch.float64)
+    at_the_end[:, 0] = rewards  # verl sums over the row
+    expected, _ = theirs(at_the_end, mask.double(), index=ids.numpy().astype(np.int64), **options)
+    torch.testing.assert_close(mine(rewards, ids, mask.double()), expected)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_rollout_weights_are_verls(level: str, mode: str) -> None:
+    batch = rollout(Objective.preset("grpo"))
+    batch = replace(batch, old=batch.log_probs - 4 * (batch.log_probs - batch.old))
+    threshold, low = (2.0, 0.0) if mode == "truncate" else ("0.5_2.0", 0.5)
+    expected, metrics = compute_rollout_correction_weights(
+        batch.log_probs - batch.old, batch.double_mask(), rollout_is=level, rollout_is_threshold=threshold
+    )
+    found = importance_weights(batch.log_probs, batch.old, batch.mask, level=level, mode=mode, low=low, high=2.0)
+    torch.testing.assert_close(found.weights, expected)
+    assert 0 < found.metrics["bound_share"] < 1
+    # verl's is of the weights after truncation, its mean for a mask before.
+    assert found.metrics["effective_sample_size"] == pytest.approx(metrics["rollout_is_eff_sample_size"], abs=1e-5)

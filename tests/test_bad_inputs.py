@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
 from gspo_kernels.advantages import group_advantages
+from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 B, T, H, V = 2, 3, 4, 7  # padded
 N, S = 5, 2  # packed
 NAN, INF = float("nan"), float("inf")
+CORRECTED = Objective(rollout_correction=RolloutCorrection())
 FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (gspo_fused_loss, linear_log_probs, policy_loss)}
 LONGEST_MESSAGE = 320  # characters; more is not read
 
@@ -304,6 +306,17 @@ KINDS: dict[str, Kind] = {
     "ref-bfloat16": Kind({"ref_log_probs": tokens(-1, torch.bfloat16)}, T_, "ref_log_probs", "float32", "bfloat16"),
     "ref-shape": Kind({"ref_log_probs": torch.ones(T, B)}, V_, "ref_log_probs", "[2, 3]", "[3, 2]"),
     "ref-missing": Kind({"objective": Objective(kl_coef=0.1)}, V_, "ref_log_probs", "objective.kl_coef > 0", "None"),
+    "rollout-missing": Kind(
+        {"objective": CORRECTED, "old_log_probs": tokens(-1)}, V_, "rollout_log_probs", "given", "None"
+    ),
+    "rollout-without-old": Kind(
+        {"objective": CORRECTED, "rollout_log_probs": tokens(-1), "old_log_probs": None},
+        V_, "old_log_probs", "given", "None",
+    ),
+    "rollout-shape": Kind(
+        {"objective": CORRECTED, "old_log_probs": tokens(-1), "rollout_log_probs": torch.zeros(2)},
+        V_, "rollout_log_probs", "one per token", "[2]",
+    ),
     "rollout-unread": Kind(
         {"rollout_log_probs": tokens(-1)}, V_, "rollout_log_probs", "objective.rollout_correction is None", "tensor"
     ),
@@ -428,7 +441,14 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "length-norm-missing-for-kl": ({"kl_aggregation": "seq-mean-token-sum-norm"}, V_, "length_norm", "number", "None"),
     "length-norm-zero": ({"length_norm": 0}, V_, "length_norm", "> 0", "0"),
     "length-norm-text": ({"length_norm": "4096"}, T_, "length_norm", "number", "'4096'"),
-    "rollout-correction": ({"rollout_correction": "tis"}, V_, "rollout_correction", "token_weights", "'tis'"),
+    "rollout-correction": ({"rollout_correction": "tis"}, T_, "rollout_correction", "RolloutCorrection", "'tis'"),
+    "cispo-clip-low": ({"surrogate": "cispo", "clip_low": 1.1}, V_, "clip_low", "<= 1", "1.1"),
+    "gmpo-clip-low": ({"surrogate": "gmpo", "clip_low": -0.1}, V_, "clip_low", ">= 0", "-0.1"),
+    "gmpo-ratio": ({"surrogate": "gmpo", "ratio": "token"}, V_, "ratio", "'sequence' with surrogate='gmpo'", "'token'"),
+    "sapo-temperature": ({"sapo_temperature_neg": 0}, V_, "sapo_temperature_neg", "> 0", "0"),
+    "dual-clip-unread": ({"surrogate": "cispo", "dual_clip": 3.0}, V_, "dual_clip", "surrogate='cispo'", "3.0"),
+    "delta-unread": ({"surrogate": "none", "delta": 3.0}, V_, "delta", "surrogate='none'", "3.0"),
+    "two-ratios": ({"kl_estimator": "unbiased", "kl_ratio_factor": True}, V_, "kl_ratio_factor", "False", "True"),
 }  # fmt: skip
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from samples import Sample, make_sample, run_fused
 from tolerance import FLOAT64_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective, policy_loss
-from gspo_kernels.sampler_mismatch import LEVELS, MODES, importance_weights, off_policy_mask
+from gspo_kernels.sampler_mismatch import LEVELS, MODES, RolloutCorrection, importance_weights, off_policy_mask
 
 
 def batch(packed: bool) -> dict[str, Tensor]:
@@ -95,6 +96,31 @@ def test_weights_enter_a_loss() -> None:
     lengths = inputs["mask"].sum(1, keepdim=True).clamp(min=1)
     expected = torch.where(inputs["mask"], -weights * advantages[:, None] / lengths / 4, 0)
     torch.testing.assert_close(grad, expected.to(grad.dtype))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, packed: bool, backend: str) -> None:
+    sample = make_sample(2, packed=packed, token_weights=True)
+    mask, old = sample.options["mask"], sample.options["old_log_probs"]
+    rollout = torch.where(mask, old + 0.3 * torch.randn(old.shape), torch.nan)
+    bounds: dict[str, Any] = {"level": level, "mode": "mask", "low": 0.8, "high": 1.3}
+    found = importance_weights(old, rollout, mask, cu_seqlens=sample.options.get("cu_seqlens"), **bounds)
+    both = torch.where(mask, sample.options["token_weights"] * found.weights, 0)
+    expected, expected_grads = run_fused(sample.with_options(token_weights=both), backend)
+    corrected = Sample(**{**vars(sample), "objective": Objective(rollout_correction=RolloutCorrection(**bounds))})
+    out, grads = run_fused(corrected.with_options(rollout_log_probs=rollout), backend)
+    assert torch.equal(out.loss, expected.loss)
+    assert all(torch.equal(grads[name], g) for name, g in expected_grads.items())
+    assert 0 < out.metrics["rollout_bound_share"] < 1
+    for name, value in found.metrics.items():
+        assert torch.equal(out.metrics[f"rollout_{name}"], value)
+    with_plain_log_probs = policy_loss(
+        expected.log_probs, sample.advantages, mask=mask, cu_seqlens=sample.options.get("cu_seqlens"),
+        old_log_probs=old, rollout_log_probs=rollout, token_weights=sample.options["token_weights"],
+        objective=corrected.objective, backend=backend,
+    )  # fmt: skip
+    assert torch.equal(with_plain_log_probs.loss, expected.loss)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -117,8 +117,8 @@ def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
 def test_the_closed_form_reads_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's own body, which the test above does not enter."""
     from gspo_kernels import ops
+    from gspo_kernels.closed_form import closed_form
     from gspo_kernels.layout import PolicyRows
-    from gspo_kernels.objective import closed_form
 
     objective = Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
     sample = make_sample(1)

@@ -45,8 +45,6 @@ _COUNTED = {
     },
     "hip": {"mfma": r"\bv_mfma_", "tf32": r"xf32", "fma": r"\bv_(?:pk_)?fma"},
 }  # fmt: skip
-
-
 MATRIX_KERNELS = ("forward_tile", "gradient_tile", "hidden_product", "weight_product")
 
 # What is compiled: names of heads, and what they have beyond hidden states and weights of Qwen3-8B's shape.

@@ -77,7 +77,7 @@ def test_the_golden_file_is_of_these_kernels_and_has_no_fault() -> None:
     unit = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
     for name, report in golden.items():
         architecture, kernel, case, _ = name.split(" | ")
-        assert report["spilled_bytes"] == 0
+        assert report["spilled_bytes"] <= (0 if kernel in ahead_of_time.MATRIX_KERNELS else ahead_of_time.ONE_REGISTER)
         if kernel in ahead_of_time.MATRIX_KERNELS and case[:4] in ("bf16", "fp16"):
             assert report["instructions"][unit[architecture]] > 0
 

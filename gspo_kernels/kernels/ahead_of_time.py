@@ -45,6 +45,8 @@ _COUNTED = {
     },
     "hip": {"mfma": r"\bv_mfma_", "tf32": r"xf32", "fma": r"\bv_(?:pk_)?fma"},
 }  # fmt: skip
+# In kernels without a matrix product ptxas spills a register to fit one more block: bytes of the stack that that takes.
+ONE_REGISTER = 16
 MATRIX_KERNELS = ("forward_tile", "gradient_tile", "hidden_product", "weight_product")
 
 # What is compiled: names of heads, and what they have beyond hidden states and weights of Qwen3-8B's shape.
@@ -76,9 +78,9 @@ OBJECTIVES: dict[str, Objective] = {
     "gspo": Objective(),
     "gspo everything": Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=3.0),
     "grpo everything": Objective(ratio="token", kl_coef=0.1, entropy_coef=0.1, aggregation="token-mean", delta=2.0),
-    "gmpo": Objective(surrogate="gmpo", kl_coef=0.1, kl_estimator="unbiased"),
-    "cispo": Objective(ratio="token", surrogate="cispo", kl_coef=0.1, kl_estimator="k3+"),
-    "sapo": Objective(ratio="token", surrogate="sapo"),
+    "gmpo": Objective(surrogate="gmpo", kl_coef=0.1),
+    "cispo": Objective(ratio="token", surrogate="cispo", kl_coef=0.1, kl_estimator="unbiased"),
+    "sapo": Objective(ratio="token", surrogate="sapo", kl_coef=0.1, kl_estimator="k3+"),
 }
 
 
@@ -95,8 +97,7 @@ class Report:
     def faults(self, architecture: str, matrix: bool, dtype: torch.dtype) -> list[str]:
         """What must not be, in words."""
         found = []
-        # In kernels without a matrix product some compilers spill one register to fit one more block: that is allowed.
-        if self.spilled_bytes > (0 if matrix else 16):
+        if self.spilled_bytes > (0 if matrix else ONE_REGISTER):
             found.append(f"spills {self.spilled_bytes} bytes")
         if self.shared_bytes > SHARED_MEMORY[architecture]:
             found.append(f"shared memory {self.shared_bytes} of {SHARED_MEMORY[architecture]} bytes")

@@ -75,7 +75,7 @@ _PRODUCT = {2: Config(128, 128, 64, 8, 3), 4: Config(64, 64, 32, 8, 2), 8: Confi
 REDUCE_ROWS = Config(block_n=64, warps=4)
 REDUCE_TILES = 32  # tiles added up at a time
 # Tokens of a sequence at a time.
-_SEQUENCE = {**dict.fromkeys(ARCHITECTURES, Config(block_n=512, warps=4)), "sm_100": Config(block_n=256, warps=4)}
+_SEQUENCE = dict.fromkeys(ARCHITECTURES, Config(block_n=256, warps=4))
 
 _assumed: str | None = None
 

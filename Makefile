@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test fast lint gate
+.PHONY: demo test fast lint gate parity
 demo: .venv/ready
 	$(BIN)/gspo train
 
@@ -18,6 +18,16 @@ lint: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl]'
+	touch $@
+
+# Beside verl's own functions, in an environment of its own: verl wants an older transformers.
+parity: build/verl/ready
+	PYTHONPATH=. build/verl/bin/python -m pytest tests/test_verl_parity.py
+
+build/verl/ready: pyproject.toml constraints.txt
+	test -x build/verl/bin/python || $(PYTHON) -m venv build/verl
+	grep -E '^(torch|triton)==' constraints.txt > build/verl/constraints.txt
+	build/verl/bin/pip install -q -c build/verl/constraints.txt -e '.[verl]' 'pytest>=8' 'hypothesis>=6.100'
 	touch $@
 
 # The compile gate on the oldest and the newest Triton; the tested one is part of `make test`.

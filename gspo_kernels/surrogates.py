@@ -39,7 +39,7 @@ class Term(NamedTuple):
 def bounded(log_ratio: Tensor, advantages: Tensor, objective: Objective) -> tuple[Tensor, Tensor, Tensor]:
     """gmpo: a token's log-ratio as it enters the mean, and where its bound binds: below, above.
 
-    arXiv 2507.20673, eq. 4: bounds in log space, from above for a positive advantage and from below for a negative one.
+    GMPO, arXiv 2507.20673: bounds in log space, from above for a positive advantage and from below for a negative one.
     """
     low = (advantages < 0) & (log_ratio < -objective.clip_low)
     high = (advantages > 0) & (log_ratio > objective.clip_high)
@@ -77,7 +77,7 @@ def _none(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
 
 
 def _cispo(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """-clip(s) A log p, the ratio a constant (arXiv 2506.13585, eq. 4-5): bound for either sign, never flat."""
+    """-clip(s) A log p, the ratio a constant (CISPO, arXiv 2506.13585): bound for either sign, never flat."""
     log_low, log_high = objective.log_window
     counts = advantages != 0
     low, high = counts & (u < log_low), counts & (u > log_high)
@@ -120,7 +120,7 @@ def kl_and_slope(d: Tensor, log_ratio: Tensor, estimator: str) -> tuple[Tensor, 
     """k(d) and dk/d(log_prob), elementwise, d = log_prob - ref_log_prob (Schulman, "Approximating KL divergence").
 
     "k1+", "k3+": with the gradient of k2, whose expectation is that of the KL (verl). "unbiased": k3 times the token's
-    own ratio, its `log_ratio` differentiated (DeepSeek-V3.2, eq. 7); its slope is w k3 + w (1 - exp(-d)) = w d.
+    own ratio w, differentiated (DeepSeek-V3.2, arXiv 2512.02556); its slope is w k3 + w (1 - exp(-d)) = w d.
     """
     if estimator == "unbiased":
         ratio = log_ratio.exp()

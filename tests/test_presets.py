@@ -43,12 +43,12 @@ def token_losses(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
 
 
 def grpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2402.03300, eq. 3 without KL: a mean over each answer, then over answers."""
+    """arXiv 2402.03300 without KL: a mean over each answer, then over answers."""
     return (token_losses(lp, b, o).sum(1) / b.double_mask().sum(1)).mean()
 
 
 def dapo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2503.14476, eq. 8: over the tokens of all answers; the BNPO of TRL is that per micro-batch."""
+    """arXiv 2503.14476: over the tokens of all answers; the BNPO of TRL is that per micro-batch."""
     return token_losses(lp, b, o).sum() / b.double_mask().sum()
 
 
@@ -63,13 +63,13 @@ def luspo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
 
 
 def cispo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2506.13585, eq. 4-5 with no lower bound, as in TRL: REINFORCE with a capped importance weight."""
+    """arXiv 2506.13585 with no lower bound, as in TRL: REINFORCE with a capped importance weight."""
     weight = (lp - b.old).exp().clamp(max=1 + o.clip_high).detach()
     return (-weight * b.advantages[:, None] * lp * b.double_mask()).sum() / b.double_mask().sum()
 
 
 def sapo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2511.20347, eq. 5-6: 4 / tau sigmoid(tau (r - 1)), tau 1.0 above zero advantage and 1.05 below."""
+    """arXiv 2511.20347: 4 / tau sigmoid(tau (r - 1)), tau 1.0 above zero advantage and 1.05 below."""
     tau = torch.tensor([1.05, 1.0], dtype=lp.dtype)[(b.advantages > 0).long()][:, None]
     gate = 4 / tau / (1 + (-tau * ((lp - b.old).exp() - 1)).exp())
     m = b.double_mask()
@@ -77,7 +77,7 @@ def sapo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
 
 
 def gmpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2507.20673, eq. 4: a geometric mean of token ratios, each clipped in log space to its bad side."""
+    """arXiv 2507.20673: a geometric mean of token ratios, each clipped in log space to its bad side."""
     sign = b.advantages.sign()[:, None]
     r = lp - b.old
     r = sign * torch.min(sign * r, sign * r.clamp(-o.clip_low, o.clip_high))
@@ -122,7 +122,7 @@ KL: dict[str, Callable[[Tensor, Rollout], Tensor]] = {
     # verl's core_algos.kl_penalty: the value of the estimator, the gradient of k2.
     "k1+": lambda lp, b: (lp - b.ref).detach() + (lp.detach() - b.ref) * (lp - lp.detach()),
     "k3+": lambda lp, b: KL["k3"](lp.detach(), b) + (lp.detach() - b.ref) * (lp - lp.detach()),
-    # arXiv 2512.02556, eq. 7
+    # arXiv 2512.02556
     "unbiased": lambda lp, b: (lp - b.old).exp() * KL["k3"](lp, b),
 }
 

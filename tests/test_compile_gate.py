@@ -97,7 +97,7 @@ def listed(seen: list[Launch]) -> set[tuple[str, Any]]:
 def table(architecture: str) -> set[tuple[str, Any]]:
     """(kernel, configuration) of the whole tuning table."""
     found: set[tuple[str, Any]] = {("reduce_rows", tuning.REDUCE_ROWS)}
-    found |= {(name, tuning._SEQUENCE[architecture]) for name in ("count_tokens", "sequence_loss", "finish")}
+    found |= {(name, tuning.SEQUENCE) for name in ("count_tokens", "sequence_loss", "finish")}
     found |= {(name, config) for name in PRODUCTS for config in tuning._PRODUCT.values()}
     for blocks in (tuning._HALF[architecture], tuning._SINGLE, tuning._DOUBLE):
         found |= {("forward_tile", blocks.forward), ("forward_tile", blocks.heavy_forward)}

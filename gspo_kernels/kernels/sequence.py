@@ -46,7 +46,7 @@ from .totals import (
     RATIO_MIN,
     finish,
 )
-from .tuning import sequence_config
+from .tuning import SEQUENCE
 
 
 @triton.jit
@@ -236,9 +236,10 @@ def policy_forward(
     def flat(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.contiguous()
 
-    config = sequence_config(device)
     mask, lengths = mask.contiguous(), empty(sequences)
-    launch(count_tokens, sequences, config, mask=mask, offsets=policy.offsets, lengths=lengths, BLOCK=config.block_n)
+    launch(
+        count_tokens, sequences, SEQUENCE, mask=mask, offsets=policy.offsets, lengths=lengths, BLOCK=SEQUENCE.block_n
+    )
     kl_aggregation = objective.kl_aggregation or objective.aggregation
     normalizer = policy.normalizer
     kl_normalizer = policy.kl_normalizer
@@ -254,7 +255,7 @@ def policy_forward(
     launch(
         sequence_loss,
         sequences,
-        config,
+        SEQUENCE,
         log_probs=flat(log_probs),
         entropy=flat(entropy),
         mask=mask,
@@ -271,19 +272,19 @@ def policy_forward(
         entropy_coefficient=result.entropy_coefficient if bonus else None,
         partials=partials,
         sequences=sequences,
-        BLOCK=config.block_n,
+        BLOCK=SEQUENCE.block_n,
         **objective_arguments(objective, kl_aggregation, dtype),
     )
     launch(
         finish,
         1,
-        config,
+        SEQUENCE,
         partials=partials,
         loss=result.loss,
         values=result.metrics,
         sequences=sequences,
         RATIO_KIND=RATIOS.index(objective.ratio),
-        BLOCK=config.block_n,
+        BLOCK=SEQUENCE.block_n,
     )
     return result
 

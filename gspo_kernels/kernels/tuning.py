@@ -75,7 +75,7 @@ _PRODUCT = {2: Config(128, 128, 64, 8, 3), 4: Config(64, 64, 32, 8, 2), 8: Confi
 REDUCE_ROWS = Config(block_n=64, warps=4)
 REDUCE_TILES = 32  # tiles added up at a time
 # Tokens of a sequence at a time.
-_SEQUENCE = dict.fromkeys(ARCHITECTURES, Config(block_n=256, warps=4))
+SEQUENCE = Config(block_n=256, warps=4)
 
 _assumed: str | None = None
 
@@ -108,13 +108,6 @@ def architecture(device: torch.device) -> str | None:
     if capability == (8, 0):
         return "sm_80"
     return {9: "sm_90", 10: "sm_100"}.get(capability[0], "sm_89")  # 8.6, 8.9, 12.x: 99 KiB of shared memory
-
-
-def sequence_config(device: torch.device) -> Config:
-    """The block shape of the sequence kernels."""
-    name = architecture(device)
-    assert name is not None  # `backends.pick_backend` asked before
-    return _SEQUENCE[name]
 
 
 def product_config(dtype: torch.dtype) -> Config:

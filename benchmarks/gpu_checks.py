@@ -14,7 +14,7 @@ from tolerance import LOG_RATIO_RELATIVE, check_loss, decision_band
 from torch import Tensor
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, ops, policy_loss
-from gspo_kernels.kernels.ahead_of_time import OBJECTIVES
+from gspo_kernels.kernels.cases import OBJECTIVES
 from gspo_kernels.layout import HeadRows, segment_sum
 
 from .gpu_heads import (

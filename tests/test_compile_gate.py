@@ -18,7 +18,7 @@ import pytest
 import torch
 import triton
 
-from gspo_kernels.kernels import ahead_of_time, launch, tuning
+from gspo_kernels.kernels import ahead_of_time, cases, launch, tuning
 from gspo_kernels.kernels.launch import Launch, launches
 from gspo_kernels.layout import HeadRows
 
@@ -85,7 +85,7 @@ def test_the_golden_file_is_of_these_kernels_and_has_no_fault() -> None:
 def wanted(architecture: str) -> set[tuple[str, Any]]:
     """(kernel, configuration) of all that the gate compiles for an architecture."""
     with tuning.assume(architecture), launches() as seen:
-        for _name, _dtype, run in ahead_of_time._runs():
+        for _name, _dtype, run in cases.runs():
             run()
     return listed(seen)
 
@@ -128,19 +128,19 @@ def small(head: HeadRows) -> HeadRows:
 
 def test_what_an_h200_would_run_is_what_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate's host calls, on real numbers under the interpreter: the same kernels, the same block shapes."""
-    both_passes, loss, live_cells = (getattr(ahead_of_time, f"_{x}") for x in ("both_passes", "loss", "live_cells"))
+    both_passes, loss, live_cells = cases.both_passes, cases.loss, cases.live_cells
     per_row = torch.empty
 
     def on_cpu(*shape: Any, **options: Any) -> torch.Tensor:
         return per_row(*shape, **{**options, "device": "cpu"}).zero_()
 
-    monkeypatch.setattr(ahead_of_time, "_both_passes", lambda head: both_passes(small(head)))
-    monkeypatch.setattr(ahead_of_time, "_live_cells", lambda head: live_cells(small(head)))
-    monkeypatch.setattr(ahead_of_time, "_loss", lambda objective, dtype: loss(objective, dtype, 8, 2))
+    monkeypatch.setattr(cases, "both_passes", lambda head: both_passes(small(head)))
+    monkeypatch.setattr(cases, "live_cells", lambda head: live_cells(small(head)))
+    monkeypatch.setattr(cases, "loss", lambda objective, dtype: loss(objective, dtype, 8, 2))
     on_meta = wanted("sm_90")
     with launches() as seen:  # on a CPU the table's row is Hopper's
-        for name, _dtype, run in list(ahead_of_time._runs()):
-            if name not in ahead_of_time.CASES | ahead_of_time.CELL_CASES:
+        for name, _dtype, run in list(cases.runs()):
+            if name not in cases.CASES | cases.CELL_CASES:
                 monkeypatch.setattr(torch, "empty", on_cpu)
             run()
             monkeypatch.setattr(torch, "empty", per_row)

@@ -36,11 +36,11 @@ MAY_IMPORT = {
     "fused_loss": {"layout", "log_probs", "metrics", "objective", "ops", "policy_loss", "validation"},
     "head": {"layout", "portable_tiles", "precision", "validation"},
     "kernels": {"kernels.backward", "kernels.forward", "kernels.sequence"},
-    "kernels.ahead_of_time": {
+    "kernels.ahead_of_time": {"kernels.cases", "kernels.launch", "kernels.tuning"},
+    "kernels.cases": {
         "kernels.backward",
         "kernels.cell_backward",
         "kernels.forward",
-        "kernels.launch",
         "kernels.logit_tile",
         "kernels.sequence",
         "kernels.tuning",

@@ -18,7 +18,7 @@ from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective, backends, kernels, live_tiles, policy_loss, portable
-from gspo_kernels.kernels import ahead_of_time, forward, launch, tuning, upstream
+from gspo_kernels.kernels import cases, forward, launch, tuning, upstream
 from gspo_kernels.kernels.launch import launches
 from gspo_kernels.layout import HeadResult, HeadRows
 
@@ -134,7 +134,7 @@ class LiveMeta(LiveBytes):
     ("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 896, 151_936), (8192, 4096, 151_936), (512, 2304, 256_000)]
 )
 def test_peak_memory_is_within_the_formula(n: int, h: int, v: int, entropy: bool) -> None:
-    head = ahead_of_time._head(rows=n, width=h, vocab=v, entropy=entropy)
+    head = cases.meta_head(rows=n, width=h, vocab=v, entropy=entropy)
     with tuning.assume("sm_90"), LiveMeta() as live:
         result = kernels.head_forward(head)
         forward, live.peak = live.peak, live.now
@@ -152,7 +152,7 @@ def test_peak_memory_is_within_the_formula(n: int, h: int, v: int, entropy: bool
 @pytest.mark.parametrize(("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 896, 151_936)])
 def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -> None:
     """Choosing the cells, and the backward of a list of all of them."""
-    head = ahead_of_time._head(rows=n, width=h, vocab=v)
+    head = cases.meta_head(rows=n, width=h, vocab=v)
     with tuning.assume("sm_90"), LiveMeta() as live:
         result, tiles = kernels.forward_with_shares(head, wanted=True)
         assert tiles is not None
@@ -160,7 +160,7 @@ def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -
         forward, columns = live.peak, tiles.share.shape[0]
         del result, tiles
         live.peak = live.now
-        ahead_of_time._live_cells(head)
+        cases.live_cells(head)
     gradients = 2 * n * h + 2 * v * h
     limit = gradients + 4 * n * columns + 2 * n * h + 256 * 2**20
     assert max(forward, live.peak) <= limit, f"{max(forward, live.peak) / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
@@ -171,7 +171,7 @@ def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -
 def test_a_small_workspace_is_kept_to(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
     n, h, v = 2048, 64, 16_384
-    head = ahead_of_time._head(dtype=dtype, rows=n, width=h, vocab=v)
+    head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)
     with tuning.assume("sm_90"), LiveMeta() as live:
         result = kernels.head_forward(head)
         kernels.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS)
@@ -248,7 +248,8 @@ def test_partial_results_past_two_to_the_31() -> None:
 VARIANTS = """
 import json, random, torch
 from gspo_kernels import Objective
-from gspo_kernels.kernels import ahead_of_time as a, tuning
+from gspo_kernels.kernels import cases, tuning
+from gspo_kernels.kernels.ahead_of_time import specialise
 from gspo_kernels.kernels.launch import launches
 random.seed(0)
 found = {}
@@ -257,16 +258,16 @@ with tuning.assume("sm_90"), launches() as seen:
         rows = random.choice([1, 2, 3, 16, 17, random.randrange(1, 200_000)])
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             heat = random.random() < 0.5
-            head = a._head(dtype=dtype, rows=rows, width=512, vocab=8192, temperature=heat)
-            a._both_passes(head._replace(logit_scale=random.random()))
+            head = cases.meta_head(dtype=dtype, rows=rows, width=512, vocab=8192, temperature=heat)
+            cases.both_passes(head._replace(logit_scale=random.random()))
         objective = Objective(
             clip_low=random.random(), clip_high=random.random(), dual_clip=random.choice([None, 2 + random.random()])
         )
-        a._loss(objective, torch.float32, rows, random.randrange(1, 64))
+        cases.loss(objective, torch.float32, rows, random.randrange(1, 64))
 for x in seen:
     operand = x.arguments.get("hidden", x.arguments.get("log_probs", x.arguments.get("partials")))
     kind = str(getattr(operand, "dtype", getattr(getattr(operand, "base", None), "dtype", None)))
-    found.setdefault(f"{x.kernel.__name__} {kind}", set()).add(str(a.specialise(x)) + str(x.config))
+    found.setdefault(f"{x.kernel.__name__} {kind}", set()).add(str(specialise(x)) + str(x.config))
 print(json.dumps({k: len(v) for k, v in found.items()}))
 """
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .groups import Groups, check_rewards, over_deviation, variance_of
 from .layout import accumulator
-from .validation import FLOATS, Call
+from .validation import FLOATS, Call, few
 
 BASELINES = ("mean", "leave-one-out", "none")
 SCALES = ("group", "batch", "none")
@@ -51,7 +51,7 @@ def group_advantages(
 
     Returns:
         [B] fp32 (fp64 for fp64 rewards). With a baseline exactly 0 in a group of one and in a group of equal rewards;
-        without one a reward whose deviation is 0 is only divided by 1.
+        without one, where the deviation is 0, the reward as it is. A NaN reward makes its group NaN.
 
     Raises:
         ValueError, TypeError: naming the argument.
@@ -128,12 +128,12 @@ def normalize_rewards(
         eps: added to the deviation (of a sample).
 
     Returns:
-        [B] fp32 (fp64 for fp64 rewards).
+        [B] fp32 (fp64 for fp64 rewards). Where the deviation is 0 nothing is divided.
     """
     call = Call("normalize_rewards")
     running = isinstance(by, RunningMoments)
-    if not running:
-        call.choice("by", by, ("batch", "group"))
+    if not running and by not in ("batch", "group"):
+        call.fail("by", "'batch', 'group' or a RunningMoments, which keeps the moments of everything so far", by)
     call.boolean("shift", shift)
     call.boolean("scale", scale)
     call.number("eps", eps, "a number >= 0", lambda x: x >= 0)
@@ -159,12 +159,12 @@ def normalize_rewards(
 
 
 def whiten(advantages: Tensor, mask: Tensor, *, shift: bool = True, eps: float = 1e-8) -> Tensor:
-    """(A - mean) / sqrt(var + eps) over the tokens that count: ROLL's whiten_advantages, verl's masked_whiten.
+    """(A - mean) / sqrt(var + eps) over the tokens that count: whiten_advantages of ROLL, masked_whiten of verl.
 
     Args:
         advantages: [B] or [B, 1] per sequence, which then weigh by their tokens, or [B, T] per token.
         mask: [B, T] bool or 0/1: the tokens that count.
-        shift: subtract the mean; False only scales.
+        shift: False adds the mean back afterwards, as their shift_mean=False does.
         eps: added to the variance (of a sample).
 
     Returns:
@@ -181,8 +181,8 @@ def whiten(advantages: Tensor, mask: Tensor, *, shift: bool = True, eps: float =
     mean = centred.sum() / n
     centred = torch.where(counts, centred - mean, 0)
     rate = (centred.square().sum() / (n - 1).clamp(min=1) + eps).rsqrt()
-    rate = torch.where(rate.isinf(), 1, rate)
-    return (torch.where(counts, centred if shift else x.double(), 0) * rate).to(x.dtype)
+    whitened = centred * torch.where(rate.isinf(), 1, rate)
+    return torch.where(counts, whitened if shift else whitened + mean, 0).to(x.dtype)
 
 
 def token_returns(
@@ -196,15 +196,16 @@ def token_returns(
 ) -> Tensor:
     """Discounted sums of token rewards: a sequence's reward at its last token, less kl_coef times the KL of each.
 
-    The in-reward KL of ROLL's add_token_level_kl and verl's use_kl_in_reward. Advantages then differ by token: use
-    ratio="sequence-token" (GSPO-token).
+    The in-reward KL of ROLL's add_token_level_kl and of verl's use_kl_in_reward with REINFORCE++ (with grpo and rloo
+    verl adds a sequence's token rewards up first). Advantages then differ by token, which GSPO-token is for:
+    ratio="sequence-token".
 
     Args:
         rewards: [B].
         mask: [B, T] bool or 0/1: the tokens that count. A sequence without any has returns of 0.
         kl: [B, T] of each token, for example old_log_probs - ref_log_probs (k1).
         kl_coef: >= 0.
-        gamma: discount per position, in [0, 1].
+        gamma: discount per position, holes of the mask included (verl skips them), in [0, 1].
         reward_clip: token rewards, the KL included, are clamped to plus and minus it.
 
     Returns:
@@ -258,6 +259,8 @@ def turn_advantages(advantages: Tensor, turn_ids: Tensor) -> Tensor:
 def _tokens(call: Call, mask: Any) -> tuple[int, int]:
     dtypes = (torch.bool, torch.int64, torch.int32, torch.uint8, torch.int8, *FLOATS)
     call.tensor("mask", mask, dtypes=dtypes, shapes=[(None, None)], shape_text="[B, T]")
+    wrong = (mask != 0) & (mask != 1)
+    call.flag("mask", wrong, "0 or 1", lambda: few(mask[wrong]))
     return mask.shape[0], mask.shape[1]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .layout import accumulator, segment_sum
-from .validation import FLOATS, Call
+from .validation import FLOATS, Call, Said
 
 
 class Groups:
@@ -18,7 +18,8 @@ class Groups:
         check_rewards(call, rewards)
         batch = rewards.shape[0]
         if (group_size is None) == (group_ids is None):
-            call.fail("group_size", "a group_size or group_ids, one of the two", group_size)
+            both = Said("both" if group_ids is not None else "neither")
+            call.fail("group_size", "given, or group_ids, one of the two", both)
         if group_ids is not None:
             call.tensor("group_ids", group_ids, dtypes=(torch.int64, torch.int32), shapes=[(batch,)],
                         shape_text=lambda: f"[{batch}]", device=rewards.device)  # fmt: skip
@@ -70,6 +71,5 @@ def variance_of(x: Tensor, ddof: int) -> Tensor:
 
 
 def over_deviation(x: Tensor, std: Tensor, eps: float) -> Tensor:
-    """x / (std + eps), and x itself where that would be a division by 0."""
-    below = std + eps
-    return torch.where(x == 0, 0, x / torch.where(below == 0, 1, below))
+    """x / (std + eps), and x itself where nothing deviates: over eps alone it would be a million times itself."""
+    return torch.where((x == 0) | (std == 0), x, x / torch.where(std == 0, 1, std + eps))

@@ -73,8 +73,8 @@ class Objective:
         entropy_coef: weight of the entropy bonus; the loss falls by entropy_coef times the aggregated entropy.
         sapo_temperature_pos: slope of sapo's sigmoid where the advantage is positive, > 0.
         sapo_temperature_neg: the same where it is not.
-        rollout_correction: importance weights of old_log_probs against rollout_log_probs, which then must both be
-            given; they multiply the policy term like token_weights.
+        rollout_correction: a `gspo_kernels.sampler_mismatch.RolloutCorrection`: importance weights of old_log_probs
+            against rollout_log_probs, which then must both be given; they multiply the policy term like token_weights.
 
     Raises:
         ValueError, TypeError: a field is out of its range or of the wrong type; the message names it.
@@ -115,9 +115,11 @@ class Objective:
             check.choice("kl_aggregation", self.kl_aggregation, AGGREGATIONS)
         check.boolean("kl_ratio_factor", self.kl_ratio_factor)
         cispo, gmpo = self.surrogate == "cispo", self.surrogate == "gmpo"
+        lowest = {"cispo": "a number >= 0 and <= 1 (1: no lower bound)", "gmpo": "a finite number >= 0"}.get(
+            self.surrogate, "a number >= 0 and < 1"
+        )
         numbers = {
-            "clip_low": ("a number >= 0" if gmpo else "a number >= 0 and <= 1" if cispo else "a number >= 0 and < 1",
-                         lambda x: 0 <= x < 1 or (x == 1 and cispo) or (1 <= x <= validation.LARGEST and gmpo)),
+            "clip_low": (lowest, lambda x: 0 <= x < 1 or (x == 1 and cispo) or (1 <= x <= validation.LARGEST and gmpo)),
             "clip_high": ("a number >= 0", lambda x: x >= 0),
             "dual_clip": ("a number > 1, or None", lambda x: x > 1),
             "delta": (lambda: f"a number > 1 + clip_high = {1 + self.clip_high:g}, or None",
@@ -147,14 +149,16 @@ class Objective:
         if not isinstance(self.rollout_correction, RolloutCorrection | None):
             check.fail("rollout_correction", "a RolloutCorrection or None", self.rollout_correction, TypeError)
 
-    def _warn(self, stacklevel: int) -> None:
-        if self.ratio != "token" and self.aggregation != "seq-mean-token-mean":
+    def _warn(self, stacklevel: int, luspo: bool = False) -> None:
+        if self.ratio == "token" or self.surrogate not in ("clip", "none"):
+            return
+        if self.aggregation != "seq-mean-token-mean" and not luspo:
             _once(
                 f"aggregation={self.aggregation!r} weights sequences by their length: with one ratio per sequence that "
                 "is LUSPO; GSPO has 'seq-mean-token-mean' (Objective.preset('luspo') if you mean it)",
                 stacklevel,
             )
-        if self.ratio != "token" and self.surrogate == "clip" and max(self.clip_low, self.clip_high) >= 0.04:
+        if self.surrogate == "clip" and max(self.clip_low, self.clip_high) >= 0.04:
             _once(
                 f"clip_low={self.clip_low:g}, clip_high={self.clip_high:g} is a window for ratios of tokens: one "
                 "normalised by length hardly ever leaves it (GSPO's paper: 3e-4 and 4e-4)",
@@ -175,8 +179,7 @@ class Objective:
         values = {**_PRESETS[name], **changes}
         made = cls.restored(values.get(f.name, f.default) for f in fields(cls))
         made._check()
-        if name != "luspo":
-            made._warn(stacklevel=4)
+        made._warn(stacklevel=4, luspo=name == "luspo")
         return made
 
     @classmethod

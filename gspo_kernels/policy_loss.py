@@ -77,14 +77,16 @@ def policy_loss(
         mask: the tokens that count, bool or 0/1, in the shape of log_probs; None: all.
         cu_seqlens: [S + 1] int32 or int64, packed input only: sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1].
         old_log_probs: of the policy that is the ratio's denominator. None: on-policy, the ratio is exactly 1. Like
-            advantages and ref_log_probs it is a constant of the loss: no gradient flows into it.
+            advantages and ref_log_probs it is a constant of the loss: no gradient flows into it. A NaN in log-probs is
+            not refused: it reaches the loss.
         ref_log_probs: of the reference policy; required for kl_coef > 0, else only its KL is reported.
         rollout_log_probs: the sampler's own, fp32; read only by objective.rollout_correction, which requires it.
         token_weights: [B, 1], [B, T] or [N]; detached; multiplies the policy term, not KL and not entropy.
         entropy: per token, in the shape of log_probs; required for entropy_coef != 0 and then differentiable.
         objective: what is optimised.
         normalizer: divides the sum; a number or a tensor with no dimension (never read on the host), e.g. the sequences
-            of all ranks and micro-batches. None: this batch's non-empty sequences, tokens for token-mean.
+            of all ranks and micro-batches (over the ranks, where gradients are averaged over them, as DDP and FSDP do).
+            None: this batch's non-empty sequences, tokens for token-mean.
         kl_normalizer: the same for the KL term. None: `normalizer` where the KL aggregates like the policy term.
         backend: "triton", "torch" or "auto".
 
@@ -193,7 +195,8 @@ def policy_rows(
     if correction is not None:
         if rollout_log_probs is None or old_log_probs is None:
             missing = "old_log_probs" if rollout_log_probs is not None else "rollout_log_probs"
-            call.fail(missing, "given, because objective.rollout_correction weighs the one against the other", None)
+            expected = "given, because objective.rollout_correction weighs old_log_probs against rollout_log_probs"
+            call.fail(missing, expected, None)
         weights, found = importance_weights(
             old_log_probs, rollout_log_probs, mask, cu_seqlens=cu_seqlens, **asdict(correction)
         )

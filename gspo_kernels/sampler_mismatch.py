@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, packed_layout, padded_layout, segment_sum
-from .validation import FLOATS, Call, Field
+from .validation import FLOATS, Call, Field, few
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")
@@ -31,7 +31,10 @@ MODES = ("truncate", "mask")
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """`Objective.rollout_correction`: what `importance_weights` is to do, by the names of its arguments."""
+    """`Objective.rollout_correction`: what `importance_weights` is to do, by the names of its arguments.
+
+    TRL 1.16's default is level="sequence", mode="mask", high=3.0, IcePop's mode="mask" with both bounds.
+    """
 
     level: str = "token"
     mode: str = "truncate"
@@ -39,7 +42,7 @@ class RolloutCorrection:
     high: float = 2.0
 
     def __post_init__(self) -> None:
-        check_bounds(Field("RolloutCorrection"), self.level, self.mode, self.low, self.high)
+        _check_bounds(Field("RolloutCorrection"), self.level, self.mode, self.low, self.high)
 
 
 class Correction(NamedTuple):
@@ -77,7 +80,8 @@ def importance_weights(
         low, high: the bounds, included. 0 <= low <= high.
 
     Returns:
-        Correction. A weight that is no number stays NaN, so that it reaches the loss.
+        Correction. A weight that is no number stays NaN, so that it reaches the loss. (vLLM has NaN for tokens that it
+        cannot score; TRL takes their ratio for 1: torch.where(rollout.isnan(), old, rollout).)
 
     Raises:
         ValueError, TypeError: naming the argument.
@@ -85,7 +89,7 @@ def importance_weights(
     call = Call("importance_weights")
     layout, counts = _layout(call, mask, cu_seqlens)
     difference = _difference(call, layout, counts, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
-    check_bounds(call, level, mode, low, high)
+    _check_bounds(call, level, mode, low, high)
     log_weight = difference if level == "token" else _of_sequence(difference, counts, layout, mean=level == "geometric")
     raw = log_weight.exp()
     outside = (raw < low) | (raw > high)
@@ -98,7 +102,7 @@ def importance_weights(
         "weight_max": torch.cat([weight, weight.new_zeros(1)]).amax(),
         "effective_sample_size": torch.where(squares == 0, 0, total.square() / (tokens * squares)),
         "bound_share": (outside & counts).sum() / tokens,
-        "kl_sampler_trainer": torch.where(counts, torch.expm1(difference) - difference, 0).sum() / tokens,
+        "kl_sampler_trainer": torch.where(counts, _k3(difference), 0).sum() / tokens,
     }
     return Correction(weight.view(layout.shape), metrics)
 
@@ -143,17 +147,23 @@ def off_policy_mask(
     return Correction(weights.view(layout.shape), {"masked_share": share.to(difference.dtype)})
 
 
-def check_bounds(check: Field, level: str, mode: str, low: float, high: float) -> None:
+def _k3(difference: Tensor) -> Tensor:
+    return torch.where(difference.isposinf(), difference, torch.expm1(difference) - difference)
+
+
+def _check_bounds(check: Field, level: str, mode: str, low: float, high: float) -> None:
     check.choice("level", level, LEVELS)
     check.choice("mode", mode, MODES)
     check.number("low", low, "a number >= 0", lambda x: x >= 0)
-    check.number("high", high, f"a number >= low = {low:g}", lambda x: x >= low)
+    check.number("high", high, f"a number >= low = {low:g} (inf for no bound)", lambda x: x >= low)
 
 
 def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
     dtypes = (torch.bool, torch.int64, torch.int32, torch.uint8, torch.int8, *FLOATS)
     shape, text = ((None, None), "[B, T]") if cu_seqlens is None else ((None,), "[N], with cu_seqlens")
     call.tensor("mask", mask, dtypes=dtypes, shapes=[shape], shape_text=text)
+    wrong = (mask != 0) & (mask != 1)
+    call.flag("mask", wrong, "0 or 1", lambda: few(mask[wrong]))
     if cu_seqlens is None:
         layout = padded_layout((mask.shape[0], mask.shape[1]), mask.device)
     else:

@@ -63,7 +63,7 @@ FORMULAS: dict[str, tuple[Formula, dict[str, Any]]] = {
     ),
     "StateSet": (lambda g, _: [c / (deviation(g, 0) or 1) for c in centred(g)], {"ddof": 0, "eps": 0.0}),
     "REINFORCE": (lambda g, _: g, {"baseline": "none", "scale": "none"}),
-    "no baseline": (lambda g, _: [v / (deviation(g) + 1e-6) for v in g], {"baseline": "none"}),
+    "no baseline": (lambda g, _: [v / (deviation(g) + 1e-6 if deviation(g) else 1) for v in g], {"baseline": "none"}),
 }
 
 
@@ -108,7 +108,7 @@ def test_normalised_rewards(rewards: list[float], shift: bool, scale: bool) -> N
 
     def formula(group: list[float], everything: list[float]) -> list[float]:
         top = centred(group) if shift else group
-        return [v / (deviation(group) + 1e-6) if scale and v else v for v in top]
+        return [v / (deviation(group) + 1e-6) if scale and deviation(group) else v for v in top]
 
     ids = [i % 3 for i in range(len(rewards))]
     ours = normalize_rewards(x, "group", group_ids=torch.tensor(ids), shift=shift, scale=scale)
@@ -142,11 +142,12 @@ def test_whitened_advantages_weigh_by_tokens() -> None:
     close(whitened(advantages, mask), expected)
     close(whitened(advantages[:, None].expand(3, 4), mask), expected)
     scaled = whitened(advantages, mask, shift=False)
-    close(scaled, torch.where(mask != 0, advantages[:, None] / math.sqrt(var + 1e-8), 0))
+    close(scaled, torch.where(mask != 0, expected + mean, 0))  # as ROLL's and verl's shift_mean=False
     bad = torch.full((3, 4), torch.nan).double().masked_scatter(mask != 0, torch.tensor(tokens).double())
     close(whitened(bad, mask), expected)  # nothing of a masked token is read
     assert not whitened(advantages, torch.zeros(3, 4)).any()
     assert whitened(torch.ones(2), torch.ones(2, 3), eps=0.0).eq(0).all()
+    assert whitened(torch.ones(2), torch.ones(2, 3), shift=False).eq(1).all()
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])

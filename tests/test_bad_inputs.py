@@ -480,8 +480,8 @@ GROUPS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "scale-unknown": ({"scale": "std"}, V_, "scale", "'group', 'batch', 'none'", "'std'"),
     "baseline-none": ({"baseline": None}, V_, "baseline", "'mean', 'leave-one-out', 'none'", "None"),
     "ddof-two": ({"ddof": 2}, V_, "ddof", "0 or 1", "2"),
-    "no-groups": ({"group_size": None}, V_, "group_size", "group_ids", "None"),
-    "both-groups": ({"group_ids": torch.zeros(4, dtype=torch.int64)}, V_, "group_size", "one of the two", "2"),
+    "no-groups": ({"group_size": None}, V_, "group_size", "group_ids", "neither"),
+    "both-groups": ({"group_ids": torch.zeros(4, dtype=torch.int64)}, V_, "group_size", "one of the two", "both"),
     "group-ids-floats": ({"group_size": None, "group_ids": torch.zeros(4)}, T_, "group_ids", "int64", "float32"),
     "group-ids-short": ({"group_size": None, "group_ids": torch.arange(3)}, V_, "group_ids", "[4]", "[3]"),
 }  # fmt: skip

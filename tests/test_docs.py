@@ -30,4 +30,5 @@ def test_tests_and_files_that_are_named_exist(page: Path) -> None:
 
 
 def test_every_preset_has_its_row() -> None:
-    assert set(re.findall(r"^\| `([\w-]+)`", PARITY, re.MULTILINE)) == set(_PRESETS)
+    table = PARITY.partition("| `Objective.preset` |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE) == list(_PRESETS)

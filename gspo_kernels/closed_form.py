@@ -18,7 +18,7 @@ from torch import Tensor
 from . import metrics
 from .layout import PolicyResult, PolicyRows, segment_sum, sequence_of_row
 from .objective import Objective
-from .surrogates import SCORES, bounded, kl_and_slope, select_times, surrogate
+from .surrogates import SCORES, bounded, divergence_times, kl_and_slope, select_times, surrogate
 
 
 def closed_form(
@@ -69,9 +69,9 @@ def closed_form(
         )
         if objective.kl_ratio_factor:
             kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)
-            through_ratio = through_ratio + select_times(kl, kl_share)
-        loss_rows = loss_rows + select_times(kl, kl_share)
-        direct = direct + select_times(kl_slope, kl_share)
+            through_ratio = through_ratio + divergence_times(kl, kl_share)
+        loss_rows = loss_rows + divergence_times(kl, kl_share)
+        direct = direct + divergence_times(kl_slope, kl_share)
 
     if objective.ratio == "sequence":
         per_sequence = segment_sum(through_ratio, offsets) / lengths.clamp(min=1)

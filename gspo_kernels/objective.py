@@ -120,15 +120,15 @@ class Objective:
         )
         numbers = {
             "clip_low": (lowest, lambda x: 0 <= x < 1 or (x == 1 and cispo) or (1 <= x <= validation.LARGEST and gmpo)),
-            "clip_high": ("a number >= 0", lambda x: x >= 0),
-            "dual_clip": ("a number > 1, or None", lambda x: x > 1),
-            "delta": (lambda: f"a number > 1 + clip_high = {1 + self.clip_high:g}, or None",
-                      lambda x: x > 1 + self.clip_high),
+            "clip_high": ("a number >= 0, within float32, or inf", lambda x: x >= 0 and validation.bound(x)),
+            "dual_clip": ("a number > 1, within float32, or None", lambda x: x > 1 and validation.bound(x)),
+            "delta": (lambda: f"a number > 1 + clip_high = {1 + self.clip_high:g}, within float32, or None",
+                      lambda x: x > 1 + self.clip_high and validation.bound(x)),
             "length_norm": ("a finite number > 0, within float32", validation.positive),
             "kl_coef": ("a finite number >= 0", lambda x: 0 <= x <= validation.LARGEST),
             "entropy_coef": ("a finite number", lambda x: abs(x) <= validation.LARGEST),
-            "sapo_temperature_pos": ("a finite number > 0, within float32", validation.positive),
-            "sapo_temperature_neg": ("a finite number > 0, within float32", validation.positive),
+            "sapo_temperature_pos": ("a number > 0, from 1e-30 on, within float32", _temperature),
+            "sapo_temperature_neg": ("a number > 0, from 1e-30 on, within float32", _temperature),
         }  # fmt: skip
         optional = ("dual_clip", "delta", "length_norm")
         for name, (expected, holds) in numbers.items():
@@ -191,6 +191,11 @@ class Objective:
             object.__setattr__(made, f.name, next(given, f.default))
         return made
 
+    def values(self) -> list[Any]:
+        """Of the fields that a kernel reads, in order: all but the last. `restored` is the inverse."""
+        # Not dataclasses.astuple: of its copies torch.compile looks at the identity, not at the value.
+        return [getattr(self, f.name) for f in fields(self)[:-1]]
+
     @property
     def ceiling(self) -> float:
         """The bound on the ratio where the advantage is negative: the smaller of dual_clip and delta, or inf."""
@@ -202,6 +207,10 @@ class Objective:
         if self.surrogate == "gmpo":
             return -self.clip_low, self.clip_high
         return math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf, math.log1p(self.clip_high)
+
+
+def _temperature(x: float) -> bool:
+    return 1e-30 <= x <= validation.LARGEST  # below, sapo's sigmoid would have a slope at ratios that are not finite
 
 
 _said: set[str] = set()

@@ -12,7 +12,6 @@ raises. (LoRA's h A^T is one more operator, in `head.py`.)
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ _OBJECTIVE = (
     "float entropy_coef, float sapo_temperature_pos, float sapo_temperature_neg"
 )
 _N_HEAD, _N_POLICY = len(HeadRows._fields), len(PolicyRows._fields)
-_N_OBJECTIVE = len(_OBJECTIVE.split(", "))  # the first fields of Objective; rollout_correction never crosses
 _N_GRADIENTS = 5  # the first inputs: hidden, weight, bias, adapter_hidden, adapter_weight
 
 
@@ -52,14 +50,14 @@ def policy_loss(
     log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective, backend: str
 ) -> PolicyResult:
     """Differentiable loss of flat rows."""
-    return PolicyResult(*_policy_loss(log_probs, entropy, mask, *policy, *astuple(objective)[:_N_OBJECTIVE], backend))
+    return PolicyResult(*_policy_loss(log_probs, entropy, mask, *policy, *objective.values(), backend))
 
 
 def fused_loss(
     head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, backend: str
 ) -> tuple[HeadResult, PolicyResult, Tensor]:
     """Differentiable loss; everything else is detached. The last is the work of the backward, as `live_tiles.Work`."""
-    out = _fused_loss(*head, *policy, *astuple(objective)[:_N_OBJECTIVE], gradient_budget, backend)
+    out = _fused_loss(*head, *policy, *objective.values(), gradient_budget, backend)
     return HeadResult(*out[:4]), PolicyResult(*out[4:9]), out[-1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from .layout import Layout, PolicyResult, PolicyRows, packed_layout, padded_layo
 from .log_probs import token_mask
 from .objective import Objective
 from .sampler_mismatch import importance_weights
+from .surrogates import select_times
 from .validation import FLOATS, Call, Said, few
 
 
@@ -198,10 +198,13 @@ def policy_rows(
             expected = "given, because objective.rollout_correction weighs old_log_probs against rollout_log_probs"
             call.fail(missing, expected, None)
         weights, found = importance_weights(
-            old_log_probs, rollout_log_probs, mask, cu_seqlens=cu_seqlens, **asdict(correction)
-        )
+            old_log_probs, rollout_log_probs, mask, cu_seqlens=cu_seqlens,
+            level=correction.level, mode=correction.mode, low=correction.low, high=correction.high,
+        )  # fmt: skip
         corrected = {f"rollout_{name}": value for name, value in found.items()}
-        token_weights = weights.reshape(-1).to(dtype) * (1 if token_weights is None else token_weights)
+        weights = weights.reshape(-1).to(dtype)
+        # A token that weighs nothing keeps nothing of a weight that is no number.
+        token_weights = weights if token_weights is None else select_times(token_weights, weights)
     elif rollout_log_probs is not None:
         expected = "None, because objective.rollout_correction is None and nothing else reads it"
         call.fail("rollout_log_probs", expected, rollout_log_probs)

@@ -66,7 +66,8 @@ def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
     inf, and 0 * inf would be NaN. A token with advantage 0 contributes exactly 0.
     """
     ratio = log_ratio.exp()
-    if objective.surrogate == "sapo":
+    if objective.surrogate == "sapo":  # 80: past it the sigmoid is flat, and exp would overflow in fp32
+        ratio = torch.where(advantages == 0, 0.0, log_ratio).clamp(max=80).exp()
         tau = torch.full_like(ratio, objective.sapo_temperature_neg)
         tau = tau.masked_fill(advantages > 0, objective.sapo_temperature_pos)
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages

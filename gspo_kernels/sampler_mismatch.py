@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, packed_layout, padded_layout, segment_sum
-from .validation import FLOATS, Call, Field, few
+from .validation import FLOATS, LARGEST, Call, Field, bound, few
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")
@@ -42,7 +42,9 @@ class RolloutCorrection:
     high: float = 2.0
 
     def __post_init__(self) -> None:
-        _check_bounds(Field("RolloutCorrection"), self.level, self.mode, self.low, self.high)
+        low, high = _bounds(Field("RolloutCorrection"), self.level, self.mode, self.low, self.high)
+        object.__setattr__(self, "low", low)
+        object.__setattr__(self, "high", high)
 
 
 class Correction(NamedTuple):
@@ -89,7 +91,7 @@ def importance_weights(
     call = Call("importance_weights")
     layout, counts = _layout(call, mask, cu_seqlens)
     difference = _difference(call, layout, counts, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
-    _check_bounds(call, level, mode, low, high)
+    low, high = _bounds(call, level, mode, low, high)
     log_weight = difference if level == "token" else _of_sequence(difference, counts, layout, mean=level == "geometric")
     raw = log_weight.exp()
     outside = (raw < low) | (raw > high)
@@ -151,11 +153,12 @@ def _k3(difference: Tensor) -> Tensor:
     return torch.where(difference.isposinf(), difference, torch.expm1(difference) - difference)
 
 
-def _check_bounds(check: Field, level: str, mode: str, low: float, high: float) -> None:
+def _bounds(check: Field, level: str, mode: str, low: float, high: float) -> tuple[float, float]:
     check.choice("level", level, LEVELS)
     check.choice("mode", mode, MODES)
-    check.number("low", low, "a number >= 0", lambda x: x >= 0)
-    check.number("high", high, f"a number >= low = {low:g} (inf for no bound)", lambda x: x >= low)
+    low = check.number("low", low, "a finite number >= 0, within float32", lambda x: 0 <= x <= LARGEST)
+    above = lambda: f"a number >= low = {low:g}, within float32, or inf for no bound"  # noqa: E731
+    return low, check.number("high", high, above, lambda x: x >= low and bound(x))
 
 
 def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:

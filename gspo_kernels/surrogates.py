@@ -124,12 +124,12 @@ def kl_and_slope(d: Tensor, log_ratio: Tensor, estimator: str) -> tuple[Tensor, 
     """
     if estimator == "unbiased":
         ratio = log_ratio.exp()
-        return select_times(torch.expm1(-d) + d, ratio), select_times(d, ratio)
+        return divergence_times(torch.expm1(-d) + d, ratio), divergence_times(d, ratio)
     kind = estimator.removesuffix("+")
     if kind == "k1":
         value, slope = d, torch.ones_like(d)
     elif kind == "abs":
-        value, slope = d.abs(), d.sign()
+        value, slope = d.abs(), torch.where(d.isnan(), d, d.sign())
     elif kind == "k2":
         value, slope = 0.5 * d * d, d
     else:
@@ -139,5 +139,10 @@ def kl_and_slope(d: Tensor, log_ratio: Tensor, estimator: str) -> tuple[Tensor, 
 
 
 def select_times(factor: Tensor, x: Tensor) -> Tensor:
-    """factor * x, exactly 0 where the factor is: x may be the inf of an exploded ratio."""
-    return torch.where(factor == 0, 0, factor * x)
+    """factor * x, exactly 0 where one of them is: the other may be the inf of an exploded ratio, or NaN."""
+    return torch.where((factor == 0) | (x == 0), 0, factor * x)
+
+
+def divergence_times(kl: Tensor, ratio: Tensor) -> Tensor:
+    """kl * ratio, exactly 0 without a divergence even if the ratio exploded; but a ratio that is NaN is to be seen."""
+    return torch.where((kl == 0) & ratio.isinf(), 0, kl * ratio)

@@ -76,7 +76,8 @@ class Field:
         # int and float by name as well: torch.compile knows them, and not their abstract class.
         if isinstance(value, bool) or not (isinstance(value, int | float) or isinstance(value, Real)):
             self.fail(name, expected, value, TypeError)
-        if isinstance(value, int) and abs(value) > LARGEST:  # float() might overflow
+        magnitude: Any = abs(value)
+        if not isinstance(value, float) and magnitude > LARGEST:  # float() might overflow
             self.fail(name, expected, value)
         if not holds(float(value)):  # NaN fails every comparison
             self.fail(name, expected, value)
@@ -237,6 +238,11 @@ class Call(Field):
         if _values_are_checked(wrong.device) and count.item():
             self.fail(name, expected, got())
         return count
+
+
+def bound(x: float) -> bool:
+    """A bound that a tensor can be compared with, or none."""
+    return x <= LARGEST or x == math.inf
 
 
 def positive(x: float) -> bool:

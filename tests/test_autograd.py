@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 SMALL = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64}
 WIDE = {"clip_low": 0.2, "clip_high": 0.2}
@@ -210,3 +211,28 @@ def test_compiled_without_a_graph_break_equals_eager_at_every_shape(
         for a, b in zip(run(loss, sample), run(compiled, sample), strict=True):
             assert torch.equal(a, b)
     assert len(graphs) <= 5  # the first shape, any shape, and sizes of 1, which are special to the compiler
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("preset", ["gspo", "cispo", "sapo", "gmpo", "reinforce"])
+def test_equal_objectives_share_a_graph(preset: str, dynamic: bool | None) -> None:
+    """Whichever object holds a number: by value, not by identity."""
+    graphs: list[Any] = []
+
+    def count(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    def loss(lp: Tensor, rollout: Tensor, objective: Objective) -> Tensor:
+        old = lp.detach() - 0.1
+        return policy_loss(lp, torch.ones(4), old_log_probs=old, rollout_log_probs=rollout, objective=objective).loss
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend=count, dynamic=dynamic)
+    lp = -torch.rand(4, 5)
+    kept = []  # so that no number is freed and another takes its place
+    for _ in range(10):
+        correction = RolloutCorrection(high=float("2.5"))
+        kept.append(Objective.preset(preset, clip_high=float("0.03"), length_norm=9, rollout_correction=correction))
+        assert torch.equal(compiled(lp, lp - 0.2, kept[-1]), loss(lp, lp - 0.2, kept[-1]))
+    assert len(graphs) == 1

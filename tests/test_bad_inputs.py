@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -446,6 +447,10 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "gmpo-clip-low": ({"surrogate": "gmpo", "clip_low": -0.1}, V_, "clip_low", ">= 0", "-0.1"),
     "gmpo-ratio": ({"surrogate": "gmpo", "ratio": "token"}, V_, "ratio", "'sequence' with surrogate='gmpo'", "'token'"),
     "sapo-temperature": ({"sapo_temperature_neg": 0}, V_, "sapo_temperature_neg", "> 0", "0"),
+    "clip-high-beyond-float32": ({"clip_high": 1e39}, V_, "clip_high", "within float32", "1e+39"),
+    "dual-clip-beyond-float32": ({"dual_clip": 1e300}, V_, "dual_clip", "within float32", "1e+300"),
+    "clip-high-fraction": ({"clip_high": Fraction(10**400)}, V_, "clip_high", "within float32", "type Fraction"),
+    "sapo-temperature-tiny": ({"sapo_temperature_pos": 1e-31}, V_, "sapo_temperature_pos", "1e-30", "1e-31"),
     "dual-clip-unread": ({"surrogate": "cispo", "dual_clip": 3.0}, V_, "dual_clip", "surrogate='cispo'", "3.0"),
     "delta-unread": ({"surrogate": "none", "delta": 3.0}, V_, "delta", "surrogate='none'", "3.0"),
     "two-ratios": ({"kl_estimator": "unbiased", "kl_ratio_factor": True}, V_, "kl_ratio_factor", "False", "True"),

@@ -121,6 +121,7 @@ MAY_IMPORT = {
         "objective",
         "ops",
         "sampler_mismatch",
+        "surrogates",
         "validation",
     },
     "portable": {"closed_form", "layout", "live_tiles", "portable_tiles", "precision"},

@@ -18,7 +18,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # Where the torch backend shows a fault; the order decides only how soon it is found.
-SUITES = ["parity", "live_tiles", "edges", "heads", "bad_inputs", "properties", "decisions", "house", "autograd"]
+SUITES = [
+    "parity", "live_tiles", "edges", "heads", "bad_inputs", "properties", "decisions", "presets", "sampler_mismatch",
+    "house", "autograd",
+]  # fmt: skip
 
 # What is wrong: (module, text, the text with the fault). The torch backend and what both share.
 SHARED_FAULTS: dict[str, tuple[str, str, str]] = {
@@ -104,7 +107,7 @@ SHARED_FAULTS: dict[str, tuple[str, str, str]] = {
     ),
     "ratio factor without its gradient": (
         "closed_form",
-        "through_ratio = through_ratio + select_times(kl, kl_share)",
+        "through_ratio = through_ratio + divergence_times(kl, kl_share)",
         "pass",
     ),
     "masked old log-probs multiplied": (
@@ -189,8 +192,18 @@ SHARED_FAULTS: dict[str, tuple[str, str, str]] = {
     ),
     "weight 0 times an exploded ratio": (
         "surrogates",
-        "torch.where(factor == 0, 0, factor * x)",
+        "torch.where((factor == 0) | (x == 0), 0, factor * x)",
         "factor * x",
+    ),
+    "a NaN ratio hidden by no divergence": (
+        "surrogates",
+        "(kl == 0) & ratio.isinf()",
+        "kl == 0",
+    ),
+    "correction of the sampler left out": (
+        "policy_loss",
+        "weights if token_weights is None else",
+        "token_weights if token_weights is None else",
     ),
     "NaN log-probs hidden on-policy": (
         "closed_form",
@@ -415,7 +428,7 @@ TRITON_FAULTS: dict[str, tuple[str, str, str, str]] = {
         "kernels/sequence",
         "part, direct, loss_of_token = direct, part, select_times(share * value, lp)",
         "loss_of_token = select_times(share * value, lp)",
-        f"{OBJECTIVE}[triton-padded-cispo-sequence]",
+        f"{OBJECTIVE}[triton-packed-per-token-weights-cispo-sequence]",
     ),
     "clipped on the bound": (
         "kernels/coefficient",

@@ -11,7 +11,7 @@ import torch
 from other_trainers import PRESETS, Rollout, assert_agree, ours, rollout
 from torch import Tensor
 
-from gspo_kernels import Objective, objective
+from gspo_kernels import Objective, objective, policy_loss
 
 Formula = Callable[[Tensor, Rollout, Objective], Tensor]
 
@@ -166,19 +166,53 @@ def test_the_clip_fractions_are_those_of_the_surrogate(preset: str, backend: str
 
 
 @pytest.mark.parametrize("preset", ["cispo", "sapo", "reinforce", "gmpo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("extreme", [200.0, -200.0, float("inf"), float("nan")])
-def test_a_ratio_beyond_floating_point_is_bound_or_seen(preset: str, extreme: float, backend: str) -> None:
+def test_a_ratio_beyond_floating_point_is_bound_or_seen(
+    preset: str, advantage: float, extreme: float, backend: str
+) -> None:
     """In float32 exp(200) is inf: a bound selects before it multiplies, and a NaN reaches the loss."""
     o = Objective.preset(preset)
     batch = rollout(Objective.preset("sapo"))
-    old = batch.old.clone()
-    old[0, 0] = batch.log_probs[0, 0] - extreme
-    batch = replace(batch, old=old, log_probs=batch.log_probs.float(), advantages=batch.advantages.abs() + 0.1)
-    out, gradient = ours(replace(batch, old=old.float()), o, backend)
-    if extreme != extreme and preset != "reinforce":
+    old, advantages = batch.old.clone(), batch.advantages.abs() + 0.1
+    old[0, 0], advantages[0] = batch.log_probs[0, 0] - extreme, advantage
+    batch = replace(batch, old=old.float(), log_probs=batch.log_probs.float(), advantages=advantages)
+    out, gradient = ours(batch, o, backend)
+    unbound = preset == "gmpo" and extreme * advantage < -100 and extreme == extreme  # gmpo has one bound per sign
+    if extreme != extreme and preset != "reinforce" and advantage:
         assert out.loss.isnan()
-    else:
+    elif not unbound:
         assert out.loss.isfinite() and gradient.isfinite().all()
+    if not advantage:
+        assert not gradient[0].any()
+    assert gradient[1:].isfinite().all() and gradient[1:].any()
+
+
+@pytest.mark.parametrize("estimator", ["unbiased", "k3-ratio"])
+def test_a_ratio_that_is_no_number_is_seen_where_there_is_no_divergence(estimator: str, backend: str) -> None:
+    kl = {"kl_estimator": "unbiased"} if estimator == "unbiased" else {"kl_ratio_factor": True}
+    lp = -torch.ones(1, 2)
+    for ratio, seen in ((float("nan"), True), (-float("inf"), False)):
+        old = torch.tensor([[ratio, -1.0]])
+        out = policy_loss(lp, torch.ones(1), old_log_probs=old, ref_log_probs=lp, backend=backend,
+                          objective=Objective.preset("reinforce", kl_coef=0.1, **kl))  # fmt: skip
+        assert out.loss.isnan() == seen
+
+
+@pytest.mark.parametrize("estimator", KL)
+@pytest.mark.parametrize("d", [float("nan"), float("inf"), -float("inf")])
+def test_both_backends_have_the_same_slope_of_an_impossible_divergence(estimator: str, d: float) -> None:
+    found = []
+    for backend in ("torch", "triton"):
+        lp = -torch.ones(1, 2).requires_grad_()
+        o = Objective.preset("grpo", kl_coef=0.1, kl_estimator=estimator)
+        out = policy_loss(
+            lp, torch.zeros(1), ref_log_probs=torch.tensor([[-1 - d, -1.0]]), objective=o, backend=backend
+        )
+        found.append((out.loss.detach(), *torch.autograd.grad(out.loss, lp)))
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x.isnan(), y.isnan())
+        torch.testing.assert_close(x, y, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -207,6 +241,12 @@ def test_a_sequence_ratio_weighted_by_length_is_warned_of_once(nothing_said: Non
 def test_a_window_for_tokens_on_a_sequence_ratio_is_warned_of(nothing_said: None) -> None:
     with pytest.warns(UserWarning, match="clip_low=0.2, clip_high=0.27"):
         Objective.preset("gspo", clip_low=0.2, clip_high=0.27)
+
+
+def test_the_window_of_luspo_is_warned_of_too(nothing_said: None) -> None:
+    with pytest.warns(UserWarning, match="clip_low=0.2") as caught:
+        Objective.preset("luspo", clip_low=0.2, clip_high=0.2)
+    assert len(caught) == 1
 
 
 def test_what_is_meant_is_not_warned_of(nothing_said: None) -> None:

@@ -124,6 +124,34 @@ def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, 
     assert torch.equal(with_plain_log_probs.loss, expected.loss)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_that_is_no_number_or_exploded_weighs_nothing_on_nothing(level: str, backend: str) -> None:
+    """Advantage 0, token weight 0, or clipped with an inf weight: no gradient and no NaN."""
+    old = -torch.ones(2, 3)
+    rollout = old.clone()
+    rollout[0, 0] = torch.nan
+    o = Objective.preset("grpo", rollout_correction=RolloutCorrection(level=level))
+    out = policy_loss(old, torch.tensor([0.0, 1.0]), old_log_probs=old, rollout_log_probs=rollout, objective=o,
+                      backend=backend)  # fmt: skip
+    assert out.loss == -0.5
+    silent = torch.ones(2, 3)
+    silent[0] = 0
+    out = policy_loss(old, torch.ones(2), old_log_probs=old, rollout_log_probs=rollout, objective=o,
+                      token_weights=silent, backend=backend)  # fmt: skip
+    assert out.loss == -0.5
+    lp = (old + 1).requires_grad_()  # every token is above the window
+    o = Objective.preset("grpo", rollout_correction=RolloutCorrection(level=level, high=math.inf))
+    out = policy_loss(lp, torch.ones(2), old_log_probs=old, rollout_log_probs=old - 100, objective=o, backend=backend)
+    (gradient,) = torch.autograd.grad(out.loss, lp)
+    assert out.loss.isinf() and not gradient.any()
+
+
+def test_a_token_that_the_sampler_found_impossible_is_infinitely_far() -> None:
+    old = -torch.ones(1, 2)
+    found = importance_weights(old, torch.tensor([[-math.inf, -1.0]]), torch.ones(1, 2))
+    assert found.weights.tolist() == [[2.0, 1.0]] and found.metrics["kl_sampler_trainer"] == math.inf
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_off_policy_mask(packed: bool) -> None:
     inputs = batch(packed)

@@ -107,7 +107,7 @@ def test_the_loss_is_trls(name: str, backend: str) -> None:
     loss, gradient, metrics = trl_loss(batch, objective, config)
     found = ours(batch, objective, backend)
     assert_agree(batch, found, loss, gradient)
-    if "clip_ratio/region_mean" in metrics and config["loss_type"] != "gmpo" and "delta" not in config:
+    if config["loss_type"] not in ("gmpo", "cispo", "sapo") and "delta" not in config:
         # Per sequence at sequence level, per token otherwise.
         share = "clip_fraction" if config.get("level") == SEQUENCE else "token_clip_fraction"
         for theirs, name in {"low_mean": "_low", "high_mean": "_high", "region_mean": ""}.items():

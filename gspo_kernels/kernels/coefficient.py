@@ -79,7 +79,7 @@ def kl_and_slope(d, r, ESTIMATOR: tl.constexpr):
     elif ESTIMATOR == 3:
         value, slope = tl.abs(d), tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, d))
     elif (ESTIMATOR == 0) | (ESTIMATOR == 4):
-        value, slope = d, d * 0.0 + 1.0
+        value, slope = d, tl.zeros_like(d) + 1.0
     else:
         decay = expm1(-d)
         value, slope = decay + d, -decay
@@ -87,14 +87,20 @@ def kl_and_slope(d, r, ESTIMATOR: tl.constexpr):
         slope = d
     elif ESTIMATOR == 6:
         ratio = tl.exp(r)
-        value, slope = select_times(value, ratio), select_times(d, ratio)
+        value, slope = divergence_times(value, ratio), divergence_times(d, ratio)
     return value, slope
 
 
 @triton.jit
 def select_times(factor, x):
-    """factor * x, exactly 0 where the factor is."""
-    return tl.where(factor == 0, 0.0, factor * x)
+    """factor * x, exactly 0 where one of them is."""
+    return tl.where((factor == 0) | (x == 0), 0.0, factor * x)
+
+
+@triton.jit
+def divergence_times(kl, ratio):
+    """kl * ratio, exactly 0 without a divergence even if the ratio is inf; NaN stays."""
+    return tl.where((kl == 0) & (tl.abs(ratio) == float("inf")), 0.0, kl * ratio)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from .coefficient import (
     GMPO,
     REINFORCE,
     bounded,
+    divergence_times,
     kl_and_slope,
     objective_arguments,
     select_times,
@@ -154,9 +155,9 @@ def sequence_loss(
                 factor = tl.where(counts, kl_share, 0.0)
                 if KL_RATIO:
                     factor = tl.where(counts, kl_share * tl.exp(v), 0.0)
-                    part += select_times(kl, factor)
-                loss_of_token += select_times(kl, factor)
-                direct += select_times(kl_slope, factor)
+                    part += divergence_times(kl, factor)
+                loss_of_token += divergence_times(kl, factor)
+                direct += divergence_times(kl_slope, factor)
         if entropy is not None:
             h = tl.load(entropy + t, mask=counts, other=0.0)
             entropy_sum += h.to(tl.float64)

@@ -182,7 +182,7 @@ def policy_rows(
     old, ref = per_token("old_log_probs", old_log_probs), per_token("ref_log_probs", ref_log_probs)
     if objective.kl_coef > 0 and ref is None:
         call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
-    per_token("rollout_log_probs", rollout_log_probs)
+    per_token("rollout_log_probs", rollout_log_probs)  # so that an error names this call
     if token_weights is not None:
         weight_shapes = [shape, (shape[0], 1)] if layout.padded else [shape]
         text = lambda: f"{list(shape)}{' or [B, 1]' if layout.padded else ''}"  # noqa: E731

@@ -1,12 +1,15 @@
 """What a head is: a weight, or a module of which everything that makes its logits is understood.
 
 A module is never read in part. What its call would do beyond `hidden @ weight.T + bias` plus plain LoRA (another
-forward, hooks, a LoRA variant, a sharded weight) is refused by name.
+forward, hooks, a LoRA variant, a sharded weight) is refused by name. From inside the module's own call (`own_call`) its
+hooks have done their part.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +26,20 @@ class Head(NamedTuple):
     bias: Tensor | None  # [V]
     adapter_hidden: Tensor | None = None  # [N, R]: LoRA's h A^T, scaled
     adapter_weight: Tensor | None = None  # [V, R]: LoRA's B
+
+
+_running = threading.local()
+
+
+@contextmanager
+def own_call(module: nn.Module) -> Iterator[None]:
+    """Inside `module`'s call: its forward is the caller's, and its hooks run around it."""
+    before = getattr(_running, "module", None)
+    _running.module = module
+    try:
+        yield
+    finally:
+        _running.module = before
 
 
 def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask: Tensor) -> Head:
@@ -78,6 +95,8 @@ def _more_than_linear(module: Any, parts: list[Any]) -> Iterator[str]:
     if not isinstance(module, nn.Linear):
         yield name(module)
     for part in parts:
+        if part is getattr(_running, "module", None):
+            continue
         if isinstance(part, nn.Linear) and type(part).forward is not nn.Linear.forward:
             yield f"{name(part)} with a forward of its own"
         elif "forward" in vars(part):

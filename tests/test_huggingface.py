@@ -1,0 +1,276 @@
+"""Heads of transformers models: what is measured of them, and losses computed inside their own call."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from gspo_kernels import gspo_fused_loss, linear_log_probs
+from gspo_kernels.integrations.huggingface import HeadError, HeadOutput, fuse_head, logit_options
+
+PLAIN = {"logit_scale": 1.0, "logit_softcap": None, "vocab_size": 96}
+EIGHT = {"head_dim": 8}
+# Configuration and model class, what the configuration has besides, and what that makes of the logits.
+CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}, {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", EIGHT, {}),
+    "qwen3 tied": ("Qwen3Config", "Qwen3ForCausalLM", {**EIGHT, "tie_word_embeddings": True}, {}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}, {}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}, {}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**EIGHT, "final_logit_softcapping": 5.0}, {"logit_softcap": 5.0}),
+    "gemma3": (
+        "Gemma3TextConfig", "Gemma3ForCausalLM", {**EIGHT, "final_logit_softcapping": 7.0}, {"logit_softcap": 7.0},
+    ),
+    "recurrent gemma": (
+        "RecurrentGemmaConfig", "RecurrentGemmaForCausalLM",
+        {"logits_soft_cap": 6.0, "lru_width": 32, "block_types": ["recurrent", "attention"]}, {"logit_softcap": 6.0},
+    ),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.0625}, {"logit_scale": 0.0625}),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {"logit_scale": 0.3}, {"logit_scale": 0.3}),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", {"logits_scaling": 6.0}, {"logit_scale": 1 / 6.0}),
+    "hyperclovax": ("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM", {"logits_scaling": 0.3}, {"logit_scale": 0.3}),
+    "phi, a bias": ("PhiConfig", "PhiForCausalLM", {}, {}),
+    "gptj, a bias": ("GPTJConfig", "GPTJForCausalLM", {"rotary_dim": 4}, {}),
+    "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}, {}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}, {}),
+    "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32}, {}),
+    "falcon-h1": (
+        "FalconH1Config", "FalconH1ForCausalLM",
+        {"lm_head_multiplier": 0.4, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
+        {"logit_scale": 0.4},
+    ),
+    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", {}, {"logit_softcap": 15.0}),
+    "xlstm": ("xLSTMConfig", "xLSTMForCausalLM", {"output_logit_soft_cap": 4.0}, {"logit_softcap": 4.0}),
+    "modernbert decoder, a module before the head": (
+        "ModernBertDecoderConfig", "ModernBertDecoderForCausalLM", {"cls_token_id": 3, "sep_token_id": 4}, {},
+    ),
+}  # fmt: skip
+
+
+def make(name: str, **more: Any) -> Any:
+    config_name, model_name, options, _ = CENSUS[name]
+    if not hasattr(transformers, config_name):
+        pytest.skip(f"{config_name} is not in transformers {transformers.__version__}")
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    config = getattr(transformers, config_name)(**{**sizes, **options, **more})
+    model = getattr(transformers, model_name)(config)
+    with torch.no_grad():  # logits large enough for a soft-cap, and a bias that is not 0
+        head = model.get_output_embeddings()
+        head.weight.mul_(8)
+        if getattr(head, "bias", None) is not None:
+            head.bias.normal_()
+    return model.eval()
+
+
+def batch() -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """(inputs, mask of completions, advantages) of three sequences."""
+    ids = torch.randint(3, 96, (3, 9), generator=torch.Generator().manual_seed(1))
+    attention = torch.ones_like(ids)
+    mask = torch.arange(8)[None, :] >= torch.tensor([[3], [2], [4]])
+    return {"input_ids": ids, "attention_mask": attention}, mask, torch.tensor([1.0, -0.5, 2.0])
+
+
+def own_log_probs(model: Any) -> Tensor:
+    inputs, _, _ = batch()
+    logits = model(**inputs, use_cache=False).logits[:, :-1]
+    return logits.log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
+
+
+def fused_loss(model: Any, old: Tensor) -> HeadOutput:
+    inputs, mask, advantages = batch()
+
+    def loss(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
+        return gspo_fused_loss(
+            hidden[:, :-1], lm_head, inputs["input_ids"][:, 1:], advantages.to(old.dtype), mask=mask,
+            old_log_probs=old, **options,
+        )  # fmt: skip
+
+    return model(**inputs, use_cache=False, with_head=loss)
+
+
+@pytest.mark.parametrize("name", CENSUS)
+def test_a_models_own_forward_gives_the_loss_of_its_own_logits(name: str) -> None:
+    # Mixtral's experts have no float64, xLSTM's logits are float32 in any dtype.
+    exact = name not in ("mixtral", "xlstm")
+    model = make(name).to(torch.float64 if exact else torch.float32)
+    lp = own_log_probs(model)
+    _, mask, advantages = batch()
+    old = (lp + 2e-4 * torch.randn(lp.shape, generator=torch.Generator().manual_seed(2)).to(lp.dtype)).detach()
+    s = (torch.where(mask, lp - old, 0).sum(1) / mask.sum(1)).exp()
+    loss = -torch.min(s * advantages, s.clamp(1 - 3e-4, 1 + 4e-4) * advantages).mean()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    before = set(vars(model)), set(vars(model.get_output_embeddings()))
+    head = fuse_head(model)
+    expected_options = {**PLAIN, **CENSUS[name][3]}
+    assert {k: getattr(head.options, k) for k in PLAIN} == expected_options
+    out = fused_loss(model, old).result
+    torch.testing.assert_close(out.loss, loss.detach())
+    torch.testing.assert_close(torch.where(mask, lp.detach(), 0), out.log_probs)
+    found = torch.autograd.grad(out.loss, parameters, allow_unused=True)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert (a - b).norm() <= (1e-7 if exact else 1e-5) * b.norm() + 1e-12
+    again = own_log_probs(model)  # without `with_head` it is the model it was
+    assert torch.equal(torch.where(mask, again, 0), torch.where(mask, lp, 0))
+    head.remove()
+    assert before == (set(vars(model)), set(vars(model.get_output_embeddings())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "cohere2", "phi, a bias", "xlstm"])
+def test_training_dtypes_pass_the_check(name: str, dtype: torch.dtype) -> None:
+    model = make(name).to(dtype)
+    options = fuse_head(model).options
+    expected = {**PLAIN, **CENSUS[name][3]}
+    assert options.logit_scale == pytest.approx(expected["logit_scale"], rel=4e-3)
+    assert (options.logit_softcap, options.vocab_size) == (expected["logit_softcap"], 96)
+
+
+def test_padded_columns_that_a_model_cuts_are_cut() -> None:
+    model = make("qwen3").double()
+    forward = model.forward
+
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out.logits = out.logits[..., :90]
+        return out
+
+    model.forward = cut
+    assert fuse_head(model).options.vocab_size == 90
+    lp = fused_loss(model, torch.zeros(3, 8).double()).result.log_probs
+    mask = batch()[1]
+    inputs = {**batch()[0]}
+    logits = forward(**inputs).logits[:, :-1, :90]
+    ids = inputs["input_ids"][:, 1:].clamp(max=89)
+    own = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    real = mask & (inputs["input_ids"][:, 1:] < 90)
+    torch.testing.assert_close(lp[real], own[real])
+
+
+def test_it_is_installed_once_and_leaves_no_trace() -> None:
+    model = make("qwen3")
+    state = torch.random.get_rng_state()
+    mode = model.training
+    head = fuse_head(model)
+    assert fuse_head(model) is head
+    assert torch.equal(torch.random.get_rng_state(), state) and model.training == mode
+    assert all(p.grad is None for p in model.parameters())
+    assert "input_ids" in inspect.signature(model.forward).parameters
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_output_embeddings().weight.zero_()
+    lp = fused_loss(other, torch.zeros(3, 8)).result.log_probs[batch()[1]]
+    torch.testing.assert_close(lp, torch.full_like(lp, -torch.tensor(96.0).log().item()))
+    assert not torch.equal(fused_loss(model, torch.zeros(3, 8)).result.log_probs[batch()[1]], lp)
+    head.remove()
+    assert not isinstance(fused_loss(model, torch.zeros(3, 8)), HeadOutput)
+    assert logit_options(model) == PLAIN and "forward" not in vars(model)
+
+
+def test_what_wraps_the_forward_later_goes_first() -> None:
+    model = make("qwen3")
+    head = fuse_head(model)
+    ours = model.forward
+    model.forward = lambda **kwargs: ours(**kwargs)
+    with pytest.raises(HeadError, match="remove"):
+        head.remove()
+    model.forward = ours
+    head.remove()
+
+
+def test_the_output_of_the_model_comes_along() -> None:
+    model = make("mixtral", output_router_logits=True)
+    fuse_head(model)
+    out = fused_loss(model, torch.zeros(3, 8))
+    assert out.model_output.aux_loss > 0 and len(out.model_output.router_logits) == 2
+
+
+@pytest.mark.parametrize("where", ["head", "body", "modules_to_save"])
+def test_peft(where: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = make("qwen3").double()
+    options = {"head": {"target_modules": ["lm_head", "q_proj"]}, "body": {"target_modules": ["q_proj"]},
+               "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}}[where]  # fmt: skip
+    torch.manual_seed(3)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options)).double().eval()
+    lp = own_log_probs(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    mask = batch()[1]
+    expected = torch.autograd.grad((lp * mask).sum(), trained)
+    fuse_head(model)
+    inputs = batch()[0]
+    out = model(**inputs, use_cache=False, with_head=lambda hidden, lm_head, **o: linear_log_probs(
+        hidden[:, :-1], lm_head, inputs["input_ids"][:, 1:], mask=mask, **o)).result  # fmt: skip
+    found = torch.autograd.grad(out.log_probs.sum(), trained)
+    torch.testing.assert_close(out.log_probs, torch.where(mask, lp.detach(), 0))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_dora_is_refused_and_the_model_left_as_it_was() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
+    model = peft.get_peft_model(make("qwen3"), config)
+    with pytest.raises(ValueError, match="DoRA"):
+        fuse_head(model)
+    base = model.get_base_model()
+    assert "forward" not in vars(base) and "forward" not in vars(base.get_output_embeddings())
+
+
+class Odd(transformers.Qwen3ForCausalLM):
+    """Does to its logits what `how` says."""
+
+    how = "square"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        if self.how == "square":
+            out.logits = out.logits**2
+        elif self.how == "twice":
+            self.lm_head(out.logits.new_zeros(1, 2, 32))
+        elif self.how == "shift":
+            out.logits = out.logits + torch.arange(out.logits.shape[-1])
+        return out
+
+
+@pytest.mark.parametrize(("how", "message"), [("square", "soft-cap"), ("shift", "soft-cap"), ("twice", "got 2 calls")])
+def test_a_model_that_does_something_else_is_refused(how: str, message: str) -> None:
+    model = Odd(make("qwen3").config)
+    model.how = how
+    with pytest.raises(HeadError, match=message):
+        fuse_head(model)
+    assert "forward" not in vars(model)
+
+
+def test_a_model_that_does_not_call_its_head_is_refused() -> None:
+    model = make("qwen3")
+    model.get_output_embeddings = lambda: nn.Linear(32, 96)
+    with pytest.raises(HeadError, match="got 0 calls"):
+        fuse_head(model)
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(HeadError, match="output embeddings"):
+        fuse_head(model)
+
+
+def test_an_error_inside_the_loss_leaves_a_model_that_works() -> None:
+    model = make("qwen3")
+    fuse_head(model)
+    lp = own_log_probs(model)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch()[0], with_head=lambda hidden, lm_head, **options: 1 / 0)
+    assert torch.equal(own_log_probs(model), lp)

@@ -1,0 +1,110 @@
+"""Heads that FSDP2 and DDP wrap, on two CPU processes: gradients are those of one process that has it all."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from gspo_kernels import gspo_fused_loss
+from gspo_kernels.integrations.huggingface import fuse_head
+
+RANKS = 2
+
+
+def make(tied: bool) -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).double()
+
+
+def loss_of(model: Any, rows: slice, normalizer: float) -> Tensor:
+    rng = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 50, (2 * RANKS, 7), generator=rng)[rows]
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0])[rows]
+    mask = torch.arange(6)[None, :].expand(len(ids), 6) >= 2
+
+    def loss(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
+        return gspo_fused_loss(
+            hidden[:, :-1], lm_head, ids[:, 1:], advantages, mask=mask, normalizer=normalizer, **options
+        )
+
+    return model(input_ids=ids, with_head=loss).result.loss
+
+
+def shard(model: Any, how: str) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if how == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    if how == "tail":
+        fully_shard([model.model.norm, model.lm_head], mesh=mesh)
+    elif how == "own":
+        fully_shard(model.lm_head, mesh=mesh)
+    elif how == "own, resharded":
+        fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=True)
+    return fully_shard(model, mesh=mesh)
+
+
+def rank_main(rank: int, port: int, how: str, tied: bool, first: bool, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    try:
+        model = make(tied)
+        if first:
+            fuse_head(model)
+        wrapped = shard(model, how)
+        if not first:
+            fuse_head(wrapped)
+        for micro in range(2):  # gradients of micro-batches add up
+            rows = slice(2 * rank + micro, 2 * rank + micro + 1)
+            # Gradients are averaged over ranks: the count of sequences is divided by them.
+            loss_of(wrapped, rows, normalizer=4 / RANKS).backward()
+        whole = {
+            name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            for name, p in model.named_parameters()
+        }
+        if rank == 0:
+            torch.save(whole, Path(folder) / "gradients.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False], ids=["fused, then sharded", "sharded, then fused"])
+@pytest.mark.parametrize(
+    ("how", "tied"),
+    [("root", True), ("root", False), ("tail", False), ("own", False), ("own, resharded", False), ("ddp", True)],
+)
+def test_gradients_are_those_of_one_process(how: str, tied: bool, first: bool, tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+        partial(rank_main), args=(port, how, tied, first, str(tmp_path)), nprocs=RANKS, start_method="spawn"
+    )
+    found = torch.load(tmp_path / "gradients.pt")
+    model = make(tied)
+    fuse_head(model)
+    loss_of(model, slice(0, 4), normalizer=4.0).backward()
+    assert {n for n, _ in model.named_parameters()} == set(found)
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        assert (found[name] - p.grad).norm() <= 1e-10 * p.grad.norm(), name

@@ -6,7 +6,8 @@
 
 The model's own forward runs as it is, up to the call of its head. There, instead of making logits, `with_head` is
 called with the hidden states, the head and what the model would do to the logits. It runs inside the head module's own
-call, so whatever hooks wrap that module (DDP, FSDP2, ZeRO-3) have gathered its weight and will reduce its gradient.
+call, so the hooks that wrap that module (DDP's, FSDP2's) have gathered its weight and will reduce its gradient. ZeRO-3 has
+not been tried.
 
 What a model does to its logits after the head is not looked up by its name but measured: the head is made to return
 known numbers, and what comes out is compared with softcap(scale x) over the columns that are left.
@@ -64,8 +65,8 @@ def fuse_head(model: nn.Module) -> FusedHead:
     """Let `model` be called with `with_head`; the same object again if it already can be.
 
     Args:
-        model: a causal language model of transformers, plain, in PEFT, or in DistributedDataParallel. With FSDP or
-            ZeRO-3 every rank calls this.
+        model: a causal language model of transformers, plain, in PEFT, or in DistributedDataParallel. With FSDP2
+            every rank calls this, before or after sharding.
 
     Raises:
         HeadError: what the model does to its logits is no scale, soft-cap or cut of columns, its forward does not call

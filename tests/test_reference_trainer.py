@@ -5,12 +5,12 @@ from __future__ import annotations
 import builtins
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tolerance import PARAMETER_ABSOLUTE
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from gspo_kernels.advantages import group_advantages
@@ -298,15 +298,27 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
         policy.make_policy(made.model, made.tokenizer)
 
 
-def test_head_options_of_other_families() -> None:
-    def options(**given: float) -> dict:
-        config = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace(**given))
-        return policy.head_options(config)
+def test_what_a_model_does_to_its_logits_reaches_the_loss() -> None:
+    tokenizer = policy.demo_policy().tokenizer
+    config = dict(vocab_size=15, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                  num_key_value_heads=1, head_dim=8, eos_token_id=1, bos_token_id=1)  # fmt: skip
+    made = policy.make_policy(Gemma2ForCausalLM(Gemma2Config(**config, final_logit_softcapping=3.0)), tokenizer)
+    assert made.head_options == {"logit_scale": 1.0, "logit_softcap": 3.0, "vocab_size": 15}
+    policy.check_head(made, "auto")
 
-    assert options() == {}
-    assert options(final_logit_softcapping=30.0) == {"logit_softcap": 30.0}
-    assert options(logit_scale=0.25) == {"logit_scale": 0.25}
-    assert options(logits_scaling=8.0) == {"logit_scale": 1 / 8}
+
+def test_a_model_that_does_more_to_its_logits_is_refused() -> None:
+    made = policy.demo_policy()
+    forward = made.model.forward
+
+    def squared(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out.logits = out.logits**2
+        return out
+
+    made.model.forward = squared
+    with pytest.raises(InputError, match=r"--model: .* a scale, a soft-cap and a cut of columns"):
+        policy.make_policy(made.model, made.tokenizer)
 
 
 @pytest.mark.parametrize(

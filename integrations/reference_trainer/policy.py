@@ -22,6 +22,7 @@ from transformers import (
 
 from gspo_kernels import linear_log_probs
 
+from ..huggingface import logit_options
 from .config import InputError
 from .tasks import LETTERS
 
@@ -34,7 +35,7 @@ class Policy:
 
     model: Any  # a transformers model for causal language modelling
     tokenizer: Any
-    head_options: dict[str, Any]  # logit_scale and logit_softcap, for the loss
+    head_options: dict[str, Any]  # what the model does to its logits, for the loss
     own_generation_config: GenerationConfig  # the checkpoint's, written back on save
 
     @property
@@ -74,20 +75,11 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     # A checkpoint's own top_k, penalties and the like would sample from another distribution than the one trained.
     model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id)
-    return Policy(model, tokenizer, head_options(model.config), own)
-
-
-def head_options(config: Any) -> dict[str, Any]:
-    """What a model family does to its logits, under the names the loss uses."""
-    text = config.get_text_config(decoder=True)
-    options: dict[str, Any] = {}
-    if getattr(text, "final_logit_softcapping", None):  # Gemma
-        options["logit_softcap"] = text.final_logit_softcapping
-    if getattr(text, "logit_scale", None):  # Cohere
-        options["logit_scale"] = text.logit_scale
-    if getattr(text, "logits_scaling", None):  # Granite
-        options["logit_scale"] = 1 / text.logits_scaling
-    return options
+    try:
+        options = dict(logit_options(model))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"--model: {error}") from error
+    return Policy(model, tokenizer, options, own)
 
 
 def check_head(policy: Policy, backend: str) -> None:

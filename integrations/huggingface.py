@@ -6,8 +6,8 @@
 
 The model's own forward runs as it is, up to the call of its head. There, instead of making logits, `with_head` is
 called with the hidden states, the head and what the model would do to the logits. It runs inside the head module's own
-call, so the hooks that wrap that module (DDP's, FSDP2's) have gathered its weight and will reduce its gradient. ZeRO-3 has
-not been tried.
+call, so the hooks that wrap that module (DDP's, FSDP2's) have gathered its weight and will reduce its gradient.
+ZeRO-3 has not been tried.
 
 What a model does to its logits after the head is not looked up by its name but measured: the head is made to return
 known numbers, and what comes out is compared with softcap(scale x) over the columns that are left.

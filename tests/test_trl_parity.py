@@ -15,7 +15,7 @@ from torch import Tensor
 from gspo_kernels import Objective
 from gspo_kernels.sampler_mismatch import off_policy_mask
 
-trl = pytest.importorskip("trl")
+pytest.importorskip("trl", minversion="1.16")  # others normalise dapo otherwise
 from trl import GRPOTrainer  # noqa: E402
 from trl.experimental.gmpo import GMPOTrainer  # noqa: E402
 

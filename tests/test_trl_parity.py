@@ -16,8 +16,8 @@ from gspo_kernels import Objective
 from gspo_kernels.sampler_mismatch import off_policy_mask
 
 pytest.importorskip("trl", minversion="1.16")  # others normalise dapo otherwise
-from trl import GRPOTrainer  # noqa: E402
-from trl.experimental.gmpo import GMPOTrainer  # noqa: E402
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOTrainer
 
 LONGEST = 32
 SEQUENCE, TOKEN = "sequence", "token"

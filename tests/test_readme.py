@@ -20,7 +20,7 @@ README = (ROOT / "README.md").read_text()
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 
 
-QUICK_START, REAL_MODEL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+QUICK_START, REAL_MODEL, WITH_TRL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_quick_start_runs_as_it_stands() -> None:

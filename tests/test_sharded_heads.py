@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from functools import partial
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,25 +66,26 @@ def rank_main(rank: int, port: int, how: str, tied: bool, first: bool, folder: s
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    try:
-        model = make(tied)
-        if first:
-            fuse_head(model)
-        wrapped = shard(model, how)
-        if not first:
-            fuse_head(wrapped)
-        for micro in range(2):  # gradients of micro-batches add up
-            rows = slice(2 * rank + micro, 2 * rank + micro + 1)
-            # Gradients are averaged over ranks: the count of sequences is divided by them.
-            loss_of(wrapped, rows, normalizer=4 / RANKS).backward()
-        whole = {
-            name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            for name, p in model.named_parameters()
-        }
-        if rank == 0:
-            torch.save(whole, Path(folder) / "gradients.pt")
-    finally:
-        dist.destroy_process_group()
+    model = make(tied)
+    if first:
+        fuse_head(model)
+    wrapped = shard(model, how)
+    if not first:
+        fuse_head(wrapped)
+    for micro in range(2):  # gradients of micro-batches add up
+        rows = slice(2 * rank + micro, 2 * rank + micro + 1)
+        # Gradients are averaged over ranks: the count of sequences is divided by them.
+        loss_of(wrapped, rows, normalizer=4 / RANKS).backward()
+    whole = {
+        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
+    }
+    if rank == 0:
+        torch.save(whole, Path(folder) / "gradients.pt")
+    # Gloo's threads may wait for each other for ever while they are taken down: once all are done, leave at once.
+    (Path(folder) / f"done-{rank}").touch()
+    while len(list(Path(folder).glob("done-*"))) < RANKS:
+        time.sleep(0.02)
+    os._exit(0)
 
 
 @pytest.mark.slow
@@ -97,9 +98,15 @@ def test_gradients_are_those_of_one_process(how: str, tied: bool, first: bool, t
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
-        partial(rank_main), args=(port, how, tied, first, str(tmp_path)), nprocs=RANKS, start_method="spawn"
+    ranks: Any = mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+        rank_main, args=(port, how, tied, first, str(tmp_path)), nprocs=RANKS, start_method="spawn", join=False
     )
+    deadline = time.monotonic() + 240
+    while not ranks.join(timeout=1):  # raises what a rank raised
+        if time.monotonic() > deadline:
+            for process in ranks.processes:
+                process.kill()
+            pytest.fail("a rank hangs")
     found = torch.load(tmp_path / "gradients.pt")
     model = make(tied)
     fuse_head(model)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .groups import Groups, check_rewards, over_deviation, variance_of
 from .layout import accumulator
-from .validation import FLOATS, Call, few
+from .validation import FLOATS, Call
 
 BASELINES = ("mean", "leave-one-out", "none")
 SCALES = ("group", "batch", "none")
@@ -257,10 +257,7 @@ def turn_advantages(advantages: Tensor, turn_ids: Tensor) -> Tensor:
 
 
 def _tokens(call: Call, mask: Any) -> tuple[int, int]:
-    dtypes = (torch.bool, torch.int64, torch.int32, torch.uint8, torch.int8, *FLOATS)
-    call.tensor("mask", mask, dtypes=dtypes, shapes=[(None, None)], shape_text="[B, T]")
-    wrong = (mask != 0) & (mask != 1)
-    call.flag("mask", wrong, "0 or 1", lambda: few(mask[wrong]))
+    call.mask(mask, shapes=[(None, None)], shape_text="[B, T]")
     return mask.shape[0], mask.shape[1]
 
 

@@ -15,7 +15,7 @@ from .backends import pick_backend
 from .head import resolve
 from .layout import HeadRows, accumulator
 from .precision import AUTOCAST_DEVICES
-from .validation import FLOATS, INTEGERS, Call, few
+from .validation import FLOATS, Call, few
 
 
 class LogProbOutput(NamedTuple):
@@ -151,13 +151,7 @@ def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.devi
     """The mask as bool, in the shape of `like`, and how many of its values are neither 0 nor 1."""
     if mask is None:
         mask = like != -100 if like.dtype == torch.int64 else torch.ones_like(like, dtype=torch.bool)
-    kinds = (torch.bool, *FLOATS, *INTEGERS)
-    text = lambda: str(list(like.shape))  # noqa: E731
-    call.tensor("mask", mask, dtypes=kinds, shapes=[like.shape], shape_text=text, device=device)
-    if mask.dtype == torch.bool:
-        return mask, torch.zeros((), dtype=torch.int64, device=device)
-    wrong = (mask != 0) & (mask != 1)
-    return mask != 0, call.flag("mask", wrong, "0 or 1", lambda: few(mask[wrong]))
+    return call.mask(mask, shapes=[like.shape], shape_text=lambda: str(list(like.shape)), device=device)
 
 
 def _temperature(

@@ -114,12 +114,12 @@ class Objective:
         if self.kl_aggregation is not None:
             check.choice("kl_aggregation", self.kl_aggregation, AGGREGATIONS)
         check.boolean("kl_ratio_factor", self.kl_ratio_factor)
-        cispo, gmpo = self.surrogate == "cispo", self.surrogate == "gmpo"
-        lowest = {"cispo": "a number >= 0 and <= 1 (1: no lower bound)", "gmpo": "a finite number >= 0"}.get(
-            self.surrogate, "a number >= 0 and < 1"
-        )
+        lowest = {
+            "cispo": ("a number >= 0 and <= 1 (1: no lower bound)", lambda x: 0 <= x <= 1),
+            "gmpo": ("a finite number >= 0", lambda x: 0 <= x <= validation.LARGEST),
+        }.get(self.surrogate, ("a number >= 0 and < 1", lambda x: 0 <= x < 1))
         numbers = {
-            "clip_low": (lowest, lambda x: 0 <= x < 1 or (x == 1 and cispo) or (1 <= x <= validation.LARGEST and gmpo)),
+            "clip_low": lowest,
             "clip_high": ("a number >= 0, within float32, or inf", lambda x: x >= 0 and validation.bound(x)),
             "dual_clip": ("a number > 1, within float32, or None", lambda x: x > 1 and validation.bound(x)),
             "delta": (lambda: f"a number > 1 + clip_high = {1 + self.clip_high:g}, within float32, or None",
@@ -142,7 +142,7 @@ class Objective:
                 check.fail(
                     name, f"None with surrogate={self.surrogate!r}, which has no such bound", getattr(self, name)
                 )
-        if gmpo and self.ratio != "sequence":
+        if self.surrogate == "gmpo" and self.ratio != "sequence":
             check.fail("ratio", "'sequence' with surrogate='gmpo', a geometric mean over the sequence", self.ratio)
         if self.kl_ratio_factor and self.kl_estimator == "unbiased":
             check.fail("kl_ratio_factor", "False with kl_estimator='unbiased', which has a ratio of its own", True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, packed_layout, padded_layout, segment_sum
-from .validation import FLOATS, LARGEST, Call, Field, bound, few
+from .validation import FLOATS, LARGEST, Call, Field, bound
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")
@@ -162,18 +162,15 @@ def _bounds(check: Field, level: str, mode: str, low: float, high: float) -> tup
 
 
 def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
-    dtypes = (torch.bool, torch.int64, torch.int32, torch.uint8, torch.int8, *FLOATS)
     shape, text = ((None, None), "[B, T]") if cu_seqlens is None else ((None,), "[N], with cu_seqlens")
-    call.tensor("mask", mask, dtypes=dtypes, shapes=[shape], shape_text=text)
-    wrong = (mask != 0) & (mask != 1)
-    call.flag("mask", wrong, "0 or 1", lambda: few(mask[wrong]))
+    counts, _ = call.mask(mask, shapes=[shape], shape_text=text)
     if cu_seqlens is None:
         layout = padded_layout((mask.shape[0], mask.shape[1]), mask.device)
     else:
         call.tensor("cu_seqlens", cu_seqlens, dtypes=(torch.int32, torch.int64), shapes=[(None,)],
                     shape_text="[S + 1]", device=mask.device)  # fmt: skip
         layout = packed_layout(mask.shape[0], cu_seqlens)
-    return layout, (mask != 0).reshape(-1)
+    return layout, counts.reshape(-1)
 
 
 def _difference(call: Call, layout: Layout, counts: Tensor, **log_probs: Tensor) -> Tensor:

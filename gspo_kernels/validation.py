@@ -151,6 +151,14 @@ class Call(Field):
         if isinstance(weight, Tensor) and weight.numel() == 0:
             self.fail("lm_head", expected, Said(f"an empty tensor {list(weight.shape)}"))
 
+    def mask(self, x: Any, **expected: Any) -> tuple[Tensor, Tensor]:
+        """A mask as bool, and how many of its values are neither 0 nor 1."""
+        self.tensor("mask", x, dtypes=(torch.bool, *FLOATS, *INTEGERS), **expected)
+        if x.dtype == torch.bool:
+            return x, torch.zeros((), dtype=torch.int64, device=x.device)
+        wrong = (x != 0) & (x != 1)
+        return x != 0, self.flag("mask", wrong, "0 or 1", lambda: few(x[wrong]))
+
     def weight(self, weight: Any, hidden: Tensor) -> None:
         self.whole(weight)
         width = hidden.shape[-1]

@@ -103,15 +103,12 @@ def _token_weights(
     normalizer: Tensor | None,
 ) -> Tensor:
     """c_it: the share of each token over the normalizer, [N]; 0 at masked rows."""
-    ones = torch.ones_like(lengths)
+    share = torch.ones_like(lengths)
     if aggregation == "seq-mean-token-mean":
-        share, default = ones / lengths.clamp(min=1), (lengths > 0).sum()
-    elif aggregation == "seq-mean-token-sum":
-        share, default = ones, (lengths > 0).sum()
-    elif aggregation == "token-mean":
-        share, default = ones, lengths.sum()
-    else:
+        share = share / lengths.clamp(min=1)
+    elif aggregation == "seq-mean-token-sum-norm":
         assert length_norm is not None  # Objective refuses it without
-        share, default = ones / length_norm, (lengths > 0).sum()
-    normalizer = default.clamp(min=1) if normalizer is None else normalizer
+        share = share / length_norm
+    if normalizer is None:
+        normalizer = (lengths.sum() if aggregation == "token-mean" else (lengths > 0).sum()).clamp(min=1)
     return torch.where(mask, share[sequence] / normalizer.to(share.dtype), 0)

@@ -47,8 +47,8 @@ SHARED_FAULTS: dict[str, tuple[str, str, str]] = {
     ),
     "no 1/L in the weight": (
         "closed_form",
-        "share, default = ones / lengths.clamp(min=1), (lengths > 0).sum()",
-        "share, default = ones, (lengths > 0).sum()",
+        "share = share / lengths.clamp(min=1)",
+        "pass",
     ),
     "stale clip sign": (
         "surrogates",
@@ -67,8 +67,8 @@ SHARED_FAULTS: dict[str, tuple[str, str, str]] = {
     ),
     "empty sequences counted": (
         "closed_form",
-        "share, default = ones / lengths.clamp(min=1), (lengths > 0).sum()",
-        "share, default = ones / lengths.clamp(min=1), (lengths >= 0).sum()",
+        "(lengths > 0).sum()",
+        "(lengths >= 0).sum()",
     ),
     "token weights not in the gradient": (
         "closed_form",

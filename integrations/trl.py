@@ -3,20 +3,27 @@
     trainer = GSPOTrainer(model, reward_funcs, args=GSPOConfig(...), train_dataset=...)
     accelerate_trainer(trainer)  # or a trainer, of any subclass of GRPOTrainer, that you have
 
-Since 1.15 TRL asks its model for log-probs (`model(..., fused_lm_head=True)`) and computes the loss from them. That
-call is answered here by `linear_log_probs`, from inside the head module's own call: old, reference and new log-probs
-come from the same kernel, logits never are less than fp32, and tokens whose gradient the loss makes zero cost no
-backward. The loss, its options and its metrics are TRL's own code.
+Log-probs, old, reference and new, come from `linear_log_probs` inside the head module's own call: one kernel for all,
+logits never less than fp32 and never held, and tokens whose gradient the loss makes zero cost no backward. The loss,
+its options and its metrics are TRL's own code, so that there is no option of it to be left out.
+
+Since 1.15 TRL asks its model for log-probs (`model(..., fused_lm_head=True)`): that call is answered. Before, from 0.29
+on, its trainer makes them of logits in `_get_per_token_logps_and_entropies`, which is replaced on the instance.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
-from trl.trainer import utils
+from trl.trainer import grpo_trainer, utils
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -25,6 +32,8 @@ from gspo_kernels import linear_log_probs
 from .huggingface import base_model, fuse_head
 
 _ATTRIBUTE = "_gspo_log_probs"
+_ASKS_THE_MODEL = hasattr(utils, "add_fused_lm_head")  # TRL 1.15 and later
+_METHOD = "_get_per_token_logps_and_entropies"
 
 
 @dataclass
@@ -41,36 +50,71 @@ class GSPOConfig(GRPOConfig):
 
 
 class GSPOTrainer(GRPOTrainer):
-    """GRPOTrainer whose log-probs are ours; arguments as TRL's."""
+    """GRPOTrainer whose log-probs are ours; arguments as TRL's.
+
+    A LoRA may be on the head too, which TRL 1.15 and later refuses in its constructor, since its own log-probs would
+    leave it out.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with _head_adapters_allowed():
+            super().__init__(*args, **kwargs)
         accelerate_trainer(self)
 
 
+@contextlib.contextmanager
+def _head_adapters_allowed() -> Iterator[None]:
+    """TRL's constructor asks whether the head is a BaseTunerLayer; while it runs, nothing is one."""
+    known = getattr(grpo_trainer, "BaseTunerLayer", None)
+    if known is None:  # no PEFT, or a TRL that does not ask
+        yield
+        return
+    setattr(grpo_trainer, "BaseTunerLayer", type("NothingIsOne", (), {}))  # noqa: B010 - not exported
+    try:
+        yield
+    finally:
+        setattr(grpo_trainer, "BaseTunerLayer", known)  # noqa: B010
+
+
 def accelerate_trainer(trainer: GRPOTrainer) -> None:
-    """Answer the log-prob calls of `trainer`'s model and of its reference model; a second time nothing happens.
+    """Let every log-prob of `trainer`, its model's and its reference model's, be ours; a second time nothing happens.
+
+    Before TRL 1.15 image inputs are left to TRL, with a warning.
 
     Raises:
-        RuntimeError: a TRL that does not ask its model for log-probs (before 1.15).
-        ValueError: `cast_lm_head_to_fp32`, which makes a head of another dtype than the hidden states.
+        ValueError: `cast_lm_head_to_fp32`, which makes a head of another dtype than the hidden states; before TRL 1.14
+            `use_liger_kernel`, whose loss reads no log-probs; before 1.15 a subclass with log-probs of its own.
         HeadError, TypeError, ValueError: of `fuse_head`, for a model or a head that is not understood.
     """
-    if not hasattr(utils, "add_fused_lm_head"):
-        raise RuntimeError("accelerate_trainer: TRL must be 1.15 or later, which asks its model for log-probs")
+    _check(trainer)
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if model is not None:
+            base: Any = base_model(trainer.accelerator.unwrap_model(model))
+            fuse_head(base)
+            if _ASKS_THE_MODEL and not hasattr(base, _ATTRIBUTE):
+                _answer(base, trainer.temperature)
+    if not _ASKS_THE_MODEL and _METHOD not in vars(trainer):
+        setattr(trainer, _METHOD, _LogProbs(trainer))
+
+
+def _check(trainer: GRPOTrainer) -> None:
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):
         raise ValueError(
             "accelerate_trainer: cast_lm_head_to_fp32 must be False, got True (logits are fp32 here in any dtype)"
         )
-    for model in (trainer.model, getattr(trainer, "ref_model", None)):
-        if model is not None:
-            _answer(base_model(trainer.accelerator.unwrap_model(model)), trainer.temperature)
+    if hasattr(GRPOTrainer, "compute_liger_loss") and trainer.args.use_liger_kernel:
+        raise ValueError(
+            "accelerate_trainer: use_liger_kernel must be False before TRL 1.14, got True (its loss reads no log-probs)"
+        )
+    if not _ASKS_THE_MODEL and getattr(type(trainer), _METHOD) is not getattr(GRPOTrainer, _METHOD):
+        raise ValueError(
+            f"accelerate_trainer: before TRL 1.15 {_METHOD} must be GRPOTrainer's, got one of "
+            f"{type(trainer).__name__}'s own (update TRL, or call linear_log_probs there)"
+        )
 
 
 def _answer(model: Any, temperature: float) -> None:
-    if getattr(model, _ATTRIBUTE, False):
-        return
-    fuse_head(model)
+    """Let `model` answer TRL's `fused_lm_head=True`; all other calls are as before."""
     below = model.forward
 
     @functools.wraps(below)
@@ -109,3 +153,65 @@ def _log_probs(
         loss=loss, log_probs=found.log_probs, entropy=found.entropy, label_mask=mask,
         aux_loss=getattr(output, "aux_loss", None),
     )  # fmt: skip
+
+
+class _LogProbs:
+    """`_get_per_token_logps_and_entropies` of TRL before 1.15, for text: log-probs of the last `logits_to_keep` tokens.
+
+    What it returns is TRL's: log-probs and entropies [B, C], and since 1.7 the auxiliary loss of a mixture of experts.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.stock = trainer, getattr(trainer, _METHOD)
+        self.returns_aux_loss = "compute_aux_loss" in inspect.signature(self.stock).parameters
+        self.said = False
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **others: Any,
+    ) -> tuple[Any, ...]:
+        images = [name for name, x in others.items() if x is not None and name != "compute_aux_loss"]
+        if images:
+            self._warn(images)
+            return self.stock(
+                model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size,
+                compute_entropy=compute_entropy, **others,
+            )  # fmt: skip
+        want_aux_loss = others.get("compute_aux_loss", False)
+        router = {"output_router_logits": True} if want_aux_loss else {}
+        found, aux_losses = [], []
+        step = batch_size or len(input_ids)
+        for ids, attended in zip(input_ids.split(step), attention_mask.split(step), strict=True):
+            score = self._score(ids[:, -logits_to_keep:], attended[:, -logits_to_keep:], compute_entropy)
+            out = model(input_ids=ids, attention_mask=attended, use_cache=False, with_head=score, **router)
+            found.append(out.result)
+            aux_losses.append(getattr(out.model_output, "aux_loss", None))
+        log_probs = torch.cat([x.log_probs for x in found])
+        entropy = torch.cat([x.entropy for x in found]) if compute_entropy else None
+        if not self.returns_aux_loss:
+            return log_probs, entropy
+        return log_probs, entropy, torch.stack(aux_losses).mean() if want_aux_loss else None
+
+    def _score(self, targets: Tensor, mask: Tensor, entropy: bool) -> Callable[..., Any]:
+        def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
+            states = hidden[:, :-1][:, -targets.shape[1] :]
+            out = linear_log_probs(
+                states, lm_head, targets, mask=mask, temperature=self.trainer.temperature, entropy=entropy, **options
+            )
+            # Only a bonus wants the entropy's gradient; before TRL had one it did not detach what it logs.
+            bonus = getattr(self.trainer, "_entropy_bonus_enabled", False)
+            return out if bonus or out.entropy is None else out._replace(entropy=out.entropy.detach())
+
+        return score
+
+    def _warn(self, images: list[str]) -> None:
+        if not self.said:
+            self.said = True
+            text = f"accelerate_trainer: before TRL 1.15 log-probs with {', '.join(images)} are TRL's own"
+            warnings.warn(text, stacklevel=4)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 from tolerance import SHARDED_GRADIENT_RELATIVE
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -63,10 +60,8 @@ def shard(model: Any, how: str) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def rank_main(rank: int, port: int, how: str, tied: bool, first: bool, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+def rank_main(rank: int, folder: Path, how: str, tied: bool, first: bool) -> None:
+    dist.init_process_group("gloo")
     model = make(tied)
     if first:
         fuse_head(model)
@@ -81,12 +76,7 @@ def rank_main(rank: int, port: int, how: str, tied: bool, first: bool, folder: s
         name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
     }
     if rank == 0:
-        torch.save(whole, Path(folder) / "gradients.pt")
-    # Gloo's threads may wait for each other for ever while they are taken down: once all are done, leave at once.
-    (Path(folder) / f"done-{rank}").touch()
-    while len(list(Path(folder).glob("done-*"))) < RANKS:
-        time.sleep(0.02)
-    os._exit(0)
+        torch.save(whole, folder / "gradients.pt")
 
 
 @pytest.mark.slow
@@ -96,18 +86,7 @@ def rank_main(rank: int, port: int, how: str, tied: bool, first: bool, folder: s
     [("root", True), ("root", False), ("tail", False), ("own", False), ("own, resharded", False), ("ddp", True)],
 )
 def test_gradients_are_those_of_one_process(how: str, tied: bool, first: bool, tmp_path: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    ranks: Any = mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
-        rank_main, args=(port, how, tied, first, str(tmp_path)), nprocs=RANKS, start_method="spawn", join=False
-    )
-    deadline = time.monotonic() + 240
-    while not ranks.join(timeout=1):  # raises what a rank raised
-        if time.monotonic() > deadline:
-            for process in ranks.processes:
-                process.kill()
-            pytest.fail("a rank hangs")
+    run_ranks(rank_main, RANKS, tmp_path, how, tied, first)
     found = torch.load(tmp_path / "gradients.pt")
     model = make(tied)
     fuse_head(model)

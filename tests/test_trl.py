@@ -2,39 +2,102 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("trl", minversion="1.15")
+pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
 import datasets
 import transformers
+import trl
+from ranks import run_ranks
 from test_readme import WITH_TRL
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tolerance import TRAINER_ABSOLUTE, TRAINER_LOG_ABSOLUTE, TRAINER_LOG_RELATIVE
+from tolerance import (
+    LOSS_PER_ADVANTAGE,
+    TRAINER_ABSOLUTE,
+    TRAINER_GRADIENT_RELATIVE,
+    TRAINER_LOG_ABSOLUTE,
+    TRAINER_LOG_RELATIVE,
+)
 from trl import GRPOConfig, GRPOTrainer
 
+from gspo_kernels import portable
 from gspo_kernels.integrations import trl as adapter
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
 
 LETTERS = "abcdefgh"
+asks_the_model = hasattr(trl.trainer.utils, "add_fused_lm_head")
 SEQUENCE = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gspo": SEQUENCE,
+    "gspo, twenty steps": {**SEQUENCE, "max_steps": 20, "learning_rate": 0.01},
     "gspo, four updates of a rollout": {**SEQUENCE, "num_iterations": 2, "gradient_accumulation_steps": 1},
-    "gspo, delta, kl": {**SEQUENCE, "delta": 1.0006, "beta": 0.1},
-    "gspo, kl of a LoRA": {**SEQUENCE, "beta": 0.1, "lora": ["q_proj"]},
+    "gspo, delta, kl": {**SEQUENCE, "delta": 1.0006, "beta": 0.1, "use_bias_correction_kl": True},
+    "gspo, plain kl of a LoRA": {**SEQUENCE, "beta": 0.1, "use_bias_correction_kl": False, "lora": ["q_proj"]},
+    "LoRA on the head": {**SEQUENCE, "lora": ["q_proj", "lm_head"]},
+    "grpo": {"loss_type": "grpo"},
+    "bnpo": {"loss_type": "bnpo"},
     "dapo": {"loss_type": "dapo"},
     "dr_grpo, entropy bonus": {"loss_type": "dr_grpo", "entropy_coef": 0.02},
     "luspo": {**SEQUENCE, "loss_type": "luspo"},
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "sapo, high entropy": {"loss_type": "sapo", "top_entropy_quantile": 0.5},
+    "vespo": {"loss_type": "vespo"},
     "temperature, off-policy mask": {**SEQUENCE, "temperature": 0.7, "off_policy_mask_threshold": 1e-4},
     "truncated answers masked": {**SEQUENCE, "mask_truncated_completions": True},
-}
+    "tool mask, advantages per token": {**SEQUENCE, "mixin": "Tools"},
+    **{f"vLLM weights, {mode}": {**SEQUENCE, "vllm_importance_sampling_mode": mode, "mixin": "Vllm"}
+       for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")},
+}  # fmt: skip
+KNOWN = {f.name for f in dataclasses.fields(GRPOConfig)} | {"lora", "mixin"}
+
+
+class Tools:
+    """A tool has written every third token, and every token has an advantage of its own."""
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        width = torch.arange(inputs["completion_ids"].shape[1])
+        advantages = inputs["advantages"][:, None] * (1 + 0.1 * width)
+        tools = (width % 3 != 2).long().expand_as(inputs["completion_ids"])
+        return super()._compute_loss(model, {**inputs, "tool_mask": tools, "advantages": advantages})  # type: ignore
+
+
+class Vllm:
+    """TRL's weights of old log-probs against those of a sampler whose log-probs are off by up to a half."""
+
+    def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
+        old = inputs["old_per_token_logps"]
+        sampled = old + (inputs["completion_ids"] % 3 - 1) * 0.5
+        # As in `_generate_and_score_completions`, which does it for vLLM alone.
+        difference = (old - sampled) * inputs["completion_mask"]
+        sequence = self.vllm_importance_sampling_mode.startswith("sequence")
+        weights = (difference.sum(-1, keepdim=True) if sequence else difference).exp()
+        cap = 1.5
+        if self.vllm_importance_sampling_mode.endswith("truncate"):
+            weights = weights.clamp(max=cap)
+        else:
+            weights = weights.masked_fill(weights > cap, 0.0)
+        given = {**inputs, "importance_sampling_ratio": weights, "sampling_per_token_logps": sampled}
+        self.use_vllm = True
+        try:
+            return super()._compute_loss(model, given)  # type: ignore[misc]
+        finally:
+            self.use_vllm = False
+
+
+def configuration(name: str) -> dict[str, Any]:
+    options = dict(CONFIGS[name])
+    if asks_the_model and "lm_head" in options.get("lora", ()):
+        pytest.skip(f"TRL {trl.__version__} refuses adapters on the head")
+    missing = set(options) - KNOWN
+    if missing or (options.get("loss_type") == "vespo" and "vespo_k_pos" not in KNOWN):
+        pytest.skip(f"TRL {trl.__version__} has no {missing or 'vespo'}")
+    return options
 
 
 def tokenizer() -> Any:
@@ -79,34 +142,60 @@ def make_trainer(trainer: type[GRPOTrainer], model: Any, folder: Path, peft_conf
 
 
 def train(name: str, ours: bool, folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """(what was logged, the trained parameters) of four steps of plain SGD."""
-    options = dict(CONFIGS[name])
-    lora = options.pop("lora", None)
+    """(what was logged, the trained parameters) after a few steps of plain SGD."""
+    options = configuration(name)
+    lora, mixin = options.pop("lora", None), options.pop("mixin", None)
+    trainer_class = GSPOTrainer if ours else GRPOTrainer
+    if mixin:
+        trainer_class = type(mixin, (globals()[mixin], trainer_class), {})
     peft_config = None
     if lora:
         peft_config = pytest.importorskip("peft").LoraConfig(r=2, target_modules=lora, init_lora_weights=False)
-    trainer = make_trainer(
-        GSPOTrainer if ours else GRPOTrainer, checkpoint(folder / "model"), folder, peft_config, **options
-    )
+    trainer = make_trainer(trainer_class, checkpoint(folder / "model"), folder, peft_config, **options)
     trainer.train()
     parameters = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     return trainer.state.log_history, parameters
+
+
+def compare(logs: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
+    assert len(ours) == len(logs) > 4
+    for a, b in zip(ours, logs, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            relative, absolute = TRAINER_LOG_RELATIVE, TRAINER_LOG_ABSOLUTE
+            if key == "loss":
+                relative, absolute = 0.0, LOSS_PER_ADVANTAGE  # rewards are scaled: advantages are about 1
+            elif key == "grad_norm" and b["step"] <= 4:
+                relative, absolute = TRAINER_GRADIENT_RELATIVE, 0.0
+            if "time" not in key and "per_second" not in key and "runtime" not in key:
+                assert a[key] == pytest.approx(b[key], rel=relative, abs=absolute, nan_ok=True), key
+    assert max(log.get("grad_norm", 0.0) for log in logs) > 1e-3
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_is_what_it_is_with_trls_own_log_probs(name: str, tmp_path: Path) -> None:
     logs, parameters = train(name, False, tmp_path / "stock")
     ours, our_parameters = train(name, True, tmp_path / "ours")
-    assert len(ours) == len(logs) > 4
-    moved = 0.0
-    for a, b in zip(ours, logs, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            if "time" not in key and "per_second" not in key and "runtime" not in key:
-                close = pytest.approx(b[key], rel=TRAINER_LOG_RELATIVE, abs=TRAINER_LOG_ABSOLUTE, nan_ok=True)
-                assert a[key] == close, key
-        moved = max(moved, b.get("grad_norm", 0.0))
-    assert moved > 1e-3
+    compare(logs, ours)
+    for key, p in parameters.items():
+        torch.testing.assert_close(our_parameters[key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+def rank_main(rank: int, folder: Path, ours: bool) -> None:
+    logs, parameters = train("gspo", ours, folder / str(rank))
+    if rank == 0:
+        torch.save((logs, parameters), folder / "trained.pt")
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_with_trls_own_log_probs(tmp_path: Path) -> None:
+    for name in ("stock", "ours"):
+        (tmp_path / name).mkdir()
+        run_ranks(rank_main, 2, tmp_path / name, name == "ours")
+    (logs, parameters), (ours, our_parameters) = (
+        torch.load(tmp_path / name / "trained.pt") for name in ("stock", "ours")
+    )
+    compare(logs, ours)
     for key, p in parameters.items():
         torch.testing.assert_close(our_parameters[key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
@@ -133,6 +222,7 @@ def test_an_existing_trainer_takes_one_line_and_it_once(tmp_path: Path, monkeypa
     assert len(calls) >= 4
 
 
+@pytest.mark.skipif(not asks_the_model, reason="TRL 1.15 began to read heads itself")
 def test_a_head_that_trl_reads_wrongly_is_read_rightly(tmp_path: Path) -> None:
     """RecurrentGemma's soft-cap has a name of its own, which TRL 1.16 does not know."""
     torch.manual_seed(0)
@@ -183,3 +273,71 @@ def test_a_head_cast_to_fp32_is_refused_by_the_name_of_the_field(tmp_path: Path)
     trainer.args.cast_lm_head_to_fp32 = True
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32 must be False"):
         accelerate_trainer(trainer)
+
+
+@pytest.mark.skipif(not asks_the_model, reason="earlier ones train it by themselves: compared above")
+def test_an_adapter_on_the_head_which_trl_refuses_is_trained(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    with pytest.raises(ValueError, match="lm_head"):
+        make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)
+    torch.manual_seed(0)
+    trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)
+    assert isinstance(trainer.model.get_output_embeddings(), peft.tuners.tuners_utils.BaseTunerLayer)
+    ids = torch.randint(2, 10, (2, 7))
+    weight = torch.randn(2, 6)
+    adapters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    own = trainer.model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
+    expected = torch.autograd.grad((own[..., 0] * weight).sum(), list(adapters.values()))
+    out = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True)
+    torch.testing.assert_close(out.log_probs, own[..., 0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+    found = torch.autograd.grad((out.log_probs * weight).sum(), list(adapters.values()))
+    for name, a, b in zip(adapters, found, expected, strict=True):
+        assert b.norm() > 0 and (a - b).norm() <= TRAINER_ABSOLUTE * b.norm(), name
+    before = {name: p.detach().clone() for name, p in adapters.items()}
+    trainer.train()
+    assert all(not torch.equal(p, before[name]) for name, p in adapters.items())
+
+
+@pytest.mark.skipif(asks_the_model, reason="of TRL before 1.15")
+def test_before_1_15_images_are_trls_and_what_cannot_be_served_is_named(tmp_path: Path) -> None:
+    trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path)
+    given = []
+    name = "_get_per_token_logps_and_entropies"
+    setattr(trainer, name, lambda *args, **kwargs: given.append(kwargs))
+    log_probs = adapter._LogProbs(trainer)
+    ids = torch.randint(2, 10, (2, 7))
+    with pytest.warns(UserWarning, match="pixel_values are TRL's own"):
+        log_probs(trainer.model, ids, torch.ones_like(ids), 3, pixel_values=torch.ones(1), num_images=None)
+    assert given[0]["pixel_values"] is not None and given[0]["num_images"] is None
+
+    class Own(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    with pytest.raises(ValueError, match="got one of Own's own"):
+        accelerate_trainer(make_trainer(Own, checkpoint(tmp_path / "model"), tmp_path))
+    if hasattr(GRPOTrainer, "compute_liger_loss"):
+        trainer.args.use_liger_kernel = True
+        with pytest.raises(ValueError, match="use_liger_kernel must be False"):
+            accelerate_trainer(trainer)
+
+
+def test_answers_past_the_clip_cost_no_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's loss hands back zeros for them, and the backward recomputes no row of theirs."""
+    shares: list[float] = []
+    backward = portable.head_backward
+
+    def watched(head: Any, result: Any, d_log_probs: torch.Tensor, d_entropy: Any, *more: Any) -> Any:
+        assert d_entropy is None  # asked for, but only to be logged
+        tokens, live = head.mask.view(4, -1), (d_log_probs != 0).view(4, -1)
+        for row, moved in zip(tokens, live, strict=True):
+            assert not moved.any() or torch.equal(row, moved)  # an answer as a whole
+        shares.append(live.sum().item() / tokens.sum().item())
+        return backward(head, result, d_log_probs, d_entropy, *more)
+
+    monkeypatch.setattr(portable, "head_backward", watched)
+    trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **SEQUENCE)
+    trainer.train()
+    clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "clip_ratio/region_mean" in log]
+    assert len(shares) == 8 and max(clipped) > 0.5
+    assert 0 < sum(shares) / 8 < 0.8

@@ -1,0 +1,43 @@
+"""Tests on several CPU processes that talk through gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+
+def run_ranks(main: Callable[..., None], ranks: int, folder: Path, *args: Any, deadline: float = 240.0) -> None:
+    """main(rank, folder, *args) in processes of their own, with what `init_process_group` reads in the environment."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    started: Any = mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+        _run, args=(main, ranks, port, folder, args), nprocs=ranks, start_method="spawn", join=False
+    )
+    end = time.monotonic() + deadline
+    while not started.join(timeout=1):  # raises what a rank raised
+        if time.monotonic() > end:
+            for process in started.processes:
+                process.kill()
+            pytest.fail("a rank hangs")
+
+
+def _run(rank: int, main: Callable[..., None], ranks: int, port: int, folder: Path, args: tuple[Any, ...]) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks)
+    )
+    torch.set_num_threads(1)
+    main(rank, folder, *args)
+    # Gloo's threads may wait for each other for ever while they are taken down: once all are done, leave at once.
+    (folder / f"done-{rank}").touch()
+    while len(list(folder.glob("done-*"))) < ranks:
+        time.sleep(0.02)
+    os._exit(0)

@@ -21,6 +21,7 @@ CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 
 
 QUICK_START, REAL_MODEL, WITH_TRL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+(WITH_VERL,) = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_quick_start_runs_as_it_stands() -> None:

@@ -33,8 +33,8 @@ LIGER_GRADIENT_RELATIVE = 1e-5
 MODEL_GRADIENT_RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-5}
 # The same of one process and of several that share the model, in float64.
 SHARDED_GRADIENT_RELATIVE = 1e-10
-# A trainer's log after a few steps of fp32 SGD with its own log-probs and with ours (its gradient norm for the first four
-# updates, past which both have drifted by rounding); its parameters and log-probs.
+# A trainer's log after a few steps of fp32 SGD with its own log-probs and with ours; its parameters and log-probs; its
+# gradient norm for the first four updates, past which both have drifted by rounding.
 TRAINER_LOG_RELATIVE, TRAINER_LOG_ABSOLUTE, TRAINER_ABSOLUTE = 1e-4, 2e-6, 1e-5
 TRAINER_GRADIENT_RELATIVE = 1e-6
 

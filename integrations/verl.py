@@ -1,0 +1,206 @@
+"""verl 0.9.1 with log-probs from `gspo_kernels`: an engine for its FSDP2 workers, and a policy loss for any engine.
+
+    export VERL_ENGINE_VENDOR=gspo  # the engine, on every node
+    actor_rollout_ref.model.external_lib=gspo_kernels.integrations.verl
+    actor_rollout_ref.actor.strategy=fsdp2
+    actor_rollout_ref.actor.policy_loss.loss_mode=gspo_kernels  # if you like: the policy loss
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
+
+(Without the second line the package's entry point is found by verl, which takes the environment variable to mean it.)
+
+The engine is verl's, with one difference: where its model would make logits, `linear_log_probs` makes log-probs (and
+entropies, if they are wanted) of the responses inside the head module's own call. Training, old and reference log-probs
+go through it, so all come from one kernel, and every policy loss, KL and metric of verl's runs on them as it is.
+
+The policy loss is GSPO's token form like verl's `gspo`, in one operator, without its clamp, and blind to what stands
+where the mask is 0. It needs no engine of ours: `actor_rollout_ref.model.external_lib=gspo_kernels.integrations.verl`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]
+from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
+
+from gspo_kernels import Objective, linear_log_probs, policy_loss
+
+from .huggingface import HeadOutput, fuse_head
+
+LOSS_MODE = "gspo_kernels"
+
+
+@EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="gspo")
+class GSPOEngine(FSDPEngineWithLMHead):
+    """verl's FSDP2 engine whose log-probs never were logits. Selected by the environment: VERL_ENGINE_VENDOR=gspo.
+
+    What needs logits besides (top-k distillation, sum_pi_squared) gets them from verl's own code.
+
+    Raises:
+        ValueError: strategy "fsdp" (its flat shards of the head are not supported), or `use_fused_kernels`.
+        HeadError, TypeError: of `fuse_head`, for a model or a head that is not understood.
+    """
+
+    def _build_fsdp_module(self, module: Any) -> Any:
+        if self.engine_config.strategy != "fsdp2":
+            raise ValueError(
+                "gspo_kernels.integrations.verl: actor.strategy (and ref.strategy) must be 'fsdp2', "
+                f"got {self.engine_config.strategy!r}"
+            )
+        if self.model_config.use_fused_kernels:
+            raise ValueError(
+                "gspo_kernels.integrations.verl: model.use_fused_kernels must be False, got True (verl's own fused "
+                "log-probs and these are one or the other)"
+            )
+        module = super()._build_fsdp_module(module)
+        fuse_head(module)
+        return module
+
+    def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        inputs, args = super().prepare_model_inputs(micro_batch)
+        if not _needs_logits(micro_batch):
+            inputs["with_head"] = _Score(micro_batch, args)
+        return inputs, args
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
+    ) -> dict[str, Any]:
+        if isinstance(output, HeadOutput):
+            # What verl does with log-probs of a kernel, which is to cut off padding and to gather.
+            output, micro_batch = output.result, micro_batch.copy()
+            tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
+        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+
+
+def _needs_logits(micro_batch: Any) -> bool:
+    return any(
+        tu.get_non_tensor_data(data=micro_batch, key=key, default=False)
+        for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
+    )
+
+
+class _Score:
+    """Log-probs of one micro-batch, packed [1, N] or padded [B, T] as verl calls the model."""
+
+    def __init__(self, micro_batch: Any, args: dict[str, Any]) -> None:
+        self.entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
+        self.targets = args["input_ids_rmpad_rolled"]  # flat: of each position the id that follows
+        self.mask = _responses(micro_batch, len(self.targets))
+        self.offsets = None
+        temperature = args.get("temperature_rmpad")
+        if temperature is None:  # padded: one per sequence
+            temperature, self.offsets = args["temperature"][:, None], micro_batch["input_ids"].offsets()
+        self.temperature: Tensor | None = None if args["temperature_is_one"] else temperature
+
+    def __call__(self, hidden: Tensor, lm_head: Any, **options: Any) -> ModelOutput:
+        shape = hidden.shape[:-1]
+        out = linear_log_probs(
+            hidden,
+            lm_head,
+            self._as(self.targets, shape),
+            mask=self._as(self.mask, shape),
+            temperature=1.0 if self.temperature is None else self.temperature.expand(shape),
+            entropy=self.entropy,
+            **options,
+        )
+        return ModelOutput(log_probs=out.log_probs, entropy=out.entropy)
+
+    def _as(self, flat: Tensor, shape: torch.Size) -> Tensor:
+        if self.offsets is None:
+            return flat[None]
+        nested = torch.nested.nested_tensor_from_jagged(flat.long(), self.offsets)
+        return torch.nested.to_padded_tensor(nested, padding=0, output_size=tuple(shape))
+
+
+def _responses(micro_batch: Any, positions: int) -> Tensor:
+    """[positions]: which of them predict a token of a response; all if that is not known or asked for."""
+    input_ids = micro_batch["input_ids"]
+    every = torch.ones(positions, dtype=torch.bool, device=input_ids.device)
+    whole = tu.get_non_tensor_data(data=micro_batch, key="return_model_output", default=False)
+    # A packed batch that was padded or cut between ranks has other positions than its own.
+    if whole or positions != len(input_ids.values()) or "responses" not in micro_batch or "prompts" not in micro_batch:
+        return every
+    prompts, responses, ends = micro_batch["prompts"], micro_batch["responses"], input_ids.offsets()[1:]
+    if responses.is_nested:
+        lengths = responses.offsets().diff()
+    else:
+        lengths = micro_batch["attention_mask"][:, prompts.shape[1] :].sum(1)
+    # Position ends - 1 predicts nothing, ends - lengths - 1 the first token of the response.
+    change = torch.zeros(positions + 1, dtype=torch.long, device=input_ids.device)
+    change.index_add_(0, (ends - lengths - 1).clamp(min=0), torch.ones_like(ends))
+    change.index_add_(0, ends - 1, -torch.ones_like(ends))
+    return change.cumsum(0)[:-1] > 0
+
+
+@register_policy_loss(LOSS_MODE)
+def gspo_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """verl's policy loss by our `policy_loss`: GSPO's token form with clip_ratio_low and clip_ratio_high.
+
+    Args:
+        old_log_prob, log_prob, advantages, response_mask: [B, R]; the mask bool or 0/1.
+        loss_agg_mode: GSPO's is "seq-mean-token-mean"; verl 0.9.1's own default, "token-mean", weights answers by their
+            length, which is warned of, once.
+        config: verl's ActorConfig, with its global_batch_info.
+        rollout_is_weights: [B, R], multiplies the policy term.
+
+    Returns:
+        (loss [], verl's metrics of a policy loss). KL and entropy are added by verl.
+    """
+    batch = config.global_batch_info
+    ranks = batch.get("dp_size") or 1
+    norm = loss_agg_mode == "seq-mean-token-sum-norm"
+    total = batch.get("batch_num_tokens" if loss_agg_mode == "token-mean" else "global_batch_size")
+    if loss_agg_mode == "token-sum":
+        total = 1
+    out = policy_loss(
+        log_prob.float(),
+        advantages,
+        mask=response_mask,
+        old_log_probs=old_log_prob,
+        token_weights=rollout_is_weights,
+        objective=_objective(
+            config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
+            config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
+            "token-mean" if loss_agg_mode == "token-sum" else loss_agg_mode,
+            float(batch.get("loss_scale_factor") or response_mask.shape[1]) if norm else None,
+        ),
+        # verl averages gradients over ranks.
+        normalizer=None if total is None else float(total) / ranks,
+    )
+    return out.loss, {
+        "actor/pg_clipfrac": out.metrics["token_clip_fraction"].item(),
+        "actor/ppo_kl": out.metrics["kl_to_old"].item(),
+        "actor/pg_clipfrac_lower": 0.0,
+    }
+
+
+_said = False
+
+
+def _objective(clip_low: float, clip_high: float, aggregation: str, length_norm: float | None) -> Objective:
+    global _said
+    if aggregation != "seq-mean-token-mean" and not _said:
+        _said = True
+        warnings.warn(
+            f"gspo_kernels: loss_agg_mode={aggregation!r} weights answers by their length (LUSPO); GSPO as in its "
+            "paper is actor.loss_agg_mode=seq-mean-token-mean, which is not verl 0.9.1's default",
+            stacklevel=3,
+        )
+    # The preset, for which a weight by length is no news.
+    return Objective.preset(
+        "luspo", ratio="sequence-token", clip_low=clip_low, clip_high=clip_high, aggregation=aggregation,
+        length_norm=length_norm,
+    )  # fmt: skip

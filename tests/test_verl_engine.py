@@ -1,0 +1,349 @@
+"""verl's own TrainingWorker on CPUs, with its FSDP2 engine and with ours: the same log-probs, losses, parameters.
+
+Part of `make test-trainers`, in verl's environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_readme import WITH_VERL
+from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_GRADIENT_RELATIVE
+
+if importlib.util.find_spec("verl") is None:  # imported in the ranks alone, after its environment variables are set
+    pytest.skip("verl is not installed", allow_module_level=True)
+
+ENVIRONMENT = {
+    "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda",
+    "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+}  # fmt: skip
+BASE: dict[str, Any] = {
+    "packed": True, "tied": False, "lora": 0, "micro": 4, "loss_mode": "gspo", "kl": 0.0, "entropy": 0.0,
+    "aggregation": "seq-mean-token-mean", "weights": False, "softcap": False, "temperature": 1.0,
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "packed, untied": {},
+    "padded, tied": {"packed": False, "tied": True},
+    "packed, tied, micro-batches of 2": {"tied": True, "micro": 2},
+    "padded, micro-batches of 1": {"packed": False, "micro": 1},
+    "LoRA": {"lora": 4, "tied": True},
+    "LoRA, untied, padded": {"lora": 4, "packed": False},
+    "soft-cap, temperature, weights": {"softcap": True, "tied": True, "temperature": 0.7, "weights": True},
+    "kl, entropy, our policy loss": {"kl": 0.1, "entropy": 0.01, "loss_mode": "gspo_kernels", "micro": 2},
+    "our policy loss, weights": {"weights": True, "loss_mode": "gspo_kernels", "packed": False},
+    "token-mean": {"aggregation": "token-mean"},
+}
+
+
+def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<eos>"))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    shape: dict[str, Any] = dict(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, tie_word_embeddings=tied, pad_token_id=0, eos_token_id=1, bos_token_id=1,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    if softcap:
+        model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**shape, final_logit_softcapping=2.0))
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def make_worker(folder: Path, ours: bool, case: dict[str, Any], strategy: str = "fsdp2", **model_options: Any) -> Any:
+    from verl.workers.config import (
+        ActorConfig,
+        FSDPEngineConfig,
+        FSDPOptimizerConfig,
+        HFModelConfig,
+        TrainingWorkerConfig,
+    )
+    from verl.workers.engine_workers import TrainingWorker
+    from verl.workers.utils.losses import ppo_loss
+
+    os.environ["VERL_ENGINE_VENDOR"] = "gspo" if ours else ""
+    model = HFModelConfig(
+        path=checkpoint(folder / "model", case["tied"], case["softcap"]), use_remove_padding=case["packed"],
+        override_config={"attn_implementation": "eager" if case["softcap"] else "sdpa"},
+        enable_gradient_checkpointing=False, lora_rank=case["lora"], lora_alpha=8, target_modules=["q_proj", "up_proj"],
+        external_lib="gspo_kernels.integrations.verl", **model_options,
+    )  # fmt: skip
+    engine = FSDPEngineConfig(
+        strategy=strategy, fsdp_size=-1, use_torch_compile=False, use_dynamic_bsz=False,
+        mixed_precision={"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
+        micro_batch_size_per_gpu=case["micro"], infer_micro_batch_size_per_gpu=case["micro"],
+    )  # fmt: skip
+    optimizer = FSDPOptimizerConfig(
+        optimizer="SGD", optimizer_impl="torch.optim", lr=0.05, weight_decay=0.0, total_training_steps=10,
+        lr_warmup_steps=0, clip_grad=100.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="language_model", model_config=model, engine_config=engine, optimizer_config=optimizer
+        )
+    )
+    worker.reset()
+    actor = ActorConfig(
+        strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=case["micro"], clip_ratio_low=3e-4,
+        clip_ratio_high=4e-4, loss_agg_mode=case["aggregation"], use_kl_loss=case["kl"] > 0, kl_loss_coef=case["kl"],
+        entropy_coeff=case["entropy"], policy_loss={"loss_mode": case["loss_mode"] if ours else "gspo"},
+    )  # fmt: skip
+    worker.set_loss_fn(functools.partial(ppo_loss, config=actor))
+    return worker
+
+
+def batch(rank: int, case: dict[str, Any]) -> Any:
+    """Four answers of this rank, prompts padded on the left and responses on the right, one with a hole in its mask."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    rng = torch.Generator().manual_seed(7 + rank)
+    prompts, responses = 3, 6
+    ids = torch.randint(2, 50, (4, prompts + responses), generator=rng)
+    before, after = torch.tensor([2, 3, 1, 3]), torch.tensor([6, 3, 5, 4])
+    attention = torch.cat(
+        [torch.arange(prompts)[None] >= prompts - before[:, None], torch.arange(responses)[None] < after[:, None]], 1
+    ).long()
+    mask = attention[:, prompts:].clone()
+    mask[2, 1] = 0
+    data = TensorDict(
+        {
+            "input_ids": ids * attention, "attention_mask": attention, "prompts": (ids * attention)[:, :prompts],
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0), "responses": (ids * attention)[:, prompts:],
+            "response_mask": mask,
+            "advantages": torch.tensor([1.0, -1.0, 0.7, -1.5])[:, None].expand(4, responses).contiguous(),
+        },
+        batch_size=4,
+    )  # fmt: skip
+    if case["weights"]:
+        data["rollout_is_weights"] = torch.rand(4, responses, generator=rng) + 0.5
+    data = left_right_2_no_padding(data)
+    tu.assign_non_tensor(data, temperature=case["temperature"], calculate_entropy=True, global_batch_size=8)
+    return data
+
+
+def step(worker: Any, rank: int, case: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Old and reference log-probs through the worker, then two updates of one batch."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    data = batch(rank, case)
+    tu.assign_non_tensor(data, compute_loss=False, global_batch_size=4 * ranks)
+    out = worker.infer_batch(data.copy())
+    old = no_padding_2_padding(out["log_probs"], data)
+    entropy = no_padding_2_padding(out["entropy"], data)
+    data["old_log_probs"] = old
+    data["ref_log_prob"] = old - 0.1
+    tu.assign_non_tensor(data, compute_loss=True, mini_batch_size=4 * ranks, epochs=3, seed=1)
+    metrics = tu.get(worker.train_mini_batch(data), "metrics")
+    module = worker.engine.module
+    parameters = {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
+    return {"old": old, "entropy": entropy, "metrics": metrics, "parameters": parameters}
+
+
+def rank_main(rank: int, folder: Path, case: dict[str, Any], ranks: int) -> None:
+    os.environ.update(ENVIRONMENT)
+    torch.distributed.init_process_group("gloo")
+    found = {}
+    for name in ("stock", "ours"):
+        worker = make_worker(folder / f"{name}-{rank}", name == "ours", case)
+        assert (type(worker.engine).__name__ == "GSPOEngine") == (name == "ours")
+        found[name] = step(worker, rank, case, ranks)
+    torch.save(found, folder / f"found-{rank}.pt")
+
+
+def compare(folder: Path, case: dict[str, Any], ranks: int) -> None:
+    run_ranks(rank_main, ranks, folder, case, ranks)
+    for rank in range(ranks):
+        found = torch.load(folder / f"found-{rank}.pt", weights_only=False)
+        stock, ours = found["stock"], found["ours"]
+        for name in ("old", "entropy"):
+            torch.testing.assert_close(ours[name], stock[name], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+        assert ours["metrics"].keys() == stock["metrics"].keys()
+        for key, value in stock["metrics"].items():
+            if key.startswith("perf/") or key == "mfu":
+                continue
+            relative, absolute = TRAINER_ABSOLUTE, TRAINER_ABSOLUTE
+            if key in ("loss", "actor/pg_loss"):
+                relative, absolute = 0.0, LOSS_PER_ADVANTAGE
+            elif key == "grad_norm":
+                relative, absolute = 0.0, TRAINER_GRADIENT_RELATIVE * max(value)
+            assert ours["metrics"][key] == pytest.approx(value, rel=relative, abs=absolute), key
+        assert max(stock["metrics"]["grad_norm"]) > 1e-3
+        assert stock["parameters"].keys() == ours["parameters"].keys()
+        for key, p in stock["parameters"].items():
+            torch.testing.assert_close(ours["parameters"][key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_trains_as_with_verls_own_engine(name: str, tmp_path: Path) -> None:
+    compare(tmp_path, BASE | CASES[name], 1)
+
+
+@pytest.mark.parametrize("name", ["packed, untied", "padded, tied", "LoRA", "LoRA, untied, padded"])
+def test_two_ranks_train_as_with_verls_own_engine(name: str, tmp_path: Path) -> None:
+    compare(tmp_path, BASE | CASES[name], 2)
+
+
+def found_main(rank: int, folder: Path, external: str) -> None:
+    os.environ.update(ENVIRONMENT, VERL_ENGINE_VENDOR="gspo")
+    if external:
+        os.environ["VERL_USE_EXTERNAL_MODULES"] += "," + external
+        os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
+    import verl  # noqa: F401
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.engine import EngineRegistry
+
+    for strategy in ("fsdp", "fsdp2"):
+        assert EngineRegistry.get_engine_cls("language_model", strategy).__name__ == "GSPOEngine"
+    assert get_policy_loss_fn("gspo_kernels").__name__ == "gspo_policy_loss"
+
+
+@pytest.mark.parametrize("external", ["", "gspo_kernels.integrations.verl"], ids=["entry point", "environment"])
+def test_verl_finds_the_engine(external: str, tmp_path: Path) -> None:
+    run_ranks(found_main, 1, tmp_path, external)
+
+
+def readme_main(rank: int, folder: Path, lines: list[str]) -> None:
+    export, *words = " ".join(line.rstrip("\\") for line in lines).split()
+    assert export == "export"
+    name, value = words[0].split("=")
+    os.environ.update(ENVIRONMENT, VERL_USE_EXTERNAL_PLUGINS="none", **{name: value})
+    overrides = [word for word in words[1:] if word.startswith("actor_rollout_ref.")]
+    import verl
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.utils.import_utils import import_external_libs
+    from verl.workers.engine import EngineRegistry
+
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        config = compose("ppo_trainer", overrides=overrides).actor_rollout_ref
+    import_external_libs(config.model.external_lib)  # as a worker's HFModelConfig does
+    actor = config.actor
+    for strategy in (actor.strategy, config.ref.strategy):
+        assert EngineRegistry.get_engine_cls("language_model", strategy).__name__ == "GSPOEngine"
+    assert get_policy_loss_fn(actor.policy_loss.loss_mode).__name__ == "gspo_policy_loss"
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (3e-4, 4e-4)
+    assert actor.loss_agg_mode == "seq-mean-token-mean" and OmegaConf.select(config, "ref.strategy") == "fsdp2"
+
+
+def test_the_lines_of_the_readme(tmp_path: Path) -> None:
+    run_ranks(readme_main, 1, tmp_path, WITH_VERL.strip().splitlines())
+
+
+def refused_main(rank: int, folder: Path) -> None:
+    os.environ.update(ENVIRONMENT)
+    torch.distributed.init_process_group("gloo")
+    for field, value in (("strategy", "fsdp"), ("use_fused_kernels", True)):
+        with pytest.raises(ValueError, match=f"{field}.* must be .*got {value!r}"):
+            make_worker(folder / field, True, BASE, **{field: value})
+    # Distillation and the like need logits: verl's own.
+    from verl.utils import tensordict_utils as tu
+
+    data, sums = batch(0, BASE), []
+    for ours in (False, True):
+        worker = make_worker(folder / f"sum-{ours}", ours, BASE)
+        given = data.copy()
+        tu.assign_non_tensor(given, compute_loss=False, calculate_sum_pi_squared=True)
+        sums.append(worker.infer_batch(given)["sum_pi_squared"].values())
+    assert torch.equal(*sums)
+
+
+def test_what_cannot_be_served_is_named_or_left_to_verl(tmp_path: Path) -> None:
+    run_ranks(refused_main, 1, tmp_path)
+
+
+def test_what_is_no_response_is_not_computed(tmp_path: Path) -> None:
+    run_ranks(rows_main, 1, tmp_path)
+
+
+def rows_main(rank: int, folder: Path) -> None:
+    os.environ.update(ENVIRONMENT)
+    torch.distributed.init_process_group("gloo")
+    from verl.utils import tensordict_utils as tu
+
+    from gspo_kernels.integrations import verl as adapter
+
+    rows: list[int] = []
+    fused = adapter.linear_log_probs
+
+    def counted(*args: Any, mask: torch.Tensor, **kwargs: Any) -> Any:
+        rows.append(int(mask.sum()))
+        return fused(*args, mask=mask, **kwargs)
+
+    adapter.linear_log_probs = counted
+    for packed in (True, False):
+        for whole in (False, True):
+            worker = make_worker(folder / f"{packed}-{whole}", True, {**BASE, "packed": packed})
+            data = batch(0, BASE)
+            tu.assign_non_tensor(data, compute_loss=False, return_model_output=whole)
+            worker.infer_batch(data)
+            assert rows.pop() == (27 if whole else 18)  # 9 tokens of prompts, 18 of responses
+
+
+def test_the_policy_loss_looks_at_no_masked_token_and_warns_of_weights_by_length(tmp_path: Path) -> None:
+    run_ranks(policy_main, 1, tmp_path)
+
+
+def policy_main(rank: int, folder: Path) -> None:
+    os.environ.update(ENVIRONMENT)
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+
+    import gspo_kernels.integrations.verl  # noqa: F401 - registers
+
+    rng = torch.Generator().manual_seed(0)
+    old, advantages = -torch.rand(3, 5, generator=rng), torch.randn(3, 1, generator=rng).expand(3, 5)
+    mask = torch.arange(5)[None] < torch.tensor([5, 2, 0])[:, None]
+    values = (old + 0.001 * torch.randn(3, 5, generator=rng)).where(mask, torch.nan)
+    sizes = {"dp_size": 2, "batch_num_tokens": 20, "global_batch_size": 6, "loss_scale_factor": 9}
+    for mode in ("seq-mean-token-mean", "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
+        config = ActorConfig(
+            strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=4, clip_ratio_low=3e-4, clip_ratio_high=4e-4,
+            loss_agg_mode=mode,
+        )  # fmt: skip
+        config.global_batch_info.update(sizes)
+        results = []
+        for loss, given in (("gspo", values.where(mask, 0)), ("gspo_kernels", values)):
+            log_probs = given.clone().requires_grad_()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                value, metrics = get_policy_loss_fn(loss)(
+                    old_log_prob=old, log_prob=log_probs, advantages=advantages, response_mask=mask,
+                    loss_agg_mode=mode, config=config,
+                )  # fmt: skip
+            if loss == "gspo_kernels":
+                said = [str(w.message) for w in caught if "weights answers by their length" in str(w.message)]
+                assert len(said) == (mode == "token-mean")  # the first, and once
+            value.backward()
+            results.append((value, log_probs.grad, metrics))
+        (value, gradient, metrics), (our_value, our_gradient, our_metrics) = results
+        torch.testing.assert_close(our_value, value.detach(), rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
+        torch.testing.assert_close(our_gradient, gradient, rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
+        assert our_metrics == pytest.approx(metrics, abs=TRAINER_ABSOLUTE)
+        assert our_gradient is not None and torch.isfinite(our_gradient).all() and (our_gradient != 0).any()

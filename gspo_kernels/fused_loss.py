@@ -52,7 +52,8 @@ def gspo_fused_loss(
         hidden: [B, T, H] padded, or [N, H] packed with cu_seqlens; fp32, bf16, fp16 or fp64. hidden[t] predicts
             target_ids[t]: of a causal model pass last_hidden_state[:, :-1] and input_ids[:, 1:]. Under autocast hidden
             and head are cast as F.linear would.
-        lm_head: weight [V, H] of the same dtype, an `nn.Linear`, or a PEFT LoRA or modules_to_save wrapper around one.
+        lm_head: weight [V, H] of the same dtype, an `nn.Linear`, or PEFT's LoRA, modules_to_save or
+            trainable_token_indices around one; the last costs a copy of the weight.
         target_ids: [B, T] or [N] int64: the sampled tokens. Where masked anything may stand.
         advantages: [B], [B, 1] or [S] per sequence, or [B, T] / [N] per token. Packed with N == S: per sequence. Per
             token, ratio="sequence" spreads the sequence's gradient evenly over its tokens; "sequence-token" keeps each

@@ -48,7 +48,8 @@ def linear_log_probs(
     Args:
         hidden: [B, T, H] or [N, H], fp32, bf16, fp16 or fp64. hidden[t] predicts target_ids[t]: nothing is shifted
             here.
-        lm_head: weight [V, H] of the same dtype, an `nn.Linear`, or a PEFT LoRA or modules_to_save wrapper around one.
+        lm_head: weight [V, H] of the same dtype, an `nn.Linear`, or PEFT's LoRA, modules_to_save or
+            trainable_token_indices around one; the last costs a copy of the weight.
         target_ids: [B, T] or [N] int64. Where masked anything may stand; it is never used as an index.
         mask: [B, T] or [N], bool or 0/1: the tokens that count. None: target_ids != -100. Masked rows cost nothing.
         bias: [V], if it is not the module's own.

@@ -5,68 +5,44 @@
         hidden[:, :-1], lm_head, ids[:, 1:], advantages, **options)).result
 
 The model's own forward runs as it is, up to the call of its head. There, instead of making logits, `with_head` is
-called with the hidden states, the head and what the model would do to the logits. It runs inside the head module's own
-call, so the hooks that wrap that module (DDP's, FSDP2's) have gathered its weight and will reduce its gradient.
-ZeRO-3 has not been tried.
-
-What a model does to its logits after the head is not looked up by its name but measured: the head is made to return
-known numbers, and what comes out is compared with softcap(scale x) over the columns that are left.
+called with the hidden states, the head and what the model would do to the logits (`head_options.py`). It runs inside
+the head module's own call, so the hooks that wrap that module (DDP's, FSDP2's, ZeRO-3's) have gathered its weight, will
+gather it again for the backward and reduce its gradient.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from gspo_kernels import linear_log_probs
-from gspo_kernels.head import own_call
+from gspo_kernels.head import call_inside
+
+from .head_options import HeadError, LogitOptions, compare, measure
 
 _ATTRIBUTE = "_gspo_fused_head"
-_PROBE = 64.0  # logits of a trained model lie within it, and every soft-cap in use bends there
-_MEASURED = 1e-5  # relative: what fp32 leaves of a scale that is measured
 
 
 class HeadOutput(NamedTuple):
     """What a call with `with_head` returns."""
 
-    result: Any  # of `with_head`
+    result: Any  # of `with_head`; tensors in it are found by hooks in tuples, lists and dicts, and nowhere else
     model_output: Any  # the model's own, its logits without meaning: aux_loss, router_logits, ...
-
-
-@dataclass(frozen=True)
-class LogitOptions:
-    """softcap(logit_scale z) over the first vocab_size columns: keyword arguments of the losses."""
-
-    logit_scale: float
-    logit_softcap: float | None
-    vocab_size: int
-
-    def kwargs(self) -> dict[str, Any]:
-        return {
-            "logit_scale": self.logit_scale, "logit_softcap": self.logit_softcap, "vocab_size": self.vocab_size,
-        }  # fmt: skip
-
-    def apply(self, z: Tensor) -> Tensor:
-        z = self.logit_scale * z.double()[..., : self.vocab_size]
-        return z if self.logit_softcap is None else self.logit_softcap * torch.tanh(z / self.logit_softcap)
-
-
-class HeadError(ValueError):
-    """The model does something between hidden states and logits that cannot be fused."""
 
 
 def fuse_head(model: nn.Module) -> FusedHead:
     """Let `model` be called with `with_head`; the same object again if it already can be.
 
     Args:
-        model: a causal language model of transformers, plain, in PEFT, or in DistributedDataParallel. With FSDP2
-            every rank calls this, before or after sharding.
+        model: a causal language model of transformers, plain, in PEFT, in DistributedDataParallel or in DeepSpeed's
+            engine. With FSDP (1 and 2) every rank calls this, before or after sharding. Parameters that ZeRO-3 has
+            partitioned are there in the engine's calls only: then the first with `with_head` measures, checks, raises.
+            Where PEFT trains rows of the head (trainable_token_indices), each call takes a copy of the weight [V, H],
+            and its backward a gradient of that size.
 
     Raises:
         HeadError: what the model does to its logits is no scale, soft-cap or cut of columns, its forward does not call
@@ -82,8 +58,8 @@ def fuse_head(model: nn.Module) -> FusedHead:
         raise HeadError(f"fuse_head: model must have output embeddings, got {type(base).__name__} without")
     fused = FusedHead(base, head)
     try:
-        fused.options = _measure(fused)
-        _compare(fused)
+        if not any(hasattr(p, "ds_id") for p in head.parameters()):  # so ZeRO-3 marks its own
+            fused.measure(model if isinstance(model, FullyShardedDataParallel) else base)  # by whole calls, with hooks
     except BaseException:
         fused.remove()
         raise
@@ -91,9 +67,10 @@ def fuse_head(model: nn.Module) -> FusedHead:
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model inside wrappers of DDP, torch.compile and PEFT."""
+    """The transformers model inside wrappers of DDP, FSDP1, DeepSpeed, torch.compile and PEFT."""
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        deepspeed = type(model).__module__.startswith("deepspeed.")
+        if deepspeed or isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
             model = model.module
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
@@ -108,12 +85,29 @@ class FusedHead:
 
     def __init__(self, model: Any, head: Any) -> None:
         self.model, self.head = model, head
-        self.options = LogitOptions(1.0, None, 1)
+        self._options: LogitOptions | None = None
         self._forward = model.forward
         # `generate` and Trainer read signatures: they are to find the original's.
         self._wrapped = functools.wraps(self._forward)(functools.partial(self._call))
         model.forward = self._wrapped
         setattr(model, _ATTRIBUTE, self)
+
+    @property
+    def options(self) -> LogitOptions:
+        if self._options is None:
+            raise HeadError(
+                "FusedHead.options: model must be fused before ZeRO-3 partitions it, or have been called with "
+                "`with_head`, got neither"
+            )
+        return self._options
+
+    def measure(self, call: Callable[..., Any]) -> LogitOptions:
+        """What the model, called by `call`, does to its logits; HeadError if it does something else."""
+        probe = functools.partial(self._probe, call)
+        options = measure(self.model, self.head, probe)
+        compare(self.model, self.head, probe, options)
+        self._options = options
+        return options
 
     def remove(self) -> None:
         """The forward as it was. What wrapped it later has to go first."""
@@ -130,6 +124,7 @@ class FusedHead:
             return self._forward(*args, **kwargs)
         if isinstance(with_head, _Probe):
             return self._forward_with(with_head.function, *args, **kwargs)
+        options = self._options or self.measure(self._call)  # not by a whole call: this is inside one
         states: list[Tensor] = []
 
         def keep(hidden: Tensor) -> Tensor:
@@ -137,7 +132,7 @@ class FusedHead:
             return hidden.new_zeros(*hidden.shape[:-1], 1)
 
         output = self._forward_with(keep, *args, **kwargs)
-        result = self.inside(lambda hidden: with_head(hidden, self.head, **self.options.kwargs()), states[0])
+        result = call_inside(self.head, lambda hidden: with_head(hidden, self.head, **options.kwargs()), states[0])
         return HeadOutput(result, output)
 
     def _forward_with(self, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -158,27 +153,13 @@ class FusedHead:
             )
         return output
 
-    def inside(self, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-        """function(hidden) as the head's own call, hooks and all. What it returns is the module's output to them."""
-        before = vars(self.head).get("forward")
-        self.head.forward = function
-        try:
-            with own_call(self.head):
-                return self.head(hidden)
-        finally:
-            if before is None:
-                del self.head.forward
-            else:
-                self.head.forward = before
-
-    def probe(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def _probe(self, call: Callable[..., Any], function: Callable[[Tensor], Tensor]) -> Tensor:
         """The model's logits of two tokens, with `function` for a head; no trace in gradients or random numbers."""
-        device = self.model.get_input_embeddings().weight.device
+        device = next(self.model.parameters()).device
         ids = torch.arange(2, device=device)[None]
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
-            # A whole call, for a sharded model's hooks.
-            output = self.model(
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            output = call(
                 input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, with_head=_Probe(function)
             )
         return output.logits
@@ -203,89 +184,13 @@ class _Instead(nn.Module):
         return getattr(vars(self)["head"], name)
 
 
-def _measure(fused: FusedHead) -> LogitOptions:
-    """Scale, soft-cap and columns of what the model does to numbers that its head is made to return."""
-    columns = _columns(fused.head)
-    x = torch.linspace(-_PROBE, _PROBE, columns, dtype=torch.float32)
-    small, large = torch.full((columns,), 2.0**-10), torch.full((columns,), 2.0**20)
-
-    def passed(z: Tensor) -> Tensor:
-        logits = fused.probe(lambda hidden: z.to(hidden.device).expand(*hidden.shape[:-1], columns))
-        return logits[0, -1].double().cpu()
-
-    near, far, curve = passed(small), passed(large), passed(x)
-    numbers = _numbers(fused.model.config)
-    slope, reached = near[0].item() / 2.0**-10, abs(far[0].item())
-    scale = _exactly(slope, [1.0, *numbers, *(1 / n for n in numbers)])
-    softcap = _exactly(reached, numbers) if reached < abs(slope) * 2.0**19 else None
-    options = LogitOptions(scale, softcap, near.shape[0])
-    expected, eps = options.apply(x), torch.finfo(_logits_dtype(fused)).eps
-    same_shape = options.vocab_size <= columns and curve.shape == expected.shape
-    if not (same_shape and torch.allclose(curve, expected, rtol=max(_MEASURED, 2 * eps), atol=max(1e-4, 2 * eps))):
-        name = type(fused.model).__name__
-        raise HeadError(
-            f"fuse_head: {name} must make its logits of what its head returns by a scale, a soft-cap and a cut of "
-            f"columns, got something else (of {x[0]:g} it makes {curve[0]:g}, where these make {expected[0]:g})"
-        )
-    return options
-
-
-def _compare(fused: FusedHead) -> None:
-    """Fused log-probs of each row's best token against the model's own logits, from the same hidden states."""
-    forward = fused.head.forward
-    found: list[Tensor] = []
-
-    def both(hidden: Tensor) -> Tensor:
-        logits = forward(hidden)
-        best = fused.options.apply(logits).argmax(-1)
-        lp = linear_log_probs(hidden, fused.head, best, **fused.options.kwargs()).log_probs
-        found.extend((best, lp))
-        return logits
-
-    logits = fused.probe(lambda hidden: fused.inside(both, hidden))
-    best, log_probs = found
-    own = logits.double().log_softmax(-1).gather(-1, best[..., None])[..., 0]
-    error = (log_probs.double() - own).abs().max().item()
-    allowed = 1e-4 + 8 * torch.finfo(_logits_dtype(fused)).eps * max(logits.double().abs().max().item(), 1.0)
-    if not error <= allowed:
-        raise HeadError(
-            f"fuse_head: log-probs of {type(fused.model).__name__}'s own logits must equal the fused ones within "
-            f"{allowed:.1e}, got a difference of {error:.1e}"
-        )
-
-
-def _columns(head: Any) -> int:
-    """Rows of the head's weight, of the layer inside where PEFT wraps it; a sharded weight has its whole shape."""
-    return head.weight.shape[0] if head.weight.ndim == 2 else head.out_features
-
-
-def _logits_dtype(fused: FusedHead) -> torch.dtype:
-    dtype = fused.head.weight.dtype
-    return dtype if dtype.is_floating_point else torch.float32
-
-
-def _numbers(config: Any) -> list[float]:
-    """Numbers of a configuration, of its text part too: measured values that equal one are meant to be it."""
-    values = dict(config.to_dict())
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    values |= text.to_dict() if text is not None else {}
-    return [float(x) for x in values.values() if _is_number(x) and x > 0 and math.isfinite(x)]
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
-
-
-def _exactly(measured: float, candidates: list[float]) -> float:
-    best = min(candidates, key=lambda c: abs(c - measured), default=measured)
-    return best if abs(best - measured) <= _MEASURED * abs(measured) else measured
-
-
 def logit_options(model: nn.Module) -> Mapping[str, Any]:
     """What `model` does to its logits, for a loop that gets hidden states by itself: arguments of the losses."""
     base = base_model(model)
     already = vars(base).get(_ATTRIBUTE)
     fused = fuse_head(model)
-    if already is None:
-        fused.remove()
-    return fused.options.kwargs()
+    try:
+        return fused.options.kwargs()
+    finally:
+        if already is None:
+            fused.remove()

@@ -1,8 +1,7 @@
-"""verl 0.9.1 with log-probs from `gspo_kernels`: an engine for its FSDP2 workers, and a policy loss for any engine.
+"""verl 0.9.1 with log-probs from `gspo_kernels`: an engine for its FSDP workers, and a policy loss for any engine.
 
     export VERL_ENGINE_VENDOR=gspo  # the engine, on every node
     actor_rollout_ref.model.external_lib=gspo_kernels.integrations.verl
-    actor_rollout_ref.actor.strategy=fsdp2
     actor_rollout_ref.actor.policy_loss.loss_mode=gspo_kernels  # if you like: the policy loss
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
 
@@ -37,21 +36,16 @@ LOSS_MODE = "gspo_kernels"
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="gspo")
 class GSPOEngine(FSDPEngineWithLMHead):
-    """verl's FSDP2 engine whose log-probs never were logits. Selected by the environment: VERL_ENGINE_VENDOR=gspo.
+    """verl's FSDP engine whose log-probs never were logits. Selected by the environment: VERL_ENGINE_VENDOR=gspo.
 
     What needs logits besides (top-k distillation, sum_pi_squared) gets them from verl's own code.
 
     Raises:
-        ValueError: strategy "fsdp" (its flat shards of the head are not supported), or `use_fused_kernels`.
+        ValueError: `use_fused_kernels`.
         HeadError, TypeError: of `fuse_head`, for a model or a head that is not understood.
     """
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        if self.engine_config.strategy != "fsdp2":
-            raise ValueError(
-                "gspo_kernels.integrations.verl: actor.strategy (and ref.strategy) must be 'fsdp2', "
-                f"got {self.engine_config.strategy!r}"
-            )
         if self.model_config.use_fused_kernels:
             raise ValueError(
                 "gspo_kernels.integrations.verl: model.use_fused_kernels must be False, got True (verl's own fused "

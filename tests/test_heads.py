@@ -320,6 +320,18 @@ def test_an_adapter_without_tokens_gets_zero(case: str, backend: str) -> None:
     assert all((p.grad == 0).all() for p in trained(head).values())
 
 
+def test_rows_that_peft_trains_are_in_the_weight(backend: str) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"body": nn.Linear(H, H), "lm_head": nn.Linear(H, V, bias=False)})
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["body"], trainable_token_indices={"lm_head": [1, 2]}))
+    head: Any = model["lm_head"]
+    with torch.no_grad():
+        head.token_adapter.trainable_tokens_delta["default"].mul_(1.5)
+    grads = assert_equals_the_module(head, backend)
+    assert set(grads) == {"hidden", "token_adapter.trainable_tokens_delta.default"}
+
+
 def test_modules_to_save_are_the_copy_that_trains(backend: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -344,14 +356,6 @@ class QuantizedLinear(nn.Linear):
         return nn.functional.linear(input, self.weight / 16, self.bias)
 
 
-def trainable_tokens() -> Any:
-    peft = pytest.importorskip("peft")
-    model = nn.ModuleDict({"body": nn.Linear(H, H), "lm_head": nn.Linear(H, V)})
-    config = peft.LoraConfig(target_modules=["body"], trainable_token_indices={"lm_head": [1, 2]})
-    peft.get_peft_model(model, config)
-    return model["lm_head"]
-
-
 def lora_on_a_quantized_head() -> Any:
     head = lora()
     head.base_layer.__class__ = QuantizedLinear
@@ -362,7 +366,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "dora": lambda: lora(use_dora=True),
     "dora-beside-plain-lora": lambda: add_adapter(lora(), use_dora=True),
     "lora-bias": lambda: lora(lora_bias=True),
-    "trainable-tokens": trainable_tokens,
     "quantized": lambda: QuantizedLinear(H, V),
     "lora-on-a-quantized-head": lora_on_a_quantized_head,
 }

@@ -17,6 +17,10 @@ from gspo_kernels.integrations.huggingface import HeadError, HeadOutput, fuse_he
 
 PLAIN = {"logit_scale": 1.0, "logit_softcap": None, "vocab_size": 96}
 EIGHT = {"head_dim": 8}
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 # Configuration and model class, what the configuration has besides, and what that makes of the logits.
 CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}, {}),
@@ -51,6 +55,23 @@ CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "modernbert decoder, a module before the head": (
         "ModernBertDecoderConfig", "ModernBertDecoderForCausalLM", {"cls_token_id": 3, "sep_token_id": 4}, {},
     ),
+    "minicpm3, hidden states scaled before the head": (
+        "MiniCPM3Config", "MiniCPM3ForCausalLM",
+        {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "dim_model_base": 8}, {},
+    ),
+    "inkling, a padded vocabulary": (
+        "InklingTextConfig", "InklingForCausalLM",
+        {**EIGHT, "vocab_size": 112, "unpadded_vocab_size": 96, "swa_num_attention_heads": 4, "swa_head_dim": 8,
+         "swa_num_key_value_heads": 2, "layer_types": ["hybrid_sliding", "hybrid"], "mlp_layer_types": ["dense"] * 2},
+        {},
+    ),
+    "paligemma, text alone": (
+        "PaliGemmaConfig", "PaliGemmaForConditionalGeneration",
+        {"text_config": {**SIZES, **EIGHT, "model_type": "gemma2", "final_logit_softcapping": 5.0},
+         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24,
+                           "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+         "projection_dim": 32, "image_token_index": 96}, {"logit_softcap": 5.0},
+    ),
 }  # fmt: skip
 
 
@@ -59,12 +80,7 @@ def make(name: str, **more: Any) -> Any:
     if not hasattr(transformers, config_name):
         pytest.skip(f"{config_name} is not in transformers {transformers.__version__}")
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
-        "eos_token_id": 2,
-    }  # fmt: skip
-    config = getattr(transformers, config_name)(**{**sizes, **options, **more})
+    config = getattr(transformers, config_name)(**{**SIZES, **options, **more})
     model = getattr(transformers, model_name)(config)
     with torch.no_grad():  # logits large enough for a soft-cap, and a bias that is not 0
         head = model.get_output_embeddings()
@@ -141,6 +157,13 @@ def test_training_dtypes_pass_the_check(name: str, dtype: torch.dtype) -> None:
     assert (options.logit_softcap, options.vocab_size) == (expected["logit_softcap"], 96)
 
 
+def test_the_check_is_in_the_models_own_dtype_whatever_autocast_is_around() -> None:
+    model = make("qwen3")
+    with torch.autocast("cpu", torch.bfloat16):
+        fuse_head(model)
+    assert logit_options(model) == PLAIN
+
+
 def test_padded_columns_that_a_model_cuts_are_cut() -> None:
     model = make("qwen3").double()
     forward = model.forward
@@ -201,26 +224,86 @@ def test_the_output_of_the_model_comes_along() -> None:
     assert out.model_output.aux_loss > 0 and len(out.model_output.router_logits) == 2
 
 
-@pytest.mark.parametrize("where", ["head", "body", "modules_to_save"])
-def test_peft(where: str) -> None:
+BODY = {"target_modules": ["q_proj"]}
+TOKENS = [3, 40, 95]
+PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {  # model, configuration of PEFT and what it says
+    "lora": ("qwen3", "LoraConfig", {"target_modules": ["lm_head", "q_proj"]}),
+    "body": ("qwen3", "LoraConfig", BODY),
+    "modules_to_save": ("qwen3", "LoraConfig", {**BODY, "modules_to_save": ["lm_head"]}),
+    "tokens": ("qwen3", "LoraConfig", {**BODY, "trainable_token_indices": {"lm_head": TOKENS}}),
+    "tokens, tied": ("qwen3 tied", "LoraConfig", {**BODY, "trainable_token_indices": TOKENS}),
+    "tokens of the embeddings alone": ("qwen3", "LoraConfig", {**BODY, "trainable_token_indices": TOKENS}),
+    "tokens of a head with a bias": (
+        "phi, a bias", "LoraConfig", {**BODY, "trainable_token_indices": {"lm_head": TOKENS}},
+    ),
+    "tokens without LoRA": (
+        "qwen3", "TrainableTokensConfig", {"target_modules": ["lm_head"], "token_indices": TOKENS},
+    ),
+    "tokens without LoRA, tied": (
+        "qwen3 tied", "TrainableTokensConfig", {"target_modules": ["embed_tokens"], "token_indices": TOKENS},
+    ),
+}  # fmt: skip
+
+
+def adapted(name: str) -> Any:
+    """A model in PEFT, its adapters trained a little."""
     peft = pytest.importorskip("peft")
-    model = make("qwen3").double()
-    options = {"head": {"target_modules": ["lm_head", "q_proj"]}, "body": {"target_modules": ["q_proj"]},
-               "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}}[where]  # fmt: skip
+    base, config_name, options = PEFT[name]
+    config = getattr(peft, config_name)(**options, **({"r": 2} if config_name == "LoraConfig" else {}))
+    model = peft.get_peft_model(make(base).double(), config).double().eval()
     torch.manual_seed(3)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options)).double().eval()
-    lp = own_log_probs(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn_like(p) / 4)
+    return model
+
+
+def fused_log_probs(model: Any) -> Tensor:
+    inputs, mask, _ = batch()
+    return model(**inputs, use_cache=False, with_head=lambda hidden, lm_head, **options: linear_log_probs(
+        hidden[:, :-1], lm_head, inputs["input_ids"][:, 1:], mask=mask, **options)).result.log_probs  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PEFT)
+def test_peft(name: str) -> None:
+    model, mask = adapted(name), batch()[1]
+    lp = own_log_probs(model) * mask
     trained = [p for p in model.parameters() if p.requires_grad]
-    mask = batch()[1]
-    expected = torch.autograd.grad((lp * mask).sum(), trained)
+    expected = torch.autograd.grad(lp.sum(), trained)
     fuse_head(model)
-    inputs = batch()[0]
-    out = model(**inputs, use_cache=False, with_head=lambda hidden, lm_head, **o: linear_log_probs(
-        hidden[:, :-1], lm_head, inputs["input_ids"][:, 1:], mask=mask, **o)).result  # fmt: skip
-    found = torch.autograd.grad(out.log_probs.sum(), trained)
-    torch.testing.assert_close(out.log_probs, torch.where(mask, lp.detach(), 0))
-    for a, b in zip(found, expected, strict=True):
-        assert (a - b).norm() <= MODEL_GRADIENT_RELATIVE[b.dtype] * b.norm() + 1e-12
+    fused = fused_log_probs(model)
+    torch.testing.assert_close(fused, lp)
+    for a, b in zip(torch.autograd.grad(fused.sum(), trained), expected, strict=True):
+        assert b.norm() > 0 and (a - b).norm() <= MODEL_GRADIENT_RELATIVE[b.dtype] * b.norm()
+    with model.disable_adapter():
+        base = own_log_probs(model) * mask
+        assert not torch.equal(base, lp)
+        torch.testing.assert_close(fused_log_probs(model), base)
+    model.merge_adapter()
+    merged = own_log_probs(model) * mask
+    torch.testing.assert_close(fused_log_probs(model), merged)
+
+
+@pytest.mark.parametrize("name", ["lora", "tokens", "tokens, tied"])
+def test_an_active_adapter_that_is_not_on_the_head_leaves_the_base(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    model, mask = adapted(name), batch()[1]
+    fuse_head(model)
+    with model.disable_adapter():
+        base = fused_log_probs(model)
+    model.add_adapter("other", peft.LoraConfig(r=2, **BODY))  # which changes nothing yet
+    model.set_adapter("other")
+    torch.testing.assert_close(fused_log_probs(model), base)
+    torch.testing.assert_close(own_log_probs(model) * mask, base)
+
+
+def test_merged_rows_that_are_disabled_are_refused() -> None:
+    model = adapted("tokens")
+    fuse_head(model)
+    model.merge_adapter()
+    with model.disable_adapter(), pytest.raises(ValueError, match="unmerged before it is disabled"):
+        fused_log_probs(model)
 
 
 def test_dora_is_refused_and_the_model_left_as_it_was() -> None:

@@ -1,7 +1,8 @@
-"""Heads that FSDP2 and DDP wrap, on two CPU processes: gradients are those of one process that has it all."""
+"""Heads that FSDP and DDP wrap, on two CPU processes: gradients are those of one process that has it all."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tolerance import SHARDED_GRADIENT_RELATIVE
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gspo_kernels import gspo_fused_loss
@@ -48,6 +51,11 @@ def shard(model: Any, how: str) -> Any:
 
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(model)
+    if how.startswith("fsdp1"):
+        policy = ModuleWrapPolicy({type(model.model.layers[0])})
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params="original" in how
+        )
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -72,9 +80,14 @@ def rank_main(rank: int, folder: Path, how: str, tied: bool, first: bool) -> Non
         rows = slice(2 * rank + micro, 2 * rank + micro + 1)
         # Gradients are averaged over ranks: the count of sequences is divided by them.
         loss_of(wrapped, rows, normalizer=4 / RANKS).backward()
-    whole = {
-        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
-    }
+    fsdp1 = isinstance(wrapped, FullyShardedDataParallel)
+    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True) if fsdp1 else nullcontext():
+        whole = {
+            name.replace("_fsdp_wrapped_module.", ""): (
+                p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
+            )
+            for name, p in model.named_parameters()
+        }
     if rank == 0:
         torch.save(whole, folder / "gradients.pt")
 
@@ -83,7 +96,16 @@ def rank_main(rank: int, folder: Path, how: str, tied: bool, first: bool) -> Non
 @pytest.mark.parametrize("first", [True, False], ids=["fused, then sharded", "sharded, then fused"])
 @pytest.mark.parametrize(
     ("how", "tied"),
-    [("root", True), ("root", False), ("tail", False), ("own", False), ("own, resharded", False), ("ddp", True)],
+    [
+        ("root", True),
+        ("root", False),
+        ("tail", False),
+        ("own", False),
+        ("own, resharded", False),
+        ("ddp", True),
+        ("fsdp1, original parameters", False),
+        ("fsdp1, original parameters", True),
+    ],
 )
 def test_gradients_are_those_of_one_process(how: str, tied: bool, first: bool, tmp_path: Path) -> None:
     run_ranks(rank_main, RANKS, tmp_path, how, tied, first)

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from ranks import run_ranks
 from test_readme import WITH_VERL
 from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_GRADIENT_RELATIVE
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 if importlib.util.find_spec("verl") is None:  # imported in the ranks alone, after its environment variables are set
     pytest.skip("verl is not installed", allow_module_level=True)
@@ -28,6 +30,7 @@ ENVIRONMENT = {
 BASE: dict[str, Any] = {
     "packed": True, "tied": False, "lora": 0, "micro": 4, "loss_mode": "gspo", "kl": 0.0, "entropy": 0.0,
     "aggregation": "seq-mean-token-mean", "weights": False, "softcap": False, "temperature": 1.0,
+    "strategy": "fsdp2",
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "packed, untied": {},
@@ -40,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kl, entropy, our policy loss": {"kl": 0.1, "entropy": 0.01, "loss_mode": "gspo_kernels", "micro": 2},
     "our policy loss, weights": {"weights": True, "loss_mode": "gspo_kernels", "packed": False},
     "token-mean": {"aggregation": "token-mean"},
+    "FSDP1": {"strategy": "fsdp", "tied": True, "micro": 2},
 }
 
 
@@ -68,7 +72,8 @@ def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
     return str(folder)
 
 
-def make_worker(folder: Path, ours: bool, case: dict[str, Any], strategy: str = "fsdp2", **model_options: Any) -> Any:
+def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options: Any) -> Any:
+    import verl_cpu
     from verl.workers.config import (
         ActorConfig,
         FSDPEngineConfig,
@@ -80,6 +85,7 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], strategy: str = 
     from verl.workers.utils.losses import ppo_loss
 
     os.environ["VERL_ENGINE_VENDOR"] = "gspo" if ours else ""
+    verl_cpu.let_fsdp1_run()
     model = HFModelConfig(
         path=checkpoint(folder / "model", case["tied"], case["softcap"]), use_remove_padding=case["packed"],
         override_config={"attn_implementation": "eager" if case["softcap"] else "sdpa"},
@@ -87,7 +93,7 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], strategy: str = 
         external_lib="gspo_kernels.integrations.verl", **model_options,
     )  # fmt: skip
     engine = FSDPEngineConfig(
-        strategy=strategy, fsdp_size=-1, use_torch_compile=False, use_dynamic_bsz=False,
+        strategy=case["strategy"], fsdp_size=-1, use_torch_compile=False, use_dynamic_bsz=False,
         mixed_precision={"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
         micro_batch_size_per_gpu=case["micro"], infer_micro_batch_size_per_gpu=case["micro"],
     )  # fmt: skip
@@ -103,7 +109,7 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], strategy: str = 
     )
     worker.reset()
     actor = ActorConfig(
-        strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=case["micro"], clip_ratio_low=3e-4,
+        strategy=case["strategy"], rollout_n=4, ppo_micro_batch_size_per_gpu=case["micro"], clip_ratio_low=3e-4,
         clip_ratio_high=4e-4, loss_agg_mode=case["aggregation"], use_kl_loss=case["kl"] > 0, kl_loss_coef=case["kl"],
         entropy_coeff=case["entropy"], policy_loss={"loss_mode": case["loss_mode"] if ours else "gspo"},
     )  # fmt: skip
@@ -157,11 +163,13 @@ def step(worker: Any, rank: int, case: dict[str, Any], ranks: int) -> dict[str, 
     tu.assign_non_tensor(data, compute_loss=True, mini_batch_size=4 * ranks, epochs=3, seed=1)
     metrics = tu.get(worker.train_mini_batch(data), "metrics")
     module = worker.engine.module
-    parameters = {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in module.named_parameters()
-        if p.requires_grad
-    }
+    fsdp1 = isinstance(module, FullyShardedDataParallel)
+    with FullyShardedDataParallel.summon_full_params(module) if fsdp1 else nullcontext():
+        parameters = {
+            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        }
     return {"old": old, "entropy": entropy, "metrics": metrics, "parameters": parameters}
 
 
@@ -204,7 +212,7 @@ def test_one_rank_trains_as_with_verls_own_engine(name: str, tmp_path: Path) -> 
     compare(tmp_path, BASE | CASES[name], 1)
 
 
-@pytest.mark.parametrize("name", ["packed, untied", "padded, tied", "LoRA", "LoRA, untied, padded"])
+@pytest.mark.parametrize("name", ["packed, untied", "padded, tied", "LoRA", "LoRA, untied, padded", "FSDP1"])
 def test_two_ranks_train_as_with_verls_own_engine(name: str, tmp_path: Path) -> None:
     compare(tmp_path, BASE | CASES[name], 2)
 
@@ -236,7 +244,6 @@ def readme_main(rank: int, folder: Path, lines: list[str]) -> None:
     overrides = [word for word in words[1:] if word.startswith("actor_rollout_ref.")]
     import verl
     from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.utils.import_utils import import_external_libs
     from verl.workers.engine import EngineRegistry
@@ -249,7 +256,7 @@ def readme_main(rank: int, folder: Path, lines: list[str]) -> None:
         assert EngineRegistry.get_engine_cls("language_model", strategy).__name__ == "GSPOEngine"
     assert get_policy_loss_fn(actor.policy_loss.loss_mode).__name__ == "gspo_policy_loss"
     assert (actor.clip_ratio_low, actor.clip_ratio_high) == (3e-4, 4e-4)
-    assert actor.loss_agg_mode == "seq-mean-token-mean" and OmegaConf.select(config, "ref.strategy") == "fsdp2"
+    assert actor.loss_agg_mode == "seq-mean-token-mean"
 
 
 def test_the_lines_of_the_readme(tmp_path: Path) -> None:
@@ -259,9 +266,8 @@ def test_the_lines_of_the_readme(tmp_path: Path) -> None:
 def refused_main(rank: int, folder: Path) -> None:
     os.environ.update(ENVIRONMENT)
     torch.distributed.init_process_group("gloo")
-    for field, value in (("strategy", "fsdp"), ("use_fused_kernels", True)):
-        with pytest.raises(ValueError, match=f"{field}.* must be .*got {value!r}"):
-            make_worker(folder / field, True, BASE, **{field: value})
+    with pytest.raises(ValueError, match=r"model.use_fused_kernels must be False, got True"):
+        make_worker(folder / "fused", True, BASE, use_fused_kernels=True)
     # Distillation and the like need logits: verl's own.
     from verl.utils import tensordict_utils as tu
 

@@ -90,3 +90,16 @@ class Cpu(PlatformBase):
 
     def rollout_env_vars(self) -> dict[str, str]:
         return {}
+
+
+def let_fsdp1_run() -> None:
+    """FSDP1 refuses to broadcast a CPU's parameters; the ranks of a test have read the same file."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from verl.workers.engine.fsdp import transformer_impl
+
+    class Unbroadcast(FullyShardedDataParallel):
+        def __init__(self, module: Any, **options: Any) -> None:
+            options |= {"sync_module_states": False, "device_id": torch.device("cpu")}
+            super().__init__(module, **options)
+
+    transformer_impl.FSDP = Unbroadcast

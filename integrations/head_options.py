@@ -1,0 +1,126 @@
+"""What a transformers model does to its logits after its head: measured, then checked against its own logits.
+
+It is not looked up by the model's name: the head is made to return known numbers, and what comes out is compared with
+softcap(scale x) over the columns that are left. `huggingface.py` gives the calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import linear_log_probs
+from gspo_kernels.head import call_inside
+
+_PROBE = 64.0  # logits of a trained model lie within it, and every soft-cap in use bends there
+_MEASURED = 1e-5  # relative: what fp32 leaves of a scale that is measured
+
+Probe = Callable[[Callable[[Tensor], Tensor]], Tensor]  # a function of hidden states, for a head: the model's logits
+
+
+class HeadError(ValueError):
+    """The model does something between hidden states and logits that cannot be fused."""
+
+
+@dataclass(frozen=True)
+class LogitOptions:
+    """softcap(logit_scale z) over the first vocab_size columns: keyword arguments of the losses."""
+
+    logit_scale: float
+    logit_softcap: float | None
+    vocab_size: int
+
+    def kwargs(self) -> dict[str, Any]:
+        return {
+            "logit_scale": self.logit_scale, "logit_softcap": self.logit_softcap, "vocab_size": self.vocab_size,
+        }  # fmt: skip
+
+    def apply(self, z: Tensor) -> Tensor:
+        z = self.logit_scale * z.double()[..., : self.vocab_size]
+        return z if self.logit_softcap is None else self.logit_softcap * torch.tanh(z / self.logit_softcap)
+
+
+def measure(model: Any, head: Any, probe: Probe) -> LogitOptions:
+    """Scale, soft-cap and columns of what the model does to numbers that its head is made to return."""
+    columns = _columns(head)
+    x = torch.linspace(-_PROBE, _PROBE, columns, dtype=torch.float32)
+    small, large = torch.full((columns,), 2.0**-10), torch.full((columns,), 2.0**20)
+
+    def passed(z: Tensor) -> Tensor:
+        logits = probe(lambda hidden: z.to(hidden.device).expand(*hidden.shape[:-1], columns))
+        return logits[0, -1].double().cpu()
+
+    near, far, curve = passed(small), passed(large), passed(x)
+    numbers = _numbers(model.config)
+    slope, reached = near[0].item() / 2.0**-10, abs(far[0].item())
+    scale = _exactly(slope, [1.0, *numbers, *(1 / n for n in numbers)])
+    softcap = _exactly(reached, numbers) if reached < abs(slope) * 2.0**19 else None
+    options = LogitOptions(scale, softcap, near.shape[0])
+    expected, eps = options.apply(x), torch.finfo(_logits_dtype(head)).eps
+    same_shape = options.vocab_size <= columns and curve.shape == expected.shape
+    if not (same_shape and torch.allclose(curve, expected, rtol=max(_MEASURED, 2 * eps), atol=max(1e-4, 2 * eps))):
+        name = type(model).__name__
+        raise HeadError(
+            f"fuse_head: {name} must make its logits of what its head returns by a scale, a soft-cap and a cut of "
+            f"columns, got something else (of {x[0]:g} it makes {curve[0]:g}, where these make {expected[0]:g})"
+        )
+    return options
+
+
+def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
+    """Fused log-probs of each row's best token against the model's own logits, from the same hidden states."""
+    found: list[Tensor] = []
+
+    def both(hidden: Tensor) -> Tensor:
+        logits = head(hidden)
+        best = options.apply(logits).argmax(-1)
+
+        def fused(x: Tensor) -> Tensor:
+            return linear_log_probs(x, head, best, **options.kwargs()).log_probs
+
+        found.extend((best, call_inside(head, fused, hidden)))
+        return logits
+
+    logits = probe(both).double()
+    best, log_probs = found
+    own = logits.log_softmax(-1).gather(-1, best[..., None])[..., 0]
+    error = (log_probs.double() - own).abs().max().item()
+    allowed = 1e-4 + 8 * torch.finfo(_logits_dtype(head)).eps * max(logits.abs().max().item(), 1.0)
+    if not error <= allowed:
+        raise HeadError(
+            f"fuse_head: log-probs of {type(model).__name__}'s own logits must equal the fused ones within "
+            f"{allowed:.1e}, got a difference of {error:.1e}"
+        )
+
+
+def _columns(head: Any) -> int:
+    """Rows of the head's weight, of the layer inside where PEFT wraps it; a sharded weight has its whole shape."""
+    head = getattr(head, "original_module", head)
+    return head.weight.shape[0] if head.weight.ndim == 2 else head.out_features
+
+
+def _logits_dtype(head: Any) -> torch.dtype:
+    dtype = getattr(head, "original_module", head).weight.dtype
+    return dtype if dtype.is_floating_point else torch.float32
+
+
+def _numbers(config: Any) -> list[float]:
+    """Numbers of a configuration, of its text part too: measured values that equal one are meant to be it."""
+    values = dict(config.to_dict())
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    values |= text.to_dict() if text is not None else {}
+    return [float(x) for x in values.values() if _is_number(x) and x > 0 and math.isfinite(x)]
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _exactly(measured: float, candidates: list[float]) -> float:
+    best = min(candidates, key=lambda c: abs(c - measured), default=measured)
+    return best if abs(best - measured) <= _MEASURED * abs(measured) else measured

@@ -1,15 +1,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := python -m pytest -n auto
 
-.PHONY: demo test fast lint gate parity
+.PHONY: demo test fast lint test-trainers gate
 demo: .venv/ready
 	$(BIN)/gspo train
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/$(PYTEST) --ignore tests/trainers
 
 fast: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/$(PYTEST) --ignore tests/trainers -m "not slow"
 
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
@@ -20,14 +21,21 @@ lint: .venv/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl]'
 	touch $@
 
-# Beside verl's own functions, in an environment of its own: verl wants an older transformers.
-parity: build/verl/ready
-	PYTHONPATH=. build/verl/bin/python -m pytest tests/test_verl_parity.py
+# Beside the trainers' own code: TRL's newest and two earlier ones, verl, and DeepSpeed. Each wants an environment.
+test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/verl/ready build/zero3/ready
+	$(BIN)/$(PYTEST) tests/trainers
+	build/trl-1.13.0/bin/$(PYTEST) tests/trainers/test_trl.py
+	build/trl-0.29.1/bin/$(PYTEST) tests/trainers/test_trl.py
+	build/verl/bin/$(PYTEST) tests/trainers/test_verl_*.py
+	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py
 
-build/verl/ready: pyproject.toml constraints.txt
-	test -x build/verl/bin/python || $(PYTHON) -m venv build/verl
-	grep -E '^(torch|triton)==' constraints.txt > build/verl/constraints.txt
-	build/verl/bin/pip install -q -c build/verl/constraints.txt -e '.[verl]' 'pytest>=8' 'hypothesis>=6.100'
+build/trl-%: NEEDS = '.[test,trl]' $(subst -,==,$*) requests
+build/verl/ready: NEEDS = '.[test,verl]'
+build/zero3/ready: NEEDS = '.[test]' peft deepspeed==0.19.8
+build/%/ready: pyproject.toml constraints.txt
+	test -x build/$*/bin/python || $(PYTHON) -m venv build/$*
+	grep -E '^(torch|triton$(if $(filter verl,$*),,|transformers))==' constraints.txt > build/$*/constraints.txt
+	build/$*/bin/pip install -q -c build/$*/constraints.txt -e $(NEEDS)
 	touch $@
 
 # The compile gate on the oldest and the newest Triton; the tested one is part of `make test`.

@@ -176,11 +176,14 @@ def test_fake_outputs_have_every_field_of_real_ones(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "packed", "budget"),
-    [("gspo", False, 0.0), ("grpo", True, 0.0), ("entropy", False, 0.0), ("gspo", True, 0.1)],
-)
+    ("backend", "name", "packed", "budget"),
+    [
+        ("torch", "gspo", False, 0.0), ("torch", "grpo", True, 0.0), ("torch", "entropy", False, 0.0),
+        ("torch", "gspo", True, 0.1), ("triton", "entropy", False, 0.0), ("triton", "gspo", True, 0.1),
+    ],
+)  # fmt: skip
 def test_compiled_without_a_graph_break_equals_eager_at_every_shape(
-    name: str, packed: bool, budget: float, backend: str
+    backend: str, name: str, packed: bool, budget: float
 ) -> None:
     objective = Objective(**OBJECTIVES[name])
 

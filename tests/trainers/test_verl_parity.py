@@ -1,6 +1,6 @@
 """verl's own policy losses, KL estimators, advantages and rollout weights agree with ours.
 
-verl wants an older transformers than the tested one: `make parity` runs this file in an environment of its own.
+verl wants an older transformers than the tested one: `make test-trainers` runs this in an environment of its own.
 """
 
 from __future__ import annotations

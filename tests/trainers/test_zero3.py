@@ -1,6 +1,6 @@
 """Heads that DeepSpeed's ZeRO-3 partitions, on two CPU processes: gradients are those of one process that has it all.
 
-`pip install deepspeed` (tried: 0.19.8) is all that these need besides; without it they are skipped.
+`make test-trainers` runs them in an environment with DeepSpeed; without it they are skipped.
 """
 
 from __future__ import annotations

@@ -397,8 +397,8 @@ def test_the_command_line_answers_for_itself() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_demo_learns_and_its_clip_works(tmp_path: Path, seed: int) -> None:
-    (result,) = train(train_config(output=tmp_path, seeds=(seed,))).results
+def test_the_demo_learns_and_its_clip_works(tmp_path: Path) -> None:
+    """One seed of the three that `make demo` trains."""
+    (result,) = train(train_config(output=tmp_path, seeds=(0,))).results
     assert result.rise >= 0.4, result
     assert result.clip_fraction >= 0.05, result

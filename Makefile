@@ -30,7 +30,7 @@ test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/v
 	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py
 
 build/trl-%: NEEDS = '.[test,trl]' $(subst -,==,$*) requests
-build/verl/ready: NEEDS = '.[test,verl]'
+build/verl/ready: NEEDS = '.[test,verl]' cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 build/zero3/ready: NEEDS = '.[test]' peft deepspeed==0.19.8
 build/%/ready: pyproject.toml constraints.txt
 	test -x build/$*/bin/python || $(PYTHON) -m venv build/$*

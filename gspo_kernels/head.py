@@ -168,10 +168,10 @@ def _more_than_linear(module: Any, parts: list[Any]) -> Iterator[str]:
     if not isinstance(module, nn.Linear):
         yield name(module)
     for part in parts:
-        if part in getattr(_running, "modules", ()):
-            continue
         if isinstance(part, nn.Linear) and type(part).forward is not nn.Linear.forward:
             yield f"{name(part)} with a forward of its own"
+        elif part in getattr(_running, "modules", ()):
+            continue
         elif "forward" in vars(part):
             yield f"{name(part)} with a replaced forward"
         elif part._forward_hooks or part._forward_pre_hooks:

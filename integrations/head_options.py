@@ -6,8 +6,9 @@ softcap(scale x) over the columns that are left. `huggingface.py` gives the call
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,38 +65,67 @@ def measure(model: Any, head: Any, probe: Probe) -> LogitOptions:
     expected, eps = options.apply(x), torch.finfo(_logits_dtype(head)).eps
     same_shape = options.vocab_size <= columns and curve.shape == expected.shape
     if not (same_shape and torch.allclose(curve, expected, rtol=max(_MEASURED, 2 * eps), atol=max(1e-4, 2 * eps))):
-        name = type(model).__name__
+        at = int((curve - expected).abs().argmax()) if same_shape else 0
         raise HeadError(
-            f"fuse_head: {name} must make its logits of what its head returns by a scale, a soft-cap and a cut of "
-            f"columns, got something else (of {x[0]:g} it makes {curve[0]:g}, where these make {expected[0]:g})"
+            f"fuse_head: {type(model).__name__} must make its logits of what its head returns by a scale, a soft-cap "
+            f"and a cut of columns, got something else (in column {at} of {x[at]:g} it makes {curve[at]:g}, these "
+            f"would make {expected[at]:g})"
         )
     return options
 
 
 def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
     """Fused log-probs of each row's best token against the model's own logits, from the same hidden states."""
-    found: list[Tensor] = []
+    found: list[Any] = []
 
     def both(hidden: Tensor) -> Tensor:
-        logits = head(hidden)
-        best = options.apply(logits).argmax(-1)
+        # Of one rounding and without dropout, whatever autocast and mode the model's forward brings along.
+        with torch.autocast(hidden.device.type, enabled=False), _evaluated(head):
+            hidden = hidden.to(_logits_dtype(head))
+            logits = head(hidden)
+            best = options.apply(logits).argmax(-1)
 
-        def fused(x: Tensor) -> Tensor:
-            return linear_log_probs(x, head, best, **options.kwargs()).log_probs
+            def fused(x: Tensor) -> Tensor:
+                return linear_log_probs(x, head, best, **options.kwargs()).log_probs
 
-        found.extend((best, call_inside(head, fused, hidden)))
+            found.extend((best, call_inside(head, fused, hidden), logits.dtype))
         return logits
 
     logits = probe(both).double()
-    best, log_probs = found
+    best, log_probs, dtype = found
     own = logits.log_softmax(-1).gather(-1, best[..., None])[..., 0]
     error = (log_probs.double() - own).abs().max().item()
-    allowed = 1e-4 + 8 * torch.finfo(_logits_dtype(head)).eps * max(logits.abs().max().item(), 1.0)
+    allowed = 1e-4 + 8 * torch.finfo(dtype).eps * max(logits.abs().max().item(), 1.0)
     if not error <= allowed:
         raise HeadError(
             f"fuse_head: log-probs of {type(model).__name__}'s own logits must equal the fused ones within "
             f"{allowed:.1e}, got a difference of {error:.1e}"
         )
+
+
+@contextlib.contextmanager
+def _evaluated(head: Any) -> Iterator[None]:
+    training = [module for module in head.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def identity(head: Any) -> tuple[Any, ...]:
+    """What measured options depend on: the module, its columns, and what others have hung on it since."""
+    return id(head), _columns(head), id(vars(head).get("forward")), *(id(hook) for hook in _hooks(head))
+
+
+def _hooks(head: Any) -> Iterator[Any]:
+    """Those but the ones that gather and reduce sharded parameters."""
+    for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values()):
+        function = getattr(hook, "func", hook)
+        if not str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "deepspeed.")):
+            yield hook
 
 
 def _columns(head: Any) -> int:

@@ -13,6 +13,7 @@ gather it again for the backward and reduce its gradient.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from gspo_kernels.head import call_inside
+from gspo_kernels.validation import Field
 
-from .head_options import HeadError, LogitOptions, compare, measure
+from .head_options import HeadError, LogitOptions, compare, identity, measure
 
 _ATTRIBUTE = "_gspo_fused_head"
 
@@ -42,13 +44,18 @@ def fuse_head(model: nn.Module) -> FusedHead:
             engine. With FSDP (1 and 2) every rank calls this, before or after sharding. Parameters that ZeRO-3 has
             partitioned are there in the engine's calls only: then the first with `with_head` measures, checks, raises.
             Where PEFT trains rows of the head (trainable_token_indices), each call takes a copy of the weight [V, H],
-            and its backward a gradient of that size.
+            and its backward a gradient of that size. Two threads must not call one model at once.
+
+    A head that is replaced, resized or hooked later is measured and checked anew by the next call.
 
     Raises:
         HeadError: what the model does to its logits is no scale, soft-cap or cut of columns, its forward does not call
             its output embeddings, or fused log-probs differ from its own. The model is as before.
-        TypeError, ValueError: of `linear_log_probs`, for a head that is not understood (DoRA, a sharded weight).
+        TypeError, ValueError: of `linear_log_probs`, for a head that is not understood (DoRA, a sharded weight); no
+            module.
     """
+    if not isinstance(model, nn.Module):
+        Field("fuse_head").fail("model", "a transformers model", model, TypeError)
     base = base_model(model)
     found = vars(base).get(_ATTRIBUTE)
     if found is not None:
@@ -56,6 +63,8 @@ def fuse_head(model: nn.Module) -> FusedHead:
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:
         raise HeadError(f"fuse_head: model must have output embeddings, got {type(base).__name__} without")
+    if any(p.is_meta for p in base.parameters()):
+        raise HeadError(f"fuse_head: {type(base).__name__} must have values, got parameters on the meta device")
     fused = FusedHead(base, head)
     try:
         if not any(hasattr(p, "ds_id") for p in head.parameters()):  # so ZeRO-3 marks its own
@@ -86,9 +95,15 @@ class FusedHead:
     def __init__(self, model: Any, head: Any) -> None:
         self.model, self.head = model, head
         self._options: LogitOptions | None = None
+        self._of: tuple[Any, ...] = ()  # the identity of the head that they are of
         self._forward = model.forward
-        # `generate` and Trainer read signatures: they are to find the original's.
-        self._wrapped = functools.wraps(self._forward)(functools.partial(self._call))
+
+        # `generate` and Trainer read signatures, accelerate binds and unwraps: they are to find the class's forward.
+        @functools.wraps(type(model).forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return vars(self)[_ATTRIBUTE]._call(*args, **kwargs)  # of a copied model, its own
+
+        self._wrapped = types.MethodType(forward, model)
         model.forward = self._wrapped
         setattr(model, _ATTRIBUTE, self)
 
@@ -106,12 +121,14 @@ class FusedHead:
         probe = functools.partial(self._probe, call)
         options = measure(self.model, self.head, probe)
         compare(self.model, self.head, probe, options)
-        self._options = options
+        self._options, self._of = options, identity(self.head)
         return options
 
     def remove(self) -> None:
-        """The forward as it was. What wrapped it later has to go first."""
-        if vars(self.model).get("forward") is not self._wrapped:
+        """The forward as it was. What wrapped it later has to go first; a second time nothing happens."""
+        if _ATTRIBUTE not in vars(self.model):
+            return
+        if vars(self.model).get("forward") != self._wrapped:
             raise HeadError("FusedHead.remove: model.forward must be the one that was installed, got another above it")
         if getattr(self._forward, "__func__", None) is type(self.model).forward:
             del self.model.forward  # it had none of its own
@@ -124,7 +141,12 @@ class FusedHead:
             return self._forward(*args, **kwargs)
         if isinstance(with_head, _Probe):
             return self._forward_with(with_head.function, *args, **kwargs)
-        options = self._options or self.measure(self._call)  # not by a whole call: this is inside one
+        if kwargs.get("labels") is not None:
+            Field("fuse_head").fail("labels", "None beside with_head, which makes no logits", kwargs["labels"])
+        self.head = self.model.get_output_embeddings()
+        options = self._options
+        if options is None or self._of != identity(self.head):
+            options = self.measure(self._call)  # not by a whole call: this is inside one
         states: list[Tensor] = []
 
         def keep(hidden: Tensor) -> Tensor:
@@ -160,7 +182,11 @@ class FusedHead:
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
             output = call(
-                input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, with_head=_Probe(function)
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                use_cache=False,
+                return_dict=True,
+                with_head=_Probe(function),
             )
         return output.logits
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
@@ -98,19 +99,21 @@ def _weights(keys: Keys, loss: _Loss, fields: dict[str, Any]) -> tuple[Step, ...
 
 
 def from_ms_swift(arguments: Any) -> Reading:
-    """ms-swift 4.6's arguments of GRPO: the flags of `swift rlhf` as a list, a mapping, or an arguments object.
+    """ms-swift 4.6's arguments of GRPO: the flags of `swift rlhf` (text or list), a mapping, or an arguments object.
 
     Raises:
         TypeError: something else came.
         ValueError: naming the argument: one that no Objective can express or that this reader does not know.
     """
-    if isinstance(arguments, Sequence) and not isinstance(arguments, str):
+    if isinstance(arguments, str):
+        arguments = shlex.split(arguments)
+    if isinstance(arguments, Sequence):
         arguments = {"rlhf_type": "dpo", **from_flags(Field("from_ms_swift"), arguments)}  # its default
     others = tables.SWIFT_OTHERS | tables.training_arguments()
     if is_dataclass(arguments):  # its trainer's inherits from TRL's, of which it reads only what is in both
         others = others | tables.TRL.keys() | tables.TRL_OTHERS
     keys = Keys("from_ms_swift", arguments, tables.SWIFT, others)
-    keys.must("rlhf_type", "grpo", why="GSPO is a setting of that")
+    keys.must("rlhf_type", "grpo", why="GSPO is a setting of that; ms-swift's default is dpo")
     losses = {name: loss for name, loss in _LOSSES.items() if name != "luspo"}
     loss = keys.choice("loss_type", {**losses, None: losses["grpo"]})
     fields = _policy(keys, loss, "tau_pos", "tau_neg")
@@ -130,7 +133,7 @@ def from_ms_swift(arguments: Any) -> Reading:
             advantages = [Step("subtract_kl", {"kl_coef": beta, "kl_estimator": "k1"}), *advantages]
         else:
             fields["kl_coef"] = beta
-    if keys.get("use_vllm", False) and keys.get("rollout_importance_sampling_mode") is not None:
+    if keys.flag("use_vllm", False) and keys.get("rollout_importance_sampling_mode") is not None:
         if fields.get("kl_coef"):
             keys.refuse("rollout_importance_sampling_mode", "None with a KL term, which ms-swift weighs by it too")
         # Its sequence_mask keeps weights of tokens in the answers that it keeps.

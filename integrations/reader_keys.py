@@ -156,8 +156,8 @@ class Keys:
     def optional(self, name: str, rule: Rule = ANY) -> float | None:
         return None if self.get(name) is None else self.number(name, (f"{rule[0]}, or None", rule[1]))
 
-    def flag(self, name: str) -> bool:
-        value = self.get(name)
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        value = self.get(name, default)
         self.check.boolean(name, value)
         return value
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gspo_kernels.objective import AGGREGATIONS
 from gspo_kernels.sampler_mismatch import RolloutCorrection
+from gspo_kernels.validation import Field, Said
 
 from . import reader_tables as tables
 from .reader_keys import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, Keys, Normalizer, Reading, Step, as_number
 
 _LOSSES: dict[str, dict[str, Any]] = {  # by loss_mode; one without an aggregation has that of loss_agg_mode
     "gspo": {"ratio": "sequence-token"},
+    "gspo_kernels": {"ratio": "sequence-token"},  # of verl.py
     "vanilla": {"ratio": "token"},
     "cispo": {"ratio": "token", "surrogate": "cispo"},
     "sapo": {"ratio": "token", "surrogate": "sapo", "aggregation": "seq-mean-token-mean"},
@@ -43,6 +46,9 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
         TypeError: neither a mapping nor a dataclass instance.
         ValueError: naming the setting: one that no Objective can express or that this reader does not know.
     """
+    if isinstance(actor, Mapping) and "actor_rollout_ref" in actor:
+        whole = Said("the whole configuration")
+        Field("from_verl").fail("actor", "its actor_rollout_ref.actor (and algorithm its algorithm)", whole)
     sections = {"algorithm": algorithm}
     keys = Keys("from_verl", actor, tables.VERL, tables.VERL_OTHERS, tables.VERL_SECTIONS, sections)
     correction = "algorithm.rollout_correction"
@@ -56,7 +62,7 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
     else:
         name, old = keys.choice(mode, {name: name for name in _LOSSES}), "trainer"
     fields = dict(_LOSSES[name])
-    if name in ("gspo", "vanilla", "cispo", "geo_mean"):
+    if name in ("gspo", "gspo_kernels", "vanilla", "cispo", "geo_mean"):
         for side in ("low", "high"):
             bound = keys.optional(f"clip_ratio_{side}", NOT_NEGATIVE)
             fields[f"clip_{side}"] = keys.number("clip_ratio", NOT_NEGATIVE) if bound is None else bound

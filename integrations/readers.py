@@ -19,6 +19,7 @@ import yaml
 
 from gspo_kernels.objective import AGGREGATIONS
 from gspo_kernels.sampler_mismatch import RolloutCorrection
+from gspo_kernels.validation import Field, Said
 
 from . import reader_tables as tables
 from .reader_grpo import from_ms_swift, from_trl
@@ -42,7 +43,9 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
         ValueError: naming the key: one that no Objective can express or that this reader does not know.
     """
     if isinstance(settings, str | Path):
-        settings = yaml.safe_load(Path(settings).read_text())
+        if "\n" in str(settings):
+            Field("from_roll").fail("settings", "a mapping or the path of a YAML file", Said("a text of several lines"))
+        settings = yaml.load(Path(settings).read_text(), _Once)
     keys = Keys("from_roll", settings, tables.ROLL, tables.ROLL_OTHERS, tables.ROLL_SECTIONS)
     keys.must("actor_train.worker_cls", None, _WORKER, why="its ActorPGWorker has losses that are not here")
     keys.must("use_policy_loss_type", "PPO", why="its policy gradients are not here")
@@ -81,6 +84,17 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
         fields, _DIVISORS.get(aggregation, Normalizer("sequences", "step")), temperature=1.0, beside=beside,
         advantages=tuple(_roll_advantages(keys)),
     )  # fmt: skip
+
+
+class _Once(yaml.SafeLoader):
+    """Of a key that is given twice YAML would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [self.construct_object(key) for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                Field("from_roll").fail(str(name), "given once", Said("it twice"))
+        return super().construct_mapping(node, deep)
 
 
 def _padded_length(keys: Keys) -> int:

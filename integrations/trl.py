@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
+from gspo_kernels.validation import Field, Said
 
 from .huggingface import base_model, fuse_head
 
@@ -50,15 +52,22 @@ class GSPOConfig(GRPOConfig):
 
 
 class GSPOTrainer(GRPOTrainer):
-    """GRPOTrainer whose log-probs are ours; arguments as TRL's.
+    """GRPOTrainer whose log-probs are ours; arguments as TRL's, but no `args` are GSPOConfig's.
 
     A LoRA may be on the head too, which TRL 1.15 and later refuses in its constructor, since its own log-probs would
-    leave it out.
+    leave it out. Warns where `args` have no sequence-level ratio.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
+        args = GSPOConfig(output_dir="gspo") if args is None else args
         with _head_adapters_allowed():
-            super().__init__(*args, **kwargs)
+            super().__init__(model, reward_funcs, args, *others, **kwargs)
+        if self.importance_sampling_level != "sequence":
+            level = self.importance_sampling_level
+            warnings.warn(
+                f"GSPOTrainer: importance_sampling_level={level!r} is not GSPO (GSPOConfig has its paper's settings)",
+                stacklevel=2,
+            )
         accelerate_trainer(self)
 
 
@@ -79,9 +88,11 @@ def _head_adapters_allowed() -> Iterator[None]:
 def accelerate_trainer(trainer: GRPOTrainer) -> None:
     """Let every log-prob of `trainer`, its model's and its reference model's, be ours; a second time nothing happens.
 
-    Before TRL 1.15 image inputs are left to TRL, with a warning.
+    Before TRL 1.15 image inputs are left to TRL, with a warning. From 1.15 on a subclass with a
+    `_get_per_token_logps_and_entropies` of its own is warned of: only what it asks TRL or the model for is ours.
 
     Raises:
+        TypeError: no GRPOTrainer.
         ValueError: `cast_lm_head_to_fp32`, which makes a head of another dtype than the hidden states; before TRL 1.14
             `use_liger_kernel`, whose loss reads no log-probs; before 1.15 a subclass with log-probs of its own.
         HeadError, TypeError, ValueError: of `fuse_head`, for a model or a head that is not understood.
@@ -91,40 +102,47 @@ def accelerate_trainer(trainer: GRPOTrainer) -> None:
         if model is not None:
             base: Any = base_model(trainer.accelerator.unwrap_model(model))
             fuse_head(base)
-            if _ASKS_THE_MODEL and not hasattr(base, _ATTRIBUTE):
+            if _ASKS_THE_MODEL and not _answers(base):
                 _answer(base, trainer.temperature)
     if not _ASKS_THE_MODEL and _METHOD not in vars(trainer):
         setattr(trainer, _METHOD, _LogProbs(trainer))
 
 
 def _check(trainer: GRPOTrainer) -> None:
+    check = Field("accelerate_trainer")
+    if not isinstance(trainer, GRPOTrainer):
+        check.fail("trainer", "a GRPOTrainer", Said(f"a {type(trainer).__name__}"), TypeError)
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):
-        raise ValueError(
-            "accelerate_trainer: cast_lm_head_to_fp32 must be False, got True (logits are fp32 here in any dtype)"
-        )
+        check.fail("cast_lm_head_to_fp32", "False (logits are fp32 here in any dtype)", True)
     if hasattr(GRPOTrainer, "compute_liger_loss") and trainer.args.use_liger_kernel:
-        raise ValueError(
-            "accelerate_trainer: use_liger_kernel must be False before TRL 1.14, got True (its loss reads no log-probs)"
+        check.fail("use_liger_kernel", "False before TRL 1.14 (its loss reads no log-probs)", True)
+    if getattr(type(trainer), _METHOD) is not getattr(GRPOTrainer, _METHOD):
+        own = f"one of {type(trainer).__name__}'s own"
+        if not _ASKS_THE_MODEL:
+            check.fail(_METHOD, "GRPOTrainer's before TRL 1.15 (or call linear_log_probs there)", Said(own))
+        warnings.warn(
+            f"accelerate_trainer: {_METHOD} is {own}: log-probs that it makes of logits itself stay so", stacklevel=3
         )
-    if not _ASKS_THE_MODEL and getattr(type(trainer), _METHOD) is not getattr(GRPOTrainer, _METHOD):
-        raise ValueError(
-            f"accelerate_trainer: before TRL 1.15 {_METHOD} must be GRPOTrainer's, got one of "
-            f"{type(trainer).__name__}'s own (update TRL, or call linear_log_probs there)"
-        )
+
+
+def _answers(model: Any) -> bool:
+    """Whether nothing of TRL's is above our answer. accelerate keeps what its autocast is above."""
+    ours = vars(model).get(_ATTRIBUTE)
+    return ours is not None and ours in (model.forward, vars(model).get("_original_forward"))
 
 
 def _answer(model: Any, temperature: float) -> None:
     """Let `model` answer TRL's `fused_lm_head=True`; all other calls are as before."""
     below = model.forward
 
-    @functools.wraps(below)
-    def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    @functools.wraps(type(model).forward)
+    def forward(_: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return below(*args, **kwargs)
         return _log_probs(below, temperature, *args, **kwargs)
 
-    model.forward = forward
-    setattr(model, _ATTRIBUTE, True)
+    model.forward = types.MethodType(forward, model)
+    setattr(model, _ATTRIBUTE, model.forward)
 
 
 def _log_probs(

@@ -17,6 +17,8 @@ where the mask is 0. It needs no engine of ours: `actor_rollout_ref.model.extern
 
 from __future__ import annotations
 
+import logging
+import os
 import warnings
 from typing import Any
 
@@ -28,6 +30,7 @@ from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingIm
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
 
 from gspo_kernels import Objective, linear_log_probs, policy_loss
+from gspo_kernels.validation import HALF, Field
 
 from .huggingface import HeadOutput, fuse_head
 
@@ -47,10 +50,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
 
     def _build_fsdp_module(self, module: Any) -> Any:
         if self.model_config.use_fused_kernels:
-            raise ValueError(
-                "gspo_kernels.integrations.verl: model.use_fused_kernels must be False, got True (verl's own fused "
-                "log-probs and these are one or the other)"
-            )
+            Field("GSPOEngine").fail("model.use_fused_kernels", "False (verl's own fused log-probs are others)", True)
         module = super()._build_fsdp_module(module)
         fuse_head(module)
         return module
@@ -156,14 +156,19 @@ def gspo_policy_loss(
     batch = config.global_batch_info
     ranks = batch.get("dp_size") or 1
     norm = loss_agg_mode == "seq-mean-token-sum-norm"
-    total = batch.get("batch_num_tokens" if loss_agg_mode == "token-mean" else "global_batch_size")
-    if loss_agg_mode == "token-sum":
-        total = 1
+    size = "batch_num_tokens" if loss_agg_mode == "token-mean" else "global_batch_size"
+    total = 1 if loss_agg_mode == "token-sum" else batch.get(size)
+    if total is None and ranks > 1:
+        Field("gspo_policy_loss").fail(f"config.global_batch_info[{size!r}]", "given with more than one rank", None)
+    if log_prob.dtype in HALF:
+        _once(
+            f"log-probs are {log_prob.dtype}, too coarse for a window of 3e-4 (VERL_ENGINE_VENDOR=gspo has finer ones)"
+        )
     out = policy_loss(
         log_prob.float(),
         advantages,
         mask=response_mask,
-        old_log_probs=old_log_prob,
+        old_log_probs=old_log_prob.float(),
         token_weights=rollout_is_weights,
         objective=_objective(
             config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
@@ -172,7 +177,7 @@ def gspo_policy_loss(
             float(batch.get("loss_scale_factor") or response_mask.shape[1]) if norm else None,
         ),
         # verl averages gradients over ranks.
-        normalizer=None if total is None else float(total) / ranks,
+        normalizer=None if total is None else max(float(total), 1.0) / ranks,  # 0 tokens: every term is 0
     )
     return out.loss, {
         "actor/pg_clipfrac": out.metrics["token_clip_fraction"].item(),
@@ -181,20 +186,31 @@ def gspo_policy_loss(
     }
 
 
-_said = False
-
-
 def _objective(clip_low: float, clip_high: float, aggregation: str, length_norm: float | None) -> Objective:
-    global _said
-    if aggregation != "seq-mean-token-mean" and not _said:
-        _said = True
-        warnings.warn(
-            f"gspo_kernels: loss_agg_mode={aggregation!r} weights answers by their length (LUSPO); GSPO as in its "
-            "paper is actor.loss_agg_mode=seq-mean-token-mean, which is not verl 0.9.1's default",
-            stacklevel=3,
+    if aggregation != "seq-mean-token-mean":
+        _once(
+            f"loss_agg_mode={aggregation!r} weights answers by their length (LUSPO); GSPO as in its paper is "
+            "actor.loss_agg_mode=seq-mean-token-mean, which is not verl 0.9.1's default"
         )
     # The preset, for which a weight by length is no news.
     return Objective.preset(
         "luspo", ratio="sequence-token", clip_low=clip_low, clip_high=clip_high, aggregation=aggregation,
         length_norm=length_norm,
     )  # fmt: skip
+
+
+_said: set[str] = set()
+
+
+def _once(text: str) -> None:
+    kind = text.partition("=")[0].partition(" ")[0]
+    if kind not in _said:
+        _said.add(kind)
+        warnings.warn(f"gspo_kernels: {text}", stacklevel=4)
+
+
+if os.environ.get("VERL_ENGINE_VENDOR") != "gspo":
+    logging.getLogger(__name__).warning(
+        "VERL_ENGINE_VENDOR is %r, not 'gspo': of gspo_kernels there is the policy loss only, log-probs stay verl's",
+        os.environ.get("VERL_ENGINE_VENDOR"),
+    )

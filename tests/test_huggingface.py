@@ -358,3 +358,103 @@ def test_an_error_inside_the_loss_leaves_a_model_that_works() -> None:
     with pytest.raises(ZeroDivisionError):
         model(**batch()[0], with_head=lambda hidden, lm_head, **options: 1 / 0)
     assert torch.equal(own_log_probs(model), lp)
+
+
+class Shifted(nn.Linear):
+    """Adds what is nothing while it is looked at."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.shift  # type: ignore[operator]
+
+
+def assert_fused_is_own(model: Any) -> None:
+    torch.testing.assert_close(fused_log_probs(model), own_log_probs(model) * batch()[1])
+
+
+def test_a_linear_with_a_forward_of_its_own_is_refused_inside_its_call_too() -> None:
+    model = make("qwen2")
+    model.lm_head.__class__, model.lm_head.shift = Shifted, 0.0
+    with pytest.raises(TypeError, match="Shifted with a forward of its own"):
+        fuse_head(model)
+
+
+def gets_an_adapter(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+
+
+def is_resized(model: Any) -> Any:
+    model.resize_token_embeddings(110)
+    return model
+
+
+@pytest.mark.parametrize("change", [gets_an_adapter, is_resized])
+def test_a_head_that_changes_is_measured_anew(change: Any) -> None:
+    model = make("qwen3 tied").double()
+    fuse_head(model)
+    changed = change(model).eval()
+    assert_fused_is_own(changed)
+
+
+def test_a_hook_that_comes_later_is_found_by_the_next_call() -> None:
+    model = make("qwen2").double()
+    fuse_head(model)
+    hook = model.lm_head.register_forward_hook(lambda module, args, output: 0.5 * output)
+    with pytest.raises(HeadError):
+        fused_log_probs(model)
+    hook.remove()
+    assert_fused_is_own(model)
+
+
+def test_what_accelerate_wraps_is_fused_and_unwrapped() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = make("gemma2").float()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)  # logits that bf16 rounds by more than the check allows
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare(model)
+    fuse_head(prepared)
+    inputs, _, _ = batch()
+    assert isinstance(prepared(**inputs, with_head=lambda hidden, head, **options: 1), HeadOutput)
+    fuse_head(make("qwen2"))
+    whole = make("qwen2").float()
+    fuse_head(whole)
+    bare = accelerator.unwrap_model(accelerator.prepare(whole), keep_fp32_wrapper=False)
+    assert bare(**inputs).logits.shape[-1] == 96
+
+
+def test_dropout_of_an_adapter_does_not_disturb_the_check() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], lora_dropout=0.5, init_lora_weights=False)
+    model = peft.get_peft_model(make("qwen2"), config).train()
+    fuse_head(model)
+    assert all(module.training for module in model.modules())
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    model = make("qwen2").double()
+    fuse_head(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    assert_fused_is_own(other)
+    assert_fused_is_own(model)
+    fused = fuse_head(other)
+    fused.remove()
+    fused.remove()
+    assert "forward" not in vars(other) and "forward" in vars(model)
+
+
+def test_what_is_no_model_is_refused_before_anything_is_patched() -> None:
+    for wrong in (None, "Qwen/Qwen3-8B"):
+        with pytest.raises(TypeError, match="model must be a transformers model"):
+            fuse_head(wrong)  # type: ignore[arg-type]
+    meta = make("qwen2").to("meta")
+    with pytest.raises(HeadError, match="meta device"):
+        fuse_head(meta)
+    assert "forward" not in vars(meta)
+    model = make("qwen2")
+    fuse_head(model)
+    inputs, _, _ = batch()
+    with pytest.raises(ValueError, match="labels must be None"):
+        model(**inputs, labels=inputs["input_ids"], with_head=lambda hidden, head, **options: 1)

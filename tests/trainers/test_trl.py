@@ -108,13 +108,22 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-def checkpoint(folder: Path) -> str:
+SHAPE: dict[str, Any] = {
+    "vocab_size": 10, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
+}  # fmt: skip
+EXPERTS = {
+    "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
+    "output_router_logits": True, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
+
+
+def checkpoint(folder: Path, experts: bool = False) -> str:
     torch.manual_seed(0)
-    config = transformers.Gemma2Config(
-        vocab_size=10, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, pad_token_id=0, eos_token_id=1, bos_token_id=1, final_logit_softcapping=4.0,
-    )  # fmt: skip
-    model = transformers.Gemma2ForCausalLM(config)
+    if experts:
+        model: Any = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS))
+    else:
+        model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SHAPE, final_logit_softcapping=4.0))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2)
@@ -179,6 +188,21 @@ def test_training_is_what_it_is_with_trls_own_log_probs(name: str, tmp_path: Pat
     compare(logs, ours)
     for key, p in parameters.items():
         torch.testing.assert_close(our_parameters[key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+def test_the_auxiliary_loss_of_experts_is_trls(tmp_path: Path) -> None:
+    if "router_aux_loss_coef" not in KNOWN:
+        pytest.skip(f"TRL {trl.__version__} does not train it")
+    logs = []
+    for kind in (GRPOTrainer, GSPOTrainer):
+        folder = tmp_path / kind.__name__
+        trainer = make_trainer(kind, checkpoint(folder / "model", experts=True), folder, **SEQUENCE, max_steps=1)
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    stock, ours = logs
+    assert ours["aux_loss"] > 1 and ours["aux_loss"] == pytest.approx(stock["aux_loss"], rel=TRAINER_LOG_RELATIVE)
+    for name in ("loss", "grad_norm"):
+        assert ours[name] == pytest.approx(stock[name], rel=TRAINER_LOG_RELATIVE), name
 
 
 def rank_main(rank: int, folder: Path, ours: bool) -> None:
@@ -341,3 +365,58 @@ def test_answers_past_the_clip_cost_no_backward(tmp_path: Path, monkeypatch: pyt
     clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "clip_ratio/region_mean" in log]
     assert len(shares) == 8 and max(clipped) > 0.5
     assert 0 < sum(shares) / 8 < 0.8
+
+
+def test_without_args_it_is_gspo_and_others_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def config(output_dir: str) -> GSPOConfig:
+        made.append(GSPOConfig(str(tmp_path / output_dir), use_cpu=True, bf16=False))
+        return made[-1]
+
+    monkeypatch.setattr(adapter, "GSPOConfig", config)
+    options: dict[str, Any] = {
+        "reward_funcs": lambda completions, **_: [0.0] * len(completions),
+        "train_dataset": datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
+    }
+    trainer = GSPOTrainer(checkpoint(tmp_path / "model"), **options)
+    assert trainer.args is made[0] and trainer.importance_sampling_level == "sequence"
+    with pytest.warns(UserWarning, match="importance_sampling_level='token' is not GSPO"):
+        make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path)
+
+
+def test_a_second_trainer_of_a_model_is_accelerated_too(tmp_path: Path) -> None:
+    lora = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    first = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)
+    second = make_trainer(GSPOTrainer, first.model, tmp_path, **SEQUENCE)
+    ids = torch.randint(2, 10, (2, 7))
+    own = second.model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    if asks_the_model:
+        found = second.model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    else:
+        found = second._get_per_token_logps_and_entropies(second.model, ids, torch.ones_like(ids), 6)[0]
+    expected = own.gather(-1, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(found, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+def test_autocast_to_bf16_with_a_reference_model(tmp_path: Path) -> None:
+    options = {**SEQUENCE, "bf16": True, "beta": 0.1}
+    trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **options)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == 4 and all(log["grad_norm"] > 0 for log in logs)
+    assert logs[0]["kl"] < TRAINER_LOG_ABSOLUTE < max(log["kl"] for log in logs)  # one kernel for both
+    accelerate_trainer(trainer)  # after the fact: nothing happens
+    torch.save(trainer.model, tmp_path / "model.pt")
+
+
+def test_what_is_no_trainer_or_goes_its_own_way_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="trainer must be a GRPOTrainer"):
+        accelerate_trainer(checkpoint(tmp_path / "model"))  # type: ignore[arg-type]
+
+    class Own(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    if asks_the_model:
+        with pytest.warns(UserWarning, match="one of Own's own"):
+            accelerate_trainer(make_trainer(Own, checkpoint(tmp_path / "model"), tmp_path))

@@ -266,7 +266,7 @@ def test_the_lines_of_the_readme(tmp_path: Path) -> None:
 def refused_main(rank: int, folder: Path) -> None:
     os.environ.update(ENVIRONMENT)
     torch.distributed.init_process_group("gloo")
-    with pytest.raises(ValueError, match=r"model.use_fused_kernels must be False, got True"):
+    with pytest.raises(ValueError, match=r"model.use_fused_kernels must be False .* got True"):
         make_worker(folder / "fused", True, BASE, use_fused_kernels=True)
     # Distillation and the like need logits: verl's own.
     from verl.utils import tensordict_utils as tu
@@ -353,3 +353,15 @@ def policy_main(rank: int, folder: Path) -> None:
         torch.testing.assert_close(our_gradient, gradient, rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
         assert our_metrics == pytest.approx(metrics, abs=TRAINER_ABSOLUTE)
         assert our_gradient is not None and torch.isfinite(our_gradient).all() and (our_gradient != 0).any()
+    # A mini-batch without a token to train on, sizes that are missing, log-probs that are too coarse.
+    config.global_batch_info.update(batch_num_tokens=0, global_batch_size=6)
+    ours = functools.partial(
+        get_policy_loss_fn("gspo_kernels"), old_log_prob=old, log_prob=old, advantages=advantages,
+        response_mask=torch.zeros_like(mask), config=config,
+    )  # fmt: skip
+    assert ours(loss_agg_mode="token-mean")[0] == 0
+    with pytest.warns(UserWarning, match="too coarse"):
+        assert ours(loss_agg_mode="seq-mean-token-mean", log_prob=old.bfloat16(), old_log_prob=old.bfloat16())[0] == 0
+    config.global_batch_info.update(global_batch_size=None)
+    with pytest.raises(ValueError, match=r"global_batch_size.* given with more than one rank"):
+        ours(loss_agg_mode="seq-mean-token-mean")

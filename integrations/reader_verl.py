@@ -46,7 +46,7 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
         TypeError: neither a mapping nor a dataclass instance.
         ValueError: naming the setting: one that no Objective can express or that this reader does not know.
     """
-    if isinstance(actor, Mapping) and "actor_rollout_ref" in actor:
+    if isinstance(actor, Mapping) and "actor_rollout_ref" in list(actor):  # verl's dataclasses are mappings, of a kind
         whole = Said("the whole configuration")
         Field("from_verl").fail("actor", "its actor_rollout_ref.actor (and algorithm its algorithm)", whole)
     sections = {"algorithm": algorithm}

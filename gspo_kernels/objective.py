@@ -11,7 +11,6 @@ l is in `surrogates.py`, its sum over sequences and the derivative of that in `c
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -153,13 +152,13 @@ class Objective:
         if self.ratio == "token" or self.surrogate not in ("clip", "none"):
             return
         if self.aggregation != "seq-mean-token-mean" and not luspo:
-            _once(
+            validation.warn_once(
                 f"aggregation={self.aggregation!r} weights sequences by their length: with one ratio per sequence that "
                 "is LUSPO; GSPO has 'seq-mean-token-mean' (Objective.preset('luspo') if you mean it)",
                 stacklevel,
             )
         if self.surrogate == "clip" and max(self.clip_low, self.clip_high) >= 0.04:
-            _once(
+            validation.warn_once(
                 f"clip_low={self.clip_low:g}, clip_high={self.clip_high:g} is a window for ratios of tokens: one "
                 "normalised by length hardly ever leaves it (GSPO's paper: 3e-4 and 4e-4)",
                 stacklevel,
@@ -211,13 +210,3 @@ class Objective:
 
 def _temperature(x: float) -> bool:
     return 1e-30 <= x <= validation.LARGEST  # below, sapo's sigmoid would have a slope at ratios that are not finite
-
-
-_said: set[str] = set()
-
-
-def _once(text: str, stacklevel: int) -> None:
-    kind = text.split("=")[0]
-    if kind not in _said:
-        _said.add(kind)
-        warnings.warn(text, stacklevel=stacklevel)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, NoReturn
@@ -52,6 +53,17 @@ def few(wrong: Tensor) -> list[float]:
 
 def dtype_name(dtype: torch.dtype) -> Said:
     return Said(str(dtype).removeprefix("torch."))
+
+
+_said: set[str] = set()
+
+
+def warn_once(text: str, stacklevel: int) -> None:
+    """A UserWarning (stacklevel 2: of the caller), the first time that a text of this beginning, up to "=", comes."""
+    kind = text.split("=")[0]
+    if kind not in _said:
+        _said.add(kind)
+        warnings.warn(text, stacklevel=stacklevel)
 
 
 class Field:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingIm
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
 
 from gspo_kernels import Objective, linear_log_probs, policy_loss
-from gspo_kernels.validation import HALF, Field
+from gspo_kernels.validation import HALF, Field, warn_once
 
 from .huggingface import HeadOutput, fuse_head
 
@@ -161,8 +160,10 @@ def gspo_policy_loss(
     if total is None and ranks > 1:
         Field("gspo_policy_loss").fail(f"config.global_batch_info[{size!r}]", "given with more than one rank", None)
     if log_prob.dtype in HALF:
-        _once(
-            f"log-probs are {log_prob.dtype}, too coarse for a window of 3e-4 (VERL_ENGINE_VENDOR=gspo has finer ones)"
+        warn_once(
+            f"gspo_kernels: log-probs are {log_prob.dtype}, too coarse for a window of 3e-4 "
+            "(VERL_ENGINE_VENDOR=gspo has finer ones)",
+            stacklevel=3,
         )
     out = policy_loss(
         log_prob.float(),
@@ -188,25 +189,16 @@ def gspo_policy_loss(
 
 def _objective(clip_low: float, clip_high: float, aggregation: str, length_norm: float | None) -> Objective:
     if aggregation != "seq-mean-token-mean":
-        _once(
-            f"loss_agg_mode={aggregation!r} weights answers by their length (LUSPO); GSPO as in its paper is "
-            "actor.loss_agg_mode=seq-mean-token-mean, which is not verl 0.9.1's default"
+        warn_once(
+            f"gspo_kernels: loss_agg_mode={aggregation!r} weights answers by their length (LUSPO); GSPO as in "
+            "its paper is actor.loss_agg_mode=seq-mean-token-mean, which is not verl 0.9.1's default",
+            stacklevel=4,
         )
     # The preset, for which a weight by length is no news.
     return Objective.preset(
         "luspo", ratio="sequence-token", clip_low=clip_low, clip_high=clip_high, aggregation=aggregation,
         length_norm=length_norm,
     )  # fmt: skip
-
-
-_said: set[str] = set()
-
-
-def _once(text: str) -> None:
-    kind = text.partition("=")[0].partition(" ")[0]
-    if kind not in _said:
-        _said.add(kind)
-        warnings.warn(f"gspo_kernels: {text}", stacklevel=4)
 
 
 if os.environ.get("VERL_ENGINE_VENDOR") != "gspo":

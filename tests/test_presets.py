@@ -11,7 +11,7 @@ import torch
 from other_trainers import PRESETS, Rollout, assert_agree, ours, rollout
 from torch import Tensor
 
-from gspo_kernels import Objective, objective, policy_loss
+from gspo_kernels import Objective, objective, policy_loss, validation
 
 Formula = Callable[[Tensor, Rollout, Objective], Tensor]
 
@@ -227,7 +227,7 @@ def test_a_zero_advantage_and_a_masked_batch_give_nothing(name: str, backend: st
 
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objective, "_said", set())
+    monkeypatch.setattr(validation, "_said", set())
 
 
 def test_a_sequence_ratio_weighted_by_length_is_warned_of_once(nothing_said: None) -> None:

@@ -29,7 +29,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.validation import Field, Said
+from gspo_kernels.validation import Field, Said, warn_once
 
 from .huggingface import base_model, fuse_head
 
@@ -182,7 +182,6 @@ class _LogProbs:
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.stock = trainer, getattr(trainer, _METHOD)
         self.returns_aux_loss = "compute_aux_loss" in inspect.signature(self.stock).parameters
-        self.said = False
 
     def __call__(
         self,
@@ -196,7 +195,8 @@ class _LogProbs:
     ) -> tuple[Any, ...]:
         images = [name for name, x in others.items() if x is not None and name != "compute_aux_loss"]
         if images:
-            self._warn(images)
+            names = ", ".join(images)
+            warn_once(f"accelerate_trainer: before TRL 1.15 log-probs with {names} are TRL's own", stacklevel=4)
             return self.stock(
                 model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size,
                 compute_entropy=compute_entropy, **others,
@@ -227,9 +227,3 @@ class _LogProbs:
             return out if bonus or out.entropy is None else out._replace(entropy=out.entropy.detach())
 
         return score
-
-    def _warn(self, images: list[str]) -> None:
-        if not self.said:
-            self.said = True
-            text = f"accelerate_trainer: before TRL 1.15 log-probs with {', '.join(images)} are TRL's own"
-            warnings.warn(text, stacklevel=4)

@@ -113,11 +113,10 @@ class _Score:
 def _responses(micro_batch: Any, positions: int) -> Tensor:
     """[positions]: which of them predict a token of a response; all if that is not known or asked for."""
     input_ids = micro_batch["input_ids"]
-    every = torch.ones(positions, dtype=torch.bool, device=input_ids.device)
     whole = tu.get_non_tensor_data(data=micro_batch, key="return_model_output", default=False)
     # A packed batch that was padded or cut between ranks has other positions than its own.
     if whole or positions != len(input_ids.values()) or "responses" not in micro_batch or "prompts" not in micro_batch:
-        return every
+        return torch.ones(positions, dtype=torch.bool, device=input_ids.device)
     prompts, responses, ends = micro_batch["prompts"], micro_batch["responses"], input_ids.offsets()[1:]
     if responses.is_nested:
         lengths = responses.offsets().diff()

@@ -416,7 +416,6 @@ def test_what_accelerate_wraps_is_fused_and_unwrapped() -> None:
     fuse_head(prepared)
     inputs, _, _ = batch()
     assert isinstance(prepared(**inputs, with_head=lambda hidden, head, **options: 1), HeadOutput)
-    fuse_head(make("qwen2"))
     whole = make("qwen2").float()
     fuse_head(whole)
     bare = accelerator.unwrap_model(accelerator.prepare(whole), keep_fp32_wrapper=False)

@@ -57,6 +57,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 KNOWN = {f.name for f in dataclasses.fields(GRPOConfig)} | {"lora", "mixin"}
 
 
+class Own(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 class Tools:
     """A tool has written every third token, and every token has an advantage of its own."""
 
@@ -335,9 +339,6 @@ def test_before_1_15_images_are_trls_and_what_cannot_be_served_is_named(tmp_path
         log_probs(trainer.model, ids, torch.ones_like(ids), 3, pixel_values=torch.ones(1), num_images=None)
     assert given[0]["pixel_values"] is not None and given[0]["num_images"] is None
 
-    class Own(GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any: ...
-
     with pytest.raises(ValueError, match="got one of Own's own"):
         accelerate_trainer(make_trainer(Own, checkpoint(tmp_path / "model"), tmp_path))
     if hasattr(GRPOTrainer, "compute_liger_loss"):
@@ -413,9 +414,6 @@ def test_autocast_to_bf16_with_a_reference_model(tmp_path: Path) -> None:
 def test_what_is_no_trainer_or_goes_its_own_way_is_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="trainer must be a GRPOTrainer"):
         accelerate_trainer(checkpoint(tmp_path / "model"))  # type: ignore[arg-type]
-
-    class Own(GRPOTrainer):
-        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any: ...
 
     if asks_the_model:
         with pytest.warns(UserWarning, match="one of Own's own"):

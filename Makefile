@@ -32,9 +32,11 @@ test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/v
 build/trl-%: NEEDS = '.[test,trl]' $(subst -,==,$*) requests
 build/verl/ready: NEEDS = '.[test,verl]' cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 build/zero3/ready: NEEDS = '.[test]' peft deepspeed==0.19.8
+# Everyone that `gspo bench` measures, in one environment: build/peers/bin/gspo bench.
+build/peers/ready: NEEDS = '.[bench,trl,verl]' trl==1.16.0 cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 build/%/ready: pyproject.toml constraints.txt
 	test -x build/$*/bin/python || $(PYTHON) -m venv build/$*
-	grep -E '^(torch|triton$(if $(filter verl,$*),,|transformers))==' constraints.txt > build/$*/constraints.txt
+	grep -E '^(torch|triton$(if $(filter verl peers,$*),,|transformers))==' constraints.txt > build/$*/constraints.txt
 	build/$*/bin/pip install -q -c build/$*/constraints.txt -e $(NEEDS)
 	touch $@
 

@@ -1,7 +1,1 @@
-"""Measurements, run from the root of the repository: `python -m benchmarks.gpu --help`."""
-
-import sys
-from pathlib import Path
-
-# The limits and batches of the tests are those of the benchmarks.
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+"""Measurements. `gspo bench` runs from anywhere, the rest from the root of a clone: `python -m benchmarks.step --help`."""

@@ -24,17 +24,35 @@ class Policy(NamedTuple):
     entropy: Tensor  # [N] nats
 
 
-def make(rows: int, width: int, vocab: int, tail: float = 1e-5, seed: int = 0, peaked: bool = True) -> Policy:
-    """`peaked=False`: the other extreme, a random head and random hidden states of unit logits."""
-    rng = torch.Generator().manual_seed(seed)
+def make(
+    rows: int, width: int, vocab: int, tail: float = 1e-5, seed: int = 0, peaked: bool = True,
+    sure: float = 0.5, softcap: float | None = None, device: torch.device | str = "cpu",
+) -> Policy:  # fmt: skip
+    """`sure`: the share of tokens under 0.01 nats; of the others two in five are above 0.67.
+
+    `peaked=False`: the other extreme, a random head and random hidden states of unit logits.
+
+    A soft-cap is undone before the hidden states are made, so that the capped logits are those wanted; it must be
+    above the largest of them, about log(vocab / tail).
+    """
+    rng = torch.Generator(device).manual_seed(seed)
+    with torch.device(device):
+        return _make(rows, width, vocab, tail, peaked, sure, softcap, rng)
+
+
+def _make(
+    rows: int, width: int, vocab: int, tail: float, peaked: bool, sure: float, softcap: float | None,
+    rng: torch.Generator,
+) -> Policy:  # fmt: skip
     weight = torch.randn(vocab, width, generator=rng) / width**0.5
     if not peaked:
-        return _sampled(torch.randn(rows, width, generator=rng), weight, rng)
+        return _sampled(torch.randn(rows, width, generator=rng), weight, softcap, rng)
     # The first candidate's logit `top` gives others N(0, top^2 / width): vocab exp(top^2 / 2 width - top) = tail.
     top = width - math.sqrt(width * (width - 2 * math.log(vocab / tail)))
     kind = torch.rand(rows, generator=rng)
     gap = torch.rand(rows, generator=rng)
-    gap = torch.where(kind < 0.5, 8 + 4 * gap, torch.where(kind < 0.8, 2.5 + 5.5 * gap, 1.2 * gap))
+    middle = sure + 0.6 * (1 - sure)
+    gap = torch.where(kind < sure, 8 + 4 * gap, torch.where(kind < middle, 2.5 + 5.5 * gap, 1.2 * gap))
     places = torch.arange(CANDIDATES).clamp(min=1) - 1
     below = (gap[:, None] + DECAY * places).where(torch.arange(CANDIDATES) > 0, 0.0)
     start = 20  # ids from here on are log-uniform
@@ -42,14 +60,18 @@ def make(rows: int, width: int, vocab: int, tail: float = 1e-5, seed: int = 0, p
     ids = (start * spread.exp() - start).long().clamp(0, vocab - 1)
     chosen = weight[ids]  # [N, CANDIDATES, H]
     gram = chosen @ chosen.mT + 1e-3 * torch.eye(CANDIDATES)  # the same id twice makes it singular
-    mix = torch.linalg.solve(gram, (top - below)[..., None])
-    return _sampled((chosen * mix).sum(1), weight, rng)
+    wanted = top - below
+    if softcap is not None:
+        wanted = softcap * torch.atanh(wanted / softcap)
+    mix = torch.linalg.solve(gram, wanted[..., None])
+    return _sampled((chosen * mix).sum(1), weight, softcap, rng)
 
 
-def _sampled(hidden: Tensor, weight: Tensor, rng: torch.Generator) -> Policy:
+def _sampled(hidden: Tensor, weight: Tensor, softcap: float | None, rng: torch.Generator) -> Policy:
     ids, entropies = [], []
     for some in hidden.split(64):
-        log_p = (some @ weight.t()).log_softmax(-1)
+        logits = some @ weight.t()
+        log_p = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).log_softmax(-1)
         p = log_p.exp()
         ids.append(p.multinomial(1, generator=rng)[:, 0])
         entropies.append(-(p * log_p).sum(-1))
@@ -58,6 +80,16 @@ def _sampled(hidden: Tensor, weight: Tensor, rng: torch.Generator) -> Policy:
 
 def about(policy: Policy) -> dict[str, Any]:
     """What the text promises, measured."""
-    shares = {f"share under {x} nats": (policy.entropy < x).double().mean().item() for x in (0.01, 0.1)}
-    above = (policy.entropy > 0.67).double().mean().item()
-    return {"mean entropy": policy.entropy.mean().item(), **shares, "share above 0.67 nats": above}
+    return entropy_quantiles(policy.entropy)
+
+
+def entropy_quantiles(entropy: Tensor) -> dict[str, Any]:
+    """Of entropies in nats, one per token."""
+    shares = {f"share under {x} nats": (entropy < x).double().mean().item() for x in (0.01, 0.1)}
+    above = (entropy > 0.67).double().mean().item()
+    at = (0.1, 0.25, 0.5, 0.75, 0.9)
+    quantiles = entropy.double().quantile(torch.tensor(at, dtype=torch.float64, device=entropy.device)).tolist()
+    return {
+        "mean entropy": entropy.double().mean().item(), **shares, "share above 0.67 nats": above,
+        "quantiles": dict(zip(map(str, at), quantiles, strict=True)),
+    }  # fmt: skip

@@ -82,6 +82,10 @@ def train(
     max_grad_norm: Annotated[float | None, typer.Option(help="Gradients are clipped to it. (default: 1)")] = None,
     clip_low: Annotated[float | None, typer.Option(help="Ratios clip at 1 - this. (default: 3e-4)")] = None,
     clip_high: Annotated[float | None, typer.Option(help="Ratios clip at 1 + this. (default: 4e-4)")] = None,
+    gradient_budget: Annotated[
+        float | None,
+        typer.Option(help="What the backward may drop, as a share of the gradient's mass. (default: 0, exact)"),
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Of sampling and of the loss; evaluation is greedy. (default: 1)")
     ] = None,
@@ -158,6 +162,48 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({"ok": ok, "verdict": verdict, **found}, allow_nan=False))
     raise typer.Exit(0 if ok else 1)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Option(help="qwen2.5-0.5b, qwen3-8b, gemma-2-2b, llama-3-8b or H,V. (default: by device)")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of the batch, such as 4096 or 4k. (default: by device)")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Of naive,compile,trl,liger,cce,verl,torch. (default: those installed)")
+    ] = None,
+    scenario: Annotated[str, typer.Option(help="dense, rl-like, on-policy, kl or long.")] = "rl-like",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. (default: bfloat16 on a GPU, else float32)")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="(default: a GPU if there is one, else the CPU)")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each, in turns.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Measure loss and gradients against what else there is, on this machine.
+
+    Everyone gets the same batch and computes the same loss and gradients. First the gradients are compared with
+    float64; of one that is wrong no speed is told. Runs take turns; peak memory is measured in a process of its own.
+    """
+    # setuptools maps this package to benchmarks/, which pyright cannot know.
+    from gspo_kernels.benchmarks import bench as benchmark  # pyright: ignore[reportMissingImports]
+    from gspo_kernels.benchmarks import table  # pyright: ignore[reportMissingImports]
+
+    try:
+        chosen, spec = benchmark.asked(model, tokens, against, scenario, dtype, device)
+    except ValueError as error:
+        fail(error)
+    console = Console(quiet=as_json)
+    if not console.is_terminal:
+        console.width = 120  # a log need not wrap
+    with table.progress(console, benchmark.steps(chosen, spec, rounds)) as tick:
+        found = benchmark.compare(spec, chosen, rounds, tick)
+    table.show(found, console)
+    if as_json:
+        typer.echo(json.dumps(benchmark.with_machine(found, spec), allow_nan=False))
 
 
 def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, Any]]:

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "backends": {"kernels", "kernels.logit_tile", "kernels.tuning", "portable", "validation"},
     "live_tiles": {"layout"},
     "portable_tiles": {"layout", "precision", "validation"},
-    "cli": {"doctor", "integrations", "kernels.ahead_of_time", "kernels.tuning"},
+    "cli": {"benchmarks", "doctor", "integrations", "kernels.ahead_of_time", "kernels.tuning"},
     "doctor": {"backends", "fused_loss", "kernels.tuning", "objective", "reference", "validation"},
     "fused_loss": {"layout", "log_probs", "metrics", "objective", "ops", "policy_loss", "validation"},
     "head": {"layout", "portable_tiles", "precision", "validation"},

@@ -29,7 +29,8 @@ from gspo_kernels.integrations.reference_trainer.tasks import (
 )
 
 SMALL = {"steps": 3, "prompts_per_step": 4, "group_size": 4, "eval_every": 2, "eval_prompts": 8, "threads": 1}
-KEYS = {"step", "reward", "loss", "clip_fraction", "ratio_mean", "entropy", "tokens_per_second"}
+KEYS = {"step", "reward", "loss", "clip_fraction", "ratio_mean", "entropy", "dropped_gradient_mass", "passes"}
+KEYS |= {"tokens_per_second"}
 
 
 def small(tmp_path: Path, **changes: object) -> TrainConfig:
@@ -142,6 +143,19 @@ def test_micro_batches_add_up_to_the_update_they_split(tmp_path: Path) -> None:
         return torch.cat([weight.detach().flatten() for weight in made.model.parameters()])
 
     torch.testing.assert_close(trained(0), trained(4), rtol=0, atol=PARAMETER_ABSOLUTE)
+
+
+def test_a_gradient_budget_saves_passes_and_says_what_it_dropped(tmp_path: Path) -> None:
+    def first_step(budget: float) -> dict:
+        # One update of four blocks of rows: blocks of little mass can go, although the vocabulary is one tile.
+        sizes = {"steps": 1, "group_size": 16, "updates_per_rollout": 1, "prompts_per_step": 8}
+        train(small(tmp_path, name=f"budget-{budget}", gradient_budget=budget, **sizes))
+        return rows_of(tmp_path / f"budget-{budget}")[1]
+
+    exact, some = first_step(0.0), first_step(0.9)
+    assert exact["dropped_gradient_mass"] == 0 < some["dropped_gradient_mass"] <= 0.9
+    assert 1 <= some["passes"] < exact["passes"] <= 4
+    assert some["reward"] == exact["reward"] and some["entropy"] == exact["entropy"]
 
 
 def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +341,9 @@ def test_a_model_that_does_more_to_its_logits_is_refused() -> None:
         (["--group-size", "1"], "group_size (--group-size): expected at least 2"),
         (["--steps", "0"], "steps (--steps): expected at least 1, got 0"),
         (["--learning-rate", "nan"], "learning_rate (--learning-rate): expected a number above 0, got nan"),
+        (["--gradient-budget", "1"], "(--gradient-budget): expected a number from 0 (exact) to below 1"),
+        (["--gradient-budget", "-0.1"], "got -0.1"),
+        (["--gradient-budget", "nan"], "got nan"),
         (["--prompts-per-step", "3", "--group-size", "3"], "expected a divisor of the 9 answers"),
         (["--seeds", "1,1"], "expected different numbers"),
         (["--eval-prompts", "648"], "expected less than the task's 648 prompts"),

@@ -34,6 +34,7 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     clip_low: float = 3e-4
     clip_high: float = 4e-4
+    gradient_budget: float = 0.0  # share of the gradient's L1 mass that the backward may drop; 0: exact
     temperature: float = 1.0
     max_new_tokens: int = 7
     eval_every: int = 25  # steps; also at step 0 and at the end
@@ -71,6 +72,7 @@ class TrainConfig:
             require(name, 0 < getattr(self, name) < math.inf, "a number above 0")
         require("weight_decay", 0 <= self.weight_decay < math.inf, "a number >= 0")
         require("clip_low", 0 < self.clip_low < 1, "a number between 0 and 1")
+        require("gradient_budget", 0 <= self.gradient_budget < 1, "a number from 0 (exact) to below 1")
         require("backend", self.backend in ("auto", "torch", "triton"), '"auto", "torch" or "triton"')
         require(
             "updates_per_rollout",

@@ -13,7 +13,16 @@ from rich.table import Table
 
 from .config import InputError, TrainConfig
 
-STEP_KEYS = ("reward", "loss", "clip_fraction", "ratio_mean", "entropy", "tokens_per_second")
+STEP_KEYS = (
+    "reward",
+    "loss",
+    "clip_fraction",
+    "ratio_mean",
+    "entropy",
+    "dropped_gradient_mass",
+    "passes",
+    "tokens_per_second",
+)
 NO_MATPLOTLIB = "curves.png was not drawn, as matplotlib is missing: pip install gspo-kernels[bench]"
 Row = dict[str, Any]
 

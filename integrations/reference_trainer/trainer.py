@@ -23,7 +23,15 @@ from .report import RunFolder, RunReport, SeedResult, TrainingProgress
 from .sampling import Rollout, sample
 from .tasks import Example, Task, batches, jsonl_task, sorting_task
 
-LOSS_METRICS = ("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ratio_mean", "entropy")
+LOSS_METRICS = (
+    "clip_fraction",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "ratio_mean",
+    "entropy",
+    "dropped_gradient_mass",
+    "passes",
+)
 
 
 class TrainingError(RuntimeError):
@@ -162,6 +170,7 @@ def update(
                 objective=Objective(clip_low=config.clip_low, clip_high=config.clip_high),
                 normalizer=config.mini_batch_size,  # of the whole update, so that the slices add up to it
                 entropy=True,
+                gradient_budget=config.gradient_budget,
                 backend=config.backend,
                 **policy.head_options,
             )

@@ -17,7 +17,7 @@ from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, ops, poli
 from gspo_kernels.kernels.cases import OBJECTIVES
 from gspo_kernels.layout import HeadRows, segment_sum
 
-from .gpu_heads import (
+from .heads import (
     DTYPES,
     FLAGS,
     ROWS_AT_ONCE,

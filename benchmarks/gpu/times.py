@@ -16,8 +16,8 @@ from gspo_kernels import gspo_fused_loss
 from gspo_kernels.kernels.launch import Launch, launch, launches
 from gspo_kernels.layout import HeadRows
 
-from .gpu_checks import Setting
-from .gpu_heads import random_head
+from .checks import Setting
+from .heads import random_head
 
 MODELS = {"qwen2.5-0.5b": 896, "qwen3-4b": 2560, "qwen3-8b": 4096}  # H; V of the run
 LENGTH = 1024  # tokens of a sequence

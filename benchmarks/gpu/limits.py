@@ -15,8 +15,8 @@ from gspo_kernels.kernels.tuning import tile_config
 from gspo_kernels.layout import HeadRows
 from gspo_kernels.precision import add_product
 
-from .gpu_checks import Check, Setting
-from .gpu_heads import (
+from .checks import Check, Setting
+from .heads import (
     DTYPES,
     Found,
     NotHereError,

@@ -34,13 +34,13 @@ import triton
 import gspo_kernels
 from gspo_kernels import backends
 
-from . import gpu_cells, gpu_checks, gpu_limits, gpu_times
-from .gpu_checks import FULL, TINY, Setting
-from .gpu_compile import META, compile_all, needed
-from .gpu_heads import Found, NotHereError
-from .gpu_tune import KERNELS, tune
+from . import cells, checks, limits, times
+from .checks import FULL, TINY, Setting
+from .compile import META, compile_all, needed
+from .heads import Found, NotHereError
+from .tune import KERNELS, tune
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent.parent / "results"
 DRY_RUN = "TRITON_INTERPRET=1 python -m benchmarks.gpu --check --tiny --device cpu"
 Record = dict[str, Any]
 
@@ -186,9 +186,9 @@ class _Run:
 def _check(run: _Run, setting: Setting, full: bool) -> None:
     if setting.device.type == "cuda":
         _compile(run, setting)
-    for name, check in itertools.chain(*(source.checks(setting) for source in (gpu_checks, gpu_cells, gpu_limits))):
+    for name, check in itertools.chain(*(source.checks(setting) for source in (checks, cells, limits))):
         run.check(name, check)
-    for name, measure in gpu_times.times(setting, full):
+    for name, measure in times.times(setting, full):
         run.measure(name, measure)
 
 
@@ -196,7 +196,7 @@ def _compile(run: _Run, setting: Setting) -> None:
     """What the heads of this run need, on all cores; what is left to compile takes less than a second each."""
 
     def outcome() -> Record:
-        sources = (gpu_checks, gpu_cells, gpu_limits, gpu_times)
+        sources = (checks, cells, limits, times)
         heads = [make for source in sources for name, make in source.heads(setting) if run.only.search(name)]
         failed = compile_all(one for make in heads for one in needed(setting.device, make(device=META)))
         return {"status": "done", "faults": [f"{one.kernel.__name__} {one.config}: {why}" for one, why in failed]}

@@ -11,9 +11,9 @@ import torch
 from gspo_kernels import Objective, gspo_fused_loss, kernels, live_tiles
 from gspo_kernels.layout import HeadRows
 
-from . import peaked
-from .gpu_checks import TRAINED, Check, Setting
-from .gpu_heads import DTYPES, FLAGS, Found, by_torch, compare, differing, random_head, random_upstream, together
+from .. import peaked
+from .checks import TRAINED, Check, Setting
+from .heads import DTYPES, FLAGS, Found, by_torch, compare, differing, random_head, random_upstream, together
 
 SOME = ("plain", "soft-cap, scale", "temperature per token", "padded vocabulary")
 BUDGETS = (1e-3, 0.5)  # of the second something must go, whatever the sizes

@@ -21,10 +21,10 @@ from gspo_kernels.kernels.launch import Launch, launches
 from gspo_kernels.kernels.tuning import SHARED_MEMORY, Config, architecture, tile_config
 from gspo_kernels.layout import HeadRows
 
-from .gpu_checks import LOG_PROB_ERROR_ON_TENSOR_CORES, Setting
-from .gpu_compile import META, compile_all, needed
-from .gpu_heads import relative_rms
-from .gpu_times import Record, clock, replay
+from .checks import LOG_PROB_ERROR_ON_TENSOR_CORES, Setting
+from .compile import META, compile_all, needed
+from .heads import relative_rms
+from .times import Record, clock, replay
 
 KERNELS = {"forward_tile": forward, "gradient_tile": backward}
 AT_ONCE = 32  # candidates compiled together

@@ -1,0 +1,192 @@
+"""What `gspo bench` does: parity first, then memory, then times in turns. The suites use the same comparison.
+
+gspo bench --model qwen2.5-0.5b --tokens 1k --against trl,liger --scenario rl-like
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from . import truth
+from .candidates import AGAINST, ALL, Candidate, Old
+from .measure import Record, about, fresh, interleaved, memory_is_known, peak_bytes, spread, version
+from .peaked import entropy_quantiles
+from .workloads import FEWEST, MODELS, SCENARIOS, Head, Spec, Workload, make, spec_from
+
+NAIVE = "naive GSPO"  # what errors and times are compared with: always measured
+DTYPES = ("float32", "bfloat16", "float16")
+WARM = 64  # tokens of the small batch that libraries set themselves up with
+Tick = Callable[[str], object]  # told what comes next
+OUT_OF_MEMORY = {"does_not_fit": "out of memory"}
+OUT = frozenset(("absent", "does_not_fit", "failed", "wrong"))  # of these no time is taken
+
+
+def candidates(against: Iterable[str] | None = None) -> list[Candidate]:
+    """Naive GSPO, ours, and those asked for; all of them where nothing is said."""
+    wanted = {"ours", *(AGAINST if against is None else against)}
+    if unknown := wanted - {"ours", *AGAINST}:
+        raise ValueError(f"--against: {', '.join(sorted(unknown))}: choose from {', '.join(AGAINST)}")
+    return [one for one in ALL.values() if one.name == NAIVE or one.against in wanted]
+
+
+def steps(chosen: list[Candidate], spec: Spec, rounds: int) -> int:
+    """How often `compare` calls `tick`, if nothing fails."""
+    present = sum(not one.absent(spec.head.softcap, torch.device(spec.device)) for one in chosen)
+    return present * (rounds + 3) + 1
+
+
+def compare(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick = lambda what: None) -> Record:
+    """Every candidate's record, and what they were measured on.
+
+    A record has `absent`, `does_not_fit`, `failed` or `wrong` with the reason, or errors and times. Times are of loss
+    and both gradients; `over_naive` is the median over naive GSPO's. Memory is beyond inputs, gradients included.
+    """
+    device = torch.device(spec.device)
+    records = {record["name"]: record for record in costs(spec, chosen, tick)}
+
+    def present() -> list[Candidate]:
+        return [one for one in chosen if not records[one.name].keys() & OUT]
+
+    tick("the batch and its float64 gradients")
+    w = make(spec)
+    olds: dict[str, Old] = {}
+    for one in present():
+        with _kept_in(records[one.name]):
+            olds[one.name] = one.old(w)
+    _check(w, present(), olds, records, tick)
+    runs = {one.name: lambda one=one: one.step(w, olds[one.name]) for one in present()}
+    for name, seconds in interleaved(runs, rounds, device, lambda name: tick(f"time of {name}")).items():
+        records[name] |= spread(seconds)
+    _over_naive(records)
+    on = spec._asdict() | {"head": spec.head._asdict(), "sequences": len(w.advantages)}
+    return {"on": {**on, "entropy": entropy_quantiles(w.entropy.flatten())}, "candidates": list(records.values())}
+
+
+def costs(spec: Spec, chosen: list[Candidate], tick: Tick = lambda what: None, passes: bool = True) -> list[Record]:
+    """Peak memory and matrix passes of every candidate, each in a process of its own. No times, no errors."""
+    device, records = torch.device(spec.device), []
+    for one in chosen:
+        record: Record = {"name": one.name, "against": one.against, "version": version(one.package)}
+        records.append(record)
+        if why := one.absent(spec.head.softcap, device):
+            record["absent"] = why
+            continue
+        tick(f"memory of {one.name}")
+        with _kept_in(record):
+            record |= fresh("bench", "costs_of", name=one.name, spec=spec, passes=passes) or OUT_OF_MEMORY
+    return records
+
+
+@contextmanager
+def _kept_in(record: Record) -> Iterator[None]:
+    """A peer that fails is reported as failed, and the others are still measured."""
+    try:
+        yield
+    except Exception as error:
+        if record["against"] == "ours" or record["name"] == NAIVE:
+            raise
+        lines = str(error).strip().splitlines() or [""]
+        record["failed"] = f"{type(error).__name__}: {lines[-1][:200]}"
+
+
+def _check(w: Workload, present: list[Candidate], olds: dict[str, Old], records: dict[str, Record], tick: Tick) -> None:
+    """Errors against float64 and products counted; GRPO against GRPO's own truth, one truth in memory at a time."""
+    for per_token in (False, True):
+        those = [one for one in present if one.per_token == per_token]
+        true = truth.truth(w, per_token) if those else None
+        for one in those:
+            tick(f"gradients of {one.name}")
+            record = records[one.name]
+            with _kept_in(record):
+                record["error"] = truth.errors(one.step(w, olds[one.name]), true)
+                if wrong := truth.verdict(record["error"], w.hidden.dtype, one.budget):
+                    record["wrong"] = wrong
+
+
+def _over_naive(records: dict[str, Record]) -> None:
+    naive = records[NAIVE]
+    for record in records.values():
+        if "error" in record and "error" in naive:
+            record["error_over_naive"] = max(record["error"].values()) / max(naive["error"].values())
+        if "seconds" in record and "seconds" in naive:
+            record["over_naive"] = record["seconds"] / naive["seconds"]
+
+
+def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
+    """Peak memory of a candidate's step and, if wanted, its matrix passes, for a process of its own."""
+    given = spec_from(spec)
+    device, one = torch.device(given.device), ALL[name]
+    small = make(given._replace(tokens=WARM, head=Head(64, 1000, given.head.softcap)))
+    one.step(small, one.old(small))  # libraries allocate at their first call
+    w = make(given)
+    old = one.old(w)
+    found: Record = {}
+    if memory_is_known(device):
+        found["peak_bytes"] = peak_bytes(lambda: one.step(w, old), device)
+    if passes and not one.in_triton(device):  # of which the profiler sees nothing
+        found["passes"] = truth.product_operations(lambda: one.step(w, old)) / w.products
+    return found
+
+
+def asked(
+    model: str | None, tokens: str | None, against: str | None, scenario: str, dtype: str | None, device: str | None
+) -> tuple[list[Candidate], Spec]:
+    """The candidates and the workload of a command line; raises ValueError with a line for the user."""
+    place = _device(device)
+    on_gpu = place.type == "cuda"
+    dtype = dtype or ("bfloat16" if on_gpu else "float32")
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if scenario not in SCENARIOS:
+        raise ValueError(f"--scenario: expected one of {', '.join(SCENARIOS)}, got {scenario!r}")
+    head = head_of(model or ("qwen3-8b" if on_gpu else "qwen2.5-0.5b"))
+    count = tokens_of(tokens or ("16k" if on_gpu else "1k"))
+    peers = None if against is None else [name.strip() for name in against.split(",") if name.strip()]
+    return candidates(peers), Spec(head, count, scenario, dtype, str(place))
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+        raise ValueError(f"--device: expected a device that torch has here, such as cpu, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: expected cpu or cuda, got {name!r}")
+    return device
+
+
+def with_machine(found: Record, spec: Spec) -> Record:
+    """What was found, and where."""
+    return {**about(torch.device(spec.device)), **found}
+
+
+def head_of(text: str) -> Head:
+    """A model's head by name, or from "H,V"."""
+    if text in MODELS:
+        return MODELS[text]
+    expected = f"--model: expected one of {', '.join(MODELS)}, or H,V such as 896,151936"
+    try:
+        width, vocab = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{expected}; got {text!r}") from error
+    if width < 64 or vocab < 1000:
+        raise ValueError(f"{expected} of at least 64,1000; got {text!r}")
+    return Head(width, vocab)
+
+
+def tokens_of(text: str) -> int:
+    """4096, or 4k."""
+    try:
+        number = int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
+    except ValueError as error:
+        raise ValueError(f"--tokens: expected a number such as 4096 or 4k, got {text!r}") from error
+    if number < FEWEST:
+        raise ValueError(f"--tokens: expected at least {FEWEST}, one for each sequence, got {text!r}")
+    return number

@@ -1,0 +1,28 @@
+"""The few pieces of Markdown that the report is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def conditions(measured: dict[str, Any], command: str) -> str:
+    """Where a file comes from: command, machine, versions, commit."""
+    machine, versions = measured["machine"], measured["versions"]
+    where = f"{machine.get('gpu') or machine['cpu']}, {machine['threads']} threads, {machine['memory GiB']} GiB"
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "gspo-kernels")
+    changed = " with uncommitted changes" if measured["uncommitted changes"] else ""
+    return f"`{command}`, {measured['date']}, commit {measured['commit'][:7]}{changed}; {where}; {packages}."
+
+
+def figure(name: str, caption: str) -> str:
+    return f"![{caption}](figures/{name}.png)"
+
+
+def mib(count: int) -> str:
+    return f"{count / 2**20:,.0f}"

@@ -1,0 +1,202 @@
+"""How anything here is measured: in turns, with medians, memory in a process of its own, and into one JSON file.
+
+Times of a CPU are worth comparing within one run only, so candidates take turns: each round runs all of them once, and
+what a busy machine does to a round it does to all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "gspo-kernels")
+Record = dict[str, Any]
+KIB = 1024
+
+
+def machine(device: torch.device) -> Record:
+    """What a reader needs to know of where this ran."""
+    found: Record = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory GiB": _memory_total() >> 30}
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
+
+
+def about(device: torch.device) -> Record:
+    """Machine, versions, commit: the head of every JSON file."""
+    return {
+        "date": date.today().isoformat(),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "machine": machine(device),
+        "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := version(p))}},
+    }
+
+
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def save(suite: str, device: torch.device, results: Any, path: Path | None = None) -> Path:
+    """Write benchmarks/results/<suite>-<cpu or GPU>.json, or `path`."""
+    where = "cpu" if device.type != "cuda" else re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower())
+    path = path or RESULTS / f"{suite}-{where}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"suite": suite, **about(device), "results": results}, indent=1) + "\n")
+    return path
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    tick: Callable[[str], object] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Seconds of every run of each, in turns. A first round warms up and is not counted; `tick` hears of each run."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, run in runs.items():
+            tick(name)
+            seconds = _seconds(run, device)
+            if turn:
+                taken[name].append(seconds)
+    return taken
+
+
+def spread(seconds: list[float]) -> Record:
+    """Median and 20th and 80th percentile, by linear interpolation; few runs are not hidden."""
+    if len(seconds) == 1:
+        return {"seconds": seconds[0], "p20": seconds[0], "p80": seconds[0], "runs": 1}
+    fifths = statistics.quantiles(seconds, n=5, method="inclusive")
+    return {"seconds": statistics.median(seconds), "p20": fifths[0], "p80": fifths[-1], "runs": len(seconds)}
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def memory_is_known(device: torch.device) -> bool:
+    """Whether `peak_bytes` works: of a CPU it reads /proc, which only Linux has."""
+    return device.type == "cuda" or sys.platform == "linux"
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """The most memory a run takes beyond what is there before it. For a process of its own: see `fresh`.
+
+    On CUDA what torch's allocator handed out, on a CPU resident memory.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = _of_this_process("VmRSS")
+    run()
+    return _of_this_process("VmHWM") - before
+
+
+def fresh(module: str, function: str, **arguments: Any) -> Any:
+    """`function(**arguments)` of a module of this package, in a new process; None where it ran out of memory.
+
+    Arguments and result travel as JSON.
+    """
+    command = [sys.executable, "-m", f"{__package__}.measure", module, function, json.dumps(arguments)]
+    # glibc then hands every large block back as soon as it is free: resident memory is live memory.
+    env = os.environ | {"PYTHONWARNINGS": "ignore", "MALLOC_MMAP_THRESHOLD_": str(64 * KIB)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode in (-9, _OUT_OF_MEMORY):
+        return None
+    if done.returncode:
+        raise RuntimeError(f"{module}.{function}({arguments}) failed in a process of its own:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+_OUT_OF_MEMORY = 77  # exit status
+NO_ROOM = "out of memory|not enough memory|can't allocate memory"  # what torch's allocators say
+
+
+def _main(module: str, function: str, arguments: str) -> int:
+    _stop_before_swapping()
+    run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+    try:
+        found = run(**json.loads(arguments))
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if isinstance(error, MemoryError) or re.search(
+            "out of memory|not enough memory|can't allocate memory", str(error), re.I
+        ):
+            return _OUT_OF_MEMORY
+        raise
+    print(json.dumps(found))
+    return 0
+
+
+def _stop_before_swapping() -> None:
+    """Allocations beyond what is free fail at once, instead of taking the machine down."""
+    if sys.platform == "linux":
+        import resource
+
+        free = _kib(Path("/proc/meminfo"), "MemAvailable") * KIB
+        resource.setrlimit(resource.RLIMIT_DATA, (free, free))
+
+
+def _of_this_process(name: str) -> int:
+    return _kib(Path("/proc/self/status"), name) * KIB
+
+
+def _memory_total() -> int:
+    return _kib(Path("/proc/meminfo"), "MemTotal") * KIB if sys.platform == "linux" else 0
+
+
+def _kib(path: Path, name: str) -> int:
+    """An entry of one of Linux's tables."""
+    return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
+
+
+def _cpu() -> str:
+    """Its name and whether it multiplies bf16 itself."""
+    name, flags = platform.processor() or platform.machine(), ""
+    if sys.platform == "linux":
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
+        flags = next((line for line in lines if line.startswith("flags")), "")
+    return name + (" (bf16)" if re.search("avx512_bf16|amx_bf16", flags) else "")
+
+
+def _git(*arguments: str) -> str:
+    """What git says of this checkout; nothing where there is none."""
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

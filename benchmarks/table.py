@@ -1,0 +1,82 @@
+"""What `gspo bench` prints: a progress bar, then a table and what it was measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .measure import Record
+from .workloads import SCENARIOS
+
+COLUMNS = ("", "time\nms", "p20 - p80", "over\nnaive", "peak\nMiB", "passes", "error", "over\nnaive's")
+
+
+@contextmanager
+def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar that is told what comes next."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=steps)
+        begun = False
+
+        def tick(what: str) -> None:
+            nonlocal begun
+            bar.update(task, description=what, advance=int(begun))
+            begun = True
+
+        yield tick
+
+
+def show(found: Record, console: Console) -> None:
+    """The table; whoever was not timed stands below it with the reason."""
+    on, records = found["on"], found["candidates"]
+    head = on["head"]
+    cap = f", logits capped at {head['softcap']:g}" if head["softcap"] else ""
+    quantiles = ", ".join(f"{float(at):.0%} {value:.2g}" for at, value in on["entropy"]["quantiles"].items())
+    console.print(
+        f"{on['tokens']} tokens in {on['sequences']} sequences, H = {head['width']}, V = {head['vocab']}{cap}, "
+        f"{on['dtype']}, {on['device']}; {on['scenario']}: {SCENARIOS[on['scenario']].what}",
+        f"synthetic policy, quantiles of its entropy in nats: {quantiles}",
+        sep="\n", markup=False, soft_wrap=True,
+    )  # fmt: skip
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for record in records:
+        if "seconds" in record:
+            spread = f"{record['p20'] * 1e3:.0f} - {record['p80'] * 1e3:.0f}"
+            worst = f"{max(record['error'].values()):.1e}"
+            cells = (f"{record['seconds'] * 1e3:.0f}", spread, _number(record, "over_naive"), _mib(record))
+            table.add_row(record["name"], *cells, _number(record, "passes"), worst, _number(record, "error_over_naive"))
+    console.print(table)
+    for record in records:
+        for kind, said in NOT_TIMED.items():
+            if kind in record:
+                console.print(f"{record['name']}: {said}{record[kind]}", markup=False, soft_wrap=True)
+    console.print(EXPLAINED, markup=False, soft_wrap=True)
+
+
+NOT_TIMED = {
+    "absent": "not measured, ",
+    "does_not_fit": "",
+    "failed": "failed, ",
+    "wrong": "wrong gradients, not timed: ",
+}
+EXPLAINED = (
+    "time: loss and both gradients, median of runs in turns. peak: beyond the inputs, in a process of its own. "
+    "passes: matrix products over 2 N H V. error: of the worse gradient, norm over norm, against float64. "
+    "naive GRPO is another loss, against its own float64."
+)
+
+
+def _number(record: Record, name: str) -> str:
+    return f"{record[name]:.2f}" if name in record else "-"
+
+
+def _mib(record: Record) -> str:
+    return f"{record['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in record else "-"

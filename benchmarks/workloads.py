@@ -1,0 +1,150 @@
+"""What is measured on: heads of real models, and batches as GSPO meets them.
+
+All sequences of a batch are equally long and no token is masked, so that nobody is charged for padding. Log-ratios are
+set, not left to chance: well inside the clip window or well outside it, so that every implementation should decide
+alike; each gets old log-probs from its own forward, as in a trainer. Which decisions rounding flips is another
+question, with a suite of its own (`fidelity`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import Objective
+
+from . import peaked
+
+
+class Head(NamedTuple):
+    width: int  # H
+    vocab: int  # V
+    softcap: float | None = None
+
+
+MODELS = {
+    "qwen3-8b": Head(4096, 151_936),
+    "qwen2.5-0.5b": Head(896, 151_936),
+    "gemma-2-2b": Head(2304, 256_000, softcap=30.0),
+    "llama-3-8b": Head(4096, 128_256),
+}
+
+
+class Scenario(NamedTuple):
+    """Shares of the sequences, and what else the loss has."""
+
+    what: str
+    zero: float = 0.0  # of advantage 0: every answer of the group got the same reward
+    clipped: float = 0.0  # beyond the clip, of those with an advantage
+    kl: bool = False
+    on_policy: bool = False  # no old log-probs: the ratio is exactly 1
+    long: bool = False  # two sequences, however many tokens
+
+
+SCENARIOS = {
+    "dense": Scenario("every token has a gradient: the worst case for us"),
+    "rl-like": Scenario("3 in 10 sequences of zero advantage, 15 % of the others clipped", zero=0.3, clipped=0.15),
+    "on-policy": Scenario("one update per rollout: no old log-probs, nothing clipped", zero=0.3, on_policy=True),
+    "kl": Scenario("as rl-like with a k3 KL of 0.04, which keeps every row alive", zero=0.3, clipped=0.15, kl=True),
+    "long": Scenario("two sequences that share all tokens, both with a gradient", long=True),
+}
+LENGTH = 1024  # tokens of a sequence, where there are enough for eight
+FEWEST = 8  # sequences
+INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios; the window ends at 3e-4 and 4e-4
+CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
+KL_COEF = 0.04
+
+
+class Spec(NamedTuple):
+    """A workload in words, which travel to other processes."""
+
+    head: Head
+    tokens: int
+    scenario: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+
+
+class Workload(NamedTuple):
+    hidden: Tensor  # [S, L, H]
+    weight: Tensor  # [V, H]
+    target_ids: Tensor  # [S, L]
+    advantages: Tensor  # [S] fp32
+    log_ratio: Tensor | None  # [S] fp32, of every sequence, what an update did; None: on-policy
+    kl_drift: Tensor | None  # [S, L] fp32: ref log-probs are a candidate's own plus this
+    softcap: float | None
+    entropy: Tensor  # [S, L] nats, before rounding to the dtype
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(kl_coef=KL_COEF) if self.kl_drift is not None else Objective()
+
+    @property
+    def rows(self) -> int:
+        return self.target_ids.numel()
+
+    @property
+    def products(self) -> float:
+        """Operations of one pass: 2 N H V."""
+        return 2.0 * self.rows * self.weight.numel()
+
+
+def sequences_of(tokens: int, scenario: str) -> int:
+    """How many sequences share the tokens."""
+    if SCENARIOS[scenario].long:
+        return 2
+    return max(FEWEST, tokens // LENGTH)
+
+
+def make(spec: Spec, **policy: Any) -> Workload:
+    """The batch of a spec; the same one wherever it is made on the same kind of device.
+
+    Tokens are rounded down to equal sequences. `policy`: further arguments of `peaked.make`.
+    """
+    scenario, count = SCENARIOS[spec.scenario], sequences_of(spec.tokens, spec.scenario)
+    length = spec.tokens // count
+    if length < 1:
+        raise ValueError(f"tokens: expected at least {count} for {spec.scenario!r}, got {spec.tokens}")
+    head, device = spec.head, torch.device(spec.device)
+    made = peaked.make(
+        count * length, head.width, head.vocab, seed=spec.seed, softcap=head.softcap, device=device, **policy
+    )
+    zero = round(scenario.zero * count)
+    clipped = round(scenario.clipped * (count - zero))
+    drift = None
+    if scenario.kl:
+        rng = torch.Generator().manual_seed(spec.seed + 1)
+        drift = 0.1 * torch.randn(count, length, generator=rng).to(device)
+    w = batch(made, count, zero, clipped, getattr(torch, spec.dtype))._replace(kl_drift=drift, softcap=head.softcap)
+    return w._replace(log_ratio=None) if scenario.on_policy else w
+
+
+def batch(made: peaked.Policy, count: int, zero: int, clipped: int, dtype: torch.dtype = torch.float32) -> Workload:
+    """`count` sequences: the first `zero` of advantage 0, the next `clipped` beyond the clip, the others within it.
+
+    Advantages change signs from one to the next, and lie between 0.5 and 1.5 in size.
+    """
+    sign = torch.tensor([1.0, -1.0]).repeat(count)[:count]
+    advantages = sign * torch.linspace(0.5, 1.5, count)
+    advantages[:zero] = 0
+    log_ratio = INSIDE * torch.linspace(-1, 1, count)
+    log_ratio[zero : zero + clipped] = OUTSIDE * sign[zero : zero + clipped]
+    device = made.hidden.device
+    return Workload(
+        hidden=made.hidden.to(dtype).view(count, -1, made.hidden.shape[-1]),
+        weight=made.weight.to(dtype),
+        target_ids=made.target_ids.view(count, -1),
+        advantages=advantages.to(device),
+        log_ratio=log_ratio.to(device),
+        kl_drift=None,
+        softcap=None,
+        entropy=made.entropy.view(count, -1),
+    )
+
+
+def spec_from(given: list[Any]) -> Spec:
+    """Back from JSON, which knows no named tuples."""
+    return Spec(Head(*given[0]), *given[1:])

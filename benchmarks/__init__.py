@@ -1,1 +1,1 @@
-"""Measurements. `gspo bench` runs from anywhere, the rest from the root of a clone: `python -m benchmarks.step --help`."""
+"""Measurements. `gspo bench` runs anywhere, the rest from the root of a clone: `python -m benchmarks.step --help`."""

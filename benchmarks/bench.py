@@ -5,7 +5,7 @@ gspo bench --model qwen2.5-0.5b --tokens 1k --against trl,liger --scenario rl-li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,29 +13,55 @@ import torch
 
 from . import truth
 from .candidates import AGAINST, ALL, Candidate, Old
-from .measure import Record, about, fresh, interleaved, memory_is_known, peak_bytes, spread, version
+from .measure import (
+    Record,
+    about,
+    fresh,
+    interleaved,
+    memory_is_known,
+    no_room,
+    over,
+    peak_bytes,
+    spread,
+    stop_before_swapping,
+    version,
+)
 from .peaked import entropy_quantiles
-from .workloads import FEWEST, MODELS, SCENARIOS, Head, Spec, Workload, make, spec_from
+from .workloads import FEWEST, MODELS, SCENARIOS, Head, Spec, Workload, counts, make, spec_from
 
 NAIVE = "naive GSPO"  # what errors and times are compared with: always measured
 DTYPES = ("float32", "bfloat16", "float16")
-WARM = 64  # tokens of the small batch that libraries set themselves up with
+TOO_LARGE = "out of memory by the batch and its float64 gradients: fewer --tokens, or a smaller --model"
+FEW = 256  # tokens on which naive PyTorch's errors are known where full logits do not fit
+SMALL = (64, 128, 1000)  # tokens, H, V of the batch that libraries set themselves up with
 Tick = Callable[[str], object]  # told what comes next
-OUT_OF_MEMORY = {"does_not_fit": "out of memory"}
 OUT = frozenset(("absent", "does_not_fit", "failed", "wrong"))  # of these no time is taken
 
 
-def candidates(against: Iterable[str] | None = None) -> list[Candidate]:
-    """Naive GSPO, ours, and those asked for; all of them where nothing is said."""
-    wanted = {"ours", *(AGAINST if against is None else against)}
+def candidates(against: str | None = None) -> list[Candidate]:
+    """Naive GSPO, ours, and those asked for, with commas between; all of them where nothing is said."""
+    asked = AGAINST if against is None else [name.strip() for name in against.split(",") if name.strip()]
+    wanted = {"ours", *asked}
     if unknown := wanted - {"ours", *AGAINST}:
         raise ValueError(f"--against: {', '.join(sorted(unknown))}: choose from {', '.join(AGAINST)}")
     return [one for one in ALL.values() if one.name == NAIVE or one.against in wanted]
 
 
+def run(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick) -> Record:
+    """`compare`, for a machine whose memory others use too: what does not fit is a MemoryError with a line."""
+    if spec.device == "cpu":
+        stop_before_swapping()
+    try:
+        return compare(spec, chosen, rounds, tick)
+    except (MemoryError, RuntimeError) as error:
+        if not no_room(error):
+            raise
+        raise MemoryError(TOO_LARGE) from error
+
+
 def steps(chosen: list[Candidate], spec: Spec, rounds: int) -> int:
     """How often `compare` calls `tick`, if nothing fails."""
-    present = sum(not one.absent(spec.head.softcap, torch.device(spec.device)) for one in chosen)
+    present = sum(not absent(one, spec) for one in chosen)
     return present * (rounds + 3) + 1
 
 
@@ -43,9 +69,11 @@ def compare(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick = lambd
     """Every candidate's record, and what they were measured on.
 
     A record has `absent`, `does_not_fit`, `failed` or `wrong` with the reason, or errors and times. Times are of loss
-    and both gradients; `over_naive` is the median over naive GSPO's. Memory is beyond inputs, gradients included.
+    and both gradients; `over_naive` is of the ratios to naive GSPO's of the same round. Memory is beyond inputs,
+    gradients included.
     """
-    device = torch.device(spec.device)
+    device = _start(spec)
+    torch._dynamo.reset()  # or the second size would be timed as a graph for any size
     records = {record["name"]: record for record in costs(spec, chosen, tick)}
 
     def present() -> list[Candidate]:
@@ -57,28 +85,46 @@ def compare(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick = lambd
     for one in present():
         with _kept_in(records[one.name]):
             olds[one.name] = one.old(w)
-    _check(w, present(), olds, records, tick)
+    fits = "does_not_fit" not in records[NAIVE]
+    check(w, present(), olds, records, tick, w if fits else make(spec._replace(tokens=min(spec.tokens, FEW))))
     runs = {one.name: lambda one=one: one.step(w, olds[one.name]) for one in present()}
-    for name, seconds in interleaved(runs, rounds, device, lambda name: tick(f"time of {name}")).items():
+    taken = interleaved(runs, rounds, device, lambda name: tick(f"time of {name}"))
+    for name, seconds in taken.items():
         records[name] |= spread(seconds)
-    _over_naive(records)
-    on = spec._asdict() | {"head": spec.head._asdict(), "sequences": len(w.advantages)}
+        if NAIVE in taken:
+            records[name]["over_naive"] = over(seconds, taken[NAIVE])
+    on = spec._asdict() | {"head": spec.head._asdict(), **counts(spec.tokens, spec.scenario)._asdict()}
     return {"on": {**on, "entropy": entropy_quantiles(w.entropy.flatten())}, "candidates": list(records.values())}
 
 
 def costs(spec: Spec, chosen: list[Candidate], tick: Tick = lambda what: None, passes: bool = True) -> list[Record]:
     """Peak memory and matrix passes of every candidate, each in a process of its own. No times, no errors."""
-    device, records = torch.device(spec.device), []
+    records = []
     for one in chosen:
         record: Record = {"name": one.name, "against": one.against, "version": version(one.package)}
         records.append(record)
-        if why := one.absent(spec.head.softcap, device):
+        if why := absent(one, spec):
             record["absent"] = why
             continue
         tick(f"memory of {one.name}")
         with _kept_in(record):
-            record |= fresh("bench", "costs_of", name=one.name, spec=spec, passes=passes) or OUT_OF_MEMORY
+            found = fresh("bench", "costs_of", name=one.name, spec=spec, passes=passes)
+            if found is None:
+                raise MemoryError(TOO_LARGE)
+            record |= found
     return records
+
+
+def absent(one: Candidate, spec: Spec) -> str | None:
+    return one.absent(spec.head, getattr(torch, spec.dtype), torch.device(spec.device))
+
+
+def _start(spec: Spec) -> torch.device:
+    """Kernels of others are launched on the current device, whatever their tensors say."""
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 @contextmanager
@@ -93,42 +139,54 @@ def _kept_in(record: Record) -> Iterator[None]:
         record["failed"] = f"{type(error).__name__}: {lines[-1][:200]}"
 
 
-def _check(w: Workload, present: list[Candidate], olds: dict[str, Old], records: dict[str, Record], tick: Tick) -> None:
-    """Errors against float64 and products counted; GRPO against GRPO's own truth, one truth in memory at a time."""
+def check(
+    w: Workload, present: list[Candidate], olds: dict[str, Old], records: dict[str, Record], tick: Tick, small: Workload
+) -> None:  # fmt: skip
+    """Loss and gradients against float64, and their errors against naive PyTorch's in the same dtype, which it makes on
+    `small`: where full logits do not fit, fewer tokens of the same head.
+
+    GRPO is held against GRPO: the two truths are one after the other, because each is the size of the head in float64.
+    """
     for per_token in (False, True):
         those = [one for one in present if one.per_token == per_token]
-        true = truth.truth(w, per_token) if those else None
+        if not those:
+            continue
+        true, naive = truth.truth(w, per_token), ALL["naive GRPO" if per_token else NAIVE]
+        own = true if small is w else truth.truth(small, per_token)
+        base = truth.errors(naive.step(small, naive.old(small)), own)
         for one in those:
             tick(f"gradients of {one.name}")
             record = records[one.name]
             with _kept_in(record):
-                record["error"] = truth.errors(one.step(w, olds[one.name]), true)
-                if wrong := truth.verdict(record["error"], w.hidden.dtype, one.budget):
+                found = truth.errors(one.step(w, olds[one.name]), true)
+                record["error"] = found._asdict() | {"worst": found.worst}
+                record["error_over_naive"] = found.worst / base.worst
+                if wrong := truth.verdict(found, base, one.budget):
                     record["wrong"] = wrong
-
-
-def _over_naive(records: dict[str, Record]) -> None:
-    naive = records[NAIVE]
-    for record in records.values():
-        if "error" in record and "error" in naive:
-            record["error_over_naive"] = max(record["error"].values()) / max(naive["error"].values())
-        if "seconds" in record and "seconds" in naive:
-            record["over_naive"] = record["seconds"] / naive["seconds"]
+        del true, own
 
 
 def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
     """Peak memory of a candidate's step and, if wanted, its matrix passes, for a process of its own."""
     given = spec_from(spec)
-    device, one = torch.device(given.device), ALL[name]
-    small = make(given._replace(tokens=WARM, head=Head(64, 1000, given.head.softcap)))
+    device, one = _start(given), ALL[name]
+    tokens, width, vocab = SMALL
+    small = make(given._replace(tokens=tokens, head=Head(width, vocab, given.head.softcap)))
     one.step(small, one.old(small))  # libraries allocate at their first call
     w = make(given)
     old = one.old(w)
     found: Record = {}
-    if memory_is_known(device):
-        found["peak_bytes"] = peak_bytes(lambda: one.step(w, old), device)
-    if passes and not one.in_triton(device):  # of which the profiler sees nothing
-        found["passes"] = truth.product_operations(lambda: one.step(w, old)) / w.products
+    try:
+        if one.compiles:
+            one.step(w, old)  # a compiler's own memory is none of the step's
+        if memory_is_known(device):
+            found["peak_bytes"] = peak_bytes(lambda: one.step(w, old), device)
+        if passes and not one.multiplies_unseen(device):
+            found["passes"] = truth.product_operations(lambda: one.step(w, old)) / w.products
+    except (MemoryError, RuntimeError) as error:
+        if not no_room(error):
+            raise
+        return {"does_not_fit": "out of memory"}
     return found
 
 
@@ -145,8 +203,7 @@ def asked(
         raise ValueError(f"--scenario: expected one of {', '.join(SCENARIOS)}, got {scenario!r}")
     head = head_of(model or ("qwen3-8b" if on_gpu else "qwen2.5-0.5b"))
     count = tokens_of(tokens or ("16k" if on_gpu else "1k"))
-    peers = None if against is None else [name.strip() for name in against.split(",") if name.strip()]
-    return candidates(peers), Spec(head, count, scenario, dtype, str(place))
+    return candidates(against), Spec(head, count, scenario, dtype, str(place))
 
 
 def _device(name: str | None) -> torch.device:

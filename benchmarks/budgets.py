@@ -5,7 +5,7 @@
 What a budget drops has a direction: it is always the gradient of likely tokens. So rewards, entropies and final
 parameters stand beside those of budget 0. Yet sampling is chaotic: one token that rounds otherwise, and two runs part
 for good. Two controls say how far: other seeds at budget 0, and the same seeds at budget 0 from weights that differ by
-rounding. What a budget does is what it does beyond the second.
+a millionth. What a budget does is what it does beyond the second.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import re
 import shutil
 import statistics
 import time
@@ -31,12 +32,14 @@ from gspo_kernels.integrations.reference_trainer.report import read_rows
 from . import measure
 from .measure import Record
 from .policy import FOLDER as POLICY
+from .policy import digest
 
 FOLDER = Path("runs") / "budgets"
-EXACT, ROUNDING = "budget 0", "budget 0, rounded otherwise"
-ARMS: dict[str, float] = {EXACT: 0.0, "budget 1e-3": 1e-3, "budget 4e-3": 4e-3, ROUNDING: 0.0}
-NOISE = 1e-6  # relative, of every initial weight of the control: some ten times what fp32 rounds
+EXACT, CONTROL = "budget 0", "budget 0, weights x (1 + 1e-6 noise)"
+ARMS: dict[str, float] = {EXACT: 0.0, "budget 1e-3": 1e-3, "budget 4e-3": 4e-3, CONTROL: 0.0}
+NOISE = 1e-6  # relative, of every initial weight of the control
 CURVES = ("reward", "entropy", "clip_fraction", "dropped_gradient_mass", "passes", "grad_norm", "answer_tokens")
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # t of 97.5 %, by the number of seeds
 END = 0.2  # the share of the steps that is "the end"
 
 
@@ -83,8 +86,8 @@ def run(name: str, model: str, data: str, folder: str, seed: int, budget: float,
     return {"seconds": time.perf_counter() - started, **curves, "held-out reward": held_out}
 
 
-def rounded_otherwise(model: Path, seed: int, folder: Path) -> Path:
-    """The same checkpoint, its weights moved by about what rounding moves them."""
+def moved(model: Path, seed: int, folder: Path) -> Path:
+    """The same checkpoint, its weights moved by a millionth."""
     torch.manual_seed(seed)
     policy = load_policy(str(model))
     with torch.no_grad():
@@ -101,7 +104,7 @@ def trainings(size: Size, model: Path, data: Path, folder: Path, workers: int) -
         waiting: dict[Future[Record | None], tuple[str, int]] = {}
         for place, seed in enumerate(size.seeds):
             for arm, budget in ARMS.items():
-                start = rounded_otherwise(model, seed, folder) if arm == ROUNDING else model
+                start = moved(model, seed, folder) if arm == CONTROL else model
                 how: Record = {"model": str(start), "data": str(data), "folder": str(folder), "seed": seed}
                 how |= {"name": f"{name_of(arm)}-{seed}", "budget": budget, "options": size.options()}
                 waiting[pool.submit(measure.fresh, "budgets", "run", **how)] = (arm, place)
@@ -120,7 +123,7 @@ def trainings(size: Size, model: Path, data: Path, folder: Path, workers: int) -
 
 def name_of(arm: str) -> str:
     """As a folder."""
-    return arm.replace(",", "").replace(" ", "-")
+    return re.sub(r"[^\w.]+", "-", arm).strip("-")
 
 
 # How far apart
@@ -172,10 +175,11 @@ def at_the_end(curve: Sequence[float]) -> float:
 
 
 def about(values: Sequence[float]) -> Record:
-    """Over the seeds. `t`: the mean over its own standard error; of three seeds, beyond 4.3 is one chance in twenty."""
+    """Over the seeds, with the 95 % interval of the mean by Student's t."""
     mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    half = STUDENT[len(values)] * deviation / math.sqrt(len(values))
     found: Record = {"mean": mean, "standard deviation": deviation, "least": min(values), "most": max(values)}
-    return found | {"t": mean / (deviation / math.sqrt(len(values))) if deviation > 0 else None}
+    return found | {"95 %": [mean - half, mean + half]}
 
 
 def compared(runs: dict[str, list[Record]]) -> Record:
@@ -211,10 +215,13 @@ def main() -> None:
     disable_progress_bar()  # of loading, which would write between our lines
     runs = trainings(size, model, data, arguments.folder, arguments.workers)
     results = {
-        "updates": size.steps * size.updates, "settings": size._asdict(), "budgets": ARMS, "noise": NOISE,
-        "runs": runs, "distance": distances(size, model, arguments.folder), "compared": compared(runs),
+        "policy": digest(arguments.policy), "updates": size.steps * size.updates, "settings": size._asdict(),
+        "budgets": ARMS, "noise": NOISE, "control": CONTROL, "runs": runs,
+        "distance": distances(size, model, arguments.folder), "compared": compared(runs),
     }  # fmt: skip
-    shutil.rmtree(arguments.folder)  # a gigabyte of checkpoints, of which nothing else is wanted
+    for seed in size.seeds:  # gigabytes of checkpoints, of which nothing else is wanted
+        for name in (f"start-{seed}", *(f"{name_of(arm)}-{seed}" for arm in ARMS)):
+            shutil.rmtree(arguments.folder / name)
     for name, apart in results["distance"].items():
         print(f"distance of final parameters, {name}:", *(f"{x:.4g}" for x in apart))
     print(measure.save("budgets", torch.device("cpu"), results, arguments.output))

@@ -7,6 +7,7 @@ and Liger's GRPO loss are whole losses. How a peer is called stands in `peers.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from gspo_kernels import gspo_fused_loss, linear_log_probs
 
 from . import peers
 from .measure import version
-from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Workload
+from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Head, Workload
 
 LogProbs = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]  # hidden [N, H], weight [V, H], ids [N], soft-cap
 GRPO_CLIP = 0.2
@@ -37,10 +38,14 @@ class Candidate(NamedTuple):
     package: str = "torch"  # what must be installed
     needs_cuda: bool = False
     takes_softcap: bool = True
+    takes_fp32: bool = True
+    widths: int = 1  # H must be a multiple of it
+    in_triton: bool = False  # multiplies in kernels of its own, of which a profiler of PyTorch sees nothing
+    compiles: bool = False  # at its first call with new shapes
     per_token: bool = False  # GRPO's ratio: another loss, with a truth of its own
     budget: float = 0.0
 
-    def absent(self, workload_softcap: float | None, device: torch.device) -> str | None:
+    def absent(self, head: Head, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why it is not measured; None if it is."""
         if version(self.package) is None:
             return f"{self.package} is not installed"
@@ -48,13 +53,16 @@ class Candidate(NamedTuple):
             return "needs torch 2.13"
         if self.needs_cuda and device.type != "cuda":
             return "its kernels need a GPU"
-        if workload_softcap is not None and not self.takes_softcap:
+        if head.softcap is not None and not self.takes_softcap:
             return "knows no soft-cap of logits"
+        if dtype == torch.float32 and not self.takes_fp32:
+            return "takes bf16 and fp16 only"
+        if head.width % self.widths:
+            return f"takes widths that {self.widths} divides"
         return None
 
-    def in_triton(self, device: torch.device) -> bool:
-        """Whether it multiplies in kernels of its own, and not by calls of PyTorch's products."""
-        return self.needs_cuda or (self.against == "ours" and device.type == "cuda")
+    def multiplies_unseen(self, device: torch.device) -> bool:
+        return self.in_triton or (self.against == "ours" and device.type == "cuda")
 
     def old(self, w: Workload) -> Old:
         """Old and reference log-probs from its own forward, as a trainer takes them."""
@@ -122,8 +130,13 @@ def _ours(budget: float) -> Callable[[Workload, Old, Tensor, Tensor], Tensor]:
     return loss
 
 
+@cache
+def _compiler() -> Callable[[Workload, Old, Tensor, Tensor], Tensor]:
+    return torch.compile(_on(full_log_probs))
+
+
 def _compiled(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
-    return torch.compile(_on(full_log_probs))(w, old, hidden, weight)
+    return _compiler()(w, old, hidden, weight)
 
 
 ALL = {
@@ -131,10 +144,11 @@ ALL = {
     for one in (
         Candidate("naive GSPO", "naive", full_log_probs, _on(full_log_probs)),
         Candidate("naive GRPO", "naive", full_log_probs, _on(full_log_probs, per_token=True), per_token=True),
-        Candidate("naive GSPO, compiled", "compile", full_log_probs, _compiled),
+        Candidate("naive GSPO, compiled", "compile", full_log_probs, _compiled, compiles=True),
         Candidate("TRL fused head", "trl", peers.trl_log_probs, _on(peers.trl_log_probs), "trl"),
         Candidate(
-            "Liger GRPO loss", "liger", peers.liger_log_probs, peers.liger_loss, "liger-kernel", takes_softcap=False
+            "Liger GRPO loss", "liger", peers.liger_log_probs, peers.liger_loss, "liger-kernel", takes_softcap=False,
+            compiles=True,
         ),
         Candidate(
             "Liger fused CE", "liger", peers.liger_cross_entropy, _on(peers.liger_cross_entropy), "liger-kernel",
@@ -142,7 +156,11 @@ ALL = {
         ),
         Candidate(
             "cut-cross-entropy", "cce", peers.cut_log_probs, _on(peers.cut_log_probs), "cut-cross-entropy",
-            needs_cuda=True,
+            needs_cuda=True, takes_fp32=False, in_triton=True,
+        ),
+        Candidate(
+            "cut-cross-entropy, no filter", "cce", peers.uncut_log_probs, _on(peers.uncut_log_probs),
+            "cut-cross-entropy", needs_cuda=True, takes_fp32=False, in_triton=True,
         ),
         Candidate(
             "verl torch head", "verl", peers.verl_torch_log_probs, _on(peers.verl_torch_log_probs), "verl",
@@ -150,7 +168,7 @@ ALL = {
         ),
         Candidate(
             "verl Triton head", "verl", peers.verl_triton_log_probs, _on(peers.verl_triton_log_probs), "verl",
-            needs_cuda=True, takes_softcap=False,
+            needs_cuda=True, takes_softcap=False, widths=128, in_triton=True,
         ),
         Candidate(
             "torch linear_cross_entropy", "torch", peers.torch_log_probs, _on(peers.torch_log_probs),

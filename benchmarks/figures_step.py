@@ -10,50 +10,37 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-# Okabe and Ito's colours; the same candidate looks the same in every figure.
-LOOKS = {
-    "naive GSPO": ("#000000", "o"),
-    "naive GRPO": ("#7F7F7F", "o"),
-    "naive GSPO, compiled": ("#999999", "s"),
-    "TRL fused head": ("#E69F00", "^"),
-    "Liger GRPO loss": ("#CC79A7", "v"),
-    "Liger fused CE": ("#B07AA1", "<"),
-    "cut-cross-entropy": ("#8C6D1F", "p"),
-    "verl torch head": ("#009E73", "D"),
-    "verl Triton head": ("#006B4E", "d"),
-    "torch linear_cross_entropy": ("#56B4E9", "P"),
-    "ours": ("#0072B2", "X"),
-    "ours, budget 1e-3": ("#D55E00", "*"),
-}
-PARTS = {"body forward": "#BBBBBB", "body backward": "#888888", "optimizer": "#DDDDDD", "loss": "#0072B2"}
+from .looks import LOOKS, panels, save
+
+SHADES = {"body forward": "#BBBBBB", "body backward": "#888888", "optimizer": "#DDDDDD", "loss": LOOKS["ours"][0]}
 Records = list[dict[str, Any]]
 
 
 def draw_step(results: dict[str, Any], path: Path) -> None:
-    """Time over naive GSPO's, and peak memory, against tokens; a cross where memory ran out."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    runs = [run for run in results["runs"] if run["on"]["scenario"] == "rl-like"]
+    """Time and peak memory against tokens; a cross where memory ran out."""
+    figure, (left, right) = panels(1, 2, (10, 4.2))
+    first = results["runs"][0]["on"]
+    alike = ("scenario", "dtype")
+    runs = [run for run in results["runs"] if all(run["on"][key] == first[key] for key in alike)]
     timed = {run["on"]["tokens"]: run["candidates"] for run in runs}
-    _lines(left, timed, "seconds", 1.0)
+    _lines(left, timed, lambda r: r.get("seconds"))
     memory = timed | {run["tokens"]: run["candidates"] for run in results["memory"]}
-    _lines(right, memory, "peak_bytes", 2.0**-30)
+    _lines(right, memory, lambda r: r.get("peak_bytes", 0) / 2**30 or None)
     _crosses(right, memory)
     left.set_ylabel("loss and gradients, seconds")
     right.set_ylabel("peak memory beyond inputs, GiB")
     for axes in (left, right):
         _logarithmic(axes, "tokens of the batch")
-    _title(figure, runs[0]["on"])
+    _title(figure, first)
     _save(figure, left, path)
 
 
 def draw_vocab(results: dict[str, Any], path: Path) -> None:
     """Time over naive GSPO's, and peak memory, against the vocabulary."""
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(1, 2, (10, 4.2))
     by_vocab = {run["on"]["head"]["vocab"]: run["candidates"] for run in results["runs"]}
-    _lines(left, by_vocab, "over_naive", 1.0)
-    _lines(right, by_vocab, "peak_bytes", 2.0**-20)
+    _lines(left, by_vocab, lambda r: r["over_naive"]["ratio"] if "over_naive" in r else None)
+    _lines(right, by_vocab, lambda r: r.get("peak_bytes", 0) / 2**20 or None)
     left.axhline(1, color="black", lw=0.8, ls=":")
     left.set_ylabel("time over naive GSPO's")
     right.set_ylabel("peak memory beyond inputs, MiB")
@@ -65,34 +52,30 @@ def draw_vocab(results: dict[str, Any], path: Path) -> None:
 
 def draw_trainer(results: dict[str, Any], path: Path) -> None:
     """A bar per candidate: where the seconds of an optimizer step go."""
-    figure = Figure(figsize=(8, 0.5 * len(results["steps"]) + 1.6), layout="constrained")
-    axes = figure.subplots()
-    for at, record in enumerate(reversed(results["steps"])):
+    steps = [record for record in results["steps"] if "seconds" in record]
+    figure, (axes,) = panels(1, 1, (8, 0.5 * len(steps) + 1.6))
+    for at, record in enumerate(reversed(steps)):
         start = 0.0
-        for part, colour in PARTS.items():
+        for part, shade in SHADES.items():
             seconds = record["parts"][part]["seconds"]
-            axes.barh(at, seconds, left=start, color=colour, label=part if at == 0 else None)
+            axes.barh(at, seconds, left=start, color=shade, label=part if at == 0 else None)
             start += seconds
         axes.text(start, at, f"  loss {record['loss share']:.0%}", va="center", fontsize=8)
-    axes.set_yticks(range(len(results["steps"])), [record["name"] for record in reversed(results["steps"])])
-    axes.set_xlim(0, 1.15 * max(record["seconds"] for record in results["steps"]))
+    axes.set_yticks(range(len(steps)), [record["name"] for record in reversed(steps)])
+    axes.set_xlim(0, 1.15 * max(record["seconds"] for record in steps))
     axes.set_xlabel(f"seconds of one optimizer step, {results['model']}, {results['tokens']:,} tokens")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(False)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
-def _lines(axes: Axes, by_size: dict[int, Records], key: str, unit: float) -> None:
+def _lines(axes: Axes, by_size: dict[int, Records], value: Callable[[dict[str, Any]], float | None]) -> None:
     for name, (colour, marker) in LOOKS.items():
-        points = [(size, r[key] * unit) for size, records in by_size.items() for r in records if _has(r, name, key)]
+        found = {size: value(r) for size, records in by_size.items() for r in records if r["name"] == name}
+        points = sorted((size, y) for size, y in found.items() if y is not None)
         if points:
-            x, y = zip(*sorted(points), strict=True)
-            ours = name.startswith("ours")
-            axes.plot(x, y, color=colour, marker=marker, ms=5, lw=2.2 if ours else 1.1, label=name)
-
-
-def _has(record: dict[str, Any], name: str, key: str) -> bool:
-    return record["name"] == name and key in record
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, color=colour, marker=marker, ms=5, lw=2.2 if name.startswith("ours") else 1.1, label=name)
 
 
 def _crosses(axes: Axes, by_size: dict[int, Records]) -> None:
@@ -120,8 +103,6 @@ def _logarithmic(axes: Axes, label: str) -> None:
     sizes = sorted({float(x) for line in axes.lines for x in _numbers(line.get_xdata()) if x > 1})
     axes.set_xticks(sizes)
     axes.set_xlabel(label)
-    axes.grid(alpha=0.25, lw=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _thousands() -> Callable[[float, int], str]:
@@ -139,4 +120,4 @@ def _title(figure: Figure, on: dict[str, Any], vocab: bool = True) -> None:
 
 def _save(figure: Figure, axes: Axes, path: Path) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

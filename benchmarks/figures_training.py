@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+from .looks import GREY, LOOKS, panels, save
 
-# By Okabe and Ito: told apart by every eye. The exact runs are black, as what the others are held against.
-COLOURS = ("black", "#0072B2", "#D55E00", "#009E73")
 PANELS = {
     "reward": "reward of sampled answers",
     "entropy": "entropy (nats per token)",
@@ -20,25 +18,27 @@ SMOOTHING = 5  # rollouts
 
 def draw_budgets(results: dict[str, Any], path: Path) -> None:
     """Reward, entropy and passes against updates: the mean over the seeds, in a band from the least to the most."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure, places = panels(1, len(PANELS), (10, 3.6))
     updates = results["settings"]["updates"]
-    for axes, (key, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
-        for colour, (arm, runs) in zip(COLOURS, results["runs"].items(), strict=True):
+    for axes, (key, title) in zip(places, PANELS.items(), strict=True):
+        for arm, runs in results["runs"].items():
+            colour = LOOKS[arm][0] if arm in LOOKS else LOOKS["exact"][0]
             curves = [smoothed(run[key]) for run in runs]
             x = [updates * step for step in range(1, len(curves[0]) + 1)]
             steps = list(zip(*curves, strict=True))
-            dashed = "--" if "," in arm else "-"
-            axes.plot(x, [sum(step) / len(step) for step in steps], dashed, color=colour, linewidth=1.4, label=arm)
+            dashed = arm == results["control"]
+            colour = GREY if dashed else colour
+            mean = [sum(step) / len(step) for step in steps]
+            axes.plot(
+                x, mean, "--" if dashed else "-", color=colour, linewidth=1.4, label=arm, zorder=3 if dashed else 2
+            )
             axes.fill_between(
                 x, [min(s) for s in steps], [max(s) for s in steps], color=colour, alpha=0.12, linewidth=0
             )
         axes.set(title=title, xlabel="optimizer updates", xlim=(0, None), ylim=(0, None))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS), frameon=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(f"Mean and range of {len(runs)} seeds (running mean of {SMOOTHING} rollouts)", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def smoothed(values: Sequence[float]) -> list[float]:

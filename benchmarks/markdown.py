@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,3 +27,8 @@ def figure(name: str, caption: str) -> str:
 
 def mib(count: int) -> str:
     return f"{count / 2**20:,.0f}"
+
+
+def fill(text: str) -> str:
+    """In lines as long as those around it."""
+    return textwrap.fill(text, 128, break_long_words=False, break_on_hyphens=False)

@@ -6,6 +6,7 @@ what a busy machine does to a round it does to all.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -39,10 +40,11 @@ def machine(device: torch.device) -> Record:
 
 def about(device: torch.device) -> Record:
     """Machine, versions, commit: the head of every JSON file."""
+    now = _checkout()
     return {
         "date": date.today().isoformat(),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": now[0],
+        "uncommitted changes": now[1] or now != AT_START,  # a change while it ran is one too
         "machine": machine(device),
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := version(p))}},
     }
@@ -71,15 +73,24 @@ def interleaved(
     device: torch.device,
     tick: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Seconds of every run of each, in turns. A first round warms up and is not counted; `tick` hears of each run."""
+    """Seconds of every run of each, in turns, each round beginning with another one. A first round warms up and is not
+    counted; `tick` hears of each run."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
     for turn in range(rounds + 1):
-        for name, run in runs.items():
+        first = turn % max(len(names), 1)
+        for name in names[first:] + names[:first]:
             tick(name)
-            seconds = _seconds(run, device)
+            seconds = _seconds(runs[name], device)
             if turn:
                 taken[name].append(seconds)
     return taken
+
+
+def over(seconds: list[float], base: list[float]) -> Record:
+    """Of the ratios to another candidate's times, round by round: median, and 20th and 80th percentile."""
+    ratios = spread([a / b for a, b in zip(seconds, base, strict=True)])
+    return {"ratio": ratios["seconds"], "p20": ratios["p20"], "p80": ratios["p80"]}
 
 
 def spread(seconds: list[float]) -> Record:
@@ -127,6 +138,9 @@ def fresh(module: str, function: str, **arguments: Any) -> Any:
 
     Arguments and result travel as JSON.
     """
+    if torch.cuda.is_initialized():  # what this process only keeps for later would be missing there
+        gc.collect()
+        torch.cuda.empty_cache()
     command = [sys.executable, "-m", f"{__package__}.measure", module, function, json.dumps(arguments)]
     # glibc then hands every large block back as soon as it is free: resident memory is live memory.
     env = os.environ | {"PYTHONWARNINGS": "ignore", "MALLOC_MMAP_THRESHOLD_": str(64 * KIB)}
@@ -139,25 +153,28 @@ def fresh(module: str, function: str, **arguments: Any) -> Any:
 
 
 _OUT_OF_MEMORY = 77  # exit status
-NO_ROOM = "out of memory|not enough memory|can't allocate memory"  # what torch's allocators say
+
+
+def no_room(error: Exception) -> bool:
+    """Whether it says that memory ran out; torch's allocators say so in different words."""
+    said = "out of memory|not enough memory|can't allocate memory"
+    return isinstance(error, MemoryError) or bool(re.search(said, str(error), re.IGNORECASE))
 
 
 def _main(module: str, function: str, arguments: str) -> int:
-    _stop_before_swapping()
+    stop_before_swapping()
     run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     try:
         found = run(**json.loads(arguments))
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if isinstance(error, MemoryError) or re.search(
-            "out of memory|not enough memory|can't allocate memory", str(error), re.I
-        ):
+        if no_room(error):
             return _OUT_OF_MEMORY
         raise
     print(json.dumps(found))
     return 0
 
 
-def _stop_before_swapping() -> None:
+def stop_before_swapping() -> None:
     """Allocations beyond what is free fail at once, instead of taking the machine down."""
     if sys.platform == "linux":
         import resource
@@ -189,6 +206,14 @@ def _cpu() -> str:
     return name + (" (bf16)" if re.search("avx512_bf16|amx_bf16", flags) else "")
 
 
+def _checkout() -> tuple[str, bool]:
+    """The commit of this file's own repository, and whether sources differ from it. ("", False) outside of one."""
+    root = Path(__file__).parent.parent
+    if Path(_git("rev-parse", "--show-toplevel") or "/") != root:  # installed, perhaps inside somebody else's checkout
+        return "", False
+    return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--", "*.py", "*.toml", "Makefile"))
+
+
 def _git(*arguments: str) -> str:
     """What git says of this checkout; nothing where there is none."""
     try:
@@ -197,6 +222,8 @@ def _git(*arguments: str) -> str:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
+
+AT_START = _checkout()
 
 if __name__ == "__main__":
     sys.exit(_main(*sys.argv[1:]))

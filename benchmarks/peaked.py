@@ -58,13 +58,18 @@ def _make(
     start = 20  # ids from here on are log-uniform
     spread = torch.rand(rows, CANDIDATES, generator=rng) * math.log((vocab + start) / start)
     ids = (start * spread.exp() - start).long().clamp(0, vocab - 1)
-    chosen = weight[ids]  # [N, CANDIDATES, H]
-    gram = chosen @ chosen.mT + 1e-3 * torch.eye(CANDIDATES)  # the same id twice makes it singular
     wanted = top - below
     if softcap is not None:
         wanted = softcap * torch.atanh(wanted / softcap)
-    mix = torch.linalg.solve(gram, wanted[..., None])
-    return _sampled((chosen * mix).sum(1), weight, softcap, rng)
+    # Some at a time: the candidates' rows of the head are 16 times the hidden states.
+    parts = [_mixed(weight[some], w) for some, w in zip(ids.split(4096), wanted.split(4096), strict=True)]
+    return _sampled(torch.cat(parts), weight, softcap, rng)
+
+
+def _mixed(chosen: Tensor, wanted: Tensor) -> Tensor:
+    """[n, CANDIDATES, H] and logits [n, CANDIDATES] -> the sums of rows that have these logits [n, H]."""
+    gram = chosen @ chosen.mT + 1e-3 * torch.eye(CANDIDATES)  # the same id twice makes it singular
+    return (chosen * torch.linalg.solve(gram, wanted[..., None])).sum(1)
 
 
 def _sampled(hidden: Tensor, weight: Tensor, softcap: float | None, rng: torch.Generator) -> Policy:

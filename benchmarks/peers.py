@@ -25,7 +25,7 @@ def trl_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | 
 
 
 def liger_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Liger's whole GRPO loss, as TRL's `use_liger_kernel` sets it up for GSPO."""
+    """Liger's whole GRPO loss, as TRL's `use_liger_kernel` set it up until 1.13. It goes sequence by sequence."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     loss = LigerFusedLinearGRPOLoss(
@@ -52,9 +52,17 @@ def liger_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: fl
 
 
 def cut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
+    """As it comes: its backward leaves out entries under a threshold of its own, a gradient budget of a kind."""
     from cut_cross_entropy import linear_cross_entropy
 
     return -linear_cross_entropy(hidden, weight, ids, softcap=softcap, reduction="none")
+
+
+def uncut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
+    """The same with all entries."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    return -linear_cross_entropy(hidden, weight, ids, softcap=softcap, reduction="none", filter_eps=None)
 
 
 def verl_torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
@@ -72,7 +80,8 @@ def verl_triton_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: 
 
 
 def torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """PyTorch's own (from 2.13 on), in chunks as large as verl's: its automatic choice on a CPU is a few rows, of which
-    each reads the whole head."""
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=512, chunking_method=None)
+    """PyTorch's own (from 2.13 on). On a CPU in chunks as large as verl's: its automatic choice there is a few rows, of
+    which each reads the whole head."""
+    chunks = {} if hidden.is_cuda else {"batch_chunk_size": 512, "chunking_method": None}
+    options = torch.nn.LinearCrossEntropyOptions(**chunks)
     return -torch.nn.functional.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options)

@@ -10,6 +10,7 @@ tokens it sampled are saved for other benchmarks, and are put beside the formula
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import time
@@ -28,14 +29,12 @@ from gspo_kernels.integrations.reference_trainer.policy import Policy, make_poli
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.tasks import answer_found
 
-from . import arithmetic, measure, peaked
+from . import arithmetic, measure, peaked, workloads
 from .arithmetic import END, PAD, Problem
 from .measure import Record
+from .workloads import BUDGETS
 
 FOLDER = Path("runs") / "policy"
-BUDGETS = (0.0, 1e-4, 1e-3, 4e-3, 1e-2)
-QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
-LOG_RATIO, BEYOND = 1e-4, 1e-3  # of sequences inside and outside of the clip window of 3e-4 / 4e-4
 ZERO, CLIPPED = 19 / 64, 7 / 64  # shares of sequences, as in `sparsity.py`
 ANSWER = 24  # tokens
 
@@ -81,6 +80,11 @@ def load(folder: Path = FOLDER) -> States:
     if not (folder / "states.pt").is_file():
         raise FileNotFoundError(f"{folder} holds no policy: run `python -m benchmarks.policy` first")
     return States(**torch.load(folder / "states.pt", weights_only=True))
+
+
+def digest(folder: Path = FOLDER) -> str:
+    """Of its weights: what else was measured on the same policy has the same."""
+    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 # Training
@@ -191,12 +195,8 @@ class Situation(NamedTuple):
 @torch.no_grad()
 def situation(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tensor) -> Situation:
     count = lengths.shape[0]
-    sign = torch.tensor([1.0, -1.0], device=hidden.device).repeat(count)[:count]
-    advantages = sign * torch.linspace(0.5, 1.5, count, device=hidden.device)
-    log_ratio = torch.linspace(-LOG_RATIO, LOG_RATIO, count, device=hidden.device)
-    zero, clipped = round(ZERO * count), round(CLIPPED * count)
-    advantages[:zero] = 0
-    log_ratio[zero : zero + clipped] = sign[zero : zero + clipped] * BEYOND
+    made = workloads.roles(count, round(ZERO * count), round(CLIPPED * count))
+    advantages, log_ratio = (x.to(hidden.device) for x in made)
     out = linear_log_probs(hidden, weight, target_ids, entropy=True)
     assert out.entropy is not None
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
@@ -222,13 +222,6 @@ def by_budget(s: Situation) -> list[Record]:
     return found
 
 
-def entropies(entropy: Tensor) -> Record:
-    """Nats per sampled token."""
-    values = entropy.double()
-    shares = {f"share under {limit} nats": (values < limit).double().mean().item() for limit in (0.01, 0.1)}
-    return {"mean": values.mean().item(), **{f"quantile {q}": values.quantile(q).item() for q in QUANTILES}, **shares}
-
-
 def beside_the_formula(states: States) -> Record:
     """The trained policy and `peaked.make` at the same N, H, V, in sequences of the same lengths."""
     hidden, ids = states.rows()
@@ -241,7 +234,7 @@ def beside_the_formula(states: States) -> Record:
     found: Record = {}
     for name, head in both.items():
         s = situation(*head, lengths)
-        found[name] = {"entropy": entropies(s.entropy), "budgets": by_budget(s)}
+        found[name] = {"entropy": peaked.entropy_quantiles(s.entropy), "budgets": by_budget(s)}
         for record in found[name]["budgets"]:
             print(name, {k: float(f"{v:.4g}") for k, v in record.items()}, flush=True)
     return found
@@ -272,6 +265,7 @@ def make(size: Size, device: torch.device, folder: Path) -> Record:
     merges = size.vocab - len(arithmetic.SPECIAL) - 256
     return {
         "model": {"layers": size.layers, "H": size.width, "V": size.vocab, "merges": merges},
+        "digest": digest(folder),
         "vocabulary": {"entries": len(tokenizer), "used by the corpus": len(used) / len(tokenizer)},
         "training": training,
         "accuracy of sampled answers": accuracy_of(policy, held_out[size.probe : 3 * size.probe]),

@@ -24,11 +24,10 @@ from gspo_kernels import gspo_fused_loss, live_tiles, ops, portable_tiles
 
 from . import peaked, workloads
 from .candidates import ALL, Old
-from .measure import RESULTS, Record, about, fresh, interleaved, peak_bytes, save, spread
-from .workloads import Workload
+from .measure import RESULTS, Record, about, fresh, interleaved, over, peak_bytes, save, spread
+from .workloads import BUDGETS, Workload
 
 WIDTH, VOCAB = 896, 151_936  # Qwen2.5-0.5B
-BUDGETS = (0.0, 1e-4, 1e-3, 4e-3, 1e-2)
 SEQUENCES = 64
 RL_LIKE = dict(zero=19, clipped=7)  # of 64: 0.594 of the rows have a gradient
 CASES: dict[str, dict[str, Any]] = {
@@ -45,7 +44,9 @@ SWEEPS = {"cases": (CASES, BUDGETS), "zero share": (SHARES, (0.0, 1e-3)), "entro
 DRIFT = 0.1  # of reference log-probs, standard deviation
 
 
-def make(rows: int, zero: int, clipped: int, kl: bool = False, sequences: int = SEQUENCES, **policy: Any) -> Workload:
+def make(
+    rows: int, sequences: int = SEQUENCES, *, zero: int, clipped: int, kl: bool = False, **policy: Any
+) -> Workload:
     width, vocab = policy.pop("width", WIDTH), policy.pop("vocab", VOCAB)
     w = workloads.batch(peaked.make(rows, width, vocab, **policy), sequences, zero, clipped)
     if not kl:
@@ -94,21 +95,24 @@ def _cells_of_kernels() -> Iterator[None]:
 
 # Time and memory
 
-TIMED = dict(sequences=8, zero=2, clipped=3)
+TIMED = dict(sequences=8, zero=2, clipped=1)  # rl-like of `workloads`
 NAMES = {"exact": 0.0} | {f"budget {b:g}": b for b in BUDGETS[1:]}
 
 
 def times(rows: int, rounds: int, sizes: Record) -> Record:
-    """By budget, and by the share of sequences of zero advantage."""
+    """By budget, by the share of sequences of zero advantage, and by how sure the policy is."""
     w = make(rows, **TIMED, **sizes)
     by_budget = _times(w, NAMES, rounds)
     memory = {name: fresh("sparsity", "memory_of", name=name, rows=rows, sizes=sizes) for name in ("naive", *NAMES)}
-    shares = []
+    two, shares, sure = {"exact": 0.0, "budget 0.001": 1e-3}, [], []
     for zero in (0, 2, 4, 6):
-        some = make(rows, sequences=8, zero=zero, clipped=0, **sizes)
-        shares.append({"zero share": zero / 8, **_times(some, {"exact": 0.0, "budget 0.001": 1e-3}, rounds)})
+        shares.append({"zero share": zero / 8, **_times(make(rows, 8, zero=zero, clipped=0, **sizes), two, rounds)})
+    for share in (0.1, 0.5, 0.8):
+        some = make(rows, **TIMED, sure=share, **sizes)
+        sure.append({"mean entropy": some.entropy.mean().item(), **_times(some, two, rounds)})
     return {
         "rows": rows, "sequences": TIMED, "by budget": by_budget, "peak bytes": memory, "by zero share": shares,
+        "by entropy": sure,
         "choosing cells over budget 1e-3": _choosing(w) / by_budget["budget 0.001"]["seconds"],
     }  # fmt: skip
 
@@ -118,9 +122,7 @@ def _times(w: Workload, budgets: dict[str, float], rounds: int) -> Record:
     runs: dict[str, Any] = {"naive": lambda: ALL["naive GSPO"].step(w, olds["naive"])}
     runs |= {name: lambda b=b: ours(w, olds["ours"], b) for name, b in budgets.items()}
     taken = interleaved(runs, rounds, torch.device("cpu"), lambda name: print(f"  {name}", flush=True))
-    found = {name: spread(seconds) for name, seconds in taken.items()}
-    naive = found["naive"]["seconds"]
-    return {name: record | {"over naive": record["seconds"] / naive} for name, record in found.items()}
+    return {name: spread(s) | {"over_naive": over(s, taken["naive"])} for name, s in taken.items()}
 
 
 def _choosing(w: Workload) -> float:

@@ -1,10 +1,11 @@
 """Time and memory of loss and gradients against the number of tokens, for everyone installed.
 
-    python -m benchmarks.step                            this machine's device (half an hour on two cores)
+    python -m benchmarks.step                            this machine's device (45 minutes on two cores)
     python -m benchmarks.step --model qwen3-8b --tokens 4096 16384 65536
 
-Timed at every number of tokens as in training (`rl-like`), and at the largest one where every token has a gradient
-(`dense`), which is the worst case for us. `--memory-tokens` are measured for memory alone, until it runs out.
+Timed at every number of tokens as in training (`rl-like`); at the largest also where every token has a gradient
+(`dense`), the worst case for us, with few long sequences (`long`), because Liger's cost is per sequence, and on a CPU
+in bf16 too. `--memory-tokens` are measured for memory alone, until it runs out.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 
 from . import bench
+from .candidates import Candidate
 from .measure import Record, save
 from .workloads import MODELS, Spec
 
-ON_CPU: dict[str, Any] = dict(model="qwen2.5-0.5b", tokens=[256, 512, 1024], memory_tokens=[4096, 16_384], rounds=3)
+ON_CPU: dict[str, Any] = dict(model="qwen2.5-0.5b", tokens=[256, 512, 1024], memory_tokens=[4096, 12_288], rounds=5)
 ON_GPU: dict[str, Any] = dict(model="qwen3-8b", tokens=[4096, 16_384, 65_536], memory_tokens=[131_072], rounds=15)
 
 
@@ -33,16 +35,26 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="default benchmarks/results/<suite>-<device>.json")
 
 
+def chosen_by(parser: argparse.ArgumentParser, against: str | None) -> list[Candidate]:
+    """Who was asked for; stops with a line if that is nobody."""
+    try:
+        return bench.candidates(against)
+    except ValueError as error:
+        parser.error(str(error))
+
+
 def say(what: str) -> None:
     print(f"  {what}", flush=True)
 
 
-def sweep(specs: list[Spec], against: str | None, rounds: int) -> list[Record]:
+def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Record]:
     """One comparison after the other, each told on its own line."""
-    chosen = bench.candidates(None if against is None else against.split(","))
     found = []
     for spec in specs:
-        print(f"{spec.scenario}, {spec.tokens} tokens, H = {spec.head.width}, V = {spec.head.vocab}", flush=True)
+        print(
+            f"{spec.scenario}, {spec.dtype}, {spec.tokens} tokens, H = {spec.head.width}, V = {spec.head.vocab}",
+            flush=True,
+        )
         found.append(bench.compare(spec, chosen, rounds, say))
     return found
 
@@ -50,10 +62,11 @@ def sweep(specs: list[Spec], against: str | None, rounds: int) -> list[Record]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", choices=MODELS)
-    parser.add_argument("--tokens", type=int, nargs="+", help="timed")
-    parser.add_argument("--memory-tokens", type=int, nargs="*", help="measured for memory alone")
+    parser.add_argument("--tokens", type=bench.tokens_of, nargs="+", help="timed")
+    parser.add_argument("--memory-tokens", type=bench.tokens_of, nargs="*", help="measured for memory alone")
     arguments(parser)
     given = parser.parse_args()
+    chosen = chosen_by(parser, given.against)
     on_gpu = given.device != "cpu"
     default = ON_GPU if on_gpu else ON_CPU
     model, tokens, rounds = (getattr(given, name) or default[name] for name in ("model", "tokens", "rounds"))
@@ -63,9 +76,10 @@ def main() -> None:
     if given.tiny:
         head, tokens, memory_tokens, rounds = head._replace(width=64, vocab=2000), [128, 256], [512], 2
     specs = [Spec(head, count, "rl-like", dtype, given.device) for count in tokens]
-    specs.append(Spec(head, max(tokens), "dense", dtype, given.device))
-    runs = sweep(specs, given.against, rounds)
-    chosen, memory = bench.candidates(None if given.against is None else given.against.split(",")), []
+    specs += [Spec(head, max(tokens), scenario, dtype, given.device) for scenario in ("dense", "long")]
+    if not on_gpu and dtype == "float32":
+        specs.append(Spec(head, max(tokens), "rl-like", "bfloat16", given.device))
+    runs, memory = sweep(specs, chosen, rounds), []
     for count in memory_tokens:
         print(f"memory alone, {count} tokens", flush=True)
         spec = Spec(head, count, "rl-like", dtype, given.device)

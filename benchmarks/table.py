@@ -13,7 +13,7 @@ from rich.table import Table
 from .measure import Record
 from .workloads import SCENARIOS
 
-COLUMNS = ("", "time\nms", "p20 - p80", "over\nnaive", "peak\nMiB", "passes", "error", "over\nnaive's")
+COLUMNS = ("", "time\nms", "p20 - p80", "over\nnaive", "p20 - p80", "peak\nMiB", "passes", "error", "over\nnaive's")
 
 
 @contextmanager
@@ -39,8 +39,9 @@ def show(found: Record, console: Console) -> None:
     cap = f", logits capped at {head['softcap']:g}" if head["softcap"] else ""
     quantiles = ", ".join(f"{float(at):.0%} {value:.2g}" for at, value in on["entropy"]["quantiles"].items())
     console.print(
-        f"{on['tokens']} tokens in {on['sequences']} sequences, H = {head['width']}, V = {head['vocab']}{cap}, "
-        f"{on['dtype']}, {on['device']}; {on['scenario']}: {SCENARIOS[on['scenario']].what}",
+        f"{on['tokens']} tokens in {on['sequences']} sequences ({on['zero']} of zero advantage, {on['clipped']} "
+        f"clipped), H = {head['width']}, V = {head['vocab']}{cap}, {on['dtype']}, {on['device']}; {on['scenario']}: "
+        f"{SCENARIOS[on['scenario']].what}",
         f"synthetic policy, quantiles of its entropy in nats: {quantiles}",
         sep="\n", markup=False, soft_wrap=True,
     )  # fmt: skip
@@ -49,10 +50,11 @@ def show(found: Record, console: Console) -> None:
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for record in records:
         if "seconds" in record:
-            spread = f"{record['p20'] * 1e3:.0f} - {record['p80'] * 1e3:.0f}"
-            worst = f"{max(record['error'].values()):.1e}"
-            cells = (f"{record['seconds'] * 1e3:.0f}", spread, _number(record, "over_naive"), _mib(record))
-            table.add_row(record["name"], *cells, _number(record, "passes"), worst, _number(record, "error_over_naive"))
+            cells = (f"{record['seconds'] * 1e3:.0f}", f"{record['p20'] * 1e3:.0f} - {record['p80'] * 1e3:.0f}")
+            over = record.get("over_naive")
+            cells += (f"{over['ratio']:.2f}", f"{over['p20']:.2f} - {over['p80']:.2f}") if over else ("-", "-")
+            cells += (_mib(record), _number(record, "passes"), f"{record['error']['worst']:.1e}")
+            table.add_row(record["name"], *cells, _number(record, "error_over_naive"))
     console.print(table)
     for record in records:
         for kind, said in NOT_TIMED.items():
@@ -68,9 +70,9 @@ NOT_TIMED = {
     "wrong": "wrong gradients, not timed: ",
 }
 EXPLAINED = (
-    "time: loss and both gradients, median of runs in turns. peak: beyond the inputs, in a process of its own. "
-    "passes: matrix products over 2 N H V. error: of the worse gradient, norm over norm, against float64. "
-    "naive GRPO is another loss, against its own float64."
+    "time: loss and both gradients, median of runs in turns; over naive: of the ratios round by round. peak: beyond "
+    "the inputs, in a process of its own. passes: matrix products over 2 N H V. error: of the worse gradient, norm "
+    "over norm, against float64. naive GRPO is another loss, against its own float64."
 )
 
 

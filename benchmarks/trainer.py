@@ -11,6 +11,7 @@ gradient budget, and none is tried.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +21,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from . import bench, workloads
 from .candidates import Candidate, Old
-from .measure import Record, save, spread
+from .measure import Record, over, save, spread
 from .peaked import Policy
-from .step import arguments
-from .workloads import Workload
+from .step import arguments, chosen_by, say
+from .workloads import Head, Workload
 
 PARTS = ("body forward", "loss", "body backward", "optimizer")
 QWEN25_05B: dict[str, Any] = dict(
@@ -85,23 +86,29 @@ class Step:
 
 
 def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
-    """A record per candidate: seconds of the step and of its parts, and the loss's share."""
-    present = [one for one in chosen if not one.absent(None, step.device)]
-    olds = {one.name: one.old(step.w) for one in present}
-    taken: dict[str, list[dict[str, float]]] = {one.name: [] for one in present}
+    """A record per candidate: errors of its gradients, seconds of the step and of its parts, and the loss's share. No
+    seconds of one whose gradients are wrong."""
+    w = step.w
+    head = Head(w.hidden.shape[-1], len(w.weight))
+    present = [one for one in chosen if not one.absent(head, w.hidden.dtype, step.device)]
+    records: dict[str, Record] = {one.name: {"name": one.name, "against": one.against} for one in present}
+    olds = {one.name: one.old(w) for one in present}
+    bench.check(w, present, olds, records, say, w)
+    right = [one for one in present if not records[one.name].keys() & bench.OUT]
+    taken: dict[str, list[dict[str, float]]] = {one.name: [] for one in right}
     for turn in range(rounds + 1):
-        for one in present:
-            print(f"  {'warm-up' if turn == 0 else f'round {turn}'}: {one.name}", flush=True)
+        for one in right[turn % len(right) :] + right[: turn % len(right)]:
+            say(f"{'warm-up' if turn == 0 else f'round {turn}'}: {one.name}")
             parts = step.run(one, olds[one.name])
             if turn:
                 taken[one.name].append(parts)
-    found: list[Record] = []
+    whole = {name: [sum(parts.values()) for parts in runs] for name, runs in taken.items()}
     for name, runs in taken.items():
-        whole = spread([sum(parts.values()) for parts in runs])
         parts = {part: spread([run[part] for run in runs]) for part in PARTS}
-        found.append({"name": name, **whole, "parts": parts, "loss share": parts["loss"]["seconds"] / whole["seconds"]})
-    naive = next(record["seconds"] for record in found if record["name"] == bench.NAIVE)
-    return [record | {"over naive": record["seconds"] / naive} for record in found]
+        shares = [run["loss"] / seconds for run, seconds in zip(runs, whole[name], strict=True)]
+        records[name] |= {**spread(whole[name]), "parts": parts, "loss share": statistics.median(shares)}
+        records[name]["over_naive"] = over(whole[name], whole[bench.NAIVE])
+    return list(records.values())
 
 
 def main() -> None:
@@ -111,12 +118,15 @@ def main() -> None:
     given = parser.parse_args()
     device = torch.device(given.device)
     on_gpu = device.type == "cuda"
-    tokens, rounds = given.tokens or (16_384 if on_gpu else 1024), given.rounds or (10 if on_gpu else 3)
+    tokens, rounds = given.tokens or (16_384 if on_gpu else 1024), given.rounds or (10 if on_gpu else 5)
     config = QWEN25_05B
     if given.tiny:
         config, tokens, rounds = TINY, 64, 1
-    chosen = bench.candidates(None if given.against is None else given.against.split(","))
-    chosen = [one for one in chosen if not one.per_token and not one.budget and one.against != "compile"]
+    chosen = [
+        one
+        for one in chosen_by(parser, given.against)
+        if not one.per_token and not one.budget and one.against != "compile"
+    ]
     step = Step(config, tokens, device, getattr(torch, given.dtype or ("bfloat16" if on_gpu else "float32")))
     parameters = sum(p.numel() for p in step.model.parameters())
     results = {"model": "Qwen2.5-0.5B" if config is QWEN25_05B else "tiny", "parameters": parameters, "tokens": tokens}

@@ -13,9 +13,11 @@ from .candidates import Old, full_log_probs, loss_of
 from .workloads import Workload
 
 ROWS = 256  # at a time: V x 256 logits in float64
-# Relative error of a gradient from which it counts as wrong, and no speed is told. A rounded logit of 20 is off by 0.06
-# in bf16, so that a likely token's gradient may be off by as much; no rounding explains a tenth of the whole.
-WRONG = {torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 1e-1}
+# Gradients count as wrong, and no speed is told, where their error (norm over norm) is over so many times that of naive
+# PyTorch in the same dtype and over the floor, or where their size is off by so much: an error of a few percent is what
+# bf16 logits cost, but it has no direction.
+TIMES_NAIVE, FLOOR, SCALE = 3.0, 1e-4, 5e-3
+LOSS = 1e-4  # most that a loss may be off; advantages are about 1
 
 
 class Truth(NamedTuple):
@@ -54,29 +56,51 @@ def _full(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) ->
     return full_log_probs(hidden, weight, ids, softcap, torch.float64)
 
 
-def errors(found: tuple[Tensor, Tensor, Tensor], true: Truth) -> dict[str, float]:
-    """Relative error (norm over norm) of each gradient."""
-    pairs = {"d_hidden": (found[1], true.d_hidden), "d_weight": (found[2], true.d_weight)}
-    return {name: _distance(a, b) for name, (a, b) in pairs.items()}
+class Errors(NamedTuple):
+    loss: float  # absolute
+    d_hidden: float  # relative, norm over norm
+    d_weight: float
+    scale: float  # the worse gradient's component along the true one, less 1
+
+    @property
+    def worst(self) -> float:
+        return max(self.d_hidden, self.d_weight)
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    """Some rows at a time: a head in float64 is large enough without its difference."""
-    a, b = a.flatten(0, -2), b.flatten(0, -2)
-    square = sum((x.double() - y).square().sum().item() for x, y in zip(a.split(8192), b.split(8192), strict=True))
-    return math.sqrt(square / max(b.square().sum().item(), 1e-300))
+def errors(found: tuple[Tensor, Tensor, Tensor], true: Truth) -> Errors:
+    apart, scales = [], []
+    for a, b in ((found[1], true.d_hidden), (found[2], true.d_weight)):
+        if a.shape != b.shape:
+            raise ValueError(f"a gradient has the shape {tuple(a.shape)}, not {tuple(b.shape)}")
+        square, along = _products(a, b)
+        size = max(b.square().sum().item(), 1e-300)
+        apart.append(math.sqrt(square / size))
+        scales.append(along / size - 1)
+    return Errors(abs(found[0].item() - true.loss), apart[0], apart[1], max(scales, key=abs))
 
 
-def verdict(error: dict[str, float], dtype: torch.dtype, budget: float) -> str | None:
-    """What is wrong with a candidate's gradients; None if nothing is.
+def _products(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """|a - b|^2 and a b. Some rows at a time: a head in float64 is large enough without its difference."""
+    square = along = 0.0
+    for x, y in zip(a.flatten(0, -2).split(8192), b.flatten(0, -2).split(8192), strict=True):
+        x = x.double()
+        square += (x - y).square().sum().item()
+        along += (x * y).sum().item()
+    return square, along
+
+
+def verdict(found: Errors, naive: Errors, budget: float) -> str | None:
+    """What is wrong with a candidate; None if nothing is.
 
     A gradient budget bounds the dropped share of the L1 mass of d_logits, not the error: ten times as much is allowed.
     """
-    limit = WRONG[dtype] + 10 * budget
-    over = {name: value for name, value in error.items() if not value <= limit}  # NaN is over
-    if not over:
-        return None
-    return ", ".join(f"{name} is off by {value:.1%}" for name, value in over.items()) + f" (limit {limit:.1%})"
+    limit = max(TIMES_NAIVE * naive.worst, FLOOR) + 10 * budget
+    checks = {
+        "d_hidden": (found.d_hidden, limit), "d_weight": (found.d_weight, limit),
+        "the size of a gradient": (abs(found.scale), SCALE + 10 * budget), "the loss": (found.loss, LOSS),
+    }  # fmt: skip
+    over = {name: pair for name, pair in checks.items() if not pair[0] <= pair[1]}  # NaN is over
+    return ", ".join(f"{name} is off by {off:.1e} (limit {most:.1e})" for name, (off, most) in over.items()) or None
 
 
 def product_operations(run: Callable[[], object]) -> float:

@@ -10,10 +10,10 @@ import argparse
 import torch
 
 from .measure import save
-from .step import arguments, sweep
+from .step import arguments, chosen_by, sweep
 from .workloads import Head, Spec
 
-ON_CPU = dict(width=896, tokens=512, vocabs=(2048, 8192, 32_768, 131_072), rounds=3)
+ON_CPU = dict(width=896, tokens=512, vocabs=(2048, 8192, 32_768, 131_072), rounds=5)
 ON_GPU = dict(width=4096, tokens=16_384, vocabs=(2048, 8192, 32_768, 131_072, 262_144), rounds=15)
 
 
@@ -21,13 +21,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vocab", description=(__doc__ or "").split("\n\n")[0])
     arguments(parser)
     given = parser.parse_args()
+    chosen = chosen_by(parser, given.against)
     default = ON_GPU if given.device != "cpu" else ON_CPU
     width, tokens, vocabs, rounds = (default[name] for name in ("width", "tokens", "vocabs", "rounds"))
     if given.tiny:
         width, tokens, vocabs, rounds = 64, 128, (1000, 2000), 2
     dtype = given.dtype or ("bfloat16" if given.device != "cpu" else "float32")
     specs = [Spec(Head(width, vocab), tokens, "rl-like", dtype, given.device) for vocab in vocabs]
-    runs = sweep(specs, given.against, given.rounds or rounds)
+    runs = sweep(specs, chosen, given.rounds or rounds)
     print(save("vocab", torch.device(given.device), {"runs": runs}, given.output))
 
 

@@ -43,10 +43,10 @@ class Scenario(NamedTuple):
     long: bool = False  # two sequences, however many tokens
 
 
-SCENARIOS = {
+SCENARIOS = {  # shares are met as nearly as the number of sequences allows: see `counts`
     "dense": Scenario("every token has a gradient: the worst case for us"),
-    "rl-like": Scenario("3 in 10 sequences of zero advantage, 15 % of the others clipped", zero=0.3, clipped=0.15),
-    "on-policy": Scenario("one update per rollout: no old log-probs, nothing clipped", zero=0.3, on_policy=True),
+    "rl-like": Scenario("some sequences of zero advantage, some clipped", zero=0.3, clipped=0.15),
+    "on-policy": Scenario("no old log-probs, so nothing clipped; some of zero advantage", zero=0.3, on_policy=True),
     "kl": Scenario("as rl-like with a k3 KL of 0.04, which keeps every row alive", zero=0.3, clipped=0.15, kl=True),
     "long": Scenario("two sequences that share all tokens, both with a gradient", long=True),
 }
@@ -55,6 +55,7 @@ FEWEST = 8  # sequences
 INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios; the window ends at 3e-4 and 4e-4
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 KL_COEF = 0.04
+BUDGETS = (0.0, 1e-4, 1e-3, 4e-3, 1e-2)  # gradient budgets that are tried
 
 
 class Spec(NamedTuple):
@@ -92,11 +93,20 @@ class Workload(NamedTuple):
         return 2.0 * self.rows * self.weight.numel()
 
 
-def sequences_of(tokens: int, scenario: str) -> int:
-    """How many sequences share the tokens."""
-    if SCENARIOS[scenario].long:
-        return 2
-    return max(FEWEST, tokens // LENGTH)
+class Counts(NamedTuple):
+    sequences: int
+    zero: int  # of advantage 0
+    clipped: int  # of the others
+
+
+def counts(tokens: int, scenario: str) -> Counts:
+    """How many sequences share the tokens, and what they are."""
+    named = SCENARIOS[scenario]
+    if named.long:
+        return Counts(2, 0, 0)
+    sequences = max(FEWEST, tokens // LENGTH)
+    zero = round(named.zero * sequences)
+    return Counts(sequences, zero, round(named.clipped * (sequences - zero)))
 
 
 def make(spec: Spec, **policy: Any) -> Workload:
@@ -104,7 +114,7 @@ def make(spec: Spec, **policy: Any) -> Workload:
 
     Tokens are rounded down to equal sequences. `policy`: further arguments of `peaked.make`.
     """
-    scenario, count = SCENARIOS[spec.scenario], sequences_of(spec.tokens, spec.scenario)
+    scenario, (count, zero, clipped) = SCENARIOS[spec.scenario], counts(spec.tokens, spec.scenario)
     length = spec.tokens // count
     if length < 1:
         raise ValueError(f"tokens: expected at least {count} for {spec.scenario!r}, got {spec.tokens}")
@@ -112,8 +122,6 @@ def make(spec: Spec, **policy: Any) -> Workload:
     made = peaked.make(
         count * length, head.width, head.vocab, seed=spec.seed, softcap=head.softcap, device=device, **policy
     )
-    zero = round(scenario.zero * count)
-    clipped = round(scenario.clipped * (count - zero))
     drift = None
     if scenario.kl:
         rng = torch.Generator().manual_seed(spec.seed + 1)
@@ -123,15 +131,8 @@ def make(spec: Spec, **policy: Any) -> Workload:
 
 
 def batch(made: peaked.Policy, count: int, zero: int, clipped: int, dtype: torch.dtype = torch.float32) -> Workload:
-    """`count` sequences: the first `zero` of advantage 0, the next `clipped` beyond the clip, the others within it.
-
-    Advantages change signs from one to the next, and lie between 0.5 and 1.5 in size.
-    """
-    sign = torch.tensor([1.0, -1.0]).repeat(count)[:count]
-    advantages = sign * torch.linspace(0.5, 1.5, count)
-    advantages[:zero] = 0
-    log_ratio = INSIDE * torch.linspace(-1, 1, count)
-    log_ratio[zero : zero + clipped] = OUTSIDE * sign[zero : zero + clipped]
+    """`count` sequences of equal length, with the parts of `roles`."""
+    advantages, log_ratio = roles(count, zero, clipped)
     device = made.hidden.device
     return Workload(
         hidden=made.hidden.to(dtype).view(count, -1, made.hidden.shape[-1]),
@@ -143,6 +144,19 @@ def batch(made: peaked.Policy, count: int, zero: int, clipped: int, dtype: torch
         softcap=None,
         entropy=made.entropy.view(count, -1),
     )
+
+
+def roles(count: int, zero: int, clipped: int) -> tuple[Tensor, Tensor]:
+    """Advantages [S] and log-ratios [S]: the first `zero` have advantage 0, the next `clipped` lie beyond the clip.
+
+    Advantages change signs from one to the next, and lie between 0.5 and 1.5 in size.
+    """
+    sign = torch.tensor([1.0, -1.0]).repeat(count)[:count]
+    advantages = sign * torch.linspace(0.5, 1.5, count)
+    advantages[:zero] = 0
+    log_ratio = INSIDE * torch.linspace(-1, 1, count)
+    log_ratio[zero : zero + clipped] = OUTSIDE * sign[zero : zero + clipped]
+    return advantages, log_ratio
 
 
 def spec_from(given: list[Any]) -> Spec:

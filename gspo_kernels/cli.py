@@ -199,8 +199,11 @@ def bench(
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # a log need not wrap
-    with table.progress(console, benchmark.steps(chosen, spec, rounds)) as tick:
-        found = benchmark.compare(spec, chosen, rounds, tick)
+    try:
+        with table.progress(console, benchmark.steps(chosen, spec, rounds)) as tick:
+            found = benchmark.run(spec, chosen, rounds, tick)
+    except MemoryError as error:
+        fail(error)
     table.show(found, console)
     if as_json:
         typer.echo(json.dumps(benchmark.with_machine(found, spec), allow_nan=False))

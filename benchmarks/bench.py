@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .candidates import AGAINST, ALL, Candidate, Old
 from .measure import (
     Record,
     about,
+    dumps,
     fresh,
     interleaved,
     memory_is_known,
@@ -87,13 +89,20 @@ def compare(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick = lambd
             olds[one.name] = one.old(w)
     fits = "does_not_fit" not in records[NAIVE]
     check(w, present(), olds, records, tick, w if fits else make(spec._replace(tokens=min(spec.tokens, FEW))))
-    runs = {one.name: lambda one=one: one.step(w, olds[one.name]) for one in present()}
+
+    def timed(one: Candidate) -> None:
+        if "failed" not in records[one.name]:
+            with _kept_in(records[one.name]):
+                one.step(w, olds[one.name])
+
+    runs = {one.name: partial(timed, one) for one in present()}
     taken = interleaved(runs, rounds, device, lambda name: tick(f"time of {name}"))
-    for name, seconds in taken.items():
-        records[name] |= spread(seconds)
+    for one in present():
+        records[one.name] |= spread(taken[one.name])
         if NAIVE in taken:
-            records[name]["over_naive"] = over(seconds, taken[NAIVE])
-    on = spec._asdict() | {"head": spec.head._asdict(), **counts(spec.tokens, spec.scenario)._asdict()}
+            records[one.name]["over_naive"] = over(taken[one.name], taken[NAIVE])
+    sizes = {"tokens": w.rows, **counts(spec.tokens, spec.scenario)._asdict()}  # rounded down to equal sequences
+    on = spec._asdict() | {"head": spec.head._asdict(), **sizes}
     return {"on": {**on, "entropy": entropy_quantiles(w.entropy.flatten())}, "candidates": list(records.values())}
 
 
@@ -135,8 +144,8 @@ def _kept_in(record: Record) -> Iterator[None]:
     except Exception as error:
         if record["against"] == "ours" or record["name"] == NAIVE:
             raise
-        lines = str(error).strip().splitlines() or [""]
-        record["failed"] = f"{type(error).__name__}: {lines[-1][:200]}"
+        said = (str(error).strip().splitlines() or [""])[0]
+        record["failed"] = said[:200] if "Error" in said.split(":")[0] else f"{type(error).__name__}: {said[:200]}"
 
 
 def check(
@@ -194,7 +203,7 @@ def asked(
     model: str | None, tokens: str | None, against: str | None, scenario: str, dtype: str | None, device: str | None
 ) -> tuple[list[Candidate], Spec]:
     """The candidates and the workload of a command line; raises ValueError with a line for the user."""
-    place = _device(device)
+    place = device_of(device)
     on_gpu = place.type == "cuda"
     dtype = dtype or ("bfloat16" if on_gpu else "float32")
     if dtype not in DTYPES:
@@ -206,7 +215,8 @@ def asked(
     return candidates(against), Spec(head, count, scenario, dtype, str(place))
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; a GPU if there is one where nothing is said."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -219,9 +229,9 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def with_machine(found: Record, spec: Spec) -> Record:
+def as_json(found: Record, spec: Spec) -> str:
     """What was found, and where."""
-    return {**about(torch.device(spec.device)), **found}
+    return dumps({**about(torch.device(spec.device)), **found})
 
 
 def head_of(text: str) -> Head:
@@ -244,6 +254,8 @@ def tokens_of(text: str) -> int:
         number = int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
     except ValueError as error:
         raise ValueError(f"--tokens: expected a number such as 4096 or 4k, got {text!r}") from error
-    if number < FEWEST:
-        raise ValueError(f"--tokens: expected at least {FEWEST}, one for each sequence, got {text!r}")
+    if not FEWEST <= number < 2**31:
+        raise ValueError(
+            f"--tokens: expected at least {FEWEST}, one for each sequence, and less than 2^31; got {text!r}"
+        )
     return number

@@ -200,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__.split("\n\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds; its numbers mean nothing")
     parser.add_argument("--policy", type=Path, default=POLICY, help="of `benchmarks.policy` (default runs/policy)")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the trainings (default runs/budgets)")
+    parser.add_argument("--folder", type=Path, help="of the trainings (default runs/budgets, runs/tiny-budgets)")
     parser.add_argument("--workers", type=int, default=2, help="trainings at a time (default 2)")
     parser.add_argument("--output", type=Path, help="default benchmarks/results/budgets-cpu.json")
     arguments = parser.parse_args()
@@ -209,19 +209,20 @@ def main() -> None:
         arguments.policy / "model",
         arguments.policy / "problems.jsonl",
     )
+    folder = arguments.folder or (FOLDER.with_name("tiny-budgets") if arguments.tiny else FOLDER)
     if not model.is_dir():
         parser.error(f"{arguments.policy} holds no policy: run `python -m benchmarks.policy` first")
     torch.set_num_threads(1)
     disable_progress_bar()  # of loading, which would write between our lines
-    runs = trainings(size, model, data, arguments.folder, arguments.workers)
+    runs = trainings(size, model, data, folder, arguments.workers)
     results = {
         "policy": digest(arguments.policy), "updates": size.steps * size.updates, "settings": size._asdict(),
         "budgets": ARMS, "noise": NOISE, "control": CONTROL, "runs": runs,
-        "distance": distances(size, model, arguments.folder), "compared": compared(runs),
+        "distance": distances(size, model, folder), "compared": compared(runs),
     }  # fmt: skip
     for seed in size.seeds:  # gigabytes of checkpoints, of which nothing else is wanted
         for name in (f"start-{seed}", *(f"{name_of(arm)}-{seed}" for arm in ARMS)):
-            shutil.rmtree(arguments.folder / name)
+            shutil.rmtree(folder / name)
     for name, apart in results["distance"].items():
         print(f"distance of final parameters, {name}:", *(f"{x:.4g}" for x in apart))
     print(measure.save("budgets", torch.device("cpu"), results, arguments.output))

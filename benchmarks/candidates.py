@@ -111,7 +111,7 @@ def _on(log_probs: LogProbs, per_token: bool = False) -> Callable[[Workload, Old
 
     def loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
         made = log_probs(hidden.flatten(0, 1), weight, w.target_ids.flatten(), w.softcap)
-        return loss_of(made.view_as(w.target_ids), w, old, per_token)
+        return loss_of(made.float().view_as(w.target_ids), w, old, per_token)
 
     return loss
 

@@ -8,19 +8,21 @@ Hidden states and head are rounded to bf16 first; the truth is float64 of exactl
 A sequence is L of the measured tokens, drawn with replacement; of each the error of its log-ratio counts. The mean of
 the true log-ratios is set, to N(0, 3.4e-4), so that at every length the same share of sequences, about 15 %, is beyond
 the window of 3e-4 / 4e-4. A decision is wrong if it is not the one that float64 takes. The mean error of the tokens is
-taken out, because that of a few thousand tokens is mostly chance and would be a bias of every long sequence; what the
-decisions are with it left in is reported too. In a real sequence errors may be correlated, which draws do not show; the
-correlation of neighbouring tokens' errors stands beside them, and says something for the tokens of a trained policy.
+taken out, because that of a few thousand tokens is mostly chance and would be a bias of every long sequence; decisions
+with it left in are reported too ("wrong with the bias").
+
+Two intervals: "95 %" covers the drawing of sequences from these tokens, "95 %, tokens drawn anew" the choice of the
+tokens besides (a bootstrap; of a trained policy's, whole answers are drawn). Neither covers another policy, nor errors
+that are correlated within a sequence, which draws undo. How much they are is told of a trained policy's answers: the
+standard deviation of their mean errors, times sqrt(L), over that of tokens is 1 where errors are independent.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,17 +30,19 @@ from torch import Tensor
 from gspo_kernels import Objective, linear_log_probs
 
 from . import candidates, measure, peaked
+from .candidates import LogProbs
+from .decisions import SPREAD, about_errors, decisions, spread_of_means
+from .measure import Record
+from .step import positive
 from .workloads import MODELS, Head
 
 HEAD = MODELS["qwen2.5-0.5b"]
 LENGTHS = tuple(2**k for k in range(6, 15))
-SPREAD = 3.4e-4  # of the true log-ratios of sequences
 UPDATE = 0.03  # nats that an update moves a logit
 ROWS = 512  # of a call, of every implementation, before and after the update
 POLICY = Path("runs/policy")  # where `benchmarks.policy` leaves a trained policy
-OURS, ROUNDED = "ours", "naive GSPO"
+OURS, NAIVE = "ours", "naive GSPO"
 OTHER_ENGINE = "old by bf16 logits, new by ours"
-LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [N, H], weight [V, H], ids [N] -> [N]
 
 
 class Tokens(NamedTuple):
@@ -46,6 +50,7 @@ class Tokens(NamedTuple):
     new_hidden: Tensor  # [N, H] bf16
     weight: Tensor  # [V, H] bf16
     target_ids: Tensor  # [N], sampled before the update
+    sequence: Tensor  # [N] on the CPU: whose they are, in order; each its own where tokens are independent
 
 
 class Measured(NamedTuple):
@@ -59,15 +64,15 @@ class Measured(NamedTuple):
     def ratio_errors(self) -> dict[str, Tensor]:
         """Errors of the log-ratios [N]; the last is of old log-probs from another engine, as a sampler's are."""
         found = {name: self.new[name] - self.old[name] for name in self.old}
-        if {OURS, ROUNDED} <= found.keys():
-            found[OTHER_ENGINE] = self.new[OURS] - self.old[ROUNDED]
+        if {OURS, NAIVE} <= found.keys():
+            found[OTHER_ENGINE] = self.new[OURS] - self.old[NAIVE]
         return found
 
 
 # Who is compared
 
 
-def implementations(device: torch.device) -> tuple[dict[str, LogProbs], dict[str, str]]:
+def implementations(head: Head, device: torch.device) -> tuple[dict[str, LogProbs], dict[str, str]]:
     """Those that run here, and why the others do not. What shares its log-probs with an earlier one is left out."""
     found: dict[str, LogProbs] = {}
     absent: dict[str, str] = {}
@@ -76,26 +81,23 @@ def implementations(device: torch.device) -> tuple[dict[str, LogProbs], dict[str
         if one.log_probs in seen:
             continue
         seen.add(one.log_probs)
-        why = one.absent(None, device)
+        why = one.absent(head, torch.bfloat16, device)
         if why is None:
-            found[name] = _plain(one.log_probs)
+            found[name] = one.log_probs
         else:
             absent[name] = why
     return {**found, "fp16 logits": half_logits, "fp32 logits": full_precision_logits}, absent
 
 
-def _plain(log_probs: candidates.LogProbs) -> LogProbs:
-    return lambda hidden, weight, ids: log_probs(hidden, weight, ids, None)
-
-
-def half_logits(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+def half_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
     """Accumulated in fp32 and rounded to fp16 before the softmax, as some GPU kernels do."""
+    assert softcap is None
     logits = (hidden.float() @ weight.float().t()).half().float()
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
-def full_precision_logits(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    return candidates.full_log_probs(hidden.float(), weight.float(), ids, None)
+def full_precision_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
+    return candidates.full_log_probs(hidden.float(), weight.float(), ids, softcap)
 
 
 # What is measured
@@ -106,15 +108,16 @@ def updated(hidden: Tensor, weight: Tensor, ids: Tensor, seed: int) -> Tokens:
     rng = torch.Generator(hidden.device).manual_seed(seed)
     noise = torch.randn(hidden.shape, generator=rng, device=hidden.device)
     scale = UPDATE / weight.float().square().sum(1).mean().sqrt()
-    return Tokens(hidden.bfloat16(), (hidden.float() + scale * noise).bfloat16(), weight.bfloat16(), ids)
+    moved, alone = (hidden.float() + scale * noise).bfloat16(), torch.arange(ids.numel())
+    return Tokens(hidden.bfloat16(), moved, weight.bfloat16(), ids, alone)
 
 
-def synthetic(count: int, head: Head, device: torch.device, seed: int = 0) -> tuple[Tokens, dict[str, Any]]:
+def synthetic(count: int, head: Head, device: torch.device, seed: int = 0) -> tuple[Tokens, Record]:
     made = peaked.make(count, head.width, head.vocab, seed=seed, device=device)
     return updated(made.hidden, made.weight, made.target_ids, seed + 1), peaked.about(made)
 
 
-def trained(folder: Path, count: int, device: torch.device) -> tuple[Tokens, dict[str, Any]] | str:
+def trained(folder: Path, count: int, device: torch.device) -> tuple[Tokens, Record] | str:
     """Of a policy that was trained; or why there is none."""
     from . import policy  # needs transformers, which nothing else here does
 
@@ -123,7 +126,9 @@ def trained(folder: Path, count: int, device: torch.device) -> tuple[Tokens, dic
     except FileNotFoundError as missing:
         return str(missing)
     hidden, ids = (x[:count].to(device) for x in states.rows())
-    tokens = updated(hidden, states.weight.to(device), ids, seed=1)
+    lengths = states.mask.sum(1).cpu()
+    whose = torch.arange(lengths.numel()).repeat_interleave(lengths)[:count]
+    tokens = updated(hidden, states.weight.to(device), ids, seed=1)._replace(sequence=whose)
     found = linear_log_probs(tokens.old_hidden[None], tokens.weight, ids[None], entropy=True).entropy
     assert found is not None
     return tokens, peaked.entropy_quantiles(found[0])
@@ -132,15 +137,15 @@ def trained(folder: Path, count: int, device: torch.device) -> tuple[Tokens, dic
 @torch.no_grad()
 def log_probs(run: LogProbs, hidden: Tensor, weight: Tensor, ids: Tensor, rows: int = ROWS) -> Tensor:
     """On the CPU, in the dtype that they come in."""
-    parts = [run(h, weight, i) for h, i in zip(hidden.split(rows), ids.split(rows), strict=True)]
+    parts = [run(h, weight, i, None) for h, i in zip(hidden.split(rows), ids.split(rows), strict=True)]
     return torch.cat(parts).cpu()
 
 
 def truth(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     """`weight` is float64 already: of a large head that is a gigabyte."""
 
-    def run(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        return candidates.full_log_probs(hidden.double(), weight, ids, None, torch.float64)
+    def run(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
+        return candidates.full_log_probs(hidden.double(), weight, ids, softcap, torch.float64)
 
     return log_probs(run, hidden, weight, ids, rows=64)
 
@@ -161,92 +166,32 @@ def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> Measured:
     return Measured(true_new - true_old, old, new, dtypes)
 
 
-# What is made of it
-
-
-def about_errors(errors: Tensor) -> dict[str, float]:
-    """Of token errors [N], nats."""
-    sizes = errors.abs()
-    return {
-        "std": errors.std().item(), "bias": errors.mean().item(),
-        "standard error of the bias": errors.std().item() / math.sqrt(errors.numel()),
-        "99th percentile": sizes.quantile(0.99).item(), "largest": sizes.max().item(),
-        "correlation of neighbours": torch.stack([errors[:-1], errors[1:]]).corrcoef()[0, 1].item(),
-    }  # fmt: skip
-
-
-def passes_clip(u: Tensor, positive: Tensor) -> Tensor:
-    """Whether a sequence of log-ratio u keeps its gradient, by the sign of its advantage."""
-    low, high = Objective().log_window
-    return torch.where(positive, u <= high, u >= low)
-
-
-def interval(hits: int, count: int) -> tuple[float, float]:
-    """95 % of a share, by Wilson's score."""
-    z = 1.959964
-    share, scale = hits / count, 1 + z * z / count
-    middle = share + z * z / (2 * count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return (middle - half) / scale if hits else 0.0, (middle + half) / scale
-
-
-def decisions(
-    ratio_errors: dict[str, Tensor], lengths: tuple[int, ...], sequences: int, seed: int = 0
-) -> list[dict[str, Any]]:
-    """Wrong ones by implementation and length. A sequence of 2 L tokens is one of L and L more; all share the draws."""
-    rng = torch.Generator().manual_seed(seed)
-    names, errors = list(ratio_errors), torch.stack(list(ratio_errors.values()), 1)
-    bias = errors.mean(0)
-    centred = (errors - bias).float()
-    wrong = torch.zeros(2, len(lengths), len(names), dtype=torch.int64)
-    clipped = 0
-    for some in torch.arange(sequences).split(10_000):
-        u = SPREAD * torch.randn(len(some), 1, generator=rng, dtype=torch.float64)
-        positive = torch.rand(len(some), 1, generator=rng) < 0.5
-        right = passes_clip(u, positive)
-        clipped += int((~right).sum())
-        total, before = torch.zeros(len(some), len(names), dtype=torch.float64), 0
-        for at, length in enumerate(lengths):
-            drawn = torch.randint(errors.shape[0], (len(some), length - before), generator=rng)
-            total += torch.nn.functional.embedding_bag(drawn, centred, mode="sum").double()
-            before = length
-            for kind, more in enumerate((0.0, bias)):
-                wrong[kind, at] += (passes_clip(u + total / length + more, positive) != right).sum(0)
-    return [
-        {
-            "implementation": name, "length": length, "sequences": sequences, "clipped": clipped / sequences,
-            **_share("wrong", int(wrong[0, at, k]), sequences),
-            **_share("wrong with the bias", int(wrong[1, at, k]), sequences),
-        }
-        for k, name in enumerate(names)
-        for at, length in enumerate(lengths)
-    ]  # fmt: skip
-
-
-def _share(name: str, hits: int, count: int) -> dict[str, Any]:
-    return {name: hits / count, f"{name}, 95 %": interval(hits, count)}
-
-
-def suite(tokens: Tokens, about: dict[str, Any], runs: dict[str, LogProbs], sequences: int) -> dict[str, Any]:
+def suite(tokens: Tokens, about: Record, sequences: int) -> Record:
     """All that is known of one set of tokens."""
+    vocab, width = tokens.weight.shape
+    runs, absent = implementations(Head(width, vocab), tokens.weight.device)
+    for name, why in absent.items():
+        print(f"  not measured: {name}, {why}", flush=True)
     found = measured(tokens, runs)
-    ratio_errors = found.ratio_errors()
+    ratio_errors, twice = found.ratio_errors(), tokens.sequence.repeat(2)
+    both = {name: torch.cat([found.old[name], found.new[name]]) for name in runs}
     return {
-        "tokens": tokens.target_ids.numel(), "width": tokens.weight.shape[1], "vocab": tokens.weight.shape[0],
+        "tokens": tokens.target_ids.numel(), "sequences": tokens.sequence.unique().numel(),
+        "width": width, "vocab": vocab, "not measured": absent,
         "entropy": about, "std of the true log-ratio": found.log_ratio.std().item(),
-        "log-probs": {
-            name: {"dtype": found.dtypes[name], **about_errors(torch.cat([found.old[name], found.new[name]]))}
-            for name in runs
+        "log-probs": {name: {"dtype": found.dtypes[name], **about_errors(both[name], twice)} for name in runs},
+        "log-ratios": {
+            name: about_errors(errors, tokens.sequence) | spread_of_means(errors, tokens.sequence)
+            for name, errors in ratio_errors.items()
         },
-        "log-ratios": {name: about_errors(errors) for name, errors in ratio_errors.items()},
-        "decisions": decisions(ratio_errors, LENGTHS, sequences),
+        "decisions": decisions(ratio_errors, LENGTHS, sequences, tokens.sequence),
     }  # fmt: skip
 
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--tokens", type=int, default=3072, help="measured, of each set (default 3072)")
-    parser.add_argument("--sequences", type=int, default=100_000, help="per length (default 100000)")
+    parser.add_argument("--tokens", type=positive, default=3072, help="measured, of each set (default 3072)")
+    parser.add_argument("--sequences", type=positive, default=100_000, help="per length (default 100000)")
     parser.add_argument("--policy", type=Path, default=POLICY, help="a trained policy (default runs/policy)")
     parser.add_argument("--device", default="cpu", help="default cpu")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds: a head of 128 x 4096")
@@ -255,19 +200,18 @@ def main(given: list[str] | None = None) -> None:
     if arguments.tiny:
         arguments.tokens, arguments.sequences = 256, 2000
     device, head = torch.device(arguments.device), Head(128, 4096) if arguments.tiny else HEAD
-    runs, absent = implementations(device)
-    for name, why in absent.items():
-        print(f"not measured: {name}, {why}", flush=True)
-    sets: dict[str, Any] = {}
+    sets: Record = {}
     print("a synthetic policy", flush=True)
-    sets["synthetic"] = suite(*synthetic(arguments.tokens, head, device), runs, arguments.sequences)
+    sets["synthetic"] = suite(*synthetic(arguments.tokens, head, device), arguments.sequences)
+    absent = dict(sets["synthetic"]["not measured"])
     states = trained(arguments.policy, arguments.tokens, device)
     if isinstance(states, str):
         absent["trained policy"] = states
         print(f"not measured: {states}", flush=True)
     else:
         print("a trained policy", flush=True)
-        sets["trained"] = suite(*states, runs, arguments.sequences)
+        sets["trained"] = suite(*states, arguments.sequences)
+        absent |= sets["trained"]["not measured"]
     objective = Objective()
     results = {
         "dtype": "bfloat16", "spread of log-ratios": SPREAD, "update": UPDATE, "rows of a call": ROWS,

@@ -4,33 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from .figures_fidelity import LOOKS
+from .looks import BLUE, GREEN, GREY, LOOKS, ORANGE, PURPLE, VERMILION, panels, save
+from .measure import Record
+from .paper_samples import NORMALISED, PRODUCT
 
-GSPO, GRPO = "#0072B2", "#D55E00"
-LAWS = ("#0072B2", "#009E73", "#E69F00", "#CC79A7", "#999999")  # in the order of the JSON
+GSPO, GRPO = BLUE, VERMILION
+LAWS = (BLUE, GREEN, ORANGE, PURPLE, GREY)  # in the order of the JSON
+SIZE = (8.0, 3.8)
 MARKERS = "osD^P"
-
-
-def _panels(count: int, width: float = 8.0, height: float = 3.8) -> tuple[Figure, list[Axes]]:
-    figure, axes = plt.subplots(1, count, figsize=(width, height), squeeze=False, layout="constrained")
-    for one in axes[0]:
-        one.grid(alpha=0.25, lw=0.5)
-    return figure, list(axes[0])
-
-
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
 
 
 def _lengths(axes: Axes, lengths: list[int]) -> None:
@@ -40,30 +25,31 @@ def _lengths(axes: Axes, lengths: list[int]) -> None:
     axes.set_xlabel("length of the sequence, tokens")
 
 
-def draw_equality(results: dict[str, Any], path: Path) -> None:
+def draw_equality(results: Record, path: Path) -> None:
     """6.1: coefficients of GSPO and GSPO-token, token by token."""
     numbers = results["6.1"]["numbers"]
-    figure, axes = _panels(2, height=3.9)
+    figure, axes = panels(1, 2, SIZE)
     titles = ("one advantage per sequence, no token weights", "the same with a weight per token")
     for one, title, (whole, token) in zip(axes, titles, numbers["coefficients"].values(), strict=True):
         ends = [min(whole + token), max(whole + token)]
-        one.plot(ends, ends, color="#999999", lw=1, zorder=0)
+        one.plot(ends, ends, color=GREY, lw=1, zorder=0)
         one.plot(whole, token, color=GSPO, marker="o", ms=3, lw=0, alpha=0.5)
         one.set_title(title, fontsize=9, loc="left")
         one.set_xlabel("coefficient of a token, GSPO")
         one.set_ylabel("coefficient of a token, GSPO-token")
-    _save(figure, path)
+    save(figure, path)
 
 
-def draw_clip_fractions(results: dict[str, Any], path: Path) -> None:
+def draw_clip_fractions(results: Record, path: Path) -> None:
     """6.2: clip fractions of the same samples against length, and the paper's pair."""
     numbers = results["6.2"]["numbers"]
-    figure, (axes,) = _panels(1, 7.5, 4.4)
+    figure, (axes,) = panels(1, 1, (7.5, 4.4))
     lengths = [p["length"] for p in next(iter(numbers["laws"].values()))["points"]]
     for (name, law), colour, marker in zip(numbers["laws"].items(), LAWS, MARKERS, strict=True):
         points = law["points"]
         low, high = ([p["gspo, 95 %"][end] for p in points] for end in (0, 1))
         label = f"{name}, std {law['std']:g}" + (f", {law['drift']:g} a token" if law["drift"] else "")
+        label += "" if any(p["grpo"] for p in points) else "; GRPO clips none"
         axes.plot(lengths, [p["gspo"] for p in points], color=colour, marker=marker, ms=5, label=label)
         axes.fill_between(lengths, low, high, color=colour, alpha=0.15, lw=0)
         some = [p for p in points if p["grpo"] > 0]
@@ -82,40 +68,44 @@ def draw_clip_fractions(results: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("share of tokens clipped")
     title = "law of a token's log-ratio (filled: GSPO, open: GRPO)"
     axes.legend(fontsize=8, title=title, title_fontsize=8, loc="center", frameon=False, bbox_to_anchor=(0.5, 0.46))
-    _save(figure, path)
+    save(figure, path)
 
 
-def draw_ranges(results: dict[str, Any], path: Path) -> None:
-    """6.3: where 98 % of the ratios lie, with and without length normalisation."""
-    points = results["6.3"]["numbers"]["points"]
-    lengths = [p["length"] for p in points]
-    figure, (product, normalised) = _panels(2)
-    low, high = zip(*(p["product, 1 % to 99 %"] for p in points), strict=True)
-    product.fill_between(lengths, low, high, color=GRPO, alpha=0.25, lw=0)
-    product.plot(lengths, low, lengths, high, color=GRPO, marker="o", ms=4)
+def draw_ranges(results: Record, path: Path) -> None:
+    """6.3: where 98 % of the ratios lie, with and without length normalisation, with and without drift."""
+    laws = results["6.3"]["numbers"]["laws"]
+    figure, (product, normalised) = panels(1, 2, SIZE)
+    for name, style, fill in (("no drift", "-", 0.25), ("drift", "--", 0.0)):
+        points, drift = laws[name]["points"], laws[name]["drift"]
+        lengths = [p["length"] for p in points]
+        label = f"drift {drift:g} a token" if drift else name
+        both = ((product, PRODUCT, GRPO, float), (normalised, NORMALISED, GSPO, lambda ratio: 1e3 * (ratio - 1)))
+        for one, kind, colour, shown in both:
+            low, high = ([shown(p[kind][end]) for p in points] for end in (0, 1))
+            one.fill_between(lengths, low, high, color=colour, alpha=fill, lw=0)
+            one.plot(lengths, low, color=colour, ls=style, marker="o", ms=4, label=label)
+            one.plot(lengths, high, color=colour, ls=style, marker="o", ms=4)
     product.set_yscale("log")
     product.set_ylabel("ratio, 1 % to 99 %")
     product.set_title("product of the tokens' ratios", fontsize=9, loc="left")
-    low, high = ([1e3 * (p["normalised, 1 % to 99 %"][end] - 1) for p in points] for end in (0, 1))
-    normalised.fill_between(lengths, low, high, color=GSPO, alpha=0.25, lw=0)
-    normalised.plot(lengths, low, lengths, high, color=GSPO, marker="o", ms=4)
     window = (-0.3, 0.4)  # of the paper: results are of the preset
     for bound in window:
         normalised.axhline(bound, color="black", lw=1, ls=":")
     normalised.annotate("clip window", (lengths[0], window[1]), xytext=(2, 3), textcoords="offset points", fontsize=8)
     normalised.set_ylabel("(ratio - 1) x 1000, 1 % to 99 %")
     normalised.set_title("length-normalised, as GSPO has it", fontsize=9, loc="left")
-    for one in (product, normalised):
+    for one, place in ((product, "upper left"), (normalised, "upper right")):
         one.set_xscale("log")
         one.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-        one.set_xlabel("length of the sequence, tokens")
-    _save(figure, path)
+        one.set_xlabel("length of the sequence, independent tokens")
+        one.legend(fontsize=8, frameon=False, loc=place)
+    save(figure, path)
 
 
-def draw_precision(results: dict[str, Any], path: Path) -> None:
+def draw_precision(results: Record, path: Path) -> None:
     """6.4: what the head's rounding does to decisions and coefficients."""
     numbers = results["6.4"]["numbers"]
-    figure, (wrong, error) = _panels(2, 9.0, 4.2)
+    figure, (wrong, error) = panels(1, 2, (9.0, 4.2))
     lengths = sorted({p["length"] for p in numbers["points"]})
     for name, std in numbers["std of a token's log-ratio error"].items():
         colour, marker = LOOKS[name]
@@ -124,12 +114,15 @@ def draw_precision(results: dict[str, Any], path: Path) -> None:
             look = {"color": colour, "ls": style, "marker": marker, "ms": 5, "mfc": fill or colour}
             some = [p for p in rows if p["wrong decisions"] > 0]
             wrong.plot([p["length"] for p in some], [100 * p["wrong decisions"] for p in some], **look)
+            if kind == "gspo":
+                low, high = ([100 * p["wrong decisions, 95 %"][end] for p in some] for end in (0, 1))
+                wrong.vlines([p["length"] for p in some], low, high, color=colour, alpha=0.4, lw=2)
             label = f"{name} ({std:.0e})" if kind == "gspo" else None
             error.plot(lengths, [p["relative error"] for p in rows], label=label, **look)
     wrong.set_ylabel("wrong clip decisions, %")
     error.set_ylabel("relative error of all coefficients")
     wrong.set_title("GSPO: of sequences; GRPO: of tokens; none is not drawn", fontsize=9, loc="left")
-    once = any(0 < p["wrong decisions"] * p["sequences"] < 1.5 for p in numbers["points"] if p["objective"] == "gspo")
+    once = any(0 < p["wrong of these"] * p["sequences"] < 1.5 for p in numbers["points"] if p["objective"] == "gspo")
     title = "against float64" + ("; a peak is one wrong decision" if once else "")
     error.set_title(title, fontsize=9, loc="left")
     for one in (wrong, error):
@@ -140,13 +133,13 @@ def draw_precision(results: dict[str, Any], path: Path) -> None:
         *error.get_legend_handles_labels(), fontsize=8, title=title, title_fontsize=8, ncols=3,
         loc="outside lower center", frameon=False,
     )  # fmt: skip
-    _save(figure, path)
+    save(figure, path)
 
 
-def draw_coefficients(results: dict[str, Any], path: Path) -> None:
+def draw_coefficients(results: Record, path: Path) -> None:
     """6.7: the weights that a token's gradient gets besides its advantage, clipped ones left out."""
     numbers = results["6.7"]["numbers"]
-    figure, axes = _panels(2, 9.0)
+    figure, axes = panels(1, 2, (9.0, 3.8))
     for one, kind in zip(axes, ("grpo", "gspo"), strict=True):
         found = numbers[kind]
         for sign, colour in (("A > 0", GSPO), ("A < 0", GRPO)):
@@ -168,14 +161,14 @@ def draw_coefficients(results: dict[str, Any], path: Path) -> None:
     axes[0].set_xticks([t for t in (0.02, 0.1, 0.5, 1, 2, 10, 50) if _inside(t, numbers["grpo"]["edges"])])
     axes[0].minorticks_off()
     axes[1].xaxis.set_major_formatter(plain)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _inside(value: float, edges: list[float]) -> bool:
     return edges[0] <= value <= edges[-1]
 
 
-DRAW: dict[str, Callable[[dict[str, Any], Path], None]] = {
+DRAW: dict[str, Callable[[Record, Path], None]] = {
     "6.1": draw_equality,
     "6.2": draw_clip_fractions,
     "6.3": draw_ranges,

@@ -7,6 +7,7 @@ those that are never apart by colour are apart by marker.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -42,7 +43,7 @@ LOOKS = {
 SPARE = (BLUE, GREEN, ORANGE, PURPLE, GREY, SKY)  # for what has no name here
 
 
-def panels(rows: int, columns: int, size: tuple[float, float], **more: object) -> tuple[Figure, list[Axes]]:
+def panels(rows: int, columns: int, size: tuple[float, float], **more: Any) -> tuple[Figure, list[Axes]]:
     """A figure and its axes, row by row. `more`: of `Figure.subplots`."""
     figure = Figure(figsize=size, layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False, **more).flat)

@@ -10,6 +10,7 @@ import gc
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -63,8 +64,21 @@ def save(suite: str, device: torch.device, results: Any, path: Path | None = Non
     where = "cpu" if device.type != "cuda" else re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower())
     path = path or RESULTS / f"{suite}-{where}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"suite": suite, **about(device), "results": results}, indent=1) + "\n")
+    path.write_text(dumps({"suite": suite, **about(device), "results": results}, indent=1) + "\n")
     return path
+
+
+def dumps(found: Any, indent: int | None = None) -> str:
+    """JSON, which has no NaN and no infinity: they are null."""
+    return json.dumps(_finite(found), indent=indent, allow_nan=False)
+
+
+def _finite(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {key: _finite(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def interleaved(
@@ -141,14 +155,21 @@ def fresh(module: str, function: str, **arguments: Any) -> Any:
     if torch.cuda.is_initialized():  # what this process only keeps for later would be missing there
         gc.collect()
         torch.cuda.empty_cache()
-    command = [sys.executable, "-m", f"{__package__}.measure", module, function, json.dumps(arguments)]
+    # The same places to import from: `-m` would put the working directory before them.
+    start = (
+        f"import sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); from {__package__}.measure import child; "
+    )
+    command = [sys.executable, "-c", f"{start}sys.exit(child(*sys.argv[1:]))", os.pathsep.join(sys.path)]
+    command += [module, function, json.dumps(arguments)]
     # glibc then hands every large block back as soon as it is free: resident memory is live memory.
     env = os.environ | {"PYTHONWARNINGS": "ignore", "MALLOC_MMAP_THRESHOLD_": str(64 * KIB)}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode in (-9, _OUT_OF_MEMORY):
         return None
     if done.returncode:
-        raise RuntimeError(f"{module}.{function}({arguments}) failed in a process of its own:\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{_error_in(done.stderr)}\nin a process of its own: {module}.{function}\n{done.stderr[-2000:]}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -161,7 +182,14 @@ def no_room(error: Exception) -> bool:
     return isinstance(error, MemoryError) or bool(re.search(said, str(error), re.IGNORECASE))
 
 
-def _main(module: str, function: str, arguments: str) -> int:
+def _error_in(stderr: str) -> str:
+    """The line of a traceback that says what happened; some packages print advice after it."""
+    lines = [line for line in stderr.splitlines() if line.strip()] or ["it said nothing"]
+    return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])
+
+
+def child(module: str, function: str, arguments: str) -> int:
+    """What `fresh` starts."""
     stop_before_swapping()
     run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     try:
@@ -170,7 +198,7 @@ def _main(module: str, function: str, arguments: str) -> int:
         if no_room(error):
             return _OUT_OF_MEMORY
         raise
-    print(json.dumps(found))
+    print(dumps(found))
     return 0
 
 
@@ -180,7 +208,8 @@ def stop_before_swapping() -> None:
         import resource
 
         free = _kib(Path("/proc/meminfo"), "MemAvailable") * KIB
-        resource.setrlimit(resource.RLIMIT_DATA, (free, free))
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (free if hard == resource.RLIM_INFINITY else min(free, hard), hard))
 
 
 def _of_this_process(name: str) -> int:
@@ -224,6 +253,3 @@ def _git(*arguments: str) -> str:
 
 
 AT_START = _checkout()
-
-if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))

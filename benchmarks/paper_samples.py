@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,18 +14,20 @@ from torch import Tensor
 from gspo_kernels import Objective, gspo_fused_loss, policy_loss
 from gspo_kernels.reference import gspo_reference_loss
 
-from . import fidelity
+from . import decisions, fidelity
+from .measure import Record
 from .workloads import Head
 
 GSPO = Objective.preset("gspo")  # 3e-4 and 4e-4, as in the paper
 GRPO = Objective.preset("grpo", clip_low=0.2, clip_high=0.27)
-ROUNDED = {fidelity.ROUNDED: "bf16 logits"}
+BF16 = "bf16 logits"  # what naive GSPO is, as a kind of noise
 OBJECTIVES = {"gspo": GSPO, "grpo": GRPO}
+NORMALISED, PRODUCT = "normalised, 1 % to 99 %", "product, 1 % to 99 %"
 AT_ONCE = 2**22  # tokens
 
 
 class Law(NamedTuple):
-    """Of log-ratios of tokens. Standard deviation and drift are those whose clip fractions the paper's pair fits."""
+    """Of log-ratios of tokens. But for `drift`, standard deviations are fitted: GRPO then clips as the paper says."""
 
     what: str
     std: float
@@ -107,22 +110,22 @@ class Noise(NamedTuple):
 def measured_noise(tokens: int, head: Head) -> Noise:
     """What rounding in the head alone does to log-ratios, and to those whose old log-probs come from another engine."""
     device = torch.device("cpu")
-    runs, _ = fidelity.implementations(device)
-    wanted = (fidelity.ROUNDED, "fp16 logits", "fp32 logits", fidelity.OURS)
+    runs, _ = fidelity.implementations(head, device)
+    wanted = (fidelity.NAIVE, "fp16 logits", "fp32 logits", fidelity.OURS)
     made, _ = fidelity.synthetic(tokens, head, device)
     found = fidelity.measured(made, {name: runs[name] for name in wanted})
-    named = {ROUNDED.get(name, name): errors for name, errors in found.ratio_errors().items()}
+    named = {BF16 if name == fidelity.NAIVE else name: errors for name, errors in found.ratio_errors().items()}
     return Noise(found.log_ratio, {name: errors - errors.mean() for name, errors in named.items()})
 
 
-def disturbed(noise: Noise, length: int, sequences: int, rng: torch.Generator) -> list[dict[str, Any]]:
+def disturbed(noise: Noise, length: int, sequences: int, rng: torch.Generator) -> list[Record]:
     """Coefficients from disturbed log-ratios beside those of float64, of GSPO and GRPO."""
     totals = {(name, kind): torch.zeros(6, dtype=torch.float64) for name in noise.errors for kind in OBJECTIVES}
     for some in in_parts(sequences, length):
         advantages = signs(some)
         drawn = torch.randint(noise.log_ratio.shape[0], (some, length), generator=rng)
         log_ratio = noise.log_ratio[drawn]
-        u = fidelity.SPREAD * torch.randn(some, 1, generator=rng, dtype=torch.float64)
+        u = decisions.SPREAD * torch.randn(some, 1, generator=rng, dtype=torch.float64)
         log_ratio += u - log_ratio.mean(1, keepdim=True)
         for kind, objective in OBJECTIVES.items():
             right = coefficients(log_ratio, advantages, objective)
@@ -132,7 +135,7 @@ def disturbed(noise: Noise, length: int, sequences: int, rng: torch.Generator) -
     return [
         {
             "noise": name, "objective": kind, "length": length, "sequences": sequences,
-            "wrong decisions": (wrong / (sequences * length)).item(),
+            "wrong of these": (wrong / (sequences * length)).item(),
             "cosine": (dot / (square * true).sqrt()).item(),
             "relative error": (apart / true).sqrt().item(),
             "relative error where decisions agree": (apart_alike / true).sqrt().item(),
@@ -216,7 +219,7 @@ def presets_apart(weighted: bool, dtype: torch.dtype) -> dict[str, float]:
 # What a length changes
 
 
-def crossing(points: list[dict[str, Any]], share: float, end: int | None = None) -> float | None:
+def crossing(points: list[Record], share: float, end: int | None = None) -> float | None:
     """The length where the clip fraction falls through `share`, on a logarithmic axis; None if it does not.
 
     `end`: 0 or 1, of the fraction's interval instead.
@@ -229,7 +232,23 @@ def crossing(points: list[dict[str, Any]], share: float, end: int | None = None)
     return None
 
 
-def slope(points: list[dict[str, Any]], name: str) -> float:
-    """Of the logarithm of the range's width (as log-ratios) against that of the length, from first to last."""
-    first, last = (math.log(math.log(p[name][1] / p[name][0])) for p in (points[0], points[-1]))
-    return (last - first) / math.log(points[-1]["length"] / points[0]["length"])
+def means(law: Law, length: int, sequences: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The library's log-ratios of sequences [S] float64, and their advantages."""
+    parts = [signs(some) for some in in_parts(sequences, length)]
+    found = [judged(draw(law, some, length, rng), some, GSPO)["log_ratio"].double() for some in parts]
+    return torch.cat(found), torch.cat(parts)
+
+
+def ranges(u: Tensor, length: int) -> Record:
+    """Of the ratios of sequences whose mean log-ratios are `u` [S]."""
+    at = u.new_tensor([0.01, 0.99])
+    return {
+        "length": length, "sequences": u.shape[0], PRODUCT: (length * u).quantile(at).exp().tolist(),
+        NORMALISED: u.quantile(at).exp().tolist(), "std of u": u.std().item(),
+    }  # fmt: skip
+
+
+def slope(points: list[Record], name: str) -> float:
+    """Of the logarithm of the range's width (as log-ratios) against that of the length, by least squares."""
+    lengths = [math.log(p["length"]) for p in points]
+    return statistics.linear_regression(lengths, [math.log(math.log(p[name][1] / p[name][0])) for p in points]).slope

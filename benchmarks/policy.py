@@ -277,7 +277,7 @@ def make(size: Size, device: torch.device, folder: Path) -> Record:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policy", description=__doc__.split("\n\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds; its numbers mean nothing")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="for checkpoint and states (default runs/policy)")
+    parser.add_argument("--folder", type=Path, help="for checkpoint and states (default runs/policy, runs/tiny-policy)")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU (default 1)")
     parser.add_argument("--output", type=Path, help="default benchmarks/results/policy-<cpu or GPU>.json")
     arguments = parser.parse_args()
@@ -285,7 +285,8 @@ def main() -> None:
     disable_progress_bar()  # of saving, which would write between our lines
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = SIZES["tiny" if arguments.tiny else device.type]
-    print(measure.save("policy", device, make(size, device, arguments.folder), arguments.output))
+    folder = arguments.folder or (FOLDER.with_name("tiny-policy") if arguments.tiny else FOLDER)
+    print(measure.save("policy", device, make(size, device, folder), arguments.output))
 
 
 if __name__ == "__main__":

@@ -27,60 +27,75 @@ Suite = dict[str, Any]
 
 
 class Figure(NamedTuple):
-    suite: str
+    source: Path  # the JSON
     draw: Callable[[dict[str, Any], Path], None]
 
 
 def _figures() -> dict[str, Figure]:
-    """Imported late: text can be checked where matplotlib is not."""
+    """By the name of the plot. Imported late: matplotlib takes a second."""
     from . import figures_fidelity, figures_paper, figures_sparsity, figures_step, figures_training
 
-    drawn = {
-        "step": Figure("step", figures_step.draw_step),
-        "vocab": Figure("vocab", figures_step.draw_vocab),
-        "trainer": Figure("trainer", figures_step.draw_trainer),
-        "sparsity": Figure("sparsity", figures_sparsity.draw_sparsity),
-        "fidelity": Figure("fidelity", figures_fidelity.draw_fidelity),
-        "budgets": Figure("budgets", figures_training.draw_budgets),
-    }
-    claims = {f"paper-{claim}": Figure("paper-checks", draw) for claim, draw in figures_paper.DRAW.items()}
-    return drawn | claims
+    by_suite = {
+        "step": figures_step.draw_step, "vocab": figures_step.draw_vocab, "trainer": figures_step.draw_trainer,
+        "sparsity": figures_sparsity.draw_sparsity, "fidelity": figures_fidelity.draw_fidelity,
+        "budgets": figures_training.draw_budgets,
+    }  # fmt: skip
+    drawn = {path.stem: Figure(path, draw) for suite, draw in by_suite.items() for path in files(suite)}
+    for path in files("paper-checks"):
+        drawn |= {f"{path.stem}-{claim}": Figure(path, draw) for claim, draw in figures_paper.DRAW.items()}
+    return drawn
 
 
-def load(suite: str) -> Suite:
-    """A committed JSON, as it stands."""
-    return json.loads((RESULTS / f"{suite}-cpu.json").read_text())
+def files(suite: str) -> list[Path]:
+    """The committed JSON of a suite: that of a CPU first, then of GPUs."""
+    found = sorted(RESULTS.glob(f"{suite}-*.json"))
+    return sorted(found, key=lambda path: not path.stem.endswith("-cpu"))
 
 
-SUITES = ("step", "vocab", "fidelity", "sparsity", "policy", "budgets", "overhead", "trainer", "paper-checks")
+def load(path: Path) -> Suite:
+    return json.loads(path.read_text())
 
 
 def texts() -> dict[Path, str]:
-    """What README and page should be."""
-    suites = {name: load(name) for name in SUITES}
-    blocks = report_costs.blocks(suites) | report_claims.blocks(suites)
+    """What README and page should be. The README tells of the CPU, the page of every machine."""
+    sections = report_costs.SECTIONS | report_claims.SECTIONS
+    found = {suite: [load(path) for path in files(suite)] for suite in sections}
+    blocks = report_costs.BLOCKS | report_claims.BLOCKS
     readme = README.read_text()
-    for name in re.findall(r"<!-- measured: ([\w-]+) -->", readme):
-        readme = _filled(readme, name, blocks[name])
-    sections = (*report_costs.sections(suites), *report_claims.sections(suites))
-    return {README: readme, PAGE: "\n\n".join((INTRODUCTION, *sections)) + "\n"}
+    for name, (suites, block) in blocks.items():
+        if all(found[suite] for suite in suites):
+            readme = _filled(readme, name, block(*(found[suite][0] for suite in suites)) + "\n")
+        else:
+            readme = _filled(readme, name, "")  # not measured yet
+    on_gpu = any("gpu" in one["machine"] for suite in found.values() for one in suite)
+    parts = [INTRODUCTION.format(where=ON_GPU if on_gpu else NO_GPU)]
+    for suite, section in sections.items():
+        parts += [section(one, path.stem) for one, path in zip(found[suite], files(suite), strict=True)]
+    return {README: readme, PAGE: "\n\n".join(parts) + "\n"}
 
 
 def _filled(text: str, name: str, block: str) -> str:
     pattern = rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)"
-    return re.sub(pattern, lambda found: f"{found[1]}{block}\n{found[2]}", text, flags=re.DOTALL)
+    filled, times = re.subn(pattern, lambda found: f"{found[1]}{block}{found[2]}", text, flags=re.DOTALL)
+    if times != 1:
+        raise ValueError(f"README.md: expected one block <!-- measured: {name} --> ... <!-- end -->, found {times}")
+    return filled
 
 
 INTRODUCTION = """# Benchmarks
 
 Everything on this page is written by `python -m benchmarks.report` from the JSON files in
-[`benchmarks/results/`](../benchmarks/results/); each section names the command that made its file. **Nothing here was
-measured on a GPU**: times are of a small CPU and mean something only as ratios within their own run. Passes, errors,
-decisions and memory in units of the batch carry over; speed does not. On your machine: `gspo bench`."""
+[`benchmarks/results/`](../benchmarks/results/); each section names the command that made its file, and where. {where}
+On your machine: `gspo bench`."""
+NO_GPU = """**Nothing here was
+measured on a GPU**: times are of a small CPU and mean something only as ratios within their own run. Passes, errors and
+decisions carry over, speed does not."""
+ON_GPU = """Times of a
+CPU mean something only as ratios within their own run."""
 
 
-def digest(suite: str) -> str:
-    return hashlib.sha256((RESULTS / f"{suite}-cpu.json").read_bytes()).hexdigest()
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def stale() -> list[str]:
@@ -100,7 +115,7 @@ def _is_drawn(name: str, figure: Figure) -> bool:
     if not path.exists():
         return False
     with Image.open(path) as image:
-        return image.info.get("Source") == digest(figure.suite)
+        return image.info.get("Source") == digest(figure.source)
 
 
 def draw(name: str, figure: Figure) -> None:
@@ -109,9 +124,9 @@ def draw(name: str, figure: Figure) -> None:
 
     path = FIGURES / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.draw(load(figure.suite)["results"], path)
+    figure.draw(load(figure.source)["results"], path)
     source = PngImagePlugin.PngInfo()
-    source.add_text("Source", digest(figure.suite))
+    source.add_text("Source", digest(figure.source))
     with Image.open(path) as image:
         image.load()
         image.convert("RGB").quantize(128).save(path, pnginfo=source, optimize=True)

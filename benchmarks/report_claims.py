@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from .markdown import conditions, figure, table
+from .markdown import conditions, figure, fill, table
 
-Suites = dict[str, dict[str, Any]]
+Suite = dict[str, Any]
 LENGTHS = (64, 256, 1024, 4096, 16_384)
 CAPTIONS = {
     "6.1": "Coefficients of GSPO and GSPO-token",
@@ -17,71 +18,70 @@ CAPTIONS = {
 }
 
 
-def blocks(suites: Suites) -> dict[str, str]:
-    """Of the README."""
-    return {"fidelity": _short_fidelity(suites["fidelity"]), "budgets": _verdict(suites["budgets"])}
-
-
-def sections(suites: Suites) -> list[str]:
-    """Of docs/benchmarks.md."""
-    return [
-        _fidelity(suites["fidelity"]), _policy(suites["policy"]), _budgets(suites["budgets"]),
-        _claims(suites["paper-checks"]),
-    ]  # fmt: skip
-
-
-def _wrong(found: dict[str, Any], name: str, length: int) -> str:
+def _wrong(found: dict[str, Any], name: str, length: int, kind: str = "wrong") -> str:
     row = next(r for r in found["decisions"] if (r["implementation"], r["length"]) == (name, length))
-    return _share(row["wrong"])
+    return _share(row[kind])
 
 
 def _share(wrong: float) -> str:
     return f"{100 * wrong:.2g} %" if wrong else "0"
 
 
-def _short_fidelity(fidelity: dict[str, Any]) -> str:
+def _short_fidelity(fidelity: Suite) -> str:
     found = fidelity["results"]["sets"]["synthetic"]
-    names = sorted(found["log-probs"], key=lambda name: -found["log-probs"][name]["std"])
-    rows = [
-        (name, f"{found['log-probs'][name]['std']:.0e}", *(_wrong(found, name, length) for length in (256, 1024, 4096)))
-        for name in names
-    ]
-    return table(("bf16 inputs", "error of a log-prob, nats", "wrong at 256 tokens", "1,024", "4,096"), rows)
+
+    def said(name: str) -> str:
+        return ", ".join(_wrong(found, name, length) for length in (256, 1024, 4096))
+
+    std = {name: one["std"] for name, one in found["log-ratios"].items()}
+    alike = [name for name in found["log-probs"] if abs(std[name] / std["naive GSPO"] - 1) < 0.02]
+    text = fill(
+        "Wrong clip decisions of bf16 hidden states and head at 256, 1,024 and 4,096 tokens, where 15 % are clipped: "
+        f"logits rounded to bf16 ({', '.join(alike)}) {said('naive GSPO')}; to fp16 {said('fp16 logits')}; ours "
+        f"{said('ours')}. Error of a log-prob: {found['log-probs']['naive GSPO']['std']:.0e} nats with bf16 logits, "
+        f"{found['log-probs']['ours']['std']:.0e} ours."
+    )
+    return f"{text}\n\n![Wrong clip decisions against length](docs/figures/fidelity-cpu.png)"
 
 
-def _fidelity(fidelity: dict[str, Any]) -> str:
+def _fidelity(fidelity: Suite, name: str) -> str:
     results = fidelity["results"]
     parts = [
         "## Log-probs and clip decisions",
         conditions(fidelity, "python -m benchmarks.fidelity"),
-        "Hidden states and head are bf16, the truth is float64 on exactly these values; everyone computes old and new "
-        "log-probs. Sequences are put together from measured tokens, their true log-ratios are normal with a standard "
-        f"deviation of {results['spread of log-ratios']:g}, so that about 15 % are clipped at every length; a decision "
-        "is wrong where it is not float64's. The last line takes its old log-probs from another engine, as with a "
-        "sampler's log-probs. fp16 and fp32 logits: products in fp32 of the same bf16 values.",
-        figure("fidelity", "Wrong clip decisions against length, and errors of log-ratios"),
+        "Hidden states and head are bf16, the truth is float64 on exactly these values; everyone computes old and "
+        "new log-probs. Sequences are put together from measured tokens, their true log-ratios are normal with a "
+        f"standard deviation of {results['spread of log-ratios']:g}, so that about 15 % are clipped at every length; "
+        "a decision is wrong where it is not float64's. The last line takes its old log-probs from another engine, "
+        "as with a sampler's log-probs. fp16 and fp32 logits: products in fp32 of the same bf16 values. The mean "
+        "error of the tokens, of which chance has a large part, is taken out in the first table of decisions and "
+        "left in in the second.",
+        figure(name, "Wrong clip decisions against length, and errors of log-ratios"),
     ]
-    for name, found in results["sets"].items():
-        rows = []
+    for kind, found in results["sets"].items():
+        rows, biased = [], []
         for implementation, ratio in found["log-ratios"].items():
             one = found["log-probs"].get(implementation)
             error = (f"{one['std']:.1e}", f"{one['bias']:.0e}", f"{one['largest']:.0e}") if one else ("-",) * 3
             wrong = (_wrong(found, implementation, length) for length in LENGTHS)
             rows.append((implementation, *error, f"{ratio['std']:.1e}", *wrong))
+            left_in = (_wrong(found, implementation, length, "wrong with the bias") for length in LENGTHS)
+            biased.append((implementation, f"{ratio['bias']:.0e}", *left_in))
         header = ("", "log-prob: std", "bias", "largest", "log-ratio: std", *(f"L = {length:,}" for length in LENGTHS))
         sizes = f"{found['tokens']:,} tokens, H = {found['width']}, V = {found['vocab']:,}"
-        parts += [f"**{name} policy**, {sizes}; errors in nats, then wrong decisions by length:", table(header, rows)]
+        parts += [f"**{kind} policy**, {sizes}; errors in nats, then wrong decisions by length:", table(header, rows)]
+        parts += ["The same with the mean error left in:", table(("", "log-ratio: bias", *header[5:]), biased)]
     left = ", ".join(f"{name} ({why})" for name, why in results["not measured"].items())
     return "\n\n".join([*parts, *([f"Not measured: {left}."] if left else [])])
 
 
-def _policy(policy: dict[str, Any]) -> str:
+def _policy(policy: Suite, name: str) -> str:
     results = policy["results"]
     entropy, budgets = [], []
     for kind in ("trained", "formula"):
         e = results[kind]["entropy"]
-        quantiles = (f"{e[f'quantile {at}']:.2g}" for at in (0.1, 0.25, 0.5, 0.75, 0.9))
-        entropy.append((kind, f"{e['mean']:.3f}", *quantiles, f"{e['share under 0.01 nats']:.0%}"))
+        quantiles = (f"{value:.2g}" for value in e["quantiles"].values())
+        entropy.append((kind, f"{e['mean entropy']:.3f}", *quantiles, f"{e['share under 0.01 nats']:.0%}"))
         budgets += [
             (kind, f"{r['budget']:g}", f"{r['live_tile_share']:.2f}", f"{r['passes']:.2f}",
              f"{r['dropped_gradient_mass']:.1e}", f"{r['d_hidden error']:.1e}", f"{r['d_weight error']:.1e}")
@@ -92,98 +92,110 @@ def _policy(policy: dict[str, Any]) -> str:
         "## A trained policy",
         conditions(policy, "python -m benchmarks.policy"),
         f"A Qwen3 of {model['layers']} layers, H = {model['H']}, V = {model['V']:,} (a BPE of {model['merges']:,} "
-        f"merges, "
-        f"{results['vocabulary']['used by the corpus']:.0%} of it used by its text), trained for {last['step']:,} "
-        f"steps on "
-        f"step-by-step arithmetic to a loss of {last['loss']:.2f} nats; "
+        f"merges, {results['vocabulary']['used by the corpus']:.0%} of it used by its text), trained for "
+        f"{last['step']:,} steps on step-by-step arithmetic to a loss of {last['loss']:.2f} nats; "
         f"{results['accuracy of sampled answers']:.0%} of its sampled answers are right. Beside it the formula of the "
-        f"other "
-        f"sections at the same sizes, {results['sampled']['tokens']:,} tokens in {results['sampled']['sequences']} "
-        f"sequences. "
-        "Entropies in nats:",
-        table(("", "mean", *(f"{at:.0%}" for at in (0.1, 0.25, 0.5, 0.75, 0.9)), "under 0.01"), entropy),
+        f"other sections at the same sizes, {results['sampled']['tokens']:,} tokens in "
+        f"{results['sampled']['sequences']} sequences. Entropies in nats:",
+        table(("", "mean", *(f"{float(at):.0%}" for at in e["quantiles"]), "under 0.01"), entropy),
         "What a gradient budget saves and costs on both (rl-like):",
         table(("", "budget", "live cells", "passes", "dropped", "error of d_hidden", "error of d_weight"), budgets),
     ])  # fmt: skip
 
 
-CHANCE = 4.3  # of t with three seeds: beyond it one chance in twenty
+def drifts(found: Suite, budget: str, control: str) -> bool:
+    """Whether a curve's end leaves that of budget 0: the 95 % interval of the difference holds neither 0 nor what the
+    control makes of it."""
+    low, high = found[budget]["at the end"]["95 %"]
+    return not any(low <= x <= high for x in (0.0, found[control]["at the end"]["mean"]))
 
 
-def _verdict(budgets: dict[str, Any]) -> str:
-    """What the entropies say, and nothing that they do not."""
+def _verdict(budgets: Suite) -> str:
+    """What entropies and rewards say, and how much they could not."""
     results, found = budgets["results"], budgets["results"]["compared"]
-    seeds, said = len(results["settings"]["seeds"]), []
+    control, said = results["control"], []
     for arm, budget in results["budgets"].items():
-        if not budget:
-            continue
-        ends = {key: found[key][arm]["at the end"] for key in ("entropy", "reward")}
-        said.append(
-            f"{budget:g}: entropy {ends['entropy']['mean']:+.3f} +- {ends['entropy']['standard deviation']:.3f} nats, "
-            f"reward {ends['reward']['mean']:+.3f} +- {ends['reward']['standard deviation']:.3f}"
-        )
-    control = next(arm for arm in results["budgets"] if "rounded" in arm)
-    c = {key: found[key][control]["at the end"] for key in ("entropy", "reward")}
-    return (
-        f"Training for {results['updates']} updates with a budget, against without, {seeds} seeds, last fifth "
-        f"(`python -m benchmarks.budgets`): {'; '.join(said)}. Weights that differ by rounding alone: entropy "
-        f"{c['entropy']['mean']:+.3f} +- {c['entropy']['standard deviation']:.3f}, reward {c['reward']['mean']:+.3f} "
-        f"+- "
-        f"{c['reward']['standard deviation']:.3f}."
+        if budget:
+            parts = []
+            for key, unit in (("entropy", " nats"), ("reward", "")):
+                end = found[key][arm]["at the end"]
+                sees = "drifts" if drifts(found[key], arm, control) else "no drift seen"
+                parts.append(f"{key} {_interval(end)}{unit}, {sees}")
+            said.append(f"{budget:g}: {'; '.join(parts)}")
+    end = found["entropy"][control]["at the end"]
+    return fill(
+        f"Trained for {results['updates']} updates with a budget, against the same seed without (last fifth, mean and "
+        f"95 % interval of {len(results['settings']['seeds'])} seeds): {'. '.join(said)}. The control, no budget and "
+        f"weights moved by a millionth: entropy {_interval(end)}."
     )
 
 
-def _budgets(budgets: dict[str, Any]) -> str:
+def _interval(end: Suite) -> str:
+    return f"{end['mean']:+.3f} [{end['95 %'][0]:+.3f}, {end['95 %'][1]:+.3f}]"
+
+
+def _budgets(budgets: Suite, name: str) -> str:
     results, found = budgets["results"], budgets["results"]["compared"]
-    size = results["settings"]
+    size, control = results["settings"], results["control"]
     rows = []
     for arm in results["budgets"]:
         work, held = found["work"][arm], found["held-out reward"][arm]
-        drifts = [_drift(found[key].get(arm)) for key in ("entropy", "reward")]
         apart = results["distance"].get(arm)
         rows.append((
             arm, f"{work['passes']:.2f}", f"{work['dropped gradient mass']:.1e}", f"{work['clip fraction']:.2f}",
-            *drifts, f"{held['mean']:.3f}", " ".join(f"{x:.2f}" for x in apart) if apart else "-",
+            *(_interval(found[key][arm]["at the end"]) if arm in found[key] else "-" for key in ("entropy", "reward")),
+            f"{held['mean']:.3f}", " ".join(f"{x:.2f}" for x in apart) if apart else "-",
         ))  # fmt: skip
     header = (
-        "", "passes", "dropped", "clip fraction", "entropy against budget 0: mean +- std, t", "reward: the same",
+        "", "passes", "dropped", "clip fraction", "entropy against budget 0", "reward against budget 0",
         "held-out reward", "distance of parameters, by seed",
     )  # fmt: skip
     seeds = {key: found[key]["other seeds"]["at the end"] for key in ("entropy", "reward")}
-    others = " ".join(f"{x:.2f}" for x in results["distance"]["other seeds"])
+    others = " ".join(f"{x:.2f}" for x in results["distance"].get("other seeds", ()))
+    seen = [
+        f"{key} at {arm}" for key in ("entropy", "reward") for arm, budget in results["budgets"].items()
+        if budget and drifts(found[key], arm, control)
+    ]  # fmt: skip
+    half = max(
+        (end["95 %"][1] - end["95 %"][0]) / 2
+        for arm, budget in results["budgets"].items() if budget
+        for end in [found["entropy"][arm]["at the end"]]
+    )  # fmt: skip
+    verdict = f"Drift is seen of {', '.join(seen)}." if seen else "No drift is seen."
     return "\n\n".join([
         "## Does a budget train?",
         conditions(budgets, "python -m benchmarks.budgets"),
         f"The reference trainer from the policy above, {results['updates']} updates ({size['steps']} rollouts of "
         f"{size['prompts']} x {size['group']} answers, {size['updates']} updates each), learning rate "
-        f"{size['learning_rate']:g}, "
-        f"{len(size['seeds'])} seeds. Differences are taken seed by seed over the last fifth; t beyond {CHANCE} is "
-        f"one chance "
-        "in twenty. What a budget drops falls on likely tokens, a bias: the question is whether entropy drifts. The "
-        "control "
-        f"trains at budget 0 from weights that differ by {results['noise']:g}, which is rounding. Distances of final "
-        "parameters are over how far budget 0 went from the start.",
-        figure("budgets", "Reward, entropy and passes against updates"),
+        f"{size['learning_rate']:g}, {len(size['seeds'])} seeds. Differences to budget 0 are taken seed by seed over "
+        "the last fifth: mean and 95 % interval by Student's t. What a budget drops falls on likely tokens, a bias: "
+        "the question is whether entropy drifts. The control trains at budget 0 from weights that differ by "
+        f"{results['noise']:g} of themselves. Distances of final parameters are over how far budget 0 went from the "
+        "start.",
+        figure(name, "Reward, entropy and passes against updates"),
         table(header, rows),
-        f"At budget 0 the seeds differ among themselves by a standard deviation of "
-        f"{seeds['entropy']['standard deviation']:.3f} "
-        f"nats and {seeds['reward']['standard deviation']:.3f} of reward; their final parameters are {others} apart.",
+        f"{verdict} Drift means that the interval holds neither 0 nor the control's mean; of an entropy less than "
+        f"{half:.3f} nats would not be seen.",
+        "At budget 0 the seeds differ among themselves by a standard deviation of "
+        f"{seeds['entropy']['standard deviation']:.3f} nats and {seeds['reward']['standard deviation']:.3f} of "
+        f"reward; their final parameters are {others} apart.",
     ])  # fmt: skip
 
 
-def _drift(found: dict[str, Any] | None) -> str:
-    if found is None:
-        return "-"
-    end = found["at the end"]
-    t = f", {end['t']:+.1f}" if end["t"] is not None else ""
-    return f"{end['mean']:+.3f} +- {end['standard deviation']:.3f}{t}"
-
-
-def _claims(paper: dict[str, Any]) -> str:
+def _claims(paper: Suite, name: str) -> str:
     parts = ["## The paper's claims", conditions(paper, "python -m benchmarks.paper_checks")]
-    for name, claim in paper["results"].items():
+    for number, claim in paper["results"].items():
         parts += [
             f"**{claim['claim']}** ({claim['where']}). Measured: {claim['measured']}. Verdict: {claim['verdict']}.",
-            figure(f"paper-{name}", CAPTIONS[name]),
+            figure(f"{name}-{number}", CAPTIONS[number]),
         ]
     return "\n\n".join(parts)
+
+
+BLOCKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
+    "fidelity": (("fidelity",), _short_fidelity),
+    "budgets": (("budgets",), _verdict),
+}
+SECTIONS: dict[str, Callable[[Suite, str], str]] = {
+    "fidelity": _fidelity, "policy": _policy, "budgets": _budgets, "paper-checks": _claims,
+}  # fmt: skip

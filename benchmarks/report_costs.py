@@ -2,131 +2,155 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from .markdown import conditions, figure, mib, table
-from .sparsity import BUDGETS
+from .markdown import conditions, figure, fill, mib, table
+from .workloads import BUDGETS
 
-Suites = dict[str, dict[str, Any]]
+Suite = dict[str, Any]
 CASES = ("rl-like", "no zero rows", "KL on", "heavier tail", "flat policy")
+REASONS = ("absent", "does_not_fit", "failed", "wrong")  # why somebody has no time
 
 
-def blocks(suites: Suites) -> dict[str, str]:
-    """Of the README."""
-    return {"step": _short_step(suites["step"]), "sparsity": _short_sparsity(suites["sparsity"])}
-
-
-def sections(suites: Suites) -> list[str]:
-    """Of docs/benchmarks.md."""
-    return [
-        _step(suites["step"]), _vocab(suites["vocab"]), _trainer(suites["trainer"]), _overhead(suites["overhead"]),
-        _sparsity(suites["sparsity"]),
-    ]  # fmt: skip
-
-
-def _largest(step: dict[str, Any], scenario: str) -> dict[str, Any]:
-    runs = [run for run in step["results"]["runs"] if run["on"]["scenario"] == scenario]
-    return max(runs, key=lambda run: run["on"]["tokens"])
+def _largest(step: Suite, scenario: str) -> dict[str, Any]:
+    """The run of most tokens, in the dtype that the file is about."""
+    runs = step["results"]["runs"]
+    those = [run for run in runs if run["on"]["scenario"] == scenario and run["on"]["dtype"] == runs[0]["on"]["dtype"]]
+    return max(those, key=lambda run: run["on"]["tokens"])
 
 
 def _head(on: dict[str, Any]) -> str:
     return f"H = {on['head']['width']}, V = {on['head']['vocab']:,}"
 
 
-def _short_step(step: dict[str, Any]) -> str:
-    rl, dense = (_largest(step, scenario) for scenario in ("rl-like", "dense"))
-    slow = {r["name"]: r for r in dense["candidates"]}
-    rows = [
-        (r["name"], f"{r['over_naive']:.2f}", f"{slow[r['name']]['over_naive']:.2f}", mib(r["peak_bytes"]),
-         f"{r['passes']:.2f}", f"{max(r['error'].values()):.0e}")
-        for r in rl["candidates"] if "seconds" in r
-    ]  # fmt: skip
-    header = ("", "time / naive", "dense: time / naive", "peak MiB", "passes", "error to float64")
-    on = rl["on"]
-    sizes = f"{on['tokens']:,} tokens, {_head(on)}, {on['dtype']}"
-    return f"{table(header, rows)}\n\nTwo CPU cores, {sizes}."
+SHORT = (
+    "naive GSPO", "naive GRPO", "TRL fused head", "Liger GRPO loss", "verl torch head", "torch linear_cross_entropy",
+    "ours", "ours, budget 1e-3",
+)  # fmt: skip
+
+
+def _short_step(step: Suite) -> str:
+    runs = [_largest(step, scenario) for scenario in ("rl-like", "dense", "long")]
+    rl = {r["name"]: r for r in runs[0]["candidates"]}
+    rows = []
+    for name in SHORT:
+        ratios = (_over(next(r for r in run["candidates"] if r["name"] == name)) for run in runs)
+        r = rl[name]
+        rows.append((name, *ratios, _mib(r), _number(r, "passes"), _error(r, ".0e")))
+    on = runs[0]["on"]
+    where = f"{on['tokens']:,} tokens, {_head(on)}, {on['dtype']}, {step['machine']['threads']} CPU cores"
+    header = (where, "time over naive's", "every row live", "two sequences", "peak MiB", "passes", "error to float64")
+    return table(header, rows)
+
+
+def _over(record: dict[str, Any]) -> str:
+    return f"{record['over_naive']['ratio']:.2f}" if "over_naive" in record else "-"
+
+
+def _spread(over: dict[str, float]) -> str:
+    return f"{over['p20']:.2f} - {over['p80']:.2f}"
+
+
+def _mib(record: dict[str, Any]) -> str:
+    return mib(record["peak_bytes"]) if "peak_bytes" in record else record.get("does_not_fit", "-")
+
+
+def _number(record: dict[str, Any], name: str) -> str:
+    return f"{record[name]:.2f}" if name in record else "-"
+
+
+def _error(record: dict[str, Any], form: str = ".1e") -> str:
+    return format(record["error"]["worst"], form) if "error" in record else "-"
+
+
+def _left(records: list[dict[str, Any]]) -> str:
+    """Who has no time, and why."""
+    out = [f"{r['name']} ({r[reason]})" for r in records for reason in REASONS if reason in r]
+    return f"No time of: {', '.join(out)}." if out else ""
 
 
 def _comparison(run: dict[str, Any]) -> str:
-    header = ("", "time, ms", "p20 - p80", "over naive", "peak MiB", "passes", "error", "over naive's")
-    rows, out = [], []
+    header = ("", "time, ms", "p20 - p80", "over naive", "p20 - p80", "peak MiB", "passes", "error", "over naive's")
+    rows = []
     for r in run["candidates"]:
-        if "seconds" not in r:
-            kind = next(k for k in ("absent", "does_not_fit", "failed", "wrong") if k in r)
-            out.append(f"{r['name']} ({r[kind]})")
-            continue
-        rows.append((
-            r["name"], f"{1e3 * r['seconds']:,.0f}", f"{1e3 * r['p20']:,.0f} - {1e3 * r['p80']:,.0f}",
-            f"{r['over_naive']:.2f}", mib(r["peak_bytes"]), f"{r['passes']:.2f}" if "passes" in r else "-",
-            f"{max(r['error'].values()):.1e}", f"{r['error_over_naive']:.2f}",
-        ))  # fmt: skip
-    on = run["on"]
-    sizes = f"{on['tokens']:,} tokens in {on['sequences']} sequences, {_head(on)}"
-    left = f"\n\nNot measured: {', '.join(out)}." if out else ""
-    return f"**{on['scenario']}**, {sizes}, {on['dtype']}:\n\n{table(header, rows)}{left}"
+        if "seconds" in r:
+            times = (f"{1e3 * r['seconds']:,.0f}", f"{1e3 * r['p20']:,.0f} - {1e3 * r['p80']:,.0f}", _over(r))
+            spread = _spread(r["over_naive"]) if "over_naive" in r else "-"
+            rows.append(
+                (r["name"], *times, spread, _mib(r), _number(r, "passes"), _error(r), _number(r, "error_over_naive"))
+            )
+    on, runs = run["on"], max((r.get("runs", 0) for r in run["candidates"]), default=0)
+    sizes = f"{on['tokens']:,} tokens in {on['sequences']} sequences ({on['zero']} of zero advantage, {on['clipped']} "
+    sizes += f"clipped), {_head(on)}, {on['dtype']}, {runs} runs"
+    parts = [f"**{on['scenario']}**, {sizes}:", table(header, rows), _left(run["candidates"])]
+    return "\n\n".join(part for part in parts if part)
 
 
-def _step(step: dict[str, Any]) -> str:
+def _step(step: Suite, name: str) -> str:
     runs, memory = step["results"]["runs"], step["results"]["memory"]
-    quantiles = ", ".join(
-        f"{float(at):.0%} {value:.2g}" for at, value in runs[-1]["on"]["entropy"]["quantiles"].items()
-    )
+    entropy = _largest(step, "rl-like")["on"]["entropy"]["quantiles"]
+    quantiles = ", ".join(f"{float(at):.0%} {value:.2g}" for at, value in entropy.items())
     names = list(dict.fromkeys(r["name"] for point in memory for r in point["candidates"] if "absent" not in r))
     rows = []
-    for name in names:
-        found = [next(r for r in point["candidates"] if r["name"] == name) for point in memory]
-        rows.append((name, *(mib(r["peak_bytes"]) if "peak_bytes" in r else "out of memory" for r in found)))
+    for one in names:
+        found = [next(r for r in point["candidates"] if r["name"] == one) for point in memory]
+        rows.append((one, *map(_mib, found)))
     return "\n\n".join([
         "## Loss and gradients: time and memory",
         conditions(step, "python -m benchmarks.step"),
         "Forward, loss and both gradients (hidden states, head); the same batch for everyone, gradients checked "
-        "against float64 before anything is timed. Runs take turns; memory is the peak beyond the inputs, gradients "
-        "included, in a process of its own. Passes are matrix products in units of 2 N H V. naive GRPO is the other "
-        "named baseline, with a ratio per token: another loss, held against its own float64. Entropies of the "
-        f"synthetic policy, quantiles in nats: {quantiles}.",
-        figure("step", "Time and peak memory against tokens"),
-        *(_comparison(run) for run in reversed(runs)),
+        "against float64 before anything is timed. Sequences are equally long and nothing is padded. Runs take "
+        "turns, ratios are taken round by round; memory is the peak beyond the inputs, gradients included, in a "
+        "process of its own. Passes are matrix products in units of 2 N H V. naive GRPO is the other named baseline, "
+        "with a ratio per token: another loss, held against its own float64. Liger's loss goes sequence by sequence, "
+        f"and so pays for short ones. Entropies of the synthetic policy, quantiles in nats: {quantiles}.",
+        figure(name, "Time and peak memory against tokens"),
+        *(_comparison(run) for run in runs),
         "Peak memory alone, MiB, rl-like:",
         table(("", *(f"{point['tokens']:,} tokens" for point in memory)), rows),
     ])  # fmt: skip
 
 
-def _vocab(vocab: dict[str, Any]) -> str:
+def _vocab(vocab: Suite, name: str) -> str:
     runs = vocab["results"]["runs"]
     names = [r["name"] for r in runs[0]["candidates"] if "seconds" in r]
     rows = []
-    for name in names:
-        found = [next(r for r in run["candidates"] if r["name"] == name) for run in runs]
-        rows.append((name, *(f"{r['over_naive']:.2f}, {mib(r['peak_bytes'])}" for r in found)))
+    for one in names:
+        found = [next(r for r in run["candidates"] if r["name"] == one) for run in runs]
+        rows.append((one, *(f"{_over(r)}, {_mib(r)}, {_error(r, '.0e')}" for r in found)))
     on = runs[0]["on"]
     return "\n\n".join([
         "## Vocabulary",
         conditions(vocab, "python -m benchmarks.vocab"),
-        f"{on['scenario']}, {on['tokens']} tokens, H = {on['head']['width']}, {on['dtype']}: time over naive GSPO's, "
-        "and peak MiB. Small vocabularies are where full logits are cheap, and where we lose.",
-        figure("vocab", "Time over naive and peak memory against the vocabulary"),
+        f"{on['scenario']}, {on['tokens']:,} tokens, H = {on['head']['width']}, {on['dtype']}: time over naive "
+        "GSPO's, peak MiB, error to float64. Small vocabularies are where full logits are cheap.",
+        figure(name, "Time over naive and peak memory against the vocabulary"),
         table(("", *(f"V = {run['on']['head']['vocab']:,}" for run in runs)), rows),
     ])  # fmt: skip
 
 
-def _trainer(trainer: dict[str, Any]) -> str:
+def _trainer(trainer: Suite, name: str) -> str:
     results = trainer["results"]
     rows = [
-        (r["name"], f"{r['seconds']:.1f}", f"{r['p20']:.1f} - {r['p80']:.1f}", f"{r['over naive']:.2f}",
-         f"{r['parts']['loss']['seconds']:.1f}", f"{r['loss share']:.0%}")
-        for r in results["steps"]
+        (r["name"], f"{r['seconds']:.1f}", f"{r['p20']:.1f} - {r['p80']:.1f}", _over(r), _spread(r["over_naive"]),
+         f"{r['parts']['loss']['seconds']:.1f}", f"{r['loss share']:.0%}", _error(r))
+        for r in results["steps"] if "seconds" in r
     ]  # fmt: skip
-    return "\n\n".join([
+    header = ("", "step, s", "p20 - p80", "over naive", "p20 - p80", "loss, s", "loss share", "error to float64")
+    parts = [
         "## A whole optimizer step",
         conditions(trainer, "python -m benchmarks.trainer"),
-        f"{results['model']} of random weights ({results['parameters'] / 1e6:.0f} M parameters), {results['tokens']:,} "
-        f"tokens, {results['dtype']}, AdamW: what the loss can change of a step is its share.",
-        figure("trainer", "Seconds of an optimizer step by part"),
-        table(("", "step, s", "p20 - p80", "over naive", "loss, s", "loss share"), rows),
-    ])  # fmt: skip
+        f"{results['model']} of random weights ({results['parameters'] / 1e6:.0f} M parameters), "
+        f"{results['tokens']:,} tokens, {results['dtype']}, AdamW: what the loss can change of a step is its share.",
+        figure(name, "Seconds of an optimizer step by part"),
+        table(header, rows),
+        _left(results["steps"]),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
-def _overhead(overhead: dict[str, Any]) -> str:
+def _overhead(overhead: Suite, name: str) -> str:
     results = overhead["results"]
     rows = [
         (r["what"], r["candidate"], f"{1e6 * r['seconds']:,.0f}", f"{1e6 * r['p20']:,.0f} - {1e6 * r['p80']:,.0f}",
@@ -144,23 +168,31 @@ def _overhead(overhead: dict[str, Any]) -> str:
     return "\n\n".join([
         "## Overhead of a call",
         conditions(overhead, "python -m benchmarks.overhead"),
-        "Forward and backward at a shape so small that arithmetic is nothing: what a call costs the host. We lose this "
-        "one to plain PyTorch; it is a fixed sum per call.",
+        "Forward and backward at a shape so small that arithmetic is nothing: what a call costs the host, a fixed "
+        "sum per call that plain PyTorch does not have.",
         table(("", "", "us", "p20 - p80", "over plain PyTorch"), rows), parts, imports,
     ])  # fmt: skip
 
 
-def _short_sparsity(sparsity: dict[str, Any]) -> str:
-    found = {(r["case"], r["budget"]): r for r in sparsity["results"]["passes"]["cases"]}
-    rows = [
-        (case, f"{found[case, 0.0]['passes']:.2f}", f"{found[case, 1e-3]['passes']:.2f}",
-         f"{found[case, 1e-3]['d_hidden error']:.1e}, {found[case, 1e-3]['d_weight error']:.1e}")
-        for case in CASES
-    ]  # fmt: skip
-    return table(("", "exact", "budget 1e-3", "error of d_hidden, d_weight"), rows)
+def _short_sparsity(sparsity: Suite, policy: Suite) -> str:
+    passes = sparsity["results"]["passes"]
+    found = {(r["case"], r["budget"]): r for r in passes["cases"]}
+    saved = ", ".join(f"{case} {found[case, 0.0]['passes']:.2f} to {found[case, 1e-3]['passes']:.2f}" for case in CASES)
+    errors = " and ".join(
+        f"{max(found['rl-like', b]['d_hidden error'], found['rl-like', b]['d_weight error']):.1e} at budget {b:g}"
+        for b in (1e-3, 1e-2)
+    )
+    trained = {r["budget"]: r for r in policy["results"]["trained"]["budgets"]}
+    worst = max(trained[1e-3]["d_hidden error"], trained[1e-3]["d_weight error"])
+    return fill(
+        f"Passes (of 2 N H V) from budget 0 to 1e-3, synthetic policy of V = {passes['vocab']:,} with half of its "
+        f"tokens under 0.01 nats: {saved}. The budget does not bound the error of a gradient: {errors} (rl-like). A "
+        f"small policy trained on arithmetic: {trained[0.0]['passes']:.2f} to {trained[1e-3]['passes']:.2f}, error "
+        f"{worst:.1e}."
+    )
 
 
-def _sparsity(sparsity: dict[str, Any]) -> str:
+def _sparsity(sparsity: Suite, name: str) -> str:
     passes, time = sparsity["results"]["passes"], sparsity["results"]["time"]
     found = {(r["case"], r["budget"]): r for r in passes["cases"]}
     cases = list(dict.fromkeys(case for case, _ in found))
@@ -170,38 +202,51 @@ def _sparsity(sparsity: dict[str, Any]) -> str:
         for case in cases
     ]
     seconds = [
-        (name, f"{r['over naive']:.2f}", f"{r['p20'] / time['by budget']['naive']['seconds']:.2f} - "
-         f"{r['p80'] / time['by budget']['naive']['seconds']:.2f}", mib(time["peak bytes"][name]))
-        for name, r in time["by budget"].items()
-    ]  # fmt: skip
-    shares = [
-        (f"{r['zero share']:g}", f"{r['exact']['over naive']:.2f}", f"{r['budget 0.001']['over naive']:.2f}")
-        for r in time["by zero share"]
+        (one, f"{r['over_naive']['ratio']:.2f}", _spread(r["over_naive"]), mib(time["peak bytes"][one]))
+        for one, r in time["by budget"].items()
     ]
-    mass = [
-        (
-            f"{r['mean entropy']:.2f}",
-            f"{r['share under 0.01 nats']:.0%}",
-            f"{exact['passes']:.2f}",
-            f"{r['passes']:.2f}",
-        )
-        for exact, r in zip(passes["entropy"][::2], passes["entropy"][1::2], strict=True)
-    ]
+    shares = _two(passes["zero share"], time["by zero share"], "zero share")
+    mass = _two(passes["entropy"], time["by entropy"], "mean entropy")
     return "\n\n".join([
         "## Zero coefficients and a gradient budget",
         conditions(passes["measured"], "python -m benchmarks.sparsity --passes --time"),
         f"Synthetic policy (`benchmarks/peaked.py`), H = {passes['width']}, V = {passes['vocab']:,}, "
         f"{passes['rows']:,} tokens in 64 sequences; rl-like: 19 of zero advantage, 7 beyond the clip. Errors are "
         "relative to the exact gradients.",
-        figure("sparsity", "Passes, errors and time against budget, zero share and entropy"),
+        figure(name, "Passes, errors and time against budget, zero share and entropy"),
         "Matrix passes by budget (dense: 4):", table(("", *(f"{b:g}" for b in BUDGETS)), work),
         "Relative error of the worse gradient by budget:", table(("", *(f"{b:g}" for b in BUDGETS[1:])), errors),
-        "Passes by entropy of the policy, rl-like:",
-        table(("mean entropy, nats", "tokens under 0.01 nats", "exact", "budget 1e-3"), mass),
-        f"Time over naive GSPO's and peak memory, {time['rows']:,} tokens in 8 sequences, 2 of zero advantage, 3 "
-        "clipped:",
+        f"Time over naive GSPO's and peak memory, {time['rows']:,} tokens in 8 sequences, {time['sequences']['zero']} "
+        f"of zero advantage, {time['sequences']['clipped']} clipped:",
         table(("", "time / naive", "p20 - p80", "peak MiB"), seconds),
-        "Time over naive GSPO's by the share of sequences of zero advantage:",
-        table(("zero share", "exact", "budget 1e-3"), shares),
+        "By the share of sequences of zero advantage (nothing clipped): passes and the worse gradient's error, then "
+        "time over naive GSPO's of the 8 sequences:",
+        shares,
+        "By the mean entropy of a token in nats, rl-like: the same:", mass,
         f"Choosing the cells takes {time['choosing cells over budget 1e-3']:.1%} of the loss.",
     ])  # fmt: skip
+
+
+def _two(work: list[dict[str, Any]], times: list[dict[str, Any]], key: str) -> str:
+    """Passes, errors and times, exact and at 1e-3."""
+    rows = []
+    for exact, r in zip(work[::2], work[1::2], strict=True):
+        at = float(r["case"].removeprefix(key)) if r["case"].startswith(key) else r[key]
+        error = max(r["d_hidden error"], r["d_weight error"])
+        rows.append((f"{at:.2f}", f"{exact['passes']:.2f}", f"{r['passes']:.2f}", f"{error:.1e}"))
+    timed = [
+        (f"{r[key]:.2f}", *(f"{r[budget]['over_naive']['ratio']:.2f}" for budget in ("exact", "budget 0.001")))
+        for r in times
+    ]
+    passes = table((key, "passes, exact", "passes, 1e-3", "error, 1e-3"), rows)
+    return f"{passes}\n\n{table((key, 'time, exact', 'time, 1e-3'), timed)}"
+
+
+# Of the README: name -> (suites, text of them); of the page: suite -> text of it and of its file's name.
+BLOCKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
+    "step": (("step",), _short_step),
+    "sparsity": (("sparsity", "policy"), _short_sparsity),
+}
+SECTIONS: dict[str, Callable[[Suite, str], str]] = {
+    "step": _step, "vocab": _vocab, "trainer": _trainer, "overhead": _overhead, "sparsity": _sparsity,
+}  # fmt: skip

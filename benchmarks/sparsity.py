@@ -25,6 +25,7 @@ from gspo_kernels import gspo_fused_loss, live_tiles, ops, portable_tiles
 from . import peaked, workloads
 from .candidates import ALL, Old
 from .measure import RESULTS, Record, about, fresh, interleaved, over, peak_bytes, save, spread
+from .step import positive
 from .workloads import BUDGETS, Workload
 
 WIDTH, VOCAB = 896, 151_936  # Qwen2.5-0.5B
@@ -162,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sparsity", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--passes", action="store_true", help="matrix passes and gradient error")
     parser.add_argument("--time", action="store_true", help="time and memory against the naive loss")
-    parser.add_argument("--rounds", type=int, default=5, help="of --time (default 5)")
+    parser.add_argument("--rounds", type=positive, default=5, help="of --time (default 5)")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds")
     parser.add_argument("--output", type=Path, default=RESULTS / "sparsity-cpu.json", help="default: %(default)s")
     given = parser.parse_args()

@@ -28,11 +28,18 @@ ON_GPU: dict[str, Any] = dict(model="qwen3-8b", tokens=[4096, 16_384, 65_536], m
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options that every suite of comparisons has."""
     parser.add_argument("--against", help="as of `gspo bench` (default: what is installed)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=lambda name: str(bench.device_of(name)), default=str(bench.device_of(None)))
     parser.add_argument("--dtype", choices=bench.DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--rounds", type=int, help="timed runs of each, in turns")
+    parser.add_argument("--rounds", type=positive, help="timed runs of each, in turns")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds")
     parser.add_argument("--output", type=Path, help="default benchmarks/results/<suite>-<device>.json")
+
+
+def positive(text: str) -> int:
+    """For argparse, which says so where it is not."""
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
 
 
 def chosen_by(parser: argparse.ArgumentParser, against: str | None) -> list[Candidate]:
@@ -67,7 +74,7 @@ def main() -> None:
     arguments(parser)
     given = parser.parse_args()
     chosen = chosen_by(parser, given.against)
-    on_gpu = given.device != "cpu"
+    on_gpu = not given.device.startswith("cpu")
     default = ON_GPU if on_gpu else ON_CPU
     model, tokens, rounds = (getattr(given, name) or default[name] for name in ("model", "tokens", "rounds"))
     memory_tokens = default["memory_tokens"] if given.memory_tokens is None else given.memory_tokens

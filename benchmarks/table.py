@@ -13,6 +13,7 @@ from rich.table import Table
 from .measure import Record
 from .workloads import SCENARIOS
 
+SPREAD, WIDE = "p20 - p80", 110  # columns that only a wide terminal has room for
 COLUMNS = ("", "time\nms", "p20 - p80", "over\nnaive", "p20 - p80", "peak\nMiB", "passes", "error", "over\nnaive's")
 
 
@@ -46,15 +47,17 @@ def show(found: Record, console: Console) -> None:
         sep="\n", markup=False, soft_wrap=True,
     )  # fmt: skip
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    shown = [at for at, column in enumerate(COLUMNS) if console.width >= WIDE or column != SPREAD]
+    for at in shown:
+        table.add_column(COLUMNS[at], justify="right" if at else "left", no_wrap=at > 0)
     for record in records:
         if "seconds" in record:
             cells = (f"{record['seconds'] * 1e3:.0f}", f"{record['p20'] * 1e3:.0f} - {record['p80'] * 1e3:.0f}")
             over = record.get("over_naive")
             cells += (f"{over['ratio']:.2f}", f"{over['p20']:.2f} - {over['p80']:.2f}") if over else ("-", "-")
             cells += (_mib(record), _number(record, "passes"), f"{record['error']['worst']:.1e}")
-            table.add_row(record["name"], *cells, _number(record, "error_over_naive"))
+            cells = (record["name"], *cells, _number(record, "error_over_naive"))
+            table.add_row(*(cells[at] for at in shown))
     console.print(table)
     for record in records:
         for kind, said in NOT_TIMED.items():

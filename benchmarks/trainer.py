@@ -113,7 +113,7 @@ def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--tokens", type=int, help="of the batch")
+    parser.add_argument("--tokens", type=bench.tokens_of, help="of the batch")
     arguments(parser)
     given = parser.parse_args()
     device = torch.device(given.device)

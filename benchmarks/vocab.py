@@ -22,11 +22,12 @@ def main() -> None:
     arguments(parser)
     given = parser.parse_args()
     chosen = chosen_by(parser, given.against)
-    default = ON_GPU if given.device != "cpu" else ON_CPU
+    on_gpu = not given.device.startswith("cpu")
+    default = ON_GPU if on_gpu else ON_CPU
     width, tokens, vocabs, rounds = (default[name] for name in ("width", "tokens", "vocabs", "rounds"))
     if given.tiny:
         width, tokens, vocabs, rounds = 64, 128, (1000, 2000), 2
-    dtype = given.dtype or ("bfloat16" if given.device != "cpu" else "float32")
+    dtype = given.dtype or ("bfloat16" if on_gpu else "float32")
     specs = [Spec(Head(width, vocab), tokens, "rl-like", dtype, given.device) for vocab in vocabs]
     runs = sweep(specs, chosen, given.rounds or rounds)
     print(save("vocab", torch.device(given.device), {"runs": runs}, given.output))

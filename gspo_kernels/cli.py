@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -199,14 +201,15 @@ def bench(
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # a log need not wrap
+    aside = redirect_stdout(sys.stderr) if as_json else nullcontext()  # a peer may greet at its import
     try:
-        with table.progress(console, benchmark.steps(chosen, spec, rounds)) as tick:
+        with aside, table.progress(console, benchmark.steps(chosen, spec, rounds)) as tick:
             found = benchmark.run(spec, chosen, rounds, tick)
     except MemoryError as error:
         fail(error)
     table.show(found, console)
     if as_json:
-        typer.echo(json.dumps(benchmark.with_machine(found, spec), allow_nan=False))
+        typer.echo(benchmark.as_json(found, spec))
 
 
 def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, Any]]:

@@ -122,12 +122,19 @@ def _verdict(budgets: Suite) -> str:
                 sees = "drifts" if drifts(found[key], arm, control) else "no drift seen"
                 parts.append(f"{key} {_interval(end)}{unit}, {sees}")
             said.append(f"{budget:g}: {'; '.join(parts)}")
-    end = found["entropy"][control]["at the end"]
+    apart = "; ".join(
+        f"at {budget:g} {_range(results['distance'][arm])}" for arm, budget in results["budgets"].items() if budget
+    )
     return fill(
         f"Trained for {results['updates']} updates with a budget, against the same seed without (last fifth, mean and "
-        f"95 % interval of {len(results['settings']['seeds'])} seeds): {'. '.join(said)}. The control, no budget and "
-        f"weights moved by a millionth: entropy {_interval(end)}."
+        f"95 % interval of {len(results['settings']['seeds'])} seeds): {'. '.join(said)}. Final parameters do differ, "
+        f"by shares of the way gone: {apart}; weights moved by a millionth at the start "
+        f"{_range(results['distance'][control])}."
     )
+
+
+def _range(values: list[float]) -> str:
+    return f"{min(values):.1g} to {max(values):.1g}"
 
 
 def _interval(end: Suite) -> str:

@@ -277,7 +277,7 @@ def test_readme_page_and_plots_are_what_the_json_says() -> None:
 
 def test_a_changed_number_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = report.README.read_text()
-    block = text.split("<!-- measured: sparsity -->")[1].split("<!-- end -->")[0]
+    block = text.split("<!-- measured: budgets -->")[1].split("<!-- end -->")[0]
     digit = next(c for c in block if c.isdigit())
     changed = tmp_path / "README.md"
     changed.write_text(text.replace(block, block.replace(digit, str((int(digit) + 1) % 10), 1)))

@@ -85,7 +85,7 @@ def _errors(axes: Axes, found: Record, groups: list[Group]) -> None:
     stds = [found["log-ratios"][names[0]]["std"] for names, _, _ in groups]
     axes.set_xscale("log")
     axes.set_xlim(min(stds) / 3, max(stds) * 30)
-    axes.set_xlabel("std of the error of a token's log-ratio, nats")
+    axes.set_xlabel("error of a token's log-ratio (std, nats)")
     axes.grid(False, axis="y")
 
 

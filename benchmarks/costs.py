@@ -34,10 +34,11 @@ from gspo_kernels.kernels.ahead_of_time import specialise
 from gspo_kernels.kernels.launch import Launch, launches
 
 from . import measure
+from .measure import Record
 from .peaked import make as make_policy
+from .workloads import roles
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden_costs.json"
-Record = dict[str, Any]
 
 
 class Counted(TorchDispatchMode):
@@ -127,10 +128,7 @@ def work(
     first `prompt` tokens are masked. `frozen`: what asks for no gradient.
     """
     made, shape = make_policy(rows, WIDTH, VOCAB, peaked=peaked), (SEQUENCES, rows // SEQUENCES)
-    sign = torch.tensor([1.0, -1.0]).repeat(SEQUENCES // 2)
-    advantages, log_ratio = sign * torch.linspace(0.5, 1.5, SEQUENCES), torch.linspace(-1e-4, 1e-4, SEQUENCES)
-    advantages[:zero] = 0
-    log_ratio[zero : zero + clipped] = 1e-3 * sign[zero : zero + clipped]  # the window is 3e-4 / 4e-4
+    advantages, log_ratio = roles(SEQUENCES, zero, clipped)
     mask = torch.arange(shape[1]).expand(shape) >= prompt
     hidden, weight, ids = made.hidden.view(*shape, WIDTH), made.weight, made.target_ids.view(shape)
     with patch.dict(os.environ, GSPO_WORKSPACE_MIB=str(WORKSPACE_MIB)):

@@ -33,12 +33,12 @@ from torch import Tensor
 from gspo_kernels import Objective, backends, gspo_fused_loss, linear_log_probs, ops, policy_loss
 from gspo_kernels import fused_loss as fused
 
-from . import measure
+from . import measure, peers
+from .measure import Record
 
 SEQUENCES, LENGTH, WIDTH, VOCAB = 2, 8, 16, 64
 GSPO = Objective()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-Record = dict[str, Any]
 Gradients = tuple[Tensor, ...]
 
 
@@ -94,12 +94,10 @@ def ours(b: Batch, packed: bool = False, **options: Any) -> Tensor:
 
 
 def trl_log_probs(b: Batch) -> Tensor:
-    """Log-probs alone, in the chunks of columns that TRL's trainer takes."""
-    kernels = pytest.importorskip("trl.kernels", exc_type=ModuleNotFoundError)
-    found = kernels.ChunkedLogProbFunction.apply(
-        b.hidden.flatten(0, 1), b.weight, None, b.target_ids.flatten(), 1.0, 32_768, None, 1.0, ()
-    )
-    return found[0].view(b.mask.shape)
+    """Log-probs alone."""
+    pytest.importorskip("trl.kernels", exc_type=ModuleNotFoundError)
+    found = peers.trl_log_probs(b.hidden.flatten(0, 1), b.weight, b.target_ids.flatten(), None)
+    return found.view(b.mask.shape)
 
 
 def liger_loss(b: Batch) -> Tensor:
@@ -181,9 +179,10 @@ def one_turn(seconds: float) -> dict[tuple[str, str], list[float]]:
             sys.executable, "-m", "pytest", str(Path(__file__)), "-q", "-p", "no:xdist", "-p", "no:cacheprovider",
             f"--benchmark-json={path}", f"--benchmark-max-time={seconds}", "--benchmark-warmup=on",
         ]  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark writes nothing where it sees this name
         done = subprocess.run(
-            command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parent.parent,
+            command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent.parent
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")

@@ -29,7 +29,7 @@ from gspo_kernels.integrations.reference_trainer.policy import Policy, make_poli
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.tasks import answer_found
 
-from . import arithmetic, measure, peaked, workloads
+from . import arithmetic, measure, peaked, sparsity, workloads
 from .arithmetic import END, PAD, Problem
 from .measure import Record
 from .workloads import BUDGETS
@@ -204,22 +204,18 @@ def situation(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tenso
     return Situation(hidden, weight, target_ids, cu_seqlens, advantages, old, out.entropy)
 
 
-def by_budget(s: Situation) -> list[Record]:
+def by_budget(s: Situation, name: str) -> list[Record]:
     """What each budget leaves to compute, and how far its gradients are from the exact ones."""
-    found, exact = [], []
-    for budget in BUDGETS:
+
+    def run(budget: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         hidden, weight = (x.detach().requires_grad_() for x in (s.hidden, s.weight))
         out = gspo_fused_loss(
             hidden, weight, s.target_ids, s.advantages, cu_seqlens=s.cu_seqlens, old_log_probs=s.old_log_probs,
             gradient_budget=budget,
         )  # fmt: skip
-        gradients = torch.autograd.grad(out.loss, (hidden, weight))
-        exact = exact or gradients
-        errors = [((g - e).norm() / e.norm()).item() for g, e in zip(gradients, exact, strict=True)]
-        names = ("live_row_share", "live_tile_share", "passes", "dropped_gradient_mass")
-        record: Record = {"budget": budget, **{name: out.metrics[name].item() for name in names}}
-        found.append(record | {"d_hidden error": errors[0], "d_weight error": errors[1]})
-    return found
+        return out.metrics, *torch.autograd.grad(out.loss, (hidden, weight))
+
+    return sparsity.by_budget(run, BUDGETS, name)
 
 
 def beside_the_formula(states: States) -> Record:
@@ -234,9 +230,7 @@ def beside_the_formula(states: States) -> Record:
     found: Record = {}
     for name, head in both.items():
         s = situation(*head, lengths)
-        found[name] = {"entropy": peaked.entropy_quantiles(s.entropy), "budgets": by_budget(s)}
-        for record in found[name]["budgets"]:
-            print(name, {k: float(f"{v:.4g}") for k, v in record.items()}, flush=True)
+        found[name] = {"entropy": peaked.entropy_quantiles(s.entropy), "budgets": by_budget(s, name)}
     return found
 
 

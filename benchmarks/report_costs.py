@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .bench import OUT
 from .markdown import conditions, figure, fill, mib, table
 from .workloads import BUDGETS
 
 Suite = dict[str, Any]
 CASES = ("rl-like", "no zero rows", "KL on", "heavier tail", "flat policy")
-REASONS = ("absent", "does_not_fit", "failed", "wrong")  # why somebody has no time
 
 
 def _largest(step: Suite, scenario: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _error(record: dict[str, Any], form: str = ".1e") -> str:
 
 def _left(records: list[dict[str, Any]]) -> str:
     """Who has no time, and why."""
-    out = [f"{r['name']} ({r[reason]})" for r in records for reason in REASONS if reason in r]
+    out = [f"{r['name']} ({r[reason]})" for r in records for reason in OUT if reason in r]
     return f"No time of: {', '.join(out)}." if out else ""
 
 

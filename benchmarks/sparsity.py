@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -67,20 +67,31 @@ def ours(w: Workload, old: Old, budget: float) -> tuple[dict[str, Tensor], Tenso
 
 def passes(rows: int, case: str, made: dict[str, Any], budgets: tuple[float, ...], sizes: Record) -> list[Record]:
     """A record per budget; errors are relative to the exact gradients, norm over norm."""
-    found = []
     with _cells_of_kernels() if case.startswith("cells") else nullcontext():
         w = make(rows, **made, **sizes)
         old = ALL["ours"].old(w)
-        exact: tuple[Tensor, Tensor] | None = None
-        for budget in budgets:
-            metrics, *gradients = ours(w, old, budget)
-            exact = exact or (gradients[0], gradients[1])
-            errors = [((g - e).norm() / e.norm()).item() for g, e in zip(gradients, exact, strict=True)]
-            names = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
-            record = {"case": case, "budget": budget, **{k: metrics[k].item() for k in names}}
-            record |= {"d_hidden error": errors[0], "d_weight error": errors[1]}
-            print({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in record.items()}, flush=True)
-            found.append(record | peaked.about(peaked.Policy(w.hidden, w.weight, w.target_ids, w.entropy.flatten())))
+        about_policy = peaked.entropy_quantiles(w.entropy.flatten())
+        found = by_budget(lambda budget: ours(w, old, budget), budgets, case)
+    return [{"case": case, **record, **about_policy} for record in found]
+
+
+def by_budget(
+    run: Callable[[float], tuple[dict[str, Tensor], Tensor, Tensor]], budgets: tuple[float, ...], name: str
+) -> list[Record]:
+    """What each budget leaves to compute, and how far its gradients are from those of the first, which is exact.
+
+    `run`: budget -> metrics and both gradients. `name`: of what is run, for the line that tells of each.
+    """
+    found: list[Record] = []
+    exact: tuple[Tensor, Tensor] | None = None
+    for budget in budgets:
+        metrics, *gradients = run(budget)
+        exact = exact or (gradients[0], gradients[1])
+        errors = [((g - e).norm() / e.norm()).item() for g, e in zip(gradients, exact, strict=True)]
+        names = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
+        record: Record = {"budget": budget, **{k: metrics[k].item() for k in names}}
+        found.append(record | {"d_hidden error": errors[0], "d_weight error": errors[1]})
+        print(name, {k: float(f"{v:.4g}") for k, v in found[-1].items()}, flush=True)
     return found
 
 

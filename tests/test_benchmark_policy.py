@@ -100,7 +100,7 @@ def test_the_situation_has_zero_advantages_and_clipped_sequences() -> None:
     s = policy.situation(hidden, weight, torch.randint(300, (rows,), generator=rng), lengths)
     zero, clipped = 18, 7  # 19 / 64 and 7 / 64 of 60
     assert (s.advantages == 0).sum() == zero
-    (exact, *_) = policy.by_budget(s)
+    (exact, *_) = policy.by_budget(s, "made")
     assert exact["live_row_share"] == pytest.approx(lengths[zero + clipped :].sum().item() / rows)
 
 

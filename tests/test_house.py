@@ -204,7 +204,7 @@ def test_integrations_are_part_of_the_package() -> None:
 def test_a_wheel_holds_the_integrations_and_the_type_marker(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("gspo_kernels", "integrations"):
+    for name in ("gspo_kernels", "integrations", "benchmarks"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -214,14 +214,17 @@ def test_a_wheel_holds_the_integrations_and_the_type_marker(tmp_path: Path) -> N
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, capture_output=True)
     assert (site / "gspo_kernels" / "py.typed").exists()
-    code = "import gspo_kernels.integrations.reference_trainer as r; print(r.__file__)"
+    code = "import gspo_kernels.integrations.reference_trainer as r, gspo_kernels.benchmarks.bench; print(r.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert str(site) in run.stdout, run.stderr
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made under this mode occupied at once."""
+    """The most bytes that tensors made under this mode occupied at once.
+
+    A storage is known by its identity: that of a meta tensor has no address.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,12 +232,12 @@ class LiveBytes(TorchDispatchMode):
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
-                key, size = storage.data_ptr(), storage.nbytes()
+                key, size = storage._cdata, storage.nbytes()
                 if size and key not in given and key not in self.known:
                     self.known.add(key)
                     self.now += size

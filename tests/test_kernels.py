@@ -107,35 +107,13 @@ def test_rows_that_do_not_count_are_no_work() -> None:
 # -- memory, counted on tensors without storage at the real size
 
 
-class LiveMeta(LiveBytes):
-    """Meta tensors have no address: a storage is known by its identity."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        import weakref
-
-        from torch.utils._pytree import tree_leaves
-
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if size and key not in given and key not in self.known:
-                    self.known.add(key)
-                    self.now += size
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._free, key, size)
-        return out
-
-
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(
     ("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 896, 151_936), (8192, 4096, 151_936), (512, 2304, 256_000)]
 )
 def test_peak_memory_is_within_the_formula(n: int, h: int, v: int, entropy: bool) -> None:
     head = cases.meta_head(rows=n, width=h, vocab=v, entropy=entropy)
-    with tuning.assume("sm_90"), LiveMeta() as live:
+    with tuning.assume("sm_90"), LiveBytes() as live:
         result = kernels.head_forward(head)
         forward, live.peak = live.peak, live.now
         d_entropy = torch.empty_like(result.entropy) if entropy else None
@@ -153,7 +131,7 @@ def test_peak_memory_is_within_the_formula(n: int, h: int, v: int, entropy: bool
 def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -> None:
     """Choosing the cells, and the backward of a list of all of them."""
     head = cases.meta_head(rows=n, width=h, vocab=v)
-    with tuning.assume("sm_90"), LiveMeta() as live:
+    with tuning.assume("sm_90"), LiveBytes() as live:
         result, tiles = kernels.forward_with_shares(head, wanted=True)
         assert tiles is not None
         live_tiles.choose(head, result, result.log_probs, tiles, 1e-3)
@@ -172,7 +150,7 @@ def test_a_small_workspace_is_kept_to(dtype: torch.dtype, monkeypatch: pytest.Mo
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
     n, h, v = 2048, 64, 16_384
     head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)
-    with tuning.assume("sm_90"), LiveMeta() as live:
+    with tuning.assume("sm_90"), LiveBytes() as live:
         result = kernels.head_forward(head)
         kernels.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS)
     assert live.peak <= head.hidden.nbytes * 2 + head.weight.nbytes + 8 * n * (v // 128) + 2**20

@@ -56,6 +56,11 @@ PARAMETER_ABSOLUTE = 1e-6
 # How near a ratio may lie to a bound before fp64 rounding may move it across.
 FLOAT64_BOUND = 1e-9
 
+# What benchmarks compare: fp32 candidates against float64, gradients (norm over norm) and losses; two float64 losses.
+CANDIDATE_GRADIENT = 1e-5
+CANDIDATE_LOSS = 1e-6
+FLOAT64_LOSS_RELATIVE = 1e-12
+
 
 def decision_band(length: int) -> float:
     """How near u may lie to a clip bound before its decision may differ from float64's."""

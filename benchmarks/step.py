@@ -1,6 +1,6 @@
 """Time and memory of loss and gradients against the number of tokens, for everyone installed.
 
-    python -m benchmarks.step                            this machine's device (80 minutes on two cores)
+    python -m benchmarks.step                            this machine's device (on two cores 80 minutes of timing)
     python -m benchmarks.step --model qwen3-8b --tokens 4096 16384 65536
 
 Timed at every number of tokens as in training (`rl-like`); at the largest also where every token has a gradient

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from samples import Sample, make_sample, run_fused
 from test_house import product_flops
 from test_parity import DTYPES
-from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE
+from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE, softcap_slope
 from torch import Tensor
 
 from gspo_kernels import (
@@ -76,7 +76,7 @@ def small_tiles(rows: int = 8, columns: int = 6) -> Iterator[None]:
 def d_logits(chosen: Chosen) -> tuple[Tensor, Tensor]:
     """d(loss) / d(h W' + bias) in float64 from the coefficients, [N, vocab]: by autograd, nothing of ours.
 
-    And the same without a soft-cap's slope. That is 1 - tanh^2 and cancels: an eps off where the slope may be far less.
+    And the same without a soft-cap's slope. That is 1 - tanh^2, which cancels (`softcap_slope`).
     """
     head = chosen.head
     raw = head.hidden.double() @ head.weight[: head.vocab_size].double().t()
@@ -130,10 +130,10 @@ def assert_dropped_is_what_is_said(sample: Sample, budget: float, backend: str) 
     )
     # The gradients are those of the entries that were kept.
     dtype = sample.leaves["hidden"].dtype
-    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     hidden, weight = chosen.head.hidden.double(), chosen.head.weight[: chosen.head.vocab_size].double()
     hidden = torch.where(live, hidden, 0)
-    d, off = torch.where(keep, d, 0), torch.where(keep, eps * unsloped, 0).abs()
+    off = softcap_slope(chosen.head.logit_softcap, dtype) * torch.where(keep, unsloped, 0).abs()
+    d = torch.where(keep, d, 0)
     both = {
         "hidden": (grads["hidden"].flatten(0, -2), d @ weight, off @ weight.abs()),
         "weight": (grads["weight"][: len(weight)], d.t() @ hidden, off.t() @ hidden.abs()),

@@ -62,6 +62,11 @@ CANDIDATE_LOSS = 1e-6
 FLOAT64_LOSS_RELATIVE = 1e-12
 
 
+def softcap_slope(softcap: float | None, dtype: torch.dtype) -> float:
+    """What the slope of a soft-cap, 1 - tanh^2, may be off by, whatever its size: an eps of the accumulators' dtype."""
+    return 0.0 if softcap is None else torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
 def decision_band(length: int) -> float:
     """How near u may lie to a clip bound before its decision may differ from float64's."""
     return 3e-6 if length >= 1024 else 3e-6 + 6e-5 / length**0.5

@@ -19,12 +19,12 @@ Records = list[dict[str, Any]]
 def draw_step(results: dict[str, Any], path: Path) -> None:
     """Time and peak memory against tokens; a cross where memory ran out."""
     figure, (left, right) = panels(1, 2, (10, 4.2))
-    first = results["runs"][0]["on"]
+    first = results["time"]["runs"][0]["on"]
     alike = ("scenario", "dtype")
-    runs = [run for run in results["runs"] if all(run["on"][key] == first[key] for key in alike)]
+    runs = [run for run in results["time"]["runs"] if all(run["on"][key] == first[key] for key in alike)]
     timed = {run["on"]["tokens"]: run["candidates"] for run in runs}
     _lines(left, timed, lambda r: r.get("seconds"))
-    memory = timed | {run["tokens"]: run["candidates"] for run in results["memory"]}
+    memory = timed | {run["tokens"]: run["candidates"] for run in results["memory"]["points"]}
     _lines(right, memory, lambda r: r.get("peak_bytes", 0) / 2**30 or None)
     _crosses(right, memory)
     left.set_ylabel("loss and gradients, seconds")

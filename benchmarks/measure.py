@@ -59,10 +59,22 @@ def version(package: str) -> str | None:
         return None
 
 
-def save(suite: str, device: torch.device, results: Any, path: Path | None = None) -> Path:
-    """Write benchmarks/results/<suite>-<cpu or GPU>.json, or `path`."""
+def place(suite: str, device: torch.device) -> Path:
+    """benchmarks/results/<suite>-<cpu or GPU>.json"""
     where = "cpu" if device.type != "cuda" else re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower())
-    path = path or RESULTS / f"{suite}-{where}.json"
+    return RESULTS / f"{suite}-{where}.json"
+
+
+def save_part(suite: str, device: torch.device, part: str, results: Record, path: Path | None = None) -> Path:
+    """Write one part of a suite's results with a head of its own; what the file has of other parts stays there."""
+    path = path or place(suite, device)
+    kept = json.loads(path.read_text())["results"] if path.exists() else {}
+    return save(suite, device, kept | {part: {"measured": about(device), **results}}, path)
+
+
+def save(suite: str, device: torch.device, results: Any, path: Path | None = None) -> Path:
+    """Write them with machine, versions and commit to `place`, or to `path`."""
+    path = path or place(suite, device)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dumps({"suite": suite, **about(device), "results": results}, indent=1) + "\n")
     return path

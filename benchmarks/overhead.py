@@ -1,6 +1,6 @@
 """What a call costs the host, where arithmetic is nothing; and what an import costs.
 
-    python -m benchmarks.overhead           every candidate in 5 processes, 10 imports (5 minutes)
+    python -m benchmarks.overhead           every candidate in 5 processes, 10 imports (7 minutes)
     python -m benchmarks.overhead --tiny    a trial, seconds
 
 The main runs pytest on this file, a process per turn, so that pytest-benchmark takes the times (nothing waits for a GPU

@@ -15,7 +15,7 @@ CASES = ("rl-like", "no zero rows", "KL on", "heavier tail", "flat policy")
 
 def _largest(step: Suite, scenario: str) -> dict[str, Any]:
     """The run of most tokens, in the dtype that the file is about."""
-    runs = step["results"]["runs"]
+    runs = step["results"]["time"]["runs"]
     those = [run for run in runs if run["on"]["scenario"] == scenario and run["on"]["dtype"] == runs[0]["on"]["dtype"]]
     return max(those, key=lambda run: run["on"]["tokens"])
 
@@ -38,8 +38,8 @@ def _short_step(step: Suite) -> str:
         ratios = (_over(next(r for r in run["candidates"] if r["name"] == name)) for run in runs)
         r = rl[name]
         rows.append((name, *ratios, _mib(r), _number(r, "passes"), _error(r, ".0e")))
-    on = runs[0]["on"]
-    where = f"{on['tokens']:,} tokens, {_head(on)}, {on['dtype']}, {step['machine']['threads']} CPU cores"
+    on, machine = runs[0]["on"], step["results"]["time"]["measured"]["machine"]
+    where = f"{on['tokens']:,} tokens, {_head(on)}, {on['dtype']}, {machine['threads']} CPU cores"
     header = (where, "time over naive's", "every row live", "two sequences", "peak MiB", "passes", "error to float64")
     return table(header, rows)
 
@@ -88,17 +88,18 @@ def _comparison(run: dict[str, Any]) -> str:
 
 
 def _step(step: Suite, name: str) -> str:
-    runs, memory = step["results"]["runs"], step["results"]["memory"]
+    time, memory = step["results"]["time"], step["results"]["memory"]
     entropy = _largest(step, "rl-like")["on"]["entropy"]["quantiles"]
     quantiles = ", ".join(f"{float(at):.0%} {value:.2g}" for at, value in entropy.items())
-    names = list(dict.fromkeys(r["name"] for point in memory for r in point["candidates"] if "absent" not in r))
+    points = memory["points"]
+    names = list(dict.fromkeys(r["name"] for point in points for r in point["candidates"] if "absent" not in r))
     rows = []
     for one in names:
-        found = [next(r for r in point["candidates"] if r["name"] == one) for point in memory]
+        found = [next(r for r in point["candidates"] if r["name"] == one) for point in points]
         rows.append((one, *map(_mib, found)))
     return "\n\n".join([
         "## Loss and gradients: time and memory",
-        conditions(step, "python -m benchmarks.step"),
+        conditions(time["measured"], "python -m benchmarks.step --time"),
         "Forward, loss and both gradients (hidden states, head); the same batch for everyone, gradients checked "
         "against float64 before anything is timed. Sequences are equally long and nothing is padded. Runs take "
         "turns, ratios are taken round by round; memory is the peak beyond the inputs, gradients included, in a "
@@ -106,9 +107,9 @@ def _step(step: Suite, name: str) -> str:
         "with a ratio per token: another loss, held against its own float64. Liger's loss goes sequence by sequence, "
         f"and so pays for short ones. Entropies of the synthetic policy, quantiles in nats: {quantiles}.",
         figure(name, "Time and peak memory against tokens"),
-        *(_comparison(run) for run in runs),
-        "Peak memory alone, MiB, rl-like:",
-        table(("", *(f"{point['tokens']:,} tokens" for point in memory)), rows),
+        *(_comparison(run) for run in time["runs"]),
+        "More tokens, rl-like, peak MiB: " + conditions(memory["measured"], "python -m benchmarks.step --memory"),
+        table(("", *(f"{point['tokens']:,} tokens" for point in points)), rows),
     ])  # fmt: skip
 
 
@@ -209,7 +210,7 @@ def _sparsity(sparsity: Suite, name: str) -> str:
     mass = _two(passes["entropy"], time["by entropy"], "mean entropy")
     return "\n\n".join([
         "## Zero coefficients and a gradient budget",
-        conditions(passes["measured"], "python -m benchmarks.sparsity --passes --time"),
+        conditions(passes["measured"], "python -m benchmarks.sparsity --passes"),
         f"Synthetic policy (`benchmarks/peaked.py`), H = {passes['width']}, V = {passes['vocab']:,}, "
         f"{passes['rows']:,} tokens in 64 sequences; rl-like: 19 of zero advantage, 7 beyond the clip. Errors are "
         "relative to the exact gradients.",
@@ -217,7 +218,8 @@ def _sparsity(sparsity: Suite, name: str) -> str:
         "Matrix passes by budget (dense: 4):", table(("", *(f"{b:g}" for b in BUDGETS)), work),
         "Relative error of the worse gradient by budget:", table(("", *(f"{b:g}" for b in BUDGETS[1:])), errors),
         f"Time over naive GSPO's and peak memory, {time['rows']:,} tokens in 8 sequences, {time['sequences']['zero']} "
-        f"of zero advantage, {time['sequences']['clipped']} clipped:",
+        f"of zero advantage, {time['sequences']['clipped']} clipped: "
+        + conditions(time["measured"], "python -m benchmarks.sparsity --time"),
         table(("", "time / naive", "p20 - p80", "peak MiB"), seconds),
         "By the share of sequences of zero advantage (nothing clipped): passes and the worse gradient's error, then "
         "time over naive GSPO's of the 8 sequences:",

@@ -1,15 +1,15 @@
 """What zero coefficients save, and what a gradient budget saves and costs.
 
     python -m benchmarks.sparsity --passes    matrix passes and gradient error (15 minutes on two cores)
-    python -m benchmarks.sparsity --time      time and peak memory against the naive loss (5 minutes)
+    python -m benchmarks.sparsity --time      time and peak memory against the naive loss (20 minutes)
 
-Passes and errors do not depend on the machine (but for the size of a cell); times are ratios within one run.
+Passes and errors do not depend on the machine (but for the size of a cell); times are ratios within one run. With
+neither option both parts are measured; each keeps what the file has of the other.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from gspo_kernels import gspo_fused_loss, live_tiles, ops, portable_tiles
 
 from . import peaked, workloads
 from .candidates import ALL, Old
-from .measure import RESULTS, Record, about, fresh, interleaved, over, peak_bytes, save, spread
+from .measure import Record, fresh, interleaved, over, peak_bytes, save_part, spread
 from .step import positive
 from .workloads import BUDGETS, Workload
 
@@ -176,25 +176,22 @@ def main() -> None:
     parser.add_argument("--time", action="store_true", help="time and memory against the naive loss")
     parser.add_argument("--rounds", type=positive, default=5, help="of --time (default 5)")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds")
-    parser.add_argument("--output", type=Path, default=RESULTS / "sparsity-cpu.json", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help="default benchmarks/results/sparsity-cpu.json")
     given = parser.parse_args()
-    if not (given.passes or given.time):
-        parser.error("nothing to do: give --passes or --time")
+    both = not (given.passes or given.time)
     device = torch.device("cpu")
-    kept = json.loads(given.output.read_text())["results"] if given.output.exists() else {}
     rows, timed_rows, rounds, sizes = 2048, 1024, given.rounds, {}
     if given.tiny:
         rows, timed_rows, rounds, sizes = 256, 64, 1, {"width": 64, "vocab": 2000}
     head = {"width": WIDTH, "vocab": VOCAB, **sizes}
-    if given.passes:
+    if given.passes or both:
         found = {
             sweep: [r for case, made in cases.items() for r in passes(rows, case, made, budgets, sizes)]
             for sweep, (cases, budgets) in SWEEPS.items()
         }
-        kept["passes"] = {"measured": about(device), **head, "rows": rows, **found}
-    if given.time:
-        kept["time"] = {"measured": about(device), **head, **times(timed_rows, rounds, sizes)}
-    print(save("sparsity", device, kept, given.output))
+        print(save_part("sparsity", device, "passes", {**head, "rows": rows, **found}, given.output))
+    if given.time or both:
+        print(save_part("sparsity", device, "time", {**head, **times(timed_rows, rounds, sizes)}, given.output))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Time and memory of loss and gradients against the number of tokens, for everyone installed.
 
-    python -m benchmarks.step                            this machine's device (on two cores 80 minutes of timing)
+    python -m benchmarks.step --time        (80 minutes on two cores)
+    python -m benchmarks.step --memory      of more tokens, until it runs out (MINUTES minutes)
     python -m benchmarks.step --model qwen3-8b --tokens 4096 16384 65536
 
 Timed at every number of tokens as in training (`rl-like`); at the largest also where every token has a gradient
 (`dense`), the worst case for us, with few long sequences (`long`), because Liger's cost is per sequence, and on a CPU
-in bf16 too. `--memory-tokens` are measured for memory alone, until it runs out.
+in bf16 too. With neither option both parts are measured; each keeps what the file has of the other.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import torch
 
 from . import bench
 from .candidates import Candidate
-from .measure import Record, save
+from .measure import Record, save_part
 from .workloads import MODELS, Spec
 
-ON_CPU: dict[str, Any] = dict(model="qwen2.5-0.5b", tokens=[256, 512, 1024], memory_tokens=[4096, 12_288], rounds=5)
+ON_CPU: dict[str, Any] = dict(model="qwen2.5-0.5b", tokens=[256, 512, 1024], memory_tokens=[4096, 16_384], rounds=5)
 ON_GPU: dict[str, Any] = dict(model="qwen3-8b", tokens=[4096, 16_384, 65_536], memory_tokens=[131_072], rounds=15)
 
 
@@ -68,31 +69,38 @@ def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Recor
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--time", action="store_true", help="time, memory and passes at --tokens")
+    parser.add_argument("--memory", action="store_true", help="peak memory at --memory-tokens")
     parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--tokens", type=bench.tokens_of, nargs="+", help="timed")
-    parser.add_argument("--memory-tokens", type=bench.tokens_of, nargs="*", help="measured for memory alone")
+    parser.add_argument("--memory-tokens", type=bench.tokens_of, nargs="+", help="measured for memory alone")
     arguments(parser)
     given = parser.parse_args()
-    chosen = chosen_by(parser, given.against)
-    on_gpu = not given.device.startswith("cpu")
+    chosen, device = chosen_by(parser, given.against), torch.device(given.device)
+    on_gpu = device.type == "cuda"
     default = ON_GPU if on_gpu else ON_CPU
-    model, tokens, rounds = (getattr(given, name) or default[name] for name in ("model", "tokens", "rounds"))
-    memory_tokens = default["memory_tokens"] if given.memory_tokens is None else given.memory_tokens
+    model, tokens, memory_tokens, rounds = (getattr(given, name) or default[name] for name in default)
     dtype = given.dtype or ("bfloat16" if on_gpu else "float32")
     head = MODELS[model]
     if given.tiny:
-        head, tokens, memory_tokens, rounds = head._replace(width=64, vocab=2000), [128, 256], [512], 2
-    specs = [Spec(head, count, "rl-like", dtype, given.device) for count in tokens]
-    specs += [Spec(head, max(tokens), scenario, dtype, given.device) for scenario in ("dense", "long")]
-    if not on_gpu and dtype == "float32":
-        specs.append(Spec(head, max(tokens), "rl-like", "bfloat16", given.device))
-    runs, memory = sweep(specs, chosen, rounds), []
-    for count in memory_tokens:
-        print(f"memory alone, {count} tokens", flush=True)
-        spec = Spec(head, count, "rl-like", dtype, given.device)
-        memory.append({"tokens": count, "candidates": bench.costs(spec, chosen, say, passes=False)})
-    results = {"model": "tiny" if given.tiny else model, "runs": runs, "memory": memory}
-    print(save("step", torch.device(given.device), results, given.output))
+        model, head, tokens, memory_tokens, rounds = "tiny", head._replace(width=64, vocab=2000), [128, 256], [512], 2
+    both = not (given.time or given.memory)
+    if given.time or both:
+        specs = [Spec(head, count, "rl-like", dtype, given.device) for count in tokens]
+        specs += [Spec(head, max(tokens), scenario, dtype, given.device) for scenario in ("dense", "long")]
+        if not on_gpu and dtype == "float32":
+            specs.append(Spec(head, max(tokens), "rl-like", "bfloat16", given.device))
+        runs = sweep(specs, chosen, rounds)
+        print(save_part("step", device, "time", {"model": model, "runs": runs}, given.output))
+    if given.memory or both:
+        points = [memory(Spec(head, count, "rl-like", dtype, given.device), chosen) for count in memory_tokens]
+        print(save_part("step", device, "memory", {"model": model, "points": points}, given.output))
+
+
+def memory(spec: Spec, chosen: list[Candidate]) -> Record:
+    """Of everyone at one number of tokens."""
+    print(f"memory alone, {spec.tokens} tokens", flush=True)
+    return {"tokens": spec.tokens, "candidates": bench.costs(spec, chosen, say, passes=False)}
 
 
 if __name__ == "__main__":

@@ -184,9 +184,9 @@ def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
     small = make(given._replace(tokens=tokens, head=Head(width, vocab, given.head.softcap)))
     one.step(small, one.old(small))  # libraries allocate at their first call
     w = make(given)
-    old = one.old(w)
     found: Record = {}
     try:
+        old = one.old(w)
         if one.compiles:
             one.step(w, old)  # a compiler's own memory is none of the step's
         if memory_is_known(device):

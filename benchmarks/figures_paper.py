@@ -149,6 +149,8 @@ def draw_coefficients(results: Record, path: Path) -> None:
         for bound in found["bounds"]:
             one.axvline(bound, color="black", lw=1, ls=":")
         one.set_yscale("log")
+        low, high = one.get_ylim()
+        one.set_ylim(low, high * (high / low) ** 0.2)  # room for the legend
         one.set_title(
             {"grpo": "GRPO: every token its own", "gspo": "GSPO: one per sequence"}[kind], fontsize=9, loc="left"
         )

@@ -15,7 +15,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def conditions(measured: dict[str, Any], command: str) -> str:
     """Where a file comes from: command, machine, versions, commit."""
     machine, versions = measured["machine"], measured["versions"]
-    where = f"{machine.get('gpu') or machine['cpu']}, {machine['threads']} threads, {machine['memory GiB']} GiB"
+    count = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    where = f"{machine.get('gpu') or machine['cpu']}, {count}, {machine['memory GiB']} GiB"
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "gspo-kernels")
     changed = " with uncommitted changes" if measured["uncommitted changes"] else ""
     return f"`{command}`, {measured['date']}, commit {measured['commit'][:7]}{changed}; {where}; {packages}."

@@ -119,6 +119,18 @@ def test_what_does_not_fit_is_not_timed(who: str, monkeypatch: pytest.MonkeyPatc
     assert ("over_naive" in other) == (who == "ours")  # without naive there is nothing to compare with
 
 
+def test_old_log_probs_that_do_not_fit_do_not_fit_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    naive = ALL["naive GSPO"]
+
+    def logs(hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if len(hidden) == SMALL.tokens:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return naive.log_probs(hidden, *arguments)
+
+    monkeypatch.setitem(ALL, "naive GSPO", naive._replace(log_probs=logs))
+    assert bench.costs_of("naive GSPO", list(SMALL), passes=False) == {"does_not_fit": "out of memory"}
+
+
 def test_a_batch_that_does_not_fit_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = importlib.import_module("gspo_kernels.benchmarks.bench")  # what the command imports
     monkeypatch.setattr(installed, "fresh", lambda *_, **__: None)

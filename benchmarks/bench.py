@@ -20,6 +20,7 @@ from .measure import (
     dumps,
     fresh,
     interleaved,
+    load,
     memory_is_known,
     no_room,
     over,
@@ -53,8 +54,9 @@ def run(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick) -> Record:
     """`compare`, for a machine whose memory others use too: what does not fit is a MemoryError with a line."""
     if spec.device == "cpu":
         stop_before_swapping()
+    before = load()  # this one's own comes on top
     try:
-        return compare(spec, chosen, rounds, tick)
+        return compare(spec, chosen, rounds, tick) | {"load per core before": before}
     except (MemoryError, RuntimeError) as error:
         if not no_room(error):
             raise

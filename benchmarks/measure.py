@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -49,6 +50,17 @@ def about(device: torch.device) -> Record:
         "machine": machine(device),
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := version(p))}},
     }
+
+
+def needs(module: str) -> None:
+    """Stop with a line where a package of the `bench` extra is not installed."""
+    if importlib.util.find_spec(module) is None:
+        sys.exit(f"{module} is not installed: pip install '.[bench]'")
+
+
+def load() -> float | None:
+    """How many processes wanted to run, over the last minute, per core; None where the system does not say."""
+    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None
 
 
 def version(package: str) -> str | None:

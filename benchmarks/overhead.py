@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,6 +34,9 @@ from gspo_kernels import fused_loss as fused
 
 from . import measure, peers
 from .measure import Record
+
+measure.needs("pytest_benchmark")  # the main and its children
+import pytest  # noqa: E402
 
 SEQUENCES, LENGTH, WIDTH, VOCAB = 2, 8, 16, 64
 GSPO = Objective()

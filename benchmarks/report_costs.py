@@ -13,10 +13,11 @@ Suite = dict[str, Any]
 CASES = ("rl-like", "no zero rows", "KL on", "heavier tail", "flat policy")
 
 
-def _largest(step: Suite, scenario: str) -> dict[str, Any]:
-    """The run of most tokens, in the dtype that the file is about."""
+def _largest(step: Suite, scenario: str, dtype: str | None = None) -> dict[str, Any]:
+    """The run of most tokens, in that dtype or the one that the file is about."""
     runs = step["results"]["time"]["runs"]
-    those = [run for run in runs if run["on"]["scenario"] == scenario and run["on"]["dtype"] == runs[0]["on"]["dtype"]]
+    dtype = dtype or runs[0]["on"]["dtype"]
+    those = [run for run in runs if (run["on"]["scenario"], run["on"]["dtype"]) == (scenario, dtype)]
     return max(those, key=lambda run: run["on"]["tokens"])
 
 
@@ -25,13 +26,14 @@ def _head(on: dict[str, Any]) -> str:
 
 
 SHORT = (
-    "naive GSPO", "naive GRPO", "TRL fused head", "Liger GRPO loss", "verl torch head", "torch linear_cross_entropy",
-    "ours", "ours, budget 1e-3",
+    "naive GSPO", "naive GSPO, compiled", "naive GRPO", "TRL fused head", "Liger GRPO loss", "verl torch head",
+    "torch linear_cross_entropy", "ours", "ours, budget 1e-3",
 )  # fmt: skip
 
 
 def _short_step(step: Suite) -> str:
     runs = [_largest(step, scenario) for scenario in ("rl-like", "dense", "long")]
+    runs.append(_largest(step, "rl-like", "bfloat16"))
     rl = {r["name"]: r for r in runs[0]["candidates"]}
     rows = []
     for name in SHORT:
@@ -39,9 +41,16 @@ def _short_step(step: Suite) -> str:
         r = rl[name]
         rows.append((name, *ratios, _mib(r), _number(r, "passes"), _error(r, ".0e")))
     on, machine = runs[0]["on"], step["results"]["time"]["measured"]["machine"]
-    where = f"{on['tokens']:,} tokens, {_head(on)}, {on['dtype']}, {machine['threads']} CPU cores"
-    header = (where, "time over naive's", "every row live", "two sequences", "peak MiB", "passes", "error to float64")
-    return table(header, rows)
+    where = (
+        f"{on['tokens']:,} tokens, {_head(on)}, {on['dtype']}, {machine['threads']} CPU cores: time over naive GSPO's"
+    )
+    few = fill(
+        f"rl-like: {on['zero'] + on['clipped']} of {on['sequences']} sequences have no gradient; dense: all have one; "
+        f"long: {runs[2]['on']['sequences']} sequences. Peak, passes (of 2 N H V) and error (of the worse gradient, "
+        f"against float64) are of rl-like in {on['dtype']}. naive GRPO is another loss."
+    )
+    header = (where, "rl-like", "dense", "long", "rl-like, bf16", "peak MiB", "passes", "error")
+    return f"{table(header, rows)}\n\n{few}"
 
 
 def _over(record: dict[str, Any]) -> str:
@@ -87,6 +96,23 @@ def _comparison(run: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def _losses(runs: list[dict[str, Any]]) -> str:
+    """Where exact gradients cost more than full logits do, and who is the fastest there."""
+    slow, large = [], []
+    for run in runs:
+        on, timed = run["on"], {r["name"]: r for r in run["candidates"] if "over_naive" in r}
+        where = f"{on['scenario']}, {on['dtype']}, {on['tokens']:,} tokens, V = {on['head']['vocab']:,}"
+        ours, naive = timed["ours"], timed["naive GSPO"]
+        if ours["over_naive"]["ratio"] > 1:
+            others = (r for r in timed.values() if r["against"] != "ours" and r["name"] != "naive GRPO")
+            fastest = min(others, key=lambda r: r["over_naive"]["ratio"])
+            slow.append(f"{where}: {_over(ours)} (fastest: {fastest['name']}, {_over(fastest)})")
+        if ours["peak_bytes"] > naive["peak_bytes"]:
+            large.append(f"{where}: {_mib(ours)} MiB against {_mib(naive)}")
+    said = f"**Where we lose.** Slower than naive GSPO: {'; '.join(slow) or 'nowhere'}."
+    return f"{said} More memory: {'; '.join(large)}." if large else said
+
+
 def _step(step: Suite, name: str) -> str:
     time, memory = step["results"]["time"], step["results"]["memory"]
     entropy = _largest(step, "rl-like")["on"]["entropy"]["quantiles"]
@@ -103,10 +129,12 @@ def _step(step: Suite, name: str) -> str:
         "Forward, loss and both gradients (hidden states, head); the same batch for everyone, gradients checked "
         "against float64 before anything is timed. Sequences are equally long and nothing is padded. Runs take "
         "turns, ratios are taken round by round; memory is the peak beyond the inputs, gradients included, in a "
-        "process of its own. Passes are matrix products in units of 2 N H V. naive GRPO is the other named baseline, "
+        "process of its own. Passes are matrix products in units of 2 N H V; ours leave rows without a gradient out in "
+        "blocks of 128, so that few tokens save nothing. naive GRPO is the other named baseline, "
         "with a ratio per token: another loss, held against its own float64. Liger's loss goes sequence by sequence, "
         f"and so pays for short ones. Entropies of the synthetic policy, quantiles in nats: {quantiles}.",
         figure(name, "Time and peak memory against tokens"),
+        _losses(time["runs"]),
         *(_comparison(run) for run in time["runs"]),
         "More tokens, rl-like, peak MiB: " + conditions(memory["measured"], "python -m benchmarks.step --memory"),
         table(("", *(f"{point['tokens']:,} tokens" for point in points)), rows),
@@ -127,6 +155,7 @@ def _vocab(vocab: Suite, name: str) -> str:
         f"{on['scenario']}, {on['tokens']:,} tokens, H = {on['head']['width']}, {on['dtype']}: time over naive "
         "GSPO's, peak MiB, error to float64. Small vocabularies are where full logits are cheap.",
         figure(name, "Time over naive and peak memory against the vocabulary"),
+        _losses(runs),
         table(("", *(f"V = {run['on']['head']['vocab']:,}" for run in runs)), rows),
     ])  # fmt: skip
 
@@ -143,7 +172,10 @@ def _trainer(trainer: Suite, name: str) -> str:
         "## A whole optimizer step",
         conditions(trainer, "python -m benchmarks.trainer"),
         f"{results['model']} of random weights ({results['parameters'] / 1e6:.0f} M parameters), "
-        f"{results['tokens']:,} tokens, {results['dtype']}, AdamW: what the loss can change of a step is its share.",
+        f"{results['tokens']:,} tokens, {results['dtype']}, AdamW: what the loss can change of a step is its share. "
+        "Intervals that hold 1 are a tie. Error: of the worse of the gradients of the last hidden states and the head, "
+        "against float64. Random weights make a flat policy, of which a budget could drop nothing: none is tried, nor "
+        "is the compiled loss, and memory is that of the sections above. Bars are medians of parts.",
         figure(name, "Seconds of an optimizer step by part"),
         table(header, rows),
         _left(results["steps"]),

@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--passes", action="store_true", help="matrix passes and gradient error")
     parser.add_argument("--time", action="store_true", help="time and memory against the naive loss")
     parser.add_argument("--rounds", type=positive, default=5, help="of --time (default 5)")
-    parser.add_argument("--tiny", action="store_true", help="a trial of seconds")
+    parser.add_argument("--tiny", action="store_true", help="a trial with small shapes")
     parser.add_argument("--output", type=Path, help="default benchmarks/results/sparsity-cpu.json")
     given = parser.parse_args()
     both = not (given.passes or given.time)

@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=lambda name: str(bench.device_of(name)), default=str(bench.device_of(None)))
     parser.add_argument("--dtype", choices=bench.DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--rounds", type=positive, help="timed runs of each, in turns")
-    parser.add_argument("--tiny", action="store_true", help="a trial of seconds")
+    parser.add_argument("--tiny", action="store_true", help="a trial with small shapes")
     parser.add_argument("--output", type=Path, help="default benchmarks/results/<suite>-<device>.json")
 
 

@@ -64,6 +64,8 @@ def show(found: Record, console: Console) -> None:
             if kind in record:
                 console.print(f"{record['name']}: {said}{record[kind]}", markup=False, soft_wrap=True)
     console.print(EXPLAINED, markup=False, soft_wrap=True)
+    if on["device"] == "cpu" and (found.get("load per core before") or 0) > BUSY:
+        console.print(BUSY_MACHINE, markup=False, soft_wrap=True)
 
 
 NOT_TIMED = {
@@ -72,10 +74,16 @@ NOT_TIMED = {
     "failed": "failed, ",
     "wrong": "wrong gradients, not timed: ",
 }
+BUSY = 0.5  # processes per core
+BUSY_MACHINE = (
+    "Others used these cores in the minute before: that slows many small products (fused heads) more than few large "
+    "ones (full logits), in all rounds alike. Measure again on cores of its own, or with OMP_NUM_THREADS=1."
+)
 EXPLAINED = (
     "time: loss and both gradients, median of runs in turns; over naive: of the ratios round by round. peak: beyond "
-    "the inputs, in a process of its own. passes: matrix products over 2 N H V. error: of the worse gradient, norm "
-    "over norm, against float64. naive GRPO is another loss, against its own float64."
+    "the inputs, in a process of its own. passes: matrix products over 2 N H V; rows without a gradient leave ours in "
+    "blocks of 128. error: of the worse gradient, norm over norm, against float64. naive GRPO is another loss, against "
+    "its own float64."
 )
 
 

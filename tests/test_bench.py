@@ -237,6 +237,22 @@ def test_the_command_prints_one_json_object() -> None:
             assert {"error", "error_over_naive", "peak_bytes", "passes", "p20", "p80"} <= record.keys()
 
 
+@pytest.mark.parametrize(("before", "warns"), [(2.0, True), (0.1, False)])
+def test_a_busy_machine_is_told_of(before: float, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.import_module("gspo_kernels.benchmarks.bench")  # what the command imports
+    monkeypatch.setattr(installed, "fresh", lambda *_, **__: {"peak_bytes": 1})
+    monkeypatch.setattr(installed, "stop_before_swapping", lambda: None)  # it would hold for the tests after this one
+    monkeypatch.setattr(installed, "load", lambda: before)
+    asked = ["bench", "--model", "64,1000", "--tokens", "64", "--against", "naive", "--rounds", "1", "--device", "cpu"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0 and ("Others used these cores" in done.output) == warns
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
+    with pytest.raises(SystemExit, match=r"no_such_package is not installed: pip install '\.\[bench\]'"):
+        measure.needs("no_such_package")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -1,7 +1,7 @@
 """Time and memory of loss and gradients against the number of tokens, for everyone installed.
 
     python -m benchmarks.step --time        (80 minutes on two cores)
-    python -m benchmarks.step --memory      of more tokens, until it runs out (MINUTES minutes)
+    python -m benchmarks.step --memory      of more tokens, until it runs out (an hour on two cores)
     python -m benchmarks.step --model qwen3-8b --tokens 4096 16384 65536
 
 Timed at every number of tokens as in training (`rl-like`); at the largest also where every token has a gradient

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report, report_claims, report_costs
+from benchmarks import report, report_claims, report_costs, sparsity
+from benchmarks.workloads import BUDGETS
 
 SUITES = report_costs.SECTIONS | report_claims.SECTIONS
 
@@ -16,6 +17,11 @@ SUITES = report_costs.SECTIONS | report_claims.SECTIONS
 def measured(suite: str) -> dict[str, Any]:
     """Results of a suite on a CPU."""
     return report.load(report.RESULTS / f"{suite}-cpu.json")["results"]
+
+
+def _runs(suite: str) -> list[dict[str, Any]]:
+    found = measured(suite)
+    return found["time"]["runs"] if suite == "step" else found["runs"]
 
 
 def test_no_file_is_of_nothing() -> None:
@@ -70,8 +76,53 @@ def test_budgets_were_trained_from_the_policy_that_is_reported() -> None:
 
 
 def test_nobody_timed_has_wrong_gradients_and_ours_is_always_timed() -> None:
-    for run in measured("step")["time"]["runs"] + measured("vocab")["runs"]:
+    for run in _runs("step") + _runs("vocab"):
         timed = {r["name"]: r for r in run["candidates"] if "seconds" in r}
         assert {"ours", "naive GSPO"} <= timed.keys(), run["on"]
         assert not any("wrong" in r for r in timed.values())
         assert all(r["runs"] >= 5 and r["error"]["worst"] > 0 for r in timed.values())
+
+
+def test_every_suite_was_measured_here() -> None:
+    for suite in SUITES:
+        found = json.loads((report.RESULTS / f"{suite}-cpu.json").read_text())
+        assert found["suite"] == suite and found["machine"]["threads"] and found["versions"]["torch"], suite
+
+
+def test_zero_rows_and_a_budget_save_what_the_texts_say() -> None:
+    found = measured("sparsity")["passes"]
+    cases = {(r["case"], r["budget"]): r for r in found["cases"]}
+    assert set(cases) == {(case, budget) for case in sparsity.CASES for budget in BUDGETS}
+    policy = cases["rl-like", 0.0]
+    assert 0.45 < policy["share under 0.01 nats"] < 0.55 and 0.18 < policy["share above 0.67 nats"] < 0.24
+    assert policy["passes"] <= 2.8 and policy["d_hidden error"] == policy["d_weight error"] == 0
+    budget = cases["rl-like", 1e-3]
+    assert budget["passes"] <= 1.8 and max(budget["d_hidden error"], budget["d_weight error"]) < 1e-3
+    assert all(r["dropped_gradient_mass"] <= r["budget"] for r in cases.values())
+
+
+def test_a_budget_is_faster_and_choosing_is_cheap() -> None:
+    found = measured("sparsity")["time"]
+    exact, budget = (found["by budget"][name]["over_naive"]["p80"] for name in ("exact", "budget 0.001"))
+    assert budget < exact
+    assert found["choosing cells over budget 1e-3"] <= 0.03
+    assert found["peak bytes"]["exact"] <= 0.4 * found["peak bytes"]["naive"]
+
+
+def test_where_we_lose_is_said() -> None:
+    def one(ours: float, peak: int) -> dict[str, Any]:
+        ratios = {"naive GSPO": (1.0, 100), "naive GRPO": (0.1, 100), "quick": (0.9, 100), "ours": (ours, peak)}
+        candidates = [
+            {"name": n, "against": n, "over_naive": {"ratio": ratio}, "peak_bytes": mib << 20}
+            for n, (ratio, mib) in ratios.items()
+        ]
+        on = {"scenario": "dense", "dtype": "float32", "tokens": 1024, "head": {"vocab": 5000}}
+        return {"on": on, "candidates": candidates}
+
+    at = "dense, float32, 1,024 tokens, V = 5,000"
+    slower = f"**Where we lose.** Slower than naive GSPO: {at}: 1.25 (fastest: quick, 0.90)."
+    assert report_costs._losses([one(1.25, 50), one(0.5, 50)]) == slower
+    larger = f"**Where we lose.** Slower than naive GSPO: nowhere. More memory: {at}: 101 MiB against 100."
+    assert report_costs._losses([one(0.5, 101)]) == larger
+    for suite in ("step", "vocab"):
+        assert report.PAGE.read_text().count(report_costs._losses(_runs(suite))) == 1, suite

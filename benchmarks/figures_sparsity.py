@@ -28,13 +28,13 @@ def draw_sparsity(results: dict[str, Any], path: Path) -> None:
     for axes in (passes, errors):
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlabel("gradient budget")
-    passes.set_ylim(0, 4.2)
+    passes.set_ylim(0, 5.5)  # room for the legend
     passes.set_ylabel("matrix passes (dense: 4)")
     errors.set_yscale("log")
     errors.plot(range(1, len(ticks)), [float(t) for t in ticks[1:]], color="#999999", lw=0.8, ls=":")
     errors.annotate("error = budget", (1, float(ticks[1])), color="#777777", fontsize=8, va="bottom")
     errors.set_ylabel("relative error of the worse gradient")
-    passes.legend(frameon=False, fontsize=8)
+    passes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
     time, label = results["time"], "share of sequences of zero advantage"
     _times(zero, time["by zero share"], "zero share", label)
     shares = [(float(r["case"].removeprefix("zero share ")), r) for r in results["passes"]["zero share"]]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gspo_kernels import LossOutput, Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels.precision import exact_products
 from gspo_kernels.reference import gspo_reference_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
@@ -600,6 +601,16 @@ def matmul_precision() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.usefixtures("matmul_precision")
+def test_exact_products_are_asked_for_on_every_processor(precision: str) -> None:
+    """One without bf16 products gives fp32 ones whatever it is asked for: there the test below shows nothing."""
+    torch.set_float32_matmul_precision(precision)
+    with exact_products(torch.device("cpu")):
+        assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+    assert torch.get_float32_matmul_precision() == precision
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])

@@ -206,7 +206,7 @@ SHARED_FAULTS: dict[str, tuple[str, str, str, str]] = {
         "precision",
         'backend.matmul.fp32_precision = "ieee"',
         "pass",
-        "heads::test_a_global_wish_for_fast_products_changes_no_bit_and_stays[torch-linear-medium]",
+        "heads::test_exact_products_are_asked_for_on_every_processor[medium]",
     ),
     "one thread restores what another needs": (
         "precision",

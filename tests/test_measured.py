@@ -126,3 +126,10 @@ def test_where_we_lose_is_said() -> None:
     assert report_costs._losses([one(0.5, 101)]) == larger
     for suite in ("step", "vocab"):
         assert report.PAGE.read_text().count(report_costs._losses(_runs(suite))) == 1, suite
+
+
+def test_time_and_memory_run_up_to_where_it_runs_out() -> None:
+    points = measured("step")["memory"]["points"]
+    most = max(points, key=lambda point: point["tokens"])["candidates"]
+    fits = {r["name"] for r in most if "peak_bytes" in r}
+    assert {"ours", "ours, budget 1e-3"} <= fits and "naive GSPO" in {r["name"] for r in most} - fits

@@ -68,7 +68,7 @@ def texts() -> dict[Path, str]:
         else:
             readme = _filled(readme, name, "")  # not measured yet
     on_gpu = any("gpu" in one["machine"] for suite in found.values() for one in suite)
-    parts = [INTRODUCTION.format(where=ON_GPU if on_gpu else NO_GPU, cpus=CPUS)]
+    parts = [INTRODUCTION.format(where=ON_GPU if on_gpu else NO_GPU)]
     for suite, section in sections.items():
         parts += [section(one, path.stem) for one, path in zip(found[suite], files(suite), strict=True)]
     return {README: readme, PAGE: "\n\n".join(parts) + "\n"}
@@ -86,14 +86,14 @@ INTRODUCTION = """# Benchmarks
 
 Everything on this page is written by `python -m benchmarks.report` from the JSON files in
 [`benchmarks/results/`](../benchmarks/results/); each section names the command that made its file, and where. {where}
-{cpus} On your machine, with its cores to itself: `gspo bench`."""
+Sections were measured on different processors; "(bf16)" is said of one that multiplies bf16 itself,
+which naive PyTorch gains most from: compare within a section.
+On your machine, with its cores to itself: `gspo bench`."""
 NO_GPU = """**Nothing here was
 measured on a GPU**: times are of a small CPU and mean something only as ratios within their own run. Passes, errors and
 decisions carry over, speed does not."""
 ON_GPU = """Times of a
 CPU mean something only as ratios within their own run."""
-CPUS = """Sections were measured on different processors; "(bf16)" is said of one that multiplies bf16 itself,
-which naive PyTorch gains most from: compare within a section."""
 
 
 def digest(path: Path) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from tolerance import PLAIN_ORDERS
 from torch import Tensor
 
 from gspo_kernels import LossOutput, Objective, gspo_fused_loss
@@ -47,13 +49,35 @@ def run_fused(sample: Sample, backend: str = "auto", **more: Any) -> tuple[LossO
     return out, gradients(out.loss, leaves)
 
 
-def run_oracle(sample: Sample, dtype: torch.dtype = torch.float64) -> tuple[ReferenceOutput, dict[str, Tensor]]:
+def run_oracle(
+    sample: Sample, dtype: torch.dtype = torch.float64, order: int = 0
+) -> tuple[ReferenceOutput, dict[str, Tensor]]:
+    """Values and gradients; another `order` adds a logit's terms in another order, which changes rounding alone."""
     sample = sample.cast(dtype)
+    hidden, weight = sample.leaves["hidden"], sample.leaves["weight"]
+    if order:
+        terms = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(order))
+        hidden, weight = hidden[..., terms], weight[:, terms]
     out = gspo_reference_loss(
-        sample.leaves["hidden"], sample.leaves["weight"], sample.target_ids, sample.advantages,
+        hidden, weight, sample.target_ids, sample.advantages,
         bias=sample.leaves.get("bias"), objective=sample.objective, **sample.options,
     )  # fmt: skip
     return out, gradients(out.loss, sample.leaves)
+
+
+def run_plain(
+    sample: Sample, dtype: torch.dtype, truth: ReferenceOutput, true_grads: dict[str, Tensor]
+) -> tuple[ReferenceOutput, dict[str, Tensor]]:
+    """The oracle in the dtype of the inputs: each output as in that one of PLAIN_ORDERS which errs most."""
+    runs = [run_oracle(sample, dtype, order) for order in range(PLAIN_ORDERS.get(dtype, 1))]
+
+    def worst(found: Iterable[Tensor], true: Tensor) -> Tensor:
+        errors = ((x, (x.double() - true)[true.isfinite()].abs()) for x in found)
+        return max(errors, key=lambda pair: pair[1].max().item() if pair[1].numel() else 0.0)[0]
+
+    values = [worst((out[i] for out, _ in runs), true) for i, true in enumerate(truth)]
+    grads = {name: worst((found[name] for _, found in runs), true) for name, true in true_grads.items()}
+    return ReferenceOutput(*values), grads
 
 
 def gradients(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:

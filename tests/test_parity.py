@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import Sample, make_sample, run_fused, run_oracle
+from samples import Sample, make_sample, run_fused, run_oracle, run_plain
 from tolerance import LOG_RATIO_RELATIVE, check, check_loss
 
 from gspo_kernels import Objective, linear_log_probs, policy_loss
@@ -75,7 +75,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 def assert_equals_oracle(sample: Sample, dtype: torch.dtype, backend: str) -> None:
     truth, true_grads = run_oracle(sample)
-    same, same_grads = run_oracle(sample, dtype)
+    same, same_grads = run_plain(sample, dtype, truth, true_grads)
     out, grads = run_fused(sample, backend, entropy=True)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     check_loss(out.loss, truth.loss, sample.advantages)
@@ -90,6 +90,14 @@ def assert_equals_oracle(sample: Sample, dtype: torch.dtype, backend: str) -> No
         assert grad.dtype == dtype
         flat = lambda g: g.reshape(-1, g.shape[-1]) if g.ndim == 3 else g  # noqa: E731
         check(f"d_{name}", flat(grad), flat(same_grads[name]), flat(true_grads[name]), dtype)
+
+
+def test_plain_pytorch_in_another_order_is_the_same_computation() -> None:
+    sample = make_sample(4, dtype=torch.float64, bias=True)
+    (truth, true_grads), (again, grads) = run_oracle(sample), run_oracle(sample, order=1)
+    assert not torch.equal(again.log_probs, truth.log_probs)  # it does add in another order
+    for name, grad in grads.items():
+        check(f"d_{name}", grad, true_grads[name], true_grads[name], grad.dtype)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -1,14 +1,20 @@
 """Every limit the tests hold the library to, in one file. Loosening one takes its own commit and reason.
 
-The law: truth is float64. With r the error of the same computation in plain PyTorch in the same dtype and
-floor = eps(dtype) * max|truth|, ours may err by at most 2 * (r + floor); besides, the relative RMS error has a limit
-per dtype, NaN and inf stand where they stand in the truth, and every row points where the true row points.
+The law: truth is float64. With r the error of the same computation in plain PyTorch in the same dtype (PLAIN_ORDERS)
+and floor = eps(dtype) * max|truth|, ours may err by at most 2 * (r + floor); besides, the relative RMS error has a
+limit per dtype, NaN and inf stand where they stand in the truth, and every row points where the true row points.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+# What plain fp32 errs by depends on the order in which a logit's terms are added: one gradient was off by 1.4 to 4.2
+# eps in six orders of the same numbers. Of one order r is a draw, which ours lost 7 times in 512 gradients, or 12 with
+# another NumPy's products, on every processor for other samples; to the largest r of four orders it never lost. Half
+# precision keeps one: of more orders some would take a wrong clip decision, and that excuses any gradient.
+PLAIN_ORDERS = {torch.float32: 4}
 
 RELATIVE_RMS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-12}
 ROW_COSINE = 0.999

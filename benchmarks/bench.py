@@ -66,7 +66,7 @@ def run(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick) -> Record:
 def steps(chosen: list[Candidate], spec: Spec, rounds: int) -> int:
     """How often `compare` calls `tick`, if nothing fails."""
     present = sum(not absent(one, spec) for one in chosen)
-    return present * (rounds + 3) + 1
+    return present * (rounds + 4) + 1
 
 
 def compare(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick = lambda what: None) -> Record:
@@ -90,7 +90,8 @@ def compare(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick = lambd
         with _kept_in(records[one.name]):
             olds[one.name] = one.old(w)
     fits = "does_not_fit" not in records[NAIVE]
-    check(w, present(), olds, records, tick, w if fits else make(spec._replace(tokens=min(spec.tokens, FEW))))
+    small = w if fits else make(spec._replace(tokens=min(spec.tokens, FEW)))
+    sizes = check(w, present(), olds, records, tick, small)
 
     def timed(one: Candidate) -> None:
         if "failed" not in records[one.name]:
@@ -99,13 +100,18 @@ def compare(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick = lambd
 
     runs = {one.name: partial(timed, one) for one in present()}
     taken = interleaved(runs, rounds, device, lambda name: tick(f"time of {name}"))
+    for one in present():  # a graph or a kernel chosen anew in the meantime is another computation
+        tick(f"gradients of {one.name} once more")
+        with _kept_in(records[one.name]):
+            if truth.differ(truth.sizes(one.step(w, olds[one.name])), sizes[one.name]):
+                records[one.name]["wrong"] = "after the timed runs its loss or a gradient has another size than before"
     for one in present():
         records[one.name] |= spread(taken[one.name])
         if NAIVE in taken:
             records[one.name]["over_naive"] = over(taken[one.name], taken[NAIVE])
-    sizes = {"tokens": w.rows, **counts(spec.tokens, spec.scenario)._asdict()}  # rounded down to equal sequences
-    on = spec._asdict() | {"head": spec.head._asdict(), **sizes}
-    return {"on": {**on, "entropy": entropy_quantiles(w.entropy.flatten())}, "candidates": list(records.values())}
+    on = spec._asdict() | {"head": spec.head._asdict(), "tokens": w.rows}
+    on |= counts(spec.tokens, spec.scenario)._asdict() | {"entropy": entropy_quantiles(w.entropy.flatten())}
+    return {"on": on, "candidates": list(records.values())}
 
 
 def costs(spec: Spec, chosen: list[Candidate], tick: Tick = lambda what: None, passes: bool = True) -> list[Record]:
@@ -152,12 +158,14 @@ def _kept_in(record: Record) -> Iterator[None]:
 
 def check(
     w: Workload, present: list[Candidate], olds: dict[str, Old], records: dict[str, Record], tick: Tick, small: Workload
-) -> None:  # fmt: skip
+) -> dict[str, truth.Sizes]:  # fmt: skip
     """Loss and gradients against float64, and their errors against naive PyTorch's in the same dtype, which it makes on
     `small`: where full logits do not fit, fewer tokens of the same head.
 
     GRPO is held against GRPO: the two truths are one after the other, because each is the size of the head in float64.
+    Returns the sizes of everyone's loss and gradients.
     """
+    sizes = {}
     for per_token in (False, True):
         those = [one for one in present if one.per_token == per_token]
         if not those:
@@ -169,13 +177,15 @@ def check(
             tick(f"gradients of {one.name}")
             record = records[one.name]
             with _kept_in(record):
-                known = one is naive and small is w
-                found = base if known else truth.errors(one.step(w, olds[one.name]), true)
+                result = one.step(w, olds[one.name])
+                sizes[one.name], found = truth.sizes(result), truth.errors(result, true)
+                del result
                 record["error"] = found._asdict() | {"worst": found.worst}
                 record["error_over_naive"] = found.worst / base.worst
                 if wrong := truth.verdict(found, base, one.budget):
                     record["wrong"] = wrong
         del true, own
+    return sizes
 
 
 def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
@@ -183,11 +193,10 @@ def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
     given = spec_from(spec)
     device, one = _start(given), ALL[name]
     tokens, width, vocab = SMALL
-    small = make(given._replace(tokens=tokens, head=Head(width, vocab, given.head.softcap)))
-    one.step(small, one.old(small))  # libraries allocate at their first call
-    w = make(given)
+    small, w = make(given._replace(tokens=tokens, head=Head(width, vocab, given.head.softcap))), make(given)
     found: Record = {}
     try:
+        one.step(small, one.old(small))  # libraries allocate at their first call
         old = one.old(w)
         if one.compiles:
             one.step(w, old)  # a compiler's own memory is none of the step's
@@ -208,13 +217,13 @@ def asked(
     """The candidates and the workload of a command line; raises ValueError with a line for the user."""
     place = device_of(device)
     on_gpu = place.type == "cuda"
-    dtype = dtype or ("bfloat16" if on_gpu else "float32")
+    dtype = ("bfloat16" if on_gpu else "float32") if dtype is None else dtype
     if dtype not in DTYPES:
         raise ValueError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if scenario not in SCENARIOS:
         raise ValueError(f"--scenario: expected one of {', '.join(SCENARIOS)}, got {scenario!r}")
-    head = head_of(model or ("qwen3-8b" if on_gpu else "qwen2.5-0.5b"))
-    count = tokens_of(tokens or ("16k" if on_gpu else "1k"))
+    head = head_of(("qwen3-8b" if on_gpu else "qwen2.5-0.5b") if model is None else model)
+    count = tokens_of(("16k" if on_gpu else "1k") if tokens is None else tokens)
     return candidates(against), Spec(head, count, scenario, dtype, str(place))
 
 
@@ -229,7 +238,7 @@ def device_of(name: str | None) -> torch.device:
         raise ValueError(f"--device: expected a device that torch has here, such as cpu, got {name!r}") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device: expected cpu or cuda, got {name!r}")
-    return device
+    return device if device.type == "cuda" else torch.device("cpu")
 
 
 def as_json(found: Record, spec: Spec) -> str:
@@ -246,8 +255,8 @@ def head_of(text: str) -> Head:
         width, vocab = (int(part) for part in text.split(","))
     except ValueError as error:
         raise ValueError(f"{expected}; got {text!r}") from error
-    if width < 64 or vocab < 1000:
-        raise ValueError(f"{expected} of at least 64,1000; got {text!r}")
+    if not (64 <= width < 2**20 and 1000 <= vocab < 2**31):
+        raise ValueError(f"{expected} of at least 64,1000 and less than 2^20,2^31; got {text!r}")
     return Head(width, vocab)
 
 

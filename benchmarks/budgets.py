@@ -17,8 +17,9 @@ import re
 import shutil
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from . import measure
 from .measure import Record
 from .policy import FOLDER as POLICY
 from .policy import digest
+from .step import positive
 
 FOLDER = Path("runs") / "budgets"
 EXACT, CONTROL = "budget 0", "budget 0, weights x (1 + 1e-6 noise)"
@@ -100,7 +102,7 @@ def moved(model: Path, seed: int, folder: Path) -> Path:
 def trainings(size: Size, model: Path, data: Path, folder: Path, workers: int) -> dict[str, list[Record]]:
     """Every arm with every seed, `workers` at a time."""
     found: dict[str, list[Record]] = {arm: [{} for _ in size.seeds] for arm in ARMS}
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers) as pool, _none_more(pool):
         waiting: dict[Future[Record | None], tuple[str, int]] = {}
         for place, seed in enumerate(size.seeds):
             for arm, budget in ARMS.items():
@@ -119,6 +121,16 @@ def trainings(size: Size, model: Path, data: Path, folder: Path, workers: int) -
             rewards = f"held out {before:.3f} -> {after:.3f}"
             print(f"{arm}, seed {size.seeds[place]}: {last['seconds']:.0f} s, {rewards}, {entropy}", flush=True)
     return found
+
+
+@contextmanager
+def _none_more(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Who stops this, or a training that fails, does not start what waits."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 def name_of(arm: str) -> str:
@@ -199,24 +211,23 @@ def compared(runs: dict[str, list[Record]]) -> Record:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__.split("\n\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds; its numbers mean nothing")
-    parser.add_argument("--policy", type=Path, default=POLICY, help="of `benchmarks.policy` (default runs/policy)")
+    parser.add_argument("--policy", type=Path, help="of `benchmarks.policy` (default runs/policy, runs/tiny-policy)")
     parser.add_argument("--folder", type=Path, help="of the trainings (default runs/budgets, runs/tiny-budgets)")
-    parser.add_argument("--workers", type=int, default=2, help="trainings at a time (default 2)")
-    parser.add_argument("--output", type=Path, help="default benchmarks/results/budgets-cpu.json")
+    parser.add_argument("--workers", type=positive, default=2, help="trainings at a time (default 2)")
+    parser.add_argument("--output", type=Path, help=measure.OUTPUT)
     arguments = parser.parse_args()
-    size, model, data = (
-        TINY if arguments.tiny else FULL,
-        arguments.policy / "model",
-        arguments.policy / "problems.jsonl",
-    )
-    folder = arguments.folder or (FOLDER.with_name("tiny-budgets") if arguments.tiny else FOLDER)
+    tiny = " --tiny" if arguments.tiny else ""
+    policy = arguments.policy or (POLICY.with_name("tiny-policy") if tiny else POLICY)
+    size, model, data = TINY if tiny else FULL, policy / "model", policy / "problems.jsonl"
+    folder = arguments.folder or (FOLDER.with_name("tiny-budgets") if tiny else FOLDER)
     if not model.is_dir():
-        parser.error(f"{arguments.policy} holds no policy: run `python -m benchmarks.policy` first")
+        parser.error(f"--policy: {policy} holds no policy: run `python -m benchmarks.policy{tiny}` first")
+    output = measure.destination("budgets", torch.device("cpu"), arguments.output, arguments.tiny)
     torch.set_num_threads(1)
     disable_progress_bar()  # of loading, which would write between our lines
     runs = trainings(size, model, data, folder, arguments.workers)
     results = {
-        "policy": digest(arguments.policy), "updates": size.steps * size.updates, "settings": size._asdict(),
+        "policy": digest(policy), "updates": size.steps * size.updates, "settings": size._asdict(),
         "budgets": ARMS, "noise": NOISE, "control": CONTROL, "runs": runs,
         "distance": distances(size, model, folder), "compared": compared(runs),
     }  # fmt: skip
@@ -225,7 +236,7 @@ def main() -> None:
             shutil.rmtree(folder / name)
     for name, apart in results["distance"].items():
         print(f"distance of final parameters, {name}:", *(f"{x:.4g}" for x in apart))
-    print(measure.save("budgets", torch.device("cpu"), results, arguments.output))
+    print(measure.save("budgets", torch.device("cpu"), results, output))
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ from torch import Tensor
 from gspo_kernels import Objective, linear_log_probs
 
 from . import candidates, measure, peaked
+from .bench import device_of
 from .candidates import LogProbs
 from .decisions import SPREAD, about_errors, decisions, spread_of_means
 from .measure import Record
-from .step import positive
+from .step import at_least, told
 from .workloads import MODELS, Head
 
 HEAD = MODELS["qwen2.5-0.5b"]
@@ -190,16 +191,17 @@ def suite(tokens: Tokens, about: Record, sequences: int) -> Record:
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--tokens", type=positive, default=3072, help="measured, of each set (default 3072)")
-    parser.add_argument("--sequences", type=positive, default=100_000, help="per length (default 100000)")
+    parser.add_argument("--tokens", type=at_least(64), default=3072, help="measured, of each set (default 3072)")
+    parser.add_argument("--sequences", type=at_least(1000), default=100_000, help="per length (default 100000)")
     parser.add_argument("--policy", type=Path, default=POLICY, help="a trained policy (default runs/policy)")
-    parser.add_argument("--device", default="cpu", help="default cpu")
+    parser.add_argument("--device", type=told(device_of), default="cpu", help="default cpu")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds: a head of 128 x 4096")
-    parser.add_argument("--output", type=Path, help="default benchmarks/results/fidelity-<cpu or GPU>.json")
+    parser.add_argument("--output", type=Path, help=measure.OUTPUT)
     arguments = parser.parse_args(given)
     if arguments.tiny:
         arguments.tokens, arguments.sequences = 256, 2000
-    device, head = torch.device(arguments.device), Head(128, 4096) if arguments.tiny else HEAD
+    device, head = arguments.device, Head(128, 4096) if arguments.tiny else HEAD
+    output = measure.destination("fidelity", device, arguments.output, arguments.tiny)
     sets: Record = {}
     print("a synthetic policy", flush=True)
     sets["synthetic"] = suite(*synthetic(arguments.tokens, head, device), arguments.sequences)
@@ -217,7 +219,7 @@ def main(given: list[str] | None = None) -> None:
         "dtype": "bfloat16", "spread of log-ratios": SPREAD, "update": UPDATE, "rows of a call": ROWS,
         "clip": [objective.clip_low, objective.clip_high], "seed": 0, "not measured": absent, "sets": sets,
     }  # fmt: skip
-    print(f"wrote {measure.save('fidelity', device, results, arguments.output)}")
+    print(f"wrote {measure.save('fidelity', device, results, output)}")
 
 
 if __name__ == "__main__":

@@ -115,15 +115,20 @@ def draw_precision(results: Record, path: Path) -> None:
             some = [p for p in rows if p["wrong decisions"] > 0]
             wrong.plot([p["length"] for p in some], [100 * p["wrong decisions"] for p in some], **look)
             if kind == "gspo":
+                none = [p for p in rows if p["wrong decisions"] == 0]
+                ends = [100 * p["wrong decisions, 95 %"][1] for p in none]
+                wrong.plot([p["length"] for p in none], ends, color=colour, marker="v", ms=6, mfc="w", lw=0)
                 low, high = ([100 * p["wrong decisions, 95 %"][end] for p in some] for end in (0, 1))
                 wrong.vlines([p["length"] for p in some], low, high, color=colour, alpha=0.4, lw=2)
             label = f"{name} ({std:.0e})" if kind == "gspo" else None
             error.plot(lengths, [p["relative error"] for p in rows], label=label, **look)
     wrong.set_ylabel("wrong clip decisions, %")
     error.set_ylabel("relative error of all coefficients")
-    wrong.set_title("GSPO: of sequences; GRPO: of tokens; none is not drawn", fontsize=9, loc="left")
+    said = "GSPO: of sequences (none: triangle, end of the\ninterval); GRPO: of tokens (none: not drawn)"
+    wrong.set_title(said, fontsize=9, loc="left")
     once = any(0 < p["wrong of these"] * p["sequences"] < 1.5 for p in numbers["points"] if p["objective"] == "gspo")
-    title = "against float64" + ("; a peak is one wrong decision" if once else "")
+    title = "against float64; sequences of GSPO: few, so that\n"
+    title += "a peak is one wrong decision, a trough none" if once else "a trough is none that is wrong"
     error.set_title(title, fontsize=9, loc="left")
     for one in (wrong, error):
         one.set_yscale("log")

@@ -17,7 +17,7 @@ Records = list[dict[str, Any]]
 
 
 def draw_step(results: dict[str, Any], path: Path) -> None:
-    """Time and peak memory against tokens; a cross where memory ran out."""
+    """Time and peak memory against tokens; a cross above where memory ran out."""
     figure, (left, right) = panels(1, 2, (10, 4.2))
     first = results["time"]["runs"][0]["on"]
     alike = ("scenario", "dtype")
@@ -79,17 +79,16 @@ def _lines(axes: Axes, by_size: dict[int, Records], value: Callable[[dict[str, A
 
 
 def _crosses(axes: Axes, by_size: dict[int, Records]) -> None:
-    """Out of memory: at the top, where it would have been."""
-    top = axes.get_ylim()[1]
+    """Who ran out of memory: beside each other above the scale, for nobody knows how high."""
+    above = axes.get_xaxis_transform()  # sizes across, shares of the panel up
     for size, records in sorted(by_size.items()):
         names = [r["name"] for r in records if "does_not_fit" in r]
         for at, name in enumerate(names):
-            axes.plot([size], [top * 0.8**at], color=LOOKS[name][0], marker="x", ms=8, mew=2, lw=0)
+            look = {"color": LOOKS[name][0], "marker": "x", "ms": 7, "mew": 2, "lw": 0, "clip_on": False}
+            axes.plot([size * 0.88 ** (len(names) - 1 - at)], [1.04], transform=above, **look)
         if names:
-            axes.annotate(
-                "out of\nmemory", (size, top * 0.8 ** (len(names) // 2)), xytext=(-8, 0), textcoords="offset points",
-                fontsize=8, ha="right", va="center",
-            )  # fmt: skip
+            place = (size * 0.88 ** len(names), 1.04)
+            axes.annotate("out of memory:", place, xycoords=above, fontsize=8, ha="right", va="center")
 
 
 def _logarithmic(axes: Axes, label: str) -> None:
@@ -100,7 +99,8 @@ def _logarithmic(axes: Axes, label: str) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_locator(NullLocator())
-    sizes = sorted({float(x) for line in axes.lines for x in _numbers(line.get_xdata()) if x > 1})
+    lines = (line for line in axes.lines if line.get_marker() != "x")
+    sizes = sorted({float(x) for line in lines for x in _numbers(line.get_xdata()) if x > 1})
     axes.set_xticks(sizes)
     axes.set_xlabel(label)
 

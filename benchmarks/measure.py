@@ -27,6 +27,8 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+TRIALS = Path("runs") / "trials"
+OUTPUT = "default benchmarks/results/<suite>-<cpu or GPU>.json, of a trial in runs/trials/"
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "gspo-kernels")
 Record = dict[str, Any]
 KIB = 1024
@@ -71,25 +73,37 @@ def version(package: str) -> str | None:
         return None
 
 
-def place(suite: str, device: torch.device) -> Path:
-    """benchmarks/results/<suite>-<cpu or GPU>.json"""
+def place(suite: str, device: torch.device, trial: bool = False) -> Path:
+    """benchmarks/results/<suite>-<cpu or GPU>.json, which the report tells of; of a trial runs/trials/."""
     where = "cpu" if device.type != "cuda" else re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower())
-    return RESULTS / f"{suite}-{where}.json"
+    return (TRIALS if trial else RESULTS) / f"{suite}-{where}.json"
 
 
-def save_part(suite: str, device: torch.device, part: str, results: Record, path: Path | None = None) -> Path:
+def destination(suite: str, device: torch.device, path: Path | None, trial: bool = False) -> Path:
+    """`path`, or `place`. Stops with a line where nothing can be written there, before anything is measured."""
+    path = path or place(suite, device, trial)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            json.loads(path.read_text())["results"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"--output: expected a file to make, or results of an earlier run, got {path}: {error!r}")
+    if not os.access(path.parent, os.W_OK):
+        sys.exit(f"--output: nothing can be written in {path.parent}")
+    return path
+
+
+def save_part(suite: str, device: torch.device, part: str, results: Record, path: Path) -> Path:
     """Write one part of a suite's results with a head of its own; what the file has of other parts stays there."""
-    path = path or place(suite, device)
     kept = json.loads(path.read_text())["results"] if path.exists() else {}
     return save(suite, device, kept | {part: {"measured": about(device), **results}}, path)
 
 
-def save(suite: str, device: torch.device, results: Any, path: Path | None = None) -> Path:
-    """Write them with machine, versions and commit to `place`, or to `path`."""
-    path = path or place(suite, device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(dumps({"suite": suite, **about(device), "results": results}, indent=1) + "\n")
-    return path
+def save(suite: str, device: torch.device, results: Any, path: Path) -> Path:
+    """Write them with machine, versions and commit, whole or not at all."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(dumps({"suite": suite, **about(device), "results": results}, indent=1) + "\n")
+    return beside.replace(path)
 
 
 def dumps(found: Any, indent: int | None = None) -> str:

@@ -270,8 +270,9 @@ def _python(code: str, *arguments: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="few runs: a trial")
-    parser.add_argument("--output", type=Path, help="where the JSON goes (default: benchmarks/results/)")
+    parser.add_argument("--output", type=Path, help=measure.OUTPUT)
     asked = parser.parse_args()
+    output = measure.destination("overhead", DEVICE, asked.output, asked.tiny)
     torch.set_num_threads(1)
     turns, seconds, rounds, repeats = (1, 0.02, 1, 20) if asked.tiny else (5, 1.0, 10, 500)
     records, absent = calls(turns, seconds)
@@ -286,7 +287,7 @@ def main() -> None:
         print(f"{part:58}{r['seconds'] * 1e6:9.0f} us")
     for name, r in (results["import after torch, processor time"] | results["commands, wall time"]).items():
         print(f"{name:58}{r['seconds'] * 1e3:9.0f} ms")
-    print(measure.save("overhead", DEVICE, results, asked.output))
+    print(measure.save("overhead", DEVICE, results, output))
 
 
 if __name__ == "__main__":

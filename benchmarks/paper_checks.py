@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import time
 from pathlib import Path
 
 import torch
@@ -221,18 +220,18 @@ def precision_verdict(numbers: Record) -> str:
     for name in numbers["std of a token's log-ratio error"]:
         rows = [p for p in numbers["points"] if p["noise"] == name and p["objective"] == "gspo"]
         enough = [r for r in itertools.takewhile(lambda r: r[f"{WRONG}, 95 %"][1] < 0.01, reversed(rows))]
-        most = max((math.ceil(100_000 * r[f"{WRONG}, 95 %"][1]) for r in enough), default=0)
+        upper = max((r[f"{WRONG}, 95 %"][1] for r in enough), default=0)
+        most = f"intervals end at {math.ceil(100_000 * upper):,} of 100,000 at most"
         first, last = (f"{row[WRONG]:.1%} at {row['length']:,}" for row in (rows[0], rows[-1]))
         if len(enough) == len(rows):
-            parts.append(f"holds for {name} at every length (at most {most:,} of 100,000)")
+            parts.append(f"holds for {name} at every length ({most})")
         elif enough:
-            start = enough[-1]["length"]
-            parts.append(f"holds for {name} from L = {start:,} on (at most {most:,} of 100,000; before, {first})")
+            parts.append(f"holds for {name} from L = {enough[-1]['length']:,} on ({most}; before, {first})")
         else:
             parts.append(f"does not hold for {name} ({first}, {last})")
     at = {p["objective"]: p for p in numbers["points"] if p["noise"] == BF16 and p["length"] == 1024}
     alike = "relative error where decisions agree"
-    beside = ", ".join(f"{one['relative error']:.2g} ({one[alike]:.1g}) for {kind.upper()}" for kind, one in at.items())
+    beside = ", ".join(f"{one['relative error']:.2g} ({one[alike]:.2g}) for {kind.upper()}" for kind, one in at.items())
     more = f". Coefficients with {BF16} at 1,024 tokens are off by (where decisions agree) {beside}" if at else ""
     return f"under 1 % of clip decisions wrong: {'; '.join(parts)}{more}"
 
@@ -247,11 +246,12 @@ def histogram(tiny: bool) -> Record:
     for kind, objective in OBJECTIVES.items():
         kept = {sign: found[kind][rows][found[kind][rows] != 0] for sign, rows in (("A > 0", up), ("A < 0", ~up))}
         low, high = (min(x.min().item() for x in kept.values()), max(x.max().item() for x in kept.values()))
-        edges = torch.logspace(math.log10(low), math.log10(high), 61, dtype=torch.float64)
+        bounds = [1 - objective.clip_low, 1 + objective.clip_high]
+        edges = samples.log_edges([low, *(x for x in bounds if low < x < high), high])
         numbers[kind] = {
-            "bounds": [1 - objective.clip_low, 1 + objective.clip_high], "edges": edges.tolist(),
+            "bounds": bounds, "edges": edges.exp().tolist(),
             **{sign: {"least": x.min().item(), "largest": x.max().item(), "kept": x.numel() / (found[kind].numel() / 2),
-                      "counts": torch.histogram(x.log(), edges.log()).hist.tolist()} for sign, x in kept.items()},
+                      "counts": torch.histogram(x.log(), edges).hist.tolist()} for sign, x in kept.items()},
             "at the bounds": samples.at_the_bounds(objective),
             "largest range within a sequence": samples.range_within(found[kind]),
         }  # fmt: skip
@@ -283,17 +283,17 @@ CHECKS = {"6.1": equality, "6.2": clip_fractions, "6.3": ranges, "6.4": precisio
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paper_checks", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", choices=CHECKS, action="append", help="one claim; may be repeated (default: all)")
+    parser.add_argument("--only", choices=CHECKS, action="append", help="one claim, as a trial; may be repeated")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds: few and short sequences")
-    parser.add_argument("--output", type=Path, help="default benchmarks/results/paper-checks-cpu.json")
+    parser.add_argument("--output", type=Path, help=measure.OUTPUT)
     arguments = parser.parse_args(given)
-    claims = {}
+    trial = arguments.tiny or bool(arguments.only)  # a file has all claims, or the report could not tell of it
+    output, claims = measure.destination("paper-checks", CPU, arguments.output, trial), {}
     for name in arguments.only or CHECKS:
-        start = time.perf_counter()
         print(f"{name} {CHECKS[name].__name__.replace('_', ' ')}", flush=True)
         claims[name] = CHECKS[name](arguments.tiny)
-        print(f"  {claims[name]['verdict']} ({time.perf_counter() - start:.0f} s)", flush=True)
-    print(f"wrote {measure.save('paper-checks', CPU, claims, arguments.output)}")
+        print(f"  {claims[name]['verdict']}", flush=True)
+    print(f"wrote {measure.save('paper-checks', CPU, claims, output)}")
 
 
 if __name__ == "__main__":

@@ -252,3 +252,10 @@ def slope(points: list[Record], name: str) -> float:
     """Of the logarithm of the range's width (as log-ratios) against that of the length, by least squares."""
     lengths = [math.log(p["length"]) for p in points]
     return statistics.linear_regression(lengths, [math.log(math.log(p[name][1] / p[name][0])) for p in points]).slope
+
+
+def log_edges(marks: list[float]) -> Tensor:
+    """Of about 60 bins in the logarithm, none of which lies on both sides of a mark."""
+    logs = torch.tensor(marks, dtype=torch.float64).log()
+    parts = zip(logs[:-1], logs[1:], (60 * logs.diff() / (logs[-1] - logs[0])).ceil().int().tolist(), strict=True)
+    return torch.cat([*(torch.linspace(a, b, n + 1, dtype=logs.dtype)[:-1] for a, b, n in parts), logs[-1:]])

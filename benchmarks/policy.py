@@ -32,6 +32,7 @@ from gspo_kernels.integrations.reference_trainer.tasks import answer_found
 from . import arithmetic, measure, peaked, sparsity, workloads
 from .arithmetic import END, PAD, Problem
 from .measure import Record
+from .step import positive
 from .workloads import BUDGETS
 
 FOLDER = Path("runs") / "policy"
@@ -272,15 +273,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policy", description=__doc__.split("\n\n")[0])
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds; its numbers mean nothing")
     parser.add_argument("--folder", type=Path, help="for checkpoint and states (default runs/policy, runs/tiny-policy)")
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU (default 1)")
-    parser.add_argument("--output", type=Path, help="default benchmarks/results/policy-<cpu or GPU>.json")
+    parser.add_argument("--threads", type=positive, default=1, help="of a CPU (default 1)")
+    parser.add_argument("--output", type=Path, help=measure.OUTPUT)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     disable_progress_bar()  # of saving, which would write between our lines
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = SIZES["tiny" if arguments.tiny else device.type]
     folder = arguments.folder or (FOLDER.with_name("tiny-policy") if arguments.tiny else FOLDER)
-    print(measure.save("policy", device, make(size, device, folder), arguments.output))
+    output = measure.destination("policy", device, arguments.output, arguments.tiny)
+    print(measure.save("policy", device, make(size, device, folder), output))
 
 
 if __name__ == "__main__":

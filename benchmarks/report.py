@@ -14,16 +14,20 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import report_claims, report_costs
+from . import report_claims, report_costs, report_work
 from .measure import RESULTS, needs
 
 ROOT = Path(__file__).parent.parent
 README, PAGE, FIGURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures"
 Suite = dict[str, Any]
+# Of the README: name -> (suites, text of them); of the page: suite -> text of it and of its file's name.
+BLOCKS = report_costs.BLOCKS | report_work.BLOCKS | report_claims.BLOCKS
+SECTIONS = report_costs.SECTIONS | report_work.SECTIONS | report_claims.SECTIONS
 
 
 class Figure(NamedTuple):
@@ -53,24 +57,38 @@ def files(suite: str) -> list[Path]:
 
 
 def load(path: Path) -> Suite:
-    return json.loads(path.read_text())
+    with _of(path):
+        found = json.loads(path.read_text())
+        return {**found, "machine": found["machine"], "results": found["results"]}
+
+
+@contextmanager
+def _of(path: Path) -> Iterator[None]:
+    """What cannot be told of a file names the file."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
+        raise SystemExit(
+            f"{path}: not what its suite writes when it is through, nothing is changed: {error!r}"
+        ) from error
 
 
 def texts() -> dict[Path, str]:
     """What README and page should be. The README tells of the CPU, the page of every machine."""
-    sections = report_costs.SECTIONS | report_claims.SECTIONS
-    found = {suite: [load(path) for path in files(suite)] for suite in sections}
-    blocks = report_costs.BLOCKS | report_claims.BLOCKS
+    found = {suite: [load(path) for path in files(suite)] for suite in SECTIONS}
     readme = README.read_text()
-    for name, (suites, block) in blocks.items():
+    for name, (suites, block) in BLOCKS.items():
+        text = ""
         if all(found[suite] for suite in suites):
-            readme = _filled(readme, name, block(*(found[suite][0] for suite in suites)) + "\n")
-        else:
-            readme = _filled(readme, name, "")  # not measured yet
+            with _of(files(suites[0])[0]):
+                text = block(*(found[suite][0] for suite in suites)) + "\n"
+        readme = _filled(readme, name, text)
     on_gpu = any("gpu" in one["machine"] for suite in found.values() for one in suite)
     parts = [INTRODUCTION.format(where=ON_GPU if on_gpu else NO_GPU)]
-    for suite, section in sections.items():
-        parts += [section(one, path.stem) for one, path in zip(found[suite], files(suite), strict=True)]
+    for suite, section in SECTIONS.items():
+        for one, path in zip(found[suite], files(suite), strict=True):
+            with _of(path):
+                parts.append(section(one, path.stem))
     return {README: readme, PAGE: "\n\n".join(parts) + "\n"}
 
 
@@ -88,10 +106,12 @@ Everything on this page is written by `python -m benchmarks.report` from the JSO
 [`benchmarks/results/`](../benchmarks/results/); each section names the command that made its file, and where. {where}
 Sections were measured on different processors; "(bf16)" is said of one that multiplies bf16 itself,
 which naive PyTorch gains most from: compare within a section.
-On your machine, with its cores to itself: `gspo bench`."""
+The commands measure whoever is installed; everyone is in the environment of `make build/peers/ready`
+(`build/peers/bin/python`). On your machine, with its cores to itself: `gspo bench`."""
 NO_GPU = """**Nothing here was
-measured on a GPU**: times are of a small CPU and mean something only as ratios within their own run. Passes, errors and
-decisions carry over, speed does not."""
+measured on a GPU**: times are of a small CPU and mean something only as ratios within their own run. What a GPU makes
+of passes, errors and decisions is not measured either: the Triton kernels cut other cells and round `d_logits` to the
+dtype of the operands."""
 ON_GPU = """Times of a
 CPU mean something only as ratios within their own run."""
 
@@ -126,7 +146,8 @@ def draw(name: str, figure: Figure) -> None:
 
     path = FIGURES / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.draw(load(figure.source)["results"], path)
+    with _of(figure.source):
+        figure.draw(load(figure.source)["results"], path)
     source = PngImagePlugin.PngInfo()
     source.add_text("Source", digest(figure.source))
     with Image.open(path) as image:
@@ -140,14 +161,21 @@ def main() -> int:
     needs("matplotlib")
     if parser.parse_args().check:
         differs = stale()
-        print("\n".join(f"{name} is not what the JSON says: python -m benchmarks.report" for name in differs))
+        said = [f"{name} is not what the JSON says: python -m benchmarks.report" for name in differs]
+        print("\n".join(said or [f"{README.name}, {PAGE.name} and every plot are what the JSON says"]))
         return 1 if differs else 0
-    for path, text in texts().items():
-        path.write_text(text)
+    written = texts()  # all of it before anything is changed
+    absent = [
+        suite for suite in report_costs.SECTIONS | report_work.SECTIONS | report_claims.SECTIONS if not files(suite)
+    ]
+    if absent:
+        print(f"not measured, and so not told of: {', '.join(absent)}")
     for name, figure in _figures().items():
         if not _is_drawn(name, figure):
             draw(name, figure)
             print(f"docs/figures/{name}.png")
+    for path, text in written.items():
+        path.write_text(text)
     return 0
 
 

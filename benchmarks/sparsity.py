@@ -22,9 +22,9 @@ from torch import Tensor
 
 from gspo_kernels import gspo_fused_loss, live_tiles, ops, portable_tiles
 
-from . import peaked, workloads
+from . import peaked, truth, workloads
 from .candidates import ALL, Old
-from .measure import Record, fresh, interleaved, over, peak_bytes, save_part, spread
+from .measure import OUTPUT, Record, destination, fresh, interleaved, over, peak_bytes, save_part, spread
 from .step import positive
 from .workloads import BUDGETS, Workload
 
@@ -56,13 +56,13 @@ def make(
 
 
 def ours(w: Workload, old: Old, budget: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Metrics and gradients."""
+    """Metrics, with the loss, and gradients."""
     hidden, weight = w.hidden.detach().requires_grad_(), w.weight.detach().requires_grad_()
     out = gspo_fused_loss(
         hidden, weight, w.target_ids, w.advantages, old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs,
         objective=w.objective, gradient_budget=budget,
     )  # fmt: skip
-    return out.metrics, *torch.autograd.grad(out.loss, (hidden, weight))
+    return {**out.metrics, "loss": out.loss.detach()}, *torch.autograd.grad(out.loss, (hidden, weight))
 
 
 def passes(rows: int, case: str, made: dict[str, Any], budgets: tuple[float, ...], sizes: Record) -> list[Record]:
@@ -130,7 +130,15 @@ def times(rows: int, rounds: int, sizes: Record) -> Record:
 
 
 def _times(w: Workload, budgets: dict[str, float], rounds: int) -> Record:
+    """No times of wrong gradients: a fault of ours is none to be reported as a result."""
     olds = {"naive": ALL["naive GSPO"].old(w), "ours": ALL["ours"].old(w)}
+    true = truth.truth(w)
+    base = truth.errors(ALL["naive GSPO"].step(w, olds["naive"]), true)
+    for name, budget in budgets.items():
+        metrics, *gradients = ours(w, olds["ours"], budget)
+        if wrong := truth.verdict(truth.errors((metrics["loss"], *gradients), true), base, budget):
+            raise RuntimeError(f"{name}: wrong gradients, {wrong}")
+    del true
     runs: dict[str, Any] = {"naive": lambda: ALL["naive GSPO"].step(w, olds["naive"])}
     runs |= {name: lambda b=b: ours(w, olds["ours"], b) for name, b in budgets.items()}
     taken = interleaved(runs, rounds, torch.device("cpu"), lambda name: print(f"  {name}", flush=True))
@@ -176,10 +184,11 @@ def main() -> None:
     parser.add_argument("--time", action="store_true", help="time and memory against the naive loss")
     parser.add_argument("--rounds", type=positive, default=5, help="of --time (default 5)")
     parser.add_argument("--tiny", action="store_true", help="a trial with small shapes")
-    parser.add_argument("--output", type=Path, help="default benchmarks/results/sparsity-cpu.json")
+    parser.add_argument("--output", type=Path, help=OUTPUT)
     given = parser.parse_args()
     both = not (given.passes or given.time)
     device = torch.device("cpu")
+    output = destination("sparsity", device, given.output, given.tiny)
     rows, timed_rows, rounds, sizes = 2048, 1024, given.rounds, {}
     if given.tiny:
         rows, timed_rows, rounds, sizes = 256, 64, 1, {"width": 64, "vocab": 2000}
@@ -189,9 +198,9 @@ def main() -> None:
             sweep: [r for case, made in cases.items() for r in passes(rows, case, made, budgets, sizes)]
             for sweep, (cases, budgets) in SWEEPS.items()
         }
-        print(save_part("sparsity", device, "passes", {**head, "rows": rows, **found}, given.output))
+        print(save_part("sparsity", device, "passes", {**head, "rows": rows, **found}, output))
     if given.time or both:
-        print(save_part("sparsity", device, "time", {**head, **times(timed_rows, rounds, sizes)}, given.output))
+        print(save_part("sparsity", device, "time", {**head, **times(timed_rows, rounds, sizes)}, output))
 
 
 if __name__ == "__main__":

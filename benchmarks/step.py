@@ -12,15 +12,15 @@ in bf16 too. With neither option both parts are measured; each keeps what the fi
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from . import bench
 from .candidates import Candidate
-from .measure import Record, save_part
-from .workloads import MODELS, Spec
+from .measure import OUTPUT, Record, destination, save_part
+from .workloads import MODELS, Spec, counts
 
 ON_CPU: dict[str, Any] = dict(model="qwen2.5-0.5b", tokens=[256, 512, 1024], memory_tokens=[4096, 16_384], rounds=5)
 ON_GPU: dict[str, Any] = dict(model="qwen3-8b", tokens=[4096, 16_384, 65_536], memory_tokens=[131_072], rounds=15)
@@ -29,18 +29,38 @@ ON_GPU: dict[str, Any] = dict(model="qwen3-8b", tokens=[4096, 16_384, 65_536], m
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options that every suite of comparisons has."""
     parser.add_argument("--against", help="as of `gspo bench` (default: what is installed)")
-    parser.add_argument("--device", type=lambda name: str(bench.device_of(name)), default=str(bench.device_of(None)))
+    device = str(bench.device_of(None))
+    parser.add_argument("--device", type=told(bench.device_of), default=device, help=f"default {device}")
     parser.add_argument("--dtype", choices=bench.DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--rounds", type=positive, help="timed runs of each, in turns")
     parser.add_argument("--tiny", action="store_true", help="a trial with small shapes")
-    parser.add_argument("--output", type=Path, help="default benchmarks/results/<suite>-<device>.json")
+    parser.add_argument("--output", type=Path, help=OUTPUT)
 
 
-def positive(text: str) -> int:
-    """For argparse, which says so where it is not."""
-    if (number := int(text)) < 1:
-        raise ValueError(text)
-    return number
+def told(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """For argparse, which keeps what an ArgumentTypeError says and drops the text of any other."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """For argparse: a whole number that is not less."""
+
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise ValueError(f"expected a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return told(parse)
+
+
+positive = at_least(1)
 
 
 def chosen_by(parser: argparse.ArgumentParser, against: str | None) -> list[Candidate]:
@@ -72,11 +92,11 @@ def main() -> None:
     parser.add_argument("--time", action="store_true", help="time, memory and passes at --tokens")
     parser.add_argument("--memory", action="store_true", help="peak memory at --memory-tokens")
     parser.add_argument("--model", choices=MODELS)
-    parser.add_argument("--tokens", type=bench.tokens_of, nargs="+", help="timed")
-    parser.add_argument("--memory-tokens", type=bench.tokens_of, nargs="+", help="measured for memory alone")
+    parser.add_argument("--tokens", type=told(bench.tokens_of), nargs="+", help="timed")
+    parser.add_argument("--memory-tokens", type=told(bench.tokens_of), nargs="+", help="measured for memory alone")
     arguments(parser)
     given = parser.parse_args()
-    chosen, device = chosen_by(parser, given.against), torch.device(given.device)
+    chosen, device = chosen_by(parser, given.against), given.device
     on_gpu = device.type == "cuda"
     default = ON_GPU if on_gpu else ON_CPU
     model, tokens, memory_tokens, rounds = (getattr(given, name) or default[name] for name in default)
@@ -84,23 +104,40 @@ def main() -> None:
     head = MODELS[model]
     if given.tiny:
         model, head, tokens, memory_tokens, rounds = "tiny", head._replace(width=64, vocab=2000), [128, 256], [512], 2
-    both = not (given.time or given.memory)
+    both, output = not (given.time or given.memory), destination("step", device, given.output, given.tiny)
+    measured = {"time": given.time or both, "memory": given.memory or both}
+    if other := {part: of for part, of in parts_of(output).items() if of != model and not measured[part]}:
+        parser.error(f"--output: {output} would keep {other} beside {model}: expected a file of its own")
     if given.time or both:
-        specs = [Spec(head, count, "rl-like", dtype, given.device) for count in tokens]
-        specs += [Spec(head, max(tokens), scenario, dtype, given.device) for scenario in ("dense", "long")]
+        specs = [Spec(head, count, "rl-like", dtype, str(device)) for count in tokens]
+        specs += [Spec(head, max(tokens), scenario, dtype, str(device)) for scenario in ("dense", "long")]
         if not on_gpu and dtype == "float32":
-            specs.append(Spec(head, max(tokens), "rl-like", "bfloat16", given.device))
+            specs.append(Spec(head, max(tokens), "rl-like", "bfloat16", str(device)))
         runs = sweep(specs, chosen, rounds)
-        print(save_part("step", device, "time", {"model": model, "runs": runs}, given.output))
+        print(save_part("step", device, "time", {"model": model, "runs": runs}, output))
     if given.memory or both:
-        points = [memory(Spec(head, count, "rl-like", dtype, given.device), chosen) for count in memory_tokens]
-        print(save_part("step", device, "memory", {"model": model, "points": points}, given.output))
+        points = []
+        for count in memory_tokens:
+            try:
+                points.append(memory(Spec(head, count, "rl-like", dtype, str(device)), chosen))
+            except MemoryError as error:  # of the batch itself, or of ours
+                print(f"  the end: {error}", flush=True)
+                break
+        print(save_part("step", device, "memory", {"model": model, "points": points}, output))
+
+
+def parts_of(path: Path) -> dict[str, str]:
+    """The models that the parts of a file are about."""
+    found = json.loads(path.read_text())["results"] if path.exists() else {}
+    return {part: one["model"] for part, one in found.items()}
 
 
 def memory(spec: Spec, chosen: list[Candidate]) -> Record:
     """Of everyone at one number of tokens."""
-    print(f"memory alone, {spec.tokens} tokens", flush=True)
-    return {"tokens": spec.tokens, "candidates": bench.costs(spec, chosen, say, passes=False)}
+    sequences = counts(spec.tokens, spec.scenario).sequences
+    tokens = spec.tokens // sequences * sequences  # as `workloads.make` rounds them
+    print(f"memory alone, {tokens} tokens", flush=True)
+    return {"tokens": tokens, "candidates": bench.costs(spec, chosen, say, passes=False)}
 
 
 if __name__ == "__main__":

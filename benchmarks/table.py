@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -19,16 +20,17 @@ COLUMNS = ("", "time\nms", "p20 - p80", "over\nnaive", "p20 - p80", "peak\nMiB",
 
 @contextmanager
 def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar that is told what comes next."""
+    """A bar that is told what comes next; without a terminal a line on stderr for whatever comes first."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    seen: set[str] = set()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=steps)
-        begun = False
 
         def tick(what: str) -> None:
-            nonlocal begun
-            bar.update(task, description=what, advance=int(begun))
-            begun = True
+            if not console.is_terminal and what not in seen:  # a log has no bar
+                print(what, file=sys.stderr, flush=True)
+            bar.update(task, description=what, advance=int(bool(seen)))
+            seen.add(what)
 
         yield tick
 
@@ -52,7 +54,7 @@ def show(found: Record, console: Console) -> None:
         table.add_column(COLUMNS[at], justify="right" if at else "left", no_wrap=at > 0)
     for record in records:
         if "seconds" in record:
-            cells = (f"{record['seconds'] * 1e3:.0f}", f"{record['p20'] * 1e3:.0f} - {record['p80'] * 1e3:.0f}")
+            cells = (_short(record["seconds"] * 1e3), " - ".join(_short(record[p] * 1e3) for p in ("p20", "p80")))
             over = record.get("over_naive")
             cells += (f"{over['ratio']:.2f}", f"{over['p20']:.2f} - {over['p80']:.2f}") if over else ("-", "-")
             cells += (_mib(record), _number(record, "passes"), f"{record['error']['worst']:.1e}")
@@ -76,14 +78,15 @@ NOT_TIMED = {
 }
 BUSY = 0.5  # processes per core
 BUSY_MACHINE = (
-    "Others used these cores in the minute before: that slows many small products (fused heads) more than few large "
-    "ones (full logits), in all rounds alike. Measure again on cores of its own, or with OMP_NUM_THREADS=1."
+    "These cores were in use in the minute before, by others or by an earlier run of this: others slow many small "
+    "products (fused heads) more than few large ones (full logits), in all rounds alike. Measure on cores of its own, "
+    "or with OMP_NUM_THREADS=1."
 )
 EXPLAINED = (
     "time: loss and both gradients, median of runs in turns; over naive: of the ratios round by round. peak: beyond "
-    "the inputs, in a process of its own. passes: matrix products over 2 N H V; rows without a gradient leave ours in "
-    "blocks of 128. error: of the worse gradient, norm over norm, against float64. naive GRPO is another loss, against "
-    "its own float64."
+    "the inputs, in a process of its own. passes: matrix products over 2 N H V; ours works in blocks of 128 rows: it "
+    "leaves out whole ones without a gradient, and fewer tokens cost as much as 128. error: of the worse gradient, "
+    "norm over norm, against float64. naive GRPO is another loss, against its own float64."
 )
 
 
@@ -92,4 +95,9 @@ def _number(record: Record, name: str) -> str:
 
 
 def _mib(record: Record) -> str:
-    return f"{record['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in record else "-"
+    return _short(record["peak_bytes"] / 2**20) if "peak_bytes" in record else "-"
+
+
+def _short(x: float) -> str:
+    """Two digits at least."""
+    return f"{x:.0f}" if x >= 10 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"

@@ -21,9 +21,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from . import bench, workloads
 from .candidates import Candidate, Old
-from .measure import Record, over, save, spread
+from .measure import Record, destination, over, save, spread
 from .peaked import Policy
-from .step import arguments, chosen_by, say
+from .step import arguments, chosen_by, say, told
 from .workloads import Head, Workload
 
 PARTS = ("body forward", "loss", "body backward", "optimizer")
@@ -97,7 +97,7 @@ def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
     right = [one for one in present if not records[one.name].keys() & bench.OUT]
     taken: dict[str, list[dict[str, float]]] = {one.name: [] for one in right}
     for turn in range(rounds + 1):
-        for one in right[turn % len(right) :] + right[: turn % len(right)]:
+        for one in right[turn % max(len(right), 1) :] + right[: turn % max(len(right), 1)]:
             say(f"{'warm-up' if turn == 0 else f'round {turn}'}: {one.name}")
             parts = step.run(one, olds[one.name])
             if turn:
@@ -107,19 +107,20 @@ def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
         parts = {part: spread([run[part] for run in runs]) for part in PARTS}
         shares = [run["loss"] / seconds for run, seconds in zip(runs, whole[name], strict=True)]
         records[name] |= {**spread(whole[name]), "parts": parts, "loss share": statistics.median(shares)}
-        records[name]["over_naive"] = over(whole[name], whole[bench.NAIVE])
+        if bench.NAIVE in whole:
+            records[name]["over_naive"] = over(whole[name], whole[bench.NAIVE])
     return list(records.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--tokens", type=bench.tokens_of, help="of the batch")
+    parser.add_argument("--tokens", type=told(bench.tokens_of), help="of the batch")
     arguments(parser)
     given = parser.parse_args()
-    device = torch.device(given.device)
+    device = given.device
     on_gpu = device.type == "cuda"
     tokens, rounds = given.tokens or (16_384 if on_gpu else 1024), given.rounds or (10 if on_gpu else 5)
-    config = QWEN25_05B
+    config, output = QWEN25_05B, destination("trainer", device, given.output, given.tiny)
     if given.tiny:
         config, tokens, rounds = TINY, 64, 1
     chosen = [
@@ -129,9 +130,13 @@ def main() -> None:
     ]
     step = Step(config, tokens, device, getattr(torch, given.dtype or ("bfloat16" if on_gpu else "float32")))
     parameters = sum(p.numel() for p in step.model.parameters())
-    results = {"model": "Qwen2.5-0.5B" if config is QWEN25_05B else "tiny", "parameters": parameters, "tokens": tokens}
-    results |= {"dtype": str(step.w.hidden.dtype).removeprefix("torch."), "steps": measure(step, chosen, rounds)}
-    print(save("trainer", device, results, given.output))
+    results = {"model": "Qwen2.5-0.5B" if config is QWEN25_05B else "tiny", "parameters": parameters}
+    results |= {
+        "tokens": step.w.rows,
+        "dtype": str(step.w.hidden.dtype).removeprefix("torch."),
+        "steps": measure(step, chosen, rounds),
+    }
+    print(save("trainer", device, results, output))
 
 
 if __name__ == "__main__":

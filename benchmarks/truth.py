@@ -79,6 +79,21 @@ def errors(found: tuple[Tensor, Tensor, Tensor], true: Truth) -> Errors:
     return Errors(abs(found[0].item() - true.loss), apart[0], apart[1], max(scales, key=abs))
 
 
+Sizes = tuple[float, float, float]
+
+
+def sizes(found: tuple[Tensor, Tensor, Tensor]) -> Sizes:
+    """Loss, and norms of both gradients: what is kept of a result to know it again."""
+    loss, d_hidden, d_weight = found
+    norms = (torch.linalg.vector_norm(x, dtype=torch.float32).item() for x in (d_hidden, d_weight))
+    return loss.item(), *norms
+
+
+def differ(a: Sizes, b: Sizes) -> bool:
+    """By more than a rounding here or there changes."""
+    return not all(abs(x - y) <= most for x, y, most in zip(a, b, (LOSS, SCALE * b[1], SCALE * b[2]), strict=True))
+
+
 def _products(a: Tensor, b: Tensor) -> tuple[float, float]:
     """|a - b|^2 and a b. Some rows at a time: a head in float64 is large enough without its difference."""
     square = along = 0.0

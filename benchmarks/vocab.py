@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-
-from .measure import save
+from .measure import destination, save
 from .step import arguments, chosen_by, sweep
 from .workloads import Head, Spec
 
@@ -21,16 +19,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vocab", description=(__doc__ or "").split("\n\n")[0])
     arguments(parser)
     given = parser.parse_args()
-    chosen = chosen_by(parser, given.against)
-    on_gpu = not given.device.startswith("cpu")
+    chosen, device = chosen_by(parser, given.against), given.device
+    on_gpu = device.type == "cuda"
     default = ON_GPU if on_gpu else ON_CPU
     width, tokens, vocabs, rounds = (default[name] for name in ("width", "tokens", "vocabs", "rounds"))
     if given.tiny:
         width, tokens, vocabs, rounds = 64, 128, (1000, 2000), 2
     dtype = given.dtype or ("bfloat16" if on_gpu else "float32")
-    specs = [Spec(Head(width, vocab), tokens, "rl-like", dtype, given.device) for vocab in vocabs]
+    specs = [Spec(Head(width, vocab), tokens, "rl-like", dtype, str(device)) for vocab in vocabs]
+    output = destination("vocab", device, given.output, given.tiny)
     runs = sweep(specs, chosen, given.rounds or rounds)
-    print(save("vocab", torch.device(given.device), {"runs": runs}, given.output))
+    print(save("vocab", device, {"runs": runs}, output))
 
 
 if __name__ == "__main__":

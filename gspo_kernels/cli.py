@@ -169,13 +169,19 @@ def doctor(
 @app.command()
 def bench(
     model: Annotated[
-        str | None, typer.Option(help="qwen2.5-0.5b, qwen3-8b, gemma-2-2b, llama-3-8b or H,V. (default: by device)")
+        str | None,
+        typer.Option(
+            help="qwen2.5-0.5b, qwen3-8b, gemma-2-2b, llama-3-8b or H,V. (default: qwen2.5-0.5b; on a GPU qwen3-8b)"
+        ),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Tokens of the batch, such as 4096 or 4k. (default: by device)")
+        str | None, typer.Option(help="Tokens of the batch, such as 4096 or 4k. (default: 1k; on a GPU 16k)")
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="Of naive,compile,trl,liger,cce,verl,torch. (default: those installed)")
+        str | None,
+        typer.Option(
+            help="Of naive, compile, trl, liger, cce, verl, torch; commas between. (default: those installed)"
+        ),
     ] = None,
     scenario: Annotated[str, typer.Option(help="dense, rl-like, on-policy, kl or long.")] = "rl-like",
     dtype: Annotated[

@@ -158,6 +158,20 @@ def test_a_peer_that_fails_while_it_is_timed_is_reported_and_the_others_are_time
     assert second["failed"] == "RuntimeError: CUDA error: an illegal memory access" and "seconds" not in second
 
 
+def test_who_is_right_only_at_first_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def lazy(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        return ALL["naive GSPO"].loss(*arguments) * (1.0 if len(calls) < 3 else 0.5)
+
+    monkeypatch.setattr(bench, "fresh", lambda *_, **__: {"peak_bytes": 1})
+    naive = ALL["naive GSPO"]
+    found = bench.compare(SMALL, [naive, naive._replace(name="lazy", against="trl", loss=lazy)], rounds=2)
+    first, second = found["candidates"]
+    assert first["runs"] == 2 and "after the timed runs" in second["wrong"] and "seconds" not in second
+
+
 def test_ours_failing_is_no_footnote(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*arguments: Any) -> torch.Tensor:
         raise RuntimeError("ours is broken")
@@ -245,7 +259,7 @@ def test_a_busy_machine_is_told_of(before: float, warns: bool, monkeypatch: pyte
     monkeypatch.setattr(installed, "load", lambda: before)
     asked = ["bench", "--model", "64,1000", "--tokens", "64", "--against", "naive", "--rounds", "1", "--device", "cpu"]
     done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 0 and ("Others used these cores" in done.output) == warns
+    assert done.exit_code == 0 and ("These cores were in use" in done.output) == warns
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
@@ -259,6 +273,8 @@ def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
         (["--against", "trl,nobody"], "--against: nobody: choose from naive, compile, trl"),
         (["--model", "gpt"], "--model: expected one of qwen3-8b"),
         (["--model", "1,1"], "at least 64,1000"),
+        (["--model", "64,1000000000000000000"], "less than 2^20,2^31; got '64,1000000000000000000'"),
+        (["--model", ""], "--model: expected one of qwen3-8b"),
         (["--tokens", "many"], "--tokens: expected a number such as 4096 or 4k, got 'many'"),
         (["--tokens", "7"], "--tokens: expected at least 8"),
         (["--scenario", "sparse"], "--scenario: expected one of dense, rl-like"),

@@ -345,7 +345,7 @@ def test_precision(claims: dict[str, Any]) -> None:
         assert fine["wrong decisions"] <= 0.01 and fine["relative error where decisions agree"] < 1e-5
         assert found["bf16 logits", "grpo", length]["cosine"] > 0.999
     assert "does not hold for bf16 logits" in claims["6.4"]["verdict"]
-    assert "holds for ours at every length (at most" in claims["6.4"]["verdict"]
+    assert "holds for ours at every length (intervals end at" in claims["6.4"]["verdict"]
     for said in ("mean error is taken out", "spread alike at all lengths", "6.3"):
         assert said in claims["6.4"]["measured"]
 
@@ -356,7 +356,7 @@ def test_the_verdict_on_precision_is_of_the_upper_ends(claims: dict[str, Any]) -
         if point["length"] == 256 and point["objective"] == "gspo":
             point |= {"wrong decisions": 0.0, "wrong decisions, 95 %": [0.0, 0.00192]}
     said = paper_checks.precision_verdict(better)
-    assert "holds for bf16 logits from L = 256 on (at most 192 of 100,000; before, 4" in said
+    assert "holds for bf16 logits from L = 256 on (intervals end at 192 of 100,000 at most; before, 4" in said
     for point in better["points"]:
         if point["objective"] == "gspo":
             point["wrong decisions, 95 %"] = [0.0, 0.011]

@@ -68,9 +68,7 @@ def _of(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
-        raise SystemExit(
-            f"{path}: not what its suite writes when it is through, nothing is changed: {error!r}"
-        ) from error
+        raise SystemExit(f"{path}: not what its suite writes when it is through: {error!r}") from error
 
 
 def texts() -> dict[Path, str]:
@@ -165,10 +163,7 @@ def main() -> int:
         print("\n".join(said or [f"{README.name}, {PAGE.name} and every plot are what the JSON says"]))
         return 1 if differs else 0
     written = texts()  # all of it before anything is changed
-    absent = [
-        suite for suite in report_costs.SECTIONS | report_work.SECTIONS | report_claims.SECTIONS if not files(suite)
-    ]
-    if absent:
+    if absent := [suite for suite in SECTIONS if not files(suite)]:
         print(f"not measured, and so not told of: {', '.join(absent)}")
     for name, figure in _figures().items():
         if not _is_drawn(name, figure):

@@ -130,6 +130,10 @@ def _ours(budget: float) -> Callable[[Workload, Old, Tensor, Tensor], Tensor]:
     return loss
 
 
+def ours_at(budget: float, name: str) -> Candidate:
+    return Candidate(name, "ours", _our_log_probs, _ours(budget), "gspo-kernels", budget=budget)
+
+
 @cache
 def _compiler() -> Callable[[Workload, Old, Tensor, Tensor], Tensor]:
     return torch.compile(_on(full_log_probs))
@@ -174,8 +178,8 @@ ALL = {
             "torch linear_cross_entropy", "torch", peers.torch_log_probs, _on(peers.torch_log_probs),
             takes_softcap=False,
         ),
-        Candidate("ours", "ours", _our_log_probs, _ours(0.0), "gspo-kernels"),
-        Candidate("ours, budget 1e-3", "ours", _our_log_probs, _ours(1e-3), "gspo-kernels", budget=1e-3),
+        ours_at(0.0, "ours"),
+        ours_at(1e-3, "ours, budget 1e-3"),
     )
 }  # fmt: skip
 AGAINST = tuple(dict.fromkeys(one.against for one in ALL.values() if one.against != "ours"))

@@ -26,11 +26,11 @@ def draw_step(results: dict[str, Any], path: Path) -> None:
     _lines(left, timed, lambda r: r.get("seconds"))
     memory = timed | {run["tokens"]: run["candidates"] for run in results["memory"]["points"]}
     _lines(right, memory, lambda r: r.get("peak_bytes", 0) / 2**30 or None)
-    _crosses(right, memory)
     left.set_ylabel("loss and gradients, seconds")
     right.set_ylabel("peak memory beyond inputs, GiB")
     for axes in (left, right):
         _logarithmic(axes, "tokens of the batch")
+    _crosses(right, memory)  # not sizes of the axis
     _title(figure, first)
     _save(figure, left, path)
 
@@ -99,8 +99,7 @@ def _logarithmic(axes: Axes, label: str) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_minor_locator(NullLocator())
-    lines = (line for line in axes.lines if line.get_marker() != "x")
-    sizes = sorted({float(x) for line in lines for x in _numbers(line.get_xdata()) if x > 1})
+    sizes = sorted({float(x) for line in axes.lines for x in _numbers(line.get_xdata()) if x > 1})
     axes.set_xticks(sizes)
     axes.set_xlabel(label)
 

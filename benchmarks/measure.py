@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,7 @@ def destination(suite: str, device: torch.device, path: Path | None, trial: bool
     path = path or place(suite, device, trial)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            json.loads(path.read_text())["results"]
+        results_in(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"--output: expected a file to make, or results of an earlier run, got {path}: {error!r}")
     if not os.access(path.parent, os.W_OK):
@@ -93,10 +92,14 @@ def destination(suite: str, device: torch.device, path: Path | None, trial: bool
     return path
 
 
+def results_in(path: Path) -> Record:
+    """Of an earlier run; none where there is no file."""
+    return json.loads(path.read_text())["results"] if path.exists() else {}
+
+
 def save_part(suite: str, device: torch.device, part: str, results: Record, path: Path) -> Path:
     """Write one part of a suite's results with a head of its own; what the file has of other parts stays there."""
-    kept = json.loads(path.read_text())["results"] if path.exists() else {}
-    return save(suite, device, kept | {part: {"measured": about(device), **results}}, path)
+    return save(suite, device, results_in(path) | {part: {"measured": about(device), **results}}, path)
 
 
 def save(suite: str, device: torch.device, results: Any, path: Path) -> Path:
@@ -125,18 +128,22 @@ def interleaved(
     device: torch.device,
     tick: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Seconds of every run of each, in turns, each round beginning with another one. A first round warms up and is not
-    counted; `tick` hears of each run."""
+    """Seconds of every run of each in `turns`, without those of the warm-up; `tick` hears of each run."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for turn in range(rounds + 1):
-        first = turn % max(len(names), 1)
-        for name in names[first:] + names[:first]:
-            tick(name)
-            seconds = _seconds(runs[name], device)
-            if turn:
-                taken[name].append(seconds)
+    for turn, name in turns(list(runs), rounds):
+        tick(name)
+        seconds = _seconds(runs[name], device)
+        if turn:
+            taken[name].append(seconds)
     return taken
+
+
+def turns(those: list[Any], rounds: int) -> Iterator[tuple[int, Any]]:
+    """All of them in every round, each round beginning with another one. Round 0 warms up."""
+    for turn in range(rounds + 1):
+        first = turn % max(len(those), 1)
+        for one in those[first:] + those[:first]:
+            yield turn, one
 
 
 def over(seconds: list[float], base: list[float]) -> Record:

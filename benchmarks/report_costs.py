@@ -9,6 +9,7 @@ from .bench import OUT
 from .markdown import conditions, figure, fill, mib, table
 
 Suite = dict[str, Any]
+WE_LOSE = "**Where we lose** (to whom)."
 
 
 def _largest(step: Suite, scenario: str, dtype: str | None = None) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def _losses(runs: list[dict[str, Any]]) -> str:
             slow.append(f"{where}: {over_naive(ours)} ({_named(faster, over_naive)})")
         if less := [r for r in others if r["peak_bytes"] < ours["peak_bytes"]]:
             large.append(f"{where}: {_mib(ours)} MiB ({_named(less, _mib)})")
-    said = f"**Where we lose** (to whom). Time over naive GSPO's: {'; '.join(slow) or 'nowhere'}."
+    said = f"{WE_LOSE} Time over naive GSPO's: {'; '.join(slow) or 'nowhere'}."
     return f"{said} Memory: {'; '.join(large) or 'nowhere'}."
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .markdown import conditions, figure, fill, mib, table
-from .report_costs import between, error_of, left_out, over_naive
+from .report_costs import WE_LOSE, between, error_of, left_out, over_naive
 from .workloads import BUDGETS
 
 Suite = dict[str, Any]
@@ -42,7 +42,7 @@ def _quicker_loss(steps: list[dict[str, Any]]) -> str:
     seconds = {r["name"]: r["parts"]["loss"]["seconds"] for r in steps if "seconds" in r}
     less = ", ".join(f"{name} {x:.1f} s" for name, x in seconds.items() if x < seconds["ours"])
     ours = f"{seconds['ours']:.1f} s ({less})" if less else "nowhere"
-    return f"**Where we lose** (to whom). The loss alone: {ours}."
+    return f"{WE_LOSE} The loss alone: {ours}."
 
 
 def _cheaper_calls(calls: list[dict[str, Any]]) -> str:
@@ -52,7 +52,7 @@ def _cheaper_calls(calls: list[dict[str, Any]]) -> str:
         those = [r for r in calls if r["what"] == ours["what"] and not r["candidate"].startswith("ours")]
         less = ", ".join(f"{r['candidate']} {r['ratio']:.1f}" for r in those if r["ratio"] < ours["ratio"])
         said += [f"{ours['what']} {ours['ratio']:.1f} ({less})"] if less else []
-    return f"**Where we lose** (to whom). Over plain PyTorch: {'; '.join(said) or 'nowhere'}."
+    return f"{WE_LOSE} Over plain PyTorch: {'; '.join(said) or 'nowhere'}."
 
 
 def _overhead(overhead: Suite, name: str) -> str:
@@ -80,21 +80,22 @@ def _overhead(overhead: Suite, name: str) -> str:
     ])  # fmt: skip
 
 
+def _worse(record: dict[str, Any]) -> float:
+    """The error of the worse gradient."""
+    return max(record["d_hidden error"], record["d_weight error"])
+
+
 def _short_sparsity(sparsity: Suite, policy: Suite) -> str:
     passes = sparsity["results"]["passes"]
     found = {(r["case"], r["budget"]): r for r in passes["cases"]}
     saved = ", ".join(f"{case} {found[case, 0.0]['passes']:.2f} to {found[case, 1e-3]['passes']:.2f}" for case in CASES)
-    errors = " and ".join(
-        f"{max(found['rl-like', b]['d_hidden error'], found['rl-like', b]['d_weight error']):.1e} at budget {b:g}"
-        for b in (1e-3, 1e-2)
-    )
+    errors = " and ".join(f"{_worse(found['rl-like', b]):.1e} at budget {b:g}" for b in (1e-3, 1e-2))
     trained = {r["budget"]: r for r in policy["results"]["trained"]["budgets"]}
-    worst = max(trained[1e-3]["d_hidden error"], trained[1e-3]["d_weight error"])
     return fill(
         f"Passes (of 2 N H V) from budget 0 to 1e-3, synthetic policy of V = {passes['vocab']:,} with half of its "
         f"tokens under 0.01 nats: {saved}. The budget does not bound the error of a gradient: {errors} (rl-like). A "
         f"small policy trained on arithmetic: {trained[0.0]['passes']:.2f} to {trained[1e-3]['passes']:.2f}, error "
-        f"{worst:.1e}."
+        f"{_worse(trained[1e-3]):.1e}."
     )
 
 
@@ -103,10 +104,7 @@ def _sparsity(sparsity: Suite, name: str) -> str:
     found = {(r["case"], r["budget"]): r for r in passes["cases"]}
     cases = list(dict.fromkeys(case for case, _ in found))
     work = [(case, *(f"{found[case, b]['passes']:.2f}" for b in BUDGETS)) for case in cases]
-    errors = [
-        (case, *(f"{max(found[case, b]['d_hidden error'], found[case, b]['d_weight error']):.1e}" for b in BUDGETS[1:]))
-        for case in cases
-    ]
+    errors = [(case, *(f"{_worse(found[case, b]):.1e}" for b in BUDGETS[1:])) for case in cases]
     seconds = [
         (one, f"{r['over_naive']['ratio']:.2f}", between(r["over_naive"]), mib(time["peak bytes"][one]))
         for one, r in time["by budget"].items()
@@ -139,8 +137,7 @@ def _two(work: list[dict[str, Any]], times: list[dict[str, Any]], key: str) -> s
     rows = []
     for exact, r in zip(work[::2], work[1::2], strict=True):
         at = float(r["case"].removeprefix(key)) if r["case"].startswith(key) else r[key]
-        error = max(r["d_hidden error"], r["d_weight error"])
-        rows.append((f"{at:.2f}", f"{exact['passes']:.2f}", f"{r['passes']:.2f}", f"{error:.1e}"))
+        rows.append((f"{at:.2f}", f"{exact['passes']:.2f}", f"{r['passes']:.2f}", f"{_worse(r):.1e}"))
     timed = [
         (f"{r[key]:.2f}", *(f"{r[budget]['over_naive']['ratio']:.2f}" for budget in ("exact", "budget 0.001")))
         for r in times

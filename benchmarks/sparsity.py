@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from torch import Tensor
 
 from gspo_kernels import gspo_fused_loss, live_tiles, ops, portable_tiles
 
-from . import peaked, truth, workloads
-from .candidates import ALL, Old
+from . import bench, peaked, workloads
+from .candidates import ALL, Candidate, Old, ours_at
 from .measure import OUTPUT, Record, destination, fresh, interleaved, over, peak_bytes, save_part, spread
-from .step import positive
+from .step import positive, say
 from .workloads import BUDGETS, Workload
 
 WIDTH, VOCAB = 896, 151_936  # Qwen2.5-0.5B
@@ -56,13 +57,13 @@ def make(
 
 
 def ours(w: Workload, old: Old, budget: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Metrics, with the loss, and gradients."""
+    """Metrics and gradients."""
     hidden, weight = w.hidden.detach().requires_grad_(), w.weight.detach().requires_grad_()
     out = gspo_fused_loss(
         hidden, weight, w.target_ids, w.advantages, old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs,
         objective=w.objective, gradient_budget=budget,
     )  # fmt: skip
-    return {**out.metrics, "loss": out.loss.detach()}, *torch.autograd.grad(out.loss, (hidden, weight))
+    return out.metrics, *torch.autograd.grad(out.loss, (hidden, weight))
 
 
 def passes(rows: int, case: str, made: dict[str, Any], budgets: tuple[float, ...], sizes: Record) -> list[Record]:
@@ -108,15 +109,16 @@ def _cells_of_kernels() -> Iterator[None]:
 # Time and memory
 
 TIMED = dict(sequences=8, zero=2, clipped=1)  # rl-like of `workloads`
+NAIVE = ALL[bench.NAIVE]._replace(name="naive")
 NAMES = {"exact": 0.0} | {f"budget {b:g}": b for b in BUDGETS[1:]}
 
 
 def times(rows: int, rounds: int, sizes: Record) -> Record:
     """By budget, by the share of sequences of zero advantage, and by how sure the policy is."""
     w = make(rows, **TIMED, **sizes)
-    by_budget = _times(w, NAMES, rounds)
-    memory = {name: fresh("sparsity", "memory_of", name=name, rows=rows, sizes=sizes) for name in ("naive", *NAMES)}
-    two, shares, sure = {"exact": 0.0, "budget 0.001": 1e-3}, [], []
+    by_budget = _times(w, tuple(NAMES), rounds)
+    memory = {name: fresh("sparsity", "memory_of", name=name, rows=rows, sizes=sizes) for name in (NAIVE.name, *NAMES)}
+    two, shares, sure = ("exact", "budget 0.001"), [], []
     for zero in (0, 2, 4, 6):
         shares.append({"zero share": zero / 8, **_times(make(rows, 8, zero=zero, clipped=0, **sizes), two, rounds)})
     for share in (0.1, 0.5, 0.8):
@@ -129,20 +131,22 @@ def times(rows: int, rounds: int, sizes: Record) -> Record:
     }  # fmt: skip
 
 
-def _times(w: Workload, budgets: dict[str, float], rounds: int) -> Record:
+def _candidate(name: str) -> Candidate:
+    return NAIVE if name == NAIVE.name else ours_at(NAMES[name], name)
+
+
+def _times(w: Workload, names: Sequence[str], rounds: int) -> Record:
     """No times of wrong gradients: a fault of ours is none to be reported as a result."""
-    olds = {"naive": ALL["naive GSPO"].old(w), "ours": ALL["ours"].old(w)}
-    true = truth.truth(w)
-    base = truth.errors(ALL["naive GSPO"].step(w, olds["naive"]), true)
-    for name, budget in budgets.items():
-        metrics, *gradients = ours(w, olds["ours"], budget)
-        if wrong := truth.verdict(truth.errors((metrics["loss"], *gradients), true), base, budget):
-            raise RuntimeError(f"{name}: wrong gradients, {wrong}")
-    del true
-    runs: dict[str, Any] = {"naive": lambda: ALL["naive GSPO"].step(w, olds["naive"])}
-    runs |= {name: lambda b=b: ours(w, olds["ours"], b) for name, b in budgets.items()}
-    taken = interleaved(runs, rounds, torch.device("cpu"), lambda name: print(f"  {name}", flush=True))
-    return {name: spread(s) | {"over_naive": over(s, taken["naive"])} for name, s in taken.items()}
+    chosen, old = [NAIVE, *map(_candidate, names)], ALL["ours"].old(w)
+    olds = {one.name: old for one in chosen} | {NAIVE.name: NAIVE.old(w)}
+    records: dict[str, Record] = {one.name: {"name": one.name, "against": one.against} for one in chosen}
+    bench.check(w, chosen, olds, records, say, w)
+    for name, record in records.items():
+        for why in record.keys() & bench.OUT:
+            raise RuntimeError(f"{name}: {why} gradients, {record[why]}")
+    runs = {one.name: partial(one.step, w, olds[one.name]) for one in chosen}
+    taken = interleaved(runs, rounds, torch.device("cpu"), say)
+    return {name: spread(s) | {"over_naive": over(s, taken[NAIVE.name])} for name, s in taken.items()}
 
 
 def _choosing(w: Workload) -> float:
@@ -166,16 +170,11 @@ def _choosing(w: Workload) -> float:
 
 def memory_of(name: str, rows: int, sizes: Record) -> int:
     """Peak bytes beyond the inputs, for a process of its own."""
-    one = ALL["naive GSPO" if name == "naive" else "ours"]
-
-    def step(w: Workload, old: Old) -> object:
-        return one.step(w, old) if name == "naive" else ours(w, old, NAMES[name])
-
-    small = make(64, width=64, vocab=1000, **TIMED)
-    step(small, one.old(small))  # libraries allocate at their first call
+    one, small = _candidate(name), make(64, width=64, vocab=1000, **TIMED)
+    one.step(small, one.old(small))  # libraries allocate at their first call
     w = make(rows, **TIMED, **sizes)
     old = one.old(w)
-    return peak_bytes(lambda: step(w, old), torch.device("cpu"))
+    return peak_bytes(lambda: one.step(w, old), torch.device("cpu"))
 
 
 def main() -> None:

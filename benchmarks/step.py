@@ -12,15 +12,14 @@ in bf16 too. With neither option both parts are measured; each keeps what the fi
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from . import bench
 from .candidates import Candidate
-from .measure import OUTPUT, Record, destination, save_part
-from .workloads import MODELS, Spec, counts
+from .measure import OUTPUT, Record, destination, results_in, save_part
+from .workloads import MODELS, Spec, counts, length_of
 
 ON_CPU: dict[str, Any] = dict(model="qwen2.5-0.5b", tokens=[256, 512, 1024], memory_tokens=[4096, 16_384], rounds=5)
 ON_GPU: dict[str, Any] = dict(model="qwen3-8b", tokens=[4096, 16_384, 65_536], memory_tokens=[131_072], rounds=15)
@@ -105,8 +104,8 @@ def main() -> None:
     if given.tiny:
         model, head, tokens, memory_tokens, rounds = "tiny", head._replace(width=64, vocab=2000), [128, 256], [512], 2
     both, output = not (given.time or given.memory), destination("step", device, given.output, given.tiny)
-    measured = {"time": given.time or both, "memory": given.memory or both}
-    if other := {part: of for part, of in parts_of(output).items() if of != model and not measured[part]}:
+    kept = {part: one["model"] for part, one in results_in(output).items() if not (both or getattr(given, part))}
+    if other := {part: of for part, of in kept.items() if of != model}:
         parser.error(f"--output: {output} would keep {other} beside {model}: expected a file of its own")
     if given.time or both:
         specs = [Spec(head, count, "rl-like", dtype, str(device)) for count in tokens]
@@ -126,16 +125,9 @@ def main() -> None:
         print(save_part("step", device, "memory", {"model": model, "points": points}, output))
 
 
-def parts_of(path: Path) -> dict[str, str]:
-    """The models that the parts of a file are about."""
-    found = json.loads(path.read_text())["results"] if path.exists() else {}
-    return {part: one["model"] for part, one in found.items()}
-
-
 def memory(spec: Spec, chosen: list[Candidate]) -> Record:
     """Of everyone at one number of tokens."""
-    sequences = counts(spec.tokens, spec.scenario).sequences
-    tokens = spec.tokens // sequences * sequences  # as `workloads.make` rounds them
+    tokens = counts(spec.tokens, spec.scenario).sequences * length_of(spec.tokens, spec.scenario)
     print(f"memory alone, {tokens} tokens", flush=True)
     return {"tokens": tokens, "candidates": bench.costs(spec, chosen, say, passes=False)}
 

@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from . import bench, workloads
 from .candidates import Candidate, Old
-from .measure import Record, destination, over, save, spread
+from .measure import Record, destination, over, save, spread, turns
 from .peaked import Policy
 from .step import arguments, chosen_by, say, told
 from .workloads import Head, Workload
@@ -96,12 +96,11 @@ def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
     bench.check(w, present, olds, records, say, w)
     right = [one for one in present if not records[one.name].keys() & bench.OUT]
     taken: dict[str, list[dict[str, float]]] = {one.name: [] for one in right}
-    for turn in range(rounds + 1):
-        for one in right[turn % max(len(right), 1) :] + right[: turn % max(len(right), 1)]:
-            say(f"{'warm-up' if turn == 0 else f'round {turn}'}: {one.name}")
-            parts = step.run(one, olds[one.name])
-            if turn:
-                taken[one.name].append(parts)
+    for turn, one in turns(right, rounds):
+        say(f"{'warm-up' if turn == 0 else f'round {turn}'}: {one.name}")
+        parts = step.run(one, olds[one.name])
+        if turn:
+            taken[one.name].append(parts)
     whole = {name: [sum(parts.values()) for parts in runs] for name, runs in taken.items()}
     for name, runs in taken.items():
         parts = {part: spread([run[part] for run in runs]) for part in PARTS}

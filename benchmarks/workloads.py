@@ -109,15 +109,21 @@ def counts(tokens: int, scenario: str) -> Counts:
     return Counts(sequences, zero, round(named.clipped * (sequences - zero)))
 
 
+def length_of(tokens: int, scenario: str) -> int:
+    """Of each of the `counts` sequences; tokens are rounded down to so many."""
+    count = counts(tokens, scenario).sequences
+    if tokens < count:
+        raise ValueError(f"tokens: expected at least {count} for {scenario!r}, got {tokens}")
+    return tokens // count
+
+
 def make(spec: Spec, **policy: Any) -> Workload:
     """The batch of a spec; the same one wherever it is made on the same kind of device.
 
     Tokens are rounded down to equal sequences. `policy`: further arguments of `peaked.make`.
     """
     scenario, (count, zero, clipped) = SCENARIOS[spec.scenario], counts(spec.tokens, spec.scenario)
-    length = spec.tokens // count
-    if length < 1:
-        raise ValueError(f"tokens: expected at least {count} for {spec.scenario!r}, got {spec.tokens}")
+    length = length_of(spec.tokens, spec.scenario)
     head, device = spec.head, torch.device(spec.device)
     made = peaked.make(
         count * length, head.width, head.vocab, seed=spec.seed, softcap=head.softcap, device=device, **policy

@@ -531,6 +531,42 @@ TRITON_FAULTS: dict[str, tuple[str, str, str, str]] = {
         "acc",
         f"{CELLS}[triton-plain-fp32]",
     ),
+    "the policy term's normalizer for KL too": (
+        "kernels/sequence",
+        "if kl_normalizer is None and kl_aggregation == objective.aggregation:",
+        "if kl_normalizer is None:",
+        "kernel_faults::test_a_kl_term_with_another_aggregation_counts_its_own_normalizer[triton-sequence]",
+    ),
+    "sapo's ratio bounded at exp(8)": (
+        "kernels/elementary",
+        "FAR: tl.constexpr = tl.constexpr(80.0)",
+        "FAR: tl.constexpr = tl.constexpr(8.0)",
+        "kernel_faults::test_a_small_sapo_temperature_has_a_slope_at_far_ratios[triton-1e-12]",
+    ),
+    "a cell's offset in 32 bits for d_hidden": (
+        "kernels/cell_products",
+        "tl.load(block_place + j).to(tl.int64)",
+        "tl.load(block_place + j)",
+        "kernel_faults::test_the_hidden_product_reads_cells_past_two_to_the_31",
+    ),
+    "a cell's offset in 32 bits for d_weight": (
+        "kernels/cell_products",
+        "(j * ROWS + start + k).to(tl.int64)",
+        "(j * ROWS + start + k)",
+        "kernel_faults::test_the_weight_product_reads_cells_past_two_to_the_31",
+    ),
+    "unaligned rows given to descriptors": (
+        "kernels/logit_tile",
+        " and x.data_ptr() % 16 == 0",
+        "",
+        "kernel_faults::test_rows_that_a_descriptor_cannot_read_are_copied[2-bytes]",
+    ),
+    "no barrier before coefficients are read again": (
+        "kernels/sequence",
+        "tl.debug_barrier()",
+        "pass",
+        "kernel_faults::test_a_barrier_stands_before_coefficients_are_read_again",
+    ),
     "interpreted kernels unasked": (
         "backends",
         'or (backend == "auto" and device.type == "cpu")',

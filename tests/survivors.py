@@ -126,7 +126,7 @@ KERNELS: dict[str, tuple[str, str, str, str]] = {
         "kernels/logit_tile", "padded = -(-width * hidden.itemsize // 16) * 16 // hidden.itemsize", "padded = width",
         "kernel_faults::test_rows_that_a_descriptor_cannot_read_are_copied[ragged-rows]",
     ),
-    "overlapping rows given to descriptors": (
+    "rows of stride 0 given to descriptors": (
         "kernels/logit_tile", "x.stride(1) == 1 and x.stride(0) >= x.shape[1]", "x.stride(1) == 1",
         "kernel_faults::test_rows_that_a_descriptor_cannot_read_are_copied[expanded]",
     ),

@@ -129,5 +129,17 @@ AROUND: dict[str, tuple[str, str, str, str]] = {
         "self._score(ids[:, -logits_to_keep:], attended[:, :logits_to_keep]",
         "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
     ),
+    "bounds of verl swapped": (
+        "integrations/verl",
+        "config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low",
+        "config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_high",
+        "trainers/verl_engine::test_the_policy_loss_has_each_bound_on_its_side_and_clip_ratio_for_one_that_is_missing",
+    ),
+    "clip_ratio of verl ignored": (
+        "integrations/verl",
+        "config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high",
+        "config.clip_ratio_low if config.clip_ratio_high is None else config.clip_ratio_high",
+        "trainers/verl_engine::test_the_policy_loss_has_each_bound_on_its_side_and_clip_ratio_for_one_that_is_missing",
+    ),
 }
 # fmt: on

@@ -365,3 +365,30 @@ def policy_main(rank: int, folder: Path) -> None:
     config.global_batch_info.update(global_batch_size=None)
     with pytest.raises(ValueError, match=r"global_batch_size.* given with more than one rank"):
         ours(loss_agg_mode="seq-mean-token-mean")
+
+
+def test_the_policy_loss_has_each_bound_on_its_side_and_clip_ratio_for_one_that_is_missing(tmp_path: Path) -> None:
+    run_ranks(bounds_main, 1, tmp_path)
+
+
+def bounds_main(rank: int, folder: Path) -> None:
+    os.environ.update(ENVIRONMENT)
+    from verl.workers.config import ActorConfig
+
+    from gspo_kernels.integrations.verl import gspo_policy_loss
+
+    advantages, mask = torch.tensor([[-1.0], [1.0]]).expand(2, 5), torch.ones(2, 5)
+    for low, high, clipped in (
+        (3e-4, 4e-4, [True, False]),
+        (4e-4, 3e-4, [False, True]),
+        (None, 4e-4, [True, False]),
+        (4e-4, None, [False, True]),
+    ):
+        config = ActorConfig(
+            strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=4, clip_ratio=3e-4, clip_ratio_low=low,
+            clip_ratio_high=high, loss_agg_mode="seq-mean-token-mean",
+        )  # fmt: skip
+        log_probs = torch.tensor([[-3.5e-4], [3.5e-4]]).repeat(1, 5).requires_grad_()
+        loss, _ = gspo_policy_loss(torch.zeros(2, 5), log_probs, advantages, mask, "seq-mean-token-mean", config)
+        (gradient,) = torch.autograd.grad(loss, log_probs)
+        assert [not row.any() for row in gradient] == clipped, (low, high)

@@ -55,8 +55,10 @@ class Policy:
     def save(self, folder: Path) -> None:
         """Write the model and the tokenizer, to be loaded with `load_policy`."""
         sampling, self.model.generation_config = self.model.generation_config, self.own_generation_config
-        self.model.save_pretrained(folder)
-        self.model.generation_config = sampling
+        try:
+            self.model.save_pretrained(folder)
+        finally:
+            self.model.generation_config = sampling
         self.tokenizer.save_pretrained(folder)
 
 

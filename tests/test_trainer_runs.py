@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import signal
 import subprocess
@@ -14,12 +15,15 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from test_reference_trainer import SMALL, rows_of, small
+from test_reference_trainer import SMALL, rows_of, small, write_jsonl
+from tolerance import PARAMETER_ABSOLUTE
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
 from gspo_kernels.cli import app
-from gspo_kernels.integrations.reference_trainer import InputError, policy, progress, train
+from gspo_kernels.integrations.reference_trainer import InputError, policy, progress, train, train_config
 from gspo_kernels.integrations.reference_trainer import trainer as loop
+from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
 from gspo_kernels.integrations.reference_trainer.tasks import Task, sorting_task
 
@@ -203,3 +207,73 @@ def test_a_run_whose_rewards_are_all_equal_says_so_at_the_end(
 
 def test_groups_without_a_signal_are_those_of_equal_rewards() -> None:
     assert loop.share_of_equal_groups(torch.tensor([0.0, 0.0, 0.5, 0.5, 0.0, 1.0, 1.0, 1.0]), 2) == 0.75
+
+
+# Mixtures of experts
+
+
+def moe_checkpoint(folder: Path, **config: Any) -> Path:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=15, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_experts=4,
+                 num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+                 router_aux_loss_coef=0.5, max_position_embeddings=64, eos_token_id=1)  # fmt: skip
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **config})).save_pretrained(folder)
+    policy.demo_policy().tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_router_gradient_is_that_of_the_full_model_with_its_auxiliary_loss(tmp_path: Path) -> None:
+    made = policy.load_policy(str(moe_checkpoint(tmp_path, output_router_logits=True)))
+    policy.check_head(made, "auto")
+    gates = [layer.mlp.gate.weight for layer in made.model.model.layers]
+    config = small(tmp_path, prompts_per_step=2, micro_batch_size=4, updates_per_rollout=1, max_grad_norm=1e9)
+    rollout = sample(made, ["sort ba:", "sort fedcb:"], group_size=4, max_new_tokens=7, temperature=1.0)
+    advantages = torch.randn(8)
+    slices = loop.cut(config, made, rollout, advantages)
+    numbers = loop.update(config, made, torch.optim.SGD(made.model.parameters(), lr=0.0), slices)
+    computed = [gate.grad.clone() for gate in gates]
+
+    made.model.zero_grad()
+    router_losses = []
+    for rows in (slice(0, 4), slice(4, 8)):
+        part = rollout.rows(rows.start, rows.stop)
+        out = made.model(
+            input_ids=part.input_ids,
+            attention_mask=part.attention_mask,
+            position_ids=(part.attention_mask.cumsum(-1) - 1).clamp(min=0),
+        )
+        logits = out.logits[:, part.prompt_width - 1 : -1]
+        log_probs = logits.log_softmax(-1).gather(-1, part.answer_ids[..., None])[..., 0] * part.answer_mask
+        log_ratio = (log_probs - log_probs.detach()).sum(1) / part.answer_mask.sum(1)
+        (-(log_ratio.exp() * advantages[rows]).sum() / 8 + 0.5 * out.aux_loss / 2).backward()
+        router_losses.append(out.aux_loss.item())
+    for gate, gradient in zip(gates, computed, strict=True):
+        assert gradient.abs().max() > 1e-3
+        torch.testing.assert_close(gradient, gate.grad, rtol=0, atol=PARAMETER_ABSOLUTE)
+    assert numbers["router_aux_loss"] == pytest.approx(sum(router_losses) / 2)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_mixture_of_experts_is_trained_and_says_whether_the_router_loss_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], counted: bool
+) -> None:
+    source = moe_checkpoint(tmp_path / "moe", output_router_logits=counted)
+    data = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"sort {x}:", "answer": x} for x in "abcdef"))
+    sizes = {**SMALL, "steps": 1, "max_new_tokens": 2, "output": tmp_path, "name": "run"}
+    train(train_config(model=str(source), data=data, **sizes))
+    out = capsys.readouterr().out
+    assert out.count("router auxiliary loss: ") == 1
+    says = "counted, times router_aux_loss_coef=0.5" if counted else "not counted, as the checkpoint's config has"
+    assert f"router auxiliary loss: {says}" in out
+    row = rows_of(tmp_path / "run")[1]
+    assert row["router_aux_loss"] > 1 if counted else "router_aux_loss" not in row
+    saved = json.loads((tmp_path / "run" / "model-seed0" / "config.json").read_text())
+    assert saved.get("output_router_logits", False) == counted
+
+
+def test_a_router_loss_that_the_model_does_not_return_is_refused(tmp_path: Path) -> None:
+    made = policy.load_policy(str(moe_checkpoint(tmp_path, output_router_logits=True)))
+    forward = made.model.forward
+    made.model.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "output_router_logits": False})
+    with pytest.raises(InputError, match="returns no aux_loss"):
+        policy.check_head(made, "auto")

@@ -72,6 +72,8 @@ def train(config: TrainConfig) -> RunReport:
             policy.model.to(device)
             check_head(policy, config.backend)
             check_room(policy, (e.prompt for e in (*task.train, *task.held_out)), config.max_new_tokens)
+            if policy.router_note and seed == config.seeds[0]:
+                progress.say(policy.router_note)
             try:
                 results.append(train_seed(config, seed, policy, task, folder, progress, stop))
                 if config.save:
@@ -207,9 +209,11 @@ def update(
     measured = []
     for part in slices:
         rollout = part.rollout
+        inputs = rollout.input_ids, rollout.attention_mask, rollout.prompt_width
         with autocast(config, policy):
+            hidden, router_loss = policy.hidden_states_and_router_loss(*inputs)
             out = gspo_fused_loss(
-                policy.hidden_states(rollout.input_ids, rollout.attention_mask, rollout.prompt_width),
+                hidden,
                 policy.head,
                 rollout.answer_ids,
                 part.advantages,
@@ -223,9 +227,13 @@ def update(
                 backend=config.backend,
                 **policy.head_options,
             )
-        out.loss.backward()
         metrics = {name: out.metrics[name].item() for name in LOSS_METRICS}
-        measured.append({"loss": out.loss.item() * len(slices), **metrics})
+        loss = out.loss
+        if router_loss is not None:
+            loss = loss + policy.router_loss_weight * router_loss / len(slices)  # the mean over the slices
+            metrics["router_aux_loss"] = router_loss.item()
+        loss.backward()
+        measured.append({"loss": loss.item() * len(slices), **metrics})
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm)
     numbers = {**average(measured), "grad_norm": norm.item()}
     if not math.isfinite(numbers["loss"]) or not math.isfinite(numbers["grad_norm"]):

@@ -215,3 +215,25 @@ def test_a_bad_argument_is_named(kind: str) -> None:
     with pytest.raises(error) as caught:
         call()
     assert f"{name} must be" in str(caught.value) and got in str(caught.value)
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_the_deviation_of_the_batch_has_the_degrees_of_freedom_that_are_asked_for(ddof: int) -> None:
+    rewards = torch.tensor([1.0, 2.0, 4.0, 9.0]).double()
+    found = group_advantages(rewards, 2, scale="batch", baseline="none", ddof=ddof, eps=0.0)
+    close(found, rewards / deviation(rewards.tolist(), ddof))
+
+
+def test_equal_rewards_of_a_batch_are_divided_by_nothing() -> None:
+    """Their mean, (0.1 + 0.1 + 0.1) / 3, is rounded to another number."""
+    rewards = torch.full((3,), 0.1, dtype=torch.float64)
+    assert torch.equal(group_advantages(rewards, 3, scale="batch", baseline="none"), rewards)
+
+
+def test_deviations_of_fp32_far_from_zero_are_those_of_fp64() -> None:
+    x = 10_000 + torch.randn(64, generator=torch.Generator().manual_seed(0)) / 50
+    mean, std = x.double().mean(), x.double().std()
+    scaled = group_advantages(x, 64, scale="batch", baseline="none", eps=0.0)
+    torch.testing.assert_close(scaled.double(), x.double() / std, rtol=1e-6, atol=0)
+    truth = (x.double() - mean) / std
+    torch.testing.assert_close(whitened(x, torch.ones(64, 1), eps=0.0)[:, 0].double(), truth, rtol=1e-6, atol=1e-7)

@@ -13,7 +13,8 @@ from tolerance import MODEL_GRADIENT_RELATIVE
 from torch import Tensor, nn
 
 from gspo_kernels import gspo_fused_loss, linear_log_probs
-from gspo_kernels.integrations.huggingface import HeadError, HeadOutput, fuse_head, logit_options
+from gspo_kernels.integrations import head_options
+from gspo_kernels.integrations.huggingface import HeadError, HeadOutput, base_model, fuse_head, logit_options
 
 PLAIN = {"logit_scale": 1.0, "logit_softcap": None, "vocab_size": 96}
 EIGHT = {"head_dim": 8}
@@ -327,6 +328,8 @@ class Odd(transformers.Qwen3ForCausalLM):
             out.logits = out.logits**2
         elif self.how == "twice":
             self.lm_head(out.logits.new_zeros(1, 2, 32))
+        elif self.how == "scale":
+            out.logits = out.logits * 0.37
         elif self.how == "shift":
             out.logits = out.logits + torch.arange(out.logits.shape[-1])
         return out
@@ -457,3 +460,56 @@ def test_what_is_no_model_is_refused_before_anything_is_patched() -> None:
     inputs, _, _ = batch()
     with pytest.raises(ValueError, match="labels must be None"):
         model(**inputs, labels=inputs["input_ids"], with_head=lambda hidden, head, **options: 1)
+
+
+def test_an_error_inside_the_model_leaves_it_its_head() -> None:
+    model = make("qwen3")
+    fuse_head(model)
+    head, lp = model.lm_head, own_log_probs(model)
+
+    def fail(module: Any, args: Any, output: Any) -> None:
+        raise ZeroDivisionError
+
+    hook = model.model.register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        fused_log_probs(model)
+    hook.remove()
+    assert model.lm_head is head and torch.equal(own_log_probs(model), lp)
+
+
+def test_a_model_with_dropout_is_measured_without_a_trace_in_random_numbers() -> None:
+    model = make("gpt2", resid_pdrop=0.5).train()
+    state = torch.random.get_rng_state()
+    fuse_head(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_options_of_a_fused_model_leave_it_fused() -> None:
+    model = make("qwen2").double()
+    head = fuse_head(model)
+    assert logit_options(model) == PLAIN and fuse_head(model) is head
+    assert_fused_is_own(model)
+
+
+def test_a_head_without_numbers_is_refused() -> None:
+    model = make("qwen2")
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(HeadError, match="must equal the fused ones"):
+        fuse_head(model)
+
+
+def test_a_negative_scale_and_one_that_no_configuration_has_are_measured() -> None:
+    assert fuse_head(make("cohere2", logit_scale=-0.3)).options.logit_scale == pytest.approx(-0.3)
+    model = Odd(make("qwen3").config)
+    model.how = "scale"
+    assert fuse_head(model).options.logit_scale == pytest.approx(0.37)
+
+
+def test_numbers_of_the_text_configuration_are_known() -> None:
+    assert 5.0 in head_options._numbers(make("paligemma, text alone").config)
+
+
+def test_the_model_inside_torch_compile_is_the_model() -> None:
+    model = make("qwen2")
+    assert base_model(torch.compile(model)) is model

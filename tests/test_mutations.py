@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from survivors import KERNELS, LOSS
+from survivors_around import AROUND
 
 ROOT = Path(__file__).parent.parent
 PARITY = "parity::test_every_head_and_layout_equals_the_oracle"
@@ -531,6 +533,42 @@ TRITON_FAULTS: dict[str, tuple[str, str, str, str]] = {
         "acc",
         f"{CELLS}[triton-plain-fp32]",
     ),
+    "the policy term's normalizer for KL too": (
+        "kernels/sequence",
+        "if kl_normalizer is None and kl_aggregation == objective.aggregation:",
+        "if kl_normalizer is None:",
+        "kernel_faults::test_a_kl_term_with_another_aggregation_counts_its_own_normalizer[triton-sequence]",
+    ),
+    "sapo's ratio bounded at exp(8)": (
+        "kernels/elementary",
+        "FAR: tl.constexpr = tl.constexpr(80.0)",
+        "FAR: tl.constexpr = tl.constexpr(8.0)",
+        "kernel_faults::test_a_small_sapo_temperature_has_a_slope_at_far_ratios[triton-1e-12]",
+    ),
+    "a cell's offset in 32 bits for d_hidden": (
+        "kernels/cell_products",
+        "tl.load(block_place + j).to(tl.int64)",
+        "tl.load(block_place + j)",
+        "kernel_faults::test_the_hidden_product_reads_cells_past_two_to_the_31",
+    ),
+    "a cell's offset in 32 bits for d_weight": (
+        "kernels/cell_products",
+        "(j * ROWS + start + k).to(tl.int64)",
+        "(j * ROWS + start + k)",
+        "kernel_faults::test_the_weight_product_reads_cells_past_two_to_the_31",
+    ),
+    "unaligned rows given to descriptors": (
+        "kernels/logit_tile",
+        " and x.data_ptr() % 16 == 0",
+        "",
+        "kernel_faults::test_rows_that_a_descriptor_cannot_read_are_copied[2-bytes]",
+    ),
+    "no barrier before coefficients are read again": (
+        "kernels/sequence",
+        "tl.debug_barrier()",
+        "pass",
+        "kernel_faults::test_a_barrier_stands_before_coefficients_are_read_again",
+    ),
     "interpreted kernels unasked": (
         "backends",
         'or (backend == "auto" and device.type == "cpu")',
@@ -539,7 +577,7 @@ TRITON_FAULTS: dict[str, tuple[str, str, str, str]] = {
     ),
 }
 
-FAULTS = {**SHARED_FAULTS, **TRITON_FAULTS}
+FAULTS = {**SHARED_FAULTS, **TRITON_FAULTS, **LOSS, **KERNELS, **AROUND}
 # What Python ends with when a kernel has written where it must not.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 # A process a fault, forked from one that has imported what takes long.
@@ -551,12 +589,16 @@ def run_with_fault(fault: str, folder: Path) -> int | None:
     """What pytest ends with on a copy of the library with the fault; its output is in the copy's log."""
     for name in ("gspo_kernels", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "integrations", folder / "gspo_kernels" / "integrations")
     shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("README.md", "constraints.txt", "docs"):  # tests read them
+        (folder / name).symlink_to(ROOT / name)
     module, old, new, test = FAULTS[fault]
     source = folder / "gspo_kernels" / f"{module}.py"
     source.write_text(source.read_text().replace(old, new))
     suite, _, name = test.partition("::")
-    process = FORKS.Process(target=_run_test, args=(folder, f"tests/test_{suite}.py::{name}"))
+    path = Path("tests", suite).with_name(f"test_{Path(suite).name}.py")
+    process = FORKS.Process(target=_run_test, args=(folder, f"{path}::{name}"))
     process.start()
     process.join()
     return process.exitcode
@@ -574,13 +616,18 @@ def _run_test(folder: Path, test: str) -> None:
 
 
 def test_every_fault_is_an_edit_of_the_library() -> None:
-    sources = {path: (ROOT / "gspo_kernels" / f"{path}.py").read_text() for path, *_ in FAULTS.values()}
+    folders = {
+        path: ROOT if path.startswith("integrations/") else ROOT / "gspo_kernels" for path, *_ in FAULTS.values()
+    }
+    sources = {path: (folder / f"{path}.py").read_text() for path, folder in folders.items()}
     assert [fault for fault, (path, old, *_) in FAULTS.items() if old not in sources[path]] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_killed(fault: str, tmp_path: Path) -> None:
+    if FAULTS[fault][3].startswith("trainers/trl"):
+        pytest.importorskip("trl", minversion="1.15")
     code = run_with_fault(fault, tmp_path)
-    killed = code == 1 or (fault in TRITON_FAULTS and code in CRASHES)
+    killed = code == 1 or (FAULTS[fault][0].startswith("kernels/") and code in CRASHES)
     assert killed, f"{fault}: survived or did not run\n{(tmp_path / 'log').read_text()[-2000:]}"

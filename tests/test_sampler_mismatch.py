@@ -206,3 +206,33 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
     nothing: dict[str, Any] = {"old_log_probs": torch.ones(shape), "rollout_log_probs": torch.ones(shape)}
     found = importance_weights(**nothing, mask=torch.ones(shape), level="sequence")
     assert found.weights.shape == shape and all(x == 0 for x in found.metrics.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_on_a_bound_is_within_it(level: str, mode: str) -> None:
+    lp, ones = -torch.rand(2, 3), torch.ones(2, 3)
+    found = importance_weights(lp, lp, ones, level=level, mode=mode, low=1.0, high=1.0)
+    assert torch.equal(found.weights, ones) and found.metrics["bound_share"] == 0
+
+
+def test_a_sequence_at_the_threshold_stays() -> None:
+    lp, ones = -torch.ones(2, 3), torch.ones(2, 3)
+    found = off_policy_mask(lp, lp + torch.tensor([[0.0], [0.5]]), -torch.ones(2), ones, threshold=0.0)
+    assert found.weights.tolist() == [[1.0] * 3, [0.0] * 3]
+    found = off_policy_mask(lp, lp + 0.5, -torch.ones(2), ones, threshold=0.5)
+    assert torch.equal(found.weights, ones)
+
+
+def test_advantages_of_tokens_decide_by_token() -> None:
+    lp, advantages = -torch.ones(1, 4), torch.tensor([[1.0, -1.0, 0.0, -2.0]])
+    found = off_policy_mask(lp, lp + 1, advantages, torch.ones(1, 4), threshold=0.5)
+    assert found.weights.tolist() == [[1.0, 0.0, 1.0, 0.0]] and found.metrics["masked_share"] == 0.5
+
+
+def test_weights_and_masks_have_no_gradient() -> None:
+    old, roll = (-torch.rand(2, 3).requires_grad_() for _ in range(2))
+    weights = importance_weights(old, roll, torch.ones(2, 3))
+    masked = off_policy_mask(old, roll, -torch.ones(2), torch.ones(2, 3), threshold=0.1)
+    for found in (weights, masked):
+        assert not any(x.requires_grad for x in (found.weights, *found.metrics.values()))

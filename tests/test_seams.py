@@ -386,6 +386,29 @@ def test_openrlhfs_gspo(batch: Rollout) -> None:
         module(b.log_probs, b.old, per_token(b), b.mask)
 
 
+def test_what_is_logged_has_no_gradient_and_the_dtype_of_the_loss(batch: Rollout, slime_loss: None) -> None:
+    """Trainers stack it."""
+    lp = batch.log_probs.float().requires_grad_()
+    b = replace(batch, log_probs=lp)
+    for logged in (slime(b, lp)[1], prime_rl(b, lp)[1][0].metrics):
+        assert not any(x.requires_grad for x in logged.values()) and {x.dtype for x in logged.values()} == {lp.dtype}
+
+
+def test_openrlhfs_mean_without_a_batch_size_is_over_the_answers(batch: Rollout) -> None:
+    b, module = batch, seams.OpenRLHFPolicyLoss(**OPENRLHF)
+
+    def mean(lp: Tensor) -> Tensor:
+        return (clipped(sequence_ratio(lp, b.old, b), per_token(b)) * b.mask / lengths(b)).sum() / (B - 1)
+
+    check(b, lambda lp: (module(lp, b.old, per_token(b), b.mask)[0], None), mean)
+
+
+def test_ms_swift_says_whether_it_evaluates(batch: Rollout) -> None:
+    for training, mode in ((True, "train"), (False, "eval")):
+        trainer = Trainer(batch.log_probs, model=SimpleNamespace(training=training))
+        assert seams.ms_swift(trainer, None, {}, swift_batch(batch))[1]["mode"] == mode
+
+
 def swift(b: Rollout, lp: Tensor, objective: Objective = GSPO, **changes: Any) -> Any:
     return seams.ms_swift(Trainer(lp, **changes), None, {}, swift_batch(b), objective=objective)
 

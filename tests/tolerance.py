@@ -25,6 +25,8 @@ FLOAT64_RELATIVE = 1e-11
 # Log-probs of the same inputs against float64, |logit| <= 30, H <= 4096, on CPU: per-token standard deviation and bias.
 LOG_PROB_STD = 1e-5
 LOG_PROB_BIAS = 2e-6
+# Of exact logits, in units of the last place, root mean square: one rounding is 0.29, two are 0.41.
+LOG_PROB_UNIT_RMS = 0.35
 
 # On-policy GSPO's loss is about 0, so losses are compared on the scale of the advantages.
 LOSS_PER_ADVANTAGE = 1e-6

@@ -28,6 +28,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from gspo_kernels import portable
 from gspo_kernels.integrations import trl as adapter
+from gspo_kernels.integrations.huggingface import base_model, fuse_head
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
 
 LETTERS = "abcdefgh"
@@ -418,3 +419,48 @@ def test_what_is_no_trainer_or_goes_its_own_way_is_named(tmp_path: Path) -> None
     if asks_the_model:
         with pytest.warns(UserWarning, match="one of Own's own"):
             accelerate_trainer(make_trainer(Own, checkpoint(tmp_path / "model"), tmp_path))
+
+
+def test_log_probs_before_1_15_are_those_of_logits(tmp_path: Path) -> None:
+    """Of the last tokens, at the temperature, in batches; the entropy is detached unless a bonus reads it."""
+    trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, temperature=0.7)
+    model, keep = trainer.model, 3
+    fuse_head(base_model(model))
+    ids, attended = torch.randint(2, 10, (3, 7)), torch.ones(3, 7, dtype=torch.long)
+    attended[0, -1] = attended[1, :2] = 0
+    logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, -keep - 1 : -1] / 0.7
+    own = logits.log_softmax(-1)
+    mask = attended[:, -keep:]
+    for bonus in (False, True):
+        trainer._entropy_bonus_enabled = bonus
+        found = adapter._LogProbs(trainer)(model, ids, attended, keep, batch_size=2, compute_entropy=True)
+        expected = own.gather(-1, ids[:, -keep:, None])[..., 0] * mask
+        torch.testing.assert_close(found[0], expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+        entropy = -(own.exp() * own).sum(-1) * mask
+        torch.testing.assert_close(found[1], entropy, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+        assert found[0].requires_grad and found[1].requires_grad == bonus
+
+
+@pytest.mark.skipif(not asks_the_model, reason="TRL 1.15 began to ask models")
+def test_both_models_answer_and_the_loss_is_a_mean_over_labels(tmp_path: Path) -> None:
+    trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, beta=0.1)
+    accelerate_trainer(trainer)
+    ids = torch.randint(2, 10, (2, 7))
+    labels = ids.clone()
+    labels[:, :3], labels[1, -2:] = -100, -100
+    for model in (trainer.model, trainer.ref_model):
+        base = base_model(trainer.accelerator.unwrap_model(model))
+        assert adapter._answers(base)
+        logits = base(input_ids=ids, use_cache=False).logits
+        expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        out = base(input_ids=ids, labels=labels, fused_lm_head=True)
+        torch.testing.assert_close(out.loss, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+
+
+@pytest.mark.skipif(not asks_the_model, reason="earlier ones allow adapters on the head")
+def test_trl_refuses_adapters_on_the_head_after_ours_as_before(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["lm_head"])
+    make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)
+    with pytest.raises(ValueError, match="lm_head"):
+        make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)

@@ -1,0 +1,133 @@
+"""Seeded faults of corrections, advantages and adapters that earlier tests let through, with the tests that kill them.
+
+(module, text, the text with the fault, a test that must fail): `test_mutations.py` seeds them.
+"""
+
+from __future__ import annotations
+
+# fmt: off
+
+# Corrections, advantages, adapters.
+AROUND: dict[str, tuple[str, str, str, str]] = {
+    "a weight on its bound outside": (
+        "sampler_mismatch", "outside = (raw < low) | (raw > high)", "outside = (raw < low) | (raw >= high)",
+        "sampler_mismatch::test_a_weight_on_a_bound_is_within_it[token-mask]",
+    ),
+    "sampler weights with a gradient": (
+        "sampler_mismatch", "(x.detach().reshape(-1) for x in log_probs.values())",
+        "(x.reshape(-1) for x in log_probs.values())", "sampler_mismatch::test_weights_and_masks_have_no_gradient",
+    ),
+    "a sequence at the threshold dropped": (
+        "sampler_mismatch", "mean=True) > threshold", "mean=True) >= threshold",
+        "sampler_mismatch::test_a_sequence_at_the_threshold_stays",
+    ),
+    "the first token's advantage for the sequence": (
+        "sampler_mismatch", "away & (layout.per_row(advantages) < 0) & counts",
+        "away & (layout.per_row(advantages if advantages.ndim == 1 else advantages[..., :1]) < 0) & counts",
+        "sampler_mismatch::test_advantages_of_tokens_decide_by_token",
+    ),
+    "ddof ignored for the batch": (
+        "advantages", "variance = variance_of(groups.rewards, ddof)", "variance = variance_of(groups.rewards, 1)",
+        "advantages::test_the_deviation_of_the_batch_has_the_degrees_of_freedom_that_are_asked_for[0]",
+    ),
+    "whitened in fp32": (
+        "advantages", "centred = torch.where(counts, x, 0).double()", "centred = torch.where(counts, x, 0)",
+        "advantages::test_deviations_of_fp32_far_from_zero_are_those_of_fp64",
+    ),
+    "variance of the batch in fp32": (
+        "groups", "wide = x.double()", "wide = x",
+        "advantages::test_deviations_of_fp32_far_from_zero_are_those_of_fp64",
+    ),
+    "a variance of equal rewards": (
+        "groups", "torch.where(x.amin() == x.amax(), 0, variance)", "variance",
+        "advantages::test_equal_rewards_of_a_batch_are_divided_by_nothing",
+    ),
+    "head not put back after an error": (
+        "integrations/huggingface",
+        "finally:\n            for module, name in places:\n                module._modules[name] = self.head",
+        "except ValueError:\n            raise\n"
+        "        for module, name in places:\n            module._modules[name] = self.head",
+        "huggingface::test_an_error_inside_the_model_leaves_it_its_head",
+    ),
+    "random numbers drawn by the measurement": (
+        "integrations/huggingface", "torch.random.fork_rng(devices=devices), torch.no_grad()", "torch.no_grad()",
+        "huggingface::test_a_model_with_dropout_is_measured_without_a_trace_in_random_numbers",
+    ),
+    "logit_options removes a fused head": (
+        "integrations/huggingface", "if already is None:\n            fused.remove()", "fused.remove()",
+        "huggingface::test_the_options_of_a_fused_model_leave_it_fused",
+    ),
+    "torch.compile not unwrapped": (
+        "integrations/huggingface", "elif hasattr(model, \"_orig_mod\"):", "elif False:",
+        "huggingface::test_the_model_inside_torch_compile_is_the_model",
+    ),
+    "a NaN difference accepted": (
+        "integrations/head_options", "if not error <= allowed:", "if error > allowed:",
+        "huggingface::test_a_head_without_numbers_is_refused",
+    ),
+    "sign of a scale ignored": (
+        "integrations/head_options", "slope, reached = near[0].item() / 2.0**-10, abs(far[0].item())",
+        "slope, reached = abs(near[0].item()) / 2.0**-10, abs(far[0].item())",
+        "huggingface::test_a_negative_scale_and_one_that_no_configuration_has_are_measured",
+    ),
+    "numbers of the text configuration ignored": (
+        "integrations/head_options", "values |= text.to_dict() if text is not None else {}", "pass",
+        "huggingface::test_numbers_of_the_text_configuration_are_known",
+    ),
+    "nearest number of the configuration for any scale": (
+        "integrations/head_options", "return best if abs(best - measured) <= _MEASURED * abs(measured) else measured",
+        "return best", "huggingface::test_a_negative_scale_and_one_that_no_configuration_has_are_measured",
+    ),
+    "logged loss with a gradient": (
+        "integrations/seams", "\"loss\": out.loss.detach()", "\"loss\": out.loss",
+        "seams::test_what_is_logged_has_no_gradient_and_the_dtype_of_the_loss",
+    ),
+    "logged numbers of several dtypes": (
+        "integrations/seams", "{name: x.to(out.loss.dtype) for name, x in out.metrics.items()}", "dict(out.metrics)",
+        "seams::test_what_is_logged_has_no_gradient_and_the_dtype_of_the_loss",
+    ),
+    "evaluation logged as training": (
+        "integrations/seams", "\"train\" if trainer.model.training else \"eval\"", "\"train\"",
+        "seams::test_ms_swift_says_whether_it_evaluates",
+    ),
+    "a sum over answers instead of their mean": (
+        "integrations/seams", "normalizer = None if global_batch_size is None else",
+        "normalizer = 1.0 if global_batch_size is None else",
+        "seams::test_openrlhfs_mean_without_a_batch_size_is_over_the_answers",
+    ),
+    "TRL's loss over all positions": (
+        "integrations/trl", "(mask.sum().clamp(min=1) if num_items", "(mask.numel() if num_items",
+        "trainers/trl::test_both_models_answer_and_the_loss_is_a_mean_over_labels",
+    ),
+    "reference model left to TRL": (
+        "integrations/trl", "for model in (trainer.model, getattr(trainer, \"ref_model\", None)):",
+        "for model in (trainer.model,):", "trainers/trl::test_both_models_answer_and_the_loss_is_a_mean_over_labels",
+    ),
+    "TRL's check of adapters left out": (
+        "integrations/trl", "    finally:\n        setattr(grpo_trainer, \"BaseTunerLayer\", known)",
+        "    finally:\n        pass", "trainers/trl::test_trl_refuses_adapters_on_the_head_after_ours_as_before",
+    ),
+    "temperature missing before TRL 1.15": (
+        "integrations/trl", "mask=mask, temperature=self.trainer.temperature, entropy=entropy",
+        "mask=mask, entropy=entropy", "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
+    ),
+    "states off by one before TRL 1.15": (
+        "integrations/trl", "hidden[:, :-1][:, -targets.shape[1] :]", "hidden[:, -targets.shape[1] :]",
+        "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
+    ),
+    "gradient of an entropy that is only logged": (
+        "integrations/trl", "return out if bonus or out.entropy is None else", "return out if True else",
+        "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
+    ),
+    "batches joined in reverse": (
+        "integrations/trl", "torch.cat([x.log_probs for x in found])",
+        "torch.cat([x.log_probs for x in found[::-1]])",
+        "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
+    ),
+    "mask of the prompt for the completion": (
+        "integrations/trl", "self._score(ids[:, -logits_to_keep:], attended[:, -logits_to_keep:]",
+        "self._score(ids[:, -logits_to_keep:], attended[:, :logits_to_keep]",
+        "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
+    ),
+}
+# fmt: on

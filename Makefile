@@ -24,8 +24,8 @@ lint: .venv/ready
 # Beside the trainers' own code: TRL's newest and two earlier ones, verl, and DeepSpeed. Each wants an environment.
 test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/verl/ready build/zero3/ready
 	$(BIN)/$(PYTEST) tests/trainers
-	build/trl-1.13.0/bin/$(PYTEST) tests/trainers/test_trl.py
-	build/trl-0.29.1/bin/$(PYTEST) tests/trainers/test_trl.py
+	build/trl-1.13.0/bin/$(PYTEST) tests/trainers/test_trl*.py
+	build/trl-0.29.1/bin/$(PYTEST) tests/trainers/test_trl*.py
 	build/verl/bin/$(PYTEST) tests/trainers/test_verl_*.py tests/test_mutations.py -k verl
 	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py
 

@@ -166,7 +166,25 @@ def _vocab(vocab: Suite, name: str) -> str:
 
 
 # Of the README: name -> (suites, text of them); of the page: suite -> text of it and of its file's name.
+def _busy(busy: Suite, name: str) -> str:
+    alone, beside = (record["candidates"] for record in busy["results"]["records"])
+    rows = [
+        (name, *(f"{1e3 * timed[name]['seconds']:,.0f}" for timed in (alone, beside)),
+         *(over_naive(timed[name]) for timed in (alone, beside)))
+        for name in alone
+    ]  # fmt: skip
+    header = ("", "alone, ms", "beside, ms", "alone, over naive", "beside, over naive")
+    on = busy["results"]["on"]
+    return "\n\n".join([
+        "## Beside a busy process",
+        conditions(busy, "python -m benchmarks.busy"),
+        f"The same batch ({on['tokens']:,} tokens, {on['scenario']}, {_head(on)}, {on['dtype']}) alone, and while "
+        "another process keeps one core busy.",
+        table(header, rows),
+    ])  # fmt: skip
+
+
 BLOCKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
     "step": (("step",), _short_step),
 }
-SECTIONS: dict[str, Callable[[Suite, str], str]] = {"step": _step, "vocab": _vocab}
+SECTIONS: dict[str, Callable[[Suite, str], str]] = {"step": _step, "vocab": _vocab, "busy": _busy}

@@ -120,9 +120,14 @@ def verdict(found: Errors, naive: Errors, budget: float) -> str | None:
 
 def product_operations(run: Callable[[], object]) -> float:
     """Operations of the matrix products of a run, 2 m n k each, as the profiler sees them: inside custom operators and
-    compiled graphs too, but not inside Triton kernels."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        run()
+    compiled graphs too, but not inside Triton kernels. Runs with one thread: it sees the caller's only."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+            run()
+    finally:
+        torch.set_num_threads(threads)
     found = 0.0
     for event in profile.events() or ():
         if event.name in FIRST_FACTOR:

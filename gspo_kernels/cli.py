@@ -100,6 +100,9 @@ def train(
     eval_prompts: Annotated[
         int | None, typer.Option(help="Held-out prompts; of --data at most a fifth. (default: 128)")
     ] = None,
+    warn_after: Annotated[
+        int | None, typer.Option(help="Steps in a row without differing rewards before a warning. (default: 10)")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="(default: a GPU if there is one, else the CPU)")] = None,
     bf16: Annotated[bool | None, typer.Option(help="bf16 autocast; weights stay fp32. (default: no)")] = None,
     threads: Annotated[
@@ -115,7 +118,7 @@ def train(
     It replaces the demo's earlier run.
 
     With --model and --data it trains your checkpoint on your prompts; an answer earns 1 if it is, or ends in, the
-    expected one. Metrics, curves and the model go to runs/<name>.
+    expected one. Metrics, curves and the model go to runs/<name>; Ctrl-C and SIGTERM save the model as it is.
     """
     options = {**locals(), "seeds": None if seeds is None else parse_seeds(seeds)}
     from transformers.utils.logging import disable_progress_bar
@@ -130,6 +133,8 @@ def train(
         fail(error)
     console = Console()
     console.print(report.table())
+    for warning in report.warnings():
+        console.print(warning, style="bold red", markup=False, highlight=False, soft_wrap=True)
     console.print(f"metrics: {report.folder / 'metrics.jsonl'}", soft_wrap=True)
     console.print(f"curves:  {report.curves}" if report.curves else report.note, markup=False, soft_wrap=True)
 

@@ -22,6 +22,9 @@ RATIOS = ("sequence", "sequence-token", "token")
 SURROGATES = ("clip", "none", "cispo", "sapo", "gmpo", "reinforce")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "unbiased")
+# Clip windows from here on are for token ratios. A sequence ratio is the exponential of a mean over L tokens, so it
+# deviates from 1 about sqrt(L) times less than a token's: 30 times at 1,000 tokens. GSPO has 3e-4, LUSPO 2e-3.
+TOKEN_WINDOW = 0.04
 
 _PPO = {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2}
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -157,7 +160,7 @@ class Objective:
                 "is LUSPO; GSPO has 'seq-mean-token-mean' (Objective.preset('luspo') if you mean it)",
                 stacklevel,
             )
-        if self.surrogate == "clip" and max(self.clip_low, self.clip_high) >= 0.04:
+        if self.surrogate == "clip" and max(self.clip_low, self.clip_high) >= TOKEN_WINDOW:
             validation.warn_once(
                 f"clip_low={self.clip_low:g}, clip_high={self.clip_high:g} is a window for ratios of tokens: one "
                 "normalised by length hardly ever leaves it (GSPO's paper: 3e-4 and 4e-4)",

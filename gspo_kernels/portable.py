@@ -13,17 +13,18 @@ CUDA, once per pass.
 
 from __future__ import annotations
 
-import itertools
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import workers
 from .closed_form import closed_form as policy_forward
 from .layout import HeadResult, HeadRows
 from .live_tiles import LiveTiles, TileShares
-from .portable_tiles import Tiles, add_product_of_tile, cell_shape
+from .portable_tiles import Part, Runs, Tiles, add_product_of_tile, cell_shape, product_of_tile
 from .precision import exact_products, power_of_two, whole_columns
 
 __all__ = ["cell_shape", "forward_with_shares", "head_backward", "head_forward", "policy_forward"]
@@ -37,37 +38,16 @@ def head_forward(head: HeadRows) -> HeadResult:
 
 
 def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
-    """The same, and if wanted the probabilities of tiles of columns."""
+    """Run `head_forward`; if wanted, also return the probability of each tile of columns."""
     work = Tiles(head, head.mask.nonzero()[:, 0])
-    slabs, n = work.slabs(), work.padded
     block_rows, columns = cell_shape(head)
-    share = work.zeros(-(-head.vocab_size // columns) if wanted else 0, max(n, 1))  # also if nothing counts
-    # Of each slab, the target's column left out: largest logit, log of the sum relative to it, entropy of its softmax.
-    top, log_mass = work.zeros(len(slabs), n), work.zeros(len(slabs), n)
-    slab_entropy = work.zeros(len(slabs) if head.entropy else 0, n)
-    target_logit = work.zeros(n).fill_(math.nan)  # stays NaN for an id outside the vocabulary
+    share = work.zeros(-(-head.vocab_size // columns) if wanted else 0, max(work.padded, 1))
+    totals = _SlabTotals(work, columns, share)
     with exact_products(work.device):
-        for s, (low, high) in enumerate(slabs):
-            weight = work.weight_slab(low, high)
-            for rows in work.chunks():
-                z = work.logits(rows, weight, low, high)
-                here, column = work.target_columns(rows, low, high)
-                found = z.gather(1, column)
-                target_logit[rows] = torch.where(here, found[:, 0], target_logit[rows])
-                z.scatter_(1, column, torch.where(here[:, None], -math.inf, found))
-                largest = z.amax(1)
-                z.sub_(_finite(largest)[:, None])
-                weights = z.exp() if head.entropy else z.exp_()
-                cells = F.pad(weights, (0, -weights.shape[1] % columns)).reshape(len(weights), -1, columns).sum(2)
-                if wanted:
-                    share[low // columns : low // columns + cells.shape[1], rows] = cells.t()
-                mass = cells.sum(1)
-                top[s, rows], log_mass[s, rows] = largest, mass.log()
-                if head.entropy:
-                    mean = weights.mul_(z.clamp_(min=_LOG_OF_NOTHING)).sum(1)
-                    slab_entropy[s, rows] = torch.where(mass > 0, mass.log() - mean / mass, 0)
+        workers.run(totals.reduce, work.tasks(), work.threads)
+    top, target_logit = totals.top, work.at_slab_of_target(totals.at_target)
     largest = _finite(top.amax(0))
-    slab_share = torch.where(top == -math.inf, -math.inf, top - largest + log_mass)
+    slab_share = torch.where(top == -math.inf, -math.inf, top - largest + totals.log_mass)
     others = slab_share.logsumexp(0)  # log-sum-exp of the logits except the target's, less the largest of them
     # Not target_logit - lse: that loses 1 - p altogether on peaked rows.
     over, lost = _difference(target_logit, largest)
@@ -75,7 +55,7 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
     # log p = log sigmoid(margin), rounded once: two more roundings would show in the mean of a short sequence.
     lost = (lost + lost_too) * F.sigmoid(-margin)
     log_probs = margin.clamp(max=0) + (lost - margin.abs().neg().exp().log1p())
-    entropy = _entropy(log_probs, margin, slab_share - others, slab_entropy) if head.entropy else None
+    entropy = _entropy(log_probs, margin, slab_share - others, totals.entropy) if head.entropy else None
     shift = torch.maximum(largest, target_logit)
     log_total = torch.logaddexp(others + (largest - shift), target_logit - shift)
     entropy = work.zeros(0) if entropy is None else work.scatter(entropy)
@@ -83,10 +63,46 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
     if not wanted:
         return result, None
     in_slab = (top - shift - log_total).exp_().repeat_interleave(work.tile_columns // columns, 0)
-    share[:, :n].mul_(in_slab[: len(share)])
+    share[:, : work.padded].mul_(in_slab[: len(share)])
     place = torch.zeros(head.hidden.shape[0], dtype=torch.int64, device=work.device)
     place[work.index] = torch.arange(work.count, device=work.device)
     return result, TileShares(share, place, block_rows, columns)
+
+
+class _SlabTotals:
+    """Per slab and row, with the target's column left out, what the log-sum-exp over all columns is made of."""
+
+    def __init__(self, work: Tiles, cell_columns: int, share: Tensor) -> None:
+        self.work, self.cell_columns, self.slabs = work, cell_columns, work.slabs()
+        shape = len(self.slabs), work.padded
+        self.top, self.log_mass = work.zeros(*shape), work.zeros(*shape)  # largest logit; log of sum exp(z - largest)
+        self.entropy = work.zeros(*shape) if work.head.entropy else work.zeros(0, work.padded)  # of the slab's softmax
+        self.at_target = work.zeros(*shape)  # the logit at `target_columns`
+        self.share = share  # [cells, padded] sum exp(z - largest of the slab) per cell; no rows if not wanted
+
+    def reduce(self, task: tuple[int, list[slice]]) -> None:
+        """Compute the logits of one slab for some chunks of rows, and reduce them."""
+        s, chunks = task
+        low, high = self.slabs[s]
+        work, columns, entropy = self.work, self.cell_columns, self.work.head.entropy
+        weight = work.weight_slab(low, high)
+        for rows in chunks:
+            z = work.logits(rows, weight, low, high)  # [R, columns of the slab]
+            here, column = work.target_columns(rows, low, high)
+            logit = z.gather(1, column)
+            self.at_target[s, rows] = logit[:, 0]
+            z.scatter_(1, column, torch.where(here[:, None], -math.inf, logit))
+            largest = z.amax(1)
+            z.sub_(_finite(largest)[:, None])
+            weights = z.exp() if entropy else z.exp_()
+            cells = F.pad(weights, (0, -weights.shape[1] % columns)).reshape(len(weights), -1, columns).sum(2)
+            if len(self.share):
+                self.share[low // columns : low // columns + cells.shape[1], rows] = cells.t()
+            mass = cells.sum(1)
+            self.top[s, rows], self.log_mass[s, rows] = largest, mass.log()
+            if entropy:
+                mean = weights.mul_(z.clamp_(min=_LOG_OF_NOTHING)).sum(1)
+                self.entropy[s, rows] = torch.where(mass > 0, mass.log() - mean / mass, 0)
 
 
 def _difference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,77 +141,76 @@ def head_backward(
     moved = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
     count, sparse = live.counts.tolist() if live is not None and live.counts.numel() else (0, False)
     work = Tiles(head, live.order[:count] if live and sparse else (head.mask & moved).nonzero()[:, 0])
-    runs = _Runs(work, live.cells if live and sparse else None)
-    up = _Upstream(work, result, d_log_probs, d_entropy)
-    need_hidden, need_weight, need_bias, need_ah, need_aw = needs
-    d_hidden = work.zeros(work.padded, head.hidden.shape[1]) if need_hidden else None
-    d_weight = torch.zeros_like(head.weight, memory_format=torch.contiguous_format) if need_weight else None
-    d_bias = work.zeros(head.weight.shape[0]) if need_bias else None
-    d_ah = work.zeros(work.padded, work.rank) if need_ah else None
-    d_aw = work.zeros(head.weight.shape[0], work.rank) if need_aw else None
+    runs = Runs(work, live.cells if live and sparse else None)
+    gradients = _Gradients(work, _Upstream(work, result, d_log_probs, d_entropy), needs, runs.sparse)
     with exact_products(work.device):
-        for low, high in work.slabs():
-            parts = runs.of_slab(low, high)
-            if not parts:
-                continue
-            weight = work.weight_slab(low, high)
-            d_weight_slab = None  # accumulated over all rows in full precision, then rounded and written once
-            if d_weight is not None:
-                full = d_weight.dtype == work.dtype
-                d_weight_slab = d_weight[low:high] if full else work.zeros(high - low, weight.shape[1])
-            for rows, first, last in parts:
-                here = slice(first - low, last - low)
-                d_z = up.d_logits(rows, whole_columns(weight[here]) if runs.sparse else weight, first, last)
-                if d_bias is not None:
-                    d_bias[first:last] += d_z.sum(0)
-                if d_ah is not None and work.adapter_weight is not None:
-                    d_ah[rows].addmm_(d_z, work.adapter_weight[first:last])
-                if d_aw is not None and work.adapter_hidden is not None:
-                    d_aw[first:last].addmm_(d_z.t(), work.adapter_hidden[rows])
-                d_z = (d_z if up.boost is None else d_z.mul_(up.boost)).to(work.operand_dtype)
-                if d_hidden is not None:
-                    add_product_of_tile(d_hidden[rows], d_z, weight[here], up.boost)
-                if d_weight_slab is not None:
-                    add_product_of_tile(d_weight_slab[here], d_z.t(), work.hidden_rows(rows), up.boost)
-                del d_z  # or it would still be alive beside the next tile
-            if d_weight is not None and d_weight_slab is not None and d_weight.dtype != work.dtype:
-                d_weight[low:high] = d_weight_slab
-    return (
-        None if d_hidden is None else work.scatter(d_hidden, head.hidden.dtype),
-        d_weight,
-        None if d_bias is None or head.bias is None else d_bias.to(head.bias.dtype),
-        None if d_ah is None or head.adapter_hidden is None else work.scatter(d_ah, head.adapter_hidden.dtype),
-        None if d_aw is None or head.adapter_weight is None else d_aw.to(head.adapter_weight.dtype),
-    )
+        workers.run(gradients.add_slab, runs.by_slab(), work.threads, gradients.sums)
+    return gradients.scattered()
 
 
-class _Runs:
-    """The work list: which rows and columns are computed together."""
+class _Gradients:
+    """The gradients as they are added up: over slabs for hidden states, over chunks of rows for the head."""
 
-    def __init__(self, work: Tiles, cells: Tensor | None) -> None:
-        self.work, self.sparse = work, cells is not None
-        rows, self.columns = cell_shape(work.head)
-        self.cells: list[list[bool]] = [] if cells is None else cells.tolist()
-        shape = -(-work.head.hidden.shape[0] // rows), -(-work.head.vocab_size // self.columns)
-        if cells is not None and tuple(cells.shape) != shape:
-            raise RuntimeError(
-                f"the forward cut d_logits into {tuple(cells.shape)} cells, the backward into {shape}: "
-                "GSPO_WORKSPACE_MIB must not change between them"
-            )
+    def __init__(self, work: Tiles, up: _Upstream, needs: tuple[bool, ...], sparse: bool) -> None:
+        self.work, self.up, self.sparse = work, up, sparse
+        need_hidden, need_weight, need_bias, need_ah, need_aw = needs
+        weight = work.head.weight  # [V, H]
+        self.d_hidden = work.zeros(work.padded, weight.shape[1]) if need_hidden else None
+        self.d_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if need_weight else None
+        self.d_bias = work.zeros(weight.shape[0]) if need_bias else None
+        self.d_ah = work.zeros(work.padded, work.rank) if need_ah else None
+        self.d_aw = work.zeros(weight.shape[0], work.rank) if need_aw else None
+        self.sums = workers.Sums(work.padded // work.tile_rows, work.kept_products())  # of d_hidden and d_ah, by chunk
 
-    def of_slab(self, low: int, high: int) -> list[tuple[slice, int, int]]:
-        """(rows, first column, last column + 1) of a slab of columns: of each chunk of rows all, or its live cells."""
-        if not self.sparse:
-            return [(rows, low, high) for rows in self.work.chunks()]
-        parts, columns = [], self.columns
-        for rows, live in zip(self.work.chunks(), self.cells, strict=False):  # rows without a gradient have cells too
-            at = low // columns
-            for alive, run in itertools.groupby(live[at : -(-high // columns)]):
-                end = at + len(list(run))
-                if alive:
-                    parts.append((rows, at * columns, min(end * columns, high)))
-                at = end
-        return parts
+    def add_slab(self, parts: list[Part]) -> None:
+        """Recompute the logits of one slab, and add what their gradients contribute to all others."""
+        work, (low, high) = self.work, parts[0].slab
+        weight = work.weight_slab(low, high)
+        d_weight = None if self.d_weight is None else self.d_weight[low:high]
+        # Added up over all rows in full precision, then rounded and written once.
+        total = d_weight if d_weight is None or d_weight.dtype == work.dtype else work.zeros(*d_weight.shape)
+        for part in parts:
+            here = slice(part.first - low, part.last - low)
+            self._add_part(part, weight, weight[here], None if total is None else total[here])
+        if d_weight is not None and total is not None and total is not d_weight:
+            d_weight.copy_(total)
+
+    def _add_part(self, part: Part, slab_weight: Tensor, weight: Tensor, d_weight: Tensor | None) -> None:
+        work, up = self.work, self.up
+        _, rows, first, last, turn = part
+        d_z = up.d_logits(rows, whole_columns(weight) if self.sparse else slab_weight, first, last)  # [R, columns]
+        if self.d_bias is not None:
+            self.d_bias[first:last] += d_z.sum(0)
+        if self.d_aw is not None and work.adapter_hidden is not None:
+            self.d_aw[first:last].addmm_(d_z.t(), work.adapter_hidden[rows])
+        terms = []
+        if self.d_ah is not None and work.adapter_weight is not None:
+            terms.append((self.d_ah[rows], torch.mm(d_z, work.adapter_weight[first:last])))
+        d_z = (d_z if up.boost is None else d_z.mul_(up.boost)).to(work.operand_dtype)
+        if d_weight is not None:
+            add_product_of_tile(d_weight, d_z.t(), work.hidden_rows(rows), up.boost)
+        if self.d_hidden is not None:
+            terms.append((self.d_hidden[rows], product_of_tile(d_z, weight, up.boost)))
+        if terms:
+            self.sums.add(rows.start // work.tile_rows, turn, partial(_add_all, terms))
+
+    def scattered(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients in the shapes and dtypes of what they are gradients of."""
+        work, head = self.work, self.work.head
+        return (
+            None if self.d_hidden is None else work.scatter(self.d_hidden, head.hidden.dtype),
+            self.d_weight,
+            None if self.d_bias is None or head.bias is None else self.d_bias.to(head.bias.dtype),
+            None if self.d_ah is None or head.adapter_hidden is None
+            else work.scatter(self.d_ah, head.adapter_hidden.dtype),
+            None if self.d_aw is None or head.adapter_weight is None else self.d_aw.to(head.adapter_weight.dtype),
+        )  # fmt: skip
+
+
+def _add_all(terms: list[tuple[Tensor, Tensor]]) -> None:
+    """Add the second tensor of each pair to the first."""
+    for total, term in terms:
+        total += term
 
 
 class _Upstream:

@@ -58,9 +58,9 @@ def dtype_name(dtype: torch.dtype) -> Said:
 _said: set[str] = set()
 
 
-def warn_once(text: str, stacklevel: int) -> None:
-    """A UserWarning (stacklevel 2: of the caller), the first time that a text of this beginning, up to "=", comes."""
-    kind = text.split("=")[0]
+def warn_once(text: str, stacklevel: int, kind: str = "") -> None:
+    """Emit a UserWarning (stacklevel 2: the caller) once per kind, which by default is the text up to "="."""
+    kind = kind or text.split("=")[0]
     if kind not in _said:
         _said.add(kind)
         warnings.warn(text, stacklevel=stacklevel)

@@ -19,43 +19,31 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl.trainer import grpo_trainer, utils
-from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.validation import Field, Said, warn_once
 
 from .huggingface import base_model, fuse_head
+from .trl_settings import GSPOConfig, warn_of_idle_clipping
+
+__all__ = ["GSPOConfig", "GSPOTrainer", "accelerate_trainer"]
 
 _ATTRIBUTE = "_gspo_log_probs"
 _ASKS_THE_MODEL = hasattr(utils, "add_fused_lm_head")  # TRL 1.15 and later
 _METHOD = "_get_per_token_logps_and_entropies"
 
 
-@dataclass
-class GSPOConfig(GRPOConfig):
-    """GRPOConfig with GSPO as in its paper: one ratio per sequence, every sequence of equal weight, 3e-4 and 4e-4.
-
-    TRL's own defaults with importance_sampling_level="sequence" are LUSPO (loss_type="dapo") and a window of 0.2.
-    """
-
-    importance_sampling_level: str = field(default="sequence", metadata={"help": "One ratio per sequence."})
-    loss_type: str = field(default="grpo", metadata={"help": "A mean over tokens, then over sequences."})
-    epsilon: float = field(default=3e-4, metadata={"help": "Lower bound of the window, arXiv 2507.18071, 5.1."})
-    epsilon_high: float | None = field(default=4e-4, metadata={"help": "Upper bound of the window."})
-
-
 class GSPOTrainer(GRPOTrainer):
     """GRPOTrainer whose log-probs are ours; arguments as TRL's, but no `args` are GSPOConfig's.
 
     A LoRA may be on the head too, which TRL 1.15 and later refuses in its constructor, since its own log-probs would
-    leave it out. Warns where `args` have no sequence-level ratio.
+    leave it out. Warns where `args` have no sequence-level ratio, and as `accelerate_trainer` does.
     """
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
@@ -68,6 +56,7 @@ class GSPOTrainer(GRPOTrainer):
                 f"GSPOTrainer: importance_sampling_level={level!r} is not GSPO (GSPOConfig has its paper's settings)",
                 stacklevel=2,
             )
+        warn_of_idle_clipping(self, stacklevel=4)
         accelerate_trainer(self)
 
 
@@ -96,8 +85,13 @@ def accelerate_trainer(trainer: GRPOTrainer) -> None:
         ValueError: `cast_lm_head_to_fp32`, which makes a head of another dtype than the hidden states; before TRL 1.14
             `use_liger_kernel`, whose loss reads no log-probs; before 1.15 a subclass with log-probs of its own.
         HeadError, TypeError, ValueError: of `fuse_head`, for a model or a head that is not understood.
+
+    Warns, once each:
+        UserWarning: each rollout gets one update, so the importance ratio is always 1; a sequence-level ratio has a
+            clip window for token ratios, such as TRL's default of 0.2.
     """
     _check(trainer)
+    warn_of_idle_clipping(trainer, stacklevel=4)
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
             base: Any = base_model(trainer.accelerator.unwrap_model(model))

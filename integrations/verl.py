@@ -29,11 +29,14 @@ from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingIm
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
 
 from gspo_kernels import Objective, linear_log_probs, policy_loss
+from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import HALF, Field, warn_once
 
 from .huggingface import HeadOutput, fuse_head
 
 LOSS_MODE = "gspo_kernels"
+SEQUENCE_MODES = ("gspo", LOSS_MODE)  # policy losses that clip a sequence ratio at clip_ratio_low and clip_ratio_high
+NO_RATIO_MODES = ("gpg",)  # policy losses without an importance ratio
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="gspo")
@@ -45,7 +48,13 @@ class GSPOEngine(FSDPEngineWithLMHead):
     Raises:
         ValueError: `use_fused_kernels`.
         HeadError, TypeError: of `fuse_head`, for a model or a head that is not understood.
+
+    Warns, once each:
+        UserWarning: a rollout that gets one update, so that the importance ratio is always 1; and a clip window for
+            token ratios with the policy loss `gspo` or `gspo_kernels`.
     """
+
+    _updates = 0  # so far, of the current rollout
 
     def _build_fsdp_module(self, module: Any) -> Any:
         if self.model_config.use_fused_kernels:
@@ -53,6 +62,16 @@ class GSPOEngine(FSDPEngineWithLMHead):
         module = super()._build_fsdp_module(module)
         fuse_head(module)
         return module
+
+    def train_batch(self, data: Any, loss_function: Any) -> Any:
+        self._updates += 1
+        # verl steps the learning rate in the last update of each rollout.
+        last = tu.get_non_tensor_data(data=data, key="update_lr_scheduler", default=False)
+        if "old_log_probs" in data:  # not SFT
+            _warn_of_idle_clipping(data, loss_function, only_update=last and self._updates == 1)
+        if last:
+            self._updates = 0
+        return super().train_batch(data, loss_function)
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         inputs, args = super().prepare_model_inputs(micro_batch)
@@ -75,6 +94,47 @@ def _needs_logits(micro_batch: Any) -> bool:
         tu.get_non_tensor_data(data=micro_batch, key=key, default=False)
         for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
     )
+
+
+def _warn_of_idle_clipping(data: Any, loss_function: Any, only_update: bool) -> None:
+    """Warn once if the importance ratio is always 1, and once if the clip window is too wide for a sequence ratio."""
+    # The worker's loss is functools.partial(ppo_loss, config=ActorConfig).
+    config: Any = getattr(loss_function, "keywords", {}).get("config")
+    loss_mode = config.policy_loss.get("loss_mode") if hasattr(config, "policy_loss") else None
+    if only_update and loss_mode not in NO_RATIO_MODES and not _old_log_probs_are_the_samplers(data):
+        warn_once(
+            "gspo_kernels: ppo_epochs=1 and a data.train_batch_size of one actor.ppo_mini_batch_size give each rollout "
+            "one update, so the importance ratio is always 1 and nothing is clipped. For four, as in GSPO's paper, set "
+            "data.train_batch_size to 4 * actor.ppo_mini_batch_size, or raise actor.ppo_epochs. (Ignore this if your "
+            "trainer computes old log-probs with earlier weights, as verl's asynchronous ones do.)",
+            stacklevel=4,
+        )
+    if loss_mode in SEQUENCE_MODES:
+        _warn_of_wide_window(*_window(config), stacklevel=5)
+
+
+def _old_log_probs_are_the_samplers(data: Any) -> bool:
+    """True if both are in the batch and equal, as verl's `bypass_mode` makes them. The ratio can then leave 1."""
+    if "rollout_log_probs" not in data:
+        return False
+    old, sampled = (x.values() if x.is_nested else x for x in (data["old_log_probs"], data["rollout_log_probs"]))
+    return torch.equal(old, sampled)
+
+
+def _window(config: Any) -> tuple[float, float]:
+    """(clip_low, clip_high) of an ActorConfig."""
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
+
+
+def _warn_of_wide_window(low: float, high: float, stacklevel: int) -> None:
+    if max(low, high) >= TOKEN_WINDOW:
+        warn_once(
+            f"gspo_kernels: actor.clip_ratio_low={low:g}, actor.clip_ratio_high={high:g} is a clip window for token "
+            "ratios (verl's default); a sequence ratio hardly ever leaves it. GSPO's paper: 3e-4 and 4e-4",
+            stacklevel,
+            kind="clip_low",  # takes the place of Objective's warning
+        )
 
 
 class _Score:
@@ -150,6 +210,10 @@ def gspo_policy_loss(
 
     Returns:
         (loss [], verl's metrics of a policy loss). KL and entropy are added by verl.
+
+    Warns, once each:
+        UserWarning: `loss_agg_mode` weights answers by their length; half-precision log-probs; a clip window for token
+            ratios, which verl's default clip_ratio of 0.2 is.
     """
     batch = config.global_batch_info
     ranks = batch.get("dp_size") or 1
@@ -164,6 +228,8 @@ def gspo_policy_loss(
             "(VERL_ENGINE_VENDOR=gspo has finer ones)",
             stacklevel=3,
         )
+    low, high = _window(config)
+    _warn_of_wide_window(low, high, stacklevel=4)
     out = policy_loss(
         log_prob.float(),
         advantages,
@@ -171,8 +237,8 @@ def gspo_policy_loss(
         old_log_probs=old_log_prob.float(),
         token_weights=rollout_is_weights,
         objective=_objective(
-            config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
-            config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
+            low,
+            high,
             "token-mean" if loss_agg_mode == "token-sum" else loss_agg_mode,
             float(batch.get("loss_scale_factor") or response_mask.shape[1]) if norm else None,
         ),

@@ -124,12 +124,13 @@ MAY_IMPORT = {
         "surrogates",
         "validation",
     },
-    "portable": {"closed_form", "layout", "live_tiles", "portable_tiles", "precision"},
+    "portable": {"closed_form", "layout", "live_tiles", "portable_tiles", "precision", "workers"},
     "precision": set(),
     "reference": set(),
     "sampler_mismatch": {"layout", "validation"},
     "surrogates": {"objective"},
     "validation": set(),
+    "workers": set(),
 }
 
 

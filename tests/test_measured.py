@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report, report_claims, report_costs, sparsity
+from benchmarks import busy, report, report_claims, report_costs, sparsity
 from benchmarks.workloads import BUDGETS
 
 SUITES = report.SECTIONS
@@ -137,3 +137,10 @@ def test_time_and_memory_run_up_to_where_it_runs_out() -> None:
     most = max(points, key=lambda point: point["tokens"])["candidates"]
     fits = {r["name"] for r in most if "peak_bytes" in r}
     assert {"ours", "ours, budget 1e-3"} <= fits and "naive GSPO" in {r["name"] for r in most} - fits
+
+
+def test_a_busy_process_costs_us_no_more_than_naive_pytorch() -> None:
+    alone, beside = (record["candidates"] for record in measured("busy")["records"])
+    for name in ("ours", "ours, budget 1e-3"):
+        ratios = [timed[name]["over_naive"]["ratio"] for timed in (alone, beside)]
+        assert ratios[1] <= busy.MOST * ratios[0]

@@ -296,7 +296,7 @@ SHARED_FAULTS: dict[str, tuple[str, str, str, str]] = {
         "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
     ),
     "the last run of a slab forgotten": (
-        "portable",
+        "portable_tiles",
         "for alive, run in itertools.groupby(live[at : -(-high // columns)]):",
         "for alive, run in itertools.groupby(live[at : high // columns]):",
         "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",

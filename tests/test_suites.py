@@ -16,7 +16,7 @@ from rich.console import Console
 from benchmarks import budgets, measure, paper_checks, paper_samples, report, sparsity, step, table
 
 CPU = torch.device("cpu")
-SUITES = ("step", "vocab", "trainer", "sparsity", "fidelity", "overhead", "policy", "budgets", "paper_checks")
+SUITES = ("step", "vocab", "busy", "trainer", "sparsity", "fidelity", "overhead", "policy", "budgets", "paper_checks")
 
 
 def test_a_trial_does_not_touch_what_the_report_tells_of() -> None:

@@ -1,7 +1,7 @@
 """A reference trainer for GSPO: the whole loop in plain PyTorch and `transformers`, short enough to read at once.
 
-Read `trainer.py` first. `sampling.py` makes its rollouts, `policy.py` its models, `tasks.py` its rewards and
-`report.py` its files. `gspo train` is its command line.
+Read `trainer.py` first. `sampling.py` makes its rollouts, `policy.py` its models, `tasks.py` its rewards,
+`report.py` its files, `progress.py` what it prints, `stopping.py` what Ctrl-C does. `gspo train` is its command line.
 """
 
 from .config import InputError, TrainConfig, train_config

@@ -39,6 +39,7 @@ class TrainConfig:
     max_new_tokens: int = 7
     eval_every: int = 25  # steps; also at step 0 and at the end
     eval_prompts: int = 128  # held out, never trained on
+    warn_after: int = 10  # steps in a row in which no group has answers with different rewards
     device: str = "auto"
     bf16: bool = False  # autocast; the weights stay fp32
     threads: int = 0  # CPU threads; 0: leave torch's own choice
@@ -63,6 +64,7 @@ class TrainConfig:
             "max_new_tokens",
             "eval_every",
             "eval_prompts",
+            "warn_after",
         ):
             require(name, getattr(self, name) >= 1, "at least 1")
         require("group_size", self.group_size >= 2, "at least 2 (an answer alone in its group has no advantage)")

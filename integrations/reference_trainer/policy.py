@@ -22,7 +22,7 @@ from transformers import (
 
 from gspo_kernels import linear_log_probs
 
-from ..huggingface import logit_options
+from ..huggingface import fuse_head, logit_options
 from .config import InputError
 from .tasks import LETTERS
 
@@ -37,6 +37,8 @@ class Policy:
     tokenizer: Any
     head_options: dict[str, Any]  # what the model does to its logits, for the loss
     own_generation_config: GenerationConfig  # the checkpoint's, written back on save
+    counts_router_loss: bool = False  # whether the load-balancing loss of a mixture of experts is part of the loss
+    router_loss_weight: float = 0.0
 
     @property
     def head(self) -> nn.Module:
@@ -45,18 +47,40 @@ class Policy:
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, first: int) -> Tensor:
         """[B, width] ids -> [B, width - first, H]: the states that predict the tokens from position `first` on."""
+        return self.hidden_states_and_router_loss(input_ids, attention_mask, first)[0]
+
+    def hidden_states_and_router_loss(
+        self, input_ids: Tensor, attention_mask: Tensor, first: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The hidden states, and the load-balancing loss of the routers over all unmasked tokens.
+
+        The loss is not yet multiplied by `router_loss_weight`. It is None where it is not counted.
+        """
         # Positions count real tokens, so that left padding does not shift a prompt.
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-        output = self.model.base_model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
-        )
-        return output.last_hidden_state[:, first - 1 : -1]
+        inputs = dict(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
+        if not self.counts_router_loss:
+            return self.model.base_model(**inputs).last_hidden_state[:, first - 1 : -1], None
+        # The loss is computed above the base model: run the whole forward, but keep the hidden states at its head.
+        hidden, output = self.model(**inputs, with_head=lambda hidden, head, **options: hidden)
+        return hidden[:, first - 1 : -1], output.aux_loss
+
+    @property
+    def router_note(self) -> str:
+        """Whether the auxiliary loss of a mixture of experts is counted; "" for other models."""
+        if self.counts_router_loss:
+            return f"router auxiliary loss: counted, times router_aux_loss_coef={self.router_loss_weight:g}"
+        if getattr(decoder_config(self.model), "router_aux_loss_coef", 0):
+            return "router auxiliary loss: not counted, as the checkpoint's config has output_router_logits=False"
+        return ""
 
     def save(self, folder: Path) -> None:
         """Write the model and the tokenizer, to be loaded with `load_policy`."""
         sampling, self.model.generation_config = self.model.generation_config, self.own_generation_config
-        self.model.save_pretrained(folder)
-        self.model.generation_config = sampling
+        try:
+            self.model.save_pretrained(folder)
+        finally:
+            self.model.generation_config = sampling
         self.tokenizer.save_pretrained(folder)
 
 
@@ -75,21 +99,47 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     # A checkpoint's own top_k, penalties and the like would sample from another distribution than the one trained.
     model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id)
+    counts_router_loss = bool(getattr(decoder_config(model), "output_router_logits", False))
+    router_loss_weight = get_router_loss_weight(model) if counts_router_loss else 0.0
     try:
+        if counts_router_loss:
+            fuse_head(model)  # allows `with_head`
         options = dict(logit_options(model))
     except (TypeError, ValueError) as error:
         raise InputError(f"--model: {error}") from error
-    return Policy(model, tokenizer, options, own)
+    return Policy(model, tokenizer, options, own, counts_router_loss, router_loss_weight)
+
+
+def decoder_config(model: Any) -> Any:
+    """The configuration of the language model, also where it is part of a larger one."""
+    return model.config.get_text_config(decoder=True)
+
+
+def get_router_loss_weight(model: Any) -> float:
+    """Return the weight of the routers' loss, or raise an InputError if the model has none."""
+    weight = getattr(decoder_config(model), "router_aux_loss_coef", getattr(model, "router_aux_loss_coef", None))
+    if weight is None:
+        raise InputError(
+            "--model: output_router_logits is true in the checkpoint's config, but router_aux_loss_coef, the weight of "
+            "the routers' loss, is missing: set one, or output_router_logits to false to train without that loss"
+        )
+    return float(weight)
 
 
 def check_head(policy: Policy, backend: str) -> None:
     """Compare log-probs from hidden states with those of the model's own logits: a head that does something unknown
     must stop here, not train on wrong numbers."""
-    vocab_size = policy.model.config.get_text_config(decoder=True).vocab_size
+    vocab_size = decoder_config(policy.model).vocab_size
     ids = torch.arange(8, device=policy.model.device)[None] % vocab_size
     ones = torch.ones_like(ids)
     with torch.no_grad():
-        logits = policy.model(input_ids=ids, attention_mask=ones).logits[:, :-1].float()
+        output = policy.model(input_ids=ids, attention_mask=ones)
+        if policy.counts_router_loss and not isinstance(getattr(output, "aux_loss", None), Tensor):
+            raise InputError(
+                f"--model: output_router_logits is true in the checkpoint's config, but {type(policy.model).__name__} "
+                "returns no aux_loss: set output_router_logits to false to train without the routers' loss"
+            )
+        logits = output.logits[:, :-1].float()
         expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         hidden = policy.hidden_states(ids, ones, first=1)
         try:
@@ -106,7 +156,7 @@ def check_head(policy: Policy, backend: str) -> None:
 
 def check_room(policy: Policy, prompts: Iterable[str], max_new_tokens: int) -> None:
     """The longest prompt and its answer must fit the positions that the model was made for."""
-    room = getattr(policy.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    room = getattr(decoder_config(policy.model), "max_position_embeddings", None)
     longest = max(len(ids) for ids in policy.tokenizer(list(prompts))["input_ids"])
     if room is not None and longest + max_new_tokens > room:
         raise InputError(

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .config import InputError, TrainConfig
+from .policy import Policy
 
 STEP_KEYS = (
     "reward",
+    "groups_without_signal",
     "loss",
     "clip_fraction",
     "ratio_mean",
@@ -27,6 +28,27 @@ NO_MATPLOTLIB = "curves.png was not drawn, as matplotlib is missing: pip install
 Row = dict[str, Any]
 
 
+def lacks_signal(row: Row) -> bool:
+    """Whether no group of a step had answers with different rewards, so that every advantage was 0."""
+    return row["groups_without_signal"] == 1
+
+
+def likely_cause(rows: list[Row]) -> str:
+    """Why the answers to each prompt earned the same reward in all these steps, judged by the rewards."""
+    rewards = {row["reward"] for row in rows}
+    if rewards == {0.0}:
+        return (
+            "Every reward was 0. Likely causes: the reward looks for another format than the model writes, the "
+            "expected answers are wrong, answers are cut off at --max-new-tokens, or the task is too hard."
+        )
+    if rewards == {1.0}:
+        return "Every reward was 1: the model already solves these prompts. Harder ones would help."
+    return (
+        "Likely causes: the answers to a prompt do not differ (a low --temperature, or a policy that has collapsed), "
+        "or the reward does not tell them apart."
+    )
+
+
 @dataclass(frozen=True)
 class SeedResult:
     """One seed's training in a few numbers."""
@@ -36,6 +58,7 @@ class SeedResult:
     end_reward: float  # held out, after the last
     clip_fraction: float  # mean over the first half of the steps
     seconds: float
+    no_signal: str = ""  # the likely cause, if no step had groups with different rewards
 
     @classmethod
     def from_rows(cls, seed: int, rows: list[Row], seconds: float) -> SeedResult:
@@ -43,7 +66,8 @@ class SeedResult:
         steps = rows[1:]
         first_half = steps[: (len(steps) + 1) // 2]
         clip_fraction = sum(row["clip_fraction"] for row in first_half) / len(first_half)
-        return cls(seed, rows[0]["eval_reward"], rows[-1]["eval_reward"], clip_fraction, seconds)
+        no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) else ""
+        return cls(seed, rows[0]["eval_reward"], rows[-1]["eval_reward"], clip_fraction, seconds, no_signal)
 
     @property
     def rise(self) -> float:
@@ -76,6 +100,15 @@ class RunReport:
             )
         return table
 
+    def warnings(self) -> list[str]:
+        """One line per seed that learned nothing from its rewards."""
+        return [
+            f"WARNING: seed {result.seed} learned nothing from its rewards. In every step, all answers to each prompt "
+            f"earned the same reward. {result.no_signal}"
+            for result in self.results
+            if result.no_signal
+        ]
+
 
 class RunFolder:
     """The folder of a run. Every row reaches the disk at once, so a run that is stopped keeps what it measured."""
@@ -83,9 +116,13 @@ class RunFolder:
     def __init__(self, config: TrainConfig) -> None:
         self.path = config.folder
         self.metrics = self.path / "metrics.jsonl"
+        self.latest_seed: int | None = None  # of the rows written so far
         self._file: IO[str] | None = None
-        if self.metrics.exists() and not config.overwrite:
-            raise InputError(f"{self.path} holds an earlier run: give another --name, or --overwrite to replace it")
+        if not config.overwrite and self.path.is_dir() and any(self.path.iterdir()):
+            raise InputError(
+                f"{self.path} exists already and is not empty: add --overwrite to replace that run, or --name to write "
+                "to another folder"
+            )
 
     def __enter__(self) -> RunFolder:
         return self
@@ -99,6 +136,19 @@ class RunFolder:
         file = self._file = self._file or self._open()
         file.write(json.dumps({"seed": seed, "step": row["step"], **dict.fromkeys(STEP_KEYS), **row}) + "\n")
         file.flush()
+        self.latest_seed = seed
+
+    def save_model(self, policy: Policy, seed: int) -> Path:
+        """Write the model of a seed. Its folder appears when it is complete: a save that is stopped leaves none."""
+        folder = self.path / f"model-seed{seed}"
+        partial = folder.with_name(f"{folder.name}.partial")
+        try:
+            policy.save(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return folder
 
     def _open(self) -> IO[str]:
         # At the first row and not before: a run that cannot start must not cost the earlier one.
@@ -167,41 +217,3 @@ def plot_curves(rows: list[Row], path: Path) -> None:
     for axes in (reward, clip, entropy):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
-
-
-class TrainingProgress:
-    """One bar per seed, with the latest reward, clip fraction and held-out reward."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self._steps = config.steps
-        self._bar: TaskID | None = None
-        self._held_out = 0.0
-        self._progress = Progress(
-            TextColumn("seed {task.fields[seed]}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-        )
-
-    def __enter__(self) -> TrainingProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def start(self, seed: int, row: Row) -> None:
-        """A seed begins; `row` is its row 0."""
-        self._held_out = row["eval_reward"]
-        self._bar = self._progress.add_task("", total=self._steps, seed=seed, numbers=self._numbers(0, 0))
-
-    def advance(self, row: Row) -> None:
-        """A step is done."""
-        assert self._bar is not None
-        self._held_out = row.get("eval_reward", self._held_out)
-        numbers = self._numbers(row["reward"], row["clip_fraction"])
-        self._progress.update(self._bar, advance=1, numbers=numbers)
-
-    def _numbers(self, reward: float, clip_fraction: float) -> str:
-        return f"reward {reward:.2f}  clipped {clip_fraction:.2f}  held out {self._held_out:.2f}"

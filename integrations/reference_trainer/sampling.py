@@ -60,6 +60,8 @@ def sample(
         how = {"do_sample": False}
     else:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    if policy.counts_router_loss:
+        how["output_router_logits"] = False  # the routers' loss needs all positions, a cached step has one
     input_ids = policy.model.generate(prompt_ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, **how)
     answers = input_ids[:, prompt_ids.shape[1] :]
     ends = torch.tensor(policy.model.generation_config.eos_token_id, device=answers.device)

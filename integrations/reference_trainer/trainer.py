@@ -8,6 +8,7 @@ and every later ratio measures what the updates changed, not what another batch 
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import dataclass
 
@@ -19,8 +20,10 @@ from gspo_kernels.advantages import group_advantages
 
 from .config import InputError, TrainConfig
 from .policy import Policy, check_head, check_room, demo_policy, load_policy
-from .report import RunFolder, RunReport, SeedResult, TrainingProgress
+from .progress import TrainingProgress
+from .report import RunFolder, RunReport, SeedResult
 from .sampling import Rollout, sample
+from .stopping import StopSignals
 from .tasks import Example, Task, batches, jsonl_task, sorting_task
 
 LOSS_METRICS = (
@@ -50,8 +53,10 @@ class Slice:
 def train(config: TrainConfig) -> RunReport:
     """Train once per seed; write metrics.jsonl, curves.png and the trained models to `config.folder`.
 
-    On one machine's CPU, a seed and a thread count give the same numbers every time.
+    On one machine's CPU, a seed and a thread count give the same numbers every time. Ctrl-C and SIGTERM save the model
+    as it is, unless `config.save` is off, and then raise KeyboardInterrupt and SystemExit(143).
     """
+    refuse_several_processes()
     if config.threads:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
@@ -60,25 +65,64 @@ def train(config: TrainConfig) -> RunReport:
     else:
         task = jsonl_task(config.data, config.eval_prompts)
     results = []
-    with RunFolder(config) as folder, TrainingProgress(config) as progress:
+    with StopSignals() as stop, RunFolder(config) as folder, TrainingProgress(config) as progress:
         for seed in config.seeds:
             torch.manual_seed(seed)
             policy = demo_policy() if config.model is None else load_policy(config.model)
             policy.model.to(device)
             check_head(policy, config.backend)
             check_room(policy, (e.prompt for e in (*task.train, *task.held_out)), config.max_new_tokens)
-            results.append(train_seed(config, seed, policy, task, folder, progress))
-            if config.save:
-                policy.save(folder.path / f"model-seed{seed}")
+            if policy.router_note and seed == config.seeds[0]:
+                progress.say(policy.router_note)
+            try:
+                results.append(train_seed(config, seed, policy, task, folder, progress, stop))
+                if config.save:
+                    folder.save_model(policy, seed)
+            except (KeyboardInterrupt, SystemExit):
+                save_stopped(config, seed, policy, folder, progress)
+                raise
     return RunReport(results, folder.path, *folder.plot())
 
 
+def refuse_several_processes() -> None:
+    """Raise an InputError under torchrun with more than one process: they would train apart and write one folder."""
+    world_size = os.environ.get("WORLD_SIZE") or "1"
+    if world_size != "1":
+        raise InputError(
+            f"WORLD_SIZE: expected 1 process, got {world_size}: this trainer uses one device. Start it without "
+            "torchrun; for several GPUs use TRL or verl (docs/integrations.md)"
+        )
+
+
+def save_stopped(config: TrainConfig, seed: int, policy: Policy, folder: RunFolder, progress: TrainingProgress) -> None:
+    """Save the model of a seed that was stopped, as it is now, and say where."""
+    if folder.latest_seed != seed:
+        progress.say(f"stopped before the training of seed {seed}, whose model is not saved")
+    elif not config.save:
+        progress.say(f"stopped during seed {seed}; the model is not saved (--no-save); metrics: {folder.metrics}")
+    else:
+        progress.say("stopping: saving the model as it is now; a second signal stops without it")
+        try:
+            model = folder.save_model(policy, seed)
+        except (KeyboardInterrupt, SystemExit):
+            progress.say("stopped again: the model is not saved")
+            raise
+        progress.say(f"stopped during seed {seed}; metrics: {folder.metrics}; model: {model}")
+
+
 def train_seed(
-    config: TrainConfig, seed: int, policy: Policy, task: Task, folder: RunFolder, progress: TrainingProgress
+    config: TrainConfig,
+    seed: int,
+    policy: Policy,
+    task: Task,
+    folder: RunFolder,
+    progress: TrainingProgress,
+    stop: StopSignals,
 ) -> SeedResult:
     """All steps of one seed. One row of metrics per step; row 0 holds the reward before training."""
     started = time.perf_counter()
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    stop.watch(optimizer)
     rows = [{"step": 0, "eval_reward": evaluate(config, policy, task)}]
     folder.write(seed, rows[0])
     progress.start(seed, rows[0])
@@ -108,10 +152,17 @@ def train_step(
     tokens = int(rollout.answer_mask.sum())
     return {
         "reward": rewards.mean().item(),
+        "groups_without_signal": share_of_equal_groups(rewards, config.group_size),
         **average(updates),
         "answer_tokens": tokens / config.rollout_size,
         "tokens_per_second": tokens / (time.perf_counter() - started),
     }
+
+
+def share_of_equal_groups(rewards: Tensor, group_size: int) -> float:
+    """Share of the groups whose rewards are all equal: their advantages are 0."""
+    groups = rewards.view(-1, group_size)
+    return (groups == groups[:, :1]).all(1).float().mean().item()
 
 
 def collect(config: TrainConfig, policy: Policy, task: Task, examples: list[Example]) -> tuple[Rollout, Tensor]:
@@ -158,9 +209,11 @@ def update(
     measured = []
     for part in slices:
         rollout = part.rollout
+        inputs = rollout.input_ids, rollout.attention_mask, rollout.prompt_width
         with autocast(config, policy):
+            hidden, router_loss = policy.hidden_states_and_router_loss(*inputs)
             out = gspo_fused_loss(
-                policy.hidden_states(rollout.input_ids, rollout.attention_mask, rollout.prompt_width),
+                hidden,
                 policy.head,
                 rollout.answer_ids,
                 part.advantages,
@@ -174,9 +227,13 @@ def update(
                 backend=config.backend,
                 **policy.head_options,
             )
-        out.loss.backward()
         metrics = {name: out.metrics[name].item() for name in LOSS_METRICS}
-        measured.append({"loss": out.loss.item() * len(slices), **metrics})
+        loss = out.loss
+        if router_loss is not None:
+            loss = loss + policy.router_loss_weight * router_loss / len(slices)  # the mean over the slices
+            metrics["router_aux_loss"] = router_loss.item()
+        loss.backward()
+        measured.append({"loss": loss.item() * len(slices), **metrics})
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm)
     numbers = {**average(measured), "grad_norm": norm.item()}
     if not math.isfinite(numbers["loss"]) or not math.isfinite(numbers["grad_norm"]):

@@ -1,0 +1,160 @@
+"""Threads of the torch backend: what they may not change, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gspo_kernels import Objective, gspo_fused_loss, portable_tiles, workers
+
+VOCAB = 9000  # more columns than one tile has: the work is shared
+DEADLINE = 60  # seconds
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_afterwards() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+def results(threads: int, **options: Any) -> list[Tensor]:
+    """Loss, log-probs, entropy, metrics and gradients of one batch, computed with so many threads of PyTorch."""
+    torch.set_num_threads(threads)
+    dtype = options.pop("dtype", torch.float32)
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(6, 70, 16, generator=rng).to(dtype).requires_grad_()
+    weight = (0.5 * torch.randn(VOCAB, 16, generator=rng)).to(dtype).requires_grad_()
+    bias = torch.randn(VOCAB, generator=rng).to(dtype).requires_grad_()
+    ids, advantages = torch.randint(VOCAB, (6, 70), generator=rng), torch.tensor([1.0, -1, 0, 0.5, -2, 1])
+    out = gspo_fused_loss(hidden, weight, ids, advantages, bias=bias, backend="torch", **options)
+    gradients = torch.autograd.grad(out.loss, (hidden, weight, bias))
+    return [out.loss, out.log_probs, *([] if out.entropy is None else [out.entropy]), *out.metrics.values(), *gradients]
+
+
+OPTIONS = {
+    "fp32": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp16": {"dtype": torch.float16},
+    "fp64": {"dtype": torch.float64},
+    "budget": {"gradient_budget": 0.3},
+    "entropy bonus": {"objective": Objective(entropy_coef=0.01)},
+    "soft-cap": {"logit_softcap": 5.0, "temperature": 0.7},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_bit_depends_on_the_number_of_threads(name: str) -> None:
+    expected = results(1, **OPTIONS[name])
+    for threads in (2, 3, 7):
+        for a, b in zip(expected, results(threads, **OPTIONS[name]), strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_every_tile_is_computed_by_one_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An operation that PyTorch splits over threads waits for the slowest: beside a busy process that is a time slice.
+    seen: list[tuple[str, int]] = []
+    logits = portable_tiles.Tiles.logits
+
+    def recorded(self: Any, *args: Any) -> Tensor:
+        seen.append((threading.current_thread().name, torch.get_num_threads()))
+        return logits(self, *args)
+
+    monkeypatch.setattr(portable_tiles.Tiles, "logits", recorded)
+    results(2)
+    assert len(seen) > 20 and {count for _, count in seen} == {1}
+    assert all(name.startswith("gspo_kernels") for name, _ in seen)
+    assert torch.get_num_threads() == 2
+
+
+def test_other_threads_keep_their_number() -> None:
+    code = """
+import threading, torch
+from gspo_kernels import workers
+torch.set_num_threads(3)
+workers.run(lambda task: None, range(8), 4)
+numbers = [torch.get_num_threads()]
+other = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
+other.start(); other.join()
+print(numbers)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[3, 3]\n"
+
+
+def test_threads_that_do_not_fit_the_workspace_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = results(1)
+    names = set()
+    logits = portable_tiles.Tiles.logits
+
+    def recorded(self: Any, *args: Any) -> Tensor:
+        names.add(threading.current_thread().name)
+        return logits(self, *args)
+
+    monkeypatch.setattr(portable_tiles.Tiles, "logits", recorded)
+    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "17")
+    small = results(2)
+    assert names == {threading.current_thread().name}
+    torch.testing.assert_close(small[0], expected[0])
+
+
+def test_an_error_in_a_thread_is_raised_and_the_threads_go_on() -> None:
+    sums = workers.Sums(1, most_kept=1)
+    done = []
+
+    def work(task: int) -> None:
+        if task == 1:
+            raise MemoryError("of task 1")
+        sums.add(0, task, partial(done.append, task))  # task 2 and later wait for task 1
+
+    with pytest.raises(MemoryError, match="of task 1"):
+        workers.run(work, range(40), 3, sums)
+    assert done in ([], [0])
+    workers.run(done.append, range(40), 3)
+    assert sorted(done[-40:]) == list(range(40))
+
+
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 4), st.integers(1, 5))
+@settings(max_examples=60)
+def test_terms_are_added_in_their_order(indices: list[int], most_kept: int, threads: int) -> None:
+    sums, added = workers.Sums(3, most_kept), [[], [], []]
+    turns = [indices[:i].count(index) for i, index in enumerate(indices)]
+
+    def work(task: int) -> None:
+        if task % 3 == 0:
+            time.sleep(0.0005)  # so that later terms come first
+        index = indices[task]
+        sums.add(index, turns[task], partial(added[index].append, turns[task]))
+
+    workers.run(work, range(len(indices)), threads, sums)
+    assert added == [list(range(indices.count(index))) for index in range(3)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_starts_threads_of_its_own() -> None:
+    # No operation here is large enough for PyTorch's own threads, which do not survive a fork.
+    context = multiprocessing.get_context("fork")
+    workers.run(lambda task: None, range(4), 2)
+    answers = context.Queue()
+
+    def child() -> None:
+        names: list[str] = []
+        workers.run(lambda task: names.append(threading.current_thread().name), range(4), 2)
+        answers.put(len(names))
+
+    process = context.Process(target=child, daemon=True)
+    process.start()
+    assert answers.get(timeout=DEADLINE) == 4
+    process.join(DEADLINE)
+    assert process.exitcode == 0

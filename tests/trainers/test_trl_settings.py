@@ -1,0 +1,222 @@
+"""How many updates a rollout gets from `GSPOConfig`, and the warnings of settings with which nothing is clipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", minversion="0.29")
+pytest.importorskip("datasets")
+import datasets
+import transformers
+from test_trl import LETTERS, SEQUENCE, checkpoint, make_trainer, tokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from gspo_kernels import validation
+from gspo_kernels.integrations import trl as adapter
+from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
+
+ON_A_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": []}
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_said", set())
+
+
+def config(**options: Any) -> GSPOConfig:
+    return GSPOConfig("unused", **ON_A_CPU, **options)
+
+
+def ours(caught: list[warnings.WarningMessage]) -> list[str]:
+    """The first setting that each of our warnings names."""
+    texts = [str(w.message) for w in caught]
+    return [text.removeprefix("gspo_kernels: ").split("=")[0] for text in texts if text.startswith("gspo_kernels")]
+
+
+# Options (TRL's defaults: 8 completions per device, 8 generations), steps_per_generation, generation_batch_size.
+ARITHMETIC: list[tuple[dict[str, Any], int, int]] = [
+    ({}, 4, 32),
+    ({"gradient_accumulation_steps": 3}, 12, 96),
+    ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "num_generations": 16}, 32, 64),
+    ({"per_device_train_batch_size": 2}, 4, 8),
+    ({"steps_per_generation": 1}, 1, 8),
+    ({"steps_per_generation": 6, "gradient_accumulation_steps": 2}, 6, 48),
+    ({"generation_batch_size": 16}, 2, 16),
+    ({"generation_batch_size": 64, "num_iterations": 2}, 8, 64),
+    ({"num_iterations": 2}, 1, 8),
+    ({"num_iterations": 3, "gradient_accumulation_steps": 2}, 2, 16),
+    ({"num_iterations": 2, "steps_per_generation": 4}, 4, 32),
+    ({"steps_per_generation": 2, "generation_batch_size": 16}, 2, 16),
+]
+
+
+@pytest.mark.parametrize(("options", "steps", "batch"), ARITHMETIC, ids=[str(options) for options, *_ in ARITHMETIC])
+def test_a_rollout_gets_four_updates_unless_the_user_sets_their_number(
+    options: dict[str, Any], steps: int, batch: int
+) -> None:
+    made = config(**options)
+    assert (made.steps_per_generation, made.generation_batch_size) == (steps, batch)
+    updates = made.steps_per_generation * made.num_iterations / made.gradient_accumulation_steps
+    assert updates == 4 or {"steps_per_generation", "generation_batch_size", "num_iterations"} & set(options)
+
+
+def test_processes_enter_the_size_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GSPOConfig, "world_size", 2)
+    assert (config().steps_per_generation, config().generation_batch_size) == (4, 64)
+    assert config(generation_batch_size=64).steps_per_generation == 4
+    with pytest.raises(ValueError, match="must be divisible by num_generations"):
+        config(per_device_train_batch_size=3, num_generations=16)
+
+
+@pytest.mark.parametrize("options", [options for options, *_ in ARITHMETIC], ids=str)
+def test_a_config_survives_being_written_and_read(options: dict[str, Any], tmp_path: Path) -> None:
+    made = config(**options, learning_rate=1e-3)
+    given = made.to_dict()
+    assert GSPOConfig(**given).to_dict() == given
+    assert dataclasses.replace(made, learning_rate=1e-4).to_dict() == {**given, "learning_rate": 1e-4}
+    torch.save(made, tmp_path / "training_args.bin")
+    assert torch.load(tmp_path / "training_args.bin", weights_only=False).to_dict() == given
+    (tmp_path / "config.json").write_text(made.to_json_string())
+    (read,) = transformers.HfArgumentParser(GSPOConfig).parse_json_file(tmp_path / "config.json")  # type: ignore[arg-type]
+    assert read.to_dict() == given
+
+
+def test_files_and_flags_are_read_like_arguments(tmp_path: Path) -> None:
+    parser = transformers.HfArgumentParser(GSPOConfig)  # type: ignore[arg-type]
+    options = {"output_dir": "unused", **ON_A_CPU, "gradient_accumulation_steps": 3}
+    (tmp_path / "config.json").write_text(json.dumps(options))  # JSON is YAML too
+    flags = "--output_dir unused --use_cpu --bf16 False --report_to none --gradient_accumulation_steps 3".split()
+    for (read,) in (
+        parser.parse_dict(options),
+        parser.parse_json_file(tmp_path / "config.json"),
+        parser.parse_yaml_file(tmp_path / "config.json"),
+        parser.parse_args_into_dataclasses(flags),
+    ):
+        assert (read.steps_per_generation, read.generation_batch_size) == (12, 96)
+    (read,) = parser.parse_args_into_dataclasses([*flags, "--steps_per_generation", "3"])
+    assert read.steps_per_generation == 3
+
+
+def test_two_sizes_of_a_rollout_that_disagree_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"generation_batch_size must be None or 32 .*= 8 \* 1 \* 4\), got 64"):
+        config(steps_per_generation=4, generation_batch_size=64)
+    with pytest.raises(ValueError, match="generation_batch_size must be None or 16"):
+        dataclasses.replace(config(), per_device_train_batch_size=4)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_default_clips_in_a_real_run(accumulation: int, tmp_path: Path) -> None:
+    rollouts = []
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        rollouts.append(len(completions))
+        return [float(text.count("a") - text.count("b")) for text in completions]
+
+    trainer = GSPOTrainer(
+        checkpoint(tmp_path / "model"),
+        reward,
+        GSPOConfig(
+            str(tmp_path / "out"), **ON_A_CPU, gradient_accumulation_steps=accumulation, max_completion_length=6,
+            max_steps=8, logging_steps=1, learning_rate=1e-3, lr_scheduler_type="constant", save_strategy="no",
+            disable_tqdm=True,
+        ),
+        datasets.Dataset.from_list([{"prompt": a + b} for a in LETTERS for b in LETTERS]),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "loss" in log]
+    assert trainer.state.global_step == len(clipped) == 8 and rollouts == [32 * accumulation] * 2
+    first, later = clipped[::4], clipped[1:4] + clipped[5:]
+    assert max(first) == 0 and max(later) > 0.05, clipped
+
+
+def test_without_args_nothing_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "GSPOConfig", lambda output_dir: GSPOConfig(str(tmp_path / output_dir), **ON_A_CPU))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = GSPOTrainer(
+            checkpoint(tmp_path / "model"),
+            lambda completions, **_: [0.0] * len(completions),
+            train_dataset=datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
+        )
+    assert not ours(caught) and trainer.args.steps_per_generation == 4
+
+
+# gradient_accumulation_steps, steps_per_generation, num_iterations, and whether the ratio can leave 1.
+RUNS = [
+    (1, 1, 1, False), (2, 2, 1, False), (4, 2, 1, False), (4, 2, 2, False),
+    (1, 2, 1, True), (1, 1, 2, True), (2, 1, 4, True), (3, 2, 1, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("accumulation", "steps", "iterations", "leaves"), RUNS)
+@pytest.mark.parametrize("kind", [GRPOTrainer, GSPOTrainer])
+def test_a_ratio_that_is_always_1_is_warned_of(
+    kind: type[GRPOTrainer], accumulation: int, steps: int, iterations: int, leaves: bool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        **SEQUENCE, "gradient_accumulation_steps": accumulation, "steps_per_generation": steps,
+        "num_iterations": iterations, "save_strategy": "no",
+    }  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, **options)
+        for _ in range(2):
+            accelerate_trainer(trainer)
+    assert ours(caught) == ([] if leaves else ["steps_per_generation"])
+    if kind is GSPOTrainer:
+        trainer.train()
+        logs = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "loss" in log]
+        assert len(logs) == 4 and (max(logs) > 0) == leaves, logs
+
+
+def test_the_warnings_name_settings_and_the_line_of_the_caller(tmp_path: Path) -> None:
+    made = GRPOConfig(str(tmp_path), **ON_A_CPU, importance_sampling_level="sequence")
+    arguments: dict[str, Any] = {
+        "model": checkpoint(tmp_path / "model"), "reward_funcs": lambda completions, **_: [0.0] * len(completions),
+        "args": made, "train_dataset": datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
+    }  # fmt: skip
+    for kind in (GRPOTrainer, GSPOTrainer):
+        validation._said.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            line = sys._getframe().f_lineno + 1
+            accelerate_trainer(kind(**arguments))
+        of_ours = [w for w in caught if str(w.message).startswith("gspo_kernels")]
+        assert ours(of_ours) == ["steps_per_generation", "epsilon"]
+        assert all((w.filename, w.lineno) == (__file__, line) for w in of_ours)
+        updates, window = (str(w.message) for w in of_ours)
+        assert "steps_per_generation=1, num_iterations=1" in updates and "set steps_per_generation=4" in updates
+        assert "epsilon=0.2, epsilon_high=0.2" in window and "epsilon=3e-4, epsilon_high=4e-4" in window
+
+
+# Whether the window is warned of.
+WINDOWS: dict[str, tuple[dict[str, Any], bool]] = {
+    "one side": ({**SEQUENCE, "epsilon_high": 0.28}, True),
+    "epsilon_high left out": ({**SEQUENCE, "epsilon": 0.2, "epsilon_high": None}, True),
+    "luspo": ({**SEQUENCE, "loss_type": "luspo", "epsilon": 0.2}, True),
+    "luspo's own": ({**SEQUENCE, "loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3}, False),
+    "gspo's own": (SEQUENCE, False),
+    "tokens": ({}, False),
+    "cispo": ({**SEQUENCE, "loss_type": "cispo", "epsilon_high": 5.0}, False),
+    "sapo": ({**SEQUENCE, "loss_type": "sapo", "epsilon": 0.2}, False),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_for_tokens_on_a_sequence_ratio_is_warned_of(name: str, tmp_path: Path) -> None:
+    options, warned = WINDOWS[name]
+    trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerate_trainer(trainer)
+        accelerate_trainer(trainer)
+    assert ours(caught) == ["epsilon"] * warned

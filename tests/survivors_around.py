@@ -131,15 +131,21 @@ AROUND: dict[str, tuple[str, str, str, str]] = {
     ),
     "bounds of verl swapped": (
         "integrations/verl",
-        "config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low",
-        "config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_high",
+        "low, high = config.clip_ratio_low, config.clip_ratio_high",
+        "high, low = config.clip_ratio_low, config.clip_ratio_high",
         "trainers/verl_engine::test_the_policy_loss_has_each_bound_on_its_side_and_clip_ratio_for_one_that_is_missing",
     ),
     "clip_ratio of verl ignored": (
         "integrations/verl",
-        "config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high",
-        "config.clip_ratio_low if config.clip_ratio_high is None else config.clip_ratio_high",
+        "config.clip_ratio if high is None else high",
+        "low if high is None else high",
         "trainers/verl_engine::test_the_policy_loss_has_each_bound_on_its_side_and_clip_ratio_for_one_that_is_missing",
+    ),
+    "nested responses of verl read as padded": (
+        "integrations/verl",
+        "if responses.is_nested:",
+        "if False:",
+        "trainers/verl_engine::test_responses_without_padding_are_found",
     ),
 }
 # fmt: on

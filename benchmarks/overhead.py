@@ -238,7 +238,7 @@ def parts(repeats: int) -> Record:
 
 def imports(rounds: int) -> Record:
     """Processor seconds that an import adds to torch's, in fresh processes; of other processes it hears little."""
-    names = ["gspo_kernels", "trl.kernels", "liger_kernel.chunked_loss"]
+    names = ["gspo_kernels.fused_loss", "trl.kernels", "liger_kernel.chunked_loss"]
     packages = {"trl.kernels": "trl", "liger_kernel.chunked_loss": "liger-kernel"}
     names = [name for name in names if name not in packages or measure.version(packages[name])]
     code = "import time, torch; start = time.process_time(); import {}; print(time.process_time() - start)"
@@ -255,7 +255,7 @@ def commands(rounds: int) -> Record:
     runs = {
         "gspo --help": partial(_python, "from gspo_kernels.cli import app; app()", "--help"),
         "python -c 'import torch'": partial(_python, "import torch"),
-        "python -c 'import torch, gspo_kernels'": partial(_python, "import torch, gspo_kernels"),
+        "python -c 'import torch, gspo_kernels'": partial(_python, "import torch, gspo_kernels.fused_loss"),
     }
     print(f"commands, {rounds} times each", flush=True)
     found = measure.interleaved(runs, rounds, torch.device("cpu"))

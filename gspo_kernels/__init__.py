@@ -1,9 +1,15 @@
 """The GSPO loss from hidden states to gradients, exact enough for its clip window, without holding the logits."""
 
-from .fused_loss import gspo_fused_loss
-from .log_probs import LogProbOutput, linear_log_probs
-from .objective import Objective
-from .policy_loss import LossOutput, policy_loss
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .fused_loss import gspo_fused_loss
+    from .log_probs import LogProbOutput, linear_log_probs
+    from .objective import Objective
+    from .policy_loss import LossOutput, policy_loss
 
 __version__ = "0.1.0"
 __all__ = [
@@ -15,3 +21,34 @@ __all__ = [
     "linear_log_probs",
     "policy_loss",
 ]
+# Where each public name is. They are imported at their first use, so that `gspo --help` answers without PyTorch.
+_MODULES = {
+    "LogProbOutput": "log_probs",
+    "LossOutput": "policy_loss",
+    "Objective": "objective",
+    "gspo_fused_loss": "fused_loss",
+    "linear_log_probs": "log_probs",
+    "policy_loss": "policy_loss",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keep `gspo_kernels.policy_loss` the function: importing the module of that name would put the module there."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        hides_function = name == "policy_loss" and isinstance(value, ModuleType)
+        super().__setattr__(name, value.policy_loss if hides_function else value)
+
+
+sys.modules[__name__].__class__ = _Package

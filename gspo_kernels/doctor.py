@@ -279,7 +279,7 @@ def check(device: torch.device, backend: str, dtype: str) -> Check:
 
 def _interpreted_checks() -> list[Check]:
     # The interpreter multiplies by NumPy; OpenBLAS's products for AVX2 round a row by its place, which no GPU does.
-    environment = {"OPENBLAS_CORETYPE": "Sandybridge", **os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "OPENBLAS_CORETYPE": "Sandybridge", "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-m", __name__], env=environment, capture_output=True, text=True)
     try:
         return [Check(**found) for found in json.loads(run.stdout.strip().rpartition("\n")[2])]

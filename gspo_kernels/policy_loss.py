@@ -12,7 +12,7 @@ from .backends import pick_backend
 from .layout import Layout, PolicyResult, PolicyRows, packed_layout, padded_layout
 from .log_probs import token_mask
 from .objective import Objective
-from .sampler_mismatch import importance_weights
+from .sampler_mismatch import rollout_weights
 from .surrogates import select_times
 from .validation import FLOATS, Call, Said, few
 
@@ -157,15 +157,7 @@ def policy_rows(
     else:
         if len(shape) != 1:
             call.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", Said("a tensor"))
-        call.tensor(
-            "cu_seqlens",
-            cu_seqlens,
-            dtypes=(torch.int32, torch.int64),
-            shapes=[(None,)],
-            shape_text="[S + 1]",
-            device=device,
-        )
-        invalid = invalid + _check_offsets(call, cu_seqlens, shape[0])
+        invalid = invalid + call.offsets(cu_seqlens, shape[0], device)
         layout = packed_layout(shape[0], cu_seqlens)
         shapes, text = [(layout.sequences,), shape], lambda: f"[S] = [{layout.sequences}] or [N] = {list(shape)}"
     call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=device)
@@ -182,7 +174,6 @@ def policy_rows(
     old, ref = per_token("old_log_probs", old_log_probs), per_token("ref_log_probs", ref_log_probs)
     if objective.kl_coef > 0 and ref is None:
         call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
-    per_token("rollout_log_probs", rollout_log_probs)  # so that an error names this call
     if token_weights is not None:
         weight_shapes = [shape, (shape[0], 1)] if layout.padded else [shape]
         text = lambda: f"{list(shape)}{' or [B, 1]' if layout.padded else ''}"  # noqa: E731
@@ -197,19 +188,16 @@ def policy_rows(
             missing = "old_log_probs" if rollout_log_probs is not None else "rollout_log_probs"
             expected = "given, because objective.rollout_correction weighs old_log_probs against rollout_log_probs"
             call.fail(missing, expected, None)
-        weights, found = importance_weights(
-            old_log_probs, rollout_log_probs, mask, cu_seqlens=cu_seqlens,
-            level=correction.level, mode=correction.mode, low=correction.low, high=correction.high,
-        )  # fmt: skip
-        corrected = {f"rollout_{name}": value for name, value in found.items()}
+        weights, named = rollout_weights(call, layout, mask.reshape(-1), old_log_probs, rollout_log_probs, correction)
+        corrected = {f"rollout_{name}": value for name, value in named.items()}
         weights = weights.reshape(-1).to(dtype)
         # A token that weighs nothing keeps nothing of a weight that is no number.
         token_weights = weights if token_weights is None else select_times(token_weights, weights)
     elif rollout_log_probs is not None:
         expected = "None, because objective.rollout_correction is None and nothing else reads it"
         call.fail("rollout_log_probs", expected, rollout_log_probs)
-    call.normalizer("normalizer", normalizer, device)
-    call.normalizer("kl_normalizer", kl_normalizer, device)
+    invalid = invalid + call.normalizer("normalizer", normalizer, device)
+    invalid = invalid + call.normalizer("kl_normalizer", kl_normalizer, device)
     return (
         layout,
         PolicyRows(layout.offsets, per_row, old, ref, token_weights,
@@ -240,24 +228,6 @@ def loss_output(
         log_ratio,
         named | corrected,
     )
-
-
-def _check_offsets(call: Call, cu_seqlens: Tensor, rows: int) -> Tensor:
-    if cu_seqlens.shape[0] == 0:
-        call.fail("cu_seqlens", "[S + 1] values, so at least the leading 0", Said("an empty tensor"))
-    backwards = call.flag(
-        "cu_seqlens", cu_seqlens[1:] < cu_seqlens[:-1], "non-decreasing offsets", lambda: _short(cu_seqlens)
-    )
-    start = call.flag("cu_seqlens", cu_seqlens[:1] != 0, "offsets starting at 0", lambda: _short(cu_seqlens))
-    end = call.flag(
-        "cu_seqlens", cu_seqlens[-1:] != rows, lambda: f"offsets ending at N = {rows}", lambda: _short(cu_seqlens)
-    )
-    return backwards + start + end
-
-
-def _short(x: Tensor) -> str:
-    values = x.tolist()
-    return Said(values if len(values) <= 8 else f"{values[:4]} ... {values[-3:]}")
 
 
 def _as_scalar(value: float | Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .layout import HeadRows, accumulator
 from .precision import COLUMN_MULTIPLE, whole_columns
-from .validation import workspace_bytes
+from .workspace import workspace_bytes
 
 _LIVE_TILES = 4  # at the worst moment: logits, probabilities, soft-cap factor, one temporary
 _TILE_ON_CPU = (128, 4032)  # rows enough to make a slab of the head worth reading, columns that stay in the caches

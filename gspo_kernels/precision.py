@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,32 +16,52 @@ from torch import Tensor
 AUTOCAST_DEVICES = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 _lock = threading.Lock()
-_inside: dict[str, int] = {}  # device type -> how many calls are inside
-_before: dict[str, str] = {}  # device type -> the setting that the first of them found
+_calls = 0  # how many are inside `exact_products`
+_restore: list[Callable[[], None]] = []  # what the last of them calls
 
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Neither autocast nor a global request for TF32 or bf16 products reaches the products inside.
+    """Keep autocast and a global request for TF32 or bf16 products from the products inside.
 
-    That request is one setting of the whole process: the first call in saves it, the last one out restores it, so that
-    calls in several threads do not restore each other's.
+    That request is a setting of the process: the first call in saves it, the last one out restores it, so that calls in
+    several threads do not restore each other's.
     """
-    kind = "cuda" if device.type == "cuda" else "cpu"
-    backend: Any = torch.backends.cuda if kind == "cuda" else torch.backends.mkldnn
+    global _calls
     with _lock:
-        if not _inside.get(kind):
-            _before[kind] = backend.matmul.fp32_precision
-            backend.matmul.fp32_precision = "ieee"
-        _inside[kind] = _inside.get(kind, 0) + 1
+        if not _calls:
+            _restore[:] = _request_ieee()
+        _calls += 1
     try:
         with torch.autocast(device.type, enabled=False) if device.type in AUTOCAST_DEVICES else nullcontext():
             yield
     finally:
         with _lock:
-            _inside[kind] -= 1
-            if not _inside[kind]:
-                backend.matmul.fp32_precision = _before[kind]
+            _calls -= 1
+            if not _calls:
+                for restore in _restore:
+                    restore()
+
+
+def _request_ieee() -> list[Callable[[], None]]:
+    """Request fp32 products, and return calls that restore the request as it was.
+
+    PyTorch holds it twice: for all products (`set_float32_matmul_precision`) and per backend (`fp32_precision`). Where
+    the two disagree, reading `allow_tf32`, as PyTorch's own CUDA code does, raises.
+    """
+    torch_backends: Any = torch.backends
+    backends = [torch_backends.cuda.matmul, torch_backends.mkldnn.matmul]
+    restore = [partial(setattr, backend, "fp32_precision", backend.fp32_precision) for backend in backends]
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the user set only the backends', so that the other is at its default
+        precision = "highest"
+    if precision != "highest":
+        torch.set_float32_matmul_precision("highest")
+        restore.insert(0, partial(torch.set_float32_matmul_precision, precision))
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    return restore
 
 
 COLUMN_MULTIPLE = 24

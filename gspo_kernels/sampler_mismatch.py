@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, packed_layout, padded_layout, segment_sum
-from .validation import FLOATS, LARGEST, Call, Field, bound
+from .validation import FLOATS, LARGEST, Call, Field, bound, few
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")
@@ -86,16 +86,33 @@ def importance_weights(
         cannot score; TRL takes their ratio for 1: torch.where(rollout.isnan(), old, rollout).)
 
     Raises:
-        ValueError, TypeError: naming the argument.
+        ValueError, TypeError: naming the argument. On accelerators values of mask and cu_seqlens are not looked at
+            (unless GSPO_CHECK=1): bad ones make all weights NaN.
     """
     call = Call("importance_weights")
-    layout, counts = _layout(call, mask, cu_seqlens)
+    layout, counts, invalid = _layout(call, mask, cu_seqlens)
     difference = _difference(call, layout, counts, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
     low, high = _bounds(call, level, mode, low, high)
+    return _weigh(layout, counts, difference, RolloutCorrection(level, mode, low, high), invalid)
+
+
+def rollout_weights(
+    call: Call, layout: Layout, counts: Tensor, old: Tensor, rollout: Tensor, correction: RolloutCorrection
+) -> Correction:
+    """Run `importance_weights` for a loss that has checked and laid out its batch; `counts` [N] is its mask."""
+    difference = _difference(call, layout, counts, old_log_probs=old, rollout_log_probs=rollout)
+    return _weigh(layout, counts, difference, correction, counts.new_zeros((), dtype=torch.int64))
+
+
+def _weigh(
+    layout: Layout, counts: Tensor, difference: Tensor, correction: RolloutCorrection, invalid: Tensor
+) -> Correction:
+    """Weights and metrics from `difference` [N], old less rollout log-prob, 0 where masked."""
+    low, high, level = correction.low, correction.high, correction.level
     log_weight = difference if level == "token" else _of_sequence(difference, counts, layout, mean=level == "geometric")
     raw = log_weight.exp()
     outside = (raw < low) | (raw > high)
-    weight = raw.clamp(low, high) if mode == "truncate" else torch.where(outside, 0, raw)
+    weight = raw.clamp(low, high) if correction.mode == "truncate" else torch.where(outside, 0, raw)
     weight = torch.where(counts, weight, 0)
     tokens = counts.sum().clamp(min=1).to(weight.dtype)
     total, squares = weight.sum(), weight.square().sum()
@@ -106,7 +123,7 @@ def importance_weights(
         "bound_share": (outside & counts).sum() / tokens,
         "kl_sampler_trainer": torch.where(counts, _k3(difference), 0).sum() / tokens,
     }
-    return Correction(weight.view(layout.shape), metrics)
+    return _correction(layout, weight, metrics, invalid)
 
 
 def off_policy_mask(
@@ -134,19 +151,26 @@ def off_policy_mask(
 
     Returns:
         Correction; its one metric is masked_share, of tokens.
+
+    Raises:
+        ValueError, TypeError: as `importance_weights`, and for advantages that are not finite where mask is true.
     """
     call = Call("off_policy_mask")
-    layout, counts = _layout(call, mask, cu_seqlens)
+    layout, counts, invalid = _layout(call, mask, cu_seqlens)
     difference = _difference(call, layout, counts, log_probs=log_probs, rollout_log_probs=rollout_log_probs)
     call.number("threshold", threshold, "a number >= 0", lambda x: x >= 0)
     sequences = layout.sequences
     shapes = [(sequences,), (sequences, 1), layout.shape] if layout.padded else [(sequences,), layout.shape]
-    call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=f"[{sequences}] or one per token")
+    text = f"[{sequences}] or one per token"
+    call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=mask.device)
+    per_row = layout.per_row(advantages.detach())
+    wrong = counts & ~per_row.isfinite()
+    invalid = invalid + call.flag("advantages", wrong, "finite where mask is true", lambda: few(per_row[wrong]))
     away = -_of_sequence(difference, counts, layout, mean=True) > threshold
-    dropped = away & (layout.per_row(advantages) < 0) & counts
+    dropped = away & (per_row < 0) & counts
     weights = torch.where(counts & ~dropped, 1.0, 0.0).to(difference.dtype)
     share = dropped.sum() / counts.sum().clamp(min=1)
-    return Correction(weights.view(layout.shape), {"masked_share": share.to(difference.dtype)})
+    return _correction(layout, weights, {"masked_share": share.to(difference.dtype)}, invalid)
 
 
 def _k3(difference: Tensor) -> Tensor:
@@ -161,22 +185,28 @@ def _bounds(check: Field, level: str, mode: str, low: float, high: float) -> tup
     return low, check.number("high", high, above, lambda x: x >= low and bound(x))
 
 
-def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
+def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor, Tensor]:
+    """Return the layout, the mask as bool [N], and how many values of mask and offsets are invalid."""
     shape, text = ((None, None), "[B, T]") if cu_seqlens is None else ((None,), "[N], with cu_seqlens")
-    counts, _ = call.mask(mask, shapes=[shape], shape_text=text)
+    counts, invalid = call.mask(mask, shapes=[shape], shape_text=text)
     if cu_seqlens is None:
         layout = padded_layout((mask.shape[0], mask.shape[1]), mask.device)
     else:
-        call.tensor("cu_seqlens", cu_seqlens, dtypes=(torch.int32, torch.int64), shapes=[(None,)],
-                    shape_text="[S + 1]", device=mask.device)  # fmt: skip
+        invalid = invalid + call.offsets(cu_seqlens, mask.shape[0], mask.device)
         layout = packed_layout(mask.shape[0], cu_seqlens)
-    return layout, counts.reshape(-1)
+    return layout, counts.reshape(-1), invalid
+
+
+def _correction(layout: Layout, weights: Tensor, metrics: dict[str, Tensor], invalid: Tensor) -> Correction:
+    """Return weights [N] in the caller's shape; all of them NaN where invalid values could only be counted."""
+    return Correction(torch.where(invalid > 0, torch.nan, weights).view(layout.shape), metrics)
 
 
 def _difference(call: Call, layout: Layout, counts: Tensor, **log_probs: Tensor) -> Tensor:
     """First less second, [N], 0 where masked."""
     for name, x in log_probs.items():
-        call.log_probs(name, x, shapes=[layout.shape], shape_text=f"{list(layout.shape)}", device=counts.device)
+        text = f"{list(layout.shape)}, one per token"
+        call.log_probs(name, x, shapes=[layout.shape], shape_text=text, device=counts.device)
     first, second = (x.detach().reshape(-1) for x in log_probs.values())
     return torch.where(counts, first - second, 0)
 

@@ -113,44 +113,32 @@ class Call(Field):
         if not isinstance(x, Tensor):
             got = None if x is None else Said(f"a {type(x).__name__}")
             self.fail(name, f"a tensor {_say(shape_text)}", got, TypeError)
+        if x.is_nested:  # before anything asks for its shape
+            expected = f"a dense tensor {_say(shape_text)} (torch.nested.to_padded_tensor, or packed with cu_seqlens)"
+            self.fail(name, expected, Said("a nested tensor"), TypeError)
         if type(x).__name__ == "DTensor":
-            self.fail(
-                name,
-                "a plain tensor (gather a sharded one, or call inside the module that owns it)",
-                Said("a DTensor"),
-                TypeError,
-            )
+            expected = "a plain tensor (gather a sharded one, or call inside the module that owns it)"
+            self.fail(name, expected, Said("a DTensor"), TypeError)
         if not any(_matches(x.shape, shape) for shape in shapes):
             self.fail(name, f"a tensor {_say(shape_text)}", x)
         if x.layout != torch.strided:
             self.fail(name, "a dense tensor", Said(f"one of layout {x.layout}"), TypeError)
         if _has_tangent(x):
-            self.fail(
-                name,
-                "a tensor for reverse mode, the only one there is",
-                Said("one with a forward-mode tangent"),
-                TypeError,
-            )
+            expected = "a tensor for reverse mode, the only one there is"
+            self.fail(name, expected, Said("one with a forward-mode tangent"), TypeError)
         if x.dtype not in dtypes:
-            self.fail(
-                name,
-                f"of dtype {' or '.join(map(dtype_name, dtypes))}",
-                dtype_name(x.dtype),
-                TypeError,
-            )
+            self.fail(name, f"of dtype {' or '.join(map(dtype_name, dtypes))}", dtype_name(x.dtype), TypeError)
         if device is not None and x.device != device:
             self.fail(name, f"on {device} like the other tensors", Said(x.device))
 
     def log_probs(self, name: str, x: Any, **expected: Any) -> None:
         """Log-probs in fp32 or fp64: half precision cannot hold a ratio inside GSPO's window."""
         if isinstance(x, Tensor) and x.dtype in HALF:
-            self.fail(
-                name,
+            wide = (
                 "float32 or float64 (near 1 nat half precision steps by 1e-3 to 8e-3, wider than a clip window of "
-                "3e-4; compute it with linear_log_probs, or pass .float() to accept the rounding)",
-                dtype_name(x.dtype),
-                TypeError,
+                "3e-4; compute it with linear_log_probs, or pass .float() to accept the rounding)"
             )
+            self.fail(name, wide, dtype_name(x.dtype), TypeError)
         self.tensor(name, x, dtypes=WIDE, **expected)
 
     def whole(self, weight: Any) -> None:
@@ -158,9 +146,16 @@ class Call(Field):
         expected = "a whole weight [V, H] (under ZeRO-3 or FSDP call inside the module's own forward, or gather it)"
         if type(weight).__name__ == "DTensor":
             self.fail("lm_head", f"a plain tensor and {expected}", Said("a DTensor"), TypeError)
+        if (
+            hasattr(type(weight), "__tensor_flatten__") and not weight.is_nested
+        ):  # a tensor made of others: torchao's quantised ones
+            got = Said(f"a {type(weight).__name__} of {type(weight).__module__.partition('.')[0]}")
+            self.fail(
+                "lm_head", "a plain tensor (leave the head out of quantisation, or dequantise it)", got, TypeError
+            )
         if isinstance(weight, UninitializedParameter):
             self.fail("lm_head", "an initialised module", Said("a lazy one that was never called"))
-        if isinstance(weight, Tensor) and weight.numel() == 0:
+        if isinstance(weight, Tensor) and not weight.is_nested and weight.numel() == 0:
             self.fail("lm_head", expected, Said(f"an empty tensor {list(weight.shape)}"))
 
     def mask(self, x: Any, **expected: Any) -> tuple[Tensor, Tensor]:
@@ -177,7 +172,7 @@ class Call(Field):
         if not isinstance(weight, Tensor):
             got = None if weight is None else Said(f"a {type(weight).__name__}")
             self.fail("lm_head", f"a tensor [V, H] with H = {width}, or an nn.Linear", got, TypeError)
-        if weight.ndim == 2 and weight.shape[1] != width == weight.shape[0]:
+        if not weight.is_nested and weight.ndim == 2 and weight.shape[1] != width == weight.shape[0]:
             got = Said(f"a tensor {list(weight.shape)} (is it transposed, or are hidden in fact logits?)")
             self.fail("lm_head", f"a tensor [V, H] with H = {width}", got)
         self.tensor(
@@ -192,12 +187,8 @@ class Call(Field):
     def head(self, weight: Any, bias: Any, hidden: Tensor) -> None:
         self.weight(weight, hidden)
         if weight.dtype != hidden.dtype:
-            self.fail(
-                "lm_head",
-                f"of the dtype of hidden ({dtype_name(hidden.dtype)}; autocast casts both, but never float64)",
-                dtype_name(weight.dtype),
-                TypeError,
-            )
+            expected = f"of the dtype of hidden ({dtype_name(hidden.dtype)}; autocast casts both, but never float64)"
+            self.fail("lm_head", expected, dtype_name(weight.dtype), TypeError)
         if bias is not None:
             vocab = weight.shape[0]
             self.tensor(
@@ -236,21 +227,35 @@ class Call(Field):
         if temperature.requires_grad:
             self.fail("temperature", "without gradient (it is a constant of the loss)", Said("requires_grad=True"))
 
-    def normalizer(self, name: str, value: Any, device: torch.device) -> None:
+    def normalizer(self, name: str, value: Any, device: torch.device) -> Tensor | int:
+        """Check a number or a tensor with no dimension; return how many values are not finite and > 0."""
+        expected = "a finite number > 0, within float32, a tensor with no dimension, or None"
         if value is None:
-            return
+            return 0
         if not isinstance(value, Tensor):
-            expected = "a finite number > 0, within float32, a tensor with no dimension, or None"
             self.number(name, value, expected, positive)
-            return
+            return 0
         self.tensor(
-            name,
-            value,
-            dtypes=(*FLOATS, *INTEGERS),
-            shapes=[()],
-            shape_text="with no dimension",
-            device=device,
+            name, value, dtypes=(*FLOATS, *INTEGERS), shapes=[()], shape_text="with no dimension", device=device
         )
+        wrong = ~((value >= SMALLEST) & (value <= LARGEST)) if value.is_floating_point() else value <= 0
+        return self.flag(name, wrong, expected, value.item)
+
+    def offsets(self, cu_seqlens: Any, rows: int, device: torch.device) -> Tensor:
+        """Check [S + 1] offsets of sequences in `rows` rows; return how many values are out of order or place."""
+        dtypes = (torch.int32, torch.int64)
+        self.tensor("cu_seqlens", cu_seqlens, dtypes=dtypes, shapes=[(None,)], shape_text="[S + 1]", device=device)
+        if cu_seqlens.shape[0] == 0:
+            self.fail("cu_seqlens", "[S + 1] values, so at least the leading 0", Said("an empty tensor"))
+
+        def values() -> str:
+            x = cu_seqlens.tolist()
+            return Said(x if len(x) <= 8 else f"{x[:4]} ... {x[-3:]}")
+
+        backwards = self.flag("cu_seqlens", cu_seqlens[1:] < cu_seqlens[:-1], "non-decreasing offsets", values)
+        start = self.flag("cu_seqlens", cu_seqlens[:1] != 0, "offsets starting at 0", values)
+        end = self.flag("cu_seqlens", cu_seqlens[-1:] != rows, lambda: f"offsets ending at N = {rows}", values)
+        return backwards + start + end
 
     def flag(self, name: str, wrong: Tensor, expected: Text, got: Callable[[], object]) -> Tensor:
         """Count the entries of `wrong`; raise if there are any and looking is free (CPU) or wanted (GSPO_CHECK=1)."""
@@ -290,11 +295,3 @@ def _values_are_checked(device: torch.device) -> bool:
 
 def _matches(shape: torch.Size, pattern: Sequence[int | None]) -> bool:
     return len(shape) == len(pattern) and all(p is None or p == s for s, p in zip(shape, pattern, strict=True))
-
-
-def workspace_bytes() -> int:
-    """GSPO_WORKSPACE_MIB in bytes: what tiles of logits and of their gradients may take at once (default 256)."""
-    text = os.environ.get("GSPO_WORKSPACE_MIB", "256")
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"environment variable GSPO_WORKSPACE_MIB must be a whole number of MiB >= 1, got {text!r}")
-    return int(text) * 2**20

@@ -105,14 +105,36 @@ def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
 
 @contextlib.contextmanager
 def _evaluated(head: Any) -> Iterator[None]:
-    training = [module for module in head.modules() if module.training]
-    for module in training:
-        module.training = False
+    """Switch `head` to evaluation mode, without dropout, but for layers that `packing_prevented` looks after."""
+    with _in_mode([module for module in head.modules() if not _packs_in_evaluation(module)], training=False):
+        yield
+
+
+@contextlib.contextmanager
+def packing_prevented(model: Any) -> Iterator[None]:
+    """Keep bitsandbytes' 4-bit layers in training mode.
+
+    On a CPU, one that is called in evaluation mode without a gradient packs its weight for inference, for good: its
+    backward then fails, or gives no gradient.
+    """
+    with _in_mode([module for module in model.modules() if _packs_in_evaluation(module)], training=True):
+        yield
+
+
+def _packs_in_evaluation(module: Any) -> bool:
+    return hasattr(getattr(module, "weight", None), "quant_state")
+
+
+@contextlib.contextmanager
+def _in_mode(modules: list[Any], training: bool) -> Iterator[None]:
+    changed = [module for module in modules if module.training != training]
+    for module in changed:
+        module.training = training
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module in changed:
+            module.training = not training
 
 
 def identity(head: Any) -> tuple[Any, ...]:
@@ -129,14 +151,26 @@ def _hooks(head: Any) -> Iterator[Any]:
 
 
 def _columns(head: Any) -> int:
-    """Rows of the head's weight, of the layer inside where PEFT wraps it; a sharded weight has its whole shape."""
-    head = getattr(head, "original_module", head)
-    return head.weight.shape[0] if head.weight.ndim == 2 else head.out_features
+    """Return the rows of the head's weight [V, H]; a sharded weight has the shape of all shards."""
+    weight = _weight(head)
+    return weight.shape[0] if weight.ndim == 2 else getattr(head, "original_module", head).out_features
 
 
 def _logits_dtype(head: Any) -> torch.dtype:
-    dtype = getattr(head, "original_module", head).weight.dtype
+    dtype = _weight(head).dtype
     return dtype if dtype.is_floating_point else torch.float32
+
+
+def _weight(head: Any) -> Tensor:
+    """Return the weight of the head, or of the layer inside where PEFT wraps it."""
+    layer = getattr(head, "original_module", head)
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise HeadError(
+            "fuse_head: the model's head must have a weight [V, H] (leave a head out of quantisation), "
+            f"got {type(layer).__module__}.{type(layer).__name__} without"
+        )
+    return weight
 
 
 def _numbers(config: Any) -> list[float]:

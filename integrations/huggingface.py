@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from gspo_kernels.head import call_inside
 from gspo_kernels.validation import Field
 
-from .head_options import HeadError, LogitOptions, compare, identity, measure
+from .head_options import HeadError, LogitOptions, compare, identity, measure, packing_prevented
 
 _ATTRIBUTE = "_gspo_fused_head"
 
@@ -176,11 +176,15 @@ class FusedHead:
         return output
 
     def _probe(self, call: Callable[..., Any], function: Callable[[Tensor], Tensor]) -> Tensor:
-        """The model's logits of two tokens, with `function` for a head; no trace in gradients or random numbers."""
+        """Return the model's logits of two tokens, with `function` for a head.
+
+        Leaves no trace in gradients, random numbers or quantised weights.
+        """
         device = next(self.model.parameters()).device
         ids = torch.arange(2, device=device)[None]
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        autocast = torch.autocast(device.type, enabled=False)
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast, packing_prevented(self.model):
             output = call(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),

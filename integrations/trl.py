@@ -23,8 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl.trainer import grpo_trainer, utils
-from trl.trainer.grpo_trainer import GRPOTrainer
+
+from . import missing
+
+try:
+    from trl.trainer import grpo_trainer, utils
+    from trl.trainer.grpo_trainer import GRPOTrainer
+except ModuleNotFoundError as error:
+    raise missing(error, "trl") from None
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.validation import Field, Said, warn_once

@@ -24,9 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
-from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]
-from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
-from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
+
+from . import missing
+
+try:
+    from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]
+    from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
+    from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    raise missing(error, "verl") from None
 
 from gspo_kernels import Objective, linear_log_probs, policy_loss
 from gspo_kernels.objective import TOKEN_WINDOW

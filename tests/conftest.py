@@ -5,7 +5,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; the compile gate runs in its own process
 # The interpreter multiplies by NumPy, and where OpenBLAS uses AVX2 it rounds a row by its place in a block, which no
 # GPU does. Read when NumPy is first imported; on other processors than x86 the name is unknown and changes nothing.
-os.environ.setdefault("OPENBLAS_CORETYPE", "Sandybridge")
+os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"  # also where the machine asks for another
 
 import inspect
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -346,6 +347,12 @@ KINDS: dict[str, Kind] = {
     "normalizer-nan": Kind({"normalizer": NAN}, V_, "normalizer", "finite", "nan"),
     "normalizer-text": Kind({"normalizer": "4"}, T_, "normalizer", "number", "'4'"),
     "normalizer-bool": Kind({"normalizer": True}, T_, "normalizer", "number", "True"),
+    "normalizer-tensor-zero": Kind({"normalizer": torch.tensor(0.0)}, V_, "normalizer", "> 0", "0.0"),
+    "normalizer-tensor-zero-int": Kind({"normalizer": torch.tensor(0)}, V_, "normalizer", "> 0", "0"),
+    "normalizer-tensor-negative": Kind({"normalizer": torch.tensor(-4.0)}, V_, "normalizer", "> 0", "-4.0"),
+    "normalizer-tensor-nan": Kind({"normalizer": torch.tensor(NAN)}, V_, "normalizer", "finite", "nan"),
+    "normalizer-tensor-inf": Kind({"normalizer": torch.tensor(math.inf)}, V_, "normalizer", "finite", "inf"),
+    "kl-normalizer-tensor-zero": Kind({"kl_normalizer": torch.tensor(0)}, V_, "kl_normalizer", "> 0", "0"),
     "normalizer-1d": Kind({"normalizer": torch.ones(1)}, V_, "normalizer", "no dimension", "[1]"),
     "normalizer-bool-tensor": Kind({"normalizer": torch.tensor(True)}, T_, "normalizer", "float32", "bool"),
     "normalizer-device": Kind({"normalizer": torch.ones((), device=META)}, V_, "normalizer", "on cpu", "meta"),

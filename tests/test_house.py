@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "groups": {"layout", "validation"},
     "backends": {"kernels", "kernels.logit_tile", "kernels.tuning", "portable", "validation"},
     "live_tiles": {"layout"},
-    "portable_tiles": {"layout", "precision", "validation"},
+    "portable_tiles": {"layout", "precision", "workspace"},
     "cli": {"benchmarks", "doctor", "integrations", "kernels.ahead_of_time", "kernels.tuning"},
     "doctor": {"backends", "fused_loss", "kernels.tuning", "objective", "reference", "validation"},
     "fused_loss": {"layout", "log_probs", "metrics", "objective", "ops", "policy_loss", "validation"},
@@ -105,7 +105,7 @@ MAY_IMPORT = {
         "kernels.tuning",
         "layout",
         "precision",
-        "validation",
+        "workspace",
     },
     "closed_form": {"layout", "metrics", "objective", "surrogates"},
     "layout": set(),
@@ -131,6 +131,7 @@ MAY_IMPORT = {
     "surrogates": {"objective"},
     "validation": set(),
     "workers": set(),
+    "workspace": set(),
 }
 
 
@@ -191,11 +192,40 @@ def test_import_adds_little_to_torch() -> None:
     code = """
 import time, torch
 start = time.process_time()  # of this process: other ones may keep the cores busy
-import gspo_kernels
+from gspo_kernels import gspo_fused_loss, linear_log_probs, policy_loss
 print(time.process_time() - start)
 """
     # A busy neighbour slows a core's caches too: the best of ten is the import's own time.
     assert any(float(run_python(code)) < 0.05 for _ in range(10))
+
+
+def test_help_needs_neither_torch_nor_half_a_second() -> None:
+    code = """
+import sys, time
+start = time.process_time()
+from gspo_kernels.cli import app
+try:
+    app(["--help"])
+except SystemExit:
+    pass
+print(time.process_time() - start, "torch" in sys.modules)
+"""
+    for _ in range(10):
+        *text, last = run_python(code).splitlines()
+        seconds, has_torch = last.split()
+        assert "train" in " ".join(text) and has_torch == "False"
+        if float(seconds) < 0.5:
+            return
+    raise AssertionError(f"gspo --help takes {seconds} s of processor time")
+
+
+def test_importing_a_module_hides_no_public_function() -> None:
+    code = """
+import gspo_kernels.policy_loss, gspo_kernels.fused_loss
+from gspo_kernels import *
+print(*(type(f).__name__ for f in (gspo_kernels.policy_loss, policy_loss, linear_log_probs, gspo_fused_loss)))
+"""
+    assert run_python(code).split() == ["function"] * 4
 
 
 def test_integrations_are_part_of_the_package() -> None:

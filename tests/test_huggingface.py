@@ -513,3 +513,42 @@ def test_numbers_of_the_text_configuration_are_known() -> None:
 def test_the_model_inside_torch_compile_is_the_model() -> None:
     model = make("qwen2")
     assert base_model(torch.compile(model)) is model
+
+
+class _PacksInEvaluation(nn.Linear):
+    """As bitsandbytes' 4-bit layers on a CPU: evaluated without a gradient, it packs its weight for inference alone."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.weight: Any = linear.weight
+        self.weight.quant_state = object()
+        self.packed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.packed |= not self.training and not x.requires_grad
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_fusing_packs_no_quantised_layer(training: bool) -> None:
+    model = make("qwen2").train(training)
+    layers = [layer.mlp for layer in model.model.layers]
+    for mlp in layers:
+        mlp.up_proj = _PacksInEvaluation(mlp.up_proj).train(training)
+    modes = [module.training for module in model.modules()]
+    fuse_head(model)
+    assert not any(mlp.up_proj.packed for mlp in layers)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_head_without_a_weight_tensor_is_refused() -> None:
+    class Quantised(nn.Module):  # as torch.ao's dynamic layers, whose weight is a method
+        def weight(self) -> Tensor:
+            return torch.ones(96, 32)
+
+    model = make("qwen2")
+    forward = model.forward
+    model.lm_head = Quantised()
+    with pytest.raises(HeadError, match=r"must have a weight \[V, H\] .* got .*Quantised without"):
+        fuse_head(model)
+    assert model.forward == forward

@@ -12,7 +12,7 @@ from samples import Sample, make_sample, run_fused
 from tolerance import FLOAT64_RELATIVE
 from torch import Tensor
 
-from gspo_kernels import Objective, policy_loss
+from gspo_kernels import Objective, policy_loss, validation
 from gspo_kernels.sampler_mismatch import LEVELS, MODES, RolloutCorrection, importance_weights, off_policy_mask
 
 
@@ -236,3 +236,37 @@ def test_weights_and_masks_have_no_gradient() -> None:
     masked = off_policy_mask(old, roll, -torch.ones(2), torch.ones(2, 3), threshold=0.1)
     for found in (weights, masked):
         assert not any(x.requires_grad for x in (found.weights, *found.metrics.values()))
+
+
+OFFSETS = {
+    "not to N": ([0, 4], "ending at N = 6"), "past N": ([0, 7], "ending at N = 6"), "not from 0": ([2, 6], "at 0"),
+    "falling": ([0, 5, 3, 6], "non-decreasing"), "none": ([], "leading 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OFFSETS)
+@pytest.mark.parametrize("function", [importance_weights, off_policy_mask])
+def test_offsets_that_are_no_sequences_are_refused(function: Any, kind: str) -> None:
+    offsets, expected = OFFSETS[kind]
+    x, cu_seqlens = torch.zeros(6), torch.tensor(offsets, dtype=torch.int32)
+    more: Any = {} if function is importance_weights else {"advantages": x, "threshold": 0.1}
+    with pytest.raises(ValueError, match=f"{function.__name__}: cu_seqlens must be .*{expected}"):
+        function(x, x, mask=torch.ones(6), cu_seqlens=cu_seqlens, **more)
+
+
+def test_advantages_that_are_no_numbers_are_refused_where_they_count() -> None:
+    x, advantages = torch.zeros(2, 3), torch.tensor([[1.0, torch.nan, 1], [1, 1, torch.inf]])
+    with pytest.raises(ValueError, match="off_policy_mask: advantages must be finite where mask is true"):
+        off_policy_mask(x, x, advantages, torch.ones(2, 3), threshold=0.1)
+    off_policy_mask(x, x, advantages, advantages.isfinite(), threshold=0.1)
+
+
+def test_what_an_accelerator_does_not_look_at_makes_every_weight_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_values_are_checked", lambda device: False)
+    x, ones = torch.zeros(6), torch.ones(6)
+    for bad in ({"cu_seqlens": torch.tensor([0, 4])}, {"cu_seqlens": torch.tensor([0, 6]), "mask": 2 * ones}):
+        given: Any = {"mask": ones, **bad}
+        assert importance_weights(x, x, **given).weights.isnan().all()
+        assert off_policy_mask(x, x, ones, threshold=0.1, **given).weights.isnan().all()
+    nan = off_policy_mask(x[None], x[None], torch.tensor([torch.nan]), ones[None], threshold=0.1)
+    assert nan.weights.isnan().all()

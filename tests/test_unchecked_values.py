@@ -43,6 +43,9 @@ BAD_VALUES: dict[str, Any] = {
     "NaN advantage": lambda a: {"advantages": first_token(a, "advantages", float("nan"))},
     "inf advantage": lambda a: {"advantages": first_token(a, "advantages", float("inf"))},
     "mask of 2": lambda a: {"mask": a["mask"].int() * 2},
+    "normalizer 0": lambda a: {"normalizer": torch.zeros((), dtype=torch.int64)},
+    "negative normalizer": lambda a: {"normalizer": torch.tensor(-3.0)},
+    "NaN normalizer of KL": lambda a: {"kl_normalizer": torch.tensor(torch.nan)},
     "temperature 0": lambda a: {"temperature": torch.zeros(())},
     "negative temperature of one token": lambda a: {
         "temperature": torch.where(torch.arange(a["mask"].numel()).view(a["mask"].shape) == 0, -1.0, 1.0)

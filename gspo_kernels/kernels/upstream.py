@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..layout import HeadResult, HeadRows, accumulator
 from ..precision import power_of_two
-from ..validation import workspace_bytes
+from ..workspace import workspace_bytes
 from .cells import Part
 from .gradient_tile import gradient_tile
 from .launch import launch

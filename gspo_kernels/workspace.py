@@ -1,0 +1,13 @@
+"""How much memory tiles may take."""
+
+from __future__ import annotations
+
+import os
+
+
+def workspace_bytes() -> int:
+    """Return GSPO_WORKSPACE_MIB in bytes: the limit for tiles of logits and of their gradients (default 256 MiB)."""
+    text = os.environ.get("GSPO_WORKSPACE_MIB", "256")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"environment variable GSPO_WORKSPACE_MIB must be a whole number of MiB >= 1, got {text!r}")
+    return int(text) * 2**20

@@ -1,0 +1,134 @@
+"""Tensors, heads, settings and missing packages of others: named in our own words, not by an error inside torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels.advantages import group_advantages
+from gspo_kernels.precision import exact_products
+from gspo_kernels.sampler_mismatch import RolloutCorrection, importance_weights
+
+B, T, H, V = 2, 3, 8, 11
+
+
+def fused_inputs() -> dict[str, Any]:
+    log_probs = -torch.rand(B, T)
+    return {
+        "hidden": torch.randn(B, T, H), "lm_head": torch.randn(V, H), "target_ids": torch.randint(V, (B, T)),
+        "advantages": torch.ones(B), "mask": torch.ones(B, T), "old_log_probs": log_probs, "ref_log_probs": log_probs,
+        "rollout_log_probs": log_probs, "token_weights": torch.ones(B, T), "bias": torch.zeros(V),
+        "temperature": torch.ones(B, T), "normalizer": torch.tensor(2.0), "kl_normalizer": torch.tensor(2.0),
+        "objective": Objective(kl_coef=0.1, rollout_correction=RolloutCorrection()),
+    }  # fmt: skip
+
+
+TENSORS = [name for name, x in fused_inputs().items() if isinstance(x, Tensor)]
+
+
+def nested(x: Tensor, layout: torch.layout) -> Tensor:
+    """Return a nested tensor of the same dtype and number of dimensions, as far as there are any."""
+    inner = x.new_zeros(2, *x.shape[2:]), x.new_zeros(3, *x.shape[2:])
+    return torch.nested.nested_tensor(list(inner), layout=layout)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_named(name: str, layout: torch.layout) -> None:
+    inputs = fused_inputs()
+    inputs[name] = nested(inputs[name], layout)
+    with pytest.raises(TypeError, match=f"^gspo_fused_loss: {name} must be a dense tensor .*, got a nested tensor$"):
+        gspo_fused_loss(**inputs)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_named_by_every_function() -> None:
+    x, one = nested(torch.ones(B, T), torch.strided), torch.ones(B, T)
+    calls: list[tuple[str, Any]] = [
+        ("log_probs", lambda: policy_loss(x, torch.ones(B))),
+        ("entropy", lambda: policy_loss(one, torch.ones(B), entropy=x, objective=Objective(entropy_coef=0.1))),
+        ("cu_seqlens", lambda: policy_loss(torch.ones(5), torch.ones(B), cu_seqlens=x.long())),
+        ("mask", lambda: importance_weights(one, one, x)),
+        ("rewards", lambda: group_advantages(x, 2)),
+    ]
+    for name, call in calls:
+        with pytest.raises(TypeError, match=f"{name} must be a dense tensor .*, got a nested tensor$"):
+            call()
+
+
+@pytest.mark.parametrize("in_module", [False, True])
+def test_a_head_whose_weight_is_made_of_other_tensors_is_named(in_module: bool) -> None:
+    # As torchao's quantised weights are, which no custom operator takes.
+    weight = TwoTensor(torch.randn(V, H), torch.randn(V, H))
+    head: Any = weight
+    if in_module:
+        head = nn.Linear(H, V, bias=False)
+        head.weight = nn.Parameter(weight)
+    with pytest.raises(
+        TypeError, match=r"linear_log_probs: lm_head must be a plain tensor .* got a TwoTensor of torch"
+    ):
+        linear_log_probs(torch.randn(B, T, H), head, torch.zeros(B, T, dtype=torch.int64))
+
+
+@pytest.fixture
+def matmul_precision() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("precision", ["high", "medium", "highest"])
+@pytest.mark.usefixtures("matmul_precision")
+def test_pytorchs_own_questions_of_precision_are_answered_inside(precision: str) -> None:
+    backends: Any = torch.backends
+    torch.set_float32_matmul_precision(precision)
+
+    def settings() -> list[Any]:
+        matmul = backends.cuda.matmul, backends.mkldnn.matmul
+        return [torch.get_float32_matmul_precision(), matmul[0].allow_tf32, *(x.fp32_precision for x in matmul)]
+
+    before = settings()
+    for kind in ("cpu", "cuda"):
+        with exact_products(torch.device(kind)):
+            assert settings() == ["highest", False, "ieee", "ieee"]
+        assert settings() == before
+
+
+@pytest.mark.usefixtures("matmul_precision")
+def test_a_wish_per_backend_is_restored() -> None:
+    backends: Any = torch.backends
+    backends.cuda.matmul.fp32_precision = "tf32"  # now get_float32_matmul_precision raises
+    with exact_products(torch.device("cpu")):
+        assert backends.cuda.matmul.allow_tf32 is False
+    assert backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@pytest.mark.parametrize("trainer", ["trl", "verl"])
+def test_an_adapter_without_its_trainer_names_the_extra(trainer: str) -> None:
+    code = f"""
+import sys
+
+class Absent:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == {trainer!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+try:
+    import gspo_kernels.integrations.{trainer}
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == (
+        f"gspo_kernels.integrations.{trainer} needs {trainer}, which is not installed: "
+        f"pip install 'gspo-kernels[{trainer}]'\n"
+    )

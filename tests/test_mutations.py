@@ -189,7 +189,7 @@ SHARED_FAULTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "bias gradient dropped": (
         "portable",
-        "d_bias[first:last] += d_z.sum(0)",
+        "self.d_bias[first:last] += d_z.sum(0)",
         "pass",
         f"{PARITY}[torch-bias-padded-fp64]",
     ),

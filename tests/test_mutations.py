@@ -207,14 +207,14 @@ SHARED_FAULTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "products as the process likes them": (
         "precision",
-        'backend.matmul.fp32_precision = "ieee"',
+        "_restore[:] = _request_ieee()",
         "pass",
         "heads::test_exact_products_are_asked_for_on_every_processor[medium]",
     ),
     "one thread restores what another needs": (
         "precision",
-        "if not _inside[kind]:",
-        "if True:",
+        "if not _calls:\n                for restore",
+        "if True:\n                for restore",
         "heads::test_two_threads_at_once_keep_exact_products_and_restore_the_wish[torch]",
     ),
     "sequence sums in fp32": (

@@ -1,7 +1,7 @@
-"""Tiles of the torch backend: their shape, the rows that take part, and the logits of one tile.
+"""Tiles of the torch backend: their shape, the rows that take part, the work list, and the logits of one tile.
 
-The shape depends on device, dtype and GSPO_WORKSPACE_MIB and never on the batch, because a matrix product of another
-shape rounds differently.
+The shape depends on device, dtype, H, V and GSPO_WORKSPACE_MIB and never on the batch, because a matrix product of
+another shape rounds differently.
 """
 
 from __future__ import annotations

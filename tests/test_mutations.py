@@ -320,6 +320,30 @@ SHARED_FAULTS: dict[str, tuple[str, str, str, str]] = {
         "yield",
         "heads::test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else[torch-False]",
     ),
+    "threads of ours that split operations": (
+        "workers",
+        "torch.set_num_threads(1)\n        started",
+        "started",
+        "workers::test_every_tile_is_computed_by_one_thread_alone",
+    ),
+    "terms added as they come": (
+        "workers",
+        "pop(self._added[index], None)",
+        "pop(min(self._kept[index], default=None), None)",
+        "workers::test_terms_are_added_in_their_order",
+    ),
+    "offsets of weights unchecked": (
+        "sampler_mismatch",
+        "invalid = invalid + call.offsets(cu_seqlens, mask.shape[0], mask.device)",
+        "pass",
+        "sampler_mismatch::test_offsets_that_are_no_sequences_are_refused",
+    ),
+    "a normalizer tensor that nobody looks at": (
+        "validation",
+        "return self.flag(name, wrong, expected, value.item)",
+        "return 0",
+        "bad_inputs::test_a_bad_input_is_named_and_nothing_is_written[normalizer-tensor-zero-gspo_fused_loss]",
+    ),
 }
 
 # The Triton backend: (module, text, the text with the fault, the test that finds it: interpreted ones take long).

@@ -62,6 +62,7 @@ class Policy:
         if not self.counts_router_loss:
             return self.model.base_model(**inputs).last_hidden_state[:, first - 1 : -1], None
         # The loss is computed above the base model: run the whole forward, but keep the hidden states at its head.
+        inputs["output_router_logits"] = True
         hidden, output = self.model(**inputs, with_head=lambda hidden, head, **options: hidden)
         return hidden[:, first - 1 : -1], output.aux_loss
 
@@ -70,8 +71,8 @@ class Policy:
         """Whether the auxiliary loss of a mixture of experts is counted; "" for other models."""
         if self.counts_router_loss:
             return f"router auxiliary loss: counted, times router_aux_loss_coef={self.router_loss_weight:g}"
-        if getattr(decoder_config(self.model), "router_aux_loss_coef", 0):
-            return "router auxiliary loss: not counted, as the checkpoint's config has output_router_logits=False"
+        if hasattr(decoder_config(self.model), "output_router_logits"):
+            return "router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0"
         return ""
 
     def save(self, folder: Path) -> None:
@@ -99,8 +100,8 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     # A checkpoint's own top_k, penalties and the like would sample from another distribution than the one trained.
     model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id)
-    counts_router_loss = bool(getattr(decoder_config(model), "output_router_logits", False))
-    router_loss_weight = get_router_loss_weight(model) if counts_router_loss else 0.0
+    router_loss_weight = get_router_loss_weight(model)
+    counts_router_loss = router_loss_weight != 0
     try:
         if counts_router_loss:
             fuse_head(model)  # allows `with_head`
@@ -116,14 +117,12 @@ def decoder_config(model: Any) -> Any:
 
 
 def get_router_loss_weight(model: Any) -> float:
-    """Return the weight of the routers' loss, or raise an InputError if the model has none."""
-    weight = getattr(decoder_config(model), "router_aux_loss_coef", getattr(model, "router_aux_loss_coef", None))
-    if weight is None:
-        raise InputError(
-            "--model: output_router_logits is true in the checkpoint's config, but router_aux_loss_coef, the weight of "
-            "the routers' loss, is missing: set one, or output_router_logits to false to train without that loss"
-        )
-    return float(weight)
+    """Return the weight of the routers' loss, 0 for a model without one. By the same rule as TRL 1.16.
+
+    `output_router_logits` in the configuration says that the model can return its router logits, whatever its value.
+    """
+    config = decoder_config(model)
+    return float(getattr(config, "router_aux_loss_coef", 0)) if hasattr(config, "output_router_logits") else 0.0
 
 
 def check_head(policy: Policy, backend: str) -> None:
@@ -133,11 +132,12 @@ def check_head(policy: Policy, backend: str) -> None:
     ids = torch.arange(8, device=policy.model.device)[None] % vocab_size
     ones = torch.ones_like(ids)
     with torch.no_grad():
-        output = policy.model(input_ids=ids, attention_mask=ones)
+        routers = {"output_router_logits": True} if policy.counts_router_loss else {}
+        output = policy.model(input_ids=ids, attention_mask=ones, **routers)
         if policy.counts_router_loss and not isinstance(getattr(output, "aux_loss", None), Tensor):
             raise InputError(
-                f"--model: output_router_logits is true in the checkpoint's config, but {type(policy.model).__name__} "
-                "returns no aux_loss: set output_router_logits to false to train without the routers' loss"
+                f"--model: the checkpoint's config has router_aux_loss_coef={policy.router_loss_weight:g}, but "
+                f"{type(policy.model).__name__} returns no aux_loss: set it to 0 to train without the routers' loss"
             )
         logits = output.logits[:, :-1].float()
         expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]

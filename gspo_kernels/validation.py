@@ -229,7 +229,7 @@ class Call(Field):
 
     def normalizer(self, name: str, value: Any, device: torch.device) -> Tensor | int:
         """Check a number or a tensor with no dimension; return how many values are not finite and > 0."""
-        expected = "a finite number > 0, within float32, a tensor with no dimension, or None"
+        expected = "a finite number > 0, within float32, a tensor with no dimension that holds one, or None"
         if value is None:
             return 0
         if not isinstance(value, Tensor):

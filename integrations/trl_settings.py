@@ -72,30 +72,49 @@ class GSPOConfig(GRPOConfig):
 
 
 def warn_of_idle_clipping(trainer: GRPOTrainer, stacklevel: int) -> None:
-    """Warn once if the importance ratio is always 1, and once if the clip window is too wide for a sequence ratio.
+    """Warn once each: no rollout can be filled; the importance ratio is always 1; a clip bound is too wide.
 
     stacklevel as in warnings.warn, counted from `warn_once`: 3 is the caller of this function.
     """
     args: Any = trainer.args
     steps, iterations = args.steps_per_generation, args.num_iterations
     accumulation = args.gradient_accumulation_steps
+    _warn_of_few_prompts(trainer, stacklevel + 1)
     # TRL's condition for taking the current log-probs as the old ones. With vLLM it may compute old ones nevertheless,
     # but with the same weights.
     if accumulation % (steps * iterations) == 0:
         warn_once(
-            f"gspo_kernels: steps_per_generation={steps}, num_iterations={iterations} and gradient_accumulation_steps="
-            f"{accumulation} give each rollout one update, so the importance ratio is always 1 and nothing is clipped. "
-            f"For four, as in GSPO's paper and by GSPOConfig's default, set steps_per_generation="
-            f"{UPDATES_PER_ROLLOUT * accumulation}, or raise num_iterations",
+            f"gspo_kernels: with steps_per_generation={steps}, num_iterations={iterations} and "
+            f"gradient_accumulation_steps={accumulation}, each rollout gets one update: the importance ratio is always "
+            f"1 and nothing is clipped. That is on-policy training. GSPO's paper makes four updates per rollout: "
+            f"steps_per_generation={UPDATES_PER_ROLLOUT * accumulation}",
             stacklevel,
         )
-    low, high = trainer.epsilon_low, trainer.epsilon_high
+    bounds = {"epsilon": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high}
     level = trainer.importance_sampling_level
     # "sequence_token" is the level of trl.experimental.gspo_token.
     clips_sequences = level in ("sequence", "sequence_token") and trainer.loss_type in CLIPPING_LOSS_TYPES
-    if clips_sequences and max(low, high) >= TOKEN_WINDOW:
+    wide = [f"{name}={bound:g}" for name, bound in bounds.items() if bound >= TOKEN_WINDOW]
+    if clips_sequences and wide:
         warn_once(
-            f"gspo_kernels: epsilon={low:g}, epsilon_high={high:g} is a clip window for token ratios; the ratio of "
-            f"importance_sampling_level={level!r} hardly ever leaves it. GSPO's paper: epsilon=3e-4, epsilon_high=4e-4",
+            f"gspo_kernels: {' and '.join(wide)}: made for token ratios. The sequence ratio of "
+            f"importance_sampling_level={level!r} hardly ever gets that far from 1. GSPO's paper: epsilon=3e-4, "
+            "epsilon_high=4e-4",
             stacklevel,
+            kind="epsilon",
+        )
+
+
+def _warn_of_few_prompts(trainer: GRPOTrainer, stacklevel: int) -> None:
+    """Warn once if the dataset is smaller than a rollout: TRL drops what does not fill one, so it trains on nothing."""
+    args: Any = trainer.args
+    dataset: Any = trainer.train_dataset
+    needed = args.generation_batch_size // args.num_generations
+    if hasattr(dataset, "__len__") and len(dataset) < needed:
+        warn_once(
+            f"gspo_kernels: train_dataset has {len(dataset)} prompts and a rollout needs {needed} "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}), so no "
+            "step is made. Use more prompts, or a smaller steps_per_generation",
+            stacklevel,
+            kind="train_dataset",
         )

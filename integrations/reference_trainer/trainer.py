@@ -72,8 +72,8 @@ def train(config: TrainConfig) -> RunReport:
             policy.model.to(device)
             check_head(policy, config.backend)
             check_room(policy, (e.prompt for e in (*task.train, *task.held_out)), config.max_new_tokens)
-            if policy.router_note and seed == config.seeds[0]:
-                progress.say(policy.router_note)
+            if seed == config.seeds[0]:
+                say_first(config, policy, progress)
             try:
                 results.append(train_seed(config, seed, policy, task, folder, progress, stop))
                 if config.save:
@@ -82,6 +82,14 @@ def train(config: TrainConfig) -> RunReport:
                 save_stopped(config, seed, policy, folder, progress)
                 raise
     return RunReport(results, folder.path, *folder.plot())
+
+
+def say_first(config: TrainConfig, policy: Policy, progress: TrainingProgress) -> None:
+    """Say what a user of these settings and this checkpoint should know before training begins."""
+    if policy.router_note:
+        progress.say(policy.router_note)
+    if config.updates_per_rollout == 1:
+        progress.say("--updates-per-rollout 1: the importance ratio is always 1, and nothing is clipped")
 
 
 def refuse_several_processes() -> None:

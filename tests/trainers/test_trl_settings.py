@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -36,9 +37,9 @@ def config(**options: Any) -> GSPOConfig:
 
 
 def ours(caught: list[warnings.WarningMessage]) -> list[str]:
-    """The first setting that each of our warnings names."""
-    texts = [str(w.message) for w in caught]
-    return [text.removeprefix("gspo_kernels: ").split("=")[0] for text in texts if text.startswith("gspo_kernels")]
+    """Return the first setting that each warning of ours names."""
+    texts = [str(w.message) for w in caught if str(w.message).startswith("gspo_kernels")]
+    return [next(iter(re.findall(r"steps_per_generation|epsilon|train_dataset", text)), text) for text in texts]
 
 
 # Options (TRL's defaults: 8 completions per device, 8 generations), steps_per_generation, generation_batch_size.
@@ -194,8 +195,8 @@ def test_the_warnings_name_settings_and_the_line_of_the_caller(tmp_path: Path) -
         assert ours(of_ours) == ["steps_per_generation", "epsilon"]
         assert all((w.filename, w.lineno) == (__file__, line) for w in of_ours)
         updates, window = (str(w.message) for w in of_ours)
-        assert "steps_per_generation=1, num_iterations=1" in updates and "set steps_per_generation=4" in updates
-        assert "epsilon=0.2, epsilon_high=0.2" in window and "epsilon=3e-4, epsilon_high=4e-4" in window
+        assert "steps_per_generation=1, num_iterations=1" in updates and updates.endswith("steps_per_generation=4")
+        assert "epsilon=0.2 and epsilon_high=0.2" in window and "epsilon=3e-4, epsilon_high=4e-4" in window
 
 
 # Whether the window is warned of.
@@ -220,3 +221,19 @@ def test_a_window_for_tokens_on_a_sequence_ratio_is_warned_of(name: str, tmp_pat
         accelerate_trainer(trainer)
         accelerate_trainer(trainer)
     assert ours(caught) == ["epsilon"] * warned
+
+
+@pytest.mark.parametrize(("prompts", "warned"), [(3, True), (4, False)])
+def test_a_dataset_that_fills_no_rollout_is_warned_of(prompts: int, warned: bool, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = GSPOTrainer(
+            checkpoint(tmp_path / "model"),
+            lambda completions, **_: [0.0] * len(completions),
+            GSPOConfig(str(tmp_path / "out"), **ON_A_CPU, max_steps=1, max_completion_length=2, save_strategy="no"),
+            train_dataset=datasets.Dataset.from_list([{"prompt": "ab"}] * prompts),
+            processing_class=tokenizer(),
+        )
+        trainer.train()
+    assert ours(caught) == ["train_dataset"] * warned
+    assert trainer.state.global_step == (0 if warned else 1)

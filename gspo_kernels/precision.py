@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ AUTOCAST_DEVICES = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if t
 
 _lock = threading.Lock()
 _calls = 0  # how many are inside `exact_products`
+_requested: set[str] = set()  # device types whose products they keep fp32
 _restore: list[Callable[[], None]] = []  # what the last of them calls
 
 
@@ -29,8 +31,7 @@ def exact_products(device: torch.device) -> Iterator[None]:
     """
     global _calls
     with _lock:
-        if not _calls:
-            _restore[:] = _request_ieee()
+        _request_ieee("cuda" if device.type == "cuda" else "cpu")
         _calls += 1
     try:
         with torch.autocast(device.type, enabled=False) if device.type in AUTOCAST_DEVICES else nullcontext():
@@ -39,29 +40,51 @@ def exact_products(device: torch.device) -> Iterator[None]:
         with _lock:
             _calls -= 1
             if not _calls:
-                for restore in _restore:
-                    restore()
+                _restore_requests()
 
 
-def _request_ieee() -> list[Callable[[], None]]:
-    """Request fp32 products, and return calls that restore the request as it was.
+def _request_ieee(kind: str) -> None:
+    """Request fp32 products, and note in `_restore` how to restore the request.
 
     PyTorch holds it twice: for all products (`set_float32_matmul_precision`) and per backend (`fp32_precision`). Where
     the two disagree, reading `allow_tf32`, as PyTorch's own CUDA code does, raises.
     """
     torch_backends: Any = torch.backends
-    backends = [torch_backends.cuda.matmul, torch_backends.mkldnn.matmul]
-    restore = [partial(setattr, backend, "fp32_precision", backend.fp32_precision) for backend in backends]
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the user set only the backends', so that the other is at its default
-        precision = "highest"
-    if precision != "highest":
-        torch.set_float32_matmul_precision("highest")
-        restore.insert(0, partial(torch.set_float32_matmul_precision, precision))
-    for backend in backends:
-        backend.fp32_precision = "ieee"
-    return restore
+    backends = {"cuda": torch_backends.cuda.matmul, "cpu": torch_backends.mkldnn.matmul}
+    kinds = {kind} - _requested
+    saved = [partial(setattr, x, "fp32_precision", x.fp32_precision) for name, x in backends.items() if name in kinds]
+    if not _requested:
+        try:
+            precision = torch.get_float32_matmul_precision()
+        except RuntimeError:  # the user set only the backends', so that the other is at its default
+            precision = "highest"
+        if precision != "highest":  # was set for every backend
+            kinds = set(backends)
+            saved = [partial(setattr, x, "fp32_precision", x.fp32_precision) for x in backends.values()]
+            torch.set_float32_matmul_precision("highest")
+            saved.insert(0, partial(torch.set_float32_matmul_precision, precision))
+    for name in kinds:
+        backends[name].fp32_precision = "ieee"
+    _requested.update(kinds)
+    _restore.extend(saved)
+
+
+def _restore_requests() -> None:
+    for restore in _restore:
+        restore()
+    _restore.clear()
+    _requested.clear()
+
+
+def _leave_calls_of_the_parent() -> None:
+    """Restore the requests in a forked process, which has none of the threads that would."""
+    global _lock, _calls
+    _lock, _calls = threading.Lock(), 0
+    _restore_requests()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_calls_of_the_parent)
 
 
 COLUMN_MULTIPLE = 24

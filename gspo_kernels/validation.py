@@ -238,7 +238,8 @@ class Call(Field):
         self.tensor(
             name, value, dtypes=(*FLOATS, *INTEGERS), shapes=[()], shape_text="with no dimension", device=device
         )
-        wrong = ~((value >= SMALLEST) & (value <= LARGEST)) if value.is_floating_point() else value <= 0
+        x = value.float() if value.dtype in HALF else value  # half precision has no number for these bounds
+        wrong = ~((x >= SMALLEST) & (x <= LARGEST)) if x.is_floating_point() else x <= 0
         return self.flag(name, wrong, expected, value.item)
 
     def offsets(self, cu_seqlens: Any, rows: int, device: torch.device) -> Tensor:
@@ -260,7 +261,7 @@ class Call(Field):
     def flag(self, name: str, wrong: Tensor, expected: Text, got: Callable[[], object]) -> Tensor:
         """Count the entries of `wrong`; raise if there are any and looking is free (CPU) or wanted (GSPO_CHECK=1)."""
         count = wrong.sum()
-        if _values_are_checked(wrong.device) and count.item():
+        if _values_are_checked(wrong.device) and type(count).__name__ != "FakeTensor" and count.item():
             self.fail(name, expected, got())
         return count
 
@@ -290,7 +291,7 @@ def _values_are_checked(device: torch.device) -> bool:
     text = os.environ.get("GSPO_CHECK", "0")
     if text not in ("", "0", "1"):
         raise ValueError(f"environment variable GSPO_CHECK must be 0 or 1, got {text!r}")
-    return device.type == "cpu" or text == "1"
+    return device.type == "cpu" or (text == "1" and device.type != "meta")
 
 
 def _matches(shape: torch.Size, pattern: Sequence[int | None]) -> bool:

@@ -11,16 +11,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
 
 Task = TypeVar("Task")
-
-_lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
-_pool_size = 0
 
 
 class Stopped(RuntimeError):
@@ -76,78 +73,99 @@ def run(function: Callable[[Task], None], tasks: Sequence[Task], threads: int, s
 
     Threads take up tasks in their order, without autograd. The first exception ends all threads and is raised here.
     """
-    if threads == 1:
+    jobs = min(_start_threads(threads), len(tasks)) if threads > 1 else 0
+    if not jobs:
         for task in tasks:
             function(task)
         return
-    remaining, taking, failed = iter(tasks), threading.Lock(), threading.Event()
+    remaining, taking, stop, ended = iter(tasks), threading.Lock(), threading.Event(), threading.Semaphore(0)
+    inference, errors = torch.is_inference_mode_enabled(), list[BaseException]()
 
     def work() -> None:
-        with torch.no_grad():
-            while not failed.is_set():
-                with taking:
-                    task = next(remaining, None)
-                if task is None:
-                    return
-                try:
+        try:
+            with torch.inference_mode(inference), torch.no_grad():
+                while not stop.is_set():
+                    with taking:
+                        task = next(remaining, None)
+                    if task is None:
+                        return
                     function(task)
-                except BaseException:
-                    failed.set()
-                    if sums is not None:
-                        sums.stop()
-                    raise
+        except BaseException as error:
+            errors.append(error)
+            end()
+        finally:
+            ended.release()
 
-    futures: list[Future[None]] = []
-    try:
-        pool = _threads(threads)
-        futures += [pool.submit(work) for _ in range(min(threads, len(tasks)))]
-        wait(futures)
-    finally:  # Ctrl-C ends the wait: leave nothing behind that still writes
-        failed.set()
+    def end() -> None:
+        stop.set()
         if sums is not None:
             sums.stop()
-        wait(futures)
-    errors = [error for future in futures if (error := future.exception()) is not None]
+
+    for _ in range(jobs):
+        _jobs.put(work)
+    waited = 0
+    try:
+        while waited < jobs:
+            ended.acquire()
+            waited += 1
+    finally:  # Ctrl-C ends the wait: leave nothing behind that still writes
+        end()
+        for _ in range(jobs - waited):
+            ended.acquire()
     for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
         raise error
 
 
-def _threads(count: int) -> ThreadPoolExecutor:
-    """Return a pool of at least `count` threads in which PyTorch's operations use one thread each."""
-    global _pool, _pool_size
+_lock = threading.Lock()
+_jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+_started = 0
+
+
+def _start_threads(count: int) -> int:
+    """Have `count` threads take jobs, or as many as the system allows; return how many there are."""
     with _lock:
-        if _pool is None or _pool_size < count:
-            pool = ThreadPoolExecutor(count, thread_name_prefix="gspo_kernels")
-            starter = threading.Thread(target=_start, args=(pool, count))
-            starter.start()
-            starter.join()
-            _pool, _pool_size = pool, count
-        return _pool
+        if _started < count:
+            with suppress(RuntimeError):  # no room for another thread, or the interpreter is shutting down
+                starter = threading.Thread(target=_start, args=(count,), daemon=True)
+                starter.start()
+                starter.join()
+        return min(_started, count)
 
 
-def _start(pool: ThreadPoolExecutor, count: int) -> None:
-    """Start all threads of the pool and set each to one thread per operation.
+def _start(count: int) -> None:
+    """Start the missing threads, each with one thread per operation of PyTorch.
 
-    `torch.set_num_threads` applies to the calling thread and to threads that compute for the first time later. A new
-    thread reads the latter and sets it back, so that nobody else's setting changes.
+    `torch.set_num_threads` applies to the calling thread and to threads that compute for the first time later. This
+    thread reads the latter number and sets it back, so that nobody else's setting changes.
     """
+    global _started
     before = torch.get_num_threads()
-    started = threading.Barrier(count)
+    try:
+        for number in range(_started, count):
+            ready = threading.Event()
+            name = f"gspo_kernels_{number}"
+            with suppress(RuntimeError):
+                threading.Thread(target=_take_jobs, args=(ready,), name=name, daemon=True).start()
+                ready.wait()
+                _started += 1
+    finally:
+        torch.set_num_threads(before)
 
-    def alone() -> None:
-        torch.get_num_threads()  # a thread's first use sets its number, and would undo the next line if it came later
-        torch.set_num_threads(1)
-        started.wait()
 
-    for future in [pool.submit(alone) for _ in range(count)]:
-        future.result()
-    torch.set_num_threads(before)
+def _take_jobs(ready: threading.Event) -> None:
+    torch.get_num_threads()  # a thread's first use sets its number, and would undo the next line if it came later
+    torch.set_num_threads(1)
+    ready.set()
+    while True:
+        job = _jobs.get()
+        job()
+        del job  # or it would hold its tensors until the next one
 
 
 def _forget() -> None:
-    """Drop the pool in a forked process, which has none of its threads."""
-    global _pool, _pool_size, _lock
-    _lock, _pool, _pool_size = threading.Lock(), None, 0
+    """Forget the threads in a forked process, which has none of them."""
+    global _lock, _jobs, _started
+    _lock, _jobs, _started = threading.Lock(), SimpleQueue(), 0
 
 
 if hasattr(os, "register_at_fork"):

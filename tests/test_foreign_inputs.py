@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,9 +107,29 @@ def test_pytorchs_own_questions_of_precision_are_answered_inside(precision: str)
 def test_a_wish_per_backend_is_restored() -> None:
     backends: Any = torch.backends
     backends.cuda.matmul.fp32_precision = "tf32"  # now get_float32_matmul_precision raises
-    with exact_products(torch.device("cpu")):
+    with exact_products(torch.device("cuda")):
         assert backends.cuda.matmul.allow_tf32 is False
     assert backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_process_forked_during_a_call_has_the_wish_of_before() -> None:
+    code = """
+import os, torch
+from gspo_kernels.precision import exact_products
+torch.set_float32_matmul_precision("high")
+with exact_products(torch.device("cpu")):
+    if os.fork():
+        os.wait()
+        os._exit(0)
+    print(torch.get_float32_matmul_precision())
+    with exact_products(torch.device("cpu")):
+        print(torch.get_float32_matmul_precision())
+    print(torch.get_float32_matmul_precision(), flush=True)
+    os._exit(0)
+"""
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
+    assert seen.split() == ["high", "highest", "high"]
 
 
 @pytest.mark.parametrize("trainer", ["trl", "verl"])

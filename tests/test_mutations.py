@@ -207,14 +207,14 @@ SHARED_FAULTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "products as the process likes them": (
         "precision",
-        "_restore[:] = _request_ieee()",
+        '_request_ieee("cuda" if device.type == "cuda" else "cpu")',
         "pass",
         "heads::test_exact_products_are_asked_for_on_every_processor[medium]",
     ),
     "one thread restores what another needs": (
         "precision",
-        "if not _calls:\n                for restore",
-        "if True:\n                for restore",
+        "if not _calls:\n                _restore",
+        "if True:\n                _restore",
         "heads::test_two_threads_at_once_keep_exact_products_and_restore_the_wish[torch]",
     ),
     "sequence sums in fp32": (
@@ -322,8 +322,8 @@ SHARED_FAULTS: dict[str, tuple[str, str, str, str]] = {
     ),
     "threads of ours that split operations": (
         "workers",
-        "torch.set_num_threads(1)\n        started",
-        "started",
+        "torch.set_num_threads(1)\n    ready",
+        "ready",
         "workers::test_every_tile_is_computed_by_one_thread_alone",
     ),
     "terms added as they come": (

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gspo_kernels import Objective, gspo_fused_loss, portable_tiles, workers
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, portable_tiles, workers
 
 VOCAB = 9000  # more columns than one tile has: the work is shared
 DEADLINE = 60  # seconds
@@ -139,6 +139,53 @@ def test_terms_are_added_in_their_order(indices: list[int], most_kept: int, thre
 
     workers.run(work, range(len(indices)), threads, sums)
     assert added == [list(range(indices.count(index))) for index in range(3)]
+
+
+def test_inference_mode_gives_the_same_bits() -> None:
+    torch.set_num_threads(2)
+    hidden, weight, ids = torch.randn(9, 16), torch.randn(VOCAB, 16), torch.arange(9)
+    outside = linear_log_probs(hidden, weight, ids, backend="torch").log_probs
+    with torch.inference_mode():
+        inside = linear_log_probs(hidden, weight, ids, backend="torch").log_probs
+    assert inside.is_inference() and torch.equal(outside, inside)
+
+
+def test_with_fewer_threads_than_wanted_the_work_is_done_by_those_there_are() -> None:
+    code = """
+import threading
+from gspo_kernels import workers
+start, most = threading.Thread.start, 1
+
+def limited(self):
+    if self.name.startswith("gspo_kernels") and workers._started >= most:
+        raise RuntimeError("can't start new thread")
+    start(self)
+
+threading.Thread.start = limited
+done = []
+for most in (0, 2, 9):
+    workers.run(done.append, range(4), 3)
+    print(sorted(done), workers._started)
+    done.clear()
+"""
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE).stdout
+    assert seen.splitlines() == [f"[0, 1, 2, 3] {started}" for started in (0, 2, 3)]
+
+
+def test_threads_work_while_the_process_ends() -> None:
+    code = """
+import atexit, threading, time
+from gspo_kernels import workers
+
+def work():
+    time.sleep(0.2)  # until the main thread is through
+    workers.run(print, ["late"], 2)
+
+threading.Thread(target=work).start()
+atexit.register(workers.run, print, ["at exit"], 2)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE)
+    assert run.stdout.split("\n") == ["late", "at exit", ""] and not run.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -238,15 +238,16 @@ def parts(repeats: int) -> Record:
 
 def imports(rounds: int) -> Record:
     """Processor seconds that an import adds to torch's, in fresh processes; of other processes it hears little."""
-    names = ["gspo_kernels.fused_loss", "trl.kernels", "liger_kernel.chunked_loss"]
+    names = ["gspo_kernels", "trl.kernels", "liger_kernel.chunked_loss"]
     packages = {"trl.kernels": "trl", "liger_kernel.chunked_loss": "liger-kernel"}
     names = [name for name in names if name not in packages or measure.version(packages[name])]
+    modules = {"gspo_kernels": "gspo_kernels.fused_loss"}  # the package alone imports nothing
     code = "import time, torch; start = time.process_time(); import {}; print(time.process_time() - start)"
     found: dict[str, list[float]] = defaultdict(list)
     for turn in range(rounds):
         print(f"imports, {turn + 1} of {rounds}", flush=True)
         for name in names:
-            found[name].append(float(_python(code.format(name)).splitlines()[-1]))
+            found[name].append(float(_python(code.format(modules.get(name, name))).splitlines()[-1]))
     return {name: measure.spread(x) for name, x in found.items()}
 
 

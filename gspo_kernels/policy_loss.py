@@ -196,8 +196,8 @@ def policy_rows(
     elif rollout_log_probs is not None:
         expected = "None, because objective.rollout_correction is None and nothing else reads it"
         call.fail("rollout_log_probs", expected, rollout_log_probs)
-    invalid = invalid + call.normalizer("normalizer", normalizer, device)
-    invalid = invalid + call.normalizer("kl_normalizer", kl_normalizer, device)
+    invalid = invalid + call.normalizer("normalizer", normalizer, mask)
+    invalid = invalid + call.normalizer("kl_normalizer", kl_normalizer, mask)
     return (
         layout,
         PolicyRows(layout.offsets, per_row, old, ref, token_weights,

@@ -227,20 +227,22 @@ class Call(Field):
         if temperature.requires_grad:
             self.fail("temperature", "without gradient (it is a constant of the loss)", Said("requires_grad=True"))
 
-    def normalizer(self, name: str, value: Any, device: torch.device) -> Tensor | int:
-        """Check a number or a tensor with no dimension; return how many values are not finite and > 0."""
+    def normalizer(self, name: str, value: Any, mask: Tensor) -> Tensor | int:
+        """Check a number or a tensor with no dimension; return how many values are not finite and > 0.
+
+        A tensor may also be 0 where no token counts, as the number of tokens of such a batch is.
+        """
         expected = "a finite number > 0, within float32, a tensor with no dimension that holds one, or None"
         if value is None:
             return 0
         if not isinstance(value, Tensor):
             self.number(name, value, expected, positive)
             return 0
-        self.tensor(
-            name, value, dtypes=(*FLOATS, *INTEGERS), shapes=[()], shape_text="with no dimension", device=device
-        )
+        dtypes = (*FLOATS, *INTEGERS)
+        self.tensor(name, value, dtypes=dtypes, shapes=[()], shape_text="with no dimension", device=mask.device)
         x = value.float() if value.dtype in HALF else value  # half precision has no number for these bounds
-        wrong = ~((x >= SMALLEST) & (x <= LARGEST)) if x.is_floating_point() else x <= 0
-        return self.flag(name, wrong, expected, value.item)
+        right = (x >= SMALLEST) & (x <= LARGEST) if x.is_floating_point() else x > 0
+        return self.flag(name, ~right & ((x != 0) | mask.any()), expected, value.item)
 
     def offsets(self, cu_seqlens: Any, rows: int, device: torch.device) -> Tensor:
         """Check [S + 1] offsets of sequences in `rows` rows; return how many values are out of order or place."""

@@ -84,7 +84,7 @@ def policy_loss(
         token_weights: [B, 1], [B, T] or [N]; detached; multiplies the policy term, not KL and not entropy.
         entropy: per token, in the shape of log_probs; required for entropy_coef != 0 and then differentiable.
         objective: what is optimised.
-        normalizer: divides the sum; a number or a tensor with no dimension (never read on the host), e.g. the sequences
+        normalizer: divides the sum; a number or a tensor with no dimension (read on a CPU only), e.g. the sequences
             of all ranks and micro-batches (over the ranks, where gradients are averaged over them, as DDP and FSDP do).
             None: this batch's non-empty sequences, tokens for token-mean.
         kl_normalizer: the same for the KL term. None: `normalizer` where the KL aggregates like the policy term.

@@ -28,6 +28,9 @@ LOG_PROB_BIAS = 2e-6
 # Of exact logits, in units of the last place, root mean square: one rounding is 0.29, two are 0.41.
 LOG_PROB_UNIT_RMS = 0.35
 
+# fp32 advantages of rewards far from zero, against float64.
+ADVANTAGE_RELATIVE = 1e-6
+
 # On-policy GSPO's loss is about 0, so losses are compared on the scale of the advantages.
 LOSS_PER_ADVANTAGE = 1e-6
 

@@ -42,7 +42,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def measure(spec: Spec, rounds: int) -> list[Record]:
-    """One record per number of busy processes: times of every candidate, and their ratios to naive GSPO's."""
+    """Return one record per number of busy processes: each candidate's times, and their ratios to naive GSPO's."""
     w = make(spec)
     runs = {name: partial(ALL[name].step, w, ALL[name].old(w)) for name in CANDIDATES}
     records = []

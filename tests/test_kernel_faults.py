@@ -246,7 +246,7 @@ for architecture in ("sm_80", "sm_90"):
 
 
 def test_a_barrier_stands_before_coefficients_are_read_again() -> None:
-    """Between the last store of a coefficient and the first load, for a ratio of tokens, whose loop sums nothing."""
+    """A token-level ratio is used: with a sequence ratio, the reduction would put a barrier there anyway."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", BARRIERS], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -37,13 +37,17 @@ class Policy:
     tokenizer: Any
     head_options: dict[str, Any]  # what the model does to its logits, for the loss
     own_generation_config: GenerationConfig  # the checkpoint's, written back on save
-    counts_router_loss: bool = False  # whether the load-balancing loss of a mixture of experts is part of the loss
-    router_loss_weight: float = 0.0
+    router_loss_weight: float = 0.0  # of the load-balancing loss of a mixture of experts
 
     @property
     def head(self) -> nn.Module:
         """The language-model head, [V, H]."""
         return self.model.get_output_embeddings()
+
+    @property
+    def counts_router_loss(self) -> bool:
+        """True if the load-balancing loss of a mixture of experts is part of the loss."""
+        return self.router_loss_weight != 0
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, first: int) -> Tensor:
         """[B, width] ids -> [B, width - first, H]: the states that predict the tokens from position `first` on."""
@@ -101,14 +105,13 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
     # A checkpoint's own top_k, penalties and the like would sample from another distribution than the one trained.
     model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id)
     router_loss_weight = get_router_loss_weight(model)
-    counts_router_loss = router_loss_weight != 0
     try:
-        if counts_router_loss:
+        if router_loss_weight:
             fuse_head(model)  # allows `with_head`
         options = dict(logit_options(model))
     except (TypeError, ValueError) as error:
         raise InputError(f"--model: {error}") from error
-    return Policy(model, tokenizer, options, own, counts_router_loss, router_loss_weight)
+    return Policy(model, tokenizer, options, own, router_loss_weight)
 
 
 def decoder_config(model: Any) -> Any:
@@ -117,9 +120,9 @@ def decoder_config(model: Any) -> Any:
 
 
 def get_router_loss_weight(model: Any) -> float:
-    """Return the weight of the routers' loss, 0 for a model without one. By the same rule as TRL 1.16.
+    """Return the weight of the routers' loss, or 0 for a model without one. TRL 1.16 has the same rule.
 
-    `output_router_logits` in the configuration says that the model can return its router logits, whatever its value.
+    A model can return its router logits if its configuration has `output_router_logits`, even if that is False.
     """
     config = decoder_config(model)
     return float(getattr(config, "router_aux_loss_coef", 0)) if hasattr(config, "output_router_logits") else 0.0

@@ -34,7 +34,7 @@ def lacks_signal(row: Row) -> bool:
 
 
 def likely_cause(rows: list[Row]) -> str:
-    """Why the answers to each prompt earned the same reward in all these steps, judged by the rewards."""
+    """Explain, from the rewards, why all answers to each prompt earned the same reward in these steps."""
     rewards = {row["reward"] for row in rows}
     if rewards == {0.0}:
         return (

@@ -12,8 +12,13 @@ test: lint
 fast: lint
 	$(BIN)/$(PYTEST) --ignore tests/trainers -m "not slow"
 
-lint: .venv/ready
+lint: .venv/ready build/typing
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+
+# Where pyright finds the folders that are imported as part of the package.
+build/typing:
+	mkdir -p $@/gspo_kernels
+	ln -sfn ../../../integrations ../../../benchmarks $@/gspo_kernels/
 
 # The tested set of versions, in an environment of its own.
 .venv/ready: pyproject.toml constraints.txt

@@ -1,1 +1,1 @@
-"""Measurements. `gspo bench` runs anywhere, the rest from the root of a clone: `python -m benchmarks.step --help`."""
+"""Measurements. `gspo bench` runs anywhere, the rest from a clone: `python -m gspo_kernels.benchmarks --help`."""

@@ -17,17 +17,10 @@ from gspo_kernels import gspo_fused_loss, linear_log_probs
 
 from . import peers
 from .measure import version
-from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Head, Workload
+from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Head, Old, Workload
 
 LogProbs = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]  # hidden [N, H], weight [V, H], ids [N], soft-cap
 GRPO_CLIP = 0.2
-
-
-class Old(NamedTuple):
-    """What a trainer keeps from before the update."""
-
-    log_probs: Tensor | None  # [S, L]; None: on-policy
-    ref_log_probs: Tensor | None  # [S, L]; None: no KL
 
 
 class Candidate(NamedTuple):

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+ROOT = Path(__file__).parent.parent  # of the checkout
 RESULTS = Path(__file__).parent / "results"
 TRIALS = Path("runs") / "trials"
 OUTPUT = "default benchmarks/results/<suite>-<cpu or GPU>.json, of a trial in runs/trials/"
@@ -282,8 +283,7 @@ def _cpu() -> str:
 
 def _checkout() -> tuple[str, bool]:
     """The commit of this file's own repository, and whether sources differ from it. ("", False) outside of one."""
-    root = Path(__file__).parent.parent
-    if Path(_git("rev-parse", "--show-toplevel") or "/") != root:  # installed, perhaps inside somebody else's checkout
+    if Path(_git("rev-parse", "--show-toplevel") or "/") != ROOT:  # installed, perhaps inside somebody else's checkout
         return "", False
     return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--", "*.py", "*.toml", "Makefile"))
 

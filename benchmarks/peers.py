@@ -13,7 +13,7 @@ from torch import Tensor
 from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Workload
 
 if TYPE_CHECKING:
-    from .candidates import Old
+    from .workloads import Old
 
 
 def trl_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:

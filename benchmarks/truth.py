@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .candidates import Old, full_log_probs, loss_of
-from .workloads import Workload
+from .candidates import full_log_probs, loss_of
+from .workloads import Old, Workload
 
 ROWS = 256  # at a time: V x 256 logits in float64
 # Gradients count as wrong, and no speed is told, where their error (norm over norm) is over so many times that of naive

@@ -93,6 +93,13 @@ class Workload(NamedTuple):
         return 2.0 * self.rows * self.weight.numel()
 
 
+class Old(NamedTuple):
+    """What a trainer keeps from before the update."""
+
+    log_probs: Tensor | None  # [S, L]; None: on-policy
+    ref_log_probs: Tensor | None  # [S, L]; None: no KL
+
+
 class Counts(NamedTuple):
     sequences: int
     zero: int  # of advantage 0

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .fused_loss import gspo_fused_loss
-    from .log_probs import LogProbOutput, linear_log_probs
+    from .log_probs import linear_log_probs
     from .objective import Objective
-    from .policy_loss import LossOutput, policy_loss
+    from .outputs import LogProbOutput, LossOutput
+    from .policy_loss import policy_loss
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,8 +24,8 @@ __all__ = [
 ]
 # Where each public name is. They are imported at their first use, so that `gspo --help` answers without PyTorch.
 _MODULES = {
-    "LogProbOutput": "log_probs",
-    "LossOutput": "policy_loss",
+    "LogProbOutput": "outputs",
+    "LossOutput": "outputs",
     "Objective": "objective",
     "gspo_fused_loss": "fused_loss",
     "linear_log_probs": "log_probs",

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .layout import HeadRows, accumulator
-from .log_probs import head_rows
+from .backends.rows import HeadRows
+from .inputs.head import head_rows
+from .inputs.policy import policy_rows
+from .layout import accumulator
 from .metrics import work_metrics
 from .objective import Objective
-from .policy_loss import LossOutput, loss_output, policy_rows
+from .outputs import LossOutput, loss_output
 from .validation import Call
 
 

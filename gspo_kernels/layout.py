@@ -6,7 +6,6 @@ The named tuples at the end are what every backend receives and returns.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,50 +76,3 @@ def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype of logits, log-probs, ratios and the loss: fp64 for fp64 hidden states, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class HeadRows(NamedTuple):
-    """What makes log-probs: z = softcap(logit_scale * (h W^T + a B^T + bias)) / temperature."""
-
-    hidden: Tensor  # [N, H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    adapter_hidden: Tensor | None  # [N, R]: LoRA's scaled h A^T, any float dtype
-    adapter_weight: Tensor | None  # [V, R]: LoRA's B
-    target_ids: Tensor  # [N] int64, anything where masked
-    mask: Tensor  # [N] bool
-    temperature: Tensor | None  # [] or [N]; None is 1
-    logit_scale: float
-    logit_softcap: float | None
-    vocab_size: int  # columns from here on are padding
-    entropy: bool
-
-
-class HeadResult(NamedTuple):
-    """Per row, in fp32 (fp64 for fp64 inputs); 0 at masked rows."""
-
-    log_probs: Tensor  # [N]
-    entropy: Tensor  # [N] nats, or [0] if not asked for
-    shift: Tensor  # [N] the largest logit
-    # Log-sum-exp of the logits, less shift: apart they keep the bits that their sum would round off.
-    log_total: Tensor  # [N]
-
-
-class PolicyRows(NamedTuple):
-    """What a backend needs beside log-probs to form the loss."""
-
-    offsets: Tensor  # [S + 1] int64
-    advantages: Tensor  # [N]
-    old_log_probs: Tensor | None  # [N]; None: the log-probs themselves, detached
-    ref_log_probs: Tensor | None  # [N]
-    token_weights: Tensor | None  # [N]
-    normalizer: Tensor | None  # []
-    kl_normalizer: Tensor | None  # []
-
-
-class PolicyResult(NamedTuple):
-    loss: Tensor  # []
-    log_ratio: Tensor  # [S], or [N] for ratio="token"
-    coefficient: Tensor  # [N] d(loss)/d(log_prob)
-    entropy_coefficient: Tensor  # [N] d(loss)/d(entropy), or [0] where entropy_coef is 0
-    metrics: Tensor  # in the order of metrics.NAMES

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from . import metrics
-from .backends import implementation
-from .layout import HeadResult, HeadRows, PolicyResult, PolicyRows, accumulator
-from .live_tiles import LiveTiles, all_columns, choose, exact_work
+from .backends.dispatch import implementation
+from .backends.live_tiles import all_columns, choose, exact_work
+from .backends.precision import select_times
+from .backends.rows import HeadResult, HeadRows, LiveTiles, PolicyResult, PolicyRows
+from .layout import accumulator
 from .objective import Objective
-from .surrogates import select_times
 
 _HEAD = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? adapter_hidden, Tensor? adapter_weight, Tensor target_ids, "

@@ -43,39 +43,41 @@ AROUND: dict[str, tuple[str, str, str, str]] = {
         "advantages::test_equal_rewards_of_a_batch_are_divided_by_nothing",
     ),
     "head not put back after an error": (
-        "integrations/huggingface",
+        "integrations/huggingface/fused_head",
         "finally:\n            for module, name in places:\n                module._modules[name] = self.head",
         "except ValueError:\n            raise\n"
         "        for module, name in places:\n            module._modules[name] = self.head",
         "huggingface::test_an_error_inside_the_model_leaves_it_its_head",
     ),
     "random numbers drawn by the measurement": (
-        "integrations/huggingface", "torch.random.fork_rng(devices=devices), torch.no_grad()", "torch.no_grad()",
+        "integrations/huggingface/fused_head",
+        "torch.random.fork_rng(devices=devices), torch.no_grad()", "torch.no_grad()",
         "huggingface::test_a_model_with_dropout_is_measured_without_a_trace_in_random_numbers",
     ),
     "logit_options removes a fused head": (
-        "integrations/huggingface", "if already is None:\n            fused.remove()", "fused.remove()",
+        "integrations/huggingface/fused_head", "if already is None:\n            fused.remove()", "fused.remove()",
         "huggingface::test_the_options_of_a_fused_model_leave_it_fused",
     ),
     "torch.compile not unwrapped": (
-        "integrations/huggingface", "elif hasattr(model, \"_orig_mod\"):", "elif False:",
+        "integrations/huggingface/fused_head", "elif hasattr(model, \"_orig_mod\"):", "elif False:",
         "huggingface::test_the_model_inside_torch_compile_is_the_model",
     ),
     "a NaN difference accepted": (
-        "integrations/head_options", "if not error <= allowed:", "if error > allowed:",
+        "integrations/huggingface/head_options", "if not error <= allowed:", "if error > allowed:",
         "huggingface::test_a_head_without_numbers_is_refused",
     ),
     "sign of a scale ignored": (
-        "integrations/head_options", "slope, reached = near[0].item() / 2.0**-10, abs(far[0].item())",
+        "integrations/huggingface/head_options", "slope, reached = near[0].item() / 2.0**-10, abs(far[0].item())",
         "slope, reached = abs(near[0].item()) / 2.0**-10, abs(far[0].item())",
         "huggingface::test_a_negative_scale_and_one_that_no_configuration_has_are_measured",
     ),
     "numbers of the text configuration ignored": (
-        "integrations/head_options", "values |= text.to_dict() if text is not None else {}", "pass",
+        "integrations/huggingface/head_options", "values |= text.to_dict() if text is not None else {}", "pass",
         "huggingface::test_numbers_of_the_text_configuration_are_known",
     ),
     "nearest number of the configuration for any scale": (
-        "integrations/head_options", "return best if abs(best - measured) <= _MEASURED * abs(measured) else measured",
+        "integrations/huggingface/head_options",
+        "return best if abs(best - measured) <= _MEASURED * abs(measured) else measured",
         "return best", "huggingface::test_a_negative_scale_and_one_that_no_configuration_has_are_measured",
     ),
     "logged loss with a gradient": (

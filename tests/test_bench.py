@@ -15,10 +15,11 @@ import torch
 from tolerance import CANDIDATE_GRADIENT, CANDIDATE_LOSS, FLOAT64_LOSS_RELATIVE
 from typer.testing import CliRunner
 
-from benchmarks import bench, candidates, measure, peaked, truth, workloads
-from benchmarks.candidates import ALL
-from benchmarks.workloads import Head, Spec
-from gspo_kernels.cli import app
+from gspo_kernels.benchmarks import candidates, measure, peaked, truth, workloads
+from gspo_kernels.benchmarks.candidates import ALL
+from gspo_kernels.benchmarks.suites import bench
+from gspo_kernels.benchmarks.workloads import Head, Spec
+from gspo_kernels.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
 SMALL = Spec(Head(64, 1000), 96, "rl-like")
@@ -132,7 +133,7 @@ def test_old_log_probs_that_do_not_fit_do_not_fit_either(monkeypatch: pytest.Mon
 
 
 def test_a_batch_that_does_not_fit_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = importlib.import_module("gspo_kernels.benchmarks.bench")  # what the command imports
+    installed = importlib.import_module("gspo_kernels.benchmarks.suites.bench")  # what the command imports
     monkeypatch.setattr(installed, "fresh", lambda *_, **__: None)
     monkeypatch.setattr(installed, "stop_before_swapping", lambda: None)  # it would hold for the tests after this one
     done = CliRunner().invoke(app, ["bench", "--model", "64,1000", "--tokens", "64", "--against", "naive"])
@@ -184,7 +185,7 @@ def test_ours_failing_is_no_footnote(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "passes"), [("naive GSPO", 3.0), ("ours", None)])
 def test_memory_and_products_are_measured_in_a_process_of_their_own(name: str, passes: float | None) -> None:
     spec = Spec(Head(64, 6000), 1024, "dense")
-    found = measure.fresh("bench", "costs_of", name=name, spec=spec, passes=True)
+    found = measure.fresh("suites.bench", "costs_of", name=name, spec=spec, passes=True)
     gradients = 4 * (1024 * 64 + 6000 * 64)
     logits = 4 * 1024 * 6000
     if name == "naive GSPO":
@@ -199,7 +200,7 @@ def test_too_much_memory_is_told_and_not_taken() -> None:
 
 def test_a_failure_in_another_process_is_a_failure_here() -> None:
     with pytest.raises(RuntimeError, match=r"^KeyError: 'nobody'"):
-        measure.fresh("bench", "costs_of", name="nobody", spec=SMALL, passes=False)
+        measure.fresh("suites.bench", "costs_of", name="nobody", spec=SMALL, passes=False)
 
 
 def test_another_process_takes_nothing_from_the_working_directory(
@@ -209,7 +210,7 @@ def test_another_process_takes_nothing_from_the_working_directory(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))  # `python -m pytest` has it as ""
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
-    found = measure.fresh("bench", "costs_of", name="ours", spec=SMALL, passes=True)
+    found = measure.fresh("suites.bench", "costs_of", name="ours", spec=SMALL, passes=True)
     assert found["passes"] > 1
 
 
@@ -253,7 +254,7 @@ def test_the_command_prints_one_json_object() -> None:
 
 @pytest.mark.parametrize(("before", "warns"), [(2.0, True), (0.1, False)])
 def test_a_busy_machine_is_told_of(before: float, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = importlib.import_module("gspo_kernels.benchmarks.bench")  # what the command imports
+    installed = importlib.import_module("gspo_kernels.benchmarks.suites.bench")  # what the command imports
     monkeypatch.setattr(installed, "fresh", lambda *_, **__: {"peak_bytes": 1})
     monkeypatch.setattr(installed, "stop_before_swapping", lambda: None)  # it would hold for the tests after this one
     monkeypatch.setattr(installed, "load", lambda: before)
@@ -300,12 +301,22 @@ def test_the_synthetic_policy_has_the_entropies_it_promises() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", ["step", "vocab", "trainer", "sparsity --passes --time"])
 def test_a_suite_runs_and_its_figure_is_drawn(suite: str, tmp_path: Path) -> None:
-    from benchmarks import figures_sparsity, figures_step
+    from gspo_kernels.benchmarks.report import figures_sparsity, figures_step
 
     name, *options = suite.split()
     output = tmp_path / f"{name}.json"
     peers = [] if name == "sparsity" else ["--against", "torch"]
-    command = [sys.executable, "-m", f"benchmarks.{name}", *options, *peers, "--tiny", "--output", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "gspo_kernels.benchmarks",
+        name,
+        *options,
+        *peers,
+        "--tiny",
+        "--output",
+        str(output),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(output.read_text())

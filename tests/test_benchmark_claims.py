@@ -1,4 +1,4 @@
-"""`benchmarks.fidelity` and `benchmarks.paper_checks`: they run, their verdicts follow from numbers, figures draw."""
+"""Fidelity, decisions and the paper's claims: the studies run, verdicts follow from numbers, figures draw."""
 
 from __future__ import annotations
 
@@ -12,18 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import (
-    candidates,
-    decisions,
-    fidelity,
-    figures_fidelity,
-    figures_paper,
-    looks,
-    paper_checks,
-    paper_samples,
-)
-from benchmarks.candidates import LogProbs
-from benchmarks.workloads import Head
+from gspo_kernels.benchmarks import candidates
+from gspo_kernels.benchmarks.candidates import LogProbs
+from gspo_kernels.benchmarks.report import figures_fidelity, figures_paper, looks
+from gspo_kernels.benchmarks.studies import decisions, fidelity, paper_checks, paper_samples
+from gspo_kernels.benchmarks.workloads import Head
 
 HEAD = Head(128, 4096)
 CPU = torch.device("cpu")
@@ -190,7 +183,10 @@ def test_the_suite_runs_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[
     report = json.loads((tmp_path / "found.json").read_text())
     results = report["results"]
     assert report["suite"] == "fidelity" and list(results["sets"]) == ["synthetic"]
-    assert "trained policy" in results["not measured"] and "benchmarks.policy" in capsys.readouterr().out
+    assert (
+        "trained policy" in results["not measured"]
+        and "python -m gspo_kernels.benchmarks policy" in capsys.readouterr().out
+    )
     found = results["sets"]["synthetic"]
     assert {NAIVE, OURS, MIXED, "fp16 logits", "fp32 logits"} <= found["log-ratios"].keys()
     assert len(found["decisions"]) == len(found["log-ratios"]) * len(fidelity.LENGTHS)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers.utils.logging import enable_progress_bar
 
-from benchmarks import arithmetic, budgets, figures_training, policy, workloads
+from gspo_kernels.benchmarks import workloads
+from gspo_kernels.benchmarks.report import figures_training
+from gspo_kernels.benchmarks.studies import arithmetic, budgets, policy
 from gspo_kernels.integrations.reference_trainer.policy import load_policy
 from gspo_kernels.integrations.reference_trainer.tasks import answer_found
 
@@ -46,13 +48,13 @@ def test_the_words_of_the_stories_can_fill_the_vocabulary() -> None:
 
 
 def test_states_that_are_not_there_say_how_to_make_them(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"python -m benchmarks\.policy"):
+    with pytest.raises(FileNotFoundError, match=r"python -m gspo_kernels\.benchmarks policy"):
         policy.load(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `python -m benchmarks.policy --tiny`."""
+    """The folder of `python -m gspo_kernels.benchmarks policy --tiny`."""
     folder = tmp_path_factory.mktemp("policy")
     _main(policy, "--folder", folder, "--output", folder / "policy.json")
     return folder
@@ -126,7 +128,7 @@ def test_budgets_are_trained_and_compared(tiny: Path, tmp_path: Path) -> None:
 def test_budgets_without_a_policy_say_how_to_make_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         _main(budgets, "--policy", tmp_path)
-    assert "python -m benchmarks.policy" in capsys.readouterr().err
+    assert "python -m gspo_kernels.benchmarks policy" in capsys.readouterr().err
 
 
 def test_the_control_differs_from_its_start_by_a_millionth_and_by_its_seed(tiny: Path, tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ import pytest
 import torch
 import triton
 
-from gspo_kernels.kernels import ahead_of_time, cases, launch, tuning
-from gspo_kernels.kernels.launch import Launch, launches
-from gspo_kernels.layout import HeadRows
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.triton import launch, tuning
+from gspo_kernels.backends.triton.launch import Launch, launches
+from gspo_kernels.tools import compile_cases as cases
+from gspo_kernels.tools import compile_gate as ahead_of_time
 
 GOLDEN = Path(__file__).parent / "golden_kernels.json"
 GATED = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -31,7 +33,7 @@ KERNELS = {
 PRODUCTS = ("hidden_product", "weight_product")
 SURVEY = """
 import json, sys
-from gspo_kernels.kernels.ahead_of_time import survey
+from gspo_kernels.tools.compile_gate import survey
 rows = survey(sys.argv[1:])
 print(json.dumps([[*row[:4], row.report and row.report.__dict__, row.faults] for row in rows]))
 """
@@ -164,9 +166,9 @@ def test_interpretation_changes_the_dtype_of_operands_and_nothing_else() -> None
                 places.append((path.stem, ast.unparse(body) if not isinstance(body, list) else ast.unparse(body[0])))
     upcast = "a, b = (a.to(ACC), b.to(ACC))"
     assert sorted(places) == [
-        *[("cell_products", upcast)] * 2,
+        ("gradient_rows", "INTERPRETED and head.hidden.dtype == torch.bfloat16"),  # where torch rounds d_logits
         *[("logit_tile", upcast)] * 2,
-        ("upstream", "INTERPRETED and head.hidden.dtype == torch.bfloat16"),  # where torch rounds d_logits
+        *[("sparse_products", upcast)] * 2,
     ]
 
 

@@ -1,7 +1,7 @@
-"""The gate on what a step costs wherever it runs: `python -m benchmarks.costs`, number for number, and by formula.
+"""The gate on what a step costs on any machine: `python -m gspo_kernels.benchmarks costs`, exactly, and by formula.
 
-A number that changed for a reason is written by `python -m benchmarks.costs --write`: read the difference first. At the
-end, that what depends on the machine can be measured: `python -m benchmarks.overhead`.
+Where a number changed for a reason, `python -m gspo_kernels.benchmarks costs --write` writes it: read the difference
+first. The last tests run `python -m gspo_kernels.benchmarks overhead`, which measures what depends on the machine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import costs, overhead
-from gspo_kernels import ops, portable
-from gspo_kernels.kernels import sequence
+from gspo_kernels import ops
+from gspo_kernels.backends.torch import backward, forward
+from gspo_kernels.backends.triton import sequence
+from gspo_kernels.benchmarks.suites import costs, overhead
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = json.loads(costs.GOLDEN.read_text())
@@ -94,7 +95,7 @@ def test_launches_do_not_grow_with_the_batch(name: str) -> None:
 def test_bytes_and_compiled_kernels_at_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("TRITON_INTERPRET")
-    found = costs.measure.fresh("costs", "compiled")
+    found = costs.measure.fresh("suites.costs", "compiled")
     expect_golden(found, {part: GOLDEN[part] for part in found})
     assert set(found) | {"torch", "work", "launches"} == set(GOLDEN)
     for name, options in costs.REAL.items():
@@ -116,8 +117,8 @@ def test_the_golden_file_has_every_situation_and_no_other() -> None:
 
 
 def masked_rows_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = portable.Tiles
-    monkeypatch.setattr(portable, "Tiles", lambda head, index: whole(head, torch.arange(len(head.hidden))))
+    whole = forward.Tiles
+    monkeypatch.setattr(forward, "Tiles", lambda head, index: whole(head, torch.arange(len(head.hidden))))
 
 
 def dead_rows_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +127,13 @@ def dead_rows_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradient_tiles_stay_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    d_logits, kept = portable._Upstream.d_logits, []
+    d_logits, kept = backward._Upstream.d_logits, []
 
     def leaking(*args: Any) -> Tensor:
         kept.append(d_logits(*args))
         return kept[-1]
 
-    monkeypatch.setattr(portable._Upstream, "d_logits", leaking)
+    monkeypatch.setattr(backward._Upstream, "d_logits", leaking)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +173,8 @@ def test_one_more_launch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_compiled_for_every_batch_is_seen() -> None:
     code = """
 import json
-from benchmarks import costs, overhead
-from gspo_kernels.kernels import gradient_tile
+from gspo_kernels.benchmarks.suites import costs, overhead
+from gspo_kernels.backends.triton import gradient_tile
 for parameter in gradient_tile.gradient_tile.params:
     parameter.do_not_specialize = False
 print(json.dumps([costs.variants(1), costs.variants(2)]))
@@ -198,7 +199,7 @@ def test_differences_name_what_is_new_and_what_is_gone() -> None:
 @pytest.mark.slow
 def test_a_trial_of_the_overhead_suite_writes_everything(tmp_path: Path) -> None:
     output = tmp_path / "overhead.json"
-    command = [sys.executable, "-m", "benchmarks.overhead", "--tiny", "--output", str(output)]
+    command = [sys.executable, "-m", "gspo_kernels.benchmarks", "overhead", "--tiny", "--output", str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     results = json.loads(output.read_text())["results"]

@@ -17,11 +17,13 @@ import torch
 from tolerance import LOSS_PER_ADVANTAGE, check_loss, decision_band
 from typer.testing import CliRunner
 
-from gspo_kernels import backends, doctor, portable
-from gspo_kernels.cli import app
-from gspo_kernels.doctor import CPU, DTYPES, check, decisions, error_ratio, loss_error_ratio, make_batch, outputs
-from gspo_kernels.kernels import ahead_of_time
+from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.backends import torch as portable
 from gspo_kernels.reference import gspo_reference_loss
+from gspo_kernels.tools import compile_gate as ahead_of_time
+from gspo_kernels.tools import doctor
+from gspo_kernels.tools.cli import app
+from gspo_kernels.tools.doctor import CPU, DTYPES, check, decisions, error_ratio, loss_error_ratio, make_batch, outputs
 
 # Kernels are interpreted in the process of these tests, so the doctor finds the Triton backend on the CPU by itself.
 
@@ -40,7 +42,7 @@ def run_json(*arguments: str) -> tuple[int, dict[str, Any]]:
 def run_process(*arguments: str, before: str = "", **environment: str) -> tuple[int, dict[str, Any]]:
     """In a process that does not interpret kernels, after some Python."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    code = f"import sys\n{before}\nfrom gspo_kernels.cli import app\napp()"
+    code = f"import sys\n{before}\nfrom gspo_kernels.tools.cli import app\napp()"
     command = [sys.executable, "-c", code, "doctor", "--json", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, env={**inherited, **environment})
     assert result.stdout, result.stderr

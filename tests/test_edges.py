@@ -32,7 +32,7 @@ by_objective = pytest.mark.parametrize("name", OBJECTIVES)
 
 
 def in_small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 8, columns: int = 7) -> None:
-    from gspo_kernels import portable_tiles
+    from gspo_kernels.backends.torch import tiles as portable_tiles
 
     monkeypatch.setattr(portable_tiles, "tile_shape", lambda device, dtype: (rows, columns))
 
@@ -723,7 +723,8 @@ def test_only_what_requires_a_gradient_gets_one_and_its_bits_depend_on_no_other(
     computed: list[tuple[bool, ...]] = []
     shapes: list[tuple[int, ...]] = []
     if backend == "torch":
-        from gspo_kernels import portable, portable_tiles
+        from gspo_kernels.backends import torch as portable
+        from gspo_kernels.backends.torch import tiles as portable_tiles
 
         run_backward, make_zeros = portable.head_backward, portable_tiles.Tiles.zeros
 

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
 from gspo_kernels.advantages import group_advantages
-from gspo_kernels.precision import exact_products
+from gspo_kernels.backends.precision import exact_products
 from gspo_kernels.sampler_mismatch import RolloutCorrection, importance_weights
 
 B, T, H, V = 2, 3, 8, 11
@@ -116,7 +116,7 @@ def test_a_wish_per_backend_is_restored() -> None:
 def test_a_process_forked_during_a_call_has_the_wish_of_before() -> None:
     code = """
 import os, torch
-from gspo_kernels.precision import exact_products
+from gspo_kernels.backends.precision import exact_products
 torch.set_float32_matmul_precision("high")
 with exact_products(torch.device("cpu")):
     if os.fork():

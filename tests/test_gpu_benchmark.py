@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu` in a dry run without a GPU: what it writes, and that a wrong kernel makes it fail."""
+"""A dry run of `python -m gspo_kernels.benchmarks gpu` without a GPU: its output; a wrong kernel makes it fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAULTS = {  # (file, text, the text with the fault, a check that must see it)
 
 
 def run(root: Path, output: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.gpu", *arguments, "--output", str(output)]
+    command = [sys.executable, "-m", "gspo_kernels.benchmarks", "gpu", *arguments, "--output", str(output)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     return done, json.loads(output.read_text()) if output.exists() else {}
@@ -97,7 +97,7 @@ def test_without_a_device_it_says_what_to_do(tmp_path: Path) -> None:
     [
         (("--check", "--only", "("), 2, "expected a regular expression, got '('"),
         (("--check", "--device", "warp"), 2, "got 'warp'"),
-        (("--check", "--device", "cuda"), 2, "TRITON_INTERPRET=1 python -m benchmarks.gpu --check --tiny --device cpu"),
+        (("--check", "--device", "cuda"), 2, "python -m gspo_kernels.benchmarks gpu --check --tiny --device cpu"),
         ((*DRY_RUN, "--only", "no such check"), 2, "no check's name matches 'no such check'"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gspo_kernels import LossOutput, Objective, gspo_fused_loss, linear_log_probs, policy_loss
-from gspo_kernels.precision import exact_products
+from gspo_kernels.backends.precision import exact_products
 from gspo_kernels.reference import gspo_reference_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
@@ -653,7 +653,7 @@ def add_adapter_of_width(head: nn.Linear) -> Any:
 def test_a_refused_call_restores_the_wish_for_fast_products(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend != "torch":
         pytest.skip("reaches into the torch backend")
-    from gspo_kernels import portable_tiles
+    from gspo_kernels.backends.torch import tiles as portable_tiles
 
     def out_of_memory(*_: Any) -> Any:
         raise MemoryError
@@ -673,7 +673,7 @@ def test_two_threads_at_once_keep_exact_products_and_restore_the_wish(
 ) -> None:
     if backend != "torch":
         pytest.skip("reaches into the torch backend")
-    from gspo_kernels import portable_tiles
+    from gspo_kernels.backends.torch import tiles as portable_tiles
 
     compute, limit = portable_tiles.Tiles.logits, 20
     second_is_in, first_is_out = threading.Event(), threading.Event()

@@ -13,8 +13,14 @@ from tolerance import MODEL_GRADIENT_RELATIVE
 from torch import Tensor, nn
 
 from gspo_kernels import gspo_fused_loss, linear_log_probs
-from gspo_kernels.integrations import head_options
-from gspo_kernels.integrations.huggingface import HeadError, HeadOutput, base_model, fuse_head, logit_options
+from gspo_kernels.integrations.huggingface import (
+    HeadError,
+    HeadOutput,
+    base_model,
+    fuse_head,
+    head_options,
+    logit_options,
+)
 
 PLAIN = {"logit_scale": 1.0, "logit_softcap": None, "vocab_size": 96}
 EIGHT = {"head_dim": 8}

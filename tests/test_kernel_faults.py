@@ -21,10 +21,12 @@ from tolerance import FLOAT64_RELATIVE, KEPT_GRADIENT_RELATIVE
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
-from gspo_kernels import Objective, kernels, policy_loss
-from gspo_kernels.kernels import logit_tile, sequence, tuning, upstream
-from gspo_kernels.kernels.launch import Launch, launches
-from gspo_kernels.live_tiles import LiveTiles
+from gspo_kernels import Objective, policy_loss
+from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends.rows import LiveTiles
+from gspo_kernels.backends.triton import gradient_rows as upstream
+from gspo_kernels.backends.triton import logit_tile, sequence, tuning
+from gspo_kernels.backends.triton.launch import Launch, launches
 
 # -- batches of more than a block, and tensors that are not contiguous
 
@@ -215,9 +217,10 @@ BARRIERS = """
 import re
 from pathlib import Path
 import torch
-from gspo_kernels.kernels import cases, sequence, tuning
-from gspo_kernels.kernels.ahead_of_time import compile_launch
-from gspo_kernels.kernels.launch import launches
+from gspo_kernels.backends.triton import sequence, tuning
+from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.tools import compile_cases as cases
+from gspo_kernels.tools.compile_gate import compile_launch
 
 lines = Path(sequence.__file__).read_text().splitlines()
 store, load = (

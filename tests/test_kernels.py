@@ -17,10 +17,16 @@ from test_parity import DTYPES, HEADS, OBJECTIVES, assert_equals_oracle
 from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE
 from torch import Tensor
 
-from gspo_kernels import Objective, backends, kernels, live_tiles, policy_loss, portable
-from gspo_kernels.kernels import cases, forward, launch, tuning, upstream
-from gspo_kernels.kernels.launch import launches
-from gspo_kernels.layout import HeadResult, HeadRows
+from gspo_kernels import Objective, policy_loss
+from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.backends import live_tiles
+from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends.rows import HeadResult, HeadRows
+from gspo_kernels.backends.triton import forward, launch, tuning
+from gspo_kernels.backends.triton import gradient_rows as upstream
+from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.tools import compile_cases as cases
 
 # -- every shipped block shape is right
 
@@ -226,9 +232,10 @@ def test_partial_results_past_two_to_the_31() -> None:
 VARIANTS = """
 import json, random, torch
 from gspo_kernels import Objective
-from gspo_kernels.kernels import cases, tuning
-from gspo_kernels.kernels.ahead_of_time import specialise
-from gspo_kernels.kernels.launch import launches
+from gspo_kernels.backends.triton import tuning
+from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.tools import compile_cases as cases
+from gspo_kernels.tools.compile_gate import specialise
 random.seed(0)
 found = {}
 with tuning.assume("sm_90"), launches() as seen:

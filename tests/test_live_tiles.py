@@ -16,20 +16,15 @@ from test_parity import DTYPES
 from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE, softcap_slope
 from torch import Tensor
 
-from gspo_kernels import (
-    Objective,
-    backends,
-    gspo_fused_loss,
-    kernels,
-    live_tiles,
-    ops,
-    policy_loss,
-    portable,
-    portable_tiles,
-)
-from gspo_kernels.kernels.launch import launches
-from gspo_kernels.layout import HeadResult, HeadRows
-from gspo_kernels.live_tiles import LiveTiles, sparse_pays
+from gspo_kernels import Objective, gspo_fused_loss, ops, policy_loss
+from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.backends import live_tiles
+from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends.live_tiles import sparse_pays
+from gspo_kernels.backends.rows import HeadResult, HeadRows, LiveTiles
+from gspo_kernels.backends.torch import tiles as portable_tiles
+from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.metrics import work_metrics
 
 
@@ -193,7 +188,7 @@ def test_gradients_of_every_dtype_are_those_of_the_kept_entries(
     head: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several chunks of rows and slabs of columns, ragged at all ends."""
-    from gspo_kernels.kernels import upstream
+    from gspo_kernels.backends.triton import gradient_rows as upstream
 
     monkeypatch.setattr(upstream, "workspace_bytes", lambda: 2**19)
     monkeypatch.setattr(upstream, "_ROWS_AT_ONCE", 128)
@@ -368,9 +363,9 @@ def test_the_host_of_triton_looks_once_and_in_the_backward(monkeypatch: pytest.M
             return real(x, *args, **options)
 
         monkeypatch.setattr(Tensor, name, looked)
-    monkeypatch.setattr("gspo_kernels.kernels.launch.launch", lambda *args, **options: None)
-    for module in ("forward", "cell_products", "upstream"):
-        monkeypatch.setattr(f"gspo_kernels.kernels.{module}.launch", lambda *args, **options: None)
+    monkeypatch.setattr("gspo_kernels.backends.triton.launch.launch", lambda *args, **options: None)
+    for module in ("forward", "sparse_products", "gradient_rows"):
+        monkeypatch.setattr(f"gspo_kernels.backends.triton.{module}.launch", lambda *args, **options: None)
     with choices():
         result, tiles = kernels.forward_with_shares(head, wanted=True)
         tiles.share.fill_(1e-3)  # what a kernel would have written

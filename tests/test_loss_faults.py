@@ -14,9 +14,13 @@ from test_house import head_rows
 from test_live_tiles import assert_dropped_is_what_is_said, choices, small_tiles
 from tolerance import FLOAT64_RELATIVE, LOG_PROB_UNIT_RMS, check
 
-from gspo_kernels import Objective, backends, live_tiles, policy_loss, portable, portable_tiles, reference
-from gspo_kernels.layout import HeadRows
-from gspo_kernels.precision import power_of_two
+from gspo_kernels import Objective, policy_loss, reference
+from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.backends import live_tiles
+from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends.precision import power_of_two
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.torch import tiles as portable_tiles
 
 # -- terms of the loss
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import busy, report, report_claims, report_costs, sparsity
-from benchmarks.workloads import BUDGETS
+from gspo_kernels.benchmarks.report import claims as report_claims
+from gspo_kernels.benchmarks.report import costs as report_costs
+from gspo_kernels.benchmarks.report import pages as report
+from gspo_kernels.benchmarks.suites import busy, sparsity
+from gspo_kernels.benchmarks.workloads import BUDGETS
 
 SUITES = report.SECTIONS
 

@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_readers import GSPO, ROLL, dataclass_of, trl_config
 
-from gspo_kernels.integrations import reader_tables as tables
-from gspo_kernels.integrations.readers import Reading, from_ms_swift, from_roll, from_stateset, from_trl, from_verl
+from gspo_kernels.integrations.settings import (
+    Reading,
+    from_ms_swift,
+    from_roll,
+    from_stateset,
+    from_trl,
+    from_verl,
+    tables,
+)
 
 REFUSED: list[tuple[Callable[..., Reading], Any, str]] = [
     (from_verl, {"policy_loss": {"loss_mode": "kl_cov"}},

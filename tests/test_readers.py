@@ -16,8 +16,7 @@ import torch
 from other_trainers import assert_agree, ours, rollout
 
 from gspo_kernels import Objective, advantages, policy_loss, sampler_mismatch
-from gspo_kernels.integrations import reader_tables as tables
-from gspo_kernels.integrations.readers import (
+from gspo_kernels.integrations.settings import (
     Normalizer,
     Reading,
     Step,
@@ -26,6 +25,7 @@ from gspo_kernels.integrations.readers import (
     from_stateset,
     from_trl,
     from_verl,
+    tables,
 )
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 

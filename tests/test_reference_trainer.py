@@ -14,7 +14,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from typer.testing import CliRunner
 
 from gspo_kernels.advantages import group_advantages
-from gspo_kernels.cli import app
 from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy, train, train_config
 from gspo_kernels.integrations.reference_trainer import trainer as loop
 from gspo_kernels.integrations.reference_trainer.sampling import encode, sample
@@ -27,6 +26,7 @@ from gspo_kernels.integrations.reference_trainer.tasks import (
     letters_in_place,
     sorting_task,
 )
+from gspo_kernels.tools.cli import app
 
 SMALL = {"steps": 3, "prompts_per_step": 4, "group_size": 4, "eval_every": 2, "eval_prompts": 8, "threads": 1}
 KEYS = {"step", "reward", "loss", "clip_fraction", "ratio_mean", "entropy", "dropped_gradient_mass", "passes"}

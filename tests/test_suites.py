@@ -13,7 +13,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import budgets, measure, paper_checks, paper_samples, report, sparsity, step, table
+from gspo_kernels.benchmarks import measure, table
+from gspo_kernels.benchmarks.__main__ import COMMANDS
+from gspo_kernels.benchmarks.report import pages as report
+from gspo_kernels.benchmarks.studies import budgets, paper_checks, paper_samples
+from gspo_kernels.benchmarks.suites import sparsity, step
 
 CPU = torch.device("cpu")
 SUITES = ("step", "vocab", "busy", "trainer", "sparsity", "fidelity", "overhead", "policy", "budgets", "paper_checks")
@@ -78,7 +82,7 @@ def test_bad_options_are_said_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [suite, *options])
     with pytest.raises(SystemExit):
-        importlib.import_module(f"benchmarks.{suite}").main()
+        importlib.import_module(f"gspo_kernels.benchmarks.{COMMANDS[suite]}").main()
     assert said in capsys.readouterr().err
 
 
@@ -192,5 +196,5 @@ def test_small_times_are_not_rounded_away_and_a_log_hears_what_is_done(capsys: p
 
 def test_everyone_who_saves_says_where() -> None:
     for suite in SUITES:
-        text = (Path(step.__file__).parent / f"{suite}.py").read_text()
+        text = Path(measure.__file__).parent.joinpath(*COMMANDS[suite].split(".")).with_suffix(".py").read_text()
         assert "destination(" in text, suite

@@ -20,12 +20,12 @@ from tolerance import PARAMETER_ABSOLUTE
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
-from gspo_kernels.cli import app
 from gspo_kernels.integrations.reference_trainer import InputError, policy, progress, train, train_config
 from gspo_kernels.integrations.reference_trainer import trainer as loop
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
 from gspo_kernels.integrations.reference_trainer.tasks import Task, sorting_task
+from gspo_kernels.tools.cli import app
 
 SIZES = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "steps"]
 
@@ -59,7 +59,7 @@ def test_a_folder_that_exists_is_kept_and_the_message_offers_both_ways_out(tmp_p
 def test_a_signal_saves_the_model_and_says_where(tmp_path: Path, number: int, status: int) -> None:
     arguments = [*SIZES, "--steps", "1000", "--output", str(tmp_path), "--name", "stopped", "--seeds", "0,1"]
     process = subprocess.Popen(
-        [sys.executable, "-c", "from gspo_kernels.cli import app; app()", "train", *arguments],
+        [sys.executable, "-c", "from gspo_kernels.tools.cli import app; app()", "train", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

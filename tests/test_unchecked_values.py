@@ -120,8 +120,8 @@ def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
 def test_the_closed_form_reads_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's own body, which the test above does not enter."""
     from gspo_kernels import ops
-    from gspo_kernels.closed_form import closed_form
-    from gspo_kernels.layout import PolicyRows
+    from gspo_kernels.backends.rows import PolicyRows
+    from gspo_kernels.backends.torch.sequence import policy_forward
 
     objective = Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
     sample = make_sample(1)
@@ -139,7 +139,7 @@ def test_the_closed_form_reads_nothing_either(monkeypatch: pytest.MonkeyPatch) -
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(x) for x in (log_probs, entropy, mask)]
         rows = PolicyRows(*(None if x is None else mode.from_tensor(x) for x in policy))
-        assert closed_form(*fake, rows, objective).loss.shape == ()
+        assert policy_forward(*fake, rows, objective).loss.shape == ()
 
 
 def test_the_environment_variable_brings_the_checks_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, portable_tiles, workers
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
+from gspo_kernels.backends.torch import tiles as portable_tiles
+from gspo_kernels.backends.torch import workers
 
 VOCAB = 9000  # more columns than one tile has: the work is shared
 DEADLINE = 60  # seconds
@@ -82,7 +84,7 @@ def test_every_tile_is_computed_by_one_thread_alone(monkeypatch: pytest.MonkeyPa
 def test_other_threads_keep_their_number() -> None:
     code = """
 import threading, torch
-from gspo_kernels import workers
+from gspo_kernels.backends.torch import workers
 torch.set_num_threads(3)
 workers.run(lambda task: None, range(8), 4)
 numbers = [torch.get_num_threads()]
@@ -153,7 +155,7 @@ def test_inference_mode_gives_the_same_bits() -> None:
 def test_with_fewer_threads_than_wanted_the_work_is_done_by_those_there_are() -> None:
     code = """
 import threading
-from gspo_kernels import workers
+from gspo_kernels.backends.torch import workers
 start, most = threading.Thread.start, 1
 
 def limited(self):
@@ -175,7 +177,7 @@ for most in (0, 2, 9):
 def test_threads_work_while_the_process_ends() -> None:
     code = """
 import atexit, threading, time
-from gspo_kernels import workers
+from gspo_kernels.backends.torch import workers
 
 def work():
     time.sleep(0.2)  # until the main thread is through

@@ -1,4 +1,4 @@
-"""Whether the kernels are right and fast on the GPU at hand: `python -m benchmarks.gpu --help`."""
+"""Whether the kernels are right and fast on the GPU at hand: `python -m gspo_kernels.benchmarks gpu --help`."""
 
 import sys
 from pathlib import Path

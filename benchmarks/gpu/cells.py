@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from gspo_kernels import Objective, gspo_fused_loss, kernels, live_tiles
-from gspo_kernels.layout import HeadRows
+from gspo_kernels import Objective, gspo_fused_loss
+from gspo_kernels.backends import live_tiles
+from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends.rows import HeadRows
 
 from .. import peaked
 from .checks import TRAINED, Check, Setting

@@ -14,8 +14,9 @@ from tolerance import LOG_RATIO_RELATIVE, check_loss, decision_band
 from torch import Tensor
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, ops, policy_loss
-from gspo_kernels.kernels.cases import OBJECTIVES
-from gspo_kernels.layout import HeadRows, segment_sum
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.layout import segment_sum
+from gspo_kernels.tools.compile_cases import OBJECTIVES
 
 from .heads import (
     DTYPES,

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from gspo_kernels.kernels import head_backward, head_forward
-from gspo_kernels.kernels.ahead_of_time import specialise
-from gspo_kernels.kernels.launch import Launch, launches
-from gspo_kernels.kernels.tuning import architecture, assume
-from gspo_kernels.layout import HeadRows
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.triton import head_backward, head_forward
+from gspo_kernels.backends.triton.launch import Launch, launches
+from gspo_kernels.backends.triton.tuning import architecture, assume
+from gspo_kernels.tools.compile_gate import specialise
 
 META = torch.device("meta")
 

@@ -15,7 +15,8 @@ from tolerance import check
 from torch import Tensor
 
 from gspo_kernels import ops
-from gspo_kernels.layout import HeadRows, accumulator
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.layout import accumulator
 from gspo_kernels.reference import token_log_probs
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

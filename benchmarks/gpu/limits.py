@@ -11,9 +11,9 @@ from tolerance import RELATIVE_RMS
 from torch import Tensor
 
 from gspo_kernels import gspo_fused_loss
-from gspo_kernels.kernels.tuning import tile_config
-from gspo_kernels.layout import HeadRows
-from gspo_kernels.precision import add_product
+from gspo_kernels.backends.precision import add_product
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.triton.tuning import tile_config
 
 from .checks import Check, Setting
 from .heads import (

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import gspo_fused_loss
-from gspo_kernels.kernels.launch import Launch, launch, launches
-from gspo_kernels.layout import HeadRows
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.triton.launch import Launch, launch, launches
 
 from .checks import Setting
 from .heads import random_head

@@ -16,10 +16,10 @@ import torch
 from tolerance import RELATIVE_RMS
 from torch import Tensor
 
-from gspo_kernels.kernels import backward, forward
-from gspo_kernels.kernels.launch import Launch, launches
-from gspo_kernels.kernels.tuning import SHARED_MEMORY, Config, architecture, tile_config
-from gspo_kernels.layout import HeadRows
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.triton import backward, forward
+from gspo_kernels.backends.triton.launch import Launch, launches
+from gspo_kernels.backends.triton.tuning import SHARED_MEMORY, Config, architecture, tile_config
 
 from .checks import LOG_PROB_ERROR_ON_TENSOR_CORES, Setting
 from .compile import META, compile_all, needed

@@ -26,7 +26,7 @@ from tolerance import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from gspo_kernels import portable
+from gspo_kernels.backends import torch as portable
 from gspo_kernels.integrations import trl as adapter
 from gspo_kernels.integrations.huggingface import base_model, fuse_head
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer

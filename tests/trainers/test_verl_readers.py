@@ -15,7 +15,7 @@ from other_trainers import assert_agree, ours, rollout
 from test_readers import VERL
 
 from gspo_kernels import Objective
-from gspo_kernels.integrations.readers import Normalizer, from_verl
+from gspo_kernels.integrations.settings import Normalizer, from_verl
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 pytest.importorskip("verl")

@@ -1,0 +1,35 @@
+"""The commands of this package: `python -m gspo_kernels.benchmarks step --help`."""
+
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "step": "suites.step",
+    "vocab": "suites.vocab",
+    "trainer": "suites.trainer",
+    "sparsity": "suites.sparsity",
+    "overhead": "suites.overhead",
+    "costs": "suites.costs",
+    "busy": "suites.busy",
+    "fidelity": "studies.fidelity",
+    "policy": "studies.policy",
+    "budgets": "studies.budgets",
+    "paper_checks": "studies.paper_checks",
+    "report": "report.pages",
+    "gpu": "gpu.command",
+}
+
+
+def main() -> object:
+    """Run the command that the first argument names; the others are its own."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        return print(f"usage: python -m {__package__} [{' | '.join(COMMANDS)}] [options]")
+    if name not in COMMANDS:
+        return f"{name!r} is no command: choose from {', '.join(COMMANDS)}"
+    sys.argv = [f"{__package__} {name}", *arguments]
+    return import_module(f".{COMMANDS[name]}", __package__).main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())  # pyright: ignore[reportArgumentType] - a status, or the text of an error

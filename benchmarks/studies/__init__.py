@@ -1,0 +1,1 @@
+"""Experiments on what the loss does to a policy, and the claims of the GSPO paper."""

@@ -1,0 +1,1 @@
+"""Times and counts, beside those of other implementations."""

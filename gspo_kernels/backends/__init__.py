@@ -1,0 +1,1 @@
+"""What computes: two backends with the same functions, and what they share."""

@@ -1,0 +1,129 @@
+"""Block shapes: one frozen table per architecture, keyed by kernel, dtype, H and flags, and never by N.
+
+A key without N is what makes the log-prob of a row the same bits whatever batch it is in: the first importance ratio of
+an update is then exactly 1. For the same reason a tile of the forward has one shape with entropy and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..rows import HeadRows
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+# Shared memory one block may use, in bytes.
+SHARED_MEMORY = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel is cut and launched."""
+
+    block_n: int  # rows
+    block_v: int = 0  # vocabulary columns
+    block_h: int = 0  # elements of the hidden dimension at a time
+    warps: int = 4
+    stages: int = 1
+    group: int = 8  # row blocks that share a sweep over the columns
+    block_r: int = 16  # elements of an adapter's rank at a time
+    chain: int = 0  # elements of H summed before they are added to the rest; 0: all of them
+    descriptors: bool = False  # operands by the tensor memory accelerator
+
+
+class _Blocks(NamedTuple):
+    forward: Config
+    gradient: Config
+    heavy_forward: Config
+    heavy_gradient: Config
+
+
+def _ampere(stages: int) -> _Blocks:
+    wide, narrow = Config(128, 128, 32, 8, stages), Config(64, 128, 32, 8, stages)
+    return _Blocks(wide, wide, wide, narrow)
+
+
+# Per dtype and architecture, chosen so that nothing spills and the matrix instructions
+# are those of the architecture (benchmarks/NOTES.md). Speeds were not measured yet.
+_HALF = {
+    "sm_80": _ampere(stages=4),
+    "sm_89": _ampere(stages=3),
+    "sm_90": _Blocks(
+        Config(128, 256, 64, 8, 4, descriptors=True),
+        Config(128, 256, 64, 8, 4, descriptors=True),
+        Config(128, 128, 64, 8, 4, descriptors=True),
+        Config(64, 128, 64, 8, 4, descriptors=True),
+    ),
+    "sm_100": _Blocks(
+        Config(128, 128, 64, 8, 4, descriptors=True),
+        Config(128, 128, 64, 8, 4, descriptors=True),
+        Config(128, 128, 64, 8, 4, descriptors=True),
+        Config(64, 128, 64, 8, 4, descriptors=True),
+    ),
+    "gfx942": _Blocks(*[Config(128, 256, 64, 8, 2)] * 2, *[Config(128, 128, 64, 8, 2)] * 2),
+}
+_SINGLE = _Blocks(*[Config(64, 128, 32, 8, 2, chain=256)] * 4)
+_DOUBLE = _Blocks(*[Config(64, 64, 16, 8, 2)] * 4)
+
+# Block-sparse products: rows and columns of the result, elements summed at a time.
+_PRODUCT = {2: Config(128, 128, 64, 8, 3), 4: Config(64, 64, 32, 8, 2), 8: Config(32, 64, 16, 8, 2)}
+
+REDUCE_ROWS = Config(block_n=64, warps=4)
+REDUCE_TILES = 32  # tiles added up at a time
+# Tokens of a sequence at a time.
+SEQUENCE = Config(block_n=256, warps=4)
+
+_assumed: str | None = None
+
+
+@contextmanager
+def assume(architecture: str) -> Iterator[None]:
+    """Take the table of `architecture` whatever device there is: for compiling without one, and for tests."""
+    global _assumed
+    before, _assumed = _assumed, architecture
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def architecture(device: torch.device) -> str | None:
+    """The table's row for a device, None if the kernels do not run there. Interpreted on a CPU it is Hopper's."""
+    if _assumed is not None:
+        return _assumed
+    if device.type == "cpu":
+        return "sm_90"
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return "gfx942" if name in ("gfx942", "gfx950") else None
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return None
+    if capability == (8, 0):
+        return "sm_80"
+    return {9: "sm_90", 10: "sm_100"}.get(capability[0], "sm_89")  # 8.6, 8.9, 12.x: 99 KiB of shared memory
+
+
+def product_config(dtype: torch.dtype) -> Config:
+    """The block shape of block-sparse products of operands of `dtype`: block_v of H, block_h of what is summed."""
+    return _PRODUCT[dtype.itemsize]
+
+
+def tile_config(head: HeadRows, kernel: str) -> Config:
+    """The block shape of "forward" or "gradient" tiles.
+
+    A head with more than a scale and a temperature takes registers, so its tiles are smaller; also where H is no
+    multiple of the block, and the main loop has a ragged end.
+    """
+    name = architecture(head.hidden.device)
+    assert name is not None
+    blocks = {2: _HALF[name], 4: _SINGLE, 8: _DOUBLE}[head.hidden.dtype.itemsize]
+    more = head.bias is not None or head.logit_softcap is not None or head.adapter_weight is not None
+    heavy = more or head.hidden.shape[1] % blocks.forward.block_h != 0
+    return getattr(blocks, f"heavy_{kernel}" if heavy else kernel)

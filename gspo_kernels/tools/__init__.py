@@ -1,0 +1,1 @@
+"""The command line, the diagnosis of an installation, and the compile gate."""

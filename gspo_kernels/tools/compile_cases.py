@@ -1,0 +1,120 @@
+"""What the compile gate compiles: heads and objectives that between them launch every kernel with every flag.
+
+The host code runs on meta tensors of a real model's sizes, so that what it launches there is what it would on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..backends.rows import HeadRows, PolicyRows
+from ..backends.triton.backward import head_backward
+from ..backends.triton.forward import forward_with_shares, head_forward
+from ..backends.triton.gradient_rows import make_upstream
+from ..backends.triton.logit_tile import straighten
+from ..backends.triton.sequence import policy_forward
+from ..backends.triton.sparse_backward import Plan, cell_backward, parts_of
+from ..backends.triton.tuning import tile_config
+from ..objective import Objective
+
+# What is compiled: names of heads, and what they have beyond hidden states and weights of Qwen3-8B's shape.
+_TAIL = dict(bias=True, logit_softcap=30.0, temperature=True)
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "bf16 entropy": dict(entropy=True),
+    "bf16 temperature": dict(entropy=True, temperature=True),
+    "bf16 tail": dict(entropy=True, **_TAIL),
+    "bf16 adapter": dict(rank=64),
+    "bf16 everything": dict(entropy=True, rank=64, **_TAIL),
+    "bf16 ragged": dict(width=2881, vocab=50_257),
+    "fp16": dict(dtype=torch.float16),
+    "fp16 everything": dict(dtype=torch.float16, entropy=True, rank=64, **_TAIL),
+    "fp32": dict(dtype=torch.float32),
+    "fp32 everything": dict(dtype=torch.float32, entropy=True, rank=64, **_TAIL),
+    "fp64": dict(dtype=torch.float64),
+    "fp64 everything": dict(dtype=torch.float64, entropy=True, rank=64, **_TAIL),
+}
+# ... whose backward computes some of the tiles.
+CELL_CASES: dict[str, dict[str, Any]] = {
+    "bf16 cells": {},
+    "bf16 cells tail": dict(logit_softcap=30.0, temperature=True),
+    "fp16 cells": dict(dtype=torch.float16),
+    "fp32 cells": dict(dtype=torch.float32),
+    "fp64 cells": dict(dtype=torch.float64),
+}
+OBJECTIVES: dict[str, Objective] = {
+    "gspo": Objective(),
+    "gspo everything": Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=3.0),
+    "grpo everything": Objective(ratio="token", kl_coef=0.1, entropy_coef=0.1, aggregation="token-mean", delta=2.0),
+    "gmpo": Objective(surrogate="gmpo", kl_coef=0.1),
+    "cispo": Objective(ratio="token", surrogate="cispo", kl_coef=0.1, kl_estimator="unbiased"),
+    "sapo": Objective(ratio="token", surrogate="sapo", kl_coef=0.1, kl_estimator="k3+"),
+    "reinforce": Objective(ratio="token", surrogate="reinforce", kl_coef=0.1, kl_estimator="abs"),
+    "none": Objective(ratio="sequence-token", surrogate="none", kl_coef=0.1, kl_estimator="k2"),
+}
+
+
+def runs() -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
+    """(name, dtype, host call on meta tensors) of every case."""
+    for name, options in CASES.items():
+        head = meta_head(**options)
+        yield name, head.hidden.dtype, partial(both_passes, head)
+    for name, options in CELL_CASES.items():
+        head = meta_head(**options)
+        yield name, head.hidden.dtype, partial(live_cells, head)
+    for name, objective in OBJECTIVES.items():
+        for kind, dtype in (("fp32", torch.float32), ("fp64", torch.float64)):
+            yield f"{name} {kind}", dtype, partial(loss, objective, dtype)
+
+
+def meta_head(
+    dtype: torch.dtype = torch.bfloat16, rows: int = 8192, width: int = 4096, vocab: int = 151_936, rank: int = 0,
+    bias: bool = False, temperature: bool = False, logit_softcap: float | None = None, entropy: bool = False,
+) -> HeadRows:  # fmt: skip
+    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return HeadRows(
+        empty(rows, width), empty(vocab, width), empty(vocab) if bias else None,
+        empty(rows, rank, of=wide) if rank else None, empty(vocab, rank, of=wide) if rank else None,
+        empty(rows, of=torch.int64), empty(rows, of=torch.bool), empty(rows, of=wide) if temperature else None,
+        1.0, logit_softcap, vocab, entropy,
+    )  # fmt: skip
+
+
+def both_passes(head: HeadRows) -> None:
+    result = head_forward(head)
+    d_entropy = torch.empty_like(result.entropy) if head.entropy else None
+    needs = (True, True, head.bias is not None, head.adapter_hidden is not None, head.adapter_weight is not None)
+    head_backward(head, result, torch.empty_like(result.log_probs), d_entropy, needs)
+
+
+def live_cells(head: HeadRows) -> None:
+    """The backward of a list of cells: of all of them."""
+    result, tiles = forward_with_shares(head, wanted=True)
+    assert tiles is not None
+    config, device = tile_config(head, "gradient"), head.hidden.device
+    blocks, columns = -(-head.hidden.shape[0] // tiles.block_rows), tiles.share.shape[0]
+    lists, width, chunk = parts_of(head, torch.ones(blocks, columns, dtype=torch.bool, device=device), config)
+    slabs, chunks = lists.first.shape
+    of_slab, of_chunk = width // config.block_v, chunk // config.block_n
+    counts = [
+        [min(of_slab, columns - s * of_slab) * min(of_chunk, blocks - c * of_chunk) for c in range(chunks)]
+        for s in range(slabs)
+    ]
+    order = torch.arange(head.hidden.shape[0], device=device)
+    up = make_upstream(straighten(head, config), result, torch.ones_like(result.log_probs), None, order, False)
+    cell_backward(up, head.vocab_size, config, (True, True), Plan(len(order), True, lists, counts, width, chunk))
+
+
+def loss(objective: Objective, dtype: torch.dtype, rows: int = 8192, sequences: int = 16) -> None:
+    per_row = torch.empty(rows, dtype=dtype, device="meta")
+    offsets = torch.empty(sequences + 1, dtype=torch.int64, device="meta")
+    ref = weights = per_row if objective.kl_coef else None
+    policy = PolicyRows(offsets, per_row, per_row, ref, weights, None, None)
+    policy_forward(per_row, per_row if objective.entropy_coef else None, per_row > 0, policy, objective)

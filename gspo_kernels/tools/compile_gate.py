@@ -1,0 +1,197 @@
+"""Kernels compiled for GPUs that are not here, and what the compiler made of them.
+
+The host code runs on meta tensors, so the list of kernels is the list it would launch; each is then specialised as
+Triton's JIT would (divisibility by 16, strides of 1) and compiled. The interpreter must be off in this process.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..backends.triton.launch import Launch, launches
+from ..backends.triton.tuning import SHARED_MEMORY, assume
+from .compile_cases import runs
+
+_POINTEE = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.int64: "i64", torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8",
+}  # fmt: skip
+# What is counted in the assembly: matrix instructions, asynchronous copies, and what must not be there.
+_COUNTED = {
+    "cuda": {
+        "mma": r"\bmma\.sync", "wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma\b",
+        "cp.async": r"\bcp\.async\.c[ag]\.shared\.global", "tma": r"\bcp\.async\.bulk\.tensor", "tf32": r"tf32",
+        "fma": r"\bfma\.rn\.f(?:32|64)",
+    },
+    "hip": {"mfma": r"\bv_mfma_", "tf32": r"xf32", "fma": r"\bv_(?:pk_)?fma"},
+}  # fmt: skip
+# In kernels without a matrix product ptxas spills a register to fit one more block: bytes of the stack that that takes.
+ONE_REGISTER = 16
+MATRIX_KERNELS = ("forward_tile", "gradient_tile", "hidden_product", "weight_product")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one compiled kernel needs and contains."""
+
+    registers: int
+    spilled_bytes: int  # stack frame or scratch
+    shared_bytes: int
+    blocks_per_multiprocessor: int  # by registers, shared memory and threads; one block per multiprocessor at least
+    instructions: dict[str, int]  # counts of the interesting ones
+
+    def faults(self, architecture: str, matrix: bool, dtype: torch.dtype) -> list[str]:
+        """What must not be, in words."""
+        found = []
+        if self.spilled_bytes > (0 if matrix else ONE_REGISTER):
+            found.append(f"spills {self.spilled_bytes} bytes")
+        if self.shared_bytes > SHARED_MEMORY[architecture]:
+            found.append(f"shared memory {self.shared_bytes} of {SHARED_MEMORY[architecture]} bytes")
+        if self.instructions["tf32"] and dtype == torch.float32:
+            found.append("tf32 in an fp32 kernel")
+        expected = {"sm_80": "mma", "sm_89": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+        if matrix and dtype.itemsize == 2 and not self.instructions[expected[architecture]]:
+            found.append(f"no {expected[architecture]} instruction")
+        return found
+
+
+class Row(NamedTuple):
+    """One kernel of one case on one architecture."""
+
+    architecture: str
+    kernel: str
+    case: str
+    config: str
+    report: Report | None  # None if it did not compile
+    faults: list[str]
+
+
+def survey(architectures: Sequence[str], progress: Callable[[int, int], None] | None = None) -> list[Row]:
+    """Compile everything that the library would launch; `progress` is told (done, of how many)."""
+    work: dict[Any, tuple[str, str, torch.dtype, Launch]] = {}
+    for architecture in architectures:
+        with assume(architecture):
+            for case, dtype, run in runs():
+                with launches() as seen:
+                    run()
+                for launch in seen:
+                    key = (architecture, launch.kernel.__name__, launch.config, str(specialise(launch)))
+                    work.setdefault(key, (architecture, case, dtype, launch))
+    rows: list[Row] = []
+    with ThreadPoolExecutor() as pool:
+        for row in pool.map(lambda item: _row(*item), work.values()):
+            rows.append(row)
+            if progress is not None:
+                progress(len(rows), len(work))
+    return rows
+
+
+def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch) -> Row:
+    config, name = launch.config, launch.kernel.__name__
+    shape = "x".join(str(x) for x in (config.block_n, config.block_v, config.block_h) if x)
+    text = f"{shape} {config.warps}w {config.stages}s"
+    try:
+        report = inspect(compile_launch(launch, architecture), architecture, config.warps)
+    except Exception as error:  # whatever the compiler throws is this row's finding
+        return Row(architecture, name, case, text, None, [f"{type(error).__name__}: {str(error).strip()[:300]}"])
+    faults = report.faults(architecture, name in MATRIX_KERNELS, dtype)
+    return Row(architecture, name, case, text, report, faults)
+
+
+def target(architecture: str) -> GPUTarget:
+    if architecture.startswith("gfx"):
+        return GPUTarget("hip", architecture, 64)
+    return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+
+
+def specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
+    """(types by parameter, constants, parameters divisible by 16): the key under which Triton's JIT would compile."""
+    signature, constants, divisible = {}, {}, []
+    for parameter in launch.kernel.params:
+        name, value = parameter.name, launch.arguments[parameter.name]
+        kind = parameter.annotation_type
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = f"*{_POINTEE[value.dtype]}"
+            if value.is_meta or value.data_ptr() % 16 == 0:
+                divisible.append(name)
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{_POINTEE[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
+        elif isinstance(value, float):
+            signature[name] = kind or "fp32"
+        elif value == 1 and not kind and not parameter.do_not_specialize:
+            signature[name], constants[name] = "constexpr", 1
+        else:
+            signature[name] = kind or ("i32" if -(2**31) <= value < 2**31 else "i64")
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                divisible.append(name)
+    return signature, constants, tuple(divisible)
+
+
+def compile_launch(launch: Launch, architecture: str) -> Any:
+    """The compiled kernel of a launch, for an architecture."""
+    signature, constants, divisible = specialise(launch)
+    index = {p.name: i for i, p in enumerate(launch.kernel.params)}
+    source = ASTSource(
+        launch.kernel,
+        signature=signature,
+        constexprs={(index[name],): value for name, value in constants.items()},
+        attrs={(index[name],): [["tt.divisibility", 16]] for name in divisible},
+    )
+    options = {"num_warps": launch.config.warps, "num_stages": launch.config.stages}
+    return triton.compile(source, target=target(architecture), options=options)
+
+
+def inspect(compiled: Any, architecture: str, warps: int) -> Report:
+    """Registers, spills, shared memory and instruction counts of a compiled kernel."""
+    if architecture.startswith("gfx"):
+        text, counted = compiled.asm["amdgcn"], _COUNTED["hip"]
+        usage = {k: int(v) for k, v in re.findall(r"\.(\w+):\s+(\d+)\s*$", text, re.M)}
+        registers, spilled = usage["vgpr_count"], usage["private_segment_fixed_size"]
+        blocks = _fit(512 // _up(registers, 8) * 4 // warps, 65_536, compiled.metadata.shared, 32 // warps)
+    else:
+        text, counted = compiled.asm["ptx"], _COUNTED["cuda"]
+        registers, spilled = _resources(compiled.asm["cubin"])
+        total = {"sm_80": 167_936, "sm_89": 102_400}.get(architecture, 233_472)
+        limit = {"sm_89": 48}.get(architecture, 64)
+        blocks = _fit(
+            65_536 // (_up(registers, 8) * 32 * warps), total, compiled.metadata.shared + 1024, limit // warps
+        )
+    return Report(
+        registers, spilled, compiled.metadata.shared, blocks,
+        {name: len(re.findall(pattern, text)) for name, pattern in counted.items()},
+    )  # fmt: skip
+
+
+def _fit(by_registers: int, memory: int, per_block: int, by_threads: int) -> int:
+    return max(min(by_registers, memory // max(per_block, 1), by_threads), 1)
+
+
+def _up(x: int, unit: int) -> int:
+    return -(-x // unit) * unit
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers per thread, bytes of stack frame) by the disassembler that comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        out = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", out)
+    assert found, out
+    return int(found[1]), int(found[2])

@@ -1,0 +1,193 @@
+"""Readers of TRL's and of ms-swift's settings, whose policy terms have the same names: GRPO by many a loss_type."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
+
+from gspo_kernels.sampler_mismatch import RolloutCorrection
+from gspo_kernels.validation import Field
+
+from . import tables
+from .keys import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, Keys, Normalizer, Reading, Step, from_flags
+
+
+class _Loss(NamedTuple):
+    surrogate: str
+    aggregation: str
+    of: str = "rows"  # what divides the sum, and of what
+    over: str = "micro-batch"
+
+
+_LOSSES = {  # by loss_type
+    "grpo": _Loss("clip", "seq-mean-token-mean"),
+    "bnpo": _Loss("clip", "token-mean", "tokens"),
+    "dapo": _Loss("clip", "token-mean", "tokens", "rollout"),
+    "dr_grpo": _Loss("clip", "seq-mean-token-sum-norm"),
+    "luspo": _Loss("clip", "seq-mean-token-sum"),
+    "cispo": _Loss("cispo", "token-mean", "tokens", "rollout"),
+    "sapo": _Loss("sapo", "seq-mean-token-mean"),
+}
+_GMPO = _Loss("gmpo", "seq-mean-token-mean")
+_LEVELS = {"token": "token", "sequence": "sequence", "sequence_token": "sequence-token"}
+_SCALES = {"group": "group", "batch": "batch", "none": "none", True: "group", False: "none"}
+_MODES = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") for mode in ("truncate", "mask")}
+
+
+def from_trl(config: Any) -> Reading:
+    """TRL's `GRPOConfig`, 0.29 to 1.16, or `trl.experimental.gmpo`'s `GMPOConfig`; the installed release is looked up.
+
+    Raises:
+        TypeError: no dataclass instance.
+        ValueError: naming the field: one that no Objective can express or that this reader does not know.
+    """
+    if not is_dataclass(config):
+        Field("from_trl").fail("config", "a GRPOConfig", config, TypeError)
+    keys = Keys("from_trl", config, tables.TRL, tables.TRL_OTHERS | tables.training_arguments())
+    release = tuple(int(n) for n in importlib.metadata.version("trl").split(".")[:2])
+    gmpo = any(c.__name__ == "GMPOConfig" for c in type(config).__mro__)
+    loss = _GMPO if gmpo else keys.choice("loss_type", _LOSSES)
+    fields = _policy(keys, loss, "sapo_temperature_pos", "sapo_temperature_neg")
+    keys.must("top_entropy_quantile", 1.0, why="a loss of the most uncertain tokens only is not here")
+    if release < (1, 14) and keys.get("use_liger_kernel", False):
+        keys.refuse("use_liger_kernel", "False before TRL 1.14, where the loss is Liger's with it")
+    beside = keys.beside("mask_truncated_completions", "router_aux_loss_coef", "reward_weights")
+    beta = keys.number("beta", NOT_NEGATIVE)
+    if beta:
+        fields |= {"kl_coef": beta, "kl_ratio_factor": not gmpo and keys.flag("use_bias_correction_kl")}
+        beside |= _moving_reference(keys)
+    token_weights = () if gmpo else _weights(keys, loss, fields)
+    luspo = loss is _LOSSES["luspo"]
+    if luspo and release < (1, 10) and (beta or fields["ratio"] == "token" or fields.get("rollout_correction")):
+        keys.refuse("loss_type", "another before TRL 1.10 (with KL, sampler correction or tokens it counts padding)")
+    times = keys.count("gradient_accumulation_steps")
+    if loss.over == "rollout":
+        times = times / keys.count("steps_per_generation") if release >= (1, 10) else 1.0
+    keys.must("multi_objective_aggregation", "sum_then_normalize", why="normalising rewards one by one is not here")
+    scale = keys.choice("scale_rewards", _SCALES)
+    group = Step("group_advantages", {"group_size": keys.count("num_generations"), "scale": scale, "eps": 1e-4})
+    return keys.reading(
+        fields, Normalizer(loss.of, loss.over, times), luspo=luspo and fields["ratio"] == "sequence",
+        temperature=keys.number("temperature", POSITIVE), advantages=(group,), token_weights=token_weights,
+        beside=beside,
+    )  # fmt: skip
+
+
+def _weights(keys: Keys, loss: _Loss, fields: dict[str, Any]) -> tuple[Step, ...]:
+    """What TRL's trainer has besides its GMPO's: entropy bonus, sampler correction, off-policy mask."""
+    keys.must("use_adaptive_entropy", False, why="the coefficient of an Objective does not change")
+    fields["entropy_coef"] = keys.number("entropy_coef")
+    if fields["entropy_coef"] and loss is not _LOSSES["bnpo"]:
+        keys.refuse("entropy_coef", "0 unless loss_type is 'bnpo': the bonus is a mean over a micro-batch's tokens")
+    sampler = keys.get("use_vllm", False) and keys.flag("vllm_importance_sampling_correction")
+    if sampler:
+        level, mode = keys.choice("vllm_importance_sampling_mode", _MODES)
+        high = keys.optional("vllm_importance_sampling_cap", NOT_NEGATIVE)  # its name until 1.6, then an alias
+        if "vllm_importance_sampling_clip_max" in keys:
+            high = keys.optional("vllm_importance_sampling_clip_max", NOT_NEGATIVE)
+        low = keys.optional("vllm_importance_sampling_clip_min", NOT_NEGATIVE)
+        fields["rollout_correction"] = RolloutCorrection(level, mode, low or 0.0, math.inf if high is None else high)
+    threshold = keys.optional("off_policy_mask_threshold", NOT_NEGATIVE)
+    if threshold is None:
+        return ()
+    against = "rollout_log_probs" if sampler else "old_log_probs"
+    return (Step("off_policy_mask", {"threshold": threshold, "rollout_log_probs": against}),)
+
+
+def from_ms_swift(arguments: Any) -> Reading:
+    """ms-swift 4.6's arguments of GRPO: the flags of `swift rlhf` (text or list), a mapping, or an arguments object.
+
+    Raises:
+        TypeError: something else came.
+        ValueError: naming the argument: one that no Objective can express or that this reader does not know.
+    """
+    if isinstance(arguments, str):
+        arguments = shlex.split(arguments)
+    if isinstance(arguments, Sequence):
+        arguments = {"rlhf_type": "dpo", **from_flags(Field("from_ms_swift"), arguments)}  # its default
+    others = tables.SWIFT_OTHERS | tables.training_arguments()
+    if is_dataclass(arguments):  # its trainer's inherits from TRL's, of which it reads only what is in both
+        others = others | tables.TRL.keys() | tables.TRL_OTHERS
+    keys = Keys("from_ms_swift", arguments, tables.SWIFT, others)
+    keys.must("rlhf_type", "grpo", why="GSPO is a setting of that; ms-swift's default is dpo")
+    losses = {name: loss for name, loss in _LOSSES.items() if name != "luspo"}
+    loss = keys.choice("loss_type", {**losses, None: losses["grpo"]})
+    fields = _policy(keys, loss, "tau_pos", "tau_neg")
+    keys.must("top_entropy_quantile", 1.0, why="a loss of the most uncertain tokens only is not here")
+    keys.must("use_liger_kernel", False, why="the loss is Liger's with it")
+    for name in ("teacher_model", "teacher_model_server", "advantage_reweight"):
+        keys.must(name, None, why="a teacher's advantages are not here")
+    keys.must("sdar_loss_coef", 0.0, why="a teacher's term is not here")
+    keys.must("chord_sft_dataset", None, [], why="a term of supervised answers is not here")
+    beside = keys.beside("overlong_filter", "off_policy_sequence_mask_delta", "loss_scale", "router_aux_loss_coef",
+                         "reward_weights")  # fmt: skip
+    estimator, advantages = _swift_advantages(keys)
+    beta = 0.04 if keys.get("beta") is None else keys.number("beta", NOT_NEGATIVE)
+    if beta:
+        beside |= keys.beside("ref_model", "ref_adapters") | _moving_reference(keys)
+        if keys.choice("kl_in_reward", {None: estimator != "grpo", True: True, False: False}):
+            advantages = [Step("subtract_kl", {"kl_coef": beta, "kl_estimator": "k1"}), *advantages]
+        else:
+            fields["kl_coef"] = beta
+    if keys.flag("use_vllm", False) and keys.get("rollout_importance_sampling_mode") is not None:
+        if fields.get("kl_coef"):
+            keys.refuse("rollout_importance_sampling_mode", "None with a KL term, which ms-swift weighs by it too")
+        # Its sequence_mask keeps weights of tokens in the answers that it keeps.
+        modes = {n: m for n, m in _MODES.items() if m[0] == "token"} | {"sequence_truncate": ("geometric", "truncate")}
+        level, mode = keys.choice("rollout_importance_sampling_mode", modes)
+        high = keys.number("rollout_importance_sampling_threshold", POSITIVE)
+        fields["rollout_correction"] = RolloutCorrection(level, mode, high=high)
+    times = 1.0 if loss.over == "rollout" else keys.count("gradient_accumulation_steps", 1)
+    return keys.reading(
+        fields, Normalizer(loss.of, loss.over, times), temperature=keys.number("temperature", POSITIVE),
+        advantages=tuple(advantages), beside=beside,
+    )  # fmt: skip
+
+
+def _swift_advantages(keys: Keys) -> tuple[str, list[Step]]:
+    own = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
+    estimator = keys.choice("advantage_estimator", {name: name for name in own})
+    scale = keys.choice("scale_rewards", {**_SCALES, None: own[estimator]})
+    options = {"group_size": keys.count("num_generations", 8), "scale": scale, "eps": 1e-4}
+    if estimator == "rloo":
+        options["baseline"] = "leave-one-out"
+    if (estimator, scale) != ("reinforce_plus_plus", "batch"):
+        return estimator, [Step("group_advantages", options)]
+    # By the deviation of what is left of the rewards, whose mean is 0.
+    rest = Step("normalize_rewards", {"by": "batch", "shift": False, "eps": 1e-4})
+    return estimator, [Step("group_advantages", {**options, "scale": "none"}), rest]
+
+
+def _policy(keys: Keys, loss: _Loss, positive: str, negative: str) -> dict[str, Any]:
+    """The fields of the policy term."""
+    fields: dict[str, Any] = {"surrogate": loss.surrogate, "aggregation": loss.aggregation}
+    if loss.surrogate != "gmpo":
+        fields["ratio"] = keys.choice("importance_sampling_level", _LEVELS)
+    if loss.aggregation == "seq-mean-token-sum-norm":
+        fields["length_norm"] = keys.count("max_completion_length", 512)
+    if loss.surrogate == "sapo":
+        return fields | {
+            "sapo_temperature_pos": keys.number(positive, POSITIVE),
+            "sapo_temperature_neg": keys.number(negative, POSITIVE),
+        }
+    high = keys.optional("epsilon_high", NOT_NEGATIVE)
+    if loss.surrogate != "cispo" or high is None:
+        low = keys.number("epsilon", NOT_NEGATIVE)
+        high = low if high is None else high
+        fields |= {"clip_low": low, "clip_high": high}
+    if loss.surrogate == "clip":
+        fields["delta"] = keys.optional("delta", ABOVE_ONE)
+    if loss.surrogate == "cispo":
+        if high < 1:
+            keys.refuse("epsilon_high", "at least 1 with cispo: the bound on the ratio itself (MiniMax-M1: 5.0)")
+        fields |= {"clip_low": 1.0, "clip_high": high - 1}
+    return fields
+
+
+def _moving_reference(keys: Keys) -> dict[str, Any]:
+    names = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
+    return {name: keys.get(name) for name in names} if keys.beside("sync_ref_model") else {}

@@ -1,0 +1,178 @@
+"""ROLL's settings of its RLVR pipeline, and stateset-agents' of its GSPO trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gspo_kernels.objective import AGGREGATIONS
+from gspo_kernels.sampler_mismatch import RolloutCorrection
+from gspo_kernels.validation import Field, Said
+
+from . import tables
+from .keys import NOT_NEGATIVE, POSITIVE, Keys, Normalizer, Reading, Step
+
+_WORKER = "roll.pipeline.rlvr.actor_worker.ActorWorker"
+_TERMS = ("postive_loss_coef", "use_topr_neg_loss_coef", "sft_loss_coef", "use_topr_loss", "is_pure_opd", "use_opd")
+_DIVISORS = {"token-mean": Normalizer("tokens", "step"), "seq-mean-token-sum-norm": Normalizer("one", "step")}
+
+
+def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
+    """ROLL's settings of its RLVR pipeline: a mapping, or the path of a YAML file whose keys are written out in it.
+
+    A file that its `defaults` name is not read: they are in `beside`.
+
+    Raises:
+        TypeError: something else came.
+        ValueError: naming the key: one that no Objective can express or that this reader does not know.
+    """
+    if isinstance(settings, str | Path):
+        if "\n" in str(settings):
+            Field("from_roll").fail("settings", "a mapping or the path of a YAML file", Said("a text of several lines"))
+        settings = yaml.load(Path(settings).read_text(), _Once)
+    keys = Keys("from_roll", settings, tables.ROLL, tables.ROLL_OTHERS, tables.ROLL_SECTIONS)
+    keys.must("actor_train.worker_cls", None, _WORKER, why="its ActorPGWorker has losses that are not here")
+    keys.must("use_policy_loss_type", "PPO", why="its policy gradients are not here")
+    keys.must("rl_loss_coef", 1.0, why="multiply the loss by it yourself")
+    for name in _TERMS:
+        keys.must(name, 0, why="such a term is not here")
+    keys.must("actor_train.apply_loss_scale", True, why="without it micro-batches divide the loss once more")
+    if "loss_agg_mode" not in keys:
+        keys.refuse("loss_agg_mode", "given (ROLL's own default has changed twice)")
+    aggregation = keys.choice("loss_agg_mode", {name: name for name in AGGREGATIONS})
+    fields: dict[str, Any] = {
+        "ratio": keys.choice("importance_sampling", {"seq": "sequence", "token": "token"}), "aggregation": aggregation,
+        "entropy_coef": keys.number("entropy_loss_coef", NOT_NEGATIVE),
+    }  # fmt: skip
+    if aggregation == "seq-mean-token-sum-norm":
+        fields["length_norm"] = _padded_length(keys)
+    low, high = ("pg_clip_low", "pg_clip_high") if keys.flag("use_pg_clip_range") else ("pg_clip", "pg_clip")
+    fields |= {"clip_low": keys.number(low, NOT_NEGATIVE), "clip_high": keys.number(high, NOT_NEGATIVE)}
+    if keys.flag("dual_clip_loss"):
+        fields["dual_clip"] = 1 + 2 * keys.number("pg_clip", POSITIVE)  # of pg_clip even where there is a range
+    if keys.flag("use_kl_loss"):
+        fields["kl_coef"] = keys.number("kl_loss_coef", NOT_NEGATIVE)
+    if keys.flag("train_infer_correction.is_weight.enabled"):
+        kinds = {"token": "token", "geometric": "geometric", "sequence": "sequence"}
+        level = keys.choice("train_infer_correction.is_weight.weight_type", kinds)
+        high = keys.optional("train_infer_correction.is_weight.upper_bound", NOT_NEGATIVE)
+        keys.must("train_infer_correction.is_weight.detach", True, why="a weight has no gradient here")
+        fields["rollout_correction"] = RolloutCorrection(level, high=math.inf if high is None else high)
+    masks = keys.beside("max_len_mask", "difficulty_mask", "error_max_len_clip", "train_infer_correction.filters")
+    if masks:
+        thresholds = ("difficulty_low_threshold", "difficulty_high_threshold", "error_max_len_threshold", "mask_type")
+        masks |= {name: keys.get(name) for name in thresholds}
+    shaping = ("use_reward_scaling", "use_reward_norm", "add_len_reward")
+    beside = masks | keys.beside("defaults", "difficulty_loss_weight", "length_loss_weight", *shaping)
+    return keys.reading(
+        fields, _DIVISORS.get(aggregation, Normalizer("sequences", "step")), temperature=1.0, beside=beside,
+        advantages=tuple(_roll_advantages(keys)),
+    )  # fmt: skip
+
+
+class _Once(yaml.SafeLoader):
+    """Of a key that is given twice YAML would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [self.construct_object(key) for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                Field("from_roll").fail(str(name), "given once", Said("it twice"))
+        return super().construct_mapping(node, deep)
+
+
+def _padded_length(keys: Keys) -> int:
+    """What every row of ROLL's mask has: all but the first of prompt and answer."""
+    if keys.get("sequence_length") is not None:
+        return keys.count("sequence_length") - 1
+    if keys.get("response_length") is None:
+        keys.refuse("response_length", "given with 'seq-mean-token-sum-norm', which divides by padded lengths")
+    return keys.count("prompt_length", 1024) + keys.count("response_length") - 1
+
+
+def _roll_advantages(keys: Keys) -> list[Step]:
+    estimator = keys.choice("adv_estimator", {"reinforce": "reinforce", "grpo": "grpo"})
+    keys.must("whiten_rewards", False, why="token_returns has no such step")
+    steps = [_normalised(keys, "group", "group") if estimator == "grpo" else _roll_normalisation(keys)]
+    bound = keys.optional("reward_clip", POSITIVE)
+    returns: dict[str, Any] = {"gamma": keys.number("gamma", NOT_NEGATIVE)}
+    if bound is not None:
+        steps.append(_clamp(bound))
+        returns["reward_clip"] = bound
+    if keys.flag("add_token_level_kl"):
+        keys.must("target_kl", None, why="a coefficient that changes is not here")
+        estimators = {"kl": "k1", "abs": "abs", "mse": "k2"}
+        returns["kl"] = f"{keys.choice('kl_penalty', estimators)}, old against reference"
+        returns["kl_coef"] = keys.number("init_kl_coef", NOT_NEGATIVE)
+    steps.append(Step("token_returns", returns))
+    if keys.flag("whiten_advantages"):
+        steps.append(Step("whiten", {}))
+    bound = keys.optional("advantage_clip", POSITIVE)
+    if bound is not None:
+        steps.append(_clamp(bound))
+    return [step for step in steps if step is not None]
+
+
+def _roll_normalisation(keys: Keys) -> Step | None:
+    kinds = {name: name for name in ("batch", "group", "running", None)}
+    by, mean, deviation = (keys.choice(name, kinds) for name in ("reward_norm", "norm_mean_type", "norm_std_type"))
+    if by is None:
+        return _normalised(keys, mean, deviation)
+    if mean is not None or deviation is not None:
+        keys.refuse("reward_norm", "None beside norm_mean_type and norm_std_type, which have replaced it")
+    shift = keys.flag("reward_shift")
+    scale = by == "running" and keys.flag("reward_scale")  # which ROLL looks at then only
+    if shift and scale:
+        keys.refuse("reward_shift", "False beside reward_scale")
+    return _normalised(keys, None if scale else by, None if shift else by)
+
+
+def _normalised(keys: Keys, mean: Any, deviation: Any) -> Step | None:
+    """Rewards less the mean of one kind, over the deviation of one; None: of none."""
+    by = mean or deviation
+    if by is None:
+        return None
+    options: dict[str, Any] = {"eps": 1e-6}
+    if by == "group":
+        options["group_size"] = keys.count("num_return_sequences_in_group", 1)
+    if (mean, deviation) == ("group", "batch"):
+        return Step("group_advantages", options | {"scale": "batch"})
+    if mean and deviation and mean != deviation:
+        keys.refuse("norm_std_type", f"{mean!r} as norm_mean_type, None, or 'batch' beside 'group'")
+    return Step("normalize_rewards", options | {"by": by, "shift": mean is not None, "scale": deviation is not None})
+
+
+def _clamp(bound: float) -> Step:
+    return Step("clamp", {"min": -bound, "max": bound})
+
+
+def from_stateset(config: Any) -> Reading:
+    """StateSet Agents' `GSPOConfig`, or a mapping of its fields. Its loss does not divide logits by the temperature.
+
+    Raises:
+        TypeError: neither came.
+        ValueError: naming the field: one that no Objective can express or that this reader does not know.
+    """
+    keys = Keys("from_stateset", config, tables.STATESET, tables.STATESET_OTHERS)
+    for name in ("objective", "objective_overrides"):
+        keys.must(name, None, {}, why="its GSPO trainers' own objective is what is read")
+    token = keys.flag("use_gspo_token")
+    if token and "objective" not in keys:
+        keys.refuse("use_gspo_token", "False, or beside `objective`: releases without that field computed Objective("
+                    "surrogate='cispo', ratio='sequence')")  # fmt: skip
+    if keys.flag("use_reference_model"):
+        keys.must("beta", 0.0, why="its KL is k3 of an answer's mean log-probs, an Objective's the mean of k3")
+    fields = {
+        "ratio": "sequence-token" if token else "sequence",
+        "clip_low": keys.number("clip_range_left", NOT_NEGATIVE),
+        "clip_high": keys.number("clip_range_right", NOT_NEGATIVE),
+    }
+    return keys.reading(
+        fields, Normalizer("rows", "step"), temperature=1.0,
+        advantages=(Step("group_advantages", {"group_size": keys.count("num_generations", 4), "ddof": 0, "eps": 0.0}),),
+        old_log_probs="trainer" if keys.flag("rescore_old_log_probs") else "rollout",
+    )  # fmt: skip

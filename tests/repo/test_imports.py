@@ -1,0 +1,133 @@
+"""The import law: every import runs down a floor, there is no circle, and each file has one import name."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGES = ("gspo_kernels", "integrations", "benchmarks")
+# Top floor last. A module or a folder imports only from floors below its own.
+HOUSE = (
+    {"layout", "reference", "validation"},
+    {"groups", "metrics", "sampler_mismatch"},
+    {"advantages", "objective"},
+    {"backends"},
+    {"ops", "outputs"},
+    {"inputs"},
+    {"fused_loss", "log_probs", "policy_loss"},
+    {"", "tools"},  # "" is the package itself, which hands on the public names
+)
+BACKENDS = ({"precision", "rows", "workspace"}, {"live_tiles", "torch", "triton"}, {"adapter", "dispatch"})
+MOST_FLOORS = 8
+
+
+def import_name(path: Path) -> str:
+    """The one name under which a file is imported: those of integrations/ and benchmarks/ are inside the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "gspo_kernels" else ("gspo_kernels", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {import_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+def imported(name: str) -> set[str]:
+    """The files of ours that a file imports, wherever in it the import stands."""
+    path, names = FILES[name], set()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, [above, node.module]))
+            names |= {f"{module}.{alias.name}" if f"{module}.{alias.name}" in FILES else module for alias in node.names}
+    # A package that hands on names of its own files is not what those files import.
+    return {x for x in names if x in FILES and x != name}
+
+
+IMPORTS = {name: imported(name) for name in FILES}
+
+
+def rooms(inside: str) -> dict[str, set[str]]:
+    """What each module or folder of a package imports of the others, by name: "ops" -> {"backends", ...}."""
+
+    def room(name: str) -> str | None:
+        if name == inside:
+            return ""
+        return name.removeprefix(f"{inside}.").split(".")[0] if name.startswith(f"{inside}.") else None
+
+    graph: dict[str, set[str]] = {}
+    for name, others in IMPORTS.items():
+        here = room(name)
+        if here is not None and not (inside == "gspo_kernels" and here in PACKAGES):
+            there = {x for x in map(room, others) if x is not None and x not in PACKAGES}
+            graph.setdefault(here, set()).update(there - {here})
+    return graph
+
+
+@pytest.mark.parametrize(("inside", "floors"), [("gspo_kernels", HOUSE), ("gspo_kernels.backends", BACKENDS)])
+def test_every_import_runs_down(inside: str, floors: tuple[set[str], ...]) -> None:
+    level = {room: i for i, floor in enumerate(floors) for room in floor}
+    graph = rooms(inside)
+    graph.pop("", None) if inside != "gspo_kernels" else None
+    assert graph.keys() == level.keys(), "every room stands on a floor"
+    upward = [(a, b) for a, others in graph.items() for b in others if level[b] >= level[a]]
+    assert upward == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter({name: others for name, others in IMPORTS.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("inside", ["gspo_kernels", *(f"gspo_kernels.{x}" for x in ("integrations", "benchmarks"))])
+def test_no_folders_import_each_other_in_a_circle(inside: str) -> None:
+    for package in [inside, *(name for name in FILES if name.startswith(f"{inside}.") and is_package(name))]:
+        graph = rooms(package)
+        graph.pop("", None)
+        TopologicalSorter(graph).prepare()
+
+
+def is_package(name: str) -> bool:
+    return FILES[name].name == "__init__.py"
+
+
+@pytest.mark.parametrize("inside", [name for name in FILES if is_package(name)])
+def test_no_package_has_more_floors_than_a_reader_keeps_in_mind(inside: str) -> None:
+    floor: dict[str, int] = {}
+    graph = rooms(inside)
+    for room in TopologicalSorter(graph).static_order():
+        floor[room] = 1 + max((floor[x] for x in graph.get(room, ())), default=0)
+    assert max(floor.values()) <= MOST_FLOORS
+
+
+def test_the_backends_know_nothing_of_each_other() -> None:
+    for a, b in (("torch", "triton"), ("triton", "torch")):
+        inside = [name for name in FILES if name.startswith(f"gspo_kernels.backends.{a}")]
+        assert not [x for name in inside for x in IMPORTS[name] if x.startswith(f"gspo_kernels.backends.{b}")]
+
+
+def test_only_the_command_line_knows_what_stands_around_the_library() -> None:
+    around = {"gspo_kernels.integrations", "gspo_kernels.benchmarks"}
+    for name, others in IMPORTS.items():
+        outside = {".".join(x.split(".")[:2]) for x in others} & around
+        allowed = {".".join(name.split(".")[:2])} if name.split(".")[1:2] != ["benchmarks"] else around
+        assert outside <= (around if name == "gspo_kernels.tools.cli" else allowed), name
+
+
+@pytest.mark.parametrize("folder", ["integrations", "benchmarks"])
+def test_a_file_has_one_import_name(folder: str) -> None:
+    """`benchmarks.x` beside `gspo_kernels.benchmarks.x` would be a second copy of every class and every setting."""
+    for path in [*FILES.values(), *(ROOT / "tests").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            assert not [name for name in names if name.split(".")[0] == folder], path

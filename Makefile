@@ -31,7 +31,7 @@ test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/v
 	$(BIN)/$(PYTEST) tests/trainers
 	build/trl-1.13.0/bin/$(PYTEST) tests/trainers/test_trl*.py
 	build/trl-0.29.1/bin/$(PYTEST) tests/trainers/test_trl*.py
-	build/verl/bin/$(PYTEST) tests/trainers/test_verl_*.py tests/test_mutations.py -k verl
+	build/verl/bin/$(PYTEST) tests/trainers/test_verl_*.py tests/repo/test_mutations.py -k verl
 	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py
 
 build/trl-%: NEEDS = '.[test,trl]' $(subst -,==,$*) requests

@@ -15,6 +15,7 @@ import triton.language as tl
 from hypothesis import HealthCheck, settings
 from triton.runtime import interpreter
 
+pytest.register_assert_rewrite("helpers")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in these tests may need a network
 torch.set_num_threads(1)  # the shapes are tiny: threads would only wait for each other
 

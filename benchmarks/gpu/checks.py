@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from samples import Sample, make_sample, run_fused, run_oracle
+from helpers.samples import Sample, make_sample, run_fused, run_oracle
 from tolerance import LOG_RATIO_RELATIVE, check_loss, decision_band
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 """What a step costs wherever it runs: matrix passes, bytes, kernel launches, compiled kernels. Counted, not timed.
 
     python -m gspo_kernels.benchmarks costs            print the table
-    python -m gspo_kernels.benchmarks costs --write    and make it what tests/test_costs.py expects: read the difference
+    python -m gspo_kernels.benchmarks costs --write    and write tests/backends/golden_costs.json: read the difference
 
 Nothing here depends on the machine, so that a change of any number is a change of the code. Products and bytes are
 counted below the operators, where torch makes them, and so not by what the library says of itself.
@@ -41,7 +41,7 @@ from ..measure import Record
 from ..peaked import make as make_policy
 from ..workloads import roles
 
-GOLDEN = measure.ROOT / "tests" / "golden_costs.json"
+GOLDEN = measure.ROOT / "tests" / "backends" / "golden_costs.json"
 
 
 class Counted(TorchDispatchMode):

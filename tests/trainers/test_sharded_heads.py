@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 from tolerance import SHARDED_GRADIENT_RELATIVE
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel

@@ -17,7 +17,7 @@ pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
 import datasets
 import transformers
-from test_trl import LETTERS, SEQUENCE, checkpoint, make_trainer, tokenizer
+from helpers.trl_trainer import LETTERS, SEQUENCE, checkpoint, make_trainer, tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from gspo_kernels import validation

@@ -15,23 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_readme import WITH_VERL
+from helpers.ranks import run_ranks
+from helpers.readme import WITH_VERL
+from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker
 from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_GRADIENT_RELATIVE
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 if importlib.util.find_spec("verl") is None:  # imported in the ranks alone, after its environment variables are set
     pytest.skip("verl is not installed", allow_module_level=True)
 
-ENVIRONMENT = {
-    "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda",
-    "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-}  # fmt: skip
-BASE: dict[str, Any] = {
-    "packed": True, "tied": False, "lora": 0, "micro": 4, "loss_mode": "gspo", "kl": 0.0, "entropy": 0.0,
-    "aggregation": "seq-mean-token-mean", "weights": False, "softcap": False, "temperature": 1.0,
-    "strategy": "fsdp2",
-}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "packed, untied": {},
     "padded, tied": {"packed": False, "tied": True},
@@ -45,107 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
     "token-mean": {"aggregation": "token-mean"},
     "FSDP1": {"strategy": "fsdp", "tied": True, "micro": 2},
 }
-
-
-def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
-    import transformers
-    from tokenizers import Tokenizer, models
-
-    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<eos>"))
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    shape: dict[str, Any] = dict(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=tied, pad_token_id=0, eos_token_id=1, bos_token_id=1,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    if softcap:
-        model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**shape, final_logit_softcapping=2.0))
-    else:
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options: Any) -> Any:
-    import verl_cpu
-    from verl.workers.config import (
-        ActorConfig,
-        FSDPEngineConfig,
-        FSDPOptimizerConfig,
-        HFModelConfig,
-        TrainingWorkerConfig,
-    )
-    from verl.workers.engine_workers import TrainingWorker
-    from verl.workers.utils.losses import ppo_loss
-
-    os.environ["VERL_ENGINE_VENDOR"] = "gspo" if ours else ""
-    verl_cpu.let_fsdp1_run()
-    model = HFModelConfig(
-        path=checkpoint(folder / "model", case["tied"], case["softcap"]), use_remove_padding=case["packed"],
-        override_config={"attn_implementation": "eager" if case["softcap"] else "sdpa"},
-        enable_gradient_checkpointing=False, lora_rank=case["lora"], lora_alpha=8, target_modules=["q_proj", "up_proj"],
-        external_lib="gspo_kernels.integrations.verl", **model_options,
-    )  # fmt: skip
-    engine = FSDPEngineConfig(
-        strategy=case["strategy"], fsdp_size=-1, use_torch_compile=False, use_dynamic_bsz=False,
-        mixed_precision={"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
-        micro_batch_size_per_gpu=case["micro"], infer_micro_batch_size_per_gpu=case["micro"],
-    )  # fmt: skip
-    optimizer = FSDPOptimizerConfig(
-        optimizer="SGD", optimizer_impl="torch.optim", lr=0.05, weight_decay=0.0, total_training_steps=10,
-        lr_warmup_steps=0, clip_grad=100.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type="language_model", model_config=model, engine_config=engine, optimizer_config=optimizer
-        )
-    )
-    worker.reset()
-    actor = ActorConfig(
-        strategy=case["strategy"], rollout_n=4, ppo_micro_batch_size_per_gpu=case["micro"], clip_ratio_low=3e-4,
-        clip_ratio_high=4e-4, loss_agg_mode=case["aggregation"], use_kl_loss=case["kl"] > 0, kl_loss_coef=case["kl"],
-        entropy_coeff=case["entropy"], policy_loss={"loss_mode": case["loss_mode"] if ours else "gspo"},
-    )  # fmt: skip
-    worker.set_loss_fn(functools.partial(ppo_loss, config=actor))
-    return worker
-
-
-def batch(rank: int, case: dict[str, Any]) -> Any:
-    """Four answers of this rank, prompts padded on the left and responses on the right, one with a hole in its mask."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import left_right_2_no_padding
-
-    rng = torch.Generator().manual_seed(7 + rank)
-    prompts, responses = 3, 6
-    ids = torch.randint(2, 50, (4, prompts + responses), generator=rng)
-    before, after = torch.tensor([2, 3, 1, 3]), torch.tensor([6, 3, 5, 4])
-    attention = torch.cat(
-        [torch.arange(prompts)[None] >= prompts - before[:, None], torch.arange(responses)[None] < after[:, None]], 1
-    ).long()
-    mask = attention[:, prompts:].clone()
-    mask[2, 1] = 0
-    data = TensorDict(
-        {
-            "input_ids": ids * attention, "attention_mask": attention, "prompts": (ids * attention)[:, :prompts],
-            "position_ids": (attention.cumsum(1) - 1).clamp(min=0), "responses": (ids * attention)[:, prompts:],
-            "response_mask": mask,
-            "advantages": torch.tensor([1.0, -1.0, 0.7, -1.5])[:, None].expand(4, responses).contiguous(),
-        },
-        batch_size=4,
-    )  # fmt: skip
-    if case["weights"]:
-        data["rollout_is_weights"] = torch.rand(4, responses, generator=rng) + 0.5
-    data = left_right_2_no_padding(data)
-    tu.assign_non_tensor(data, temperature=case["temperature"], calculate_entropy=True, global_batch_size=8)
-    return data
 
 
 def step(worker: Any, rank: int, case: dict[str, Any], ranks: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from other_trainers import Rollout, assert_agree, ours, rollout
+from helpers.other_trainers import Rollout, assert_agree, ours, rollout
 from torch import Tensor
 
 from gspo_kernels import Objective

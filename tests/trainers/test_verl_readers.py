@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from other_trainers import assert_agree, ours, rollout
-from test_readers import VERL
+from helpers.other_trainers import assert_agree, ours, rollout
+from helpers.trainer_settings import VERL
 
 from gspo_kernels import Objective
 from gspo_kernels.integrations.settings import Normalizer, from_verl

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_verl_engine import BASE, ENVIRONMENT, batch, make_worker
+from helpers.ranks import run_ranks
+from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker
 
 if importlib.util.find_spec("verl") is None:  # imported in the ranks alone, after its environment variables are set
     pytest.skip("verl is not installed", allow_module_level=True)

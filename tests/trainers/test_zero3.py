@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 from tolerance import MODEL_GRADIENT_RELATIVE
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -1,0 +1,813 @@
+"""Every head a trainer may hand over is computed as the module itself would, in every mode it may be called in."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import DTYPES
+from helpers.samples import Sample, make_sample, run_fused
+from tolerance import check, check_loss
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gspo_kernels import LossOutput, Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels.backends.precision import exact_products
+from gspo_kernels.reference import gspo_reference_loss
+
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+
+B, T, H, V = 3, 6, 16, 41
+EVERYTHING = Objective(kl_coef=0.1, entropy_coef=0.02)
+
+Call = Callable[[Tensor, Any], Tensor]  # (hidden, head) -> a scalar
+
+
+def targets_and_mask() -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    mask = torch.rand(B, T, generator=rng) > 0.3
+    mask[:, 0] = True
+    return torch.where(mask, torch.randint(0, V, (B, T), generator=rng), -100), mask
+
+
+def hidden_states(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(B, T, H, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+
+
+def upstream() -> Tensor:
+    return torch.randn(B, T, generator=torch.Generator().manual_seed(3)).double()
+
+
+def own_log_probs(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """What the module says: its logits, log_softmax of them, the target's column; 0 where masked."""
+    ids, mask = targets_and_mask()
+    log_p = torch.log_softmax(head(hidden), -1).gather(-1, ids.clamp(min=0)[..., None])[..., 0]
+    return torch.where(mask, log_p, 0)
+
+
+def gradients(log_probs: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    total = (log_probs * upstream().to(log_probs.dtype)).sum()
+    found = torch.autograd.grad(total, list(tensors.values()), allow_unused=True)
+    return {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+
+
+def trained(head: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in head.named_parameters() if p.requires_grad}
+
+
+def assert_equals_the_module(
+    head: Any, backend: str, dtype: torch.dtype = torch.float32, log_probs_dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Log-probs and every gradient, under the law of tolerance.py; returns our gradients."""
+    ids, mask = targets_and_mask()
+    hidden = hidden_states(dtype)
+    ours = linear_log_probs(hidden, head, ids, mask=mask, backend=backend).log_probs
+    grads = gradients(ours, {"hidden": hidden, **trained(head)})
+    same = own_log_probs(head, hidden)
+    same_grads = gradients(same, {"hidden": hidden, **trained(head)})
+    wide_head = copy.deepcopy(head).double()
+    wide_hidden = hidden.detach().double().requires_grad_()
+    truth = own_log_probs(wide_head, wide_hidden)
+    true_grads = gradients(truth, {"hidden": wide_hidden, **trained(wide_head)})
+    check("log_probs", ours, same, truth, log_probs_dtype)
+    assert grads.keys() == true_grads.keys()
+    for name, grad in grads.items():
+        flat = [g.flatten(0, -2) if g.ndim == 3 else g for g in (grad, same_grads[name], true_grads[name])]
+        check(f"d_{name}", *flat, flat[0].dtype)
+    return grads
+
+
+# -- plain heads
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_linear_module_is_computed_as_it_would_itself(bias: bool, dtype: str, backend: str) -> None:
+    torch.manual_seed(0)
+    assert_equals_the_module(nn.Linear(H, V, bias=bias, dtype=DTYPES[dtype]), backend, DTYPES[dtype])
+
+
+def test_a_module_is_its_weight_and_bias_bitwise(backend: str) -> None:
+    torch.manual_seed(0)
+    head, (ids, mask), hidden = nn.Linear(H, V), targets_and_mask(), hidden_states()
+    module = linear_log_probs(hidden, head, ids, mask=mask, backend=backend).log_probs
+    tensors = linear_log_probs(hidden, head.weight, ids, mask=mask, bias=head.bias, backend=backend).log_probs
+    assert torch.equal(module, tensors)
+    no_bias = nn.Linear(H, V, bias=False)
+    no_bias.weight = head.weight
+    given = linear_log_probs(hidden, no_bias, ids, mask=mask, bias=head.bias, backend=backend).log_probs
+    assert torch.equal(given, tensors)
+    sources = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    expected = gradients(tensors, sources)
+    for name, grad in gradients(module, sources).items():
+        assert torch.equal(grad, expected[name]), name
+
+
+def test_a_parametrized_weight_gets_its_gradient_through_the_parametrization(backend: str) -> None:
+    torch.manual_seed(0)
+    head = torch.nn.utils.parametrizations.weight_norm(nn.Linear(H, V))
+    grads = assert_equals_the_module(head, backend)
+    assert any("original0" in name for name in grads)
+
+
+class TiedModel(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, H, dtype=dtype)
+        self.body = nn.Linear(H, H, dtype=dtype)
+        self.lm_head = nn.Linear(H, V, bias=False, dtype=dtype)
+        self.lm_head.weight = self.embedding.weight
+
+    def hidden_states(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.body(self.embedding(ids)))
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_tied_weights_add_up_the_gradients_of_embedding_and_head(dtype: str, backend: str) -> None:
+    torch.manual_seed(0)
+    model = TiedModel(DTYPES[dtype])
+    ids, mask = targets_and_mask()
+    prompt = ids.clamp(min=0).flip(1)
+    advantages = torch.tensor([1.0, -0.5, 0.3])
+
+    def run(model: TiedModel, loss: Callable[[Tensor, TiedModel], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        value = loss(model.hidden_states(prompt), model)
+        model.zero_grad()
+        value.backward()
+        return value.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    def fused(hidden: Tensor, model: TiedModel) -> Tensor:
+        return gspo_fused_loss(hidden, model.lm_head, ids, advantages, mask=mask, backend=backend).loss
+
+    def oracle(hidden: Tensor, model: TiedModel) -> Tensor:
+        weight = model.lm_head.weight
+        return gspo_reference_loss(hidden, weight, ids, advantages, mask=mask, objective=Objective()).loss
+
+    loss, grads = run(model, fused)
+    _, same_grads = run(model, oracle)
+    truth, true_grads = run(copy.deepcopy(model).double(), oracle)
+    check_loss(loss, truth, advantages)
+    assert set(grads) == {"embedding.weight", "body.weight", "body.bias"}
+    for name, grad in grads.items():
+        check(f"d_{name}", grad, same_grads[name], true_grads[name], DTYPES[dtype])
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_frozen_head_passes_the_same_gradient_on_and_gets_none(entropy: bool, backend: str) -> None:
+    torch.manual_seed(0)
+    head, (ids, mask) = nn.Linear(H, V), targets_and_mask()
+    found = []
+    for frozen in (False, True):
+        head.requires_grad_(not frozen)
+        hidden = hidden_states()
+        out = linear_log_probs(hidden, head, ids, mask=mask, entropy=entropy, backend=backend)
+        value = (out.log_probs * upstream().float()).sum() + (out.entropy.sum() if entropy else 0)
+        value.backward()
+        found.append(hidden.grad)
+        assert (head.weight.grad is None) == (head.bias.grad is None) == frozen
+        head.weight.grad = head.bias.grad = None
+    assert torch.equal(*found)
+
+
+# -- adapters
+
+
+def lora(
+    dtype: torch.dtype = torch.float32, adapters: int = 1, adapter_dtype: torch.dtype | None = None, **config: Any
+) -> Any:
+    """A PEFT LoRA head whose adapters are all active and matter."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"lm_head": nn.Linear(H, V, bias=config.pop("base_bias", False), dtype=dtype)})
+    names = [f"adapter{i}" for i in range(adapters)]
+    for i, name in enumerate(names):
+        shape = {"r": 3 + i, "lora_alpha": 5 - i}
+        lora_config = peft.LoraConfig(**{**shape, "target_modules": ["lm_head"], "init_lora_weights": False, **config})
+        peft.inject_adapter_in_model(lora_config, model, adapter_name=name)
+    head = model["lm_head"]
+    head.set_adapter(names)
+    for name, parameter in head.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(adapter_dtype or dtype)
+    return head
+
+
+def adapter_parameters(head: Any) -> set[str]:
+    return {name for name, _ in head.named_parameters() if "lora_" in name}
+
+
+@pytest.mark.parametrize("adapters", [1, 3])
+@pytest.mark.parametrize("base_bias", [False, True])
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_lora_on_the_head_is_computed_as_peft_would(
+    adapters: int, base_bias: bool, use_rslora: bool, backend: str
+) -> None:
+    head = lora(adapters=adapters, base_bias=base_bias, use_rslora=use_rslora)
+    grads = assert_equals_the_module(head, backend)
+    assert set(grads) == {"hidden"} | adapter_parameters(head), "the base gets no gradient"
+
+
+def test_fp32_adapters_on_a_bf16_head_lose_nothing_to_bf16(backend: str) -> None:
+    head = lora(torch.bfloat16, adapters=2, adapter_dtype=torch.float32)
+    grads = assert_equals_the_module(head, backend, torch.bfloat16)
+    assert {g.dtype for name, g in grads.items() if "lora_" in name} == {torch.float32}
+
+
+def test_bf16_adapters_get_bf16_gradients(backend: str) -> None:
+    grads = assert_equals_the_module(lora(torch.bfloat16, adapters=2), backend, torch.bfloat16)
+    assert {g.dtype for g in grads.values()} == {torch.bfloat16}
+
+
+def test_only_active_adapters_count(backend: str) -> None:
+    head = lora(adapters=3)
+    head.set_adapter(["adapter1"])
+    grads = assert_equals_the_module(head, backend)
+    assert all("adapter1" in name for name in grads if name != "hidden")
+    head.enable_adapters(False)
+    disabled = assert_equals_the_module(head, backend)
+    assert set(disabled) == {"hidden"}
+    ids, mask = targets_and_mask()
+    out = linear_log_probs(hidden_states(), head, ids, mask=mask, backend=backend).log_probs
+    base = linear_log_probs(hidden_states(), head.base_layer, ids, mask=mask, backend=backend).log_probs
+    assert torch.equal(out, base)
+
+
+def test_merged_adapters_are_counted_once(backend: str) -> None:
+    head = lora(adapters=2)
+    ids, mask = targets_and_mask()
+    before = linear_log_probs(hidden_states(), head, ids, mask=mask, backend=backend).log_probs
+    head.merge()
+    assert set(assert_equals_the_module(head, backend)) == {"hidden"}
+    merged = linear_log_probs(hidden_states(), head, ids, mask=mask, backend=backend).log_probs
+    wide = own_log_probs(copy.deepcopy(head).double(), hidden_states(torch.float64))
+    check("merged", before, merged, wide, torch.float32)
+
+
+@pytest.mark.parametrize("adapters", [1, 2])
+def test_lora_dropout_drops_what_peft_drops(adapters: int, backend: str) -> None:
+    head = lora(adapters=adapters, lora_dropout=0.4).train()
+    ids, mask = targets_and_mask()
+    found = []
+    for own in (False, True):
+        torch.manual_seed(5)
+        hidden = hidden_states()
+        lp = own_log_probs(head, hidden) if own else linear_log_probs(hidden, head, ids, mask=mask).log_probs
+        found.append({"log_probs": lp, **gradients(lp, {"hidden": hidden, **trained(head)})})
+    wide_head, wide_hidden = copy.deepcopy(head).double(), hidden_states().detach().double().requires_grad_()
+    torch.manual_seed(5)
+    # Random numbers of the same dtype, so that the same elements are dropped.
+    for name in wide_head.lora_dropout:
+        drop = wide_head.lora_dropout[name]
+        drop.forward = lambda x, p=drop.p: x * torch.dropout(torch.ones(x.shape), p, True).double()
+    truth = own_log_probs(wide_head, wide_hidden)
+    wide = {"log_probs": truth, **gradients(truth, {"hidden": wide_hidden, **trained(wide_head)})}
+    for name, true_value in wide.items():
+        flat = [x.flatten(0, -2) if x.ndim == 3 else x for x in (found[0][name], found[1][name], true_value)]
+        check(name, *flat, torch.float32)
+    head.eval()
+    assert_equals_the_module(head, backend)
+
+
+def test_a_fused_loss_with_lora_equals_the_two_seams(backend: str) -> None:
+    head, (ids, mask), advantages = lora(adapters=2), targets_and_mask(), torch.tensor([1.0, -0.5, 0.3])
+    old = own_log_probs(head, hidden_states()).detach() - 1e-4
+    options = {"mask": mask, "backend": backend}
+    found = []
+    for fused in (False, True):
+        hidden = hidden_states()
+        if fused:
+            loss = gspo_fused_loss(hidden, head, ids, advantages, old_log_probs=old, **options).loss
+        else:
+            lp = linear_log_probs(hidden, head, ids, **options).log_probs
+            loss = policy_loss(lp, advantages, old_log_probs=old, **options).loss
+        found.append([loss, *torch.autograd.grad(loss, [hidden, *trained(head).values()])])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
+def test_masked_tokens_have_exactly_zero_influence_on_an_adapter(garbage: float, backend: str) -> None:
+    head, (ids, mask) = lora(adapters=2, base_bias=True), targets_and_mask()
+    advantages = torch.tensor([1.0, -0.5, 0.3])
+    found = []
+    for value in (0.0, garbage):
+        hidden = hidden_states().detach()
+        hidden[~mask] = value
+        hidden.requires_grad_()
+        out = gspo_fused_loss(hidden, head, ids, advantages, mask=mask, backend=backend)
+        grads = torch.autograd.grad(out.loss, [hidden, *trained(head).values()])
+        assert (grads[0][~mask] == 0).all()
+        found.append([out.loss, out.log_probs, *grads])
+    for ours, expected in zip(found[1], found[0], strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("case", ["B = 0", "T = 0", "all masked"])
+def test_an_adapter_without_tokens_gets_zero(case: str, backend: str) -> None:
+    head, (ids, mask), advantages = lora(adapters=2), targets_and_mask(), torch.tensor([1.0, -0.5, 0.3])
+    cut = {"B = 0": (slice(0, 0),), "T = 0": (slice(None), slice(0, 0)), "all masked": (slice(None),)}[case]
+    hidden = hidden_states()
+    loss = gspo_fused_loss(
+        hidden[cut], head, ids[cut], advantages[cut[:1]], mask=torch.zeros_like(mask[cut]), backend=backend
+    ).loss
+    loss.backward()
+    assert loss == 0 and (hidden.grad == 0).all()
+    assert all((p.grad == 0).all() for p in trained(head).values())
+
+
+def test_rows_that_peft_trains_are_in_the_weight(backend: str) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"body": nn.Linear(H, H), "lm_head": nn.Linear(H, V, bias=False)})
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["body"], trainable_token_indices={"lm_head": [1, 2]}))
+    head: Any = model["lm_head"]
+    with torch.no_grad():
+        head.token_adapter.trainable_tokens_delta["default"].mul_(1.5)
+    grads = assert_equals_the_module(head, backend)
+    assert set(grads) == {"hidden", "token_adapter.trainable_tokens_delta.default"}
+
+
+def test_modules_to_save_are_the_copy_that_trains(backend: str) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"body": nn.Linear(H, H), "lm_head": nn.Linear(H, V)})
+    model.forward = lambda hidden: model["lm_head"](hidden)  # PEFT wants one
+    config = peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["lm_head"])
+    wrapped = peft.get_peft_model(model, config)
+    head = model["lm_head"]
+    assert type(head).__name__ == "ModulesToSaveWrapper"
+    with torch.no_grad():
+        head.modules_to_save["default"].weight.mul_(1.5)
+    grads = assert_equals_the_module(head, backend)
+    assert set(grads) == {"hidden", "modules_to_save.default.weight", "modules_to_save.default.bias"}
+    with wrapped.disable_adapter():
+        assert set(assert_equals_the_module(head, backend)) == {"hidden"}
+
+
+class QuantizedLinear(nn.Linear):
+    """Stands for bitsandbytes' Linear4bit: a Linear whose weight is not what its forward multiplies by."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight / 16, self.bias)
+
+
+def lora_on_a_quantized_head() -> Any:
+    head = lora()
+    head.base_layer.__class__ = QuantizedLinear
+    return head
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "dora": lambda: lora(use_dora=True),
+    "dora-beside-plain-lora": lambda: add_adapter(lora(), use_dora=True),
+    "lora-bias": lambda: lora(lora_bias=True),
+    "quantized": lambda: QuantizedLinear(H, V),
+    "lora-on-a-quantized-head": lora_on_a_quantized_head,
+}
+
+
+def add_adapter(head: Any, **config: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    model = nn.ModuleDict({"lm_head": head})
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, target_modules=["lm_head"], **config), model, adapter_name="another"
+    )
+    head = model["lm_head"]
+    head.set_adapter([*head.lora_A])
+    return head
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_head_that_cannot_be_honoured_exactly_is_refused(kind: str, backend: str) -> None:
+    head, (ids, mask) = REFUSED[kind](), targets_and_mask()
+    with pytest.raises((TypeError, ValueError), match="lm_head must be"):
+        linear_log_probs(hidden_states(), head, ids, mask=mask, backend=backend)
+    with pytest.raises((TypeError, ValueError), match="lm_head must be"):
+        gspo_fused_loss(hidden_states(), head, ids, torch.ones(B), mask=mask, backend=backend)
+
+
+# -- autocast
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else(bias: bool, backend: str) -> None:
+    torch.manual_seed(0)
+    head, (ids, mask) = nn.Linear(H, V, bias=bias), targets_and_mask()
+    hidden = hidden_states()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear_log_probs(hidden, head, ids, mask=mask, entropy=True, backend=backend)
+    grads = gradients(out.log_probs, {"hidden": hidden, **trained(head)})
+    cast_head = copy.deepcopy(head).bfloat16()
+    cast_hidden = hidden.detach().bfloat16().requires_grad_()
+    expected = linear_log_probs(cast_hidden, cast_head, ids, mask=mask, entropy=True, backend=backend)
+    cast_grads = gradients(expected.log_probs, {"hidden": cast_hidden, **trained(cast_head)})
+    assert out.log_probs.dtype == torch.float32 and torch.equal(out.log_probs, expected.log_probs)
+    assert out.entropy is not None and torch.equal(out.entropy, expected.entropy)
+    assert (out.log_probs.bfloat16().float() != out.log_probs)[mask].any(), "rounded to bf16"
+    for name, grad in grads.items():
+        assert grad.dtype == torch.float32
+        assert torch.equal(grad, cast_grads[name].float()), name
+
+
+@pytest.mark.parametrize("head_kind", ["linear", "lora"])
+def test_a_backward_inside_autocast_is_the_one_outside(head_kind: str, backend: str) -> None:
+    ids, mask = targets_and_mask()
+    found = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        head = lora(adapters=2) if head_kind == "lora" else nn.Linear(H, V)
+        hidden = hidden_states()
+        old = own_log_probs(head, hidden).detach()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = gspo_fused_loss(
+                hidden, head, ids, torch.tensor([1.0, -0.5, 0.3]), mask=mask, old_log_probs=old, ref_log_probs=old,
+                objective=EVERYTHING, backend=backend,
+            )  # fmt: skip
+            if inside:
+                out.loss.backward()
+        if not inside:
+            out.loss.backward()
+        assert out.loss.dtype == torch.float32
+        found.append([out.loss.detach(), hidden.grad, *(p.grad for p in trained(head).values())])
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+
+
+def test_autocast_leaves_an_fp32_adapter_unrounded(backend: str) -> None:
+    """The adapter's part of the logits is as exact as the rest: only the head's operands are cast."""
+    head, (ids, mask) = lora(adapters=2), targets_and_mask()
+    hidden = hidden_states().detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_log_probs(hidden, head, ids, mask=mask, backend=backend).log_probs
+        same = own_log_probs(head, hidden)
+    wide = copy.deepcopy(head).double()
+    wide.base_layer.weight.data = head.base_layer.weight.data.bfloat16().double()
+
+    def logits(x: Tensor) -> Tensor:
+        return wide(x) - wide.base_layer(x) + wide.base_layer(x.bfloat16().double())
+
+    check("log_probs", ours, same, own_log_probs(logits, hidden.double()), torch.float32)
+
+
+def test_autocast_does_not_reach_policy_loss(backend: str) -> None:
+    sample = make_sample(3, objective=EVERYTHING)
+    found = []
+    for enabled in (False, True):
+        lp = torch.where(sample.options["mask"], sample.options["old_log_probs"] + 1e-4, 0).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = policy_loss(
+                lp, sample.advantages, mask=sample.options["mask"], old_log_probs=sample.options["old_log_probs"],
+                ref_log_probs=sample.options["ref_log_probs"], entropy=torch.ones_like(lp), objective=EVERYTHING,
+                backend=backend,
+            )  # fmt: skip
+            out.loss.backward()
+        found.append((out.loss.detach(), lp.grad))
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+
+
+# -- what trainers wrap around the call
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("head_kind", ["linear", "lora-with-dropout"])
+def test_activation_checkpointing_changes_no_bit(use_reentrant: bool, head_kind: str, backend: str) -> None:
+    ids, mask = targets_and_mask()
+    head = lora(lora_dropout=0.3).train() if head_kind != "linear" else nn.Linear(H, V)
+    old = own_log_probs(head, hidden_states()).detach()
+
+    def loss(hidden: Tensor) -> Tensor:
+        return gspo_fused_loss(
+            hidden, head, ids, torch.tensor([1.0, -0.5, 0.3]), mask=mask, old_log_probs=old, ref_log_probs=old,
+            objective=EVERYTHING, backend=backend,
+        ).loss  # fmt: skip
+
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(4)
+        hidden = hidden_states()
+        value = checkpoint(loss, hidden, use_reentrant=use_reentrant) if checkpointed else loss(hidden)
+        head.zero_grad()
+        value.backward()
+        found.append([value.detach(), hidden.grad, *(p.grad.clone() for p in trained(head).values())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+AGGREGATIONS = ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_micro_batches_with_the_normalizer_of_all_are_one_big_batch(
+    dtype: str, aggregation: str, as_tensor: bool, backend: str
+) -> None:
+    objective = replace(EVERYTHING, aggregation=aggregation, length_norm=12)
+    sample = make_sample(4, dtype=DTYPES[dtype], objective=objective, token_weights=True)
+    mask = sample.options["mask"]
+    number = mask.sum() if aggregation == "token-mean" else (mask.any(1).sum() if "norm" not in aggregation else 1)
+    normalizer: Any = torch.as_tensor(number) if as_tensor else int(number)
+    big = sample.with_options(normalizer=normalizer)
+    expected, expected_grads = run_fused(big, backend)
+    if aggregation != "seq-mean-token-sum-norm":  # the default divides by what this batch holds
+        assert torch.equal(run_fused(sample, backend)[0].loss, expected.loss)
+    truth, true_grads = run_fused(big.cast(torch.float64), backend)
+    loss = torch.zeros((), dtype=expected.loss.dtype)
+    grads: dict[str, Any] = {"hidden": [], "weight": 0}
+    for rows in (slice(0, 1), slice(1, 6), slice(6, 12)):
+
+        def cut(x: Any, rows: slice = rows) -> Any:
+            return x[rows] if isinstance(x, Tensor) and x.ndim and x.shape[0] == 12 else x
+
+        micro = Sample(
+            {"hidden": cut(sample.leaves["hidden"]), "weight": sample.leaves["weight"]}, cut(sample.target_ids),
+            cut(sample.advantages), objective, {k: cut(v) for k, v in big.options.items()},
+        )  # fmt: skip
+        out, found = run_fused(micro, backend)
+        loss += out.loss.detach()
+        grads["hidden"].append(found["hidden"])
+        grads["weight"] = grads["weight"] + found["weight"]
+    check_loss(loss, truth.loss, sample.advantages)
+    d_hidden = torch.cat(grads["hidden"])
+    check(
+        "d_hidden",
+        *(x.flatten(0, 1) for x in (d_hidden, expected_grads["hidden"], true_grads["hidden"])),
+        DTYPES[dtype],
+    )
+    check("d_weight", grads["weight"], expected_grads["weight"], true_grads["weight"], DTYPES[dtype])
+
+
+def leaf_calls() -> dict[str, tuple[Callable[[], list[Tensor]], Callable[..., Tensor]]]:
+    ids, mask = targets_and_mask()
+    advantages = torch.tensor([1.0, -0.5, 0.3])
+    old = torch.full((B, T), -3.7)
+
+    def operands() -> list[Tensor]:
+        return [hidden_states(), torch.linspace(-1, 1, V * H).view(V, H).clone().requires_grad_()]
+
+    def log_probs() -> list[Tensor]:
+        return [old.clone().requires_grad_(), torch.ones(B, T, requires_grad=True)]
+
+    def fused(hidden: Tensor, weight: Tensor) -> Tensor:
+        return gspo_fused_loss(hidden, weight, ids, advantages, mask=mask, objective=Objective(entropy_coef=0.1)).loss
+
+    def both(hidden: Tensor, weight: Tensor) -> Tensor:
+        out = linear_log_probs(hidden, weight, ids, mask=mask, entropy=True)
+        return (out.log_probs + out.entropy).sum()
+
+    def policy(lp: Tensor, entropy: Tensor) -> Tensor:
+        objective = Objective(entropy_coef=0.1)
+        return policy_loss(lp, advantages, mask=mask, old_log_probs=old, entropy=entropy, objective=objective).loss
+
+    return {
+        "gspo_fused_loss": (operands, fused),
+        "linear_log_probs": (operands, both),
+        "policy_loss": (log_probs, policy),
+    }
+
+
+@pytest.mark.parametrize("with_another_term", [False, True])
+@pytest.mark.parametrize("of", [0, 1])
+@pytest.mark.parametrize("name", ["gspo_fused_loss", "linear_log_probs", "policy_loss"])
+def test_a_second_derivative_raises(name: str, of: int, with_another_term: bool) -> None:
+    make, call = leaf_calls()[name]
+    leaves = make()
+    value = call(*leaves)
+    if with_another_term:
+        value = value + sum((x**3).sum() for x in leaves)
+    grad = torch.autograd.grad(value, leaves[of], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="gspo_kernels"):
+        grad.square().sum().backward()
+
+
+def test_a_second_derivative_through_the_upstream_gradient_raises() -> None:
+    for make, call in leaf_calls().values():
+        leaves, scale = make(), torch.tensor(2.0, requires_grad=True)
+        grad = torch.autograd.grad(call(*leaves) * scale, leaves[0], create_graph=True)[0]
+        with pytest.raises(RuntimeError, match="gspo_kernels"):
+            torch.autograd.grad(grad.sum(), scale)
+
+
+@pytest.fixture
+def matmul_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.usefixtures("matmul_precision")
+def test_exact_products_are_asked_for_on_every_processor(precision: str) -> None:
+    """One without bf16 products gives fp32 ones whatever it is asked for: there the test below shows nothing."""
+    torch.set_float32_matmul_precision(precision)
+    with exact_products(torch.device("cpu")):
+        assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+    assert torch.get_float32_matmul_precision() == precision
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("head_kind", ["linear", "lora"])
+@pytest.mark.usefixtures("matmul_precision")
+def test_a_global_wish_for_fast_products_changes_no_bit_and_stays(head_kind: str, precision: str, backend: str) -> None:
+    """On a CPU with bf16 products, "medium" rounds the operands of every fp32 product."""
+    width, vocab, ids = 64, 300, torch.arange(100)[None]
+    found = []
+    for wish in ("highest", precision):
+        torch.set_float32_matmul_precision(wish)
+        torch.manual_seed(0)
+        hidden = torch.randn(1, 100, width, requires_grad=True)
+        head: Any = nn.Linear(width, vocab)
+        if head_kind == "lora":
+            head = add_adapter_of_width(head)
+        old = torch.full((1, 100), -5.5)
+        out = gspo_fused_loss(
+            hidden, head, ids, torch.ones(1), old_log_probs=old, ref_log_probs=old, objective=EVERYTHING,
+            backend=backend,
+        )  # fmt: skip
+        out.loss.backward()
+        assert torch.get_float32_matmul_precision() == wish
+        found.append([out.loss.detach(), out.log_probs, out.log_ratio])
+        if head_kind == "linear":
+            found[-1] += [hidden.grad, head.weight.grad]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def add_adapter_of_width(head: nn.Linear) -> Any:
+    peft = pytest.importorskip("peft")
+    model = nn.ModuleDict({"lm_head": head})
+    config = peft.LoraConfig(r=8, target_modules=["lm_head"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    return model["lm_head"]
+
+
+@pytest.mark.usefixtures("matmul_precision")
+def test_a_refused_call_restores_the_wish_for_fast_products(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend != "torch":
+        pytest.skip("reaches into the torch backend")
+    from gspo_kernels.backends.torch import tiles as portable_tiles
+
+    def out_of_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    torch.set_float32_matmul_precision("medium")
+    monkeypatch.setattr(portable_tiles.Tiles, "logits", out_of_memory)
+    ids, mask = targets_and_mask()
+    with pytest.raises(MemoryError):
+        linear_log_probs(hidden_states(), torch.ones(V, H), ids, mask=mask, backend=backend)
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+
+
+@pytest.mark.usefixtures("matmul_precision")
+def test_two_threads_at_once_keep_exact_products_and_restore_the_wish(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend != "torch":
+        pytest.skip("reaches into the torch backend")
+    from gspo_kernels.backends.torch import tiles as portable_tiles
+
+    compute, limit = portable_tiles.Tiles.logits, 20
+    second_is_in, first_is_out = threading.Event(), threading.Event()
+    seen: dict[str, str] = {}
+
+    def logits(work: Any, *args: Any) -> Tensor:
+        name = threading.current_thread().name
+        if name == "first":  # entered first, leaves while the second is still inside
+            assert second_is_in.wait(limit)
+        else:
+            second_is_in.set()
+            assert first_is_out.wait(limit)
+            seen["second"] = torch.backends.mkldnn.matmul.fp32_precision
+        return compute(work, *args)
+
+    entered = threading.Event()
+    make_tiles = portable_tiles.Tiles.weight_slab
+
+    def weight_slab(work: Any, *args: Any) -> Tensor:
+        entered.set()
+        return make_tiles(work, *args)
+
+    monkeypatch.setattr(portable_tiles.Tiles, "logits", logits)
+    monkeypatch.setattr(portable_tiles.Tiles, "weight_slab", weight_slab)
+    torch.set_float32_matmul_precision("medium")
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    ids, mask = targets_and_mask()
+
+    def run() -> None:
+        with torch.no_grad():
+            linear_log_probs(hidden_states(), torch.ones(V, H), ids, mask=mask, backend=backend)
+
+    first, second = threading.Thread(target=run, name="first"), threading.Thread(target=run, name="second")
+    first.start()
+    assert entered.wait(limit)
+    second.start()
+    first.join(limit)
+    first_is_out.set()
+    second.join(limit)
+    assert seen == {"second": "ieee"}
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_a_backward_in_another_thread_is_the_same(backend: str) -> None:
+    sample = make_sample(5, objective=EVERYTHING, bias=True)
+    _, expected = run_fused(sample, backend)
+    leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
+    out = gspo_fused_loss(
+        leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages, bias=leaves["bias"],
+        objective=sample.objective, backend=backend, **sample.options,
+    )  # fmt: skip
+    thread = threading.Thread(target=out.loss.backward)
+    thread.start()
+    thread.join()
+    for name, x in leaves.items():
+        assert torch.equal(x.grad, expected[name])
+
+
+# -- modes that may not change a value
+
+
+def outputs(out: LossOutput) -> list[Tensor]:
+    metrics = [value for key, value in out.metrics.items() if key not in ("entropy", "passes")]
+    return [x.detach() for x in (out.loss, out.log_probs, out.log_ratio, *metrics)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_grad_mode_and_entropy_change_no_bit(dtype: str, packed: bool, backend: str) -> None:
+    objective = Objective(kl_coef=0.1)
+    sample = make_sample(6, dtype=DTYPES[dtype], packed=packed, objective=objective, bias=True, temperature=0.8)
+    reference, expected = run_fused(sample, backend, entropy=False)
+    with_entropy, grads = run_fused(sample, backend, entropy=True)
+    runs = [with_entropy]
+    call: dict[str, Any] = {"bias": sample.leaves["bias"], "objective": objective, "backend": backend, **sample.options}
+    arguments = (sample.leaves["hidden"], sample.leaves["weight"], sample.target_ids, sample.advantages)
+    for mode in (torch.no_grad, torch.inference_mode):
+        for entropy in (False, True):
+            with mode():
+                out = gspo_fused_loss(*arguments, entropy=entropy, **call)
+            assert not out.loss.requires_grad
+            runs.append(out)
+    for out in runs:
+        for ours, value in zip(outputs(out), outputs(reference), strict=True):
+            assert torch.equal(ours, value)
+        assert out.entropy is None or torch.equal(out.entropy, with_entropy.entropy)
+    for name, grad in grads.items():
+        assert torch.equal(grad, expected[name]), name
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_two_seams_run_without_gradients(mode: Any, backend: str) -> None:
+    ids, mask = targets_and_mask()
+    for head in (nn.Linear(H, V), lora(adapters=2)):
+        hidden = hidden_states()
+        lp = linear_log_probs(hidden, head, ids, mask=mask, entropy=True, backend=backend)
+        loss = policy_loss(lp.log_probs, torch.ones(B), mask=mask, backend=backend).loss
+        with mode():
+            quiet = linear_log_probs(hidden, head, ids, mask=mask, backend=backend)
+            assert torch.equal(quiet.log_probs, lp.log_probs) and not quiet.log_probs.requires_grad
+            assert torch.equal(policy_loss(quiet.log_probs, torch.ones(B), mask=mask, backend=backend).loss, loss)
+
+
+def test_everything_but_the_loss_is_detached(backend: str) -> None:
+    out, _ = run_fused(make_sample(6, objective=EVERYTHING), backend)
+    assert out.loss.requires_grad
+    others = [out.log_probs, out.entropy, out.log_ratio, *out.metrics.values()]
+    assert not any(x.requires_grad for x in others)
+    lp = torch.zeros(2, 3, requires_grad=True)
+    seam = policy_loss(lp, torch.ones(2), entropy=torch.ones(2, 3, requires_grad=True), backend=backend)
+    assert seam.loss.requires_grad
+    others = [seam.log_probs, seam.entropy, seam.log_ratio, *seam.metrics.values()]
+    assert not any(x.requires_grad for x in others)
+
+
+def test_an_objective_survives_copy_and_pickle() -> None:
+    for objective in (Objective(), EVERYTHING, Objective.preset("dapo", clip_high=0.3), Objective(dual_clip=3.0)):
+        for twin in (copy.copy(objective), copy.deepcopy(objective), pickle.loads(pickle.dumps(objective))):
+            assert twin == objective and hash(twin) == hash(objective) and type(twin) is Objective
+    with pytest.raises(AttributeError):
+        EVERYTHING.kl_coef = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("head_kind", ["linear", "lora"])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(head_kind: str, backend: str) -> None:
+    torch.manual_seed(0)
+    rows, width, vocab = 300, 256, 50
+    head: Any = nn.Linear(width, vocab)
+    if head_kind == "lora":
+        head = add_adapter_of_width(head)
+    hidden, ids = torch.randn(rows, width), torch.randint(0, vocab, (rows,))
+    together = linear_log_probs(hidden, head, ids, backend=backend).log_probs
+    for low, high in ((0, 1), (7, 8), (3, 40), (100, 300)):
+        some = linear_log_probs(hidden[low:high], head, ids[low:high], backend=backend).log_probs
+        assert torch.equal(some, together[low:high]), f"rows {low} to {high}"
+    mask = torch.arange(rows) % 7 == 3
+    assert torch.equal(linear_log_probs(hidden, head, ids, mask=mask, backend=backend).log_probs[mask], together[mask])

@@ -1,0 +1,150 @@
+"""On an accelerator nothing is read on the host: bad values are counted, poison the loss, and index nothing.
+
+A CPU stands in for the accelerator: the eager value checks are switched off, as they are there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.samples import make_sample
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
+from gspo_kernels.advantages import group_advantages
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_values_are_checked", lambda device: False)
+
+
+def arguments(packed: bool = False) -> dict[str, Any]:
+    sample = make_sample(0, packed=packed)
+    leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
+    return {
+        "hidden": leaves["hidden"], "lm_head": leaves["weight"], "target_ids": sample.target_ids.clone(),
+        "advantages": torch.where(sample.advantages == 0, 1.0, sample.advantages), **sample.options,
+    }  # fmt: skip
+
+
+def first_token(given: dict[str, Any], name: str, value: float) -> Tensor:
+    x = given[name].clone()
+    x.view(-1)[0] = value  # the first token of every sample counts
+    return x
+
+
+BAD_VALUES: dict[str, Any] = {
+    "id past the vocabulary": lambda a: {"target_ids": first_token(a, "target_ids", 37)},
+    "negative id": lambda a: {"target_ids": first_token(a, "target_ids", -1)},
+    "NaN advantage": lambda a: {"advantages": first_token(a, "advantages", float("nan"))},
+    "inf advantage": lambda a: {"advantages": first_token(a, "advantages", float("inf"))},
+    "mask of 2": lambda a: {"mask": a["mask"].int() * 2},
+    "normalizer 0": lambda a: {"normalizer": torch.zeros((), dtype=torch.int64)},
+    "negative normalizer": lambda a: {"normalizer": torch.tensor(-3.0)},
+    "NaN normalizer of KL": lambda a: {"kl_normalizer": torch.tensor(torch.nan)},
+    "temperature 0": lambda a: {"temperature": torch.zeros(())},
+    "negative temperature of one token": lambda a: {
+        "temperature": torch.where(torch.arange(a["mask"].numel()).view(a["mask"].shape) == 0, -1.0, 1.0)
+    },
+}
+BAD_OFFSETS = {
+    "not monotone": lambda c: torch.cat([c[:3], c[4:5], c[3:4], c[5:]]),
+    "not from 0": lambda c: torch.cat([c[:1] + 3, c[1:]]),
+    "not to N": lambda c: torch.cat([c[:-1], c[-1:] - 2]),
+    "past N": lambda c: c + 10_000,
+    "negative": lambda c: c - 10_000,
+}
+
+
+def assert_poisoned(given: dict[str, Any]) -> None:
+    out = gspo_fused_loss(**given)
+    assert out.metrics["invalid"] >= 1
+    assert out.loss.isnan()
+    out.loss.backward()
+    assert given["lm_head"].grad.isnan().any()
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_bad_values_are_counted_and_poison_the_loss(name: str, packed: bool) -> None:
+    given = arguments(packed)
+    assert_poisoned({**given, **BAD_VALUES[name](given)})
+
+
+@pytest.mark.parametrize("name", BAD_OFFSETS)
+def test_bad_offsets_are_counted_and_index_nothing_out_of_bounds(name: str) -> None:
+    given = arguments(packed=True)
+    assert_poisoned({**given, "cu_seqlens": BAD_OFFSETS[name](given["cu_seqlens"])})
+
+
+def test_good_values_count_nothing() -> None:
+    for packed in (False, True):
+        out = gspo_fused_loss(**arguments(packed))
+        assert out.metrics["invalid"] == 0 and out.loss.isfinite()
+
+
+def test_a_bad_id_poisons_its_own_log_prob_only() -> None:
+    given = arguments()
+    ids = first_token(given, "target_ids", 10**12)
+    good = linear_log_probs(given["hidden"], given["lm_head"], given["target_ids"], mask=given["mask"]).log_probs
+    bad = linear_log_probs(given["hidden"], given["lm_head"], ids, mask=given["mask"], entropy=True).log_probs
+    assert bad.view(-1)[0].isnan()
+    assert torch.equal(bad.view(-1)[1:], good.view(-1)[1:])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ratio", ["sequence", "token"])
+def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
+    """Fake tensors have no values: whoever asks for one raises."""
+    given = arguments(packed)
+    objective = Objective(ratio=ratio, kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
+    given = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
+    normalizer = torch.tensor(3.0)
+    with FakeTensorMode() as mode, torch.no_grad():
+        fake = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+        out = gspo_fused_loss(**fake, objective=objective, normalizer=mode.from_tensor(normalizer))
+        assert out.loss.shape == ()
+        lp = linear_log_probs(fake["hidden"], fake["lm_head"], fake["target_ids"], mask=fake["mask"], entropy=True)
+        keep = ("mask", "cu_seqlens", "old_log_probs", "ref_log_probs")
+        policy = {name: fake[name] for name in keep if name in fake}
+        policy_loss(lp.log_probs, fake["advantages"], entropy=lp.entropy, objective=objective, **policy)
+        group_advantages(fake["advantages"], 2)
+        with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
+            out.loss.item()
+
+
+def test_the_closed_form_reads_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's own body, which the test above does not enter."""
+    from gspo_kernels import ops
+    from gspo_kernels.backends.rows import PolicyRows
+    from gspo_kernels.backends.torch.sequence import policy_forward
+
+    objective = Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
+    sample = make_sample(1)
+    caught: list[Any] = []
+
+    def catch(*args: Any) -> Any:
+        caught.append(args)
+        return ops.PolicyResult(*(torch.zeros(()) for _ in range(4)), torch.zeros(13))
+
+    monkeypatch.setattr(ops, "policy_loss", catch)
+    lp = torch.randn(sample.target_ids.shape)
+    keep = {name: sample.options[name] for name in ("mask", "old_log_probs", "ref_log_probs")}
+    policy_loss(lp, sample.advantages, entropy=lp.abs(), objective=objective, **keep)
+    log_probs, entropy, mask, policy, objective, _ = caught[0]
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in (log_probs, entropy, mask)]
+        rows = PolicyRows(*(None if x is None else mode.from_tensor(x) for x in policy))
+        assert policy_forward(*fake, rows, objective).loss.shape == ()
+
+
+def test_the_environment_variable_brings_the_checks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    accelerator = torch.device("cuda")
+    assert not validation._values_are_checked(accelerator)
+    monkeypatch.setenv("GSPO_CHECK", "1")
+    assert validation._values_are_checked(accelerator)

@@ -1,0 +1,256 @@
+"""Faults that other tests of the kernels let through: blocks of sequences, strides, far offsets, alignment, a barrier.
+
+`repo/test_mutations.py` seeds each fault and runs the test here that fails with it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.head_rows import head_rows
+from helpers.relaunch import relaunch
+from helpers.samples import make_sample, run_fused
+from helpers.tile_choices import Chosen, choices, d_logits, kept
+from tolerance import FLOAT64_RELATIVE, KEPT_GRADIENT_RELATIVE
+from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
+
+from gspo_kernels import Objective, policy_loss
+from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends.rows import LiveTiles
+from gspo_kernels.backends.triton import gradient_rows as upstream
+from gspo_kernels.backends.triton import logit_tile, sequence, tuning
+from gspo_kernels.backends.triton.launch import Launch, launches
+
+# -- batches of more than a block, and tensors that are not contiguous
+
+
+def test_a_batch_of_more_sequences_than_a_block_adds_up(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums and extremes over several blocks of sequences; the least and the largest ratio are in the first block."""
+    monkeypatch.setattr(sequence, "SEQUENCE", tuning.Config(block_n=8))
+    log_ratio = (0.2 * torch.randn(19, generator=torch.Generator().manual_seed(0))).double()
+    log_ratio[:2] = torch.tensor([-3.0, 3.0])
+    log_probs = log_ratio[:, None].expand(-1, 2)
+    out = policy_loss(log_probs, torch.ones(len(log_ratio)), old_log_probs=torch.zeros_like(log_probs), backend=backend)
+    ratio = log_ratio.exp()
+    expected = {
+        "ratio_mean": ratio.mean(), "ratio_min": ratio.min(), "ratio_max": ratio.max(),
+        "kl_to_old": -log_ratio.mean(), "clip_fraction": (ratio > 1 + 4e-4).double().mean(),
+        "token_clip_fraction": (ratio > 1 + 4e-4).double().mean(),
+    }  # fmt: skip
+    torch.testing.assert_close(out.loss, -ratio.clamp(max=1 + 4e-4).mean(), rtol=FLOAT64_RELATIVE, atol=0)
+    for name, value in expected.items():
+        torch.testing.assert_close(out.metrics[name], value, rtol=FLOAT64_RELATIVE, atol=0, msg=name)
+
+
+def test_packed_tokens_need_not_lie_next_to_each_other(backend: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    rows = -torch.rand(5, 24, generator=rng)
+    rows[4] = 1 + rows[4]
+    mask = torch.rand(24, generator=rng) > 0.3
+    objective = Objective(ratio="token", kl_coef=0.1, entropy_coef=0.01, clip_low=0.2, clip_high=0.2)
+
+    def run(lie: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        lp, old, ref, entropy, weights = (lie(x) for x in rows)
+        lp = lp.requires_grad_()
+        out = policy_loss(
+            lp, lie(rows[1] + 0.5), mask=lie(mask), cu_seqlens=torch.tensor([0, 7, 24]), old_log_probs=old,
+            ref_log_probs=ref, entropy=-entropy, token_weights=weights, objective=objective, backend=backend,
+        )  # fmt: skip
+        return out.loss, torch.autograd.grad(out.loss, lp)[0]
+
+    near, apart = run(torch.clone), run(lambda x: torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], 1)[:, 0])
+    assert torch.equal(near[0], apart[0]) and torch.equal(near[1], apart[1])
+
+
+# -- offsets past 2^31
+
+
+@pytest.mark.parametrize("width", [24, 40])
+def test_columns_of_the_head_past_two_to_the_31(width: int) -> None:
+    """H x stride of a transposed head over 2^31 elements, within a block of H and from one block to the next."""
+    hidden = torch.randn(20, width, generator=torch.Generator().manual_seed(0)).half()
+    weight = torch.randn(70, width, generator=torch.Generator().manual_seed(1)).half()
+    stride = 2**27
+    apart = torch.empty((width - 1) * stride + 70, dtype=torch.float16).as_strided((70, width), (1, stride))
+    head = head_rows(20, width, 70, hidden=hidden, weight=weight)
+    with tuning.assume("sm_80"):
+        near = kernels.head_forward(head)
+        far = kernels.head_forward(head._replace(weight=apart.copy_(weight)))
+    assert torch.equal(near.log_probs, far.log_probs)
+
+
+FAR_CELL = 2**18  # d_logits of this cell begin at an offset of 2^31 elements or more
+
+
+def sparse_launch(name: str) -> tuple[list[Launch], Launch, Tensor]:
+    """Launches of a sparse backward; the first one of the kernel `name`; its d_logits at cell FAR_CELL and after it.
+
+    The far d_logits take address space, but no memory beyond the pages that are touched.
+    """
+    sample = make_sample(3, lengths=(40, 31), vocab=601, logit_std=6.0).with_options(gradient_budget=0.1)
+    with choices(), launches() as seen:
+        run_fused(sample, "triton")
+    launched = next(x for x in seen if x.kernel.__name__ == name)
+    near = launched.arguments["d_logits"]
+    assert FAR_CELL * near[0].numel() >= 2**31
+    far = torch.empty(FAR_CELL + near.shape[0], *near.shape[1:], dtype=near.dtype)
+    far[FAR_CELL:] = near
+    return seen, launched, far
+
+
+def products(seen: list[Launch], launched: Launch, **changes: Any) -> tuple[Tensor, Tensor]:
+    """The sums of a launch as it was, and with the changes."""
+    sums = torch.zeros(2, *launched.arguments["sums"].shape)
+    relaunch(seen, launched.kernel.__name__, sums=sums[0])
+    relaunch(seen, launched.kernel.__name__, sums=sums[1], **changes)
+    assert sums[0].any()
+    return sums[0], sums[1]
+
+
+def test_the_hidden_product_reads_cells_past_two_to_the_31() -> None:
+    seen, launched, far = sparse_launch("hidden_product")
+    place = launched.arguments["block_place"] + FAR_CELL
+    near, found = products(seen, launched, d_logits=far, block_place=place)
+    assert torch.equal(near, found)
+
+
+def test_the_weight_product_reads_cells_past_two_to_the_31() -> None:
+    seen, launched, far = sparse_launch("weight_product")
+    begin, first = launched.arguments["tile_begin"] + FAR_CELL, launched.arguments["first"] - FAR_CELL
+    near, found = products(seen, launched, d_logits=far, tile_begin=begin, first=first)
+    assert torch.equal(near, found)
+
+
+def test_the_hidden_product_reads_columns_of_the_head_past_two_to_the_31() -> None:
+    seen, launched, _ = sparse_launch("hidden_product")
+    weight, stride = launched.arguments["weight"], 2**28
+    apart = torch.empty((weight.shape[1] - 1) * stride + weight.shape[0], dtype=weight.dtype)
+    apart = apart.as_strided(weight.shape, (1, stride)).copy_(weight)
+    near, found = products(seen, launched, weight=apart, stride_weight_row=1, stride_weight=stride)
+    assert torch.equal(near, found)
+
+
+def test_gradients_of_cells_past_two_to_the_31_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs of FAR_CELL and after it, of a list of cells that begins so far before them."""
+    seen, launched, far = sparse_launch("gradient_tile")
+    near = launched.arguments["d_logits"]
+
+    def set_grid_idx(x: int, y: int, z: int) -> None:
+        interpreter_builder.grid_idx = (x + FAR_CELL, y, z)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
+    far[FAR_CELL:] = 0
+    relaunch(seen, "gradient_tile", d_logits=far, first=launched.arguments["first"] - FAR_CELL)
+    assert torch.equal(far[FAR_CELL:], near) and near.any()
+
+
+def test_a_slab_whose_first_chunk_has_no_cell_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so has one whose last chunk has none: one cell in each slab, in turns in the first and in the last rows."""
+    monkeypatch.setattr(upstream, "workspace_bytes", lambda: 2**16)
+    monkeypatch.setattr(upstream, "_ROWS_AT_ONCE", 64)
+    head, coefficient = head_rows(128, 24, 601), torch.ones(128)
+    result = kernels.head_forward(head)
+    cell = kernels.cell_shape(head)
+    assert cell == (64, 128)
+    cells = torch.tensor([[False, True, False, True, False], [True, False, True, False, True]])
+    live = LiveTiles(torch.arange(128), cells, torch.tensor([128, 1]))
+    with launches() as seen:
+        found = kernels.head_backward(head, result, coefficient, None, (True, True, False, False, False), live)
+    assert sum(x.kernel.__name__ == "weight_product" for x in seen) == 5
+    chosen = Chosen(head, result, coefficient, live, cell, torch.empty(0))
+    d = torch.where(kept(chosen), d_logits(chosen)[0], 0)
+    for gradient, truth in zip(found, (d @ head.weight.double(), d.t() @ head.hidden.double()), strict=False):
+        assert gradient is not None
+        assert (gradient.double() - truth).norm() <= KEPT_GRADIENT_RELATIVE[torch.float32] * truth.norm()
+
+
+# -- which route a head takes
+
+
+def test_an_adapter_or_a_bias_has_no_cells_in_the_triton_backend() -> None:
+    """Their gradients have no block-sparse sums."""
+    head = head_rows(5, 24, 70)
+    adapter = head._replace(adapter_hidden=torch.ones(5, 2), adapter_weight=torch.ones(70, 2))
+    assert kernels.cell_shape(head) is not None
+    assert kernels.cell_shape(adapter) is None and kernels.cell_shape(head._replace(bias=torch.ones(70))) is None
+
+
+# -- what the copy engine may read
+
+
+def at_offset(offset: int) -> Tensor:
+    return torch.arange(4 * 16 + 8).bfloat16()[offset : offset + 64].view(4, 16)
+
+
+@pytest.mark.parametrize(
+    ("view", "copied"),
+    [
+        (lambda: at_offset(0), False),
+        (lambda: at_offset(8), False),
+        (lambda: at_offset(1), True),
+        (lambda: at_offset(4), True),
+        (lambda: torch.zeros(4, 20).bfloat16()[:, :16], True),  # rows of 40 bytes
+        (lambda: torch.zeros(4, 20).bfloat16(), True),
+        (lambda: torch.zeros(16, 8).bfloat16().t(), True),
+        (lambda: torch.zeros(1, 16).bfloat16().expand(4, 16), True),
+    ],
+    ids=["start", "16-bytes", "2-bytes", "8-bytes", "rows-apart", "ragged-rows", "transposed", "expanded"],
+)
+def test_rows_that_a_descriptor_cannot_read_are_copied(view: Callable[[], Tensor], copied: bool) -> None:
+    """A tensor descriptor needs a base address and a row stride that are multiples of 16 bytes, and rows apart."""
+    x = view()
+    rows = logit_tile.gather_rows(x, None)
+    assert (rows.data_ptr() != x.data_ptr()) == copied and torch.equal(rows, x)
+    assert rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0 and rows.stride(1) == 1
+
+
+# -- what only compiled code shows
+
+BARRIERS = """
+import re
+from pathlib import Path
+import torch
+from gspo_kernels.backends.triton import sequence, tuning
+from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.tools import compile_cases as cases
+from gspo_kernels.tools.compile_gate import compile_launch
+
+lines = Path(sequence.__file__).read_text().splitlines()
+store, load = (
+    next(number for number, line in enumerate(lines, 1) if text in line)
+    for text in ("tl.store(coefficient + t", "tl.load(coefficient + t")
+)
+for architecture in ("sm_80", "sm_90"):
+    with tuning.assume(architecture), launches() as seen:
+        cases.loss(cases.OBJECTIVES["grpo everything"], torch.float32)
+    (launch,) = [x for x in seen if x.kernel.__name__ == "sequence_loss"]
+    ptx = compile_launch(launch, architecture).asm["ptx"]
+    (file,) = re.findall(r'\\.file\\s+(\\d+) ".*sequence\\.py"', ptx)
+    line, events = None, []
+    for text in ptx.splitlines():
+        if match := re.match(r"\\s*\\.loc\\s+(\\d+) (\\d+)", text):
+            line = int(match[2]) if match[1] == file else None
+        elif "st.global" in text and line == store:
+            events.append("store")
+        elif "ld.global" in text and line == load:
+            events.append("load")
+        elif "bar.sync" in text or "barrier.sync" in text:
+            events.append("barrier")
+    stored = len(events) - events[::-1].index("store")
+    print(architecture, events[stored : events.index("load")].count("barrier"))
+"""
+
+
+def test_a_barrier_stands_before_coefficients_are_read_again() -> None:
+    """A token-level ratio is used: with a sequence ratio, the reduction would put a barrier there anyway."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", BARRIERS], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.splitlines() == ["sm_80 1", "sm_90 1"]

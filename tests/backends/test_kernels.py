@@ -1,0 +1,465 @@
+"""What only the Triton backend has to show: block shapes, memory, offsets past 2^31, compiled variants, routes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.counters import LiveBytes
+from helpers.head_rows import head_rows
+from helpers.oracle import DTYPES, HEADS, OBJECTIVES, assert_equals_oracle
+from helpers.relaunch import relaunch
+from helpers.samples import make_sample, run_fused
+from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE
+from torch import Tensor
+
+from gspo_kernels import Objective, policy_loss
+from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.backends import live_tiles
+from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends.rows import HeadResult, HeadRows
+from gspo_kernels.backends.triton import forward, tuning
+from gspo_kernels.backends.triton import gradient_rows as upstream
+from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.tools import compile_cases as cases
+
+# -- every shipped block shape is right
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("head", ["plain", "all"])
+@pytest.mark.parametrize("architecture", tuning.ARCHITECTURES)
+def test_block_shapes_of_every_architecture_equal_the_oracle(architecture: str, head: str, dtype: str) -> None:
+    """More rows, columns and hidden elements than a block has, ragged at all ends, targets in every tile."""
+    sample = make_sample(
+        2, lengths=(40, 31, 25, 52, 17, 29), dtype=DTYPES[dtype], vocab=601, hidden_size=72, objective=EVERYTHING,
+        **HEADS[head],
+    )  # fmt: skip
+    tiles = {int(t) // 64 for t in sample.target_ids[sample.options["mask"]]}
+    assert tiles == set(range(10))
+    with tuning.assume(architecture):
+        assert_equals_oracle(sample, DTYPES[dtype], "triton")
+
+
+EVERYTHING = Objective(clip_low=0.2, clip_high=0.2, kl_coef=0.1, entropy_coef=0.02)
+
+
+def head_and_upstream(n: int, v: int, seed: int = 0, **more: Any) -> tuple[HeadRows, HeadResult, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    head = head_rows(n, 24, v, mask=torch.rand(n, generator=rng) > 0.3, **more)
+    d = torch.randn(n, generator=rng) * (torch.rand(n, generator=rng) > 0.4)
+    return head, kernels.head_forward(head), d
+
+
+NEEDS = (True, True, False, False, False)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_many_chunks_and_slabs_are_one(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace that holds a few rows and columns at a time; rows move to their places across chunk boundaries."""
+    head, result, d = head_and_upstream(700, 2000)
+    head = head._replace(hidden=head.hidden.to(DTYPES[dtype]), weight=head.weight.to(DTYPES[dtype]))
+    whole = kernels.head_backward(head, result, d, None, NEEDS)
+    monkeypatch.setattr(upstream, "workspace_bytes", lambda: 2**17)
+    monkeypatch.setattr(upstream, "_ROWS_AT_ONCE", 64)
+    with launches() as seen:
+        parts = kernels.head_backward(head, result, d, None, NEEDS)
+    tiles = [x for x in seen if x.kernel.__name__ == "gradient_tile"]
+    assert len({x.arguments["low"] for x in tiles}) >= 3 and len(tiles) >= 3 * len({x.arguments["low"] for x in tiles})
+    for a, b in zip(whole[:2], parts[:2], strict=True):
+        assert a is not None and b is not None and a.dtype == b.dtype == DTYPES[dtype]
+        torch.testing.assert_close(b, a)
+
+
+def test_a_route_that_reads_nothing_on_the_host_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under CUDA graph capture: all rows take part, those without a gradient as zeros, NaN among them or not."""
+    head, result, d = head_and_upstream(300, 601)
+    hidden = head.hidden.clone()
+    hidden[~head.mask] = torch.nan
+    d[~head.mask] = torch.nan
+    expected = kernels.head_backward(head, result, torch.where(head.mask, d, 0), None, NEEDS)
+    monkeypatch.setattr(upstream, "counted", lambda x: False)
+    monkeypatch.setattr(torch.Tensor, "nonzero", None)
+    found = kernels.head_backward(head._replace(hidden=hidden), result, d, None, NEEDS)
+    for a, b in zip(expected[:2], found[:2], strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def test_two_runs_have_the_same_bits() -> None:
+    sample = make_sample(4, dtype=torch.bfloat16, vocab=601)
+    (a, grads_a), (b, grads_b) = run_fused(sample, "triton"), run_fused(sample, "triton")
+    assert torch.equal(a.loss, b.loss)
+    assert all(torch.equal(grads_a[k], grads_b[k]) for k in grads_a)
+
+
+def test_rows_that_do_not_count_are_no_work() -> None:
+    """Forward tiles of masked rows return at once: what they would have written stays as it was."""
+    head, _, d = head_and_upstream(300, 601)
+    with launches() as seen:
+        result = kernels.head_forward(head)
+        kernels.head_backward(head, result, d, None, NEEDS)
+    forward = next(x for x in seen if x.kernel.__name__ == "forward_tile")
+    gradient = next(x for x in seen if x.kernel.__name__ == "gradient_tile")
+    assert forward.arguments["count"].item() == int(head.mask.sum()) < 300
+    assert gradient.arguments["n_rows"] == int((head.mask & (d != 0)).sum())
+    assert torch.equal(gradient.arguments["index"], (head.mask & (d != 0)).nonzero()[:, 0])
+
+
+# -- memory, counted on tensors without storage at the real size
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(
+    ("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 896, 151_936), (8192, 4096, 151_936), (512, 2304, 256_000)]
+)
+def test_peak_memory_is_within_the_formula(n: int, h: int, v: int, entropy: bool) -> None:
+    head = cases.meta_head(rows=n, width=h, vocab=v, entropy=entropy)
+    with tuning.assume("sm_90"), LiveBytes() as live:
+        result = kernels.head_forward(head)
+        forward, live.peak = live.peak, live.now
+        d_entropy = torch.empty_like(result.entropy) if entropy else None
+        out = kernels.head_backward(head, result, torch.empty_like(result.log_probs), d_entropy, NEEDS)
+        tiles = -(-v // tuning.tile_config(head, "forward").block_v)
+    gradients = 2 * n * h + 2 * v * h
+    limit = gradients + 4 * n * tiles * (2 if entropy else 1) + 2 * n * h + 256 * 2**20
+    assert max(forward, live.peak) <= limit, f"{max(forward, live.peak) / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
+    assert live.peak >= gradients  # the counter counts
+    assert max(forward, live.peak) < 2 * n * v / 4 + gradients + 2 * n * h + 256 * 2**20  # far from N x V
+    assert out[0] is not None
+
+
+@pytest.mark.parametrize(("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 896, 151_936)])
+def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -> None:
+    """Choosing the cells, and the backward of a list of all of them."""
+    head = cases.meta_head(rows=n, width=h, vocab=v)
+    with tuning.assume("sm_90"), LiveBytes() as live:
+        result, tiles = kernels.forward_with_shares(head, wanted=True)
+        assert tiles is not None
+        live_tiles.choose(head, result, result.log_probs, tiles, 1e-3)
+        forward, columns = live.peak, tiles.share.shape[0]
+        del result, tiles
+        live.peak = live.now
+        cases.live_cells(head)
+    gradients = 2 * n * h + 2 * v * h
+    limit = gradients + 4 * n * columns + 2 * n * h + 256 * 2**20
+    assert max(forward, live.peak) <= limit, f"{max(forward, live.peak) / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
+    assert live.peak >= gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_workspace_is_kept_to(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
+    n, h, v = 2048, 64, 16_384
+    head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)
+    with tuning.assume("sm_90"), LiveBytes() as live:
+        result = kernels.head_forward(head)
+        kernels.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS)
+    assert live.peak <= head.hidden.nbytes * 2 + head.weight.nbytes + 8 * n * (v // 128) + 2**20
+    assert live.peak < n * v  # a quarter of fp32 logits
+
+
+# -- offsets past 2^31
+
+
+def far_view(shape: tuple[int, int], stride: int, like: Tensor) -> Tensor:
+    """The same numbers, a row every `stride` elements: address space, but no memory beyond the pages it touches."""
+    out = torch.empty((shape[0] - 1) * stride + shape[1], dtype=like.dtype).as_strided(shape, (stride, 1))
+    return out.copy_(like)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_rows_of_the_head_past_two_to_the_31(architecture: str) -> None:
+    """V x stride of the head over 2^31 elements, by pointers and by descriptors."""
+    head, _, d = head_and_upstream(40, 601)
+    head = head._replace(hidden=head.hidden.to(torch.float16), weight=head.weight.to(torch.float16))
+    far = head._replace(weight=far_view((601, 24), 2**22, head.weight))
+    assert 600 * 2**22 > 2**31
+    with tuning.assume(architecture):
+        near_result, far_result = kernels.head_forward(head), kernels.head_forward(far)
+        assert torch.equal(near_result.log_probs, far_result.log_probs)
+        near = kernels.head_backward(head, near_result, d, None, NEEDS)
+        found = kernels.head_backward(far, far_result, d, None, NEEDS)
+    for a, b in zip(near[:2], found[:2], strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
+
+
+def test_hidden_states_and_gradients_of_logits_past_two_to_the_31() -> None:
+    """N x H read and N x V written beyond 2^31: the recorded launch again, with rows far apart."""
+    head, result, d = head_and_upstream(300, 601)
+    with tuning.assume("sm_80"), launches() as seen:
+        kernels.head_forward(head)
+        kernels.head_backward(head, result, d, None, NEEDS)
+    tile = next(x for x in seen if x.kernel.__name__ == "gradient_tile").arguments
+    n, stride = tile["n_rows"], 2**25
+    assert n * stride > 2**31
+    d_logits = far_view((n, 601), stride, torch.zeros(n, 601))
+    hidden = far_view((n, 24), stride, tile["hidden"])
+    relaunch(seen, "gradient_tile", hidden=hidden, stride_hidden_row=stride, d_logits=d_logits, width=stride)
+    assert torch.equal(d_logits, tile["d_logits"][:, :601]) and d_logits.any()
+
+
+def test_partial_results_past_two_to_the_31() -> None:
+    """tile x N beyond 2^31 where tiles are written and where they are added up."""
+    head, _, _ = head_and_upstream(40, 1201)
+    with launches() as seen:
+        expected = kernels.head_forward(head)
+    far = 2**28  # rows, of which 40 are there: the tenth tile's begin past 2^31
+    tiles = next(x for x in seen if x.kernel.__name__ == "forward_tile").arguments["column_blocks"]
+    assert (tiles - 1) * far > 2**31
+    partial = {k: far_view((tiles, 40), far, torch.zeros(tiles, 40)) for k in ("tile_top", "tile_mass")}
+    tile = next(x for x in seen if x.kernel.__name__ == "forward_tile").arguments
+    room = torch.zeros(128 - 40, 24), torch.zeros(128 - 40, dtype=torch.int64)  # a whole block of rows may be read
+    hidden, order = torch.cat([tile["hidden"], room[0]]), torch.cat([tile["order"], room[1]])
+    relaunch(seen, "forward_tile", n_rows=far, hidden=hidden, order=order, **partial)
+    log_probs = torch.zeros(40)
+    relaunch(seen, "reduce_rows", n_rows=far, log_probs=log_probs, **partial)
+    assert torch.equal(log_probs, expected.log_probs)
+
+
+# -- compiled variants
+
+VARIANTS = """
+import json, random, torch
+from gspo_kernels import Objective
+from gspo_kernels.backends.triton import tuning
+from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.tools import compile_cases as cases
+from gspo_kernels.tools.compile_gate import specialise
+random.seed(0)
+found = {}
+with tuning.assume("sm_90"), launches() as seen:
+    for _ in range(100):
+        rows = random.choice([1, 2, 3, 16, 17, random.randrange(1, 200_000)])
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            heat = random.random() < 0.5
+            head = cases.meta_head(dtype=dtype, rows=rows, width=512, vocab=8192, temperature=heat)
+            cases.both_passes(head._replace(logit_scale=random.random()))
+        objective = Objective(
+            clip_low=random.random(), clip_high=random.random(), dual_clip=random.choice([None, 2 + random.random()])
+        )
+        cases.loss(objective, torch.float32, rows, random.randrange(1, 64))
+for x in seen:
+    operand = x.arguments.get("hidden", x.arguments.get("log_probs", x.arguments.get("partials")))
+    kind = str(getattr(operand, "dtype", getattr(getattr(operand, "base", None), "dtype", None)))
+    found.setdefault(f"{x.kernel.__name__} {kind}", set()).add(str(specialise(x)) + str(x.config))
+print(json.dumps({k: len(v) for k, v in found.items()}))
+"""
+
+
+def test_few_variants_are_compiled_whatever_the_batch() -> None:
+    """100 random batch sizes, temperatures and clip bounds: at most 2 variants per kernel and dtype."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", VARIANTS], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    counts = json.loads(run.stdout)
+    assert len(counts) >= 9
+    assert {k: n for k, n in counts.items() if n > 2} == {}
+
+
+# -- which backend runs where
+
+
+@pytest.mark.parametrize(
+    ("capability", "row"),
+    [
+        ((7, 5), None), ((8, 0), "sm_80"), ((8, 6), "sm_89"), ((8, 9), "sm_89"), ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"), ((12, 0), "sm_89"),
+    ],
+)  # fmt: skip
+def test_cuda_devices_find_their_row(
+    capability: tuple[int, int], row: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert tuning.architecture(torch.device("cuda")) == row
+
+
+@pytest.mark.parametrize(("name", "row"), [("gfx942:sramecc+", "gfx942"), ("gfx950", "gfx942"), ("gfx1100", None)])
+def test_rocm_devices_find_their_row(name: str, row: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        gcnArchName = name
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    assert tuning.architecture(torch.device("cuda")) == row
+
+
+def test_auto_takes_triton_on_a_gpu_and_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gspo_kernels.validation import Call
+
+    call = Call("test")
+    monkeypatch.setattr(backends, "triton_obstacle", lambda device: None)
+    assert backends.pick_backend(call, "auto", torch.device("cuda")) == "triton"
+    assert backends.pick_backend(call, "auto", torch.device("cpu")) == "torch"
+    assert backends.pick_backend(call, "triton", torch.device("cpu")) == "triton"
+    monkeypatch.setattr(backends, "triton_obstacle", lambda device: "of a reason")
+    assert backends.pick_backend(call, "auto", torch.device("cuda")) == "torch"
+    with pytest.raises(ValueError, match="of a reason"):
+        backends.pick_backend(call, "triton", torch.device("cuda"))
+    assert backends.implementation("torch") is portable
+
+
+def test_triton_on_a_cpu_without_the_interpreter_is_refused_by_name() -> None:
+    code = """
+import torch, gspo_kernels
+try:
+    gspo_kernels.policy_loss(torch.zeros(1, 2), torch.ones(1), backend="triton")
+except ValueError as error:
+    print(error)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "backend" in run.stdout and "on cpu" in run.stdout and "TRITON_INTERPRET=1" in run.stdout
+
+
+@pytest.mark.parametrize("operand", ["hidden", "weight"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_gradients_of_transposed_operands_lie_as_the_fake_says(operand: str, backend: str) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    from gspo_kernels import ops
+
+    head = head_rows(20, 24, 70)
+    head = head._replace(**{operand: getattr(head, operand).t().contiguous().t()})
+    result = backends.implementation(backend).head_forward(head)
+    live = live_tiles.all_columns(torch.device("cpu"))
+    args = (*head, *result, torch.ones(20), None, *live, [True, True, False, False, False], backend)
+    real = ops._head_backward(*args)
+    with FakeTensorMode() as mode:
+        fake = ops._head_backward(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
+    assert [x.stride() for x in real] == [x.stride() for x in fake]
+
+
+@pytest.mark.parametrize("options", [{"temperature": torch.tensor(1e-5)}, {"logit_scale": 1e-6}], ids=["hot", "small"])
+@pytest.mark.parametrize("peak", [0.0, 12.0, 95.0])
+def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], peak: float) -> None:
+    """The power of two takes in slope and 1 - p, and stays a number where nothing is left to learn."""
+    head = head_rows(3, 8, 40, **options)
+    weight = torch.zeros(40, 8)
+    weight[0, 0] = peak * float(options.get("temperature", 1)) / options.get("logit_scale", 1)
+    head = head._replace(
+        hidden=torch.eye(3, 8).half(), weight=weight.half(), target_ids=torch.zeros(3, dtype=torch.int64)
+    )
+    if not head.weight.isfinite().all():
+        return  # fp16 has no such head
+    result = kernels.head_forward(head)
+    d_hidden = kernels.head_backward(head, result, torch.ones(3), None, NEEDS)[0]
+    truth = portable.head_backward(head, portable.head_forward(head), torch.ones(3), None, NEEDS)[0]
+    assert d_hidden is not None and truth is not None
+    torch.testing.assert_close(d_hidden, truth)
+
+
+def test_an_infinite_target_logit_is_not_certain(backend: str) -> None:
+    head = head_rows(2, 1, 3, hidden=torch.ones(2, 1), weight=torch.tensor([[0.0], [1.0], [torch.inf]]))
+    head = head._replace(target_ids=torch.tensor([2, 1]))
+    assert backends.implementation(backend).head_forward(head).log_probs.isnan().all()
+
+
+# -- what a seeded fault in a kernel would spoil (test_mutations.py), and nothing above would notice
+
+
+def test_programs_share_columns_in_groups_and_none_computes_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of programs is the order in which the interpreter runs them."""
+    tiles, logit_tile = [], forward.logit_tile
+
+    def noted(*args: Any) -> Any:
+        tiles.append(tuple(int(x.handle.data.item()) // 16 for x in args[6:8]))
+        return logit_tile(*args)
+
+    monkeypatch.setattr(forward, "logit_tile", noted)
+    monkeypatch.setattr(forward, "tile_config", lambda head, kernel: tuning.Config(16, 16, 16, group=2))
+    kernels.head_forward(head_rows(70, 16, 40, mask=torch.arange(70) % 4 != 0))  # 52 rows count: 4 of 5 blocks
+    assert tiles == [(block, tile) for group in ((0, 1), (2, 3)) for tile in range(3) for block in group]
+
+
+def test_more_tiles_than_are_added_up_at_once() -> None:
+    """The last tile has the largest logits, so that what was added up before it must be scaled down."""
+    head = head_rows(5, 24, 64 * (tuning.REDUCE_TILES + 1), entropy=True)
+    head.weight[-64:] *= 4
+    head = head._replace(hidden=head.hidden.double(), weight=head.weight.double())
+    with launches() as seen:
+        ours, expected = kernels.head_forward(head), portable.head_forward(head)
+    assert seen[0].arguments["column_blocks"] > tuning.REDUCE_TILES
+    torch.testing.assert_close(ours[:2], expected[:2])
+
+
+def test_more_hidden_elements_than_a_chain_has() -> None:
+    head = head_rows(5, 600, 40)
+    head = head._replace(hidden=head.hidden / 25)
+    assert 0 < tuning.tile_config(head, "forward").chain < 600
+    d = torch.ones(5)
+    ours, expected = kernels.head_forward(head), portable.head_forward(head)
+    torch.testing.assert_close(ours.log_probs, expected.log_probs)
+    found = kernels.head_backward(head, ours, d, None, NEEDS)
+    torch.testing.assert_close(found[:2], portable.head_backward(head, expected, d, None, NEEDS)[:2])
+
+
+def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
+    head = head_rows(200, 64, 601, entropy=True)
+    head = head._replace(hidden=head.hidden.bfloat16(), weight=head.weight.bfloat16())
+    whole = kernels.head_forward(head)
+    for rows in (slice(9, 10), slice(60, 150)):
+        part = head._replace(hidden=head.hidden[rows], target_ids=head.target_ids[rows], mask=head.mask[rows])
+        assert all(torch.equal(a, b[rows]) for a, b in zip(kernels.head_forward(part), whole, strict=True))
+
+
+def test_a_nan_row_without_gradient_is_zero_where_all_rows_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, _, d = head_and_upstream(40, 100)
+    still = head.mask & (d == 0)
+    head.hidden[still] = torch.nan
+    result = kernels.head_forward(head)
+    assert result.log_probs[still].isnan().all() and still.any()
+    expected = kernels.head_backward(head, result, d, None, NEEDS)
+    monkeypatch.setattr(upstream, "counted", lambda x: False)
+    found = kernels.head_backward(head, result, d, None, NEEDS)
+    torch.testing.assert_close(found[:2], expected[:2])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_rows_move_to_their_places_inside_the_memory_of_their_sums(share: float, dtype: str) -> None:
+    live = torch.rand(50, generator=torch.Generator().manual_seed(0)) < share
+    index, sums = live.nonzero()[:, 0], torch.arange(300.0).view(50, 6)
+    expected = torch.zeros(50, 6, dtype=DTYPES[dtype])
+    expected[live] = sums[50 - len(index) :].to(expected.dtype)
+    up: Any = SimpleNamespace(head=SimpleNamespace(hidden=expected), index=index, live=live, all_live=False, boost=None)
+    assert torch.equal(upstream.spread(sums, up, 4), expected)
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo", "everything"])
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_metrics_are_those_of_torch(name: str, spoilt: bool) -> None:
+    """More tokens than a block holds, a sequence without any, and a NaN that no mean and no extreme may lose."""
+    rng = torch.Generator().manual_seed(0)
+    lp, old, ref, entropy = (-torch.rand(5, 700, generator=rng) for _ in range(4))
+    mask = torch.rand(5, 700, generator=rng) > 0.3
+    mask[2] = False
+    if spoilt:
+        mask[1, 0], old[1, 0] = True, torch.nan
+    ours, expected = (
+        policy_loss(
+            lp, torch.tensor([1.0, -1.0, 1.0, 0.0, -1.0]), mask=mask, old_log_probs=old, ref_log_probs=ref,
+            entropy=-entropy, objective=Objective(**OBJECTIVES[name]), backend=backend,
+        ).metrics
+        for backend in ("triton", "torch")
+    )  # fmt: skip
+    assert expected["ratio_min"].isnan() == spoilt
+    for key, value in expected.items():
+        torch.testing.assert_close(
+            ours[key], value, rtol=METRIC_RELATIVE, atol=METRIC_ABSOLUTE, equal_nan=True, msg=key
+        )
+
+
+def test_the_mean_of_equal_log_ratios_is_that_log_ratio() -> None:
+    """To the bit: fp32 sums of equal terms round one way, and the clip window is narrow."""
+    log_ratio = torch.linspace(1e-4, 9e-4, 8)
+    lp = log_ratio[:, None].expand(8, 4096)
+    out = policy_loss(lp, torch.ones(8), old_log_probs=torch.zeros(8, 4096), backend="triton")
+    assert torch.equal(out.log_ratio, log_ratio)

@@ -1,0 +1,371 @@
+"""Less work than dense: what a backward leaves out is what it says, and no more than the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.counters import product_flops
+from helpers.oracle import DTYPES
+from helpers.samples import Sample, make_sample, run_fused
+from helpers.tile_choices import Chosen, assert_dropped_is_what_is_said, choices, d_logits, kept, small_tiles
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerance import KEPT_GRADIENT_RELATIVE
+from torch import Tensor
+
+from gspo_kernels import Objective, gspo_fused_loss, policy_loss
+from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.backends import live_tiles
+from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends.live_tiles import sparse_pays
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.metrics import work_metrics
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "logit_std": st.sampled_from([0.3, 3.0, 9.0]),  # flat, in between, peaked
+        "vocab": st.integers(7, 60),
+        "hidden_size": st.integers(1, 24),
+        "holes": st.booleans(),
+        "per_token_advantages": st.booleans(),
+        "objective": st.sampled_from(
+            [
+                Objective(),
+                Objective(ratio="sequence-token"),
+                Objective.preset("grpo"),
+                Objective(kl_coef=0.1),
+                Objective(kl_coef=0.1, kl_ratio_factor=True, clip_low=0.2, clip_high=0.2),
+            ]
+        ),
+    },
+    optional={
+        "logit_softcap": st.sampled_from([2.0, 10.0]),
+        "logit_scale": st.sampled_from([0.5, 2.0]),
+        "temperature": st.sampled_from([0.6, "per-token"]),
+        "padded_vocab": st.integers(1, 5),
+    },
+)
+BUDGETS = st.sampled_from([1e-6, 1e-3, 1e-2, 0.1, 0.5, 0.99])
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7).map(tuple), SHAPES, BUDGETS, st.integers(0, 10_000))
+def test_the_dropped_mass_is_the_one_reported_and_within_the_budget(
+    lengths: tuple[int, ...], shape: dict[str, Any], budget: float, seed: int
+) -> None:
+    with small_tiles():
+        assert_dropped_is_what_is_said(make_sample(seed, lengths=lengths, **shape), budget, "torch")
+
+
+@settings(max_examples=12)
+@given(SHAPES, BUDGETS, st.integers(0, 10_000))
+def test_the_same_of_the_triton_kernels(shape: dict[str, Any], budget: float, seed: int) -> None:
+    sample = make_sample(seed, lengths=(40, 31, 25, 52, 17, 29), **(shape | {"vocab": 601, "hidden_size": 24}))
+    assert_dropped_is_what_is_said(sample, budget, "triton")
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("head", ["plain", "tail", "padded"])
+def test_gradients_of_every_dtype_are_those_of_the_kept_entries(
+    head: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several chunks of rows and slabs of columns, ragged at all ends."""
+    from gspo_kernels.backends.triton import gradient_rows as upstream
+
+    monkeypatch.setattr(upstream, "workspace_bytes", lambda: 2**19)
+    monkeypatch.setattr(upstream, "_ROWS_AT_ONCE", 128)
+    tail: dict[str, Any] = {"tail": {"logit_softcap": 8.0, "temperature": "per-token"}, "padded": {"padded_vocab": 70}}
+    sample = make_sample(
+        3,
+        lengths=(40, 31, 85, 52, 17, 59, 60),
+        dtype=DTYPES[dtype],
+        vocab=1201,
+        hidden_size=72,
+        logit_std=6.0,
+        **tail.get(head, {}),
+    )
+    with launches() as seen:
+        assert_dropped_is_what_is_said(sample, 0.05, backend)
+    if backend == "triton":
+        parts = {(x.arguments["low"], x.arguments["first"]) for x in seen if x.kernel.__name__ == "gradient_tile"}
+        assert len(parts) >= 3 and {x.kernel.__name__ for x in seen} >= {"hidden_product", "weight_product"}
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)])
+def test_a_gradient_that_nobody_wants_is_no_product(needs: tuple[bool, bool], backend: str) -> None:
+    sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601).with_options(gradient_budget=0.1)
+    hidden, weight = (x.detach().requires_grad_(n) for x, n in zip(sample.leaves.values(), needs, strict=True))
+    wanted = Sample({"hidden": hidden, "weight": weight}, *list(vars(sample).values())[1:])
+    with choices(), launches() as seen:
+        out = gspo_fused_loss(hidden, weight, wanted.target_ids, wanted.advantages, backend=backend, **wanted.options)
+        out.loss.backward()
+        everything = run_fused(sample, backend)[1]
+    found = {"hidden": hidden.grad, "weight": weight.grad}
+    for (name, grad), need in zip(found.items(), needs, strict=True):
+        assert torch.equal(grad, everything[name]) if need else grad is None  # pyright: ignore[reportArgumentType]
+    torch.testing.assert_close(out.metrics["passes"], 1 + 2 * out.metrics["live_tile_share"])
+    assert backend == "torch" or seen
+
+
+def test_budget_zero_has_the_bits_of_the_dense_backward_over_live_rows(backend: str) -> None:
+    sample = make_sample(5, vocab=601)
+    out, grads = run_fused(sample.with_options(gradient_budget=0.0), backend)
+    live = grads["hidden"].flatten(0, 1).any(1)
+    assert 0 < live.sum() < sample.options["mask"].sum()
+    implementation = backends.implementation(backend)
+    hidden, weight = (x.detach() for x in sample.leaves.values())
+    head = HeadRows(
+        hidden.flatten(0, 1)[live], weight, None, None, None, sample.target_ids.flatten()[live],
+        torch.ones(int(live.sum()), dtype=torch.bool), None, 1.0, None, 601, False,
+    )  # fmt: skip
+    coefficient = torch.autograd.grad(*coefficients(sample, backend))[0].flatten()
+    found = implementation.head_backward(
+        head, implementation.head_forward(head), coefficient[live], None, (True, True, False, False, False)
+    )
+    assert torch.equal(grads["hidden"].flatten(0, 1)[live], found[0]) and torch.equal(grads["weight"], found[1])
+    assert out.metrics["dropped_gradient_mass"] == 0
+
+
+def coefficients(sample: Sample, backend: str) -> tuple[Tensor, Tensor]:
+    """A loss and what it is a function of: its gradient is the coefficient of every token."""
+    log_probs = run_fused(sample, backend)[0].log_probs.detach().requires_grad_()
+    options = {k: v for k, v in sample.options.items() if k in ("mask", "old_log_probs", "ref_log_probs")}
+    return policy_loss(log_probs, sample.advantages, backend=backend, **options).loss, log_probs
+
+
+@pytest.mark.parametrize("budget", [0.0, 1e-3, 0.3])
+def test_passes_are_the_products_made(budget: float) -> None:
+    """Counted at the dispatcher, where every product of the torch backend passes; whole tiles, so no padding."""
+    n, width, vocab = 64, 24, 48
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(n, width, generator=rng), 2 * torch.randn(vocab, width, generator=rng)
+    ids = torch.randint(0, vocab, (n,), generator=rng)
+    mask = torch.ones(n, dtype=torch.bool)
+    head = HeadRows(hidden, weight, None, None, None, ids, mask, None, 1.0, None, vocab, False)
+    coefficient = torch.tensor([1.0, 0.0, -1.0, 0.0, 0.5, 0.0, 0.0, 2.0]).repeat_interleave(8)
+    works: list[live_tiles.Work] = []
+
+    def both_passes() -> None:
+        result, tiles = portable.forward_with_shares(head, wanted=budget > 0)
+        live = live_tiles.all_columns(ids.device)
+        if tiles is None:
+            works.append(live_tiles.exact_work(head, coefficient != 0))
+        else:
+            live, work = live_tiles.choose(head, result, coefficient, tiles, budget)
+            works.append(work)
+        portable.head_backward(head, result, coefficient, None, (True, True, False, False, False), live)
+
+    with choices(), small_tiles(8, 24):
+        flops = product_flops(both_passes)
+    passes = work_metrics(torch.stack(works[0]), products=3)["passes"].item()
+    assert passes == pytest.approx(flops / (2 * n * width * vocab), rel=1e-6)
+    assert (passes < 2.5) == (budget > 0.01) and works[0].rows == 0.5
+
+
+def test_the_triton_kernels_launch_what_they_count() -> None:
+    sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=1201, logit_std=6.0).with_options(gradient_budget=0.1)
+    with choices() as made, launches() as seen:
+        run_fused(sample, "triton")
+    tiles = sum(x.programs for x in seen if x.kernel.__name__ == "gradient_tile")
+    assert 0 < tiles == int(made[0].live.cells.sum()) < made[0].live.cells.numel()
+
+
+def test_where_sparse_does_not_pay_everything_live_is_computed(backend: str) -> None:
+    sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, logit_std=6.0)
+    exact, grads = run_fused(sample, backend)
+    with choices(pays=False):
+        out, found = run_fused(sample.with_options(gradient_budget=0.3), backend)
+    assert out.metrics["dropped_gradient_mass"] == 0
+    for key in ("live_tile_share", "passes", "live_row_share"):
+        torch.testing.assert_close(out.metrics[key], exact.metrics[key])
+    assert all(torch.equal(found[k], grads[k]) for k in grads)
+
+
+def test_the_cost_decides_by_share_and_width() -> None:
+    assert sparse_pays(1024, 896, 151_936, 0.05) and sparse_pays(1024, 4096, 151_936, 0.8)
+    assert not sparse_pays(1024, 896, 151_936, 0.95) and not sparse_pays(1024, 8, 151_936, 0.5)
+    assert not sparse_pays(0, 896, 151_936, 0.0)
+    shares = torch.linspace(0, 1, 50)
+    decided = sparse_pays(torch.tensor(1024), 896, 151_936, shares)
+    assert decided.dtype == torch.bool and decided[0] and not decided[-1]
+    assert (decided.int().diff() <= 0).all()  # once dense is cheaper it stays so
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.1])
+def test_with_nothing_live_gradients_are_zero(budget: float, backend: str) -> None:
+    sample = make_sample(3)
+    still = Sample(sample.leaves, sample.target_ids, torch.zeros_like(sample.advantages), Objective(), sample.options)
+    with choices():
+        out, grads = run_fused(still.with_options(gradient_budget=budget), backend)
+    assert out.loss == 0 and not any(g.any() for g in grads.values())
+    assert out.metrics["live_row_share"] == out.metrics["live_tile_share"] == 0 and out.metrics["passes"] == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_is_not_dropped(bad: float, backend: str) -> None:
+    sample = make_sample(3, vocab=601)
+    sample.options["old_log_probs"][1, 0] = -bad
+    assert sample.advantages[1] < 0  # an infinite ratio is not clipped there
+    with choices() as made:
+        grads = run_fused(sample.with_options(gradient_budget=0.5), backend)[1]
+    assert not made[0].coefficient.isfinite().all()
+    rows = made[0].live.counts[0]
+    assert made[0].live.cells[: -(-int(rows) // made[0].cell[0])].all()
+    assert grads["hidden"].isnan().any()
+
+
+def test_two_runs_drop_the_same_and_have_the_same_bits(backend: str) -> None:
+    sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, logit_std=6.0).with_options(gradient_budget=0.1)
+    with choices() as made:
+        (a, first), (b, second) = run_fused(sample, backend), run_fused(sample, backend)
+    assert torch.equal(made[0].live.cells, made[1].live.cells) and torch.equal(made[0].live.order, made[1].live.order)
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert torch.equal(a.metrics["dropped_gradient_mass"], b.metrics["dropped_gradient_mass"])
+
+
+def test_the_forward_has_the_same_bits_with_a_budget(backend: str) -> None:
+    sample = make_sample(3, vocab=601)
+    with choices():
+        a, b = (run_fused(sample.with_options(gradient_budget=x), backend, entropy=True)[0] for x in (0.0, 0.3))
+    assert torch.equal(a.log_probs, b.log_probs) and torch.equal(a.loss, b.loss) and torch.equal(a.entropy, b.entropy)  # pyright: ignore
+
+
+def test_the_host_of_triton_looks_once_and_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, logit_std=6.0)
+    head = HeadRows(
+        sample.leaves["hidden"].detach().flatten(0, 1), sample.leaves["weight"].detach(), None, None, None,
+        sample.target_ids.flatten(), sample.options["mask"].flatten(), None, 1.0, None, 601, False,
+    )  # fmt: skip
+    looks: list[str] = []
+    for name in ("tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "cpu", "numpy"):
+        real = getattr(Tensor, name)
+
+        def looked(x: Tensor, *args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+            looks.append(name)
+            return real(x, *args, **options)
+
+        monkeypatch.setattr(Tensor, name, looked)
+    monkeypatch.setattr("gspo_kernels.backends.triton.launch.launch", lambda *args, **options: None)
+    for module in ("forward", "sparse_products", "gradient_rows"):
+        monkeypatch.setattr(f"gspo_kernels.backends.triton.{module}.launch", lambda *args, **options: None)
+    with choices():
+        result, tiles = kernels.forward_with_shares(head, wanted=True)
+        tiles.share.fill_(1e-3)  # what a kernel would have written
+        result.log_probs.fill_(-1.0)
+        live, _ = live_tiles.choose(head, result, head.mask.float(), tiles, 0.1)
+        assert looks == []
+        kernels.head_backward(head, result, head.mask.float(), None, (True, True, False, False, False), live)
+    assert looks == ["tolist"]
+
+
+def test_a_head_without_block_sparse_sums_in_triton_drops_nothing() -> None:
+    sample = make_sample(3, vocab=601, bias=True)
+    with choices():
+        out, grads = run_fused(sample.with_options(gradient_budget=0.3), "triton")
+        dense, expected = run_fused(sample, "triton")
+    assert out.metrics["dropped_gradient_mass"] == 0 and torch.equal(out.metrics["passes"], dense.metrics["passes"])
+    assert all(torch.equal(grads[k], expected[k]) for k in grads)
+
+
+def test_a_bias_and_its_gradient_take_part_in_the_torch_backend() -> None:
+    sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, bias=True, logit_std=6.0)
+    with choices() as made:
+        out, grads = run_fused(sample.with_options(gradient_budget=0.1), "torch")
+    assert 0 < out.metrics["dropped_gradient_mass"] <= 0.1
+    truth = torch.where(kept(made[0]), d_logits(made[0])[0], 0).sum(0)
+    assert (grads["bias"].double() - truth).norm() <= KEPT_GRADIENT_RELATIVE[torch.float32] * truth.norm()
+
+
+@pytest.mark.parametrize("lengths", [(), (0, 0), (1,), (3, 0, 2)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_small_empty_and_fully_masked_batches(lengths: tuple[int, ...], masked: bool, backend: str) -> None:
+    sample = make_sample(3, lengths=lengths, vocab=300)
+    if masked:
+        sample = sample.with_options(mask=torch.zeros_like(sample.options["mask"]))
+    with choices():
+        out, grads = run_fused(sample.with_options(gradient_budget=0.5), backend)
+    assert out.loss.isfinite() and all(g.isfinite().all() for g in grads.values())
+    assert out.metrics["dropped_gradient_mass"] <= 0.5 and 1 <= out.metrics["passes"] <= 4
+    if masked or not sum(lengths):
+        assert out.metrics["passes"] == 1 and not any(g.any() for g in grads.values())
+
+
+def test_without_autograd_there_is_one_pass() -> None:
+    sample = make_sample(3)
+    with torch.no_grad():
+        out = gspo_fused_loss(
+            sample.leaves["hidden"], sample.leaves["weight"], sample.target_ids, sample.advantages, **sample.options
+        )
+    assert out.metrics["passes"] == 1 and out.metrics["live_row_share"] > 0
+
+
+def test_a_last_tile_that_is_only_the_target_weighs_what_it_weighs(backend: str) -> None:
+    """And the other logits are so low that exp of the difference to a shift of nothing overflows."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(300, 64, generator=rng), torch.randn(513, 64, generator=rng) / 8
+    hidden[:, 0], weight[:, 0] = 1, -20
+    ids = torch.randint(0, 512, (300,), generator=rng)
+    ids[7] = 512
+    cu_seqlens = torch.tensor([0, 100, 150, 300])
+    leaves = {"hidden": hidden.requires_grad_(), "weight": weight.requires_grad_()}
+    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "temperature": 0.1, "mask": torch.ones_like(ids).bool()}
+    sample = Sample(leaves, ids, torch.tensor([1.0, -1.0, 0.5]), Objective(), options)
+    for budget in (1e-3, 0.3):
+        assert_dropped_is_what_is_said(sample, budget, backend)
+
+
+def test_a_head_with_lora_takes_part_in_the_torch_backend() -> None:
+    """Runs of cells that end where the vocabulary does, at no multiple of what columns are padded to."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(140, 16, generator=rng), 2 * torch.randn(1000, 16, generator=rng)
+    weight[-100:] *= 1.5
+    left, right = torch.randn(140, 4, generator=rng), torch.randn(1000, 4, generator=rng) / 8
+    ids, mask = torch.randint(0, 1000, (140,), generator=rng), torch.ones(140, dtype=torch.bool)
+    head = HeadRows(hidden, weight, None, left, right, ids, mask, None, 1.0, None, 1000, False)
+    merged = head._replace(
+        hidden=torch.cat([hidden, left], 1),
+        weight=torch.cat([weight, right], 1),
+        adapter_hidden=None,
+        adapter_weight=None,
+    )
+    coefficient, needs = torch.randn(140, generator=rng), (True, True, False, True, True)
+    with choices():
+        result, tiles = portable.forward_with_shares(head, wanted=True)
+        assert tiles is not None
+        live, work = live_tiles.choose(head, result, coefficient, tiles, 0.3)
+    assert 0 < work.dropped <= 0.3 and live.cells[:, -1].any()
+    chosen = Chosen(merged, result, coefficient, live, (tiles.block_rows, tiles.columns), tiles.share)
+    d = torch.where(kept(chosen), d_logits(chosen)[0], 0)
+    found = portable.head_backward(head, result, coefficient, None, needs, live)
+    truth = (d @ weight.double(), d.t() @ hidden.double(), None, d @ right.double(), d.t() @ left.double())
+    for ours, x in zip(found, truth, strict=True):
+        if x is not None:
+            assert ours is not None
+            assert (ours.double() - x).norm() <= KEPT_GRADIENT_RELATIVE[torch.float32] * x.norm()
+
+
+def test_cells_heavier_than_the_whole_and_more_than_an_integer_holds() -> None:
+    """With a soft-cap cells may weigh more than what the whole is sure to weigh."""
+    total = torch.tensor(1e-3, dtype=torch.float64)
+    dropped = live_tiles._lightest(torch.ones(512, 1024, dtype=torch.float64), total, 0.1)
+    assert not dropped.any()
+    mass = torch.ones(512, 1024, dtype=torch.float64)
+    mass[3, 5], mass[0, 0] = 5e-5, torch.nan
+    dropped = live_tiles._lightest(mass, total, 0.1)
+    assert dropped.sum() == 1 and dropped[3, 5]
+
+
+def test_a_workspace_that_changes_before_the_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = make_sample(3, dtype=torch.float64, vocab=5000, logit_std=6.0).with_options(gradient_budget=0.3)
+    with choices():
+        monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
+        hidden = sample.leaves["hidden"].detach().requires_grad_()
+        out = gspo_fused_loss(
+            hidden, sample.leaves["weight"], sample.target_ids, sample.advantages, backend="torch", **sample.options
+        )
+        monkeypatch.delenv("GSPO_WORKSPACE_MIB")
+        with pytest.raises(RuntimeError, match="GSPO_WORKSPACE_MIB must not change"):
+            out.loss.backward()

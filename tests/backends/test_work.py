@@ -1,0 +1,113 @@
+"""What the torch backend computes and holds: the memory of the logits, the rows it multiplies, the metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.counters import LiveBytes, product_flops
+from helpers.head_rows import head_rows
+from helpers.samples import make_sample, run_fused
+from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE
+
+from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends.torch import tiles as portable_tiles
+
+
+@pytest.mark.parametrize("mebibytes", [1, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"logit_softcap": 5.0, "temperature": torch.ones(3000)}], ids=["plain", "tail"]
+)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logits_stay_inside_the_workspace(
+    mebibytes: int, options: dict[str, Any], entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GSPO_WORKSPACE_MIB", str(mebibytes))
+    n, h, v = 3000, 8, 20_000
+    head = head_rows(n, h, v, entropy, **options)
+    slabs = -(-v // portable_tiles.tile_shape(torch.device("cpu"), torch.float32)[1])
+    workspace = mebibytes * 2**20
+    rows, columns = 4 * (n + 256), 4 * v
+    with LiveBytes() as forward:
+        result = portable.head_forward(head)
+    # Beside the logits: three partial results per row and slab, the gathered rows, a dozen vectors over rows.
+    assert forward.peak <= workspace + rows * (3 * 3 * slabs + 2 * h + 24)
+    with LiveBytes() as backward:
+        d_entropy = torch.ones(n) if entropy else None
+        portable.head_backward(head, result, torch.ones(n), d_entropy, (True, True, False, False, False))
+    # d_hidden (twice: gathered and scattered), d_weight and one slab of it.
+    assert backward.peak <= workspace + rows * (5 * h + 24) + columns * 2 * h
+    assert forward.peak < 4 * n * v / 8  # far from the full logits either way
+
+
+def test_masked_rows_are_never_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable_tiles, "tile_shape", lambda device, dtype: (4, 24))
+    head = head_rows(40, 8, 48)
+    for kept in (0, 4, 12, 40):
+        mask = torch.zeros(40, dtype=torch.bool)
+        mask[torch.randperm(40)[:kept]] = True
+        flops = product_flops(lambda mask=mask: portable.head_forward(head._replace(mask=mask)))
+        assert flops == 2 * kept * 8 * 48
+
+
+def test_rows_without_gradient_cost_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable_tiles, "tile_shape", lambda device, dtype: (4, 24))
+    head = head_rows(40, 8, 48)
+    result = portable.head_forward(head)
+    for live in (0, 4, 12, 40):
+        d = torch.zeros(40)
+        d[torch.randperm(40)[:live]] = 1.0
+        for needs, passes in (((True, True), 3), ((True, False), 2), ((False, True), 2)):
+            flops = product_flops(
+                lambda d=d, needs=needs: portable.head_backward(head, result, d, None, (*needs, False, False, False))
+            )
+            assert flops == passes * 2 * live * 8 * 48
+
+
+def test_clipped_and_zero_advantage_sequences_are_rows_without_gradient() -> None:
+    sample = make_sample(0, holes=False)
+    out, grads = run_fused(sample)
+    live = grads["hidden"].flatten(1).any(1)
+    mask = sample.options["mask"]
+    share = (mask & ~live[:, None]).sum() / mask.sum()
+    assert 0.2 < share < 0.8  # the sample has both kinds
+    assert not live[sample.advantages == 0].any()
+    torch.testing.assert_close(out.metrics["zero_coefficient_share"], share)
+
+
+def test_metrics_are_what_they_say() -> None:
+    sample = make_sample(1)
+    out, _ = run_fused(sample, entropy=True)
+    mask, s = sample.options["mask"], out.log_ratio.exp().double()
+    lengths = mask.sum(1)
+    low = (sample.advantages < 0) & (s < 1 - sample.objective.clip_low)
+    high = (sample.advantages > 0) & (s > 1 + sample.objective.clip_high)
+    lp, old, ref = out.log_probs.double(), sample.options["old_log_probs"], sample.options["ref_log_probs"]
+    d = (lp - ref)[mask]
+    assert low.any() and high.any() and out.entropy is not None
+    expected = {
+        "clip_fraction": (low | high).double().mean(),
+        "clip_fraction_low": low.double().mean(),
+        "clip_fraction_high": high.double().mean(),
+        "token_clip_fraction": ((low | high) * lengths).sum() / lengths.sum(),
+        "token_clip_fraction_low": (low * lengths).sum() / lengths.sum(),
+        "token_clip_fraction_high": (high * lengths).sum() / lengths.sum(),
+        "ratio_mean": s.mean(),
+        "ratio_min": s.min(),
+        "ratio_max": s.max(),
+        "kl_to_old": (old - lp)[mask].mean(),
+        "kl": (torch.exp(-d) + d - 1).mean(),
+        "entropy": out.entropy[mask].mean(),
+        "zero_coefficient_share": ((low | high | (sample.advantages == 0)) * lengths).sum() / lengths.sum(),
+        "invalid": torch.tensor(0),
+        "dropped_gradient_mass": torch.tensor(0.0),
+    }
+    live = 1 - expected["zero_coefficient_share"]
+    expected |= {"live_row_share": live, "live_tile_share": live, "passes": 1 + 3 * live}
+    assert set(expected) == set(out.metrics)
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            out.metrics[name].double(), value.double(), rtol=METRIC_RELATIVE, atol=METRIC_ABSOLUTE, msg=name
+        )
+        assert out.metrics[name].ndim == 0 and not out.metrics[name].requires_grad

@@ -1,0 +1,1 @@
+"""What several tests share. Tests import from here, never from each other."""

@@ -1,0 +1,61 @@
+"""Count the live bytes and the matrix products of a block of code."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made under this mode occupied at once.
+
+    A storage is known by its identity: that of a meta tensor has no address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if size and key not in given and key not in self.known:
+                    self.known.add(key)
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._free, key, size)
+        return out
+
+    def _free(self, key: int, size: int) -> None:
+        if key in self.known:
+            self.known.remove(key)
+            self.now -= size
+
+
+class ProductFlops(TorchDispatchMode):
+    """Counts 2 m n k of every matrix product, in place or not."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:]
+            self.total += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        assert name not in ("bmm", "baddbmm", "einsum"), "a product this counter does not know"
+        return func(*args, **(kwargs or {}))
+
+
+def product_flops(fn: Any) -> int:
+    with ProductFlops() as counter:
+        fn()
+    return counter.total

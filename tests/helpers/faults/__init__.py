@@ -1,0 +1,13 @@
+"""Seeded faults: one wrong edit of the library each, and the test that must fail on it."""
+
+from __future__ import annotations
+
+from helpers.faults import backends, core, integrations, torch_backend, triton_backend
+
+FAULTS = {
+    **core.FAULTS,
+    **backends.FAULTS,
+    **torch_backend.FAULTS,
+    **triton_backend.FAULTS,
+    **integrations.FAULTS,
+}

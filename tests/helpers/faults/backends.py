@@ -1,0 +1,111 @@
+"""What both backends share."""
+
+from __future__ import annotations
+
+from helpers.faults.table import Fault
+
+FAULTS: dict[str, Fault] = {
+    "products as the process likes them": (
+        "backends/precision",
+        '_request_ieee("cuda" if device.type == "cuda" else "cpu")',
+        "pass",
+        "heads::test_exact_products_are_asked_for_on_every_processor[medium]",
+    ),
+    "one thread restores what another needs": (
+        "backends/precision",
+        "if not _calls:\n                _restore",
+        "if True:\n                _restore",
+        "heads::test_two_threads_at_once_keep_exact_products_and_restore_the_wish[torch]",
+    ),
+    "weight 0 times an exploded ratio": (
+        "backends/precision",
+        "torch.where((factor == 0) | (x == 0), 0, factor * x)",
+        "factor * x",
+        "edges::test_a_token_weight_of_zero_silences_an_infinite_ratio[torch-sequence]",
+    ),
+    "the budget spent twice": (
+        "backends/live_tiles",
+        "int(budget * _MARGIN * _UNITS)",
+        "int(2 * budget * _MARGIN * _UNITS)",
+        "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
+    ),
+    "the heaviest cells dropped": (
+        "backends/live_tiles",
+        "flatten().sort(stable=True)",
+        "flatten().sort(stable=True, descending=True)",
+        "live_tiles::test_a_bias_and_its_gradient_take_part_in_the_torch_backend",
+    ),
+    "the target's own mass forgotten": (
+        "backends/live_tiles",
+        "mass[at] += torch.where(weighs, at_target[filled], 0)",
+        "pass",
+        "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
+    ),
+    "a slope of 1 for every soft-cap": (
+        "backends/live_tiles",
+        "if head.logit_softcap is None:",
+        "if True:",
+        "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
+    ),
+    "a sum past what an integer holds": (
+        "backends/live_tiles",
+        "over.cumsum(0) == 0",
+        "~over",
+        "live_tiles::test_cells_heavier_than_the_whole_and_more_than_an_integer_holds",
+    ),
+    "more passes than said": (
+        "backends/live_tiles",
+        "(size * cells).sum() / (counted * vocab)",
+        "(size * cells).sum() / (counted * vocab) / 2",
+        "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
+    ),
+    "products as autocast likes them": (
+        "backends/precision",
+        "with torch.autocast(device.type, enabled=False) if device.type in AUTOCAST_DEVICES else nullcontext():\n"
+        "            yield",
+        "yield",
+        "heads::test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else[torch-False]",
+    ),
+    "interpreted kernels unasked": (
+        "backends/dispatch",
+        'or (backend == "auto" and device.type == "cpu")',
+        "",
+        "kernels::test_auto_takes_triton_on_a_gpu_and_torch_on_a_cpu",
+    ),
+    "power of two of an infinite gradient": (
+        "backends/precision",
+        "(largest > 0) & largest.isfinite()",
+        "largest > 0",
+        "loss_faults::test_the_power_of_two_brings_the_largest_of_both_gradients_near_one",
+    ),
+    "power of two without the entropy's gradient": (
+        "backends/precision",
+        "size = gradients.abs() if more is None else torch.maximum(gradients.abs(), more.abs())",
+        "size = gradients.abs()",
+        "loss_faults::test_the_power_of_two_brings_the_largest_of_both_gradients_near_one",
+    ),
+    "negative mass of a negative scale": (
+        "backends/live_tiles",
+        "abs(head.logit_scale)",
+        "head.logit_scale",
+        "loss_faults::test_a_negative_scale_drops_as_much_as_a_positive_one",
+    ),
+    "cells dropped while a graph is captured": (
+        "backends/live_tiles",
+        "pays = sparse_pays(rows, head.hidden.shape[1], vocab, share) & (not _captured(mass))",
+        "pays = sparse_pays(rows, head.hidden.shape[1], vocab, share) & (not False)",
+        "loss_faults::test_nothing_is_dropped_while_a_graph_is_captured[torch]",
+    ),
+    "a budget used up to rounding": (
+        "backends/live_tiles",
+        "_MARGIN = 1 - 1e-4",
+        "_MARGIN = 1",
+        "loss_faults::test_a_cell_that_fits_the_budget_by_less_than_fp32_resolves_is_kept",
+    ),
+    "temperature missing in the mass under a soft-cap": (
+        "backends/live_tiles",
+        "* (1 if head.temperature is None else head.temperature)",
+        "* 1",
+        "loss_faults::test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature",
+    ),
+}

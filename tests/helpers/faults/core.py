@@ -1,0 +1,129 @@
+"""What computes and checks without a backend: operators, objective, layout, inputs, advantages, corrections."""
+
+from __future__ import annotations
+
+from helpers.faults.table import Fault
+
+OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
+FAULTS: dict[str, Fault] = {
+    "gradient x 1.01": (
+        "ops",
+        "select_times(coefficient, d_loss.to(coefficient.dtype))",
+        "select_times(coefficient, 1.01 * d_loss.to(coefficient.dtype))",
+        f"{OBJECTIVE}[torch-padded-gspo]",
+    ),
+    "upstream gradient ignored": (
+        "ops",
+        "select_times(coefficient, d_loss.to(coefficient.dtype))",
+        "coefficient",
+        "parity::test_the_two_seams_chained_are_the_fused_loss_bitwise[torch-False-gspo]",
+    ),
+    "upper bound from clip_low": (
+        "objective",
+        "math.log1p(self.clip_high)",
+        "math.log1p(self.clip_low)",
+        f"{OBJECTIVE}[torch-padded-grpo-narrow]",
+    ),
+    "fp64 products in fp32": (
+        "layout",
+        "return torch.float64 if dtype == torch.float64 else torch.float32",
+        "return torch.float32",
+        f"{OBJECTIVE}[torch-padded-gspo]",
+    ),
+    "entropy gradient dropped": (
+        "ops",
+        "d_entropy = _times(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None",
+        "d_entropy = None",
+        f"{OBJECTIVE}[torch-padded-entropy-bonus]",
+    ),
+    "sequence sums in fp32": (
+        "layout",
+        'torch.segment_reduce(x.double(), "sum"',
+        'torch.segment_reduce(x, "sum"',
+        "edges::test_long_sequences_obey_the_law_too[torch-sequence-False-256]",
+    ),
+    "correction of the sampler left out": (
+        "inputs/policy",
+        "weights if token_weights is None else",
+        "token_weights if token_weights is None else",
+        "sampler_mismatch::test_a_weight_that_is_no_number_or_exploded_weighs_nothing_on_nothing[torch-token]",
+    ),
+    "LoRA ignored": (
+        "inputs/lm_head",
+        "return Head(module.weight, bias, *_low_rank_term(call, lora, hidden, mask))",
+        "return Head(module.weight, bias)",
+        "heads::test_lora_on_the_head_is_computed_as_peft_would[torch-False-False-1]",
+    ),
+    "hooks of an adapter ignored": (
+        "inputs/lm_head",
+        "called += [lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]]",
+        "pass",
+        "bad_inputs::test_an_unsupported_adapter_is_named[hook-on-lora-a]",
+    ),
+    "rows that PEFT trains ignored": (
+        "inputs/lm_head",
+        "if tokens is not None and _adapts(call, tokens):",
+        "if False:",
+        "heads::test_rows_that_peft_trains_are_in_the_weight[torch]",
+    ),
+    "offsets of weights unchecked": (
+        "sampler_mismatch",
+        "invalid = invalid + call.offsets(cu_seqlens, mask.shape[0], mask.device)",
+        "pass",
+        "sampler_mismatch::test_offsets_that_are_no_sequences_are_refused",
+    ),
+    "a normalizer tensor that nobody looks at": (
+        "validation",
+        "return self.flag(name, ~right & ((x != 0) | mask.any()), expected, value.item)",
+        "return 0",
+        "bad_inputs::test_a_bad_input_is_named_and_nothing_is_written[normalizer-tensor-zero-gspo_fused_loss]",
+    ),
+    "a weight on its bound outside": (
+        "sampler_mismatch",
+        "outside = (raw < low) | (raw > high)",
+        "outside = (raw < low) | (raw >= high)",
+        "sampler_mismatch::test_a_weight_on_a_bound_is_within_it[token-mask]",
+    ),
+    "sampler weights with a gradient": (
+        "sampler_mismatch",
+        "(x.detach().reshape(-1) for x in log_probs.values())",
+        "(x.reshape(-1) for x in log_probs.values())",
+        "sampler_mismatch::test_weights_and_masks_have_no_gradient",
+    ),
+    "a sequence at the threshold dropped": (
+        "sampler_mismatch",
+        "mean=True) > threshold",
+        "mean=True) >= threshold",
+        "sampler_mismatch::test_a_sequence_at_the_threshold_stays",
+    ),
+    "the first token's advantage for the sequence": (
+        "sampler_mismatch",
+        "per_row = layout.per_row(advantages.detach())",
+        "per_row = layout.per_row(advantages.detach() if advantages.ndim == 1 else advantages.detach()[:, :1])",
+        "sampler_mismatch::test_advantages_of_tokens_decide_by_token",
+    ),
+    "ddof ignored for the batch": (
+        "advantages",
+        "variance = variance_of(groups.rewards, ddof)",
+        "variance = variance_of(groups.rewards, 1)",
+        "advantages::test_the_deviation_of_the_batch_has_the_degrees_of_freedom_that_are_asked_for[0]",
+    ),
+    "whitened in fp32": (
+        "advantages",
+        "centred = torch.where(counts, x, 0).double()",
+        "centred = torch.where(counts, x, 0)",
+        "advantages::test_deviations_of_fp32_far_from_zero_are_those_of_fp64",
+    ),
+    "variance of the batch in fp32": (
+        "groups",
+        "wide = x.double()",
+        "wide = x",
+        "advantages::test_deviations_of_fp32_far_from_zero_are_those_of_fp64",
+    ),
+    "a variance of equal rewards": (
+        "groups",
+        "torch.where(x.amin() == x.amax(), 0, variance)",
+        "variance",
+        "advantages::test_equal_rewards_of_a_batch_are_divided_by_nothing",
+    ),
+}

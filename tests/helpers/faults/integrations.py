@@ -1,0 +1,147 @@
+"""Trainers and models of others."""
+
+from __future__ import annotations
+
+from helpers.faults.table import Fault
+
+FAULTS: dict[str, Fault] = {
+    "head not put back after an error": (
+        "integrations/huggingface/fused_head",
+        "finally:\n            for module, name in places:\n                module._modules[name] = self.head",
+        "except ValueError:\n            raise\n"
+        "        for module, name in places:\n            module._modules[name] = self.head",
+        "huggingface::test_an_error_inside_the_model_leaves_it_its_head",
+    ),
+    "random numbers drawn by the measurement": (
+        "integrations/huggingface/fused_head",
+        "torch.random.fork_rng(devices=devices), torch.no_grad()",
+        "torch.no_grad()",
+        "huggingface::test_a_model_with_dropout_is_measured_without_a_trace_in_random_numbers",
+    ),
+    "logit_options removes a fused head": (
+        "integrations/huggingface/fused_head",
+        "if already is None:\n            fused.remove()",
+        "fused.remove()",
+        "huggingface::test_the_options_of_a_fused_model_leave_it_fused",
+    ),
+    "torch.compile not unwrapped": (
+        "integrations/huggingface/fused_head",
+        'elif hasattr(model, "_orig_mod"):',
+        "elif False:",
+        "huggingface::test_the_model_inside_torch_compile_is_the_model",
+    ),
+    "a NaN difference accepted": (
+        "integrations/huggingface/head_options",
+        "if not error <= allowed:",
+        "if error > allowed:",
+        "huggingface::test_a_head_without_numbers_is_refused",
+    ),
+    "sign of a scale ignored": (
+        "integrations/huggingface/head_options",
+        "slope, reached = near[0].item() / 2.0**-10, abs(far[0].item())",
+        "slope, reached = abs(near[0].item()) / 2.0**-10, abs(far[0].item())",
+        "huggingface::test_a_negative_scale_and_one_that_no_configuration_has_are_measured",
+    ),
+    "numbers of the text configuration ignored": (
+        "integrations/huggingface/head_options",
+        "values |= text.to_dict() if text is not None else {}",
+        "pass",
+        "huggingface::test_numbers_of_the_text_configuration_are_known",
+    ),
+    "nearest number of the configuration for any scale": (
+        "integrations/huggingface/head_options",
+        "return best if abs(best - measured) <= _MEASURED * abs(measured) else measured",
+        "return best",
+        "huggingface::test_a_negative_scale_and_one_that_no_configuration_has_are_measured",
+    ),
+    "logged loss with a gradient": (
+        "integrations/seams",
+        '"loss": out.loss.detach()',
+        '"loss": out.loss',
+        "seams::test_what_is_logged_has_no_gradient_and_the_dtype_of_the_loss",
+    ),
+    "logged numbers of several dtypes": (
+        "integrations/seams",
+        "{name: x.to(out.loss.dtype) for name, x in out.metrics.items()}",
+        "dict(out.metrics)",
+        "seams::test_what_is_logged_has_no_gradient_and_the_dtype_of_the_loss",
+    ),
+    "evaluation logged as training": (
+        "integrations/seams",
+        '"train" if trainer.model.training else "eval"',
+        '"train"',
+        "seams::test_ms_swift_says_whether_it_evaluates",
+    ),
+    "a sum over answers instead of their mean": (
+        "integrations/seams",
+        "normalizer = None if global_batch_size is None else",
+        "normalizer = 1.0 if global_batch_size is None else",
+        "seams::test_openrlhfs_mean_without_a_batch_size_is_over_the_answers",
+    ),
+    "TRL's loss over all positions": (
+        "integrations/trl",
+        "(mask.sum().clamp(min=1) if num_items",
+        "(mask.numel() if num_items",
+        "trainers/trl::test_both_models_answer_and_the_loss_is_a_mean_over_labels",
+    ),
+    "reference model left to TRL": (
+        "integrations/trl",
+        'for model in (trainer.model, getattr(trainer, "ref_model", None)):',
+        "for model in (trainer.model,):",
+        "trainers/trl::test_both_models_answer_and_the_loss_is_a_mean_over_labels",
+    ),
+    "TRL's check of adapters left out": (
+        "integrations/trl",
+        '    finally:\n        setattr(grpo_trainer, "BaseTunerLayer", known)',
+        "    finally:\n        pass",
+        "trainers/trl::test_trl_refuses_adapters_on_the_head_after_ours_as_before",
+    ),
+    "temperature missing before TRL 1.15": (
+        "integrations/trl",
+        "mask=mask, temperature=self.trainer.temperature, entropy=entropy",
+        "mask=mask, entropy=entropy",
+        "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
+    ),
+    "states off by one before TRL 1.15": (
+        "integrations/trl",
+        "hidden[:, :-1][:, -targets.shape[1] :]",
+        "hidden[:, -targets.shape[1] :]",
+        "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
+    ),
+    "gradient of an entropy that is only logged": (
+        "integrations/trl",
+        "return out if bonus or out.entropy is None else",
+        "return out if True else",
+        "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
+    ),
+    "batches joined in reverse": (
+        "integrations/trl",
+        "torch.cat([x.log_probs for x in found])",
+        "torch.cat([x.log_probs for x in found[::-1]])",
+        "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
+    ),
+    "mask of the prompt for the completion": (
+        "integrations/trl",
+        "self._score(ids[:, -logits_to_keep:], attended[:, -logits_to_keep:]",
+        "self._score(ids[:, -logits_to_keep:], attended[:, :logits_to_keep]",
+        "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
+    ),
+    "bounds of verl swapped": (
+        "integrations/verl",
+        "low, high = config.clip_ratio_low, config.clip_ratio_high",
+        "high, low = config.clip_ratio_low, config.clip_ratio_high",
+        "trainers/verl_engine::test_the_policy_loss_has_each_bound_on_its_side_and_clip_ratio_for_one_that_is_missing",
+    ),
+    "clip_ratio of verl ignored": (
+        "integrations/verl",
+        "config.clip_ratio if high is None else high",
+        "low if high is None else high",
+        "trainers/verl_engine::test_the_policy_loss_has_each_bound_on_its_side_and_clip_ratio_for_one_that_is_missing",
+    ),
+    "nested responses of verl read as padded": (
+        "integrations/verl",
+        "if responses.is_nested:",
+        "if False:",
+        "trainers/verl_engine::test_responses_without_padding_are_found",
+    ),
+}

@@ -1,0 +1,268 @@
+"""The torch backend."""
+
+from __future__ import annotations
+
+from helpers.faults.table import Fault
+
+PARITY = "parity::test_every_head_and_layout_equals_the_oracle"
+OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
+FAULTS: dict[str, Fault] = {
+    "no 1/L in the ratio": (
+        "backends/torch/sequence",
+        "segment_sum(entering, offsets) / lengths.clamp(min=1)",
+        "segment_sum(entering, offsets)",
+        f"{OBJECTIVE}[torch-padded-gspo]",
+    ),
+    "no 1/L in the gradient": (
+        "backends/torch/sequence",
+        "segment_sum(through_ratio, offsets) / lengths.clamp(min=1)",
+        "segment_sum(through_ratio, offsets)",
+        f"{OBJECTIVE}[torch-padded-gspo]",
+    ),
+    "no 1/L in the weight": (
+        "backends/torch/sequence",
+        "share = share / lengths.clamp(min=1)",
+        "pass",
+        f"{OBJECTIVE}[torch-padded-gspo]",
+    ),
+    "stale clip sign": (
+        "backends/torch/surrogates",
+        "low = (advantages < 0) & (u <",
+        "low = (advantages > 0) & (u <",
+        f"{OBJECTIVE}[torch-padded-gspo]",
+    ),
+    "dual clip ignored": (
+        "backends/torch/surrogates",
+        "if math.isfinite(objective.ceiling):",
+        "if False:",
+        f"{OBJECTIVE}[torch-padded-dual-clip]",
+    ),
+    "empty sequences counted": (
+        "backends/torch/sequence",
+        "(lengths > 0).sum()",
+        "(lengths >= 0).sum()",
+        "edges::test_empty_and_masked_sequences_change_nothing_for_the_others[torch-gspo]",
+    ),
+    "token weights not in the gradient": (
+        "backends/torch/sequence",
+        "select_times(policy.token_weights, value), select_times(policy.token_weights, slope)",
+        "select_times(policy.token_weights, value), slope",
+        f"{OBJECTIVE}[torch-packed-per-token-weights-gspo]",
+    ),
+    "token weights on the KL too": (
+        "backends/torch/sequence",
+        "kl_share = objective.kl_coef *",
+        "kl_share = (1 if policy.token_weights is None else policy.token_weights) * objective.kl_coef *",
+        f"{OBJECTIVE}[torch-packed-per-token-weights-cispo-sequence]",
+    ),
+    "gradient through a bound token of gmpo": (
+        "backends/torch/sequence",
+        "torch.where(differentiable, per_sequence[sequence], 0)",
+        "torch.where(mask, per_sequence[sequence], 0)",
+        f"{OBJECTIVE}[torch-padded-gmpo]",
+    ),
+    "cispo flat where it is bound": (
+        "backends/torch/surrogates",
+        "slope = torch.where(counts, -weight * advantages, 0)",
+        "slope = torch.where(counts & ~low & ~high, -weight * advantages, 0)",
+        f"{OBJECTIVE}[torch-padded-cispo]",
+    ),
+    "sapo's gate differentiated by s alone": (
+        "backends/torch/surrogates",
+        "* s * advantages",
+        "* advantages",
+        f"{OBJECTIVE}[torch-padded-sapo]",
+    ),
+    "k3+ with the slope of k3": (
+        "backends/torch/surrogates",
+        'd if estimator.endswith("+") else slope',
+        "slope",
+        f"{OBJECTIVE}[torch-padded-k1+]",
+    ),
+    "k3 slope of the wrong sign": (
+        "backends/torch/surrogates",
+        "value, slope = decay + d, -decay",
+        "value, slope = decay + d, decay",
+        f"{OBJECTIVE}[torch-padded-cispo-sequence]",
+    ),
+    "ratio factor without its gradient": (
+        "backends/torch/sequence",
+        "through_ratio = through_ratio + divergence_times(kl, kl_share)",
+        "pass",
+        f"{OBJECTIVE}[torch-padded-cispo-sequence]",
+    ),
+    "masked old log-probs multiplied": (
+        "backends/torch/sequence",
+        "torch.where(mask, log_probs - old, 0)",
+        "mask * (log_probs - old)",
+        f"{OBJECTIVE}[torch-padded-gspo]",
+    ),
+    "mask off by one": (
+        "backends/torch/forward",
+        "work = Tiles(head, head.mask.nonzero()[:, 0])",
+        "work = Tiles(head, head.mask.roll(1).nonzero()[:, 0])",
+        f"{OBJECTIVE}[torch-padded-gspo]",
+    ),
+    "temperature missing in the backward": (
+        "backends/torch/tiles",
+        "slope = slope.div_(t) if isinstance(slope, Tensor) else slope / t",
+        "pass",
+        f"{PARITY}[torch-temperature-padded-fp64]",
+    ),
+    "soft-cap missing in the backward": (
+        "backends/torch/tiles",
+        "if head.logit_softcap is not None:\n            t = 1",
+        "if False:\n            t = 1",
+        f"{PARITY}[torch-scale-softcap-padded-fp64]",
+    ),
+    "last vocabulary slab dropped": (
+        "backends/torch/tiles",
+        "for low in range(0, vocab, width)]",
+        "for low in range(0, vocab, width)][: max(1, (vocab - 1) // width)]",
+        "parity::test_several_tiles_of_rows_and_columns[torch]",
+    ),
+    "padded vocabulary counted": (
+        "backends/torch/tiles",
+        "self.head.vocab_size, self.tile_columns",
+        "self.head.weight.shape[0], self.tile_columns",
+        f"{PARITY}[torch-padded-vocab-padded-fp64]",
+    ),
+    "logits rounded to bf16": (
+        "backends/torch/tiles",
+        "        head = self.head\n        z = _product(self.hidden_rows(rows), weight.t())",
+        "        head = self.head\n        z = _product(self.hidden_rows(rows), weight.t()).bfloat16().to(self.dtype)",
+        f"{OBJECTIVE}[torch-padded-gspo]",
+    ),
+    "1 - p by subtraction": (
+        "backends/torch/backward",
+        "self.d_log_probs * -torch.expm1(self.log_probs)",
+        "self.d_log_probs * (1 - self.log_probs.exp())",
+        "edges::test_peaked_rows_keep_the_relative_precision_of_what_is_left_to_learn[torch-fp64]",
+    ),
+    "bias gradient dropped": (
+        "backends/torch/backward",
+        "self.d_bias[first:last] += d_z.sum(0)",
+        "pass",
+        f"{PARITY}[torch-bias-padded-fp64]",
+    ),
+    "last rows of the batch dropped": (
+        "backends/torch/tiles",
+        "for low in range(0, self.padded, self.tile_rows))",
+        "for low in range(0, max(self.padded - self.tile_rows, min(self.padded, 1)), self.tile_rows))",
+        "parity::test_several_tiles_of_rows_and_columns[torch]",
+    ),
+    "fp16 gradients left to underflow": (
+        "backends/torch/backward",
+        "if work.operand_dtype == torch.float16:",
+        "if False:",
+        "parity::test_small_fp16_gradients_survive_the_product",
+    ),
+    "a NaN ratio hidden by no divergence": (
+        "backends/torch/surrogates",
+        "(kl == 0) & ratio.isinf()",
+        "kl == 0",
+        "presets::test_a_ratio_that_is_no_number_is_seen_where_there_is_no_divergence[torch-unbiased]",
+    ),
+    "NaN log-probs hidden on-policy": (
+        "backends/torch/sequence",
+        "torch.where(mask, log_probs - old, 0)",
+        "torch.zeros_like(lp) if policy.old_log_probs is None else torch.where(mask, log_probs - old, 0)",
+        "edges::test_a_nan_hidden_state_reaches_exactly_what_depends_on_it[torch-nan-sequence-True]",
+    ),
+    "rows not in the order of the cells": (
+        "backends/torch/backward",
+        "live.order[:count] if live and sparse",
+        "live.order[:count].sort().values if live and sparse",
+        "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
+    ),
+    "the last run of a slab forgotten": (
+        "backends/torch/tiles",
+        "for alive, run in itertools.groupby(live[at : -(-high // columns)]):",
+        "for alive, run in itertools.groupby(live[at : high // columns]):",
+        "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
+    ),
+    "threads of ours that split operations": (
+        "backends/torch/workers",
+        "torch.set_num_threads(1)\n    ready",
+        "ready",
+        "workers::test_every_tile_is_computed_by_one_thread_alone",
+    ),
+    "terms added as they come": (
+        "backends/torch/workers",
+        "pop(self._added[index], None)",
+        "pop(min(self._kept[index], default=None), None)",
+        "workers::test_terms_are_added_in_their_order",
+    ),
+    "what a difference rounds off is dropped": (
+        "backends/torch/forward",
+        "lost = (lost + lost_too) * F",
+        "lost = lost * F",
+        "loss_faults::test_log_probs_are_rounded_once[torch]",
+    ),
+    "power of two without the slope": (
+        "backends/torch/backward",
+        "self.boost = power_of_two(self.at_target * slope, self.d_entropy, live)",
+        "self.boost = power_of_two(self.at_target, self.d_entropy, live)",
+        "loss_faults::test_half_gradients_of_a_small_slope_do_not_vanish[1.0]",
+    ),
+    "half operands on ROCm": (
+        "backends/torch/tiles",
+        'tensor_cores = device.type == "cuda" and torch.version.hip is None',
+        'tensor_cores = device.type == "cuda"',
+        "loss_faults::test_operands_are_half_where_their_product_is_fp32",
+    ),
+    "the policy term's normalizer for KL too, in torch": (
+        "backends/torch/sequence",
+        "if normalizer is None and aggregation == objective.aggregation:",
+        "if normalizer is None:",
+        "loss_faults::test_a_kl_term_with_another_aggregation_counts_its_own_normalizer[torch-sequence]",
+    ),
+    "length_norm ignored for KL": (
+        "backends/torch/sequence",
+        "mask, sequence, lengths, aggregation, objective.length_norm, normalizer\n",
+        "mask, sequence, lengths, aggregation, 1.0, normalizer\n",
+        "loss_faults::test_a_kl_term_has_a_length_norm_of_its_own_aggregation[torch]",
+    ),
+    "an exploded ratio at masked tokens": (
+        "backends/torch/sequence",
+        "kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)",
+        "kl_share = kl_share * log_ratio.exp()",
+        "loss_faults::test_an_exploded_ratio_times_kl_leaves_masked_tokens_alone[torch-True]",
+    ),
+    "entropy gradients not counted": (
+        "backends/torch/sequence",
+        "live = live | (entropy_coefficient != 0)",
+        "pass",
+        "loss_faults::test_tokens_with_an_entropy_gradient_are_not_counted_as_without_one[torch]",
+    ),
+    "clipped on the ceiling": (
+        "backends/torch/surrogates",
+        "(u > math.log(objective.ceiling))",
+        "(u >= math.log(objective.ceiling))",
+        "loss_faults::test_a_ratio_on_a_bound_is_inside_it[torch-dual clip]",
+    ),
+    "gmpo bound on its bound": (
+        "backends/torch/surrogates",
+        "low = (advantages < 0) & (log_ratio < -objective.clip_low)",
+        "low = (advantages < 0) & (log_ratio <= -objective.clip_low)",
+        "loss_faults::test_a_ratio_on_a_bound_is_inside_it[torch-gmpo, bottom]",
+    ),
+    "cispo bound on its bound": (
+        "backends/torch/surrogates",
+        "counts & (u < log_low), counts & (u > log_high)",
+        "counts & (u <= log_low), counts & (u >= log_high)",
+        "loss_faults::test_a_ratio_on_a_bound_is_inside_it[torch-cispo, top]",
+    ),
+    "sapo's ratio bounded at exp(8), in torch": (
+        "backends/torch/surrogates",
+        "_FAR = 80.0",
+        "_FAR = 8.0",
+        "loss_faults::test_a_small_sapo_temperature_has_a_slope_at_far_ratios[torch-1e-12]",
+    ),
+    "reinforce counted as clipped": (
+        "backends/torch/surrogates",
+        "return Term(-advantages, -advantages, never, never)",
+        "return Term(-advantages, -advantages, advantages < 0, never)",
+        "loss_faults::test_reinforce_clips_nothing[torch]",
+    ),
+}

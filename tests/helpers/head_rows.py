@@ -1,0 +1,20 @@
+"""Random operands of the head, as a backend receives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gspo_kernels.backends.rows import HeadRows
+
+
+def head_rows(n: int, h: int, v: int, entropy: bool = False, **more: Any) -> HeadRows:
+    rng = torch.Generator().manual_seed(0)
+    given: dict[str, Any] = dict(
+        hidden=torch.randn(n, h, generator=rng), weight=torch.randn(v, h, generator=rng), bias=None,
+        adapter_hidden=None, adapter_weight=None, target_ids=torch.randint(0, v, (n,), generator=rng),
+        mask=torch.ones(n, dtype=torch.bool), temperature=None, logit_scale=1.0, logit_softcap=None, vocab_size=v,
+        entropy=entropy,
+    )  # fmt: skip
+    return HeadRows(**{**given, **more})

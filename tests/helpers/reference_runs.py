@@ -1,0 +1,23 @@
+"""Small runs of the reference trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gspo_kernels.integrations.reference_trainer import TrainConfig, train_config
+
+SMALL = {"steps": 3, "prompts_per_step": 4, "group_size": 4, "eval_every": 2, "eval_prompts": 8, "threads": 1}
+
+
+def small(tmp_path: Path, **changes: object) -> TrainConfig:
+    return train_config(**{"output": tmp_path, "seeds": (0,), "save": False, **SMALL, **changes})
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_jsonl(path: Path, *lines: object) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path

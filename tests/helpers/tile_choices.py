@@ -1,0 +1,129 @@
+"""Record which tiles a backward computes, and compare the dropped gradient mass with the reported one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE, softcap_slope
+from torch import Tensor
+
+from gspo_kernels import ops
+from gspo_kernels.backends import live_tiles
+from gspo_kernels.backends.rows import HeadResult, HeadRows, LiveTiles
+from gspo_kernels.backends.torch import tiles as portable_tiles
+from helpers.samples import Sample, run_fused
+
+
+class Chosen(NamedTuple):
+    """What one forward decided."""
+
+    head: HeadRows
+    result: HeadResult
+    coefficient: Tensor
+    live: LiveTiles
+    cell: tuple[int, int]
+    shares: Tensor  # [tiles, N]: what each tile was said to have of a row's probability
+
+
+@contextmanager
+def choices(pays: bool = True) -> Iterator[list[Chosen]]:
+    """Every decision made inside; whether sparse pays is not left to sizes, which are small here."""
+    made: list[Chosen] = []
+    choose, cost = live_tiles.choose, live_tiles.sparse_pays
+
+    def noted(head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: Any, budget: float) -> Any:
+        live, work = choose(head, result, coefficient, tiles, budget)
+        shares = tiles.share[:, torch.where(head.mask, tiles.place, 0)]
+        made.append(Chosen(head, result, coefficient, live, (tiles.block_rows, tiles.columns), shares))
+        return live, work
+
+    ops.choose, live_tiles.sparse_pays = noted, lambda rows, width, vocab, share: (share <= 1) & pays
+    try:
+        yield made
+    finally:
+        ops.choose, live_tiles.sparse_pays = choose, cost
+
+
+@contextmanager
+def small_tiles(rows: int = 8, columns: int = 6) -> Iterator[None]:
+    shape = portable_tiles.tile_shape
+    portable_tiles.tile_shape = lambda device, dtype: (rows, columns)
+    try:
+        yield
+    finally:
+        portable_tiles.tile_shape = shape
+
+
+def d_logits(chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """d(loss) / d(h W' + bias) in float64 from the coefficients, [N, vocab]: by autograd, nothing of ours.
+
+    And the same without a soft-cap's slope. That is 1 - tanh^2, which cancels (`softcap_slope`).
+    """
+    head = chosen.head
+    raw = head.hidden.double() @ head.weight[: head.vocab_size].double().t()
+    if head.bias is not None:
+        raw = raw + head.bias[: head.vocab_size].double()
+    raw = raw.detach().requires_grad_()
+    z = capped = raw * head.logit_scale
+    if head.logit_softcap is not None:
+        z = capped = head.logit_softcap * torch.tanh(z / head.logit_softcap)
+    if head.temperature is not None:
+        z = z / head.temperature.double().reshape(-1, 1)
+    ids = torch.where(head.mask, head.target_ids, 0)
+    log_probs = z.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    live = head.mask & (chosen.coefficient != 0)
+    found = torch.where(live, chosen.coefficient.double(), 0) * log_probs
+    d, d_capped = torch.autograd.grad(found.sum(), (raw, capped))
+    return d, d_capped * head.logit_scale
+
+
+def kept(chosen: Chosen) -> Tensor:
+    """[N, vocab] bool: the entries of the cells that are computed."""
+    (rows, columns), (n, vocab) = chosen.cell, (chosen.head.hidden.shape[0], chosen.head.vocab_size)
+    spread = chosen.live.cells.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:n, :vocab]
+    return torch.zeros_like(spread).index_copy_(0, chosen.live.order, spread)
+
+
+def assert_dropped_is_what_is_said(sample: Sample, budget: float, backend: str) -> None:
+    sample = sample.with_options(gradient_budget=budget)
+    with choices() as made:
+        out, grads = run_fused(sample, backend)
+    (chosen,) = made
+    (d, unsloped), keep = d_logits(chosen), kept(chosen)
+    live = (chosen.head.mask & (chosen.coefficient != 0))[:, None]
+    known = chosen.shares.t()[live[:, 0]]
+    assert ((known >= 0) & (known <= 1 + DROPPED_MASS_RELATIVE)).all()
+    total, dropped = d.abs().sum(), d.abs()[~keep & live].sum()
+    said = out.metrics["dropped_gradient_mass"].double()
+    if total > 0:
+        measured = dropped / total
+        assert measured <= budget
+        assert measured <= said * (1 + DROPPED_MASS_RELATIVE) + 1e-12
+        if sample.options.get("logit_softcap") is None:
+            assert abs(measured - said) <= DROPPED_MASS_RELATIVE * said + 1e-9
+    counted = chosen.head.mask.sum().clamp(min=1) * chosen.head.vocab_size
+    share = (keep & live).sum() / counted
+    torch.testing.assert_close(
+        out.metrics["live_tile_share"].double(), share.double(), rtol=METRIC_RELATIVE, atol=METRIC_ABSOLUTE
+    )
+    torch.testing.assert_close(
+        out.metrics["passes"].double(), 1 + 3 * share.double(), rtol=METRIC_RELATIVE, atol=METRIC_ABSOLUTE
+    )
+    # The gradients are those of the entries that were kept.
+    dtype = sample.leaves["hidden"].dtype
+    hidden, weight = chosen.head.hidden.double(), chosen.head.weight[: chosen.head.vocab_size].double()
+    hidden = torch.where(live, hidden, 0)
+    off = softcap_slope(chosen.head.logit_softcap, dtype) * torch.where(keep, unsloped, 0).abs()
+    d = torch.where(keep, d, 0)
+    both = {
+        "hidden": (grads["hidden"].flatten(0, -2), d @ weight, off @ weight.abs()),
+        "weight": (grads["weight"][: len(weight)], d.t() @ hidden, off.t() @ hidden.abs()),
+    }
+    for name, (ours, truth, slope) in both.items():
+        assert ours.dtype == dtype
+        allowed = KEPT_GRADIENT_RELATIVE[dtype] * truth.norm() + slope.norm()
+        assert (ours.double() - truth).norm() <= allowed + 1e-30, name
+    assert not grads["weight"][len(weight) :].any()

@@ -1,0 +1,407 @@
+"""The reference trainer: the loop's promises, its files, its errors, and (slow) that it learns."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.reference_runs import rows_of, small, write_jsonl
+from tolerance import PARAMETER_ABSOLUTE
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
+
+from gspo_kernels.advantages import group_advantages
+from gspo_kernels.integrations.reference_trainer import InputError, policy, train, train_config
+from gspo_kernels.integrations.reference_trainer import trainer as loop
+from gspo_kernels.integrations.reference_trainer.sampling import encode, sample
+from gspo_kernels.integrations.reference_trainer.tasks import (
+    Example,
+    Task,
+    answer_found,
+    batches,
+    jsonl_task,
+    letters_in_place,
+    sorting_task,
+)
+from gspo_kernels.tools.cli import app
+
+KEYS = {"step", "reward", "loss", "clip_fraction", "ratio_mean", "entropy", "dropped_gradient_mass", "passes"}
+KEYS |= {"tokens_per_second"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A demo model on disk, with sampling defaults that would ruin training if they were followed."""
+    torch.manual_seed(0)
+    made = policy.demo_policy()
+    made.own_generation_config.update(do_sample=True, top_k=1, repetition_penalty=3.0)
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    made.save(folder)
+    return folder
+
+
+# The files of a run
+
+
+def test_a_run_leaves_its_metrics_curves_and_models(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = train(small(tmp_path, seeds=(0, 1), save=True))
+    rows = rows_of(tmp_path / "demo")
+    for seed in (0, 1):
+        own = [row for row in rows if row["seed"] == seed]
+        assert [row["step"] for row in own] == [0, 1, 2, 3]
+        assert [row["step"] for row in own if "eval_reward" in row] == [0, 2, 3]
+        assert all(set(row) >= KEYS for row in own)
+        assert all(isinstance(row[key], float) for row in own[1:] for key in KEYS - {"step"})
+        assert policy.load_policy(str(tmp_path / "demo" / f"model-seed{seed}"))
+    assert report.curves is not None and report.curves.read_bytes()[:4] == b"\x89PNG"
+    assert [result.seed for result in report.results] == [0, 1]
+    assert report.results[1].end_reward == rows[-1]["eval_reward"]
+
+
+def test_a_seed_gives_the_same_numbers_again(tmp_path: Path) -> None:
+    def numbers(name: str, seed: int) -> list[dict]:
+        train(small(tmp_path, name=name, seeds=(seed,)))
+        return [{**row, "seed": None, "tokens_per_second": None} for row in rows_of(tmp_path / name)]
+
+    first = numbers("first", 3)
+    assert numbers("again", 3) == first
+    assert numbers("other", 4) != first
+
+
+def test_a_finished_run_survives_a_missing_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = builtins.__import__
+
+    def without_matplotlib(name: str, *rest: object) -> object:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return find(name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    report = train(small(tmp_path, steps=1))
+    assert report.curves is None
+    assert "pip install gspo-kernels[bench]" in report.note
+    assert len(rows_of(tmp_path / "demo")) == 2
+
+
+def test_an_earlier_run_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
+    train(small(tmp_path, steps=1, name="mine"))
+    with pytest.raises(InputError, match="--overwrite"):
+        train(small(tmp_path, steps=2, name="mine"))
+    assert len(rows_of(tmp_path / "mine")) == 2
+    train(small(tmp_path, steps=2, name="mine", overwrite=True))
+    assert len(rows_of(tmp_path / "mine")) == 3
+
+
+# The loop
+
+
+@pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 2}, {"bf16": True}, {"temperature": 0.7}])
+def test_the_first_update_has_ratio_exactly_one_and_later_ones_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict
+) -> None:
+    log_ratios: list[torch.Tensor] = []
+    fused = loop.gspo_fused_loss
+
+    def recording(*args: object, **options: object) -> object:
+        out = fused(*args, **options)  # type: ignore[arg-type]
+        log_ratios.append(out.log_ratio)
+        return out
+
+    monkeypatch.setattr(loop, "gspo_fused_loss", recording)
+    train(small(tmp_path, steps=1, learning_rate=1e-2, **changes))
+    first = len(log_ratios) // 4
+    assert all((log_ratio == 0).all() for log_ratio in log_ratios[:first])
+    assert all((log_ratio != 0).any() for log_ratio in log_ratios[first:])
+
+
+def test_micro_batches_add_up_to_the_update_they_split(tmp_path: Path) -> None:
+    def trained(micro_batch_size: int) -> torch.Tensor:
+        config = small(tmp_path, micro_batch_size=micro_batch_size, updates_per_rollout=1, max_grad_norm=1e9)
+        torch.manual_seed(0)
+        made = policy.demo_policy()
+        rollout = sample(made, ["sort ba:"] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
+        slices = loop.cut(config, made, rollout, group_advantages(torch.rand(16), 4))
+        loop.update(config, made, torch.optim.SGD(made.model.parameters(), lr=1.0), slices)
+        return torch.cat([weight.detach().flatten() for weight in made.model.parameters()])
+
+    torch.testing.assert_close(trained(0), trained(4), rtol=0, atol=PARAMETER_ABSOLUTE)
+
+
+def test_a_gradient_budget_saves_passes_and_says_what_it_dropped(tmp_path: Path) -> None:
+    def first_step(budget: float) -> dict:
+        # One update of four blocks of rows: blocks of little mass can go, although the vocabulary is one tile.
+        sizes = {"steps": 1, "group_size": 16, "updates_per_rollout": 1, "prompts_per_step": 8}
+        train(small(tmp_path, name=f"budget-{budget}", gradient_budget=budget, **sizes))
+        return rows_of(tmp_path / f"budget-{budget}")[1]
+
+    exact, some = first_step(0.0), first_step(0.9)
+    assert exact["dropped_gradient_mass"] == 0 < some["dropped_gradient_mass"] <= 0.9
+    assert 1 <= some["passes"] < exact["passes"] <= 4
+    assert some["reward"] == exact["reward"] and some["entropy"] == exact["entropy"]
+
+
+def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_advantage(rewards: torch.Tensor, _: int) -> torch.Tensor:
+        return torch.ones_like(rewards)
+
+    fused = loop.gspo_fused_loss
+
+    def broken(*args: object, **options: object) -> object:
+        out = fused(*args, **options)  # type: ignore[arg-type]
+        return out._replace(loss=out.loss * float("nan"))
+
+    monkeypatch.setattr(loop, "group_advantages", no_advantage)
+    monkeypatch.setattr(loop, "gspo_fused_loss", broken)
+    with pytest.raises(loop.TrainingError, match="not finite"):
+        train(small(tmp_path))
+
+
+# Sampling
+
+
+def test_the_mask_ends_with_the_first_end_of_sequence() -> None:
+    torch.manual_seed(1)
+    made = policy.demo_policy()
+    end = made.tokenizer.eos_token_id
+    rollout = sample(made, ["sort abc:", "sort fedcb:"], group_size=32, max_new_tokens=7, temperature=1.0)
+    assert rollout.input_ids.shape[0] == len(rollout.texts) == 64
+    lengths = set()
+    for ids, mask, text in zip(rollout.answer_ids.tolist(), rollout.answer_mask.tolist(), rollout.texts, strict=True):
+        length = ids.index(end) + 1 if end in ids else len(ids)
+        assert mask == [True] * length + [False] * (len(ids) - length)
+        assert text == made.tokenizer.decode([token for token in ids[:length] if token != end])
+        lengths.add(length)
+    assert len(lengths) > 2
+    assert rollout.attention_mask[:32, : rollout.prompt_width].sum(1).eq(9).all()  # "sort abc:", padded by two
+    assert rollout.attention_mask[0, :2].eq(0).all()
+
+
+def test_sampling_ignores_the_checkpoints_own_sampling_defaults(checkpoint: Path) -> None:
+    loaded = policy.load_policy(str(checkpoint))
+    assert loaded.own_generation_config.top_k == 1
+    with torch.no_grad():
+        loaded.head.weight.mul_(4)  # logits large enough for a penalty to show
+    rollout = sample(loaded, ["sort abc:"], group_size=512, max_new_tokens=1, temperature=1.0)
+    ids, mask = encode(loaded, ["sort abc:"])
+    with torch.no_grad():
+        expected = loaded.model(input_ids=ids, attention_mask=mask).logits[0, -1].softmax(-1)
+    share = torch.bincount(rollout.answer_ids[:, 0], minlength=len(expected)) / 512
+    assert (share - expected).abs().max() < 0.1
+
+
+def test_left_padding_does_not_change_the_hidden_states() -> None:
+    # Learned positions, unlike rotary ones, show a shift.
+    config = GPT2Config(vocab_size=15, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    made = policy.make_policy(GPT2LMHeadModel(config), policy.demo_policy().tokenizer)
+    policy.check_head(made, "auto")
+    ids, mask = encode(made, ["sort abc:", "sort fedcb:"])
+    alone, ones = encode(made, ["sort abc:"])
+    with torch.no_grad():
+        padded = made.hidden_states(ids, mask, first=ids.shape[1] - 3)[0]
+        torch.testing.assert_close(padded, made.hidden_states(alone, ones, first=alone.shape[1] - 3)[0])
+
+
+def test_the_chat_template_is_used_where_there_is_one() -> None:
+    made = policy.demo_policy()
+    made.tokenizer.chat_template = (
+        "{% for m in messages %}ab{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    )
+    ids, _ = encode(made, ["cd"])
+    assert made.tokenizer.decode(ids[0]) == "abcd:"
+
+
+# Tasks and rewards
+
+
+def test_held_out_prompts_are_never_trained_on() -> None:
+    task = sorting_task(128)
+    trained_on = {example.prompt for example in task.train}
+    assert len(task.held_out) == 128 and len(trained_on) == 520
+    assert trained_on.isdisjoint(example.prompt for example in task.held_out)
+    assert sorting_task(128) == task
+    with pytest.raises(ValueError, match="both trained on and held out"):
+        Task(task.train, task.train[:1], letters_in_place)
+
+
+def test_jsonl_prompts_given_twice_do_not_cross_the_split(tmp_path: Path) -> None:
+    lines = [{"prompt": f"p{number % 10}", "answer": number} for number in range(100)]
+    task = jsonl_task(write_jsonl(tmp_path / "data.jsonl", *lines), held_out=100)
+    assert len(task.train) == 8 and len(task.held_out) == 2
+    assert Example("p3", "3") in [*task.train, *task.held_out]
+
+
+def test_every_example_comes_once_per_round() -> None:
+    examples = [Example(str(number), "") for number in range(10)]
+    stream = batches(examples, 4, seed=0)
+    drawn = [example for _ in range(5) for example in next(stream)]
+    assert set(drawn[:10]) == set(drawn[10:]) == set(examples)
+    assert drawn[:10] != drawn[10:]
+
+
+def test_rewards() -> None:
+    assert letters_in_place("abc", "abc") == 1
+    assert letters_in_place("abcc", "abc") == 3 / 4
+    assert letters_in_place("ba", "abc") == 0 == letters_in_place("", "abc")
+    assert letters_in_place("ab<pad>", "ab") == 2 / 7
+    for completion, answer, reward in [
+        (" 42\n", "42", 1),
+        ("6 times 7 is 42.", "42", 1),
+        ("so it costs 1,200.00 dollars", "1200", 1),
+        ("42 or 43", "42", 0),
+        ("none", "42", 0),
+        ("The capital is Paris.", "Paris", 1),
+        ("It is New York!", "New York", 1),
+        ("Paris is not it", "Paris", 0),
+    ]:
+        assert answer_found(completion, answer) == reward, completion
+
+
+# A checkpoint from disk, and the command line
+
+
+def test_a_saved_checkpoint_is_trained_from_the_command_line(tmp_path: Path, checkpoint: Path) -> None:
+    lines = [{"prompt": f"sort {letter}:", "answer": letter} for letter in "abcdef"]
+    data = write_jsonl(tmp_path / "data.jsonl", *lines)
+    arguments = ["train", "--model", str(checkpoint), "--data", str(data), "--output", str(tmp_path)]
+    sizes = ["--steps", "2", "--prompts-per-step", "16", "--max-new-tokens", "1", "--threads", "1"]
+    result = CliRunner().invoke(app, [*arguments, *sizes, "--learning-rate", "1e-2"])
+    assert result.exit_code == 0, result.output
+    assert "Held-out reward" in result.output and str(tmp_path / "tiny" / "metrics.jsonl") in result.output
+    assert len(rows_of(tmp_path / "tiny")) == 3
+    before, after = (policy.load_policy(str(at)) for at in (checkpoint, tmp_path / "tiny" / "model-seed0"))
+    assert not torch.equal(before.head.weight, after.head.weight)
+    assert after.own_generation_config.top_k == 1  # the checkpoint's own defaults come back
+
+
+def test_a_head_that_does_more_than_its_matrix_is_refused() -> None:
+    made = policy.demo_policy()
+    policy.check_head(made, "auto")
+    made.head_options["logit_scale"] = 0.5
+    with pytest.raises(InputError, match="cannot be trained from hidden states"):
+        policy.check_head(made, "auto")
+
+
+def test_answers_that_would_pass_the_models_positions_are_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--max-new-tokens 60: with the longest prompt \(11 tokens\).* 64 positions"):
+        train(small(tmp_path, max_new_tokens=60))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    made = policy.demo_policy()
+    made.model.requires_grad_(False)
+    with pytest.raises(InputError, match="no parameter is trainable"):
+        policy.make_policy(made.model, made.tokenizer)
+
+
+def test_what_a_model_does_to_its_logits_reaches_the_loss() -> None:
+    tokenizer = policy.demo_policy().tokenizer
+    config = dict(vocab_size=15, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                  num_key_value_heads=1, head_dim=8, eos_token_id=1, bos_token_id=1)  # fmt: skip
+    made = policy.make_policy(Gemma2ForCausalLM(Gemma2Config(**config, final_logit_softcapping=3.0)), tokenizer)
+    assert made.head_options == {"logit_scale": 1.0, "logit_softcap": 3.0, "vocab_size": 15}
+    policy.check_head(made, "auto")
+
+
+def test_a_model_that_does_more_to_its_logits_is_refused() -> None:
+    made = policy.demo_policy()
+    forward = made.model.forward
+
+    def squared(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out.logits = out.logits**2
+        return out
+
+    made.model.forward = squared
+    with pytest.raises(InputError, match=r"--model: .* a scale, a soft-cap and a cut of columns"):
+        policy.make_policy(made.model, made.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--group-size", "1"], "group_size (--group-size): expected at least 2"),
+        (["--steps", "0"], "steps (--steps): expected at least 1, got 0"),
+        (["--learning-rate", "nan"], "learning_rate (--learning-rate): expected a number above 0, got nan"),
+        (["--gradient-budget", "1"], "(--gradient-budget): expected a number from 0 (exact) to below 1"),
+        (["--gradient-budget", "-0.1"], "got -0.1"),
+        (["--gradient-budget", "nan"], "got nan"),
+        (["--prompts-per-step", "3", "--group-size", "3"], "expected a divisor of the 9 answers"),
+        (["--seeds", "1,1"], "expected different numbers"),
+        (["--eval-prompts", "648"], "expected less than the task's 648 prompts"),
+        (["--name", "a/b"], "expected a plain folder name"),
+        (["--device", "nonsense"], "device (--device): expected a device torch can use, got 'nonsense'"),
+        (["--model", "somewhere"], "--model needs --data"),
+        (["--data", "some.jsonl"], "--data needs --model"),
+        (["--model", "x", "--data", "/no/such.jsonl"], "--data /no/such.jsonl: expected a jsonl file, found nothing"),
+    ],
+)
+def test_bad_options_get_one_clear_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["train", "--output", str(tmp_path), *arguments])
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "./models/mine", "no-such-model", "a/b/c"])
+def test_a_missing_model_folder_never_asks_a_hub(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy.AutoTokenizer, "from_pretrained", lambda *_: pytest.fail("asked transformers"))
+    data = write_jsonl(tmp_path / "data.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2})
+    with pytest.raises(InputError, match="there is no such folder") as caught:
+        train(train_config(model=model, data=data, output=tmp_path))
+    assert model in str(caught.value)
+
+
+def test_a_hub_id_that_fails_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object) -> None:
+        raise OSError("no connection\nand more lines")
+
+    monkeypatch.setattr(policy.AutoTokenizer, "from_pretrained", offline)
+    with pytest.raises(InputError, match=r"--model org/name: .* the hub did not provide it: no connection and more"):
+        policy.load_policy("org/name")
+    with pytest.raises(InputError, match="the folder does not hold a checkpoint"):
+        policy.load_policy(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([""], "the file is empty"),
+        ([{"prompt": "a", "answer": "b"}], "at least 2 different prompts"),
+        ([{"prompt": "a", "answer": "b"}, "", "{oops"], "line 3: expected a JSON object"),
+        (["[1]"], "line 1: expected a JSON object"),
+        ([{"prompt": "a"}], 'line 1: "answer" is missing'),
+        ([{"answer": "a"}], 'line 1: "prompt" is missing'),
+        ([{"prompt": 3, "answer": "a"}], 'line 1: "prompt" must be text'),
+        ([{"prompt": "a", "answer": None}], 'line 1: "answer" must be text or a number'),
+    ],
+)
+def test_bad_data_is_named_by_its_line(tmp_path: Path, lines: list[object], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        jsonl_task(write_jsonl(tmp_path / "data.jsonl", *lines), held_out=1)
+    assert message in str(caught.value) and "data.jsonl" in str(caught.value)
+
+
+def test_the_command_line_answers_for_itself() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output.startswith("gspo-kernels ")
+    assert "train" in CliRunner().invoke(app, ["--help"]).output
+    options = CliRunner().invoke(app, ["train", "--help"]).output
+    assert "--group-size" in options
+    options = " ".join(options.replace("│", " ").split())  # out of its box, whatever the terminal's width
+    assert "default: 200" in options and "default: 5e-4" in options  # rich would swallow them in square brackets
+
+
+# Learning
+
+
+@pytest.mark.slow
+def test_the_demo_learns_and_its_clip_works(tmp_path: Path) -> None:
+    """One seed of the three that `make demo` trains."""
+    (result,) = train(train_config(output=tmp_path, seeds=(0,))).results
+    assert result.rise >= 0.4, result
+    assert result.clip_fraction >= 0.05, result

@@ -1,0 +1,504 @@
+"""Seams: each trainer's own GSPO, written out from its source in float64, beside ours behind the trainer's signature.
+
+The trainers are not installed: light fakes of what they pass stand for them. Where their formula has clamps (verl's
+exp(10) in SkyRL, 1e4 in prime-rl, k3 at 10 in ms-swift and slime), batches stay below, where they do nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial, partialmethod
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.other_trainers import Rollout, assert_agree, rollout
+from tolerance import MODEL_GRADIENT_RELATIVE
+from torch import Tensor
+
+from gspo_kernels import Objective
+from gspo_kernels.integrations import seams
+from gspo_kernels.sampler_mismatch import RolloutCorrection
+
+B, EMPTY = 12, 7  # rows, and which of them is masked
+GSPO = Objective()
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "integrations.md").read_text()
+
+
+@pytest.fixture
+def batch() -> Rollout:
+    """Ragged lengths, holes, one token, advantage 0, ratios beyond both bounds; and a row that is masked entirely."""
+    made = rollout(GSPO)
+    made.mask[EMPTY] = False
+    return made
+
+
+def engine(b: Rollout) -> Tensor:
+    """Log-probs of the sampler: some of its weights are cut off at 1.2."""
+    return b.old + 0.15 * torch.randn(b.old.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def per_token(b: Rollout) -> Tensor:
+    return b.advantages[:, None].expand_as(b.old).clone()
+
+
+def lengths(b: Rollout) -> Tensor:
+    return b.mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def sequence_ratio(lp: Tensor, old: Tensor, b: Rollout) -> Tensor:
+    return (((lp - old) * b.mask).sum(1, keepdim=True) / lengths(b)).exp()
+
+
+def clipped(ratio: Tensor, advantages: Tensor, low: float = 3e-4, high: float = 4e-4) -> Tensor:
+    return -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def k3(lp: Tensor, ref: Tensor) -> Tensor:
+    return (ref - lp).exp() - (ref - lp) - 1
+
+
+def check(b: Rollout, seam: Callable[[Tensor], tuple[Tensor, Any]], trainers: Callable[[Tensor], Tensor]) -> Any:
+    """The same loss and gradient of both; returns what the seam gives besides."""
+    given, theirs = (b.log_probs.clone().requires_grad_() for _ in range(2))
+    loss, rest = seam(given)
+    loss.backward()
+    expected = trainers(theirs)
+    (gradient,) = torch.autograd.grad(expected, theirs)
+    assert given.grad is not None and not given.grad[~b.mask].any()
+    assert_agree(b, (SimpleNamespace(loss=loss), given.grad), expected.detach(), gradient)
+    return rest
+
+
+# prime-rl: src/prime_rl/trainer/rl/loss.py. It has no GSPO; nearest is its PPO, of tokens.
+
+
+def prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Any]:
+    """compute_loss: a function call per sequence, their sum over the sum of weights."""
+    total, outs = lp.new_zeros(()), []
+    scale = b.mask.sum() if weights is None else weights[b.mask].sum()
+    for i in range(B):
+        inputs = SimpleNamespace(
+            trainer_logprobs=lp[i], inference_logprobs=b.old[i], ref_logprobs=b.ref[i], advantages=per_token(b)[i],
+            loss_mask=b.mask[i], loss_weights=None if weights is None else weights[i],
+        )  # fmt: skip
+        outs.append(seams.prime_rl(inputs, **kwargs))
+        total = total + outs[-1].loss
+    return total / scale, outs
+
+
+def test_prime_rls_ppo_is_a_preset(batch: Rollout) -> None:
+    b = replace(batch, old=batch.log_probs - 100 * (batch.log_probs - batch.old))  # ratios of tokens leave 0.2
+
+    def ppo(lp: Tensor) -> Tensor:
+        return (clipped((lp - b.old).exp(), per_token(b), 0.2, 0.2) * b.mask).sum() / b.mask.sum()
+
+    outs = check(b, lambda lp: prime_rl(b, lp, preset="grpo", aggregation="seq-mean-token-sum"), ppo)
+    ratio = (b.log_probs - b.old).exp()
+    beyond = (((ratio > 1.2) & (per_token(b) > 0)) | ((ratio < 0.8) & (per_token(b) < 0))) & b.mask
+    found = torch.stack([out.metrics["is_clipped"] for out in outs])  # as prime-rl stacks them
+    torch.testing.assert_close(found, beyond.sum(1) / lengths(b)[:, 0].double())
+
+
+def test_prime_rl_has_gspo_over_its_tokens(batch: Rollout) -> None:
+    """Given the mean length GSPO itself, as one answer counts as much as another."""
+    b, answers = batch, B - 1
+
+    def gspo(lp: Tensor, weights: Tensor | float = 1.0, kl: float = 0.0) -> Tensor:
+        loss = clipped(sequence_ratio(lp, b.old, b), per_token(b)) * weights + kl * k3(lp, b.ref)
+        return (loss * b.mask / lengths(b)).sum()
+
+    check(b, lambda lp: prime_rl(b, lp), lambda lp: gspo(lp) / b.mask.sum())
+    length = b.mask.sum().item() / answers
+    check(b, lambda lp: prime_rl(b, lp, mean_length=length), lambda lp: gspo(lp) / answers)
+    check(b, lambda lp: prime_rl(b, lp, kl_coef=0.1), lambda lp: gspo(lp, kl=0.1) / b.mask.sum())
+    weights = 0.5 + torch.arange(16.0, dtype=torch.float64).expand(B, 16) / 16
+    check(b, lambda lp: prime_rl(b, lp, weights), lambda lp: gspo(lp, weights) / weights[b.mask].sum())
+    with pytest.raises(ValueError, match="mean_length must be"):
+        prime_rl(b, b.log_probs, mean_length=0.0)
+    with pytest.raises(ValueError, match="clip_hi"):
+        prime_rl(b, b.log_probs, clip_hi=0.1)
+
+
+# slime: slime/utils/ppo_utils.py, slime/backends/megatron_utils/{loss,cp_utils}.py.
+
+SLIME: dict[str, Any] = dict(
+    eps_clip=3e-4, eps_clip_high=4e-4, eps_clip_c=None, entropy_coef=0.0, use_kl_loss=False, kl_loss_coef=0.0,
+    kl_loss_type="low_var_kl", use_unbiased_kl=False, calculate_per_token_loss=False, context_parallel_size=1,
+    use_opsm=False, custom_pg_loss_reducer_function_path=None, use_tis=False, get_mismatch_metrics=False,
+    use_rollout_logprobs=False,
+)  # fmt: skip
+
+
+@pytest.fixture
+def slime_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """slime's module, whose logits are the log-probs themselves and whose entropies are their squares."""
+
+    def get_log_probs_and_entropy(logits: Tensor, *, args: Any, with_entropy: bool, **given: Any) -> Any:
+        assert with_entropy and given["total_lengths"] == given["unconcat_tokens"] == [20] * B
+        rows = list(logits[0].split(given["response_lengths"]))
+        return torch.empty(0), {"log_probs": rows, "entropy": [x.square() for x in rows]}
+
+    module: Any = ModuleType("loss")
+    module.get_log_probs_and_entropy = get_log_probs_and_entropy
+    module.get_rollout_top_p_logprob_kwargs = lambda args, batch: {}
+    monkeypatch.setitem(sys.modules, "slime.backends.megatron_utils.loss", module)
+
+
+def slime(
+    b: Rollout, lp: Tensor, objective: Objective = GSPO, denominators: Any = None, old: bool = True, **changes: Any
+) -> Any:
+    own = b.mask.sum(1) if denominators is None else denominators
+    rows = lambda x: [*x]  # noqa: E731
+    given = {
+        "unconcat_tokens": [20] * B, "total_lengths": [20] * B, "response_lengths": [16] * B, "rollout_mask_sums": own,
+        "loss_masks": rows(b.mask.int()), "advantages": rows(per_token(b)), "log_probs": rows(b.old) if old else [],
+        "ref_log_probs": rows(b.ref), "rollout_log_probs": rows(engine(b)),
+    }  # fmt: skip
+    mean = lambda x: ((x.view(B, 16) * b.mask).sum(1) / own.clamp(min=1)).sum()  # noqa: E731
+    args = SimpleNamespace(**{**SLIME, **changes})
+    return seams.slime(args, given, lp.reshape(1, -1), mean, objective=objective)
+
+
+def test_slimes_gspo(batch: Rollout, slime_loss: None) -> None:
+    b = batch
+    mean = lambda x: (x * b.mask / lengths(b)).sum()  # noqa: E731 - sum_of_sample_mean
+
+    def theirs(lp: Tensor, c: float | None = None, old: Tensor = b.old) -> Tensor:
+        ratio = sequence_ratio(lp, old, b)
+        pg = clipped(ratio, per_token(b))
+        return mean(pg if c is None else torch.where(per_token(b) < 0, torch.min(pg, -c * per_token(b)), pg))
+
+    logged = check(b, lambda lp: slime(b, lp, kl_loss_coef=0.1), theirs)  # which --use-kl-loss would switch on
+    ratio = sequence_ratio(b.log_probs, b.old, b)
+    beyond = ((ratio > 1.0004) & (per_token(b) > 0)) | ((ratio < 0.9996999) & (per_token(b) < 0))
+    tokens = b.mask.sum() / (B - 1)
+    torch.testing.assert_close(logged["pg_clipfrac"], (beyond & b.mask).sum() / tokens.double())
+    torch.testing.assert_close(logged["ppo_kl"], ((b.old - b.log_probs) * b.mask).sum() / tokens)
+    for name, x in (("entropy_loss", b.log_probs.square()), ("kl_loss", k3(b.log_probs, b.ref))):
+        torch.testing.assert_close(logged[name], (x * b.mask).sum() / tokens)
+    check(b, lambda lp: slime(b, lp, Objective(dual_clip=1.0005), eps_clip_c=1.0005), partial(theirs, c=1.0005))
+    check(b, lambda lp: slime(b, lp, use_rollout_logprobs=True), partial(theirs, old=engine(b)))
+    terms = Objective(kl_coef=0.1, entropy_coef=0.01)
+    more = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
+    rest = lambda lp, kl: theirs(lp) - 0.01 * mean(lp.square()) + 0.1 * mean(kl)  # noqa: E731
+    check(b, lambda lp: slime(b, lp, terms, **more), lambda lp: rest(lp, k3(lp, b.ref)))
+    unbiased = replace(terms, kl_estimator="unbiased")
+    check(b, lambda lp: slime(b, lp, unbiased, use_unbiased_kl=True, **more),
+          lambda lp: rest(lp, (lp - b.old).exp() * k3(lp, b.ref)))  # fmt: skip
+
+
+def test_slimes_truncated_weights(batch: Rollout, slime_loss: None) -> None:
+    """--use-tis weighs tokens after the ratio of the sequence was differentiated: the sequence form."""
+    b = batch
+    ours = Objective(rollout_correction=RolloutCorrection(high=1.2))
+
+    def theirs(lp: Tensor, old: Tensor) -> Tensor:
+        weights = (old - engine(b)).exp().clamp(0, 1.2) * b.mask / lengths(b)
+        return (clipped(sequence_ratio(lp, old, b), per_token(b)) * weights).sum()
+
+    check(b, lambda lp: slime(b, lp, ours), lambda lp: theirs(lp, b.old))
+    check(b, lambda lp: slime(b, lp, ours, old=False), lambda lp: theirs(lp, lp.detach()))  # not scored before
+
+
+def test_a_rollout_of_several_samples_is_refused(batch: Rollout, slime_loss: None) -> None:
+    shared = batch.mask.sum(1)
+    shared[0] = shared[1] = shared[0] + shared[1]
+    with pytest.raises(ValueError, match="rollout_mask_sums must be of one sample to a rollout"):
+        slime(batch, batch.log_probs, denominators=shared)
+
+
+# SkyRL: skyrl/backends/skyrl_train/utils/{ppo_utils,off_policy_correction_utils}.py.
+
+
+@dataclass
+class OffPolicyCorrection:
+    tis_ratio_type: str | None = None
+    token_tis_ratio_clip_high: float = 2.0
+    sequence_mask_metric: str | None = None
+
+
+def skyrl(
+    b: Rollout, lp: Tensor, rows: slice = slice(None), objective: Objective = GSPO, tis: Any = None, **changes: Any
+) -> Any:
+    config = SimpleNamespace(**{
+        "eps_clip_low": 3e-4, "eps_clip_high": 4e-4, "loss_reduction": "sequence_mean",
+        "off_policy_correction": OffPolicyCorrection(tis_ratio_type=tis), **changes,
+    })  # fmt: skip
+    scaled = per_token(b) / (B * lengths(b))  # apply_loss_reduction_to_advantages_minibatch
+    return seams.skyrl(lp[rows], b.old[rows], scaled[rows], config=config, loss_mask=b.mask[rows].float(),
+                       rollout_logprobs=engine(b)[rows], objective=objective)  # fmt: skip
+
+
+def test_skyrls_gspo(batch: Rollout) -> None:
+    b = batch
+
+    def theirs(lp: Tensor, weights: Tensor | float = 1.0) -> Tensor:
+        ratio = (lp - lp.detach() + sequence_ratio(lp, b.old, b).log().detach()).clamp(max=10).exp()
+        return (clipped(ratio, per_token(b) / (B * lengths(b))) * weights * b.mask).sum()
+
+    logged = check(b, lambda lp: skyrl(b, lp), theirs)
+    ratio = sequence_ratio(b.log_probs, b.old, b).expand_as(b.old)
+    worse = ratio.clamp(1 - 3e-4, 1 + 4e-4) * per_token(b) < ratio * per_token(b)
+    assert logged["clip_ratio"] == pytest.approx(worse[b.mask].double().mean().item())
+    assert all(isinstance(x, float) for x in logged.values())
+    halves = lambda lp: (skyrl(b, lp, slice(0, 5))[0] + skyrl(b, lp, slice(5, B))[0], None)  # noqa: E731
+    check(b, halves, theirs)
+    ours = Objective(ratio="sequence-token", rollout_correction=RolloutCorrection(high=1.2))
+    check(b, lambda lp: skyrl(b, lp, objective=ours), partial(theirs, weights=(b.old - engine(b)).exp().clamp(max=1.2)))
+
+
+# ms-swift: swift/rlhf_trainers/grpo_trainer.py.
+
+
+class Trainer:
+    """What ms-swift's GRPOTrainer has of what is read."""
+
+    def __init__(self, lp: Tensor | None = None, model: Any = None, **changes: Any) -> None:
+        self.args = SimpleNamespace(delta=None, log_entropy=False)
+        self.importance_sampling_level, self.loss_type = "sequence", "grpo"
+        self.epsilon_low, self.epsilon_high, self.beta, self.kl_in_reward = 3e-4, 4e-4, 0.0, False
+        self.top_entropy_quantile, self.off_policy_sequence_mask_delta, self.sdar_loss_coef = 1.0, None, 0.0
+        self.chord_sft_iterator = self.rollout_importance_sampling_mode = None
+        self.overlong_filter, self.temperature = False, 0.7
+        self.model = SimpleNamespace(training=True) if model is None else model
+        two_processes = lambda x: torch.cat([x, 3 * x])  # noqa: E731
+        self.accelerator = SimpleNamespace(gather_for_metrics=two_processes, unwrap_model=lambda x: x)
+        self._get_per_token_logps_and_entropies = lambda *_: (lp, None)
+        vars(self).update(changes)
+
+    loss = seams.ms_swift
+
+
+def swift_batch(b: Rollout, **changes: Any) -> Any:
+    given = {
+        "completion_mask": b.mask, "truncated_mask": ~b.mask.any(1), "advantages": per_token(b),
+        "old_per_token_logps": b.old, "ref_per_token_logps": None, "rollout_per_token_logps": engine(b),
+    }  # fmt: skip
+    return SimpleNamespace(**{**given, **changes})
+
+
+def test_ms_swifts_gspo(batch: Rollout) -> None:
+    b = batch
+
+    def theirs(lp: Tensor, delta: float = 1e9, weights: Tensor | float = 1.0, beta: float = 0.0) -> Tensor:
+        ratio, a = sequence_ratio(lp, b.old, b), per_token(b)
+        loss = -torch.min(ratio.clamp(max=delta) * a, ratio.clamp(1 - 3e-4, 1 + 4e-4) * a) + beta * k3(lp, b.ref)
+        return (loss * weights * b.mask / lengths(b)).sum(1).mean()
+
+    found = check(b, lambda lp: Trainer(lp).loss(None, {}, swift_batch(b)), theirs)
+    ratio, a = sequence_ratio(b.log_probs, b.old, b), per_token(b)
+    low = ((ratio < 1 - 3e-4) & (a < 0))[b.mask].double().mean().item()
+    high = ((ratio > 1 + 4e-4) & (a > 0))[b.mask].double().mean().item()
+    assert found["clipping"] == pytest.approx({
+        "low_clip_mean": 2 * low, "low_clip_min": low, "high_clip_mean": 2 * high, "high_clip_max": 3 * high,
+        "region_clip_mean": 2 * (low + high),
+    })  # fmt: skip
+    assert found["mode"] == "train" and found["completion_token_count"] == b.mask.sum() and "kl" not in found
+
+    class WithKL(Trainer):
+        loss = partialmethod(seams.ms_swift, objective=Objective(kl_coef=0.1, delta=1.0005))
+
+    make = partial(WithKL, beta=0.1, args=SimpleNamespace(delta=1.0005, log_entropy=False))
+    found = check(b, lambda lp: make(lp).loss(None, {}, swift_batch(b, ref_per_token_logps=b.ref)),
+                  partial(theirs, delta=1.0005, beta=0.1))  # fmt: skip
+    assert found["kl"] == pytest.approx(2 * k3(b.log_probs, b.ref)[b.mask].mean().item())
+    check(b, lambda lp: Trainer(lp, beta=0.1, kl_in_reward=True).loss(None, {}, swift_batch(b)), theirs)
+    whole = swift_batch(b, completion_mask=rollout(GSPO).mask)  # the filter takes the row out
+    check(b, lambda lp: Trainer(lp, overlong_filter=True).loss(None, {}, whole), theirs)
+    weights = (((b.old - engine(b)) * b.mask).sum(1, keepdim=True) / lengths(b)).exp().clamp(max=1.01)
+    ours = Objective(rollout_correction=RolloutCorrection(level="geometric", high=1.01))  # sequence_truncate
+    check(b, lambda lp: seams.ms_swift(Trainer(lp), None, {}, swift_batch(b), objective=ours),
+          partial(theirs, weights=weights))  # fmt: skip
+
+
+def test_ms_swifts_log_probs_without_logits() -> None:
+    """_get_logps_via_local_forward on a tiny Gemma, whose soft-cap is found; temperature 0.7."""
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, final_logit_softcapping=4.0,
+    )  # fmt: skip
+    model = transformers.Gemma2ForCausalLM(config).double()
+    ids, keep = torch.randint(3, 24, (3, 9)), 5
+    logits = (model(input_ids=ids).logits[:, -keep - 1 : -1] / 0.7).log_softmax(-1)
+    expected = logits.gather(-1, ids[:, -keep:, None])[..., 0]
+    entropy = -(logits.exp() * logits).sum(-1)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad((expected.exp() + 0.1 * entropy).sum(), parameters)
+    found, ours = seams.ms_swift_log_probs(Trainer(model=model), model, {"input_ids": ids}, keep, ids, True)
+    assert ours is not None
+    again = torch.autograd.grad((found.exp() + 0.1 * ours).sum(), parameters)
+    limit = MODEL_GRADIENT_RELATIVE[torch.float64]
+    for x, y in zip((found, ours, *again), (expected, entropy, *gradients), strict=True):
+        assert (x - y).norm() <= limit * y.norm()
+    assert seams.ms_swift_log_probs(Trainer(model=model), model, {"input_ids": ids}, keep, ids)[1] is None
+
+
+# OpenRLHF: openrlhf/models/loss.py, openrlhf/utils/loss_utils.py.
+
+OPENRLHF: dict[str, Any] = dict(
+    clip_eps_low=3e-4, clip_eps_high=4e-4, dual_clip=None, token_level_loss=True, policy_loss_type="gspo",
+    is_correction_level="off", is_correction_mode="mask", is_correction_gating="ratio",
+    is_correction_threshold=[0.5, 5.0],
+)  # fmt: skip
+
+
+def openrlhf(b: Rollout, lp: Tensor, objective: Objective = GSPO, **changes: Any) -> tuple[Tensor, Any]:
+    """Of two ranks and two micro-batches in an optimizer step, as iter_grad_accum_global_norm counts."""
+    module = seams.OpenRLHFPolicyLoss(**{**OPENRLHF, **changes}, objective=objective)
+    loss, *rest = module(lp, b.old, per_token(b), action_mask=b.mask.long(), rollout_log_probs=engine(b), dp_size=2,
+                         batch_num_tokens=torch.tensor(99.0), global_batch_size=torch.tensor(17.5))  # fmt: skip
+    return loss, rest
+
+
+def test_openrlhfs_gspo(batch: Rollout) -> None:
+    b = batch
+
+    def theirs(lp: Tensor, c: float | None = None, old: Tensor = b.old, weights: Tensor | float = 1.0) -> Tensor:
+        ratio, a = sequence_ratio(lp, old, b) * b.mask, per_token(b)
+        loss = clipped(ratio, a)
+        if c is not None:
+            loss = -torch.where(a < 0, torch.max(-loss, c * a), -loss)
+        of_rows = (loss * weights * b.mask).sum(1) / (b.mask.sum(1) + 1e-8)
+        return (of_rows * b.mask.any(1)).sum() / 17.5 * 2
+
+    clip_ratio, ppo_kl, vllm_kl, filtered = check(b, lambda lp: openrlhf(b, lp), theirs)
+    ratio, a = sequence_ratio(b.log_probs, b.old, b), per_token(b)
+    worse = (ratio.clamp(1 - 3e-4, 1 + 4e-4) * a < ratio * a)[b.mask]
+    torch.testing.assert_close(clip_ratio, worse.double().mean())
+    torch.testing.assert_close(ppo_kl, (b.old - b.log_probs)[b.mask].mean())
+    assert vllm_kl is None and filtered is None
+    check(b, lambda lp: openrlhf(b, lp, Objective(dual_clip=1.0005), dual_clip=1.0005), partial(theirs, c=1.0005))
+    level: dict[str, Any] = {"is_correction_level": "seq"}
+    check(b, lambda lp: openrlhf(b, lp, **level), partial(theirs, old=engine(b)))
+    ours = Objective(rollout_correction=RolloutCorrection(high=1.2))
+    weights = (b.old - engine(b)).exp().clamp(max=1.2)
+    check(b, lambda lp: openrlhf(b, lp, ours, **level), partial(theirs, weights=weights))
+    module = seams.OpenRLHFPolicyLoss(**{**OPENRLHF, **level})
+    with pytest.raises(ValueError, match="rollout_log_probs must be given"):
+        module(b.log_probs, b.old, per_token(b), b.mask)
+
+
+def test_what_is_logged_has_no_gradient_and_the_dtype_of_the_loss(batch: Rollout, slime_loss: None) -> None:
+    """Trainers stack it."""
+    lp = batch.log_probs.float().requires_grad_()
+    b = replace(batch, log_probs=lp)
+    for logged in (slime(b, lp)[1], prime_rl(b, lp)[1][0].metrics):
+        assert not any(x.requires_grad for x in logged.values()) and {x.dtype for x in logged.values()} == {lp.dtype}
+
+
+def test_openrlhfs_mean_without_a_batch_size_is_over_the_answers(batch: Rollout) -> None:
+    b, module = batch, seams.OpenRLHFPolicyLoss(**OPENRLHF)
+
+    def mean(lp: Tensor) -> Tensor:
+        return (clipped(sequence_ratio(lp, b.old, b), per_token(b)) * b.mask / lengths(b)).sum() / (B - 1)
+
+    check(b, lambda lp: (module(lp, b.old, per_token(b), b.mask)[0], None), mean)
+
+
+def test_ms_swift_says_whether_it_evaluates(batch: Rollout) -> None:
+    for training, mode in ((True, "train"), (False, "eval")):
+        trainer = Trainer(batch.log_probs, model=SimpleNamespace(training=training))
+        assert seams.ms_swift(trainer, None, {}, swift_batch(batch))[1]["mode"] == mode
+
+
+def swift(b: Rollout, lp: Tensor, objective: Objective = GSPO, **changes: Any) -> Any:
+    return seams.ms_swift(Trainer(lp, **changes), None, {}, swift_batch(b), objective=objective)
+
+
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (slime, {"eps_clip": 0.2}, "slime: --eps-clip must be 0.0003"),
+    (slime, {"eps_clip_high": 0.2}, "--eps-clip-high must be 0.0004"),
+    (slime, {"eps_clip_c": 3.0}, "--eps-clip-c must be None"),
+    (slime, {"entropy_coef": 0.1}, "--entropy-coef must be 0.0"),
+    (slime, {"use_kl_loss": True, "kl_loss_coef": 0.1}, "--kl-loss-coef must be 0.0"),
+    (slime, {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1", "objective": Objective(kl_coef=0.1)},
+     "--kl-loss-type must be 'k3'"),
+    (slime, {"calculate_per_token_loss": True}, "--calculate-per-token-loss must be False"),
+    (slime, {"context_parallel_size": 2}, "--context-parallel-size must be 1"),
+    (slime, {"use_opsm": True}, "--use-opsm must be False"),
+    (slime, {"use_score_centering": True}, "--use-score-centering must be False"),
+    (slime, {"custom_pg_loss_reducer_function_path": "a.b"}, "--custom-pg-loss-reducer-function-path must be None"),
+    (slime, {"use_tis": True}, r"--use-tis, in whose place is Objective\(rollout_correction=...\), must be False"),
+    (slime, {"get_mismatch_metrics": True}, "--get-mismatch-metrics, in whose place .* must be False"),
+    (skyrl, {"eps_clip_low": 0.2}, "skyrl: trainer.algorithm.eps_clip_low must be 0.0003"),
+    (skyrl, {"eps_clip_high": 0.2}, "trainer.algorithm.eps_clip_high must be 0.0004"),
+    (skyrl, {"loss_reduction": "token_mean"}, "trainer.algorithm.loss_reduction must be 'sequence_mean'"),
+    (skyrl, {"tis": "token"}, "trainer.algorithm.off_policy_correction.tis_ratio_type, in whose place"),
+    (skyrl, {"objective": Objective(kl_coef=0.1)}, "objective.kl_coef must be 0.0"),
+    (skyrl, {"objective": Objective(entropy_coef=0.1)}, "objective.entropy_coef must be 0.0"),
+    (swift, {"importance_sampling_level": "token"}, "ms_swift: --importance_sampling_level must be 'sequence'"),
+    (swift, {"loss_type": "dapo"}, "--loss_type must be 'grpo'"),
+    (swift, {"epsilon_low": 0.2}, "--epsilon must be 0.0003"),
+    (swift, {"epsilon_high": 0.2}, "--epsilon_high must be 0.0004"),
+    (swift, {"args": SimpleNamespace(delta=2.0, log_entropy=False)}, "--delta must be None"),
+    (swift, {"args": SimpleNamespace(delta=None, log_entropy=True)}, "--log_entropy must be False"),
+    (swift, {"beta": 0.04}, "--beta must be 0.0"),
+    (swift, {"top_entropy_quantile": 0.2}, "--top_entropy_quantile must be 1.0"),
+    (swift, {"off_policy_sequence_mask_delta": 0.1}, "--off_policy_sequence_mask_delta must be None"),
+    (swift, {"sdar_loss_coef": 0.1}, "--sdar_loss_coef must be 0.0"),
+    (swift, {"chord_sft_iterator": iter([])}, "--chord_sft_dataset must be None"),
+    (swift, {"rollout_importance_sampling_mode": "token_mask"}, "--rollout_importance_sampling_mode, in whose place"),
+    (swift, {"objective": Objective(entropy_coef=0.1)}, "objective.entropy_coef must be 0.0"),
+    (openrlhf, {"policy_loss_type": "ppo"}, "OpenRLHFPolicyLoss: --actor.policy_loss_type must be 'gspo'"),
+    (openrlhf, {"clip_eps_low": 0.2}, r"--actor.eps_clip_low_high must be \(0.0003, 0.0004\)"),
+    (openrlhf, {"clip_eps_high": 0.2}, r"--actor.eps_clip_low_high must be"),
+    (openrlhf, {"dual_clip": 3.0}, "--actor.dual_clip must be None"),
+    (openrlhf, {"objective": Objective(kl_coef=0.1)}, "objective.kl_coef must be 0.0"),
+    (openrlhf, {"objective": Objective(entropy_coef=0.1)}, "objective.entropy_coef must be 0.0"),
+    *((seam, {"objective": Objective(surrogate="sapo", aggregation="token-mean")},
+       "objective.aggregation must be 'seq-mean-token-mean'") for seam in (slime, skyrl, swift, openrlhf)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seam", "changes", "message"), REFUSED, ids=lambda x: None if callable(x) else str(x)[:40])
+def test_a_setting_that_asks_for_another_loss_is_refused(
+    seam: Callable[..., Any], changes: dict[str, Any], message: str, batch: Rollout, slime_loss: None
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        seam(batch, batch.log_probs, **changes)
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, path: str, **contents: Any) -> Any:
+    """A module of a trainer's, in its parents."""
+    module = sys.modules.get(path) or ModuleType(path)
+    for name, x in contents.items():
+        monkeypatch.setattr(module, name, x, raising=False)
+    monkeypatch.setitem(sys.modules, path, module)
+    parent, _, name = path.rpartition(".")
+    return fake(monkeypatch, parent, **{name: module}) if parent else module
+
+
+def test_the_lines_of_the_page(batch: Rollout, slime_loss: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, table, runs = {}, {}, []
+    fake(monkeypatch, "skyrl.backends.skyrl_train.utils.ppo_utils",
+         PolicyLossRegistry=SimpleNamespace(register=settings.__setitem__))  # fmt: skip
+    fake(monkeypatch, "skyrl.train.entrypoints.main_base", main=lambda: runs.append("skyrl"))
+    fake(monkeypatch, "swift.rlhf_trainers", GRPOTrainer=Trainer)
+    fake(monkeypatch, "swift.trainers", TrainerFactory=SimpleNamespace(TRAINER_MAPPING=table))
+    openrlhf_models = fake(monkeypatch, "openrlhf.models").models
+    fake(monkeypatch, "ray", init=lambda runtime_env: runtime_env["worker_process_setup_hook"]())
+    monkeypatch.setattr("runpy.run_module", lambda name, **options: runs.append(name))
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block, scope)
+    assert runs == ["skyrl", "openrlhf.cli.train_ppo_ray"]
+    assert openrlhf_models.PolicyLoss is seams.OpenRLHFPolicyLoss and settings == {"gspo_kernels": seams.skyrl}
+    assert table == {"grpo": "__main__.GSPOTrainer"}
+    trainer = scope["GSPOTrainer"]
+    assert trainer._get_logps_via_local_forward is seams.ms_swift_log_probs
+    loss, found = trainer(batch.log_probs)._compute_loss_and_metrics(None, {}, swift_batch(batch))
+    assert torch.equal(loss, swift(batch, batch.log_probs)[0]) and found["mode"] == "train"
+    assert scope["slime"].keywords["objective"].clip_low == 2e-4
+    for name in re.findall(r"gspo_kernels\.integrations\.seams\.(\w+)", PAGE):
+        assert callable(getattr(seams, name))
+    tomllib = pytest.importorskip("tomllib")
+    loss = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])["trainer"]["loss"]
+    assert loss["import_path"].endswith(".seams.prime_rl") and prime_rl(batch, batch.log_probs, **loss["kwargs"])

@@ -1,0 +1,281 @@
+"""Runs of the reference trainer from outside: what they print, how they stop, what they refuse, what they warn of."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
+from rich.console import Console
+from tolerance import PARAMETER_ABSOLUTE
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from typer.testing import CliRunner
+
+from gspo_kernels.integrations.reference_trainer import InputError, policy, progress, train, train_config
+from gspo_kernels.integrations.reference_trainer import trainer as loop
+from gspo_kernels.integrations.reference_trainer.sampling import sample
+from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
+from gspo_kernels.integrations.reference_trainer.tasks import Task, sorting_task
+from gspo_kernels.tools.cli import app
+
+SIZES = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "steps"]
+
+
+# Refused before anything is written
+
+
+def test_several_processes_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = CliRunner().invoke(app, ["train", "--output", str(tmp_path), "--steps", "1", "--seeds", "0", *SIZES])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: WORLD_SIZE: expected 1 process, got 2") and "TRL or verl" in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_exists_is_kept_and_the_message_offers_both_ways_out(tmp_path: Path) -> None:
+    earlier = tmp_path / "mine" / "model-seed0" / "model.safetensors"
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()  # without metrics.jsonl, as after a move
+    with pytest.raises(InputError, match=r"mine exists already .* --overwrite .* --name"):
+        train(small(tmp_path, steps=1, name="mine"))
+    assert earlier.exists()
+    train(small(tmp_path, steps=1, name="mine", overwrite=True))
+    assert not earlier.exists()
+
+
+# Stopping
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_the_model_and_says_where(tmp_path: Path, number: int, status: int) -> None:
+    arguments = [*SIZES, "--steps", "1000", "--output", str(tmp_path), "--name", "stopped", "--seeds", "0,1"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from gspo_kernels.tools.cli import app; app()", "train", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    )
+    assert process.stdout is not None
+    for line in process.stdout:  # lines reach a pipe while the run goes on
+        if "step 4 of 1000" in line:
+            process.send_signal(number)
+            break
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == status, errors
+    assert "Traceback" not in errors and "Aborted" not in errors
+    model = tmp_path / "stopped" / "model-seed0"
+    assert f"model: {model}" in out and policy.load_policy(str(model))
+    assert sorted(p.name for p in model.parent.iterdir()) == ["metrics.jsonl", "model-seed0"]
+    assert [row["step"] for row in rows_of(model.parent)][:5] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_from_python_an_interrupt_saves_and_propagates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool
+) -> None:
+    weights: list[torch.Tensor] = []
+    update = loop.update
+
+    def interrupted(config: Any, made: policy.Policy, *rest: Any) -> dict[str, float]:
+        if len(weights) == 6:
+            signal.raise_signal(signal.SIGINT)
+        numbers = update(config, made, *rest)
+        weights.append(made.head.weight.detach().clone())  # type: ignore[union-attr]
+        return numbers
+
+    monkeypatch.setattr(loop, "update", interrupted)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt):
+        train(small(tmp_path, save=save))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [row["step"] for row in rows_of(tmp_path / "demo")] == [0, 1]
+    assert (tmp_path / "demo" / "model-seed0").exists() == save
+    if save:
+        loaded = policy.load_policy(str(tmp_path / "demo" / "model-seed0"))
+        assert torch.equal(loaded.head.weight, weights[-1])  # type: ignore[arg-type]
+
+
+def test_a_save_that_is_stopped_leaves_no_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(_: policy.Policy, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(policy.Policy, "save", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(small(tmp_path, steps=1, save=True))
+    assert [p.name for p in (tmp_path / "demo").iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_signal_waits_for_the_end_of_an_optimizer_step() -> None:
+    class Interrupted(torch.optim.SGD):
+        def step(self, *_: Any) -> None:  # type: ignore[override]
+            signal.raise_signal(signal.SIGTERM)
+            finished.append(True)
+
+    finished: list[bool] = []
+    with StopSignals() as stop:
+        optimizer = Interrupted([torch.zeros(1, requires_grad=True)])
+        stop.watch(optimizer)
+        with pytest.raises(SystemExit) as caught:
+            optimizer.step()
+    assert finished == [True] and caught.value.code == 143
+
+
+def test_handlers_are_installed_over_defaults_in_the_main_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = []
+
+    def enter() -> None:
+        with StopSignals():
+            handlers.append([signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)])
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        enter()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert handlers[0] == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert handlers[1][1] == signal.SIG_IGN
+
+
+# What a run prints
+
+
+def test_without_a_terminal_every_evaluation_prints_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(small(tmp_path, steps=4))
+    lines = capsys.readouterr().out.splitlines()
+    rows = rows_of(tmp_path / "demo")
+    assert lines[0] == f"seed 0  step 0 of 4  held-out reward {rows[0]['eval_reward']:.3f}"
+    for line, first in zip(lines[1:], (1, 3), strict=True):
+        steps = rows[first : first + 2]
+        reward, clipped = (sum(row[name] for row in steps) / 2 for name in ("reward", "clip_fraction"))
+        expected = (
+            f"seed 0  step {first + 1} of 4  held-out reward {steps[1]['eval_reward']:.3f}  "
+            f"training reward {reward:.3f}  clip fraction {clipped:.3f}  "
+        )
+        assert line.startswith(expected) and re.search(r"  [\d,]+ tokens/s$", line)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("screen", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
+def test_steps_without_a_signal_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, screen: io.StringIO
+) -> None:
+    console = Console(file=screen, force_terminal=screen.isatty(), force_interactive=screen.isatty(), width=300)
+    monkeypatch.setattr(progress, "Console", lambda: console)
+    row = {"reward": 0.0, "clip_fraction": 0.0, "tokens_per_second": 1.0}
+    with progress.TrainingProgress(small(tmp_path, steps=40)) as shown:
+        shown.start(0, {"step": 0, "eval_reward": 0.0})
+        for step in range(1, 41):
+            share = 0.5 if step == 9 else 1.0
+            shown.advance({**row, "step": step, "groups_without_signal": share})
+            assert screen.getvalue().count("WARNING") == (step >= 19)
+    assert "is learning nothing from its rewards. For 10 steps in a row" in screen.getvalue()
+
+
+@pytest.mark.parametrize(("reward", "cause"), [(0.0, "Every reward was 0."), (1.0, "already solves these prompts")])
+def test_a_run_whose_rewards_are_all_equal_says_so_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, cause: str
+) -> None:
+    real = sorting_task(8)
+    monkeypatch.setattr(loop, "sorting_task", lambda _: Task(real.train, real.held_out, lambda *_: reward))
+    arguments = ["train", "--output", str(tmp_path), "--steps", "3", "--seeds", "0", "--no-save", *SIZES]
+    result = CliRunner().invoke(app, [*arguments, "--warn-after", "2"])
+    assert result.exit_code == 0, result.output
+    running, _, summary = result.output.partition("Held-out reward")
+    assert running.count("WARNING: seed 0 is learning nothing") == 1 and cause in running
+    assert summary.count("WARNING: seed 0 learned nothing") == 1 and cause in summary
+    assert [row["groups_without_signal"] for row in rows_of(tmp_path / "demo")] == [None, 1.0, 1.0, 1.0]
+
+
+def test_groups_without_a_signal_are_those_of_equal_rewards() -> None:
+    assert loop.share_of_equal_groups(torch.tensor([0.0, 0.0, 0.5, 0.5, 0.0, 1.0, 1.0, 1.0]), 2) == 0.75
+
+
+# Mixtures of experts
+
+
+def moe_checkpoint(folder: Path, **config: Any) -> Path:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=15, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_experts=4,
+                 num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+                 router_aux_loss_coef=0.5, max_position_embeddings=64, eos_token_id=1)  # fmt: skip
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **config})).save_pretrained(folder)
+    policy.demo_policy().tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("asked_for", [True, False])
+def test_the_router_gradient_is_that_of_the_full_model_with_its_auxiliary_loss(tmp_path: Path, asked_for: bool) -> None:
+    made = policy.load_policy(str(moe_checkpoint(tmp_path, output_router_logits=asked_for)))
+    policy.check_head(made, "auto")
+    gates = [layer.mlp.gate.weight for layer in made.model.model.layers]
+    config = small(tmp_path, prompts_per_step=2, micro_batch_size=4, updates_per_rollout=1, max_grad_norm=1e9)
+    rollout = sample(made, ["sort ba:", "sort fedcb:"], group_size=4, max_new_tokens=7, temperature=1.0)
+    advantages = torch.randn(8)
+    slices = loop.cut(config, made, rollout, advantages)
+    numbers = loop.update(config, made, torch.optim.SGD(made.model.parameters(), lr=0.0), slices)
+    computed = [gate.grad.clone() for gate in gates]
+
+    made.model.zero_grad()
+    router_losses = []
+    for rows in (slice(0, 4), slice(4, 8)):
+        part = rollout.rows(rows.start, rows.stop)
+        out = made.model(
+            input_ids=part.input_ids,
+            attention_mask=part.attention_mask,
+            position_ids=(part.attention_mask.cumsum(-1) - 1).clamp(min=0),
+            output_router_logits=True,
+        )
+        logits = out.logits[:, part.prompt_width - 1 : -1]
+        log_probs = logits.log_softmax(-1).gather(-1, part.answer_ids[..., None])[..., 0] * part.answer_mask
+        log_ratio = (log_probs - log_probs.detach()).sum(1) / part.answer_mask.sum(1)
+        (-(log_ratio.exp() * advantages[rows]).sum() / 8 + 0.5 * out.aux_loss / 2).backward()
+        router_losses.append(out.aux_loss.item())
+    for gate, gradient in zip(gates, computed, strict=True):
+        assert gradient.abs().max() > 1e-3
+        torch.testing.assert_close(gradient, gate.grad, rtol=0, atol=PARAMETER_ABSOLUTE)
+    assert numbers["router_aux_loss"] == pytest.approx(sum(router_losses) / 2)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_mixture_of_experts_is_trained_and_says_whether_the_router_loss_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], counted: bool
+) -> None:
+    source = moe_checkpoint(tmp_path / "moe", router_aux_loss_coef=0.5 if counted else 0.0)
+    data = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"sort {x}:", "answer": x} for x in "abcdef"))
+    sizes = {**SMALL, "steps": 1, "max_new_tokens": 2, "output": tmp_path, "name": "run"}
+    train(train_config(model=str(source), data=data, **sizes))
+    out = capsys.readouterr().out
+    assert out.count("router auxiliary loss: ") == 1
+    says = "counted, times router_aux_loss_coef=0.5" if counted else "not counted, as the checkpoint's config has"
+    assert f"router auxiliary loss: {says}" in out
+    row = rows_of(tmp_path / "run")[1]
+    assert row["router_aux_loss"] > 1 if counted else "router_aux_loss" not in row
+    saved = json.loads((tmp_path / "run" / "model-seed0" / "config.json").read_text())
+    assert not saved.get("output_router_logits", False)
+
+
+def test_a_router_loss_that_the_model_does_not_return_is_refused(tmp_path: Path) -> None:
+    made = policy.load_policy(str(moe_checkpoint(tmp_path, output_router_logits=True)))
+    forward = made.model.forward
+    made.model.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "output_router_logits": False})
+    with pytest.raises(InputError, match="returns no aux_loss"):
+        policy.check_head(made, "auto")

@@ -1,0 +1,106 @@
+"""TRL's own `_compute_loss`, on a stand-in for its trainer that hands it our log-probs, and ours agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.other_trainers import assert_agree, ours, rollout
+from helpers.trl_losses import GRADIENT_STEPS, LONGEST, SEQUENCE, trl_loss
+from torch import Tensor
+
+from gspo_kernels import Objective
+from gspo_kernels.sampler_mismatch import off_policy_mask
+
+pytest.importorskip("trl", minversion="1.16")  # others normalise dapo otherwise
+
+
+# Our objective, and what to set in GRPOConfig for it.
+CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
+    "gspo": (Objective(), {"loss_type": "grpo", "level": SEQUENCE}),
+    "gspo delta": (Objective(delta=1.0006), {"loss_type": "grpo", "level": SEQUENCE, "delta": 1.0006}),
+    "gspo k3": (Objective(kl_coef=0.1), {"loss_type": "grpo", "level": SEQUENCE, "beta": 0.1}),
+    "gspo k3, bias-corrected": (
+        Objective(kl_coef=0.1, kl_ratio_factor=True),
+        {"loss_type": "grpo", "level": SEQUENCE, "beta": 0.1, "use_bias_correction_kl": True},
+    ),
+    "gspo with dapo's weights": (
+        Objective.preset("luspo", clip_low=3e-4, clip_high=4e-4, aggregation="token-mean"),
+        {"loss_type": "dapo", "level": SEQUENCE},
+    ),
+    "grpo": (Objective.preset("grpo"), {"loss_type": "grpo"}),
+    "grpo delta": (Objective.preset("grpo", delta=1.3), {"loss_type": "grpo", "delta": 1.3}),
+    "grpo unbiased k3": (
+        Objective.preset("grpo", kl_coef=0.1, kl_estimator="unbiased"),
+        {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True},
+    ),
+    "bnpo": (Objective.preset("bnpo"), {"loss_type": "bnpo"}),
+    "dapo": (Objective.preset("dapo"), {"loss_type": "dapo"}),
+    "dr_grpo": (Objective.preset("dr_grpo", length_norm=LONGEST), {"loss_type": "dr_grpo"}),
+    "luspo": (Objective.preset("luspo"), {"loss_type": "luspo", "level": SEQUENCE}),
+    "cispo": (Objective.preset("cispo", clip_high=0.5), {"loss_type": "cispo", "epsilon_high": 1.5}),
+    "cispo of sequences": (
+        Objective.preset("cispo", ratio="sequence", clip_high=4e-4),
+        {"loss_type": "cispo", "epsilon_high": 1.0004, "level": SEQUENCE},
+    ),
+    "sapo": (Objective.preset("sapo"), {"loss_type": "sapo"}),
+    "sapo of sequences": (
+        Objective.preset("sapo", ratio="sequence"), {"loss_type": "sapo", "level": SEQUENCE},
+    ),
+    "gmpo": (Objective.preset("gmpo"), {"loss_type": "gmpo"}),
+    "gmpo k3": (Objective.preset("gmpo", kl_coef=0.1), {"loss_type": "gmpo", "beta": 0.1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_trls(name: str, backend: str) -> None:
+    objective, config = CASES[name]
+    batch = rollout(objective)
+    loss, gradient, metrics = trl_loss(batch, objective, config)
+    found = ours(batch, objective, backend)
+    assert_agree(batch, found, loss, gradient)
+    if config["loss_type"] not in ("gmpo", "cispo", "sapo") and "delta" not in config:
+        # Per sequence at sequence level, per token otherwise.
+        share = "clip_fraction" if config.get("level") == SEQUENCE else "token_clip_fraction"
+        for theirs, name in {"low_mean": "_low", "high_mean": "_high", "region_mean": ""}.items():
+            assert metrics[f"clip_ratio/{theirs}"][0] == pytest.approx(found[0].metrics[share + name].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("gmpo")])
+def test_importance_sampling_ratios_are_token_weights(name: str, backend: str) -> None:
+    objective, config = CASES[name]
+    batch = rollout(objective, seed=3, weights=True)
+    loss, gradient, _ = trl_loss(batch, objective, config)
+    assert_agree(batch, ours(batch, objective, backend), loss, gradient)
+
+
+def test_the_off_policy_mask_is_token_weights(backend: str) -> None:
+    objective = Objective.preset("grpo")
+    batch = rollout(objective, seed=4)
+    config = CASES["grpo"][1]
+    loss, gradient, _ = trl_loss(batch, objective, config, threshold=0.01)
+    found = off_policy_mask(batch.log_probs, batch.old, batch.advantages, batch.mask, threshold=0.01)
+    assert 0 < found.metrics["masked_share"] < 1
+    assert_agree(batch, ours(replace(batch, weights=found.weights), objective, backend), loss, gradient)
+
+
+def test_the_normalizer_of_trls_default_is_the_generation_batch(backend: str) -> None:
+    """dapo divides by tokens per process of an accumulation window: give it as `normalizer` and gradients add up."""
+    objective, config = CASES["dapo"]
+    batch = rollout(objective)
+    loss, gradient, _ = trl_loss(batch, objective, config)
+    window = batch.mask.sum() * GRADIENT_STEPS
+    out, ours_gradient = ours(batch, objective, backend, normalizer=window)
+    assert_agree(batch, (out, ours_gradient), loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
+
+
+def test_trls_luspo_is_gspo_times_length() -> None:
+    """The trap of trl#3823: the sequence level with loss_type dapo is LUSPO up to a constant."""
+    objective, config = CASES["gspo with dapo's weights"]
+    batch = rollout(objective)
+    _, gradient, _ = trl_loss(batch, objective, config)
+    lengths: Tensor = batch.mask.sum(1)
+    _, by_length = ours(batch, replace(objective, aggregation="seq-mean-token-sum"), "torch")
+    torch.testing.assert_close(gradient * lengths.sum() / len(lengths), by_length)

@@ -1,0 +1,241 @@
+"""Gradients against finite differences, and the contract of the operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from helpers.samples import make_sample
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
+
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels.sampler_mismatch import RolloutCorrection
+
+SMALL = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64}
+WIDE = {"clip_low": 0.2, "clip_high": 0.2}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "gspo": WIDE,
+    "gspo-token": {**WIDE, "ratio": "sequence-token"},
+    "grpo": {**WIDE, "ratio": "token"},
+    "luspo": {**WIDE, "aggregation": "seq-mean-token-sum"},
+    "kl-ratio": {**WIDE, "kl_coef": 0.3, "kl_ratio_factor": True},
+    "kl-k2-token-mean": {**WIDE, "kl_coef": 0.3, "kl_estimator": "k2", "kl_aggregation": "token-mean"},
+    "entropy": {**WIDE, "entropy_coef": 0.1},
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias-softcap-temperature": {
+        "bias": True, "logit_softcap": 3.0, "logit_scale": 0.8, "temperature": "per-token", "padded_vocab": 2,
+    },
+}  # fmt: skip
+
+
+def gradcheck(fn: Any, inputs: Any, backend: str) -> bool:
+    """Every entry of the Jacobian; random projections of it for interpreted kernels, which are slow."""
+    return torch.autograd.gradcheck(fn, inputs, fast_mode=backend == "triton")
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_fused_loss_passes_gradcheck(name: str, head: str, backend: str) -> None:
+    sample = make_sample(1, objective=Objective(**OBJECTIVES[name]), spread=0.3, **SMALL, **HEADS[head])
+    leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return gspo_fused_loss(
+            hidden, weight, sample.target_ids, sample.advantages,
+            bias=bias, objective=sample.objective, backend=backend, **sample.options,
+        ).loss  # fmt: skip
+
+    if sample.objective.ratio != "sequence-token":
+        assert gradcheck(loss, leaves, backend)
+    else:
+        # GSPO-token's gradient is not that of its value (paper, eq. 13): the value is checked against the plain form's.
+        plain = make_sample(1, objective=Objective(**WIDE), spread=0.3, **SMALL, **HEADS[head])
+        as_sequence = gspo_fused_loss(
+            leaves[0], leaves[1], plain.target_ids, plain.advantages, objective=plain.objective,
+            bias=leaves[2] if len(leaves) > 2 else None, **plain.options,
+        ).loss  # fmt: skip
+        for a, b in zip(
+            torch.autograd.grad(loss(*leaves), leaves), torch.autograd.grad(as_sequence, leaves), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_log_probs_and_entropy_pass_gradcheck(head: str, backend: str) -> None:
+    sample = make_sample(2, **SMALL, **HEADS[head])
+    options = {k: v for k, v in sample.options.items() if not k.endswith("_log_probs")}
+    leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]
+
+    def outputs(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out = linear_log_probs(hidden, weight, sample.target_ids, bias=bias, entropy=True, backend=backend, **options)
+        assert out.entropy is not None
+        return out.log_probs, out.entropy
+
+    assert gradcheck(outputs, leaves, backend)
+
+
+@pytest.mark.parametrize("name", [n for n in OBJECTIVES if n != "gspo-token"])
+def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    lp = -torch.rand(3, 4, generator=rng, dtype=torch.float64)
+    entropy = torch.rand(3, 4, generator=rng, dtype=torch.float64)
+    old, ref = lp + 0.05, lp - 0.3 * torch.rand(3, 4, generator=rng, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 1, 1]])
+
+    def loss(log_probs: Tensor, entropies: Tensor) -> Tensor:
+        return policy_loss(
+            log_probs, torch.tensor([1.0, 2.0, -0.5]), mask=mask, old_log_probs=old, ref_log_probs=ref,
+            entropy=entropies, objective=Objective(**OBJECTIVES[name]), backend=backend,
+        ).loss  # fmt: skip
+
+    assert gradcheck(loss, (lp.requires_grad_(), entropy.requires_grad_()), backend)
+
+
+class Captured(Exception):
+    """Carries the arguments of an operator out of a call."""
+
+
+def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, ...]:
+    """The flat arguments with which the public function reaches its operator."""
+    from gspo_kernels import ops
+
+    def capture(*args: Any) -> None:
+        raise Captured(args)
+
+    monkeypatch.setattr(ops, name, capture)
+    sample = make_sample(3, **{**SMALL, "dtype": torch.float32}, **options)
+    leaves, rest = sample.leaves, dict(sample.options)
+    with pytest.raises(Captured) as caught:
+        if name == "_linear_log_probs":
+            rest = {k: v for k, v in rest.items() if not k.endswith("_log_probs")}
+            linear_log_probs(leaves["hidden"], leaves["weight"], sample.target_ids, bias=leaves.get("bias"), **rest)
+        elif name == "_policy_loss":
+            lp = torch.randn(sample.target_ids.shape, requires_grad=True)
+            keep = {k: rest[k] for k in ("mask", "old_log_probs", "ref_log_probs")}
+            entropy = torch.rand_like(lp) if sample.objective.entropy_coef else None
+            policy_loss(lp, sample.advantages, objective=sample.objective, entropy=entropy, **keep)
+        else:
+            gspo_fused_loss(
+                leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages,
+                bias=leaves.get("bias"), objective=sample.objective, **rest,
+            )  # fmt: skip
+    monkeypatch.undo()
+    return caught.value.args[0]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", ["_linear_log_probs", "_policy_loss", "_fused_loss"])
+def test_operators_pass_opcheck(name: str, head: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gspo_kernels import ops
+
+    objective = Objective(kl_coef=0.1, ratio="token") if head == "plain" else Objective(clip_high=0.3)
+    args = operator_arguments(name, monkeypatch, objective=objective, **HEADS[head])
+    # NaN garbage stands at masked positions on purpose; opcheck compares inputs to prove they are not written.
+    args = tuple(x.nan_to_num() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+    args = tuple(
+        x.detach().requires_grad_(y.requires_grad) if isinstance(x, Tensor) and isinstance(y, Tensor) else x
+        for x, y in zip(args, operator_arguments(name, monkeypatch, objective=objective, **HEADS[head]), strict=True)
+    )
+    torch.library.opcheck(getattr(ops, name), (*args[:-1], backend))
+    if name == "_fused_loss":
+        torch.library.opcheck(ops._fused_loss, (*args[:-2], 0.1, backend))
+
+
+@pytest.mark.parametrize("name", ["_linear_log_probs", "_policy_loss", "_fused_loss"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"objective": Objective(ratio="token", entropy_coef=0.1)}, {"gradient_budget": 0.1}],
+    ids=["gspo", "more", "budget"],
+)
+def test_fake_outputs_have_every_field_of_real_ones(
+    name: str, options: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gspo_kernels import ops
+
+    budget = (options := dict(options)).pop("gradient_budget", 0.0)
+    args = (*operator_arguments(name, monkeypatch, **options)[:-1], backend)
+    if name == "_fused_loss":
+        args = (*args[:-2], budget, backend)
+    args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
+    real = getattr(ops, name)(*args)
+    with FakeTensorMode() as mode:
+        fake = getattr(ops, name)(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
+    assert len(real) == len(fake) >= 4
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.dtype, a.stride(), a.device, a.layout, a.requires_grad) == (
+            b.shape, b.dtype, b.stride(), b.device, b.layout, b.requires_grad,
+        )  # fmt: skip
+        assert a.storage_offset() == b.storage_offset() == 0 and a.is_contiguous()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "name", "packed", "budget"),
+    [
+        ("torch", "gspo", False, 0.0), ("torch", "grpo", True, 0.0), ("torch", "entropy", False, 0.0),
+        ("torch", "gspo", True, 0.1), ("triton", "entropy", False, 0.0), ("triton", "gspo", True, 0.1),
+    ],
+)  # fmt: skip
+def test_compiled_without_a_graph_break_equals_eager_at_every_shape(
+    backend: str, name: str, packed: bool, budget: float
+) -> None:
+    objective = Objective(**OBJECTIVES[name])
+
+    def loss(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor, options: dict[str, Any]) -> Tensor:
+        return gspo_fused_loss(
+            hidden, weight, ids, advantages, objective=objective, gradient_budget=budget, backend=backend, **options
+        ).loss
+
+    def run(fn: Any, sample: Any) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]
+        value = fn(*leaves, sample.target_ids, sample.advantages, sample.options)
+        return [value, *torch.autograd.grad(value, leaves)]
+
+    torch.compiler.reset()
+    graphs: list[Any] = []
+
+    def count(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return make_boxed_func(module)
+
+    backend_that_counts = aot_autograd(fw_compiler=count, bw_compiler=lambda module, inputs: make_boxed_func(module))
+    compiled = torch.compile(loss, fullgraph=True, backend=backend_that_counts)
+    shapes = [(3, 2, 4), (5, 6), (2, 7, 3, 4), (9, 1, 1, 2, 6), (4,), (1, 1), (3, 3, 8), (8, 8, 2), (6, 5), (12, 1, 3)]
+    for seed, lengths in enumerate(shapes):
+        sample = make_sample(
+            seed, objective=objective, packed=packed, lengths=lengths, hidden_size=4, vocab=6
+        ).with_options(temperature=torch.tensor(0.5 + seed / 10), normalizer=torch.tensor(1.0 + seed))
+        for a, b in zip(run(loss, sample), run(compiled, sample), strict=True):
+            assert torch.equal(a, b)
+    assert len(graphs) <= 5  # the first shape, any shape, and sizes of 1, which are special to the compiler
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("preset", ["gspo", "cispo", "sapo", "gmpo", "reinforce"])
+def test_equal_objectives_share_a_graph(preset: str, dynamic: bool | None) -> None:
+    """Whichever object holds a number: by value, not by identity."""
+    graphs: list[Any] = []
+
+    def count(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    def loss(lp: Tensor, rollout: Tensor, objective: Objective) -> Tensor:
+        old = lp.detach() - 0.1
+        return policy_loss(lp, torch.ones(4), old_log_probs=old, rollout_log_probs=rollout, objective=objective).loss
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend=count, dynamic=dynamic)
+    lp = -torch.rand(4, 5)
+    kept = []  # so that no number is freed and another takes its place
+    for _ in range(10):
+        correction = RolloutCorrection(high=float("2.5"))
+        kept.append(Objective.preset(preset, clip_high=float("0.03"), length_norm=9, rollout_correction=correction))
+        assert torch.equal(compiled(lp, lp - 0.2, kept[-1]), loss(lp, lp - 0.2, kept[-1]))
+    assert len(graphs) == 1

@@ -1,0 +1,808 @@
+"""Where batches, shapes and numbers end: nothing to learn from, one of everything, inf and NaN in every place."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import DTYPES, assert_equals_oracle
+from helpers.samples import Sample, make_sample, run_fused, run_oracle, run_plain
+from tolerance import check, check_loss
+from torch import Tensor
+
+from gspo_kernels import LossOutput, Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels.advantages import group_advantages
+from gspo_kernels.reference import surrogate
+
+NAN, INF = math.nan, math.inf
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "gspo": {},
+    "gspo-token": {"ratio": "sequence-token"},
+    "grpo": {"ratio": "token", "clip_low": 0.2, "clip_high": 0.28},
+    "token-mean": {"aggregation": "token-mean"},
+    "sum-norm": {"aggregation": "seq-mean-token-sum-norm", "length_norm": 7},
+    "everything": {"kl_coef": 0.1, "kl_ratio_factor": True, "entropy_coef": 0.02, "kl_aggregation": "token-mean"},
+}
+by_objective = pytest.mark.parametrize("name", OBJECTIVES)
+
+
+def in_small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 8, columns: int = 7) -> None:
+    from gspo_kernels.backends.torch import tiles as portable_tiles
+
+    monkeypatch.setattr(portable_tiles, "tile_shape", lambda device, dtype: (rows, columns))
+
+
+def assert_same(ours: Tensor, expected: Tensor) -> None:
+    """Bitwise, NaN included."""
+    assert ours.shape == expected.shape and ours.dtype == expected.dtype
+    assert torch.equal(ours.isnan(), expected.isnan())
+    assert torch.equal(ours.nan_to_num(), expected.nan_to_num())
+
+
+def assert_same_run(ours: tuple[LossOutput, dict[str, Tensor]], expected: tuple[LossOutput, dict[str, Tensor]]) -> None:
+    for a, b in zip(ours[0][:4], expected[0][:4], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_same(a, b)
+    for key, value in expected[0].metrics.items():
+        assert_same(ours[0].metrics[key], value)
+    for key, value in expected[1].items():
+        assert_same(ours[1][key], value)
+
+
+def assert_all_zero(*tensors: Tensor | None) -> None:
+    for x in tensors:
+        assert x is not None and (x == 0).all()  # NaN is not 0
+
+
+# -- nothing there
+
+
+@by_objective
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
+def test_a_padded_batch_without_tokens_gives_zero(name: str, shape: tuple[int, int], backend: str) -> None:
+    objective = Objective(**OBJECTIVES[name])
+    hidden = torch.ones(*shape, 4, requires_grad=True)
+    weight = torch.ones(5, 4, requires_grad=True)
+    nothing = torch.zeros(shape)
+    out = gspo_fused_loss(
+        hidden, weight, torch.zeros(shape, dtype=torch.int64), torch.ones(shape[0]),
+        old_log_probs=nothing, ref_log_probs=nothing, token_weights=nothing, entropy=True, objective=objective,
+        backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    assert_all_zero(out.loss, hidden.grad, weight.grad)
+    assert out.log_probs.shape == shape and out.entropy is not None and out.entropy.shape == shape
+    assert out.log_ratio.shape == (shape if objective.ratio == "token" else shape[:1])
+    assert all(value.isfinite() for value in out.metrics.values())
+
+
+@by_objective
+@pytest.mark.parametrize("sequences", [0, 3])
+def test_a_packed_batch_without_tokens_gives_zero(name: str, sequences: int, backend: str) -> None:
+    objective = Objective(**OBJECTIVES[name])
+    hidden, weight = torch.ones(0, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
+    nothing = torch.zeros(0)
+    out = gspo_fused_loss(
+        hidden, weight, torch.zeros(0, dtype=torch.int64), torch.ones(sequences),
+        cu_seqlens=torch.zeros(sequences + 1, dtype=torch.int32), old_log_probs=nothing, ref_log_probs=nothing,
+        entropy=True, objective=objective, backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    assert_all_zero(out.loss, hidden.grad, weight.grad)
+    assert out.log_probs.shape == (0,)
+    assert out.log_ratio.shape == (0 if objective.ratio == "token" else sequences,)
+    assert all(value.isfinite() for value in out.metrics.values())
+
+
+@by_objective
+def test_log_probs_without_tokens_give_zero(name: str, backend: str) -> None:
+    objective = Objective(**OBJECTIVES[name])
+    for shape, offsets in (((0, 3), None), ((2, 0), None), ((0,), torch.zeros(1)), ((0,), torch.zeros(4))):
+        lp = torch.zeros(shape, requires_grad=True)
+        sequences = shape[0] if offsets is None else len(offsets) - 1
+        out = policy_loss(
+            lp, torch.ones(sequences), cu_seqlens=None if offsets is None else offsets.int(), objective=objective,
+            old_log_probs=torch.zeros(shape), ref_log_probs=torch.zeros(shape), entropy=torch.zeros(shape),
+            backend=backend,
+        )  # fmt: skip
+        out.loss.backward()
+        assert_all_zero(out.loss, lp.grad)
+
+
+@by_objective
+def test_empty_and_masked_sequences_change_nothing_for_the_others(name: str, backend: str) -> None:
+    sample = make_sample(2, dtype=torch.float64, packed=True, objective=Objective(**OBJECTIVES[name]))
+    expected = run_fused(sample, backend, entropy=True)
+    offsets, rows, hidden = sample.options["cu_seqlens"], sample.target_ids.shape[0], sample.leaves["hidden"]
+    extra = 4  # a sequence of masked tokens at the end, and two without tokens
+    more = {
+        key: torch.cat([x, torch.zeros(extra, dtype=x.dtype)])
+        for key, x in sample.options.items()
+        if isinstance(x, Tensor) and x.shape == (rows,)
+    }
+    grown = Sample(
+        {**sample.leaves, "hidden": torch.cat([hidden.detach(), torch.ones(extra, hidden.shape[1]).double()])},
+        torch.cat([sample.target_ids, torch.zeros(extra, dtype=torch.int64)]),
+        torch.cat([sample.advantages[:1], torch.ones(1), sample.advantages[1:], torch.ones(2)]),
+        sample.objective,
+        {
+            **sample.options, **more,
+            "cu_seqlens": torch.cat([offsets[:2], offsets[1:], torch.tensor([rows, rows + extra]).int()]),
+        },
+    )  # fmt: skip
+    out, grads = run_fused(grown, backend, entropy=True)
+    # The sum over sequences has other terms, so it may round otherwise; nothing else may move by a bit.
+    check("loss", out.loss, expected[0].loss, expected[0].loss, torch.float64)
+    assert_same(out.log_probs[:rows], expected[0].log_probs)
+    assert_same(grads["weight"], expected[1]["weight"])
+    assert_same(grads["hidden"][:rows], expected[1]["hidden"])
+    assert_all_zero(grads["hidden"][rows:], out.log_probs[rows:])
+    if sample.objective.ratio != "token":
+        assert_all_zero(out.log_ratio[1], out.log_ratio[-2:])
+    for key, value in expected[0].metrics.items():
+        check(key, out.metrics[key], value, value, torch.float64)
+    truth, true_grads = run_oracle(grown)
+    check_loss(out.loss, truth.loss, grown.advantages)
+    check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
+
+
+@by_objective
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_that_is_masked_entirely_gives_zero(name: str, packed: bool, backend: str) -> None:
+    sample = make_sample(2, packed=packed, objective=Objective(**OBJECTIVES[name]), token_weights=True)
+    sample = sample.with_options(mask=torch.zeros_like(sample.options["mask"]))
+    sample.leaves["hidden"].data.fill_(NAN)
+    out, grads = run_fused(sample, backend, entropy=True)
+    assert_all_zero(out.loss, out.log_probs, out.entropy, out.log_ratio, *grads.values())
+    assert all(value.isfinite() for value in out.metrics.values())
+
+
+@pytest.mark.parametrize("normalizer", [torch.zeros(()), torch.tensor(0)])
+def test_a_zero_normalizer_of_a_batch_without_tokens_gives_zero(normalizer: Tensor, backend: str) -> None:
+    for objective in (Objective(), Objective(kl_coef=0.1, entropy_coef=0.1, aggregation="token-mean")):
+        sample = make_sample(2, objective=objective)
+        sample = sample.with_options(mask=torch.zeros_like(sample.options["mask"]), normalizer=normalizer)
+        out, grads = run_fused(sample, backend)
+        assert_all_zero(out.loss, *grads.values())
+
+
+@by_objective
+@pytest.mark.parametrize("packed", [False, True])
+def test_masked_tokens_have_exactly_zero_influence(name: str, packed: bool, backend: str) -> None:
+    options: dict[str, Any] = {"per_token_advantages": True, "token_weights": True, "temperature": "per-token"}
+    sample = make_sample(2, packed=packed, objective=Objective(**OBJECTIVES[name]), **options)
+    mask = sample.options["mask"]
+
+    def with_garbage(value: float, token: int) -> tuple[LossOutput, dict[str, Tensor]]:
+        def spoil(x: Tensor, value: float = value) -> Tensor:
+            x = x.detach().clone()
+            x[~mask] = value
+            return x
+
+        keys = ("old_log_probs", "ref_log_probs", "token_weights", "temperature")
+        spoilt = {key: spoil(sample.options[key]) for key in keys}
+        leaves = {**sample.leaves, "hidden": spoil(sample.leaves["hidden"])}
+        changed = Sample(
+            leaves, spoil(sample.target_ids, token), spoil(sample.advantages), sample.objective,
+            {**sample.options, **spoilt},
+        )  # fmt: skip
+        out, grads = run_fused(changed, backend, entropy=True)
+        assert_all_zero(out.log_probs[~mask], out.entropy[~mask], grads["hidden"][~mask])
+        if sample.objective.ratio == "token":
+            assert_all_zero(out.log_ratio[~mask])
+        return out, grads
+
+    expected = with_garbage(1.0, 0)
+    for value, token in ((NAN, -100), (INF, 2**62), (-INF, -(2**62)), (1e30, 37)):
+        assert_same_run(with_garbage(value, token), expected)
+
+
+def test_masked_entropies_and_log_probs_have_exactly_zero_influence(backend: str) -> None:
+    objective = Objective(kl_coef=0.1, entropy_coef=0.02)
+    sample = make_sample(2, objective=objective)
+    mask = sample.options["mask"]
+    found = []
+    for garbage in (0.0, NAN, -INF):
+        lp = torch.where(mask, torch.linspace(-3, -1e-3, mask.numel()).view_as(mask), garbage).requires_grad_()
+        entropy = torch.where(mask, torch.linspace(0, 3, mask.numel()).view_as(mask), garbage).requires_grad_()
+        out = policy_loss(
+            lp, sample.advantages, mask=mask, entropy=entropy, objective=objective,
+            old_log_probs=(lp - 1e-4).detach(), ref_log_probs=lp.detach() + 0.1, backend=backend,
+        )  # fmt: skip
+        out.loss.backward()
+        assert_all_zero(lp.grad[~mask], entropy.grad[~mask], out.entropy[~mask], out.log_probs[~mask])
+        found.append((out, {"log_probs": lp.grad, "entropy": entropy.grad}))
+    for other in found[1:]:
+        assert_same_run(other, found[0])
+
+
+# -- one of everything
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", ["length", "vocabulary", "width", "batch", "all"])
+def test_sizes_of_one_equal_the_oracle(size: str, dtype: str, backend: str) -> None:
+    options: dict[str, Any] = {
+        "length": {"lengths": (1,) * 12},
+        "vocabulary": {"vocab": 1},
+        "width": {"hidden_size": 1},
+        "batch": {"lengths": (9,)},
+        "all": {"lengths": (1, 1), "vocab": 1, "hidden_size": 1},
+    }[size]
+    for packed, name in itertools.product((False, True), ("gspo", "everything")):
+        objective = Objective(**OBJECTIVES[name])
+        assert_equals_oracle(
+            make_sample(4, dtype=DTYPES[dtype], packed=packed, objective=objective, **options), DTYPES[dtype], backend
+        )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@by_objective
+def test_sequences_of_one_token_keep_the_shape_of_the_log_ratio(name: str, packed: bool, backend: str) -> None:
+    objective = Objective(**OBJECTIVES[name])
+    out, _ = run_fused(make_sample(4, lengths=(1,) * 12, packed=packed, objective=objective), backend)
+    assert out.log_ratio.shape == ((12, 1) if objective.ratio == "token" and not packed else (12,))
+
+
+def test_one_possible_token_has_log_prob_zero_and_no_gradient(backend: str) -> None:
+    sample = make_sample(4, vocab=1)
+    out, grads = run_fused(sample, backend, entropy=True)
+    assert_all_zero(out.log_probs, out.entropy, *grads.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_targets_at_both_ends_of_the_vocabulary_and_of_every_tile(
+    dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_small_tiles(monkeypatch, columns=7)
+    for vocab in (35, 36, 38):
+        starts = range(0, vocab, 7)
+        ends = torch.tensor([*starts, *(min(s + 6, vocab - 1) for s in starts)])
+        sample = make_sample(5, dtype=DTYPES[dtype], vocab=vocab, on_policy=True)
+        mask = sample.options["mask"]
+        targets = sample.target_ids.clone()
+        targets[mask] = ends.repeat(mask.numel())[: int(mask.sum())]
+        assert {0, vocab - 1} <= set(targets[mask].tolist())
+        assert_equals_oracle(replace(sample, target_ids=targets), DTYPES[dtype], backend)
+
+
+def test_a_float64_batch_stays_float64(backend: str) -> None:
+    objective = Objective(**OBJECTIVES["everything"])
+    sample = make_sample(6, dtype=torch.float64, objective=objective, token_weights=True, bias=True)
+    sample = sample.cast(torch.float64)
+    assert_equals_oracle(sample, torch.float64, backend)
+    out, _ = run_fused(sample, backend, entropy=True)
+    real = [out.loss, out.log_probs, out.entropy, out.log_ratio]
+    real += [value for key, value in out.metrics.items() if key != "invalid"]
+    assert all(x.dtype == torch.float64 for x in real)
+
+
+# -- numbers at their ends
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "sequence-token", "token"])
+@pytest.mark.parametrize("ceiling", [{}, {"dual_clip": 3.0}, {"delta": 2.0}])
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+@pytest.mark.parametrize("log_ratio", [-200.0, -80.0, 80.0, 200.0])
+def test_enormous_ratios_are_what_float64_rounds_to(
+    ratio: str, ceiling: dict[str, float], advantage: float, log_ratio: float, backend: str
+) -> None:
+    objective = Objective(ratio=ratio, **ceiling)
+    lp = torch.zeros(1, 4, requires_grad=True)
+    out = policy_loss(
+        lp, torch.tensor([advantage]), old_log_probs=torch.full((1, 4), -log_ratio), objective=objective,
+        backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    u = torch.full((1, 4), log_ratio, dtype=torch.float64, requires_grad=True)
+    truth = surrogate(u, torch.full_like(u, advantage), objective).mean()
+    truth.backward()
+    true_loss, true_grad = truth.detach().float(), u.grad.float()
+    assert not out.loss.isnan() and not lp.grad.isnan().any()
+    check("loss", out.loss, true_loss, true_loss, torch.float32)
+    check("d_log_probs", lp.grad, true_grad, true_grad, torch.float32)
+    clipped = (advantage > 0) == (log_ratio > 0) or bool(ceiling and log_ratio > 0)
+    assert out.metrics["clip_fraction"] == clipped
+    if clipped:
+        assert_all_zero(lp.grad)
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "token"])
+def test_an_enormous_ratio_stays_in_its_sequence(ratio: str, backend: str) -> None:
+    """Clipped, it does not touch the loss; unclipped it makes the loss inf, and no gradient but its own."""
+    objective = Objective(ratio=ratio)
+    sample = make_sample(7, objective=objective)
+    old = sample.options["old_log_probs"].clone()
+    positive, negative = 0, 1
+    assert sample.advantages[positive] > 0 > sample.advantages[negative]
+    for row, loss_is_finite in ((positive, True), (negative, False)):
+        changed = old.clone()
+        changed[row] -= 200
+        out, grads = run_fused(sample.with_options(old_log_probs=changed), backend)
+        _, expected = run_fused(sample, backend)
+        assert out.loss.isfinite() == loss_is_finite and not out.loss.isnan()
+        others = torch.arange(len(old)) != row
+        assert_same(grads["hidden"][others], expected["hidden"][others])
+        if loss_is_finite:
+            assert_all_zero(grads["hidden"][row])
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "sequence-token", "token"])
+def test_a_token_weight_of_zero_silences_an_infinite_ratio(ratio: str, backend: str) -> None:
+    """Off-policy masks (TRL, verl) put 0 exactly where the ratio has exploded."""
+    objective = Objective(ratio=ratio)
+    lp = torch.zeros(2, 3, requires_grad=True)
+    old = torch.tensor([[-200.0], [1e-4]]).expand(2, 3)
+    out = policy_loss(
+        lp, torch.tensor([-1.0, -1.0]), old_log_probs=old, token_weights=torch.tensor([[0.0], [1.0]]),
+        objective=objective, backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    assert out.loss.isfinite()
+    assert_all_zero(lp.grad[0])
+    assert (lp.grad[1] != 0).all()
+
+
+def test_an_infinite_ratio_times_no_divergence_adds_nothing(backend: str) -> None:
+    objective = Objective(kl_coef=0.1, kl_ratio_factor=True)
+    lp = torch.zeros(1, 3, requires_grad=True)
+    out = policy_loss(
+        lp, torch.ones(1), old_log_probs=torch.full((1, 3), -200.0), ref_log_probs=torch.zeros(1, 3),
+        objective=objective, backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    assert out.loss.isfinite()
+    assert_all_zero(lp.grad)
+
+
+def whole_number_sample(size: float, dtype: torch.dtype, offset: float = 0.0, temperature: float = 1.0) -> Sample:
+    """Logits that are whole numbers up to about `size`, plus `offset`: every dtype holds the operands exactly."""
+    sample = make_sample(8, on_policy=True, dtype=torch.float32, hidden_size=4, objective=Objective(entropy_coef=0.05))
+    rng = torch.Generator().manual_seed(8)
+    hidden = torch.randint(-2, 3, sample.leaves["hidden"].shape, generator=rng).to(dtype)
+    # Half of the columns lie near each other, so that the distributions are not all peaked.
+    weight = torch.randint(-1, 2, (37, 4), generator=rng).to(dtype)
+    weight[::2] *= round(size / 8)
+    leaves = {"hidden": hidden, "weight": weight, "bias": torch.full((37,), offset, dtype=dtype)}
+    options = {"temperature": temperature} if temperature != 1 else {}
+    return replace(sample, leaves={k: v.requires_grad_() for k, v in leaves.items()}).with_options(**options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [8, 1e2, 1e4])
+def test_huge_logits_equal_the_oracle(size: float, dtype: str, backend: str) -> None:
+    if dtype == "fp16" and size > 1e3:
+        size = 8e3  # whole numbers that fp16 holds
+    assert_equals_oracle(whole_number_sample(size, DTYPES[dtype]), DTYPES[dtype], backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [-(2.0**13), 2.0**13, -(2.0**15), 2.0**15])
+def test_a_huge_common_offset_of_the_logits_changes_nothing(dtype: str, offset: float, backend: str) -> None:
+    expected, expected_grads = run_fused(whole_number_sample(8, DTYPES[dtype]), backend, entropy=True)
+    out, grads = run_fused(whole_number_sample(8, DTYPES[dtype], offset), backend, entropy=True)
+    wide = torch.float64 if dtype == "fp64" else torch.float32
+    check("log_probs", out.log_probs, expected.log_probs, expected.log_probs, wide)
+    check("entropy", out.entropy, expected.entropy, expected.entropy, wide)
+    for key in ("hidden", "weight"):
+        flat = grads[key].flatten(0, -2), expected_grads[key].flatten(0, -2)
+        check(f"d_{key}", flat[0], flat[1], flat[1], DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [2.0**-7, 2.0**7])
+def test_extreme_temperatures_equal_the_oracle(dtype: str, temperature: float, backend: str) -> None:
+    for as_tensor in (False, True):
+        sample = whole_number_sample(8, DTYPES[dtype], temperature=temperature)
+        if as_tensor:
+            sample = sample.with_options(temperature=torch.full(sample.target_ids.shape, temperature))
+        assert_equals_oracle(sample, DTYPES[dtype], backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["gspo", "everything"])
+def test_banned_columns_are_as_if_they_were_not_there(
+    dtype: str, name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_small_tiles(monkeypatch, columns=7)
+    sample = make_sample(9, dtype=DTYPES[dtype], bias=True, objective=Objective(**OBJECTIVES[name]))
+    truth, true_grads = run_oracle(sample)
+    same, same_grads = run_plain(sample, DTYPES[dtype], truth, true_grads)
+    vocab, width = sample.leaves["weight"].shape
+    # One whole tile, and single columns around and between.
+    banned = torch.zeros(vocab + 12, dtype=torch.bool)
+    banned[[0, 3, *range(14, 21), 25, 40, vocab + 11]] = True
+    kept = (~banned).nonzero()[:, 0]
+    weight = torch.ones(vocab + 12, width, dtype=DTYPES[dtype])
+    bias = torch.full((vocab + 12,), -INF, dtype=DTYPES[dtype])
+    weight[kept], bias[kept] = sample.leaves["weight"].detach(), sample.leaves["bias"].detach()
+    mask = sample.options["mask"]
+    targets = torch.where(mask, kept[sample.target_ids.clamp(0, vocab - 1)], -100)
+    leaves = {"hidden": sample.leaves["hidden"], "weight": weight, "bias": bias}
+    out, grads = run_fused(replace(sample, leaves=leaves, target_ids=targets), backend, entropy=True)
+    wide = torch.float64 if dtype == "fp64" else torch.float32
+    check_loss(out.loss, truth.loss, sample.advantages)
+    check("log_probs", out.log_probs, same.log_probs, truth.log_probs, wide)
+    check("entropy", out.entropy, same.entropy, truth.entropy, wide)
+    assert_all_zero(grads["weight"][banned], grads["bias"][banned])
+    found = {"hidden": grads["hidden"], "weight": grads["weight"][kept], "bias": grads["bias"][kept]}
+    for key, grad in found.items():
+        check(f"d_{key}", grad, same_grads[key], true_grads[key], DTYPES[dtype])
+
+
+def test_a_banned_target_has_log_prob_minus_infinity_and_a_finite_gradient(backend: str) -> None:
+    hidden, weight = torch.ones(1, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
+    bias = torch.tensor([0.0, -INF, 0.0, -INF, 0.0])
+    out = linear_log_probs(hidden, weight, torch.tensor([1]), bias=bias, entropy=True, backend=backend)
+    assert out.log_probs.item() == -INF and out.entropy is not None
+    check("entropy", out.entropy, torch.tensor([math.log(3)]), torch.tensor([math.log(3)]).double(), torch.float32)
+    (out.log_probs + out.entropy).sum().backward()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+    assert_all_zero(weight.grad[3])
+
+
+def test_the_only_token_that_is_not_banned_is_certain(backend: str) -> None:
+    for offset in (0.0, -1e4, 1e4):
+        hidden, weight = torch.ones(1, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
+        bias = torch.tensor([-INF, -INF, offset, -INF, -INF])
+        out = linear_log_probs(hidden, weight, torch.tensor([2]), bias=bias, entropy=True, backend=backend)
+        (out.log_probs + out.entropy).sum().backward()
+        assert_all_zero(out.log_probs, out.entropy, hidden.grad, weight.grad)
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+def test_peaked_rows_keep_the_relative_precision_of_what_is_left_to_learn(dtype: str, backend: str) -> None:
+    """1 - p between 1e-9 and 1e-12, where p itself rounds to 1: the gradient of the target's column is 1 - p."""
+    peaks = torch.arange(24, 32, dtype=torch.float64)
+    vocab, rows, upstream = 33, len(peaks), 2.0**30  # upstream: 1e-12 is nothing in fp16
+    targets, row = torch.arange(rows) * 4, torch.arange(rows)
+    logits = torch.zeros(rows, vocab, dtype=torch.float64)
+    logits[row, targets] = peaks
+    # Hidden states are unit vectors, so d_weight[target, row] is that row's alone.
+    hidden = torch.eye(rows, dtype=DTYPES[dtype])
+    weight = logits.t().to(DTYPES[dtype]).requires_grad_()
+
+    def relative(log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = torch.autograd.grad(log_probs.sum() * upstream, weight)
+        return grad[targets, row].double() / (left * upstream), log_probs.detach().double() / torch.log1p(-left)
+
+    left = 1 / (1 + peaks.exp() / (vocab - 1))  # 1 - p
+    assert 1e-9 > left.min() > 1e-13 and left.max() < 2e-9
+    ours = relative(linear_log_probs(hidden, weight, targets, backend=backend).log_probs)
+    same = relative(torch.log_softmax(hidden @ weight.t(), 1)[row, targets])
+    exact = torch.ones(rows, dtype=torch.float64)
+    wide = torch.float64 if dtype == "fp64" else torch.float32
+    # Plain PyTorch has lost all of it (and in fp16 the upstream gradient too), so the limit on the RMS is what counts.
+    check("d_weight / (1 - p)", ours[0], same[0].nan_to_num(0, 0, 0), exact, DTYPES[dtype])
+    check("log_probs / truth", ours[1], same[1].nan_to_num(0, 0, 0), exact, wide)
+
+
+# -- nothing to learn
+
+
+@by_objective
+def test_advantages_of_zero_give_exactly_zero(name: str, backend: str) -> None:
+    options = {**OBJECTIVES[name], "kl_coef": 0.0, "kl_ratio_factor": False, "entropy_coef": 0.0}
+    sample = make_sample(10, objective=Objective(**options), lengths=(5, 3, 8))
+    sample = replace(sample, advantages=torch.zeros_like(sample.advantages))
+    out, grads = run_fused(sample, backend)
+    assert_all_zero(out.loss, *grads.values())
+    assert out.metrics["zero_coefficient_share"] == 1
+    old = sample.options["old_log_probs"].clone()
+    old[0, 0] = -INF  # a ratio of inf is nothing either
+    out, grads = run_fused(sample.with_options(old_log_probs=old), backend)
+    assert_all_zero(out.loss, *grads.values())
+
+
+def test_a_group_of_equal_rewards_teaches_nothing(backend: str) -> None:
+    rewards = torch.tensor([0.1] * 3 + [0.7] * 3 + [-1e30] * 3 + [0.0, 1.0, 1.0])
+    advantages = group_advantages(rewards, 3)
+    assert_all_zero(advantages[:9])
+    assert (advantages[9:] != 0).all() and advantages.isfinite().all()
+    sample = replace(make_sample(10), advantages=advantages)
+    out, grads = run_fused(sample, backend)
+    assert out.loss.isfinite()
+    assert_all_zero(grads["hidden"][:9])
+    assert_all_zero(group_advantages(rewards, 1), group_advantages(rewards[:3], 3, eps=0.0))
+    assert group_advantages(rewards[:0], 4).shape == (0,)
+
+
+# -- NaN and inf where they are somebody's fault
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+@pytest.mark.parametrize("ratio", ["sequence", "token"])
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_nan_hidden_state_reaches_exactly_what_depends_on_it(
+    on_policy: bool, ratio: str, bad: float, backend: str
+) -> None:
+    sample = make_sample(11, objective=Objective(ratio=ratio), on_policy=on_policy)
+    expected, expected_grads = run_fused(sample, backend, entropy=True)
+    mask = sample.options["mask"]
+    row = 2
+    column = int(mask[row].nonzero()[-1])
+    assert sample.advantages[row] != 0
+    hidden = sample.leaves["hidden"].detach().clone()
+    hidden[row, column] = bad
+    out, grads = run_fused(replace(sample, leaves={**sample.leaves, "hidden": hidden}), backend, entropy=True)
+    here = torch.zeros_like(mask)
+    here[row, column] = True
+    assert torch.equal(out.log_probs.isnan(), here) and torch.equal(out.entropy.isnan(), here)
+    assert_same(out.log_probs[~here], expected.log_probs[~here])
+    others = torch.arange(len(mask)) != row
+    if ratio == "token":
+        assert torch.equal(out.log_ratio.isnan(), here)
+    else:
+        assert torch.equal(out.log_ratio.isnan(), ~others)
+    assert out.loss.isnan()
+    assert_same(grads["hidden"][others], expected_grads["hidden"][others])
+    assert grads["hidden"][row, column].isnan().all()
+    assert grads["weight"].isnan().any()
+
+
+def test_a_nan_old_log_prob_reaches_the_loss_and_its_own_sequence(backend: str) -> None:
+    sample = make_sample(11)
+    _, expected = run_fused(sample, backend)
+    old = sample.options["old_log_probs"].clone()
+    old[1, 0] = NAN
+    out, grads = run_fused(sample.with_options(old_log_probs=old), backend)
+    others = torch.arange(len(old)) != 1
+    assert out.loss.isnan()
+    assert all(out.metrics[name].isnan() for name in ("ratio_mean", "ratio_min", "ratio_max"))
+    assert torch.equal(out.log_ratio.isnan(), ~others)
+    assert_same(grads["hidden"][others], expected["hidden"][others])
+
+
+@pytest.mark.parametrize("upstream", [NAN, INF, -INF])
+def test_a_non_finite_upstream_gradient_leaves_rows_without_gradient_at_zero(upstream: float, backend: str) -> None:
+    sample = make_sample(12)
+    _, expected = run_fused(sample, backend)
+    leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
+    out = gspo_fused_loss(
+        leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages, objective=sample.objective,
+        backend=backend, **sample.options,
+    )  # fmt: skip
+    out.loss.backward(torch.tensor(upstream))
+    live = (expected["hidden"] != 0).any(-1)
+    assert live.any() and not live[sample.options["mask"]].all()
+    assert_all_zero(leaves["hidden"].grad[~live])
+    assert not leaves["hidden"].grad[live].isfinite().any()
+    assert not leaves["weight"].grad.isfinite().all()
+
+
+def test_a_nan_upstream_gradient_of_one_log_prob_stays_in_its_row(backend: str) -> None:
+    sample = make_sample(12, packed=True)
+    mask = sample.options["mask"]
+    counted, masked = int(mask.nonzero()[3]), int((~mask).nonzero()[0])
+
+    def hidden_gradient(upstream: Tensor) -> Tensor:
+        hidden = sample.leaves["hidden"].detach().requires_grad_()
+        out = linear_log_probs(hidden, sample.leaves["weight"], sample.target_ids, mask=mask, backend=backend)
+        out.log_probs.backward(upstream)
+        assert hidden.grad is not None
+        return hidden.grad
+
+    upstream = torch.linspace(-1, 1, len(mask))
+    expected = hidden_gradient(upstream)
+    spoilt = upstream.clone()
+    spoilt[masked] = NAN
+    assert_same(hidden_gradient(spoilt), expected)
+    spoilt[counted] = NAN
+    found = hidden_gradient(spoilt)
+    others = torch.arange(len(mask)) != counted
+    assert_same(found[others], expected[others])
+    assert found[counted].isnan().all()
+
+
+@by_objective
+def test_an_upstream_gradient_of_zero_gives_exactly_zero(name: str, backend: str) -> None:
+    sample = make_sample(12, bias=True, objective=Objective(**OBJECTIVES[name]))
+    leaves = {key: x.detach().requires_grad_() for key, x in sample.leaves.items()}
+    out = gspo_fused_loss(
+        leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages, bias=leaves["bias"],
+        objective=sample.objective, backend=backend, **sample.options,
+    )  # fmt: skip
+    (out.loss * 0).backward()
+    assert_all_zero(*(x.grad for x in leaves.values()))
+    lp = linear_log_probs(
+        leaves["hidden"], leaves["weight"], sample.target_ids, mask=sample.options["mask"], entropy=True,
+        backend=backend,
+    )  # fmt: skip
+    found = torch.autograd.grad((lp.log_probs + lp.entropy).sum() * 0, [leaves["hidden"], leaves["weight"]])
+    assert_all_zero(*found)
+
+
+# -- how operands lie in memory, and who needs a gradient
+
+VIEWS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    # leaf of hidden [6, 5, 8] and weight [21, 8], view of it
+    "hidden-sliced": (lambda: torch.randn(6, 6, 8), lambda h: h[:, :-1], lambda w: w),
+    "hidden-every-second": (lambda: torch.randn(12, 5, 8), lambda h: h[::2], lambda w: w),
+    "hidden-transposed": (lambda: torch.randn(5, 6, 8), lambda h: h.transpose(0, 1), lambda w: w),
+    "hidden-last-dimension-strided": (lambda: torch.randn(8, 6, 5), lambda h: h.permute(1, 2, 0), lambda w: w),
+    "hidden-expanded": (lambda: torch.randn(6, 1, 8), lambda h: h.expand(6, 5, 8), lambda w: w),
+    "hidden-with-offset": (lambda: torch.randn(6 * 5 * 8 + 3), lambda h: h[3:].view(6, 5, 8), lambda w: w),
+    "weight-column-major": (lambda: torch.randn(6, 5, 8), lambda h: h, lambda w: w.t().contiguous().t()),
+    "weight-every-second": (lambda: torch.randn(6, 5, 8), lambda h: h, lambda w: torch.cat([w, w])[::2]),
+    "weight-sliced-columns": (lambda: torch.randn(6, 5, 8), lambda h: h, lambda w: torch.cat([w, w], 1)[:, 5:13]),
+    "weight-with-offset": (lambda: torch.randn(6, 5, 8), lambda h: h, lambda w: torch.cat([w, w])[3:24]),
+    "weight-expanded": (lambda: torch.randn(6, 5, 8), lambda h: h, lambda w: w[:1].expand(21, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_how_operands_lie_in_memory_changes_no_bit_of_a_log_prob(name: str, dtype: str, backend: str) -> None:
+    make_hidden, view_hidden, view_weight = VIEWS[name]
+    torch.manual_seed(0)
+    leaf_hidden, leaf_weight = make_hidden().to(DTYPES[dtype]), torch.randn(21, 8).to(DTYPES[dtype])
+    targets, advantages = torch.randint(0, 21, (6, 5)), torch.randn(6)
+
+    def run(contiguous: bool) -> list[Tensor]:
+        h, w = leaf_hidden.clone().requires_grad_(), leaf_weight.clone().requires_grad_()
+        hidden, weight = view_hidden(h), view_weight(w)
+        if contiguous:
+            hidden, weight = hidden.contiguous(), weight.contiguous()
+        lp = linear_log_probs(hidden, weight, targets, entropy=True, backend=backend)
+        objective = Objective(entropy_coef=0.1)
+        out = gspo_fused_loss(hidden, weight, targets, advantages, objective=objective, backend=backend)
+        (out.loss + (lp.log_probs * lp.entropy).mean()).backward()
+        return [out.loss.detach(), out.log_probs, lp.entropy.detach(), h.grad, w.grad]
+
+    ours, expected = run(False), run(True)
+    for a, b in zip(ours[:3], expected[:3], strict=True):
+        assert_same(a, b)
+    for a, b in zip(ours[3:], expected[3:], strict=True):  # products of another layout may round otherwise
+        torch.testing.assert_close(a, b)
+
+
+def test_strided_masks_ids_and_per_token_values_change_no_bit(backend: str) -> None:
+    objective = Objective(kl_coef=0.1)
+    options: dict[str, Any] = {"per_token_advantages": True, "token_weights": True, "temperature": "per-token"}
+    sample = make_sample(13, objective=objective, **options)
+    expected = run_fused(sample, backend, entropy=True)
+    shape = sample.target_ids.shape
+
+    def column_major(x: Any) -> Any:
+        return x.t().contiguous().t() if isinstance(x, Tensor) and x.shape == shape else x
+
+    def every_second(x: Any) -> Any:
+        return x.repeat_interleave(2, 1)[:, ::2] if isinstance(x, Tensor) and x.shape == shape else x
+
+    for relaid in (column_major, every_second):
+        changed = Sample(
+            sample.leaves, relaid(sample.target_ids), relaid(sample.advantages), objective,
+            {key: relaid(x) for key, x in sample.options.items()},
+        )  # fmt: skip
+        assert not changed.target_ids.is_contiguous() and not changed.options["mask"].is_contiguous()
+        assert_same_run(run_fused(changed, backend, entropy=True), expected)
+
+
+def test_every_dtype_of_a_mask_means_the_same(backend: str) -> None:
+    sample = make_sample(13, token_weights=True)
+    expected = run_fused(sample, backend)
+    kinds = [torch.int64, torch.int32, torch.int8, torch.uint8, torch.float32, torch.float64, torch.bfloat16]
+    for dtype in kinds:
+        changed = sample.with_options(mask=sample.options["mask"].to(dtype))
+        assert_same_run(run_fused(changed, backend), expected)
+
+
+def test_no_mask_means_ids_other_than_minus_100(backend: str) -> None:
+    sample = make_sample(13)
+    mask = sample.options["mask"]
+    expected = run_fused(sample, backend)
+    options = {key: value for key, value in sample.options.items() if key != "mask"}
+    changed = replace(sample, target_ids=torch.where(mask, sample.target_ids, -100), options=options)
+    assert_same_run(run_fused(changed, backend), expected)
+
+
+@pytest.mark.parametrize("shape", ["[B, 1]", "[B, T]"])
+def test_advantages_per_sequence_mean_the_same_in_every_shape(shape: str, backend: str) -> None:
+    sample = make_sample(13)
+    expected = run_fused(sample, backend)
+    advantages = sample.advantages[:, None]
+    changed = replace(sample, advantages=advantages if shape == "[B, 1]" else advantages.expand_as(sample.target_ids))
+    assert_same_run(run_fused(changed, backend), expected)
+
+
+LEAVES = ("hidden", "weight", "bias")
+
+
+@pytest.mark.parametrize("trained", [c for n in range(4) for c in itertools.combinations(LEAVES, n)])
+def test_only_what_requires_a_gradient_gets_one_and_its_bits_depend_on_no_other(
+    trained: tuple[str, ...], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = make_sample(14, bias=True)
+    _, expected = run_fused(sample, backend)
+    computed: list[tuple[bool, ...]] = []
+    shapes: list[tuple[int, ...]] = []
+    if backend == "torch":
+        from gspo_kernels.backends import torch as portable
+        from gspo_kernels.backends.torch import tiles as portable_tiles
+
+        run_backward, make_zeros = portable.head_backward, portable_tiles.Tiles.zeros
+
+        def head_backward(*args: Any) -> Any:
+            found = run_backward(*args)
+            computed.append(tuple(x is not None for x in found[:3]))
+            return found
+
+        def zeros(work: Any, *shape: int) -> Tensor:
+            shapes.append(shape)
+            return make_zeros(work, *shape)
+
+        monkeypatch.setattr(portable, "head_backward", head_backward)
+    leaves = {name: x.detach().clone().requires_grad_(name in trained) for name, x in sample.leaves.items()}
+    out = gspo_fused_loss(
+        leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages, bias=leaves["bias"],
+        objective=sample.objective, backend=backend, **sample.options,
+    )  # fmt: skip
+    assert out.loss.requires_grad == bool(trained)
+    if not trained:
+        return
+    if backend == "torch":
+        monkeypatch.setattr(portable_tiles.Tiles, "zeros", zeros)
+    out.loss.backward()
+    for name, leaf in leaves.items():
+        if name in trained:
+            assert_same(leaf.grad, expected[name])
+        else:
+            assert leaf.grad is None
+    if backend == "torch":
+        assert computed == [tuple(name in trained for name in LEAVES)]
+        if "weight" not in trained:  # no buffer of a gradient nobody wants
+            assert tuple(sample.leaves["weight"].shape) not in shapes
+
+
+def test_token_weights_are_per_token_even_where_there_are_as_many_sequences(backend: str) -> None:
+    """N == S with an empty sequence: advantages are per sequence, weights stay per token."""
+    given = {"cu_seqlens": torch.tensor([0, 0, 2], dtype=torch.int32), "backend": backend}
+    log_probs = torch.zeros(2, requires_grad=True)
+    weights = torch.tensor([3.0, 0.0])
+    objective = Objective(ratio="sequence-token")
+    policy_loss(
+        log_probs, torch.tensor([5.0, 1.0]), token_weights=weights, objective=objective, **given
+    ).loss.backward()
+    assert log_probs.grad is not None and log_probs.grad.tolist() == [-1.5, 0.0]
+
+
+@pytest.mark.parametrize("length", [256, 4096, 32_768])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("ratio", ["sequence", "token"])
+def test_long_sequences_obey_the_law_too(length: int, packed: bool, ratio: str, backend: str) -> None:
+    """Equal terms round the same way: a serial fp32 sum of 32,768 of them is off by 3e-4."""
+    rng = torch.Generator().manual_seed(0)
+    log_probs = -3 * torch.rand(2, length, generator=rng)
+    old = log_probs - 1e-4
+    advantages = torch.tensor([1.3, -0.7])
+    objective = Objective(ratio=ratio, kl_coef=0.1, kl_ratio_factor=True)
+
+    def run(dtype: torch.dtype, plain: bool) -> tuple[Tensor, Tensor]:
+        lp = log_probs.to(dtype).requires_grad_()
+        a, o, r = advantages.to(dtype), old.to(dtype), (log_probs + 0.2).to(dtype)
+        if plain:
+            d = lp - o
+            u = d if ratio == "token" else d.mean(1, keepdim=True).expand_as(d)
+            kl = torch.expm1(r - lp) - (r - lp)
+            loss = ((-a[:, None] + 0.1 * kl) * u.exp()).mean(1).mean()
+        elif packed:
+            cu_seqlens = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+            loss = policy_loss(
+                lp.flatten(), a, cu_seqlens=cu_seqlens, old_log_probs=o.flatten(), ref_log_probs=r.flatten(),
+                objective=objective, backend=backend,
+            ).loss  # fmt: skip
+        else:
+            given = {"old_log_probs": o, "ref_log_probs": r, "objective": objective, "backend": backend}
+            loss = policy_loss(lp, a, **given).loss
+        return loss.detach(), torch.autograd.grad(loss, lp)[0]
+
+    (loss, grad), (same, same_grad) = run(torch.float32, plain=False), run(torch.float32, plain=True)
+    truth, true_grad = run(torch.float64, plain=True)
+    check("loss", loss, same, truth, torch.float32)
+    check("d_log_probs", grad, same_grad, true_grad, torch.float32)

@@ -1,0 +1,252 @@
+"""Faults that other tests of the loss and of its gradient let through: rare branches, metrics, the last rounding.
+
+`repo/test_mutations.py` seeds each fault and runs the test here that fails with it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.head_rows import head_rows
+from helpers.samples import Sample, make_sample, run_fused, run_oracle
+from helpers.tile_choices import assert_dropped_is_what_is_said, choices, small_tiles
+from tolerance import FLOAT64_RELATIVE, LOG_PROB_UNIT_RMS, check
+
+from gspo_kernels import Objective, policy_loss, reference
+from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.backends import live_tiles
+from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends.precision import power_of_two
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.torch import tiles as portable_tiles
+
+# -- terms of the loss
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "token"])
+def test_a_kl_term_with_another_aggregation_counts_its_own_normalizer(ratio: str, backend: str) -> None:
+    """A normalizer for the policy term alone: KL, averaged over tokens, is divided by their number."""
+    objective = Objective(ratio=ratio, kl_coef=0.1, kl_aggregation="token-mean", clip_low=0.02, clip_high=0.03)
+    sample = make_sample(6, lengths=(5, 3, 4), vocab=11, dtype=torch.float64, objective=objective)
+    sample = sample.with_options(normalizer=17.0)
+    truth, true_grads = run_oracle(sample)
+    out, grads = run_fused(sample, backend)
+    check("loss", out.loss, truth.loss, truth.loss, torch.float64)
+    check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
+
+
+def test_a_kl_term_has_a_length_norm_of_its_own_aggregation(backend: str) -> None:
+    objective = Objective(kl_coef=0.1, kl_aggregation="seq-mean-token-sum-norm", length_norm=7)
+    sample = make_sample(6, lengths=(5, 3, 4), vocab=11, dtype=torch.float64, objective=objective)
+    truth, _ = run_oracle(sample)
+    out, _ = run_fused(sample, backend)
+    check("loss", out.loss, truth.loss, truth.loss, torch.float64)
+
+
+BOUNDS = {  # an objective, the sign of the advantage, and a log-ratio that is exactly its bound
+    "top": (Objective(ratio="token", clip_high=0.2), 1.0, math.log1p(0.2)),
+    "bottom": (Objective(ratio="token", clip_low=0.2), -1.0, math.log1p(-0.2)),
+    "dual clip": (Objective(ratio="token", dual_clip=3.0), -1.0, math.log(3.0)),
+    "delta": (Objective(ratio="token", delta=2.0), -1.0, math.log(2.0)),
+    "cispo, top": (Objective(surrogate="cispo", ratio="token", clip_high=0.2), 1.0, math.log1p(0.2)),
+    "cispo, bottom": (Objective(surrogate="cispo", ratio="token", clip_low=0.2), 1.0, math.log1p(-0.2)),
+    "gmpo, top": (Objective(surrogate="gmpo", clip_high=0.4), 1.0, 0.4),
+    "gmpo, bottom": (Objective(surrogate="gmpo", clip_low=0.4), -1.0, -0.4),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_ratio_on_a_bound_is_inside_it(name: str, backend: str) -> None:
+    objective, advantage, bound = BOUNDS[name]
+    for beyond, fraction in ((0.0, 0.0), (math.copysign(1e-9, bound), 1.0)):
+        log_probs = torch.full((1, 1), bound + beyond, dtype=torch.float64, requires_grad=True)
+        out = policy_loss(
+            log_probs, torch.tensor([advantage]), old_log_probs=torch.zeros(1, 1).double(), objective=objective,
+            backend=backend,
+        )  # fmt: skip
+        assert out.metrics["token_clip_fraction"] == fraction
+        (gradient,) = torch.autograd.grad(out.loss, log_probs)
+        assert gradient.any() == (fraction == 0 or objective.surrogate == "cispo")
+
+
+def test_reinforce_clips_nothing(backend: str) -> None:
+    objective = Objective(surrogate="reinforce", ratio="token")
+    out = policy_loss(-torch.ones(2, 3), torch.tensor([1.0, -1.0]), objective=objective, backend=backend)
+    assert not any(value for name, value in out.metrics.items() if "clip_fraction" in name)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30])
+def test_a_small_sapo_temperature_has_a_slope_at_far_ratios(temperature: float, backend: str) -> None:
+    """The sigmoid bends where temperature * ratio is near 1: at log-ratios of 7, 28 and 69."""
+    objective = Objective(
+        surrogate="sapo", ratio="token", sapo_temperature_pos=temperature, sapo_temperature_neg=temperature
+    )
+    around = torch.tensor([[-3.0, -1.0, 0.0, 1.0, 2.0]] * 2, dtype=torch.float64)
+    log_probs = (around - math.log(temperature)).requires_grad_()
+    advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
+    expected = reference.surrogate(log_probs, advantages[:, None].expand(2, 5), objective).mean(1).mean()
+    (truth,) = torch.autograd.grad(expected, log_probs)
+    old = torch.zeros_like(log_probs)
+    out = policy_loss(log_probs, advantages, old_log_probs=old, objective=objective, backend=backend)
+    (found,) = torch.autograd.grad(out.loss, log_probs)
+    torch.testing.assert_close(out.loss, expected, rtol=FLOAT64_RELATIVE, atol=0)
+    torch.testing.assert_close(found, truth, rtol=FLOAT64_RELATIVE, atol=0)
+    assert (truth.abs() > truth.abs().max() / 100).all()
+
+
+def test_log_probs_are_rounded_once(backend: str) -> None:
+    """Errors in units of the last place; the two differences before the last rounding hand on what they round off."""
+    errors = []
+    for seed in range(4):
+        rng = torch.Generator().manual_seed(seed)
+        weight = 6 * torch.randn(300, 64, generator=rng)  # row i of the batch has the logits weight[:, i], exactly
+        head = head_rows(64, 64, 300, hidden=torch.eye(64), weight=weight)
+        logits = weight.t().double()
+        truth = logits.log_softmax(1).gather(1, head.target_ids[:, None])[:, 0]
+        found = backends.implementation(backend).head_forward(head).log_probs
+        unit = torch.nextafter(truth.float().abs(), torch.tensor(math.inf)).double() - truth.float().abs().double()
+        errors.append((found.double() - truth) / unit)
+    assert torch.cat(errors).square().mean().sqrt() <= LOG_PROB_UNIT_RMS
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "token"])
+@pytest.mark.parametrize("log_ratio", [-0.5, 0.5])
+def test_an_empty_sequence_is_neither_the_least_nor_the_largest_ratio(
+    ratio: str, log_ratio: float, backend: str
+) -> None:
+    """Nor is a masked token: all ratios lie on one side of 1, which is that of nothing."""
+    log_probs, mask = torch.full((3, 4), log_ratio), torch.ones(3, 4, dtype=torch.bool)
+    mask[1], mask[0, 2] = False, False
+    objective = Objective(ratio=ratio, clip_low=0.9, clip_high=9.0)
+    out = policy_loss(
+        log_probs, torch.ones(3), mask=mask, old_log_probs=torch.zeros(3, 4), objective=objective, backend=backend
+    )
+    for name in ("ratio_mean", "ratio_min", "ratio_max"):
+        assert out.metrics[name].item() == pytest.approx(math.exp(log_ratio)), name
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_exploded_ratio_times_kl_leaves_masked_tokens_alone(masked: bool, backend: str) -> None:
+    log_probs, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
+    mask[0, 1] = not masked
+    out = policy_loss(
+        log_probs, torch.zeros(2), mask=mask, old_log_probs=torch.tensor([[-100.0], [0.0]]).expand(2, 3),
+        ref_log_probs=torch.full((2, 3), -1.0), objective=Objective(kl_coef=0.1, kl_ratio_factor=True), backend=backend,
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(out.loss, log_probs)
+    assert out.loss == math.inf and gradient[0][mask[0]].eq(math.inf).all()
+    assert not gradient[~mask].any() and gradient[1].isfinite().all()
+
+
+def test_tokens_with_an_entropy_gradient_are_not_counted_as_without_one(backend: str) -> None:
+    """All are past the clip, so that the bonus alone has a gradient."""
+    log_probs, entropy = torch.ones(2, 3), torch.ones(2, 3)
+    for bonus, share in ((0.0, 1.0), (0.1, 0.0)):
+        out = policy_loss(
+            log_probs, torch.ones(2), old_log_probs=torch.zeros(2, 3), entropy=entropy,
+            objective=Objective(entropy_coef=bonus), backend=backend,
+        )  # fmt: skip
+        assert out.metrics["zero_coefficient_share"] == share
+
+
+@pytest.mark.parametrize("target", [70, 71, 127, 2**31, 2**32 + 3, -1, -(2**32) + 3])
+def test_an_id_outside_the_vocabulary_has_no_log_prob(target: int, backend: str) -> None:
+    """NaN, in its own row and in no other; accelerators do not check ids before."""
+    head = head_rows(5, 24, 70)
+    bad = head._replace(target_ids=head.target_ids.clone())
+    bad.target_ids[2] = target
+    implementation = backends.implementation(backend)
+    near, found = (implementation.head_forward(x).log_probs for x in (head, bad))
+    assert found.isnan().tolist() == [False, False, True, False, False]
+    assert torch.equal(found[found.isfinite()], near[found.isfinite()])
+
+
+def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    head = head_rows(
+        9, 24, 70, bias=torch.randn(70, generator=rng), adapter_hidden=torch.randn(9, 3, generator=rng),
+        adapter_weight=torch.randn(70, 3, generator=rng), temperature=torch.rand(9, generator=rng) + 0.5,
+    )  # fmt: skip
+    apart = HeadRows(*(torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], -1)[..., 0]
+                       if isinstance(x, torch.Tensor) else x for x in head))  # fmt: skip
+    implementation, d = backends.implementation(backend), torch.ones(9)
+    results = []
+    for x in (head, apart):
+        result = implementation.head_forward(x)
+        results.append((result.log_probs, *implementation.head_backward(x, result, d, None, (True,) * 5)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("upstream", [1.0, 1e-3])
+def test_half_gradients_of_a_small_slope_do_not_vanish(upstream: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The power of two takes the slope in; the product of half operands is stood in for, as CUDA has it."""
+    head = head_rows(4, 8, 40, logit_scale=1e-6)
+    head = head._replace(hidden=head.hidden.half(), weight=(1e4 * head.weight).half())
+    d, needs = torch.full((4,), upstream), (True, False, False, False, False)
+    truth = portable.head_backward(head, portable.head_forward(head), d, None, needs)[0]
+    monkeypatch.setattr(portable_tiles, "operand_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(portable_tiles, "_product", lambda a, b: a.float() @ b.float())
+    found = portable.head_backward(head, portable.head_forward(head), d, None, needs)[0]
+    assert truth is not None and truth.abs().max() > 1e-6
+    torch.testing.assert_close(found, truth)
+
+
+def test_the_power_of_two_brings_the_largest_of_both_gradients_near_one() -> None:
+    counts = torch.tensor([True, True, False])
+    small, large = torch.tensor([1e-6, 0.0, 1e9]), torch.tensor([0.0, 100.0, 0.0])
+    assert power_of_two(small, None, counts) == 2.0**19
+    assert power_of_two(small, large, counts) == power_of_two(large, small, counts) == 2.0**-7
+    for bad in (torch.inf, torch.nan, 0.0):
+        assert power_of_two(torch.full((3,), bad), None, counts) == 1
+
+
+def test_operands_are_half_where_their_product_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA; PyTorch for ROCm has no half product with an fp32 result."""
+    for version, expected in (("7.0", torch.float32), (None, torch.bfloat16)):
+        monkeypatch.setattr(torch.version, "hip", version)
+        assert portable_tiles.operand_dtype(torch.device("cuda"), torch.bfloat16) == expected
+    assert portable_tiles.operand_dtype(torch.device("cpu"), torch.bfloat16) == torch.float32
+
+
+# -- which cells a gradient budget drops
+
+
+def test_a_negative_scale_drops_as_much_as_a_positive_one() -> None:
+    shares = []
+    for scale in (1.5, -1.5):
+        sample = make_sample(3, lengths=(40, 31, 25), vocab=60, logit_std=6.0, logit_scale=scale)
+        with small_tiles():
+            assert_dropped_is_what_is_said(sample, 0.3, "torch")
+            with choices():
+                out, _ = run_fused(sample.with_options(gradient_budget=0.3), "torch")
+        shares.append(out.metrics["dropped_gradient_mass"].item())
+    assert min(shares) > 0.1 and max(shares) <= 0.3
+
+
+def test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature() -> None:
+    """The heavier half of the columns, the targets among them, is at the cap and has no gradient; the lighter has."""
+    weight = torch.zeros(60, 1)
+    weight[:30] = 100
+    leaves = {"hidden": torch.ones(2, 8, 1), "weight": weight}
+    ids = torch.arange(16).view(2, 8)
+    options = {"logit_softcap": 6.0, "temperature": 3.0, "mask": torch.ones(2, 8, dtype=torch.bool)}
+    sample = Sample(leaves, ids, torch.tensor([1.0, -0.5]), Objective(), options)
+    with small_tiles():
+        assert_dropped_is_what_is_said(sample, 0.1, "torch")
+
+
+def test_nothing_is_dropped_while_a_graph_is_captured(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_tiles, "_captured", lambda x: True)
+    sample = make_sample(3, lengths=(40, 31), vocab=601, logit_std=6.0).with_options(gradient_budget=0.3)
+    with choices() as made:
+        out, _ = run_fused(sample, backend)
+    rows, pays = made[0].live.counts.tolist()
+    assert rows > 0 and not pays and out.metrics["dropped_gradient_mass"] == 0
+
+
+def test_a_cell_that_fits_the_budget_by_less_than_fp32_resolves_is_kept() -> None:
+    mass, total = torch.tensor([[1.0, 999.0]]).double(), torch.tensor(1000.0).double()
+    assert not live_tiles._lightest(mass, total, 1e-3 * (1 + 5e-5)).any()
+    assert live_tiles._lightest(mass, total, 1e-3 * (1 + 2e-4)).tolist() == [[True, False]]

@@ -1,0 +1,128 @@
+"""The fused loss equals the oracle, values and gradients, for every option, under the law of tolerance.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers.oracle import DTYPES, HEADS, LAYOUTS, OBJECTIVES, assert_equals_oracle
+from helpers.samples import make_sample, run_fused, run_oracle
+from tolerance import check
+
+from gspo_kernels import Objective, linear_log_probs, policy_loss
+
+
+def test_plain_pytorch_in_another_order_is_the_same_computation() -> None:
+    sample = make_sample(4, dtype=torch.float64, bias=True)
+    (truth, true_grads), (again, grads) = run_oracle(sample), run_oracle(sample, order=1)
+    assert not torch.equal(again.log_probs, truth.log_probs)  # it does add in another order
+    for name, grad in grads.items():
+        check(f"d_{name}", grad, true_grads[name], true_grads[name], grad.dtype)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("layout", ["padded", "packed-per-token-weights"])
+def test_every_objective_equals_the_oracle_in_float64(name: str, layout: str, backend: str) -> None:
+    sample = make_sample(3, dtype=torch.float64, objective=Objective(**OBJECTIVES[name]), **LAYOUTS[layout])
+    assert_equals_oracle(sample, torch.float64, backend)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_equals_the_oracle_in_training_dtypes(name: str, dtype: str, backend: str) -> None:
+    sample = make_sample(11, dtype=DTYPES[dtype], objective=Objective(**OBJECTIVES[name]))
+    assert_equals_oracle(sample, DTYPES[dtype], backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_and_layout_equals_the_oracle(head: str, layout: str, dtype: str, backend: str) -> None:
+    sample = make_sample(5, dtype=DTYPES[dtype], **HEADS[head], **LAYOUTS[layout])
+    assert_equals_oracle(sample, DTYPES[dtype], backend)
+
+
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_normalizers_from_the_host_trainer(aggregation: str, as_tensor: bool, backend: str) -> None:
+    objective = Objective(aggregation=aggregation, kl_coef=0.1, kl_aggregation="token-mean")
+    sample = make_sample(6, dtype=torch.float64, objective=objective)
+    sample = sample.with_options(normalizer=17.0, kl_normalizer=31.0)
+    truth, true_grads = run_oracle(sample)
+    if as_tensor:
+        sample = sample.with_options(normalizer=torch.tensor(17), kl_normalizer=torch.tensor(31.0))
+    out, grads = run_fused(sample, backend)
+    check("loss", out.loss, truth.loss, truth.loss, torch.float64)
+    check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo", "k3-ratio", "everything"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_two_seams_chained_are_the_fused_loss_bitwise(name: str, packed: bool, backend: str) -> None:
+    objective = Objective(**OBJECTIVES[name])
+    sample = make_sample(7, objective=objective, packed=packed, token_weights=True)
+    fused, fused_grads = run_fused(sample, backend, entropy=True)
+    leaves = {k: v.detach().requires_grad_() for k, v in sample.leaves.items()}
+    mask, cu_seqlens = sample.options["mask"], sample.options.get("cu_seqlens")
+    lp = linear_log_probs(
+        leaves["hidden"], leaves["weight"], sample.target_ids, mask=mask, entropy=True, backend=backend
+    )
+    out = policy_loss(
+        lp.log_probs, sample.advantages, mask=mask, cu_seqlens=cu_seqlens, entropy=lp.entropy, objective=objective,
+        old_log_probs=sample.options["old_log_probs"], ref_log_probs=sample.options["ref_log_probs"],
+        token_weights=sample.options["token_weights"], backend=backend,
+    )  # fmt: skip
+    out.loss.backward()
+    assert torch.equal(out.loss, fused.loss)
+    assert torch.equal(out.log_ratio, fused.log_ratio)
+    assert torch.equal(out.log_probs, fused.log_probs)
+    assert fused.metrics.keys() - out.metrics.keys() == {
+        "dropped_gradient_mass", "live_row_share", "live_tile_share", "passes",
+    }  # fmt: skip
+    for key, value in out.metrics.items():
+        assert torch.equal(fused.metrics[key], value), key
+    for key, value in fused_grads.items():
+        assert torch.equal(leaves[key].grad, value), key  # pyright: ignore[reportArgumentType]
+
+
+def test_several_tiles_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Tiles smaller than the batch and the vocabulary, ragged at both ends, with targets in every slab."""
+    from gspo_kernels.backends.torch import tiles as portable_tiles
+
+    monkeypatch.setattr(portable_tiles, "tile_shape", lambda device, dtype: (8, 7))
+    for head, dtype in itertools.product(["plain", "all"], ["fp64", "fp32", "bf16"]):
+        sample = make_sample(8, dtype=DTYPES[dtype], vocab=38, **HEADS[head])
+        assert {int(t) // 7 for t in sample.target_ids[sample.options["mask"]]} == set(range(6))
+        assert_equals_oracle(sample, DTYPES[dtype], backend)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_multi_turn_batches_of_uneven_lengths(seed: int, backend: str) -> None:
+    lengths = tuple(torch.randint(1, 40, (13,), generator=torch.Generator().manual_seed(seed)).tolist())
+    for packed in (False, True):
+        sample = make_sample(seed, lengths=lengths, dtype=torch.float64, packed=packed, vocab=101)
+        assert_equals_oracle(sample, torch.float64, backend)
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor-core route with the product itself stood in for: half operands, fp32 result."""
+    from gspo_kernels.backends.torch import tiles as portable_tiles
+
+    monkeypatch.setattr(portable_tiles, "operand_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(portable_tiles, "_product", lambda a, b: a.float() @ b.float())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_operands_with_fp32_results(dtype: str, tensor_cores: None) -> None:
+    assert_equals_oracle(make_sample(12, dtype=DTYPES[dtype], **HEADS["all"]), DTYPES[dtype], "torch")
+
+
+def test_small_fp16_gradients_survive_the_product(tensor_cores: None) -> None:
+    """Where d_logits is far below what fp16 resolves and d_hidden is not, a power of two must carry it over."""
+    sample = make_sample(12, dtype=torch.float16).with_options(normalizer=200.0, logit_scale=1 / 64)
+    sample.leaves["weight"].data *= 64
+    d_hidden, truth = (run(sample)[1]["hidden"].flatten(0, 1) for run in (run_fused, run_oracle))
+    same_dtype = truth.to(torch.float16)
+    check("d_hidden", d_hidden, same_dtype, truth, torch.float16)

@@ -1,0 +1,265 @@
+"""Every preset is the loss of the paper or trainer it is named for, written out here once more from that source."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.other_trainers import PRESETS, Rollout, assert_agree, ours, rollout
+from torch import Tensor
+
+from gspo_kernels import Objective, objective, policy_loss, validation
+
+Formula = Callable[[Tensor, Rollout, Objective], Tensor]
+
+
+def sequence_ratio(lp: Tensor, b: Rollout) -> Tensor:
+    """arXiv 2507.18071, eq. 7: (pi(y) / pi_old(y)) ^ (1 / |y|), [B]."""
+    m = b.double_mask()
+    return (((lp - b.old) * m).sum(1) / m.sum(1)).exp()
+
+
+def clipped_loss(ratio: Tensor, advantages: Tensor, o: Objective) -> Tensor:
+    return -torch.min(ratio * advantages, ratio.clamp(1 - o.clip_low, 1 + o.clip_high) * advantages)
+
+
+def gspo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    """eq. 5."""
+    return clipped_loss(sequence_ratio(lp, b), b.advantages, o).mean()
+
+
+def gspo_token(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    """eq. 13-14."""
+    s = sequence_ratio(lp, b).detach()[:, None] * (lp - lp.detach()).exp()
+    m = b.double_mask()
+    return ((clipped_loss(s, b.advantages[:, None], o) * m).sum(1) / m.sum(1)).mean()
+
+
+def token_losses(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    return clipped_loss((lp - b.old).exp(), b.advantages[:, None], o) * b.double_mask()
+
+
+def grpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    """arXiv 2402.03300 without KL: a mean over each answer, then over answers."""
+    return (token_losses(lp, b, o).sum(1) / b.double_mask().sum(1)).mean()
+
+
+def dapo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    """arXiv 2503.14476: over the tokens of all answers; the BNPO of TRL is that per micro-batch."""
+    return token_losses(lp, b, o).sum() / b.double_mask().sum()
+
+
+def dr_grpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    """arXiv 2503.20783 as in TRL: sum / (answers x longest completion)."""
+    return token_losses(lp, b, o).sum() / (len(b.advantages) * 32)
+
+
+def luspo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    """arXiv 2602.05261: GSPO's loss of each answer times its length."""
+    return (clipped_loss(sequence_ratio(lp, b), b.advantages, o) * b.double_mask().sum(1)).mean()
+
+
+def cispo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    """arXiv 2506.13585 with no lower bound, as in TRL: REINFORCE with a capped importance weight."""
+    weight = (lp - b.old).exp().clamp(max=1 + o.clip_high).detach()
+    return (-weight * b.advantages[:, None] * lp * b.double_mask()).sum() / b.double_mask().sum()
+
+
+def sapo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    """arXiv 2511.20347: 4 / tau sigmoid(tau (r - 1)), tau 1.0 above zero advantage and 1.05 below."""
+    tau = torch.tensor([1.05, 1.0], dtype=lp.dtype)[(b.advantages > 0).long()][:, None]
+    gate = 4 / tau / (1 + (-tau * ((lp - b.old).exp() - 1)).exp())
+    m = b.double_mask()
+    return ((-gate * b.advantages[:, None] * m).sum(1) / m.sum(1)).mean()
+
+
+def gmpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    """arXiv 2507.20673: a geometric mean of token ratios, each clipped in log space to its bad side."""
+    sign = b.advantages.sign()[:, None]
+    r = lp - b.old
+    r = sign * torch.min(sign * r, sign * r.clamp(-o.clip_low, o.clip_high))
+    m = b.double_mask()
+    return (-b.advantages * ((r * m).sum(1) / m.sum(1)).exp()).mean()
+
+
+def reinforce(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    """R. J. Williams (1992) with a baseline: -A log p(answer), averaged over answers."""
+    return (-b.advantages * (lp * b.double_mask()).sum(1)).mean()
+
+
+FORMULAS: dict[str, Formula] = {
+    "gspo": gspo, "gspo-token": gspo_token, "grpo": grpo, "dapo": dapo, "bnpo": dapo, "dr_grpo": dr_grpo,
+    "luspo": luspo, "cispo": cispo, "sapo": sapo, "gmpo": gmpo, "reinforce": reinforce,
+}  # fmt: skip
+
+
+def by_autograd(formula: Formula, batch: Rollout, o: Objective) -> tuple[Tensor, Tensor]:
+    lp = batch.log_probs.clone().requires_grad_()
+    loss = formula(lp, batch, o)
+    (gradient,) = torch.autograd.grad(loss, lp)
+    return loss.detach(), gradient
+
+
+def test_every_preset_has_a_formula() -> None:
+    assert PRESETS.keys() == FORMULAS.keys() == objective._PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_formula_of_its_source(name: str, backend: str) -> None:
+    o = Objective.preset(name, **PRESETS[name])
+    batch = rollout(o)
+    assert_agree(batch, ours(batch, o, backend), *by_autograd(FORMULAS[name], batch, o))
+
+
+KL: dict[str, Callable[[Tensor, Rollout], Tensor]] = {
+    "k1": lambda lp, b: lp - b.ref,
+    "abs": lambda lp, b: (lp - b.ref).abs(),
+    "k2": lambda lp, b: (lp - b.ref) ** 2 / 2,
+    "k3": lambda lp, b: (b.ref - lp).exp() - (b.ref - lp) - 1,
+    # verl's core_algos.kl_penalty: the value of the estimator, the gradient of k2.
+    "k1+": lambda lp, b: (lp - b.ref).detach() + (lp.detach() - b.ref) * (lp - lp.detach()),
+    "k3+": lambda lp, b: KL["k3"](lp.detach(), b) + (lp.detach() - b.ref) * (lp - lp.detach()),
+    # arXiv 2512.02556
+    "unbiased": lambda lp, b: (lp - b.old).exp() * KL["k3"](lp, b),
+}
+
+
+@pytest.mark.parametrize("estimator", KL)
+@pytest.mark.parametrize("preset", ["gspo", "grpo", "gmpo"])
+@pytest.mark.parametrize("aggregation", [None, "token-mean"])
+def test_every_estimator_of_kl_is_its_formula(
+    estimator: str, preset: str, aggregation: str | None, backend: str
+) -> None:
+    o = Objective.preset(preset, kl_coef=0.3, kl_estimator=estimator, kl_aggregation=aggregation)
+    batch = rollout(o)
+
+    def formula(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+        m = b.double_mask()
+        kl = KL[estimator](lp, b) * m
+        mean = (kl.sum(1) / m.sum(1)).mean() if aggregation is None else kl.sum() / m.sum()
+        return FORMULAS[preset](lp, b, o) + 0.3 * mean
+
+    assert_agree(batch, ours(batch, o, backend), *by_autograd(formula, batch, o))
+
+
+@pytest.mark.parametrize("preset", ["gspo", "grpo", "cispo", "gmpo"])
+def test_the_clip_fractions_are_those_of_the_surrogate(preset: str, backend: str) -> None:
+    o = Objective.preset(preset, **PRESETS[preset])
+    batch = rollout(o, seed=1)
+    r = batch.log_probs - batch.old
+    if preset == "gspo":
+        r = (r * batch.double_mask()).sum(1, keepdim=True) / batch.double_mask().sum(1, keepdim=True)
+    least, most = (-0.4, 0.4) if preset == "gmpo" else (1 - o.clip_low, 1 + o.clip_high)
+    x = r if preset == "gmpo" else r.exp()
+    down, up = (batch.advantages[:, None] < 0, batch.advantages[:, None] > 0)
+    if preset == "cispo":
+        down = up = batch.advantages[:, None] != 0
+    low, high = batch.mask & down & (x < least), batch.mask & up & (x > most)
+    out, _ = ours(batch, o, backend)
+    tokens, sequences = batch.mask.sum(), len(batch.advantages)
+    for name, found in {"_low": low, "_high": high, "": low | high}.items():
+        torch.testing.assert_close(out.metrics[f"token_clip_fraction{name}"], found.sum().double() / tokens)
+        torch.testing.assert_close(out.metrics[f"clip_fraction{name}"], found.any(1).sum().double() / sequences)
+
+
+@pytest.mark.parametrize("preset", ["cispo", "sapo", "reinforce", "gmpo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("extreme", [200.0, -200.0, float("inf"), float("nan")])
+def test_a_ratio_beyond_floating_point_is_bound_or_seen(
+    preset: str, advantage: float, extreme: float, backend: str
+) -> None:
+    """In float32 exp(200) is inf: a bound selects before it multiplies, and a NaN reaches the loss."""
+    o = Objective.preset(preset)
+    batch = rollout(Objective.preset("sapo"))
+    old, advantages = batch.old.clone(), batch.advantages.abs() + 0.1
+    old[0, 0], advantages[0] = batch.log_probs[0, 0] - extreme, advantage
+    batch = replace(batch, old=old.float(), log_probs=batch.log_probs.float(), advantages=advantages)
+    out, gradient = ours(batch, o, backend)
+    unbound = preset == "gmpo" and extreme * advantage < -100 and extreme == extreme  # gmpo has one bound per sign
+    if extreme != extreme and preset != "reinforce" and advantage:
+        assert out.loss.isnan()
+    elif not unbound:
+        assert out.loss.isfinite() and gradient.isfinite().all()
+    if not advantage:
+        assert not gradient[0].any()
+    assert gradient[1:].isfinite().all() and gradient[1:].any()
+
+
+@pytest.mark.parametrize("estimator", ["unbiased", "k3-ratio"])
+def test_a_ratio_that_is_no_number_is_seen_where_there_is_no_divergence(estimator: str, backend: str) -> None:
+    kl = {"kl_estimator": "unbiased"} if estimator == "unbiased" else {"kl_ratio_factor": True}
+    lp = -torch.ones(1, 2)
+    for ratio, seen in ((float("nan"), True), (-float("inf"), False)):
+        old = torch.tensor([[ratio, -1.0]])
+        out = policy_loss(lp, torch.ones(1), old_log_probs=old, ref_log_probs=lp, backend=backend,
+                          objective=Objective.preset("reinforce", kl_coef=0.1, **kl))  # fmt: skip
+        assert out.loss.isnan() == seen
+
+
+@pytest.mark.parametrize("estimator", KL)
+@pytest.mark.parametrize("d", [float("nan"), float("inf"), -float("inf")])
+def test_both_backends_have_the_same_slope_of_an_impossible_divergence(estimator: str, d: float) -> None:
+    found = []
+    for backend in ("torch", "triton"):
+        lp = -torch.ones(1, 2).requires_grad_()
+        o = Objective.preset("grpo", kl_coef=0.1, kl_estimator=estimator)
+        out = policy_loss(
+            lp, torch.zeros(1), ref_log_probs=torch.tensor([[-1 - d, -1.0]]), objective=o, backend=backend
+        )
+        found.append((out.loss.detach(), *torch.autograd.grad(out.loss, lp)))
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x.isnan(), y.isnan())
+        torch.testing.assert_close(x, y, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_zero_advantage_and_a_masked_batch_give_nothing(name: str, backend: str) -> None:
+    o = Objective.preset(name, **PRESETS[name])
+    batch = rollout(o)
+    for idle in (replace(batch, advantages=torch.zeros_like(batch.advantages)),
+                 replace(batch, mask=torch.zeros_like(batch.mask))):  # fmt: skip
+        out, gradient = ours(idle, o, backend)
+        assert out.loss == 0 and not gradient.any()
+
+
+@pytest.fixture
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_said", set())
+
+
+def test_a_sequence_ratio_weighted_by_length_is_warned_of_once(nothing_said: None) -> None:
+    with pytest.warns(UserWarning, match="LUSPO") as caught:
+        for _ in range(2):
+            Objective(aggregation="token-mean")
+            Objective.preset("gspo-token", aggregation="seq-mean-token-sum")
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_a_window_for_tokens_on_a_sequence_ratio_is_warned_of(nothing_said: None) -> None:
+    with pytest.warns(UserWarning, match="clip_low=0.2, clip_high=0.27"):
+        Objective.preset("gspo", clip_low=0.2, clip_high=0.27)
+
+
+def test_the_window_of_luspo_is_warned_of_too(nothing_said: None) -> None:
+    with pytest.warns(UserWarning, match="clip_low=0.2") as caught:
+        Objective.preset("luspo", clip_low=0.2, clip_high=0.2)
+    assert len(caught) == 1
+
+
+def test_what_is_meant_is_not_warned_of(nothing_said: None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, changes in PRESETS.items():
+            o = Objective.preset(name, **changes)
+            ours(rollout(o), o, "torch")  # nor is its copy behind the operator
+
+
+def test_a_preset_with_changes_is_checked() -> None:
+    with pytest.raises(ValueError, match="ratio must be 'sequence'"):
+        Objective.preset("gmpo", ratio="token")
+    assert Objective.preset("luspo", clip_low=1e-3) == Objective(
+        clip_low=1e-3, clip_high=2.5e-3, aggregation="seq-mean-token-sum"
+    )

@@ -1,0 +1,194 @@
+"""What the documents on GSPO that users arrive with ask for, each step of it by hand and by our functions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers.other_trainers import assert_agree, ours, rollout
+from tolerance import FLOAT64_RELATIVE
+from torch import Tensor
+
+from gspo_kernels import Objective, policy_loss
+from gspo_kernels.advantages import RunningMoments, group_advantages, normalize_rewards, token_returns, whiten
+from gspo_kernels.sampler_mismatch import RolloutCorrection
+
+
+def ratios(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    return (((lp - old) * mask).sum(1) / mask.sum(1)).exp()
+
+
+@pytest.mark.parametrize("by", [None, "batch", "group", "running"])
+@pytest.mark.parametrize("in_reward_kl", [False, True])
+def test_rolls_gspo_recipe(by: str | None, in_reward_kl: bool, backend: str) -> None:
+    """ROLL's GSPO page: reward norm, reward clip, in-reward KL, whitening, advantage clip, then the actor's loss.
+
+    Its loss_agg_mode there is seq-mean-token-sum, its dual clip 1 + 2 pg_clip with pg_clip 0.2; the ratio of a sequence
+    is differentiated, also where a KL in the reward makes advantages differ by token.
+    """
+    objective = Objective.preset("luspo", clip_low=0.2, clip_high=0.2, dual_clip=1.4, kl_coef=0.001)
+    b = rollout(Objective())
+    mask, rng = b.double_mask(), torch.Generator().manual_seed(1)
+    rewards = 8 * torch.rand(12, generator=rng, dtype=torch.float64)
+
+    # by hand
+    std = lambda x: (x - x.mean()).square().sum().div(len(x) - 1).sqrt()  # noqa: E731
+    x = rewards
+    if by in ("batch", "running"):
+        x = (x - x.mean()) / (std(x) + 1e-6)
+    if by == "group":
+        x = torch.cat([(g - g.mean()) / (std(g) + 1e-6) for g in rewards.split(4)])
+    x = x.clamp(-5, 5)
+    token_rewards = torch.zeros_like(mask)
+    for i in range(12):
+        last = int(mask[i].nonzero().max())
+        token_rewards[i, last] = x[i]
+    kl = (b.old - b.ref) * mask
+    if in_reward_kl:
+        token_rewards -= 0.05 * kl
+    token_rewards = token_rewards.clamp(-5, 5)
+    returns = token_rewards.flip(1).cumsum(1).flip(1)
+    n = mask.sum()
+    mean = (returns * mask).sum() / n
+    variance = ((returns - mean).square() * mask).sum() / (n - 1)
+    expected = (((returns - mean) / (variance + 1e-8).sqrt()) * mask).clamp(-2, 2)
+    lp = b.log_probs.clone().requires_grad_()
+    s = ratios(lp, b.old, mask)[:, None]
+    loss = -torch.min(s * expected, s.clamp(0.8, 1.2) * expected)
+    loss = torch.where(expected < 0, torch.min(loss, -1.4 * expected), loss)
+    k3 = (b.ref - lp).exp() - (b.ref - lp) - 1
+    loss = ((loss + 0.001 * k3) * mask).sum(1).mean()
+    (gradient,) = torch.autograd.grad(loss, lp)
+
+    # by ours
+    normal = rewards
+    if by is not None:
+        normal = normalize_rewards(rewards, RunningMoments() if by == "running" else by, 4 if by == "group" else None)
+    normal = normal.clamp(-5, 5)
+    options: dict[str, Any] = {"kl": kl, "kl_coef": 0.05} if in_reward_kl else {}
+    advantages = whiten(token_returns(normal, b.mask, reward_clip=5, **options), b.mask).clamp(-2, 2)
+    torch.testing.assert_close(advantages, expected)
+    given = b.log_probs.clone().requires_grad_()
+    out = policy_loss(given, advantages, mask=b.mask, old_log_probs=b.old, ref_log_probs=b.ref, objective=objective,
+                      backend=backend)  # fmt: skip
+    out.loss.backward()
+    assert given.grad is not None
+    assert_agree(b, (out, given.grad), loss.detach(), gradient)
+
+
+def test_the_seven_steps_of_the_blog_on_answers_of_a_few_tokens(backend: str) -> None:
+    """z-scores in groups of G, one ratio per answer by its length in tokens, one clip; any G, any length from 1."""
+    for group in range(2, 9):
+        rng = torch.Generator().manual_seed(group)
+        rewards = torch.rand(2 * group, generator=rng, dtype=torch.float64)
+        grouped = rewards.view(2, group)
+        by_hand = (grouped - grouped.mean(1, keepdim=True)) / grouped.std(1, keepdim=True).clamp_min(1e-6)
+        advantages = group_advantages(rewards, group, eps=0.0)
+        torch.testing.assert_close(advantages, by_hand.flatten())
+        lengths = torch.arange(2 * group) % 5 + 1
+        mask = torch.arange(5)[None, :] < lengths[:, None]
+        lp = (-torch.rand(2 * group, 5, generator=rng, dtype=torch.float64)).requires_grad_()
+        old = lp.detach() + 1e-3 * torch.randn(2 * group, 5, generator=rng, dtype=torch.float64)
+        out = policy_loss(lp, advantages, mask=mask, old_log_probs=old, backend=backend)
+        (found,) = torch.autograd.grad(out.loss, lp)
+        s = ratios(lp, old, mask)
+        loss = -torch.min(s * advantages, s.clamp(1 - 3e-4, 1 + 4e-4) * advantages).mean()
+        (expected,) = torch.autograd.grad(loss, lp)
+        torch.testing.assert_close(out.loss, loss)
+        torch.testing.assert_close(found, expected, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
+
+
+def test_the_blogs_skeleton_is_not_this_loss() -> None:
+    """It multiplies the clipped objective, gradient included, by log-probs again: clipped answers keep being pushed."""
+    objective = Objective(clip_low=0.4, clip_high=0.4, surrogate="clip")
+    b = rollout(Objective())
+    r = torch.where(b.advantages > 0, 0.6, -0.6)[:, None] * b.double_mask()  # every ratio beyond the window
+    mask = b.double_mask()
+    lp = b.log_probs.clone().requires_grad_()
+    s = ratios(lp, b.log_probs - r, mask)
+    w = torch.min(s * b.advantages, s.clamp(0.6, 1.4) * b.advantages)
+    (skeleton,) = torch.autograd.grad(-(w[:, None] * lp * mask).sum() / mask.sum(), lp)
+    given = b.log_probs.clone().requires_grad_()
+    out = policy_loss(given, b.advantages, mask=b.mask, old_log_probs=b.log_probs - r, objective=objective)
+    (gradient,) = torch.autograd.grad(out.loss, given)
+    assert skeleton.abs().max() > 1e-3 and not gradient.any()
+
+
+def test_the_gradients_of_gspo_and_grpo_weigh_tokens_as_the_paper_says(backend: str) -> None:
+    """Section 4.2: GSPO weighs an answer's tokens alike; GRPO each by its ratio, in (0, 1 + e] or [1 - e, inf)."""
+    grpo = Objective.preset("grpo")
+    b = rollout(grpo)
+    lengths = b.mask.sum(1, keepdim=True)
+    scale = -len(b.advantages) * lengths / b.advantages[:, None]
+    _, gradient = ours(b, grpo, backend)
+    weight = torch.where(b.mask, gradient * scale, 0)
+    ratio = (b.log_probs - b.old).exp()
+    positive, negative = (b.advantages > 0)[:, None] & b.mask, (b.advantages < 0)[:, None] & b.mask
+    assert weight[positive].max() <= 1.2 and (weight[positive] > 1.1).any()
+    live = negative & (weight != 0)
+    assert weight[live].min() >= 0.8 and torch.allclose(weight[live], ratio[live])
+    b = rollout(Objective())
+    _, gradient = ours(b, Objective(), backend)
+    s = ratios(b.log_probs, b.old, b.double_mask())
+    weight = gradient * -len(b.advantages) * lengths / b.advantages[:, None]
+    live = (gradient != 0).any(1)
+    assert 0 < live.sum() < len(live)
+    for i in live.nonzero()[:, 0].tolist():
+        torch.testing.assert_close(weight[i][b.mask[i]], s[i].expand(int(lengths[i])))
+
+
+def test_dapo_and_grpo_differ_in_what_a_token_counts(backend: str) -> None:
+    b = rollout(Objective.preset("grpo"))
+    _, grpo = ours(b, Objective.preset("grpo", clip_high=0.28), backend)
+    _, dapo = ours(b, Objective.preset("dapo"), backend)
+    lengths = b.mask.sum(1, keepdim=True)
+    torch.testing.assert_close(dapo, grpo * lengths * len(lengths) / lengths.sum())
+
+
+def test_log_probs_of_the_engine_as_old_ones(backend: str) -> None:
+    """The paper's 5.4: no second forward of the old policy. Against rescoring, the difference is in the metrics."""
+    b = rollout(Objective())
+    engine = b.old + 0.01 * torch.randn(b.old.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    correction = RolloutCorrection(level="geometric")
+    out = policy_loss(b.log_probs, b.advantages, mask=b.mask, old_log_probs=b.old, rollout_log_probs=engine,
+                      objective=Objective(rollout_correction=correction), backend=backend)  # fmt: skip
+    assert 0 < out.metrics["rollout_kl_sampler_trainer"] < 1e-3
+    direct = policy_loss(b.log_probs, b.advantages, mask=b.mask, old_log_probs=engine, backend=backend)
+    u = ((b.log_probs - engine) * b.mask).sum(1) / b.mask.sum(1)
+    torch.testing.assert_close(direct.log_ratio, u)
+    assert not torch.equal(direct.metrics["clip_fraction"], out.metrics["clip_fraction"])
+
+
+def test_a_partial_rollout_of_two_policies_and_tool_output(backend: str) -> None:
+    """Each token's old log-prob is of the policy that sampled it; tool output is masked, in no mean and no gradient."""
+    b = rollout(Objective())
+    later = b.old + 0.02
+    first = torch.arange(16) < 5
+    tools = torch.zeros(16, dtype=torch.bool)
+    tools[3:6] = True
+    mask = b.mask & ~tools
+    old = torch.where(first, b.old, later)
+    lp = b.log_probs.clone().requires_grad_()
+    out = policy_loss(lp, b.advantages, mask=mask, old_log_probs=old, backend=backend,
+                      objective=Objective(clip_low=0.5, clip_high=0.5))  # fmt: skip
+    (gradient,) = torch.autograd.grad(out.loss, lp)
+    for i in range(12):
+        tokens = [t for t in range(16) if mask[i, t]]
+        expected = math.fsum(float(b.log_probs[i, t] - old[i, t]) for t in tokens) / max(len(tokens), 1)
+        assert out.log_ratio[i].item() == pytest.approx(expected, abs=1e-12)
+    assert not gradient[:, tools].any()
+
+
+@pytest.mark.parametrize("window", [(3e-4, 4e-4), (2e-4, 3e-4)])
+def test_the_windows_of_the_guides(window: tuple[float, float], backend: str) -> None:
+    """3e-4 / 4e-4 below a billion parameters, 2e-4 / 3e-4 above and for mixtures of experts, with a KL of 0 or 0.01."""
+    objective = Objective(clip_low=window[0], clip_high=window[1], kl_coef=0.01)
+    b = rollout(objective)
+    s = ratios(b.log_probs, b.old, b.double_mask())
+    out, _ = ours(b, objective, backend)
+    low = (b.advantages < 0) & (s < 1 - window[0])
+    high = (b.advantages > 0) & (s > 1 + window[1])
+    assert low.any() and high.any()
+    torch.testing.assert_close(out.metrics["clip_fraction"], (low | high).double().mean())

@@ -1,0 +1,272 @@
+"""Importance weights against the sampler, against their formulas over Python numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.samples import Sample, make_sample, run_fused
+from tolerance import FLOAT64_RELATIVE
+from torch import Tensor
+
+from gspo_kernels import Objective, policy_loss, validation
+from gspo_kernels.sampler_mismatch import LEVELS, MODES, RolloutCorrection, importance_weights, off_policy_mask
+
+
+def batch(packed: bool) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    mask = torch.rand(5, 9, generator=rng) > 0.3
+    mask[2] = False
+    old = -torch.rand(5, 9, generator=rng, dtype=torch.float64)
+    roll = old - 0.5 * torch.randn(5, 9, generator=rng, dtype=torch.float64)
+    old[~mask], roll[~mask] = torch.nan, torch.inf
+    inputs = {"old_log_probs": old, "rollout_log_probs": roll, "mask": mask}
+    if packed:
+        inputs = {k: v.reshape(-1) for k, v in inputs.items()} | {"cu_seqlens": torch.arange(6) * 9}
+    return inputs
+
+
+def expected_weights(level: str, mode: str, low: float, high: float) -> tuple[list[list[float]], list[float], int]:
+    """(weights, the plain ones of tokens that count, how many a bound changed), by the book."""
+    old, roll, mask = (batch(False)[k].tolist() for k in ("old_log_probs", "rollout_log_probs", "mask"))
+    found, plain, bound = [[0.0] * 9 for _ in range(5)], [], 0
+    for i in range(5):
+        tokens = [t for t in range(9) if mask[i][t]]
+        logs = {t: old[i][t] - roll[i][t] for t in tokens}
+        for t in tokens:
+            log = {"token": logs[t], "sequence": sum(logs.values()), "geometric": sum(logs.values()) / len(logs)}[level]
+            rho = math.exp(log)
+            inside = low <= rho <= high
+            bound += not inside
+            found[i][t] = rho if inside else 0.0 if mode == "mask" else min(max(rho, low), high)
+            plain.append(logs[t])
+    return found, plain, bound
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_and_metrics_are_by_the_book(level: str, mode: str, packed: bool) -> None:
+    low, high = 0.8, 1.3
+    ours = importance_weights(**batch(packed), level=level, mode=mode, low=low, high=high)
+    found, plain, bound = expected_weights(level, mode, low, high)
+    expected = torch.tensor(found, dtype=torch.float64)
+    torch.testing.assert_close(ours.weights.view(5, 9), expected, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
+    w, n = expected.flatten(), len(plain)
+    assert 0 < bound < n
+    metrics = {
+        "weight_mean": w.sum() / n, "weight_max": w.max(), "bound_share": bound / n,
+        "effective_sample_size": w.sum() ** 2 / (n * w.square().sum()),
+        "kl_sampler_trainer": sum(math.exp(d) - 1 - d for d in plain) / n,
+    }  # fmt: skip
+    assert ours.metrics.keys() == metrics.keys()
+    for name, value in metrics.items():
+        assert ours.metrics[name].item() == pytest.approx(float(value), rel=1e-9), name
+        assert ours.metrics[name].ndim == 0
+
+
+def test_equal_log_probs_weigh_one() -> None:
+    lp = torch.randn(2, 3)
+    for level in LEVELS:
+        found = importance_weights(lp, lp, torch.ones(2, 3), level=level)
+        assert found.weights.eq(1).all() and found.metrics["effective_sample_size"] == 1
+        assert found.metrics["kl_sampler_trainer"] == found.metrics["bound_share"] == 0
+
+
+def test_a_nan_reaches_the_loss_and_an_overflow_is_bounded() -> None:
+    old, roll = torch.zeros(2, 3), torch.tensor([[0.0, torch.nan, 0.0], [-99.0, -99.0, 0.0]])
+    found = importance_weights(old, roll, torch.ones(2, 3), level="sequence", high=3.0)
+    assert found.weights[0].isnan().all() and found.weights[1].eq(3).all()
+    found = importance_weights(old, roll, torch.ones(2, 3), level="sequence", mode="mask", high=3.0)
+    assert found.weights[0].isnan().all() and found.weights[1].eq(0).all()
+
+
+def test_weights_enter_a_loss() -> None:
+    inputs = batch(False)
+    weights = importance_weights(**inputs).weights
+    lp = inputs["old_log_probs"].clone().requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 1.0, 0.5, 0.0])
+    out = policy_loss(
+        lp, advantages, mask=inputs["mask"], token_weights=weights, objective=Objective(ratio="sequence-token")
+    )
+    (grad,) = torch.autograd.grad(out.loss, lp)
+    lengths = inputs["mask"].sum(1, keepdim=True).clamp(min=1)
+    expected = torch.where(inputs["mask"], -weights * advantages[:, None] / lengths / 4, 0)
+    torch.testing.assert_close(grad, expected.to(grad.dtype))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, packed: bool, backend: str) -> None:
+    sample = make_sample(2, packed=packed, token_weights=True)
+    mask, old = sample.options["mask"], sample.options["old_log_probs"]
+    away = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
+    rollout = torch.where(mask, old + away, torch.nan)
+    bounds: dict[str, Any] = {"level": level, "mode": "mask", "low": 0.8, "high": 1.3}
+    found = importance_weights(old, rollout, mask, cu_seqlens=sample.options.get("cu_seqlens"), **bounds)
+    both = torch.where(mask, sample.options["token_weights"] * found.weights, 0)
+    expected, expected_grads = run_fused(sample.with_options(token_weights=both), backend)
+    corrected = Sample(**{**vars(sample), "objective": Objective(rollout_correction=RolloutCorrection(**bounds))})
+    out, grads = run_fused(corrected.with_options(rollout_log_probs=rollout), backend)
+    assert torch.equal(out.loss, expected.loss)
+    assert all(torch.equal(grads[name], g) for name, g in expected_grads.items())
+    assert 0 < out.metrics["rollout_bound_share"] < 1
+    for name, value in found.metrics.items():
+        assert torch.equal(out.metrics[f"rollout_{name}"], value)
+    with_plain_log_probs = policy_loss(
+        expected.log_probs, sample.advantages, mask=mask, cu_seqlens=sample.options.get("cu_seqlens"),
+        old_log_probs=old, rollout_log_probs=rollout, token_weights=sample.options["token_weights"],
+        objective=corrected.objective, backend=backend,
+    )  # fmt: skip
+    assert torch.equal(with_plain_log_probs.loss, expected.loss)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_that_is_no_number_or_exploded_weighs_nothing_on_nothing(level: str, backend: str) -> None:
+    """Advantage 0, token weight 0, or clipped with an inf weight: no gradient and no NaN."""
+    old = -torch.ones(2, 3)
+    rollout = old.clone()
+    rollout[0, 0] = torch.nan
+    o = Objective.preset("grpo", rollout_correction=RolloutCorrection(level=level))
+    out = policy_loss(old, torch.tensor([0.0, 1.0]), old_log_probs=old, rollout_log_probs=rollout, objective=o,
+                      backend=backend)  # fmt: skip
+    assert out.loss == -0.5
+    silent = torch.ones(2, 3)
+    silent[0] = 0
+    out = policy_loss(old, torch.ones(2), old_log_probs=old, rollout_log_probs=rollout, objective=o,
+                      token_weights=silent, backend=backend)  # fmt: skip
+    assert out.loss == -0.5
+    lp = (old + 1).requires_grad_()  # every token is above the window
+    o = Objective.preset("grpo", rollout_correction=RolloutCorrection(level=level, high=math.inf))
+    out = policy_loss(lp, torch.ones(2), old_log_probs=old, rollout_log_probs=old - 100, objective=o, backend=backend)
+    (gradient,) = torch.autograd.grad(out.loss, lp)
+    assert out.loss.isinf() and not gradient.any()
+
+
+def test_a_token_that_the_sampler_found_impossible_is_infinitely_far() -> None:
+    old = -torch.ones(1, 2)
+    found = importance_weights(old, torch.tensor([[-math.inf, -1.0]]), torch.ones(1, 2))
+    assert found.weights.tolist() == [[2.0, 1.0]] and found.metrics["kl_sampler_trainer"] == math.inf
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_off_policy_mask(packed: bool) -> None:
+    inputs = batch(packed)
+    inputs["log_probs"] = inputs.pop("old_log_probs")
+    advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0, -1.0])
+    found = off_policy_mask(**inputs, advantages=advantages, threshold=0.05)
+    new, roll, mask = (inputs[k].view(5, 9) for k in ("log_probs", "rollout_log_probs", "mask"))
+    expected = mask.double()
+    for i in range(5):
+        if mask[i].any() and advantages[i] < 0 and (roll[i] - new[i])[mask[i]].mean() > 0.05:
+            expected[i] = 0
+    assert 0 < expected.sum() < mask.sum()
+    assert torch.equal(found.weights.view(5, 9), expected)
+    assert found.metrics["masked_share"].item() == pytest.approx(1 - (expected.sum() / mask.sum()).item())
+
+
+def test_against_old_log_probs_it_is_the_lower_clip_of_gspo() -> None:
+    rng = torch.Generator().manual_seed(1)
+    old, noise = -torch.rand(64, 5, generator=rng), 1e-3 * torch.randn(64, 5, generator=rng)
+    lp, advantages, threshold = (old + noise).requires_grad_(), -torch.ones(64), 3e-4
+    kept = off_policy_mask(lp, old, advantages, torch.ones(64, 5), threshold=threshold).weights
+    objective = Objective(clip_low=1 - math.exp(-threshold))
+    (grad,) = torch.autograd.grad(policy_loss(lp, advantages, old_log_probs=old, objective=objective).loss, lp)
+    assert torch.equal(grad != 0, kept == 1) and 0 < kept.sum() < kept.numel()
+
+
+ONES = torch.ones(2, 3)
+BAD: dict[str, tuple[Callable[[], object], str, str]] = {
+    "shape": (lambda: importance_weights(ONES, torch.ones(2), ONES), "rollout_log_probs", "[2]"),
+    "half": (lambda: importance_weights(ONES.half(), ONES, ONES), "old_log_probs", "float16"),
+    "level": (lambda: importance_weights(ONES, ONES, ONES, level="turn"), "level", "'turn'"),
+    "mode": (lambda: importance_weights(ONES, ONES, ONES, mode="clip"), "mode", "'clip'"),
+    "low": (lambda: importance_weights(ONES, ONES, ONES, low=-1.0), "low", "-1.0"),
+    "high": (lambda: importance_weights(ONES, ONES, ONES, low=1.0, high=0.5), "high", "0.5"),
+    "mask": (lambda: importance_weights(ONES, ONES, torch.ones(6)), "mask", "[6]"),
+    "offsets": (lambda: importance_weights(ONES[0], ONES[0], ONES[0], cu_seqlens=ONES[0]), "cu_seqlens", "float32"),
+    "threshold": (lambda: off_policy_mask(ONES, ONES, ONES, ONES, threshold=-1), "threshold", "-1"),
+    "advantages": (lambda: off_policy_mask(ONES, ONES, torch.ones(3), ONES, threshold=1.0), "advantages", "[3]"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_argument_is_named(kind: str) -> None:
+    call, name, got = BAD[kind]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    assert f"{name} must be" in str(caught.value) and got in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_empty_batches(shape: tuple[int, int]) -> None:
+    nothing: dict[str, Any] = {"old_log_probs": torch.ones(shape), "rollout_log_probs": torch.ones(shape)}
+    found = importance_weights(**nothing, mask=torch.ones(shape), level="sequence")
+    assert found.weights.shape == shape and all(x == 0 for x in found.metrics.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_on_a_bound_is_within_it(level: str, mode: str) -> None:
+    lp, ones = -torch.rand(2, 3), torch.ones(2, 3)
+    found = importance_weights(lp, lp, ones, level=level, mode=mode, low=1.0, high=1.0)
+    assert torch.equal(found.weights, ones) and found.metrics["bound_share"] == 0
+
+
+def test_a_sequence_at_the_threshold_stays() -> None:
+    lp, ones = -torch.ones(2, 3), torch.ones(2, 3)
+    found = off_policy_mask(lp, lp + torch.tensor([[0.0], [0.5]]), -torch.ones(2), ones, threshold=0.0)
+    assert found.weights.tolist() == [[1.0] * 3, [0.0] * 3]
+    found = off_policy_mask(lp, lp + 0.5, -torch.ones(2), ones, threshold=0.5)
+    assert torch.equal(found.weights, ones)
+
+
+def test_advantages_of_tokens_decide_by_token() -> None:
+    lp, advantages = -torch.ones(1, 4), torch.tensor([[1.0, -1.0, 0.0, -2.0]])
+    found = off_policy_mask(lp, lp + 1, advantages, torch.ones(1, 4), threshold=0.5)
+    assert found.weights.tolist() == [[1.0, 0.0, 1.0, 0.0]] and found.metrics["masked_share"] == 0.5
+
+
+def test_weights_and_masks_have_no_gradient() -> None:
+    old, roll = (-torch.rand(2, 3).requires_grad_() for _ in range(2))
+    weights = importance_weights(old, roll, torch.ones(2, 3))
+    masked = off_policy_mask(old, roll, -torch.ones(2), torch.ones(2, 3), threshold=0.1)
+    for found in (weights, masked):
+        assert not any(x.requires_grad for x in (found.weights, *found.metrics.values()))
+
+
+OFFSETS = {
+    "not to N": ([0, 4], "ending at N = 6"), "past N": ([0, 7], "ending at N = 6"), "not from 0": ([2, 6], "at 0"),
+    "falling": ([0, 5, 3, 6], "non-decreasing"), "none": ([], "leading 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OFFSETS)
+@pytest.mark.parametrize("function", [importance_weights, off_policy_mask])
+def test_offsets_that_are_no_sequences_are_refused(function: Any, kind: str) -> None:
+    offsets, expected = OFFSETS[kind]
+    x, cu_seqlens = torch.zeros(6), torch.tensor(offsets, dtype=torch.int32)
+    more: Any = {} if function is importance_weights else {"advantages": x, "threshold": 0.1}
+    with pytest.raises(ValueError, match=f"{function.__name__}: cu_seqlens must be .*{expected}"):
+        function(x, x, mask=torch.ones(6), cu_seqlens=cu_seqlens, **more)
+
+
+def test_advantages_that_are_no_numbers_are_refused_where_they_count() -> None:
+    x, advantages = torch.zeros(2, 3), torch.tensor([[1.0, torch.nan, 1], [1, 1, torch.inf]])
+    with pytest.raises(ValueError, match="off_policy_mask: advantages must be finite where mask is true"):
+        off_policy_mask(x, x, advantages, torch.ones(2, 3), threshold=0.1)
+    off_policy_mask(x, x, advantages, advantages.isfinite(), threshold=0.1)
+
+
+def test_what_an_accelerator_does_not_look_at_makes_every_weight_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "_values_are_checked", lambda device: False)
+    x, ones = torch.zeros(6), torch.ones(6)
+    for bad in ({"cu_seqlens": torch.tensor([0, 4])}, {"cu_seqlens": torch.tensor([0, 6]), "mask": 2 * ones}):
+        given: Any = {"mask": ones, **bad}
+        assert importance_weights(x, x, **given).weights.isnan().all()
+        assert off_policy_mask(x, x, ones, threshold=0.1, **given).weights.isnan().all()
+    nan = off_policy_mask(x[None], x[None], torch.tensor([torch.nan]), ones[None], threshold=0.1)
+    assert nan.weights.isnan().all()

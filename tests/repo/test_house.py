@@ -1,0 +1,101 @@
+"""The shape of the library: the length of its files, what an import costs, what a wheel holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_kernels import validation
+
+PACKAGE = Path(validation.__file__).parent
+ROOT = PACKAGE.parent
+
+
+def test_source_files_tell_one_story_each() -> None:
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "integrations").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    too_long = {str(f): n for f in files if (n := len(f.read_text().splitlines())) > 300}
+    assert not too_long
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_import_works_without_triton_and_computes() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it now fails
+import torch, gspo_kernels
+out = gspo_kernels.linear_log_probs(torch.randn(1, 2, 4), torch.zeros(5, 4), torch.zeros(1, 2, dtype=torch.long))
+print(out.log_probs.exp().round(decimals=4).tolist())
+"""
+    assert run_python(code).startswith("[[0.2")
+
+
+def test_import_adds_little_to_torch() -> None:
+    code = """
+import time, torch
+start = time.process_time()  # of this process: other ones may keep the cores busy
+from gspo_kernels import gspo_fused_loss, linear_log_probs, policy_loss
+print(time.process_time() - start)
+"""
+    # A busy neighbour slows a core's caches too: the best of ten is the import's own time.
+    assert any(float(run_python(code)) < 0.05 for _ in range(10))
+
+
+def test_help_needs_neither_torch_nor_half_a_second() -> None:
+    code = """
+import sys, time
+start = time.process_time()
+from gspo_kernels.tools.cli import app
+try:
+    app(["--help"])
+except SystemExit:
+    pass
+print(time.process_time() - start, "torch" in sys.modules)
+"""
+    for _ in range(10):
+        *text, last = run_python(code).splitlines()
+        seconds, has_torch = last.split()
+        assert "train" in " ".join(text) and has_torch == "False"
+        if float(seconds) < 0.5:
+            return
+    raise AssertionError(f"gspo --help takes {seconds} s of processor time")
+
+
+def test_importing_a_module_hides_no_public_function() -> None:
+    code = """
+import gspo_kernels.policy_loss, gspo_kernels.fused_loss
+from gspo_kernels import *
+print(*(type(f).__name__ for f in (gspo_kernels.policy_loss, policy_loss, linear_log_probs, gspo_fused_loss)))
+"""
+    assert run_python(code).split() == ["function"] * 4
+
+
+def test_integrations_are_part_of_the_package() -> None:
+    assert "integrations" in run_python("import gspo_kernels.integrations as i; print(i.__name__)")
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_the_integrations_and_the_type_marker(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("gspo_kernels", "integrations", "benchmarks"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(source)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, capture_output=True)
+    assert (site / "gspo_kernels" / "py.typed").exists()
+    code = "import gspo_kernels.integrations.reference_trainer as r, gspo_kernels.benchmarks.bench; print(r.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert str(site) in run.stdout, run.stderr

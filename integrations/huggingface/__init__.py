@@ -1,4 +1,4 @@
-"""Causal models of Hugging Face transformers: their head computes log-probs in place of logits."""
+"""Heads of Hugging Face causal language models: log-probs in place of logits. Start with `fuse_head`."""
 
 from .fused_head import FusedHead, HeadOutput, base_model, fuse_head, logit_options
 from .head_options import HeadError

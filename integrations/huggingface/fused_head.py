@@ -1,13 +1,13 @@
-"""A transformers model's head for `gspo_kernels`: what the model does to its logits, and a call from inside the head.
+"""Let a transformers model call a loss, or compute log-probs, at its head instead of making logits.
 
-    head = fuse_head(model)  # measures and checks once; head.remove() undoes it
+    head = fuse_head(model)  # measures and checks the head; head.remove() undoes it
     out = model(input_ids=ids, attention_mask=mask, with_head=lambda hidden, lm_head, **options: gspo_fused_loss(
         hidden[:, :-1], lm_head, ids[:, 1:], advantages, **options)).result
 
-The model's own forward runs as it is, up to the call of its head. There, instead of making logits, `with_head` is
-called with the hidden states, the head and what the model would do to the logits (`head_options.py`). It runs inside
-the head module's own call, so the hooks that wrap that module (DDP's, FSDP2's, ZeRO-3's) have gathered its weight, will
-gather it again for the backward and reduce its gradient.
+The model's forward runs unchanged up to its head. There `with_head` is called with the hidden states, the head module
+and what the model would do to the logits (`head_options.py`); no logits are made. It runs as the head module's forward,
+so the hooks of that module (DDP's, FSDP2's, ZeRO-3's) gather the weight, gather it again for the backward and reduce
+its gradient.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ _ATTRIBUTE = "_gspo_fused_head"
 class HeadOutput(NamedTuple):
     """What a call with `with_head` returns."""
 
-    result: Any  # of `with_head`; tensors in it are found by hooks in tuples, lists and dicts, and nowhere else
-    model_output: Any  # the model's own, its logits without meaning: aux_loss, router_logits, ...
+    result: Any  # what `with_head` returned; module hooks see its tensors only in tuples, lists and dicts
+    model_output: Any  # the model's output: aux_loss, router_logits, ...; its logits are meaningless
 
 
 def fuse_head(model: nn.Module) -> FusedHead:
-    """Let `model` be called with `with_head`; the same object again if it already can be.
+    """Let `model` be called with `with_head`. For a model that is fused already, return its FusedHead.
 
     Args:
-        model: a causal language model of transformers, plain, in PEFT, in DistributedDataParallel or in DeepSpeed's
-            engine. With FSDP (1 and 2) every rank calls this, before or after sharding. Parameters that ZeRO-3 has
-            partitioned are there in the engine's calls only: then the first with `with_head` measures, checks, raises.
-            Where PEFT trains rows of the head (trainable_token_indices), each call takes a copy of the weight [V, H],
-            and its backward a gradient of that size. Two threads must not call one model at once.
+        model: a causal language model of transformers, plain or wrapped by PEFT, DistributedDataParallel, FSDP or
+            DeepSpeed's engine. With FSDP (1 and 2) every rank calls this, before or after sharding. Parameters that
+            ZeRO-3 has partitioned exist only during the engine's calls: there the first call with `with_head` measures,
+            checks and raises. Where PEFT trains rows of the head (trainable_token_indices), each call copies the weight
+            [V, H], and its backward makes a gradient of that size. Two threads must not call one model at once.
 
-    A head that is replaced, resized or hooked later is measured and checked anew by the next call.
+    A head that is replaced, resized or hooked later is measured and checked again by the next call.
 
     Raises:
-        HeadError: what the model does to its logits is no scale, soft-cap or cut of columns, its forward does not call
-            its output embeddings, or fused log-probs differ from its own. The model is as before.
-        TypeError, ValueError: of `linear_log_probs`, for a head that is not understood (DoRA, a sharded weight); no
-            module.
+        HeadError: the model does something to its logits that is not a scale, a soft-cap or a cut of columns; its
+            forward does not call its output embeddings; or fused log-probs differ from its own. The model is unchanged.
+        TypeError, ValueError: `model` is not a module; or `linear_log_probs` does not support its head (DoRA, a sharded
+            weight).
     """
     if not isinstance(model, nn.Module):
         Field("fuse_head").fail("model", "a transformers model", model, TypeError)
     base = base_model(model)
-    found = vars(base).get(_ATTRIBUTE)
-    if found is not None:
-        return found
+    existing = vars(base).get(_ATTRIBUTE)
+    if existing is not None:
+        return existing
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:
         raise HeadError(f"fuse_head: model must have output embeddings, got {type(base).__name__} without")
@@ -67,8 +67,8 @@ def fuse_head(model: nn.Module) -> FusedHead:
         raise HeadError(f"fuse_head: {type(base).__name__} must have values, got parameters on the meta device")
     fused = FusedHead(base, head)
     try:
-        if not any(hasattr(p, "ds_id") for p in head.parameters()):  # so ZeRO-3 marks its own
-            fused.measure(model if isinstance(model, FullyShardedDataParallel) else base)  # by whole calls, with hooks
+        if not any(hasattr(p, "ds_id") for p in head.parameters()):  # ds_id: partitioned by ZeRO-3
+            fused.measure(model if isinstance(model, FullyShardedDataParallel) else base)  # FSDP1's wrapper gathers
     except BaseException:
         fused.remove()
         raise
@@ -76,7 +76,7 @@ def fuse_head(model: nn.Module) -> FusedHead:
 
 
 def base_model(model: Any) -> Any:
-    """The transformers model inside wrappers of DDP, FSDP1, DeepSpeed, torch.compile and PEFT."""
+    """Return the transformers model inside wrappers of DDP, FSDP1, DeepSpeed, torch.compile and PEFT."""
     while True:
         deepspeed = type(model).__module__.startswith("deepspeed.")
         if deepspeed or isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
@@ -90,18 +90,18 @@ def base_model(model: Any) -> Any:
 
 
 class FusedHead:
-    """A model whose forward takes `with_head`. Its head is what it was, except while such a call lasts."""
+    """A model whose forward takes `with_head`. Its head module is replaced only while such a call runs."""
 
     def __init__(self, model: Any, head: Any) -> None:
         self.model, self.head = model, head
         self._options: LogitOptions | None = None
-        self._of: tuple[Any, ...] = ()  # the identity of the head that they are of
+        self._measured_head: tuple[Any, ...] = ()  # `identity` of the head that the options were measured on
         self._forward = model.forward
 
-        # `generate` and Trainer read signatures, accelerate binds and unwraps: they are to find the class's forward.
+        # `generate` and Trainer inspect forward's signature; accelerate unwraps it and binds it to the model again.
         @functools.wraps(type(model).forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return vars(self)[_ATTRIBUTE]._call(*args, **kwargs)  # of a copied model, its own
+            return vars(self)[_ATTRIBUTE]._call(*args, **kwargs)  # a copied model has its own FusedHead
 
         self._wrapped = types.MethodType(forward, model)
         model.forward = self._wrapped
@@ -109,6 +109,7 @@ class FusedHead:
 
     @property
     def options(self) -> LogitOptions:
+        """What the model does to its logits; HeadError before the first measurement."""
         if self._options is None:
             raise HeadError(
                 "FusedHead.options: model must be fused before ZeRO-3 partitions it, or have been called with "
@@ -117,21 +118,29 @@ class FusedHead:
         return self._options
 
     def measure(self, call: Callable[..., Any]) -> LogitOptions:
-        """What the model, called by `call`, does to its logits; HeadError if it does something else."""
+        """Measure what the model, called through `call`, does to its logits, and check fused log-probs.
+
+        Raises:
+            HeadError: it does something else than `LogitOptions` can say, or fused log-probs differ.
+        """
         probe = functools.partial(self._probe, call)
         options = measure(self.model, self.head, probe)
         compare(self.model, self.head, probe, options)
-        self._options, self._of = options, identity(self.head)
+        self._options, self._measured_head = options, identity(self.head)
         return options
 
     def remove(self) -> None:
-        """The forward as it was. What wrapped it later has to go first; a second time nothing happens."""
+        """Restore the model's forward. Do nothing if that has been done.
+
+        Raises:
+            HeadError: the forward was wrapped again since; undo that first.
+        """
         if _ATTRIBUTE not in vars(self.model):
             return
         if vars(self.model).get("forward") != self._wrapped:
             raise HeadError("FusedHead.remove: model.forward must be the one that was installed, got another above it")
         if getattr(self._forward, "__func__", None) is type(self.model).forward:
-            del self.model.forward  # it had none of its own
+            del self.model.forward  # uncovers the class's
         else:
             self.model.forward = self._forward
         delattr(self.model, _ATTRIBUTE)
@@ -145,40 +154,40 @@ class FusedHead:
             Field("fuse_head").fail("labels", "None beside with_head, which makes no logits", kwargs["labels"])
         self.head = self.model.get_output_embeddings()
         options = self._options
-        if options is None or self._of != identity(self.head):
-            options = self.measure(self._call)  # not by a whole call: this is inside one
-        states: list[Tensor] = []
+        if options is None or self._measured_head != identity(self.head):
+            options = self.measure(self._call)  # not self.model: its hooks run already, around this call
+        captured: list[Tensor] = []
 
-        def keep(hidden: Tensor) -> Tensor:
-            states.append(hidden)
+        def capture(hidden: Tensor) -> Tensor:
+            captured.append(hidden)
             return hidden.new_zeros(*hidden.shape[:-1], 1)
 
-        output = self._forward_with(keep, *args, **kwargs)
-        result = call_inside(self.head, lambda hidden: with_head(hidden, self.head, **options.kwargs()), states[0])
+        output = self._forward_with(capture, *args, **kwargs)
+        result = call_inside(self.head, lambda hidden: with_head(hidden, self.head, **options.kwargs()), captured[0])
         return HeadOutput(result, output)
 
     def _forward_with(self, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, which calls `function` in the place of its head, whose hooks stay asleep."""
+        """Run the model's forward with `function` in place of its head, whose hooks do not fire."""
         places = [(m, name) for m in self.model.modules() for name, x in m._modules.items() if x is self.head]
-        instead = _Instead(self.head, function)
+        stand_in = _StandIn(self.head, function)
         try:
             for module, name in places:
-                module._modules[name] = instead
+                module._modules[name] = stand_in
             output = self._forward(*args, **kwargs)
         finally:
             for module, name in places:
                 module._modules[name] = self.head
-        if instead.calls != 1:
+        if stand_in.calls != 1:
             raise HeadError(
                 f"fuse_head: {type(self.model).__name__}'s forward must call its output embeddings once, "
-                f"got {instead.calls} calls"
+                f"got {stand_in.calls} calls"
             )
         return output
 
     def _probe(self, call: Callable[..., Any], function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the model's logits of two tokens, with `function` for a head.
+        """Return the model's logits [1, 2, columns] of two tokens, with `function` in place of its head.
 
-        Leaves no trace in gradients, random numbers or quantised weights.
+        Leaves gradients, random number generators and quantised weights as they were.
         """
         device = next(self.model.parameters()).device
         ids = torch.arange(2, device=device)[None]
@@ -196,11 +205,13 @@ class FusedHead:
 
 
 class _Probe(NamedTuple):
+    """A `with_head` that takes the head's place instead of being called inside it: the model's output has logits."""
+
     function: Callable[[Tensor], Tensor]
 
 
-class _Instead(nn.Module):
-    """What a model finds where its head is: a function, and else the head's own attributes."""
+class _StandIn(nn.Module):
+    """Takes the head's place in the model: its forward is `function`, its other attributes are the head's."""
 
     def __init__(self, head: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -215,12 +226,14 @@ class _Instead(nn.Module):
 
 
 def logit_options(model: nn.Module) -> Mapping[str, Any]:
-    """What `model` does to its logits, for a loop that gets hidden states by itself: arguments of the losses."""
-    base = base_model(model)
-    already = vars(base).get(_ATTRIBUTE)
+    """Return what `model` does to its logits, as keyword arguments of the losses, for a loop with hidden states.
+
+    Args and errors: those of `fuse_head`. The model is left as it was, fused or not.
+    """
+    was_fused = _ATTRIBUTE in vars(base_model(model))
     fused = fuse_head(model)
     try:
         return fused.options.kwargs()
     finally:
-        if already is None:
+        if not was_fused:
             fused.remove()

@@ -20,7 +20,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "logit_options removes a fused head": (
         "integrations/huggingface/fused_head",
-        "if already is None:\n            fused.remove()",
+        "if not was_fused:\n            fused.remove()",
         "fused.remove()",
         "huggingface::test_the_options_of_a_fused_model_leave_it_fused",
     ),
@@ -38,8 +38,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "sign of a scale ignored": (
         "integrations/huggingface/head_options",
-        "slope, reached = near[0].item() / 2.0**-10, abs(far[0].item())",
-        "slope, reached = abs(near[0].item()) / 2.0**-10, abs(far[0].item())",
+        "slope, plateau = near[0].item() / 2.0**-10, abs(far[0].item())",
+        "slope, plateau = abs(near[0].item()) / 2.0**-10, abs(far[0].item())",
         "huggingface::test_a_negative_scale_and_one_that_no_configuration_has_are_measured",
     ),
     "numbers of the text configuration ignored": (
@@ -50,7 +50,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "nearest number of the configuration for any scale": (
         "integrations/huggingface/head_options",
-        "return best if abs(best - measured) <= _MEASURED * abs(measured) else measured",
+        "return best if abs(best - measured) <= _SCALE_ERROR * abs(measured) else measured",
         "return best",
         "huggingface::test_a_negative_scale_and_one_that_no_configuration_has_are_measured",
     ),

@@ -1,18 +1,18 @@
-"""verl 0.9.1 with log-probs from `gspo_kernels`: an engine for its FSDP workers, and a policy loss for any engine.
+"""Run verl 0.9.1 with `gspo_kernels`: an engine for its FSDP workers, and a policy loss for any engine.
 
-    export VERL_ENGINE_VENDOR=gspo  # the engine, on every node
+    export VERL_ENGINE_VENDOR=gspo  # selects the engine, on every node
     actor_rollout_ref.model.external_lib=gspo_kernels.integrations.verl
-    actor_rollout_ref.actor.policy_loss.loss_mode=gspo_kernels  # if you like: the policy loss
+    actor_rollout_ref.actor.policy_loss.loss_mode=gspo_kernels  # optional: selects the policy loss
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
 
-(Without the second line the package's entry point is found by verl, which takes the environment variable to mean it.)
+(With the environment variable, verl also loads the engine through the package's entry point, without the second line.)
 
-The engine is verl's, with one difference: where its model would make logits, `linear_log_probs` makes log-probs (and
-entropies, if they are wanted) of the responses inside the head module's own call. Training, old and reference log-probs
-go through it, so all come from one kernel, and every policy loss, KL and metric of verl's runs on them as it is.
+The engine is verl's, with one difference: at the model's head `linear_log_probs` computes the log-probs of the
+responses, and their entropies if asked for, in place of logits. Training, old and reference log-probs all come from
+this one kernel. verl's policy losses, KL terms and metrics use them unchanged.
 
-The policy loss is GSPO's token form like verl's `gspo`, in one operator, without its clamp, and blind to what stands
-where the mask is 0. It needs no engine of ours: `actor_rollout_ref.model.external_lib=gspo_kernels.integrations.verl`.
+The policy loss is GSPO's token form, as verl's `gspo`, in one operator. It does not clamp the log-ratio, and values
+where the mask is 0 never reach it. It works with verl's own engines too: set `external_lib`, not the variable.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ NO_RATIO_MODES = ("gpg",)  # policy losses without an importance ratio
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="gspo")
 class GSPOEngine(FSDPEngineWithLMHead):
-    """verl's FSDP engine whose log-probs never were logits. Selected by the environment: VERL_ENGINE_VENDOR=gspo.
+    """verl's FSDP engine that computes log-probs without materialising logits. VERL_ENGINE_VENDOR=gspo selects it.
 
-    What needs logits besides (top-k distillation, sum_pi_squared) gets them from verl's own code.
+    Batches whose loss needs logits (top-k distillation, sum_pi_squared) run through verl's own code.
 
     Raises:
-        ValueError: `use_fused_kernels`.
-        HeadError, TypeError: of `fuse_head`, for a model or a head that is not understood.
+        ValueError: `use_fused_kernels` is set.
+        HeadError, TypeError: `fuse_head` does not support the model or its head.
 
     Warns, once each:
-        UserWarning: a rollout that gets one update, so that the importance ratio is always 1; and a clip window for
-            token ratios with the policy loss `gspo` or `gspo_kernels`.
+        UserWarning: each rollout gets one update, so the importance ratio is always 1; the policy loss `gspo` or
+            `gspo_kernels` has a clip window for token ratios.
     """
 
-    _updates = 0  # so far, of the current rollout
+    _updates = 0  # of the current rollout, so far
 
     def _build_fsdp_module(self, module: Any) -> Any:
         if self.model_config.use_fused_kernels:
@@ -72,10 +72,10 @@ class GSPOEngine(FSDPEngineWithLMHead):
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         self._updates += 1
         # verl steps the learning rate in the last update of each rollout.
-        last = tu.get_non_tensor_data(data=data, key="update_lr_scheduler", default=False)
+        is_last = tu.get_non_tensor_data(data=data, key="update_lr_scheduler", default=False)
         if "old_log_probs" in data:  # not SFT
-            _warn_of_idle_clipping(data, loss_function, only_update=last and self._updates == 1)
-        if last:
+            _warn_of_idle_clipping(data, loss_function, only_update=is_last and self._updates == 1)
+        if is_last:
             self._updates = 0
         return super().train_batch(data, loss_function)
 
@@ -89,13 +89,14 @@ class GSPOEngine(FSDPEngineWithLMHead):
         self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Any]:
         if isinstance(output, HeadOutput):
-            # What verl does with log-probs of a kernel, which is to cut off padding and to gather.
+            # verl then treats them as log-probs of its fused kernels: it cuts off padding and gathers.
             output, micro_batch = output.result, micro_batch.copy()
             tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
 
 
 def _needs_logits(micro_batch: Any) -> bool:
+    """Return whether verl's loss of this batch reads more of the logits than log-probs and entropies."""
     return any(
         tu.get_non_tensor_data(data=micro_batch, key=key, default=False)
         for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
@@ -103,7 +104,11 @@ def _needs_logits(micro_batch: Any) -> bool:
 
 
 def _warn_of_idle_clipping(data: Any, loss_function: Any, only_update: bool) -> None:
-    """Warn once if the importance ratio is always 1, and once if the clip window is too wide for a sequence ratio."""
+    """Warn once if the importance ratio is always 1, and once if the clip window is too wide for a sequence ratio.
+
+    Args:
+        only_update: the batch is the first and the last update of its rollout.
+    """
     # The worker's loss is functools.partial(ppo_loss, config=ActorConfig).
     config: Any = getattr(loss_function, "keywords", {}).get("config")
     loss_mode = config.policy_loss.get("loss_mode") if hasattr(config, "policy_loss") else None
@@ -120,7 +125,7 @@ def _warn_of_idle_clipping(data: Any, loss_function: Any, only_update: bool) -> 
 
 
 def _old_log_probs_are_the_samplers(data: Any) -> bool:
-    """True if both are in the batch and equal, as verl's `bypass_mode` makes them. The ratio can then leave 1."""
+    """Return whether both are in the batch and equal, as in verl's `bypass_mode`, where the ratio can leave 1."""
     if "rollout_log_probs" not in data:
         return False
     old, sampled = (x.values() if x.is_nested else x for x in (data["old_log_probs"], data["rollout_log_probs"]))
@@ -128,28 +133,33 @@ def _old_log_probs_are_the_samplers(data: Any) -> bool:
 
 
 def _window(config: Any) -> tuple[float, float]:
-    """(clip_low, clip_high) of an ActorConfig."""
+    """Return (clip_low, clip_high) of an ActorConfig."""
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
 
 
 def _warn_of_wide_window(low: float, high: float, stacklevel: int) -> None:
+    """Warn once if a bound is as wide as those for token ratios."""
     if max(low, high) >= TOKEN_WINDOW:
         warn_once(
             f"gspo_kernels: actor.clip_ratio_low={low:g}, actor.clip_ratio_high={high:g} is a clip window for token "
             "ratios (verl's default); a sequence ratio hardly ever leaves it. GSPO's paper: 3e-4 and 4e-4",
             stacklevel,
-            kind="clip_low",  # takes the place of Objective's warning
+            kind="clip_low",  # so that Objective does not warn of the same window again
         )
 
 
 class _Score:
-    """Log-probs of one micro-batch, packed [1, N] or padded [B, T] as verl calls the model."""
+    """Compute the log-probs of one micro-batch at the head, [1, N] if verl packs it, else padded [B, T].
+
+    Args:
+        args: the second result of verl's `prepare_model_inputs`.
+    """
 
     def __init__(self, micro_batch: Any, args: dict[str, Any]) -> None:
         self.entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
-        self.targets = args["input_ids_rmpad_rolled"]  # flat: of each position the id that follows
-        self.mask = _responses(micro_batch, len(self.targets))
+        self.targets = args["input_ids_rmpad_rolled"]  # [N], for each position the id that follows
+        self.mask = _predicts_response(micro_batch, len(self.targets))
         self.offsets = None
         temperature = args.get("temperature_rmpad")
         if temperature is None:  # padded: one per sequence
@@ -161,27 +171,32 @@ class _Score:
         out = linear_log_probs(
             hidden,
             lm_head,
-            self._as(self.targets, shape),
-            mask=self._as(self.mask, shape),
+            self._in_shape(self.targets, shape),
+            mask=self._in_shape(self.mask, shape),
             temperature=1.0 if self.temperature is None else self.temperature.expand(shape),
             entropy=self.entropy,
             **options,
         )
         return ModelOutput(log_probs=out.log_probs, entropy=out.entropy)
 
-    def _as(self, flat: Tensor, shape: torch.Size) -> Tensor:
+    def _in_shape(self, flat: Tensor, shape: torch.Size) -> Tensor:
+        """Return [N] as [1, N], or padded with 0 to shape [B, T] where verl pads."""
         if self.offsets is None:
             return flat[None]
         nested = torch.nested.nested_tensor_from_jagged(flat.long(), self.offsets)
         return torch.nested.to_padded_tensor(nested, padding=0, output_size=tuple(shape))
 
 
-def _responses(micro_batch: Any, positions: int) -> Tensor:
-    """[positions]: which of them predict a token of a response; all if that is not known or asked for."""
+def _predicts_response(micro_batch: Any, positions: int) -> Tensor:
+    """Return a bool mask [positions], True where a position predicts a token of a response.
+
+    It is all True where the batch does not tell, and where the caller asked for every log-prob.
+    """
     input_ids = micro_batch["input_ids"]
-    whole = tu.get_non_tensor_data(data=micro_batch, key="return_model_output", default=False)
-    # A packed batch that was padded or cut between ranks has other positions than its own.
-    if whole or positions != len(input_ids.values()) or "responses" not in micro_batch or "prompts" not in micro_batch:
+    return_all = tu.get_non_tensor_data(data=micro_batch, key="return_model_output", default=False)
+    # Sequence parallelism pads the packed batch, or cuts it between ranks: then positions are not those of input_ids.
+    known = "responses" in micro_batch and "prompts" in micro_batch
+    if return_all or not known or positions != len(input_ids.values()):
         return torch.ones(positions, dtype=torch.bool, device=input_ids.device)
     prompts, responses, ends = micro_batch["prompts"], micro_batch["responses"], input_ids.offsets()[1:]
     if responses.is_nested:
@@ -205,21 +220,23 @@ def gspo_policy_loss(
     config: Any,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """verl's policy loss by our `policy_loss`: GSPO's token form with clip_ratio_low and clip_ratio_high.
+    """Compute verl's policy loss with `policy_loss`: GSPO's token form with clip_ratio_low and clip_ratio_high.
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: [B, R]; the mask bool or 0/1.
-        loss_agg_mode: GSPO's is "seq-mean-token-mean"; verl 0.9.1's own default, "token-mean", weights answers by their
-            length, which is warned of, once.
+        old_log_prob, log_prob, advantages, response_mask: [B, R]; the mask is bool or 0/1.
+        loss_agg_mode: GSPO's is "seq-mean-token-mean". verl 0.9.1's default, "token-mean", weights answers by length.
         config: verl's ActorConfig, with its global_batch_info.
         rollout_is_weights: [B, R], multiplies the policy term.
 
     Returns:
-        (loss [], verl's metrics of a policy loss). KL and entropy are added by verl.
+        The loss [], and the metrics that verl's policy losses return. verl adds KL and entropy.
+
+    Raises:
+        ValueError: with several ranks, global_batch_info has no global size to divide by; or an unknown loss_agg_mode.
 
     Warns, once each:
-        UserWarning: `loss_agg_mode` weights answers by their length; half-precision log-probs; a clip window for token
-            ratios, which verl's default clip_ratio of 0.2 is.
+        UserWarning: `loss_agg_mode` weights answers by length; log-probs are in half precision; the clip window is one
+            for token ratios, such as verl's default clip_ratio of 0.2.
     """
     batch = config.global_batch_info
     ranks = batch.get("dp_size") or 1
@@ -259,17 +276,16 @@ def gspo_policy_loss(
 
 
 def _objective(clip_low: float, clip_high: float, aggregation: str, length_norm: float | None) -> Objective:
+    """Return the token form's Objective; warn once if its aggregation weights answers by length."""
     if aggregation != "seq-mean-token-mean":
         warn_once(
             f"gspo_kernels: loss_agg_mode={aggregation!r} weights answers by their length (LUSPO); GSPO as in "
             "its paper is actor.loss_agg_mode=seq-mean-token-mean, which is not verl 0.9.1's default",
             stacklevel=4,
         )
-    # The preset, for which a weight by length is no news.
-    return Objective.preset(
-        "luspo", ratio="sequence-token", clip_low=clip_low, clip_high=clip_high, aggregation=aggregation,
-        length_norm=length_norm,
-    )  # fmt: skip
+    # This preset does not warn again of weights by length.
+    window = {"clip_low": clip_low, "clip_high": clip_high}
+    return Objective.preset("luspo", ratio="sequence-token", aggregation=aggregation, length_norm=length_norm, **window)
 
 
 if os.environ.get("VERL_ENGINE_VENDOR") != "gspo":

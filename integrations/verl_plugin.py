@@ -1,9 +1,9 @@
-"""verl's entry point (`verl.plugins`), imported by every `import verl`: does nothing unless our engine is asked for.
+"""Entry point of the group `verl.plugins`, imported by every `import verl`: loads the engine if it is asked for.
 
     export VERL_ENGINE_VENDOR=gspo
 
-verl passes over a plug-in that fails without a word; this one says so first. (`model.external_lib` and
-VERL_USE_EXTERNAL_MODULES, which name `gspo_kernels.integrations.verl` itself, raise.)
+verl silently skips a plug-in whose import fails, so this one warns first. (`model.external_lib` and
+VERL_USE_EXTERNAL_MODULES name `gspo_kernels.integrations.verl` itself; with them a failing import raises.)
 """
 
 from __future__ import annotations

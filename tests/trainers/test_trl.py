@@ -398,7 +398,7 @@ def test_both_models_answer_and_the_loss_is_a_mean_over_labels(tmp_path: Path) -
     labels[:, :3], labels[1, -2:] = -100, -100
     for model in (trainer.model, trainer.ref_model):
         base = base_model(trainer.accelerator.unwrap_model(model))
-        assert adapter._answers(base)
+        assert adapter._is_wrapped(base)
         logits = base(input_ids=ids, use_cache=False).logits
         expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         out = base(input_ids=ids, labels=labels, fused_lm_head=True)

@@ -293,11 +293,11 @@ def nested_main(rank: int, folder: Path) -> None:
     os.environ.update(ENVIRONMENT)
     from tensordict import TensorDict
 
-    from gspo_kernels.integrations.verl import _responses
+    from gspo_kernels.integrations.verl import _predicts_response
 
     def nested(*lengths: int) -> torch.Tensor:
         return torch.nested.nested_tensor([torch.ones(n, dtype=torch.long) for n in lengths], layout=torch.jagged)
 
     data = TensorDict({"input_ids": nested(5, 7), "prompts": nested(2, 5), "responses": nested(3, 2)}, batch_size=2)
     # The positions before the responses' tokens: 1 to 3 of 5, and 4 and 5 of 7.
-    assert _responses(data, 12).nonzero()[:, 0].tolist() == [1, 2, 3, 9, 10]
+    assert _predicts_response(data, 12).nonzero()[:, 0].tolist() == [1, 2, 3, 9, 10]

@@ -55,25 +55,25 @@ FAULTS: dict[str, Fault] = {
         "huggingface::test_a_negative_scale_and_one_that_no_configuration_has_are_measured",
     ),
     "logged loss with a gradient": (
-        "integrations/seams",
+        "integrations/seams/trainer_methods",
         '"loss": out.loss.detach()',
         '"loss": out.loss',
         "seams::test_what_is_logged_has_no_gradient_and_the_dtype_of_the_loss",
     ),
     "logged numbers of several dtypes": (
-        "integrations/seams",
+        "integrations/seams/common",
         "{name: x.to(out.loss.dtype) for name, x in out.metrics.items()}",
         "dict(out.metrics)",
         "seams::test_what_is_logged_has_no_gradient_and_the_dtype_of_the_loss",
     ),
     "evaluation logged as training": (
-        "integrations/seams",
+        "integrations/seams/trainer_methods",
         '"train" if trainer.model.training else "eval"',
         '"train"',
         "seams::test_ms_swift_says_whether_it_evaluates",
     ),
     "a sum over answers instead of their mean": (
-        "integrations/seams",
+        "integrations/seams/losses",
         "normalizer = None if global_batch_size is None else",
         "normalizer = 1.0 if global_batch_size is None else",
         "seams::test_openrlhfs_mean_without_a_batch_size_is_over_the_answers",
@@ -92,7 +92,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "TRL's check of adapters left out": (
         "integrations/trl",
-        '    finally:\n        setattr(grpo_trainer, "BaseTunerLayer", known)',
+        '    finally:\n        setattr(grpo_trainer, "BaseTunerLayer", tuner_layer)',
         "    finally:\n        pass",
         "trainers/trl::test_trl_refuses_adapters_on_the_head_after_ours_as_before",
     ),
@@ -116,8 +116,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "batches joined in reverse": (
         "integrations/trl",
-        "torch.cat([x.log_probs for x in found])",
-        "torch.cat([x.log_probs for x in found[::-1]])",
+        "torch.cat([x.log_probs for x in scores])",
+        "torch.cat([x.log_probs for x in scores[::-1]])",
         "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
     ),
     "mask of the prompt for the completion": (

@@ -1,4 +1,4 @@
-"""Settings of TRL's GRPO trainer: `GSPOConfig`, and warnings of settings with which nothing is ever clipped."""
+"""`GSPOConfig`: TRL's GRPO arguments with those of GSPO's paper; warnings of arguments that never clip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Field, warn_once
 
 UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four mini-batches
-# The loss types that clip the ratio to [1 - epsilon, 1 + epsilon_high]. cispo's epsilon_high is the bound itself.
+# These clip the ratio to [1 - epsilon, 1 + epsilon_high]; with cispo epsilon_high is the bound itself.
 CLIPPING_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
@@ -72,16 +72,17 @@ class GSPOConfig(GRPOConfig):
 
 
 def warn_of_idle_clipping(trainer: GRPOTrainer, stacklevel: int) -> None:
-    """Warn once each: no rollout can be filled; the importance ratio is always 1; a clip bound is too wide.
+    """Warn, once each: no rollout can be filled; the importance ratio is always 1; a clip bound is too wide.
 
-    stacklevel as in warnings.warn, counted from `warn_once`: 3 is the caller of this function.
+    Args:
+        stacklevel: as of warnings.warn, counted from `warn_once`: 3 is the caller of this function.
     """
     args: Any = trainer.args
     steps, iterations = args.steps_per_generation, args.num_iterations
     accumulation = args.gradient_accumulation_steps
     _warn_of_few_prompts(trainer, stacklevel + 1)
-    # TRL's condition for taking the current log-probs as the old ones. With vLLM it may compute old ones nevertheless,
-    # but with the same weights.
+    # TRL's condition for using the current log-probs as the old ones. With vLLM it may still compute old ones, but with
+    # the same weights.
     if accumulation % (steps * iterations) == 0:
         warn_once(
             f"gspo_kernels: with steps_per_generation={steps}, num_iterations={iterations} and "
@@ -106,7 +107,7 @@ def warn_of_idle_clipping(trainer: GRPOTrainer, stacklevel: int) -> None:
 
 
 def _warn_of_few_prompts(trainer: GRPOTrainer, stacklevel: int) -> None:
-    """Warn once if the dataset is smaller than a rollout: TRL drops what does not fill one, so it trains on nothing."""
+    """Warn once if the dataset is smaller than a rollout: TRL drops an incomplete rollout, so it trains on nothing."""
     args: Any = trainer.args
     dataset: Any = trainer.train_dataset
     needed = args.generation_batch_size // args.num_generations

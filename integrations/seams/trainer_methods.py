@@ -1,0 +1,205 @@
+"""Losses that call the trainer for log-probs: slime's custom loss, and methods of ms-swift's GRPOTrainer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import Objective, linear_log_probs
+from gspo_kernels.validation import Field
+
+from ..huggingface import fuse_head
+from .common import GSPO, USE_CORRECTION, check_settings, logged_metrics, loss_of_log_probs, offsets
+
+
+def slime(
+    args: Any,
+    batch: Mapping[str, Any],
+    logits: Tensor,
+    sum_of_sample_mean: Callable[[Tensor], Tensor],
+    *,
+    objective: Objective = GSPO,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute slime's custom loss: a sum over the samples of a micro-batch, which slime divides by those of the step.
+
+    slime computes log-probs and entropies; `objective` has the KL term and the entropy bonus.
+
+    Args:
+        args, batch: slime's. A list in batch has a tensor [R] per sample.
+        logits: [1, T, V / tensor-parallel size], fp32.
+        sum_of_sample_mean: slime's function of one value per response token, [sum of R].
+
+    Returns:
+        The loss [], and tensors [] for slime's log: means over tokens times the number of samples.
+
+    Raises:
+        ValueError: a setting of slime's disagrees with `objective`, or a rollout has several samples.
+    """
+    check_settings("slime", objective, _slime_settings(args, objective))
+    log_probs, entropy = _slime_log_probs(args, batch, logits)
+    samples = sum(int(mask.any()) for mask in batch["loss_masks"])
+    weight = sum_of_sample_mean(torch.ones_like(log_probs))
+    if weight != samples:
+        Field("slime").fail("rollout_mask_sums", f"of one sample to a rollout, in all {samples} means", weight.item())
+
+    def joined(name: str) -> Tensor | None:
+        return torch.cat(batch[name]) if batch.get(name) else None
+
+    old = joined("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
+    out = loss_of_log_probs(
+        log_probs,
+        torch.cat(batch["advantages"]),
+        torch.cat(batch["loss_masks"]),
+        old_log_probs=log_probs.detach() if old is None else old,
+        rollout=joined("rollout_log_probs"),
+        ref_log_probs=joined("ref_log_probs"),
+        entropy=entropy,
+        cu_seqlens=offsets(batch["response_lengths"], log_probs),
+        normalizer=1.0,
+        objective=objective,
+    )
+    means = logged_metrics(
+        out, pg_clipfrac="token_clip_fraction", ppo_kl="kl_to_old", entropy_loss="entropy", kl_loss="kl"
+    )
+    return out.loss, {"loss": out.loss.detach(), **{name: x * samples for name, x in means.items()}}
+
+
+def _slime_settings(args: Any, objective: Objective) -> dict[str, tuple[Any, Any]]:
+    """Return slime's settings of the loss, by flag: the value, and the one that agrees with `objective`."""
+    kl_type = args.kl_loss_type.replace("low_var_kl", "k3") + (", unbiased" if args.use_unbiased_kl else "")
+    estimator = objective.kl_estimator.replace("unbiased", "k3, unbiased")
+    return {
+        "--eps-clip": (args.eps_clip, objective.clip_low),
+        "--eps-clip-high": (args.eps_clip_high, objective.clip_high),
+        "--eps-clip-c": (args.eps_clip_c, objective.dual_clip),
+        "--entropy-coef": (args.entropy_coef, objective.entropy_coef),
+        "--kl-loss-coef": (args.kl_loss_coef if args.use_kl_loss else 0.0, objective.kl_coef),
+        "--kl-loss-type": (kl_type if objective.kl_coef > 0 else estimator, estimator),
+        "--calculate-per-token-loss": (args.calculate_per_token_loss, False),
+        "--context-parallel-size": (args.context_parallel_size, 1),
+        "--use-opsm": (args.use_opsm, False),
+        "--use-score-centering": (getattr(args, "use_score_centering", False), False),
+        "--custom-pg-loss-reducer-function-path": (args.custom_pg_loss_reducer_function_path, None),
+        f"--use-tis {USE_CORRECTION}": (args.use_tis, False),
+        f"--get-mismatch-metrics {USE_CORRECTION}": (args.get_mismatch_metrics, False),
+    }
+
+
+def _slime_log_probs(args: Any, batch: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return slime's log-probs and entropies of the response tokens, [sum of R] each."""
+    slime_loss = sys.modules["slime.backends.megatron_utils.loss"]  # loaded: it calls the custom loss
+    inputs = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
+    inputs |= slime_loss.get_rollout_top_p_logprob_kwargs(args, batch)
+    _, per_sample = slime_loss.get_log_probs_and_entropy(logits, args=args, with_entropy=True, **inputs)
+    return torch.cat(per_sample["log_probs"]), torch.cat(per_sample["entropy"])
+
+
+def ms_swift(
+    trainer: Any, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, *, objective: Objective = GSPO
+) -> tuple[Tensor, dict[str, Any]]:
+    """Replace `_compute_loss_and_metrics` of ms-swift's GRPOTrainer: a mean over all rows, with objective's KL.
+
+    Rows that are masked entirely count in the mean, as in ms-swift.
+
+    Args:
+        trainer: the GRPOTrainer: `self`, where this function is a method of its class.
+        model, model_inputs: ms-swift's.
+        grpo_batch: ms-swift's, with tensors [B, T] and truncated_mask [B].
+
+    Returns:
+        The loss [], and ms-swift's dictionary of metrics, over all processes.
+
+    Raises:
+        ValueError: a setting of ms-swift's disagrees with `objective`.
+    """
+    check_settings("ms_swift", objective, _swift_settings(trainer, objective))
+    mask = grpo_batch.completion_mask
+    if trainer.overlong_filter:
+        mask = mask & ~grpo_batch.truncated_mask[:, None]
+    log_probs, _ = trainer._get_per_token_logps_and_entropies(model, model_inputs, grpo_batch)
+    old = log_probs.detach() if grpo_batch.old_per_token_logps is None else grpo_batch.old_per_token_logps
+    out = loss_of_log_probs(
+        log_probs,
+        grpo_batch.advantages,
+        mask,
+        old_log_probs=old,
+        rollout=grpo_batch.rollout_per_token_logps,
+        ref_log_probs=grpo_batch.ref_per_token_logps,
+        normalizer=float(len(mask)),
+        objective=objective,
+    )
+    names = ["token_clip_fraction_low", "token_clip_fraction_high", "token_clip_fraction", "kl"]
+    metrics = torch.stack([out.metrics[name] for name in names if name in out.metrics])
+    gathered = trainer.accelerator.gather_for_metrics(metrics[None])  # [processes, metrics]
+    low, high, region, *kl = gathered.mean(0).tolist()
+    clipping = {
+        "low_clip_mean": low,
+        "low_clip_min": gathered[:, 0].min().item(),
+        "high_clip_mean": high,
+        "high_clip_max": gathered[:, 1].max().item(),
+        "region_clip_mean": region,
+    }
+    return out.loss, {
+        "mode": "train" if trainer.model.training else "eval",
+        "entropy": {},
+        "completion_mask": mask,
+        "completion_token_count": mask.sum().clamp(min=1),
+        "clipping": clipping,
+        **({"kl": kl[0]} if kl else {}),
+    }
+
+
+def _swift_settings(trainer: Any, objective: Objective) -> dict[str, tuple[Any, Any]]:
+    """Return ms-swift's settings of the loss, by flag: the value, and the one that agrees with `objective`."""
+    return {
+        "--importance_sampling_level": (trainer.importance_sampling_level, objective.ratio.replace("-", "_")),
+        "--loss_type": (trainer.loss_type, "grpo"),
+        "--epsilon": (trainer.epsilon_low, objective.clip_low),
+        "--epsilon_high": (trainer.epsilon_high, objective.clip_high),
+        "--delta": (trainer.args.delta, objective.delta),
+        "--beta": (0.0 if trainer.kl_in_reward else trainer.beta, objective.kl_coef),
+        "--top_entropy_quantile": (trainer.top_entropy_quantile, 1.0),
+        "--log_entropy": (trainer.args.log_entropy, False),
+        "--off_policy_sequence_mask_delta": (trainer.off_policy_sequence_mask_delta, None),
+        "--sdar_loss_coef": (trainer.sdar_loss_coef, 0.0),
+        "--chord_sft_dataset": (trainer.chord_sft_iterator, None),
+        "objective.entropy_coef": (objective.entropy_coef, 0.0),
+        f"--rollout_importance_sampling_mode {USE_CORRECTION}": (trainer.rollout_importance_sampling_mode, None),
+    }
+
+
+def ms_swift_log_probs(
+    trainer: Any,
+    model: Any,
+    model_inputs: dict[str, Any],
+    logits_to_keep: int,
+    input_ids: Tensor,
+    compute_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Replace `_get_logps_via_local_forward` of ms-swift's GRPOTrainer: old, reference and new log-probs, no logits.
+
+    Args:
+        model: a transformers model, plain, in PEFT or DDP. `fuse_head` is called on it, and raises what it raises.
+        input_ids: [B, L], or [1, total] without padding. Log-probs are those of the last logits_to_keep tokens.
+
+    Returns:
+        Log-probs, and entropies or None, fp32, [B, logits_to_keep].
+    """
+    fuse_head(trainer.accelerator.unwrap_model(model))
+
+    def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
+        return linear_log_probs(
+            hidden[:, -logits_to_keep - 1 : -1],
+            lm_head,
+            input_ids[:, -logits_to_keep:],
+            temperature=trainer.temperature,
+            entropy=compute_entropy,
+            **options,
+        )
+
+    scores, _ = model(**{**model_inputs, "use_cache": False}, with_head=score)
+    return scores.log_probs, scores.entropy

@@ -1,4 +1,4 @@
-"""Readers of TRL's and of ms-swift's settings, whose policy terms have the same names: GRPO by many a loss_type."""
+"""Read the settings of TRL's and of ms-swift's GRPO trainers, whose policy terms have the same loss types."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from .keys import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, Keys, Normalizer, Reading, 
 
 
 class _Loss(NamedTuple):
+    """A loss type: fields of the Objective, and those of its Normalizer."""
+
     surrogate: str
     aggregation: str
-    of: str = "rows"  # what divides the sum, and of what
+    of: str = "rows"
     over: str = "micro-batch"
 
 
@@ -39,11 +41,13 @@ _MODES = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") fo
 
 
 def from_trl(config: Any) -> Reading:
-    """TRL's `GRPOConfig`, 0.29 to 1.16, or `trl.experimental.gmpo`'s `GMPOConfig`; the installed release is looked up.
+    """Read the `GRPOConfig` of TRL 0.29 to 1.16, or the `GMPOConfig` of `trl.experimental.gmpo`.
+
+    Its meaning is that of the installed release of TRL.
 
     Raises:
-        TypeError: no dataclass instance.
-        ValueError: naming the field: one that no Objective can express or that this reader does not know.
+        TypeError: `config` is not a dataclass instance.
+        ValueError: naming the field: no Objective can express it, or this reader does not know it.
     """
     if not is_dataclass(config):
         Field("from_trl").fail("config", "a GRPOConfig", config, TypeError)
@@ -52,7 +56,7 @@ def from_trl(config: Any) -> Reading:
     gmpo = any(c.__name__ == "GMPOConfig" for c in type(config).__mro__)
     loss = _GMPO if gmpo else keys.choice("loss_type", _LOSSES)
     fields = _policy(keys, loss, "sapo_temperature_pos", "sapo_temperature_neg")
-    keys.must("top_entropy_quantile", 1.0, why="a loss of the most uncertain tokens only is not here")
+    keys.must("top_entropy_quantile", 1.0, why="a loss of only the most uncertain tokens is not supported")
     if release < (1, 14) and keys.get("use_liger_kernel", False):
         keys.refuse("use_liger_kernel", "False before TRL 1.14, where the loss is Liger's with it")
     beside = keys.beside("mask_truncated_completions", "router_aux_loss_coef", "reward_weights")
@@ -67,18 +71,27 @@ def from_trl(config: Any) -> Reading:
     times = keys.count("gradient_accumulation_steps")
     if loss.over == "rollout":
         times = times / keys.count("steps_per_generation") if release >= (1, 10) else 1.0
-    keys.must("multi_objective_aggregation", "sum_then_normalize", why="normalising rewards one by one is not here")
+    keys.must(
+        "multi_objective_aggregation", "sum_then_normalize", why="normalising rewards one by one is not supported"
+    )
     scale = keys.choice("scale_rewards", _SCALES)
     group = Step("group_advantages", {"group_size": keys.count("num_generations"), "scale": scale, "eps": 1e-4})
     return keys.reading(
-        fields, Normalizer(loss.of, loss.over, times), luspo=luspo and fields["ratio"] == "sequence",
-        temperature=keys.number("temperature", POSITIVE), advantages=(group,), token_weights=token_weights,
+        fields,
+        Normalizer(loss.of, loss.over, times),
+        luspo=luspo and fields["ratio"] == "sequence",
+        temperature=keys.number("temperature", POSITIVE),
+        advantages=(group,),
+        token_weights=token_weights,
         beside=beside,
-    )  # fmt: skip
+    )
 
 
 def _weights(keys: Keys, loss: _Loss, fields: dict[str, Any]) -> tuple[Step, ...]:
-    """What TRL's trainer has besides its GMPO's: entropy bonus, sampler correction, off-policy mask."""
+    """Add entropy bonus and sampler correction to `fields`; return the steps of the off-policy mask.
+
+    TRL's GMPO trainer has none of the three.
+    """
     keys.must("use_adaptive_entropy", False, why="the coefficient of an Objective does not change")
     fields["entropy_coef"] = keys.number("entropy_coef")
     if fields["entropy_coef"] and loss is not _LOSSES["bnpo"]:
@@ -86,7 +99,7 @@ def _weights(keys: Keys, loss: _Loss, fields: dict[str, Any]) -> tuple[Step, ...
     sampler = keys.get("use_vllm", False) and keys.flag("vllm_importance_sampling_correction")
     if sampler:
         level, mode = keys.choice("vllm_importance_sampling_mode", _MODES)
-        high = keys.optional("vllm_importance_sampling_cap", NOT_NEGATIVE)  # its name until 1.6, then an alias
+        high = keys.optional("vllm_importance_sampling_cap", NOT_NEGATIVE)  # clip_max's name until 1.6, then an alias
         if "vllm_importance_sampling_clip_max" in keys:
             high = keys.optional("vllm_importance_sampling_clip_max", NOT_NEGATIVE)
         low = keys.optional("vllm_importance_sampling_clip_min", NOT_NEGATIVE)
@@ -94,37 +107,40 @@ def _weights(keys: Keys, loss: _Loss, fields: dict[str, Any]) -> tuple[Step, ...
     threshold = keys.optional("off_policy_mask_threshold", NOT_NEGATIVE)
     if threshold is None:
         return ()
-    against = "rollout_log_probs" if sampler else "old_log_probs"
-    return (Step("off_policy_mask", {"threshold": threshold, "rollout_log_probs": against}),)
+    compared = "rollout_log_probs" if sampler else "old_log_probs"
+    return (Step("off_policy_mask", {"threshold": threshold, "rollout_log_probs": compared}),)
 
 
 def from_ms_swift(arguments: Any) -> Reading:
-    """ms-swift 4.6's arguments of GRPO: the flags of `swift rlhf` (text or list), a mapping, or an arguments object.
+    """Read the GRPO arguments of ms-swift 4.6.
+
+    Args:
+        arguments: the flags of `swift rlhf` as a text or a list, a mapping, or ms-swift's arguments object.
 
     Raises:
-        TypeError: something else came.
-        ValueError: naming the argument: one that no Objective can express or that this reader does not know.
+        TypeError: `arguments` is none of these.
+        ValueError: naming the argument: no Objective can express it, or this reader does not know it.
     """
     if isinstance(arguments, str):
         arguments = shlex.split(arguments)
     if isinstance(arguments, Sequence):
-        arguments = {"rlhf_type": "dpo", **from_flags(Field("from_ms_swift"), arguments)}  # its default
-    others = tables.SWIFT_OTHERS | tables.training_arguments()
-    if is_dataclass(arguments):  # its trainer's inherits from TRL's, of which it reads only what is in both
-        others = others | tables.TRL.keys() | tables.TRL_OTHERS
-    keys = Keys("from_ms_swift", arguments, tables.SWIFT, others)
+        arguments = {"rlhf_type": "dpo", **from_flags(Field("from_ms_swift"), arguments)}  # ms-swift's default
+    other_names = tables.SWIFT_OTHERS | tables.training_arguments()
+    if is_dataclass(arguments):  # inherits TRL's fields, of which ms-swift reads only those in SWIFT too
+        other_names = other_names | tables.TRL.keys() | tables.TRL_OTHERS
+    keys = Keys("from_ms_swift", arguments, tables.SWIFT, other_names)
     keys.must("rlhf_type", "grpo", why="GSPO is a setting of that; ms-swift's default is dpo")
     losses = {name: loss for name, loss in _LOSSES.items() if name != "luspo"}
     loss = keys.choice("loss_type", {**losses, None: losses["grpo"]})
     fields = _policy(keys, loss, "tau_pos", "tau_neg")
-    keys.must("top_entropy_quantile", 1.0, why="a loss of the most uncertain tokens only is not here")
+    keys.must("top_entropy_quantile", 1.0, why="a loss of only the most uncertain tokens is not supported")
     keys.must("use_liger_kernel", False, why="the loss is Liger's with it")
     for name in ("teacher_model", "teacher_model_server", "advantage_reweight"):
-        keys.must(name, None, why="a teacher's advantages are not here")
-    keys.must("sdar_loss_coef", 0.0, why="a teacher's term is not here")
-    keys.must("chord_sft_dataset", None, [], why="a term of supervised answers is not here")
-    beside = keys.beside("overlong_filter", "off_policy_sequence_mask_delta", "loss_scale", "router_aux_loss_coef",
-                         "reward_weights")  # fmt: skip
+        keys.must(name, None, why="a teacher's advantages are not supported")
+    keys.must("sdar_loss_coef", 0.0, why="a teacher's term is not supported")
+    keys.must("chord_sft_dataset", None, [], why="a term of supervised answers is not supported")
+    beside = keys.beside("overlong_filter", "off_policy_sequence_mask_delta", "loss_scale", "router_aux_loss_coef")
+    beside |= keys.beside("reward_weights")
     estimator, advantages = _swift_advantages(keys)
     beta = 0.04 if keys.get("beta") is None else keys.number("beta", NOT_NEGATIVE)
     if beta:
@@ -136,34 +152,38 @@ def from_ms_swift(arguments: Any) -> Reading:
     if keys.flag("use_vllm", False) and keys.get("rollout_importance_sampling_mode") is not None:
         if fields.get("kl_coef"):
             keys.refuse("rollout_importance_sampling_mode", "None with a KL term, which ms-swift weighs by it too")
-        # Its sequence_mask keeps weights of tokens in the answers that it keeps.
+        # Without sequence_mask: in the answers that ms-swift keeps, each token has its own weight.
         modes = {n: m for n, m in _MODES.items() if m[0] == "token"} | {"sequence_truncate": ("geometric", "truncate")}
         level, mode = keys.choice("rollout_importance_sampling_mode", modes)
         high = keys.number("rollout_importance_sampling_threshold", POSITIVE)
         fields["rollout_correction"] = RolloutCorrection(level, mode, high=high)
     times = 1.0 if loss.over == "rollout" else keys.count("gradient_accumulation_steps", 1)
     return keys.reading(
-        fields, Normalizer(loss.of, loss.over, times), temperature=keys.number("temperature", POSITIVE),
-        advantages=tuple(advantages), beside=beside,
-    )  # fmt: skip
+        fields,
+        Normalizer(loss.of, loss.over, times),
+        temperature=keys.number("temperature", POSITIVE),
+        advantages=tuple(advantages),
+        beside=beside,
+    )
 
 
 def _swift_advantages(keys: Keys) -> tuple[str, list[Step]]:
-    own = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
-    estimator = keys.choice("advantage_estimator", {name: name for name in own})
-    scale = keys.choice("scale_rewards", {**_SCALES, None: own[estimator]})
+    """Return the advantage estimator and its steps."""
+    default_scales = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
+    estimator = keys.choice("advantage_estimator", {name: name for name in default_scales})
+    scale = keys.choice("scale_rewards", {**_SCALES, None: default_scales[estimator]})
     options = {"group_size": keys.count("num_generations", 8), "scale": scale, "eps": 1e-4}
     if estimator == "rloo":
         options["baseline"] = "leave-one-out"
     if (estimator, scale) != ("reinforce_plus_plus", "batch"):
         return estimator, [Step("group_advantages", options)]
-    # By the deviation of what is left of the rewards, whose mean is 0.
-    rest = Step("normalize_rewards", {"by": "batch", "shift": False, "eps": 1e-4})
-    return estimator, [Step("group_advantages", {**options, "scale": "none"}), rest]
+    # The batch's deviation is taken after the group means are subtracted.
+    normalise = Step("normalize_rewards", {"by": "batch", "shift": False, "eps": 1e-4})
+    return estimator, [Step("group_advantages", {**options, "scale": "none"}), normalise]
 
 
 def _policy(keys: Keys, loss: _Loss, positive: str, negative: str) -> dict[str, Any]:
-    """The fields of the policy term."""
+    """Return the Objective's fields of the policy term; `positive` and `negative` name SAPO's temperatures."""
     fields: dict[str, Any] = {"surrogate": loss.surrogate, "aggregation": loss.aggregation}
     if loss.surrogate != "gmpo":
         fields["ratio"] = keys.choice("importance_sampling_level", _LEVELS)
@@ -189,5 +209,6 @@ def _policy(keys: Keys, loss: _Loss, positive: str, negative: str) -> dict[str, 
 
 
 def _moving_reference(keys: Keys) -> dict[str, Any]:
+    """Return the settings of a reference model that follows the policy, for `Reading.beside`."""
     names = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
     return {name: keys.get(name) for name in names} if keys.beside("sync_ref_model") else {}

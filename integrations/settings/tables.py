@@ -1,7 +1,10 @@
-"""What the trainers of `readers` can be told: of the loss, with the value where nothing is said, and of other things.
+"""The settings that the readers know, per trainer X, as of the releases below.
 
-Names and defaults as of TRL 1.16.0, verl 0.9.1, ROLL of July 2026 and the keys that it had before, StateSet Agents
-0.69.0 and ms-swift 4.6.0. What TRL and ms-swift take over from transformers is not repeated here.
+X: every setting that can change the loss, with its default. X_OTHERS: the names of settings that cannot. X_SECTIONS:
+the names of nested settings.
+
+Releases: TRL 1.16.0, verl 0.9.1, ROLL of July 2026 with its earlier keys, StateSet Agents 0.69.0, ms-swift 4.6.0.
+TRL's and ms-swift's settings also inherit those of transformers: `training_arguments`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ TRL: dict[str, Any] = {
     "vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask",
     "vllm_importance_sampling_clip_max": 3.0, "vllm_importance_sampling_clip_min": None,
     "vllm_importance_sampling_cap": None, "router_aux_loss_coef": None, "temperature": 1.0,
-}  # fmt: skip
+}  # fmt: skip  # a table
 TRL_OTHERS = frozenset(
     """
     cache_implementation cast_lm_head_to_fp32 chat_template_kwargs disable_dropout ds3_gather_for_generation
@@ -36,7 +39,7 @@ TRL_OTHERS = frozenset(
 _CORRECTION: dict[str, Any] = {
     "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
     "rollout_rs_threshold": None, "bypass_mode": False, "loss_type": "ppo_clip",
-}  # fmt: skip
+}  # fmt: skip  # a table
 VERL: dict[str, Any] = {
     "policy_loss.loss_mode": "vanilla", "clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2,
     "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05, "loss_agg_mode": "token-mean", "loss_scale_factor": None,
@@ -50,10 +53,14 @@ VERL: dict[str, Any] = {
     "algorithm.gdpo_reward_weights": None,
     **{f"policy_loss.rollout_correction.{name}": value for name, value in _CORRECTION.items()},
     **{f"algorithm.rollout_correction.{name}": value for name, value in _CORRECTION.items()},
-}  # fmt: skip
+}  # fmt: skip  # a table
 VERL_SECTIONS = (
-    "policy_loss", "policy_loss.rollout_correction", "algorithm", "algorithm.rollout_correction", "algorithm.kl_ctrl",
-)  # fmt: skip
+    "policy_loss",
+    "policy_loss.rollout_correction",
+    "algorithm",
+    "algorithm.rollout_correction",
+    "algorithm.kl_ctrl",
+)
 VERL_OTHERS = frozenset(
     """
     _target_ algorithm._target_ algorithm.filter_groups algorithm.kl_ctrl._target_ algorithm.lam algorithm.pf_ppo
@@ -83,7 +90,7 @@ ROLL: dict[str, Any] = {
     "mask_type": "loss", "defaults": None, "train_infer_correction.filters": None,
     "train_infer_correction.is_weight.enabled": False, "train_infer_correction.is_weight.weight_type": "token",
     "train_infer_correction.is_weight.upper_bound": 1.2, "train_infer_correction.is_weight.detach": True,
-}  # fmt: skip
+}  # fmt: skip  # a table
 ROLL_SECTIONS = ("actor_train", "train_infer_correction", "train_infer_correction.is_weight")
 ROLL_OTHERS = frozenset(
     """
@@ -118,7 +125,7 @@ STATESET: dict[str, Any] = {
     "advantage_normalization": True, "baseline_type": "group_mean", "clip_ratio": 0.2, "seq_clip_ratio": 3e-4,
     "value_clip": 0.2, "entropy_coef": 0.01, "gamma": 0.99, "gae_lambda": 0.95, "reward_clip": 10.0,
     "num_gradient_updates": 1, "old_logprobs_source": "recompute", "continual_kl_beta": 0.0, "ewc_lambda": 0.0,
-}  # fmt: skip
+}  # fmt: skip  # a table
 STATESET_OTHERS = frozenset(
     """
     adam_beta1 adam_beta2 allow_missing_sampler_logprobs allow_sequence_fallback auto_adjust batch_size
@@ -152,7 +159,7 @@ SWIFT: dict[str, Any] = {
     "fipo_safety_threshold": 4.0,
     # Of its PPO.
     "kl_coef": 0.05, "cliprange": 0.2, "gamma": 1.0, "lam": 0.95, "whiten_rewards": False,
-}  # fmt: skip
+}  # fmt: skip  # a table
 SWIFT_OTHERS = frozenset(
     """
     acc_strategy adalora_beta1 adalora_beta2 adalora_deltaT adalora_init_r adalora_orth_reg_weight adalora_target_r
@@ -212,7 +219,7 @@ SWIFT_OTHERS = frozenset(
 
 
 def training_arguments() -> frozenset[str]:
-    """The names that transformers' trainer has: what TRL's and ms-swift's settings have besides their own."""
+    """Return the names of transformers' training arguments, which TRL's and ms-swift's settings inherit."""
     from dataclasses import fields
 
     from transformers import Seq2SeqTrainingArguments  # importing it takes seconds

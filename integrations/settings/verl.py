@@ -1,4 +1,4 @@
-"""Reader of verl's settings: those of the actor and, where they are given, those of the algorithm."""
+"""Read verl's settings of the actor, and those of the algorithm."""
 
 from __future__ import annotations
 
@@ -12,43 +12,42 @@ from gspo_kernels.validation import Field, Said
 from . import tables
 from .keys import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, Keys, Normalizer, Reading, Step, as_number
 
-_LOSSES: dict[str, dict[str, Any]] = {  # by loss_mode; one without an aggregation has that of loss_agg_mode
+_LOSSES: dict[str, dict[str, Any]] = {  # by loss_mode; without an aggregation here, loss_agg_mode says it
     "gspo": {"ratio": "sequence-token"},
-    "gspo_kernels": {"ratio": "sequence-token"},  # of verl.py
+    "gspo_kernels": {"ratio": "sequence-token"},  # integrations/verl.py
     "vanilla": {"ratio": "token"},
     "cispo": {"ratio": "token", "surrogate": "cispo"},
     "sapo": {"ratio": "token", "surrogate": "sapo", "aggregation": "seq-mean-token-mean"},
     "geo_mean": {"surrogate": "gmpo", "aggregation": "seq-mean-token-mean"},
     "gpg": {"ratio": "token", "surrogate": "reinforce"},
 }
-_BYPASS = {"ppo_clip": ("vanilla", "rollout"), "reinforce": ("gpg", "current")}  # the loss, and its old log-probs
+_BYPASS = {"ppo_clip": ("vanilla", "rollout"), "reinforce": ("gpg", "current")}  # the loss, and Reading.old_log_probs
 _AGGREGATIONS = {**{name: name for name in AGGREGATIONS}, "token-sum": "token-mean"}
 _DIVISORS = {"token-mean": Normalizer("tokens", "step"), "token-sum": Normalizer("one", "step")}
 _ROWS = Normalizer("rows", "step")
-_KL = {
-    "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
-    "kl+": "k1+", "k1+": "k1+", "mse+": "k2", "k2+": "k2", "low_var_kl+": "k3+", "k3+": "k3+",
-}  # fmt: skip
+_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL |= {"kl+": "k1+", "k1+": "k1+", "mse+": "k2", "k2+": "k2", "low_var_kl+": "k3+", "k3+": "k3+"}
 
 
 def from_verl(actor: Any, algorithm: Any = None) -> Reading:
-    """verl 0.9.1's `ActorConfig`, or `actor_rollout_ref.actor` as an OmegaConf or a dict.
+    """Read the settings of verl 0.9.1.
 
     Args:
-        actor: those settings.
-        algorithm: `algorithm` of the same configuration. It has the advantages and the rollout correction. With
-            rollout_correction.bypass_mode verl replaces the loss that `actor` names, and so does the reading.
+        actor: an `ActorConfig`, or `actor_rollout_ref.actor` as an OmegaConf or a dict.
+        algorithm: `algorithm` of the same configuration, with the advantages and the rollout correction. With
+            rollout_correction.bypass_mode verl replaces the loss that `actor` names; the reading then has that loss.
 
     Returns:
-        Reading. The temperature is `actor_rollout_ref.rollout.temperature`, which is in neither.
+        A Reading without a temperature, which is `actor_rollout_ref.rollout.temperature` in verl.
 
     Raises:
-        TypeError: neither a mapping nor a dataclass instance.
-        ValueError: naming the setting: one that no Objective can express or that this reader does not know.
+        TypeError: an argument is neither a mapping nor a dataclass instance.
+        ValueError: naming the setting: no Objective can express it, or this reader does not know it.
     """
-    if isinstance(actor, Mapping) and "actor_rollout_ref" in list(actor):  # verl's dataclasses are mappings, of a kind
-        whole = Said("the whole configuration")
-        Field("from_verl").fail("actor", "its actor_rollout_ref.actor (and algorithm its algorithm)", whole)
+    # list(): verl's dataclasses are mappings, but do not support `in`.
+    if isinstance(actor, Mapping) and "actor_rollout_ref" in list(actor):
+        got = Said("the whole configuration")
+        Field("from_verl").fail("actor", "its actor_rollout_ref.actor (and algorithm its algorithm)", got)
     sections = {"algorithm": algorithm}
     keys = Keys("from_verl", actor, tables.VERL, tables.VERL_OTHERS, tables.VERL_SECTIONS, sections)
     correction = "algorithm.rollout_correction"
@@ -75,32 +74,35 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
         fields["rollout_correction"] = _correction(keys, correction, name)
     rejected = keys.beside(f"{correction}.rollout_rs")
     return keys.reading(
-        fields, normalizer, kl_normalizer=kl_normalizer, old_log_probs=old,
+        fields,
+        normalizer,
+        kl_normalizer=kl_normalizer,
+        old_log_probs=old,
         advantages=None if algorithm is None else _advantages(keys),
         beside=rejected | keys.beside(f"{correction}.rollout_rs_threshold") if rejected else {},
-    )  # fmt: skip
+    )
 
 
 def _divisors(keys: Keys, name: str, fields: dict[str, Any]) -> tuple[Normalizer, Normalizer | None]:
-    """Aggregations, KL term and bonus into `fields`; what policy and KL term are divided by."""
+    """Add aggregation, KL term and entropy bonus to `fields`; return the normalizers of the policy and the KL term."""
     bonus = fields["entropy_coef"] = keys.number("entropy_coeff")
-    kl, own = keys.flag("use_kl_loss"), fields.get("aggregation")
+    kl, fixed_aggregation = keys.flag("use_kl_loss"), fields.get("aggregation")
     if kl:
         fields["kl_coef"] = keys.number("kl_loss_coef", NOT_NEGATIVE)
         fields["kl_estimator"] = keys.choice("kl_loss_type", _KL)
     normalizer = Normalizer("rows", "micro-batch") if name == "geo_mean" else _ROWS
-    if own is not None and not kl and not bonus:
-        return normalizer, None  # nobody looks at loss_agg_mode
+    if fixed_aggregation is not None and not kl and not bonus:
+        return normalizer, None  # verl does not read loss_agg_mode
     aggregation = keys.choice("loss_agg_mode", _AGGREGATIONS)
     if aggregation == "seq-mean-token-sum-norm":
         if keys.get("loss_scale_factor") is None:
             keys.refuse("loss_scale_factor", "a number of tokens (verl takes each batch's padded length without it)")
         fields["length_norm"] = keys.number("loss_scale_factor", POSITIVE)
     divisor = _DIVISORS.get(keys.get("loss_agg_mode"), _ROWS)
-    if own is None:
+    if fixed_aggregation is None:
         fields["aggregation"] = aggregation
         return divisor, None
-    if (own, normalizer) == (aggregation, divisor):
+    if (fixed_aggregation, normalizer) == (aggregation, divisor):
         return normalizer, None
     if bonus:
         keys.refuse("entropy_coeff", f"0 with {name}, whose bonus has another aggregation than its policy term")
@@ -109,13 +111,14 @@ def _divisors(keys: Keys, name: str, fields: dict[str, Any]) -> tuple[Normalizer
 
 
 def _correction(keys: Keys, section: str, name: str) -> RolloutCorrection | None:
+    """Return the correction of a section's `rollout_is`, for the loss `name`; None if it is off."""
     level = keys.choice(f"{section}.rollout_is", {None: None, "token": "token", "sequence": "sequence"})
     threshold = f"{section}.rollout_is_threshold"
     if level is None or keys.get(threshold) is None:
         return None
     if name == "geo_mean" and level == "token":
         keys.refuse(f"{section}.rollout_is", "'sequence' or None with geo_mean, which takes their geometric mean")
-    keys.must(f"{section}.rollout_is_batch_normalize", False, why="weights over their mean are not here")
+    keys.must(f"{section}.rollout_is_batch_normalize", False, why="weights over their mean are not supported")
     bounds = [as_number(bound) for bound in str(keys.get(threshold)).split("_")]
     if len(bounds) > 2 or not all(isinstance(bound, float) and bound > 0 for bound in bounds):
         keys.refuse(threshold, "a number > 0 or a text 'low_high' of two")
@@ -124,21 +127,22 @@ def _correction(keys: Keys, section: str, name: str) -> RolloutCorrection | None
 
 
 def _advantages(keys: Keys) -> tuple[Step, ...]:
-    whole = {"group_ids": "of the prompts", "scale": "none"}  # of a whole answer, in its prompt's group
+    """Return the steps from rewards to advantages."""
+    by_prompt = {"group_ids": "of the prompts", "scale": "none"}
     table = {
-        "grpo": [Step("group_advantages", {**whole, "scale": "group", "eps": 1e-6})],
-        "rloo": [Step("group_advantages", {**whole, "baseline": "leave-one-out"})],
-        "reinforce_plus_plus_baseline": [Step("group_advantages", whole), Step("whiten", {})],
+        "grpo": [Step("group_advantages", {**by_prompt, "scale": "group", "eps": 1e-6})],
+        "rloo": [Step("group_advantages", {**by_prompt, "baseline": "leave-one-out"})],
+        "reinforce_plus_plus_baseline": [Step("group_advantages", by_prompt), Step("whiten", {})],
         "reinforce_plus_plus": [Step("token_returns", {}), Step("whiten", {})],
     }
     steps = keys.choice("algorithm.adv_estimator", table)
     estimator = keys.get("algorithm.adv_estimator")
     if estimator == "grpo" and not keys.flag("algorithm.norm_adv_by_std_in_grpo"):
-        steps = [Step("group_advantages", whole)]
+        steps = [Step("group_advantages", by_prompt)]
     if estimator == "reinforce_plus_plus":
         keys.must("algorithm.gamma", 1.0, why="verl's discount skips tokens that do not count, token_returns' does not")
     if keys.flag("algorithm.use_kl_in_reward"):
-        keys.must("algorithm.kl_ctrl.type", "fixed", why="a coefficient that changes is not here")
+        keys.must("algorithm.kl_ctrl.type", "fixed", why="a coefficient that changes is not supported")
         coefficient = keys.number("algorithm.kl_ctrl.kl_coef", NOT_NEGATIVE)
         kind = keys.choice("algorithm.kl_penalty", _KL).removesuffix("+")
         if estimator == "reinforce_plus_plus":

@@ -1,4 +1,4 @@
-"""ROLL's settings of its RLVR pipeline, and stateset-agents' of its GSPO trainer."""
+"""Read the settings of ROLL's RLVR pipeline."""
 
 from __future__ import annotations
 
@@ -22,38 +22,41 @@ _DIVISORS = {"token-mean": Normalizer("tokens", "step"), "seq-mean-token-sum-nor
 
 
 def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
-    """ROLL's settings of its RLVR pipeline: a mapping, or the path of a YAML file whose keys are written out in it.
+    """Read the settings of ROLL's RLVR pipeline.
 
-    A file that its `defaults` name is not read: they are in `beside`.
+    Args:
+        settings: a mapping, or the path of a YAML file. Files that its `defaults` name are not read; the names are in
+            `Reading.beside`.
 
     Raises:
-        TypeError: something else came.
-        ValueError: naming the key: one that no Objective can express or that this reader does not know.
+        TypeError: `settings` is neither.
+        ValueError: naming the key: no Objective can express it, or this reader does not know it.
     """
     if isinstance(settings, str | Path):
         if "\n" in str(settings):
             Field("from_roll").fail("settings", "a mapping or the path of a YAML file", Said("a text of several lines"))
         settings = yaml.load(Path(settings).read_text(), _Once)
     keys = Keys("from_roll", settings, tables.ROLL, tables.ROLL_OTHERS, tables.ROLL_SECTIONS)
-    keys.must("actor_train.worker_cls", None, _WORKER, why="its ActorPGWorker has losses that are not here")
-    keys.must("use_policy_loss_type", "PPO", why="its policy gradients are not here")
+    keys.must("actor_train.worker_cls", None, _WORKER, why="its ActorPGWorker has losses that are not supported")
+    keys.must("use_policy_loss_type", "PPO", why="its policy gradients are not supported")
     keys.must("rl_loss_coef", 1.0, why="multiply the loss by it yourself")
     for name in _TERMS:
-        keys.must(name, 0, why="such a term is not here")
+        keys.must(name, 0, why="such a term is not supported")
     keys.must("actor_train.apply_loss_scale", True, why="without it micro-batches divide the loss once more")
     if "loss_agg_mode" not in keys:
         keys.refuse("loss_agg_mode", "given (ROLL's own default has changed twice)")
     aggregation = keys.choice("loss_agg_mode", {name: name for name in AGGREGATIONS})
     fields: dict[str, Any] = {
-        "ratio": keys.choice("importance_sampling", {"seq": "sequence", "token": "token"}), "aggregation": aggregation,
+        "ratio": keys.choice("importance_sampling", {"seq": "sequence", "token": "token"}),
+        "aggregation": aggregation,
         "entropy_coef": keys.number("entropy_loss_coef", NOT_NEGATIVE),
-    }  # fmt: skip
+    }
     if aggregation == "seq-mean-token-sum-norm":
         fields["length_norm"] = _padded_length(keys)
     low, high = ("pg_clip_low", "pg_clip_high") if keys.flag("use_pg_clip_range") else ("pg_clip", "pg_clip")
     fields |= {"clip_low": keys.number(low, NOT_NEGATIVE), "clip_high": keys.number(high, NOT_NEGATIVE)}
     if keys.flag("dual_clip_loss"):
-        fields["dual_clip"] = 1 + 2 * keys.number("pg_clip", POSITIVE)  # of pg_clip even where there is a range
+        fields["dual_clip"] = 1 + 2 * keys.number("pg_clip", POSITIVE)  # pg_clip, even where use_pg_clip_range is on
     if keys.flag("use_kl_loss"):
         fields["kl_coef"] = keys.number("kl_loss_coef", NOT_NEGATIVE)
     if keys.flag("train_infer_correction.is_weight.enabled"):
@@ -69,9 +72,12 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
     shaping = ("use_reward_scaling", "use_reward_norm", "add_len_reward")
     beside = masks | keys.beside("defaults", "difficulty_loss_weight", "length_loss_weight", *shaping)
     return keys.reading(
-        fields, _DIVISORS.get(aggregation, Normalizer("sequences", "step")), temperature=1.0, beside=beside,
+        fields,
+        _DIVISORS.get(aggregation, Normalizer("sequences", "step")),
+        temperature=1.0,
+        beside=beside,
         advantages=tuple(_roll_advantages(keys)),
-    )  # fmt: skip
+    )
 
 
 class _Once(yaml.SafeLoader):
@@ -86,7 +92,7 @@ class _Once(yaml.SafeLoader):
 
 
 def _padded_length(keys: Keys) -> int:
-    """What every row of ROLL's mask has: all but the first of prompt and answer."""
+    """Return the width of ROLL's mask: the padded prompt and answer without their first token."""
     if keys.get("sequence_length") is not None:
         return keys.count("sequence_length") - 1
     if keys.get("response_length") is None:
@@ -95,6 +101,7 @@ def _padded_length(keys: Keys) -> int:
 
 
 def _roll_advantages(keys: Keys) -> list[Step]:
+    """Return the steps from rewards to advantages."""
     estimator = keys.choice("adv_estimator", {"reinforce": "reinforce", "grpo": "grpo"})
     keys.must("whiten_rewards", False, why="token_returns has no such step")
     steps = [_normalised(keys, "group", "group") if estimator == "grpo" else _roll_normalisation(keys)]
@@ -104,7 +111,7 @@ def _roll_advantages(keys: Keys) -> list[Step]:
         steps.append(_clamp(bound))
         returns["reward_clip"] = bound
     if keys.flag("add_token_level_kl"):
-        keys.must("target_kl", None, why="a coefficient that changes is not here")
+        keys.must("target_kl", None, why="a coefficient that changes is not supported")
         estimators = {"kl": "k1", "abs": "abs", "mse": "k2"}
         returns["kl"] = f"{keys.choice('kl_penalty', estimators)}, old against reference"
         returns["kl_coef"] = keys.number("init_kl_coef", NOT_NEGATIVE)
@@ -118,6 +125,7 @@ def _roll_advantages(keys: Keys) -> list[Step]:
 
 
 def _roll_normalisation(keys: Keys) -> Step | None:
+    """Return the step of reward_norm, or of norm_mean_type and norm_std_type; None if all are off."""
     kinds = {name: name for name in ("batch", "group", "running", None)}
     by, mean, deviation = (keys.choice(name, kinds) for name in ("reward_norm", "norm_mean_type", "norm_std_type"))
     if by is None:
@@ -125,14 +133,14 @@ def _roll_normalisation(keys: Keys) -> Step | None:
     if mean is not None or deviation is not None:
         keys.refuse("reward_norm", "None beside norm_mean_type and norm_std_type, which have replaced it")
     shift = keys.flag("reward_shift")
-    scale = by == "running" and keys.flag("reward_scale")  # which ROLL looks at then only
+    scale = by == "running" and keys.flag("reward_scale")  # ROLL reads it only then
     if shift and scale:
         keys.refuse("reward_shift", "False beside reward_scale")
     return _normalised(keys, None if scale else by, None if shift else by)
 
 
 def _normalised(keys: Keys, mean: Any, deviation: Any) -> Step | None:
-    """Rewards less the mean of one kind, over the deviation of one; None: of none."""
+    """Return the step that subtracts a mean and divides by a deviation, each of "group", "batch", "running" or None."""
     by = mean or deviation
     if by is None:
         return None
@@ -148,31 +156,3 @@ def _normalised(keys: Keys, mean: Any, deviation: Any) -> Step | None:
 
 def _clamp(bound: float) -> Step:
     return Step("clamp", {"min": -bound, "max": bound})
-
-
-def from_stateset(config: Any) -> Reading:
-    """StateSet Agents' `GSPOConfig`, or a mapping of its fields. Its loss does not divide logits by the temperature.
-
-    Raises:
-        TypeError: neither came.
-        ValueError: naming the field: one that no Objective can express or that this reader does not know.
-    """
-    keys = Keys("from_stateset", config, tables.STATESET, tables.STATESET_OTHERS)
-    for name in ("objective", "objective_overrides"):
-        keys.must(name, None, {}, why="its GSPO trainers' own objective is what is read")
-    token = keys.flag("use_gspo_token")
-    if token and "objective" not in keys:
-        keys.refuse("use_gspo_token", "False, or beside `objective`: releases without that field computed Objective("
-                    "surrogate='cispo', ratio='sequence')")  # fmt: skip
-    if keys.flag("use_reference_model"):
-        keys.must("beta", 0.0, why="its KL is k3 of an answer's mean log-probs, an Objective's the mean of k3")
-    fields = {
-        "ratio": "sequence-token" if token else "sequence",
-        "clip_low": keys.number("clip_range_left", NOT_NEGATIVE),
-        "clip_high": keys.number("clip_range_right", NOT_NEGATIVE),
-    }
-    return keys.reading(
-        fields, Normalizer("rows", "step"), temperature=1.0,
-        advantages=(Step("group_advantages", {"group_size": keys.count("num_generations", 4), "ddof": 0, "eps": 0.0}),),
-        old_log_probs="trainer" if keys.flag("rescore_old_log_probs") else "rollout",
-    )  # fmt: skip

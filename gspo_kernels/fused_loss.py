@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from . import ops
 from .backends.rows import HeadRows
-from .inputs.head import head_rows
-from .inputs.policy import policy_rows
+from .inputs.head import HeadArguments, head_rows
+from .inputs.policy import PolicyArguments, policy_rows
 from .layout import accumulator
 from .metrics import work_metrics
 from .objective import Objective
@@ -95,30 +95,41 @@ def gspo_fused_loss(
     bonus = isinstance(objective, Objective) and objective.entropy_coef != 0
     if bonus and gradient_budget > 0:
         call.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
-    want_entropy = entropy or bonus
-    invalid, head, backend = head_rows(
+    head = head_rows(
         call,
-        hidden,
-        lm_head,
-        target_ids,
-        mask,
-        bias,
-        logit_scale,
-        logit_softcap,
-        temperature,
-        vocab_size,
-        want_entropy,
-        backend,
+        HeadArguments(
+            hidden,
+            lm_head,
+            target_ids,
+            mask,
+            bias,
+            logit_scale,
+            logit_softcap,
+            temperature,
+            vocab_size,
+            entropy or bonus,
+            backend,
+        ),
     )
-    dtype = accumulator(head.hidden.dtype)
-    layout, policy, bad, corrected = policy_rows(
-        call, head.mask.view(target_ids.shape), dtype, advantages, cu_seqlens, old_log_probs, ref_log_probs,
-        rollout_log_probs, token_weights, objective, normalizer, kl_normalizer,
-    )  # fmt: skip
-    result, loss, work = ops.fused_loss(head, policy, objective, float(gradient_budget), backend)
-    given_entropy = result.entropy if want_entropy else None
-    out = loss_output(loss, layout, result.log_probs, given_entropy, policy, objective, invalid + bad, corrected)
-    return out._replace(metrics=out.metrics | work_metrics(work.detach(), _products(head)))
+    arguments = PolicyArguments(
+        advantages,
+        cu_seqlens,
+        old_log_probs,
+        ref_log_probs,
+        rollout_log_probs,
+        token_weights,
+        objective,
+        normalizer,
+        kl_normalizer,
+    )
+    unmasked = head.rows.mask.view(target_ids.shape)
+    policy = policy_rows(call, arguments, unmasked, accumulator(head.rows.hidden.dtype))
+    result = ops.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), head.backend)
+    entropies = result.head.entropy if head.rows.entropy else None
+    invalid = head.invalid + policy.invalid
+    out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective, invalid)
+    work = work_metrics(result.work.detach(), _products(head.rows))
+    return out._replace(metrics=out.metrics | work)
 
 
 def _products(head: HeadRows) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from . import ops
-from .inputs.head import head_rows
+from .inputs.head import HeadArguments, head_rows
 from .outputs import LogProbOutput
 from .validation import Call
 
@@ -53,20 +53,10 @@ def linear_log_probs(
             is not looked for (unless GSPO_CHECK=1); its log-prob is NaN.
     """
     call = Call("linear_log_probs")
-    _, head, backend = head_rows(
-        call,
-        hidden,
-        lm_head,
-        target_ids,
-        mask,
-        bias,
-        logit_scale,
-        logit_softcap,
-        temperature,
-        vocab_size,
-        entropy,
-        backend,
+    arguments = HeadArguments(
+        hidden, lm_head, target_ids, mask, bias, logit_scale, logit_softcap, temperature, vocab_size, entropy, backend
     )
-    out = ops.linear_log_probs(head, backend)
+    head = head_rows(call, arguments)
+    out = ops.linear_log_probs(head.rows, head.backend)
     shape = target_ids.shape
     return LogProbOutput(out.log_probs.view(shape), out.entropy.view(shape) if entropy else None)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from . import metrics
-from .backends.rows import PolicyResult, PolicyRows
-from .layout import Layout
+from .backends.rows import PolicyResult
+from .inputs.policy import PolicyInputs
 from .objective import Objective
 
 
@@ -57,22 +57,21 @@ class LossOutput(NamedTuple):
 
 def loss_output(
     result: PolicyResult,
-    layout: Layout,
+    policy: PolicyInputs,
     log_probs: Tensor,
     entropy: Tensor | None,
-    policy: PolicyRows,
     objective: Objective,
     invalid: Tensor,
-    corrected: dict[str, Tensor],
 ) -> LossOutput:
-    """Back to the caller's shapes; invalid values turn the loss, and so its gradient, into NaN."""
+    """Return to the caller's shapes; invalid values turn the loss, and so its gradient, into NaN."""
+    shape = policy.layout.shape
     loss = result.loss * torch.where(invalid > 0, torch.nan, 1.0).to(result.loss.dtype)
-    log_ratio = result.log_ratio.view(layout.shape) if objective.ratio == "token" else result.log_ratio
-    named = metrics.as_dict(result.metrics, invalid, kl=policy.ref_log_probs is not None, entropy=entropy is not None)
+    has_kl = policy.rows.ref_log_probs is not None
+    named = metrics.as_dict(result.metrics, invalid, kl=has_kl, entropy=entropy is not None)
     return LossOutput(
         loss,
-        log_probs.view(layout.shape),
-        None if entropy is None else entropy.detach().view(layout.shape),
-        log_ratio,
-        named | corrected,
+        log_probs.view(shape),
+        None if entropy is None else entropy.detach().view(shape),
+        result.log_ratio.view(shape) if objective.ratio == "token" else result.log_ratio,
+        named | policy.rollout_metrics,
     )

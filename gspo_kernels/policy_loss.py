@@ -8,7 +8,7 @@ from torch import Tensor
 from . import ops
 from .backends.dispatch import pick_backend
 from .inputs.head import token_mask
-from .inputs.policy import policy_rows
+from .inputs.policy import PolicyArguments, policy_rows
 from .objective import Objective
 from .outputs import LossOutput, loss_output
 from .validation import Call
@@ -60,27 +60,33 @@ def policy_loss(
     packed = cu_seqlens is not None
     text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
     call.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
-    bool_mask, invalid = token_mask(call, mask, log_probs, log_probs.device)
-    layout, policy, bad, corrected = policy_rows(
-        call, bool_mask, log_probs.dtype, advantages, cu_seqlens, old_log_probs, ref_log_probs, rollout_log_probs,
-        token_weights, objective, normalizer, kl_normalizer,
-    )  # fmt: skip
+    unmasked, bad_mask = token_mask(call, mask, log_probs, log_probs.device)
+    arguments = PolicyArguments(
+        advantages,
+        cu_seqlens,
+        old_log_probs,
+        ref_log_probs,
+        rollout_log_probs,
+        token_weights,
+        objective,
+        normalizer,
+        kl_normalizer,
+    )
+    policy = policy_rows(call, arguments, unmasked, log_probs.dtype)
     if entropy is not None:
-        call.log_probs(
-            "entropy", entropy, shapes=[log_probs.shape], shape_text="like log_probs", device=log_probs.device
-        )
+        shapes, device = [log_probs.shape], log_probs.device
+        call.log_probs("entropy", entropy, shapes=shapes, shape_text="like log_probs", device=device)
         entropy = entropy.to(log_probs.dtype)
     elif objective.entropy_coef != 0:
         call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
-    backend = pick_backend(call, backend, log_probs.device)
     result = ops.policy_loss(
         log_probs.reshape(-1),
         None if entropy is None else entropy.reshape(-1),
-        bool_mask.reshape(-1),
-        policy,
+        unmasked.reshape(-1),
+        policy.rows,
         objective,
-        backend,
+        pick_backend(call, backend, log_probs.device),
     )
-    kept = torch.where(bool_mask, log_probs.detach(), 0)
-    kept_entropy = None if entropy is None else torch.where(bool_mask, entropy.detach(), 0)
-    return loss_output(result, layout, kept, kept_entropy, policy, objective, invalid + bad, corrected)
+    log_probs_out = torch.where(unmasked, log_probs.detach(), 0)
+    entropy_out = None if entropy is None else torch.where(unmasked, entropy.detach(), 0)
+    return loss_output(result, policy, log_probs_out, entropy_out, objective, policy.invalid + bad_mask)

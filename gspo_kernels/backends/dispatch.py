@@ -1,35 +1,93 @@
-"""Which backend computes where: Triton kernels on GPUs, torch anywhere."""
+"""What a backend is, and which one computes where: Triton kernels on GPUs, torch anywhere."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from ..objective import Objective
 from ..validation import Call
-from . import torch as portable
+from . import torch as torch_backend
+from .rows import (
+    HeadGradients,
+    HeadResult,
+    HeadRows,
+    LiveTiles,
+    NeedsGradient,
+    PolicyResult,
+    PolicyRows,
+    TileShares,
+)
+
+
+class Backend(Protocol):
+    """The functions of a backend, which is a module: `backends.torch` or `backends.triton`."""
+
+    def head_forward(self, head: HeadRows) -> HeadResult:
+        """Compute log-probs (and entropies) of the target ids."""
+        ...
+
+    def forward_with_shares(self, head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
+        """Run `head_forward`; if wanted, also return the probability mass of each vocabulary tile.
+
+        The shares are None if not wanted, or if this backend drops no cells for such a head.
+        """
+        ...
+
+    def head_backward(
+        self,
+        head: HeadRows,
+        result: HeadResult,
+        d_log_probs: Tensor,
+        d_entropy: Tensor | None,
+        needs: NeedsGradient,
+        live: LiveTiles | None = None,
+    ) -> HeadGradients:
+        """Compute gradients of the head's operands from those of log-probs [N] and entropies [N]."""
+        ...
+
+    def policy_forward(
+        self, log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective
+    ) -> PolicyResult:
+        """Compute the loss and its derivative with respect to every log-prob and entropy."""
+        ...
+
+    def cell_shape(self, head: HeadRows) -> tuple[int, int] | None:
+        """Return (rows, columns) of the cells that a backward may leave out, None if it leaves none out."""
+        ...
+
+
+def implementation(backend: str) -> Backend:
+    """Return the backend of a name that `pick_backend` returned."""
+    if backend == "torch":
+        return torch_backend
+    from . import triton as triton_backend  # imported only where it runs: Triton may be absent
+
+    return triton_backend
 
 
 def pick_backend(call: Call, backend: str, device: torch.device) -> str:
-    """The backend that runs on `device`: "auto" takes the best that can, an explicit choice never falls back."""
+    """Return the backend that runs on `device`: the best one for "auto"; an explicit choice never falls back."""
     call.choice("backend", backend, ("auto", "torch", "triton"))
     if backend == "torch":
         return "torch"
     obstacle = triton_obstacle(device)
     if backend == "triton" and obstacle:
         call.fail("backend", f"'torch' or 'auto' on {device}, because {obstacle}", backend)
-    # Interpreted kernels are for tests: nobody wants them unasked.
+    # On a CPU the kernels would be interpreted, which is for tests only.
     return "torch" if obstacle or (backend == "auto" and device.type == "cpu") else "triton"
 
 
 def triton_obstacle(device: torch.device) -> str | None:
-    """Why the Triton kernels cannot run on `device`, None if they can."""
+    """Return why the Triton kernels cannot run on `device`, None if they can."""
     return _triton_obstacle(device)
 
 
-# What torch.compiler.assume_constant_result does, short of importing the compiler, which takes seconds: without it the
-# import of Triton would be traced.
+# What torch.compiler.assume_constant_result does, without importing the compiler, which takes seconds. Without this
+# attribute the import of Triton would be traced.
 triton_obstacle._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -49,12 +107,3 @@ def _triton_obstacle(device: torch.device) -> str | None:
     if tuning.architecture(device) is None:
         return f"there is no table of block shapes for {torch.cuda.get_device_name(device)}"
     return None
-
-
-def implementation(backend: str) -> Any:
-    """(head_forward, head_backward, policy_forward) of a backend."""
-    if backend == "torch":
-        return portable
-    from . import triton as kernels
-
-    return kernels

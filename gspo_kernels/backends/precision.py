@@ -1,4 +1,4 @@
-"""fp32 products that are fp32 products, whatever the process asks for."""
+"""Products that keep their precision: fp32 matrix products in fp32, and elementwise ones without NaN from 0 * inf."""
 
 from __future__ import annotations
 
@@ -123,6 +123,6 @@ def power_of_two(gradients: Tensor, more: Tensor | None, counts: Tensor) -> Tens
     return torch.where((largest > 0) & largest.isfinite(), exponent.exp2(), 1.0)
 
 
-def select_times(factor: Tensor, x: Tensor) -> Tensor:
-    """factor * x, exactly 0 where one of them is: the other may be the inf of an exploded ratio, or NaN."""
-    return torch.where((factor == 0) | (x == 0), 0, factor * x)
+def multiply_no_nan(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply, with exactly 0 where one factor is 0: the other may be the inf of an exploded ratio, or NaN."""
+    return torch.where((x == 0) | (y == 0), 0, x * y)

@@ -37,6 +37,26 @@ class HeadResult(NamedTuple):
     log_total: Tensor  # [N]
 
 
+class NeedsGradient(NamedTuple):
+    """Which operands of a head need a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    adapter_hidden: bool
+    adapter_weight: bool
+
+
+class HeadGradients(NamedTuple):
+    """Gradients of a head's operands, in the operands' dtypes; None where none is needed."""
+
+    hidden: Tensor | None  # [N, H]
+    weight: Tensor | None  # [V, H]
+    bias: Tensor | None  # [V]
+    adapter_hidden: Tensor | None  # [N, R]
+    adapter_weight: Tensor | None  # [V, R]
+
+
 class PolicyRows(NamedTuple):
     """What a backend needs beside log-probs to form the loss."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,72 +15,78 @@ from ..validation import FLOATS, Call, few
 from .lm_head import resolve
 
 
-def head_rows(
-    call: Call,
-    hidden: Tensor,
-    lm_head: Tensor | nn.Module,
-    target_ids: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    logit_scale: float,
-    logit_softcap: float | None,
-    temperature: float | Tensor,
-    vocab_size: int | None,
-    entropy: bool,
-    backend: str,
-) -> tuple[Tensor, HeadRows, str]:
-    """Check and flatten what makes log-probs. Returns (how many values are invalid, rows, backend that runs)."""
-    call.tensor(
-        "hidden",
-        hidden,
-        dtypes=FLOATS,
-        shapes=[(None, None, None), (None, None)],
-        shape_text="[B, T, H] or [N, H]",
-    )
-    shape, device = hidden.shape[:-1], hidden.device
-    call.tensor(
-        "target_ids",
-        target_ids,
-        dtypes=[torch.int64],
-        shapes=[shape],
-        shape_text=lambda: f"{list(shape)} like hidden",
-        device=device,
-    )
-    mask, invalid = token_mask(call, mask, target_ids, device)
-    call.boolean("entropy", entropy)
-    backend = pick_backend(call, backend, device)
+class HeadArguments(NamedTuple):
+    """Arguments that make log-probs as the caller passed them; `linear_log_probs` documents each."""
 
+    hidden: Tensor
+    lm_head: Tensor | nn.Module
+    target_ids: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    logit_scale: float
+    logit_softcap: float | None
+    temperature: float | Tensor
+    vocab_size: int | None
+    entropy: bool
+    backend: str
+
+
+class HeadInputs(NamedTuple):
+    """The arguments checked, cast as autocast would, and flattened."""
+
+    rows: HeadRows
+    backend: str  # the one that runs
+    invalid: Tensor  # [] int64: how many values are invalid
+
+
+def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
+    """Check and flatten the arguments that make log-probs; `call` is the public function, for its error messages."""
+    hidden, target_ids = arguments.hidden, arguments.target_ids
+    text = "[B, T, H] or [N, H]"
+    call.tensor("hidden", hidden, dtypes=FLOATS, shapes=[(None, None, None), (None, None)], shape_text=text)
+    shape, device = hidden.shape[:-1], hidden.device
+    like_hidden = lambda: f"{list(shape)} like hidden"  # noqa: E731
+    call.tensor("target_ids", target_ids, dtypes=[torch.int64], shapes=[shape], shape_text=like_hidden, device=device)
+    mask, bad_mask = token_mask(call, arguments.mask, target_ids, device)
+    call.boolean("entropy", arguments.entropy)
+    backend = pick_backend(call, arguments.backend, device)
     if hidden.shape[-1] == 0:
         call.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", hidden)
-    flat = hidden.flatten(0, -2)
-    head = resolve(call, lm_head, bias, flat, mask.reshape(-1))
-    flat, weight, bias = _autocast(flat, head.weight, head.bias)
-    call.head(weight, bias, flat)
-    call.logit_options(logit_scale, logit_softcap, vocab_size, weight.shape[0])
+    rows = hidden.flatten(0, -2)
+    head = resolve(call, arguments.lm_head, arguments.bias, rows, mask.reshape(-1))
+    rows, weight, bias = _autocast(rows, head.weight, head.bias)
+    call.head(weight, bias, rows)
+    softcap, vocab_size = arguments.logit_softcap, arguments.vocab_size
+    call.logit_options(arguments.logit_scale, softcap, vocab_size, weight.shape[0])
     columns = weight.shape[0] if vocab_size is None else int(vocab_size)
-
-    wrong = mask & ((target_ids < 0) | (target_ids >= columns))
-    invalid = invalid + call.flag(
-        "target_ids",
-        wrong,
-        lambda: f"between 0 and {columns - 1} where mask is true",
-        lambda: sorted(set(target_ids[wrong].tolist()))[:5],
+    bad_ids = _count_bad_ids(call, target_ids, mask, columns)
+    call.temperature(arguments.temperature, shape, device)
+    temperature, bad_temperature = _temperature(call, arguments.temperature, mask, rows)
+    checked = HeadRows(
+        hidden=rows,
+        weight=weight,
+        bias=bias,
+        adapter_hidden=head.adapter_hidden,
+        adapter_weight=head.adapter_weight,
+        target_ids=target_ids.reshape(-1),
+        mask=mask.reshape(-1),
+        temperature=temperature,
+        logit_scale=float(arguments.logit_scale),
+        logit_softcap=None if softcap is None else float(softcap),
+        vocab_size=columns,
+        entropy=arguments.entropy,
     )
-    call.temperature(temperature, shape, device)
-    divisor, bad = _temperature(call, temperature, mask, flat)
-    return (
-        invalid + bad,
-        HeadRows(
-            flat, weight, bias, head.adapter_hidden, head.adapter_weight, target_ids.reshape(-1), mask.reshape(-1),
-            divisor, float(logit_scale),
-            None if logit_softcap is None else float(logit_softcap), columns, entropy,
-        ),
-        backend,
-    )  # fmt: skip
+    return HeadInputs(checked, backend, bad_mask + bad_ids + bad_temperature)
+
+
+def _count_bad_ids(call: Call, target_ids: Tensor, mask: Tensor, columns: int) -> Tensor:
+    wrong = mask & ((target_ids < 0) | (target_ids >= columns))
+    expected = lambda: f"between 0 and {columns - 1} where mask is true"  # noqa: E731
+    return call.flag("target_ids", wrong, expected, lambda: sorted(set(target_ids[wrong].tolist()))[:5])
 
 
 def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The mask as bool, in the shape of `like`, and how many of its values are neither 0 nor 1."""
+    """Return the mask as bool, in the shape of `like`, and how many of its values are neither 0 nor 1."""
     if mask is None:
         mask = like != -100 if like.dtype == torch.int64 else torch.ones_like(like, dtype=torch.bool)
     return call.mask(mask, shapes=[like.shape], shape_text=lambda: str(list(like.shape)), device=device)
@@ -89,7 +95,7 @@ def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.devi
 def _temperature(
     call: Call, temperature: float | Tensor, mask: Tensor, hidden: Tensor
 ) -> tuple[Tensor | None, Tensor | int]:
-    """The temperature as a tensor, None for 1; and how many of its values are not finite and > 0."""
+    """Return the temperature as a tensor, None for 1, and how many of its values are not finite and > 0."""
     if not isinstance(temperature, Tensor):
         dtype = accumulator(hidden.dtype)
         return None if temperature == 1 else hidden.new_full((), float(temperature), dtype=dtype), 0
@@ -101,7 +107,7 @@ def _temperature(
         "finite and > 0 where mask is true",
         lambda: few(temperature.expand_as(mask)[wrong]),
     )
-    # Where nobody looked, a bad temperature gives NaN, as a bad id does.
+    # On an accelerator, where values are not checked, a bad temperature gives NaN, as a bad id does.
     return torch.where(temperature > 0, temperature, torch.nan).reshape(-1 if temperature.ndim else ()), bad
 
 

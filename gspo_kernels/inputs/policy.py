@@ -1,99 +1,156 @@
-"""Check and flatten what turns log-probs into a loss: `PolicyRows`."""
+"""Check and flatten what turns log-probs into a loss: `PolicyArguments` in, `PolicyRows` out."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backends.precision import select_times
+from ..backends.precision import multiply_no_nan
 from ..backends.rows import PolicyRows
 from ..layout import Layout, packed_layout, padded_layout
 from ..objective import Objective
-from ..sampler_mismatch import rollout_weights
+from ..sampler_mismatch import Correction, rollout_weights
 from ..validation import FLOATS, Call, Said, few
 
 
-def policy_rows(
-    call: Call,
-    mask: Tensor,  # bool, the caller's token shape
-    dtype: torch.dtype,
-    advantages: Tensor,
-    cu_seqlens: Tensor | None,
-    old_log_probs: Tensor | None,
-    ref_log_probs: Tensor | None,
-    rollout_log_probs: Tensor | None,
-    token_weights: Tensor | None,
-    objective: Objective,
-    normalizer: float | Tensor | None,
-    kl_normalizer: float | Tensor | None,
-) -> tuple[Layout, PolicyRows, Tensor, dict[str, Tensor]]:
-    """Check and flatten the arguments that make the loss.
+class PolicyArguments(NamedTuple):
+    """Arguments of a loss as the caller passed them; `gspo_fused_loss` documents each."""
 
-    Returns (layout, rows, how many values are invalid, metrics of the rollout correction).
+    advantages: Tensor
+    cu_seqlens: Tensor | None
+    old_log_probs: Tensor | None
+    ref_log_probs: Tensor | None
+    rollout_log_probs: Tensor | None
+    token_weights: Tensor | None
+    objective: Objective
+    normalizer: float | Tensor | None
+    kl_normalizer: float | Tensor | None
+
+
+class PolicyInputs(NamedTuple):
+    """The arguments checked and flattened."""
+
+    rows: PolicyRows
+    layout: Layout
+    rollout_metrics: dict[str, Tensor]  # of the rollout correction, by their names in `LossOutput.metrics`
+    invalid: Tensor  # [] int64: how many values are invalid
+
+
+def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: torch.dtype) -> PolicyInputs:
+    """Check and flatten the arguments of a loss.
+
+    Args:
+        call: the public function, for its error messages.
+        arguments: as the caller passed them.
+        mask: bool, in the caller's token shape: the unmasked tokens.
+        dtype: of ratios and of the loss.
     """
-    shape, device = tuple(mask.shape), mask.device
+    objective = arguments.objective
     if not isinstance(objective, Objective):
         call.fail("objective", "an Objective", Said(f"a {type(objective).__name__}"), TypeError)
-    invalid = torch.zeros((), dtype=torch.int64, device=device)
+    layout, bad_offsets = _layout(call, arguments.cu_seqlens, mask)
+    unmasked = mask.reshape(-1)
+    advantages, bad_advantages = _advantages(call, arguments.advantages, layout, unmasked, dtype)
+    old = _log_probs(call, "old_log_probs", arguments.old_log_probs, layout, dtype)
+    ref = _log_probs(call, "ref_log_probs", arguments.ref_log_probs, layout, dtype)
+    if objective.kl_coef > 0 and ref is None:
+        call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
+    weights, bad_weights = _token_weights(call, arguments.token_weights, layout, unmasked, dtype)
+    correction = _rollout_correction(call, arguments, layout, unmasked)
+    rollout_metrics = {}
+    if correction is not None:
+        rollout_metrics = {f"rollout_{name}": value for name, value in correction.metrics.items()}
+        rollout = correction.weights.reshape(-1).to(dtype)
+        # A token of weight 0 stays at 0, even where its rollout weight is NaN.
+        weights = rollout if weights is None else multiply_no_nan(weights, rollout)
+    invalid = torch.zeros((), dtype=torch.int64, device=mask.device) + bad_offsets + bad_advantages + bad_weights
+    invalid = invalid + call.normalizer("normalizer", arguments.normalizer, mask)
+    invalid = invalid + call.normalizer("kl_normalizer", arguments.kl_normalizer, mask)
+    rows = PolicyRows(
+        offsets=layout.offsets,
+        advantages=advantages,
+        old_log_probs=old,
+        ref_log_probs=ref,
+        token_weights=weights,
+        normalizer=_as_scalar(arguments.normalizer, dtype, mask.device),
+        kl_normalizer=_as_scalar(arguments.kl_normalizer, dtype, mask.device),
+    )
+    return PolicyInputs(rows, layout, rollout_metrics, invalid)
+
+
+def _layout(call: Call, cu_seqlens: Tensor | None, mask: Tensor) -> tuple[Layout, Tensor | int]:
+    """Return where the sequences lie, and how many offsets are invalid."""
+    shape = tuple(mask.shape)
     if cu_seqlens is None:
         if len(shape) != 2:
             call.fail("cu_seqlens", "given for packed input (hidden [N, H], log_probs [N])", None)
-        layout = padded_layout((shape[0], shape[1]), device)
-        shapes, text = (
-            [(shape[0],), (shape[0], 1), shape],
-            lambda: f"[B] = [{shape[0]}], [B, 1] or [B, T] = {list(shape)}",
-        )
+        return padded_layout((shape[0], shape[1]), mask.device), 0
+    if len(shape) != 1:
+        call.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", Said("a tensor"))
+    invalid = call.offsets(cu_seqlens, shape[0], mask.device)
+    return packed_layout(shape[0], cu_seqlens), invalid
+
+
+def _advantages(
+    call: Call, advantages: Tensor, layout: Layout, unmasked: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the advantage of each row [N], and how many are not finite."""
+    shape, sequences = layout.shape, layout.sequences
+    if layout.padded:
+        shapes: list[tuple[int, ...]] = [(sequences,), (sequences, 1), shape]
+        text = lambda: f"[B] = [{sequences}], [B, 1] or [B, T] = {list(shape)}"  # noqa: E731
     else:
-        if len(shape) != 1:
-            call.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", Said("a tensor"))
-        invalid = invalid + call.offsets(cu_seqlens, shape[0], device)
-        layout = packed_layout(shape[0], cu_seqlens)
-        shapes, text = [(layout.sequences,), shape], lambda: f"[S] = [{layout.sequences}] or [N] = {list(shape)}"
-    call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=device)
+        shapes = [(sequences,), shape]
+        text = lambda: f"[S] = [{sequences}] or [N] = {list(shape)}"  # noqa: E731
+    call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=unmasked.device)
     per_row = layout.per_row(advantages.detach()).to(dtype)
-    wrong = mask.reshape(-1) & ~per_row.isfinite()
-    invalid = invalid + call.flag("advantages", wrong, "finite where mask is true", lambda: few(per_row[wrong]))
+    wrong = unmasked & ~per_row.isfinite()
+    return per_row, call.flag("advantages", wrong, "finite where mask is true", lambda: few(per_row[wrong]))
 
-    def per_token(name: str, x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        call.log_probs(name, x, shapes=[shape], shape_text=lambda: f"{list(shape)}, one per token", device=device)
-        return x.detach().to(dtype).reshape(-1)
 
-    old, ref = per_token("old_log_probs", old_log_probs), per_token("ref_log_probs", ref_log_probs)
-    if objective.kl_coef > 0 and ref is None:
-        call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
-    if token_weights is not None:
-        weight_shapes = [shape, (shape[0], 1)] if layout.padded else [shape]
-        text = lambda: f"{list(shape)}{' or [B, 1]' if layout.padded else ''}"  # noqa: E731
-        call.tensor("token_weights", token_weights, dtypes=FLOATS, shapes=weight_shapes, shape_text=text, device=device)
-        flat = token_weights = layout.flatten(token_weights.detach()).to(dtype)
-        wrong = mask.reshape(-1) & ~((flat >= 0) & flat.isfinite())
-        expected = "finite and >= 0 where mask is true"
-        invalid = invalid + call.flag("token_weights", wrong, expected, lambda: few(flat[wrong]))
-    correction, corrected = objective.rollout_correction, {}
-    if correction is not None:
-        if rollout_log_probs is None or old_log_probs is None:
-            missing = "old_log_probs" if rollout_log_probs is not None else "rollout_log_probs"
-            expected = "given, because objective.rollout_correction weighs old_log_probs against rollout_log_probs"
-            call.fail(missing, expected, None)
-        weights, named = rollout_weights(call, layout, mask.reshape(-1), old_log_probs, rollout_log_probs, correction)
-        corrected = {f"rollout_{name}": value for name, value in named.items()}
-        weights = weights.reshape(-1).to(dtype)
-        # A token that weighs nothing keeps nothing of a weight that is no number.
-        token_weights = weights if token_weights is None else select_times(token_weights, weights)
-    elif rollout_log_probs is not None:
-        expected = "None, because objective.rollout_correction is None and nothing else reads it"
-        call.fail("rollout_log_probs", expected, rollout_log_probs)
-    invalid = invalid + call.normalizer("normalizer", normalizer, mask)
-    invalid = invalid + call.normalizer("kl_normalizer", kl_normalizer, mask)
-    return (
-        layout,
-        PolicyRows(layout.offsets, per_row, old, ref, token_weights,
-                   _as_scalar(normalizer, dtype, device), _as_scalar(kl_normalizer, dtype, device)),
-        invalid,
-        corrected,
-    )  # fmt: skip
+def _log_probs(call: Call, name: str, x: Tensor | None, layout: Layout, dtype: torch.dtype) -> Tensor | None:
+    """Return log-probs that are constants of the loss as rows [N]."""
+    if x is None:
+        return None
+    shape, device = layout.shape, layout.offsets.device
+    call.log_probs(name, x, shapes=[shape], shape_text=lambda: f"{list(shape)}, one per token", device=device)
+    return x.detach().to(dtype).reshape(-1)
+
+
+def _token_weights(
+    call: Call, weights: Tensor | None, layout: Layout, unmasked: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | int]:
+    """Return the weight of each row [N], and how many are negative or not finite."""
+    if weights is None:
+        return None, 0
+    shape = layout.shape
+    shapes = [shape, (shape[0], 1)] if layout.padded else [shape]
+    text = lambda: f"{list(shape)}{' or [B, 1]' if layout.padded else ''}"  # noqa: E731
+    call.tensor("token_weights", weights, dtypes=FLOATS, shapes=shapes, shape_text=text, device=unmasked.device)
+    rows = layout.flatten(weights.detach()).to(dtype)
+    wrong = unmasked & ~((rows >= 0) & rows.isfinite())
+    return rows, call.flag("token_weights", wrong, "finite and >= 0 where mask is true", lambda: few(rows[wrong]))
+
+
+def _rollout_correction(call: Call, arguments: PolicyArguments, layout: Layout, unmasked: Tensor) -> Correction | None:
+    """Return the importance weights of the sampler's log-probs, None where the objective has no correction."""
+    correction, rollout, old = (
+        arguments.objective.rollout_correction,
+        arguments.rollout_log_probs,
+        arguments.old_log_probs,
+    )
+    if correction is None:
+        if rollout is not None:
+            expected = "None, because objective.rollout_correction is None and nothing else reads it"
+            call.fail("rollout_log_probs", expected, rollout)
+        return None
+    if rollout is None or old is None:
+        missing = "old_log_probs" if rollout is not None else "rollout_log_probs"
+        expected = "given, because objective.rollout_correction weighs old_log_probs against rollout_log_probs"
+        call.fail(missing, expected, None)
+    return rollout_weights(call, layout, unmasked, old, rollout, correction)
 
 
 def _as_scalar(value: float | Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..backends.rows import HeadRows, PolicyRows
+from ..backends.rows import HeadRows, NeedsGradient, PolicyRows
 from ..backends.triton.backward import head_backward
 from ..backends.triton.forward import forward_with_shares, head_forward
 from ..backends.triton.gradient_rows import make_upstream
@@ -90,7 +90,9 @@ def meta_head(
 def both_passes(head: HeadRows) -> None:
     result = head_forward(head)
     d_entropy = torch.empty_like(result.entropy) if head.entropy else None
-    needs = (True, True, head.bias is not None, head.adapter_hidden is not None, head.adapter_weight is not None)
+    needs = NeedsGradient(
+        True, True, head.bias is not None, head.adapter_hidden is not None, head.adapter_weight is not None
+    )
     head_backward(head, result, torch.empty_like(result.log_probs), d_entropy, needs)
 
 
@@ -109,7 +111,13 @@ def live_cells(head: HeadRows) -> None:
     ]
     order = torch.arange(head.hidden.shape[0], device=device)
     up = make_upstream(straighten(head, config), result, torch.ones_like(result.log_probs), None, order, False)
-    cell_backward(up, head.vocab_size, config, (True, True), Plan(len(order), True, lists, counts, width, chunk))
+    cell_backward(
+        up,
+        head.vocab_size,
+        config,
+        NeedsGradient(True, True, False, False, False),
+        Plan(len(order), True, lists, counts, width, chunk),
+    )
 
 
 def loss(objective: Objective, dtype: torch.dtype, rows: int = 8192, sequences: int = 16) -> None:

@@ -15,9 +15,9 @@ HOUSE = (
     {"layout", "reference", "validation"},
     {"groups", "metrics", "sampler_mismatch"},
     {"advantages", "objective"},
-    {"backends"},
-    {"ops", "outputs"},
-    {"inputs"},
+    {"backends", "custom_op"},
+    {"inputs", "ops"},
+    {"outputs"},
     {"fused_loss", "log_probs", "policy_loss"},
     {"", "tools"},  # "" is the package itself, which hands on the public names
 )

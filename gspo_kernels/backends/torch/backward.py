@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..precision import exact_products, power_of_two, whole_columns
-from ..rows import HeadResult, HeadRows, LiveTiles
+from ..rows import HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
 from . import workers
 from .tiles import LOG_OF_NOTHING, Part, Runs, Tiles, add_product_of_tile, product_of_tile
 
@@ -23,10 +23,10 @@ def head_backward(
     result: HeadResult,
     d_log_probs: Tensor,
     d_entropy: Tensor | None,
-    needs: tuple[bool, ...],
+    needs: NeedsGradient,
     live: LiveTiles | None = None,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of (hidden, weight, bias, adapter_hidden, adapter_weight), None where `needs` is False.
+) -> HeadGradients:
+    """Compute the gradients of a head's operands, None where none is needed.
 
     d_logits = d_log_prob (onehot - p) - d_entropy p (log p + entropy), times the derivative of the head's tail.
     """
@@ -43,7 +43,7 @@ def head_backward(
 class _Gradients:
     """The gradients as they are added up: over slabs for hidden states, over chunks of rows for the head."""
 
-    def __init__(self, work: Tiles, up: _Upstream, needs: tuple[bool, ...], sparse: bool) -> None:
+    def __init__(self, work: Tiles, up: _Upstream, needs: NeedsGradient, sparse: bool) -> None:
         self.work, self.up, self.sparse = work, up, sparse
         need_hidden, need_weight, need_bias, need_ah, need_aw = needs
         weight = work.head.weight  # [V, H]
@@ -86,10 +86,10 @@ class _Gradients:
         if terms:
             self.sums.add(rows.start // work.tile_rows, turn, partial(_add_all, terms))
 
-    def scattered(self) -> tuple[Tensor | None, ...]:
+    def scattered(self) -> HeadGradients:
         """Return the gradients in the shapes and dtypes of what they are gradients of."""
         work, head = self.work, self.work.head
-        return (
+        return HeadGradients(
             None if self.d_hidden is None else work.scatter(self.d_hidden, head.hidden.dtype),
             self.d_weight,
             None if self.d_bias is None or head.bias is None else self.d_bias.to(head.bias.dtype),

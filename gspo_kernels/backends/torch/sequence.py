@@ -18,7 +18,7 @@ from torch import Tensor
 from ... import metrics
 from ...layout import segment_sum, sequence_of_row
 from ...objective import Objective
-from ..precision import select_times
+from ..precision import multiply_no_nan
 from ..rows import PolicyResult, PolicyRows
 from .surrogates import SCORES, bounded, divergence_times, kl_and_slope, surrogate
 
@@ -49,12 +49,12 @@ def policy_forward(
     if low is None or high is None:
         low, high = term.low, term.high
     if policy.token_weights is not None:
-        value, slope = select_times(policy.token_weights, value), select_times(policy.token_weights, slope)
+        value, slope = multiply_no_nan(policy.token_weights, value), multiply_no_nan(policy.token_weights, slope)
     share = _token_weights(mask, sequence, lengths, objective.aggregation, objective.length_norm, policy.normalizer)
     through_ratio = torch.where(mask, share * slope, 0)  # c o dl/du
     direct = torch.zeros_like(lp)
     if objective.surrogate in SCORES:
-        value, through_ratio, direct = select_times(value, lp), direct, through_ratio
+        value, through_ratio, direct = multiply_no_nan(value, lp), direct, through_ratio
     loss_rows = torch.where(mask, share * value, 0)
 
     kl = kl_slope = None

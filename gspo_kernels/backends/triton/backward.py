@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..precision import add_product, exact_products
-from ..rows import HeadResult, HeadRows, LiveTiles
+from ..rows import HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
 from .gradient_rows import counted, gradient_of_tiles, make_upstream, part_shape, rounds_later, scatter, spread
 from .logit_tile import straighten
 from .sparse_backward import cell_backward, plan
@@ -24,10 +24,10 @@ def head_backward(
     result: HeadResult,
     d_log_probs: Tensor,
     d_entropy: Tensor | None,
-    needs: tuple[bool, ...],
+    needs: NeedsGradient,
     live: LiveTiles | None = None,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of (hidden, weight, bias, adapter_hidden, adapter_weight), None where `needs` is False."""
+) -> HeadGradients:
+    """Compute the gradients of a head's operands, None where none is needed."""
     config = tile_config(head, "gradient")
     vocab, width = head.weight.shape
     head = straighten(head, config)
@@ -83,7 +83,7 @@ def head_backward(
             if d_weight is not None and d_slab is not None and d_weight.dtype != dtype:
                 d_weight[low:high] = d_slab if up.boost is None else d_slab.div_(up.boost)
             del d_slab
-    return (
+    return HeadGradients(
         None if d_hidden is None else spread(d_hidden, up, chunk),
         d_weight,
         None if d_bias is None or head.bias is None else d_bias.to(head.bias.dtype),

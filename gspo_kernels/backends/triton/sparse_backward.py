@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..rows import HeadRows, LiveTiles
+from ..rows import HeadGradients, HeadRows, LiveTiles, NeedsGradient
 from .cells import CellLists, Part, cell_lists
 from .gradient_rows import Upstream, gradient_of_tiles, part_shape, rounds_later, spread
 from .sparse_products import add_products
@@ -46,10 +46,8 @@ def parts_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, 
     return cell_lists(cells, columns // config.block_v, blocks), columns, blocks * config.block_n
 
 
-def cell_backward(
-    up: Upstream, rows_of_head: int, config: Config, needs: tuple[bool, ...], plan: Plan
-) -> tuple[Tensor | None, ...]:
-    """Gradients of (hidden, weight), None where `needs` is False, of a head without bias and adapter.
+def cell_backward(up: Upstream, rows_of_head: int, config: Config, needs: NeedsGradient, plan: Plan) -> HeadGradients:
+    """Gradients of a head without bias and adapter, None where none is needed.
 
     `rows_of_head`: padding of the vocabulary included, which the copy of a weight may lack.
     """
@@ -59,8 +57,8 @@ def cell_backward(
     def zeros(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=of, device=head.hidden.device)
 
-    d_hidden = zeros(*head.hidden.shape) if needs[0] else None
-    d_weight = zeros(rows_of_head, width, of=head.weight.dtype) if needs[1] else None
+    d_hidden = zeros(*head.hidden.shape) if needs.hidden else None
+    d_weight = zeros(rows_of_head, width, of=head.weight.dtype) if needs.weight else None
     first = 0
     for slab, counts in enumerate(plan.counts):
         low = slab * plan.columns
@@ -84,4 +82,4 @@ def cell_backward(
     if d_hidden is not None:
         everywhere = torch.arange(d_hidden.shape[0], device=d_hidden.device)
         d_hidden = spread(d_hidden, replace(up, index=everywhere), plan.chunk)
-    return d_hidden, d_weight, None, None, None
+    return HeadGradients(d_hidden, d_weight, None, None, None)

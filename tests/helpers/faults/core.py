@@ -8,13 +8,13 @@ OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 FAULTS: dict[str, Fault] = {
     "gradient x 1.01": (
         "ops",
-        "select_times(coefficient, d_loss.to(coefficient.dtype))",
-        "select_times(coefficient, 1.01 * d_loss.to(coefficient.dtype))",
+        "multiply_no_nan(coefficient, d_loss.to(coefficient.dtype))",
+        "multiply_no_nan(coefficient, 1.01 * d_loss.to(coefficient.dtype))",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "upstream gradient ignored": (
         "ops",
-        "select_times(coefficient, d_loss.to(coefficient.dtype))",
+        "multiply_no_nan(coefficient, d_loss.to(coefficient.dtype))",
         "coefficient",
         "parity::test_the_two_seams_chained_are_the_fused_loss_bitwise[torch-False-gspo]",
     ),

@@ -45,8 +45,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "token weights not in the gradient": (
         "backends/torch/sequence",
-        "select_times(policy.token_weights, value), select_times(policy.token_weights, slope)",
-        "select_times(policy.token_weights, value), slope",
+        "multiply_no_nan(policy.token_weights, value), multiply_no_nan(policy.token_weights, slope)",
+        "multiply_no_nan(policy.token_weights, value), slope",
         f"{OBJECTIVE}[torch-packed-per-token-weights-gspo]",
     ),
     "token weights on the KL too": (

@@ -1,0 +1,150 @@
+"""torch.library operators whose parameters and results are tuples.
+
+An operator's schema knows tensors and scalars only. `Operator` makes one of a function of tuples: it derives the schema
+from the fields of the tuples, flattens them on the way in, and puts the results together on the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from .objective import Objective
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_SCHEMA_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?", int: "int", bool: "bool",
+    str: "str", str | None: "str?",
+}  # fmt: skip
+
+
+class Group(NamedTuple):
+    """One parameter or result: a tuple, an `Objective` or a single value."""
+
+    kind: Any  # its class
+    fields: dict[str, str]  # the schema's type of each flat value, by name; "" is the name of a single value
+
+
+def _group(kind: Any) -> Group:
+    if kind in _SCHEMA_TYPES:
+        return Group(kind, {"": _SCHEMA_TYPES[kind]})
+    # Of an Objective, a rollout correction does not enter an operator: the loss was given its weights.
+    hints = get_type_hints(kind).items()
+    return Group(kind, {name: _SCHEMA_TYPES[hint] for name, hint in hints if hint in _SCHEMA_TYPES})
+
+
+class Operator(Generic[P, R]):
+    """The operator `gspo_kernels::<name of the function>`.
+
+    The function's parameters are tensors, scalars, named tuples of those, or an `Objective`; its result is a named
+    tuple of tensors, or of such tuples. An argument's name in the schema is the parameter's, then the field's.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        kinds = get_type_hints(function)
+        self._result: Any = kinds.pop("return")
+        self._inputs = [_group(kind) for kind in kinds.values()]
+        nested = any(hint not in _SCHEMA_TYPES for hint in get_type_hints(self._result).values())
+        parts = get_type_hints(self._result).values() if nested else [self._result]
+        self._outputs = [_group(kind) for kind in parts]
+        types = {
+            "_".join(filter(None, [parameter, field])): kind
+            for parameter, group in zip(kinds, self._inputs, strict=True)
+            for field, kind in group.fields.items()
+        }
+        self.arguments = list(types)
+        inputs = ", ".join(f"{kind} {name}" for name, kind in types.items())
+        outputs = ", ".join(kind for group in self._outputs for kind in group.fields.values())
+        self._operator: Any = torch.library.custom_op(
+            f"gspo_kernels::{function.__name__}",  # pyright: ignore[reportAttributeAccessIssue] - it is a function
+            self._of_flat(function),
+            mutates_args=(),
+            schema=f"({inputs}) -> ({outputs})",
+        )
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        assert not kwargs, "an operator takes its arguments in order"
+        return self._result_of(self._operator(*_flat(args)))
+
+    def fake(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Register a function of the same parameters that makes an empty result of the right shapes and dtypes."""
+        self._operator.register_fake(self._of_flat(function))
+        return function
+
+    def autograd(
+        self,
+        setup: Callable[[Any, tuple[Any, ...], R], None],
+        backward: Callable[[Any, R, dict[str, bool]], dict[str, Tensor | None]],
+    ) -> None:
+        """Register what is saved and the backward.
+
+        Args:
+            setup: of (ctx, inputs, result).
+            backward: of (ctx, upstream gradients, which arguments need a gradient by name); returns the gradients by
+                the name of the argument. An upstream gradient may be None.
+        """
+
+        def setup_flat(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.set_materialize_grads(False)
+            setup(ctx, tuple(_grouped(inputs, self._inputs)), self._result_of(output))
+
+        def backward_flat(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+            needs = dict(zip(self.arguments, ctx.needs_input_grad, strict=True))
+            gradients = backward(ctx, self._result_of(upstream), needs)
+            return tuple(gradients.get(name) for name in self.arguments)
+
+        self._operator.register_autograd(backward_flat, setup_context=setup_flat)
+
+    def _of_flat(self, function: Callable[P, R]) -> Callable[..., tuple[Tensor, ...]]:
+        call: Callable[..., Any] = function
+        return lambda *flat: tuple(_flat(call(*_grouped(flat, self._inputs))))
+
+    def _result_of(self, flat: Iterable[Any]) -> R:
+        parts = _grouped(tuple(flat), self._outputs)
+        return parts[0] if len(parts) == 1 else self._result(*parts)
+
+
+def save(ctx: Any, *tuples: tuple[Any, ...]) -> None:
+    """Save named tuples of tensors and scalars for the backward."""
+    values = _flat(tuples)
+    ctx.groups = [Group(type(x), dict.fromkeys(x._fields, "")) for x in tuples]  # pyright: ignore[reportAttributeAccessIssue]
+    ctx.scalars = [None if isinstance(x, Tensor) else x for x in values]
+    ctx.are_tensors = [isinstance(x, Tensor) for x in values]
+    ctx.save_for_backward(*(x for x in values if isinstance(x, Tensor)))
+
+
+def restore(ctx: Any) -> list[Any]:
+    """Return the tuples that `save` was given."""
+    tensors = iter(ctx.saved_tensors)
+    values = zip(ctx.scalars, ctx.are_tensors, strict=True)
+    return _grouped(tuple(next(tensors) if is_tensor else scalar for scalar, is_tensor in values), ctx.groups)
+
+
+def _flat(values: Iterable[Any]) -> list[Any]:
+    """The fields of tuples and objectives, and single values as they are."""
+    flat: list[Any] = []
+    for value in values:
+        if isinstance(value, tuple):
+            flat.extend(_flat(value))
+        elif isinstance(value, Objective):
+            flat.extend(value.values())
+        else:
+            flat.append(value)
+    return flat
+
+
+def _grouped(flat: tuple[Any, ...], groups: list[Group]) -> list[Any]:
+    """The inverse of `_flat`."""
+    made, start = [], 0
+    for kind, fields in groups:
+        values = flat[start : start + len(fields)]
+        if "" in fields:
+            made.extend(values)
+        else:
+            made.append(kind.restored(values) if kind is Objective else kind(*values))
+        start += len(fields)
+    return made

@@ -59,7 +59,7 @@ class Operator(Generic[P, R]):
         self.arguments = list(types)
         inputs = ", ".join(f"{kind} {name}" for name, kind in types.items())
         outputs = ", ".join(kind for group in self._outputs for kind in group.fields.values())
-        self._operator: Any = torch.library.custom_op(
+        self.op: Any = torch.library.custom_op(
             f"gspo_kernels::{function.__name__}",  # pyright: ignore[reportAttributeAccessIssue] - it is a function
             self._of_flat(function),
             mutates_args=(),
@@ -68,11 +68,11 @@ class Operator(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         assert not kwargs, "an operator takes its arguments in order"
-        return self._result_of(self._operator(*_flat(args)))
+        return self._result_of(self.op(*flatten(args)))
 
     def fake(self, function: Callable[P, R]) -> Callable[P, R]:
         """Register a function of the same parameters that makes an empty result of the right shapes and dtypes."""
-        self._operator.register_fake(self._of_flat(function))
+        self.op.register_fake(self._of_flat(function))
         return function
 
     def autograd(
@@ -97,11 +97,11 @@ class Operator(Generic[P, R]):
             gradients = backward(ctx, self._result_of(upstream), needs)
             return tuple(gradients.get(name) for name in self.arguments)
 
-        self._operator.register_autograd(backward_flat, setup_context=setup_flat)
+        self.op.register_autograd(backward_flat, setup_context=setup_flat)
 
     def _of_flat(self, function: Callable[P, R]) -> Callable[..., tuple[Tensor, ...]]:
         call: Callable[..., Any] = function
-        return lambda *flat: tuple(_flat(call(*_grouped(flat, self._inputs))))
+        return lambda *flat: tuple(flatten(call(*_grouped(flat, self._inputs))))
 
     def _result_of(self, flat: Iterable[Any]) -> R:
         parts = _grouped(tuple(flat), self._outputs)
@@ -110,7 +110,7 @@ class Operator(Generic[P, R]):
 
 def save(ctx: Any, *tuples: tuple[Any, ...]) -> None:
     """Save named tuples of tensors and scalars for the backward."""
-    values = _flat(tuples)
+    values = flatten(tuples)
     ctx.groups = [Group(type(x), dict.fromkeys(x._fields, "")) for x in tuples]  # pyright: ignore[reportAttributeAccessIssue]
     ctx.scalars = [None if isinstance(x, Tensor) else x for x in values]
     ctx.are_tensors = [isinstance(x, Tensor) for x in values]
@@ -124,12 +124,12 @@ def restore(ctx: Any) -> list[Any]:
     return _grouped(tuple(next(tensors) if is_tensor else scalar for scalar, is_tensor in values), ctx.groups)
 
 
-def _flat(values: Iterable[Any]) -> list[Any]:
+def flatten(values: Iterable[Any]) -> list[Any]:
     """The fields of tuples and objectives, and single values as they are."""
     flat: list[Any] = []
     for value in values:
         if isinstance(value, tuple):
-            flat.extend(_flat(value))
+            flat.extend(flatten(value))
         elif isinstance(value, Objective):
             flat.extend(value.values())
         else:
@@ -138,7 +138,7 @@ def _flat(values: Iterable[Any]) -> list[Any]:
 
 
 def _grouped(flat: tuple[Any, ...], groups: list[Group]) -> list[Any]:
-    """The inverse of `_flat`."""
+    """The inverse of `flatten`."""
     made, start = [], 0
     for kind, fields in groups:
         values = flat[start : start + len(fields)]

@@ -11,7 +11,7 @@ import torch
 from gspo_kernels import Objective, gspo_fused_loss
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import triton as kernels
-from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 
 from .. import peaked
 from .checks import TRAINED, Check, Setting
@@ -48,7 +48,7 @@ def all_cells_equal_float64(make: Callable[..., HeadRows], device: torch.device)
     blocks = -(-live.counts[:1] // tiles.block_rows)
     cells = (torch.arange(live.cells.shape[0], device=device) < blocks)[:, None].expand_as(live.cells)
     everything = live._replace(cells=cells, counts=torch.stack([live.counts[0], torch.ones_like(live.counts[0])]))
-    needs = (True, True, False, False, False)
+    needs = NeedsGradient(True, True, False, False, False)
     found = kernels.head_backward(head, result, upstream.d_log_probs, None, needs, everything)
     truth, same = by_torch(head, upstream, torch.float64), by_torch(head, upstream, dtype)
     names = ("d_hidden", "d_weight")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.head_rows import head_rows
+from helpers.head_rows import NEEDS, head_rows
 from helpers.relaunch import relaunch
 from helpers.samples import make_sample, run_fused
 from helpers.tile_choices import Chosen, choices, d_logits, kept
@@ -162,7 +162,7 @@ def test_a_slab_whose_first_chunk_has_no_cell_has_a_gradient(monkeypatch: pytest
     cells = torch.tensor([[False, True, False, True, False], [True, False, True, False, True]])
     live = LiveTiles(torch.arange(128), cells, torch.tensor([128, 1]))
     with launches() as seen:
-        found = kernels.head_backward(head, result, coefficient, None, (True, True, False, False, False), live)
+        found = kernels.head_backward(head, result, coefficient, None, NEEDS, live)
     assert sum(x.kernel.__name__ == "weight_product" for x in seen) == 5
     chosen = Chosen(head, result, coefficient, live, cell, torch.empty(0))
     d = torch.where(kept(chosen), d_logits(chosen)[0], 0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.counters import LiveBytes
-from helpers.head_rows import head_rows
+from helpers.head_rows import NEEDS, head_rows
 from helpers.oracle import DTYPES, HEADS, OBJECTIVES, assert_equals_oracle
 from helpers.relaunch import relaunch
 from helpers.samples import make_sample, run_fused
@@ -56,9 +56,6 @@ def head_and_upstream(n: int, v: int, seed: int = 0, **more: Any) -> tuple[HeadR
     head = head_rows(n, 24, v, mask=torch.rand(n, generator=rng) > 0.3, **more)
     d = torch.randn(n, generator=rng) * (torch.rand(n, generator=rng) > 0.4)
     return head, kernels.head_forward(head), d
-
-
-NEEDS = (True, True, False, False, False)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -325,15 +322,16 @@ def test_gradients_of_transposed_operands_lie_as_the_fake_says(operand: str, bac
     from torch._subclasses import FakeTensorMode
 
     from gspo_kernels import ops
+    from gspo_kernels.custom_op import flatten
 
     head = head_rows(20, 24, 70)
     head = head._replace(**{operand: getattr(head, operand).t().contiguous().t()})
     result = backends.implementation(backend).head_forward(head)
     live = live_tiles.all_columns(torch.device("cpu"))
-    args = (*head, *result, torch.ones(20), None, *live, [True, True, False, False, False], backend)
-    real = ops._head_backward(*args)
+    args = flatten((head, result, torch.ones(20), None, live, NEEDS, backend))
+    real = ops.head_backward.op(*args)
     with FakeTensorMode() as mode:
-        fake = ops._head_backward(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
+        fake = ops.head_backward.op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
     assert [x.stride() for x in real] == [x.stride() for x in fake]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.counters import product_flops
+from helpers.head_rows import NEEDS
 from helpers.oracle import DTYPES
 from helpers.samples import Sample, make_sample, run_fused
 from helpers.tile_choices import Chosen, assert_dropped_is_what_is_said, choices, d_logits, kept, small_tiles
@@ -122,9 +123,7 @@ def test_budget_zero_has_the_bits_of_the_dense_backward_over_live_rows(backend: 
         torch.ones(int(live.sum()), dtype=torch.bool), None, 1.0, None, 601, False,
     )  # fmt: skip
     coefficient = torch.autograd.grad(*coefficients(sample, backend))[0].flatten()
-    found = implementation.head_backward(
-        head, implementation.head_forward(head), coefficient[live], None, (True, True, False, False, False)
-    )
+    found = implementation.head_backward(head, implementation.head_forward(head), coefficient[live], None, NEEDS)
     assert torch.equal(grads["hidden"].flatten(0, 1)[live], found[0]) and torch.equal(grads["weight"], found[1])
     assert out.metrics["dropped_gradient_mass"] == 0
 
@@ -156,7 +155,7 @@ def test_passes_are_the_products_made(budget: float) -> None:
         else:
             live, work = live_tiles.choose(head, result, coefficient, tiles, budget)
             works.append(work)
-        portable.head_backward(head, result, coefficient, None, (True, True, False, False, False), live)
+        portable.head_backward(head, result, coefficient, None, NEEDS, live)
 
     with choices(), small_tiles(8, 24):
         flops = product_flops(both_passes)
@@ -257,7 +256,7 @@ def test_the_host_of_triton_looks_once_and_in_the_backward(monkeypatch: pytest.M
         result.log_probs.fill_(-1.0)
         live, _ = live_tiles.choose(head, result, head.mask.float(), tiles, 0.1)
         assert looks == []
-        kernels.head_backward(head, result, head.mask.float(), None, (True, True, False, False, False), live)
+        kernels.head_backward(head, result, head.mask.float(), None, NEEDS, live)
     assert looks == ["tolist"]
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.counters import LiveBytes, product_flops
-from helpers.head_rows import head_rows
+from helpers.head_rows import NEEDS, head_rows
 from helpers.samples import make_sample, run_fused
 from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE
 
 from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends.rows import NeedsGradient
 from gspo_kernels.backends.torch import tiles as portable_tiles
 
 
@@ -35,7 +36,7 @@ def test_logits_stay_inside_the_workspace(
     assert forward.peak <= workspace + rows * (3 * 3 * slabs + 2 * h + 24)
     with LiveBytes() as backward:
         d_entropy = torch.ones(n) if entropy else None
-        portable.head_backward(head, result, torch.ones(n), d_entropy, (True, True, False, False, False))
+        portable.head_backward(head, result, torch.ones(n), d_entropy, NEEDS)
     # d_hidden (twice: gathered and scattered), d_weight and one slab of it.
     assert backward.peak <= workspace + rows * (5 * h + 24) + columns * 2 * h
     assert forward.peak < 4 * n * v / 8  # far from the full logits either way
@@ -60,7 +61,9 @@ def test_rows_without_gradient_cost_no_backward(monkeypatch: pytest.MonkeyPatch)
         d[torch.randperm(40)[:live]] = 1.0
         for needs, passes in (((True, True), 3), ((True, False), 2), ((False, True), 2)):
             flops = product_flops(
-                lambda d=d, needs=needs: portable.head_backward(head, result, d, None, (*needs, False, False, False))
+                lambda d=d, needs=needs: portable.head_backward(
+                    head, result, d, None, NeedsGradient(*needs, False, False, False)
+                )
             )
             assert flops == passes * 2 * live * 8 * 48
 

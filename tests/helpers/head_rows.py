@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.rows import HeadRows, NeedsGradient
+
+NEEDS = NeedsGradient(hidden=True, weight=True, bias=False, adapter_hidden=False, adapter_weight=False)
 
 
 def head_rows(n: int, h: int, v: int, entropy: bool = False, **more: Any) -> HeadRows:

@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels.custom_op import flatten
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 SMALL = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64}
@@ -101,21 +102,21 @@ class Captured(Exception):
     """Carries the arguments of an operator out of a call."""
 
 
-def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, ...]:
+def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
     """The flat arguments with which the public function reaches its operator."""
     from gspo_kernels import ops
 
     def capture(*args: Any) -> None:
-        raise Captured(args)
+        raise Captured(flatten(args))
 
     monkeypatch.setattr(ops, name, capture)
     sample = make_sample(3, **{**SMALL, "dtype": torch.float32}, **options)
     leaves, rest = sample.leaves, dict(sample.options)
     with pytest.raises(Captured) as caught:
-        if name == "_linear_log_probs":
+        if name == "linear_log_probs":
             rest = {k: v for k, v in rest.items() if not k.endswith("_log_probs")}
             linear_log_probs(leaves["hidden"], leaves["weight"], sample.target_ids, bias=leaves.get("bias"), **rest)
-        elif name == "_policy_loss":
+        elif name == "policy_loss":
             lp = torch.randn(sample.target_ids.shape, requires_grad=True)
             keep = {k: rest[k] for k in ("mask", "old_log_probs", "ref_log_probs")}
             entropy = torch.rand_like(lp) if sample.objective.entropy_coef else None
@@ -130,7 +131,7 @@ def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: An
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", ["_linear_log_probs", "_policy_loss", "_fused_loss"])
+@pytest.mark.parametrize("name", ["linear_log_probs", "policy_loss", "fused_loss"])
 def test_operators_pass_opcheck(name: str, head: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from gspo_kernels import ops
 
@@ -142,12 +143,12 @@ def test_operators_pass_opcheck(name: str, head: str, backend: str, monkeypatch:
         x.detach().requires_grad_(y.requires_grad) if isinstance(x, Tensor) and isinstance(y, Tensor) else x
         for x, y in zip(args, operator_arguments(name, monkeypatch, objective=objective, **HEADS[head]), strict=True)
     )
-    torch.library.opcheck(getattr(ops, name), (*args[:-1], backend))
-    if name == "_fused_loss":
-        torch.library.opcheck(ops._fused_loss, (*args[:-2], 0.1, backend))
+    torch.library.opcheck(getattr(ops, name).op, (*args[:-1], backend))
+    if name == "fused_loss":
+        torch.library.opcheck(ops.fused_loss.op, (*args[:-2], 0.1, backend))
 
 
-@pytest.mark.parametrize("name", ["_linear_log_probs", "_policy_loss", "_fused_loss"])
+@pytest.mark.parametrize("name", ["linear_log_probs", "policy_loss", "fused_loss"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"objective": Objective(ratio="token", entropy_coef=0.1)}, {"gradient_budget": 0.1}],
@@ -160,12 +161,12 @@ def test_fake_outputs_have_every_field_of_real_ones(
 
     budget = (options := dict(options)).pop("gradient_budget", 0.0)
     args = (*operator_arguments(name, monkeypatch, **options)[:-1], backend)
-    if name == "_fused_loss":
+    if name == "fused_loss":
         args = (*args[:-2], budget, backend)
     args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
-    real = getattr(ops, name)(*args)
+    real = getattr(ops, name).op(*args)
     with FakeTensorMode() as mode:
-        fake = getattr(ops, name)(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
+        fake = getattr(ops, name).op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
     assert len(real) == len(fake) >= 4
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.dtype, a.stride(), a.device, a.layout, a.requires_grad) == (

@@ -3,6 +3,8 @@
 import sys
 from importlib import import_module
 
+from gspo_kernels.extras import MissingExtraError, needs
+
 COMMANDS = {
     "step": "suites.step",
     "vocab": "suites.vocab",
@@ -28,7 +30,11 @@ def main() -> object:
     if name not in COMMANDS:
         return f"{name!r} is no command: choose from {', '.join(COMMANDS)}"
     sys.argv = [f"{__package__} {name}", *arguments]
-    return import_module(f".{COMMANDS[name]}", __package__).main()
+    try:
+        with needs(sys.argv[0], "bench", "rich", "transformers", "tokenizers", "matplotlib"):
+            return import_module(f".{COMMANDS[name]}", __package__).main()
+    except MissingExtraError as error:
+        return str(error)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -53,12 +52,6 @@ def about(device: torch.device) -> Record:
         "machine": machine(device),
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := version(p))}},
     }
-
-
-def needs(module: str) -> None:
-    """Stop with a line where a package of the `bench` extra is not installed."""
-    if importlib.util.find_spec(module) is None:
-        sys.exit(f"{module} is not installed: pip install '.[bench]'")
 
 
 def load() -> float | None:

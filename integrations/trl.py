@@ -25,19 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import missing
-
-try:
-    from trl.trainer import grpo_trainer, utils
-    from trl.trainer.grpo_trainer import GRPOTrainer
-except ModuleNotFoundError as error:
-    raise missing(error, "trl") from None
-
 from gspo_kernels import linear_log_probs
+from gspo_kernels.extras import needs
 from gspo_kernels.validation import Field, Said, warn_once
 
 from .huggingface import base_model, fuse_head
-from .trl_config import GSPOConfig, warn_of_idle_clipping
+
+with needs(__name__, "trl", "trl"):
+    from trl.trainer import grpo_trainer, utils
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    from .trl_config import GSPOConfig, warn_of_idle_clipping
 
 __all__ = ["GSPOConfig", "GSPOTrainer", "accelerate_trainer"]
 

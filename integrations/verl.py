@@ -23,22 +23,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils.generic import ModelOutput
-
-from . import missing
-
-try:
-    from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]
-    from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
-    from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
-except ModuleNotFoundError as error:
-    raise missing(error, "verl") from None
 
 from gspo_kernels import Objective, linear_log_probs, policy_loss
+from gspo_kernels.extras import needs
 from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import HALF, Field, warn_once
 
 from .huggingface import HeadOutput, fuse_head
+
+with needs(__name__, "verl", "verl", "transformers"):
+    from transformers.utils.generic import ModelOutput
+    from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]
+    from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
+    from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
 
 LOSS_MODE = "gspo_kernels"
 SEQUENCE_MODES = ("gspo", LOSS_MODE)  # policy losses that clip a sequence ratio at clip_ratio_low and clip_ratio_high

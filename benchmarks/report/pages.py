@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..measure import RESULTS, ROOT, needs
+from ..measure import RESULTS, ROOT
 from . import claims as report_claims
 from . import costs as report_costs
 from . import work as report_work
@@ -158,7 +158,6 @@ def main() -> int:
         prog="python -m gspo_kernels.benchmarks report", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if anything differs")
-    needs("matplotlib")
     if parser.parse_args().check:
         differs = stale()
         said = [f"{name} is not what the JSON says: python -m gspo_kernels.benchmarks report" for name in differs]

@@ -3,19 +3,16 @@
     python -m gspo_kernels.benchmarks overhead           every candidate in 5 processes, 10 imports (7 minutes)
     python -m gspo_kernels.benchmarks overhead --tiny    a trial, seconds
 
-The main runs pytest on this file, a process per turn, so that pytest-benchmark takes the times (nothing waits for a GPU
-but what the calls themselves do); a candidate whose gradients are wrong fails there. Forward and backward, one thread.
+Every turn is a new process. Nothing waits for a GPU but what the calls themselves do. A candidate whose gradients are
+wrong is not timed: the suite fails. Forward and backward, one thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -35,9 +32,6 @@ from gspo_kernels.backends import dispatch as backends
 
 from .. import measure, peers
 from ..measure import Record
-
-measure.needs("pytest_benchmark")  # the main and its children
-import pytest  # noqa: E402
 
 SEQUENCES, LENGTH, WIDTH, VOCAB = 2, 8, 16, 64
 GSPO = Objective()
@@ -98,17 +92,22 @@ def ours(b: Batch, packed: bool = False, **options: Any) -> Tensor:
 
 def trl_log_probs(b: Batch) -> Tensor:
     """Log-probs alone."""
-    pytest.importorskip("trl.kernels", exc_type=ModuleNotFoundError)
-    found = peers.trl_log_probs(b.hidden.flatten(0, 1), b.weight, b.target_ids.flatten(), None)
-    return found.view(b.mask.shape)
+    flat = peers.trl_log_probs(b.hidden.flatten(0, 1), b.weight, b.target_ids.flatten(), None)
+    return flat.view(b.mask.shape)
 
 
 def liger_loss(b: Batch) -> Tensor:
-    liger = pytest.importorskip("liger_kernel.chunked_loss", exc_type=ModuleNotFoundError)
-    loss = liger.LigerFusedLinearGRPOLoss(
-        beta=0.0, compiled=False, use_ref_model=False, epsilon_low=GSPO.clip_low, epsilon_high=GSPO.clip_high,
-        loss_type="grpo", importance_sampling_level="sequence",
-    )  # fmt: skip
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss = LigerFusedLinearGRPOLoss(
+        beta=0.0,
+        compiled=False,
+        use_ref_model=False,
+        epsilon_low=GSPO.clip_low,
+        epsilon_high=GSPO.clip_high,
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+    )
     return loss(b.hidden, b.weight, b.target_ids, b.mask, b.advantages, old_per_token_logps=b.old)[0]
 
 
@@ -121,10 +120,14 @@ CANDIDATES: dict[str, dict[str, Callable[[Batch], Tensor]]] = {
         "ours, packed": partial(ours, packed=True),
         "ours, entropy": partial(ours, entropy=True),
         "ours, budget 1e-3": partial(ours, gradient_budget=1e-3),
-        "ours, its two seams": lambda b: policy_loss(
-            linear_log_probs(b.hidden, b.weight, b.target_ids, mask=b.mask).log_probs,
-            b.advantages, mask=b.mask, old_log_probs=b.old,
-        ).loss,
+        "ours, its two seams": lambda b: (
+            policy_loss(
+                linear_log_probs(b.hidden, b.weight, b.target_ids, mask=b.mask).log_probs,
+                b.advantages,
+                mask=b.mask,
+                old_log_probs=b.old,
+            ).loss
+        ),
         "TRL's log-probs, plain loss": lambda b: plain_loss(b, trl_log_probs(b)),
         "Liger, uncompiled": liger_loss,
     },
@@ -137,7 +140,13 @@ CANDIDATES: dict[str, dict[str, Callable[[Batch], Tensor]]] = {
         PLAIN: lambda b: plain_loss(b, b.log_probs),
         "ours": lambda b: policy_loss(b.log_probs, b.advantages, mask=b.mask, old_log_probs=b.old).loss,
     },
-}  # fmt: skip
+}
+# The packages of the peers, by the start of a candidate's name.
+PEERS = {"TRL": "trl", "Liger": "liger-kernel"}
+
+
+def installed(candidate: str) -> bool:
+    return all(measure.version(package) for peer, package in PEERS.items() if candidate.startswith(peer))
 
 
 def gradients(what: str, candidate: str) -> Gradients:
@@ -147,14 +156,31 @@ def gradients(what: str, candidate: str) -> Gradients:
     return torch.autograd.grad(CANDIDATES[what][candidate](b), inputs)
 
 
-@pytest.mark.parametrize(("what", "candidate"), [(what, name) for what, names in CANDIDATES.items() for name in names])
-def test_host_time(benchmark: Any, what: str, candidate: str) -> None:
-    for found, expected in zip(gradients(what, candidate), gradients(what, PLAIN), strict=True):
-        assert (found - expected).norm() <= 1e-4 * expected.norm()
-    benchmark(gradients, what, candidate)
+def call_times(what: str, candidate: str, seconds: float) -> list[float]:
+    """Seconds of each call, for as long as `seconds` and at least five; as long a warm-up before.
+
+    Raises:
+        RuntimeError: the candidate's gradients are wrong.
+    """
+    for gradient, expected in zip(gradients(what, candidate), gradients(what, PLAIN), strict=True):
+        if not (gradient - expected).norm() <= 1e-4 * expected.norm():
+            raise RuntimeError(f"{what}, {candidate}: wrong gradients")
+    times: list[float] = []
+    for _ in ("warm-up", "measured"):
+        times.clear()
+        end = time.perf_counter() + seconds
+        while len(times) < 5 or time.perf_counter() < end:
+            start = time.perf_counter()
+            gradients(what, candidate)
+            times.append(time.perf_counter() - start)
+    return times
 
 
-# The rest is the main's
+def turn_times(seconds: float) -> list[tuple[str, str, list[float]]]:
+    """The times of every installed candidate. For a process of its own: see `measure.fresh`."""
+    torch.set_num_threads(1)
+    pairs = [(what, name) for what, names in CANDIDATES.items() for name in names if installed(name)]
+    return [(what, name, call_times(what, name, seconds)) for what, name in pairs]
 
 
 def calls(turns: int, seconds: float) -> tuple[list[Record], list[str]]:
@@ -162,35 +188,16 @@ def calls(turns: int, seconds: float) -> tuple[list[Record], list[str]]:
     times: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
     for turn in range(turns):
         print(f"host time per call, turn {turn + 1} of {turns}", flush=True)
-        for key, found in one_turn(seconds).items():
-            times[key].append(found)
+        for what, name, seconds_of_calls in measure.fresh("suites.overhead", "turn_times", seconds=seconds):
+            times[what, name].append(seconds_of_calls)
     records = []
     for (what, name), by_turn in times.items():
-        own, plain = ([statistics.median(x) for x in times[what, n]] for n in (name, PLAIN))
-        ratio = measure.spread([a / b for a, b in zip(own, plain, strict=True)])
+        medians, plain = ([statistics.median(x) for x in times[what, n]] for n in (name, PLAIN))
+        ratio = measure.spread([a / b for a, b in zip(medians, plain, strict=True)])
         ratios = {"ratio": ratio["seconds"], "ratio p20": ratio["p20"], "ratio p80": ratio["p80"]}
         pooled = measure.spread([x for turn in by_turn for x in turn])
         records.append({"what": what, "candidate": name, **pooled, **ratios})
     return records, [f"{what}: {n}" for what, names in CANDIDATES.items() for n in names if (what, n) not in times]
-
-
-def one_turn(seconds: float) -> dict[tuple[str, str], list[float]]:
-    """Seconds of every call, by what and candidate, of a fresh process."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "times.json"
-        command = [
-            sys.executable, "-m", "pytest", str(Path(__file__)), "-q", "-p", "no:xdist", "-p", "no:cacheprovider",
-            f"--benchmark-json={path}", f"--benchmark-max-time={seconds}", "--benchmark-warmup=on",
-        ]  # fmt: skip
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        environment.pop("PYTEST_XDIST_WORKER", None)  # pytest-benchmark writes nothing where it sees this name
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=measure.ROOT
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
-        found = json.loads(path.read_text())["benchmarks"]
-    return {(x["params"]["what"], x["params"]["candidate"]): x["stats"]["data"] for x in found}
 
 
 def parts(repeats: int) -> Record:
@@ -255,7 +262,7 @@ def imports(rounds: int) -> Record:
 def commands(rounds: int) -> Record:
     """Seconds on the wall from start to end."""
     runs = {
-        "gspo --help": partial(_python, "from gspo_kernels.tools.cli import app; app()", "--help"),
+        "gspo --help": partial(_python, "from gspo_kernels.tools.entry_point import main; main()", "--help"),
         "python -c 'import torch'": partial(_python, "import torch"),
         "python -c 'import torch, gspo_kernels'": partial(_python, "import torch, gspo_kernels.fused_loss"),
     }

@@ -15,6 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..extras import MissingExtraError
+
 app = typer.Typer(
     help="GSPO: losses from hidden states, and a trainer to try them with.",
     no_args_is_help=True,
@@ -121,10 +123,11 @@ def train(
     expected one. Metrics, curves and the model go to runs/<name>; Ctrl-C and SIGTERM save the model as it is.
     """
     options = {**locals(), "seeds": None if seeds is None else parse_seeds(seeds)}
+    try:
+        from gspo_kernels.integrations import reference_trainer as trainer
+    except MissingExtraError as error:
+        fail(error)
     from transformers.utils.logging import disable_progress_bar
-
-    # setuptools maps this package to integrations/, which pyright cannot know.
-    from gspo_kernels.integrations import reference_trainer as trainer
 
     disable_progress_bar()  # it would write across ours
     try:

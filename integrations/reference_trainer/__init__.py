@@ -4,7 +4,10 @@ Read `trainer.py` first. `sampling.py` makes its rollouts, `policy.py` its model
 `report.py` its files, `progress.py` what it prints, `stopping.py` what Ctrl-C does. `gspo train` is its command line.
 """
 
-from .config import InputError, TrainConfig, train_config
-from .trainer import TrainingError, train
+from gspo_kernels.extras import needs
+
+with needs(__name__, "train", "transformers", "tokenizers", "rich"):
+    from .config import InputError, TrainConfig, train_config
+    from .trainer import TrainingError, train
 
 __all__ = ["InputError", "TrainConfig", "TrainingError", "train", "train_config"]

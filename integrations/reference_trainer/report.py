@@ -24,7 +24,7 @@ STEP_KEYS = (
     "passes",
     "tokens_per_second",
 )
-NO_MATPLOTLIB = "curves.png was not drawn, as matplotlib is missing: pip install gspo-kernels[bench]"
+NO_MATPLOTLIB = "curves.png was not drawn, as matplotlib is missing: pip install 'gspo-kernels[train]'"
 Row = dict[str, Any]
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from gspo_kernels.extras import needs
 from gspo_kernels.objective import AGGREGATIONS
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 from gspo_kernels.validation import Field, Said
@@ -35,7 +34,9 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
     if isinstance(settings, str | Path):
         if "\n" in str(settings):
             Field("from_roll").fail("settings", "a mapping or the path of a YAML file", Said("a text of several lines"))
-        settings = yaml.load(Path(settings).read_text(), _Once)
+        with needs("from_roll, to read a YAML file,", "cli", "yaml"):
+            from .yaml_file import read_yaml
+        settings = read_yaml(Path(settings))
     keys = Keys("from_roll", settings, tables.ROLL, tables.ROLL_OTHERS, tables.ROLL_SECTIONS)
     keys.must("actor_train.worker_cls", None, _WORKER, why="its ActorPGWorker has losses that are not supported")
     keys.must("use_policy_loss_type", "PPO", why="its policy gradients are not supported")
@@ -78,17 +79,6 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
         beside=beside,
         advantages=tuple(_roll_advantages(keys)),
     )
-
-
-class _Once(yaml.SafeLoader):
-    """Of a key that is given twice YAML would take the last."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = [self.construct_object(key) for key, _ in node.value]
-        for name in names:
-            if names.count(name) > 1:
-                Field("from_roll").fail(str(name), "given once", Said("it twice"))
-        return super().construct_mapping(node, deep)
 
 
 def _padded_length(keys: Keys) -> int:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gspo_kernels.extras import needs
+
 TRL: dict[str, Any] = {
     "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None, "delta": None,
     "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0,
@@ -222,6 +224,7 @@ def training_arguments() -> frozenset[str]:
     """Return the names of transformers' training arguments, which TRL's and ms-swift's settings inherit."""
     from dataclasses import fields
 
-    from transformers import Seq2SeqTrainingArguments  # importing it takes seconds
+    with needs("The reader of TRL's and ms-swift's settings", "train", "transformers"):
+        from transformers import Seq2SeqTrainingArguments  # importing it takes seconds
 
     return frozenset(f.name for f in fields(Seq2SeqTrainingArguments))

@@ -83,7 +83,7 @@ def test_a_finished_run_survives_a_missing_matplotlib(tmp_path: Path, monkeypatc
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     report = train(small(tmp_path, steps=1))
     assert report.curves is None
-    assert "pip install gspo-kernels[bench]" in report.note
+    assert "pip install 'gspo-kernels[train]'" in report.note
     assert len(rows_of(tmp_path / "demo")) == 2
 
 

@@ -263,11 +263,6 @@ def test_a_busy_machine_is_told_of(before: float, warns: bool, monkeypatch: pyte
     assert done.exit_code == 0 and ("These cores were in use" in done.output) == warns
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
-    with pytest.raises(SystemExit, match=r"no_such_package is not installed: pip install '\.\[bench\]'"):
-        measure.needs("no_such_package")
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("gspo_kernels", "integrations", "benchmarks")
 # Top floor last. A module or a folder imports only from floors below its own.
 HOUSE = (
-    {"layout", "reference", "validation"},
+    {"extras", "layout", "reference", "validation"},
     {"groups", "metrics", "sampler_mismatch"},
     {"advantages", "objective"},
     {"backends", "custom_op"},

@@ -1,0 +1,151 @@
+"""What must be installed for what: the core takes torch and Triton, and a missing package is named with its extra."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import gspo_kernels
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # a dependency of pytest there
+    import tomli as tomllib
+
+CORE = ("torch", "triton")
+FOLDER = Path(gspo_kernels.__file__).parent
+ROOT = FOLDER.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = sorted(
+    ".".join(("gspo_kernels", *path.relative_to(FOLDER).with_suffix("").parts)).removesuffix(".__init__")
+    for path in FOLDER.rglob("*.py")
+    if path.name != "cli.py"  # the command line's, imported by `gspo` once its extra is there
+)
+INTEGRATIONS = [f"gspo_kernels.integrations.{name}" for name in ("huggingface", "seams", "settings")]
+# Absent modules, a command, what it says.
+COMMANDS = [
+    ("typer", "gspo", "gspo needs typer, which is not installed: pip install 'gspo-kernels[cli]'"),
+    ("rich", "gspo", "gspo needs rich, which is not installed: pip install 'gspo-kernels[cli]'"),
+    (
+        "transformers",
+        "gspo train",
+        "error: gspo_kernels.integrations.reference_trainer needs transformers, which is not installed: "
+        "pip install 'gspo-kernels[train]'",
+    ),
+    (
+        "transformers",
+        "benchmarks trainer",
+        "gspo_kernels.benchmarks trainer needs transformers, which is not installed: pip install 'gspo-kernels[bench]'",
+    ),
+    (
+        "matplotlib",
+        "benchmarks report --check",
+        "gspo_kernels.benchmarks report needs matplotlib, which is not installed: pip install 'gspo-kernels[bench]'",
+    ),
+]
+RUN = {
+    "gspo": "from gspo_kernels.tools.entry_point import main; main()",
+    "benchmarks": "from gspo_kernels.benchmarks.__main__ import main; sys.exit(main())",
+}
+
+HIDE = """
+import sys
+class Hiding:
+    def __init__(self, finder, absent):
+        self.finder, self.absent = finder, absent
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, *place):
+        return None if name.partition(".")[0] in self.absent else self.finder.find_spec(name, *place)
+"""
+
+
+def needed(package: str) -> set[str]:
+    """The names of a package and of everything that it requires without an extra."""
+    names, ahead = set(), [package]
+    while ahead:
+        name = canonicalize_name(ahead.pop())
+        if name not in names:
+            names.add(name)
+            try:
+                lines = [Requirement(line) for line in requires(name) or ()]
+            except PackageNotFoundError:  # of another platform
+                continue
+            ahead += [line.name for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
+    return names
+
+
+def absent_from_a_core_installation() -> list[str]:
+    """The importable names of this environment that `pip install gspo-kernels` would not bring."""
+    present = {"gspo-kernels", "pip"}.union(*map(needed, CORE))
+    names = {name: {canonicalize_name(x) for x in packages} for name, packages in packages_distributions().items()}
+    return [name for name, packages in names.items() if name.isidentifier() and not packages & present]
+
+
+def run_without(modules: list[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code where importing `modules` fails as it does when they are not installed."""
+    code = f"{HIDE}sys.meta_path[:] = [Hiding(finder, {modules!r}) for finder in sys.meta_path]\n{code}"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # it needs NumPy
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
+
+
+def test_the_core_requires_torch_and_triton_alone() -> None:
+    assert [Requirement(line).name for line in PROJECT["dependencies"]] == list(CORE)
+
+
+def test_the_core_imports_torch_and_triton_alone() -> None:
+    absent = absent_from_a_core_installation()
+    assert {"typer", "rich", "yaml", "transformers", "trl", "matplotlib", "pytest"} <= set(absent)
+    assert not {"torch", "triton", "sympy", "gspo_kernels"} & set(absent)
+    done = run_without(absent, "\n".join(f"import {name}" for name in [*MODULES, *INTEGRATIONS]))
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("absent", "command", "line"), COMMANDS, ids=[f"{c} without {a}" for a, c, _ in COMMANDS])
+def test_a_command_without_its_extra_says_so_in_a_line(absent: str, command: str, line: str) -> None:
+    program, *arguments = command.split()
+    done = run_without([absent], RUN[program], *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{line}\n")
+
+
+def test_only_a_settings_file_needs_a_yaml_package(tmp_path: Path) -> None:
+    code = """
+from gspo_kernels.integrations.settings import from_roll
+for settings in ({"loss_agg_mode": "token-mean"}, sys.argv[1]):
+    try:
+        from_roll(settings)
+    except (ValueError, ModuleNotFoundError) as error:
+        print(type(error).__name__, error)
+"""
+    done = run_without(["yaml"], code, str(tmp_path / "gspo.yaml"))
+    by_mapping, by_file = done.stdout.splitlines()
+    assert by_mapping.startswith("ValueError")
+    assert by_file.endswith("needs yaml, which is not installed: pip install 'gspo-kernels[cli]'")
+
+
+def test_an_installed_package_that_lacks_a_module_is_not_called_missing() -> None:
+    code = """
+from gspo_kernels.extras import needs
+with needs("this", "cli", "json"):
+    import json.no_such_module
+"""
+    assert run_without([], code).stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'json.no_such_module'"
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    files = [
+        path for folder in ("gspo_kernels", "integrations", "benchmarks") for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes if isinstance(node.func, ast.Name) and node.func.id == "needs"]
+    named = {ast.literal_eval(call.args[1]) for call in calls}
+    assert named == {"cli", "train", "trl", "verl", "bench"}
+    assert named <= PROJECT["optional-dependencies"].keys()

@@ -139,12 +139,12 @@ def flatten(values: Iterable[Any]) -> list[Any]:
 
 def _grouped(flat: tuple[Any, ...], groups: list[Group]) -> list[Any]:
     """The inverse of `flatten`."""
-    made, start = [], 0
+    tuples, start = [], 0
     for kind, fields in groups:
         values = flat[start : start + len(fields)]
         if "" in fields:
-            made.extend(values)
+            tuples.extend(values)
         else:
-            made.append(kind.restored(values) if kind is Objective else kind(*values))
+            tuples.append(kind.restored(values) if kind is Objective else kind(*values))
         start += len(fields)
-    return made
+    return tuples

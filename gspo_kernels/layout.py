@@ -1,7 +1,4 @@
-"""Padded, packed and masked batches as rows: one row per token, sequences as offsets into them, and back.
-
-The named tuples at the end are what every backend receives and returns.
-"""
+"""Padded, packed and masked batches as rows: one row per token, sequences as offsets into them, and back."""
 
 from __future__ import annotations
 

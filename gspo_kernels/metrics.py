@@ -39,7 +39,7 @@ def compute(
     kl: Tensor | None,  # [N]
     entropy: Tensor | None,  # [N]
 ) -> Tensor:
-    """The metrics in the order of `NAMES`, [len(NAMES)]; 0 where `kl` or `entropy` is absent."""
+    """Return the metrics in the order of `NAMES`, [len(NAMES)]; 0 where `kl` or `entropy` is absent."""
     dtype = token_log_ratio.dtype
     tokens = mask.sum().clamp(min=1).to(dtype)
     sequences = (segment_sum(mask.to(dtype), offsets) > 0).sum().clamp(min=1)
@@ -79,7 +79,7 @@ def _extreme(ratio: Tensor, counts: Tensor, reduce: Callable[[Tensor], Tensor], 
 
 
 def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict[str, Tensor]:
-    """The metrics by name, with "invalid": how many ids, advantages, offsets, ... the checks refused."""
+    """Return the metrics by name, with "invalid": how many ids, advantages, offsets, ... failed the checks."""
     named: dict[str, Tensor] = dict(zip(NAMES, values.unbind(), strict=True))
     if not kl:
         del named["kl"]
@@ -90,7 +90,7 @@ def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict
 
 
 def work_metrics(work: Tensor, products: int) -> dict[str, Tensor]:
-    """`live_tiles.Work` by name, and the matrix passes of a forward and a backward of so many products per tile."""
+    """Return `live_tiles.Work` by name, and the matrix passes of forward and backward with `products` per live tile."""
     dropped, rows, tiles = work.unbind()
     passes = 1 + products * tiles
     names = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")

@@ -5,7 +5,7 @@ s = exp(u), A the advantage, c the aggregation weight over the normalizer, o the
 
     sum_it c_it [ o_it l(u, A_it) - entropy_coef H_it ] + kl_coef sum_it c'_it k(lp_it - ref_it) [ s ]
 
-l is in `surrogates.py`, its sum over sequences and the derivative of that in `closed_form.py`.
+l is in each backend's `surrogates.py`; the sum over sequences and its derivative are in its `sequence.py`.
 """
 
 from __future__ import annotations
@@ -179,22 +179,22 @@ class Objective:
         for key in changes:
             validation.Field("Objective.preset").choice("field", key, tuple(sorted(known)))
         values = {**_PRESETS[name], **changes}
-        made = cls.restored(values.get(f.name, f.default) for f in fields(cls))
-        made._check()
-        made._warn(stacklevel=4, luspo=name == "luspo")
-        return made
+        objective = cls.restored(values.get(f.name, f.default) for f in fields(cls))
+        objective._check()
+        objective._warn(stacklevel=4, luspo=name == "luspo")
+        return objective
 
     @classmethod
     def restored(cls, values: Iterable[Any]) -> Objective:
-        """An objective of its first fields' values in order, which were checked before."""
-        made = object.__new__(cls)
-        given = iter(values)
+        """Make an objective of its first fields' values in order, which were checked before."""
+        objective = object.__new__(cls)
+        remaining = iter(values)
         for f in fields(cls):
-            object.__setattr__(made, f.name, next(given, f.default))
-        return made
+            object.__setattr__(objective, f.name, next(remaining, f.default))
+        return objective
 
     def values(self) -> list[Any]:
-        """Of the fields that a kernel reads, in order: all but the last. `restored` is the inverse."""
+        """Return, in order, the fields that a kernel reads: all but the last. `restored` is the inverse."""
         # Not dataclasses.astuple: of its copies torch.compile looks at the identity, not at the value.
         return [getattr(self, f.name) for f in fields(self)[:-1]]
 

@@ -102,6 +102,21 @@ def bounded(token_log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tens
     return torch.where(advantages > 0, capped, torch.where(advantages < 0, raised, token_log_ratio))
 
 
+def log_ratios_of_sequence(
+    log_probs: Tensor, old_log_probs: Tensor | None, advantages: Tensor, objective: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-ratio of each token [L], their mean u [], and the log-ratio that the surrogate takes [L]."""
+    token_log_ratio = log_probs - (log_probs.detach() if old_log_probs is None else old_log_probs)
+    averaged = bounded(token_log_ratio, advantages, objective) if objective.surrogate == "gmpo" else token_log_ratio
+    u = averaged.sum() / max(len(averaged), 1)
+    if objective.ratio == "token":
+        return token_log_ratio, u, token_log_ratio
+    if objective.ratio == "sequence":
+        return token_log_ratio, u, u.expand(len(averaged))
+    # sequence-token: the value is u, the gradient stays with the token (eq. 13-14)
+    return token_log_ratio, u, u.detach() + log_probs - log_probs.detach()
+
+
 def kl_to_reference(log_probs: Tensor, ref_log_probs: Tensor, token_log_ratio: Tensor, estimator: str) -> Tensor:
     """Per-token estimators of KL(policy || reference) (Schulman, "Approximating KL divergence").
 
@@ -179,25 +194,13 @@ def gspo_reference_loss(
         row_temperature = temperature
         if isinstance(temperature, Tensor) and temperature.ndim:
             row_temperature = temperature[span][keep]
-        lp, entropy = token_log_probs(
-            hidden[span][keep], weight, target_ids[span][keep],
-            bias, logit_scale, logit_softcap, row_temperature, vocab_size,
-        )  # fmt: skip
+        head = (bias, logit_scale, logit_softcap, row_temperature, vocab_size)
+        lp, entropy = token_log_probs(hidden[span][keep], weight, target_ids[span][keep], *head)
         old, ref, weights = pick(old_log_probs), pick(ref_log_probs), pick(token_weights)
         advantage = pick(advantages) if per_token_advantages else advantages.flatten()[i].expand(length)
 
         # 1. the log-ratio: per token, or the mean over the sequence
-        token_log_ratio = lp - (lp.detach() if old is None else old)
-        entering = token_log_ratio
-        if objective.surrogate == "gmpo":
-            entering = bounded(token_log_ratio, advantage, objective)
-        u = entering.sum() / max(length, 1)
-        if objective.ratio == "token":
-            log_ratio = token_log_ratio
-        elif objective.ratio == "sequence":
-            log_ratio = u.expand(length)
-        else:  # sequence-token: the value is u, the gradient stays with the token (eq. 13-14)
-            log_ratio = u.detach() + lp - lp.detach()
+        token_log_ratio, u, log_ratio = log_ratios_of_sequence(lp, old, advantage, objective)
 
         # 2. the policy term, weighted per token, then KL, then the entropy bonus
         if weights is not None:

@@ -1,4 +1,4 @@
-"""Which part of the backward is worth computing: rows with a gradient, and of them the tiles with most of its mass.
+"""Which cells of d_logits a backward computes: rows with a gradient, and their vocabulary tiles with the most mass.
 
 The forward knows the probability of every tile of the vocabulary for every row, so the L1 mass of d_logits is known
 before anything is recomputed: over the tile's columns |d_log_prob| scale / temperature times that probability, and
@@ -38,9 +38,9 @@ class Work(NamedTuple):
 
 
 def sparse_pays(rows: Any, width: int, vocab: int, share: Any) -> Any:
-    """Whether computing a `share` of [rows, vocab] cell by cell takes less time than all of it slab by slab.
+    """Return whether computing a `share` of [rows, vocab] cell by cell is faster than all of it slab by slab.
 
-    For numbers and for tensors alike. Without rows there is nothing to pay.
+    Takes numbers or tensors. False for an empty batch.
     """
     dense = rows * vocab * width
     sparse = share * rows * vocab * (width + CELL_OVERHEAD) / SPARSE_EFFICIENCY
@@ -48,13 +48,13 @@ def sparse_pays(rows: Any, width: int, vocab: int, share: Any) -> Any:
 
 
 def all_columns(device: torch.device) -> LiveTiles:
-    """Every row with a gradient, and all of its columns: what a backward computes that drops nothing."""
+    """Return what a backward computes that drops nothing: every row with a gradient, and all columns."""
     order, counts = (torch.empty(0, dtype=torch.int64, device=device) for _ in range(2))
     return LiveTiles(order, torch.empty(0, 0, dtype=torch.bool, device=device), counts)
 
 
 def exact_work(head: HeadRows, live: Tensor) -> Work:
-    """The work of a backward that drops nothing; `live` [N] bool: rows with a gradient."""
+    """Return the work of a backward that drops nothing; `live` [N] bool: rows with a gradient."""
     share = (live & head.mask).sum().double() / head.mask.sum().clamp(min=1)
     return Work(torch.zeros_like(share), share, share)
 
@@ -62,7 +62,7 @@ def exact_work(head: HeadRows, live: Tensor) -> Work:
 def choose(
     head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: TileShares, budget: float
 ) -> tuple[LiveTiles, Work]:
-    """What to compute so that at most `budget` of the L1 mass of d_logits is dropped."""
+    """Choose what to compute so that at most `budget` of the L1 mass of d_logits is dropped."""
     n, vocab = head.hidden.shape[0], head.vocab_size
     live = head.mask & (coefficient != 0)
     factor = torch.where(live, coefficient.abs() * abs(head.logit_scale), 0)
@@ -73,13 +73,13 @@ def choose(
     total, rows = _least_mass(head, result, at_target), live.sum()
 
     blocks = -(-n // tiles.block_rows)
-    filled = F.pad(order, (0, blocks * tiles.block_rows - n))  # up to whole blocks, with a row that weighs nothing
-    weighs = F.pad(live[order], (0, filled.shape[0] - n))
-    mass = tiles.share.index_select(1, tiles.place[filled]).mul_(factor[filled])
-    mass.masked_fill_(~weighs, 0)  # of a masked row nothing is known, and 0 * NaN is not 0
-    own_tile = torch.where(live, head.target_ids, 0).clamp(0, vocab - 1)[filled] // tiles.columns
-    at = (own_tile, torch.arange(filled.shape[0], device=order.device))
-    mass[at] += torch.where(weighs, at_target[filled], 0)
+    padded_order = F.pad(order, (0, blocks * tiles.block_rows - n))  # to a multiple of a block; padding weighs nothing
+    weighs = F.pad(live[order], (0, padded_order.shape[0] - n))
+    mass = tiles.share.index_select(1, tiles.place[padded_order]).mul_(factor[padded_order])
+    mass.masked_fill_(~weighs, 0)  # the share of a masked row is undefined, and 0 * NaN is not 0
+    target_tile = torch.where(live, head.target_ids, 0).clamp(0, vocab - 1)[padded_order] // tiles.columns
+    at = (target_tile, torch.arange(padded_order.shape[0], device=order.device))
+    mass[at] += torch.where(weighs, at_target[padded_order], 0)
     mass = mass.unflatten(1, (blocks, tiles.block_rows)).sum(2).t()
 
     height = (rows - torch.arange(blocks, device=order.device) * tiles.block_rows).clamp(0, tiles.block_rows)
@@ -97,7 +97,7 @@ def choose(
 
 
 def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor:
-    """The L1 mass of d_logits over all rows, or with a soft-cap something below it."""
+    """Return the L1 mass of d_logits over all rows, or with a soft-cap a lower bound of it."""
     if head.logit_softcap is None:
         return 2 * at_target.double().sum()
     logit = (result.log_probs + result.log_total + result.shift) * (1 if head.temperature is None else head.temperature)
@@ -106,12 +106,12 @@ def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor
 
 
 def _captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured: then nobody can look how many cells are left, and all are computed."""
+    """Return whether a CUDA graph is being captured. Then the host cannot read how many cells are left: compute all."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _lightest(mass: Tensor, total: Tensor, budget: float) -> Tensor:
-    """The lightest cells whose sum is at most `budget` of the total; none whose mass is no number."""
+    """Return the lightest cells whose sum is at most `budget` of the total; none whose mass is not finite."""
     finite = mass.isfinite() & total.isfinite() & (total > 0)
     units = torch.where(finite, mass / total * _UNITS, 2 * _UNITS).ceil().clamp(max=2 * _UNITS)
     light, index = units.to(torch.int64).flatten().sort(stable=True)

@@ -1,8 +1,8 @@
-"""What a head is: a weight, or a module of which everything that makes its logits is understood.
+"""Which modules count as a head: a weight, `nn.Linear`, and PEFT's wrappers around one.
 
-A module is never read in part. What its call would do beyond `hidden @ weight.T + bias`, plain LoRA and rows that PEFT
-trains (another forward, hooks, a LoRA variant, a sharded weight) is refused by name. From inside the module's own call
-(`call_inside`) its hooks have done their part.
+Modules that we cannot fully reproduce are rejected: another forward than `hidden @ weight.T + bias`, hooks, a LoRA
+variant, a sharded weight. The error names the reason. `call_inside` runs a function as the module's own forward, so
+that its hooks fire; inside it, hooks are no reason to reject.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Parts(NamedTuple):
 
 
 def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """function(hidden) as the module's own call, hooks and all. What it returns is the module's output to them.
+    """Run `function` as the module's forward, so that its hooks fire; its result is the module's output.
 
-    ZeRO-3 hooks the layers inside a PEFT head as well, each for its own parameters: it is their call too.
+    ZeRO-3 also hooks the layers inside a PEFT head, each for its own parameters: their hooks fire too.
     """
     for module in reversed(take_apart(lm_head).called):
         if module is lm_head or _hooked_by_zero(module):
@@ -51,14 +51,14 @@ _running = threading.local()
 
 
 def _call_as(module: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """function(hidden) in place of the module's forward, which is there again for the function to call."""
-    own, outer = vars(module).get("forward"), getattr(_running, "modules", ())
+    """Call the module with `function` as its forward. The real forward is back before `function` runs."""
+    replaced, outer = vars(module).get("forward"), getattr(_running, "modules", ())
 
     def restore() -> None:
         _running.modules = outer
         vars(module).pop("forward", None)
-        if own is not None:
-            module.forward = own
+        if replaced is not None:
+            module.forward = replaced
 
     def instead(x: Tensor) -> Any:
         restore()
@@ -73,14 +73,14 @@ def _call_as(module: nn.Module, function: Callable[[Tensor], Any], hidden: Tenso
 
 
 def _hooked_by_zero(module: nn.Module) -> bool:
-    """Whether it has hooks of DeepSpeed, which gather parameters and reduce gradients, and no others."""
+    """Return whether all hooks are DeepSpeed's, which gather parameters and reduce gradients; False without hooks."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     owners = [str(hook.__module__) for kind in kinds for hook in kind.values()]
     return bool(owners) and all(owner.startswith("deepspeed.") for owner in owners)
 
 
 def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask: Tensor) -> Head:
-    """The tensors of a weight or a module, for rows `hidden` [N, H] of which `mask` [N] count."""
+    """Return the tensors of a weight or a module, for rows `hidden` [N, H] with `mask` [N]."""
     if not isinstance(lm_head, nn.Module):
         return Head(lm_head, bias)
     module, lora, tokens, parts = take_apart(lm_head)
@@ -97,8 +97,8 @@ def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask:
     if bias is not None and module.bias is not None:
         call.fail("bias", "None, because lm_head has a bias of its own", bias)
     if tokens is not None and _adapts(call, tokens):
-        weight, own = _trained_rows(call, tokens)
-        return Head(weight, own if bias is None else bias)
+        weight, module_bias = _trained_rows(call, tokens)
+        return Head(weight, module_bias if bias is None else bias)
     bias = module.bias if bias is None else bias
     if lora is None or not _adapts(call, lora):
         return Head(module.weight, bias)
@@ -107,7 +107,7 @@ def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask:
 
 
 def take_apart(lm_head: nn.Module) -> Parts:
-    """The layer inside PEFT's wrappers, and all that their call comes to. Anything else is a layer by itself."""
+    """Return the layer inside PEFT's wrappers, and every module that a call of the head calls."""
     module: Any = lm_head
     called, lora, tokens = [module], None, None
     if _peft_name(module) == "ModulesToSaveWrapper":
@@ -130,25 +130,25 @@ def take_apart(lm_head: nn.Module) -> Parts:
 
 
 def _peft_name(module: Any) -> str | None:
-    """The class name of a PEFT module, without importing PEFT."""
+    """Return the class name of a PEFT module, without importing PEFT; None for other modules."""
     return type(module).__name__ if type(module).__module__.startswith("peft.") else None
 
 
 def _active(layer: Any) -> list[str]:
-    """The active adapters of those that a PEFT layer has."""
-    own = layer.lora_A if hasattr(layer, "lora_A") else layer.trainable_tokens_delta
-    return [name for name in layer.active_adapters if name in own]
+    """Return which of a PEFT layer's adapters are active."""
+    adapters = layer.lora_A if hasattr(layer, "lora_A") else layer.trainable_tokens_delta
+    return [name for name in layer.active_adapters if name in adapters]
 
 
 def _adapts(call: Call, layer: Any) -> bool:
-    """Whether PEFT's layer adds something to the layer inside, which holds merged adapters already."""
+    """Return whether PEFT's layer adds something to the layer inside, which already holds merged adapters."""
     if layer.merged and layer.disable_adapters:
         call.fail("lm_head", "an adapter that is unmerged before it is disabled", Said("merged and disabled weights"))
     return not (layer.merged or layer.disable_adapters) and bool(_active(layer))
 
 
 def _trained_rows(call: Call, tokens: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight with PEFT's trained rows in their places, a copy [V, H] that passes gradients on; and the bias."""
+    """Return a copy of the weight [V, H] with PEFT's trained rows in place, differentiable, and the bias."""
     active = _active(tokens)
     for name in active:
         call.whole(tokens.trainable_tokens_delta[name])
@@ -159,7 +159,7 @@ def _trained_rows(call: Call, tokens: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _more_than_linear(module: Any, parts: list[Any]) -> Iterator[str]:
-    """What makes calling the head more than a linear map, in words."""
+    """Yield, in words, each reason why calling the head is more than a linear map."""
 
     def name(x: Any) -> str:
         return f"{type(x).__module__}.{type(x).__name__}"
@@ -180,7 +180,7 @@ def _more_than_linear(module: Any, parts: list[Any]) -> Iterator[str]:
 
 
 def _low_rank_term(call: Call, lora: Any, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """LoRA as one more low-rank term of the logits: the active adapters side by side, h A^T scaled, and B."""
+    """Return LoRA's term of the logits: scaled h A^T [N, R] and B [V, R], active adapters side by side."""
     hidden_parts, weight_parts = [], []
     for name in _active(lora):
         variant = getattr(lora, "lora_variant", {}).get(name)

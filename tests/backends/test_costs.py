@@ -127,13 +127,13 @@ def dead_rows_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradient_tiles_stay_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    d_logits, kept = backward._Upstream.d_logits, []
+    d_logits, kept = backward.GradientRows.d_logits, []
 
     def leaking(*args: Any) -> Tensor:
         kept.append(d_logits(*args))
         return kept[-1]
 
-    monkeypatch.setattr(backward._Upstream, "d_logits", leaking)
+    monkeypatch.setattr(backward.GradientRows, "d_logits", leaking)
 
 
 @pytest.mark.parametrize(

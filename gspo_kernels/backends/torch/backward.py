@@ -34,7 +34,7 @@ def head_backward(
     count, sparse = live.counts.tolist() if live is not None and live.counts.numel() else (0, False)
     work = Tiles(head, live.order[:count] if live and sparse else (head.mask & moved).nonzero()[:, 0])
     runs = Runs(work, live.cells if live and sparse else None)
-    gradients = _Gradients(work, _Upstream(work, result, d_log_probs, d_entropy), needs, runs.sparse)
+    gradients = _Gradients(work, GradientRows(work, result, d_log_probs, d_entropy), needs, runs.sparse)
     with exact_products(work.device):
         workers.run(gradients.add_slab, runs.by_slab(), work.threads, gradients.sums)
     return gradients.scattered()
@@ -43,7 +43,7 @@ def head_backward(
 class _Gradients:
     """The gradients as they are added up: over slabs for hidden states, over chunks of rows for the head."""
 
-    def __init__(self, work: Tiles, up: _Upstream, needs: NeedsGradient, sparse: bool) -> None:
+    def __init__(self, work: Tiles, up: GradientRows, needs: NeedsGradient, sparse: bool) -> None:
         self.work, self.up, self.sparse = work, up, sparse
         need_hidden, need_weight, need_bias, need_ah, need_aw = needs
         weight = work.head.weight  # [V, H]
@@ -62,8 +62,8 @@ class _Gradients:
         # Added up over all rows in full precision, then rounded and written once.
         total = d_weight if d_weight is None or d_weight.dtype == work.dtype else work.zeros(*d_weight.shape)
         for part in parts:
-            here = slice(part.first - low, part.last - low)
-            self._add_part(part, weight, weight[here], None if total is None else total[here])
+            columns = slice(part.first - low, part.last - low)
+            self._add_part(part, weight, weight[columns], None if total is None else total[columns])
         if d_weight is not None and total is not None and total is not d_weight:
             d_weight.copy_(total)
 
@@ -105,8 +105,8 @@ def _add_all(terms: list[tuple[Tensor, Tensor]]) -> None:
         total += term
 
 
-class _Upstream:
-    """What the backward knows of each live row, and the gradient of a tile of logits from it."""
+class GradientRows:
+    """Per-row inputs of the backward, and the gradient of a tile of logits."""
 
     def __init__(self, work: Tiles, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None) -> None:
         self.work = work
@@ -117,8 +117,8 @@ class _Upstream:
         self.d_entropy = self.entropy = None
         if d_entropy is not None:
             self.d_entropy, self.entropy = work.gather(d_entropy), work.gather(result.entropy)
-            own = self.log_probs.clamp(min=LOG_OF_NOTHING)
-            self.at_target = self.at_target - self.d_entropy * own.exp() * (own + self.entropy)
+            log_p = self.log_probs.clamp(min=LOG_OF_NOTHING)
+            self.at_target = self.at_target - self.d_entropy * log_p.exp() * (log_p + self.entropy)
         self.boost = None
         if work.operand_dtype == torch.float16:
             slope = work.head.logit_scale / (1 if work.temperature is None else work.temperature)
@@ -136,6 +136,6 @@ class _Upstream:
             d_z = log_p.add_(self.entropy[rows, None]).mul_(-self.d_entropy[rows, None]).add_(toward).mul_(p)
         else:
             d_z = log_p.exp_().mul_(toward)
-        here, column = self.work.target_columns(rows, low, high)
-        d_z.scatter_(1, column, torch.where(here[:, None], self.at_target[rows, None], d_z.gather(1, column)))
+        in_slab, column = self.work.target_columns(rows, low, high)
+        d_z.scatter_(1, column, torch.where(in_slab[:, None], self.at_target[rows, None], d_z.gather(1, column)))
         return d_z if slope is None else d_z.mul_(slope)

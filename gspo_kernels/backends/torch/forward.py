@@ -19,12 +19,12 @@ from .tiles import LOG_OF_NOTHING, Tiles, cell_shape
 
 
 def head_forward(head: HeadRows) -> HeadResult:
-    """Log-probs (and entropies) of the target ids."""
+    """Compute log-probs (and entropies) of the target ids."""
     return forward_with_shares(head)[0]
 
 
 def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
-    """Run `head_forward`; if wanted, also return the probability of each tile of columns."""
+    """Run `head_forward`; if wanted, also return the probability mass of each vocabulary tile."""
     work = Tiles(head, head.mask.nonzero()[:, 0])
     block_rows, columns = cell_shape(head)
     share = work.zeros(-(-head.vocab_size // columns) if wanted else 0, max(work.padded, 1))
@@ -74,10 +74,10 @@ class _SlabTotals:
         weight = work.weight_slab(low, high)
         for rows in chunks:
             z = work.logits(rows, weight, low, high)  # [R, columns of the slab]
-            here, column = work.target_columns(rows, low, high)
+            in_slab, column = work.target_columns(rows, low, high)
             logit = z.gather(1, column)
             self.at_target[s, rows] = logit[:, 0]
-            z.scatter_(1, column, torch.where(here[:, None], -math.inf, logit))
+            z.scatter_(1, column, torch.where(in_slab[:, None], -math.inf, logit))
             largest = z.amax(1)
             z.sub_(_finite(largest)[:, None])
             weights = z.exp() if entropy else z.exp_()
@@ -107,6 +107,5 @@ def _entropy(log_probs: Tensor, margin: Tensor, log_share: Tensor, slab_entropy:
     """Entropy by the chain rule (is it the target? which slab? which column?): positive terms, nothing cancels."""
     log_share = torch.where(log_share > LOG_OF_NOTHING, log_share, LOG_OF_NOTHING)  # also if there are no others
     of_others = (log_share.exp() * (slab_entropy - log_share)).sum(0)
-    log_rest = F.logsigmoid(-margin).clamp(min=LOG_OF_NOTHING)
-    rest = log_rest.exp()
-    return rest * (of_others - log_rest) - log_probs.exp() * log_probs.clamp(min=LOG_OF_NOTHING)
+    log_p_others = F.logsigmoid(-margin).clamp(min=LOG_OF_NOTHING)
+    return log_p_others.exp() * (of_others - log_p_others) - log_probs.exp() * log_probs.clamp(min=LOG_OF_NOTHING)

@@ -1,6 +1,7 @@
 """The loss of whole sequences and the closed form of d(loss)/d(log_prob), in plain torch.
 
-Notation of `objective.py`; `coefficient` in the fast paths is the loss's whole derivative with respect to lp_it. With
+Formulas: `objective.py`. Must match the Triton backend's `sequence.py`. A `coefficient` is the derivative of the whole
+loss with respect to the log-prob lp_it. With
 w_it = c_it o_it dl/du (+ the derivative of the factor [ s ] when `kl_ratio_factor` is set):
 
     token forms      coefficient_it = w_it                                   + kl_coef c'_it k'_it [ s ]
@@ -26,31 +27,21 @@ from .surrogates import SCORES, bounded, divergence_times, kl_and_slope, surroga
 def policy_forward(
     log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective
 ) -> PolicyResult:
-    """The loss and its derivative with respect to every log-prob and entropy, all [N] rows of whole sequences."""
+    """Compute the loss and its derivative with respect to every log-prob and entropy, all [N]."""
     offsets, advantages = policy.offsets, policy.advantages
     sequence = sequence_of_row(offsets, mask.shape[0])
     lp = torch.where(mask, log_probs, 0)
     lengths = segment_sum(mask.to(lp.dtype), offsets)
-
-    # On-policy the difference is exactly 0, and NaN where the log-prob is not finite: that must reach the loss.
-    old = log_probs if policy.old_log_probs is None else policy.old_log_probs
-    token_log_ratio = torch.where(mask, log_probs - old, 0)
+    token_log_ratio, u, binds = _log_ratios(log_probs, mask, lengths, policy, objective)
     by_token = objective.ratio == "token"
-    entering, differentiable = token_log_ratio, mask
-    low = high = None
-    if objective.surrogate == "gmpo":
-        entering, low, high = bounded(token_log_ratio, advantages, objective)
-        differentiable = mask & ~(low | high)
-    u = segment_sum(entering, offsets) / lengths.clamp(min=1)
     log_ratio = token_log_ratio if by_token else u[sequence]
 
-    term = surrogate(log_ratio, advantages, objective)
-    value, slope = term.value, term.slope
-    if low is None or high is None:
-        low, high = term.low, term.high
+    value, slope, low, high = surrogate(log_ratio, advantages, objective)
+    if binds is not None:
+        low, high = binds
     if policy.token_weights is not None:
         value, slope = multiply_no_nan(policy.token_weights, value), multiply_no_nan(policy.token_weights, slope)
-    share = _token_weights(mask, sequence, lengths, objective.aggregation, objective.length_norm, policy.normalizer)
+    share = _share_of_token(mask, sequence, lengths, objective.aggregation, objective.length_norm, policy.normalizer)
     through_ratio = torch.where(mask, share * slope, 0)  # c o dl/du
     direct = torch.zeros_like(lp)
     if objective.surrogate in SCORES:
@@ -62,13 +53,7 @@ def policy_forward(
         d = torch.where(mask, log_probs - policy.ref_log_probs, 0)
         kl, kl_slope = kl_and_slope(d, token_log_ratio, objective.kl_estimator)
     if objective.kl_coef > 0 and kl is not None and kl_slope is not None:
-        aggregation = objective.kl_aggregation or objective.aggregation
-        normalizer = policy.kl_normalizer
-        if normalizer is None and aggregation == objective.aggregation:
-            normalizer = policy.normalizer
-        kl_share = objective.kl_coef * _token_weights(
-            mask, sequence, lengths, aggregation, objective.length_norm, normalizer
-        )
+        kl_share = objective.kl_coef * _kl_share(mask, sequence, lengths, policy, objective)
         if objective.kl_ratio_factor:
             kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)
             through_ratio = through_ratio + divergence_times(kl, kl_share)
@@ -77,6 +62,7 @@ def policy_forward(
 
     if objective.ratio == "sequence":
         per_sequence = segment_sum(through_ratio, offsets) / lengths.clamp(min=1)
+        differentiable = mask if binds is None else mask & ~(low | high)
         through_ratio = torch.where(differentiable, per_sequence[sequence], 0)
     coefficient = through_ratio + direct
 
@@ -88,15 +74,45 @@ def policy_forward(
         live = live | (entropy_coefficient != 0)
 
     values = metrics.compute(
-        mask=mask, offsets=offsets, low=low, high=high, live=live, kl=kl, entropy=entropy,
-        log_ratio=token_log_ratio if by_token else u, log_ratio_counts=mask if by_token else lengths > 0,
+        mask=mask,
+        offsets=offsets,
+        low=low,
+        high=high,
+        log_ratio=token_log_ratio if by_token else u,
+        log_ratio_counts=mask if by_token else lengths > 0,
         token_log_ratio=token_log_ratio,
-    )  # fmt: skip
+        live=live,
+        kl=kl,
+        entropy=entropy,
+    )
     loss = segment_sum(loss_rows, offsets).sum()
     return PolicyResult(loss, token_log_ratio.clone() if by_token else u, coefficient, entropy_coefficient, values)
 
 
-def _token_weights(
+def _log_ratios(
+    log_probs: Tensor, mask: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Return the log-ratio of each token [N], their mean u [S], and for gmpo where its bounds bind, below and above."""
+    # On-policy the difference is exactly 0, and NaN where the log-prob is not finite: that must reach the loss.
+    old = log_probs if policy.old_log_probs is None else policy.old_log_probs
+    token_log_ratio = averaged = torch.where(mask, log_probs - old, 0)
+    binds = None
+    if objective.surrogate == "gmpo":
+        averaged, low, high = bounded(token_log_ratio, policy.advantages, objective)
+        binds = low, high
+    return token_log_ratio, segment_sum(averaged, policy.offsets) / lengths.clamp(min=1), binds
+
+
+def _kl_share(mask: Tensor, sequence: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective) -> Tensor:
+    """c'_it of the KL term, [N]: its own aggregation and normalizer, or those of the policy term."""
+    aggregation = objective.kl_aggregation or objective.aggregation
+    normalizer = policy.kl_normalizer
+    if normalizer is None and aggregation == objective.aggregation:
+        normalizer = policy.normalizer
+    return _share_of_token(mask, sequence, lengths, aggregation, objective.length_norm, normalizer)
+
+
+def _share_of_token(
     mask: Tensor,
     sequence: Tensor,
     lengths: Tensor,

@@ -29,7 +29,7 @@ _CELL_ON_CPU, _CELL_ELSEWHERE = 168, 1024  # columns that a backward may leave o
 
 
 def tile_shape(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
-    """(rows, columns) of a tile of logits, so that all live tiles together fit the workspace."""
+    """Return (rows, columns) of a tile of logits, so that all live tiles together fit the workspace."""
     elements = workspace_bytes() // (_LIVE_TILES * dtype.itemsize)
     rows, columns = _TILE_ON_CPU if device.type == "cpu" else _TILE_ELSEWHERE
     multiple = COLUMN_MULTIPLE if device.type == "cpu" else 1
@@ -37,7 +37,7 @@ def tile_shape(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which operands are multiplied; half only where the product comes out in fp32."""
+    """Return the dtype in which operands are multiplied: half precision only where products accumulate in fp32."""
     tensor_cores = device.type == "cuda" and torch.version.hip is None
     return dtype if tensor_cores and dtype.itemsize == 2 else accumulator(dtype)
 
@@ -58,14 +58,14 @@ def slab_columns(head: HeadRows) -> int:
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int]:
-    """(rows, columns) of the cells that a backward may leave out: a slab is cut where it can be."""
+    """Return (rows, columns) of the cells that a backward may leave out. A slab is a whole number of cells."""
     rows, columns = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0], slab_columns(head)
     cell = _CELL_ON_CPU if head.hidden.device.type == "cpu" else _CELL_ELSEWHERE
     return rows, cell if columns % cell == 0 else columns
 
 
 class Tiles:
-    """The rows that count, gathered, and the tiles they are computed in."""
+    """Gathered rows, and the tiles in which their logits are computed."""
 
     def __init__(self, head: HeadRows, index: Tensor) -> None:
         self.head, self.device = head, head.hidden.device
@@ -109,13 +109,13 @@ class Tiles:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[N, ...] -> [padded, ...], zeros after the rows that count."""
+        """Gather rows: [N, ...] -> [padded, ...], zeros after the last row."""
         out = torch.zeros((self.padded, *x.shape[1:]), dtype=dtype or self.dtype, device=self.device)
         out[: self.count] = x[self.index]
         return out
 
     def scatter(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[padded, ...] -> [N, ...], zeros at the rows that do not count."""
+        """Scatter rows back: [padded, ...] -> [N, ...], zeros at all other rows."""
         out = torch.zeros((self.head.hidden.shape[0], *x.shape[1:]), dtype=dtype or self.dtype, device=self.device)
         out[self.index] = x[: self.count].to(out.dtype)
         return out
@@ -134,7 +134,7 @@ class Tiles:
         return [(s, chunks[part::parts]) for s in range(slabs) for part in range(parts)]
 
     def at_slab_of_target(self, x: Tensor) -> Tensor:
-        """[slabs, padded] -> [padded]: the value of the slab that holds the row's target, NaN if none does."""
+        """Pick the slab that holds each row's target: [slabs, padded] -> [padded], NaN if none does."""
         known = (self.target_ids >= 0) & (self.target_ids < self.head.vocab_size)
         slab = torch.where(known, self.target_ids // self.tile_columns, 0)
         return torch.where(known, x.gather(0, slab[None])[0], math.nan)
@@ -146,13 +146,13 @@ class Tiles:
         return self.hidden[rows].to(self.operand_dtype)
 
     def target_columns(self, rows: slice, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Which rows have their target in this slab, [R]; and at which of its columns, [R, 1] (0 for the others)."""
+        """Return which rows have their target in this slab [R], and in which of its columns [R, 1], else 0."""
         ids = self.target_ids[rows]
-        here = (ids >= low) & (ids < high)
-        return here, torch.where(here, ids - low, 0)[:, None]
+        in_slab = (ids >= low) & (ids < high)
+        return in_slab, torch.where(in_slab, ids - low, 0)[:, None]
 
     def logits(self, rows: slice, weight: Tensor, low: int, high: int) -> Tensor:
-        """[R, columns] in fp32 or fp64, the whole head applied."""
+        """Compute the logits of a tile, [R, columns] in fp32 or fp64, with all options of the head applied."""
         head = self.head
         z = _product(self.hidden_rows(rows), weight.t())
         if self.adapter_hidden is not None and self.adapter_weight is not None:
@@ -169,7 +169,7 @@ class Tiles:
         return z
 
     def tail_slope(self, rows: slice, z: Tensor) -> Tensor | float | None:
-        """d(logit) / d(h W^T + bias): a tile, a column, a number, or None for 1."""
+        """Return d(logit) / d(h W^T + bias): a tile, a column, a number, or None for 1."""
         head = self.head
         slope: Tensor | float = head.logit_scale
         if head.logit_softcap is not None:
@@ -210,7 +210,7 @@ class Runs:
             )
 
     def by_slab(self) -> list[list[Part]]:
-        """Of each slab of columns the parts to compute; slabs without any are left out."""
+        """Return the parts to compute, by slab of columns; slabs without any are left out."""
         turns: dict[int, int] = {}
         slabs = []
         for low, high in self.work.slabs():
@@ -223,7 +223,7 @@ class Runs:
         return slabs
 
     def _of_slab(self, low: int, high: int) -> list[tuple[slice, int, int]]:
-        """(rows, first column, last column + 1) of a slab of columns: of each chunk of rows all, or its live cells."""
+        """Return (rows, first column, last column + 1) of each chunk: all columns of the slab, or its live cells."""
         if not self.sparse:
             return [(rows, low, high) for rows in self.work.chunks()]
         parts, columns = [], self.columns

@@ -19,8 +19,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "weight 0 times an exploded ratio": (
         "backends/precision",
-        "torch.where((factor == 0) | (x == 0), 0, factor * x)",
-        "factor * x",
+        "torch.where((x == 0) | (y == 0), 0, x * y)",
+        "x * y",
         "edges::test_a_token_weight_of_zero_silences_an_infinite_ratio[torch-sequence]",
     ),
     "the budget spent twice": (
@@ -37,7 +37,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "the target's own mass forgotten": (
         "backends/live_tiles",
-        "mass[at] += torch.where(weighs, at_target[filled], 0)",
+        "mass[at] += torch.where(weighs, at_target[padded_order], 0)",
         "pass",
         "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
     ),

@@ -44,8 +44,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "correction of the sampler left out": (
         "inputs/policy",
-        "weights if token_weights is None else",
-        "token_weights if token_weights is None else",
+        "rollout if weights is None else",
+        "weights if weights is None else",
         "sampler_mismatch::test_a_weight_that_is_no_number_or_exploded_weighs_nothing_on_nothing[torch-token]",
     ),
     "LoRA ignored": (

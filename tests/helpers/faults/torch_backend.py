@@ -9,8 +9,8 @@ OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 FAULTS: dict[str, Fault] = {
     "no 1/L in the ratio": (
         "backends/torch/sequence",
-        "segment_sum(entering, offsets) / lengths.clamp(min=1)",
-        "segment_sum(entering, offsets)",
+        "segment_sum(averaged, policy.offsets) / lengths.clamp(min=1)",
+        "segment_sum(averaged, policy.offsets)",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "no 1/L in the gradient": (
@@ -219,8 +219,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "length_norm ignored for KL": (
         "backends/torch/sequence",
-        "mask, sequence, lengths, aggregation, objective.length_norm, normalizer\n",
-        "mask, sequence, lengths, aggregation, 1.0, normalizer\n",
+        "mask, sequence, lengths, aggregation, objective.length_norm, normalizer)\n\n\ndef",
+        "mask, sequence, lengths, aggregation, 1.0, normalizer)\n\n\ndef",
         "loss_faults::test_a_kl_term_has_a_length_norm_of_its_own_aggregation[torch]",
     ),
     "an exploded ratio at masked tokens": (

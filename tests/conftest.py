@@ -12,7 +12,7 @@ import inspect
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from triton.runtime import interpreter
 
 pytest.register_assert_rewrite("helpers")
@@ -27,6 +27,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=os.environ.get("CI") == "true",
 )
+settings.register_profile("quick", settings.get_profile("default"), max_examples=10)
+# For seeded faults: that an example fails is enough.
+settings.register_profile("fault", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("default")
 
 
@@ -51,3 +54,19 @@ interpreter._patch_lang = _patch_lang_once  # pyright: ignore[reportAttributeAcc
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="of each test and backend only the first and the last case")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    cases: dict[tuple[str, object], list[pytest.Item]] = {}
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        cases.setdefault((item.nodeid.partition("[")[0], parameters.get("backend")), []).append(item)
+    kept = {id(item) for group in cases.values() for item in (group[0], group[-1])}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]

@@ -1,0 +1,98 @@
+"""Run one test on a copy of the library that has one fault."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.faults.table import Fault
+
+ROOT = Path(__file__).parent.parent.parent.parent
+# What Python ends with when a kernel has written where it must not.
+CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
+# Each fault has a process of its own, forked from one that has imported what takes long.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "_pytest.junitxml",
+        "hypothesis.strategies",
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "transformers.modeling_utils",
+        "triton.runtime.interpreter",
+        "trl.trainer.grpo_trainer",
+    ]
+)
+
+
+def is_killed(fault: Fault, folder: Path) -> bool:
+    """Return whether the fault's test fails with the fault. pytest's output is in `folder / "log"`.
+
+    A fault in a kernel may also end the process.
+    """
+    code = run_with_fault(fault, folder)
+    return code == 1 or (fault[0].startswith("backends/triton/") and code in CRASHES)
+
+
+def run_with_fault(fault: Fault, folder: Path) -> int | None:
+    """Return pytest's exit status on a copy of the library with the fault."""
+    module, text, wrong, test = fault
+    inside = Path("integrations") if module.startswith("integrations/") else Path("gspo_kernels")
+    changed = source_of(module)
+    copy = folder / "gspo_kernels"
+    copy.mkdir()
+    overlay(ROOT / "gspo_kernels", copy, changed)
+    if inside == Path("integrations"):
+        (copy / "integrations").mkdir()
+        overlay(ROOT / "integrations", copy / "integrations", changed)
+    else:
+        (copy / "integrations").symlink_to(ROOT / "integrations")
+    (copy / f"{module}.py").write_text(changed.read_text().replace(text, wrong))
+    os.utime(copy / f"{module}.py", (0, 0))  # older than any compiled file, so that none is taken for it
+    for name in ("tests", "pyproject.toml", "README.md", "constraints.txt", "docs"):
+        (folder / name).symlink_to(ROOT / name)
+    suite, _, name = test.partition("::")
+    (path,) = (ROOT / "tests").rglob(str(Path(suite).with_name(f"test_{Path(suite).name}.py")))
+    process = FORKS.Process(target=_run_test, args=(folder, f"{path.relative_to(ROOT)}::{name}"))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def source_of(module: str) -> Path:
+    """Return the file of a module that is named as in the fault tables."""
+    return (ROOT if module.startswith("integrations/") else ROOT / "gspo_kernels") / f"{module}.py"
+
+
+def overlay(source: Path, copy: Path, changed: Path) -> None:
+    """Link every entry of the folder `source` into the folder `copy`, except `changed` and the folders above it."""
+    for entry in source.iterdir():
+        if entry == changed:
+            continue
+        if entry in changed.parents:
+            (copy / entry.name).mkdir()
+            overlay(entry, copy / entry.name, changed)
+        else:
+            (copy / entry.name).symlink_to(entry)
+
+
+def _run_test(folder: Path, test: str) -> None:
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    gc.freeze()  # pytest collects garbage ten times: what was imported before the fork is none
+    sys.dont_write_bytecode = True  # the folders of compiled files are those of the checkout
+    plugins = [f"no:{name}" for name in ("cacheprovider", "xdist", "benchmark", "anyio")]
+    code = pytest.main(
+        ["-x", "-q", "--tb=line", "--hypothesis-profile=fault", *(f"-p{name}" for name in plugins), test]
+    )
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,4 +1,4 @@
-"""The sampler is not the trainer: importance weights and masks against the log-probs of the engine that sampled.
+"""Importance weights and masks that correct for a sampler whose log-probs differ from the trainer's.
 
 With pi the trainer's policy that the ratio starts from (`old_log_probs`) and mu the sampler, rho_t = pi(y_t) / mu(y_t):
 
@@ -31,7 +31,7 @@ MODES = ("truncate", "mask")
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """`Objective.rollout_correction`: what `importance_weights` is to do, by the names of its arguments.
+    """Settings of `Objective.rollout_correction`: the arguments of `importance_weights` by name.
 
     TRL 1.16's default is level="sequence", mode="mask", high=3.0, IcePop's mode="mask" with both bounds.
     """
@@ -48,7 +48,7 @@ class RolloutCorrection:
 
 
 class Correction(NamedTuple):
-    """Weights, and what a trainer logs of them (0-dim tensors on the device).
+    """Weights, and metrics for the trainer's log (0-dim tensors on the device).
 
     metrics: weight_mean, weight_max; effective_sample_size, (sum w)^2 / (n sum w^2) over tokens, a share; bound_share,
         of tokens whose weight a bound changed; kl_sampler_trainer, nats per token: the mean of rho - 1 - log rho over
@@ -70,19 +70,19 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Correction:
-    """pi / mu per token, its product over a sequence or the geometric mean of that, between two bounds.
+    """Compute pi / mu per token, its product over a sequence or its geometric mean, between two bounds.
 
     Args:
         old_log_probs: [B, T], or [N] with cu_seqlens; fp32 or fp64: of the sampled tokens by the trainer's policy.
         rollout_log_probs: the same shape: by the sampler.
-        mask: the same shape, bool or 0/1: the tokens that count. Others may hold anything.
+        mask: the same shape, bool or 0/1: the unmasked tokens. Others may hold anything.
         cu_seqlens: [S + 1] int32 or int64 for packed input.
         level: "token", "sequence" or "geometric".
         mode: "truncate": weights are clamped to [low, high]; "mask": those outside become 0.
         low, high: the bounds, included. 0 <= low <= high.
 
     Returns:
-        Correction. A weight that is no number stays NaN, so that it reaches the loss. (vLLM has NaN for tokens that it
+        Correction. NaN weights propagate to the loss. (vLLM has NaN for tokens that it
         cannot score; TRL takes their ratio for 1: torch.where(rollout.isnan(), old, rollout).)
 
     Raises:
@@ -90,38 +90,40 @@ def importance_weights(
             (unless GSPO_CHECK=1): bad ones make all weights NaN.
     """
     call = Call("importance_weights")
-    layout, counts, invalid = _layout(call, mask, cu_seqlens)
-    difference = _difference(call, layout, counts, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
+    layout, unmasked, invalid = _layout(call, mask, cu_seqlens)
+    difference = _difference(call, layout, unmasked, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
     low, high = _bounds(call, level, mode, low, high)
-    return _weigh(layout, counts, difference, RolloutCorrection(level, mode, low, high), invalid)
+    return _weigh(layout, unmasked, difference, RolloutCorrection(level, mode, low, high), invalid)
 
 
 def rollout_weights(
-    call: Call, layout: Layout, counts: Tensor, old: Tensor, rollout: Tensor, correction: RolloutCorrection
+    call: Call, layout: Layout, unmasked: Tensor, old: Tensor, rollout: Tensor, correction: RolloutCorrection
 ) -> Correction:
-    """Run `importance_weights` for a loss that has checked and laid out its batch; `counts` [N] is its mask."""
-    difference = _difference(call, layout, counts, old_log_probs=old, rollout_log_probs=rollout)
-    return _weigh(layout, counts, difference, correction, counts.new_zeros((), dtype=torch.int64))
+    """Run `importance_weights` for a loss that has checked and laid out its batch; `unmasked` [N] is its mask."""
+    difference = _difference(call, layout, unmasked, old_log_probs=old, rollout_log_probs=rollout)
+    return _weigh(layout, unmasked, difference, correction, unmasked.new_zeros((), dtype=torch.int64))
 
 
 def _weigh(
-    layout: Layout, counts: Tensor, difference: Tensor, correction: RolloutCorrection, invalid: Tensor
+    layout: Layout, unmasked: Tensor, difference: Tensor, correction: RolloutCorrection, invalid: Tensor
 ) -> Correction:
     """Weights and metrics from `difference` [N], old less rollout log-prob, 0 where masked."""
     low, high, level = correction.low, correction.high, correction.level
-    log_weight = difference if level == "token" else _of_sequence(difference, counts, layout, mean=level == "geometric")
+    log_weight = (
+        difference if level == "token" else _of_sequence(difference, unmasked, layout, mean=level == "geometric")
+    )
     raw = log_weight.exp()
     outside = (raw < low) | (raw > high)
     weight = raw.clamp(low, high) if correction.mode == "truncate" else torch.where(outside, 0, raw)
-    weight = torch.where(counts, weight, 0)
-    tokens = counts.sum().clamp(min=1).to(weight.dtype)
+    weight = torch.where(unmasked, weight, 0)
+    tokens = unmasked.sum().clamp(min=1).to(weight.dtype)
     total, squares = weight.sum(), weight.square().sum()
     metrics = {
         "weight_mean": total / tokens,
         "weight_max": torch.cat([weight, weight.new_zeros(1)]).amax(),
         "effective_sample_size": torch.where(squares == 0, 0, total.square() / (tokens * squares)),
-        "bound_share": (outside & counts).sum() / tokens,
-        "kl_sampler_trainer": torch.where(counts, _k3(difference), 0).sum() / tokens,
+        "bound_share": (outside & unmasked).sum() / tokens,
+        "kl_sampler_trainer": torch.where(unmasked, _k3(difference), 0).sum() / tokens,
     }
     return _correction(layout, weight, metrics, invalid)
 
@@ -135,7 +137,7 @@ def off_policy_mask(
     threshold: float,
     cu_seqlens: Tensor | None = None,
 ) -> Correction:
-    """0 for sequences of negative advantage that the policy has moved far from, 1 for others (DeepSeek-V3.2).
+    """Mask sequences of negative advantage that the policy has moved far from (DeepSeek-V3.2): 0 there, 1 elsewhere.
 
     A sequence goes where the mean over its tokens of rollout - current log-prob exceeds `threshold`: TRL's
     off_policy_mask_threshold, slime's OPSM. Against the old log-probs that is GSPO's own lower clip at
@@ -156,20 +158,20 @@ def off_policy_mask(
         ValueError, TypeError: as `importance_weights`, and for advantages that are not finite where mask is true.
     """
     call = Call("off_policy_mask")
-    layout, counts, invalid = _layout(call, mask, cu_seqlens)
-    difference = _difference(call, layout, counts, log_probs=log_probs, rollout_log_probs=rollout_log_probs)
+    layout, unmasked, invalid = _layout(call, mask, cu_seqlens)
+    difference = _difference(call, layout, unmasked, log_probs=log_probs, rollout_log_probs=rollout_log_probs)
     call.number("threshold", threshold, "a number >= 0", lambda x: x >= 0)
     sequences = layout.sequences
     shapes = [(sequences,), (sequences, 1), layout.shape] if layout.padded else [(sequences,), layout.shape]
     text = f"[{sequences}] or one per token"
     call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=mask.device)
     per_row = layout.per_row(advantages.detach())
-    wrong = counts & ~per_row.isfinite()
+    wrong = unmasked & ~per_row.isfinite()
     invalid = invalid + call.flag("advantages", wrong, "finite where mask is true", lambda: few(per_row[wrong]))
-    away = -_of_sequence(difference, counts, layout, mean=True) > threshold
-    dropped = away & (per_row < 0) & counts
-    weights = torch.where(counts & ~dropped, 1.0, 0.0).to(difference.dtype)
-    share = dropped.sum() / counts.sum().clamp(min=1)
+    away = -_of_sequence(difference, unmasked, layout, mean=True) > threshold
+    dropped = away & (per_row < 0) & unmasked
+    weights = torch.where(unmasked & ~dropped, 1.0, 0.0).to(difference.dtype)
+    share = dropped.sum() / unmasked.sum().clamp(min=1)
     return _correction(layout, weights, {"masked_share": share.to(difference.dtype)}, invalid)
 
 
@@ -188,13 +190,13 @@ def _bounds(check: Field, level: str, mode: str, low: float, high: float) -> tup
 def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor, Tensor]:
     """Return the layout, the mask as bool [N], and how many values of mask and offsets are invalid."""
     shape, text = ((None, None), "[B, T]") if cu_seqlens is None else ((None,), "[N], with cu_seqlens")
-    counts, invalid = call.mask(mask, shapes=[shape], shape_text=text)
+    unmasked, invalid = call.mask(mask, shapes=[shape], shape_text=text)
     if cu_seqlens is None:
         layout = padded_layout((mask.shape[0], mask.shape[1]), mask.device)
     else:
         invalid = invalid + call.offsets(cu_seqlens, mask.shape[0], mask.device)
         layout = packed_layout(mask.shape[0], cu_seqlens)
-    return layout, counts.reshape(-1), invalid
+    return layout, unmasked.reshape(-1), invalid
 
 
 def _correction(layout: Layout, weights: Tensor, metrics: dict[str, Tensor], invalid: Tensor) -> Correction:
@@ -202,18 +204,18 @@ def _correction(layout: Layout, weights: Tensor, metrics: dict[str, Tensor], inv
     return Correction(torch.where(invalid > 0, torch.nan, weights).view(layout.shape), metrics)
 
 
-def _difference(call: Call, layout: Layout, counts: Tensor, **log_probs: Tensor) -> Tensor:
+def _difference(call: Call, layout: Layout, unmasked: Tensor, **log_probs: Tensor) -> Tensor:
     """First less second, [N], 0 where masked."""
     for name, x in log_probs.items():
         text = f"{list(layout.shape)}, one per token"
-        call.log_probs(name, x, shapes=[layout.shape], shape_text=text, device=counts.device)
+        call.log_probs(name, x, shapes=[layout.shape], shape_text=text, device=unmasked.device)
     first, second = (x.detach().reshape(-1) for x in log_probs.values())
-    return torch.where(counts, first - second, 0)
+    return torch.where(unmasked, first - second, 0)
 
 
-def _of_sequence(x: Tensor, counts: Tensor, layout: Layout, mean: bool) -> Tensor:
-    """Each row's sequence's sum, or mean over the tokens that count, [N]."""
+def _of_sequence(x: Tensor, unmasked: Tensor, layout: Layout, mean: bool) -> Tensor:
+    """Each row's sequence's sum, or mean over the unmasked tokens, [N]."""
     total = segment_sum(x, layout.offsets)
     if mean:
-        total = total / segment_sum(counts.to(x.dtype), layout.offsets).clamp(min=1)
+        total = total / segment_sum(unmasked.to(x.dtype), layout.offsets).clamp(min=1)
     return total[layout.sequence_of_row()]

@@ -70,7 +70,7 @@ def test_the_commands_it_names_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert targets == ["demo", "test", "test-trainers"]
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
-    assert len(makefile.splitlines()) < 50
+    assert len(makefile.splitlines()) < 60
     assert {"make test", "make test-trainers"} <= set((ROOT / ".ci" / "run").read_text().splitlines())
 
 

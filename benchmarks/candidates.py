@@ -71,7 +71,8 @@ class Candidate(NamedTuple):
         """Loss, d_hidden [S, L, H], d_weight [V, H]."""
         hidden, weight = w.hidden.detach().requires_grad_(), w.weight.detach().requires_grad_()
         loss = self.loss(w, old, hidden, weight)
-        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+        d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+        return loss.detach(), d_hidden, d_weight
 
 
 def loss_of(log_probs: Tensor, w: Workload, old: Old, per_token: bool = False) -> Tensor:

@@ -48,7 +48,9 @@ def liger_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float 
 def liger_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    return -liger_fused_linear_cross_entropy(hidden, weight, ids, reduction="none", softcap=softcap)
+    losses = liger_fused_linear_cross_entropy(hidden, weight, ids, reduction="none", softcap=softcap)
+    assert isinstance(losses, Tensor)  # nothing else was asked for
+    return -losses
 
 
 def cut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
@@ -67,14 +69,18 @@ def uncut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float 
 
 def verl_torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
     """verl's `impl_backend: torch`. It computes entropies too, wanted or not."""
-    from verl.utils.experimental.torch_functional import FusedLinearForPPOFunction
+    from verl.utils.experimental.torch_functional import (  # pyright: ignore[reportMissingImports] - conflicts with .venv
+        FusedLinearForPPOFunction,
+    )
 
     return FusedLinearForPPOFunction.apply(hidden, weight, ids, 1.0)[0]
 
 
 def verl_triton_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
     """verl's `impl_backend: triton`."""
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+    from verl.utils.kernel.linear_cross_entropy import (  # pyright: ignore[reportMissingImports] - conflicts with .venv
+        linear_cross_entropy,
+    )
 
     return linear_cross_entropy(hidden, weight, ids, 1.0, "none")[0]
 

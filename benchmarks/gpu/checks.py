@@ -138,8 +138,8 @@ def loss_equals_float64(setting: Setting, objective: Objective) -> Found:
     allowed = LOG_RATIO_RELATIVE[torch.float32] * max(truth.log_probs.abs().max().item(), 1)
     parts = [Found({"log_ratio max": error}, {"log_ratio max": allowed}, wrong)]
     for name, g in gradients.items():
-        flat = [x.cpu().reshape(-1, x.shape[-1]) for x in (g, same_gradients[name], true_gradients[name])]
-        parts.append(compare(f"d_{name}", *flat, torch.float32))
+        ours, same, true = (x.cpu().reshape(-1, x.shape[-1]) for x in (g, same_gradients[name], true_gradients[name]))
+        parts.append(compare(f"d_{name}", ours, same, true, torch.float32))
     return together(parts)
 
 
@@ -169,7 +169,7 @@ def is_batch_invariant(setting: Setting, dtype: str) -> Found:
     masked = torch.zeros_like(head.mask)
     masked[some] = True
     shifted = {name: _misaligned(getattr(head, name)) for name in ("hidden", "weight")}
-    batch = dict(hidden=head.hidden[None], lm_head=head.weight, target_ids=head.target_ids[None])
+    batch: dict[str, Any] = dict(hidden=head.hidden[None], lm_head=head.weight, target_ids=head.target_ids[None])
     with torch.no_grad():
         unrecorded = _log_probs(head)
     found = {
@@ -250,7 +250,7 @@ def decides_as_float64(setting: Setting, dtype: str) -> Found:
         level = objective.clip_low * randn(band) - mean(noise)
         old = (truth - level.repeat_interleave(lengths) - noise).float()
         u, advantages = mean(truth - old.double()), randn(band)
-        options = dict(cu_seqlens=offsets, old_log_probs=old, objective=objective, backend="triton")
+        options: dict[str, Any] = dict(cu_seqlens=offsets, old_log_probs=old, objective=objective, backend="triton")
         if turn == 0:  # the whole way; later only from the log-probs on
             leaves = hidden.detach().requires_grad_()
             out = gspo_fused_loss(leaves, weight, ids, advantages.float(), **options)

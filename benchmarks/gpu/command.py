@@ -64,7 +64,9 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m gspo_kernels.benchmarks gpu", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m gspo_kernels.benchmarks gpu", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--check", action="store_true", help="correctness and first times")
     parser.add_argument("--tune", action="store_true", help="rank block shapes")
     parser.add_argument("--full", action="store_true", help="times at 32,768 rows too")

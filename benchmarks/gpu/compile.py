@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.backends.triton import head_backward, head_forward
 from gspo_kernels.backends.triton.launch import Launch, launches
 from gspo_kernels.backends.triton.tuning import architecture, assume
@@ -23,7 +23,9 @@ def needed(device: torch.device, meta: HeadRows) -> list[Launch]:
         result = head_forward(meta)
         d_entropy = torch.empty_like(result.entropy) if meta.entropy else None
         # Gradients of hidden states and weight take the same kernels, and products that are none of ours.
-        needs = (False, False, meta.bias is not None, meta.adapter_hidden is not None, meta.adapter_weight is not None)
+        needs = NeedsGradient(
+            False, False, meta.bias is not None, meta.adapter_hidden is not None, meta.adapter_weight is not None
+        )
         head_backward(meta, result, torch.empty_like(result.log_probs), d_entropy, needs)
     return seen
 

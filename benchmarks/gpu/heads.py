@@ -143,7 +143,9 @@ def by_torch(head: HeadRows, upstream: Upstream, dtype: torch.dtype) -> Tensors:
 
     of_head = {n: leaf(x) for n in ("weight", "bias", "adapter_weight") if (x := getattr(head, n)) is not None}
     by_row = {n: x for n in ("hidden", "adapter_hidden") if (x := getattr(head, n)) is not None}
-    outputs = {"log_probs": upstream.d_log_probs} | ({"entropy": upstream.d_entropy} if head.entropy else {})
+    outputs = {"log_probs": upstream.d_log_probs}
+    if upstream.d_entropy is not None:
+        outputs["entropy"] = upstream.d_entropy
     like = outputs | {f"d_{n}": x for n, x in (by_row | of_head).items()}
     wide = {f"d_{n}": accumulator(dtype) for n in of_head}
     found = {n: torch.zeros(x.shape, dtype=wide.get(n, dtype), device=x.device) for n, x in like.items()}

@@ -116,7 +116,8 @@ def vendor_products(setting: Setting, width: int, rows: int) -> list[Record]:
     products = {"h W'": (hidden, weight.T), "d_logits W": (d_logits, weight), "d_logits' h": (d_logits.T, hidden)}
     found = []
     for name, (a, b) in products.items():
-        for suffix, options in (("", {}), (" to fp32", dict(out_dtype=torch.float32))):
+        variants: dict[str, dict[str, Any]] = {"": {}, " to fp32": {"out_dtype": torch.float32}}
+        for suffix, options in variants.items():
             if options and device.type != "cuda":
                 continue  # torch has it on CUDA alone
             record = clock(lambda a=a, b=b, options=options: torch.mm(a, b, **options), device)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tolerance import RELATIVE_RMS
 from torch import Tensor
 
-from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.backends.triton import backward, forward
 from gspo_kernels.backends.triton.launch import Launch, launches
 from gspo_kernels.backends.triton.tuning import SHARED_MEMORY, Config, architecture, tile_config
@@ -48,14 +49,10 @@ def candidates(device: torch.device) -> list[Config]:
 @contextmanager
 def chosen(config: Config) -> Iterator[None]:
     """All heads get this block shape."""
-    before = [module.tile_config for module in KERNELS.values()]
-    try:
+    with ExitStack() as stack:
         for module in KERNELS.values():
-            module.tile_config = lambda head, kernel: config
+            stack.enter_context(patch.object(module, "tile_config", lambda head, kernel: config))
         yield
-    finally:
-        for module, function in zip(KERNELS.values(), before, strict=True):
-            module.tile_config = function
 
 
 def tune(setting: Setting, kernel: str, width: int, minutes: float, say: Callable[[str], None]) -> list[Record]:
@@ -110,7 +107,8 @@ class _Bench:
         self.setting, self.kernel, self.width = setting, kernel, width
         rows = setting.sizes.batch
         self.head = setting.head(rows, width, masked=False)
-        self.meta = HeadRows(*(x.to(META) if isinstance(x, Tensor) else x for x in self.head))
+        tensors = {name: x.to(META) for name, x in self.head._asdict().items() if isinstance(x, Tensor)}
+        self.meta = self.head._replace(**tensors)
         self.result = forward.head_forward(self.head)
         self.d_log_probs = torch.randn(rows, device=setting.device)
         with chosen(tile_config(self.head, kernel.removesuffix("_tile"))):
@@ -122,9 +120,8 @@ class _Bench:
             if self.kernel == "forward_tile":
                 out: Any = forward.head_forward(head).log_probs
             else:
-                out = backward.head_backward(
-                    head, self.result, self.d_log_probs, None, (True, False, False, False, False)
-                )[0]
+                needs = NeedsGradient(True, False, False, False, False)
+                out = backward.head_backward(head, self.result, self.d_log_probs, None, needs)[0]
         return out, [one for one in seen if one.kernel.__name__ == self.kernel]
 
     def measure(self, configs: list[Config]) -> list[Record]:

@@ -94,11 +94,12 @@ def draw_ranges(results: Record, path: Path) -> None:
     normalised.annotate("clip window", (lengths[0], window[1]), xytext=(2, 3), textcoords="offset points", fontsize=8)
     normalised.set_ylabel("(ratio - 1) x 1000, 1 % to 99 %")
     normalised.set_title("length-normalised, as GSPO has it", fontsize=9, loc="left")
-    for one, place in ((product, "upper left"), (normalised, "upper right")):
-        one.set_xscale("log")
-        one.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-        one.set_xlabel("length of the sequence, independent tokens")
-        one.legend(fontsize=8, frameon=False, loc=place)
+    for axes in (product, normalised):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axes.set_xlabel("length of the sequence, independent tokens")
+    product.legend(fontsize=8, frameon=False, loc="upper left")
+    normalised.legend(fontsize=8, frameon=False, loc="upper right")
     save(figure, path)
 
 

@@ -16,6 +16,7 @@ def draw_sparsity(results: dict[str, Any], path: Path) -> None:
     """Passes and gradient error against the budget; passes and time against zero rows and against entropy."""
     figure, (passes, errors, zero, work, entropy, last) = panels(3, 2, (10, 10))
     cases = results["passes"]["cases"]
+    ticks = [f"{r['budget']:g}" for r in cases if r["case"] == cases[0]["case"]]  # the same budgets in every case
     for colour, case in zip(SPARE, dict.fromkeys(r["case"] for r in cases), strict=True):
         rows = [r for r in cases if r["case"] == case]
         at = range(len(rows))
@@ -24,7 +25,6 @@ def draw_sparsity(results: dict[str, Any], path: Path) -> None:
         errors.plot(
             [i for i in at if worst[i]], [e for e in worst if e], color=colour, marker="o", ms=4, label=case
         )  # fmt: skip
-        ticks = [f"{r['budget']:g}" for r in rows]
     for axes in (passes, errors):
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlabel("gradient budget")

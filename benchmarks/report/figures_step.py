@@ -104,7 +104,7 @@ def _logarithmic(axes: Axes, label: str) -> None:
     axes.set_xlabel(label)
 
 
-def _thousands() -> Callable[[float, int], str]:
+def _thousands() -> FuncFormatter:
     return FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 

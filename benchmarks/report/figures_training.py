@@ -19,7 +19,7 @@ SMOOTHING = 5  # rollouts
 def draw_budgets(results: dict[str, Any], path: Path) -> None:
     """Reward, entropy and passes against updates: the mean over the seeds, in a band from the least to the most."""
     figure, places = panels(1, len(PANELS), (10, 3.6))
-    updates = results["settings"]["updates"]
+    updates, seeds = results["settings"]["updates"], len(results["runs"][results["control"]])
     for axes, (key, title) in zip(places, PANELS.items(), strict=True):
         for arm, runs in results["runs"].items():
             colour = LOOKS[arm][0] if arm in LOOKS else LOOKS["exact"][0]
@@ -36,8 +36,8 @@ def draw_budgets(results: dict[str, Any], path: Path) -> None:
                 x, [min(s) for s in steps], [max(s) for s in steps], color=colour, alpha=0.12, linewidth=0
             )
         axes.set(title=title, xlabel="optimizer updates", xlim=(0, None), ylim=(0, None))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(f"Mean and range of {len(runs)} seeds (running mean of {SMOOTHING} rollouts)", fontsize=10)
+    figure.legend(*places[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(f"Mean and range of {seeds} seeds (running mean of {SMOOTHING} rollouts)", fontsize=10)
     save(figure, path)
 
 

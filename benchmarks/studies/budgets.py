@@ -210,7 +210,7 @@ def compared(runs: dict[str, list[Record]]) -> Record:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m gspo_kernels.benchmarks budgets", description=__doc__.split("\n\n")[0]
+        prog="python -m gspo_kernels.benchmarks budgets", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds; its numbers mean nothing")
     parser.add_argument(

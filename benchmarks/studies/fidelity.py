@@ -191,7 +191,7 @@ def suite(tokens: Tokens, about: Record, sequences: int) -> Record:
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m gspo_kernels.benchmarks fidelity", description=__doc__.split("\n\n")[0]
+        prog="python -m gspo_kernels.benchmarks fidelity", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--tokens", type=at_least(64), default=3072, help="measured, of each set (default 3072)")
     parser.add_argument("--sequences", type=at_least(1000), default=100_000, help="per length (default 100000)")

@@ -284,7 +284,7 @@ CHECKS = {"6.1": equality, "6.2": clip_fractions, "6.3": ranges, "6.4": precisio
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m gspo_kernels.benchmarks paper_checks", description=__doc__.split("\n\n")[0]
+        prog="python -m gspo_kernels.benchmarks paper_checks", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--only", choices=CHECKS, action="append", help="one claim, as a trial; may be repeated")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds: few and short sequences")

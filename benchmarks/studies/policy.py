@@ -110,8 +110,8 @@ def random_policy(size: Size, tokenizer: PreTrainedTokenizerFast) -> Policy:
         head_dim=size.width // heads,
         max_position_embeddings=256,
         tie_word_embeddings=False,
-        eos_token_id=tokenizer.convert_tokens_to_ids(END),
-        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+        eos_token_id=tokenizer.get_vocab()[END],
+        pad_token_id=tokenizer.get_vocab()[PAD],
     )
     return make_policy(Qwen3ForCausalLM(config), tokenizer)
 
@@ -137,7 +137,7 @@ def train(policy: Policy, texts: Sequence[Text], size: Size, accuracy: Callable[
     model, device = policy.model, policy.model.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
-    losses, found, started = [], [], time.perf_counter()
+    losses, curve, started, step = [], [], time.perf_counter(), 0
     for step, batch in enumerate(batches(texts, size.batch, seed=0), start=1):
         loss = cross_entropy(policy, batch, device)
         optimizer.zero_grad(set_to_none=True)
@@ -147,12 +147,12 @@ def train(policy: Policy, texts: Sequence[Text], size: Size, accuracy: Callable[
         warm_up.step()
         losses.append(loss.item())
         if step % PROBE_EVERY == 0 or step == size.steps:
-            found.append({"step": step, "loss": sum(losses[-PROBE_EVERY:]) / len(losses[-PROBE_EVERY:])})
-            found[-1]["accuracy"] = accuracy()
-            print(f"step {step}: loss {found[-1]['loss']:.3f}, accuracy {found[-1]['accuracy']:.3f}", flush=True)
-            if found[-1]["accuracy"] >= size.enough or step == size.steps:
+            loss_since = sum(losses[-PROBE_EVERY:]) / len(losses[-PROBE_EVERY:])
+            curve.append({"step": step, "loss": loss_since, "accuracy": accuracy()})
+            print(f"step {step}: loss {loss_since:.3f}, accuracy {curve[-1]['accuracy']:.3f}", flush=True)
+            if curve[-1]["accuracy"] >= size.enough or step == size.steps:
                 break
-    return {"steps": step, "texts per step": size.batch, "seconds": time.perf_counter() - started, "curve": found}
+    return {"steps": step, "texts per step": size.batch, "seconds": time.perf_counter() - started, "curve": curve}
 
 
 def cross_entropy(policy: Policy, batch: Sequence[Text], device: torch.device) -> Tensor:
@@ -177,7 +177,7 @@ def states_of(policy: Policy, problems: Sequence[Problem]) -> States:
     """One answer to each, sampled at temperature 1."""
     rollout = sample(policy, [p.prompt for p in problems], max_new_tokens=ANSWER, temperature=1.0)
     hidden = policy.hidden_states(rollout.input_ids, rollout.attention_mask, rollout.prompt_width)
-    return States(hidden, policy.head.weight.detach(), rollout.answer_ids, rollout.answer_mask)
+    return States(hidden, policy.head.get_parameter("weight").detach(), rollout.answer_ids, rollout.answer_mask)
 
 
 # The policy beside the formula
@@ -216,7 +216,8 @@ def by_budget(s: Situation, name: str) -> list[Record]:
             hidden, weight, s.target_ids, s.advantages, cu_seqlens=s.cu_seqlens, old_log_probs=s.old_log_probs,
             gradient_budget=budget,
         )  # fmt: skip
-        return out.metrics, *torch.autograd.grad(out.loss, (hidden, weight))
+        d_hidden, d_weight = torch.autograd.grad(out.loss, (hidden, weight))
+        return out.metrics, d_hidden, d_weight
 
     return sparsity.by_budget(run, BUDGETS, name)
 
@@ -273,7 +274,7 @@ def make(size: Size, device: torch.device, folder: Path) -> Record:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m gspo_kernels.benchmarks policy", description=__doc__.split("\n\n")[0]
+        prog="python -m gspo_kernels.benchmarks policy", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds; its numbers mean nothing")
     parser.add_argument("--folder", type=Path, help="for checkpoint and states (default runs/policy, runs/tiny-policy)")

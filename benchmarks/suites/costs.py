@@ -136,7 +136,8 @@ def work(
     hidden, weight, ids = made.hidden.view(*shape, WIDTH), made.weight, made.target_ids.view(shape)
     with patch.dict(os.environ, GSPO_WORKSPACE_MIB=str(WORKSPACE_MIB)):
         log_probs = linear_log_probs(hidden, weight, ids, mask=mask, backend="torch").log_probs
-        hidden.requires_grad_("hidden" not in frozen), weight.requires_grad_("weight" not in frozen)
+        hidden.requires_grad_("hidden" not in frozen)
+        weight.requires_grad_("weight" not in frozen)
         old, ref = log_probs - log_ratio[:, None], log_probs - 0.1 if objective.kl_coef else None
         with counted() as found:
             out = gspo_fused_loss(
@@ -177,7 +178,8 @@ def launched(name: str, sequences: int, length: int) -> dict[str, int]:
     ids = torch.arange(sequences * length).view(shape) % width
     hidden = 14 * (torch.eye(width)[ids] + torch.eye(width)[(ids + 1) % width])
     weight = torch.eye(vocab, width)
-    hidden.requires_grad_("hidden" not in frozen), weight.requires_grad_("weight" not in frozen)
+    hidden.requires_grad_("hidden" not in frozen)
+    weight.requires_grad_("weight" not in frozen)
     ref = torch.full(shape, -0.7)
     with launches() as seen:
         out = gspo_fused_loss(
@@ -215,6 +217,7 @@ def at_real_size(budget: bool = False, **head: Any) -> Record:
     with tuning.assume("sm_90"), Counted() as found:
         if budget:
             result, tiles = kernels.forward_with_shares(given, wanted=True)
+            assert tiles is not None
             live_tiles.choose(given, result, result.log_probs, tiles, 1e-3)
             del result, tiles  # the run makes its own
         run()

@@ -34,7 +34,7 @@ from .step import positive, say
 
 WIDTH, VOCAB = 896, 151_936  # Qwen2.5-0.5B
 SEQUENCES = 64
-RL_LIKE = dict(zero=19, clipped=7)  # of 64: 0.594 of the rows have a gradient
+RL_LIKE: dict[str, Any] = dict(zero=19, clipped=7)  # of 64: 0.594 of the rows have a gradient
 CASES: dict[str, dict[str, Any]] = {
     "rl-like": RL_LIKE,
     "heavier tail": RL_LIKE | dict(tail=1e-3),
@@ -66,7 +66,8 @@ def ours(w: Workload, old: Old, budget: float) -> tuple[dict[str, Tensor], Tenso
         hidden, weight, w.target_ids, w.advantages, old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs,
         objective=w.objective, gradient_budget=budget,
     )  # fmt: skip
-    return out.metrics, *torch.autograd.grad(out.loss, (hidden, weight))
+    d_hidden, d_weight = torch.autograd.grad(out.loss, (hidden, weight))
+    return out.metrics, d_hidden, d_weight
 
 
 def passes(rows: int, case: str, made: dict[str, Any], budgets: tuple[float, ...], sizes: Record) -> list[Record]:
@@ -111,7 +112,7 @@ def _cells_of_kernels() -> Iterator[None]:
 
 # Time and memory
 
-TIMED = dict(sequences=8, zero=2, clipped=1)  # rl-like of `workloads`
+TIMED: dict[str, Any] = dict(sequences=8, zero=2, clipped=1)  # rl-like of `workloads`
 NAIVE = ALL[bench.NAIVE]._replace(name="naive")
 NAMES = {"exact": 0.0} | {f"budget {b:g}": b for b in BUDGETS[1:]}
 

@@ -41,7 +41,8 @@ class Step:
 
     def __init__(self, config: dict[str, Any], tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
-        self.model = Qwen2ForCausalLM(Qwen2Config(**config)).to(device, dtype)
+        self.model = Qwen2ForCausalLM(Qwen2Config(**config))
+        self.model.to(device=device, dtype=dtype)  # pyright: ignore[reportCallIssue] - transformers hides its signature
         self.ids = torch.randint(config["vocab_size"], (SEQUENCES, tokens // SEQUENCES), device=device)
         # A rate so small that the policy stays where the old log-probs were taken.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-12, weight_decay=0.0)

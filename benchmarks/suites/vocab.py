@@ -6,13 +6,23 @@ python -m gspo_kernels.benchmarks vocab
 from __future__ import annotations
 
 import argparse
+from typing import NamedTuple
 
 from ..measure import destination, save
 from ..workloads import Head, Spec
 from .step import arguments, chosen_by, sweep
 
-ON_CPU = dict(width=896, tokens=512, vocabs=(2048, 8192, 32_768, 131_072), rounds=5)
-ON_GPU = dict(width=4096, tokens=16_384, vocabs=(2048, 8192, 32_768, 131_072, 262_144), rounds=15)
+
+class Sizes(NamedTuple):
+    width: int
+    tokens: int
+    vocabs: tuple[int, ...]
+    rounds: int
+
+
+ON_CPU = Sizes(896, 512, (2048, 8192, 32_768, 131_072), rounds=5)
+ON_GPU = Sizes(4096, 16_384, (2048, 8192, 32_768, 131_072, 262_144), rounds=15)
+TINY = Sizes(64, 128, (1000, 2000), rounds=2)
 
 
 def main() -> None:
@@ -20,15 +30,12 @@ def main() -> None:
         prog="python -m gspo_kernels.benchmarks vocab", description=(__doc__ or "").split("\n\n")[0]
     )
     arguments(parser)
-    given = parser.parse_args()
-    chosen, device = chosen_by(parser, given.against), given.device
+    asked = parser.parse_args()
+    chosen, device = chosen_by(parser, asked.against), asked.device
     on_gpu = device.type == "cuda"
-    default = ON_GPU if on_gpu else ON_CPU
-    width, tokens, vocabs, rounds = (default[name] for name in ("width", "tokens", "vocabs", "rounds"))
-    if given.tiny:
-        width, tokens, vocabs, rounds = 64, 128, (1000, 2000), 2
-    dtype = given.dtype or ("bfloat16" if on_gpu else "float32")
-    specs = [Spec(Head(width, vocab), tokens, "rl-like", dtype, str(device)) for vocab in vocabs]
-    output = destination("vocab", device, given.output, given.tiny)
-    runs = sweep(specs, chosen, given.rounds or rounds)
+    sizes = TINY if asked.tiny else ON_GPU if on_gpu else ON_CPU
+    dtype = asked.dtype or ("bfloat16" if on_gpu else "float32")
+    specs = [Spec(Head(sizes.width, vocab), sizes.tokens, "rl-like", dtype, str(device)) for vocab in sizes.vocabs]
+    output = destination("vocab", device, asked.output, asked.tiny)
+    runs = sweep(specs, chosen, asked.rounds or sizes.rounds)
     print(save("vocab", device, {"runs": runs}, output))

@@ -60,11 +60,11 @@ class Candidate(NamedTuple):
     def old(self, w: Workload) -> Old:
         """Old and reference log-probs from its own forward, as a trainer takes them."""
         with torch.no_grad():
-            own = self.log_probs(w.hidden.flatten(0, 1), w.weight, w.target_ids.flatten(), w.softcap)
-        own = own.float().view_as(w.target_ids)
+            log_probs = self.log_probs(w.hidden.flatten(0, 1), w.weight, w.target_ids.flatten(), w.softcap)
+        log_probs = log_probs.float().view_as(w.target_ids)
         return Old(
-            None if w.log_ratio is None else own - w.log_ratio[:, None],
-            None if w.kl_drift is None else own + w.kl_drift,
+            None if w.log_ratio is None else log_probs - w.log_ratio[:, None],
+            None if w.kl_drift is None else log_probs + w.kl_drift,
         )
 
     def step(self, w: Workload, old: Old) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,8 +104,8 @@ def _on(log_probs: LogProbs, per_token: bool = False) -> Callable[[Workload, Old
     """The loss of what makes log-probs only."""
 
     def loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
-        made = log_probs(hidden.flatten(0, 1), weight, w.target_ids.flatten(), w.softcap)
-        return loss_of(made.float().view_as(w.target_ids), w, old, per_token)
+        token_log_probs = log_probs(hidden.flatten(0, 1), weight, w.target_ids.flatten(), w.softcap)
+        return loss_of(token_log_probs.float().view_as(w.target_ids), w, old, per_token)
 
     return loss
 
@@ -117,9 +117,16 @@ def _our_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float |
 def _ours(budget: float) -> Callable[[Workload, Old, Tensor, Tensor], Tensor]:
     def loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
         return gspo_fused_loss(
-            hidden, weight, w.target_ids, w.advantages, old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs,
-            logit_softcap=w.softcap, objective=w.objective, gradient_budget=budget,
-        ).loss  # fmt: skip
+            hidden,
+            weight,
+            w.target_ids,
+            w.advantages,
+            old_log_probs=old.log_probs,
+            ref_log_probs=old.ref_log_probs,
+            logit_softcap=w.softcap,
+            objective=w.objective,
+            gradient_budget=budget,
+        ).loss
 
     return loss
 
@@ -138,42 +145,77 @@ def _compiled(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 ALL = {
-    one.name: one
-    for one in (
+    candidate.name: candidate
+    for candidate in (
         Candidate("naive GSPO", "naive", full_log_probs, _on(full_log_probs)),
         Candidate("naive GRPO", "naive", full_log_probs, _on(full_log_probs, per_token=True), per_token=True),
         Candidate("naive GSPO, compiled", "compile", full_log_probs, _compiled, compiles=True),
         Candidate("TRL fused head", "trl", peers.trl_log_probs, _on(peers.trl_log_probs), "trl"),
         Candidate(
-            "Liger GRPO loss", "liger", peers.liger_log_probs, peers.liger_loss, "liger-kernel", takes_softcap=False,
+            "Liger GRPO loss",
+            "liger",
+            peers.liger_log_probs,
+            peers.liger_loss,
+            "liger-kernel",
+            takes_softcap=False,
             compiles=True,
         ),
         Candidate(
-            "Liger fused CE", "liger", peers.liger_cross_entropy, _on(peers.liger_cross_entropy), "liger-kernel",
+            "Liger fused CE",
+            "liger",
+            peers.liger_cross_entropy,
+            _on(peers.liger_cross_entropy),
+            "liger-kernel",
             needs_cuda=True,
         ),
         Candidate(
-            "cut-cross-entropy", "cce", peers.cut_log_probs, _on(peers.cut_log_probs), "cut-cross-entropy",
-            needs_cuda=True, takes_fp32=False, in_triton=True,
+            "cut-cross-entropy",
+            "cce",
+            peers.cut_log_probs,
+            _on(peers.cut_log_probs),
+            "cut-cross-entropy",
+            needs_cuda=True,
+            takes_fp32=False,
+            in_triton=True,
         ),
         Candidate(
-            "cut-cross-entropy, no filter", "cce", peers.uncut_log_probs, _on(peers.uncut_log_probs),
-            "cut-cross-entropy", needs_cuda=True, takes_fp32=False, in_triton=True,
+            "cut-cross-entropy, no filter",
+            "cce",
+            peers.uncut_log_probs,
+            _on(peers.uncut_log_probs),
+            "cut-cross-entropy",
+            needs_cuda=True,
+            takes_fp32=False,
+            in_triton=True,
         ),
         Candidate(
-            "verl torch head", "verl", peers.verl_torch_log_probs, _on(peers.verl_torch_log_probs), "verl",
+            "verl torch head",
+            "verl",
+            peers.verl_torch_log_probs,
+            _on(peers.verl_torch_log_probs),
+            "verl",
             takes_softcap=False,
         ),
         Candidate(
-            "verl Triton head", "verl", peers.verl_triton_log_probs, _on(peers.verl_triton_log_probs), "verl",
-            needs_cuda=True, takes_softcap=False, widths=128, in_triton=True,
+            "verl Triton head",
+            "verl",
+            peers.verl_triton_log_probs,
+            _on(peers.verl_triton_log_probs),
+            "verl",
+            needs_cuda=True,
+            takes_softcap=False,
+            widths=128,
+            in_triton=True,
         ),
         Candidate(
-            "torch linear_cross_entropy", "torch", peers.torch_log_probs, _on(peers.torch_log_probs),
+            "torch linear_cross_entropy",
+            "torch",
+            peers.torch_log_probs,
+            _on(peers.torch_log_probs),
             takes_softcap=False,
         ),
         ours_at(0.0, "ours"),
         ours_at(1e-3, "ours, budget 1e-3"),
     )
-}  # fmt: skip
-AGAINST = tuple(dict.fromkeys(one.against for one in ALL.values() if one.against != "ours"))
+}
+AGAINST = tuple(dict.fromkeys(candidate.against for candidate in ALL.values() if candidate.against != "ours"))

@@ -36,10 +36,10 @@ KIB = 1024
 
 def machine(device: torch.device) -> Record:
     """What a reader needs to know of where this ran."""
-    found: Record = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory GiB": _memory_total() >> 30}
+    description: Record = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory GiB": _memory_total() >> 30}
     if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
+        description["gpu"] = torch.cuda.get_device_name(device)
+    return description
 
 
 def about(device: torch.device) -> Record:
@@ -103,9 +103,9 @@ def save(suite: str, device: torch.device, results: Any, path: Path) -> Path:
     return beside.replace(path)
 
 
-def dumps(found: Any, indent: int | None = None) -> str:
+def dumps(value: Any, indent: int | None = None) -> str:
     """JSON, which has no NaN and no infinity: they are null."""
-    return json.dumps(_finite(found), indent=indent, allow_nan=False)
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def _finite(x: Any) -> Any:
@@ -136,8 +136,8 @@ def turns(those: list[Any], rounds: int) -> Iterator[tuple[int, Any]]:
     """All of them in every round, each round beginning with another one. Round 0 warms up."""
     for turn in range(rounds + 1):
         first = turn % max(len(those), 1)
-        for one in those[first:] + those[:first]:
-            yield turn, one
+        for x in those[first:] + those[:first]:
+            yield turn, x
 
 
 def over(seconds: list[float], base: list[float]) -> Record:
@@ -232,12 +232,12 @@ def child(module: str, function: str, arguments: str) -> int:
     stop_before_swapping()
     run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     try:
-        found = run(**json.loads(arguments))
+        result = run(**json.loads(arguments))
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if no_room(error):
             return _OUT_OF_MEMORY
         raise
-    print(dumps(found))
+    print(dumps(result))
     return 0
 
 

@@ -25,9 +25,16 @@ class Policy(NamedTuple):
 
 
 def make(
-    rows: int, width: int, vocab: int, tail: float = 1e-5, seed: int = 0, peaked: bool = True,
-    sure: float = 0.5, softcap: float | None = None, device: torch.device | str = "cpu",
-) -> Policy:  # fmt: skip
+    rows: int,
+    width: int,
+    vocab: int,
+    tail: float = 1e-5,
+    seed: int = 0,
+    peaked: bool = True,
+    sure: float = 0.5,
+    softcap: float | None = None,
+    device: torch.device | str = "cpu",
+) -> Policy:
     """`sure`: the share of tokens under 0.01 nats; of the others two in five are above 0.67.
 
     `peaked=False`: the other extreme, a random head and random hidden states of unit logits.
@@ -41,9 +48,15 @@ def make(
 
 
 def _make(
-    rows: int, width: int, vocab: int, tail: float, peaked: bool, sure: float, softcap: float | None,
+    rows: int,
+    width: int,
+    vocab: int,
+    tail: float,
+    peaked: bool,
+    sure: float,
+    softcap: float | None,
     rng: torch.Generator,
-) -> Policy:  # fmt: skip
+) -> Policy:
     weight = torch.randn(vocab, width, generator=rng) / width**0.5
     if not peaked:
         return _sampled(torch.randn(rows, width, generator=rng), weight, softcap, rng)
@@ -61,8 +74,8 @@ def _make(
     wanted = top - below
     if softcap is not None:
         wanted = softcap * torch.atanh(wanted / softcap)
-    # Some at a time: the candidates' rows of the head are 16 times the hidden states.
-    parts = [_mixed(weight[some], w) for some, w in zip(ids.split(4096), wanted.split(4096), strict=True)]
+    # In parts: the candidates' rows of the head are 16 times the hidden states.
+    parts = [_mixed(weight[part], w) for part, w in zip(ids.split(4096), wanted.split(4096), strict=True)]
     return _sampled(torch.cat(parts), weight, softcap, rng)
 
 
@@ -74,8 +87,8 @@ def _mixed(chosen: Tensor, wanted: Tensor) -> Tensor:
 
 def _sampled(hidden: Tensor, weight: Tensor, softcap: float | None, rng: torch.Generator) -> Policy:
     ids, entropies = [], []
-    for some in hidden.split(64):
-        logits = some @ weight.t()
+    for states in hidden.split(64):
+        logits = states @ weight.t()
         log_p = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).log_softmax(-1)
         p = log_p.exp()
         ids.append(p.multinomial(1, generator=rng)[:, 0])
@@ -95,6 +108,8 @@ def entropy_quantiles(entropy: Tensor) -> dict[str, Any]:
     at = (0.1, 0.25, 0.5, 0.75, 0.9)
     quantiles = entropy.double().quantile(torch.tensor(at, dtype=torch.float64, device=entropy.device)).tolist()
     return {
-        "mean entropy": entropy.double().mean().item(), **shares, "share above 0.67 nats": above,
+        "mean entropy": entropy.double().mean().item(),
+        **shares,
+        "share above 0.67 nats": above,
         "quantiles": dict(zip(map(str, at), quantiles, strict=True)),
-    }  # fmt: skip
+    }

@@ -29,13 +29,22 @@ def liger_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     loss = LigerFusedLinearGRPOLoss(
-        beta=0.0 if old.ref_log_probs is None else KL_COEF, use_ref_model=old.ref_log_probs is not None,
-        epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH, loss_type="grpo", importance_sampling_level="sequence",
-    )  # fmt: skip
+        beta=0.0 if old.ref_log_probs is None else KL_COEF,
+        use_ref_model=old.ref_log_probs is not None,
+        epsilon_low=CLIP_LOW,
+        epsilon_high=CLIP_HIGH,
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+    )
     return loss(
-        hidden, weight, w.target_ids, torch.ones_like(w.target_ids), w.advantages,
-        ref_per_token_logps=old.ref_log_probs, old_per_token_logps=old.log_probs,
-    )[0]  # fmt: skip
+        hidden,
+        weight,
+        w.target_ids,
+        torch.ones_like(w.target_ids),
+        w.advantages,
+        ref_per_token_logps=old.ref_log_probs,
+        old_per_token_logps=old.log_probs,
+    )[0]
 
 
 def liger_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:

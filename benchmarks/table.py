@@ -35,9 +35,9 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
         yield tick
 
 
-def show(found: Record, console: Console) -> None:
+def show(results: Record, console: Console) -> None:
     """The table; whoever was not timed stands below it with the reason."""
-    on, records = found["on"], found["candidates"]
+    on, records = results["on"], results["candidates"]
     head = on["head"]
     cap = f", logits capped at {head['softcap']:g}" if head["softcap"] else ""
     quantiles = ", ".join(f"{float(at):.0%} {value:.2g}" for at, value in on["entropy"]["quantiles"].items())
@@ -46,8 +46,10 @@ def show(found: Record, console: Console) -> None:
         f"clipped), H = {head['width']}, V = {head['vocab']}{cap}, {on['dtype']}, {on['device']}; {on['scenario']}: "
         f"{SCENARIOS[on['scenario']].what}",
         f"synthetic policy, quantiles of its entropy in nats: {quantiles}",
-        sep="\n", markup=False, soft_wrap=True,
-    )  # fmt: skip
+        sep="\n",
+        markup=False,
+        soft_wrap=True,
+    )
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     shown = [at for at, column in enumerate(COLUMNS) if console.width >= WIDE or column != SPREAD]
     for at in shown:
@@ -66,7 +68,7 @@ def show(found: Record, console: Console) -> None:
             if kind in record:
                 console.print(f"{record['name']}: {said}{record[kind]}", markup=False, soft_wrap=True)
     console.print(EXPLAINED, markup=False, soft_wrap=True)
-    if on["device"] == "cpu" and (found.get("load per core before") or 0) > BUSY:
+    if on["device"] == "cpu" and (results.get("load per core before") or 0) > BUSY:
         console.print(BUSY_MACHINE, markup=False, soft_wrap=True)
 
 

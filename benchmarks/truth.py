@@ -31,12 +31,12 @@ def truth(w: Workload, per_token: bool = False) -> Truth:
     hidden, weight, ids = w.hidden.flatten(0, 1), w.weight.double(), w.target_ids.flatten()
     parts = torch.arange(w.rows, device=ids.device).split(ROWS)
     with torch.no_grad():
-        made = [_full(hidden[rows].double(), weight, ids[rows], w.softcap) for rows in parts]
-    log_probs = torch.cat(made).view_as(ids.view(w.target_ids.shape)).requires_grad_()
-    own = log_probs.detach()
+        outputs = [_full(hidden[rows].double(), weight, ids[rows], w.softcap) for rows in parts]
+    log_probs = torch.cat(outputs).view_as(ids.view(w.target_ids.shape)).requires_grad_()
+    detached = log_probs.detach()
     old = Old(
-        None if w.log_ratio is None else own - w.log_ratio.double()[:, None],
-        None if w.kl_drift is None else own + w.kl_drift.double(),
+        None if w.log_ratio is None else detached - w.log_ratio.double()[:, None],
+        None if w.kl_drift is None else detached + w.kl_drift.double(),
     )
     loss = loss_of(log_probs, w, old, per_token)
     (coefficient,) = torch.autograd.grad(loss, log_probs)
@@ -46,8 +46,8 @@ def truth(w: Workload, per_token: bool = False) -> Truth:
         if not upstream.any():
             continue
         leaves = hidden[rows].double().requires_grad_(), weight.detach().requires_grad_()
-        some = _full(*leaves, ids[rows], w.softcap)
-        d_hidden[rows], more = torch.autograd.grad(some, leaves, upstream)
+        chunk = _full(*leaves, ids[rows], w.softcap)
+        d_hidden[rows], more = torch.autograd.grad(chunk, leaves, upstream)
         d_weight += more
     return Truth(loss.item(), d_hidden.view(w.hidden.shape), d_weight)
 
@@ -67,24 +67,24 @@ class Errors(NamedTuple):
         return max(self.d_hidden, self.d_weight)
 
 
-def errors(found: tuple[Tensor, Tensor, Tensor], true: Truth) -> Errors:
+def errors(result: tuple[Tensor, Tensor, Tensor], true: Truth) -> Errors:
     apart, scales = [], []
-    for a, b in ((found[1], true.d_hidden), (found[2], true.d_weight)):
+    for a, b in ((result[1], true.d_hidden), (result[2], true.d_weight)):
         if a.shape != b.shape:
             raise ValueError(f"a gradient has the shape {tuple(a.shape)}, not {tuple(b.shape)}")
         square, along = _products(a, b)
         size = max(b.square().sum().item(), 1e-300)
         apart.append(math.sqrt(square / size))
         scales.append(along / size - 1)
-    return Errors(abs(found[0].item() - true.loss), apart[0], apart[1], max(scales, key=abs))
+    return Errors(abs(result[0].item() - true.loss), apart[0], apart[1], max(scales, key=abs))
 
 
 Sizes = tuple[float, float, float]
 
 
-def sizes(found: tuple[Tensor, Tensor, Tensor]) -> Sizes:
+def sizes(result: tuple[Tensor, Tensor, Tensor]) -> Sizes:
     """Loss, and norms of both gradients: what is kept of a result to know it again."""
-    loss, d_hidden, d_weight = found
+    loss, d_hidden, d_weight = result
     norms = (torch.linalg.vector_norm(x, dtype=torch.float32).item() for x in (d_hidden, d_weight))
     return loss.item(), *norms
 
@@ -104,16 +104,18 @@ def _products(a: Tensor, b: Tensor) -> tuple[float, float]:
     return square, along
 
 
-def verdict(found: Errors, naive: Errors, budget: float) -> str | None:
+def verdict(ours: Errors, naive: Errors, budget: float) -> str | None:
     """What is wrong with a candidate; None if nothing is.
 
     A gradient budget bounds the dropped share of the L1 mass of d_logits, not the error: ten times as much is allowed.
     """
     limit = max(TIMES_NAIVE * naive.worst, FLOOR) + 10 * budget
     checks = {
-        "d_hidden": (found.d_hidden, limit), "d_weight": (found.d_weight, limit),
-        "the size of a gradient": (abs(found.scale), SCALE + 10 * budget), "the loss": (found.loss, LOSS),
-    }  # fmt: skip
+        "d_hidden": (ours.d_hidden, limit),
+        "d_weight": (ours.d_weight, limit),
+        "the size of a gradient": (abs(ours.scale), SCALE + 10 * budget),
+        "the loss": (ours.loss, LOSS),
+    }
     over = {name: pair for name, pair in checks.items() if not pair[0] <= pair[1]}  # NaN is over
     return ", ".join(f"{name} is off by {off:.1e} (limit {most:.1e})" for name, (off, most) in over.items()) or None
 
@@ -128,12 +130,12 @@ def product_operations(run: Callable[[], object]) -> float:
             run()
     finally:
         torch.set_num_threads(threads)
-    found = 0.0
+    total = 0.0
     for event in profile.events() or ():
         if event.name in FIRST_FACTOR:
             left, right = event.input_shapes[FIRST_FACTOR[event.name] :][:2]
-            found += 2.0 * math.prod(left) * right[-1]
-    return found
+            total += 2.0 * math.prod(left) * right[-1]
+    return total
 
 
 # Which argument of an operator is the left factor; what an add-product adds to comes before it.

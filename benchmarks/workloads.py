@@ -132,30 +132,32 @@ def make(spec: Spec, **policy: Any) -> Workload:
     scenario, (count, zero, clipped) = SCENARIOS[spec.scenario], counts(spec.tokens, spec.scenario)
     length = length_of(spec.tokens, spec.scenario)
     head, device = spec.head, torch.device(spec.device)
-    made = peaked.make(
+    peaked_policy = peaked.make(
         count * length, head.width, head.vocab, seed=spec.seed, softcap=head.softcap, device=device, **policy
     )
     drift = None
     if scenario.kl:
         rng = torch.Generator().manual_seed(spec.seed + 1)
         drift = 0.1 * torch.randn(count, length, generator=rng).to(device)
-    w = batch(made, count, zero, clipped, getattr(torch, spec.dtype))._replace(kl_drift=drift, softcap=head.softcap)
+    w = batch(peaked_policy, count, zero, clipped, getattr(torch, spec.dtype))._replace(
+        kl_drift=drift, softcap=head.softcap
+    )
     return w._replace(log_ratio=None) if scenario.on_policy else w
 
 
-def batch(made: peaked.Policy, count: int, zero: int, clipped: int, dtype: torch.dtype = torch.float32) -> Workload:
+def batch(policy: peaked.Policy, count: int, zero: int, clipped: int, dtype: torch.dtype = torch.float32) -> Workload:
     """`count` sequences of equal length, with the parts of `roles`."""
     advantages, log_ratio = roles(count, zero, clipped)
-    device = made.hidden.device
+    device = policy.hidden.device
     return Workload(
-        hidden=made.hidden.to(dtype).view(count, -1, made.hidden.shape[-1]),
-        weight=made.weight.to(dtype),
-        target_ids=made.target_ids.view(count, -1),
+        hidden=policy.hidden.to(dtype).view(count, -1, policy.hidden.shape[-1]),
+        weight=policy.weight.to(dtype),
+        target_ids=policy.target_ids.view(count, -1),
         advantages=advantages.to(device),
         log_ratio=log_ratio.to(device),
         kl_drift=None,
         softcap=None,
-        entropy=made.entropy.view(count, -1),
+        entropy=policy.entropy.view(count, -1),
     )
 
 
@@ -172,6 +174,6 @@ def roles(count: int, zero: int, clipped: int) -> tuple[Tensor, Tensor]:
     return advantages, log_ratio
 
 
-def spec_from(given: list[Any]) -> Spec:
+def spec_from(fields: list[Any]) -> Spec:
     """Back from JSON, which knows no named tuples."""
-    return Spec(Head(*given[0]), *given[1:])
+    return Spec(Head(*fields[0]), *fields[1:])

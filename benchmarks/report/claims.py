@@ -18,8 +18,8 @@ CAPTIONS = {
 }
 
 
-def _wrong(found: dict[str, Any], name: str, length: int, kind: str = "wrong") -> str:
-    row = next(r for r in found["decisions"] if (r["implementation"], r["length"]) == (name, length))
+def _wrong(measured: dict[str, Any], name: str, length: int, kind: str = "wrong") -> str:
+    row = next(r for r in measured["decisions"] if (r["implementation"], r["length"]) == (name, length))
     return _share(row[kind])
 
 
@@ -28,21 +28,21 @@ def _share(wrong: float) -> str:
 
 
 def _short_fidelity(fidelity: Suite) -> str:
-    found, trained = (fidelity["results"]["sets"].get(kind) for kind in ("synthetic", "trained"))
-    count = found["decisions"][0]["sequences"]
+    synthetic, trained = (fidelity["results"]["sets"].get(kind) for kind in ("synthetic", "trained"))
+    count = synthetic["decisions"][0]["sequences"]
 
-    def said(name: str, of: Suite = found) -> str:
+    def said(name: str, of: Suite = synthetic) -> str:
         return ", ".join(_wrong(of, name, length) for length in (256, 1024, 4096))
 
-    std = {name: one["std"] for name, one in found["log-ratios"].items()}
-    alike = [name for name in found["log-probs"] if abs(std[name] / std["naive GSPO"] - 1) < 0.02]
+    std = {name: errors["std"] for name, errors in synthetic["log-ratios"].items()}
+    alike = [name for name in synthetic["log-probs"] if abs(std[name] / std["naive GSPO"] - 1) < 0.02]
     text = fill(
         f"Wrong clip decisions of {count:,} (mean error of the tokens taken out), bf16 hidden states and head, at 256, "
         "1,024 and 4,096 tokens, where 15 % are clipped: "
         f"logits rounded to bf16 ({', '.join(alike)}) {said('naive GSPO')}; to fp16 {said('fp16 logits')}; full fp32 "
         f"logits {said('fp32 logits')}; ours {said('ours')}. Error of a log-prob: "
-        f"{found['log-probs']['naive GSPO']['std']:.0e} nats with bf16 logits, {found['log-probs']['ours']['std']:.0e} "
-        "ours. Synthetic policy"
+        f"{synthetic['log-probs']['naive GSPO']['std']:.0e} nats with bf16 logits, "
+        f"{synthetic['log-probs']['ours']['std']:.0e} ours. Synthetic policy"
         + (f"; a small trained one, bf16 logits: {said('naive GSPO', trained)}." if trained else ".")
     )
     return f"{text}\n\n![Wrong clip decisions against length](docs/figures/fidelity-cpu.png)"
@@ -63,17 +63,19 @@ def _fidelity(fidelity: Suite, name: str) -> str:
         "gspo_kernels.benchmarks policy` has made it.",
         figure(name, "Wrong clip decisions against length, and errors of log-ratios"),
     ]
-    for kind, found in results["sets"].items():
+    for kind, measured in results["sets"].items():
         rows, biased = [], []
-        for implementation, ratio in found["log-ratios"].items():
-            one = found["log-probs"].get(implementation)
-            error = (f"{one['std']:.1e}", f"{one['bias']:.0e}", f"{one['largest']:.0e}") if one else ("-",) * 3
-            wrong = (_wrong(found, implementation, length) for length in LENGTHS)
+        for implementation, ratio in measured["log-ratios"].items():
+            errors = measured["log-probs"].get(implementation)
+            error = (
+                (f"{errors['std']:.1e}", f"{errors['bias']:.0e}", f"{errors['largest']:.0e}") if errors else ("-",) * 3
+            )
+            wrong = (_wrong(measured, implementation, length) for length in LENGTHS)
             rows.append((implementation, *error, f"{ratio['std']:.1e}", *wrong))
-            left_in = (_wrong(found, implementation, length, "wrong with the bias") for length in LENGTHS)
+            left_in = (_wrong(measured, implementation, length, "wrong with the bias") for length in LENGTHS)
             biased.append((implementation, f"{ratio['bias']:.0e}", *left_in))
         header = ("", "log-prob: std", "bias", "largest", "log-ratio: std", *(f"L = {length:,}" for length in LENGTHS))
-        sizes = f"{found['tokens']:,} tokens, H = {found['width']}, V = {found['vocab']:,}"
+        sizes = f"{measured['tokens']:,} tokens, H = {measured['width']}, V = {measured['vocab']:,}"
         parts += [f"**{kind} policy**, {sizes}; errors in nats, then wrong decisions by length:", table(header, rows)]
         parts += ["The same with the mean error left in:", table(("", "log-ratio: bias", *header[5:]), biased)]
     left = ", ".join(f"{name} ({why})" for name, why in results["not measured"].items())
@@ -91,7 +93,7 @@ def _policy(policy: Suite, name: str) -> str:
             (kind, f"{r['budget']:g}", f"{r['live_tile_share']:.2f}", f"{r['passes']:.2f}",
              f"{r['dropped_gradient_mass']:.1e}", f"{r['d_hidden error']:.1e}", f"{r['d_weight error']:.1e}")
             for r in results[kind]["budgets"]
-        ]  # fmt: skip
+        ]  # fmt: skip  # lines by subject
     model, last = results["model"], results["training"]["curve"][-1]
     return "\n\n".join([
         "## A trained policy",
@@ -105,26 +107,26 @@ def _policy(policy: Suite, name: str) -> str:
         table(("", "mean", *(f"{float(at):.0%}" for at in e["quantiles"]), "under 0.01"), entropy),
         "What a gradient budget saves and costs on both (rl-like):",
         table(("", "budget", "live cells", "passes", "dropped", "error of d_hidden", "error of d_weight"), budgets),
-    ])  # fmt: skip
+    ])  # fmt: skip  # the page, line by line
 
 
-def drifts(found: Suite, budget: str, control: str) -> bool:
+def drifts(budgets: Suite, budget: str, control: str) -> bool:
     """Whether a curve's end leaves that of budget 0: the 95 % interval of the difference holds neither 0 nor what the
     control makes of it."""
-    low, high = found[budget]["at the end"]["95 %"]
-    return not any(low <= x <= high for x in (0.0, found[control]["at the end"]["mean"]))
+    low, high = budgets[budget]["at the end"]["95 %"]
+    return not any(low <= x <= high for x in (0.0, budgets[control]["at the end"]["mean"]))
 
 
 def _verdict(budgets: Suite) -> str:
     """What entropies and rewards say, and how much they could not."""
-    results, found = budgets["results"], budgets["results"]["compared"]
+    results, compared = budgets["results"], budgets["results"]["compared"]
     control, said = results["control"], []
     for arm, budget in results["budgets"].items():
         if budget:
             parts = []
             for key, unit in (("entropy", " nats"), ("reward", "")):
-                end = found[key][arm]["at the end"]
-                sees = "drifts" if drifts(found[key], arm, control) else "no drift seen"
+                end = compared[key][arm]["at the end"]
+                sees = "drifts" if drifts(compared[key], arm, control) else "no drift seen"
                 parts.append(f"{key} {_interval(end)}{unit}, {sees}")
             said.append(f"{budget:g}: {'; '.join(parts)}")
     apart = "; ".join(
@@ -154,27 +156,28 @@ def _interval(end: Suite) -> str:
 
 
 def _budgets(budgets: Suite, name: str) -> str:
-    results, found = budgets["results"], budgets["results"]["compared"]
+    results, compared = budgets["results"], budgets["results"]["compared"]
     size, control = results["settings"], results["control"]
     rows = []
     for arm in results["budgets"]:
-        work, held = found["work"][arm], found["held-out reward"][arm]
+        work, held = compared["work"][arm], compared["held-out reward"][arm]
         apart = results["distance"].get(arm)
         rows.append((
             arm, f"{work['passes']:.2f}", f"{work['dropped gradient mass']:.1e}", f"{work['clip fraction']:.2f}",
-            *(_interval(found[key][arm]["at the end"]) if arm in found[key] else "-" for key in ("entropy", "reward")),
+            *(_interval(compared[key][arm]["at the end"]) if arm in compared[key] else "-"
+              for key in ("entropy", "reward")),
             f"{held['mean']:.3f}", " ".join(f"{x:.2g}" for x in apart) if apart else "-",
-        ))  # fmt: skip
+        ))  # fmt: skip  # lines by subject
     header = (
         "", "passes", "dropped", "clip fraction", "entropy against budget 0", "reward against budget 0",
         "held-out reward", "distance of parameters, by seed",
-    )  # fmt: skip
-    seeds = {key: found[key]["other seeds"]["at the end"] for key in ("entropy", "reward")}
+    )  # fmt: skip  # lines by subject
+    seeds = {key: compared[key]["other seeds"]["at the end"] for key in ("entropy", "reward")}
     others = " ".join(f"{x:.2f}" for x in results["distance"].get("other seeds", ()))
     seen = [
         f"{key} at {arm}" for key in ("entropy", "reward") for arm, budget in results["budgets"].items()
-        if budget and drifts(found[key], arm, control)
-    ]  # fmt: skip
+        if budget and drifts(compared[key], arm, control)
+    ]  # fmt: skip  # lines by subject
     starts = [run["held-out reward"][0][1] for run in results["runs"]["budget 0"]]
     held_at_start = sum(starts) / len(starts)
     verdict = f"Drift is seen of {', '.join(seen)}." if seen else "No drift is seen."
@@ -195,7 +198,7 @@ def _budgets(budgets: Suite, name: str) -> str:
         "At budget 0 the seeds differ among themselves by a standard deviation of "
         f"{seeds['entropy']['standard deviation']:.3f} nats and {seeds['reward']['standard deviation']:.3f} of "
         f"reward; their final parameters are {others} apart.",
-    ])  # fmt: skip
+    ])  # fmt: skip  # the page, line by line
 
 
 def _claims(paper: Suite, name: str) -> str:
@@ -205,9 +208,9 @@ def _claims(paper: Suite, name: str) -> str:
         "Relative errors of coefficients are of few sequences: one wrong decision moves a point by decades.",
     ]
     for number, claim in paper["results"].items():
-        found = f"Measured: {claim['measured']}. Verdict: {claim['verdict']}."
+        outcome = f"Measured: {claim['measured']}. Verdict: {claim['verdict']}."
         parts += [
-            f"**{number}: {claim['claim']}** ({claim['where']}). {found}",
+            f"**{number}: {claim['claim']}** ({claim['where']}). {outcome}",
             figure(f"{name}-{number}", CAPTIONS[number]),
         ]
     return "\n\n".join(parts)
@@ -219,4 +222,4 @@ BLOCKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
 }
 SECTIONS: dict[str, Callable[[Suite, str], str]] = {
     "policy": _policy, "fidelity": _fidelity, "budgets": _budgets, "paper-checks": _claims,
-}  # fmt: skip
+}  # fmt: skip  # lines by subject

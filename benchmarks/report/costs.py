@@ -27,7 +27,7 @@ def _head(on: dict[str, Any]) -> str:
 SHORT = (
     "naive GSPO", "naive GSPO, compiled", "naive GRPO", "TRL fused head", "Liger GRPO loss", "verl torch head",
     "torch linear_cross_entropy", "ours", "ours, budget 1e-3",
-)  # fmt: skip
+)  # fmt: skip  # lines by subject
 
 
 def _short_step(step: Suite) -> str:
@@ -35,7 +35,7 @@ def _short_step(step: Suite) -> str:
     runs.append(_largest(step, "rl-like", "bfloat16"))
     rl = {r["name"]: r for r in runs[0]["candidates"]}
     rows = []
-    for name in (one for one in SHORT if one in rl):
+    for name in (known for known in SHORT if known in rl):
         ratios = (over_naive(next(r for r in run["candidates"] if r["name"] == name)) for run in runs)
         r = rl[name]
         rows.append((name, *ratios, _mib(r), _number(r, "passes"), error_of(r, ".0e")))
@@ -125,9 +125,9 @@ def _step(step: Suite, name: str) -> str:
     points = memory["points"]
     names = list(dict.fromkeys(r["name"] for point in points for r in point["candidates"] if "absent" not in r))
     rows = []
-    for one in names:
-        found = [next(r for r in point["candidates"] if r["name"] == one) for point in points]
-        rows.append((one, *map(_mib, found)))
+    for candidate in names:
+        records = [next(r for r in point["candidates"] if r["name"] == candidate) for point in points]
+        rows.append((candidate, *map(_mib, records)))
     return "\n\n".join([
         "## Loss and gradients: time and memory",
         conditions(time["measured"], "python -m gspo_kernels.benchmarks step --time"),
@@ -144,16 +144,16 @@ def _step(step: Suite, name: str) -> str:
         "More tokens, rl-like, peak MiB: "
         + conditions(memory["measured"], "python -m gspo_kernels.benchmarks step --memory"),
         table(("", *(f"{point['tokens']:,} tokens" for point in points)), rows),
-    ])  # fmt: skip
+    ])  # fmt: skip  # the page, line by line
 
 
 def _vocab(vocab: Suite, name: str) -> str:
     runs = vocab["results"]["runs"]
     names = [r["name"] for r in runs[0]["candidates"] if "seconds" in r]
     rows = []
-    for one in names:
-        found = [next(r for r in run["candidates"] if r["name"] == one) for run in runs]
-        rows.append((one, *(f"{over_naive(r)}, {_mib(r)}, {error_of(r, '.0e')}" for r in found)))
+    for candidate in names:
+        records = [next(r for r in run["candidates"] if r["name"] == candidate) for run in runs]
+        rows.append((candidate, *(f"{over_naive(r)}, {_mib(r)}, {error_of(r, '.0e')}" for r in records)))
     on = runs[0]["on"]
     return "\n\n".join([
         "## Vocabulary",
@@ -163,7 +163,7 @@ def _vocab(vocab: Suite, name: str) -> str:
         figure(name, "Time over naive and peak memory against the vocabulary"),
         _losses(runs),
         table(("", *(f"V = {run['on']['head']['vocab']:,}" for run in runs)), rows),
-    ])  # fmt: skip
+    ])  # fmt: skip  # the page, line by line
 
 
 # Of the README: name -> (suites, text of them); of the page: suite -> text of it and of its file's name.
@@ -173,7 +173,7 @@ def _busy(busy: Suite, name: str) -> str:
         (name, *(f"{1e3 * timed[name]['seconds']:,.0f}" for timed in (alone, beside)),
          *(over_naive(timed[name]) for timed in (alone, beside)))
         for name in alone
-    ]  # fmt: skip
+    ]  # fmt: skip  # lines by subject
     header = ("", "alone, ms", "beside, ms", "alone, over naive", "beside, over naive")
     on = busy["results"]["on"]
     return "\n\n".join([
@@ -182,7 +182,7 @@ def _busy(busy: Suite, name: str) -> str:
         f"The same batch ({on['tokens']:,} tokens, {on['scenario']}, {_head(on)}, {on['dtype']}) alone, and while "
         "another process keeps one core busy.",
         table(header, rows),
-    ])  # fmt: skip
+    ])  # fmt: skip  # the page, line by line
 
 
 BLOCKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {

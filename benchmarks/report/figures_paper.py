@@ -30,13 +30,13 @@ def draw_equality(results: Record, path: Path) -> None:
     numbers = results["6.1"]["numbers"]
     figure, axes = panels(1, 2, SIZE)
     titles = ("one advantage per sequence, no token weights", "the same with a weight per token")
-    for one, title, (whole, token) in zip(axes, titles, numbers["coefficients"].values(), strict=True):
-        ends = [min(whole + token), max(whole + token)]
-        one.plot(ends, ends, color=GREY, lw=1, zorder=0)
-        one.plot(whole, token, color=GSPO, marker="o", ms=3, lw=0, alpha=0.5)
-        one.set_title(title, fontsize=9, loc="left")
-        one.set_xlabel("coefficient of a token, GSPO")
-        one.set_ylabel("coefficient of a token, GSPO-token")
+    for panel, title, (sequence, token) in zip(axes, titles, numbers["coefficients"].values(), strict=True):
+        ends = [min(sequence + token), max(sequence + token)]
+        panel.plot(ends, ends, color=GREY, lw=1, zorder=0)
+        panel.plot(sequence, token, color=GSPO, marker="o", ms=3, lw=0, alpha=0.5)
+        panel.set_title(title, fontsize=9, loc="left")
+        panel.set_xlabel("coefficient of a token, GSPO")
+        panel.set_ylabel("coefficient of a token, GSPO-token")
     save(figure, path)
 
 
@@ -52,16 +52,26 @@ def draw_clip_fractions(results: Record, path: Path) -> None:
         label += "" if any(p["grpo"] for p in points) else "; GRPO clips none"
         axes.plot(lengths, [p["gspo"] for p in points], color=colour, marker=marker, ms=5, label=label)
         axes.fill_between(lengths, low, high, color=colour, alpha=0.15, lw=0)
-        some = [p for p in points if p["grpo"] > 0]
+        clipped = [p for p in points if p["grpo"] > 0]
         axes.plot(
-            [p["length"] for p in some], [p["grpo"] for p in some], color=colour, marker=marker, ms=5, mfc="w", ls="--"
+            [p["length"] for p in clipped],
+            [p["grpo"] for p in clipped],
+            color=colour,
+            marker=marker,
+            ms=5,
+            mfc="w",
+            ls="--",
         )
     for share, kind in ((numbers["pair"]["gspo"], "GSPO"), (numbers["pair"]["grpo"], "GRPO")):
         axes.axhline(share, color="black", lw=1, ls=":")
         axes.annotate(
-            f"the paper's {kind}, {share:g}", (lengths[0], share), xytext=(0, -7), textcoords="offset points",
-            fontsize=8, va="top",
-        )  # fmt: skip
+            f"the paper's {kind}, {share:g}",
+            (lengths[0], share),
+            xytext=(0, -7),
+            textcoords="offset points",
+            fontsize=8,
+            va="top",
+        )
     axes.set_yscale("log")
     axes.set_ylim(3e-4, 1.2)
     _lengths(axes, lengths)
@@ -80,11 +90,11 @@ def draw_ranges(results: Record, path: Path) -> None:
         lengths = [p["length"] for p in points]
         label = f"drift {drift:g} a token" if drift else name
         both = ((product, PRODUCT, GRPO, float), (normalised, NORMALISED, GSPO, lambda ratio: 1e3 * (ratio - 1)))
-        for one, kind, colour, shown in both:
+        for panel, kind, colour, shown in both:
             low, high = ([shown(p[kind][end]) for p in points] for end in (0, 1))
-            one.fill_between(lengths, low, high, color=colour, alpha=fill, lw=0)
-            one.plot(lengths, low, color=colour, ls=style, marker="o", ms=4, label=label)
-            one.plot(lengths, high, color=colour, ls=style, marker="o", ms=4)
+            panel.fill_between(lengths, low, high, color=colour, alpha=fill, lw=0)
+            panel.plot(lengths, low, color=colour, ls=style, marker="o", ms=4, label=label)
+            panel.plot(lengths, high, color=colour, ls=style, marker="o", ms=4)
     product.set_yscale("log")
     product.set_ylabel("ratio, 1 % to 99 %")
     product.set_title("product of the tokens' ratios", fontsize=9, loc="left")
@@ -113,14 +123,14 @@ def draw_precision(results: Record, path: Path) -> None:
         for kind, style, fill in (("gspo", "-", None), ("grpo", "--", "w")):
             rows = [p for p in numbers["points"] if p["noise"] == name and p["objective"] == kind]
             look = {"color": colour, "ls": style, "marker": marker, "ms": 5, "mfc": fill or colour}
-            some = [p for p in rows if p["wrong decisions"] > 0]
-            wrong.plot([p["length"] for p in some], [100 * p["wrong decisions"] for p in some], **look)
+            nonzero = [p for p in rows if p["wrong decisions"] > 0]
+            wrong.plot([p["length"] for p in nonzero], [100 * p["wrong decisions"] for p in nonzero], **look)
             if kind == "gspo":
                 none = [p for p in rows if p["wrong decisions"] == 0]
                 ends = [100 * p["wrong decisions, 95 %"][1] for p in none]
                 wrong.plot([p["length"] for p in none], ends, color=colour, marker="v", ms=6, mfc="w", lw=0)
-                low, high = ([100 * p["wrong decisions, 95 %"][end] for p in some] for end in (0, 1))
-                wrong.vlines([p["length"] for p in some], low, high, color=colour, alpha=0.4, lw=2)
+                low, high = ([100 * p["wrong decisions, 95 %"][end] for p in nonzero] for end in (0, 1))
+                wrong.vlines([p["length"] for p in nonzero], low, high, color=colour, alpha=0.4, lw=2)
             label = f"{name} ({std:.0e})" if kind == "gspo" else None
             error.plot(lengths, [p["relative error"] for p in rows], label=label, **look)
     wrong.set_ylabel("wrong clip decisions, %")
@@ -131,14 +141,19 @@ def draw_precision(results: Record, path: Path) -> None:
     title = "against float64; sequences of GSPO: few, so that\n"
     title += "a peak is one wrong decision, a trough none" if once else "a trough is none that is wrong"
     error.set_title(title, fontsize=9, loc="left")
-    for one in (wrong, error):
-        one.set_yscale("log")
-        _lengths(one, lengths)
+    for panel in (wrong, error):
+        panel.set_yscale("log")
+        _lengths(panel, lengths)
     title = "noise (std of a token); filled: GSPO, open: GRPO"
     figure.legend(
-        *error.get_legend_handles_labels(), fontsize=8, title=title, title_fontsize=8, ncols=3,
-        loc="outside lower center", frameon=False,
-    )  # fmt: skip
+        *error.get_legend_handles_labels(),
+        fontsize=8,
+        title=title,
+        title_fontsize=8,
+        ncols=3,
+        loc="outside lower center",
+        frameon=False,
+    )
     save(figure, path)
 
 
@@ -146,23 +161,23 @@ def draw_coefficients(results: Record, path: Path) -> None:
     """6.7: the weights that a token's gradient gets besides its advantage, clipped ones left out."""
     numbers = results["6.7"]["numbers"]
     figure, axes = panels(1, 2, (9.0, 3.8))
-    for one, kind in zip(axes, ("grpo", "gspo"), strict=True):
-        found = numbers[kind]
+    for panel, kind in zip(axes, ("grpo", "gspo"), strict=True):
+        histogram = numbers[kind]
         for sign, colour in (("A > 0", GSPO), ("A < 0", GRPO)):
-            one.stairs(found[sign]["counts"], found["edges"], color=colour, fill=True, alpha=0.45)
-            kept = f"{sign}: {found[sign]['kept']:.1%} kept"
-            one.plot([], [], color=colour, lw=5, alpha=0.45, label=kept)
-        for bound in found["bounds"]:
-            one.axvline(bound, color="black", lw=1, ls=":")
-        one.set_yscale("log")
-        low, high = one.get_ylim()
-        one.set_ylim(low, high * (high / low) ** 0.2)  # room for the legend
-        one.set_title(
+            panel.stairs(histogram[sign]["counts"], histogram["edges"], color=colour, fill=True, alpha=0.45)
+            kept = f"{sign}: {histogram[sign]['kept']:.1%} kept"
+            panel.plot([], [], color=colour, lw=5, alpha=0.45, label=kept)
+        for bound in histogram["bounds"]:
+            panel.axvline(bound, color="black", lw=1, ls=":")
+        panel.set_yscale("log")
+        low, high = panel.get_ylim()
+        panel.set_ylim(low, high * (high / low) ** 0.2)  # room for the legend
+        panel.set_title(
             {"grpo": "GRPO: every token its own", "gspo": "GSPO: one per sequence"}[kind], fontsize=9, loc="left"
         )
-        one.set_xlabel("weight of a token (dotted: 1 - clip_low, 1 + clip_high)")
-        one.set_ylabel("tokens")
-        one.legend(fontsize=8, frameon=False, loc="upper right")
+        panel.set_xlabel("weight of a token (dotted: 1 - clip_low, 1 + clip_high)")
+        panel.set_ylabel("tokens")
+        panel.legend(fontsize=8, frameon=False, loc="upper right")
     axes[0].set_xscale("log")
     plain = FuncFormatter(lambda x, _: f"{x:g}")
     axes[0].xaxis.set_major_formatter(plain)

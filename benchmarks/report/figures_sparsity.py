@@ -22,9 +22,7 @@ def draw_sparsity(results: dict[str, Any], path: Path) -> None:
         at = range(len(rows))
         passes.plot(at, [r["passes"] for r in rows], color=colour, marker="o", ms=4, label=case)
         worst = [max(r["d_hidden error"], r["d_weight error"]) for r in rows]
-        errors.plot(
-            [i for i in at if worst[i]], [e for e in worst if e], color=colour, marker="o", ms=4, label=case
-        )  # fmt: skip
+        errors.plot([i for i in at if worst[i]], [e for e in worst if e], color=colour, marker="o", ms=4, label=case)
     for axes in (passes, errors):
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlabel("gradient budget")
@@ -33,18 +31,27 @@ def draw_sparsity(results: dict[str, Any], path: Path) -> None:
     errors.set_yscale("log")
     errors.plot(range(1, len(ticks)), [float(t) for t in ticks[1:]], color="#999999", lw=0.8, ls=":")
     end = (len(ticks) - 1, float(ticks[-1]))
-    errors.annotate("error = budget", end, color="#777777", fontsize=8, ha="right", va="bottom", xytext=(-28, 6),
-                    textcoords="offset points")  # fmt: skip
+    errors.annotate(
+        "error = budget",
+        end,
+        color="#777777",
+        fontsize=8,
+        ha="right",
+        va="bottom",
+        xytext=(-28, 6),
+        textcoords="offset points",
+    )
     errors.set_ylabel("relative error of the worse gradient")
     errors.set_title("no point: nothing was dropped, the error is 0", fontsize=9, loc="left")
     passes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
     time, label = results["time"], "share of sequences of zero advantage"
-    counted, made = results["passes"], time["measured"]["machine"]
+    counted, machine = results["passes"], time["measured"]["machine"]
     figure.suptitle(
         f"H = {counted['width']}, V = {counted['vocab']:,}, float32, synthetic policy; passes and errors: "
-        f"{counted['rows']:,} tokens in 64 sequences\ntimes: {time['rows']:,} tokens in 8 sequences, {made['cpu']}, "
-        f"{made['threads']} threads", fontsize=10,
-    )  # fmt: skip
+        f"{counted['rows']:,} tokens in 64 sequences\ntimes: {time['rows']:,} tokens in 8 sequences, {machine['cpu']}, "
+        f"{machine['threads']} threads",
+        fontsize=10,
+    )
     _times(zero, time["by zero share"], "zero share", label)
     shares = [(float(r["case"].removeprefix("zero share ")), r) for r in results["passes"]["zero share"]]
     _work(work, shares, label)

@@ -71,8 +71,8 @@ def draw_trainer(results: dict[str, Any], path: Path) -> None:
 
 def _lines(axes: Axes, by_size: dict[int, Records], value: Callable[[dict[str, Any]], float | None]) -> None:
     for name, (colour, marker) in LOOKS.items():
-        found = {size: value(r) for size, records in by_size.items() for r in records if r["name"] == name}
-        points = sorted((size, y) for size, y in found.items() if y is not None)
+        values = {size: value(r) for size, records in by_size.items() for r in records if r["name"] == name}
+        points = sorted((size, y) for size, y in values.items() if y is not None)
         if points:
             x, y = zip(*points, strict=True)
             axes.plot(x, y, color=colour, marker=marker, ms=5, lw=2.2 if name.startswith("ours") else 1.1, label=name)

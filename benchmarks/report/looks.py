@@ -47,9 +47,9 @@ def panels(rows: int, columns: int, size: tuple[float, float], **more: Any) -> t
     """A figure and its axes, row by row. `more`: of `Figure.subplots`."""
     figure = Figure(figsize=size, layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False, **more).flat)
-    for one in axes:
-        one.grid(alpha=0.25, lw=0.5)
-        one.spines[["top", "right"]].set_visible(False)
+    for panel in axes:
+        panel.grid(alpha=0.25, lw=0.5)
+        panel.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 

@@ -40,10 +40,13 @@ def _figures() -> dict[str, Figure]:
     from . import figures_fidelity, figures_paper, figures_sparsity, figures_step, figures_training
 
     by_suite = {
-        "step": figures_step.draw_step, "vocab": figures_step.draw_vocab, "trainer": figures_step.draw_trainer,
-        "sparsity": figures_sparsity.draw_sparsity, "fidelity": figures_fidelity.draw_fidelity,
+        "step": figures_step.draw_step,
+        "vocab": figures_step.draw_vocab,
+        "trainer": figures_step.draw_trainer,
+        "sparsity": figures_sparsity.draw_sparsity,
+        "fidelity": figures_fidelity.draw_fidelity,
         "budgets": figures_training.draw_budgets,
-    }  # fmt: skip
+    }
     drawn = {path.stem: Figure(path, draw) for suite, draw in by_suite.items() for path in files(suite)}
     for path in files("paper-checks"):
         drawn |= {f"{path.stem}-{claim}": Figure(path, draw) for claim, draw in figures_paper.DRAW.items()}
@@ -52,14 +55,14 @@ def _figures() -> dict[str, Figure]:
 
 def files(suite: str) -> list[Path]:
     """The committed JSON of a suite: that of a CPU first, then of GPUs."""
-    found = sorted(RESULTS.glob(f"{suite}-*.json"))
-    return sorted(found, key=lambda path: not path.stem.endswith("-cpu"))
+    paths = sorted(RESULTS.glob(f"{suite}-*.json"))
+    return sorted(paths, key=lambda path: not path.stem.endswith("-cpu"))
 
 
 def load(path: Path) -> Suite:
     with _of(path):
-        found = json.loads(path.read_text())
-        return {**found, "machine": found["machine"], "results": found["results"]}
+        suite = json.loads(path.read_text())
+        return {**suite, "machine": suite["machine"], "results": suite["results"]}
 
 
 @contextmanager
@@ -73,26 +76,26 @@ def _of(path: Path) -> Iterator[None]:
 
 def texts() -> dict[Path, str]:
     """What README and page should be. The README tells of the CPU, the page of every machine."""
-    found = {suite: [load(path) for path in files(suite)] for suite in SECTIONS}
+    loaded = {suite: [load(path) for path in files(suite)] for suite in SECTIONS}
     readme = README.read_text()
     for name, (suites, block) in BLOCKS.items():
         text = ""
-        if all(found[suite] for suite in suites):
+        if all(loaded[suite] for suite in suites):
             with _of(files(suites[0])[0]):
-                text = block(*(found[suite][0] for suite in suites)) + "\n"
+                text = block(*(loaded[suite][0] for suite in suites)) + "\n"
         readme = _filled(readme, name, text)
-    on_gpu = any("gpu" in one["machine"] for suite in found.values() for one in suite)
+    on_gpu = any("gpu" in measured["machine"] for suite in loaded.values() for measured in suite)
     parts = [INTRODUCTION.format(where=ON_GPU if on_gpu else NO_GPU)]
     for suite, section in SECTIONS.items():
-        for one, path in zip(found[suite], files(suite), strict=True):
+        for measured, path in zip(loaded[suite], files(suite), strict=True):
             with _of(path):
-                parts.append(section(one, path.stem))
+                parts.append(section(measured, path.stem))
     return {README: readme, PAGE: "\n\n".join(parts) + "\n"}
 
 
 def _filled(text: str, name: str, block: str) -> str:
     pattern = rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)"
-    filled, times = re.subn(pattern, lambda found: f"{found[1]}{block}{found[2]}", text, flags=re.DOTALL)
+    filled, times = re.subn(pattern, lambda match: f"{match[1]}{block}{match[2]}", text, flags=re.DOTALL)
     if times != 1:
         raise ValueError(f"README.md: expected one block <!-- measured: {name} --> ... <!-- end -->, found {times}")
     return filled
@@ -120,8 +123,8 @@ def digest(path: Path) -> str:
 
 def stale() -> list[str]:
     """What is not as the JSON says."""
-    found = [str(path.relative_to(ROOT)) for path, text in texts().items() if _read(path) != text]
-    return found + [f"docs/figures/{name}.png" for name, figure in _figures().items() if not _is_drawn(name, figure)]
+    outdated = [str(path.relative_to(ROOT)) for path, text in texts().items() if _read(path) != text]
+    return outdated + [f"docs/figures/{name}.png" for name, figure in _figures().items() if not _is_drawn(name, figure)]
 
 
 def _read(path: Path) -> str:

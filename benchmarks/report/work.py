@@ -19,7 +19,7 @@ def _trainer(trainer: Suite, name: str) -> str:
         (r["name"], f"{r['seconds']:.1f}", f"{r['p20']:.1f} - {r['p80']:.1f}", over_naive(r), between(r["over_naive"]),
          f"{r['parts']['loss']['seconds']:.1f}", f"{r['loss share']:.0%}", error_of(r))
         for r in results["steps"] if "seconds" in r
-    ]  # fmt: skip
+    ]  # fmt: skip  # lines by subject
     header = ("", "step, s", "p20 - p80", "over naive", "p20 - p80", "loss, s", "loss share", "error to float64")
     parts = [
         "## A whole optimizer step",
@@ -61,14 +61,17 @@ def _overhead(overhead: Suite, name: str) -> str:
         (r["what"], r["candidate"], f"{1e6 * r['seconds']:,.0f}", f"{1e6 * r['p20']:,.0f} - {1e6 * r['p80']:,.0f}",
          f"{r['ratio']:.1f}")
         for r in results["calls"]
-    ]  # fmt: skip
+    ]  # fmt: skip  # lines by subject
     parts = table(
         ("part of a call of ours", "us"),
-        ((name, f"{1e6 * one['seconds']:,.0f}") for name, one in results["parts of a call"].items()),
+        ((name, f"{1e6 * seconds['seconds']:,.0f}") for name, seconds in results["parts of a call"].items()),
     )
     imports = table(
         ("import, after torch", "ms of processor time"),
-        ((n, f"{1e3 * one['seconds']:,.0f}") for n, one in results["import after torch, processor time"].items()),
+        (
+            (n, f"{1e3 * seconds['seconds']:,.0f}")
+            for n, seconds in results["import after torch, processor time"].items()
+        ),
     )
     return "\n\n".join([
         "## Overhead of a call",
@@ -77,7 +80,7 @@ def _overhead(overhead: Suite, name: str) -> str:
         "sum per call that plain PyTorch does not have.",
         _cheaper_calls(results["calls"]),
         table(("", "", "us", "p20 - p80", "over plain PyTorch"), rows), parts, imports,
-    ])  # fmt: skip
+    ])  # fmt: skip  # the page, line by line
 
 
 def _worse(record: dict[str, Any]) -> float:
@@ -87,9 +90,11 @@ def _worse(record: dict[str, Any]) -> float:
 
 def _short_sparsity(sparsity: Suite, policy: Suite) -> str:
     passes = sparsity["results"]["passes"]
-    found = {(r["case"], r["budget"]): r for r in passes["cases"]}
-    saved = ", ".join(f"{case} {found[case, 0.0]['passes']:.2f} to {found[case, 1e-3]['passes']:.2f}" for case in CASES)
-    errors = " and ".join(f"{_worse(found['rl-like', b]):.1e} at budget {b:g}" for b in (1e-3, 1e-2))
+    records = {(r["case"], r["budget"]): r for r in passes["cases"]}
+    saved = ", ".join(
+        f"{case} {records[case, 0.0]['passes']:.2f} to {records[case, 1e-3]['passes']:.2f}" for case in CASES
+    )
+    errors = " and ".join(f"{_worse(records['rl-like', b]):.1e} at budget {b:g}" for b in (1e-3, 1e-2))
     trained = {r["budget"]: r for r in policy["results"]["trained"]["budgets"]}
     return fill(
         f"Passes (of 2 N H V) from budget 0 to 1e-3, synthetic policy of V = {passes['vocab']:,} with half of its "
@@ -101,13 +106,13 @@ def _short_sparsity(sparsity: Suite, policy: Suite) -> str:
 
 def _sparsity(sparsity: Suite, name: str) -> str:
     passes, time = sparsity["results"]["passes"], sparsity["results"]["time"]
-    found = {(r["case"], r["budget"]): r for r in passes["cases"]}
-    cases = list(dict.fromkeys(case for case, _ in found))
-    work = [(case, *(f"{found[case, b]['passes']:.2f}" for b in BUDGETS)) for case in cases]
-    errors = [(case, *(f"{_worse(found[case, b]):.1e}" for b in BUDGETS[1:])) for case in cases]
+    records = {(r["case"], r["budget"]): r for r in passes["cases"]}
+    cases = list(dict.fromkeys(case for case, _ in records))
+    work = [(case, *(f"{records[case, b]['passes']:.2f}" for b in BUDGETS)) for case in cases]
+    errors = [(case, *(f"{_worse(records[case, b]):.1e}" for b in BUDGETS[1:])) for case in cases]
     seconds = [
-        (one, f"{r['over_naive']['ratio']:.2f}", between(r["over_naive"]), mib(time["peak bytes"][one]))
-        for one, r in time["by budget"].items()
+        (budget, f"{r['over_naive']['ratio']:.2f}", between(r["over_naive"]), mib(time["peak bytes"][budget]))
+        for budget, r in time["by budget"].items()
     ]
     shares = _two(passes["zero share"], time["by zero share"], "zero share")
     mass = _two(passes["entropy"], time["by entropy"], "mean entropy")
@@ -129,7 +134,7 @@ def _sparsity(sparsity: Suite, name: str) -> str:
         shares,
         "By the mean entropy of a token in nats, rl-like: the same:", mass,
         f"Choosing the cells takes {time['choosing cells over budget 1e-3']:.1%} of the loss.",
-    ])  # fmt: skip
+    ])  # fmt: skip  # the page, line by line
 
 
 def _two(work: list[dict[str, Any]], times: list[dict[str, Any]], key: str) -> str:
@@ -151,4 +156,4 @@ BLOCKS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {
 }
 SECTIONS: dict[str, Callable[[Suite, str], str]] = {
     "trainer": _trainer, "overhead": _overhead, "sparsity": _sparsity,
-}  # fmt: skip
+}  # fmt: skip  # lines by subject

@@ -130,19 +130,26 @@ def story(rng: random.Random) -> str:
             "{who} {chore} the {things} at {n} {other} Street, {town}, for ${m}.",
         )
     ).format(
-        who=who, town=common(TOWNS, rng), brand=common(BRANDS, rng), other=common(TOWNS, rng), things=things,
-        chore=rng.choice(CHORES), n=number(rng), m=number(rng), year=rng.randint(1900, 2099),
-    )  # fmt: skip
+        who=who,
+        town=common(TOWNS, rng),
+        brand=common(BRANDS, rng),
+        other=common(TOWNS, rng),
+        things=things,
+        chore=rng.choice(CHORES),
+        n=number(rng),
+        m=number(rng),
+        year=rng.randint(1900, 2099),
+    )
 
 
 def problems(count: int, seed: int, without: frozenset[str] = frozenset()) -> list[Problem]:
     """Problems of different prompts, none of them among `without`."""
-    rng, found = random.Random(seed), {}
-    while len(found) < count:
-        made = problem(rng)
-        if made.prompt not in without:
-            found.setdefault(made.prompt, made)
-    return list(found.values())
+    rng, by_prompt = random.Random(seed), {}
+    while len(by_prompt) < count:
+        candidate = problem(rng)
+        if candidate.prompt not in without:
+            by_prompt.setdefault(candidate.prompt, candidate)
+    return list(by_prompt.values())
 
 
 def stories(count: int, seed: int) -> Iterator[str]:
@@ -152,14 +159,19 @@ def stories(count: int, seed: int) -> Iterator[str]:
 
 def bpe(texts: Sequence[str], vocab: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of exactly `vocab` entries, all of them merges that the texts gave but bytes and two marks."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, min_frequency=2, special_tokens=list(SPECIAL), show_progress=False,
+        vocab_size=vocab,
+        min_frequency=2,
+        special_tokens=list(SPECIAL),
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    made.train_from_iterator(texts, trainer, length=len(texts))
-    if made.get_vocab_size() != vocab:
-        raise ValueError(f"the text gives a vocabulary of {made.get_vocab_size()}, not {vocab}: more of it is needed")
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token=PAD, eos_token=END)
+    )
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    if tokenizer.get_vocab_size() != vocab:
+        raise ValueError(
+            f"the text gives a vocabulary of {tokenizer.get_vocab_size()}, not {vocab}: more of it is needed"
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)

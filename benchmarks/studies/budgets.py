@@ -59,10 +59,15 @@ class Size(NamedTuple):
     def options(self) -> dict[str, Any]:
         """For the reference trainer."""
         return {
-            "steps": self.steps, "prompts_per_step": self.prompts, "group_size": self.group,
-            "updates_per_rollout": self.updates, "max_new_tokens": self.tokens, "learning_rate": self.learning_rate,
-            "eval_every": self.eval_every, "eval_prompts": self.eval_prompts,
-        }  # fmt: skip
+            "steps": self.steps,
+            "prompts_per_step": self.prompts,
+            "group_size": self.group,
+            "updates_per_rollout": self.updates,
+            "max_new_tokens": self.tokens,
+            "learning_rate": self.learning_rate,
+            "eval_every": self.eval_every,
+            "eval_prompts": self.eval_prompts,
+        }
 
 
 # Tried with seed 0: over 15 rollouts 2e-5 has a mean reward of 0.653, 1e-4 on the same prompts 0.688; after 24 rollouts
@@ -78,9 +83,17 @@ def run(name: str, model: str, data: str, folder: str, seed: int, budget: float,
     """Train once; the curves of its metrics.jsonl and the seconds it took."""
     started = time.perf_counter()
     config = train_config(
-        name=name, model=model, data=Path(data), output=Path(folder), seeds=(seed,), gradient_budget=budget,
-        device="cpu", threads=1, overwrite=True, **options,
-    )  # fmt: skip
+        name=name,
+        model=model,
+        data=Path(data),
+        output=Path(folder),
+        seeds=(seed,),
+        gradient_budget=budget,
+        device="cpu",
+        threads=1,
+        overwrite=True,
+        **options,
+    )
     train(config)
     rows = read_rows(config.folder / "metrics.jsonl")
     held_out = [[row["step"], row["eval_reward"]] for row in rows if "eval_reward" in row]
@@ -101,7 +114,7 @@ def moved(model: Path, seed: int, folder: Path) -> Path:
 
 def trainings(size: Size, model: Path, data: Path, folder: Path, workers: int) -> dict[str, list[Record]]:
     """Every arm with every seed, `workers` at a time."""
-    found: dict[str, list[Record]] = {arm: [{} for _ in size.seeds] for arm in ARMS}
+    records: dict[str, list[Record]] = {arm: [{} for _ in size.seeds] for arm in ARMS}
     with ThreadPoolExecutor(workers) as pool, _none_more(pool):
         waiting: dict[Future[Record | None], tuple[str, int]] = {}
         for place, seed in enumerate(size.seeds):
@@ -109,18 +122,18 @@ def trainings(size: Size, model: Path, data: Path, folder: Path, workers: int) -
                 start = moved(model, seed, folder) if arm == CONTROL else model
                 how: Record = {"model": str(start), "data": str(data), "folder": str(folder), "seed": seed}
                 how |= {"name": f"{name_of(arm)}-{seed}", "budget": budget, "options": size.options()}
-                waiting[pool.submit(measure.fresh, "budgets", "run", **how)] = (arm, place)
+                waiting[pool.submit(measure.fresh, "studies.budgets", "run", **how)] = (arm, place)
         for done in as_completed(waiting):
             arm, place = waiting[done]
             last = done.result()
             if last is None:
                 raise MemoryError(f"{arm}, seed {size.seeds[place]}: out of memory; try --workers 1")
-            found[arm][place] = {"seed": size.seeds[place], **last}
+            records[arm][place] = {"seed": size.seeds[place], **last}
             (_, before), *_, (_, after) = last["held-out reward"]
             entropy = f"entropy {last['entropy'][0]:.4f} -> {last['entropy'][-1]:.4f}"
             rewards = f"held out {before:.3f} -> {after:.3f}"
             print(f"{arm}, seed {size.seeds[place]}: {last['seconds']:.0f} s, {rewards}, {entropy}", flush=True)
-    return found
+    return records
 
 
 @contextmanager
@@ -155,31 +168,31 @@ def distances(size: Size, model: Path, folder: Path) -> Record:
     start = load_policy(str(model))
     exact = {seed: trained(EXACT, seed) for seed in size.seeds}
     gone = {seed: distance(policy, start) for seed, policy in exact.items()}
-    found: Record = {"from the start": list(gone.values())}
+    distances_of: Record = {"from the start": list(gone.values())}
     if 0 in gone.values():  # nobody was rewarded, which takes a policy that knows nothing
-        return found
+        return distances_of
     for arm in ARMS:
         if arm != EXACT:
-            found[arm] = [distance(trained(arm, seed), exact[seed]) / gone[seed] for seed in size.seeds]
+            distances_of[arm] = [distance(trained(arm, seed), exact[seed]) / gone[seed] for seed in size.seeds]
     pairs = itertools.combinations(size.seeds, 2)
-    found["other seeds"] = [distance(exact[a], exact[b]) / math.sqrt(gone[a] * gone[b]) for a, b in pairs]
-    return found
+    distances_of["other seeds"] = [distance(exact[a], exact[b]) / math.sqrt(gone[a] * gone[b]) for a, b in pairs]
+    return distances_of
 
 
 def drift(runs: dict[str, list[Record]], key: str) -> Record:
     """How an arm's curve differs from that of budget 0 with the same seed, beside how the seeds differ at budget 0."""
-    found: Record = {}
+    differences: Record = {}
     for arm in ARMS:
         if arm != EXACT:
             pairs = zip(runs[arm], runs[EXACT], strict=True)
             apart = [[x - y for x, y in zip(a[key], b[key], strict=True)] for a, b in pairs]
-            found[arm] = {"per step": [about(step) for step in zip(*apart, strict=True)]}
-            found[arm]["at the end"] = about([at_the_end(difference) for difference in apart])
-            found[arm]["over all steps"] = about([statistics.fmean(difference) for difference in apart])
+            differences[arm] = {"per step": [about(step) for step in zip(*apart, strict=True)]}
+            differences[arm]["at the end"] = about([at_the_end(difference) for difference in apart])
+            differences[arm]["over all steps"] = about([statistics.fmean(difference) for difference in apart])
     ends = [at_the_end(run[key]) for run in runs[EXACT]]
-    found["other seeds"] = {"at the end": about(ends)}
-    found["other seeds"]["over all steps"] = about([statistics.fmean(run[key]) for run in runs[EXACT]])
-    return found
+    differences["other seeds"] = {"at the end": about(ends)}
+    differences["other seeds"]["over all steps"] = about([statistics.fmean(run[key]) for run in runs[EXACT]])
+    return differences
 
 
 def at_the_end(curve: Sequence[float]) -> float:
@@ -190,14 +203,14 @@ def about(values: Sequence[float]) -> Record:
     """Over the seeds, with the 95 % interval of the mean by Student's t."""
     mean, deviation = statistics.fmean(values), statistics.stdev(values)
     half = STUDENT[len(values)] * deviation / math.sqrt(len(values))
-    found: Record = {"mean": mean, "standard deviation": deviation, "least": min(values), "most": max(values)}
-    return found | {"95 %": [mean - half, mean + half]}
+    summary: Record = {"mean": mean, "standard deviation": deviation, "least": min(values), "most": max(values)}
+    return summary | {"95 %": [mean - half, mean + half]}
 
 
 def compared(runs: dict[str, list[Record]]) -> Record:
-    found: Record = {key: drift(runs, key) for key in ("entropy", "reward")}
-    found["held-out reward"] = {arm: about([run["held-out reward"][-1][1] for run in runs[arm]]) for arm in ARMS}
-    found["work"] = {
+    comparison: Record = {key: drift(runs, key) for key in ("entropy", "reward")}
+    comparison["held-out reward"] = {arm: about([run["held-out reward"][-1][1] for run in runs[arm]]) for arm in ARMS}
+    comparison["work"] = {
         arm: {
             "passes": statistics.fmean(x for run in runs[arm] for x in run["passes"]),
             "dropped gradient mass": statistics.fmean(x for run in runs[arm] for x in run["dropped_gradient_mass"]),
@@ -205,7 +218,7 @@ def compared(runs: dict[str, list[Record]]) -> Record:
         }
         for arm in ARMS
     }
-    return found
+    return comparison
 
 
 def main() -> None:
@@ -233,10 +246,16 @@ def main() -> None:
     disable_progress_bar()  # of loading, which would write between our lines
     runs = trainings(size, model, data, folder, arguments.workers)
     results = {
-        "policy": digest(policy), "updates": size.steps * size.updates, "settings": size._asdict(),
-        "budgets": ARMS, "noise": NOISE, "control": CONTROL, "runs": runs,
-        "distance": distances(size, model, folder), "compared": compared(runs),
-    }  # fmt: skip
+        "policy": digest(policy),
+        "updates": size.steps * size.updates,
+        "settings": size._asdict(),
+        "budgets": ARMS,
+        "noise": NOISE,
+        "control": CONTROL,
+        "runs": runs,
+        "distance": distances(size, model, folder),
+        "compared": compared(runs),
+    }
     for seed in size.seeds:  # gigabytes of checkpoints, of which nothing else is wanted
         for name in (f"start-{seed}", *(f"{name_of(arm)}-{seed}" for arm in ARMS)):
             shutil.rmtree(folder / name)

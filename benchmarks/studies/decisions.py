@@ -24,10 +24,12 @@ def about_errors(errors: Tensor, sequence: Tensor) -> dict[str, float]:
     """Of token errors [N], nats. What has the same number in `sequence` [N] is not taken for independent."""
     sizes, sums = errors.abs(), torch.bincount(sequence, errors - errors.mean())
     return {
-        "std": errors.std().item(), "bias": errors.mean().item(),
+        "std": errors.std().item(),
+        "bias": errors.mean().item(),
         "standard error of the bias": sums.norm().item() / errors.numel(),
-        "99th percentile": sizes.quantile(0.99).item(), "largest": sizes.max().item(),
-    }  # fmt: skip
+        "99th percentile": sizes.quantile(0.99).item(),
+        "largest": sizes.max().item(),
+    }
 
 
 def spread_of_means(errors: Tensor, sequence: Tensor) -> Record:
@@ -71,23 +73,26 @@ def decisions(
     bias = errors.mean(0)
     wrong = torch.zeros(2, len(lengths), len(names), dtype=torch.int64)
     clipped = 0
-    for some in torch.arange(sequences).split(AT_ONCE):
-        u = SPREAD * torch.randn(len(some), 1, generator=rng, dtype=torch.float64)
-        positive = torch.rand(len(some), 1, generator=rng) < 0.5
+    for chunk in torch.arange(sequences).split(AT_ONCE):
+        u = SPREAD * torch.randn(len(chunk), 1, generator=rng, dtype=torch.float64)
+        positive = torch.rand(len(chunk), 1, generator=rng) < 0.5
         right = passes_clip(u, positive)
         clipped += int((~right).sum())
-        for at, mean in enumerate(_means(errors - bias, len(some), lengths, rng)):
+        for at, mean in enumerate(_means(errors - bias, len(chunk), lengths, rng)):
             for kind, more in enumerate((0.0, bias)):
                 wrong[kind, at] += (passes_clip(u + mean + more, positive) != right).sum(0)
     return [
         {
-            "implementation": name, "length": length, "sequences": sequences, "clipped": clipped / sequences,
+            "implementation": name,
+            "length": length,
+            "sequences": sequences,
+            "clipped": clipped / sequences,
             **_share("wrong", int(wrong[0, at, k]), sequences, apart[0, at, k].item()),
             **_share("wrong with the bias", int(wrong[1, at, k]), sequences, apart[1, at, k].item()),
         }
         for k, name in enumerate(names)
         for at, length in enumerate(lengths)
-    ]  # fmt: skip
+    ]
 
 
 def _means(errors: Tensor, count: int, lengths: tuple[int, ...], rng: torch.Generator) -> Iterator[Tensor]:
@@ -110,14 +115,14 @@ def _redrawn(
     sizes = sequence.unique_consecutive(return_counts=True)[1]
     tables = []
     for _ in range(REDRAWS):
-        some = torch.randint(len(sizes), (4 * len(sizes),), generator=rng)  # more than are needed: lengths differ
-        shift = (sizes.cumsum(0)[some] - sizes[some].cumsum(0)).repeat_interleave(sizes[some])
+        chunk = torch.randint(len(sizes), (4 * len(sizes),), generator=rng)  # more than are needed: lengths differ
+        shift = (sizes.cumsum(0)[chunk] - sizes[chunk].cumsum(0)).repeat_interleave(sizes[chunk])
         tables.append(errors[(shift + torch.arange(len(shift)))[: errors.shape[0]]])
     every = torch.cat(tables, 1)
     bias = every.mean(0)
     share = torch.zeros(2, len(lengths), every.shape[1], dtype=torch.float64)
-    for some in torch.arange(sequences).split(AT_ONCE):
-        for at, mean in enumerate(_means(every - bias, len(some), lengths, rng)):
+    for chunk in torch.arange(sequences).split(AT_ONCE):
+        for at, mean in enumerate(_means(every - bias, len(chunk), lengths, rng)):
             for kind, more in enumerate((0.0, bias)):
                 share[kind, at] += _turned(mean + more).sum(0) / sequences
     return share.unflatten(2, (REDRAWS, -1)).std(2)

@@ -64,10 +64,10 @@ class Measured(NamedTuple):
 
     def ratio_errors(self) -> dict[str, Tensor]:
         """Errors of the log-ratios [N]; the last is of old log-probs from another engine, as a sampler's are."""
-        found = {name: self.new[name] - self.old[name] for name in self.old}
-        if {OURS, NAIVE} <= found.keys():
-            found[OTHER_ENGINE] = self.new[OURS] - self.old[NAIVE]
-        return found
+        log_ratios = {name: self.new[name] - self.old[name] for name in self.old}
+        if {OURS, NAIVE} <= log_ratios.keys():
+            log_ratios[OTHER_ENGINE] = self.new[OURS] - self.old[NAIVE]
+        return log_ratios
 
 
 # Who is compared
@@ -75,19 +75,19 @@ class Measured(NamedTuple):
 
 def implementations(head: Head, device: torch.device) -> tuple[dict[str, LogProbs], dict[str, str]]:
     """Those that run here, and why the others do not. What shares its log-probs with an earlier one is left out."""
-    found: dict[str, LogProbs] = {}
+    runs: dict[str, LogProbs] = {}
     absent: dict[str, str] = {}
     seen = set()
-    for name, one in candidates.ALL.items():
-        if one.log_probs in seen:
+    for name, candidate in candidates.ALL.items():
+        if candidate.log_probs in seen:
             continue
-        seen.add(one.log_probs)
-        why = one.absent(head, torch.bfloat16, device)
+        seen.add(candidate.log_probs)
+        why = candidate.absent(head, torch.bfloat16, device)
         if why is None:
-            found[name] = one.log_probs
+            runs[name] = candidate.log_probs
         else:
             absent[name] = why
-    return {**found, "fp16 logits": half_logits, "fp32 logits": full_precision_logits}, absent
+    return {**runs, "fp16 logits": half_logits, "fp32 logits": full_precision_logits}, absent
 
 
 def half_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
@@ -114,8 +114,8 @@ def updated(hidden: Tensor, weight: Tensor, ids: Tensor, seed: int) -> Tokens:
 
 
 def synthetic(count: int, head: Head, device: torch.device, seed: int = 0) -> tuple[Tokens, Record]:
-    made = peaked.make(count, head.width, head.vocab, seed=seed, device=device)
-    return updated(made.hidden, made.weight, made.target_ids, seed + 1), peaked.about(made)
+    policy = peaked.make(count, head.width, head.vocab, seed=seed, device=device)
+    return updated(policy.hidden, policy.weight, policy.target_ids, seed + 1), peaked.about(policy)
 
 
 def trained(folder: Path, count: int, device: torch.device) -> tuple[Tokens, Record] | str:
@@ -130,9 +130,9 @@ def trained(folder: Path, count: int, device: torch.device) -> tuple[Tokens, Rec
     lengths = states.mask.sum(1).cpu()
     whose = torch.arange(lengths.numel()).repeat_interleave(lengths)[:count]
     tokens = updated(hidden, states.weight.to(device), ids, seed=1)._replace(sequence=whose)
-    found = linear_log_probs(tokens.old_hidden[None], tokens.weight, ids[None], entropy=True).entropy
-    assert found is not None
-    return tokens, peaked.entropy_quantiles(found[0])
+    entropy = linear_log_probs(tokens.old_hidden[None], tokens.weight, ids[None], entropy=True).entropy
+    assert entropy is not None
+    return tokens, peaked.entropy_quantiles(entropy[0])
 
 
 @torch.no_grad()
@@ -173,23 +173,27 @@ def suite(tokens: Tokens, about: Record, sequences: int) -> Record:
     runs, absent = implementations(Head(width, vocab), tokens.weight.device)
     for name, why in absent.items():
         print(f"  not measured: {name}, {why}", flush=True)
-    found = measured(tokens, runs)
-    ratio_errors, twice = found.ratio_errors(), tokens.sequence.repeat(2)
-    both = {name: torch.cat([found.old[name], found.new[name]]) for name in runs}
+    results = measured(tokens, runs)
+    ratio_errors, twice = results.ratio_errors(), tokens.sequence.repeat(2)
+    both = {name: torch.cat([results.old[name], results.new[name]]) for name in runs}
     return {
-        "tokens": tokens.target_ids.numel(), "sequences": tokens.sequence.unique().numel(),
-        "width": width, "vocab": vocab, "not measured": absent,
-        "entropy": about, "std of the true log-ratio": found.log_ratio.std().item(),
-        "log-probs": {name: {"dtype": found.dtypes[name], **about_errors(both[name], twice)} for name in runs},
+        "tokens": tokens.target_ids.numel(),
+        "sequences": tokens.sequence.unique().numel(),
+        "width": width,
+        "vocab": vocab,
+        "not measured": absent,
+        "entropy": about,
+        "std of the true log-ratio": results.log_ratio.std().item(),
+        "log-probs": {name: {"dtype": results.dtypes[name], **about_errors(both[name], twice)} for name in runs},
         "log-ratios": {
             name: about_errors(errors, tokens.sequence) | spread_of_means(errors, tokens.sequence)
             for name, errors in ratio_errors.items()
         },
         "decisions": decisions(ratio_errors, LENGTHS, sequences, tokens.sequence),
-    }  # fmt: skip
+    }
 
 
-def main(given: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m gspo_kernels.benchmarks fidelity", description=(__doc__ or "").split("\n\n")[0]
     )
@@ -199,7 +203,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--device", type=told(device_of), default="cpu", help="default cpu")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds: a head of 128 x 4096")
     parser.add_argument("--output", type=Path, help=measure.OUTPUT)
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     if arguments.tiny:
         arguments.tokens, arguments.sequences = 256, 2000
     device, head = arguments.device, Head(128, 4096) if arguments.tiny else HEAD
@@ -218,7 +222,13 @@ def main(given: list[str] | None = None) -> None:
         absent |= sets["trained"]["not measured"]
     objective = Objective()
     results = {
-        "dtype": "bfloat16", "spread of log-ratios": SPREAD, "update": UPDATE, "rows of a call": ROWS,
-        "clip": [objective.clip_low, objective.clip_high], "seed": 0, "not measured": absent, "sets": sets,
-    }  # fmt: skip
+        "dtype": "bfloat16",
+        "spread of log-ratios": SPREAD,
+        "update": UPDATE,
+        "rows of a call": ROWS,
+        "clip": [objective.clip_low, objective.clip_high],
+        "seed": 0,
+        "not measured": absent,
+        "sets": sets,
+    }
     print(f"wrote {measure.save('fidelity', device, results, output)}")

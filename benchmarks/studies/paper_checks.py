@@ -44,7 +44,7 @@ def equality(tiny: bool) -> Record:
         {"token weights": weighted, "dtype": str(dtype).removeprefix("torch."),
          **samples.presets_apart(weighted, dtype)}
         for weighted in (False, True) for dtype in (torch.float64, torch.float32)
-    ]}  # fmt: skip
+    ]}  # fmt: skip  # lines by subject
     rng = torch.Generator().manual_seed(1)
     advantages = signs(32) * torch.linspace(0.5, 1.5, 32)
     log_ratio = 0.02 * torch.randn(32, 16, generator=rng, dtype=torch.float64)
@@ -59,7 +59,7 @@ def equality(tiny: bool) -> Record:
         "section 4.3", "GSPO-token with the same advantage for all tokens of a sequence is GSPO",
         "gradients of the hidden states by this library and by autograd of the readable reference, ragged lengths",
         equality_verdict(numbers), numbers,
-    )  # fmt: skip
+    )  # fmt: skip  # lines by subject
 
 
 def equality_verdict(numbers: Record) -> str:
@@ -86,29 +86,28 @@ def clip_fractions(tiny: bool) -> Record:
         for length in lengths:
             sequences = 128 if tiny else max(512, 2**22 // length)
             shares = dict.fromkeys(("gspo", "grpo", "grpo, sequences with a clipped token"), 0.0)
-            for some in in_parts(sequences, length):
-                advantages = signs(some)
+            for chunk in in_parts(sequences, length):
+                advantages = signs(chunk)
                 log_ratio = samples.draw(law, advantages, length, rng)
                 ours, tokens = samples.judged(log_ratio, advantages, GSPO), samples.judged(log_ratio, advantages, GRPO)
-                shares["gspo"] += ours["clip_fraction"].item() * some / sequences
-                shares["grpo"] += tokens["token_clip_fraction"].item() * some / sequences
-                shares["grpo, sequences with a clipped token"] += tokens["clip_fraction"].item() * some / sequences
+                shares["gspo"] += ours["clip_fraction"].item() * chunk / sequences
+                shares["grpo"] += tokens["token_clip_fraction"].item() * chunk / sequences
+                shares["grpo, sequences with a clipped token"] += tokens["clip_fraction"].item() * chunk / sequences
             hits = round(shares["gspo"] * sequences)
-            points.append({
-                "length": length, "sequences": sequences, **shares, "gspo, 95 %": decisions.interval(hits, sequences),
-            })  # fmt: skip
+            bounds = decisions.interval(hits, sequences)
+            points.append({"length": length, "sequences": sequences, **shares, "gspo, 95 %": bounds})
             print(f"  {name}, {length} tokens: {shares['gspo']:.3f} and {shares['grpo']:.5f}", flush=True)
         laws[name] = {
             "law": law.what, "std": law.std, "drift": law.drift, "points": points,
             CROSSING: samples.crossing(points, PAIR["gspo"]),
             f"{CROSSING}, 95 %": [samples.crossing(points, PAIR["gspo"], end) for end in (0, 1)],
-        }  # fmt: skip
+        }  # fmt: skip  # lines by subject
     numbers = {"pair": PAIR, "clip": {"gspo": [3e-4, 4e-4], "grpo": [0.2, 0.27]}, "laws": laws}
     return claim(
         "section 5.2, figure 2", "GSPO clips two orders of magnitude more tokens than GRPO: 0.15 against 0.0013",
         "the library's clip fractions (of tokens) of the same log-ratios, by their law and the length of all sequences",
         clip_verdict(numbers), numbers,
-    )  # fmt: skip
+    )  # fmt: skip  # lines by subject
 
 
 def clip_verdict(numbers: Record) -> str:
@@ -148,22 +147,22 @@ def ranges(tiny: bool) -> Record:
     for length in (100, 400, 1600) if tiny else (100, 1000, 10_000, 100_000):
         sequences = 400 if tiny else min(4000, 6 * 10**7 // length)
         u, advantages = samples.means(law._replace(drift=0.0), length, sequences, rng)
-        for one in laws.values():  # what all tokens drift, their mean does
-            one["points"].append(samples.ranges(u + one["drift"] * advantages, length))
+        for numbers_of_law in laws.values():  # what all tokens drift, their mean does
+            numbers_of_law["points"].append(samples.ranges(u + numbers_of_law["drift"] * advantages, length))
         print(f"  {length} tokens", flush=True)
-    for one in laws.values():
-        points = one["points"]
-        one["powers of the length"] = {
+    for numbers_of_law in laws.values():
+        points = numbers_of_law["points"]
+        numbers_of_law["powers of the length"] = {
             "normalised": samples.slope(points, NORMALISED), "product": samples.slope(points, PRODUCT),
             "normalised, the two longest": samples.slope(points[-2:], NORMALISED),
-        }  # fmt: skip
+        }  # fmt: skip  # lines by subject
     numbers = {"std of a token": law.std, "laws": laws}
     return claim(
         "section 4.1", "length normalisation keeps the ratio in a unified numerical range",
         f"1 % to 99 % of the product of token ratios and of its length-th root; independent tokens, normal, std "
         f"{law.std:g}, without drift and with {law.drift:g} a token towards the advantage (half of them positive)",
         range_verdict(numbers), numbers,
-    )  # fmt: skip
+    )  # fmt: skip  # lines by subject
 
 
 def range_verdict(numbers: Record) -> str:
@@ -173,7 +172,7 @@ def range_verdict(numbers: Record) -> str:
         f"(by theorem -1/2), the product's like length to the {free['product']:.2f}; with drift to the "
         f"{drifting['normalised']:.2f}, {drifting['normalised, the two longest']:.2f} between the two longest"
     )
-    if max(abs(one["normalised"]) for one in (free, drifting)) < 0.1 <= free["product"]:
+    if max(abs(powers["normalised"]) for powers in (free, drifting)) < 0.1 <= free["product"]:
         return f"holds: {text}"
     if free["normalised"] >= free["product"]:
         return f"does not hold: {text}"
@@ -196,15 +195,15 @@ def precision(tiny: bool) -> Record:
     decided = {(d["implementation"], d["length"]): d for d in decisions.decisions(noise.errors, lengths, sequences)}
     for point in points:
         if point["objective"] == "gspo":
-            one = decided[point["noise"], point["length"]]
-            point |= {WRONG: one["wrong"], f"{WRONG}, 95 %": one[f"wrong, {decisions.ANEW}"], "decided": sequences}
+            row = decided[point["noise"], point["length"]]
+            point |= {WRONG: row["wrong"], f"{WRONG}, 95 %": row[f"wrong, {decisions.ANEW}"], "decided": sequences}
         else:
             point |= {WRONG: point["wrong of these"], "decided": point["sequences"] * point["length"]}
     numbers = {
         "tokens": noise.log_ratio.numel(), "spread of log-ratios": decisions.SPREAD, "mean error": "taken out",
         "std of a token's log-ratio error": {name: errors.std().item() for name, errors in noise.errors.items()},
         "points": points,
-    }  # fmt: skip
+    }  # fmt: skip  # lines by subject
     return claim(
         "section 5.4", "GSPO tolerates imprecise likelihoods, so that an inference engine's can be the old ones",
         f"noise that the head's rounding makes, against float64: wrong clip decisions ({sequences:,} sequences of GSPO "
@@ -212,7 +211,7 @@ def precision(tiny: bool) -> Record:
         "their mean error is taken out, and true log-ratios of sequences are spread alike at all lengths, which 6.3 "
         "says they are not: without drift they narrow as fast as the noise",
         precision_verdict(numbers), numbers,
-    )  # fmt: skip
+    )  # fmt: skip  # lines by subject
 
 
 def precision_verdict(numbers: Record) -> str:
@@ -232,7 +231,9 @@ def precision_verdict(numbers: Record) -> str:
             parts.append(f"does not hold for {name} ({first}, {last})")
     at = {p["objective"]: p for p in numbers["points"] if p["noise"] == BF16 and p["length"] == 1024}
     alike = "relative error where decisions agree"
-    beside = ", ".join(f"{one['relative error']:.2g} ({one[alike]:.2g}) for {kind.upper()}" for kind, one in at.items())
+    beside = ", ".join(
+        f"{errors['relative error']:.2g} ({errors[alike]:.2g}) for {kind.upper()}" for kind, errors in at.items()
+    )
     more = f". Coefficients with {BF16} at 1,024 tokens are off by (where decisions agree) {beside}" if at else ""
     return f"under 1 % of clip decisions wrong: {'; '.join(parts)}{more}"
 
@@ -241,39 +242,40 @@ def precision_verdict(numbers: Record) -> str:
 
 
 def histogram(tiny: bool) -> Record:
-    found, advantages = samples.weights(LAWS["Student t3"], 64 if tiny else 1024, 64 if tiny else 1024, seed=5)
+    weights, advantages = samples.weights(LAWS["Student t3"], 64 if tiny else 1024, 64 if tiny else 1024, seed=5)
     up = advantages > 0
-    numbers: Record = {"law": LAWS["Student t3"].what, "length": found["grpo"].shape[1], "sequences": len(advantages)}
+    numbers: Record = {"law": LAWS["Student t3"].what, "length": weights["grpo"].shape[1], "sequences": len(advantages)}
     for kind, objective in OBJECTIVES.items():
-        kept = {sign: found[kind][rows][found[kind][rows] != 0] for sign, rows in (("A > 0", up), ("A < 0", ~up))}
+        kept = {sign: weights[kind][rows][weights[kind][rows] != 0] for sign, rows in (("A > 0", up), ("A < 0", ~up))}
         low, high = (min(x.min().item() for x in kept.values()), max(x.max().item() for x in kept.values()))
         bounds = [1 - objective.clip_low, 1 + objective.clip_high]
         edges = samples.log_edges([low, *(x for x in bounds if low < x < high), high])
+        half = weights[kind].numel() / 2
         numbers[kind] = {
             "bounds": bounds, "edges": edges.exp().tolist(),
-            **{sign: {"least": x.min().item(), "largest": x.max().item(), "kept": x.numel() / (found[kind].numel() / 2),
+            **{sign: {"least": x.min().item(), "largest": x.max().item(), "kept": x.numel() / half,
                       "counts": torch.histogram(x.log(), edges).hist.tolist()} for sign, x in kept.items()},
             "at the bounds": samples.at_the_bounds(objective),
-            "largest range within a sequence": samples.range_within(found[kind]),
-        }  # fmt: skip
+            "largest range within a sequence": samples.range_within(weights[kind]),
+        }  # fmt: skip  # lines by subject
     return claim(
         "section 4.2",
         "GRPO's token weights lie in (0, 1 + e] for A > 0 and [1 - e, inf) for A < 0; GSPO weights all tokens alike",
         "d loss / d log-prob over the advantage, float64, on the same samples; and on and just beyond every bound",
         histogram_verdict(numbers), numbers,
-    )  # fmt: skip
+    )  # fmt: skip  # lines by subject
 
 
 def histogram_verdict(numbers: Record) -> str:
     exact = 4 * torch.finfo(torch.float64).eps  # exp of a logarithm
     wrong = []
     for kind in OBJECTIVES:
-        one = numbers[kind]
-        if one["A > 0"]["largest"] > one["bounds"][1] + exact or one["A > 0"]["least"] <= 0:
+        weights = numbers[kind]
+        if weights["A > 0"]["largest"] > weights["bounds"][1] + exact or weights["A > 0"]["least"] <= 0:
             wrong.append(f"{kind} at A > 0")
-        if one["A < 0"]["least"] < one["bounds"][0] - exact:
+        if weights["A < 0"]["least"] < weights["bounds"][0] - exact:
             wrong.append(f"{kind} at A < 0")
-        wrong += [f"{kind}, {x}" for x, kept in one["at the bounds"].items() if kept != x.endswith("on it")]
+        wrong += [f"{kind}, {x}" for x, kept in weights["at the bounds"].items() if kept != x.endswith("on it")]
     if numbers["gspo"]["largest range within a sequence"] != 0:
         wrong.append("gspo has more than one weight in a sequence")
     return f"does not hold: {', '.join(wrong)}" if wrong else "holds, exactly; a clipped token's weight is 0"
@@ -282,14 +284,14 @@ def histogram_verdict(numbers: Record) -> str:
 CHECKS = {"6.1": equality, "6.2": clip_fractions, "6.3": ranges, "6.4": precision, "6.7": histogram}
 
 
-def main(given: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m gspo_kernels.benchmarks paper_checks", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--only", choices=CHECKS, action="append", help="one claim, as a trial; may be repeated")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds: few and short sequences")
     parser.add_argument("--output", type=Path, help=measure.OUTPUT)
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(argv)
     trial = arguments.tiny or bool(arguments.only)  # a file has all claims, or the report could not tell of it
     output, claims = measure.destination("paper-checks", CPU, arguments.output, trial), {}
     for name in arguments.only or CHECKS:

@@ -112,43 +112,46 @@ def measured_noise(tokens: int, head: Head) -> Noise:
     device = torch.device("cpu")
     runs, _ = fidelity.implementations(head, device)
     wanted = (fidelity.NAIVE, "fp16 logits", "fp32 logits", fidelity.OURS)
-    made, _ = fidelity.synthetic(tokens, head, device)
-    found = fidelity.measured(made, {name: runs[name] for name in wanted})
-    named = {BF16 if name == fidelity.NAIVE else name: errors for name, errors in found.ratio_errors().items()}
-    return Noise(found.log_ratio, {name: errors - errors.mean() for name, errors in named.items()})
+    policy, _ = fidelity.synthetic(tokens, head, device)
+    results = fidelity.measured(policy, {name: runs[name] for name in wanted})
+    named = {BF16 if name == fidelity.NAIVE else name: errors for name, errors in results.ratio_errors().items()}
+    return Noise(results.log_ratio, {name: errors - errors.mean() for name, errors in named.items()})
 
 
 def disturbed(noise: Noise, length: int, sequences: int, rng: torch.Generator) -> list[Record]:
     """Coefficients from disturbed log-ratios beside those of float64, of GSPO and GRPO."""
     totals = {(name, kind): torch.zeros(6, dtype=torch.float64) for name in noise.errors for kind in OBJECTIVES}
-    for some in in_parts(sequences, length):
-        advantages = signs(some)
-        drawn = torch.randint(noise.log_ratio.shape[0], (some, length), generator=rng)
+    for chunk in in_parts(sequences, length):
+        advantages = signs(chunk)
+        drawn = torch.randint(noise.log_ratio.shape[0], (chunk, length), generator=rng)
         log_ratio = noise.log_ratio[drawn]
-        u = decisions.SPREAD * torch.randn(some, 1, generator=rng, dtype=torch.float64)
+        u = decisions.SPREAD * torch.randn(chunk, 1, generator=rng, dtype=torch.float64)
         log_ratio += u - log_ratio.mean(1, keepdim=True)
         for kind, objective in OBJECTIVES.items():
             right = coefficients(log_ratio, advantages, objective)
             for name, errors in noise.errors.items():
-                found = coefficients((log_ratio + errors[drawn]).float(), advantages, objective).double()
-                totals[name, kind] += _compared(found, right)
+                noisy = coefficients((log_ratio + errors[drawn]).float(), advantages, objective).double()
+                totals[name, kind] += _compared(noisy, right)
     return [
         {
-            "noise": name, "objective": kind, "length": length, "sequences": sequences,
+            "noise": name,
+            "objective": kind,
+            "length": length,
+            "sequences": sequences,
             "wrong of these": (wrong / (sequences * length)).item(),
             "cosine": (dot / (square * true).sqrt()).item(),
             "relative error": (apart / true).sqrt().item(),
             "relative error where decisions agree": (apart_alike / true).sqrt().item(),
         }
         for (name, kind), (wrong, dot, square, true, apart, apart_alike) in totals.items()
-    ]  # fmt: skip
+    ]
 
 
-def _compared(found: Tensor, right: Tensor) -> Tensor:
-    other = (found == 0) != (right == 0)  # all tokens of a sequence alike for GSPO, so that this counts sequences
-    square = (found - right).square()
+def _compared(values: Tensor, right: Tensor) -> Tensor:
+    other = (values == 0) != (right == 0)  # all tokens of a sequence alike for GSPO, so that this counts sequences
+    square = (values - right).square()
     alike = square.masked_fill(other, 0)
-    sums = (other, found * right, found.square(), right.square(), square, alike)
+    sums = (other, values * right, values.square(), right.square(), square, alike)
     return torch.stack([x.sum(dtype=torch.float64) for x in sums])
 
 
@@ -163,19 +166,19 @@ def weights(law: Law, sequences: int, length: int, seed: int) -> tuple[dict[str,
     rng = torch.Generator().manual_seed(seed)
     advantages = signs(sequences)
     log_ratio = draw(law, advantages, length, rng).double()
-    found = {kind: coefficients(log_ratio, advantages, o) / advantages[:, None] for kind, o in OBJECTIVES.items()}
-    return found, advantages
+    shares = {kind: coefficients(log_ratio, advantages, o) / advantages[:, None] for kind, o in OBJECTIVES.items()}
+    return shares, advantages
 
 
 def at_the_bounds(objective: Objective) -> dict[str, bool]:
     """Of sequences of one token exactly on a bound and one float64 beyond: whether it keeps its gradient."""
-    found = {}
+    cases = {}
     for side, bound, advantage in zip(("lower", "upper"), objective.log_window, (-1.0, 1.0), strict=True):
         on = torch.tensor(bound, dtype=torch.float64)
         beyond = torch.nextafter(on, -advantage * torch.tensor(-math.inf, dtype=torch.float64))
         kept = coefficients(torch.stack([on, beyond])[:, None], torch.full((2,), advantage), objective) != 0
-        found |= {f"{side}, on it": bool(kept[0]), f"{side}, beyond it": bool(kept[1])}
-    return found
+        cases |= {f"{side}, on it": bool(kept[0]), f"{side}, beyond it": bool(kept[1])}
+    return cases
 
 
 def range_within(weight: Tensor) -> float:
@@ -195,25 +198,27 @@ def presets_apart(weighted: bool, dtype: torch.dtype) -> dict[str, float]:
     weight = torch.randn(vocab, width, generator=rng, dtype=torch.float64) / width**0.5
     ids = torch.randint(vocab, (sequences, length), generator=rng)
     lengths = torch.randint(length // 4, length + 1, (sequences, 1), generator=rng)
-    rest: dict[str, Any] = {"mask": torch.arange(length) < lengths}
+    options: dict[str, Any] = {"mask": torch.arange(length) < lengths}
     exact = (hidden @ weight.t()).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     moved = 0.01 * torch.randn(exact.shape, generator=rng, dtype=torch.float64)
-    kept = torch.where(rest["mask"], moved, 0)
+    kept = torch.where(options["mask"], moved, 0)
     u = 3.4e-4 * torch.randn(sequences, 1, generator=rng, dtype=torch.float64)
-    rest["old_log_probs"] = (exact - moved + kept.sum(1, keepdim=True) / lengths - u).to(dtype)
+    options["old_log_probs"] = (exact - moved + kept.sum(1, keepdim=True) / lengths - u).to(dtype)
     weights = 0.5 + torch.rand(exact.shape, generator=rng, dtype=torch.float64)
-    rest["token_weights"] = weights.to(dtype) if weighted else None
+    options["token_weights"] = weights.to(dtype) if weighted else None
 
     def gradient(loss: Callable[..., Any], preset: str) -> Tensor:
         leaf = hidden.to(dtype).requires_grad_()
-        out = loss(leaf, weight.to(dtype), ids, signs(sequences).to(dtype), objective=Objective.preset(preset), **rest)
+        out = loss(
+            leaf, weight.to(dtype), ids, signs(sequences).to(dtype), objective=Objective.preset(preset), **options
+        )
         return torch.autograd.grad(out.loss, leaf)[0]
 
-    found = {}
+    differences = {}
     for name, loss in (("ours", gspo_fused_loss), ("reference", gspo_reference_loss)):
-        whole, token = gradient(loss, "gspo"), gradient(loss, "gspo-token")
-        found[name] = ((whole - token).abs().max() / whole.abs().max()).item()
-    return found
+        sequence, token = gradient(loss, "gspo"), gradient(loss, "gspo-token")
+        differences[name] = ((sequence - token).abs().max() / sequence.abs().max()).item()
+    return differences
 
 
 # What a length changes
@@ -224,28 +229,31 @@ def crossing(points: list[Record], share: float, end: int | None = None) -> floa
 
     `end`: 0 or 1, of the fraction's interval instead.
     """
-    found = [p["gspo"] if end is None else p["gspo, 95 %"][end] for p in points]
+    values = [p["gspo"] if end is None else p["gspo, 95 %"][end] for p in points]
     for a, b in itertools.pairwise(range(len(points))):
-        if found[a] >= share > found[b]:
-            part = (found[a] - share) / (found[a] - found[b])
+        if values[a] >= share > values[b]:
+            part = (values[a] - share) / (values[a] - values[b])
             return points[a]["length"] * (points[b]["length"] / points[a]["length"]) ** part
     return None
 
 
 def means(law: Law, length: int, sequences: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     """The library's log-ratios of sequences [S] float64, and their advantages."""
-    parts = [signs(some) for some in in_parts(sequences, length)]
-    found = [judged(draw(law, some, length, rng), some, GSPO)["log_ratio"].double() for some in parts]
-    return torch.cat(found), torch.cat(parts)
+    parts = [signs(chunk) for chunk in in_parts(sequences, length)]
+    log_ratios = [judged(draw(law, chunk, length, rng), chunk, GSPO)["log_ratio"].double() for chunk in parts]
+    return torch.cat(log_ratios), torch.cat(parts)
 
 
 def ranges(u: Tensor, length: int) -> Record:
     """Of the ratios of sequences whose mean log-ratios are `u` [S]."""
     at = u.new_tensor([0.01, 0.99])
     return {
-        "length": length, "sequences": u.shape[0], PRODUCT: (length * u).quantile(at).exp().tolist(),
-        NORMALISED: u.quantile(at).exp().tolist(), "std of u": u.std().item(),
-    }  # fmt: skip
+        "length": length,
+        "sequences": u.shape[0],
+        PRODUCT: (length * u).quantile(at).exp().tolist(),
+        NORMALISED: u.quantile(at).exp().tolist(),
+        "std of u": u.std().item(),
+    }
 
 
 def slope(points: list[Record], name: str) -> float:

@@ -198,8 +198,8 @@ class Situation(NamedTuple):
 @torch.no_grad()
 def situation(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tensor) -> Situation:
     count = lengths.shape[0]
-    made = workloads.roles(count, round(ZERO * count), round(CLIPPED * count))
-    advantages, log_ratio = (x.to(hidden.device) for x in made)
+    roles = workloads.roles(count, round(ZERO * count), round(CLIPPED * count))
+    advantages, log_ratio = (x.to(hidden.device) for x in roles)
     out = linear_log_probs(hidden, weight, target_ids, entropy=True)
     assert out.entropy is not None
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
@@ -213,9 +213,14 @@ def by_budget(s: Situation, name: str) -> list[Record]:
     def run(budget: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         hidden, weight = (x.detach().requires_grad_() for x in (s.hidden, s.weight))
         out = gspo_fused_loss(
-            hidden, weight, s.target_ids, s.advantages, cu_seqlens=s.cu_seqlens, old_log_probs=s.old_log_probs,
+            hidden,
+            weight,
+            s.target_ids,
+            s.advantages,
+            cu_seqlens=s.cu_seqlens,
+            old_log_probs=s.old_log_probs,
             gradient_budget=budget,
-        )  # fmt: skip
+        )
         d_hidden, d_weight = torch.autograd.grad(out.loss, (hidden, weight))
         return out.metrics, d_hidden, d_weight
 
@@ -226,16 +231,16 @@ def beside_the_formula(states: States) -> Record:
     """The trained policy and `peaked.make` at the same N, H, V, in sequences of the same lengths."""
     hidden, ids = states.rows()
     device, lengths = hidden.device, states.mask.sum(1)
-    made = peaked.make(hidden.shape[0], hidden.shape[1], states.weight.shape[0])
+    formula = peaked.make(hidden.shape[0], hidden.shape[1], states.weight.shape[0])
     both = {
         "trained": (hidden, states.weight, ids),
-        "formula": (made.hidden.to(device), made.weight.to(device), made.target_ids.to(device)),
+        "formula": (formula.hidden.to(device), formula.weight.to(device), formula.target_ids.to(device)),
     }
-    found: Record = {}
+    results: Record = {}
     for name, head in both.items():
         s = situation(*head, lengths)
-        found[name] = {"entropy": peaked.entropy_quantiles(s.entropy), "budgets": by_budget(s, name)}
-    return found
+        results[name] = {"entropy": peaked.entropy_quantiles(s.entropy), "budgets": by_budget(s, name)}
+    return results
 
 
 # The whole run
@@ -252,9 +257,9 @@ def make(size: Size, device: torch.device, folder: Path) -> Record:
     print(f"a vocabulary of {len(tokenizer)} from {len(corpus)} texts, of which they use {len(used)}", flush=True)
     policy = random_policy(size, tokenizer)
     policy.model.to(device)
-    some = held_out[: size.probe]
+    probe = held_out[: size.probe]
     texts = tokenized(tokenizer, learned, stories[: len(learned) // 3])
-    training = train(policy, texts, size, lambda: accuracy_of(policy, some))
+    training = train(policy, texts, size, lambda: accuracy_of(policy, probe))
     states = states_of(policy, held_out[-size.sequences :])
     policy.save(folder / "model")
     lines = [json.dumps({"prompt": p.prompt, "answer": p.answer}) for p in held_out]

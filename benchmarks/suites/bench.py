@@ -47,7 +47,7 @@ def candidates(against: str | None = None) -> list[Candidate]:
     wanted = {"ours", *asked}
     if unknown := wanted - {"ours", *AGAINST}:
         raise ValueError(f"--against: {', '.join(sorted(unknown))}: choose from {', '.join(AGAINST)}")
-    return [one for one in ALL.values() if one.name == NAIVE or one.against in wanted]
+    return [candidate for candidate in ALL.values() if candidate.name == NAIVE or candidate.against in wanted]
 
 
 def run(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick) -> Record:
@@ -65,7 +65,7 @@ def run(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick) -> Record:
 
 def steps(chosen: list[Candidate], spec: Spec, rounds: int) -> int:
     """How often `compare` calls `tick`, if nothing fails."""
-    present = sum(not absent(one, spec) for one in chosen)
+    present = sum(not absent(candidate, spec) for candidate in chosen)
     return present * (rounds + 4) + 1
 
 
@@ -81,34 +81,36 @@ def compare(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick = lambd
     records = {record["name"]: record for record in costs(spec, chosen, tick)}
 
     def present() -> list[Candidate]:
-        return [one for one in chosen if not records[one.name].keys() & OUT]
+        return [candidate for candidate in chosen if not records[candidate.name].keys() & OUT]
 
     tick("the batch and its float64 gradients")
     w = make(spec)
     olds: dict[str, Old] = {}
-    for one in present():
-        with _kept_in(records[one.name]):
-            olds[one.name] = one.old(w)
+    for candidate in present():
+        with _kept_in(records[candidate.name]):
+            olds[candidate.name] = candidate.old(w)
     fits = "does_not_fit" not in records[NAIVE]
     small = w if fits else make(spec._replace(tokens=min(spec.tokens, FEW)))
     sizes = check(w, present(), olds, records, tick, small)
 
-    def timed(one: Candidate) -> None:
-        if "failed" not in records[one.name]:
-            with _kept_in(records[one.name]):
-                one.step(w, olds[one.name])
+    def timed(candidate: Candidate) -> None:
+        if "failed" not in records[candidate.name]:
+            with _kept_in(records[candidate.name]):
+                candidate.step(w, olds[candidate.name])
 
-    runs = {one.name: partial(timed, one) for one in present()}
+    runs = {candidate.name: partial(timed, candidate) for candidate in present()}
     taken = interleaved(runs, rounds, device, lambda name: tick(f"time of {name}"))
-    for one in present():  # a graph or a kernel chosen anew in the meantime is another computation
-        tick(f"gradients of {one.name} once more")
-        with _kept_in(records[one.name]):
-            if truth.differ(truth.sizes(one.step(w, olds[one.name])), sizes[one.name]):
-                records[one.name]["wrong"] = "after the timed runs its loss or a gradient has another size than before"
-    for one in present():
-        records[one.name] |= spread(taken[one.name])
+    for candidate in present():  # a graph or a kernel chosen anew in the meantime is another computation
+        tick(f"gradients of {candidate.name} once more")
+        with _kept_in(records[candidate.name]):
+            if truth.differ(truth.sizes(candidate.step(w, olds[candidate.name])), sizes[candidate.name]):
+                records[candidate.name]["wrong"] = (
+                    "after the timed runs its loss or a gradient has another size than before"
+                )
+    for candidate in present():
+        records[candidate.name] |= spread(taken[candidate.name])
         if NAIVE in taken:
-            records[one.name]["over_naive"] = over(taken[one.name], taken[NAIVE])
+            records[candidate.name]["over_naive"] = over(taken[candidate.name], taken[NAIVE])
     on = spec._asdict() | {"head": spec.head._asdict(), "tokens": w.rows}
     on |= counts(spec.tokens, spec.scenario)._asdict() | {"entropy": entropy_quantiles(w.entropy.flatten())}
     return {"on": on, "candidates": list(records.values())}
@@ -117,23 +119,23 @@ def compare(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick = lambd
 def costs(spec: Spec, chosen: list[Candidate], tick: Tick = lambda what: None, passes: bool = True) -> list[Record]:
     """Peak memory and matrix passes of every candidate, each in a process of its own. No times, no errors."""
     records = []
-    for one in chosen:
-        record: Record = {"name": one.name, "against": one.against, "version": version(one.package)}
+    for candidate in chosen:
+        record: Record = {"name": candidate.name, "against": candidate.against, "version": version(candidate.package)}
         records.append(record)
-        if why := absent(one, spec):
+        if why := absent(candidate, spec):
             record["absent"] = why
             continue
-        tick(f"memory of {one.name}")
+        tick(f"memory of {candidate.name}")
         with _kept_in(record):
-            found = fresh("suites.bench", "costs_of", name=one.name, spec=spec, passes=passes)
-            if found is None:
+            measured = fresh("suites.bench", "costs_of", name=candidate.name, spec=spec, passes=passes)
+            if measured is None:
                 raise MemoryError(TOO_LARGE)
-            record |= found
+            record |= measured
     return records
 
 
-def absent(one: Candidate, spec: Spec) -> str | None:
-    return one.absent(spec.head, getattr(torch, spec.dtype), torch.device(spec.device))
+def absent(candidate: Candidate, spec: Spec) -> str | None:
+    return candidate.absent(spec.head, getattr(torch, spec.dtype), torch.device(spec.device))
 
 
 def _start(spec: Spec) -> torch.device:
@@ -158,7 +160,7 @@ def _kept_in(record: Record) -> Iterator[None]:
 
 def check(
     w: Workload, present: list[Candidate], olds: dict[str, Old], records: dict[str, Record], tick: Tick, small: Workload
-) -> dict[str, truth.Sizes]:  # fmt: skip
+) -> dict[str, truth.Sizes]:
     """Loss and gradients against float64, and their errors against naive PyTorch's in the same dtype, which it makes on
     `small`: where full logits do not fit, fewer tokens of the same head.
 
@@ -167,48 +169,48 @@ def check(
     """
     sizes = {}
     for per_token in (False, True):
-        those = [one for one in present if one.per_token == per_token]
+        those = [candidate for candidate in present if candidate.per_token == per_token]
         if not those:
             continue
         true, naive = truth.truth(w, per_token), ALL["naive GRPO" if per_token else NAIVE]
-        own = true if small is w else truth.truth(small, per_token)
-        base = truth.errors(naive.step(small, naive.old(small)), own)
-        for one in those:
-            tick(f"gradients of {one.name}")
-            record = records[one.name]
+        small_truth = true if small is w else truth.truth(small, per_token)
+        base = truth.errors(naive.step(small, naive.old(small)), small_truth)
+        for candidate in those:
+            tick(f"gradients of {candidate.name}")
+            record = records[candidate.name]
             with _kept_in(record):
-                result = one.step(w, olds[one.name])
-                sizes[one.name], found = truth.sizes(result), truth.errors(result, true)
+                result = candidate.step(w, olds[candidate.name])
+                sizes[candidate.name], error = truth.sizes(result), truth.errors(result, true)
                 del result
-                record["error"] = found._asdict() | {"worst": found.worst}
-                record["error_over_naive"] = found.worst / base.worst
-                if wrong := truth.verdict(found, base, one.budget):
+                record["error"] = error._asdict() | {"worst": error.worst}
+                record["error_over_naive"] = error.worst / base.worst
+                if wrong := truth.verdict(error, base, candidate.budget):
                     record["wrong"] = wrong
-        del true, own
+        del true, small_truth
     return sizes
 
 
 def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
     """Peak memory of a candidate's step and, if wanted, its matrix passes, for a process of its own."""
-    given = spec_from(spec)
-    device, one = _start(given), ALL[name]
+    parsed = spec_from(spec)
+    device, candidate = _start(parsed), ALL[name]
     tokens, width, vocab = SMALL
-    small, w = make(given._replace(tokens=tokens, head=Head(width, vocab, given.head.softcap))), make(given)
-    found: Record = {}
+    small, w = make(parsed._replace(tokens=tokens, head=Head(width, vocab, parsed.head.softcap))), make(parsed)
+    measured: Record = {}
     try:
-        one.step(small, one.old(small))  # libraries allocate at their first call
-        old = one.old(w)
-        if one.compiles:
-            one.step(w, old)  # a compiler's own memory is none of the step's
+        candidate.step(small, candidate.old(small))  # libraries allocate at their first call
+        old = candidate.old(w)
+        if candidate.compiles:
+            candidate.step(w, old)  # a compiler's own memory is none of the step's
         if memory_is_known(device):
-            found["peak_bytes"] = peak_bytes(lambda: one.step(w, old), device)
-        if passes and not one.multiplies_unseen(device):
-            found["passes"] = truth.product_operations(lambda: one.step(w, old)) / w.products
+            measured["peak_bytes"] = peak_bytes(lambda: candidate.step(w, old), device)
+        if passes and not candidate.multiplies_unseen(device):
+            measured["passes"] = truth.product_operations(lambda: candidate.step(w, old)) / w.products
     except (MemoryError, RuntimeError) as error:
         if not no_room(error):
             raise
         return {"does_not_fit": "out of memory"}
-    return found
+    return measured
 
 
 def asked(
@@ -241,9 +243,9 @@ def device_of(name: str | None) -> torch.device:
     return device if device.type == "cuda" else torch.device("cpu")
 
 
-def as_json(found: Record, spec: Spec) -> str:
+def as_json(results: Record, spec: Spec) -> str:
     """What was found, and where."""
-    return dumps({**about(torch.device(spec.device)), **found})
+    return dumps({**about(torch.device(spec.device)), **results})
 
 
 def head_of(text: str) -> Head:

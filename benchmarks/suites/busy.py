@@ -62,12 +62,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=5, help="timed runs of each, in turns (default 5)")
     parser.add_argument("--tiny", action="store_true", help="a trial with small shapes")
     parser.add_argument("--output", type=Path, help=OUTPUT)
-    given = parser.parse_args()
+    options = parser.parse_args()
     head = MODELS["qwen2.5-0.5b"]
-    spec, rounds = Spec(head, 1024, "rl-like"), given.rounds
-    if given.tiny:
+    spec, rounds = Spec(head, 1024, "rl-like"), options.rounds
+    if options.tiny:
         spec, rounds = spec._replace(head=head._replace(width=64, vocab=9000), tokens=256), 2
-    output = destination("busy", torch.device("cpu"), given.output, given.tiny)
+    output = destination("busy", torch.device("cpu"), options.output, options.tiny)
     records = measure(spec, rounds)
     on = spec._asdict() | {"head": head._asdict()}
     print(save("busy", torch.device("cpu"), {"on": on, "records": records}, output))

@@ -58,13 +58,13 @@ class Counted(TorchDispatchMode):
             a, b = args[-2:]
             self.multiply_adds += a.shape[0] * a.shape[1] * b.shape[1]
         assert name not in ("bmm", "baddbmm", "mv", "addmv", "dot"), f"{name} is a product that is not counted"
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
-                if size and key not in given and key not in self.alive:
+                if size and key not in inputs and key not in self.alive:
                     self.alive.add(key)
                     self.now += size
                     self.peak = max(self.peak, self.now)
@@ -124,26 +124,26 @@ SITUATIONS: dict[str, Record] = {
 def work(
     rows: int = ROWS, zero: int = 0, clipped: int = 0, prompt: int = 0, frozen: tuple[str, ...] = (),
     objective: Objective = GSPO, entropy: bool = False, budget: float = 0.0, peaked: bool = True,
-) -> Record:  # fmt: skip
+) -> Record:  # fmt: skip  # lines by subject
     """Products and bytes of a forward and a backward, counted, beside what the metrics say.
 
     Sequences of one length: the first `zero` have advantage 0, the next `clipped` lie beyond the clip; of each the
     first `prompt` tokens are masked. `frozen`: what asks for no gradient.
     """
-    made, shape = make_policy(rows, WIDTH, VOCAB, peaked=peaked), (SEQUENCES, rows // SEQUENCES)
+    policy, shape = make_policy(rows, WIDTH, VOCAB, peaked=peaked), (SEQUENCES, rows // SEQUENCES)
     advantages, log_ratio = roles(SEQUENCES, zero, clipped)
     mask = torch.arange(shape[1]).expand(shape) >= prompt
-    hidden, weight, ids = made.hidden.view(*shape, WIDTH), made.weight, made.target_ids.view(shape)
+    hidden, weight, ids = policy.hidden.view(*shape, WIDTH), policy.weight, policy.target_ids.view(shape)
     with patch.dict(os.environ, GSPO_WORKSPACE_MIB=str(WORKSPACE_MIB)):
         log_probs = linear_log_probs(hidden, weight, ids, mask=mask, backend="torch").log_probs
         hidden.requires_grad_("hidden" not in frozen)
         weight.requires_grad_("weight" not in frozen)
         old, ref = log_probs - log_ratio[:, None], log_probs - 0.1 if objective.kl_coef else None
-        with counted() as found:
+        with counted() as counts:
             out = gspo_fused_loss(
                 hidden, weight, ids, advantages, mask=mask, old_log_probs=old, ref_log_probs=ref, objective=objective,
                 entropy=entropy, gradient_budget=budget, backend="torch",
-            )  # fmt: skip
+            )  # fmt: skip  # lines by subject
             if out.loss.requires_grad:
                 out.loss.backward()
     tokens = rows - SEQUENCES * prompt
@@ -151,8 +151,8 @@ def work(
         "passes": out.metrics["passes"].item(),
         "live rows": round(out.metrics["live_row_share"].item() * tokens),
         "live logits": round(out.metrics["live_tile_share"].item() * tokens * VOCAB),
-        "multiply-adds": found.multiply_adds,
-        "peak bytes": found.peak,
+        "multiply-adds": counts.multiply_adds,
+        "peak bytes": counts.peak,
     }
 
 
@@ -207,23 +207,23 @@ REAL: dict[str, Record] = {
 VARIED = (
     (8192, 16, 3e-4, 4e-4), (1000, 7, 2e-4, 5e-4), (4097, 8, 1e-3, 1e-3), (513, 3, 3e-3, 4e-3),
     (30_001, 64, 0.01, 0.02), (2048, 1, 5e-4, 5e-4),
-)  # fmt: skip
+)  # fmt: skip  # a table
 
 
 def at_real_size(budget: bool = False, **head: Any) -> Record:
     """Bytes and launches of the head's two passes. Counted apart: a launch that is listed keeps its tensors alive."""
-    given = cases.meta_head(**head)
-    run = partial(cases.live_cells if budget else cases.both_passes, given)
-    with tuning.assume("sm_90"), Counted() as found:
+    meta = cases.meta_head(**head)
+    run = partial(cases.live_cells if budget else cases.both_passes, meta)
+    with tuning.assume("sm_90"), Counted() as counts:
         if budget:
-            result, tiles = kernels.forward_with_shares(given, wanted=True)
+            result, tiles = kernels.forward_with_shares(meta, wanted=True)
             assert tiles is not None
-            live_tiles.choose(given, result, result.log_probs, tiles, 1e-3)
+            live_tiles.choose(meta, result, result.log_probs, tiles, 1e-3)
             del result, tiles  # the run makes its own
         run()
     with tuning.assume("sm_90"), launches() as seen:
         run()
-    return {"peak bytes": found.peak, "launches": Counter(x.kernel.__name__ for x in seen)}
+    return {"peak bytes": counts.peak, "launches": Counter(x.kernel.__name__ for x in seen)}
 
 
 def variants(batches: int) -> dict[str, int]:
@@ -258,16 +258,16 @@ def compiled() -> Record:
 
 def collect(tick: Callable[[str], object] = lambda text: None) -> Record:
     """Everything. What is interpreted and what would be compiled exclude each other, so each has a process."""
-    found: Record = {"torch": str(measure.version("torch")).split("+")[0], "work": {}}
+    results: Record = {"torch": str(measure.version("torch")).split("+")[0], "work": {}}
     for name, options in SITUATIONS.items():
         tick(f"torch backend: {name}")
-        found["work"][name] = work(**options)
+        results["work"][name] = work(**options)
     tick("Triton backend: launches; bytes at real sizes; compiled kernels")
     with patch.dict(os.environ, TRITON_INTERPRET="1"):
-        found["launches"] = measure.fresh("suites.costs", "interpreted")
+        results["launches"] = measure.fresh("suites.costs", "interpreted")
     with patch.dict(os.environ):
         os.environ.pop("TRITON_INTERPRET", None)
-        return found | measure.fresh("suites.costs", "compiled")
+        return results | measure.fresh("suites.costs", "compiled")
 
 
 def flat(counts: Any, place: str = "") -> Record:
@@ -278,9 +278,9 @@ def flat(counts: Any, place: str = "") -> Record:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def differences(found: Record, golden: Record) -> list[str]:
+def differences(measured: Record, golden: Record) -> list[str]:
     """What is not as it was, a line each."""
-    now, before = flat(found), flat(golden)
+    now, before = flat(measured), flat(golden)
     pairs = {name: (now.get(name, "absent"), before.get(name, "absent")) for name in before | now}
     return [f"{name}: {new}, was {old}" for name, (new, old) in pairs.items() if new != old]
 
@@ -290,10 +290,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"rewrite {GOLDEN.parent.name}/{GOLDEN.name}")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    found = collect(lambda text: print(text, flush=True))
-    for place, numbers in groupby(flat(found).items(), lambda number: number[0].rpartition(" | ")[0]):
+    results = collect(lambda text: print(text, flush=True))
+    for place, numbers in groupby(flat(results).items(), lambda number: number[0].rpartition(" | ")[0]):
         print(place, *(f"{name.rpartition(' | ')[2]} {value}" for name, value in numbers), sep="   ")
-    changed = differences(found, json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {})
+    changed = differences(results, json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {})
     print("", *(changed or ["all as in the golden file"]), sep="\n")
     if asked.write:
-        GOLDEN.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        GOLDEN.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")

@@ -60,11 +60,11 @@ def batch() -> Batch:
     log_probs = plain_log_probs(hidden, weight, target_ids)
     old = log_probs + 1e-4
     mask, cu_seqlens = torch.ones_like(target_ids, dtype=torch.bool), LENGTH * torch.arange(SEQUENCES + 1)
-    made = Batch(hidden, weight, log_probs, old, target_ids, mask, torch.tensor([1.0, -0.5]), cu_seqlens)
-    made = Batch(*(x.to(DEVICE) for x in made))
-    for x in made[:3]:
+    tensors = Batch(hidden, weight, log_probs, old, target_ids, mask, torch.tensor([1.0, -0.5]), cu_seqlens)
+    tensors = Batch(*(x.to(DEVICE) for x in tensors))
+    for x in tensors[:3]:
         x.requires_grad_()
-    return made
+    return tensors
 
 
 def plain_log_probs(hidden: Tensor, weight: Tensor, target_ids: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def ours(b: Batch, packed: bool = False, **options: Any) -> Tensor:
         return gspo_fused_loss(
             b.hidden.flatten(0, 1), b.weight, b.target_ids.flatten(), b.advantages, mask=b.mask.flatten(),
             cu_seqlens=b.cu_seqlens, old_log_probs=b.old.flatten(), **options,
-        ).loss  # fmt: skip
+        ).loss  # fmt: skip  # lines by subject
     return gspo_fused_loss(
         b.hidden, b.weight, b.target_ids, b.advantages, mask=b.mask, old_log_probs=b.old, **options
     ).loss
@@ -222,7 +222,7 @@ def parts(repeats: int) -> Record:
         "backend, backward": [(kernels, "head_backward")],
         "outputs and metrics": [(fused, "loss_output"), (fused, "work_metrics")],
     }
-    found: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     b = batch()
     with ExitStack() as stack:
         for part, functions in places.items():
@@ -235,13 +235,13 @@ def parts(repeats: int) -> Record:
             backward(forward(b), (b.hidden, b.weight))
             if turn >= 10:  # the first ones warm up
                 operator = spent.pop("operator") - spent["backend, forward"]
-                whole = spent.pop("forward") - operator - sum(v for k, v in spent.items() if "backward" not in k)
+                outside = spent.pop("forward") - operator - sum(v for k, v in spent.items() if "backward" not in k)
                 spent["operator and autograd, forward"] = operator
-                spent["the rest of the forward"] = whole
+                spent["the rest of the forward"] = outside
                 spent["operator and autograd, backward"] = spent.pop("backward") - spent["backend, backward"]
                 for part, seconds in spent.items():
-                    found[part].append(seconds)
-    return {part: measure.spread(x) for part, x in sorted(found.items())}
+                    times[part].append(seconds)
+    return {part: measure.spread(x) for part, x in sorted(times.items())}
 
 
 def imports(rounds: int) -> Record:
@@ -251,12 +251,12 @@ def imports(rounds: int) -> Record:
     names = [name for name in names if name not in packages or measure.version(packages[name])]
     modules = {"gspo_kernels": "gspo_kernels.fused_loss"}  # the package alone imports nothing
     code = "import time, torch; start = time.process_time(); import {}; print(time.process_time() - start)"
-    found: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     for turn in range(rounds):
         print(f"imports, {turn + 1} of {rounds}", flush=True)
         for name in names:
-            found[name].append(float(_python(code.format(modules.get(name, name))).splitlines()[-1]))
-    return {name: measure.spread(x) for name, x in found.items()}
+            times[name].append(float(_python(code.format(modules.get(name, name))).splitlines()[-1]))
+    return {name: measure.spread(x) for name, x in times.items()}
 
 
 def commands(rounds: int) -> Record:
@@ -267,8 +267,8 @@ def commands(rounds: int) -> Record:
         "python -c 'import torch, gspo_kernels'": partial(_python, "import torch, gspo_kernels.fused_loss"),
     }
     print(f"commands, {rounds} times each", flush=True)
-    found = measure.interleaved(runs, rounds, torch.device("cpu"))
-    return {name: measure.spread(x) for name, x in found.items()}
+    times = measure.interleaved(runs, rounds, torch.device("cpu"))
+    return {name: measure.spread(x) for name, x in times.items()}
 
 
 def _python(code: str, *arguments: str) -> str:
@@ -289,7 +289,7 @@ def main() -> None:
     results = {
         "shape": shape, "calls": records, "absent": absent, "parts of a call": parts(repeats),
         "import after torch, processor time": imports(rounds), "commands, wall time": commands(rounds),
-    }  # fmt: skip
+    }  # fmt: skip  # lines by subject
     for r in records:
         print(f"{r['what']:28}{r['candidate']:30}{r['seconds'] * 1e6:9.0f} us{r['ratio']:8.2f} x plain")
     for part, r in results["parts of a call"].items():

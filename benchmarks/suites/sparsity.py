@@ -63,21 +63,27 @@ def ours(w: Workload, old: Old, budget: float) -> tuple[dict[str, Tensor], Tenso
     """Metrics and gradients."""
     hidden, weight = w.hidden.detach().requires_grad_(), w.weight.detach().requires_grad_()
     out = gspo_fused_loss(
-        hidden, weight, w.target_ids, w.advantages, old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs,
-        objective=w.objective, gradient_budget=budget,
-    )  # fmt: skip
+        hidden,
+        weight,
+        w.target_ids,
+        w.advantages,
+        old_log_probs=old.log_probs,
+        ref_log_probs=old.ref_log_probs,
+        objective=w.objective,
+        gradient_budget=budget,
+    )
     d_hidden, d_weight = torch.autograd.grad(out.loss, (hidden, weight))
     return out.metrics, d_hidden, d_weight
 
 
-def passes(rows: int, case: str, made: dict[str, Any], budgets: tuple[float, ...], sizes: Record) -> list[Record]:
+def passes(rows: int, case: str, options: dict[str, Any], budgets: tuple[float, ...], sizes: Record) -> list[Record]:
     """A record per budget; errors are relative to the exact gradients, norm over norm."""
     with _cells_of_kernels() if case.startswith("cells") else nullcontext():
-        w = make(rows, **made, **sizes)
+        w = make(rows, **options, **sizes)
         old = ALL["ours"].old(w)
         about_policy = peaked.entropy_quantiles(w.entropy.flatten())
-        found = by_budget(lambda budget: ours(w, old, budget), budgets, case)
-    return [{"case": case, **record, **about_policy} for record in found]
+        records = by_budget(lambda budget: ours(w, old, budget), budgets, case)
+    return [{"case": case, **record, **about_policy} for record in records]
 
 
 def by_budget(
@@ -87,7 +93,7 @@ def by_budget(
 
     `run`: budget -> metrics and both gradients. `name`: of what is run, for the line that tells of each.
     """
-    found: list[Record] = []
+    records: list[Record] = []
     exact: tuple[Tensor, Tensor] | None = None
     for budget in budgets:
         metrics, *gradients = run(budget)
@@ -95,9 +101,9 @@ def by_budget(
         errors = [((g - e).norm() / e.norm()).item() for g, e in zip(gradients, exact, strict=True)]
         names = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
         record: Record = {"budget": budget, **{k: metrics[k].item() for k in names}}
-        found.append(record | {"d_hidden error": errors[0], "d_weight error": errors[1]})
-        print(name, {k: float(f"{v:.4g}") for k, v in found[-1].items()}, flush=True)
-    return found
+        records.append(record | {"d_hidden error": errors[0], "d_weight error": errors[1]})
+        print(name, {k: float(f"{v:.4g}") for k, v in records[-1].items()}, flush=True)
+    return records
 
 
 @contextmanager
@@ -128,13 +134,17 @@ def times(rows: int, rounds: int, sizes: Record) -> Record:
     for zero in (0, 2, 4, 6):
         shares.append({"zero share": zero / 8, **_times(make(rows, 8, zero=zero, clipped=0, **sizes), two, rounds)})
     for share in (0.1, 0.5, 0.8):
-        some = make(rows, **TIMED, sure=share, **sizes)
-        sure.append({"mean entropy": some.entropy.mean().item(), **_times(some, two, rounds)})
+        timed = make(rows, **TIMED, sure=share, **sizes)
+        sure.append({"mean entropy": timed.entropy.mean().item(), **_times(timed, two, rounds)})
     return {
-        "rows": rows, "sequences": TIMED, "by budget": by_budget, "peak bytes": memory, "by zero share": shares,
+        "rows": rows,
+        "sequences": TIMED,
+        "by budget": by_budget,
+        "peak bytes": memory,
+        "by zero share": shares,
         "by entropy": sure,
         "choosing cells over budget 1e-3": _choosing(w) / by_budget["budget 0.001"]["seconds"],
-    }  # fmt: skip
+    }
 
 
 def _candidate(name: str) -> Candidate:
@@ -144,13 +154,15 @@ def _candidate(name: str) -> Candidate:
 def _times(w: Workload, names: Sequence[str], rounds: int) -> Record:
     """No times of wrong gradients: a fault of ours is none to be reported as a result."""
     chosen, old = [NAIVE, *map(_candidate, names)], ALL["ours"].old(w)
-    olds = {one.name: old for one in chosen} | {NAIVE.name: NAIVE.old(w)}
-    records: dict[str, Record] = {one.name: {"name": one.name, "against": one.against} for one in chosen}
+    olds = {candidate.name: old for candidate in chosen} | {NAIVE.name: NAIVE.old(w)}
+    records: dict[str, Record] = {
+        candidate.name: {"name": candidate.name, "against": candidate.against} for candidate in chosen
+    }
     bench.check(w, chosen, olds, records, say, w)
     for name, record in records.items():
         for why in record.keys() & bench.OUT:
             raise RuntimeError(f"{name}: {why} gradients, {record[why]}")
-    runs = {one.name: partial(one.step, w, olds[one.name]) for one in chosen}
+    runs = {candidate.name: partial(candidate.step, w, olds[candidate.name]) for candidate in chosen}
     taken = interleaved(runs, rounds, torch.device("cpu"), say)
     return {name: spread(s) | {"over_naive": over(s, taken[NAIVE.name])} for name, s in taken.items()}
 
@@ -161,9 +173,9 @@ def _choosing(w: Workload) -> float:
 
     def measured(*args: Any) -> Any:
         start = time.perf_counter()
-        found = choose(*args)
+        chosen = choose(*args)
         taken.append(time.perf_counter() - start)
-        return found
+        return chosen
 
     ops.choose = measured
     try:
@@ -176,11 +188,11 @@ def _choosing(w: Workload) -> float:
 
 def memory_of(name: str, rows: int, sizes: Record) -> int:
     """Peak bytes beyond the inputs, for a process of its own."""
-    one, small = _candidate(name), make(64, width=64, vocab=1000, **TIMED)
-    one.step(small, one.old(small))  # libraries allocate at their first call
+    candidate, small = _candidate(name), make(64, width=64, vocab=1000, **TIMED)
+    candidate.step(small, candidate.old(small))  # libraries allocate at their first call
     w = make(rows, **TIMED, **sizes)
-    old = one.old(w)
-    return peak_bytes(lambda: one.step(w, old), torch.device("cpu"))
+    old = candidate.old(w)
+    return peak_bytes(lambda: candidate.step(w, old), torch.device("cpu"))
 
 
 def main() -> None:
@@ -192,19 +204,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=5, help="of --time (default 5)")
     parser.add_argument("--tiny", action="store_true", help="a trial with small shapes")
     parser.add_argument("--output", type=Path, help=OUTPUT)
-    given = parser.parse_args()
-    both = not (given.passes or given.time)
+    options = parser.parse_args()
+    both = not (options.passes or options.time)
     device = torch.device("cpu")
-    output = destination("sparsity", device, given.output, given.tiny)
-    rows, timed_rows, rounds, sizes = 2048, 1024, given.rounds, {}
-    if given.tiny:
+    output = destination("sparsity", device, options.output, options.tiny)
+    rows, timed_rows, rounds, sizes = 2048, 1024, options.rounds, {}
+    if options.tiny:
         rows, timed_rows, rounds, sizes = 256, 64, 1, {"width": 64, "vocab": 2000}
     head = {"width": WIDTH, "vocab": VOCAB, **sizes}
-    if given.passes or both:
-        found = {
-            sweep: [r for case, made in cases.items() for r in passes(rows, case, made, budgets, sizes)]
+    if options.passes or both:
+        results = {
+            sweep: [r for case, case_options in cases.items() for r in passes(rows, case, case_options, budgets, sizes)]
             for sweep, (cases, budgets) in SWEEPS.items()
         }
-        print(save_part("sparsity", device, "passes", {**head, "rows": rows, **found}, output))
-    if given.time or both:
+        print(save_part("sparsity", device, "passes", {**head, "rows": rows, **results}, output))
+    if options.time or both:
         print(save_part("sparsity", device, "time", {**head, **times(timed_rows, rounds, sizes)}, output))

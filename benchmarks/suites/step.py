@@ -76,14 +76,14 @@ def say(what: str) -> None:
 
 def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Record]:
     """One comparison after the other, each told on its own line."""
-    found = []
+    points = []
     for spec in specs:
         print(
             f"{spec.scenario}, {spec.dtype}, {spec.tokens} tokens, H = {spec.head.width}, V = {spec.head.vocab}",
             flush=True,
         )
-        found.append(bench.compare(spec, chosen, rounds, say))
-    return found
+        points.append(bench.compare(spec, chosen, rounds, say))
+    return points
 
 
 def main() -> None:
@@ -96,27 +96,29 @@ def main() -> None:
     parser.add_argument("--tokens", type=told(bench.tokens_of), nargs="+", help="timed")
     parser.add_argument("--memory-tokens", type=told(bench.tokens_of), nargs="+", help="measured for memory alone")
     arguments(parser)
-    given = parser.parse_args()
-    chosen, device = chosen_by(parser, given.against), given.device
+    options = parser.parse_args()
+    chosen, device = chosen_by(parser, options.against), options.device
     on_gpu = device.type == "cuda"
     default = ON_GPU if on_gpu else ON_CPU
-    model, tokens, memory_tokens, rounds = (getattr(given, name) or default[name] for name in default)
-    dtype = given.dtype or ("bfloat16" if on_gpu else "float32")
+    model, tokens, memory_tokens, rounds = (getattr(options, name) or default[name] for name in default)
+    dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
     head = MODELS[model]
-    if given.tiny:
+    if options.tiny:
         model, head, tokens, memory_tokens, rounds = "tiny", head._replace(width=64, vocab=2000), [128, 256], [512], 2
-    both, output = not (given.time or given.memory), destination("step", device, given.output, given.tiny)
-    kept = {part: one["model"] for part, one in results_in(output).items() if not (both or getattr(given, part))}
+    both, output = not (options.time or options.memory), destination("step", device, options.output, options.tiny)
+    kept = {
+        part: measured["model"] for part, measured in results_in(output).items() if not (both or getattr(options, part))
+    }
     if other := {part: of for part, of in kept.items() if of != model}:
         parser.error(f"--output: {output} would keep {other} beside {model}: expected a file of its own")
-    if given.time or both:
+    if options.time or both:
         specs = [Spec(head, count, "rl-like", dtype, str(device)) for count in tokens]
         specs += [Spec(head, max(tokens), scenario, dtype, str(device)) for scenario in ("dense", "long")]
         if not on_gpu and dtype == "float32":
             specs.append(Spec(head, max(tokens), "rl-like", "bfloat16", str(device)))
         runs = sweep(specs, chosen, rounds)
         print(save_part("step", device, "time", {"model": model, "runs": runs}, output))
-    if given.memory or both:
+    if options.memory or both:
         points = []
         for count in memory_tokens:
             try:

@@ -29,9 +29,15 @@ from .step import arguments, chosen_by, say, told
 
 PARTS = ("body forward", "loss", "body backward", "optimizer")
 QWEN25_05B: dict[str, Any] = dict(
-    vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-    num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32_768,
-)  # fmt: skip
+    vocab_size=151_936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    max_position_embeddings=32_768,
+)
 TINY = QWEN25_05B | dict(vocab_size=2000, hidden_size=56, intermediate_size=64, num_hidden_layers=2)
 SEQUENCES, ZERO, CLIPPED = 8, 2, 1  # of zero advantage, beyond the clip
 
@@ -53,8 +59,8 @@ class Step:
         with torch.no_grad():
             hidden = self.hidden()
         flat, ids = hidden.flatten(0, 1), self.ids.flatten()
-        made = Policy(flat, self.weight, ids, torch.zeros(len(flat), device=self.device))
-        return workloads.batch(made, SEQUENCES, ZERO, CLIPPED, hidden.dtype)
+        policy = Policy(flat, self.weight, ids, torch.zeros(len(flat), device=self.device))
+        return workloads.batch(policy, SEQUENCES, ZERO, CLIPPED, hidden.dtype)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -63,7 +69,7 @@ class Step:
     def hidden(self) -> torch.Tensor:
         return self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state
 
-    def run(self, one: Candidate, old: Old) -> dict[str, float]:
+    def run(self, candidate: Candidate, old: Old) -> dict[str, float]:
         """Seconds of every part."""
         taken: dict[str, float] = {}
 
@@ -76,7 +82,7 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         hidden = timed("body forward", self.hidden)
         leaf = hidden.detach().requires_grad_()
-        timed("loss", lambda: one.loss(self.w, old, leaf, self.weight).backward())
+        timed("loss", lambda: candidate.loss(self.w, old, leaf, self.weight).backward())
         timed("body backward", lambda: hidden.backward(leaf.grad))
         timed("optimizer", self.optimizer.step)
         return taken
@@ -92,24 +98,26 @@ def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
     seconds of one whose gradients are wrong."""
     w = step.w
     head = Head(w.hidden.shape[-1], len(w.weight))
-    present = [one for one in chosen if not one.absent(head, w.hidden.dtype, step.device)]
-    records: dict[str, Record] = {one.name: {"name": one.name, "against": one.against} for one in present}
-    olds = {one.name: one.old(w) for one in present}
+    present = [candidate for candidate in chosen if not candidate.absent(head, w.hidden.dtype, step.device)]
+    records: dict[str, Record] = {
+        candidate.name: {"name": candidate.name, "against": candidate.against} for candidate in present
+    }
+    olds = {candidate.name: candidate.old(w) for candidate in present}
     bench.check(w, present, olds, records, say, w)
-    right = [one for one in present if not records[one.name].keys() & bench.OUT]
-    taken: dict[str, list[dict[str, float]]] = {one.name: [] for one in right}
-    for turn, one in turns(right, rounds):
-        say(f"{'warm-up' if turn == 0 else f'round {turn}'}: {one.name}")
-        parts = step.run(one, olds[one.name])
+    right = [candidate for candidate in present if not records[candidate.name].keys() & bench.OUT]
+    taken: dict[str, list[dict[str, float]]] = {candidate.name: [] for candidate in right}
+    for turn, candidate in turns(right, rounds):
+        say(f"{'warm-up' if turn == 0 else f'round {turn}'}: {candidate.name}")
+        parts = step.run(candidate, olds[candidate.name])
         if turn:
-            taken[one.name].append(parts)
-    whole = {name: [sum(parts.values()) for parts in runs] for name, runs in taken.items()}
+            taken[candidate.name].append(parts)
+    step_seconds = {name: [sum(parts.values()) for parts in runs] for name, runs in taken.items()}
     for name, runs in taken.items():
         parts = {part: spread([run[part] for run in runs]) for part in PARTS}
-        shares = [run["loss"] / seconds for run, seconds in zip(runs, whole[name], strict=True)]
-        records[name] |= {**spread(whole[name]), "parts": parts, "loss share": statistics.median(shares)}
-        if bench.NAIVE in whole:
-            records[name]["over_naive"] = over(whole[name], whole[bench.NAIVE])
+        shares = [run["loss"] / seconds for run, seconds in zip(runs, step_seconds[name], strict=True)]
+        records[name] |= {**spread(step_seconds[name]), "parts": parts, "loss share": statistics.median(shares)}
+        if bench.NAIVE in step_seconds:
+            records[name]["over_naive"] = over(step_seconds[name], step_seconds[bench.NAIVE])
     return list(records.values())
 
 
@@ -119,19 +127,19 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=told(bench.tokens_of), help="of the batch")
     arguments(parser)
-    given = parser.parse_args()
-    device = given.device
+    options = parser.parse_args()
+    device = options.device
     on_gpu = device.type == "cuda"
-    tokens, rounds = given.tokens or (16_384 if on_gpu else 1024), given.rounds or (10 if on_gpu else 5)
-    config, output = QWEN25_05B, destination("trainer", device, given.output, given.tiny)
-    if given.tiny:
+    tokens, rounds = options.tokens or (16_384 if on_gpu else 1024), options.rounds or (10 if on_gpu else 5)
+    config, output = QWEN25_05B, destination("trainer", device, options.output, options.tiny)
+    if options.tiny:
         config, tokens, rounds = TINY, 64, 1
     chosen = [
-        one
-        for one in chosen_by(parser, given.against)
-        if not one.per_token and not one.budget and one.against != "compile"
+        candidate
+        for candidate in chosen_by(parser, options.against)
+        if not candidate.per_token and not candidate.budget and candidate.against != "compile"
     ]
-    step = Step(config, tokens, device, getattr(torch, given.dtype or ("bfloat16" if on_gpu else "float32")))
+    step = Step(config, tokens, device, getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32")))
     parameters = sum(p.numel() for p in step.model.parameters())
     results = {"model": "Qwen2.5-0.5B" if config is QWEN25_05B else "tiny", "parameters": parameters}
     results |= {

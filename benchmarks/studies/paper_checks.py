@@ -40,11 +40,10 @@ def claim(where: str, says: str, measured: str, verdict: str, numbers: Record) -
 
 
 def equality(tiny: bool) -> Record:
-    numbers: Record = {APART: [
-        {"token weights": weighted, "dtype": str(dtype).removeprefix("torch."),
-         **samples.presets_apart(weighted, dtype)}
-        for weighted in (False, True) for dtype in (torch.float64, torch.float32)
-    ]}  # fmt: skip  # lines by subject
+    numbers: Record = {APART: []}
+    for weighted, dtype in itertools.product((False, True), (torch.float64, torch.float32)):
+        apart = samples.presets_apart(weighted, dtype)
+        numbers[APART].append({"token weights": weighted, "dtype": str(dtype).removeprefix("torch."), **apart})
     rng = torch.Generator().manual_seed(1)
     advantages = signs(32) * torch.linspace(0.5, 1.5, 32)
     log_ratio = 0.02 * torch.randn(32, 16, generator=rng, dtype=torch.float64)

@@ -1,0 +1,35 @@
+"""CI and the commit hooks run what the Makefile and pyproject.toml say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parent.parent.parent
+PROJECT = (ROOT / "pyproject.toml").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+
+
+def test_the_hooks_take_the_pinned_linter() -> None:
+    (pin,) = re.findall(r'"(ruff==[\d.]+)"', PROJECT)
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    pins = {hook["id"]: hook["additional_dependencies"] for hook in local["hooks"] if hook["id"].startswith("ruff")}
+    assert pins == {"ruff-check": [pin], "ruff-format": [pin]}
+
+
+def test_ci_runs_targets_of_the_makefile() -> None:
+    commands = [step["run"] for job in JOBS.values() for step in job["steps"] if "run" in step]
+    targets = [command.split()[1] for command in commands if command.startswith("make ")]
+    assert targets == ["lint", "fast", "test", "test-trainers", "gate-${{", ".venv/ready"]
+    for target in targets:
+        assert re.search(rf"^{re.escape(target.replace('${{', '%'))}:", MAKEFILE, re.MULTILINE), target
+    assert [command for command in commands if not command.startswith("make ")] == [".venv/bin/python -m pytest -m gpu"]
+    assert "inputs.gpu" in JOBS["gpu"]["if"]
+
+
+def test_ci_covers_every_python_that_is_promised() -> None:
+    promised = re.findall(r"Programming Language :: Python :: (3\.\d+)", PROJECT)
+    assert JOBS["full"]["strategy"]["matrix"]["python"] == promised

@@ -1,16 +1,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := python -m pytest -n auto
+PYTEST := python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test fast lint test-trainers gate
+.PHONY: demo test quick lint test-trainers gate
 demo: .venv/ready
 	$(BIN)/gspo train
 
 test: lint
 	$(BIN)/$(PYTEST) --ignore tests/trainers
 
-fast: lint
-	$(BIN)/$(PYTEST) --ignore tests/trainers -m "not slow"
+quick: .venv/ready
+	$(BIN)/$(PYTEST) --quick tests/math tests/api tests/backends
 
 lint: .venv/ready build/typing
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright

@@ -57,16 +57,23 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="of each test and backend only the first and the last case")
+    parser.addoption("--quick", action="store_true", help="no slow test, two cases of a test per backend, 10 examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        settings.load_profile("quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --quick, keep the first and the last case of each test and backend, and no slow test."""
     if not config.getoption("--quick"):
         return
     cases: dict[tuple[str, object], list[pytest.Item]] = {}
     for item in items:
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        cases.setdefault((item.nodeid.partition("[")[0], parameters.get("backend")), []).append(item)
+        if item.get_closest_marker("slow") is None:
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            cases.setdefault((item.nodeid.partition("[")[0], parameters.get("backend")), []).append(item)
     kept = {id(item) for group in cases.values() for item in (group[0], group[-1])}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]

@@ -58,6 +58,7 @@ def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 # Where everything is right
 
 
+@pytest.mark.slow
 def test_all_is_well_here_and_the_json_says_so() -> None:
     code, found = run_json()
     assert code == 0 and found["ok"] is True
@@ -75,6 +76,7 @@ def test_all_is_well_here_and_the_json_says_so() -> None:
         assert 0 < one["error_ratio"] == max(one["ratios"].values()) <= 1
 
 
+@pytest.mark.slow
 def test_the_text_says_the_same() -> None:
     code, out = run()
     assert code == 0
@@ -206,6 +208,7 @@ def test_what_is_not_finite_is_wrong_and_the_json_stays_json(monkeypatch: pytest
     assert code == 1 and "torch on cpu in float32: not finite: d_weight" in out
 
 
+@pytest.mark.slow
 def test_a_crash_is_reported_and_the_rest_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: Any) -> None:
         raise RuntimeError("out of\nluck [/]")
@@ -235,6 +238,7 @@ def test_auto_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 # Where something is absent or broken
 
 
+@pytest.mark.slow
 def test_without_triton_it_works_and_says_so() -> None:
     code, found = run_process(before='sys.modules["triton"] = None')
     assert code == 0 and found["ok"]
@@ -244,6 +248,7 @@ def test_without_triton_it_works_and_says_so() -> None:
     assert [(c["backend"], c["verdict"]) for c in found["checks"] if c["device"] == "cpu"] == [("torch", "ok")] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
 def test_with_a_broken_triton_it_works_and_says_so(error: str, tmp_path: Path) -> None:
     (tmp_path / "triton").mkdir()

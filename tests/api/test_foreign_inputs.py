@@ -132,6 +132,7 @@ with exact_products(torch.device("cpu")):
     assert seen.split() == ["high", "highest", "high"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["trl", "verl"])
 def test_an_adapter_without_its_trainer_names_the_extra(trainer: str) -> None:
     code = f"""

@@ -128,6 +128,7 @@ def small(head: HeadRows) -> HeadRows:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_an_h200_would_run_is_what_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate's host calls, on real numbers under the interpreter: the same kernels, the same block shapes."""
     both_passes, loss, live_cells = cases.both_passes, cases.loss, cases.live_cells

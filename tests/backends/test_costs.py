@@ -92,6 +92,7 @@ def test_launches_do_not_grow_with_the_batch(name: str) -> None:
     assert set(found[0].values()) == {1}
 
 
+@pytest.mark.slow
 def test_bytes_and_compiled_kernels_at_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -170,6 +171,7 @@ def test_one_more_launch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert costs.differences(found, golden) == ["4 x 8 | finish: 2, was 1"]
 
 
+@pytest.mark.slow
 def test_a_kernel_compiled_for_every_batch_is_seen() -> None:
     code = """
 import json

@@ -248,6 +248,7 @@ for architecture in ("sm_80", "sm_90"):
 """
 
 
+@pytest.mark.slow
 def test_a_barrier_stands_before_coefficients_are_read_again() -> None:
     """A token-level ratio is used: with a sequence ratio, the reduction would put a barrier there anyway."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -58,6 +58,7 @@ def head_and_upstream(n: int, v: int, seed: int = 0, **more: Any) -> tuple[HeadR
     return head, kernels.head_forward(head), d
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_many_chunks_and_slabs_are_one(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A workspace that holds a few rows and columns at a time; rows move to their places across chunk boundaries."""
@@ -250,6 +251,7 @@ print(json.dumps({k: len(v) for k, v in found.items()}))
 """
 
 
+@pytest.mark.slow
 def test_few_variants_are_compiled_whatever_the_batch() -> None:
     """100 random batch sizes, temperatures and clip bounds: at most 2 variants per kernel and dtype."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -303,6 +305,7 @@ def test_auto_takes_triton_on_a_gpu_and_torch_on_a_cpu(monkeypatch: pytest.Monke
     assert backends.implementation("torch") is portable
 
 
+@pytest.mark.slow
 def test_triton_on_a_cpu_without_the_interpreter_is_refused_by_name() -> None:
     code = """
 import torch, gspo_kernels

@@ -61,6 +61,7 @@ def test_the_dropped_mass_is_the_one_reported_and_within_the_budget(
         assert_dropped_is_what_is_said(make_sample(seed, lengths=lengths, **shape), budget, "torch")
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(SHAPES, BUDGETS, st.integers(0, 10_000))
 def test_the_same_of_the_triton_kernels(shape: dict[str, Any], budget: float, seed: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.head_rows import head_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -81,6 +82,7 @@ def test_every_tile_is_computed_by_one_thread_alone(monkeypatch: pytest.MonkeyPa
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.slow
 def test_other_threads_keep_their_number() -> None:
     code = """
 import threading, torch
@@ -109,6 +111,38 @@ def test_threads_that_do_not_fit_the_workspace_are_not_used(monkeypatch: pytest.
     small = results(2)
     assert names == {threading.current_thread().name}
     torch.testing.assert_close(small[0], expected[0])
+
+
+def test_copies_of_a_half_precision_head_count_for_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread upcasts its slab of the head: with as much memory, fewer threads fit than for an fp32 head."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "160")
+    rows = torch.arange(4)
+    threads = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        head = head_rows(4, 256, 200_000)
+        head = head._replace(hidden=head.hidden.to(dtype), weight=head.weight.to(dtype))
+        work = portable_tiles.Tiles(head, rows)
+        threads[dtype] = work.threads
+        tile = 4 * work.tile_rows * (4 * work.tile_columns + 256)
+        copies = 0 if dtype == torch.float32 else 2 * 4 * work.tile_columns * 256
+        assert 1 < work.threads * (tile + copies) <= (160 - 16) * 2**20
+    assert threads[torch.bfloat16] != threads[torch.float32]
+
+
+def test_the_error_that_others_stopped_for_is_raised() -> None:
+    sums, waiting = workers.Sums(1, most_kept=0), threading.Event()
+
+    def work(task: int) -> None:
+        if task == 0:
+            waiting.wait(DEADLINE)
+            time.sleep(0.05)  # until the other is inside `add`
+            raise MemoryError("of task 0")
+        waiting.set()
+        sums.add(0, task, lambda: None)  # waits for task 0
+
+    with pytest.raises(MemoryError, match="of task 0"):
+        workers.run(work, range(2), 2, sums)
 
 
 def test_an_error_in_a_thread_is_raised_and_the_threads_go_on() -> None:

@@ -81,7 +81,7 @@ def test_a_signal_saves_the_model_and_says_where(tmp_path: Path, number: int, st
 
 @pytest.mark.parametrize("save", [True, False])
 def test_from_python_an_interrupt_saves_and_propagates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, save: bool
 ) -> None:
     weights: list[torch.Tensor] = []
     update = loop.update
@@ -94,6 +94,8 @@ def test_from_python_an_interrupt_saves_and_propagates(
         return numbers
 
     monkeypatch.setattr(loop, "update", interrupted)
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
         train(small(tmp_path, save=save))

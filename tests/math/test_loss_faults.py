@@ -14,13 +14,14 @@ from helpers.samples import Sample, make_sample, run_fused, run_oracle
 from helpers.tile_choices import assert_dropped_is_what_is_said, choices, small_tiles
 from tolerance import FLOAT64_RELATIVE, LOG_PROB_UNIT_RMS, check
 
-from gspo_kernels import Objective, policy_loss, reference
+from gspo_kernels import Objective, linear_log_probs, policy_loss, reference
 from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import torch as portable
 from gspo_kernels.backends.precision import power_of_two
 from gspo_kernels.backends.rows import HeadRows
 from gspo_kernels.backends.torch import tiles as portable_tiles
+from gspo_kernels.backends.torch.surrogates import kl_and_slope
 
 # -- terms of the loss
 
@@ -200,6 +201,22 @@ def test_the_power_of_two_brings_the_largest_of_both_gradients_near_one() -> Non
     assert power_of_two(small, large, counts) == power_of_two(large, small, counts) == 2.0**-7
     for bad in (torch.inf, torch.nan, 0.0):
         assert power_of_two(torch.full((3,), bad), None, counts) == 1
+
+
+def test_a_gradient_below_the_normal_numbers_is_brought_as_near_as_fp32_can() -> None:
+    assert power_of_two(torch.tensor([1e-42]), None, torch.tensor([True])) == 2.0**126
+
+
+def test_an_infinite_logit_of_the_target_has_no_log_prob(backend: str) -> None:
+    weight, bias = torch.ones(5, 4), torch.tensor([0.0, math.inf, 0.0, 0.0, 0.0])
+    out = linear_log_probs(torch.ones(1, 4), weight, torch.tensor([1]), bias=bias, backend=backend)
+    assert out.log_probs.isnan().all()
+
+
+def test_a_divergence_that_is_no_number_has_no_slope_either() -> None:
+    nan = torch.tensor([math.nan])
+    for estimator in ("k2", "k3", "k3+", "unbiased", "abs"):
+        assert kl_and_slope(nan, nan, estimator)[1].isnan().all(), estimator
 
 
 def test_operands_are_half_where_their_product_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

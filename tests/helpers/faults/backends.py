@@ -108,4 +108,34 @@ FAULTS: dict[str, Fault] = {
         "* 1",
         "loss_faults::test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature",
     ),
+    "power of two beyond fp32": (
+        "backends/precision",
+        ".clamp(-126, 126)",
+        "",
+        "loss_faults::test_a_gradient_below_the_normal_numbers_is_brought_as_near_as_fp32_can",
+    ),
+    "cells counted over rows without a gradient": (
+        "backends/live_tiles",
+        "height = (rows - torch.arange(",
+        "height = (n - torch.arange(",
+        "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
+    ),
+    "a workspace of 0 MiB accepted": (
+        "backends/workspace",
+        "int(text) < 1",
+        "int(text) < 0",
+        "bad_inputs::test_a_bad_workspace_limit_is_named[0]",
+    ),
+    "the adapter's product as autocast likes it": (
+        "backends/adapter",
+        "    with exact_products(x.device):\n        for rows",
+        "    if True:\n        for rows",
+        "heads::test_autocast_leaves_an_fp32_adapter_unrounded[torch]",
+    ),
+    "an explicit choice falls back": (
+        "backends/dispatch",
+        'if backend == "triton" and obstacle:',
+        "if False:",
+        "kernels::test_auto_takes_triton_on_a_gpu_and_torch_on_a_cpu",
+    ),
 }

@@ -265,4 +265,52 @@ FAULTS: dict[str, Fault] = {
         "return Term(-advantages, -advantages, advantages < 0, never)",
         "loss_faults::test_reinforce_clips_nothing[torch]",
     ),
+    "the policy term's default normalizer for KL, in torch": (
+        "backends/torch/sequence",
+        "return _share_of_token(mask, sequence, lengths, aggregation, objective.length_norm, normalizer)",
+        'if normalizer is None:\n        counted = lengths.sum() if objective.aggregation == "token-mean" else (lengths > 0).sum()\n        normalizer = counted.clamp(min=1)\n    return _share_of_token(mask, sequence, lengths, aggregation, objective.length_norm, normalizer)',
+        "parity::test_every_objective_equals_the_oracle_in_float64[torch-padded-k3-token-mean]",
+    ),
+    "empty sequences among the ratios": (
+        "backends/torch/sequence",
+        "log_ratio_counts=mask if by_token else lengths > 0,",
+        "log_ratio_counts=mask if by_token else lengths >= 0,",
+        "loss_faults::test_an_empty_sequence_is_neither_the_least_nor_the_largest_ratio[torch-0.5-sequence]",
+    ),
+    "an infinite logit of the target has a log-prob": (
+        "backends/torch/forward",
+        "torch.where(target_logit == math.inf, math.nan, over)",
+        "over",
+        "loss_faults::test_an_infinite_logit_of_the_target_has_no_log_prob[torch]",
+    ),
+    "entropy gradient of an impossible target": (
+        "backends/torch/backward",
+        "log_p = self.log_probs.clamp(min=LOG_OF_NOTHING)",
+        "log_p = self.log_probs",
+        "edges::test_a_banned_target_has_log_prob_minus_infinity_and_a_finite_gradient[torch]",
+    ),
+    "copies of the head not counted in the workspace": (
+        "backends/torch/tiles",
+        "fit = (workspace_bytes() - _SLAB_BYTES) // (tiles + copies)",
+        "fit = (workspace_bytes() - _SLAB_BYTES) // tiles",
+        "workers::test_copies_of_a_half_precision_head_count_for_the_workspace",
+    ),
+    "no slope of a divergence that is no number": (
+        "backends/torch/surrogates",
+        "torch.where(d.isnan(), d, d.sign())",
+        "d.sign()",
+        "loss_faults::test_a_divergence_that_is_no_number_has_no_slope_either",
+    ),
+    "the failure that others wait for named last": (
+        "backends/torch/workers",
+        "sorted(errors, key=lambda error: isinstance(error, Stopped))",
+        "sorted(errors, key=lambda error: not isinstance(error, Stopped))",
+        "workers::test_the_error_that_others_stopped_for_is_raised",
+    ),
+    "threads leave the caller's inference mode": (
+        "backends/torch/workers",
+        "with torch.inference_mode(inference), torch.no_grad():",
+        "with torch.no_grad():",
+        "workers::test_inference_mode_gives_the_same_bits",
+    ),
 }

@@ -268,7 +268,9 @@ FAULTS: dict[str, Fault] = {
     "the policy term's default normalizer for KL, in torch": (
         "backends/torch/sequence",
         "return _share_of_token(mask, sequence, lengths, aggregation, objective.length_norm, normalizer)",
-        'if normalizer is None:\n        counted = lengths.sum() if objective.aggregation == "token-mean" else (lengths > 0).sum()\n        normalizer = counted.clamp(min=1)\n    return _share_of_token(mask, sequence, lengths, aggregation, objective.length_norm, normalizer)',
+        "if normalizer is None:\n        of_tokens = objective.aggregation == 'token-mean'\n"
+        "        normalizer = (lengths.sum() if of_tokens else (lengths > 0).sum()).clamp(min=1)\n"
+        "    return _share_of_token(mask, sequence, lengths, aggregation, objective.length_norm, normalizer)",
         "parity::test_every_objective_equals_the_oracle_in_float64[torch-padded-k3-token-mean]",
     ),
     "empty sequences among the ratios": (

@@ -35,9 +35,17 @@ def test_every_objective_equals_the_oracle_in_training_dtypes(name: str, dtype: 
     assert_equals_oracle(sample, DTYPES[dtype], backend)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("head", HEADS)
+# Every pair in float64. In other dtypes only rounding differs: every layout with two heads, every head with a layout.
+PAIRS = [
+    (head, layout, dtype)
+    for head in HEADS
+    for layout in LAYOUTS
+    for dtype in DTYPES
+    if dtype == "fp64" or head in ("plain", "all") or layout == "padded"
+]
+
+
+@pytest.mark.parametrize(("head", "layout", "dtype"), PAIRS)
 def test_every_head_and_layout_equals_the_oracle(head: str, layout: str, dtype: str, backend: str) -> None:
     sample = make_sample(5, dtype=DTYPES[dtype], **HEADS[head], **LAYOUTS[layout])
     assert_equals_oracle(sample, DTYPES[dtype], backend)

@@ -300,7 +300,7 @@ def test_a_suite_runs_and_its_figure_is_drawn(suite: str, tmp_path: Path) -> Non
 
     name, *options = suite.split()
     output = tmp_path / f"{name}.json"
-    peers = [] if name == "sparsity" else ["--against", "torch"]
+    peers = {"sparsity": [], "vocab": ["--against", "torch"]}.get(name, ["--against", "naive"])
     command = [
         sys.executable,
         "-m",

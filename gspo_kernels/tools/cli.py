@@ -42,13 +42,13 @@ def gspo(
 
 
 def fail(error: Exception) -> NoReturn:
-    """One line for the user, no traceback."""
+    """Print one line and exit with status 1, without a traceback."""
     typer.echo(f"error: {error}", err=True)
     raise typer.Exit(1)
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """ "0,1,2" -> (0, 1, 2)."""
+    """Parse "0,1,2" as (0, 1, 2)."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -155,10 +155,10 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Say what is installed, which backend runs where and whether its results are right.
+    """Report what is installed, which backend runs where and whether its results are right.
 
-    On every device forward and backward of the fused loss are compared with the oracle in float64. The exit status is 1
-    if a result is wrong or a computation crashes; that Triton or a GPU is absent is said, and is no fault.
+    On every device, forward and backward of the fused loss are compared with the oracle in float64. The exit status is
+    1 if a result is wrong or a computation crashes. A missing Triton or GPU is reported, but is not a fault.
     """
     if compile_ and interpret:
         raise typer.BadParameter("kernels are compiled or interpreted, not both", param_hint="--interpret")
@@ -167,10 +167,10 @@ def doctor(
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # a log need not wrap
-    verdict, ok, found = compile_kernels(architecture, console) if compile_ else diagnose(interpret, console)
+    verdict, ok, details = compile_kernels(architecture, console) if compile_ else diagnose(interpret, console)
     console.print(verdict, style="bold green" if ok else "bold red", markup=False, soft_wrap=True)
     if as_json:
-        typer.echo(json.dumps({"ok": ok, "verdict": verdict, **found}, allow_nan=False))
+        typer.echo(json.dumps({"ok": ok, "verdict": verdict, **details}, allow_nan=False))
     raise typer.Exit(0 if ok else 1)
 
 
@@ -199,10 +199,11 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs of each, in turns.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Measure loss and gradients against what else there is, on this machine.
+    """Measure time and memory of loss and gradients against other implementations, on this machine.
 
-    Everyone gets the same batch and computes the same loss and gradients. First the gradients are compared with
-    float64; of one that is wrong no speed is told. Runs take turns; peak memory is measured in a process of its own.
+    All candidates compute the same loss and gradients of the same batch. First their gradients are compared with
+    float64; candidates whose gradients are wrong are not timed. Timed runs alternate between candidates. Peak memory is
+    measured in a separate process.
     """
     from gspo_kernels.benchmarks import table
     from gspo_kernels.benchmarks.suites import bench as benchmark
@@ -214,19 +215,19 @@ def bench(
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # a log need not wrap
-    aside = redirect_stdout(sys.stderr) if as_json else nullcontext()  # a peer may greet at its import
+    to_stderr = redirect_stdout(sys.stderr) if as_json else nullcontext()  # a candidate may print when imported
     try:
-        with aside, table.progress(console, benchmark.steps(chosen, spec, rounds)) as tick:
-            found = benchmark.run(spec, chosen, rounds, tick)
+        with to_stderr, table.progress(console, benchmark.steps(chosen, spec, rounds)) as tick:
+            results = benchmark.run(spec, chosen, rounds, tick)
     except MemoryError as error:
         fail(error)
-    table.show(found, console)
+    table.show(results, console)
     if as_json:
-        typer.echo(benchmark.as_json(found, spec))
+        typer.echo(benchmark.as_json(results, spec))
 
 
 def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, Any]]:
-    """A verdict, whether it is good, and what was found."""
+    """Run `gspo doctor` and print it. Return the verdict, whether it is good, and the details for JSON."""
     from . import doctor
 
     def say(line: str) -> None:
@@ -234,7 +235,7 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
 
     with console.status("looking around") as status:
         diagnosis = doctor.diagnose(interpret, status.update)
-    say(", ".join(f"{name} {found}" for name, found in diagnosis.versions.items() if found))
+    say(", ".join(f"{name} {release}" for name, release in diagnosis.versions.items() if release))
     for device in diagnosis.devices:
         shapes = f", block shapes of {device.block_shapes}" if device.block_shapes else ""
         auto = f"backend='auto' takes {device.auto or 'nothing'}: {device.why}"
@@ -255,13 +256,13 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
 
 
 def compile_kernels(architectures: list[str] | None, console: Console) -> tuple[str, bool, dict[str, Any]]:
-    """The same of every kernel compiled for GPUs."""
+    """Compile every Triton kernel and print what it needs. Return what `diagnose` returns."""
     try:
         from triton import knobs
 
         from ..backends.triton.tuning import ARCHITECTURES
         from .compile_gate import survey
-    except Exception as error:  # a broken Triton may raise anything
+    except Exception as error:  # a broken Triton may raise any exception
         return f"Nothing can be compiled: {type(error).__name__}: {error}", False, {"rows": []}
     if knobs.runtime.interpret:
         raise typer.BadParameter("TRITON_INTERPRET is set, and interpreted kernels do not compile: unset it")
@@ -278,9 +279,10 @@ def compile_kernels(architectures: list[str] | None, console: Console) -> tuple[
     for row in rows:
         cells = ("-",) * 5
         if row.report:
-            counts = ", ".join(f"{name} {count}" for name, count in row.report.instructions.items() if count)
-            needs = row.report
-            cells = (needs.registers, needs.spilled_bytes, needs.shared_bytes, needs.blocks_per_multiprocessor, counts)
+            report = row.report
+            counts = ", ".join(f"{name} {count}" for name, count in report.instructions.items() if count)
+            sizes = (report.registers, report.spilled_bytes, report.shared_bytes)
+            cells = (*sizes, report.blocks_per_multiprocessor, counts)
         table.add_row(f"{row.architecture} {row.kernel}", row.case, row.config, *map(str, cells))
     console.print(table)
     failed = [row for row in rows if row.faults]
@@ -292,5 +294,5 @@ def compile_kernels(architectures: list[str] | None, console: Console) -> tuple[
         if failed
         else f"Good: all {len(rows)} kernels compile, and none with a matrix product spills."
     )
-    found = [{**row._asdict(), "report": asdict(row.report) if row.report else None} for row in rows]
-    return verdict, not failed, {"rows": found}
+    details = [{**row._asdict(), "report": asdict(row.report) if row.report else None} for row in rows]
+    return verdict, not failed, {"rows": details}

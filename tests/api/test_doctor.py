@@ -21,9 +21,18 @@ from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.backends import torch as portable
 from gspo_kernels.reference import gspo_reference_loss
 from gspo_kernels.tools import compile_gate as ahead_of_time
-from gspo_kernels.tools import doctor
+from gspo_kernels.tools import doctor, doctor_checks
 from gspo_kernels.tools.cli import app
-from gspo_kernels.tools.doctor import CPU, DTYPES, check, decisions, error_ratio, loss_error_ratio, make_batch, outputs
+from gspo_kernels.tools.doctor_checks import (
+    CPU,
+    DTYPES,
+    check,
+    decisions,
+    error_ratio,
+    loss_error_ratio,
+    make_batch,
+    outputs,
+)
 
 # Kernels are interpreted in the process of these tests, so the doctor finds the Triton backend on the CPU by itself.
 
@@ -103,7 +112,7 @@ def test_the_batch_holds_every_decision_clear_of_the_bounds(dtype: str) -> None:
     counts = batch.target_ids != -100
     assert not counts.all()
     bounds = torch.tensor([math.log1p(-3e-4), math.log1p(4e-4)], dtype=torch.float64)
-    for part, keep in zip(difference.split(doctor.LENGTHS), counts.split(doctor.LENGTHS), strict=True):
+    for part, keep in zip(difference.split(doctor_checks.LENGTHS), counts.split(doctor_checks.LENGTHS), strict=True):
         assert (part[keep].mean() - bounds).abs().min() > 5 * decision_band(int(keep.sum()))
 
 
@@ -125,7 +134,7 @@ def test_its_law_is_the_law_of_the_tests(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("truth", [0.0, 0.3, 40.0])
 def test_its_law_of_losses_is_that_of_the_tests(truth: float) -> None:
-    assert doctor.LOSS_PER_ADVANTAGE == LOSS_PER_ADVANTAGE
+    assert doctor_checks.LOSS_PER_ADVANTAGE == LOSS_PER_ADVANTAGE
     loss, advantages = torch.tensor(truth, dtype=torch.float64), torch.tensor([1.0, -3.0])
     limit = LOSS_PER_ADVANTAGE * max(2.0, truth)
     assert loss_error_ratio(loss + 0.9 * limit, loss, advantages) == pytest.approx(0.9, rel=1e-6)
@@ -196,7 +205,7 @@ def test_a_wrong_clip_decision_is_wrong_however_small_the_error(monkeypatch: pyt
 
 @pytest.mark.usefixtures("torch_alone")
 def test_what_is_not_finite_is_wrong_and_the_json_stays_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = wrong_backward(lambda g: g * math.nan if g.shape[0] == doctor.VOCAB else g)
+    broken = wrong_backward(lambda g: g * math.nan if g.shape[0] == doctor_checks.VOCAB else g)
     monkeypatch.setattr(portable, "head_backward", broken)
     code, found = run_json()
     assert code == 1

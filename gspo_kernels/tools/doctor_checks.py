@@ -1,0 +1,179 @@
+"""The checks of `gspo doctor`: the fused loss of one backend on one device against the oracle in float64.
+
+Triton decides at import whether kernels are interpreted. So a process that compiles them checks the interpreted ones in
+a child process, which runs this module.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fused_loss import gspo_fused_loss
+from ..objective import Objective
+from ..reference import gspo_reference_loss, token_log_probs
+
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# The batch: lengths, log-ratios and advantages of packed sequences; the clip window is -3e-4 to 4e-4. The second and
+# the third sequence are clipped, the fifth has an advantage of 0, the fourth and the sixth are outside the window on
+# the side that is not clipped.
+LENGTHS = (24, 18, 31, 13, 22, 25, 17)
+LOG_RATIOS = (1e-4, -6e-4, 8e-4, -6e-4, 0.0, 8e-4, -1e-4)
+ADVANTAGES = (1.2, -0.8, 0.7, 0.9, 0.0, -1.1, 0.6)
+HIDDEN, VOCAB = 72, 601  # not multiples of a tile; more than two tiles of the vocabulary
+
+LOSS_PER_ADVANTAGE = 1e-6  # error of a loss relative to the advantages: terms of both signs nearly cancel in it
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of forward and backward of the fused loss, for one device, backend and dtype of the inputs."""
+
+    device: str
+    backend: str
+    dtype: str
+    verdict: str  # "ok", "wrong" or "crashed"
+    error_ratio: float | None = None  # the largest of `ratios`; at most 1 if all outputs are right
+    ratios: dict[str, float | None] | None = None  # error over allowed error, by output; None if not finite
+    wrong_decisions: int | None = None  # sequences that are clipped here and not in float64, or the other way round
+    message: str = ""
+
+    @property
+    def place(self) -> str:
+        """The backend, device and dtype, for messages."""
+        return f"{self.backend} on {self.device} in {self.dtype}"
+
+
+class Batch(NamedTuple):
+    """Inputs of the fused loss: S packed sequences, N tokens."""
+
+    hidden: Tensor  # [N, HIDDEN]
+    weight: Tensor  # [VOCAB, HIDDEN]
+    target_ids: Tensor  # [N] int64, -100 where masked
+    advantages: Tensor  # [S] fp32
+    old_log_probs: Tensor  # [N] fp32
+    cu_seqlens: Tensor  # [S + 1] int64
+
+    def in_dtype(self, dtype: torch.dtype) -> Batch:
+        """Return the batch with all floating-point tensors in `dtype`."""
+        return Batch(*(x.to(dtype) if x.is_floating_point() else x for x in self))
+
+
+class Outputs(NamedTuple):
+    """The outputs that are compared. The fused loss returns fp32 log-probs and loss for inputs of any dtype."""
+
+    log_probs: Tensor
+    loss: Tensor
+    d_hidden: Tensor
+    d_weight: Tensor
+
+
+def make_batch(dtype: torch.dtype) -> Batch:
+    """Make the batch, with hidden states and weight in `dtype`; the same at every call.
+
+    Log-ratios are so far from the clip bounds that no rounding changes a clip decision.
+    """
+    rng, n = torch.Generator().manual_seed(0), sum(LENGTHS)
+    hidden = torch.randn(n, HIDDEN, generator=rng).to(dtype)
+    weight = (torch.randn(VOCAB, HIDDEN, generator=rng) * 3 / HIDDEN**0.5).to(dtype)
+    target_ids = torch.randint(0, VOCAB, (n,), generator=rng)
+    log_probs, _ = token_log_probs(hidden.double(), weight.double(), target_ids)
+    target_ids[10::17] = -100
+    noise = 0.02 * torch.randn(n, generator=rng, dtype=torch.float64)
+    differences = [  # new minus old log-probs: their mean over a sequence's unmasked tokens is its log-ratio
+        noise_of - noise_of[ids != -100].mean() + log_ratio
+        for noise_of, ids, log_ratio in zip(noise.split(LENGTHS), target_ids.split(LENGTHS), LOG_RATIOS, strict=True)
+    ]
+    old_log_probs = (log_probs - torch.cat(differences)).float()
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
+    return Batch(hidden, weight, target_ids, torch.tensor(ADVANTAGES), old_log_probs, cu_seqlens)
+
+
+def outputs(loss: Callable[..., Any], batch: Batch, **options: Any) -> Outputs:
+    """Run forward and backward of `loss`; return the outputs on the CPU."""
+    hidden, weight = batch.hidden.detach().requires_grad_(), batch.weight.detach().requires_grad_()
+    packing = {"cu_seqlens": batch.cu_seqlens, "old_log_probs": batch.old_log_probs}
+    out = loss(hidden, weight, batch.target_ids, batch.advantages, **packing, objective=Objective(), **options)
+    gradients = torch.autograd.grad(out.loss, (hidden, weight))
+    return Outputs(*(x.detach().cpu() for x in (out.log_probs, out.loss, *gradients)))
+
+
+def decisions(d_hidden: Tensor) -> Tensor:
+    """Return which sequences have a gradient, [S] bool: that of a clipped sequence is exactly 0."""
+    return torch.stack([gradient.any() for gradient in d_hidden.split(LENGTHS)])
+
+
+def error_ratio(ours: Tensor, same_dtype: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    """Return our largest error over the allowed error: 2 (r + eps max|truth|), where r is PyTorch's largest error.
+
+    tests/tolerance.py has the same rule.
+    """
+    r = (same_dtype.double() - truth).abs().max()
+    return ((ours.double() - truth).abs().max() / (2 * (r + torch.finfo(dtype).eps * truth.abs().max()))).item()
+
+
+def loss_error_ratio(ours: Tensor, truth: Tensor, advantages: Tensor) -> float:
+    """Return the error of a loss over the allowed error, by the rule of tests/tolerance.py for losses."""
+    allowed = LOSS_PER_ADVANTAGE * torch.maximum(advantages.double().abs().mean(), truth.abs())
+    return ((ours.double() - truth).abs() / allowed).item()
+
+
+def check(device: torch.device, backend: str, dtype: str) -> Check:
+    """Compare the fused loss with the oracle, which has the same inputs in float64 on the CPU.
+
+    PyTorch's error is that of the oracle in fp32, with gradients rounded to the dtype of the inputs. The oracle in half
+    precision would not do: its clip decisions are wrong, so its error would allow any gradient.
+    """
+    try:
+        batch = make_batch(DTYPES[dtype])
+        ours = outputs(gspo_fused_loss, Batch(*(x.to(device) for x in batch)), backend=backend)
+        truth, plain = (outputs(gspo_reference_loss, batch.in_dtype(d)) for d in (torch.float64, torch.float32))
+        ratios = {"log_probs": error_ratio(ours.log_probs, plain.log_probs, truth.log_probs, torch.float32)}
+        ratios["loss"] = loss_error_ratio(ours.loss, truth.loss, batch.advantages)
+        for name in ("d_hidden", "d_weight"):
+            rounded = getattr(plain, name).to(DTYPES[dtype])
+            ratios[name] = error_ratio(getattr(ours, name), rounded, getattr(truth, name), DTYPES[dtype])
+        wrong = int((decisions(ours.d_hidden) != decisions(truth.d_hidden)).sum())
+    except Exception as error:
+        return Check(str(device), backend, dtype, "crashed", message=one_line(error))
+    infinite = [name for name, x in ratios.items() if not math.isfinite(x)]
+    verdict = "wrong" if wrong or infinite or max(ratios.values()) > 1 else "ok"
+    finite = {name: None if name in infinite else x for name, x in ratios.items()}
+    worst = None if infinite else max(ratios.values())
+    message = f"not finite: {', '.join(infinite)}" if infinite else ""
+    return Check(str(device), backend, dtype, verdict, worst, finite, wrong, message)
+
+
+def one_line(error: Exception) -> str:
+    """Return the type and the text of an exception on one line, cut at 400 characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 400 else text[:400] + ' ...'}"
+
+
+def interpreted_checks() -> list[Check]:
+    """Check the Triton kernels on the CPU in a child process that interprets them."""
+    # The interpreter multiplies with NumPy. With OpenBLAS's AVX2 kernels, rounding depends on a row's position; on GPUs
+    # it does not.
+    environment = {**os.environ, "OPENBLAS_CORETYPE": "Sandybridge", "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-m", __name__], env=environment, capture_output=True, text=True)
+    try:
+        return [Check(**fields) for fields in json.loads(run.stdout.strip().rpartition("\n")[2])]
+    except ValueError:
+        lines = run.stderr.strip().splitlines() or ["it says nothing"]
+        message = f"exit status {run.returncode}: {lines[-1]}"
+        return [Check("cpu", "triton", dtype, "crashed", message=message) for dtype in DTYPES]
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(check(CPU, "triton", dtype)) for dtype in DTYPES]))

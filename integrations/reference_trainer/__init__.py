@@ -1,7 +1,8 @@
-"""A reference trainer for GSPO: the whole loop in plain PyTorch and `transformers`, short enough to read at once.
+"""A reference trainer for GSPO: the complete loop in plain PyTorch and `transformers`, short enough to read at once.
 
-Read `trainer.py` first. `sampling.py` makes its rollouts, `policy.py` its models, `tasks.py` its rewards,
-`report.py` its files, `progress.py` what it prints, `stopping.py` what Ctrl-C does. `gspo train` is its command line.
+Read `trainer.py` first. `config.py` has its options, `policy.py` its models, `tasks.py` its prompts and rewards,
+`sampling.py` its rollouts, `report.py` its files, `progress.py` what it prints, `stopping.py` how Ctrl-C stops it.
+`gspo train` is its command line.
 """
 
 from gspo_kernels.extras import needs

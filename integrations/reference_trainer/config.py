@@ -9,7 +9,7 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used; the message says which argument, what was expected and what came."""
+    """An option or a file cannot be used. The message names it, what was expected and what came."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TrainConfig:
     Sizes are counts of sequences or tokens, clip bounds are distances of the sequence ratio from 1.
     """
 
-    name: str = "demo"  # the run lives in <output>/<name>
+    name: str = "demo"  # the run's files go to <output>/<name>
     output: Path = Path("runs")
     model: str | None = None  # folder or hub id of a checkpoint; None: a tiny random Qwen3
     data: Path | None = None  # jsonl with "prompt" and "answer"; None: the sorting task
@@ -87,31 +87,32 @@ class TrainConfig:
             f"a divisor of the {self.mini_batch_size} answers of an update",
         )
         if (self.model is None) != (self.data is None):
-            given, missing = ("--model", "--data") if self.data is None else ("--data", "--model")
-            raise InputError(f"{given} needs {missing}: a checkpoint and the jsonl file to train it on go together")
+            present, missing = ("--model", "--data") if self.data is None else ("--data", "--model")
+            raise InputError(f"{present} needs {missing}: a checkpoint and the jsonl file to train it on go together")
 
     def _require(self, name: str, satisfied: bool, expected: str) -> None:
+        """Raise an InputError that names the option unless it is `satisfied`."""
         if not satisfied:
             option = name.replace("_", "-")
             raise InputError(f"{name} (--{option}): expected {expected}, got {getattr(self, name)!r}")
 
     @property
     def rollout_size(self) -> int:
-        """Answers sampled per step."""
+        """Number of answers sampled per step."""
         return self.prompts_per_step * self.group_size
 
     @property
     def mini_batch_size(self) -> int:
-        """Answers per optimizer update."""
+        """Number of answers per optimizer update."""
         return self.rollout_size // self.updates_per_rollout
 
     @property
     def folder(self) -> Path:
-        """Where the run's files go."""
+        """The folder of the run's files."""
         return self.output / self.name
 
 
-# What a pretrained model needs otherwise than the demo's random one.
+# Defaults that differ for a pretrained model.
 CHECKPOINT_DEFAULTS: dict[str, Any] = {
     "seeds": (0,),
     "prompts_per_step": 16,
@@ -120,13 +121,16 @@ CHECKPOINT_DEFAULTS: dict[str, Any] = {
 }
 
 
-def train_config(**given: Any) -> TrainConfig:
-    """A TrainConfig from the options that were given (None: not given), over the defaults of the demo or a checkpoint.
+def train_config(**options: Any) -> TrainConfig:
+    """Make a TrainConfig from options, over the defaults of a checkpoint (`model` or `data` is set) or of the demo.
 
-    The demo replaces its own earlier run. It takes one CPU thread: more gain a model this small little, and stall it
-    on a busy machine.
+    An option of None takes its default. The demo replaces its earlier run. It uses one CPU thread: its model is too
+    small to gain from more, and on a busy machine threads wait for each other.
+
+    Raises:
+        InputError: an option has a value that cannot be used, or options do not go together.
     """
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in options.items() if value is not None}
     if "model" in chosen or "data" in chosen:
         name = Path(str(chosen.get("model", "model"))).name
         return TrainConfig(**{"name": name, **CHECKPOINT_DEFAULTS, **chosen})

@@ -1,4 +1,4 @@
-"""What is trained: a causal language model with its tokenizer, tiny and random, or from a checkpoint."""
+"""`Policy`, the model that is trained, with its tokenizer: the demo's tiny random one, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass
 class Policy:
-    """A model and its tokenizer, and what its head does beside the matrix product."""
+    """A model, its tokenizer, and what the model does to its logits."""
 
     model: Any  # a transformers model for causal language modelling
     tokenizer: Any
-    head_options: dict[str, Any]  # what the model does to its logits, for the loss
-    own_generation_config: GenerationConfig  # the checkpoint's, written back on save
-    router_loss_weight: float = 0.0  # of the load-balancing loss of a mixture of experts
+    head_options: dict[str, Any]  # what the model does to its logits: keyword arguments of the loss
+    checkpoint_generation_config: GenerationConfig  # written back on save
+    router_loss_weight: float = 0.0  # multiplies the load-balancing loss of a mixture of experts
 
     @property
     def head(self) -> nn.Module:
-        """The language-model head, [V, H]."""
+        """The language-model head, with a weight [V, H]."""
         return self.model.get_output_embeddings()
 
     @property
@@ -50,17 +50,24 @@ class Policy:
         return self.router_loss_weight != 0
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, first: int) -> Tensor:
-        """[B, width] ids -> [B, width - first, H]: the states that predict the tokens from position `first` on."""
+        """Compute the hidden states that predict the tokens from position `first` on.
+
+        Args:
+            input_ids, attention_mask: [B, width] int64.
+
+        Returns:
+            [B, width - first, H].
+        """
         return self.hidden_states_and_router_loss(input_ids, attention_mask, first)[0]
 
     def hidden_states_and_router_loss(
         self, input_ids: Tensor, attention_mask: Tensor, first: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The hidden states, and the load-balancing loss of the routers over all unmasked tokens.
+        """Compute the hidden states, and the routers' load-balancing loss [] over all unmasked tokens.
 
-        The loss is not yet multiplied by `router_loss_weight`. It is None where it is not counted.
+        The loss is not yet multiplied by `router_loss_weight`. It is None if it is not counted.
         """
-        # Positions count real tokens, so that left padding does not shift a prompt.
+        # Positions count unmasked tokens, so that left padding does not shift a prompt.
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         inputs = dict(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
         if not self.counts_router_loss:
@@ -72,7 +79,7 @@ class Policy:
 
     @property
     def router_note(self) -> str:
-        """Whether the auxiliary loss of a mixture of experts is counted; "" for other models."""
+        """A line that says whether the routers' loss of a mixture of experts is counted; "" for other models."""
         if self.counts_router_loss:
             return f"router auxiliary loss: counted, times router_aux_loss_coef={self.router_loss_weight:g}"
         if hasattr(decoder_config(self.model), "output_router_logits"):
@@ -81,7 +88,7 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Write the model and the tokenizer, to be loaded with `load_policy`."""
-        sampling, self.model.generation_config = self.model.generation_config, self.own_generation_config
+        sampling, self.model.generation_config = self.model.generation_config, self.checkpoint_generation_config
         try:
             self.model.save_pretrained(folder)
         finally:
@@ -90,32 +97,36 @@ class Policy:
 
 
 def make_policy(model: Any, tokenizer: Any) -> Policy:
-    """Check that a model and a tokenizer can be trained with, and set them up for it."""
+    """Check that a model and a tokenizer can be trained, and set them up for it.
+
+    Raises:
+        InputError: answers could not end, nothing is trainable, or `fuse_head` does not support the model.
+    """
     if tokenizer.eos_token_id is None:
         raise InputError("--model: the tokenizer has no end-of-sequence token, so no answer could ever end")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("--model: no parameter is trainable (of a PEFT adapter, merge it into its model first)")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so any id will do
-    # No dropout, not even in training: it would make the ratio of a policy to itself differ from 1.
+    # No dropout, not even in training: with it the ratio of a policy to itself would differ from 1.
     model.eval()
-    own = model.generation_config
-    ends = own.eos_token_id if own.eos_token_id is not None else []
+    checkpoint_config = model.generation_config
+    ends = checkpoint_config.eos_token_id if checkpoint_config.eos_token_id is not None else []
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    # A checkpoint's own top_k, penalties and the like would sample from another distribution than the one trained.
+    # The checkpoint's top_k, penalties and so on would sample from another distribution than the one that is trained.
     model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id)
     router_loss_weight = get_router_loss_weight(model)
     try:
         if router_loss_weight:
-            fuse_head(model)  # allows `with_head`
+            fuse_head(model)  # for `with_head`
         options = dict(logit_options(model))
     except (TypeError, ValueError) as error:
         raise InputError(f"--model: {error}") from error
-    return Policy(model, tokenizer, options, own, router_loss_weight)
+    return Policy(model, tokenizer, options, checkpoint_config, router_loss_weight)
 
 
 def decoder_config(model: Any) -> Any:
-    """The configuration of the language model, also where it is part of a larger one."""
+    """Return the configuration of the language model, also where it is part of a larger model."""
     return model.config.get_text_config(decoder=True)
 
 
@@ -129,8 +140,12 @@ def get_router_loss_weight(model: Any) -> float:
 
 
 def check_head(policy: Policy, backend: str) -> None:
-    """Compare log-probs from hidden states with those of the model's own logits: a head that does something unknown
-    must stop here, not train on wrong numbers."""
+    """Compare log-probs from hidden states with those of the model's own logits.
+
+    Raises:
+        InputError: they differ by more than 1e-2 nats, so that training would use wrong numbers; the loss does not
+            support the model, device and backend; or the routers' loss is counted and the model returns none.
+    """
     vocab_size = decoder_config(policy.model).vocab_size
     ids = torch.arange(8, device=policy.model.device)[None] % vocab_size
     ones = torch.ones_like(ids)
@@ -146,10 +161,10 @@ def check_head(policy: Policy, backend: str) -> None:
         expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         hidden = policy.hidden_states(ids, ones, first=1)
         try:
-            got = linear_log_probs(hidden, policy.head, ids[:, 1:], backend=backend, **policy.head_options).log_probs
+            fused = linear_log_probs(hidden, policy.head, ids[:, 1:], backend=backend, **policy.head_options).log_probs
         except (TypeError, ValueError) as error:
             raise InputError(f"the loss does not take this model, device and backend: {error}") from error
-    difference = (got - expected).abs().max().item()
+    difference = (fused - expected).abs().max().item()
     if not difference <= 1e-2:
         raise InputError(
             f"--model: the logits of {type(policy.model).__name__} are not its head times its hidden states "
@@ -158,18 +173,18 @@ def check_head(policy: Policy, backend: str) -> None:
 
 
 def check_room(policy: Policy, prompts: Iterable[str], max_new_tokens: int) -> None:
-    """The longest prompt and its answer must fit the positions that the model was made for."""
-    room = getattr(decoder_config(policy.model), "max_position_embeddings", None)
+    """Check that the longest prompt and an answer fit the model's positions; raise an InputError if not."""
+    positions = getattr(decoder_config(policy.model), "max_position_embeddings", None)
     longest = max(len(ids) for ids in policy.tokenizer(list(prompts))["input_ids"])
-    if room is not None and longest + max_new_tokens > room:
+    if positions is not None and longest + max_new_tokens > positions:
         raise InputError(
             f"--max-new-tokens {max_new_tokens}: with the longest prompt ({longest} tokens) an answer would pass the "
-            f"model's {room} positions"
+            f"model's {positions} positions"
         )
 
 
 def demo_policy() -> Policy:
-    """A Qwen3 of 76,000 random weights that reads and writes single characters. Nothing is downloaded."""
+    """Make a Qwen3 of 76,000 random weights that reads and writes single characters. Nothing is downloaded."""
     symbols = ["<pad>", "<eos>", "<unk>", *LETTERS, *"sort", " ", ":"]
     vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -196,7 +211,11 @@ def demo_policy() -> Policy:
 
 
 def load_policy(source: str) -> Policy:
-    """A checkpoint from a folder, or from the hub where `source` is an org/name that is no folder here."""
+    """Load a checkpoint in fp32 from a folder, or from the hub if `source` is an org/name and not a folder.
+
+    Raises:
+        InputError: there is none, it cannot be loaded, or `make_policy` refuses it.
+    """
     if not Path(source).expanduser().is_dir():
         if Path(source).expanduser().exists():
             raise InputError(f"--model {source}: expected the folder of a checkpoint, found a file")

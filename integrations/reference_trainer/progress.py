@@ -1,4 +1,4 @@
-"""What a run prints while it trains: a bar per seed on a terminal, elsewhere a line per evaluation."""
+"""Print the progress of a run: a bar per seed on a terminal, elsewhere a line per evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .report import Row, lacks_signal, likely_cause
 
 
 class TrainingProgress:
-    """One bar per seed, with the latest reward, clip fraction and held-out reward; without a terminal, lines."""
+    """One bar per seed with the latest reward, clip fraction and held-out reward, or lines without a terminal."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
@@ -20,7 +20,7 @@ class TrainingProgress:
         self._bar: TaskID | None = None
         self._held_out = 0.0
         self._since_evaluation: list[Row] = []
-        self._without_signal: list[Row] = []  # the latest steps, up to the first with a signal
+        self._without_signal: list[Row] = []  # the latest consecutive steps without one
         self._warned = False
         self._progress = Progress(
             TextColumn("seed {task.fields[seed]}"),
@@ -40,11 +40,11 @@ class TrainingProgress:
         self._progress.stop()
 
     def say(self, line: str, style: str | None = None) -> None:
-        """Print one line at once, above the bar where there is one."""
+        """Print one line at once, above the bar if there is one."""
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def start(self, seed: int, row: Row) -> None:
-        """A seed begins; `row` is its row 0."""
+        """Show that a seed begins; `row` is its row 0 of metrics.jsonl."""
         self._seed, self._held_out = seed, row["eval_reward"]
         self._since_evaluation, self._without_signal, self._warned = [], [], False
         self._bar = self._progress.add_task("", total=self._config.steps, seed=seed, numbers=self._numbers(0, 0))
@@ -52,7 +52,7 @@ class TrainingProgress:
             self.say(self._evaluation(row))
 
     def advance(self, row: Row) -> None:
-        """A step is done."""
+        """Show that a step is done; `row` is its row of metrics.jsonl."""
         assert self._bar is not None
         self._held_out = row.get("eval_reward", self._held_out)
         numbers = self._numbers(row["reward"], row["clip_fraction"])
@@ -65,6 +65,7 @@ class TrainingProgress:
         self._warn_without_signal(row)
 
     def _warn_without_signal(self, row: Row) -> None:
+        """Warn once per seed when `warn_after` steps in a row had no signal."""
         self._without_signal = [*self._without_signal, row] if lacks_signal(row) else []
         steps = len(self._without_signal)
         if steps < self._config.warn_after or self._warned:
@@ -77,7 +78,7 @@ class TrainingProgress:
         )
 
     def _evaluation(self, row: Row) -> str:
-        """The line of an evaluation; what is of training is the mean over the steps since the one before."""
+        """Return the line of an evaluation. Numbers of the training are means over the steps since the previous one."""
         parts = [
             f"seed {self._seed}",
             f"step {row['step']} of {self._config.steps}",

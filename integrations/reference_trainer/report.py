@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl while it trains, curves.png and a table at the end."""
+"""The results of a run: metrics.jsonl while it trains, models, and curves.png and a table at the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 def lacks_signal(row: Row) -> bool:
-    """Whether no group of a step had answers with different rewards, so that every advantage was 0."""
+    """Return whether no group of a step had answers with different rewards, so that every advantage was 0."""
     return row["groups_without_signal"] == 1
 
 
@@ -51,7 +51,7 @@ def likely_cause(rows: list[Row]) -> str:
 
 @dataclass(frozen=True)
 class SeedResult:
-    """One seed's training in a few numbers."""
+    """Summary of one seed's training."""
 
     seed: int
     start_reward: float  # held out, before the first update
@@ -62,7 +62,7 @@ class SeedResult:
 
     @classmethod
     def from_rows(cls, seed: int, rows: list[Row], seconds: float) -> SeedResult:
-        """From one seed's rows of metrics.jsonl, row 0 first."""
+        """Summarise one seed's rows of metrics.jsonl, row 0 first."""
         steps = rows[1:]
         first_half = steps[: (len(steps) + 1) // 2]
         clip_fraction = sum(row["clip_fraction"] for row in first_half) / len(first_half)
@@ -77,7 +77,7 @@ class SeedResult:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A finished run."""
+    """Summary of a finished run."""
 
     results: list[SeedResult]
     folder: Path
@@ -85,7 +85,7 @@ class RunReport:
     note: str  # why there is no plot, or ""
 
     def table(self) -> Table:
-        """One line per seed."""
+        """Return a table with one line per seed."""
         table = Table(title="Held-out reward (greedy answers)")
         for heading in ("seed", "start", "end", "rise", "clip fraction, first half", "seconds"):
             table.add_column(heading, justify="right")
@@ -101,7 +101,7 @@ class RunReport:
         return table
 
     def warnings(self) -> list[str]:
-        """One line per seed that learned nothing from its rewards."""
+        """Return one line per seed that learned nothing from its rewards."""
         return [
             f"WARNING: seed {result.seed} learned nothing from its rewards. In every step, all answers to each prompt "
             f"earned the same reward. {result.no_signal}"
@@ -111,7 +111,7 @@ class RunReport:
 
 
 class RunFolder:
-    """The folder of a run. Every row reaches the disk at once, so a run that is stopped keeps what it measured."""
+    """The folder of a run. Each row is flushed, so that a run that is stopped keeps its metrics."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = config.folder
@@ -132,14 +132,14 @@ class RunFolder:
             self._file.close()
 
     def write(self, seed: int, row: Row) -> None:
-        """Append one step of one seed. What was not measured, as in row 0, is null."""
+        """Append the metrics of one step of one seed. Those that were not measured, as in row 0, are null."""
         file = self._file = self._file or self._open()
         file.write(json.dumps({"seed": seed, "step": row["step"], **dict.fromkeys(STEP_KEYS), **row}) + "\n")
         file.flush()
         self.latest_seed = seed
 
     def save_model(self, policy: Policy, seed: int) -> Path:
-        """Write the model of a seed. Its folder appears when it is complete: a save that is stopped leaves none."""
+        """Write the model of a seed and return its folder, which appears only when it is complete."""
         folder = self.path / f"model-seed{seed}"
         partial = folder.with_name(f"{folder.name}.partial")
         try:
@@ -151,10 +151,13 @@ class RunFolder:
         return folder
 
     def _open(self) -> IO[str]:
-        # At the first row and not before: a run that cannot start must not cost the earlier one.
+        """Make the folder, remove an earlier run, and open metrics.jsonl.
+
+        It is called for the first row: a run that cannot start does not remove the earlier one.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # A plot or model of other numbers would be worse than none.
+            # A plot or a model of the earlier run would not belong to the new metrics.
             (self.path / "curves.png").unlink(missing_ok=True)
             for model in self.path.glob("model-seed*"):
                 shutil.rmtree(model)
@@ -163,7 +166,7 @@ class RunFolder:
             raise InputError(f"output (--output): expected a folder to write to, got {self.path} ({error})") from error
 
     def plot(self) -> tuple[Path | None, str]:
-        """Draw curves.png: its path and "", or None and the reason."""
+        """Draw curves.png. Return its path and "", or None and why there is no plot."""
         try:
             import matplotlib.figure  # noqa: F401
         except ImportError:
@@ -174,7 +177,7 @@ class RunFolder:
 
 
 def read_rows(metrics: Path) -> list[Row]:
-    """The rows of a metrics.jsonl."""
+    """Return the rows of a metrics.jsonl."""
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 
@@ -182,12 +185,12 @@ SMOOTHING = 10  # steps
 
 
 def running_mean(values: list[float], width: int) -> list[float]:
-    """The mean of each value and up to width - 1 before it."""
-    return [sum(part) / len(part) for part in (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))]
+    """Return the mean of each value and up to width - 1 values before it."""
+    return [sum(window) / len(window) for window in (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))]
 
 
 def plot_curves(rows: list[Row], path: Path) -> None:
-    """Reward, clip fraction and entropy over the steps, one colour per seed."""
+    """Plot reward, clip fraction and entropy over the steps, one colour per seed."""
     from matplotlib.figure import Figure  # not pyplot: no window, no global state
 
     figure = Figure(figsize=(12, 3.8), layout="constrained")

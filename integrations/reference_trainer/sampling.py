@@ -1,4 +1,4 @@
-"""Rollouts: prompts in, padded answers out, with a mask of the tokens that count."""
+"""Sample rollouts: padded answers to prompts, with a mask of their tokens."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Rollout:
 
     @property
     def answer_ids(self) -> Tensor:
-        """[B, T] int64."""
+        """The answers, [B, T] int64."""
         return self.input_ids[:, self.prompt_width :]
 
     @property
     def answer_mask(self) -> Tensor:
-        """[B, T] bool: the answer up to and including its first end-of-sequence token."""
+        """True up to and including an answer's first end-of-sequence token, [B, T] bool."""
         return self.attention_mask[:, self.prompt_width :].bool()
 
     def rows(self, start: int, stop: int) -> Rollout:
-        """Some of the answers, at the same padded width."""
+        """Return the answers from `start` to before `stop`, at the same padded width."""
         return Rollout(
             self.input_ids[start:stop],
             self.attention_mask[start:stop],
@@ -49,7 +49,7 @@ def sample(
     max_new_tokens: int,
     temperature: float | None,
 ) -> Rollout:
-    """`group_size` answers to each prompt, next to each other; the most probable one where temperature is None.
+    """Sample `group_size` answers to each prompt, next to each other. A temperature of None means greedy answers.
 
     An answer that reaches max_new_tokens is cut there and has no end-of-sequence token.
     """
@@ -57,33 +57,33 @@ def sample(
     prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
     prompt_mask = prompt_mask.repeat_interleave(group_size, dim=0)
     if temperature is None:
-        how = {"do_sample": False}
+        sampling = {"do_sample": False}
     else:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     if policy.counts_router_loss:
-        how["output_router_logits"] = False  # the routers' loss needs all positions, a cached step has one
-    input_ids = policy.model.generate(prompt_ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, **how)
+        sampling["output_router_logits"] = False  # the routers' loss needs all positions, a cached step has one
+    input_ids = policy.model.generate(prompt_ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, **sampling)
     answers = input_ids[:, prompt_ids.shape[1] :]
     ends = torch.tensor(policy.model.generation_config.eos_token_id, device=answers.device)
     is_end = torch.isin(answers, ends)
     ended_before = is_end.cumsum(-1) - is_end.long()
     mask = torch.cat([prompt_mask, (ended_before == 0).long()], dim=1)
-    # Special tokens stay in the text: a reward that cannot see them teaches the model to fill up with them.
+    # Special tokens stay in the text: a model would learn to pad its answers with tokens that the reward cannot see.
     before_end = (ended_before == 0) & ~is_end
-    kept = [row[keep].tolist() for row, keep in zip(answers, before_end, strict=True)]
-    texts = policy.tokenizer.batch_decode(kept, skip_special_tokens=False)
+    answer_ids = [row[keep].tolist() for row, keep in zip(answers, before_end, strict=True)]
+    texts = policy.tokenizer.batch_decode(answer_ids, skip_special_tokens=False)
     return Rollout(input_ids, mask, prompt_ids.shape[1], texts)
 
 
 def encode(policy: Policy, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Prompts as ids and attention mask, [B, P] each, padded on the left; as chats if the tokenizer has a template."""
+    """Encode prompts as ids and attention mask, [B, P] int64, left-padded; as chats if the tokenizer has a template."""
     tokenizer = policy.tokenizer
     texts = list(prompts)
     is_chat = tokenizer.chat_template is not None
     if is_chat:
         chats = [[{"role": "user", "content": text}] for text in texts]
         texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    # A chat template writes the special tokens itself.
+    # A chat template adds the special tokens itself.
     encoded = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=not is_chat, return_tensors="pt")
     device = policy.model.device
     return encoded["input_ids"].to(device), encoded["attention_mask"].to(device)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training: stop soon, but never halfway through an optimizer step."""
+"""Stop on Ctrl-C and SIGTERM while training, but never halfway through an optimizer step."""
 
 from __future__ import annotations
 

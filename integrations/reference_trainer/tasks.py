@@ -1,7 +1,7 @@
-"""What is trained on: prompts with known answers, and a reward that a program can check.
+"""Tasks: prompts with known answers, and a reward that a program can compute.
 
 Two tasks: `sorting_task`, which a random model can learn from rewards alone, and `jsonl_task`, the user's own file.
-Training and held-out prompts never overlap; a Task that breaks this cannot be made.
+Training and held-out prompts never overlap: a Task with a shared prompt is a ValueError.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from .config import InputError
 
 LETTERS = "abcdef"
-SPLIT_SEED = 0  # the split is part of the task, whatever the seed of the run: all are measured on the same prompts
+SPLIT_SEED = 0  # part of the task: runs with any seed are evaluated on the same prompts
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """Training and held-out examples, and the reward in [0, 1] of (completion, answer)."""
+    """Training and held-out examples, and the reward, from 0 to 1, of (completion, answer)."""
 
     train: Sequence[Example]
     held_out: Sequence[Example]
@@ -43,29 +43,34 @@ class Task:
 
 
 def sorting_task(held_out: int) -> Task:
-    """Sort three to five letters: "sort dbca:" -> "abcd". Of its 648 prompts, `held_out` are kept for evaluation."""
+    """Make the task of sorting three to five letters: "sort dbca:" -> "abcd". `held_out` of 648 prompts evaluate."""
     generator = random.Random(SPLIT_SEED)
     examples: list[Example] = []
     for length in (3, 4, 5):
         words = ["".join(letters) for letters in itertools.product(LETTERS, repeat=length)]
-        # As many of each length as there are of the shortest, which would be lost among the others.
+        # As many of each length as there are of the shortest; otherwise nearly all would be of the longest.
         words = generator.sample(words, len(LETTERS) ** 3)
         examples += [Example(f"sort {word}:", "".join(sorted(word))) for word in words]
     return Task(*split(examples, held_out), letters_in_place)
 
 
 def letters_in_place(completion: str, answer: str) -> float:
-    """Share of positions with the right letter, counted over the longer of the two: too long costs as much as too
-    short, so the model must learn to stop."""
-    right = sum(got == expected for got, expected in zip(completion, answer, strict=False))
+    """Return the share of positions with the right letter, over the longer of completion and answer.
+
+    Being too long costs as much as being too short, so the model must learn to stop.
+    """
+    right = sum(letter == expected for letter, expected in zip(completion, answer, strict=False))
     return right / max(len(completion), len(answer))
 
 
 def jsonl_task(path: Path, held_out: int) -> Task:
-    """The examples of a jsonl file, one object with "prompt" (text) and "answer" (text or number) per line.
+    """Make a task of a jsonl file, one object with "prompt" (text) and "answer" (text or number) per line.
 
-    The first of several lines with one prompt counts. `held_out` prompts, but never more than a fifth of the file,
-    are kept for evaluation. The reward is `answer_found`.
+    Of several lines with the same prompt the first is used. `held_out` prompts, but at most a fifth of the file, are
+    kept for evaluation. The reward is `answer_found`.
+
+    Raises:
+        InputError: naming the file, and the line that cannot be used.
     """
     by_prompt: dict[str, Example] = {}
     for number, line in read_lines(path):
@@ -80,7 +85,7 @@ def jsonl_task(path: Path, held_out: int) -> Task:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, with their numbers from 1."""
+    """Yield the lines that are not blank, with their numbers from 1; raise an InputError for a file without any."""
     if not path.is_file():
         raise InputError(f"--data {path}: expected a jsonl file, found {'a folder' if path.is_dir() else 'nothing'}")
     try:
@@ -94,7 +99,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def parse_line(path: Path, number: int, line: str) -> Example:
-    """One line of the file, or an InputError that names it."""
+    """Parse one line of the file; raise an InputError that names it if that fails."""
     where = f"--data {path}, line {number}"
     try:
         record = json.loads(line)
@@ -117,8 +122,11 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def answer_found(completion: str, answer: str) -> float:
-    """1 if the completion is the answer, or ends in it: its last number where the answer is a number (compared as
-    numbers, so 1,200 is 1200.0), else its last words without the final punctuation. 0 otherwise."""
+    """Return 1 if the completion is the answer or ends in it, else 0.
+
+    If the answer is a number, the completion's last number is compared with it, as numbers: 1,200 is 1200.0. Otherwise
+    its last words are compared, without final punctuation.
+    """
     completion = completion.strip()
     if completion == answer:
         return 1.0
@@ -131,12 +139,12 @@ def answer_found(completion: str, answer: str) -> float:
 
 
 def as_number(text: str) -> float:
-    """A number as written in prose: commas only group digits."""
+    """Parse a number as written in prose, where commas group digits."""
     return float(text.replace(",", ""))
 
 
 def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[Example]]:
-    """Training and held-out examples, the same at every call. The examples have different prompts."""
+    """Split examples with different prompts into training and held-out ones, the same way at every call."""
     if held_out >= len(examples):
         raise InputError(
             f"eval_prompts (--eval-prompts): expected less than the task's {len(examples)} prompts, got {held_out}"
@@ -146,11 +154,11 @@ def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[E
 
 
 def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
-    """Batches without end: every example once, in a new order each time round."""
+    """Yield batches without end. Each pass takes every example once, in a new order."""
     generator = random.Random(seed)
-    waiting: list[Example] = []
+    queue: list[Example] = []
     while True:
-        while len(waiting) < size:
-            waiting += generator.sample(examples, len(examples))
-        yield waiting[:size]
-        waiting = waiting[size:]
+        while len(queue) < size:
+            queue += generator.sample(examples, len(examples))
+        yield queue[:size]
+        queue = queue[size:]

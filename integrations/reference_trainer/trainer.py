@@ -1,8 +1,8 @@
-"""The loop: sample groups, reward them, take old log-probs, update four times, evaluate.
+"""The training loop: sample groups of answers, reward them, compute old log-probs, update four times, evaluate.
 
-The order matters. Old log-probs belong to the policy that sampled, so they are taken before the first update, from
-the same slices in the same padding as the updates see: the first update of a rollout then has a ratio of exactly 1,
-and every later ratio measures what the updates changed, not what another batch shape rounded.
+Old log-probs are those of the policy that sampled, so they are computed before the first update, on the slices and in
+the padding of the updates. The first update of a rollout then has a ratio of exactly 1, and later ratios measure the
+updates alone, not the rounding of another batch shape.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ LOSS_METRICS = (
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The answers of one forward and backward."""
+    """The answers of one forward and backward, b of them."""
 
     rollout: Rollout
     advantages: Tensor  # [b]
-    old_log_probs: Tensor  # [b, T], of the policy that sampled
+    old_log_probs: Tensor  # [b, T] fp32, of the policy that sampled
 
 
 def train(config: TrainConfig) -> RunReport:
@@ -55,6 +55,10 @@ def train(config: TrainConfig) -> RunReport:
 
     On one machine's CPU, a seed and a thread count give the same numbers every time. Ctrl-C and SIGTERM save the model
     as it is, unless `config.save` is off, and then raise KeyboardInterrupt and SystemExit(143).
+
+    Raises:
+        InputError: an option, a file or the checkpoint cannot be used.
+        TrainingError: a loss or a gradient is not finite.
     """
     refuse_several_processes()
     if config.threads:
@@ -103,7 +107,7 @@ def refuse_several_processes() -> None:
 
 
 def save_stopped(config: TrainConfig, seed: int, policy: Policy, folder: RunFolder, progress: TrainingProgress) -> None:
-    """Save the model of a seed that was stopped, as it is now, and say where."""
+    """Save the current model of a seed that was stopped, and say where."""
     if folder.latest_seed != seed:
         progress.say(f"stopped before the training of seed {seed}, whose model is not saved")
     elif not config.save:
@@ -127,7 +131,7 @@ def train_seed(
     progress: TrainingProgress,
     stop: StopSignals,
 ) -> SeedResult:
-    """All steps of one seed. One row of metrics per step; row 0 holds the reward before training."""
+    """Train one seed. Write one row of metrics per step; row 0 has the reward before training."""
     started = time.perf_counter()
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     stop.watch(optimizer)
@@ -148,10 +152,10 @@ def train_seed(
 def train_step(
     config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, task: Task, examples: list[Example]
 ) -> dict[str, float]:
-    """One rollout and its updates; the numbers of the loss are means over the updates."""
+    """Sample one rollout and update on it. Return metrics; those of the loss are means over the updates."""
     started = time.perf_counter()
     rollout, rewards = collect(config, policy, task, examples)
-    slices = cut(config, policy, rollout, group_advantages(rewards, config.group_size))
+    slices = make_slices(config, policy, rollout, group_advantages(rewards, config.group_size))
     per_update = len(slices) // config.updates_per_rollout
     updates = [
         update(config, policy, optimizer, slices[first : first + per_update])
@@ -168,13 +172,13 @@ def train_step(
 
 
 def share_of_equal_groups(rewards: Tensor, group_size: int) -> float:
-    """Share of the groups whose rewards are all equal: their advantages are 0."""
+    """Return the share of groups whose rewards are all equal: their advantages are 0."""
     groups = rewards.view(-1, group_size)
     return (groups == groups[:, :1]).all(1).float().mean().item()
 
 
 def collect(config: TrainConfig, policy: Policy, task: Task, examples: list[Example]) -> tuple[Rollout, Tensor]:
-    """A group of answers to every prompt, and their rewards [B]."""
+    """Sample a group of answers to every prompt, and compute their rewards [B]."""
     with autocast(config, policy):
         rollout = sample(
             policy,
@@ -189,8 +193,8 @@ def collect(config: TrainConfig, policy: Policy, task: Task, examples: list[Exam
 
 
 @torch.no_grad()
-def cut(config: TrainConfig, policy: Policy, rollout: Rollout, advantages: Tensor) -> list[Slice]:
-    """The rollout in slices of one forward each, with the old log-probs of each."""
+def make_slices(config: TrainConfig, policy: Policy, rollout: Rollout, advantages: Tensor) -> list[Slice]:
+    """Divide a rollout into slices of one forward each, and compute their old log-probs."""
     size = config.micro_batch_size or config.mini_batch_size
     slices = []
     for start in range(0, config.rollout_size, size):
@@ -212,7 +216,7 @@ def cut(config: TrainConfig, policy: Policy, rollout: Rollout, advantages: Tenso
 def update(
     config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, slices: list[Slice]
 ) -> dict[str, float]:
-    """One optimizer step on some slices of equal size; their mean metrics."""
+    """Take one optimizer step on slices of equal size. Return the means of their metrics."""
     optimizer.zero_grad(set_to_none=True)
     measured = []
     for part in slices:
@@ -229,7 +233,7 @@ def update(
                 old_log_probs=part.old_log_probs,
                 temperature=config.temperature,
                 objective=Objective(clip_low=config.clip_low, clip_high=config.clip_high),
-                normalizer=config.mini_batch_size,  # of the whole update, so that the slices add up to it
+                normalizer=config.mini_batch_size,  # of the update: the losses of its slices add up
                 entropy=True,
                 gradient_budget=config.gradient_budget,
                 backend=config.backend,
@@ -238,7 +242,7 @@ def update(
         metrics = {name: out.metrics[name].item() for name in LOSS_METRICS}
         loss = out.loss
         if router_loss is not None:
-            loss = loss + policy.router_loss_weight * router_loss / len(slices)  # the mean over the slices
+            loss = loss + policy.router_loss_weight * router_loss / len(slices)  # adds up to the mean over slices
             metrics["router_aux_loss"] = router_loss.item()
         loss.backward()
         measured.append({"loss": loss.item() * len(slices), **metrics})
@@ -254,12 +258,12 @@ def update(
 
 
 def average(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of every entry."""
+    """Return the mean of every entry."""
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
 def evaluate(config: TrainConfig, policy: Policy, task: Task) -> float:
-    """Mean reward of the most probable (greedy) answers to the held-out prompts, in batches the size of a rollout."""
+    """Return the mean reward of greedy answers to the held-out prompts, in batches the size of a rollout."""
     rewards: list[float] = []
     for start in range(0, len(task.held_out), config.rollout_size):
         examples = task.held_out[start : start + config.rollout_size]
@@ -275,12 +279,12 @@ def evaluate(config: TrainConfig, policy: Policy, task: Task) -> float:
 
 
 def autocast(config: TrainConfig, policy: Policy) -> torch.autocast:
-    """bfloat16 matrix products if asked for; the weights and the optimizer stay fp32."""
+    """Return an autocast to bfloat16, enabled by `config.bf16`; the weights and the optimizer stay fp32."""
     return torch.autocast(policy.model.device.type, torch.bfloat16, enabled=config.bf16)
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is a GPU if torch sees one."""
+    """Return the device of that name; "auto" is a GPU if torch has one. Raise an InputError if torch cannot use it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

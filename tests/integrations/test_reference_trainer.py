@@ -37,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A demo model on disk, with sampling defaults that would ruin training if they were followed."""
     torch.manual_seed(0)
     made = policy.demo_policy()
-    made.own_generation_config.update(do_sample=True, top_k=1, repetition_penalty=3.0)
+    made.checkpoint_generation_config.update(do_sample=True, top_k=1, repetition_penalty=3.0)
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     made.save(folder)
     return folder
@@ -124,7 +124,7 @@ def test_micro_batches_add_up_to_the_update_they_split(tmp_path: Path) -> None:
         torch.manual_seed(0)
         made = policy.demo_policy()
         rollout = sample(made, ["sort ba:"] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
-        slices = loop.cut(config, made, rollout, group_advantages(torch.rand(16), 4))
+        slices = loop.make_slices(config, made, rollout, group_advantages(torch.rand(16), 4))
         loop.update(config, made, torch.optim.SGD(made.model.parameters(), lr=1.0), slices)
         return torch.cat([weight.detach().flatten() for weight in made.model.parameters()])
 
@@ -182,7 +182,7 @@ def test_the_mask_ends_with_the_first_end_of_sequence() -> None:
 
 def test_sampling_ignores_the_checkpoints_own_sampling_defaults(checkpoint: Path) -> None:
     loaded = policy.load_policy(str(checkpoint))
-    assert loaded.own_generation_config.top_k == 1
+    assert loaded.checkpoint_generation_config.top_k == 1
     with torch.no_grad():
         loaded.head.weight.mul_(4)  # logits large enough for a penalty to show
     rollout = sample(loaded, ["sort abc:"], group_size=512, max_new_tokens=1, temperature=1.0)
@@ -274,7 +274,7 @@ def test_a_saved_checkpoint_is_trained_from_the_command_line(tmp_path: Path, che
     assert len(rows_of(tmp_path / "tiny")) == 3
     before, after = (policy.load_policy(str(at)) for at in (checkpoint, tmp_path / "tiny" / "model-seed0"))
     assert not torch.equal(before.head.weight, after.head.weight)
-    assert after.own_generation_config.top_k == 1  # the checkpoint's own defaults come back
+    assert after.checkpoint_generation_config.top_k == 1  # the checkpoint's own defaults come back
 
 
 def test_a_head_that_does_more_than_its_matrix_is_refused() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -154,7 +155,8 @@ def train_step(
 ) -> dict[str, float]:
     """Sample one rollout and update on it. Return metrics; those of the loss are means over the updates."""
     started = time.perf_counter()
-    rollout, rewards = collect(config, policy, task, examples)
+    rollout, rewards_of_answers = collect(config, policy, task, examples, config.group_size, config.temperature)
+    rewards = torch.tensor(rewards_of_answers, device=rollout.input_ids.device)
     slices = make_slices(config, policy, rollout, group_advantages(rewards, config.group_size))
     per_update = len(slices) // config.updates_per_rollout
     updates = [
@@ -177,19 +179,25 @@ def share_of_equal_groups(rewards: Tensor, group_size: int) -> float:
     return (groups == groups[:, :1]).all(1).float().mean().item()
 
 
-def collect(config: TrainConfig, policy: Policy, task: Task, examples: list[Example]) -> tuple[Rollout, Tensor]:
-    """Sample a group of answers to every prompt, and compute their rewards [B]."""
+def collect(
+    config: TrainConfig,
+    policy: Policy,
+    task: Task,
+    examples: Sequence[Example],
+    group_size: int,
+    temperature: float | None,
+) -> tuple[Rollout, list[float]]:
+    """Sample `group_size` answers to every prompt, and compute their rewards. A temperature of None: greedy answers."""
     with autocast(config, policy):
         rollout = sample(
             policy,
             [example.prompt for example in examples],
-            group_size=config.group_size,
+            group_size=group_size,
             max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
+            temperature=temperature,
         )
-    answers = [example.answer for example in examples for _ in range(config.group_size)]
-    rewards = [task.reward(text, answer) for text, answer in zip(rollout.texts, answers, strict=True)]
-    return rollout, torch.tensor(rewards, device=rollout.input_ids.device)
+    answers = [example.answer for example in examples for _ in range(group_size)]
+    return rollout, [task.reward(text, answer) for text, answer in zip(rollout.texts, answers, strict=True)]
 
 
 @torch.no_grad()
@@ -267,14 +275,7 @@ def evaluate(config: TrainConfig, policy: Policy, task: Task) -> float:
     rewards: list[float] = []
     for start in range(0, len(task.held_out), config.rollout_size):
         examples = task.held_out[start : start + config.rollout_size]
-        with autocast(config, policy):
-            rollout = sample(
-                policy,
-                [example.prompt for example in examples],
-                max_new_tokens=config.max_new_tokens,
-                temperature=None,
-            )
-        rewards += [task.reward(text, example.answer) for text, example in zip(rollout.texts, examples, strict=True)]
+        rewards += collect(config, policy, task, examples, group_size=1, temperature=None)[1]
     return sum(rewards) / len(rewards)
 
 

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from helpers.samples import Sample, gradients, make_sample
 from torch import Tensor, nn
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
 from gspo_kernels.sampler_mismatch import RolloutCorrection
-from helpers.samples import Sample, gradients, make_sample
 
 WINDOW = {"clip_low": 0.2, "clip_high": 0.28}
 OBJECTIVES: list[dict[str, Any]] = [

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tolerance import LOG_RATIO_RELATIVE, check, check_loss
-
 from helpers.samples import Sample, run_fused, run_oracle, run_plain
+from tolerance import LOG_RATIO_RELATIVE, check, check_loss
 
 WIDE = {"clip_low": 0.2, "clip_high": 0.28}
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from helpers.samples import Sample, run_fused
 from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE, softcap_slope
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from gspo_kernels import ops
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends.rows import HeadResult, HeadRows, LiveTiles
 from gspo_kernels.backends.torch import tiles as portable_tiles
-from helpers.samples import Sample, run_fused
 
 
 class Chosen(NamedTuple):

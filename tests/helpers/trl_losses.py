@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.other_trainers import Rollout
 
 from gspo_kernels import Objective
-from helpers.other_trainers import Rollout
 
 pytest.importorskip("trl", minversion="1.16")  # others normalise dapo otherwise
 from trl import GRPOTrainer

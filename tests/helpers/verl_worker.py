@@ -48,6 +48,7 @@ def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
 
 
 def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options: Any) -> Any:
+    from helpers import verl_cpu
     from verl.workers.config import (
         ActorConfig,
         FSDPEngineConfig,
@@ -57,8 +58,6 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options:
     )
     from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.losses import ppo_loss
-
-    from helpers import verl_cpu
 
     os.environ["VERL_ENGINE_VENDOR"] = "gspo" if ours else ""
     verl_cpu.let_fsdp1_run()

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from helpers.faults.table import Fault
 
 ROOT = Path(__file__).parent.parent.parent.parent

@@ -14,10 +14,10 @@ import torch
 from ..backends.rows import HeadRows, NeedsGradient, PolicyRows
 from ..backends.triton.backward import head_backward
 from ..backends.triton.forward import forward_with_shares, head_forward
-from ..backends.triton.gradient_rows import make_upstream
+from ..backends.triton.gradient_rows import gradient_rows
 from ..backends.triton.logit_tile import straighten
 from ..backends.triton.sequence import policy_forward
-from ..backends.triton.sparse_backward import Plan, cell_backward, parts_of
+from ..backends.triton.sparse_backward import CellPlan, cell_backward, parts_of
 from ..backends.triton.tuning import tile_config
 from ..objective import Objective
 
@@ -110,14 +110,10 @@ def live_cells(head: HeadRows) -> None:
         for s in range(slabs)
     ]
     order = torch.arange(head.hidden.shape[0], device=device)
-    up = make_upstream(straighten(head, config), result, torch.ones_like(result.log_probs), None, order, False)
-    cell_backward(
-        up,
-        head.vocab_size,
-        config,
-        NeedsGradient(True, True, False, False, False),
-        Plan(len(order), True, lists, counts, width, chunk),
-    )
+    rows = gradient_rows(straighten(head, config), result, torch.ones_like(result.log_probs), None, order, False)
+    needs = NeedsGradient(True, True, False, False, False)
+    plan = CellPlan(len(order), True, lists, counts, width, chunk)
+    cell_backward(rows, head.vocab_size, config, needs, plan)
 
 
 def loss(objective: Objective, dtype: torch.dtype, rows: int = 8192, sequences: int = 16) -> None:

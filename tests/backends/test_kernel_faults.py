@@ -24,8 +24,7 @@ from triton.runtime.interpreter import interpreter_builder
 from gspo_kernels import Objective, policy_loss
 from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends.rows import LiveTiles
-from gspo_kernels.backends.triton import gradient_rows as upstream
-from gspo_kernels.backends.triton import logit_tile, sequence, tuning
+from gspo_kernels.backends.triton import gradient_rows, logit_tile, sequence, tuning
 from gspo_kernels.backends.triton.launch import Launch, launches
 
 # -- batches of more than a block, and tensors that are not contiguous
@@ -123,8 +122,8 @@ def test_the_hidden_product_reads_cells_past_two_to_the_31() -> None:
 
 def test_the_weight_product_reads_cells_past_two_to_the_31() -> None:
     seen, launched, far = sparse_launch("weight_product")
-    begin, first = launched.arguments["tile_begin"] + FAR_CELL, launched.arguments["first"] - FAR_CELL
-    near, found = products(seen, launched, d_logits=far, tile_begin=begin, first=first)
+    begin, first = launched.arguments["tile_begin"] + FAR_CELL, launched.arguments["first_cell"] - FAR_CELL
+    near, found = products(seen, launched, d_logits=far, tile_begin=begin, first_cell=first)
     assert torch.equal(near, found)
 
 
@@ -133,7 +132,7 @@ def test_the_hidden_product_reads_columns_of_the_head_past_two_to_the_31() -> No
     weight, stride = launched.arguments["weight"], 2**28
     apart = torch.empty((weight.shape[1] - 1) * stride + weight.shape[0], dtype=weight.dtype)
     apart = apart.as_strided(weight.shape, (1, stride)).copy_(weight)
-    near, found = products(seen, launched, weight=apart, stride_weight_row=1, stride_weight=stride)
+    near, found = products(seen, launched, weight=apart, stride_weight_row=1, stride_weight_column=stride)
     assert torch.equal(near, found)
 
 
@@ -147,14 +146,14 @@ def test_gradients_of_cells_past_two_to_the_31_are_written(monkeypatch: pytest.M
 
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
     far[FAR_CELL:] = 0
-    relaunch(seen, "gradient_tile", d_logits=far, first=launched.arguments["first"] - FAR_CELL)
+    relaunch(seen, "gradient_tile", d_logits=far, first_cell=launched.arguments["first_cell"] - FAR_CELL)
     assert torch.equal(far[FAR_CELL:], near) and near.any()
 
 
 def test_a_slab_whose_first_chunk_has_no_cell_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so has one whose last chunk has none: one cell in each slab, in turns in the first and in the last rows."""
-    monkeypatch.setattr(upstream, "workspace_bytes", lambda: 2**16)
-    monkeypatch.setattr(upstream, "_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**16)
+    monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
     head, coefficient = head_rows(128, 24, 601), torch.ones(128)
     result = kernels.head_forward(head)
     cell = kernels.cell_shape(head)
@@ -217,22 +216,22 @@ BARRIERS = """
 import re
 from pathlib import Path
 import torch
-from gspo_kernels.backends.triton import sequence, tuning
+from gspo_kernels.backends.triton import token_passes, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools import compile_cases as cases
 from gspo_kernels.tools.compile_gate import compile_launch
 
-lines = Path(sequence.__file__).read_text().splitlines()
+lines = Path(token_passes.__file__).read_text().splitlines()
 store, load = (
     next(number for number, line in enumerate(lines, 1) if text in line)
-    for text in ("tl.store(coefficient + t", "tl.load(coefficient + t")
+    for text in ("tl.store(outputs.coefficient + t", "tl.load(outputs.coefficient + t")
 )
 for architecture in ("sm_80", "sm_90"):
     with tuning.assume(architecture), launches() as seen:
         cases.loss(cases.OBJECTIVES["grpo everything"], torch.float32)
     (launch,) = [x for x in seen if x.kernel.__name__ == "sequence_loss"]
     ptx = compile_launch(launch, architecture).asm["ptx"]
-    (file,) = re.findall(r'\\.file\\s+(\\d+) ".*sequence\\.py"', ptx)
+    (file,) = re.findall(r'\\.file\\s+(\\d+) ".*token_passes\\.py"', ptx)
     line, events = None, []
     for text in ptx.splitlines():
         if match := re.match(r"\\s*\\.loc\\s+(\\d+) (\\d+)", text):

@@ -25,8 +25,7 @@ from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import torch as portable
 from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends.rows import HeadResult, HeadRows
-from gspo_kernels.backends.triton import forward, tuning
-from gspo_kernels.backends.triton import gradient_rows as upstream
+from gspo_kernels.backends.triton import forward, gradient_rows, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools import compile_cases as cases
 
@@ -65,8 +64,8 @@ def test_many_chunks_and_slabs_are_one(dtype: str, monkeypatch: pytest.MonkeyPat
     head, result, d = head_and_upstream(700, 2000)
     head = head._replace(hidden=head.hidden.to(DTYPES[dtype]), weight=head.weight.to(DTYPES[dtype]))
     whole = kernels.head_backward(head, result, d, None, NEEDS)
-    monkeypatch.setattr(upstream, "workspace_bytes", lambda: 2**17)
-    monkeypatch.setattr(upstream, "_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**17)
+    monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
     with launches() as seen:
         parts = kernels.head_backward(head, result, d, None, NEEDS)
     tiles = [x for x in seen if x.kernel.__name__ == "gradient_tile"]
@@ -83,7 +82,7 @@ def test_a_route_that_reads_nothing_on_the_host_gives_the_same(monkeypatch: pyte
     hidden[~head.mask] = torch.nan
     d[~head.mask] = torch.nan
     expected = kernels.head_backward(head, result, torch.where(head.mask, d, 0), None, NEEDS)
-    monkeypatch.setattr(upstream, "counted", lambda x: False)
+    monkeypatch.setattr(gradient_rows, "may_read", lambda x: False)
     monkeypatch.setattr(torch.Tensor, "nonzero", None)
     found = kernels.head_backward(head._replace(hidden=hidden), result, d, None, NEEDS)
     for a, b in zip(expected[:2], found[:2], strict=True):
@@ -105,7 +104,7 @@ def test_rows_that_do_not_count_are_no_work() -> None:
         kernels.head_backward(head, result, d, None, NEEDS)
     forward = next(x for x in seen if x.kernel.__name__ == "forward_tile")
     gradient = next(x for x in seen if x.kernel.__name__ == "gradient_tile")
-    assert forward.arguments["count"].item() == int(head.mask.sum()) < 300
+    assert forward.arguments["n_unmasked"].item() == int(head.mask.sum()) < 300
     assert gradient.arguments["n_rows"] == int((head.mask & (d != 0)).sum())
     assert torch.equal(gradient.arguments["index"], (head.mask & (d != 0)).nonzero()[:, 0])
 
@@ -370,9 +369,9 @@ def test_programs_share_columns_in_groups_and_none_computes_masked_rows(monkeypa
     """The order of programs is the order in which the interpreter runs them."""
     tiles, logit_tile = [], forward.logit_tile
 
-    def noted(*args: Any) -> Any:
-        tiles.append(tuple(int(x.handle.data.item()) // 16 for x in args[6:8]))
-        return logit_tile(*args)
+    def noted(*args: Any, **options: Any) -> Any:
+        tiles.append(tuple(int(options[x].handle.data.item()) // 16 for x in ("first_row", "first_column")))
+        return logit_tile(*args, **options)
 
     monkeypatch.setattr(forward, "logit_tile", noted)
     monkeypatch.setattr(forward, "tile_config", lambda head, kernel: tuning.Config(16, 16, 16, group=2))
@@ -418,7 +417,7 @@ def test_a_nan_row_without_gradient_is_zero_where_all_rows_take_part(monkeypatch
     result = kernels.head_forward(head)
     assert result.log_probs[still].isnan().all() and still.any()
     expected = kernels.head_backward(head, result, d, None, NEEDS)
-    monkeypatch.setattr(upstream, "counted", lambda x: False)
+    monkeypatch.setattr(gradient_rows, "may_read", lambda x: False)
     found = kernels.head_backward(head, result, d, None, NEEDS)
     torch.testing.assert_close(found[:2], expected[:2])
 
@@ -431,7 +430,7 @@ def test_rows_move_to_their_places_inside_the_memory_of_their_sums(share: float,
     expected = torch.zeros(50, 6, dtype=DTYPES[dtype])
     expected[live] = sums[50 - len(index) :].to(expected.dtype)
     up: Any = SimpleNamespace(head=SimpleNamespace(hidden=expected), index=index, live=live, all_live=False, boost=None)
-    assert torch.equal(upstream.spread(sums, up, 4), expected)
+    assert torch.equal(gradient_rows.scatter_in_place(sums, up, 4), expected)
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo", "everything"])

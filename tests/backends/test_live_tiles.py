@@ -75,10 +75,10 @@ def test_gradients_of_every_dtype_are_those_of_the_kept_entries(
     head: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several chunks of rows and slabs of columns, ragged at all ends."""
-    from gspo_kernels.backends.triton import gradient_rows as upstream
+    from gspo_kernels.backends.triton import gradient_rows
 
-    monkeypatch.setattr(upstream, "workspace_bytes", lambda: 2**19)
-    monkeypatch.setattr(upstream, "_ROWS_AT_ONCE", 128)
+    monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**19)
+    monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 128)
     tail: dict[str, Any] = {"tail": {"logit_softcap": 8.0, "temperature": "per-token"}, "padded": {"padded_vocab": 70}}
     sample = make_sample(
         3,
@@ -92,7 +92,7 @@ def test_gradients_of_every_dtype_are_those_of_the_kept_entries(
     with launches() as seen:
         assert_dropped_is_what_is_said(sample, 0.05, backend)
     if backend == "triton":
-        parts = {(x.arguments["low"], x.arguments["first"]) for x in seen if x.kernel.__name__ == "gradient_tile"}
+        parts = {(x.arguments["low"], x.arguments["first_cell"]) for x in seen if x.kernel.__name__ == "gradient_tile"}
         assert len(parts) >= 3 and {x.kernel.__name__ for x in seen} >= {"hidden_product", "weight_product"}
 
 

@@ -1,9 +1,13 @@
-"""Gradients of a head: logits recomputed a slab of the vocabulary at a time, then the vendor's matrix products.
+"""Gradients of a head: recompute logits a slab of the vocabulary at a time, then the vendor's matrix products.
+
+    d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail
 
 Rows without a gradient are gathered out first. For every slab of columns and chunk of rows one kernel writes d_logits
-in the dtype of the operands, and two products with fp32 accumulation take it from there: d_hidden grows over slabs,
-d_weight of a slab over chunks, and that is written once. How many rows have a gradient is the one number the host
-reads; while a CUDA graph is captured it reads nothing and all rows take part, those without a gradient as zeros.
+in the dtype of the operands, and two products with fp32 accumulation follow: d_hidden is summed over slabs, d_weight of
+a slab over chunks, and written once. The host reads one number, how many rows have a gradient; while a CUDA graph is
+captured it reads nothing, and all rows take part, those without a gradient as zeros.
+
+Must match the torch backend's `backward.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +17,20 @@ from torch import Tensor
 
 from ..precision import add_product, exact_products
 from ..rows import HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
-from .gradient_rows import counted, gradient_of_tiles, make_upstream, part_shape, rounds_later, scatter, spread
+from .gradient_rows import (
+    GradientRows,
+    gradient_of_tiles,
+    gradient_rows,
+    may_read,
+    part_shape,
+    round_to_operands,
+    scatter,
+    scatter_in_place,
+    torch_rounds,
+)
 from .logit_tile import straighten
-from .sparse_backward import cell_backward, plan
-from .tuning import tile_config
+from .sparse_backward import cell_backward, plan_cells
+from .tuning import Config, tile_config
 
 
 def head_backward(
@@ -27,66 +41,87 @@ def head_backward(
     needs: NeedsGradient,
     live: LiveTiles | None = None,
 ) -> HeadGradients:
-    """Compute the gradients of a head's operands, None where none is needed."""
+    """Compute the gradients of the head's operands, None where `needs` is False."""
     config = tile_config(head, "gradient")
-    vocab, width = head.weight.shape
+    rows_of_weight = head.weight.shape[0]
     head = straighten(head, config)
     index = None
-    if live is not None and live.order.numel() and counted(live.order):
-        chosen = plan(head, live, config)
-        index = live.order[: chosen.rows]
-        if chosen.sparse:
-            up = make_upstream(head, result, d_log_probs, None, index, ascending=False)
-            return cell_backward(up, vocab, config, needs, chosen)
+    if live is not None and live.order.numel() and may_read(live.order):
+        plan = plan_cells(head, live, config)
+        index = live.order[: plan.rows]
+        if plan.sparse:
+            rows = gradient_rows(head, result, d_log_probs, None, index, ascending=False)
+            return cell_backward(rows, rows_of_weight, config, needs, plan)
         index = index.sort().values
-    up = make_upstream(head, result, d_log_probs, d_entropy, index)
-    n, dtype = up.index.shape[0], up.d_log_probs.dtype
-    need_hidden, need_weight, need_bias, need_ah, need_aw = needs
-    in_full = need_bias or need_ah or need_aw or rounds_later(head)  # their sums are of d_logits before rounding
-    rank = 0 if head.adapter_weight is None else head.adapter_weight.shape[1]
-
-    def zeros(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(shape, dtype=of, device=head.hidden.device)
-
-    d_hidden = zeros(*head.hidden.shape) if need_hidden else None
-    d_weight = zeros(vocab, width, of=head.weight.dtype) if need_weight else None
-    d_bias = zeros(vocab) if need_bias else None
-    d_ah = zeros(n, rank) if need_ah else None
-    d_aw = zeros(vocab, rank) if need_aw else None
-    # Sums of gathered rows form at the end of d_hidden's memory; `spread` then moves each row down to its place.
-    gathered = None if d_hidden is None else d_hidden[d_hidden.shape[0] - n :]
-    chunk, slab = part_shape(head, n, config, in_full)
-    hidden = up.hidden_rows(slice(0, n)) if n <= chunk else None
+    rows = gradient_rows(head, result, d_log_probs, d_entropy, index)
+    gradients = _Gradients(rows, rows_of_weight, config, needs)
     with exact_products(head.hidden.device):
-        for low in range(0, head.vocab_size if n else 0, slab):
-            high = min(low + slab, head.vocab_size)
-            d_slab = None  # of d_weight: summed in full, then rounded and written once
-            if d_weight is not None:
-                d_slab = d_weight[low:high] if d_weight.dtype == dtype else zeros(high - low, width)
-            for start in range(0, n, chunk):
-                rows = slice(start, min(start + chunk, n))
-                some = up.hidden_rows(rows) if hidden is None else hidden
-                d_z = gradient_of_tiles(up, some, rows, low, high, config, in_full)
-                if d_bias is not None:
-                    d_bias[low:high] += d_z.sum(0)
-                if d_ah is not None and head.adapter_weight is not None:
-                    d_ah[rows].addmm_(d_z, head.adapter_weight[low:high].to(dtype))
-                if d_aw is not None and head.adapter_hidden is not None:
-                    d_aw[low:high].addmm_(d_z.t(), up.live_only(head.adapter_hidden[up.index[rows]].to(dtype), rows))
-                if in_full:
-                    d_z = (d_z if up.boost is None else d_z.mul_(up.boost)).to(some.dtype)
-                if gathered is not None:
-                    add_product(gathered[rows], d_z, head.weight[low:high])
-                if d_slab is not None:
-                    add_product(d_slab, d_z.t(), some)
-                del d_z, some  # or they would still be alive beside the next ones
-            if d_weight is not None and d_slab is not None and d_weight.dtype != dtype:
-                d_weight[low:high] = d_slab if up.boost is None else d_slab.div_(up.boost)
-            del d_slab
-    return HeadGradients(
-        None if d_hidden is None else spread(d_hidden, up, chunk),
-        d_weight,
-        None if d_bias is None or head.bias is None else d_bias.to(head.bias.dtype),
-        None if d_ah is None or head.adapter_hidden is None else scatter(d_ah, up, head.adapter_hidden),
-        None if d_aw is None or head.adapter_weight is None else d_aw.to(head.adapter_weight.dtype),
-    )
+        for low in range(0, head.vocab_size if gradients.n else 0, gradients.slab):
+            gradients.add_slab(low, min(low + gradients.slab, head.vocab_size))
+    return gradients.scattered()
+
+
+class _Gradients:
+    """The gradients as they are added up: over slabs for hidden states, over chunks of rows for the head."""
+
+    def __init__(self, rows: GradientRows, rows_of_weight: int, config: Config, needs: NeedsGradient) -> None:
+        head = rows.head
+        self.rows, self.config, self.n, self.dtype = rows, config, rows.index.shape[0], rows.d_log_probs.dtype
+        # The gradients of bias and adapter are sums of d_logits before rounding.
+        self.unrounded = needs.bias or needs.adapter_hidden or needs.adapter_weight or torch_rounds(head)
+        self.width, rank = head.weight.shape[1], 0 if head.adapter_weight is None else head.adapter_weight.shape[1]
+        self.d_hidden = self._zeros(*head.hidden.shape) if needs.hidden else None
+        self.d_weight = self._zeros(rows_of_weight, self.width, dtype=head.weight.dtype) if needs.weight else None
+        self.d_bias = self._zeros(rows_of_weight) if needs.bias else None
+        self.d_ah = self._zeros(self.n, rank) if needs.adapter_hidden else None
+        self.d_aw = self._zeros(rows_of_weight, rank) if needs.adapter_weight else None
+        # Sums of gathered rows form at the end of d_hidden's memory, from where `scatter_in_place` moves them.
+        self.gathered = None if self.d_hidden is None else self.d_hidden[self.d_hidden.shape[0] - self.n :]
+        self.chunk, self.slab = part_shape(head, self.n, config, self.unrounded)
+        self.hidden = rows.hidden(slice(0, self.n)) if self.n <= self.chunk else None  # of the only chunk
+
+    def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.rows.head.hidden.device)
+
+    def add_slab(self, low: int, high: int) -> None:
+        """Add what d_logits of columns low to high contribute to all gradients."""
+        d_weight = None if self.d_weight is None else self.d_weight[low:high]
+        total = d_weight  # summed over chunks in full precision, then rounded and written once
+        if d_weight is not None and d_weight.dtype != self.dtype:
+            total = self._zeros(high - low, self.width)
+        for start in range(0, self.n, self.chunk):
+            self._add_chunk(slice(start, min(start + self.chunk, self.n)), low, high, total)
+        if d_weight is not None and total is not None and total is not d_weight:
+            d_weight.copy_(total if self.rows.boost is None else total.div_(self.rows.boost))
+
+    def _add_chunk(self, chunk: slice, low: int, high: int, d_weight: Tensor | None) -> None:
+        rows, head = self.rows, self.rows.head
+        hidden = rows.hidden(chunk) if self.hidden is None else self.hidden
+        d_z = gradient_of_tiles(rows, hidden, chunk, low, high, self.config, self.unrounded)
+        if self.d_bias is not None:
+            self.d_bias[low:high] += d_z.sum(0)
+        if self.d_ah is not None and head.adapter_weight is not None:
+            self.d_ah[chunk].addmm_(d_z, head.adapter_weight[low:high].to(self.dtype))
+        if self.d_aw is not None and head.adapter_hidden is not None:
+            adapter_hidden = rows.zero_dead(head.adapter_hidden[rows.index[chunk]].to(self.dtype), chunk)
+            self.d_aw[low:high].addmm_(d_z.t(), adapter_hidden)
+        if self.unrounded:
+            d_z = round_to_operands(d_z, rows)
+        if self.gathered is not None:
+            add_product(self.gathered[chunk], d_z, head.weight[low:high])
+        if d_weight is not None:
+            add_product(d_weight, d_z.t(), hidden)
+
+    def scattered(self) -> HeadGradients:
+        """Return the gradients in the shapes and dtypes of what they are gradients of."""
+        rows, head = self.rows, self.rows.head
+        d_bias, d_ah, d_aw = self.d_bias, self.d_ah, self.d_aw
+        return HeadGradients(
+            hidden=None if self.d_hidden is None else scatter_in_place(self.d_hidden, rows, self.chunk),
+            weight=self.d_weight,
+            bias=None if d_bias is None or head.bias is None else d_bias.to(head.bias.dtype),
+            adapter_hidden=None
+            if d_ah is None or head.adapter_hidden is None
+            else scatter(d_ah, rows, head.adapter_hidden),
+            adapter_weight=None if d_aw is None or head.adapter_weight is None else d_aw.to(head.adapter_weight.dtype),
+        )

@@ -11,14 +11,27 @@ FAR: tl.constexpr = tl.constexpr(80.0)
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x >= 0: the rounding of 1 + x is divided out again (W. Kahan)."""
+    """Return log(1 + x) for x >= 0; the rounding of 1 + x is divided out again (W. Kahan)."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
+# Read once, when the kernels are decorated. Interpreted kernels differ in the dtype of operands and in nothing else.
+INTERPRETED = not isinstance(log1p, triton.JITFunction)
+UPCAST = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def operands(a, b, ACC: tl.constexpr):
+    """Return the operands of a product, in ACC where interpreted: the interpreter multiplies bf16 as integers."""
+    if UPCAST:
+        a, b = a.to(ACC), b.to(ACC)
+    return a, b
+
+
 @triton.jit
 def expm1(x):
-    """exp(x) - 1; by the same device where exp(x) is near 1."""
+    """Return exp(x) - 1, with the correction of `log1p` where exp(x) is near 1."""
     u = tl.exp(x)
     near = (u > 0.25) & (u < 4.0) & (u != 1.0)
     corrected = (u - 1.0) * (x / tl.log(tl.where(near, u, 2.0)))
@@ -27,22 +40,22 @@ def expm1(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), for -inf and inf too; NaN stays NaN."""
+    """Return log(1 + exp(x)), for -inf and inf too; NaN propagates."""
     return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
 
 
 @triton.jit
 def difference(a, b):
-    """a - b, and what its rounding lost (D. E. Knuth); nothing is lost where it is not finite."""
+    """Return a - b and its rounding error (D. E. Knuth); the error is 0 where a - b is not finite."""
     d = a - b
-    back = d - a
-    lost = (a - (d - back)) - (b + back)
-    return d, tl.where(lost == lost, lost, 0.0)
+    minus_b = d - a
+    error = (a - (d - minus_b)) - (b + minus_b)
+    return d, tl.where(error == error, error, 0.0)
 
 
 @triton.jit
 def tanh(x):
-    """An odd polynomial near zero, where the exponential form cancels; beyond it rounds once, near 1."""
+    """Return tanh(x): an odd polynomial near zero, where the exponential form cancels, that form elsewhere."""
     y = x * x
     if x.dtype == tl.float64:  # Taylor's, and only where its eleventh power is enough
         near = tl.abs(x) < 0.02
@@ -59,17 +72,17 @@ def tanh(x):
 
 @triton.jit
 def finite(largest):
-    """A shift for exp: the largest value, or 0 where there is none but -inf."""
+    """Return a maximum that can be subtracted before exp: itself, or 0 where it is -inf."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
 @triton.jit
 def at_least(x, bound):
-    """max(x, bound) that keeps NaN."""
+    """Return max(x, bound); NaN propagates."""
     return tl.where(x < bound, bound, x)
 
 
 @triton.jit
 def at_most(x, bound):
-    """min(x, bound) that keeps NaN."""
+    """Return min(x, bound); NaN propagates."""
     return tl.where(x > bound, bound, x)

@@ -1,16 +1,19 @@
-"""Log-probs and entropies: each tile of logits leaves a log-sum-exp per row, and a second kernel adds those up.
+"""Log-probs and entropies: each tile of logits is reduced to a log-sum-exp per row, and a second kernel adds those up.
 
-What a tile writes is the largest of its logits except the target's and the mass relative to it (and the entropy of
-their softmax, if asked for): apart they keep the bits that a log-sum-exp in one number would round off. The tile that
-holds the target writes the target's logit. No atomics, no locks, a fixed order: a row has the same bits alone and in
-any batch.
+A tile writes the largest of its logits other than the target's, and the mass relative to it: one number, their
+log-sum-exp, would round off bits of both. With entropies it also writes that of their softmax. The tile that holds the
+target writes the target's logit. No atomics, no locks, a fixed order: a row has the same bits alone and in any batch.
+
+Must match the torch backend's `forward.py`.
 """
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 # Triton types its kernels' arguments in a language of its own.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -18,164 +21,124 @@ import triton.language as tl
 
 from ...layout import accumulator
 from ..rows import HeadResult, HeadRows, TileShares
-from .elementary import LOG_OF_NOTHING, at_least, difference, finite, log1p, softplus
+from .elementary import LOG_OF_NOTHING, at_least, finite
 from .launch import launch
-from .logit_tile import gather_rows, grouped, logit_tile, straighten, target_column, tile_arguments, triton_type
+from .logit_tile import (
+    HeadArguments,
+    HeadStrides,
+    gather_rows,
+    grouped,
+    logit_tile,
+    straighten,
+    target_column,
+    tile_arguments,
+    triton_type,
+)
+from .reduce_rows import reduce_rows
 from .tuning import REDUCE_ROWS, REDUCE_TILES, tile_config
 
 
 @triton.jit(do_not_specialize=["n_rows", "row_blocks", "column_blocks", "stride_temperature"])
 def forward_tile(
-    hidden,  # [N, H] in the order of `order`
+    hidden,  # [N, H] in the order of `order`; the head's tensors and numbers are those of `HeadArguments`
     weight,
     bias,
     adapter_hidden,
     adapter_weight,
     temperature,
     target_ids,  # [N] int64
-    order,  # [N] int64: a permutation of the rows, those that count first
-    count,  # [1] int64: how many count
-    tile_top,  # out [column_blocks, N], of each row of it the first `count` are written
+    order,  # [N] int64: a permutation of the rows, unmasked rows first
+    n_unmasked,  # [1] int64
+    tile_top,  # out [column_blocks, N], of each row of it the first `n_unmasked` are written
     tile_mass,  # out [column_blocks, N], as is tile_entropy
     tile_entropy,  # or None
-    target_logit,  # out [N], left alone where no tile finds the target
+    target_logit,  # out [N], not written for a target outside the vocabulary
     n_rows: tl.int64,
     row_blocks: tl.int32,
     column_blocks: tl.int32,
     stride_hidden_row: tl.int64,
     stride_weight_row: tl.int64,
-    stride_weight,  # untyped, as are the other strides that are mostly 1: a typed 1 would not become a constant
+    stride_weight_column,  # untyped, as are the other strides that are mostly 1: a typed 1 would not become a constant
     stride_bias,
     stride_adapter_hidden_row: tl.int64,
-    stride_adapter_hidden,
+    stride_adapter_hidden_column,
     stride_adapter_weight_row: tl.int64,
-    stride_adapter_weight,
+    stride_adapter_weight_column,
     stride_temperature: tl.int64,
     logit_scale: tl.float64,
     logit_softcap: tl.float64,
-    HAS_SOFTCAP: tl.constexpr,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    V: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    CHAIN: tl.constexpr,
-    GROUP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    HEAD: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """Two numbers: 2 N H V operations; N H + V H operand elements read and 8 N column_blocks bytes written."""
-    row_block, tile = grouped(tl.program_id(0), row_blocks, column_blocks, GROUP)
-    kept = tl.load(count)
+    """Reduce each tile of logits to the log-sum-exp of its columns other than the target, in two numbers per row.
+
+    2 N H V operations; N H + V H operand elements read and 8 N column_blocks bytes written.
+    """
+    V: tl.constexpr = HEAD.V
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    row_block, tile = grouped(tl.program_id(0), row_blocks, column_blocks, GROUP=CONFIG.group)
+    unmasked = tl.load(n_unmasked)
     n = row_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if row_block.to(tl.int64) * BLOCK_N < kept:
+    if row_block.to(tl.int64) * BLOCK_N < unmasked:
         rows = tl.load(order + tl.minimum(n, n_rows - 1))
+        head = HeadArguments(
+            hidden=hidden,
+            weight=weight,
+            bias=bias,
+            adapter_hidden=adapter_hidden,
+            adapter_weight=adapter_weight,
+            temperature=temperature,
+            strides=HeadStrides(
+                hidden_row=stride_hidden_row,
+                weight_row=stride_weight_row,
+                weight_column=stride_weight_column,
+                bias=stride_bias,
+                adapter_hidden_row=stride_adapter_hidden_row,
+                adapter_hidden_column=stride_adapter_hidden_column,
+                adapter_weight_row=stride_adapter_weight_row,
+                adapter_weight_column=stride_adapter_weight_column,
+                temperature=stride_temperature,
+            ),
+            logit_scale=logit_scale,
+            logit_softcap=logit_softcap,
+        )
         z = logit_tile(
-            hidden, weight, bias, adapter_hidden, adapter_weight, temperature,
-            row_block * BLOCK_N, tile * BLOCK_V, n_rows, rows,
-            stride_hidden_row, stride_weight_row, stride_weight, stride_bias,
-            stride_adapter_hidden_row, stride_adapter_hidden, stride_adapter_weight_row, stride_adapter_weight,
-            stride_temperature, logit_scale, logit_softcap,
-            HAS_SOFTCAP, H, R, V, ACC, BLOCK_N, BLOCK_V, BLOCK_H, BLOCK_R, CHAIN, DESCRIPTORS, UPCAST,
-        )  # fmt: skip
-        v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        target = target_column(tl.load(target_ids + rows), V)
-        at_target = v[None, :] == target[:, None]
-        own = tl.sum(tl.where(at_target, z, 0.0), 1)
-        z = tl.where(at_target | (v[None, :] >= V), float("-inf"), z)
-        shift = finite(tl.max(z, 1))
-        z -= shift[:, None]
+            head,
+            rows,
+            first_row=row_block * BLOCK_N,
+            first_column=tile * BLOCK_V,
+            n_rows=n_rows,
+            HEAD=HEAD,
+            CONFIG=CONFIG,
+        )
+        columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        target = target_column(target=tl.load(target_ids + rows), V=V)
+        is_target = columns[None, :] == target[:, None]
+        target_z = tl.sum(tl.where(is_target, z, 0.0), 1)
+        z = tl.where(is_target | (columns[None, :] >= V), float("-inf"), z)
+        top = finite(tl.max(z, 1))
+        z -= top[:, None]
         weights = tl.exp(z)
         mass = tl.sum(weights, 1)
-        store = n < kept
+        valid = n < unmasked
         at = tile.to(tl.int64) * n_rows + n
-        tl.store(tile_top + at, shift, mask=store)
-        tl.store(tile_mass + at, mass, mask=store)
+        tl.store(tile_top + at, top, mask=valid)
+        tl.store(tile_mass + at, mass, mask=valid)
         if tile_entropy is not None:
             mean = tl.sum(weights * at_least(z, LOG_OF_NOTHING), 1)
-            tl.store(tile_entropy + at, tl.where(mass > 0, tl.log(mass) - mean / mass, mass), mask=store)
-        here = (target >= tile * BLOCK_V) & (target < tile * BLOCK_V + BLOCK_V)
-        tl.store(target_logit + n, own, mask=store & here)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def reduce_rows(
-    tile_top,
-    tile_mass,
-    tile_entropy,  # or None
-    target_logit,
-    order,
-    count,
-    log_probs,  # out [N], as are the next three; rows that do not count are left alone
-    entropy,  # or None
-    shift,
-    log_total,
-    n_rows: tl.int64,
-    TILES: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """log_prob = -softplus(lse_others - z_target): the difference to a whole lse would lose 1 - p on peaked rows."""
-    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    kept = tl.load(count)
-    ok = n < kept
-    largest = tl.full([BLOCK_N], float("-inf"), ACC)
-    mass = tl.zeros([BLOCK_N], ACC)  # of all logits but the target's, relative to exp(largest)
-    for start in range(0, TILES, BLOCK_T):
-        t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
-        inside = (t[:, None] < TILES) & ok[None, :]
-        at = t[:, None] * n_rows + n[None, :]
-        top = tl.load(tile_top + at, mask=inside, other=float("-inf"))
-        part = tl.load(tile_mass + at, mask=inside, other=0.0)
-        grown = tl.maximum(largest, tl.max(tl.where(part > 0, top, float("-inf")), 0))
-        mass *= tl.exp(largest - finite(grown))
-        mass += tl.sum(tl.where(part == 0, 0.0, part * tl.exp(top - finite(grown)[None, :])), 0)
-        largest = grown
-    top_of_all = finite(largest)
-    others = tl.log(mass)
-    own = tl.load(target_logit + n, mask=ok, other=0.0)
-    over, lost = difference(own, top_of_all)
-    margin, lost_too = difference(tl.where(own == float("inf"), float("nan"), over), others)
-    log_rest = -softplus(margin)
-    # log p = log sigmoid(margin), rounded once: two more roundings would show in the mean of a short sequence.
-    lost = (lost + lost_too) * tl.exp(log_rest)
-    log_p = tl.minimum(margin, 0.0) + (lost - log1p(tl.exp(-tl.abs(margin))))
-    rows = tl.load(order + n, mask=ok, other=0)
-    tl.store(log_probs + rows, log_p, mask=ok)
-    # The log-sum-exp of all, in two numbers: kept apart they have the bits that their sum would round off.
-    whole = tl.where(own > top_of_all, own, top_of_all)
-    tl.store(shift + rows, whole, mask=ok)
-    high = tl.where(margin > 0, own - whole, others + (top_of_all - whole))
-    tl.store(log_total + rows, high + log1p(tl.exp(-tl.abs(margin))), mask=ok)
-    if tile_entropy is not None:
-        # By the chain rule (is it the target? which tile? which column?): positive terms, nothing cancels.
-        of_others = tl.zeros([BLOCK_N], ACC)
-        for start in range(0, TILES, BLOCK_T):
-            t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
-            inside = (t[:, None] < TILES) & ok[None, :]
-            at = t[:, None] * n_rows + n[None, :]
-            top = tl.load(tile_top + at, mask=inside, other=float("-inf"))
-            part = tl.load(tile_mass + at, mask=inside, other=0.0)
-            log_share = (top - top_of_all[None, :]) + (tl.log(part) - others[None, :])
-            log_share = tl.where(log_share > LOG_OF_NOTHING, log_share, LOG_OF_NOTHING)  # also if there are no others
-            within = tl.load(tile_entropy + at, mask=inside, other=0.0)
-            of_others += tl.sum(tl.exp(log_share) * (within - log_share), 0)
-        log_rest = at_least(log_rest, LOG_OF_NOTHING)
-        own_part = tl.exp(log_p) * at_least(log_p, LOG_OF_NOTHING)
-        tl.store(entropy + rows, tl.exp(log_rest) * (of_others - log_rest) - own_part, mask=ok)
+            tl.store(tile_entropy + at, tl.where(mass > 0, tl.log(mass) - mean / mass, mass), mask=valid)
+        has_target = (target >= tile * BLOCK_V) & (target < tile * BLOCK_V + BLOCK_V)
+        tl.store(target_logit + n, target_z, mask=valid & has_target)
 
 
 def head_forward(head: HeadRows) -> HeadResult:
-    """Log-probs (and entropies) of the target ids; nothing is read on the host."""
+    """Compute log-probs (and entropies) of the target ids; nothing is read on the host."""
     return forward_with_shares(head)[0]
 
 
 def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
-    """The same, and if wanted the probabilities of tiles of columns."""
+    """Run `head_forward`; if `wanted`, also return the probability mass of each vocabulary tile."""
     n, dtype, device = head.hidden.shape[0], accumulator(head.hidden.dtype), head.hidden.device
     log_probs, shift, log_total = (torch.zeros(n, dtype=dtype, device=device) for _ in range(3))
     entropy = torch.zeros(n if head.entropy else 0, dtype=dtype, device=device)
@@ -188,21 +151,21 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
         return result, TileShares(tile_mass, torch.empty_like(head.target_ids), *cell) if cell else None
     head = straighten(head, config)
     order = (~head.mask).to(torch.uint8).sort(stable=True).indices
-    count = head.mask.sum().reshape(1)
-    tile_entropy = torch.empty_like(tile_mass) if head.entropy else None
-    target_logit = torch.full((n,), math.nan, dtype=dtype, device=device)
+    tile_results: dict[str, Any] = dict(
+        order=order,
+        n_unmasked=head.mask.sum().reshape(1),
+        tile_top=tile_top,
+        tile_mass=tile_mass,
+        tile_entropy=torch.empty_like(tile_mass) if head.entropy else None,
+        target_logit=torch.full((n,), math.nan, dtype=dtype, device=device),
+    )
     launch(
         forward_tile,
         row_blocks * tiles,
         config,
         **tile_arguments(head, gather_rows(head.hidden, order), config),
+        **tile_results,
         target_ids=head.target_ids,
-        order=order,
-        count=count,
-        tile_top=tile_top,
-        tile_mass=tile_mass,
-        tile_entropy=tile_entropy,
-        target_logit=target_logit,
         row_blocks=row_blocks,
         column_blocks=tiles,
     )
@@ -210,34 +173,29 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
         reduce_rows,
         -(-n // REDUCE_ROWS.block_n),
         REDUCE_ROWS,
-        ACC=triton_type(dtype),
-        tile_top=tile_top,
-        tile_mass=tile_mass,
-        tile_entropy=tile_entropy,
-        target_logit=target_logit,
-        order=order,
-        count=count,
+        **tile_results,
         log_probs=log_probs,
         entropy=entropy if head.entropy else None,
         shift=shift,
         log_total=log_total,
         n_rows=n,
         TILES=tiles,
+        ACC=triton_type(dtype),
         BLOCK_N=REDUCE_ROWS.block_n,
         BLOCK_T=REDUCE_TILES,
     )
     if cell is None:
         return result, None
-    # No tile exceeds the whole; one that has the target's column only has no mass, and a shift that says nothing.
+    # A tile's mass is at most the whole. A tile with the target's column only has mass 0 and an arbitrary maximum.
     tile_mass.mul_(tile_top.sub_(shift[order]).sub_(log_total[order]).clamp_(max=0).exp_())
     place = torch.empty_like(order).index_copy_(0, order, torch.arange(n, device=device))
     return result, TileShares(tile_mass, place, *cell)
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int] | None:
-    """(rows, columns) of the cells that a backward may leave out: columns are those of the forward's tiles.
+    """Return (rows, columns) of the cells that a backward may leave out; the columns are those of the forward's tiles.
 
-    None: it leaves nothing out. There are no block-sparse sums for the gradients of a bias and an adapter.
+    None for a head with a bias or an adapter: their gradients have no block-sparse products.
     """
     if head.bias is not None or head.adapter_weight is not None:
         return None

@@ -1,4 +1,7 @@
-"""What both routes of the backward share: the rows that take part, d_logits of tiles, and rows back in their places."""
+"""Shared by both routes of the backward: rows with a gradient, d_logits of tiles, and moving rows back to their places.
+
+"Part" and "cell": `cells.py`. Slab: columns of the vocabulary computed at a time. Chunk: rows computed at a time.
+"""
 
 from __future__ import annotations
 
@@ -21,72 +24,71 @@ _ROWS_AT_ONCE = 8192  # enough that adding up d_weight over chunks costs 3 % of 
 
 
 @dataclass(frozen=True)
-class Upstream:
-    """What the backward knows of the rows."""
+class GradientRows:
+    """Per-row inputs of the backward, and which of the N rows of the batch take part in it."""
 
     head: HeadRows
     result: HeadResult
     d_log_probs: Tensor  # [N], 0 where masked
     d_entropy: Tensor | None
-    live: Tensor  # [N] bool
-    index: Tensor  # [n]: the live rows, or all of them; ascending but for a list of cells
-    all_live: bool  # known to be
-    boost: Tensor | None  # [] what lifts fp16 gradients over its smallest exponent
+    live: Tensor  # [N] bool: has a gradient
+    index: Tensor  # [n]: the rows that take part: the live ones, or all; ascending but for a list of cells
+    all_live: bool  # known on the host; False if unknown
+    boost: Tensor | None  # [] power of two that lifts fp16 gradients above fp16's smallest exponent
 
-    def hidden_rows(self, rows: slice) -> Tensor:
-        """Gathered hidden states."""
+    def hidden(self, rows: slice) -> Tensor:
+        """Gather hidden states of rows `rows` of `index`."""
         if self.all_live:
             return gather_rows(self.head.hidden[rows], None)
-        return self.live_only(gather_rows(self.head.hidden, self.index[rows]), rows)
+        return self.zero_dead(gather_rows(self.head.hidden, self.index[rows]), rows)
 
-    def live_only(self, x: Tensor, rows: slice) -> Tensor:
-        """Gathered rows, in place 0 where a row takes part without being live: what it holds may be NaN."""
-        return x if counted(x) else x.masked_fill_(~self.live[self.index[rows], None], 0)
+    def zero_dead(self, x: Tensor, rows: slice) -> Tensor:
+        """Zero gathered rows that take part without a gradient, in place: they may hold NaN."""
+        return x if may_read(x) else x.masked_fill_(~self.live[self.index[rows], None], 0)
 
 
-def make_upstream(
+def gradient_rows(
     head: HeadRows,
     result: HeadResult,
     d_log_probs: Tensor,
     d_entropy: Tensor | None,
     index: Tensor | None = None,
     ascending: bool = True,
-) -> Upstream:
-    """`index`: the rows that take part, where that is known already."""
+) -> GradientRows:
+    """Find the rows with a gradient; `index` names them where they are known already."""
     dtype = accumulator(head.hidden.dtype)
     d_log_probs = torch.where(head.mask, d_log_probs, 0).to(dtype)
     live = d_log_probs != 0
     if d_entropy is not None:
         d_entropy = torch.where(head.mask, d_entropy, 0).to(dtype)
         live = live | (d_entropy != 0)
-    rows = live.shape[0]
+    n = live.shape[0]
     if index is None:
-        index = live.nonzero()[:, 0] if counted(live) else torch.arange(rows, device=live.device)
+        index = live.nonzero()[:, 0] if may_read(live) else torch.arange(n, device=live.device)
     boost = None
-    if (
-        head.hidden.dtype == torch.float16
-    ):  # no entry of a row exceeds |d_log_prob| (1 - p) slope, but for the entropy's
+    if head.hidden.dtype == torch.float16:
+        # No entry of a row exceeds |d_log_prob| (1 - p) slope, but for the entropy's.
         slope = head.logit_scale / (1 if head.temperature is None else head.temperature)
         boost = power_of_two(d_log_probs * torch.expm1(result.log_probs) * slope, d_entropy, live)
-    all_live = ascending and counted(live) and index.shape[0] == rows
-    return Upstream(head, result, d_log_probs, d_entropy, live, index, all_live, boost)
+    all_live = ascending and may_read(live) and index.shape[0] == n
+    return GradientRows(head, result, d_log_probs, d_entropy, live, index, all_live, boost)
 
 
-def rounds_later(head: HeadRows) -> bool:
-    """Whether torch must round d_logits: Triton's interpreter truncates to bf16."""
+def torch_rounds(head: HeadRows) -> bool:
+    """Return whether torch must round d_logits: Triton's interpreter truncates to bf16."""
     return INTERPRETED and head.hidden.dtype == torch.bfloat16
 
 
-def counted(x: Tensor) -> bool:
-    """Whether the host may read how many rows are live."""
+def may_read(x: Tensor) -> bool:
+    """Return whether the host may read values of `x`: not of meta tensors, nor while a CUDA graph is captured."""
     return not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def part_shape(head: HeadRows, n: int, config: Config, in_full: bool) -> tuple[int, int]:
-    """(rows of a chunk, columns of a slab): what is alive at once fits the workspace."""
+def part_shape(head: HeadRows, n: int, config: Config, unrounded: bool) -> tuple[int, int]:
+    """Return (rows of a chunk, columns of a slab) whose tensors together fit the workspace."""
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
-    space = workspace_bytes() * 15 // 16  # the rest is for vectors over rows
-    per_element = size if size >= 4 or not in_full else 4 + size
+    space = workspace_bytes() * 15 // 16  # the remainder is for vectors over rows
+    per_element = size if size >= 4 or not unrounded else 4 + size
     rows = min(space // 4 // (width * size), space // 2 // (config.block_v * per_element))
     rows = max(min(rows // config.block_n * config.block_n, _ROWS_AT_ONCE, n), min(config.block_n, n), 1)
     per_column = rows * per_element + (4 * width if size == 2 else 0)  # d_logits, and the slab of d_weight
@@ -95,21 +97,26 @@ def part_shape(head: HeadRows, n: int, config: Config, in_full: bool) -> tuple[i
 
 
 def gradient_of_tiles(
-    up: Upstream,
+    rows: GradientRows,
     hidden: Tensor,
-    rows: slice,
+    chunk: slice,
     low: int,
     high: int,
     config: Config,
-    in_full: bool,
+    unrounded: bool,
     part: Part | None = None,
 ) -> Tensor:
-    """d_logits of some rows and of columns low to high; in fp32 or fp64 if `in_full`, else as operands and boosted.
+    """Compute d_logits of a chunk of rows and of columns low to high, or with a `part` of its cells only.
 
-    With a `part` only of its cells, one after the other: [cells, block_n, block_v].
+    Args:
+        hidden: [n, H], hidden states of the chunk.
+        unrounded: in fp32 or fp64; else in the operands' dtype, boosted.
+
+    Returns:
+        [n, high - low], or the part's cells one after the other: [cells, block_n, block_v].
     """
-    head, result, columns = up.head, up.result, high - low
-    n, dtype = hidden.shape[0], up.d_log_probs.dtype if in_full else hidden.dtype
+    head, result, columns = rows.head, rows.result, high - low
+    n, dtype = hidden.shape[0], rows.d_log_probs.dtype if unrounded else hidden.dtype
     row_blocks, column_blocks = -(-n // config.block_n), -(-columns // config.block_v)
     shape = (n, -(-columns // 8) * 8) if part is None else (part.cells, config.block_n, config.block_v)
     d_logits = torch.empty(shape, dtype=dtype, device=hidden.device)
@@ -119,14 +126,14 @@ def gradient_of_tiles(
         config,
         **tile_arguments(head, hidden, config),
         target_ids=head.target_ids,
-        index=up.index[rows],
+        index=rows.index[chunk],
         log_probs=result.log_probs,
         shift=result.shift,
         log_total=result.log_total,
-        d_log_probs=up.d_log_probs,
-        entropy=None if up.d_entropy is None else result.entropy,
-        d_entropy=up.d_entropy,
-        boost=None if in_full else up.boost,
+        d_log_probs=rows.d_log_probs,
+        entropy=None if rows.d_entropy is None else result.entropy,
+        d_entropy=rows.d_entropy,
+        boost=None if unrounded else rows.boost,
         d_logits=d_logits,
         row_blocks=row_blocks,
         column_blocks=column_blocks,
@@ -134,32 +141,38 @@ def gradient_of_tiles(
         high=high,
         width=d_logits.shape[1],
         by_tile=None if part is None else part.lists.by_tile,
-        first=0 if part is None else part.first,
-        blocks=0 if part is None else part.lists.blocks,
+        first_cell=0 if part is None else part.first_cell,
+        part_row_blocks=0 if part is None else part.lists.row_blocks,
     )
     return d_logits[:, :columns] if part is None else d_logits
 
 
-def spread(sums: Tensor, up: Upstream, chunk: int) -> Tensor:
-    """d_hidden in its own dtype, inside the memory of its sums.
+def round_to_operands(d_logits: Tensor, rows: GradientRows) -> Tensor:
+    """Boost unrounded d_logits in place and round them to the operands' dtype."""
+    return (d_logits if rows.boost is None else d_logits.mul_(rows.boost)).to(rows.head.hidden.dtype)
 
-    The sums of the n live rows lie last in `sums`. The row that goes to place i of N lies at N - n + (its rank), which
-    is never below i: written in ascending order, no row overwrites one that has not been moved yet. Where there is room
-    the result is copied out, not to hold twice its memory for longer.
+
+def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
+    """Return d_hidden [N, H] in its own dtype, inside the memory of its sums.
+
+    The sums of the n rows that take part lie last in `sums` [N, H]. The row that goes to place i of N lies at
+    N - n + (its rank), which is never below i: moved in ascending order, no row overwrites one that has not been moved
+    yet. Where there is room the result is copied, so that twice its memory is not held for longer.
     """
-    dtype, (rows, width), n = up.head.hidden.dtype, sums.shape, up.index.shape[0]
-    if dtype == sums.dtype and up.all_live:
+    dtype, (n_rows, width), n = rows.head.hidden.dtype, sums.shape, rows.index.shape[0]
+    if dtype == sums.dtype and rows.all_live:
         return sums
-    out = sums.view(-1).view(dtype)[: rows * width].view(rows, width)
+    out = sums.view(-1).view(dtype)[: n_rows * width].view(n_rows, width)
     for start in range(0, n, chunk):
-        some = sums[rows - n + start : rows - n + min(start + chunk, n)]
-        some = some.clone() if up.boost is None else some / up.boost
-        out[up.index[start : start + chunk]] = some.to(dtype)
-    if not up.all_live:
-        out.masked_fill_(~up.live[:, None], 0)
+        moved = sums[n_rows - n + start : n_rows - n + min(start + chunk, n)]
+        moved = moved.clone() if rows.boost is None else moved / rows.boost
+        out[rows.index[start : start + chunk]] = moved.to(dtype)
+    if not rows.all_live:
+        out.masked_fill_(~rows.live[:, None], 0)
     return out.clone() if dtype != sums.dtype and out.nbytes <= workspace_bytes() else out
 
 
-def scatter(x: Tensor, up: Upstream, like: Tensor) -> Tensor:
+def scatter(x: Tensor, rows: GradientRows, like: Tensor) -> Tensor:
+    """Return `x` [n, ...] at its places among the N rows of a new tensor like `like`."""
     out = torch.zeros_like(like, memory_format=torch.contiguous_format)
-    return out.index_put_((up.index,), x.to(like.dtype))
+    return out.index_put_((rows.index,), x.to(like.dtype))

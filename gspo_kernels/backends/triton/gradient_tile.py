@@ -1,21 +1,48 @@
-"""The backward's tile: logits recomputed, and the gradient of the loss with respect to them written out."""
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+"""The backward's tile: recompute logits and write the gradient of the loss with respect to them.
+
+Formulas: the module docstring of `backward.py`. Must match `d_logits` of the torch backend's `backward.py`.
+"""
 # Triton types its kernels' arguments in a language of its own.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from .elementary import LOG_OF_NOTHING, at_least, expm1
-from .logit_tile import grouped, logit_tile, target_column
+from .logit_tile import HeadArguments, HeadStrides, grouped, logit_tile, target_column
+
+
+class RowInputs(NamedTuple):
+    """Per-row inputs of a tile, [N] each unless said; None if absent."""
+
+    target_ids: Any
+    log_probs: Any
+    shift: Any
+    log_total: Any
+    d_log_probs: Any
+    entropy: Any
+    d_entropy: Any
+    boost: Any  # []
 
 
 @triton.jit(
     do_not_specialize=[
-        "n_rows", "row_blocks", "column_blocks", "low", "high", "width", "first", "blocks", "stride_temperature"
+        "n_rows",
+        "row_blocks",
+        "column_blocks",
+        "low",
+        "high",
+        "width",
+        "first_cell",
+        "part_row_blocks",
+        "stride_temperature",
     ]
-)  # fmt: skip
+)  # fmt: skip - a list of names
 def gradient_tile(
-    hidden,  # [n, H] in the order of `index`
+    hidden,  # [n, H] in the order of `index`; the head's tensors and numbers are those of `HeadArguments`
     weight,
     bias,
     adapter_hidden,
@@ -38,91 +65,124 @@ def gradient_tile(
     low: tl.int32,  # the slab's columns
     high: tl.int32,
     width: tl.int64,
-    first: tl.int64,  # where the part's cells begin in by_tile
-    blocks: tl.int32,  # of rows, in a part
+    first_cell: tl.int64,  # where the part's cells begin in by_tile
+    part_row_blocks: tl.int32,
     stride_hidden_row: tl.int64,
     stride_weight_row: tl.int64,
-    stride_weight,  # untyped, as are the other strides that are mostly 1: a typed 1 would not become a constant
+    stride_weight_column,  # untyped, as are the other strides that are mostly 1: a typed 1 would not become a constant
     stride_bias,
     stride_adapter_hidden_row: tl.int64,
-    stride_adapter_hidden,
+    stride_adapter_hidden_column,
     stride_adapter_weight_row: tl.int64,
-    stride_adapter_weight,
+    stride_adapter_weight_column,
     stride_temperature: tl.int64,
     logit_scale: tl.float64,
     logit_softcap: tl.float64,
-    HAS_SOFTCAP: tl.constexpr,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    V: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    CHAIN: tl.constexpr,
-    GROUP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    HEAD: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
-    """d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail.
+    """Write d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail.
 
-    Two numbers for a slab of C columns: 2 n C H operations; n H + C H operand elements read, n C written.
+    For a slab of C columns: 2 n C H operations; n H + C H operand elements read, n C written.
     """
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_V: tl.constexpr = CONFIG.block_v
     if by_tile is not None:
-        cell = tl.load(by_tile + first + tl.program_id(0))
-        row_block, tile = cell % blocks, cell // blocks
+        cell = tl.load(by_tile + first_cell + tl.program_id(0))
+        row_block, tile = cell % part_row_blocks, cell // part_row_blocks
     else:
-        row_block, tile = grouped(tl.program_id(0), row_blocks, column_blocks, GROUP)
+        row_block, tile = grouped(tl.program_id(0), row_blocks, column_blocks, GROUP=CONFIG.group)
     n = row_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.load(index + tl.minimum(n, n_rows - 1))
-    first = low + tile * BLOCK_V
+    first_column = low + tile * BLOCK_V
+    head = HeadArguments(
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        adapter_hidden=adapter_hidden,
+        adapter_weight=adapter_weight,
+        temperature=temperature,
+        strides=HeadStrides(
+            hidden_row=stride_hidden_row,
+            weight_row=stride_weight_row,
+            weight_column=stride_weight_column,
+            bias=stride_bias,
+            adapter_hidden_row=stride_adapter_hidden_row,
+            adapter_hidden_column=stride_adapter_hidden_column,
+            adapter_weight_row=stride_adapter_weight_row,
+            adapter_weight_column=stride_adapter_weight_column,
+            temperature=stride_temperature,
+        ),
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+    )
     z = logit_tile(
-        hidden, weight, bias, adapter_hidden, adapter_weight, temperature,
-        row_block * BLOCK_N, first, n_rows, rows,
-        stride_hidden_row, stride_weight_row, stride_weight, stride_bias,
-        stride_adapter_hidden_row, stride_adapter_hidden, stride_adapter_weight_row, stride_adapter_weight,
-        stride_temperature, logit_scale, logit_softcap,
-        HAS_SOFTCAP, H, R, V, ACC, BLOCK_N, BLOCK_V, BLOCK_H, BLOCK_R, CHAIN, DESCRIPTORS, UPCAST,
-    )  # fmt: skip
-    d_log_p, log_p = tl.load(d_log_probs + rows), tl.load(log_probs + rows)
+        head, rows, first_row=row_block * BLOCK_N, first_column=first_column, n_rows=n_rows, HEAD=HEAD, CONFIG=CONFIG
+    )
+    row_inputs = RowInputs(
+        target_ids=target_ids,
+        log_probs=log_probs,
+        shift=shift,
+        log_total=log_total,
+        d_log_probs=d_log_probs,
+        entropy=entropy,
+        d_entropy=d_entropy,
+        boost=boost,
+    )
+    d = _gradient_of_logits(
+        z=z, head=head, rows=rows, first_column=first_column, row_inputs=row_inputs, HEAD=HEAD, BLOCK_V=BLOCK_V
+    )
+    columns = first_column + tl.arange(0, BLOCK_V)
+    inside = (n[:, None] < n_rows) & (columns[None, :] < high)
+    if by_tile is not None:  # products read whole cells
+        _store_cell(d_logits, tl.where(inside, d, 0.0), BLOCK_N=BLOCK_N, BLOCK_V=BLOCK_V)
+    else:
+        at = n[:, None] * width + (columns - low)[None, :]
+        tl.store(d_logits + at, d.to(d_logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_cell(d_logits, d, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Write `d` as the program's cell of [cells, BLOCK_N, BLOCK_V]."""
+    at = tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V)
+    at += tl.arange(0, BLOCK_N)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    tl.store(d_logits + at, d.to(d_logits.dtype.element_ty))
+
+
+@triton.jit
+def _gradient_of_logits(z, head, rows, first_column, row_inputs, HEAD: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Return d_logits of a tile of logits `z`, 0 in rows without a gradient."""
+    ACC: tl.constexpr = HEAD.ACC
+    d_log_p, log_p = tl.load(row_inputs.d_log_probs + rows), tl.load(row_inputs.log_probs + rows)
     live = d_log_p != 0.0
-    if HAS_SOFTCAP:
-        part = z / tl.full([], logit_softcap, ACC)
+    if HEAD.HAS_SOFTCAP:
+        capped = z / tl.full([], head.logit_softcap, ACC)  # tanh of the logits before the soft-cap
     # The slope of scale and temperature goes into what each row is multiplied by anyway.
-    slope = tl.full([BLOCK_N], logit_scale, ACC)
-    if temperature is not None:
-        heat = tl.load(temperature + rows * stride_temperature)
-        slope /= heat
-        if HAS_SOFTCAP:
-            part *= heat[:, None]
-    if boost is not None:
-        slope *= tl.load(boost)
-    z = (z - tl.load(shift + rows)[:, None]) - tl.load(log_total + rows)[:, None]
-    at_own = d_log_p * -expm1(log_p)  # d_log_prob (1 - p), nothing cancels
+    slope = tl.full([rows.shape[0]], head.logit_scale, ACC)
+    if head.temperature is not None:
+        temperature = tl.load(head.temperature + rows * head.strides.temperature)
+        slope /= temperature
+        if HEAD.HAS_SOFTCAP:
+            capped *= temperature[:, None]
+    if row_inputs.boost is not None:
+        slope *= tl.load(row_inputs.boost)
+    z = (z - tl.load(row_inputs.shift + rows)[:, None]) - tl.load(row_inputs.log_total + rows)[:, None]
+    d_target = d_log_p * -expm1(log_p)  # d_log_prob (1 - p), nothing cancels
     d_log_p *= slope
-    if d_entropy is not None:
-        d_h, h = tl.load(d_entropy + rows), tl.load(entropy + rows)
-        own = at_least(log_p, LOG_OF_NOTHING)
-        at_own -= d_h * tl.exp(own) * (own + h)
+    if row_inputs.d_entropy is not None:
+        d_h, h = tl.load(row_inputs.d_entropy + rows), tl.load(row_inputs.entropy + rows)
+        log_p = at_least(log_p, LOG_OF_NOTHING)
+        d_target -= d_h * tl.exp(log_p) * (log_p + h)
         live |= d_h != 0.0
         d_h *= slope
         z = at_least(z, LOG_OF_NOTHING)
         d = tl.exp(z) * (-d_log_p[:, None] - d_h[:, None] * (z + h[:, None]))
     else:
         d = tl.exp(z) * -d_log_p[:, None]
-    at_own *= slope
-    v = first + tl.arange(0, BLOCK_V)
-    target = target_column(tl.load(target_ids + rows), V)
-    d = tl.where(v[None, :] == target[:, None], at_own[:, None], d)
-    if HAS_SOFTCAP:
-        d *= 1.0 - part * part
-    d = tl.where(live[:, None], d, 0.0)
-    inside = (n[:, None] < n_rows) & (v[None, :] < high)
-    if by_tile is not None:  # products read whole cells
-        at = tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V)
-        at += tl.arange(0, BLOCK_N)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-        tl.store(d_logits + at, tl.where(inside, d, 0.0).to(d_logits.dtype.element_ty))
-    else:
-        at = n[:, None] * width + (v - low)[None, :]
-        tl.store(d_logits + at, d.to(d_logits.dtype.element_ty), mask=inside)
+    d_target *= slope
+    columns = first_column + tl.arange(0, BLOCK_V)
+    target = target_column(target=tl.load(row_inputs.target_ids + rows), V=HEAD.V)
+    d = tl.where(columns[None, :] == target[:, None], d_target[:, None], d)
+    if HEAD.HAS_SOFTCAP:
+        d *= 1.0 - capped * capped
+    return tl.where(live[:, None], d, 0.0)

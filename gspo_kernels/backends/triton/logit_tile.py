@@ -1,8 +1,16 @@
-"""The tile every matrix kernel starts from: logits of some rows and some vocabulary columns, in fp32 registers."""
+"""The tile every matrix kernel starts from: logits of some rows and some vocabulary columns, in fp32 registers.
+
+Kernels take a head's tensors, strides and numbers as separate arguments: in a tuple an argument has no type of its own,
+so a float would be fp32 and a stride could not be int64. Inside a kernel they are grouped, as `HeadArguments`. What is
+known at compile time comes as two constants: `HeadConstants` and `tuning.Config`.
+"""
+# Triton types its kernels' arguments in a language of its own.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,122 +19,173 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..rows import HeadRows
-from .elementary import tanh
+from .elementary import INTERPRETED, operands, tanh
 from .tuning import Config
+
+__all__ = [
+    "INTERPRETED",
+    "HeadArguments",
+    "HeadConstants",
+    "HeadStrides",
+    "gather_rows",
+    "grouped",
+    "logit_tile",
+    "straighten",
+    "target_column",
+    "tile_arguments",
+    "triton_type",
+]  # fmt: skip - a list of names
+
+
+class HeadStrides(NamedTuple):
+    """In elements, int64; 0 for tensors that are absent or read by descriptors."""
+
+    hidden_row: Any
+    weight_row: Any
+    weight_column: Any
+    bias: Any
+    adapter_hidden_row: Any
+    adapter_hidden_column: Any
+    adapter_weight_row: Any
+    adapter_weight_column: Any
+    temperature: Any
+
+
+class HeadArguments(NamedTuple):
+    """A head inside a kernel. Tensors are pointers, or None if the head has none."""
+
+    hidden: Any  # [n, H]: gathered, contiguous rows; a tensor descriptor if Config.descriptors
+    weight: Any  # [V, H]; a tensor descriptor if Config.descriptors
+    bias: Any  # [V]
+    adapter_hidden: Any  # [N, R]
+    adapter_weight: Any  # [V, R]
+    temperature: Any  # [N], or [1] with stride 0
+    strides: HeadStrides
+    logit_scale: Any  # fp64
+    logit_softcap: Any  # fp64
+
+
+class HeadConstants(NamedTuple):
+    """What the compiler knows of a head."""
+
+    H: int  # hidden size
+    R: int  # rank of the adapter, 0 without
+    V: int  # vocabulary, without padding
+    ACC: tl.dtype  # of sums: fp32 or fp64
+    HAS_SOFTCAP: bool
 
 
 @triton.jit
-def _operands(a_at, b_at, start, H: tl.constexpr, ACC: tl.constexpr, BLOCK_H: tl.constexpr, UPCAST: tl.constexpr):
+def logit_tile(
+    head,  # HeadArguments
+    rows,  # [block_n] int64: which row of the batch each of the tile's rows is
+    first_row,  # int32: the tile's rows of `head.hidden` start here
+    first_column,  # int32
+    n_rows,  # int64: rows of `head.hidden`
+    HEAD: tl.constexpr,  # HeadConstants
+    CONFIG: tl.constexpr,
+):
+    """Return softcap(logit_scale * (h W^T + a B^T + bias)) / temperature, [block_n, block_v] in ACC.
+
+    At ragged edges row and column numbers are clamped instead of masked, so that the main loop's loads need no mask;
+    they are int64 before anything is multiplied by a stride. The caller masks such rows and columns.
+    """
+    V: tl.constexpr = HEAD.V  # a field by itself is a plain int, which not every function takes for a constant
+    ACC: tl.constexpr = HEAD.ACC
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    columns = tl.minimum(first_column + tl.arange(0, BLOCK_V), V - 1).to(tl.int64)
+    z = tl.zeros([BLOCK_N, BLOCK_V], ACC)
+    if CONFIG.descriptors:  # the copy engine moves whole tiles: Hopper and later
+        for start in range(0, HEAD.H, CONFIG.block_h):
+            a, b = head.hidden.load([first_row, start]), head.weight.load([first_column, start])
+            a, b = operands(a, b, ACC)
+            z = tl.dot(a, tl.trans(b), z, input_precision="ieee", out_dtype=ACC)
+    else:
+        z = _product_by_pointers(
+            head=head, z=z, columns=columns, first_row=first_row, n_rows=n_rows, HEAD=HEAD, CONFIG=CONFIG
+        )
+    if head.adapter_hidden is not None:
+        z = _add_adapter(head=head, z=z, rows=rows, columns=columns, HEAD=HEAD, BLOCK_R=CONFIG.block_r)
+    if head.bias is not None:
+        z += tl.load(head.bias + columns * head.strides.bias)[None, :].to(ACC)
+    z *= tl.full([], head.logit_scale, ACC)
+    if HEAD.HAS_SOFTCAP:
+        cap = tl.full([], head.logit_softcap, ACC)
+        z = cap * tanh(z / cap)
+    if head.temperature is not None:
+        z *= (1.0 / tl.load(head.temperature + rows * head.strides.temperature))[:, None]  # one division a row
+    return z
+
+
+@triton.jit
+def _product_by_pointers(head, z, columns, first_row, n_rows, HEAD: tl.constexpr, CONFIG: tl.constexpr):
+    """Return z + h W^T."""
+    H: tl.constexpr = HEAD.H
+    ACC: tl.constexpr = HEAD.ACC
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    BLOCK_H: tl.constexpr = CONFIG.block_h
+    CHAIN: tl.constexpr = CONFIG.chain
+    k = tl.arange(0, BLOCK_H).to(tl.int64)
+    step = tl.full([], BLOCK_H, tl.int64) * head.strides.weight_column
+    n = tl.minimum(first_row.to(tl.int64) + tl.arange(0, BLOCK_N), n_rows - 1)
+    a_at = head.hidden + n[:, None] * head.strides.hidden_row + k[None, :]
+    b_at = head.weight + columns[:, None] * head.strides.weight_row + k[None, :] * head.strides.weight_column
+    if (CHAIN == 0) | (CHAIN >= H):
+        for start in range(0, H, BLOCK_H):
+            a, b = _load_operands(a_at=a_at, b_at=b_at, start=start, H=H, ACC=ACC, BLOCK_H=BLOCK_H)
+            z = tl.dot(a, tl.trans(b), z, input_precision="ieee", out_dtype=ACC)
+            a_at += BLOCK_H
+            b_at += step
+    else:  # without tensor cores a product is one chain of additions per entry: broken, it rounds less
+        for begin in range(0, H, CHAIN):
+            chain = tl.zeros([BLOCK_N, BLOCK_V], ACC)
+            for start in range(begin, min(begin + CHAIN, H), BLOCK_H):
+                a, b = _load_operands(a_at=a_at, b_at=b_at, start=start, H=H, ACC=ACC, BLOCK_H=BLOCK_H)
+                chain = tl.dot(a, tl.trans(b), chain, input_precision="ieee", out_dtype=ACC)
+                a_at += BLOCK_H
+                b_at += step
+            z += chain
+    return z
+
+
+@triton.jit
+def _load_operands(a_at, b_at, start, H: tl.constexpr, ACC: tl.constexpr, BLOCK_H: tl.constexpr):
     if H % BLOCK_H == 0:
         a, b = tl.load(a_at), tl.load(b_at)
     else:
         inside = tl.arange(0, BLOCK_H)[None, :] < H - start
         a, b = tl.load(a_at, mask=inside, other=0.0), tl.load(b_at, mask=inside, other=0.0)
-    if UPCAST:  # Triton's interpreter multiplies bf16 operands as if they were integers
-        a, b = a.to(ACC), b.to(ACC)
-    return a, b
+    return operands(a, b, ACC)
 
 
 @triton.jit
-def logit_tile(
-    hidden,  # [n, H]: gathered, contiguous rows; a tensor descriptor if DESCRIPTORS
-    weight,  # [V, H]; a tensor descriptor if DESCRIPTORS
-    bias,  # [V] or None
-    adapter_hidden,  # [N, R] or None
-    adapter_weight,  # [V, R] or None
-    temperature,  # [N], [1] with stride 0, or None
-    first_row,  # int32: the tile's rows of `hidden` start here
-    first_column,  # int32
-    n_rows,  # int64: rows of `hidden`
-    rows,  # [BLOCK_N] int64: which row of the batch each of them is
-    stride_hidden_row,
-    stride_weight_row,
-    stride_weight,
-    stride_bias,
-    stride_adapter_hidden_row,
-    stride_adapter_hidden,
-    stride_adapter_weight_row,
-    stride_adapter_weight,
-    stride_temperature,
-    logit_scale,
-    logit_softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    V: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    CHAIN: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """softcap(logit_scale * (h W^T + a B^T + bias)) / temperature, [BLOCK_N, BLOCK_V] in ACC (fp32 or fp64).
-
-    At ragged edges row and column numbers are clamped instead of masked, so that the main loop's loads need no mask;
-    they are int64 before anything is multiplied by a stride. What such rows and columns hold is up to the caller.
-    """
-    columns = tl.minimum(first_column + tl.arange(0, BLOCK_V), V - 1).to(tl.int64)
-    z = tl.zeros([BLOCK_N, BLOCK_V], ACC)
-    if DESCRIPTORS:  # the copy engine moves whole tiles: Hopper and later
-        for start in range(0, H, BLOCK_H):
-            a, b = hidden.load([first_row, start]), weight.load([first_column, start])
-            if UPCAST:
-                a, b = a.to(ACC), b.to(ACC)
-            z = tl.dot(a, tl.trans(b), z, input_precision="ieee", out_dtype=ACC)
-    else:
-        k = tl.arange(0, BLOCK_H).to(tl.int64)
-        step = tl.full([], BLOCK_H, tl.int64) * stride_weight
-        n = tl.minimum(first_row.to(tl.int64) + tl.arange(0, BLOCK_N), n_rows - 1)
-        a_at = hidden + n[:, None] * stride_hidden_row + k[None, :]
-        b_at = weight + columns[:, None] * stride_weight_row + k[None, :] * stride_weight
-        if CHAIN >= H:
-            for start in range(0, H, BLOCK_H):
-                a, b = _operands(a_at, b_at, start, H, ACC, BLOCK_H, UPCAST)
-                z = tl.dot(a, tl.trans(b), z, input_precision="ieee", out_dtype=ACC)
-                a_at += BLOCK_H
-                b_at += step
-        else:  # without tensor cores a product is one chain of additions per entry: broken, it rounds less
-            for begin in range(0, H, CHAIN):
-                part = tl.zeros([BLOCK_N, BLOCK_V], ACC)
-                for start in range(begin, min(begin + CHAIN, H), BLOCK_H):
-                    a, b = _operands(a_at, b_at, start, H, ACC, BLOCK_H, UPCAST)
-                    part = tl.dot(a, tl.trans(b), part, input_precision="ieee", out_dtype=ACC)
-                    a_at += BLOCK_H
-                    b_at += step
-                z += part
-    if adapter_hidden is not None:
-        r = tl.arange(0, BLOCK_R)
-        for start in range(0, R, BLOCK_R):
-            inside = r[None, :] < R - start
-            at = (start + r)[None, :].to(tl.int64)
-            left = adapter_hidden + rows[:, None] * stride_adapter_hidden_row + at * stride_adapter_hidden
-            right = adapter_weight + columns[:, None] * stride_adapter_weight_row + at * stride_adapter_weight
-            a = tl.load(left, mask=inside, other=0.0).to(ACC)
-            b = tl.load(right, mask=inside, other=0.0).to(ACC)
-            z = tl.dot(a, tl.trans(b), z, input_precision="ieee", out_dtype=ACC)
-    if bias is not None:
-        z += tl.load(bias + columns * stride_bias)[None, :].to(ACC)
-    z *= tl.full([], logit_scale, ACC)
-    if HAS_SOFTCAP:
-        cap = tl.full([], logit_softcap, ACC)
-        z = cap * tanh(z / cap)
-    if temperature is not None:
-        z *= (1.0 / tl.load(temperature + rows * stride_temperature))[:, None]  # one division a row
+def _add_adapter(head, z, rows, columns, HEAD: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Return z + a B^T."""
+    ACC: tl.constexpr = HEAD.ACC
+    strides = head.strides
+    r = tl.arange(0, BLOCK_R)
+    for start in range(0, HEAD.R, BLOCK_R):
+        inside = r[None, :] < HEAD.R - start
+        k = (start + r)[None, :].to(tl.int64)
+        a_at = head.adapter_hidden + rows[:, None] * strides.adapter_hidden_row + k * strides.adapter_hidden_column
+        b_at = head.adapter_weight + columns[:, None] * strides.adapter_weight_row + k * strides.adapter_weight_column
+        a = tl.load(a_at, mask=inside, other=0.0).to(ACC)
+        b = tl.load(b_at, mask=inside, other=0.0).to(ACC)
+        z = tl.dot(a, tl.trans(b), z, input_precision="ieee", out_dtype=ACC)
     return z
 
 
 @triton.jit
 def target_column(target, V: tl.constexpr):
-    """Token ids as int32 columns; -1, which is none, outside the vocabulary."""
+    """Return token ids as int32 columns, -1 for ids outside the vocabulary."""
     return tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
 
 
 @triton.jit
 def grouped(program, row_blocks, column_blocks, GROUP: tl.constexpr):
-    """The (row block, column block) of a program, in an order that keeps GROUP row blocks in the L2 cache.
+    """Return the (row block, column block) of a program, in an order that keeps GROUP row blocks in the L2 cache.
 
     A program that follows another reads the same columns of the head until its group of row blocks is done.
     """
@@ -136,17 +195,13 @@ def grouped(program, row_blocks, column_blocks, GROUP: tl.constexpr):
     return group * GROUP + within % height, within // height
 
 
-# Set when the kernels were decorated; then nothing but the dtype of operands differs.
-INTERPRETED = not isinstance(grouped, triton.JITFunction)
-
-
-def triton_type(dtype: torch.dtype) -> Any:
-    """The accumulator's dtype as a kernel's constant."""
+def triton_type(dtype: torch.dtype) -> tl.dtype:
+    """Return the dtype that sums of `dtype` are in, as a kernel's constant."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def gather_rows(hidden: Tensor, index: Tensor | None) -> Tensor:
-    """Rows of `hidden` as the kernels read them: next to each other, each starting at a multiple of 16 bytes."""
+    """Return rows of `hidden` (`index` None: all) as kernels read them: contiguous, each at a multiple of 16 bytes."""
     n, width = hidden.shape[0] if index is None else index.shape[0], hidden.shape[1]
     if index is None and _aligned(hidden):
         return hidden
@@ -162,54 +217,52 @@ def _aligned(x: Tensor) -> bool:
 
 
 def straighten(head: HeadRows, config: Config) -> HeadRows:
-    """Token ids next to each other; and where the copy engine reads, a weight that lies as it must."""
+    """Make token ids contiguous, and where the copy engine reads, align the rows of the weight."""
     weight = gather_rows(head.weight[: head.vocab_size], None) if config.descriptors else head.weight
     return head._replace(weight=weight, target_ids=head.target_ids.contiguous())
 
 
 def tile_arguments(head: HeadRows, hidden: Tensor, config: Config) -> dict[str, Any]:
-    """What `logit_tile` needs of a head and gathered rows, by the names its callers give it."""
-    temperature, adapter_hidden, adapter_weight = head.temperature, head.adapter_hidden, head.adapter_weight
-    weight = head.weight
-    row, column = (0, 0) if adapter_hidden is None else adapter_hidden.stride()
-    adapter_row, adapter_column = (0, 0) if adapter_weight is None else adapter_weight.stride()
-    strides = dict(
-        stride_hidden_row=hidden.stride(0), stride_weight_row=weight.stride(0), stride_weight=weight.stride(1)
-    )
-    operands: dict[str, Any] = dict(hidden=hidden, weight=weight)
+    """Return the arguments of a tile kernel that say what head it computes; `hidden` [n, H] holds the gathered rows."""
+    weight, temperature = head.weight, head.temperature
+    hidden_row, (weight_row, weight_column) = hidden.stride(0), weight.stride()
+    adapter_hidden_row, adapter_hidden_column = _strides(head.adapter_hidden)
+    adapter_weight_row, adapter_weight_column = _strides(head.adapter_weight)
+    matrices: dict[str, Any] = dict(hidden=hidden, weight=weight)
     if config.descriptors:
-        operands = dict(
+        matrices = dict(
             hidden=TensorDescriptor.from_tensor(hidden, [config.block_n, config.block_h]),
             weight=TensorDescriptor.from_tensor(weight[: head.vocab_size], [config.block_v, config.block_h]),
         )
-        strides = dict.fromkeys(strides, 0)
+        hidden_row = weight_row = weight_column = 0
     return dict(
-        **operands,
-        **strides,
+        **matrices,
         bias=head.bias,
-        adapter_hidden=adapter_hidden,
-        adapter_weight=adapter_weight,
+        adapter_hidden=head.adapter_hidden,
+        adapter_weight=head.adapter_weight,
         temperature=temperature,
         n_rows=hidden.shape[0],
+        stride_hidden_row=hidden_row,
+        stride_weight_row=weight_row,
+        stride_weight_column=weight_column,
         stride_bias=0 if head.bias is None else head.bias.stride(0),
-        stride_adapter_hidden_row=row,
-        stride_adapter_hidden=column,
-        stride_adapter_weight_row=adapter_row,
-        stride_adapter_weight=adapter_column,
+        stride_adapter_hidden_row=adapter_hidden_row,
+        stride_adapter_hidden_column=adapter_hidden_column,
+        stride_adapter_weight_row=adapter_weight_row,
+        stride_adapter_weight_column=adapter_weight_column,
         stride_temperature=0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
         logit_scale=head.logit_scale,
         logit_softcap=head.logit_softcap or 0.0,
-        HAS_SOFTCAP=head.logit_softcap is not None,
-        H=hidden.shape[1],
-        R=0 if adapter_weight is None else adapter_weight.shape[1],
-        V=head.vocab_size,
-        ACC=triton_type(hidden.dtype),
-        BLOCK_N=config.block_n,
-        BLOCK_V=config.block_v,
-        BLOCK_H=config.block_h,
-        BLOCK_R=config.block_r,
-        CHAIN=config.chain or hidden.shape[1],
-        GROUP=config.group,
-        DESCRIPTORS=config.descriptors,
-        UPCAST=INTERPRETED,
+        HEAD=HeadConstants(
+            H=hidden.shape[1],
+            R=0 if head.adapter_weight is None else head.adapter_weight.shape[1],
+            V=head.vocab_size,
+            ACC=triton_type(hidden.dtype),
+            HAS_SOFTCAP=head.logit_softcap is not None,
+        ),
+        CONFIG=config,
     )
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if x is None else x.stride()

@@ -14,72 +14,83 @@ from torch import Tensor
 
 from ..rows import HeadGradients, HeadRows, LiveTiles, NeedsGradient
 from .cells import CellLists, Part, cell_lists
-from .gradient_rows import Upstream, gradient_of_tiles, part_shape, rounds_later, spread
-from .sparse_products import add_products
+from .gradient_rows import (
+    GradientRows,
+    gradient_of_tiles,
+    part_shape,
+    round_to_operands,
+    scatter_in_place,
+    torch_rounds,
+)
+from .sparse_products import add_to_hidden, add_to_weight
 from .tuning import Config
 
 
-class Plan(NamedTuple):
-    """What the host knows after its one look."""
+class CellPlan(NamedTuple):
+    """What the host knows of the cells after its one read."""
 
     rows: int  # with a gradient
-    sparse: bool  # whether only the cells are to be computed
+    sparse: bool  # compute cells only, not all columns
     lists: CellLists
     counts: list[list[int]]  # cells of each [slab][chunk]
     columns: int  # of a slab
     chunk: int  # rows
 
 
-def plan(head: HeadRows, live: LiveTiles, config: Config) -> Plan:
-    """The only look of the host: how many rows there are, and how many cells of each part."""
+def plan_cells(head: HeadRows, live: LiveTiles, config: Config) -> CellPlan:
+    """List the live cells and read on the host how many rows there are, and how many cells of each part."""
     lists, columns, chunk = parts_of(head, live.cells, config)
     counts = lists.tile_begin[..., -1]
-    rows, sparse, *found = torch.cat([live.counts, counts.flatten()]).tolist()
-    by_slab = [found[at : at + counts.shape[1]] for at in range(0, len(found), counts.shape[1])]
-    return Plan(rows, bool(sparse), lists, by_slab, columns, chunk)
+    rows, sparse, *flat = torch.cat([live.counts, counts.flatten()]).tolist()
+    by_slab = [flat[start : start + counts.shape[1]] for start in range(0, len(flat), counts.shape[1])]
+    return CellPlan(rows, bool(sparse), lists, by_slab, columns, chunk)
 
 
 def parts_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, int, int]:
-    """Lists of `cells` [blocks, tiles] bool in parts that fit the workspace; columns of a slab, rows of a chunk."""
-    chunk, columns = part_shape(head, head.hidden.shape[0], config, rounds_later(head))
+    """List `cells` [blocks, tiles] bool in parts that fit the workspace; return (lists, slab columns, chunk rows)."""
+    chunk, columns = part_shape(head, head.hidden.shape[0], config, torch_rounds(head))
     blocks = -(-chunk // config.block_n)
     return cell_lists(cells, columns // config.block_v, blocks), columns, blocks * config.block_n
 
 
-def cell_backward(up: Upstream, rows_of_head: int, config: Config, needs: NeedsGradient, plan: Plan) -> HeadGradients:
-    """Gradients of a head without bias and adapter, None where none is needed.
+def cell_backward(
+    rows: GradientRows, rows_of_weight: int, config: Config, needs: NeedsGradient, plan: CellPlan
+) -> HeadGradients:
+    """Compute the gradients of hidden states and weight, None where `needs` is False; no bias, no adapter.
 
-    `rows_of_head`: padding of the vocabulary included, which the copy of a weight may lack.
+    `rows_of_weight` includes padding of the vocabulary, which the head's copy of the weight may lack.
     """
-    head, n, dtype = up.head, up.index.shape[0], up.d_log_probs.dtype
-    width = head.hidden.shape[1]
-
-    def zeros(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(shape, dtype=of, device=head.hidden.device)
-
-    d_hidden = zeros(*head.hidden.shape) if needs.hidden else None
-    d_weight = zeros(rows_of_head, width, of=head.weight.dtype) if needs.weight else None
-    first = 0
+    head, dtype, unrounded = rows.head, rows.d_log_probs.dtype, torch_rounds(rows.head)
+    n, width = rows.index.shape[0], head.hidden.shape[1]
+    d_hidden = (
+        torch.zeros_like(head.hidden, dtype=dtype, memory_format=torch.contiguous_format) if needs.hidden else None
+    )
+    d_weight = head.weight.new_zeros(rows_of_weight, width) if needs.weight else None
+    first_cell = 0
     for slab, counts in enumerate(plan.counts):
         low = slab * plan.columns
         high, d_slab = min(low + plan.columns, head.vocab_size), None
         if d_weight is not None and any(counts):
-            d_slab = d_weight[low:high] if d_weight.dtype == dtype else zeros(high - low, width)
-        for chunk, count in enumerate(counts):
-            part = Part(plan.lists, slab * len(counts) + chunk, first, count, low)
-            first += count
-            if count:
-                rows = slice(chunk * plan.chunk, min((chunk + 1) * plan.chunk, n))
-                some = up.hidden_rows(rows)
-                d_z = gradient_of_tiles(up, some, rows, low, high, config, rounds_later(head), part)
-                if rounds_later(head):
-                    d_z = (d_z if up.boost is None else d_z.mul_(up.boost)).to(some.dtype)
-                add_products(d_z, some, head, part, up.index[rows], d_hidden, d_slab)
-                del d_z, some  # or they would still be alive beside the next ones
+            d_slab = d_weight[low:high]
+            if d_weight.dtype != dtype:
+                d_slab = torch.zeros_like(d_slab, dtype=dtype)
+        for chunk_number, cells in enumerate(counts):
+            part = Part(plan.lists, slab * len(counts) + chunk_number, first_cell, cells, low)
+            first_cell += cells
+            if cells:
+                chunk = slice(chunk_number * plan.chunk, min((chunk_number + 1) * plan.chunk, n))
+                hidden = rows.hidden(chunk)
+                d_z = gradient_of_tiles(rows, hidden, chunk, low, high, config, unrounded, part)
+                d_z = round_to_operands(d_z, rows) if unrounded else d_z
+                if d_hidden is not None:
+                    add_to_hidden(d_hidden, d_z, head, part, rows.index[chunk])
+                if d_slab is not None:
+                    add_to_weight(d_slab, d_z, hidden, part)
+                del d_z, hidden  # or they would still be alive beside the next ones
         if d_weight is not None and d_slab is not None and d_weight.dtype != dtype:
-            d_weight[low:high] = d_slab if up.boost is None else d_slab.div_(up.boost)
+            d_weight[low:high] = d_slab if rows.boost is None else d_slab.div_(rows.boost)
         del d_slab
     if d_hidden is not None:
-        everywhere = torch.arange(d_hidden.shape[0], device=d_hidden.device)
-        d_hidden = spread(d_hidden, replace(up, index=everywhere), plan.chunk)
+        all_rows = torch.arange(d_hidden.shape[0], device=d_hidden.device)
+        d_hidden = scatter_in_place(d_hidden, replace(rows, index=all_rows), plan.chunk)
     return HeadGradients(d_hidden, d_weight, None, None, None)

@@ -1,10 +1,10 @@
-"""d_hidden and d_weight from the d_logits of some cells: block-sparse products, each output tile in one fixed order.
+"""d_hidden and d_weight from the d_logits of live cells: block-sparse products.
 
-No atomics and no locks: a program owns a tile of the result and walks the list of its cells.
+No atomics and no locks: a program owns a tile of the result and adds up its cells in the order of their list.
 """
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false
 # Triton types its kernels' arguments in a language of its own.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from torch import Tensor
 from ...layout import accumulator
 from ..rows import HeadRows
 from .cells import Part
+from .elementary import operands
 from .launch import launch
-from .logit_tile import INTERPRETED, triton_type
+from .logit_tile import triton_type
 from .tuning import product_config
 
 
-@triton.jit(do_not_specialize=["n_rows", "low", "first", "begin_at"])
+@triton.jit(do_not_specialize=["n_rows", "low", "first_cell", "begin_at"])
 def hidden_product(
     d_logits,  # [cells of the part, ROWS, COLUMNS]
     weight,  # [V, H]
@@ -33,10 +34,10 @@ def hidden_product(
     sums,  # in and out [N, H]
     n_rows: tl.int32,
     low: tl.int32,  # the part's first column
-    first: tl.int64,  # where the part begins in the lists
+    first_cell: tl.int64,  # where the part begins in the lists
     begin_at: tl.int64,  # ... and in block_begin
     stride_weight_row: tl.int64,
-    stride_weight,
+    stride_weight_column,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     H: tl.constexpr,
@@ -45,9 +46,8 @@ def hidden_product(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
-    """sums[rows] += d_logits W over the live tiles of a block of rows: 2 ROWS COLUMNS H operations a cell."""
+    """Add d_logits W over the live tiles of a block of rows to sums[rows]: 2 ROWS COLUMNS H operations per cell."""
     parts: tl.constexpr = ROWS // BLOCK_N
     h_blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
@@ -57,17 +57,16 @@ def hidden_product(
     k = tl.arange(0, BLOCK_K)
     begin, end = tl.load(block_begin + begin_at + block), tl.load(block_begin + begin_at + block + 1)
     if begin < end:
-        left = tl.minimum(h, H - 1).to(tl.int64) * stride_weight
+        left = tl.minimum(h, H - 1).to(tl.int64) * stride_weight_column
         steps: tl.constexpr = COLUMNS // BLOCK_K
         acc = tl.zeros([BLOCK_N, BLOCK_H], ACC)
         for i in range(begin * steps, end * steps):
-            j, start = first + i // steps, (i % steps) * BLOCK_K
+            j, start = first_cell + i // steps, (i % steps) * BLOCK_K
             place, tile = tl.load(block_place + j).to(tl.int64), tl.load(block_tile + j)
             v = tl.minimum(low + tile * COLUMNS + start + k, V - 1).to(tl.int64)  # d_logits are 0 beyond V
             a = tl.load(d_logits + (place * ROWS + n)[:, None] * COLUMNS + (start + k)[None, :])
             b = tl.load(weight + v[:, None] * stride_weight_row + left[None, :])
-            if UPCAST:  # Triton's interpreter multiplies bf16 operands as if they were integers
-                a, b = a.to(ACC), b.to(ACC)
+            a, b = operands(a, b, ACC)
             if a.dtype == ACC:  # one chain of additions per entry: broken, it rounds less
                 acc += tl.dot(a, b, input_precision="ieee", out_dtype=ACC)
             else:
@@ -75,11 +74,11 @@ def hidden_product(
         row = block * ROWS + n
         rows = tl.load(order + tl.minimum(row, n_rows - 1))
         at = sums + rows[:, None] * H + h[None, :]
-        ok = (row[:, None] < n_rows) & (h[None, :] < H)
-        tl.store(at, tl.load(at, mask=ok, other=0.0) + acc, mask=ok)
+        inside = (row[:, None] < n_rows) & (h[None, :] < H)
+        tl.store(at, tl.load(at, mask=inside, other=0.0) + acc, mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_rows", "columns", "first", "begin_at", "blocks"])
+@triton.jit(do_not_specialize=["n_rows", "columns", "first_cell", "begin_at", "part_row_blocks"])
 def weight_product(
     d_logits,  # [cells of the part, ROWS, COLUMNS]
     hidden,  # [n_rows, H]: those of the part
@@ -88,9 +87,9 @@ def weight_product(
     sums,  # in and out [columns, H]: those of the part
     n_rows: tl.int32,
     columns: tl.int32,
-    first: tl.int64,  # where the part begins in by_tile
+    first_cell: tl.int64,  # where the part begins in by_tile
     begin_at: tl.int64,  # ... and in tile_begin
-    blocks: tl.int32,  # R of `CellLists`
+    part_row_blocks: tl.int32,
     stride_hidden_row: tl.int64,
     stride_sums_row: tl.int64,
     ROWS: tl.constexpr,
@@ -100,9 +99,8 @@ def weight_product(
     BLOCK_V: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
-    """sums[columns] += d_logits' h over the live blocks of rows of a tile: 2 ROWS COLUMNS H operations a cell."""
+    """Add d_logits' h over the live row blocks of a tile to sums[columns]: 2 ROWS COLUMNS H operations per cell."""
     parts: tl.constexpr = COLUMNS // BLOCK_V
     h_blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
@@ -117,81 +115,93 @@ def weight_product(
         acc = tl.zeros([BLOCK_V, BLOCK_H], ACC)
         for i in range(begin * steps, end * steps):
             j, start = i // steps, (i % steps) * BLOCK_K
-            block = tl.load(by_tile + first + j) % blocks
+            block = tl.load(by_tile + first_cell + j) % part_row_blocks
             row = tl.minimum(block * ROWS + start + k, n_rows - 1).to(tl.int64)  # d_logits are 0 beyond n_rows
             a = tl.load(d_logits + (j * ROWS + start + k).to(tl.int64)[:, None] * COLUMNS + v[None, :])
             b = tl.load(hidden + row[:, None] * stride_hidden_row + right)
-            if UPCAST:
-                a, b = a.to(ACC), b.to(ACC)
+            a, b = operands(a, b, ACC)
             if a.dtype == ACC:
                 acc += tl.dot(tl.trans(a), b, input_precision="ieee", out_dtype=ACC)
             else:
                 acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee", out_dtype=ACC)
         column = tile * COLUMNS + v
         at = sums + column.to(tl.int64)[:, None] * stride_sums_row + h[None, :]
-        ok = (column[:, None] < columns) & (h[None, :] < H)
-        tl.store(at, tl.load(at, mask=ok, other=0.0) + acc, mask=ok)
+        inside = (column[:, None] < columns) & (h[None, :] < H)
+        tl.store(at, tl.load(at, mask=inside, other=0.0) + acc, mask=inside)
 
 
-def add_products(
-    d_logits: Tensor,
-    hidden: Tensor,
-    head: HeadRows,
-    part: Part,
-    order: Tensor,
-    d_hidden: Tensor | None,
-    d_slab: Tensor | None,
-) -> None:
-    """d_hidden[order] += d_logits W, d_slab += d_logits' h over the cells of a part.
+def add_to_hidden(d_hidden: Tensor, d_logits: Tensor, head: HeadRows, part: Part, order: Tensor) -> None:
+    """Add d_logits W to d_hidden[order] over the cells of a part.
 
-    Args: d_logits [cells, ROWS, COLUMNS]; hidden [n, H] the part's rows, which are rows `order` [n] of the batch;
-    d_hidden [N, H]; d_slab [columns, H] of the part's columns.
+    Args:
+        d_hidden: [N, H].
+        d_logits: [cells, ROWS, COLUMNS].
+        order: [n], the part's rows.
     """
     _, rows, columns = d_logits.shape
-    n, width = hidden.shape
-    config, weight = product_config(d_logits.dtype), head.weight
-    h_blocks = -(-width // config.block_v)
-    common: dict[str, Any] = dict(
-        d_logits=d_logits, n_rows=n, first=part.first, ROWS=rows, COLUMNS=columns, H=width, BLOCK_H=config.block_v,
-        ACC=triton_type(accumulator(hidden.dtype)), UPCAST=INTERPRETED,
-    )  # fmt: skip
-    if d_hidden is not None:
-        block_n, row_blocks = min(config.block_n, rows), -(-n // rows)
-        launch(
-            hidden_product,
-            row_blocks * (rows // block_n) * h_blocks,
-            config,
-            **common,
-            weight=weight,
-            block_tile=part.lists.block_tile,
-            block_place=part.lists.block_place,
-            block_begin=part.lists.block_begin,
-            begin_at=part.number * part.lists.block_begin.shape[2],
-            order=order,
-            sums=d_hidden,
-            low=part.low,
-            stride_weight_row=weight.stride(0),
-            stride_weight=weight.stride(1),
-            V=head.vocab_size,
-            BLOCK_N=block_n,
-            BLOCK_K=min(config.block_h, columns),
-        )
-    if d_slab is not None:
-        block_v, tiles = min(config.block_n, columns), -(-d_slab.shape[0] // columns)
-        launch(
-            weight_product,
-            tiles * (columns // block_v) * h_blocks,
-            config,
-            **common,
-            hidden=hidden,
-            by_tile=part.lists.by_tile,
-            tile_begin=part.lists.tile_begin,
-            begin_at=part.number * part.lists.tile_begin.shape[2],
-            sums=d_slab,
-            columns=d_slab.shape[0],
-            blocks=part.lists.blocks,
-            stride_hidden_row=hidden.stride(0),
-            stride_sums_row=d_slab.stride(0),
-            BLOCK_V=block_v,
-            BLOCK_K=min(config.block_h, rows),
-        )
+    config, lists, n = product_config(d_logits.dtype), part.lists, order.shape[0]
+    block_n = min(config.block_n, rows)
+    launch(
+        hidden_product,
+        -(-n // rows) * (rows // block_n) * -(-d_hidden.shape[1] // config.block_v),
+        config,
+        **_shared_arguments(d_logits, d_hidden, part),
+        weight=head.weight,
+        block_tile=lists.block_tile,
+        block_place=lists.block_place,
+        block_begin=lists.block_begin,
+        order=order,
+        n_rows=n,
+        low=part.low,
+        begin_at=part.number * lists.block_begin.shape[2],
+        stride_weight_row=head.weight.stride(0),
+        stride_weight_column=head.weight.stride(1),
+        V=head.vocab_size,
+        BLOCK_N=block_n,
+        BLOCK_K=min(config.block_h, columns),
+    )
+
+
+def add_to_weight(d_slab: Tensor, d_logits: Tensor, hidden: Tensor, part: Part) -> None:
+    """Add d_logits' h to d_slab over the cells of a part.
+
+    Args:
+        d_slab: [columns, H], the part's columns of d_weight.
+        d_logits: [cells, ROWS, COLUMNS].
+        hidden: [n, H], the part's rows.
+    """
+    _, rows, columns = d_logits.shape
+    config, lists = product_config(d_logits.dtype), part.lists
+    block_v = min(config.block_n, columns)
+    launch(
+        weight_product,
+        -(-d_slab.shape[0] // columns) * (columns // block_v) * -(-d_slab.shape[1] // config.block_v),
+        config,
+        **_shared_arguments(d_logits, d_slab, part),
+        hidden=hidden,
+        by_tile=lists.by_tile,
+        tile_begin=lists.tile_begin,
+        n_rows=hidden.shape[0],
+        columns=d_slab.shape[0],
+        begin_at=part.number * lists.tile_begin.shape[2],
+        part_row_blocks=lists.row_blocks,
+        stride_hidden_row=hidden.stride(0),
+        stride_sums_row=d_slab.stride(0),
+        BLOCK_V=block_v,
+        BLOCK_K=min(config.block_h, rows),
+    )
+
+
+def _shared_arguments(d_logits: Tensor, sums: Tensor, part: Part) -> dict[str, Any]:
+    """Return the arguments that both products take."""
+    _, rows, columns = d_logits.shape
+    return dict(
+        d_logits=d_logits,
+        sums=sums,
+        first_cell=part.first_cell,
+        ROWS=rows,
+        COLUMNS=columns,
+        H=sums.shape[1],
+        BLOCK_H=product_config(d_logits.dtype).block_v,
+        ACC=triton_type(accumulator(d_logits.dtype)),
+    )

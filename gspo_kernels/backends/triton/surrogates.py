@@ -1,9 +1,15 @@
-"""The terms of an objective on the device, elementwise: what `gspo_kernels.surrogates` computes with torch."""
+"""The terms of an objective on the device, elementwise.
+
+Formulas: the torch backend's `surrogates.py`, whose functions these must match.
+"""
+# Triton types its kernels' arguments in a language of its own.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,109 +19,154 @@ from ...objective import AGGREGATIONS, KL_ESTIMATORS, RATIOS, SURROGATES, Object
 from .elementary import FAR, at_most, expm1
 from .logit_tile import triton_type
 
-# How the kernels know the surrogates: these numbers index `objective.SURROGATES`.
-CLIP, NONE, CISPO, SAPO, GMPO, REINFORCE = (tl.constexpr(i) for i in range(6))
+# A choice of the objective is known to kernels as its place in the tuple of `objective.py` that lists its names.
+SEQUENCE_RATIO, TOKEN_RATIO = (tl.constexpr(RATIOS.index(name)) for name in ("sequence", "token"))
+CLIP, CISPO, SAPO, GMPO, REINFORCE = (
+    tl.constexpr(SURROGATES.index(name)) for name in ("clip", "cispo", "sapo", "gmpo", "reinforce")
+)
+TOKEN_MEAN_OF_SEQUENCE, TOKEN_SUM_OVER_NORM = (
+    tl.constexpr(AGGREGATIONS.index(name)) for name in ("seq-mean-token-mean", "seq-mean-token-sum-norm")
+)
+K1, K2, ABS, K1_PLUS, K3_PLUS, UNBIASED = (
+    tl.constexpr(KL_ESTIMATORS.index(name)) for name in ("k1", "k2", "abs", "k1+", "k3+", "unbiased")
+)
+
+
+class ObjectiveConstants(NamedTuple):
+    """What the compiler knows of an objective; choices by their places."""
+
+    RATIO: int
+    SURROGATE: int
+    AGGREGATION: int
+    KL_AGGREGATION: int
+    KL_ESTIMATOR: int
+    HAS_CEILING: bool
+    HAS_KL: bool  # the loss has a KL term
+    KL_RATIO_FACTOR: bool
+    ACC: tl.dtype  # of log-probs and the loss: fp32 or fp64
+
+
+class Bounds(NamedTuple):
+    """Numbers of a surrogate inside a kernel, fp64."""
+
+    log_low: Any
+    log_high: Any
+    log_ceiling: Any
+    clip_low: Any
+    clip_high: Any
+    ceiling: Any
+    temperature_pos: Any
+    temperature_neg: Any
+
+
+class Term(NamedTuple):
+    """Elementwise, as `Term` of the torch backend."""
+
+    value: Any
+    slope: Any
+    low: Any
+    high: Any
 
 
 @triton.jit
-def token_log_ratio(log_probs, old_log_probs, t, counts):
-    """lp - old, 0 where a token does not count; without old log-probs 0, or NaN where lp is not finite."""
-    lp = tl.load(log_probs + t, mask=counts, other=0.0)
+def token_log_ratio(log_probs, old_log_probs, t, unmasked):
+    """Return lp - old, 0 at masked tokens; without old log-probs 0, or NaN where lp is not finite."""
+    lp = tl.load(log_probs + t, mask=unmasked, other=0.0)
     if old_log_probs is not None:
-        return lp - tl.load(old_log_probs + t, mask=counts, other=0.0)
+        return lp - tl.load(old_log_probs + t, mask=unmasked, other=0.0)
     else:
         return lp - lp
 
 
 @triton.jit
-def surrogate(
-    u, advantage, log_low, log_high, log_ceiling, clip_low, clip_high, ceiling, temperature_pos, temperature_neg,
-    KIND: tl.constexpr, HAS_CEILING: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """(l, its derivative, bound below, bound above), as `surrogates.Term`: of dl/du, or by the log-prob."""
-    counts = advantage != 0
-    low = counts & (counts == 0)
+def surrogate(u, advantage, bounds, OBJECTIVE: tl.constexpr):
+    """Return the Term of OBJECTIVE.SURROGATE; `bounds` is a Bounds."""
+    ACC: tl.constexpr = OBJECTIVE.ACC
+    nonzero = advantage != 0
+    low = nonzero & (nonzero == 0)
     high = low
-    if KIND == CLIP:
-        low = (advantage < 0) & (u < tl.full([], log_low, ACC))
-        high = (advantage > 0) & (u > tl.full([], log_high, ACC))
-        if HAS_CEILING:
-            high |= (advantage < 0) & (u > tl.full([], log_ceiling, ACC))
-    elif KIND == CISPO:
-        low, high = counts & (u < tl.full([], log_low, ACC)), counts & (u > tl.full([], log_high, ACC))
-    free = counts & (low == 0) & (high == 0)
+    if OBJECTIVE.SURROGATE == CLIP:
+        low = (advantage < 0) & (u < tl.full([], bounds.log_low, ACC))
+        high = (advantage > 0) & (u > tl.full([], bounds.log_high, ACC))
+        if OBJECTIVE.HAS_CEILING:
+            high |= (advantage < 0) & (u > tl.full([], bounds.log_ceiling, ACC))
+    elif OBJECTIVE.SURROGATE == CISPO:
+        low = nonzero & (u < tl.full([], bounds.log_low, ACC))
+        high = nonzero & (u > tl.full([], bounds.log_high, ACC))
+    free = nonzero & (low == 0) & (high == 0)
     slope = tl.where(free, -tl.exp(tl.where(free, u, 0.0)) * advantage, 0.0)
-    bound = tl.where(low, tl.full([], 1.0 - clip_low, ACC), tl.full([], 1.0 + clip_high, ACC))
-    if HAS_CEILING:
-        bound = tl.where((advantage < 0) & (low == 0), tl.full([], ceiling, ACC), bound)
+    bound = tl.where(low, tl.full([], 1.0 - bounds.clip_low, ACC), tl.full([], 1.0 + bounds.clip_high, ACC))
+    if OBJECTIVE.HAS_CEILING:
+        bound = tl.where((advantage < 0) & (low == 0), tl.full([], bounds.ceiling, ACC), bound)
     value = tl.where(low | high, -bound * advantage, slope)
-    if KIND == CISPO:
+    if OBJECTIVE.SURROGATE == CISPO:
         slope = value
-    elif KIND == SAPO:
-        temperature = tl.where(advantage > 0, tl.full([], temperature_pos, ACC), tl.full([], temperature_neg, ACC))
+    elif OBJECTIVE.SURROGATE == SAPO:
+        positive, negative = tl.full([], bounds.temperature_pos, ACC), tl.full([], bounds.temperature_neg, ACC)
+        temperature = tl.where(advantage > 0, positive, negative)
         s = tl.exp(at_most(u, FAR))
         gate = 1.0 / (1.0 + tl.exp(temperature * (1.0 - s)))
-        rest = 1.0 / (1.0 + tl.exp(temperature * (s - 1.0)))
-        value = tl.where(counts, -4.0 * gate / temperature * advantage, 0.0)
-        slope = tl.where(counts, -4.0 * (gate * rest) * s * advantage, 0.0)
-    elif KIND == REINFORCE:
+        one_minus_gate = 1.0 / (1.0 + tl.exp(temperature * (s - 1.0)))
+        value = tl.where(nonzero, -4.0 * gate / temperature * advantage, 0.0)
+        slope = tl.where(nonzero, -4.0 * (gate * one_minus_gate) * s * advantage, 0.0)
+    elif OBJECTIVE.SURROGATE == REINFORCE:
         slope, value = -advantage, -advantage
-    return value, slope, low, high
+    return Term(value=value, slope=slope, low=low, high=high)
 
 
 @triton.jit
-def bounded(r, advantage, log_low, log_high, ACC: tl.constexpr):
-    """(gmpo's log-ratio of a token, bound below, bound above)."""
-    least, most = tl.full([], log_low, ACC), tl.full([], log_high, ACC)
-    low, high = (advantage < 0) & (r < least), (advantage > 0) & (r > most)
-    return tl.where(high, most, tl.where(low, least, r)), low, high
+def bounded(log_ratio, advantage, bounds, ACC: tl.constexpr):
+    """Return (gmpo's log-ratio of a token, lower bound binds, upper bound binds)."""
+    least, most = tl.full([], bounds.log_low, ACC), tl.full([], bounds.log_high, ACC)
+    low, high = (advantage < 0) & (log_ratio < least), (advantage > 0) & (log_ratio > most)
+    return tl.where(high, most, tl.where(low, least, log_ratio)), low, high
 
 
 @triton.jit
-def kl_and_slope(d, r, ESTIMATOR: tl.constexpr):
-    """k(d) and its derivative by the log-prob; ESTIMATOR indexes `objective.KL_ESTIMATORS`."""
-    if ESTIMATOR == 1:
+def kl_and_slope(d, log_ratio, ESTIMATOR: tl.constexpr):
+    """Return k(d) and its derivative by the log-prob."""
+    if ESTIMATOR == K2:
         value, slope = 0.5 * d * d, d
-    elif ESTIMATOR == 3:
+    elif ESTIMATOR == ABS:
         value, slope = tl.abs(d), tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, d))
-    elif (ESTIMATOR == 0) | (ESTIMATOR == 4):
+    elif (ESTIMATOR == K1) | (ESTIMATOR == K1_PLUS):
         value, slope = d, tl.zeros_like(d) + 1.0
     else:
         decay = expm1(-d)
         value, slope = decay + d, -decay
-    if (ESTIMATOR == 4) | (ESTIMATOR == 5):
+    if (ESTIMATOR == K1_PLUS) | (ESTIMATOR == K3_PLUS):
         slope = d
-    elif ESTIMATOR == 6:
-        ratio = tl.exp(r)
+    elif ESTIMATOR == UNBIASED:
+        ratio = tl.exp(log_ratio)
         value, slope = divergence_times(value, ratio), divergence_times(d, ratio)
     return value, slope
 
 
 @triton.jit
-def select_times(factor, x):
-    """factor * x, exactly 0 where one of them is."""
+def multiply_no_nan(factor, x):
+    """Return factor * x, exactly 0 where either is 0; `precision.multiply_no_nan`."""
     return tl.where((factor == 0) | (x == 0), 0.0, factor * x)
 
 
 @triton.jit
 def divergence_times(kl, ratio):
-    """kl * ratio, exactly 0 without a divergence even if the ratio is inf; NaN stays."""
+    """Return kl * ratio, exactly 0 where kl is 0 even if the ratio is inf; NaN propagates."""
     return tl.where((kl == 0) & (tl.abs(ratio) == float("inf")), 0.0, kl * ratio)
 
 
 @triton.jit
 def share_of_token(length, normalizer, length_norm, AGGREGATION: tl.constexpr, ACC: tl.constexpr):
-    """The weight of a token over the normalizer; AGGREGATION indexes `objective.AGGREGATIONS`."""
+    """Return the weight of a token over the normalizer."""
     share = tl.full([], 1.0, ACC)
-    if AGGREGATION == 0:
+    if AGGREGATION == TOKEN_MEAN_OF_SEQUENCE:
         share = share / tl.maximum(length, 1.0)
-    elif AGGREGATION == 3:
+    elif AGGREGATION == TOKEN_SUM_OVER_NORM:
         share = share / tl.full([], length_norm, ACC)
     return share / tl.load(normalizer)
 
 
 def objective_arguments(objective: Objective, kl_aggregation: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What the functions above need of an objective, by the names `sequence_loss` gives it."""
+    """Return the arguments of `sequence_loss` that say what objective it computes."""
     ceiling = objective.ceiling
     log_low, log_high = objective.log_window
     return dict(
@@ -130,13 +181,15 @@ def objective_arguments(objective: Objective, kl_aggregation: str, dtype: torch.
         length_norm=objective.length_norm or 1.0,
         kl_coef=objective.kl_coef,
         entropy_coef=objective.entropy_coef,
-        RATIO_KIND=RATIOS.index(objective.ratio),
-        SURROGATE=SURROGATES.index(objective.surrogate),
-        HAS_CEILING=math.isfinite(ceiling),
-        AGGREGATION=AGGREGATIONS.index(objective.aggregation),
-        KL_AGGREGATION=AGGREGATIONS.index(kl_aggregation),
-        ESTIMATOR=KL_ESTIMATORS.index(objective.kl_estimator),
-        HAS_KL=objective.kl_coef > 0,
-        KL_RATIO=objective.kl_ratio_factor,
-        ACC=triton_type(dtype),
+        OBJECTIVE=ObjectiveConstants(
+            RATIO=RATIOS.index(objective.ratio),
+            SURROGATE=SURROGATES.index(objective.surrogate),
+            AGGREGATION=AGGREGATIONS.index(objective.aggregation),
+            KL_AGGREGATION=AGGREGATIONS.index(kl_aggregation),
+            KL_ESTIMATOR=KL_ESTIMATORS.index(objective.kl_estimator),
+            HAS_CEILING=math.isfinite(ceiling),
+            HAS_KL=objective.kl_coef > 0,
+            KL_RATIO_FACTOR=objective.kl_ratio_factor,
+            ACC=triton_type(dtype),
+        ),
     )

@@ -1,67 +1,116 @@
-"""Partial results of sequences, and the one program that adds them up to the loss and the metrics."""
-# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
+"""Partial results of sequences, and the one program that adds them up to the loss and the metrics.
+
+Must match `metrics.compute` and the sums of the torch backend's `sequence.py`.
+"""
 # Triton types its kernels' arguments in a language of its own.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-# Rows of the partial results, [PARTIALS, S]: sums over a sequence's tokens, two extremes, and u.
-LOSS, LENGTH, LOW, HIGH, MINUS_R, DEAD, KL, ENTROPY, RATIO, RATIO_MIN, RATIO_MAX = (tl.constexpr(i) for i in range(11))
-PARTIALS = tl.constexpr(11)
+from ...metrics import NAMES
+from .surrogates import TOKEN_RATIO
+
+# Rows of the partial results, [PARTIALS, S] fp64, each over a sequence's unmasked tokens.
+PARTIALS = 11
+(
+    LOSS,  # sum
+    LENGTH,  # number of tokens
+    LOW,  # number of tokens clipped at the lower bound
+    HIGH,  # ... at an upper bound
+    MINUS_LOG_RATIO,  # sum of old - lp
+    NO_GRADIENT,  # number of tokens
+    KL,  # sum
+    ENTROPY,  # sum
+    RATIO,  # sum over tokens for ratio="token", else the sequence's own, as are the next two
+    RATIO_MIN,
+    RATIO_MAX,
+) = (tl.constexpr(i) for i in range(PARTIALS))
+
+# Where each metric lies in the result: the place of its name in `metrics.NAMES`.
+MetricSlots = namedtuple("MetricSlots", NAMES)
+SLOTS = MetricSlots(*range(len(NAMES)))
+
+# How `_total` reduces partial results over sequences.
+SUM, COUNT_POSITIVE, COUNT_CLIPPED, MIN, MAX = (tl.constexpr(i) for i in range(5))
 
 
 @triton.jit(do_not_specialize=["sequences"])
-def finish(partials, loss, values, sequences: tl.int64, RATIO_KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: the loss [] and the metrics, in the order of `metrics.NAMES`, from the partial results."""
-    low, high = _total(partials, sequences, LOW, 0, BLOCK), _total(partials, sequences, HIGH, 0, BLOCK)
-    some_low, some_high = _total(partials, sequences, LOW, 1, BLOCK), _total(partials, sequences, HIGH, 1, BLOCK)
-    some = _total(partials, sequences, LOW, 2, BLOCK)
-    length, filled = _total(partials, sequences, LENGTH, 0, BLOCK), _total(partials, sequences, LENGTH, 1, BLOCK)
-    tokens, rows = tl.maximum(length, 1.0), tl.maximum(filled, 1.0)
-    count = length if RATIO_KIND == 2 else filled
-    ratio = _total(partials, sequences, RATIO, 0, BLOCK)
-    smallest = _total(partials, sequences, RATIO_MIN, 3, BLOCK)
-    largest = _total(partials, sequences, RATIO_MAX, 4, BLOCK)
-    kind = values.dtype.element_ty
-    tl.store(loss, _total(partials, sequences, LOSS, 0, BLOCK).to(kind))
-    tl.store(values + 0, (some / rows).to(kind))
-    tl.store(values + 1, (some_low / rows).to(kind))
-    tl.store(values + 2, (some_high / rows).to(kind))
-    tl.store(values + 3, ((low + high) / tokens).to(kind))
-    tl.store(values + 4, (low / tokens).to(kind))
-    tl.store(values + 5, (high / tokens).to(kind))
-    tl.store(values + 6, tl.where(count > 0, ratio / tl.maximum(count, 1.0), 1.0).to(kind))
-    # Extremes skip NaN, sums keep it.
-    tl.store(values + 7, tl.where(ratio != ratio, ratio, tl.where(count > 0, smallest, 1.0)).to(kind))
-    tl.store(values + 8, tl.where(ratio != ratio, ratio, tl.where(count > 0, largest, 1.0)).to(kind))
-    tl.store(values + 9, (_total(partials, sequences, MINUS_R, 0, BLOCK) / tokens).to(kind))
-    tl.store(values + 10, (_total(partials, sequences, DEAD, 0, BLOCK) / tokens).to(kind))
-    tl.store(values + 11, (_total(partials, sequences, KL, 0, BLOCK) / tokens).to(kind))
-    tl.store(values + 12, (_total(partials, sequences, ENTROPY, 0, BLOCK) / tokens).to(kind))
+def finish(
+    partials,  # [PARTIALS, S]
+    loss,  # out []
+    metrics,  # out [len(NAMES)]
+    sequences: tl.int64,
+    RATIO_KIND: tl.constexpr,
+    SLOTS: tl.constexpr,  # MetricSlots
+    BLOCK: tl.constexpr,
+):
+    """Add up the partial results to the loss and the metrics, in one program."""
+    low = _total(partials, sequences, PARTIAL=LOW, REDUCTION=SUM, BLOCK=BLOCK)
+    high = _total(partials, sequences, PARTIAL=HIGH, REDUCTION=SUM, BLOCK=BLOCK)
+    sequences_low = _total(partials, sequences, PARTIAL=LOW, REDUCTION=COUNT_POSITIVE, BLOCK=BLOCK)
+    sequences_high = _total(partials, sequences, PARTIAL=HIGH, REDUCTION=COUNT_POSITIVE, BLOCK=BLOCK)
+    sequences_clipped = _total(partials, sequences, PARTIAL=LOW, REDUCTION=COUNT_CLIPPED, BLOCK=BLOCK)
+    length = _total(partials, sequences, PARTIAL=LENGTH, REDUCTION=SUM, BLOCK=BLOCK)
+    filled = _total(partials, sequences, PARTIAL=LENGTH, REDUCTION=COUNT_POSITIVE, BLOCK=BLOCK)
+    tokens, filled_or_1 = tl.maximum(length, 1.0), tl.maximum(filled, 1.0)
+    ratios = length if RATIO_KIND == TOKEN_RATIO else filled
+    ratio = _total(partials, sequences, PARTIAL=RATIO, REDUCTION=SUM, BLOCK=BLOCK)
+    smallest = _total(partials, sequences, PARTIAL=RATIO_MIN, REDUCTION=MIN, BLOCK=BLOCK)
+    largest = _total(partials, sequences, PARTIAL=RATIO_MAX, REDUCTION=MAX, BLOCK=BLOCK)
+    tl.store(loss, _total(partials, sequences, PARTIAL=LOSS, REDUCTION=SUM, BLOCK=BLOCK).to(loss.dtype.element_ty))
+    _store(metrics + SLOTS.clip_fraction, sequences_clipped / filled_or_1)
+    _store(metrics + SLOTS.clip_fraction_low, sequences_low / filled_or_1)
+    _store(metrics + SLOTS.clip_fraction_high, sequences_high / filled_or_1)
+    _store(metrics + SLOTS.token_clip_fraction, (low + high) / tokens)
+    _store(metrics + SLOTS.token_clip_fraction_low, low / tokens)
+    _store(metrics + SLOTS.token_clip_fraction_high, high / tokens)
+    _store(metrics + SLOTS.ratio_mean, tl.where(ratios > 0, ratio / tl.maximum(ratios, 1.0), 1.0))
+    # tl.min and tl.max skip NaN, sums keep it.
+    smallest = tl.where(ratio != ratio, ratio, tl.where(ratios > 0, smallest, 1.0))
+    largest = tl.where(ratio != ratio, ratio, tl.where(ratios > 0, largest, 1.0))
+    _store(metrics + SLOTS.ratio_min, smallest)
+    _store(metrics + SLOTS.ratio_max, largest)
+    minus_log_ratio = _total(partials, sequences, PARTIAL=MINUS_LOG_RATIO, REDUCTION=SUM, BLOCK=BLOCK)
+    _store(metrics + SLOTS.kl_to_old, minus_log_ratio / tokens)
+    no_gradient = _total(partials, sequences, PARTIAL=NO_GRADIENT, REDUCTION=SUM, BLOCK=BLOCK)
+    _store(metrics + SLOTS.zero_coefficient_share, no_gradient / tokens)
+    _store(metrics + SLOTS.kl, _total(partials, sequences, PARTIAL=KL, REDUCTION=SUM, BLOCK=BLOCK) / tokens)
+    _store(metrics + SLOTS.entropy, _total(partials, sequences, PARTIAL=ENTROPY, REDUCTION=SUM, BLOCK=BLOCK) / tokens)
 
 
 @triton.jit
-def _total(partials, sequences, ROW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Over all sequences of one partial result: 0 the sum, 1 how many are > 0, 2 of LOW + HIGH, 3 least, 4 largest."""
-    neutral = float("inf") if KIND == 3 else float("-inf") if KIND == 4 else 0.0
-    found = tl.full([BLOCK], neutral, tl.float64)
+def _store(at, value):
+    tl.store(at, value.to(at.dtype.element_ty))
+
+
+@triton.jit
+def _total(partials, sequences, PARTIAL: tl.constexpr, REDUCTION: tl.constexpr, BLOCK: tl.constexpr):
+    """Reduce one partial result over all sequences; COUNT_CLIPPED counts where LOW + HIGH is positive."""
+    neutral = float("inf") if REDUCTION == MIN else float("-inf") if REDUCTION == MAX else 0.0
+    total = tl.full([BLOCK], neutral, tl.float64)
     for start in range(0, sequences, BLOCK):
         i = start + tl.arange(0, BLOCK).to(tl.int64)
-        x = tl.load(partials + ROW * sequences + i, mask=i < sequences, other=neutral)
-        if KIND == 0:
-            found += x
-        elif KIND == 1:
-            found += tl.where(x > 0, 1.0, 0.0)
-        elif KIND == 2:
+        x = tl.load(partials + PARTIAL * sequences + i, mask=i < sequences, other=neutral)
+        if REDUCTION == SUM:
+            total += x
+        elif REDUCTION == COUNT_POSITIVE:
+            total += tl.where(x > 0, 1.0, 0.0)
+        elif REDUCTION == COUNT_CLIPPED:
             x += tl.load(partials + HIGH * sequences + i, mask=i < sequences, other=0.0)
-            found += tl.where(x > 0, 1.0, 0.0)
-        elif KIND == 3:
-            found = tl.minimum(found, x)
+            total += tl.where(x > 0, 1.0, 0.0)
+        elif REDUCTION == MIN:
+            total = tl.minimum(total, x)
         else:
-            found = tl.maximum(found, x)
-    if KIND == 3:
-        return tl.min(found, 0)
-    elif KIND == 4:
-        return tl.max(found, 0)
+            total = tl.maximum(total, x)
+    if REDUCTION == MIN:
+        return tl.min(total, 0)
+    elif REDUCTION == MAX:
+        return tl.max(total, 0)
     else:
-        return tl.sum(found, 0)
+        return tl.sum(total, 0)

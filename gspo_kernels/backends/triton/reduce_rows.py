@@ -1,0 +1,121 @@
+"""The forward's second kernel: add up what tiles of logits wrote, to log-probs and entropies.
+
+Must match the torch backend's `forward.py`.
+"""
+# Triton types its kernels' arguments in a language of its own.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .elementary import LOG_OF_NOTHING, at_least, difference, finite, log1p, softplus
+
+
+class TileSums(NamedTuple):
+    """What `forward_tile` wrote, [TILES, N], inside `reduce_rows`."""
+
+    top: Any
+    mass: Any
+    entropy: Any  # or None
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def reduce_rows(
+    tile_top,
+    tile_mass,
+    tile_entropy,  # or None
+    target_logit,
+    order,
+    n_unmasked,
+    log_probs,  # out [N], as are the next three; masked rows are not written
+    entropy,  # or None
+    shift,
+    log_total,
+    n_rows: tl.int64,
+    TILES: tl.constexpr,
+    ACC: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Add up the tiles: log_prob = -softplus(lse_others - z_target), where z_target - lse would lose 1 - p."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = n < tl.load(n_unmasked)
+    tiles = TileSums(top=tile_top, mass=tile_mass, entropy=tile_entropy)
+    largest, mass = _log_sum_exp(tiles=tiles, n=n, valid=valid, n_rows=n_rows, TILES=TILES, ACC=ACC, BLOCK_T=BLOCK_T)
+    top_others = finite(largest)
+    log_others = tl.log(mass)
+    target_z = tl.load(target_logit + n, mask=valid, other=0.0)
+    over_top, over_top_error = difference(target_z, top_others)
+    over_top = tl.where(target_z == float("inf"), float("nan"), over_top)
+    margin, margin_error = difference(over_top, log_others)
+    log_rest = -softplus(margin)  # log(1 - p)
+    # log p = log sigmoid(margin), rounded once: two more roundings would show in the mean of a short sequence.
+    correction = (over_top_error + margin_error) * tl.exp(log_rest)
+    log_p = tl.minimum(margin, 0.0) + (correction - log1p(tl.exp(-tl.abs(margin))))
+    rows = tl.load(order + n, mask=valid, other=0)
+    tl.store(log_probs + rows, log_p, mask=valid)
+    # The log-sum-exp of all columns, in two numbers: their sum would round off what both keep.
+    top_all = tl.where(target_z > top_others, target_z, top_others)
+    tl.store(shift + rows, top_all, mask=valid)
+    larger = tl.where(margin > 0, target_z - top_all, log_others + (top_others - top_all))
+    tl.store(log_total + rows, larger + log1p(tl.exp(-tl.abs(margin))), mask=valid)
+    if tile_entropy is not None:
+        others = _entropy_of_others(
+            tiles=tiles,
+            top_others=top_others,
+            log_others=log_others,
+            n=n,
+            valid=valid,
+            n_rows=n_rows,
+            TILES=TILES,
+            ACC=ACC,
+            BLOCK_T=BLOCK_T,
+        )
+        log_rest = at_least(log_rest, LOG_OF_NOTHING)
+        target_term = tl.exp(log_p) * at_least(log_p, LOG_OF_NOTHING)
+        tl.store(entropy + rows, tl.exp(log_rest) * (others - log_rest) - target_term, mask=valid)
+
+
+@triton.jit
+def _log_sum_exp(tiles, n, valid, n_rows, TILES: tl.constexpr, ACC: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return (largest logit, mass relative to its exp) of all columns but the target's, each [BLOCK_N]."""
+    largest = tl.full([n.shape[0]], float("-inf"), ACC)
+    mass = tl.zeros([n.shape[0]], ACC)
+    for start in range(0, TILES, BLOCK_T):
+        t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
+        inside = (t[:, None] < TILES) & valid[None, :]
+        at = t[:, None] * n_rows + n[None, :]
+        top = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
+        part = tl.load(tiles.mass + at, mask=inside, other=0.0)
+        grown = tl.maximum(largest, tl.max(tl.where(part > 0, top, float("-inf")), 0))
+        mass *= tl.exp(largest - finite(grown))
+        mass += tl.sum(tl.where(part == 0, 0.0, part * tl.exp(top - finite(grown)[None, :])), 0)
+        largest = grown
+    return largest, mass
+
+
+@triton.jit
+def _entropy_of_others(
+    tiles, top_others, log_others, n, valid, n_rows, TILES: tl.constexpr, ACC: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """Return the entropy of the softmax over all columns but the target's, [BLOCK_N].
+
+    By the chain rule (is it the target? which tile? which column?): positive terms, nothing cancels.
+    """
+    entropy = tl.zeros([n.shape[0]], ACC)
+    for start in range(0, TILES, BLOCK_T):
+        t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
+        inside = (t[:, None] < TILES) & valid[None, :]
+        at = t[:, None] * n_rows + n[None, :]
+        top = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
+        mass = tl.load(tiles.mass + at, mask=inside, other=0.0)
+        log_share = (top - top_others[None, :]) + (tl.log(mass) - log_others[None, :])
+        log_share = tl.where(log_share > LOG_OF_NOTHING, log_share, LOG_OF_NOTHING)  # NaN, of no mass in all, too
+        within = tl.load(tiles.entropy + at, mask=inside, other=0.0)
+        entropy += tl.sum(tl.exp(log_share) * (within - log_share), 0)
+    return entropy

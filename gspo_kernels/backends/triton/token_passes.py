@@ -1,0 +1,202 @@
+"""Passes over the tokens of one sequence, inside `sequence_loss`.
+
+Formulas: `objective.py`. Must match the torch backend's `sequence.py`.
+"""
+# Triton types its kernels' arguments in a language of its own.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .surrogates import (
+    CISPO,
+    GMPO,
+    REINFORCE,
+    SEQUENCE_RATIO,
+    TOKEN_RATIO,
+    bounded,
+    divergence_times,
+    kl_and_slope,
+    multiply_no_nan,
+    surrogate,
+    token_log_ratio,
+)
+
+
+class TokenInputs(NamedTuple):
+    """Per-token inputs, [N] each; None if absent."""
+
+    log_probs: Any
+    entropy: Any
+    mask: Any
+    advantages: Any
+    old_log_probs: Any
+    ref_log_probs: Any
+    token_weights: Any
+
+
+class TokenOutputs(NamedTuple):
+    """What is written per token, [N] each."""
+
+    log_ratio: Any  # [S] if not for ratio="token"
+    coefficient: Any
+    entropy_coefficient: Any  # or None
+
+
+class Shares(NamedTuple):
+    """Weights of a sequence's tokens over the normalizers."""
+
+    policy: Any
+    kl: Any  # times kl_coef
+    entropy: Any  # times -entropy_coef
+
+
+class TokenSums(NamedTuple):
+    """Sums over every BLOCK-th token of a sequence, [BLOCK]; their sum is over all tokens."""
+
+    loss: Any
+    through_ratio: Any  # derivative by the sequence's log-ratio
+    minus_log_ratio: Any
+    kl: Any
+    entropy: Any
+    ratio: Any
+    ratio_min: Any
+    ratio_max: Any
+    n_low: Any
+    n_high: Any
+
+
+@triton.jit
+def mean_log_ratio(tokens, bounds, begin, end, length, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the mean log-ratio of a sequence's unmasked tokens."""
+    ACC: tl.constexpr = OBJECTIVE.ACC
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(begin, end, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        unmasked = tl.load(tokens.mask + t, mask=t < end, other=0) != 0
+        r = token_log_ratio(tokens.log_probs, tokens.old_log_probs, t, unmasked)
+        if OBJECTIVE.SURROGATE == GMPO:
+            advantage = tl.load(tokens.advantages + t, mask=unmasked, other=0.0)
+            r, _, _ = bounded(r, advantage, bounds, ACC)
+        total += r.to(tl.float64)
+    return tl.sum(total, 0).to(ACC) / tl.maximum(length, 1.0)
+
+
+@triton.jit
+def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the TokenSums and write coefficients, without the gradient through a sequence's ratio."""
+    ACC: tl.constexpr = OBJECTIVE.ACC
+    loss = tl.zeros([BLOCK], tl.float64)
+    through_ratio, minus_r, kl_sum, entropy_sum, ratio_sum = loss, loss, loss, loss, loss
+    n_low, n_high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    ratio_min, ratio_max = tl.full([BLOCK], float("inf"), ACC), tl.full([BLOCK], float("-inf"), ACC)
+    for start in range(begin, end, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        unmasked = tl.load(tokens.mask + t, mask=t < end, other=0) != 0
+        r = token_log_ratio(tokens.log_probs, tokens.old_log_probs, t, unmasked)
+        log_ratio = r if OBJECTIVE.RATIO == TOKEN_RATIO else tl.where(unmasked, u, 0.0)
+        loss_t, through, direct, low, high = _policy_term(
+            tokens, shares, bounds, t=t, unmasked=unmasked, log_ratio=log_ratio, r=r, OBJECTIVE=OBJECTIVE
+        )
+        if tokens.ref_log_probs is not None:
+            lp = tl.load(tokens.log_probs + t, mask=unmasked, other=0.0)
+            d = lp - tl.load(tokens.ref_log_probs + t, mask=unmasked, other=0.0)
+            kl, kl_slope = kl_and_slope(d, r, ESTIMATOR=OBJECTIVE.KL_ESTIMATOR)
+            kl_sum += tl.where(unmasked, kl, 0.0).to(tl.float64)
+            if OBJECTIVE.HAS_KL:
+                factor = tl.where(unmasked, shares.kl, 0.0)
+                if OBJECTIVE.KL_RATIO_FACTOR:
+                    factor = tl.where(unmasked, shares.kl * tl.exp(log_ratio), 0.0)
+                    through += divergence_times(kl, factor)
+                loss_t += divergence_times(kl, factor)
+                direct += divergence_times(kl_slope, factor)
+        if tokens.entropy is not None:
+            h = tl.load(tokens.entropy + t, mask=unmasked, other=0.0)
+            entropy_sum += h.to(tl.float64)
+            if outputs.entropy_coefficient is not None:
+                loss_t += shares.entropy * h
+        if OBJECTIVE.RATIO == SEQUENCE_RATIO:
+            through_ratio += tl.where(unmasked, through, 0.0).to(tl.float64)
+        else:
+            direct += tl.where(unmasked, through, 0.0)
+        tl.store(outputs.coefficient + t, tl.where(unmasked, direct, 0.0), mask=t < end)
+        loss += tl.where(unmasked, loss_t, 0.0).to(tl.float64)
+        minus_r -= r.to(tl.float64)
+        n_low += (unmasked & low).to(tl.int32)
+        n_high += (unmasked & high).to(tl.int32)
+        if OBJECTIVE.RATIO == TOKEN_RATIO:
+            s = tl.exp(r)
+            ratio_sum += tl.where(unmasked, s, 0.0).to(tl.float64)
+            ratio_min = tl.minimum(ratio_min, tl.where(unmasked, s, float("inf")))
+            ratio_max = tl.maximum(ratio_max, tl.where(unmasked, s, float("-inf")))
+            tl.store(outputs.log_ratio + t, r, mask=t < end)
+    return TokenSums(
+        loss=loss,
+        through_ratio=through_ratio,
+        minus_log_ratio=minus_r,
+        kl=kl_sum,
+        entropy=entropy_sum,
+        ratio=ratio_sum,
+        ratio_min=ratio_min,
+        ratio_max=ratio_max,
+        n_low=n_low,
+        n_high=n_high,
+    )
+
+
+@triton.jit
+def _policy_term(tokens, shares, bounds, t, unmasked, log_ratio, r, OBJECTIVE: tl.constexpr):
+    """Return a token's loss without KL and entropy, its derivatives, and which bound binds.
+
+    The derivatives are by the logarithm of the ratio and by the token's log-prob. `log_ratio` is what the surrogate
+    takes, `r` the token's own.
+    """
+    ACC: tl.constexpr = OBJECTIVE.ACC
+    advantage = tl.load(tokens.advantages + t, mask=unmasked, other=0.0)
+    term = surrogate(log_ratio, advantage, bounds, OBJECTIVE)
+    value, slope, low, high = term.value, term.slope, term.low, term.high
+    if OBJECTIVE.SURROGATE == GMPO:
+        _, low, high = bounded(r, advantage, bounds, ACC)
+    if tokens.token_weights is not None:
+        weight = tl.load(tokens.token_weights + t, mask=unmasked, other=0.0)
+        value, slope = multiply_no_nan(weight, value), multiply_no_nan(weight, slope)
+    through, loss, direct = shares.policy * slope, shares.policy * value, tl.zeros_like(r)
+    if (OBJECTIVE.SURROGATE == CISPO) | (OBJECTIVE.SURROGATE == REINFORCE):
+        # Not by the ratio, by the token's own log-prob.
+        lp = tl.load(tokens.log_probs + t, mask=unmasked, other=0.0)
+        through, direct, loss = direct, through, multiply_no_nan(shares.policy * value, lp)
+    return loss, through, direct, low, high
+
+
+@triton.jit
+def add_through_ratio(
+    tokens, outputs, bounds, through_ratio, entropy_share, begin, end, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Add the gradient through a sequence's ratio to coefficients; return the number of tokens without any gradient."""
+    ACC: tl.constexpr = OBJECTIVE.ACC
+    n_no_gradient = tl.zeros([BLOCK], tl.int32)
+    for start in range(begin, end, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        unmasked = tl.load(tokens.mask + t, mask=t < end, other=0) != 0
+        coefficient = tl.load(outputs.coefficient + t, mask=unmasked, other=0.0)
+        if OBJECTIVE.RATIO == SEQUENCE_RATIO:
+            inside = unmasked
+            if OBJECTIVE.SURROGATE == GMPO:
+                r = token_log_ratio(tokens.log_probs, tokens.old_log_probs, t, unmasked)
+                advantage = tl.load(tokens.advantages + t, mask=unmasked, other=0.0)
+                r, low, high = bounded(r, advantage, bounds, ACC)
+                inside = unmasked & (low == 0) & (high == 0)
+            coefficient += tl.where(inside, through_ratio, 0.0)
+            tl.store(outputs.coefficient + t, coefficient, mask=t < end)
+        no_gradient = coefficient == 0
+        if outputs.entropy_coefficient is not None:
+            entropy_coefficient = tl.where(unmasked, entropy_share, 0.0)
+            tl.store(outputs.entropy_coefficient + t, entropy_coefficient, mask=t < end)
+            no_gradient &= entropy_coefficient == 0
+        n_no_gradient += (unmasked & no_gradient).to(tl.int32)
+    return n_no_gradient

@@ -24,7 +24,7 @@ from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import torch as portable
 from gspo_kernels.backends import triton as kernels
-from gspo_kernels.backends.rows import HeadResult, HeadRows
+from gspo_kernels.backends.rows import HeadResult, HeadRows, NeedsGradient
 from gspo_kernels.backends.triton import forward, gradient_rows, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools import compile_cases as cases
@@ -73,6 +73,29 @@ def test_many_chunks_and_slabs_are_one(dtype: str, monkeypatch: pytest.MonkeyPat
     for a, b in zip(whole[:2], parts[:2], strict=True):
         assert a is not None and b is not None and a.dtype == b.dtype == DTYPES[dtype]
         torch.testing.assert_close(b, a)
+
+
+def test_gradients_of_bias_and_adapter_are_sums_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = torch.Generator().manual_seed(1)
+    adapter = dict(adapter_hidden=torch.randn(300, 3, generator=rng), adapter_weight=torch.randn(601, 3, generator=rng))
+    head, result, d = head_and_upstream(300, 601, bias=torch.randn(601, generator=rng), **adapter)
+    needs = NeedsGradient(*[True] * 5)
+    whole = kernels.head_backward(head, result, d, None, needs)
+    monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**17)
+    monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
+    with launches() as seen:
+        parts = kernels.head_backward(head, result, d, None, needs)
+    assert len({x.arguments["index"].data_ptr() for x in seen}) >= 2
+    torch.testing.assert_close(parts, whole)
+
+
+def test_a_row_with_an_entropy_gradient_alone_has_a_gradient() -> None:
+    head = head_rows(5, 24, 70, entropy=True)
+    result, d, d_entropy = kernels.head_forward(head), torch.zeros(5), torch.ones(5)
+    d[0] = 1
+    parts = [backend.head_backward(head, result, d, d_entropy, NEEDS) for backend in (kernels, portable)]
+    torch.testing.assert_close(*parts)
+    assert parts[0].hidden is not None and parts[0].hidden[1:].any(1).all()
 
 
 def test_a_route_that_reads_nothing_on_the_host_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +282,15 @@ def test_few_variants_are_compiled_whatever_the_batch() -> None:
     counts = json.loads(run.stdout)
     assert len(counts) >= 9
     assert {k: n for k, n in counts.items() if n > 2} == {}
+
+
+def test_launches_are_listed_by_every_listener() -> None:
+    head = head_rows(5, 24, 70)
+    with launches() as outer:
+        with launches() as inner:
+            kernels.head_forward(head)
+        kernels.head_forward(head)
+    assert len(outer) == 2 * len(inner) == 4
 
 
 # -- which backend runs where
@@ -463,3 +495,9 @@ def test_the_mean_of_equal_log_ratios_is_that_log_ratio() -> None:
     lp = log_ratio[:, None].expand(8, 4096)
     out = policy_loss(lp, torch.ones(8), old_log_probs=torch.zeros(8, 4096), backend="triton")
     assert torch.equal(out.log_ratio, log_ratio)
+
+
+def test_an_empty_sequence_is_not_in_the_default_normalizer(backend: str) -> None:
+    mask = torch.tensor([[True, True], [False, False], [True, False]])
+    out = policy_loss(torch.zeros(3, 2), torch.tensor([1.0, 1.0, 2.0]), mask=mask, backend=backend)
+    assert out.loss.item() == -1.5  # on-policy: minus the mean advantage

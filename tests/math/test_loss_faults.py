@@ -19,7 +19,7 @@ from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import torch as portable
 from gspo_kernels.backends.precision import power_of_two
-from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.backends.torch import tiles as portable_tiles
 from gspo_kernels.backends.torch.surrogates import kl_and_slope
 
@@ -172,11 +172,11 @@ def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
     )  # fmt: skip
     apart = HeadRows(*(torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], -1)[..., 0]
                        if isinstance(x, torch.Tensor) else x for x in head))  # fmt: skip
-    implementation, d = backends.implementation(backend), torch.ones(9)
+    implementation, d, needs = backends.implementation(backend), torch.ones(9), NeedsGradient(*[True] * 5)
     results = []
     for x in (head, apart):
         result = implementation.head_forward(x)
-        results.append((result.log_probs, *implementation.head_backward(x, result, d, None, (True,) * 5)))
+        results.append((result.log_probs, *implementation.head_backward(x, result, d, None, needs)))
     torch.testing.assert_close(*results)
 
 

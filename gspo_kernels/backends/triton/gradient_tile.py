@@ -135,18 +135,18 @@ def gradient_tile(
     columns = first_column + tl.arange(0, BLOCK_V)
     inside = (n[:, None] < n_rows) & (columns[None, :] < high)
     if by_tile is not None:  # products read whole cells
-        _store_cell(d_logits, tl.where(inside, d, 0.0), BLOCK_N=BLOCK_N, BLOCK_V=BLOCK_V)
+        _store_cell(d_logits, d, inside, BLOCK_N=BLOCK_N, BLOCK_V=BLOCK_V)
     else:
         at = n[:, None] * width + (columns - low)[None, :]
         tl.store(d_logits + at, d.to(d_logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _store_cell(d_logits, d, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Write `d` as the program's cell of [cells, BLOCK_N, BLOCK_V]."""
+def _store_cell(d_logits, d, inside, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Write `d`, 0 where it is not inside, as the program's cell of [cells, BLOCK_N, BLOCK_V]."""
     at = tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V)
     at += tl.arange(0, BLOCK_N)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    tl.store(d_logits + at, d.to(d_logits.dtype.element_ty))
+    tl.store(d_logits + at, tl.where(inside, d, 0.0).to(d_logits.dtype.element_ty))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""Every kernel launch of the library goes through here, so that what is launched can be listed.
+"""Every kernel launch of the library goes through here, so that launches can be listed.
 
-`launches` records them; on meta tensors nothing runs. That is how the kernels that an H200 would run are compiled, and
-counted, on a machine without a GPU: the same host code runs, and what it asks for is the list.
+`launches` records them; on meta tensors nothing runs. So the kernels that an H200 would run can be compiled and counted
+on a machine without a GPU: the same host code runs on meta tensors.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _listeners: list[list[Launch]] = []
 
 @contextmanager
 def launches() -> Iterator[list[Launch]]:
-    """The launches made inside."""
+    """Record the launches made inside."""
     seen: list[Launch] = []
     _listeners.append(seen)
     try:
         yield seen
     finally:
-        _listeners.remove(seen)
+        _listeners[:] = [x for x in _listeners if x is not seen]  # by identity: two lists may be equal
 
 
 def launch(kernel: Any, programs: int, config: Config, **arguments: Any) -> None:
-    """Run `programs` instances of a kernel."""
+    """Run `programs` programs of a kernel, unless its tensors are meta tensors."""
     for seen in _listeners:
         seen.append(Launch(kernel, arguments, config, programs))
     device = next(x for x in arguments.values() if isinstance(x, torch.Tensor)).device

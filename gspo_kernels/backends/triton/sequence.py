@@ -139,19 +139,20 @@ def sequence_loss(
         OBJECTIVE=OBJECTIVE,
         BLOCK=BLOCK,
     )
-    at = partials + i
-    tl.store(at + LENGTH * sequences, length.to(tl.float64))
-    tl.store(at + NO_GRADIENT * sequences, tl.sum(n_no_gradient, 0).to(tl.float64))
-    _store_sums(at, sums, sequences=sequences, u=u, length=length, OBJECTIVE=OBJECTIVE)
+    _store_partials(
+        partials + i, sums, n_no_gradient=n_no_gradient, sequences=sequences, u=u, length=length, OBJECTIVE=OBJECTIVE
+    )
 
 
 @triton.jit
-def _store_sums(at, sums, sequences, u, length, OBJECTIVE: tl.constexpr):
-    """Write the TokenSums of a sequence to its partial results."""
+def _store_partials(at, sums, n_no_gradient, sequences, u, length, OBJECTIVE: tl.constexpr):
+    """Write a sequence's partial results from its TokenSums; `at` points to the first."""
     tl.store(at + LOSS * sequences, tl.sum(sums.loss, 0))
+    tl.store(at + LENGTH * sequences, length.to(tl.float64))
     tl.store(at + LOW * sequences, tl.sum(sums.n_low, 0).to(tl.float64))
     tl.store(at + HIGH * sequences, tl.sum(sums.n_high, 0).to(tl.float64))
     tl.store(at + MINUS_LOG_RATIO * sequences, tl.sum(sums.minus_log_ratio, 0))
+    tl.store(at + NO_GRADIENT * sequences, tl.sum(n_no_gradient, 0).to(tl.float64))
     tl.store(at + KL * sequences, tl.sum(sums.kl, 0))
     tl.store(at + ENTROPY * sequences, tl.sum(sums.entropy, 0))
     if OBJECTIVE.RATIO == TOKEN_RATIO:

@@ -102,8 +102,9 @@ def surrogate(u, advantage, bounds, OBJECTIVE: tl.constexpr):
     if OBJECTIVE.SURROGATE == CISPO:
         slope = value
     elif OBJECTIVE.SURROGATE == SAPO:
-        positive, negative = tl.full([], bounds.temperature_pos, ACC), tl.full([], bounds.temperature_neg, ACC)
-        temperature = tl.where(advantage > 0, positive, negative)
+        temperature = tl.where(
+            advantage > 0, tl.full([], bounds.temperature_pos, ACC), tl.full([], bounds.temperature_neg, ACC)
+        )
         s = tl.exp(at_most(u, FAR))
         gate = 1.0 / (1.0 + tl.exp(temperature * (1.0 - s)))
         one_minus_gate = 1.0 / (1.0 + tl.exp(temperature * (s - 1.0)))

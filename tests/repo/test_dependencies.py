@@ -6,7 +6,7 @@ import ast
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
 
 import pytest
@@ -86,8 +86,11 @@ def needed(package: str) -> set[str]:
 def absent_from_a_core_installation() -> list[str]:
     """The importable names of this environment that `pip install gspo-kernels` would not bring."""
     present = {"gspo-kernels", "pip"}.union(*map(needed, CORE))
-    names = {name: {canonicalize_name(x) for x in packages} for name, packages in packages_distributions().items()}
-    return [name for name, packages in names.items() if name.isidentifier() and not packages & present]
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for package in distributions():
+        firsts = {path.parts[0].removesuffix(".py") for path in package.files or () if path.suffix == ".py"}
+        names[canonicalize_name(package.name) in present] |= firsts
+    return sorted(name for name in names[False] - names[True] if name.isidentifier())
 
 
 def run_without(modules: list[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:

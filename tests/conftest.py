@@ -2,22 +2,14 @@ from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; the compile gate runs in its own process
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
 # The interpreter multiplies by NumPy, and where OpenBLAS uses AVX2 it rounds a row by its place in a block, which no
 # GPU does. Read when NumPy is first imported; on other processors than x86 the name is unknown and changes nothing.
 os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"  # also where the machine asks for another
-
-import inspect
-
-import pytest
-import torch
-import triton.language as tl
-from hypothesis import HealthCheck, Phase, settings
-from triton.runtime import interpreter
-
-pytest.register_assert_rewrite("helpers")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in these tests may need a network
-torch.set_num_threads(1)  # the shapes are tiny: threads would only wait for each other
+pytest.register_assert_rewrite("helpers")
 
 # A run of CI repeats the same examples, so that it judges the change; everywhere else the search goes on.
 settings.register_profile(
@@ -33,27 +25,47 @@ settings.register_profile("fault", settings.get_profile("default"), phases=[Phas
 settings.load_profile("default")
 
 
-# Triton's interpreter patches its language anew at every call of a device function, which is half of a test's time. In
-# a process that only interprets, once is enough.
-_patched: set[frozenset[int]] = set()
-_patch_lang = interpreter._patch_lang
+def pytest_configure(config: pytest.Config) -> None:
+    """Decide, before torch and Triton are imported, whether this process interprets kernels or runs them on a GPU."""
+    if config.option.markexpr.split()[:1] == ["gpu"]:
+        os.environ.setdefault("GSPO_TEST_DEVICE", "cuda")
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["GSPO_TEST_DEVICE"] = "cpu"
+        os.environ["TRITON_INTERPRET"] = "1"  # the compile gate runs in its own process
+        from helpers.interpreter import patch_language_once
+
+        patch_language_once()
+    import torch
+
+    torch.set_num_threads(1)  # the shapes are tiny: threads would only wait for each other
 
 
-def _patch_lang_once(fn: object) -> object:
-    names = fn.__globals__.values()  # pyright: ignore[reportAttributeAccessIssue]
-    languages = frozenset(id(x) for x in names if inspect.ismodule(x) and x in (tl, tl.core))
-    if languages not in _patched:
-        _patch_lang(fn)
-        _patched.add(languages)
-    return interpreter._LangPatchScope()
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`-m gpu` selects every test that can run on a GPU."""
+    if os.environ["GSPO_TEST_DEVICE"] != "cpu" and "device" in getattr(item, "fixturenames", ()):
+        item.add_marker("gpu")
 
 
-interpreter._patch_lang = _patch_lang_once  # pyright: ignore[reportAttributeAccessIssue]
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        from helpers.device import obstacle
+
+        if reason := obstacle():
+            pytest.skip(reason)
 
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(scope="session")
+def device() -> object:
+    """The torch.device under test. A test that takes it also runs on a GPU."""
+    from helpers.device import DEVICE
+
+    return DEVICE
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,6 +25,8 @@ FLOAT64_RELATIVE = 1e-11
 # Log-probs of the same inputs against float64, |logit| <= 30, H <= 4096, on CPU: per-token standard deviation and bias.
 LOG_PROB_STD = 1e-5
 LOG_PROB_BIAS = 2e-6
+# The same on a GPU, root mean square: tensor cores truncate where they add.
+LOG_PROB_RMS_ON_TENSOR_CORES = 3e-5
 # Of exact logits, in units of the last place, root mean square: one rounding is 0.29, two are 0.41.
 LOG_PROB_UNIT_RMS = 0.35
 

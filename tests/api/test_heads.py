@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import helpers.device
 import pytest
 import torch
+from helpers.device import on_device, to_device
 from helpers.oracle import DTYPES
 from helpers.samples import Sample, make_sample, run_fused
 from tolerance import check, check_loss
@@ -67,8 +69,9 @@ def assert_equals_the_module(
     """Log-probs and every gradient, under the law of tolerance.py; returns our gradients."""
     ids, mask = targets_and_mask()
     hidden = hidden_states(dtype)
-    ours = linear_log_probs(hidden, head, ids, mask=mask, backend=backend).log_probs
-    grads = gradients(ours, {"hidden": hidden, **trained(head)})
+    moved = to_device(copy.deepcopy(head))
+    ours = helpers.device.linear_log_probs(hidden, moved, ids, mask=mask, backend=backend).log_probs
+    grads = to_device(gradients(ours, {"hidden": hidden, **trained(moved)}), "cpu")
     same = own_log_probs(head, hidden)
     same_grads = gradients(same, {"hidden": hidden, **trained(head)})
     wide_head = copy.deepcopy(head).double()
@@ -86,6 +89,7 @@ def assert_equals_the_module(
 # -- plain heads
 
 
+@on_device
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_linear_module_is_computed_as_it_would_itself(bias: bool, dtype: str, backend: str) -> None:
@@ -109,6 +113,7 @@ def test_a_module_is_its_weight_and_bias_bitwise(backend: str) -> None:
         assert torch.equal(grad, expected[name]), name
 
 
+@on_device
 def test_a_parametrized_weight_gets_its_gradient_through_the_parametrization(backend: str) -> None:
     torch.manual_seed(0)
     head = torch.nn.utils.parametrizations.weight_norm(nn.Linear(H, V))
@@ -202,6 +207,7 @@ def adapter_parameters(head: Any) -> set[str]:
     return {name for name, _ in head.named_parameters() if "lora_" in name}
 
 
+@on_device
 @pytest.mark.parametrize("adapters", [1, 3])
 @pytest.mark.parametrize("base_bias", [False, True])
 @pytest.mark.parametrize("use_rslora", [False, True])
@@ -213,12 +219,14 @@ def test_lora_on_the_head_is_computed_as_peft_would(
     assert set(grads) == {"hidden"} | adapter_parameters(head), "the base gets no gradient"
 
 
+@on_device
 def test_fp32_adapters_on_a_bf16_head_lose_nothing_to_bf16(backend: str) -> None:
     head = lora(torch.bfloat16, adapters=2, adapter_dtype=torch.float32)
     grads = assert_equals_the_module(head, backend, torch.bfloat16)
     assert {g.dtype for name, g in grads.items() if "lora_" in name} == {torch.float32}
 
 
+@on_device
 def test_bf16_adapters_get_bf16_gradients(backend: str) -> None:
     grads = assert_equals_the_module(lora(torch.bfloat16, adapters=2), backend, torch.bfloat16)
     assert {g.dtype for g in grads.values()} == {torch.bfloat16}
@@ -321,6 +329,7 @@ def test_an_adapter_without_tokens_gets_zero(case: str, backend: str) -> None:
     assert all((p.grad == 0).all() for p in trained(head).values())
 
 
+@on_device
 def test_rows_that_peft_trains_are_in_the_weight(backend: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -333,6 +342,7 @@ def test_rows_that_peft_trains_are_in_the_weight(backend: str) -> None:
     assert set(grads) == {"hidden", "token_adapter.trainable_tokens_delta.default"}
 
 
+@on_device
 def test_modules_to_save_are_the_copy_that_trains(backend: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.counters import product_flops
+from helpers.device import DEVICE, gspo_fused_loss, on_device, policy_loss, to_device
 from helpers.head_rows import NEEDS
 from helpers.oracle import DTYPES
 from helpers.samples import Sample, make_sample, run_fused
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from tolerance import KEPT_GRADIENT_RELATIVE
 from torch import Tensor
 
-from gspo_kernels import Objective, gspo_fused_loss, policy_loss
+from gspo_kernels import Objective
 from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import torch as portable
@@ -53,6 +54,7 @@ SHAPES = st.fixed_dictionaries(
 BUDGETS = st.sampled_from([1e-6, 1e-3, 1e-2, 0.1, 0.5, 0.99])
 
 
+@on_device
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7).map(tuple), SHAPES, BUDGETS, st.integers(0, 10_000))
 def test_the_dropped_mass_is_the_one_reported_and_within_the_budget(
     lengths: tuple[int, ...], shape: dict[str, Any], budget: float, seed: int
@@ -61,6 +63,7 @@ def test_the_dropped_mass_is_the_one_reported_and_within_the_budget(
         assert_dropped_is_what_is_said(make_sample(seed, lengths=lengths, **shape), budget, "torch")
 
 
+@on_device
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(SHAPES, BUDGETS, st.integers(0, 10_000))
@@ -69,6 +72,7 @@ def test_the_same_of_the_triton_kernels(shape: dict[str, Any], budget: float, se
     assert_dropped_is_what_is_said(sample, budget, "triton")
 
 
+@on_device
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("head", ["plain", "tail", "padded"])
 def test_gradients_of_every_dtype_are_those_of_the_kept_entries(
@@ -96,6 +100,7 @@ def test_gradients_of_every_dtype_are_those_of_the_kept_entries(
         assert len(parts) >= 3 and {x.kernel.__name__ for x in seen} >= {"hidden_product", "weight_product"}
 
 
+@on_device
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_a_gradient_that_nobody_wants_is_no_product(needs: tuple[bool, bool], backend: str) -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601).with_options(gradient_budget=0.1)
@@ -112,6 +117,7 @@ def test_a_gradient_that_nobody_wants_is_no_product(needs: tuple[bool, bool], ba
     assert backend == "torch" or seen
 
 
+@on_device
 def test_budget_zero_has_the_bits_of_the_dense_backward_over_live_rows(backend: str) -> None:
     sample = make_sample(5, vocab=601)
     out, grads = run_fused(sample.with_options(gradient_budget=0.0), backend)
@@ -124,7 +130,11 @@ def test_budget_zero_has_the_bits_of_the_dense_backward_over_live_rows(backend: 
         torch.ones(int(live.sum()), dtype=torch.bool), None, 1.0, None, 601, False,
     )  # fmt: skip
     coefficient = torch.autograd.grad(*coefficients(sample, backend))[0].flatten()
-    found = implementation.head_backward(head, implementation.head_forward(head), coefficient[live], None, NEEDS)
+    head, coefficient = to_device((head, coefficient))
+    found = implementation.head_backward(
+        head, implementation.head_forward(head), coefficient[live.to(DEVICE)], None, NEEDS
+    )
+    found = to_device(found, "cpu")
     assert torch.equal(grads["hidden"].flatten(0, 1)[live], found[0]) and torch.equal(grads["weight"], found[1])
     assert out.metrics["dropped_gradient_mass"] == 0
 
@@ -165,6 +175,7 @@ def test_passes_are_the_products_made(budget: float) -> None:
     assert (passes < 2.5) == (budget > 0.01) and works[0].rows == 0.5
 
 
+@on_device
 def test_the_triton_kernels_launch_what_they_count() -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=1201, logit_std=6.0).with_options(gradient_budget=0.1)
     with choices() as made, launches() as seen:
@@ -173,6 +184,7 @@ def test_the_triton_kernels_launch_what_they_count() -> None:
     assert 0 < tiles == int(made[0].live.cells.sum()) < made[0].live.cells.numel()
 
 
+@on_device
 def test_where_sparse_does_not_pay_everything_live_is_computed(backend: str) -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, logit_std=6.0)
     exact, grads = run_fused(sample, backend)
@@ -194,6 +206,7 @@ def test_the_cost_decides_by_share_and_width() -> None:
     assert (decided.int().diff() <= 0).all()  # once dense is cheaper it stays so
 
 
+@on_device
 @pytest.mark.parametrize("budget", [0.0, 0.1])
 def test_with_nothing_live_gradients_are_zero(budget: float, backend: str) -> None:
     sample = make_sample(3)
@@ -204,6 +217,7 @@ def test_with_nothing_live_gradients_are_zero(budget: float, backend: str) -> No
     assert out.metrics["live_row_share"] == out.metrics["live_tile_share"] == 0 and out.metrics["passes"] == 1
 
 
+@on_device
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_no_number_is_not_dropped(bad: float, backend: str) -> None:
     sample = make_sample(3, vocab=601)
@@ -217,6 +231,7 @@ def test_a_gradient_that_is_no_number_is_not_dropped(bad: float, backend: str) -
     assert grads["hidden"].isnan().any()
 
 
+@on_device
 def test_two_runs_drop_the_same_and_have_the_same_bits(backend: str) -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, logit_std=6.0).with_options(gradient_budget=0.1)
     with choices() as made:
@@ -226,6 +241,7 @@ def test_two_runs_drop_the_same_and_have_the_same_bits(backend: str) -> None:
     assert torch.equal(a.metrics["dropped_gradient_mass"], b.metrics["dropped_gradient_mass"])
 
 
+@on_device
 def test_the_forward_has_the_same_bits_with_a_budget(backend: str) -> None:
     sample = make_sample(3, vocab=601)
     with choices():
@@ -261,6 +277,7 @@ def test_the_host_of_triton_looks_once_and_in_the_backward(monkeypatch: pytest.M
     assert looks == ["tolist"]
 
 
+@on_device
 def test_a_head_without_block_sparse_sums_in_triton_drops_nothing() -> None:
     sample = make_sample(3, vocab=601, bias=True)
     with choices():
@@ -270,6 +287,7 @@ def test_a_head_without_block_sparse_sums_in_triton_drops_nothing() -> None:
     assert all(torch.equal(grads[k], expected[k]) for k in grads)
 
 
+@on_device
 def test_a_bias_and_its_gradient_take_part_in_the_torch_backend() -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, bias=True, logit_std=6.0)
     with choices() as made:
@@ -279,6 +297,7 @@ def test_a_bias_and_its_gradient_take_part_in_the_torch_backend() -> None:
     assert (grads["bias"].double() - truth).norm() <= KEPT_GRADIENT_RELATIVE[torch.float32] * truth.norm()
 
 
+@on_device
 @pytest.mark.parametrize("lengths", [(), (0, 0), (1,), (3, 0, 2)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_small_empty_and_fully_masked_batches(lengths: tuple[int, ...], masked: bool, backend: str) -> None:
@@ -293,6 +312,7 @@ def test_small_empty_and_fully_masked_batches(lengths: tuple[int, ...], masked: 
         assert out.metrics["passes"] == 1 and not any(g.any() for g in grads.values())
 
 
+@on_device
 def test_without_autograd_there_is_one_pass() -> None:
     sample = make_sample(3)
     with torch.no_grad():
@@ -302,6 +322,7 @@ def test_without_autograd_there_is_one_pass() -> None:
     assert out.metrics["passes"] == 1 and out.metrics["live_row_share"] > 0
 
 
+@on_device
 def test_a_last_tile_that_is_only_the_target_weighs_what_it_weighs(backend: str) -> None:
     """And the other logits are so low that exp of the difference to a shift of nothing overflows."""
     rng = torch.Generator().manual_seed(0)

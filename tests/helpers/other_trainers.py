@@ -9,7 +9,8 @@ import torch
 from tolerance import PARITY_GRADIENT_RELATIVE, check_loss
 from torch import Tensor
 
-from gspo_kernels import Objective, policy_loss
+from gspo_kernels import Objective
+from helpers.device import policy_loss
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {},

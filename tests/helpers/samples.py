@@ -10,8 +10,9 @@ import torch
 from tolerance import PLAIN_ORDERS
 from torch import Tensor
 
-from gspo_kernels import LossOutput, Objective, gspo_fused_loss
+from gspo_kernels import LossOutput, Objective
 from gspo_kernels.reference import ReferenceOutput, gspo_reference_loss
+from helpers.device import gspo_fused_loss
 
 CELLS = ("low", "inside", "high")
 
@@ -41,6 +42,7 @@ class Sample:
 
 
 def run_fused(sample: Sample, backend: str = "auto", **more: Any) -> tuple[LossOutput, dict[str, Tensor]]:
+    """Values and gradients of the fused loss, computed on the device under test."""
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
     out = gspo_fused_loss(
         leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages,

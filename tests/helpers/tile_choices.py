@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from helpers.device import to_device
 from helpers.samples import Sample, run_fused
 from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE, softcap_slope
 from torch import Tensor
@@ -37,7 +38,8 @@ def choices(pays: bool = True) -> Iterator[list[Chosen]]:
     def noted(head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: Any, budget: float) -> Any:
         live, work = choose(head, result, coefficient, tiles, budget)
         shares = tiles.share[:, torch.where(head.mask, tiles.place, 0)]
-        made.append(Chosen(head, result, coefficient, live, (tiles.block_rows, tiles.columns), shares))
+        chosen = Chosen(head, result, coefficient, live, (tiles.block_rows, tiles.columns), shares)
+        made.append(to_device(chosen, "cpu"))
         return live, work
 
     ops.choose, live_tiles.sparse_pays = noted, lambda rows, width, vocab, share: (share <= 1) & pays

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from helpers.device import gspo_fused_loss, linear_log_probs, on_device, policy_loss
 from helpers.samples import make_sample
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
+import gspo_kernels
+from gspo_kernels import Objective
 from gspo_kernels.custom_op import flatten
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
@@ -40,6 +42,7 @@ def gradcheck(fn: Any, inputs: Any, backend: str) -> bool:
     return torch.autograd.gradcheck(fn, inputs, fast_mode=backend == "triton")
 
 
+@on_device
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_fused_loss_passes_gradcheck(name: str, head: str, backend: str) -> None:
@@ -67,6 +70,7 @@ def test_fused_loss_passes_gradcheck(name: str, head: str, backend: str) -> None
             torch.testing.assert_close(a, b)
 
 
+@on_device
 @pytest.mark.parametrize("head", HEADS)
 def test_log_probs_and_entropy_pass_gradcheck(head: str, backend: str) -> None:
     sample = make_sample(2, **SMALL, **HEADS[head])
@@ -81,6 +85,7 @@ def test_log_probs_and_entropy_pass_gradcheck(head: str, backend: str) -> None:
     assert gradcheck(outputs, leaves, backend)
 
 
+@on_device
 @pytest.mark.parametrize("name", [n for n in OBJECTIVES if n != "gspo-token"])
 def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
     rng = torch.Generator().manual_seed(0)
@@ -130,6 +135,7 @@ def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: An
     return caught.value.args[0]
 
 
+@on_device
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", ["linear_log_probs", "policy_loss", "fused_loss"])
 def test_operators_pass_opcheck(name: str, head: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +154,7 @@ def test_operators_pass_opcheck(name: str, head: str, backend: str, monkeypatch:
         torch.library.opcheck(ops.fused_loss.op, (*args[:-2], 0.1, backend))
 
 
+@on_device
 @pytest.mark.parametrize("name", ["linear_log_probs", "policy_loss", "fused_loss"])
 @pytest.mark.parametrize(
     "options",
@@ -189,7 +196,7 @@ def test_compiled_without_a_graph_break_equals_eager_at_every_shape(
     objective = Objective(**OBJECTIVES[name])
 
     def loss(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor, options: dict[str, Any]) -> Tensor:
-        return gspo_fused_loss(
+        return gspo_kernels.gspo_fused_loss(
             hidden, weight, ids, advantages, objective=objective, gradient_budget=budget, backend=backend, **options
         ).loss
 
@@ -229,7 +236,8 @@ def test_equal_objectives_share_a_graph(preset: str, dynamic: bool | None) -> No
 
     def loss(lp: Tensor, rollout: Tensor, objective: Objective) -> Tensor:
         old = lp.detach() - 0.1
-        return policy_loss(lp, torch.ones(4), old_log_probs=old, rollout_log_probs=rollout, objective=objective).loss
+        given = {"old_log_probs": old, "rollout_log_probs": rollout, "objective": objective}
+        return gspo_kernels.policy_loss(lp, torch.ones(4), **given).loss
 
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend=count, dynamic=dynamic)

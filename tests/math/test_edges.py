@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs, policy_loss
 from helpers.oracle import DTYPES, assert_equals_oracle
 from helpers.samples import Sample, make_sample, run_fused, run_oracle, run_plain
 from tolerance import check, check_loss
 from torch import Tensor
 
-from gspo_kernels import LossOutput, Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels import LossOutput, Objective
 from gspo_kernels.advantages import group_advantages
 from gspo_kernels.reference import surrogate
+
+pytestmark = pytest.mark.usefixtures("device")
 
 NAN, INF = math.nan, math.inf
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -645,7 +648,7 @@ def test_how_operands_lie_in_memory_changes_no_bit_of_a_log_prob(name: str, dtyp
     targets, advantages = torch.randint(0, 21, (6, 5)), torch.randn(6)
 
     def run(contiguous: bool) -> list[Tensor]:
-        h, w = leaf_hidden.clone().requires_grad_(), leaf_weight.clone().requires_grad_()
+        h, w = (x.to(DEVICE, copy=True).requires_grad_() for x in (leaf_hidden, leaf_weight))
         hidden, weight = view_hidden(h), view_weight(w)
         if contiguous:
             hidden, weight = hidden.contiguous(), weight.contiguous()
@@ -670,10 +673,10 @@ def test_strided_masks_ids_and_per_token_values_change_no_bit(backend: str) -> N
     shape = sample.target_ids.shape
 
     def column_major(x: Any) -> Any:
-        return x.t().contiguous().t() if isinstance(x, Tensor) and x.shape == shape else x
+        return x.to(DEVICE).t().contiguous().t() if isinstance(x, Tensor) and x.shape == shape else x
 
     def every_second(x: Any) -> Any:
-        return x.repeat_interleave(2, 1)[:, ::2] if isinstance(x, Tensor) and x.shape == shape else x
+        return x.to(DEVICE).repeat_interleave(2, 1)[:, ::2] if isinstance(x, Tensor) and x.shape == shape else x
 
     for relaid in (column_major, every_second):
         changed = Sample(

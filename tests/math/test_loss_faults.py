@@ -9,12 +9,13 @@ import math
 
 import pytest
 import torch
+from helpers.device import linear_log_probs, on_device, policy_loss, to_device
 from helpers.head_rows import head_rows
 from helpers.samples import Sample, make_sample, run_fused, run_oracle
 from helpers.tile_choices import assert_dropped_is_what_is_said, choices, small_tiles
 from tolerance import FLOAT64_RELATIVE, LOG_PROB_UNIT_RMS, check
 
-from gspo_kernels import Objective, linear_log_probs, policy_loss, reference
+from gspo_kernels import Objective, reference
 from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import torch as portable
@@ -26,6 +27,7 @@ from gspo_kernels.backends.torch.surrogates import kl_and_slope
 # -- terms of the loss
 
 
+@on_device
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 def test_a_kl_term_with_another_aggregation_counts_its_own_normalizer(ratio: str, backend: str) -> None:
     """A normalizer for the policy term alone: KL, averaged over tokens, is divided by their number."""
@@ -38,6 +40,7 @@ def test_a_kl_term_with_another_aggregation_counts_its_own_normalizer(ratio: str
     check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
 
 
+@on_device
 def test_a_kl_term_has_a_length_norm_of_its_own_aggregation(backend: str) -> None:
     objective = Objective(kl_coef=0.1, kl_aggregation="seq-mean-token-sum-norm", length_norm=7)
     sample = make_sample(6, lengths=(5, 3, 4), vocab=11, dtype=torch.float64, objective=objective)
@@ -58,6 +61,7 @@ BOUNDS = {  # an objective, the sign of the advantage, and a log-ratio that is e
 }
 
 
+@on_device
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_ratio_on_a_bound_is_inside_it(name: str, backend: str) -> None:
     objective, advantage, bound = BOUNDS[name]
@@ -72,12 +76,14 @@ def test_a_ratio_on_a_bound_is_inside_it(name: str, backend: str) -> None:
         assert gradient.any() == (fraction == 0 or objective.surrogate == "cispo")
 
 
+@on_device
 def test_reinforce_clips_nothing(backend: str) -> None:
     objective = Objective(surrogate="reinforce", ratio="token")
     out = policy_loss(-torch.ones(2, 3), torch.tensor([1.0, -1.0]), objective=objective, backend=backend)
     assert not any(value for name, value in out.metrics.items() if "clip_fraction" in name)
 
 
+@on_device
 @pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30])
 def test_a_small_sapo_temperature_has_a_slope_at_far_ratios(temperature: float, backend: str) -> None:
     """The sigmoid bends where temperature * ratio is near 1: at log-ratios of 7, 28 and 69."""
@@ -97,6 +103,7 @@ def test_a_small_sapo_temperature_has_a_slope_at_far_ratios(temperature: float, 
     assert (truth.abs() > truth.abs().max() / 100).all()
 
 
+@on_device
 def test_log_probs_are_rounded_once(backend: str) -> None:
     """Errors in units of the last place; the two differences before the last rounding hand on what they round off."""
     errors = []
@@ -106,12 +113,13 @@ def test_log_probs_are_rounded_once(backend: str) -> None:
         head = head_rows(64, 64, 300, hidden=torch.eye(64), weight=weight)
         logits = weight.t().double()
         truth = logits.log_softmax(1).gather(1, head.target_ids[:, None])[:, 0]
-        found = backends.implementation(backend).head_forward(head).log_probs
+        found = backends.implementation(backend).head_forward(to_device(head)).log_probs.cpu()
         unit = torch.nextafter(truth.float().abs(), torch.tensor(math.inf)).double() - truth.float().abs().double()
         errors.append((found.double() - truth) / unit)
     assert torch.cat(errors).square().mean().sqrt() <= LOG_PROB_UNIT_RMS
 
 
+@on_device
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 @pytest.mark.parametrize("log_ratio", [-0.5, 0.5])
 def test_an_empty_sequence_is_neither_the_least_nor_the_largest_ratio(
@@ -128,6 +136,7 @@ def test_an_empty_sequence_is_neither_the_least_nor_the_largest_ratio(
         assert out.metrics[name].item() == pytest.approx(math.exp(log_ratio)), name
 
 
+@on_device
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_exploded_ratio_times_kl_leaves_masked_tokens_alone(masked: bool, backend: str) -> None:
     log_probs, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
@@ -141,6 +150,7 @@ def test_an_exploded_ratio_times_kl_leaves_masked_tokens_alone(masked: bool, bac
     assert not gradient[~mask].any() and gradient[1].isfinite().all()
 
 
+@on_device
 def test_tokens_with_an_entropy_gradient_are_not_counted_as_without_one(backend: str) -> None:
     """All are past the clip, so that the bonus alone has a gradient."""
     log_probs, entropy = torch.ones(2, 3), torch.ones(2, 3)
@@ -152,6 +162,7 @@ def test_tokens_with_an_entropy_gradient_are_not_counted_as_without_one(backend:
         assert out.metrics["zero_coefficient_share"] == share
 
 
+@on_device
 @pytest.mark.parametrize("target", [70, 71, 127, 2**31, 2**32 + 3, -1, -(2**32) + 3])
 def test_an_id_outside_the_vocabulary_has_no_log_prob(target: int, backend: str) -> None:
     """NaN, in its own row and in no other; accelerators do not check ids before."""
@@ -159,7 +170,7 @@ def test_an_id_outside_the_vocabulary_has_no_log_prob(target: int, backend: str)
     bad = head._replace(target_ids=head.target_ids.clone())
     bad.target_ids[2] = target
     implementation = backends.implementation(backend)
-    near, found = (implementation.head_forward(x).log_probs for x in (head, bad))
+    near, found = (implementation.head_forward(to_device(x)).log_probs for x in (head, bad))
     assert found.isnan().tolist() == [False, False, True, False, False]
     assert torch.equal(found[found.isfinite()], near[found.isfinite()])
 
@@ -230,6 +241,7 @@ def test_operands_are_half_where_their_product_is_fp32(monkeypatch: pytest.Monke
 # -- which cells a gradient budget drops
 
 
+@on_device
 def test_a_negative_scale_drops_as_much_as_a_positive_one() -> None:
     shares = []
     for scale in (1.5, -1.5):
@@ -242,6 +254,7 @@ def test_a_negative_scale_drops_as_much_as_a_positive_one() -> None:
     assert min(shares) > 0.1 and max(shares) <= 0.3
 
 
+@on_device
 def test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature() -> None:
     """The heavier half of the columns, the targets among them, is at the cap and has no gradient; the lighter has."""
     weight = torch.zeros(60, 1)
@@ -254,6 +267,7 @@ def test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature() -> N
         assert_dropped_is_what_is_said(sample, 0.1, "torch")
 
 
+@on_device
 def test_nothing_is_dropped_while_a_graph_is_captured(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_tiles, "_captured", lambda x: True)
     sample = make_sample(3, lengths=(40, 31), vocab=601, logit_std=6.0).with_options(gradient_budget=0.3)

@@ -6,11 +6,14 @@ import itertools
 
 import pytest
 import torch
+from helpers.device import linear_log_probs, policy_loss
 from helpers.oracle import DTYPES, HEADS, LAYOUTS, OBJECTIVES, assert_equals_oracle
 from helpers.samples import make_sample, run_fused, run_oracle
 from tolerance import check
 
-from gspo_kernels import Objective, linear_log_probs, policy_loss
+from gspo_kernels import Objective
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def test_plain_pytorch_in_another_order_is_the_same_computation() -> None:

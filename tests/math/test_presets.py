@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.device import on_device, policy_loss
 from helpers.other_trainers import PRESETS, Rollout, assert_agree, ours, rollout
 from torch import Tensor
 
-from gspo_kernels import Objective, objective, policy_loss, validation
+from gspo_kernels import Objective, objective, validation
 
 Formula = Callable[[Tensor, Rollout, Objective], Tensor]
 
@@ -107,6 +108,7 @@ def test_every_preset_has_a_formula() -> None:
     assert PRESETS.keys() == FORMULAS.keys() == objective._PRESETS.keys()
 
 
+@on_device
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_the_formula_of_its_source(name: str, backend: str) -> None:
     o = Objective.preset(name, **PRESETS[name])
@@ -127,6 +129,7 @@ KL: dict[str, Callable[[Tensor, Rollout], Tensor]] = {
 }
 
 
+@on_device
 @pytest.mark.parametrize("estimator", KL)
 @pytest.mark.parametrize("preset", ["gspo", "grpo", "gmpo"])
 @pytest.mark.parametrize("aggregation", [None, "token-mean"])
@@ -145,6 +148,7 @@ def test_every_estimator_of_kl_is_its_formula(
     assert_agree(batch, ours(batch, o, backend), *by_autograd(formula, batch, o))
 
 
+@on_device
 @pytest.mark.parametrize("preset", ["gspo", "grpo", "cispo", "gmpo"])
 def test_the_clip_fractions_are_those_of_the_surrogate(preset: str, backend: str) -> None:
     o = Objective.preset(preset, **PRESETS[preset])
@@ -165,6 +169,7 @@ def test_the_clip_fractions_are_those_of_the_surrogate(preset: str, backend: str
         torch.testing.assert_close(out.metrics[f"clip_fraction{name}"], found.any(1).sum().double() / sequences)
 
 
+@on_device
 @pytest.mark.parametrize("preset", ["cispo", "sapo", "reinforce", "gmpo"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("extreme", [200.0, -200.0, float("inf"), float("nan")])
@@ -188,6 +193,7 @@ def test_a_ratio_beyond_floating_point_is_bound_or_seen(
     assert gradient[1:].isfinite().all() and gradient[1:].any()
 
 
+@on_device
 @pytest.mark.parametrize("estimator", ["unbiased", "k3-ratio"])
 def test_a_ratio_that_is_no_number_is_seen_where_there_is_no_divergence(estimator: str, backend: str) -> None:
     kl = {"kl_estimator": "unbiased"} if estimator == "unbiased" else {"kl_ratio_factor": True}
@@ -199,6 +205,7 @@ def test_a_ratio_that_is_no_number_is_seen_where_there_is_no_divergence(estimato
         assert out.loss.isnan() == seen
 
 
+@on_device
 @pytest.mark.parametrize("estimator", KL)
 @pytest.mark.parametrize("d", [float("nan"), float("inf"), -float("inf")])
 def test_both_backends_have_the_same_slope_of_an_impossible_divergence(estimator: str, d: float) -> None:
@@ -215,6 +222,7 @@ def test_both_backends_have_the_same_slope_of_an_impossible_divergence(estimator
         torch.testing.assert_close(x, y, equal_nan=True)
 
 
+@on_device
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_zero_advantage_and_a_masked_batch_give_nothing(name: str, backend: str) -> None:
     o = Objective.preset(name, **PRESETS[name])

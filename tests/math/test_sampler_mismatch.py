@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import on_device, policy_loss
 from helpers.samples import Sample, make_sample, run_fused
 from tolerance import FLOAT64_RELATIVE
 from torch import Tensor
 
-from gspo_kernels import Objective, policy_loss, validation
+from gspo_kernels import Objective, validation
 from gspo_kernels.sampler_mismatch import LEVELS, MODES, RolloutCorrection, importance_weights, off_policy_mask
 
 
@@ -98,6 +99,7 @@ def test_weights_enter_a_loss() -> None:
     torch.testing.assert_close(grad, expected.to(grad.dtype))
 
 
+@on_device
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, packed: bool, backend: str) -> None:
@@ -124,6 +126,7 @@ def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, 
     assert torch.equal(with_plain_log_probs.loss, expected.loss)
 
 
+@on_device
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_weight_that_is_no_number_or_exploded_weighs_nothing_on_nothing(level: str, backend: str) -> None:
     """Advantage 0, token weight 0, or clipped with an inf weight: no gradient and no NaN."""

@@ -1,0 +1,46 @@
+"""The public functions, called on the device under test: a GPU in a run of `pytest -m gpu`, else the CPU.
+
+Tests and the oracle compute on the CPU. The functions here move their arguments to the device and their results back,
+and autograd takes gradients the same way. On the CPU nothing is copied, so that every bit and every stride stays.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import gspo_kernels
+from gspo_kernels import LogProbOutput, LossOutput
+
+DEVICE = torch.device(os.environ.get("GSPO_TEST_DEVICE", "cpu"))
+T = TypeVar("T")
+on_device = pytest.mark.usefixtures("device")
+
+
+def obstacle() -> str:
+    """Return why a test for GPUs cannot run in this process, or an empty string."""
+    if DEVICE.type == "cpu":
+        return "needs a GPU: python -m pytest -m gpu"
+    return "" if torch.cuda.is_available() else "PyTorch sees no GPU"
+
+
+def to_device(tree: T, device: torch.device | str = DEVICE) -> T:
+    """Move every tensor in nested tuples, lists and dicts; modules are moved in place."""
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor | nn.Module) else x, tree)
+
+
+def gspo_fused_loss(*arguments: Any, **options: Any) -> LossOutput:
+    return to_device(gspo_kernels.gspo_fused_loss(*to_device(arguments), **to_device(options)), "cpu")
+
+
+def linear_log_probs(*arguments: Any, **options: Any) -> LogProbOutput:
+    return to_device(gspo_kernels.linear_log_probs(*to_device(arguments), **to_device(options)), "cpu")
+
+
+def policy_loss(*arguments: Any, **options: Any) -> LossOutput:
+    return to_device(gspo_kernels.policy_loss(*to_device(arguments), **to_device(options)), "cpu")

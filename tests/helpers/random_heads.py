@@ -1,0 +1,229 @@
+"""Random heads as large as a model's, made on the device under test, and their gradients in float64.
+
+Plain PyTorch in float64 is the truth; in the dtype of the operands it is what the law of `tolerance.py` compares errors
+with. It runs over chunks of rows with all their logits, so it shares nothing with the kernels but its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from tolerance import LOG_PROB_RMS_ON_TENSOR_CORES, check
+from torch import Tensor
+
+from gspo_kernels import ops
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.layout import accumulator
+from gspo_kernels.reference import token_log_probs
+from helpers.device import DEVICE
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "entropy": dict(entropy=True),
+    "softcap-scale": dict(logit_softcap=30.0, logit_scale=0.7),
+    "bias": dict(bias=True),
+    "temperature": dict(temperature="scalar"),
+    "temperature-per-token": dict(temperature="token"),
+    "padded-vocab": dict(padding=267),  # Qwen's: 151,669 tokens in a head of 151,936 rows
+    "adapter": dict(rank=16),
+    "everything": dict(
+        entropy=True, logit_softcap=30.0, logit_scale=0.7, bias=True, temperature="token", padding=267, rank=16
+    ),
+}
+LEAVES = ("hidden", "weight", "bias", "adapter_hidden", "adapter_weight")
+ROWS_AT_ONCE = 1024  # of full logits in float64
+
+Tensors = dict[str, Tensor]  # by name: outputs, and gradients as "d_" and the input's
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the batches of a run are."""
+
+    vocab: int  # V
+    width: int  # H
+    wide: int  # H of the larger model
+    rows: int  # compared with float64
+    batch: int  # compared bitwise, and for the distribution of an error
+    ragged: tuple[tuple[int, int, int], ...]  # N, H, V
+    lengths: dict[int, int]  # length of a sequence -> how many of them decide about clipping
+    rounds: int  # of decisions, each with other old log-probs
+    many_rows: int  # times vocab: logits past 2^31
+    stride: int  # times vocab: a head past 2^31
+    tall: tuple[int, int, int]  # N, H, V with N H past 2^31
+
+
+# A model's on a GPU. On the CPU, where kernels are interpreted, only as large as shows that the tests themselves work.
+SIZES = (
+    Sizes(
+        vocab=300, width=64, wide=72, rows=20, batch=150, ragged=((1, 24, 17), (129, 24, 17)),
+        lengths={16: 4, 64: 2}, rounds=2, many_rows=140, stride=200, tall=(300, 16, 19),
+    )
+    if DEVICE.type == "cpu"
+    else Sizes(
+        vocab=151_936, width=896, wide=4096, rows=384, batch=8192,
+        ragged=((127, 2881, 50_257), (1, 72, 257), (129, 72, 257)),
+        lengths={16: 128, 64: 64, 256: 32, 1024: 8, 4096: 4}, rounds=64, many_rows=16_384, stride=16_384,
+        tall=(600_000, 4096, 521),
+    )
+)  # fmt: skip - tables of sizes
+
+
+class Upstream(NamedTuple):
+    """What autograd hands to the backward; bf16 numbers, so that no dtype rounds them."""
+
+    d_log_probs: Tensor  # [N]
+    d_entropy: Tensor | None
+
+
+def random_head(
+    rows: int,
+    width: int = SIZES.width,
+    vocab: int = SIZES.vocab,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    std: float = 3.0,
+    masked: bool = True,
+    entropy: bool = False,
+    bias: bool = False,
+    padding: int = 0,
+    rank: int = 0,
+    temperature: str | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+) -> HeadRows:
+    """Return a head with logits of standard deviation `std`. The target of every third row is its likeliest token."""
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    wide, columns = accumulator(dtype), vocab - min(padding, vocab // 3)
+
+    def randn(*shape: int, scale: float = 1.0, to: torch.dtype = dtype) -> Tensor:
+        return (torch.randn(shape, generator=rng, device=DEVICE) * scale).to(to)
+
+    hidden, weight = randn(rows, width), randn(vocab, width, scale=std / width**0.5)
+    weight[columns:] = 100  # would take all the probability
+    ids = torch.randint(columns, (rows,), generator=rng, device=DEVICE)
+    ids[::3] = (hidden[::3] @ weight[:columns].T).argmax(1)
+    ids[0] = columns - 1
+    mask = torch.ones(rows, dtype=torch.bool, device=DEVICE)
+    if masked:  # and garbage in the masked rows
+        mask = torch.rand(rows, generator=rng, device=DEVICE) > 0.2
+        mask[0] = True
+        ids.masked_fill_(~mask, -100)
+        hidden.masked_fill_(~mask[:, None], torch.nan)
+    temperatures = None
+    if temperature is not None:
+        shape = (rows,) if temperature == "token" else ()
+        temperatures = torch.rand(shape, generator=rng, device=DEVICE, dtype=wide) + 0.5
+    return HeadRows(
+        hidden=hidden, weight=weight, bias=randn(vocab) if bias else None,
+        adapter_hidden=randn(rows, rank, to=wide) if rank else None,
+        adapter_weight=randn(vocab, rank, scale=0.1) if rank else None,
+        target_ids=ids, mask=mask, temperature=temperatures, logit_scale=logit_scale, logit_softcap=logit_softcap,
+        vocab_size=columns, entropy=entropy,
+    )  # fmt: skip
+
+
+def random_upstream(head: HeadRows) -> Upstream:
+    """Return gradients of the outputs, zero for a fifth of the rows."""
+    rows = head.hidden.shape[0]
+    rng = torch.Generator(DEVICE).manual_seed(1)
+
+    def randn(scale: float) -> Tensor:
+        x = (scale * torch.randn(rows, generator=rng, device=DEVICE)).bfloat16().to(accumulator(head.hidden.dtype))
+        return torch.where(live, x, 0)
+
+    live = torch.rand(rows, generator=rng, device=DEVICE) > 0.2
+    live[0] = True
+    return Upstream(randn(1.0), randn(0.3) if head.entropy else None)
+
+
+def take_rows(head: HeadRows, rows: Any) -> HeadRows:
+    return head._replace(hidden=head.hidden[rows], target_ids=head.target_ids[rows], mask=head.mask[rows])
+
+
+def by_kernels(head: HeadRows, upstream: Upstream) -> Tensors:
+    """Return outputs and gradients of the Triton kernels, through the operator and its autograd."""
+    leaves = {n: x.detach().requires_grad_() for n in LEAVES if (x := getattr(head, n)) is not None}
+    result = ops.linear_log_probs(head._replace(**leaves), "triton")
+    outputs = {"log_probs": result.log_probs} | ({"entropy": result.entropy} if head.entropy else {})
+    d_outputs = [x for x in upstream if x is not None]
+    gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), d_outputs)
+    values = outputs | {f"d_{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    return {name: x.detach() for name, x in values.items()}
+
+
+def by_torch(head: HeadRows, upstream: Upstream, dtype: torch.dtype) -> Tensors:
+    """Return the same from full logits and autograd in `dtype`; masked rows stay 0.
+
+    Chunks of rows are added up in the accumulator's dtype.
+    """
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.detach().to(dtype).requires_grad_()
+
+    of_head = {n: leaf(x) for n in ("weight", "bias", "adapter_weight") if (x := getattr(head, n)) is not None}
+    by_row = {n: x for n in ("hidden", "adapter_hidden") if (x := getattr(head, n)) is not None}
+    outputs = {"log_probs": upstream.d_log_probs} | ({"entropy": upstream.d_entropy} if head.entropy else {})
+    shapes = outputs | {f"d_{n}": x for n, x in (by_row | of_head).items()}
+    wide = {f"d_{n}": accumulator(dtype) for n in of_head}
+    totals = {n: torch.zeros_like(x, dtype=wide.get(n, dtype)) for n, x in shapes.items() if x is not None}
+    for rows in head.mask.nonzero()[:, 0].split(ROWS_AT_ONCE):
+        chunk = {n: leaf(x[rows]) for n, x in by_row.items()}
+        values = _log_probs_of(head, rows, chunk, of_head, dtype)
+        leaves = of_head | chunk
+        d_outputs = [x[rows].to(dtype) for x in upstream if x is not None]
+        gradients = torch.autograd.grad(list(values.values()), list(leaves.values()), d_outputs)
+        for name, x in values.items():
+            totals[name][rows] = x.detach()
+        for name, g in zip(leaves, gradients, strict=True):
+            if name in chunk:
+                totals[f"d_{name}"][rows] = g
+            else:
+                totals[f"d_{name}"] += g
+    return {name: x.to(dtype) for name, x in totals.items()}
+
+
+def _log_probs_of(head: HeadRows, rows: Tensor, chunk: Tensors, of_head: Tensors, dtype: torch.dtype) -> Tensors:
+    """Return the outputs of some rows from their full logits."""
+    hidden, weight = chunk["hidden"], of_head["weight"]
+    if head.adapter_hidden is not None:  # a low-rank term is more columns of the same product
+        hidden = torch.cat([hidden, chunk["adapter_hidden"]], 1)
+        weight = torch.cat([weight, of_head["adapter_weight"]], 1)
+    temperature: Tensor | float = 1.0
+    if head.temperature is not None:
+        temperature = (head.temperature[rows] if head.temperature.ndim else head.temperature).to(dtype)
+    log_probs, entropy = token_log_probs(
+        hidden, weight, head.target_ids[rows], of_head.get("bias"), head.logit_scale, head.logit_softcap, temperature,
+        head.vocab_size,
+    )  # fmt: skip
+    return {"log_probs": log_probs} | ({"entropy": entropy} if head.entropy else {})
+
+
+def assert_law(ours: Tensors, same_dtype: Tensors, truth: Tensors, dtype: torch.dtype) -> None:
+    """Assert the law of `tolerance.py` for every output and gradient."""
+    assert ours.keys() == same_dtype.keys() == truth.keys()
+    for name, x in ours.items():
+        check(name, x, same_dtype[name], truth[name], dtype if name.startswith("d_") else accumulator(dtype))
+
+
+def assert_near(log_probs: Tensor, truth: Tensor) -> None:
+    """Assert that log-probs are as near to float64 as tensor cores have them."""
+    error = (log_probs.double() - truth.double()).square().mean().sqrt().item()
+    assert error <= LOG_PROB_RMS_ON_TENSOR_CORES, f"log-probs off by {error:.2e}"
+
+
+def relative_rms(x: Tensor, truth: Tensor) -> float:
+    truth = truth.double()
+    return ((x.double() - truth).norm() / truth.norm().clamp(min=1e-300)).item()
+
+
+def assert_same_bits(ours: Iterable[Tensor], expected: Iterable[Tensor], what: str = "") -> None:
+    """Assert that no bit differs, those of NaN and of zeros included."""
+    for i, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        assert a.dtype == b.dtype and a.shape == b.shape, f"{what} {i}"
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+        differing = int((a.contiguous().view(bits) != b.contiguous().view(bits)).sum())
+        assert not differing, f"{what} {i}: {differing} of {a.numel()} elements differ"

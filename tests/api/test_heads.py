@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import helpers.device
 import pytest
 import torch
+from helpers import device as under_test
 from helpers.device import on_device, to_device
 from helpers.oracle import DTYPES
 from helpers.samples import Sample, make_sample, run_fused
@@ -70,7 +70,7 @@ def assert_equals_the_module(
     ids, mask = targets_and_mask()
     hidden = hidden_states(dtype)
     moved = to_device(copy.deepcopy(head))
-    ours = helpers.device.linear_log_probs(hidden, moved, ids, mask=mask, backend=backend).log_probs
+    ours = under_test.linear_log_probs(hidden, moved, ids, mask=mask, backend=backend).log_probs
     grads = to_device(gradients(ours, {"hidden": hidden, **trained(moved)}), "cpu")
     same = own_log_probs(head, hidden)
     same_grads = gradients(same, {"hidden": hidden, **trained(head)})

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import device as under_test
+from helpers.device import on_device
 from helpers.samples import make_sample
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -61,13 +63,14 @@ BAD_OFFSETS = {
 
 
 def assert_poisoned(given: dict[str, Any]) -> None:
-    out = gspo_fused_loss(**given)
+    out = under_test.gspo_fused_loss(**given)
     assert out.metrics["invalid"] >= 1
     assert out.loss.isnan()
     out.loss.backward()
     assert given["lm_head"].grad.isnan().any()
 
 
+@on_device
 @pytest.mark.parametrize("name", BAD_VALUES)
 @pytest.mark.parametrize("packed", [False, True])
 def test_bad_values_are_counted_and_poison_the_loss(name: str, packed: bool) -> None:
@@ -75,23 +78,27 @@ def test_bad_values_are_counted_and_poison_the_loss(name: str, packed: bool) -> 
     assert_poisoned({**given, **BAD_VALUES[name](given)})
 
 
+@on_device
 @pytest.mark.parametrize("name", BAD_OFFSETS)
 def test_bad_offsets_are_counted_and_index_nothing_out_of_bounds(name: str) -> None:
     given = arguments(packed=True)
     assert_poisoned({**given, "cu_seqlens": BAD_OFFSETS[name](given["cu_seqlens"])})
 
 
+@on_device
 def test_good_values_count_nothing() -> None:
     for packed in (False, True):
-        out = gspo_fused_loss(**arguments(packed))
+        out = under_test.gspo_fused_loss(**arguments(packed))
         assert out.metrics["invalid"] == 0 and out.loss.isfinite()
 
 
+@on_device
 def test_a_bad_id_poisons_its_own_log_prob_only() -> None:
     given = arguments()
     ids = first_token(given, "target_ids", 10**12)
-    good = linear_log_probs(given["hidden"], given["lm_head"], given["target_ids"], mask=given["mask"]).log_probs
-    bad = linear_log_probs(given["hidden"], given["lm_head"], ids, mask=given["mask"], entropy=True).log_probs
+    run = under_test.linear_log_probs
+    good = run(given["hidden"], given["lm_head"], given["target_ids"], mask=given["mask"]).log_probs
+    bad = run(given["hidden"], given["lm_head"], ids, mask=given["mask"], entropy=True).log_probs
     assert bad.view(-1)[0].isnan()
     assert torch.equal(bad.view(-1)[1:], good.view(-1)[1:])
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.counters import LiveBytes
+from helpers.device import DEVICE, on_device, policy_loss, to_device
 from helpers.head_rows import NEEDS, head_rows
 from helpers.oracle import DTYPES, HEADS, OBJECTIVES, assert_equals_oracle
 from helpers.relaunch import relaunch
@@ -19,7 +20,7 @@ from helpers.samples import make_sample, run_fused
 from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE
 from torch import Tensor
 
-from gspo_kernels import Objective, policy_loss
+from gspo_kernels import Objective
 from gspo_kernels.backends import dispatch as backends
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import torch as portable
@@ -54,9 +55,10 @@ def head_and_upstream(n: int, v: int, seed: int = 0, **more: Any) -> tuple[HeadR
     rng = torch.Generator().manual_seed(seed)
     head = head_rows(n, 24, v, mask=torch.rand(n, generator=rng) > 0.3, **more)
     d = torch.randn(n, generator=rng) * (torch.rand(n, generator=rng) > 0.4)
-    return head, kernels.head_forward(head), d
+    return head, kernels.head_forward(head), d.to(DEVICE)
 
 
+@on_device
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_many_chunks_and_slabs_are_one(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +77,7 @@ def test_many_chunks_and_slabs_are_one(dtype: str, monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(b, a)
 
 
+@on_device
 def test_gradients_of_bias_and_adapter_are_sums_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = torch.Generator().manual_seed(1)
     adapter = dict(adapter_hidden=torch.randn(300, 3, generator=rng), adapter_weight=torch.randn(601, 3, generator=rng))
@@ -89,15 +92,18 @@ def test_gradients_of_bias_and_adapter_are_sums_over_chunks(monkeypatch: pytest.
     torch.testing.assert_close(parts, whole)
 
 
+@on_device
 def test_a_row_with_an_entropy_gradient_alone_has_a_gradient() -> None:
     head = head_rows(5, 24, 70, entropy=True)
-    result, d, d_entropy = kernels.head_forward(head), torch.zeros(5), torch.ones(5)
+    d, d_entropy = to_device((torch.zeros(5), torch.ones(5)))
+    result = kernels.head_forward(head)
     d[0] = 1
     parts = [backend.head_backward(head, result, d, d_entropy, NEEDS) for backend in (kernels, portable)]
     torch.testing.assert_close(*parts)
     assert parts[0].hidden is not None and parts[0].hidden[1:].any(1).all()
 
 
+@on_device
 def test_a_route_that_reads_nothing_on_the_host_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under CUDA graph capture: all rows take part, those without a gradient as zeros, NaN among them or not."""
     head, result, d = head_and_upstream(300, 601)
@@ -112,6 +118,7 @@ def test_a_route_that_reads_nothing_on_the_host_gives_the_same(monkeypatch: pyte
         torch.testing.assert_close(b, a)
 
 
+@on_device
 def test_two_runs_have_the_same_bits() -> None:
     sample = make_sample(4, dtype=torch.bfloat16, vocab=601)
     (a, grads_a), (b, grads_b) = run_fused(sample, "triton"), run_fused(sample, "triton")
@@ -119,6 +126,7 @@ def test_two_runs_have_the_same_bits() -> None:
     assert all(torch.equal(grads_a[k], grads_b[k]) for k in grads_a)
 
 
+@on_device
 def test_rows_that_do_not_count_are_no_work() -> None:
     """Forward tiles of masked rows return at once: what they would have written stays as it was."""
     head, _, d = head_and_upstream(300, 601)
@@ -369,6 +377,7 @@ def test_gradients_of_transposed_operands_lie_as_the_fake_says(operand: str, bac
     assert [x.stride() for x in real] == [x.stride() for x in fake]
 
 
+@on_device
 @pytest.mark.parametrize("options", [{"temperature": torch.tensor(1e-5)}, {"logit_scale": 1e-6}], ids=["hot", "small"])
 @pytest.mark.parametrize("peak", [0.0, 12.0, 95.0])
 def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], peak: float) -> None:
@@ -376,21 +385,22 @@ def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], pea
     head = head_rows(3, 8, 40, **options)
     weight = torch.zeros(40, 8)
     weight[0, 0] = peak * float(options.get("temperature", 1)) / options.get("logit_scale", 1)
-    head = head._replace(
-        hidden=torch.eye(3, 8).half(), weight=weight.half(), target_ids=torch.zeros(3, dtype=torch.int64)
-    )
+    ids = torch.zeros(3, dtype=torch.int64)
+    head = to_device(head._replace(hidden=torch.eye(3, 8).half(), weight=weight.half(), target_ids=ids))
     if not head.weight.isfinite().all():
         return  # fp16 has no such head
     result = kernels.head_forward(head)
-    d_hidden = kernels.head_backward(head, result, torch.ones(3), None, NEEDS)[0]
-    truth = portable.head_backward(head, portable.head_forward(head), torch.ones(3), None, NEEDS)[0]
+    d = torch.ones(3, device=DEVICE)
+    d_hidden = kernels.head_backward(head, result, d, None, NEEDS)[0]
+    truth = portable.head_backward(head, portable.head_forward(head), d, None, NEEDS)[0]
     assert d_hidden is not None and truth is not None
     torch.testing.assert_close(d_hidden, truth)
 
 
+@on_device
 def test_an_infinite_target_logit_is_not_certain(backend: str) -> None:
     head = head_rows(2, 1, 3, hidden=torch.ones(2, 1), weight=torch.tensor([[0.0], [1.0], [torch.inf]]))
-    head = head._replace(target_ids=torch.tensor([2, 1]))
+    head = head._replace(target_ids=torch.tensor([2, 1], device=DEVICE))
     assert backends.implementation(backend).head_forward(head).log_probs.isnan().all()
 
 
@@ -411,6 +421,7 @@ def test_programs_share_columns_in_groups_and_none_computes_masked_rows(monkeypa
     assert tiles == [(block, tile) for group in ((0, 1), (2, 3)) for tile in range(3) for block in group]
 
 
+@on_device
 def test_more_tiles_than_are_added_up_at_once() -> None:
     """The last tile has the largest logits, so that what was added up before it must be scaled down."""
     head = head_rows(5, 24, 64 * (tuning.REDUCE_TILES + 1), entropy=True)
@@ -422,17 +433,19 @@ def test_more_tiles_than_are_added_up_at_once() -> None:
     torch.testing.assert_close(ours[:2], expected[:2])
 
 
+@on_device
 def test_more_hidden_elements_than_a_chain_has() -> None:
     head = head_rows(5, 600, 40)
     head = head._replace(hidden=head.hidden / 25)
     assert 0 < tuning.tile_config(head, "forward").chain < 600
-    d = torch.ones(5)
+    d = torch.ones(5, device=DEVICE)
     ours, expected = kernels.head_forward(head), portable.head_forward(head)
     torch.testing.assert_close(ours.log_probs, expected.log_probs)
     found = kernels.head_backward(head, ours, d, None, NEEDS)
     torch.testing.assert_close(found[:2], portable.head_backward(head, expected, d, None, NEEDS)[:2])
 
 
+@on_device
 def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
     head = head_rows(200, 64, 601, entropy=True)
     head = head._replace(hidden=head.hidden.bfloat16(), weight=head.weight.bfloat16())
@@ -442,6 +455,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
         assert all(torch.equal(a, b[rows]) for a, b in zip(kernels.head_forward(part), whole, strict=True))
 
 
+@on_device
 def test_a_nan_row_without_gradient_is_zero_where_all_rows_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     head, _, d = head_and_upstream(40, 100)
     still = head.mask & (d == 0)
@@ -465,6 +479,7 @@ def test_rows_move_to_their_places_inside_the_memory_of_their_sums(share: float,
     assert torch.equal(gradient_rows.scatter_in_place(sums, up, 4), expected)
 
 
+@on_device
 @pytest.mark.parametrize("name", ["gspo", "grpo", "everything"])
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_metrics_are_those_of_torch(name: str, spoilt: bool) -> None:
@@ -489,6 +504,7 @@ def test_metrics_are_those_of_torch(name: str, spoilt: bool) -> None:
         )
 
 
+@on_device
 def test_the_mean_of_equal_log_ratios_is_that_log_ratio() -> None:
     """To the bit: fp32 sums of equal terms round one way, and the clip window is narrow."""
     log_ratio = torch.linspace(1e-4, 9e-4, 8)

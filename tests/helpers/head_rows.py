@@ -1,4 +1,4 @@
-"""Random operands of the head, as a backend receives them."""
+"""Random operands of the head on the device under test, as a backend receives them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
+from helpers.device import to_device
 
 NEEDS = NeedsGradient(hidden=True, weight=True, bias=False, adapter_hidden=False, adapter_weight=False)
 
@@ -19,4 +20,4 @@ def head_rows(n: int, h: int, v: int, entropy: bool = False, **more: Any) -> Hea
         mask=torch.ones(n, dtype=torch.bool), temperature=None, logit_scale=1.0, logit_softcap=None, vocab_size=v,
         entropy=entropy,
     )  # fmt: skip
-    return HeadRows(**{**given, **more})
+    return to_device(HeadRows(**{**given, **more}))

@@ -59,14 +59,30 @@ class Sizes:
 # A model's on a GPU. On the CPU, where kernels are interpreted, only as large as shows that the tests themselves work.
 SIZES = (
     Sizes(
-        vocab=300, width=64, wide=72, rows=20, batch=150, ragged=((1, 24, 17), (129, 24, 17)),
-        lengths={16: 4, 64: 2}, rounds=2, many_rows=140, stride=200, tall=(300, 16, 19),
+        vocab=300,
+        width=64,
+        wide=72,
+        rows=20,
+        batch=150,
+        ragged=((1, 24, 17), (129, 24, 17)),
+        lengths={16: 4, 64: 2},
+        rounds=2,
+        many_rows=140,
+        stride=200,
+        tall=(300, 16, 19),
     )
     if DEVICE.type == "cpu"
     else Sizes(
-        vocab=151_936, width=896, wide=4096, rows=384, batch=8192,
+        vocab=151_936,
+        width=896,
+        wide=4096,
+        rows=384,
+        batch=8192,
         ragged=((127, 2881, 50_257), (1, 72, 257), (129, 72, 257)),
-        lengths={16: 128, 64: 64, 256: 32, 1024: 8, 4096: 4}, rounds=64, many_rows=16_384, stride=16_384,
+        lengths={16: 128, 64: 64, 256: 32, 1024: 8, 4096: 4},
+        rounds=64,
+        many_rows=16_384,
+        stride=16_384,
         tall=(600_000, 4096, 521),
     )
 )  # fmt: skip - tables of sizes

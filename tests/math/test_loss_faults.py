@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from helpers.device import linear_log_probs, on_device, policy_loss, to_device
+from helpers.device import linear_log_probs, on_device, policy_loss
 from helpers.head_rows import head_rows
 from helpers.samples import Sample, make_sample, run_fused, run_oracle
 from helpers.tile_choices import assert_dropped_is_what_is_said, choices, small_tiles
@@ -112,8 +112,8 @@ def test_log_probs_are_rounded_once(backend: str) -> None:
         weight = 6 * torch.randn(300, 64, generator=rng)  # row i of the batch has the logits weight[:, i], exactly
         head = head_rows(64, 64, 300, hidden=torch.eye(64), weight=weight)
         logits = weight.t().double()
-        truth = logits.log_softmax(1).gather(1, head.target_ids[:, None])[:, 0]
-        found = backends.implementation(backend).head_forward(to_device(head)).log_probs.cpu()
+        truth = logits.log_softmax(1).gather(1, head.target_ids.cpu()[:, None])[:, 0]
+        found = backends.implementation(backend).head_forward(head).log_probs.cpu()
         unit = torch.nextafter(truth.float().abs(), torch.tensor(math.inf)).double() - truth.float().abs().double()
         errors.append((found.double() - truth) / unit)
     assert torch.cat(errors).square().mean().sqrt() <= LOG_PROB_UNIT_RMS
@@ -170,7 +170,7 @@ def test_an_id_outside_the_vocabulary_has_no_log_prob(target: int, backend: str)
     bad = head._replace(target_ids=head.target_ids.clone())
     bad.target_ids[2] = target
     implementation = backends.implementation(backend)
-    near, found = (implementation.head_forward(to_device(x)).log_probs for x in (head, bad))
+    near, found = (implementation.head_forward(x).log_probs for x in (head, bad))
     assert found.isnan().tolist() == [False, False, True, False, False]
     assert torch.equal(found[found.isfinite()], near[found.isfinite()])
 
@@ -218,6 +218,7 @@ def test_a_gradient_below_the_normal_numbers_is_brought_as_near_as_fp32_can() ->
     assert power_of_two(torch.tensor([1e-42]), None, torch.tensor([True])) == 2.0**126
 
 
+@on_device
 def test_an_infinite_logit_of_the_target_has_no_log_prob(backend: str) -> None:
     weight, bias = torch.ones(5, 4), torch.tensor([0.0, math.inf, 0.0, 0.0, 0.0])
     out = linear_log_probs(torch.ones(1, 4), weight, torch.tensor([1]), bias=bias, backend=backend)

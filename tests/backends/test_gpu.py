@@ -1,0 +1,155 @@
+"""What only a GPU shows: peak memory, captured graphs, streams, host synchronisation, torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.random_heads import SIZES, assert_same_bits, random_head, relative_rms, take_rows
+from tolerance import RELATIVE_RMS
+from torch import Tensor
+
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.triton.tuning import tile_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
+
+WORKSPACE = 256 * 2**20  # bytes, the default of GSPO_WORKSPACE_MIB
+
+
+@pytest.fixture(autouse=True)
+def memory_is_returned() -> Iterator[None]:
+    """Other processes of a test run share the GPU."""
+    yield
+    torch.cuda.empty_cache()
+
+
+def step(head: HeadRows, length: int, **options: Any) -> Callable[[], tuple[Tensor, ...]]:
+    """Return a function of no arguments: on-policy GSPO of packed sequences of `length` tokens.
+
+    It returns loss, log-probs, d_hidden and d_weight.
+    """
+    hidden, weight = head.hidden.detach().requires_grad_(), head.weight.detach().requires_grad_()
+    rows = head.hidden.shape[0]
+    offsets = torch.arange(0, rows + length, length, device=hidden.device).clamp_(max=rows)
+    advantages = torch.randn(len(offsets) - 1, device=hidden.device)
+
+    def run() -> tuple[Tensor, ...]:
+        out = gspo_fused_loss(
+            hidden, weight, head.target_ids, advantages, mask=head.mask, cu_seqlens=offsets, backend="triton", **options
+        )
+        return out.loss, out.log_probs, *torch.autograd.grad(out.loss, (hidden, weight))
+
+    return run
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_peak_memory_is_within_the_formula(entropy: bool) -> None:
+    """Of forward and backward of the fused loss, beyond its inputs."""
+    rows, width = 32_768, SIZES.wide
+    head = random_head(rows, width, masked=False)
+    step(take_rows(head, slice(512)), 256, entropy=entropy)()  # loads kernels and the vendor library's workspace
+    run = step(head, 1024, entropy=entropy)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    tiles = -(-SIZES.vocab // tile_config(head, "forward").block_v)
+    gradients = head.hidden.nbytes + head.weight.nbytes
+    limit = gradients + 4 * rows * tiles * (1 + entropy) + 2 * rows * width + WORKSPACE
+    assert gradients <= peak <= limit, f"{peak / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_captured_step_replays_with_the_bits_of_the_eager_one(masked: bool) -> None:
+    """Also on new numbers in the same memory."""
+    head = random_head(SIZES.rows, masked=masked)
+    run = step(head, 64)
+    on_side_stream(run)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = run()
+    for numbers in ("captured", "new"):
+        if numbers == "new":
+            for x in (head.hidden, head.mask, head.target_ids):
+                x.copy_(x.flip(0))
+        graph.replay()
+        first = [x.clone() for x in held]
+        graph.replay()
+        assert_same_bits(first, held, f"{numbers}, two replays")
+        eager = run()
+        # Eager gathers the rows that have a gradient; where all have one, the products are the same calls.
+        bitwise = 2 if masked else 4
+        assert_same_bits(first[:bitwise], eager[:bitwise], f"{numbers}, eager")
+        for ours, expected in zip(first[2:], eager[2:], strict=True):
+            assert relative_rms(ours, expected) <= RELATIVE_RMS[torch.bfloat16]
+
+
+def on_side_stream(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results = run()
+    torch.cuda.current_stream().wait_stream(side)
+    return results
+
+
+def test_a_second_stream_changes_no_bit() -> None:
+    """Work enqueued on the stream in use: what it reads is still being written when it is launched."""
+    head = random_head(SIZES.batch)
+    hidden, run = head.hidden.clone(), step(head, 512)
+    expected = run()
+    head.hidden.zero_()
+
+    def refill_and_run() -> tuple[Tensor, ...]:
+        torch.cuda._sleep(10**8)  # about 50 ms of the device, during which everything else is enqueued
+        head.hidden.copy_(hidden)
+        return run()
+
+    assert_same_bits(on_side_stream(refill_and_run), expected)
+
+
+@pytest.mark.parametrize("ratio", ["sequence", "token"])
+def test_the_forward_and_the_backward_of_a_policy_loss_never_wait_for_the_device(ratio: str) -> None:
+    objective = Objective(ratio=ratio, kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
+    head = random_head(SIZES.rows)
+    ids, mask, hidden = head.target_ids[None], head.mask[None], head.hidden[None].requires_grad_()
+    old = torch.full(ids.shape, -1.0, device=ids.device)
+    given: dict[str, Any] = dict(
+        mask=mask, old_log_probs=old, ref_log_probs=old, objective=objective, backend="triton",
+        normalizer=torch.ones((), device=ids.device),
+    )  # fmt: skip
+    advantages = torch.ones(1, device=ids.device)
+    try:
+        for mode in ("default", "error"):  # kernels are compiled and loaded in the first turn
+            torch.cuda.set_sync_debug_mode(mode)
+            gspo_fused_loss(hidden, head.weight, ids, advantages, **given)
+            out = linear_log_probs(hidden, head.weight, ids, mask=mask, entropy=True, backend="triton")
+            assert out.entropy is not None
+            leaf = out.log_probs.detach().requires_grad_()
+            policy_loss(leaf, advantages, entropy=out.entropy.detach(), **given).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiled_by_inductor_without_a_graph_break_is_the_same_bitwise() -> None:
+    head = random_head(SIZES.rows)
+    ids, mask = head.target_ids[None], head.mask[None]
+    advantages = torch.ones(1, device=ids.device)
+
+    def loss(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        out = gspo_fused_loss(hidden[None], weight, ids, advantages, mask=mask, backend="triton")
+        return out.loss, out.log_probs
+
+    def run(function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (head.hidden, head.weight)]
+        value, log_probs = function(*leaves)
+        return [log_probs, *torch.autograd.grad(value, leaves)]
+
+    torch.compiler.reset()
+    assert_same_bits(run(torch.compile(loss, fullgraph=True)), run(loss))

@@ -1,0 +1,285 @@
+"""Heads as large as a model's against float64: gradients, errors, clip decisions, offsets past 2^31, and equal bits.
+
+The CPU interprets the kernels on small heads, which only shows that these tests work.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import DTYPES
+from helpers.random_heads import (
+    OPTIONS,
+    ROWS_AT_ONCE,
+    SIZES,
+    Tensors,
+    assert_law,
+    assert_near,
+    assert_same_bits,
+    by_kernels,
+    by_torch,
+    random_head,
+    random_upstream,
+    relative_rms,
+    take_rows,
+)
+from tolerance import ACCUMULATED_IN_FP32, RELATIVE_RMS, decision_band
+from torch import Tensor
+
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, ops, policy_loss
+from gspo_kernels.backends import live_tiles
+from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends.precision import add_product
+from gspo_kernels.backends.rows import HeadRows, NeedsGradient
+from gspo_kernels.benchmarks import peaked
+from gspo_kernels.layout import segment_sum
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device")]
+
+TRAINED = ("bf16", "fp16", "fp32")
+MODEL = (SIZES.rows, SIZES.width, SIZES.vocab)
+WIDE = (SIZES.rows, SIZES.wide, SIZES.vocab)
+HEADS = [
+    *((MODEL, dtype, options) for dtype in TRAINED for options in OPTIONS),
+    *((s, dtype, o) for s in (WIDE, *SIZES.ragged) for dtype in TRAINED for o in ("plain", "everything")),
+    *((SIZES.ragged[-1], "fp64", options) for options in ("plain", "everything")),
+]
+CELLS = [
+    (shape, dtype, options)
+    for shape in (MODEL, *SIZES.ragged)
+    if shape[0] > 1
+    for dtype in TRAINED
+    for options in ("plain", "softcap-scale", "temperature-per-token", "padded-vocab")
+]
+
+
+def name_of(case: object) -> str:
+    return "x".join(map(str, case)) if isinstance(case, tuple) else str(case)
+
+
+# -- log-probs and gradients
+
+
+@pytest.mark.parametrize(("shape", "dtype", "options"), HEADS, ids=name_of)
+def test_log_probs_and_gradients_equal_float64(shape: tuple[int, int, int], dtype: str, options: str) -> None:
+    head = random_head(*shape, DTYPES[dtype], **OPTIONS[options])
+    upstream = random_upstream(head)
+    ours, truth = by_kernels(head, upstream), by_torch(head, upstream, torch.float64)
+    assert_near(ours["log_probs"][head.mask], truth["log_probs"][head.mask])
+    assert_law(ours, by_torch(head, upstream, DTYPES[dtype]), truth, DTYPES[dtype])
+
+
+@pytest.mark.parametrize(("shape", "dtype", "options"), CELLS, ids=name_of)
+def test_the_gradients_of_all_cells_equal_float64(shape: tuple[int, int, int], dtype: str, options: str) -> None:
+    """The backward of a list of cells, with all of them in the list."""
+    head = random_head(*shape, DTYPES[dtype], **OPTIONS[options])
+    upstream = random_upstream(head)
+    result, tiles = kernels.forward_with_shares(head, wanted=True)
+    assert tiles is not None
+    live, _ = live_tiles.choose(head, result, upstream.d_log_probs, tiles, budget=0.0)
+    blocks = -(-live.counts[:1] // tiles.block_rows)
+    cells = (torch.arange(live.cells.shape[0], device=blocks.device) < blocks)[:, None].expand_as(live.cells)
+    every_cell = live._replace(cells=cells, counts=torch.stack([live.counts[0], torch.ones_like(live.counts[0])]))
+    needs = NeedsGradient(True, True, False, False, False)
+    found = kernels.head_backward(head, result, upstream.d_log_probs, None, needs, every_cell)
+    truth, same_dtype = (by_torch(head, upstream, to) for to in (torch.float64, DTYPES[dtype]))
+    names = ("d_hidden", "d_weight")
+    ours = {name: x for name, x in zip(names, found, strict=False) if x is not None}
+    assert_law(ours, {n: same_dtype[n] for n in names}, {n: truth[n] for n in names}, DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TRAINED)
+@pytest.mark.parametrize("width", [SIZES.width, SIZES.wide])
+def test_log_probs_of_sampled_tokens_are_near_float64(width: int, dtype: str) -> None:
+    """Logits up to about 30, as those of a trained model."""
+    hidden, weight, ids, truth = sampled(SIZES.batch // 4, width, dtype)
+    assert_near(linear_log_probs(hidden, weight, ids, backend="triton").log_probs, truth)
+
+
+def sampled(rows: int, width: int, dtype: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return hidden, weight, ids sampled from their softmax, and the true log-probs of these."""
+    head = random_head(rows, width, dtype=DTYPES[dtype], masked=False, std=5.0)
+    rng = torch.Generator(head.hidden.device).manual_seed(2)
+    weight, ids, log_probs = head.weight.double(), [], []
+    for hidden in head.hidden.split(ROWS_AT_ONCE):
+        logits = hidden.double() @ weight.T
+        uniform = torch.rand(logits.shape, generator=rng, dtype=torch.float64, device=logits.device)
+        ids.append((logits - uniform.log_().neg_().log_()).argmax(1))
+        log_probs.append(torch.log_softmax(logits, 1).gather(1, ids[-1][:, None])[:, 0])
+    return head.hidden, head.weight, torch.cat(ids), torch.cat(log_probs)
+
+
+# -- decisions
+
+
+@pytest.mark.parametrize("dtype", TRAINED)
+def test_clip_decisions_are_those_of_float64(dtype: str) -> None:
+    """GSPO's own window and ratios about as wide: which sequences have a gradient?"""
+    lengths = torch.tensor([length for length, n in SIZES.lengths.items() for _ in range(n)])
+    hidden, weight, ids, truth = sampled(int(lengths.sum()), SIZES.width, dtype)
+    band = torch.tensor([decision_band(n) for n in lengths.tolist()]).to(truth)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(truth.device)
+    lengths, objective = lengths.to(truth.device), Objective()
+    bounds = truth.new_tensor([math.log1p(-objective.clip_low), math.log1p(objective.clip_high)])
+    log_probs = linear_log_probs(hidden, weight, ids, backend="triton").log_probs.requires_grad_()
+    rng = torch.Generator(truth.device).manual_seed(3)
+    shares = []
+
+    def randn(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=rng, dtype=torch.float64, device=like.device)
+
+    def mean(x: Tensor) -> Tensor:
+        return segment_sum(x, offsets) / lengths
+
+    for turn in range(SIZES.rounds):
+        noise = 0.03 * randn(truth)
+        level = objective.clip_low * randn(band) - mean(noise)
+        old = (truth - level.repeat_interleave(lengths) - noise).float()
+        u, advantages = mean(truth - old.double()), randn(band)
+        given: dict[str, Any] = dict(cu_seqlens=offsets, old_log_probs=old, objective=objective, backend="triton")
+        if turn == 0:  # from hidden states; later only from the log-probs
+            leaf = hidden.detach().requires_grad_()
+            out = gspo_fused_loss(leaf, weight, ids, advantages.float(), **given)
+            has_gradient = torch.autograd.grad(out.loss * len(lengths), leaf)[0].any(1)
+        else:
+            out = policy_loss(log_probs, advantages.float(), **given)
+            has_gradient = torch.autograd.grad(out.loss, log_probs)[0] != 0
+        ours = segment_sum(has_gradient.double(), offsets) == 0  # a clipped sequence has exactly no gradient
+        clipped = torch.where(advantages > 0, u > bounds[1], u < bounds[0])
+        clear = (u[:, None] - bounds).abs().amin(1) > band
+        assert not (clear & (ours != clipped)).any(), f"{int((clear & (ours != clipped)).sum())} decisions differ"
+        assert ((out.log_ratio.double() - u).abs() <= band).all()
+        shares.append(torch.stack([clear.double().mean(), clipped.double().mean()]))
+    clear_share, clipped_share = torch.stack(shares).mean(0).tolist()
+    assert clear_share > 0.7 and 0.02 < clipped_share < 0.5  # the decisions are in question
+
+
+@pytest.mark.parametrize("dtype", TRAINED)
+@pytest.mark.parametrize("budget", [1e-3, 0.5])
+def test_a_gradient_budget_is_kept_and_drops_the_same_twice(budget: float, dtype: str, device: torch.device) -> None:
+    """A peaked policy, a quarter of the sequences with advantage zero."""
+    policy = peaked.make(SIZES.rows // 4 * 4, SIZES.width, max(SIZES.vocab, 2000))
+    advantages = torch.tensor([1.0, 0.0, -1.0, 0.5], device=device)
+    runs = []
+    for _ in range(2):
+        hidden, weight = (x.to(device, DTYPES[dtype]).requires_grad_() for x in policy[:2])
+        out = gspo_fused_loss(
+            hidden.view(4, -1, SIZES.width), weight, policy.target_ids.view(4, -1).to(device), advantages,
+            gradient_budget=budget, backend="triton",
+        )  # fmt: skip
+        runs.append(torch.autograd.grad(out.loss, (hidden, weight)))
+        dropped = out.metrics["dropped_gradient_mass"].item()
+        assert dropped <= budget and (dropped > 0 or budget < 0.5)
+    first, second = runs
+    assert_same_bits(first, second)
+
+
+# -- the same bits
+
+
+@pytest.mark.parametrize("dtype", TRAINED)
+def test_two_runs_have_the_same_bits(dtype: str) -> None:
+    head = random_head(SIZES.batch // 4, dtype=DTYPES[dtype], entropy=True)
+    upstream = random_upstream(head)
+    first, second = by_kernels(head, upstream), by_kernels(head, upstream)
+    assert_same_bits(first.values(), second.values())
+
+
+@pytest.mark.parametrize("dtype", TRAINED)
+def test_a_row_has_the_same_bits_in_any_batch(dtype: str) -> None:
+    """Alone, in other company, with other options and from other memory."""
+    head = random_head(SIZES.batch, dtype=DTYPES[dtype], masked=False)
+    expected, rows = log_probs_of(head), torch.randperm(SIZES.batch)[:300].to(head.mask.device)
+    mask = torch.zeros_like(head.mask)
+    mask[rows] = True
+    apart = head._replace(hidden=misaligned(head.hidden), weight=misaligned(head.weight))
+    transposed = head._replace(weight=head.weight.T.contiguous().T)
+    fused = gspo_fused_loss(
+        head.hidden[None], head.weight, head.target_ids[None], torch.ones_like(expected[:1]), backend="triton"
+    )
+    with torch.no_grad():
+        unrecorded = log_probs_of(head)
+    for what, ours, whole in (
+        ("alone", log_probs_of(take_rows(head, rows[:1])), expected[rows[:1]]),
+        ("with 299 others", log_probs_of(take_rows(head, rows)), expected[rows]),
+        ("others masked", log_probs_of(head._replace(mask=mask))[rows], expected[rows]),
+        ("with entropy", log_probs_of(head._replace(entropy=True)), expected),
+        ("without autograd", unrecorded, expected),
+        ("in the fused loss", fused.log_probs[0], expected),
+        ("misaligned", log_probs_of(apart), expected),
+        ("transposed head", log_probs_of(transposed), expected),
+        ("every other row", log_probs_of(take_rows(head, slice(None, None, 2))), expected[::2]),
+    ):
+        assert_same_bits([ours], [whole], what)
+
+
+def log_probs_of(head: HeadRows) -> Tensor:
+    hidden = head.hidden.detach().requires_grad_()
+    return ops.linear_log_probs(head._replace(hidden=hidden), "triton").log_probs.detach()
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """Return the same numbers, each row starting at an odd element."""
+    return x.new_empty(x.shape[0], x.shape[1] + 3)[:, 1:-2].copy_(x)
+
+
+# -- offsets past 2^31
+
+
+def test_more_logits_than_32_bits_count() -> None:
+    head = random_head(SIZES.many_rows, masked=False)
+    upstream = random_upstream(head)
+    same_dtype, truth = (by_torch(head, upstream, to) for to in (torch.bfloat16, torch.float64))
+    assert_law(by_kernels(head, upstream), same_dtype, truth, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_head_whose_last_rows_start_past_two_to_the_31(dtype: str) -> None:
+    head = random_head(SIZES.rows, dtype=DTYPES[dtype])
+    room = head.weight.new_empty(SIZES.vocab, SIZES.stride)
+    apart = head._replace(weight=room[:, : SIZES.width].copy_(head.weight))
+    upstream = random_upstream(head)
+    near, far = by_kernels(head, upstream), by_kernels(apart, upstream)
+    assert_same_bits([far["log_probs"]], [near["log_probs"]])
+    for name in ("d_hidden", "d_weight"):  # the vendor's product may add up in another order
+        assert relative_rms(far[name], near[name]) <= RELATIVE_RMS[DTYPES[dtype]]
+
+
+def test_more_hidden_elements_than_32_bits_count() -> None:
+    """Of d_hidden the first and last rows are compared, and those around the boundary."""
+    rows, width, vocab = SIZES.tall
+    head = random_head(rows, width, vocab, masked=False)
+    upstream = random_upstream(head)
+    boundary = min(2**31 // width, rows - 50)
+    compared = torch.tensor([*range(100), *range(boundary - 50, boundary + 50), *range(rows - 100, rows)])
+
+    def cut(x: Tensors) -> Tensors:
+        return x | {"d_hidden": x["d_hidden"][compared.to(head.mask.device)]}
+
+    ours = cut(by_kernels(head, upstream))
+    same_dtype, truth = (cut(by_torch(head, upstream, to)) for to in (torch.bfloat16, torch.float64))
+    assert_law(ours, same_dtype, truth, torch.bfloat16)
+
+
+# -- the vendor's products
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_products_of_the_backward_are_added_up_in_fp32(dtype: str, device: torch.device) -> None:
+    """Half operands enter fp32 sums without being rounded to half in between."""
+    rows, vocab, width = SIZES.batch, SIZES.batch // 2, SIZES.width
+    rng = torch.Generator(device).manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng, device=device)
+
+    d_logits = randn(rows, vocab + 8).to(DTYPES[dtype])[:, :vocab]  # padded rows, as the backward's are
+    hidden, weight = randn(rows, width).to(DTYPES[dtype]), randn(vocab, width).to(DTYPES[dtype])
+    for a, b in ((d_logits, weight), (d_logits.T, hidden)):
+        total = 10 * randn(a.shape[0], width)  # so that a sum which is overwritten shows
+        truth = total.double() + a.double() @ b.double()
+        add_product(total, a, b)
+        assert relative_rms(total, truth) <= ACCUMULATED_IN_FP32

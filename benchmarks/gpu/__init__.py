@@ -1,7 +1,4 @@
-"""Whether the kernels are right and fast on the GPU at hand: `python -m gspo_kernels.benchmarks gpu --help`."""
+"""Times of the kernels on the GPU at hand, and the fastest block shapes.
 
-import sys
-from pathlib import Path
-
-# The limits and batches of the tests are those of the checks here.
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
+`python -m gspo_kernels.benchmarks gpu --help`. Whether kernels are right there: `python -m pytest -m gpu`.
+"""

@@ -1,4 +1,4 @@
-"""Kernels compiled before they are needed, on all cores; what is compiled is what the host code asks for."""
+"""Compile kernels before they are needed, on all cores: those that the host code would launch."""
 
 from __future__ import annotations
 
@@ -14,34 +14,30 @@ from gspo_kernels.backends.triton.launch import Launch, launches
 from gspo_kernels.backends.triton.tuning import architecture, assume
 from gspo_kernels.tools.compile_gate import specialise
 
-META = torch.device("meta")
+# Gradients of hidden states and of the weight take the same kernels, and products that are none of ours.
+NEEDS = NeedsGradient(hidden=False, weight=False, bias=False, adapter_hidden=False, adapter_weight=False)
 
 
-def needed(device: torch.device, meta: HeadRows) -> list[Launch]:
-    """What `device` would launch in a forward and a backward with a head on the meta device; nothing runs."""
+def needed(device: torch.device, head: HeadRows) -> list[Launch]:
+    """Return what `device` would launch in a forward and a backward of a head of meta tensors; nothing runs."""
     with assume(architecture(device) or ""), launches() as seen:
-        result = head_forward(meta)
-        d_entropy = torch.empty_like(result.entropy) if meta.entropy else None
-        # Gradients of hidden states and weight take the same kernels, and products that are none of ours.
-        needs = NeedsGradient(
-            False, False, meta.bias is not None, meta.adapter_hidden is not None, meta.adapter_weight is not None
-        )
-        head_backward(meta, result, torch.empty_like(result.log_probs), d_entropy, needs)
+        result = head_forward(head)
+        head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS)
     return seen
 
 
-def compile_all(some: Iterable[Launch]) -> list[tuple[Launch, str]]:
-    """Compile what these launches need, as the JIT would when they come; returns those that failed, and how."""
-    distinct = {(x.kernel.__name__, x.config, str(specialise(x))): x for x in some}
+def compile_all(seen: Iterable[Launch]) -> list[tuple[Launch, str]]:
+    """Compile what these launches need, as the JIT would; return those that fail, and why."""
+    distinct = {(x.kernel.__name__, x.config, str(specialise(x))): x for x in seen}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         outcomes = zip(distinct.values(), pool.map(_failure, distinct.values()), strict=True)
-        return [(one, failure) for one, failure in outcomes if failure]
+        return [(x, failure) for x, failure in outcomes if failure]
 
 
-def _failure(one: Launch) -> str:
+def _failure(x: Launch) -> str:
     try:
-        options = {"num_warps": one.config.warps, "num_stages": one.config.stages}
-        one.kernel.warmup(**one.arguments, grid=(one.programs,), **options)
-    except Exception as error:  # whatever the compiler throws; who launches the kernel will meet it again
+        options = {"num_warps": x.config.warps, "num_stages": x.config.stages}
+        x.kernel.warmup(**x.arguments, grid=(x.programs,), **options)
+    except Exception as error:  # of any kind: too much shared memory, a compiler pass that gives up
         return f"{type(error).__name__}: {str(error).strip()[:300]}"
     return ""

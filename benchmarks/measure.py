@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parent.parent  # of the checkout
+ROOT = Path(__file__).resolve().parent.parent  # of the checkout
 RESULTS = Path(__file__).parent / "results"
 TRIALS = Path("runs") / "trials"
 OUTPUT = "default benchmarks/results/<suite>-<cpu or GPU>.json, of a trial in runs/trials/"

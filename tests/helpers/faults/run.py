@@ -72,7 +72,7 @@ def source_of(module: str) -> Path:
 def overlay(source: Path, copy: Path, changed: Path) -> None:
     """Link every entry of the folder `source` into the folder `copy`, except `changed` and the folders above it."""
     for entry in source.iterdir():
-        if entry == changed:
+        if entry == changed or entry.is_symlink():  # a link to a folder beside it, which the caller adds
             continue
         if entry in changed.parents:
             (copy / entry.name).mkdir()

@@ -39,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # the shapes are tiny: threads would only wait for each other
+    if config.getoption("--quick"):
+        settings.load_profile("quick")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -70,11 +72,6 @@ def device() -> object:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="no slow tests, at most two cases of a test per backend")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--quick"):
-        settings.load_profile("quick")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from helpers.device import to_device
 
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
-from helpers.device import to_device
 
 NEEDS = NeedsGradient(hidden=True, weight=True, bias=False, adapter_hidden=False, adapter_weight=False)
 

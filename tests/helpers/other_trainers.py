@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from helpers.device import policy_loss
 from tolerance import PARITY_GRADIENT_RELATIVE, check_loss
 from torch import Tensor
 
 from gspo_kernels import Objective
-from helpers.device import policy_loss
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {},

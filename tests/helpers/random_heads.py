@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from helpers.device import DEVICE
 from tolerance import LOG_PROB_RMS_ON_TENSOR_CORES, check
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from gspo_kernels import ops
 from gspo_kernels.backends.rows import HeadRows
 from gspo_kernels.layout import accumulator
 from gspo_kernels.reference import token_log_probs
-from helpers.device import DEVICE
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

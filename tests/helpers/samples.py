@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from helpers.device import gspo_fused_loss
 from tolerance import PLAIN_ORDERS
 from torch import Tensor
 
 from gspo_kernels import LossOutput, Objective
 from gspo_kernels.reference import ReferenceOutput, gspo_reference_loss
-from helpers.device import gspo_fused_loss
 
 CELLS = ("low", "inside", "high")
 

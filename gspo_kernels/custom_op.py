@@ -19,7 +19,7 @@ R = TypeVar("R")
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?", int: "int", bool: "bool",
     str: "str", str | None: "str?",
-}  # fmt: skip
+}  # fmt: skip  # a table
 
 
 class Group(NamedTuple):

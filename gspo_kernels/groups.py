@@ -21,8 +21,14 @@ class Groups:
             both = Said("both" if group_ids is not None else "neither")
             call.fail("group_size", "given, or group_ids, one of the two", both)
         if group_ids is not None:
-            call.tensor("group_ids", group_ids, dtypes=(torch.int64, torch.int32), shapes=[(batch,)],
-                        shape_text=lambda: f"[{batch}]", device=rewards.device)  # fmt: skip
+            call.tensor(
+                "group_ids",
+                group_ids,
+                dtypes=(torch.int64, torch.int32),
+                shapes=[(batch,)],
+                shape_text=lambda: f"[{batch}]",
+                device=rewards.device,
+            )
         else:
             if isinstance(group_size, bool) or not isinstance(group_size, int):
                 call.fail("group_size", "an int", group_size, TypeError)

@@ -41,7 +41,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "sapo": {"ratio": "token", "surrogate": "sapo"},
     "gmpo": {"surrogate": "gmpo", "clip_low": 0.4, "clip_high": 0.4},
     "reinforce": {"ratio": "token", "surrogate": "reinforce", "aggregation": "seq-mean-token-sum"},
-}  # fmt: skip
+}  # fmt: skip  # a table
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Objective:
             "entropy_coef": ("a finite number", lambda x: abs(x) <= validation.LARGEST),
             "sapo_temperature_pos": ("a number > 0, from 1e-30 on, within float32", _temperature),
             "sapo_temperature_neg": ("a number > 0, from 1e-30 on, within float32", _temperature),
-        }  # fmt: skip
+        }  # fmt: skip  # a table
         optional = ("dual_clip", "delta", "length_norm")
         for name, (expected, holds) in numbers.items():
             if name in optional and getattr(self, name) is None:

@@ -81,7 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases: dict[tuple[str, object], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow") is None:
-            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            callspec = getattr(item, "callspec", None)
+            parameters = callspec.params if callspec else {}
             cases.setdefault((item.nodeid.partition("[")[0], parameters.get("backend")), []).append(item)
     kept: set[int] = set()
     for (_, backend_name), group in cases.items():

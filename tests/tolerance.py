@@ -87,8 +87,9 @@ def decision_band(length: int) -> float:
     return 3e-6 if length >= 1024 else 3e-6 + 6e-5 / length**0.5
 
 
-def check(name: str, ours: Tensor, same_dtype: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+def check(name: str, ours: Tensor | None, same_dtype: Tensor | None, truth: Tensor | None, dtype: torch.dtype) -> float:
     """Assert the law for one output; returns our error over the allowed one."""
+    assert ours is not None and same_dtype is not None and truth is not None, f"{name} is absent"
     ours, same_dtype = ours.detach().double(), same_dtype.detach().double()
     truth = truth.detach().double()
     assert ours.shape == truth.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(truth.shape)}"

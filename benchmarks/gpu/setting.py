@@ -30,10 +30,19 @@ class Setting:
 
         ids = torch.randint(self.vocab, (rows,), generator=rng, device=self.device)
         return HeadRows(
-            hidden=randn(rows, width).bfloat16(), weight=(randn(self.vocab, width) * (3 / width**0.5)).bfloat16(),
-            bias=None, adapter_hidden=None, adapter_weight=None, target_ids=ids, mask=torch.ones_like(ids).bool(),
-            temperature=None, logit_scale=1.0, logit_softcap=None, vocab_size=self.vocab, entropy=False,
-        )  # fmt: skip
+            hidden=randn(rows, width).bfloat16(),
+            weight=(randn(self.vocab, width) * (3 / width**0.5)).bfloat16(),
+            bias=None,
+            adapter_hidden=None,
+            adapter_weight=None,
+            target_ids=ids,
+            mask=torch.ones_like(ids).bool(),
+            temperature=None,
+            logit_scale=1.0,
+            logit_softcap=None,
+            vocab_size=self.vocab,
+            entropy=False,
+        )
 
 
 def tiny(device: torch.device) -> Setting:

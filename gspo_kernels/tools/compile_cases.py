@@ -72,19 +72,34 @@ def runs() -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
 
 
 def meta_head(
-    dtype: torch.dtype = torch.bfloat16, rows: int = 8192, width: int = 4096, vocab: int = 151_936, rank: int = 0,
-    bias: bool = False, temperature: bool = False, logit_softcap: float | None = None, entropy: bool = False,
-) -> HeadRows:  # fmt: skip
+    dtype: torch.dtype = torch.bfloat16,
+    rows: int = 8192,
+    width: int = 4096,
+    vocab: int = 151_936,
+    rank: int = 0,
+    bias: bool = False,
+    temperature: bool = False,
+    logit_softcap: float | None = None,
+    entropy: bool = False,
+) -> HeadRows:
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return HeadRows(
-        empty(rows, width), empty(vocab, width), empty(vocab) if bias else None,
-        empty(rows, rank, of=wide) if rank else None, empty(vocab, rank, of=wide) if rank else None,
-        empty(rows, of=torch.int64), empty(rows, of=torch.bool), empty(rows, of=wide) if temperature else None,
-        1.0, logit_softcap, vocab, entropy,
-    )  # fmt: skip
+        empty(rows, width),
+        empty(vocab, width),
+        empty(vocab) if bias else None,
+        empty(rows, rank, of=wide) if rank else None,
+        empty(vocab, rank, of=wide) if rank else None,
+        empty(rows, of=torch.int64),
+        empty(rows, of=torch.bool),
+        empty(rows, of=wide) if temperature else None,
+        1.0,
+        logit_softcap,
+        vocab,
+        entropy,
+    )
 
 
 def both_passes(head: HeadRows) -> None:

@@ -28,7 +28,7 @@ from .compile_cases import runs
 _POINTEE = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int64: "i64", torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8",
-}  # fmt: skip
+}  # fmt: skip  # a table
 # What is counted in the assembly: matrix instructions, asynchronous copies, and what must not be there.
 _COUNTED = {
     "cuda": {
@@ -37,7 +37,7 @@ _COUNTED = {
         "fma": r"\bfma\.rn\.f(?:32|64)",
     },
     "hip": {"mfma": r"\bv_mfma_", "tf32": r"xf32", "fma": r"\bv_(?:pk_)?fma"},
-}  # fmt: skip
+}  # fmt: skip  # a table
 # In kernels without a matrix product ptxas spills a register to fit one more block: bytes of the stack that that takes.
 ONE_REGISTER = 16
 MATRIX_KERNELS = ("forward_tile", "gradient_tile", "hidden_product", "weight_product")
@@ -172,9 +172,12 @@ def inspect(compiled: Any, architecture: str, warps: int) -> Report:
             65_536 // (_up(registers, 8) * 32 * warps), total, compiled.metadata.shared + 1024, limit // warps
         )
     return Report(
-        registers, spilled, compiled.metadata.shared, blocks,
+        registers,
+        spilled,
+        compiled.metadata.shared,
+        blocks,
         {name: len(re.findall(pattern, text)) for name, pattern in counted.items()},
-    )  # fmt: skip
+    )
 
 
 def _fit(by_registers: int, memory: int, per_block: int, by_threads: int) -> int:

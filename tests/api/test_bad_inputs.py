@@ -170,11 +170,17 @@ KINDS: dict[str, Kind] = {
     "head-sharded-away": Kind({"lm_head": torch.ones(0)}, V_, "lm_head", "whole weight", "empty tensor [0]"),
     "head-module-sharded-away": Kind(
         {"lm_head": linear(sharded_away)},
-        V_, "lm_head", "whole weight", "empty tensor [0]",
+        V_,
+        "lm_head",
+        "whole weight",
+        "empty tensor [0]",
     ),
     "head-module-sharded-away-with-hooks": Kind(  # ZeRO-3 puts hooks on every module
         {"lm_head": linear(lambda m: sharded_away(m).register_forward_pre_hook(lambda *_: None))},
-        V_, "lm_head", "whole weight", "empty tensor [0]",
+        V_,
+        "lm_head",
+        "whole weight",
+        "empty tensor [0]",
     ),
     "head-embedding": Kind({"lm_head": nn.Embedding(V, H)}, T_, "lm_head", "nn.Linear", "Embedding"),
     "head-sequential": Kind({"lm_head": nn.Sequential(linear())}, T_, "lm_head", "nn.Linear", "Sequential"),
@@ -190,7 +196,10 @@ KINDS: dict[str, Kind] = {
     ),
     "head-with-backward-hook": Kind(
         {"lm_head": linear(lambda m: m.register_full_backward_hook(lambda *_: None))},
-        T_, "lm_head", "nn.Linear", "hook",
+        T_,
+        "lm_head",
+        "nn.Linear",
+        "hook",
     ),
     # -- bias
     "bias-list": Kind({"bias": [0.0] * V}, T_, "bias", "[V] = [7]", "list"),
@@ -285,7 +294,11 @@ KINDS: dict[str, Kind] = {
         {"cu_seqlens": MISSING}, V_, "log_probs", "[N] with cu_seqlens", "[5]", packed=True, functions=POLICY
     ),
     "offsets-for-padded": Kind(
-        {"cu_seqlens": torch.tensor([0, T, 2 * T])}, V_, "cu_seqlens", "None for padded input", "tensor",
+        {"cu_seqlens": torch.tensor([0, T, 2 * T])},
+        V_,
+        "cu_seqlens",
+        "None for padded input",
+        "tensor",
         functions=FUSED,
     ),
     "offsets-for-padded-log-probs": Kind(
@@ -313,11 +326,17 @@ KINDS: dict[str, Kind] = {
     ),
     "rollout-without-old": Kind(
         {"objective": CORRECTED, "rollout_log_probs": tokens(-1), "old_log_probs": None},
-        V_, "old_log_probs", "given", "None",
+        V_,
+        "old_log_probs",
+        "given",
+        "None",
     ),
     "rollout-shape": Kind(
         {"objective": CORRECTED, "old_log_probs": tokens(-1), "rollout_log_probs": torch.zeros(2)},
-        V_, "rollout_log_probs", "one per token", "[2]",
+        V_,
+        "rollout_log_probs",
+        "one per token",
+        "[2]",
     ),
     "rollout-unread": Kind(
         {"rollout_log_probs": tokens(-1)}, V_, "rollout_log_probs", "objective.rollout_correction is None", "tensor"
@@ -331,7 +350,11 @@ KINDS: dict[str, Kind] = {
     "weights-device": Kind({"token_weights": torch.ones(B, T, device=META)}, V_, "token_weights", "on cpu", "meta"),
     # -- the loss
     "entropy-missing": Kind(
-        {"objective": Objective(entropy_coef=0.1)}, V_, "entropy", "objective.entropy_coef is not 0", "None",
+        {"objective": Objective(entropy_coef=0.1)},
+        V_,
+        "entropy",
+        "objective.entropy_coef is not 0",
+        "None",
         functions=POLICY,
     ),
     "entropy-bfloat16": Kind(
@@ -364,12 +387,17 @@ KINDS: dict[str, Kind] = {
     "budget": Kind({"gradient_budget": 1.0}, V_, "gradient_budget", "below 1", "1.0"),
     "budget-negative": Kind({"gradient_budget": -1e-3}, V_, "gradient_budget", "0 (exact)", "-0.001"),
     "budget-nan": Kind({"gradient_budget": NAN}, V_, "gradient_budget", "below 1", "nan"),
-    "budget-bonus": Kind({"gradient_budget": 1e-3, "objective": Objective(entropy_coef=0.1)}, V_, "gradient_budget",
-                         "0 with an entropy bonus", "0.001"),
+    "budget-bonus": Kind(
+        {"gradient_budget": 1e-3, "objective": Objective(entropy_coef=0.1)},
+        V_,
+        "gradient_budget",
+        "0 with an entropy bonus",
+        "0.001",
+    ),
     "budget-text": Kind({"gradient_budget": "0"}, T_, "gradient_budget", "number", "'0'"),
     "backend-unknown": Kind({"backend": "cuda"}, V_, "backend", "'auto', 'torch', 'triton'", "'cuda'"),
     "backend-none": Kind({"backend": None}, V_, "backend", "'auto', 'torch', 'triton'", "None"),
-}  # fmt: skip
+}
 
 
 def everywhere() -> list[Any]:
@@ -464,13 +492,12 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "dual-clip-unread": ({"surrogate": "cispo", "dual_clip": 3.0}, V_, "dual_clip", "surrogate='cispo'", "3.0"),
     "delta-unread": ({"surrogate": "none", "delta": 3.0}, V_, "delta", "surrogate='none'", "3.0"),
     "two-ratios": ({"kl_estimator": "unbiased", "kl_ratio_factor": True}, V_, "kl_ratio_factor", "False", "True"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", OBJECTIVES)
 def test_a_bad_objective_is_named(kind: str) -> None:
-    fields, *expectation = OBJECTIVES[kind]
-    error, name, expected, got = expectation
+    fields, error, name, expected, got = OBJECTIVES[kind]
     refused(error, "Objective", name, expected, got, lambda: Objective(**fields))
 
 
@@ -499,13 +526,12 @@ GROUPS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "both-groups": ({"group_ids": torch.zeros(4, dtype=torch.int64)}, V_, "group_size", "one of the two", "both"),
     "group-ids-floats": ({"group_size": None, "group_ids": torch.zeros(4)}, T_, "group_ids", "int64", "float32"),
     "group-ids-short": ({"group_size": None, "group_ids": torch.arange(3)}, V_, "group_ids", "[4]", "[3]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", GROUPS)
 def test_a_bad_argument_of_group_advantages_is_named(kind: str) -> None:
-    change, *expectation = GROUPS[kind]
-    error, name, expected, got = expectation
+    change, error, name, expected, got = GROUPS[kind]
     inputs = {"rewards": torch.tensor([1.0, 0.0, 0.5, 1.0]), "group_size": 2, **change}
     before = fingerprint(inputs)
     refused(error, "group_advantages", name, expected, got, lambda: group_advantages(**inputs))
@@ -636,7 +662,7 @@ ADAPTERS: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "hook-on-modules-to-save": (lambda: saved_with_hook(True), TypeError, "nn.Linear", "hook"),
     "hook-on-the-saved-module": (lambda: saved_with_hook(False), TypeError, "nn.Linear", "hook"),
     "base-with-replaced-forward": (lora_on_own_forward, TypeError, "nn.Linear", "forward"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
@@ -758,14 +784,14 @@ def test_a_sparse_head_and_a_lazy_one_are_named() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    objective = Objective(clip_low=np.float32(0.25), clip_high=np.float64(0.25), kl_coef=np.int64(0))
+    numbers: dict[str, Any] = {"clip_low": np.float32(0.25), "clip_high": np.float64(0.25), "kl_coef": np.int64(0)}
+    objective = Objective(**numbers)
     assert objective == Objective(clip_low=0.25, clip_high=0.25)
     assert all(type(x) is float for x in (objective.clip_low, objective.clip_high, objective.kl_coef))
     inputs = accepted(gspo_fused_loss, good_inputs())
     plain = gspo_fused_loss(**inputs, normalizer=4, vocab_size=V, temperature=0.5)
-    same = gspo_fused_loss(
-        **inputs, normalizer=np.int64(4), vocab_size=np.int64(V), temperature=np.float32(0.5), objective=Objective()
-    )
+    numbers = {"normalizer": np.int64(4), "vocab_size": np.int64(V), "temperature": np.float32(0.5)}
+    same = gspo_fused_loss(**inputs, **numbers, objective=Objective())
     assert torch.equal(plain.loss, same.loss)
 
 

@@ -24,12 +24,21 @@ B, T, H, V = 2, 3, 8, 11
 def fused_inputs() -> dict[str, Any]:
     log_probs = -torch.rand(B, T)
     return {
-        "hidden": torch.randn(B, T, H), "lm_head": torch.randn(V, H), "target_ids": torch.randint(V, (B, T)),
-        "advantages": torch.ones(B), "mask": torch.ones(B, T), "old_log_probs": log_probs, "ref_log_probs": log_probs,
-        "rollout_log_probs": log_probs, "token_weights": torch.ones(B, T), "bias": torch.zeros(V),
-        "temperature": torch.ones(B, T), "normalizer": torch.tensor(2.0), "kl_normalizer": torch.tensor(2.0),
+        "hidden": torch.randn(B, T, H),
+        "lm_head": torch.randn(V, H),
+        "target_ids": torch.randint(V, (B, T)),
+        "advantages": torch.ones(B),
+        "mask": torch.ones(B, T),
+        "old_log_probs": log_probs,
+        "ref_log_probs": log_probs,
+        "rollout_log_probs": log_probs,
+        "token_weights": torch.ones(B, T),
+        "bias": torch.zeros(V),
+        "temperature": torch.ones(B, T),
+        "normalizer": torch.tensor(2.0),
+        "kl_normalizer": torch.tensor(2.0),
         "objective": Objective(kl_coef=0.1, rollout_correction=RolloutCorrection()),
-    }  # fmt: skip
+    }
 
 
 TENSORS = [name for name, x in fused_inputs().items() if isinstance(x, Tensor)]

@@ -30,6 +30,8 @@ EVERYTHING = Objective(kl_coef=0.1, entropy_coef=0.02)
 
 Call = Callable[[Tensor, Any], Tensor]  # (hidden, head) -> a scalar
 
+MKLDNN: Any = torch.backends.mkldnn  # PyTorch does not declare its `matmul`
+
 
 def targets_and_mask() -> tuple[Tensor, Tensor]:
     rng = torch.Generator().manual_seed(1)
@@ -81,8 +83,10 @@ def assert_equals_the_module(
     check("log_probs", ours, same, truth, log_probs_dtype)
     assert grads.keys() == true_grads.keys()
     for name, grad in grads.items():
-        flat = [g.flatten(0, -2) if g.ndim == 3 else g for g in (grad, same_grads[name], true_grads[name])]
-        check(f"d_{name}", *flat, flat[0].dtype)
+        ours_flat, same_flat, true_flat = (
+            x.flatten(0, -2) if x.ndim == 3 else x for x in (grad, same_grads[name], true_grads[name])
+        )
+        check(f"d_{name}", ours_flat, same_flat, true_flat, grad.dtype)
     return grads
 
 
@@ -195,7 +199,7 @@ def lora(
         shape = {"r": 3 + i, "lora_alpha": 5 - i}
         lora_config = peft.LoraConfig(**{**shape, "target_modules": ["lm_head"], "init_lora_weights": False, **config})
         peft.inject_adapter_in_model(lora_config, model, adapter_name=name)
-    head = model["lm_head"]
+    head: Any = model["lm_head"]
     head.set_adapter(names)
     for name, parameter in head.named_parameters():
         if "lora_" in name:
@@ -276,8 +280,10 @@ def test_lora_dropout_drops_what_peft_drops(adapters: int, backend: str) -> None
     truth = own_log_probs(wide_head, wide_hidden)
     wide = {"log_probs": truth, **gradients(truth, {"hidden": wide_hidden, **trained(wide_head)})}
     for name, true_value in wide.items():
-        flat = [x.flatten(0, -2) if x.ndim == 3 else x for x in (found[0][name], found[1][name], true_value)]
-        check(name, *flat, torch.float32)
+        ours, same, truth = (
+            x.flatten(0, -2) if x.ndim == 3 else x for x in (found[0][name], found[1][name], true_value)
+        )
+        check(name, ours, same, truth, torch.float32)
     head.eval()
     assert_equals_the_module(head, backend)
 
@@ -350,7 +356,7 @@ def test_modules_to_save_are_the_copy_that_trains(backend: str) -> None:
     model.forward = lambda hidden: model["lm_head"](hidden)  # PEFT wants one
     config = peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["lm_head"])
     wrapped = peft.get_peft_model(model, config)
-    head = model["lm_head"]
+    head: Any = model["lm_head"]
     assert type(head).__name__ == "ModulesToSaveWrapper"
     with torch.no_grad():
         head.modules_to_save["default"].weight.mul_(1.5)
@@ -419,7 +425,7 @@ def test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else(bias
     expected = linear_log_probs(cast_hidden, cast_head, ids, mask=mask, entropy=True, backend=backend)
     cast_grads = gradients(expected.log_probs, {"hidden": cast_hidden, **trained(cast_head)})
     assert out.log_probs.dtype == torch.float32 and torch.equal(out.log_probs, expected.log_probs)
-    assert out.entropy is not None and torch.equal(out.entropy, expected.entropy)
+    assert out.entropy is not None and expected.entropy is not None and torch.equal(out.entropy, expected.entropy)
     assert (out.log_probs.bfloat16().float() != out.log_probs)[mask].any(), "rounded to bf16"
     for name, grad in grads.items():
         assert grad.dtype == torch.float32
@@ -437,9 +443,16 @@ def test_a_backward_inside_autocast_is_the_one_outside(head_kind: str, backend: 
         old = own_log_probs(head, hidden).detach()
         with torch.autocast("cpu", torch.bfloat16):
             out = gspo_fused_loss(
-                hidden, head, ids, torch.tensor([1.0, -0.5, 0.3]), mask=mask, old_log_probs=old, ref_log_probs=old,
-                objective=EVERYTHING, backend=backend,
-            )  # fmt: skip
+                hidden,
+                head,
+                ids,
+                torch.tensor([1.0, -0.5, 0.3]),
+                mask=mask,
+                old_log_probs=old,
+                ref_log_probs=old,
+                objective=EVERYTHING,
+                backend=backend,
+            )
             if inside:
                 out.loss.backward()
         if not inside:
@@ -473,10 +486,15 @@ def test_autocast_does_not_reach_policy_loss(backend: str) -> None:
         lp = torch.where(sample.options["mask"], sample.options["old_log_probs"] + 1e-4, 0).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             out = policy_loss(
-                lp, sample.advantages, mask=sample.options["mask"], old_log_probs=sample.options["old_log_probs"],
-                ref_log_probs=sample.options["ref_log_probs"], entropy=torch.ones_like(lp), objective=EVERYTHING,
+                lp,
+                sample.advantages,
+                mask=sample.options["mask"],
+                old_log_probs=sample.options["old_log_probs"],
+                ref_log_probs=sample.options["ref_log_probs"],
+                entropy=torch.ones_like(lp),
+                objective=EVERYTHING,
                 backend=backend,
-            )  # fmt: skip
+            )
             out.loss.backward()
         found.append((out.loss.detach(), lp.grad))
     for a, b in zip(*found, strict=True):
@@ -495,9 +513,16 @@ def test_activation_checkpointing_changes_no_bit(use_reentrant: bool, head_kind:
 
     def loss(hidden: Tensor) -> Tensor:
         return gspo_fused_loss(
-            hidden, head, ids, torch.tensor([1.0, -0.5, 0.3]), mask=mask, old_log_probs=old, ref_log_probs=old,
-            objective=EVERYTHING, backend=backend,
-        ).loss  # fmt: skip
+            hidden,
+            head,
+            ids,
+            torch.tensor([1.0, -0.5, 0.3]),
+            mask=mask,
+            old_log_probs=old,
+            ref_log_probs=old,
+            objective=EVERYTHING,
+            backend=backend,
+        ).loss
 
     found = []
     for checkpointed in (False, True):
@@ -538,20 +563,20 @@ def test_micro_batches_with_the_normalizer_of_all_are_one_big_batch(
             return x[rows] if isinstance(x, Tensor) and x.ndim and x.shape[0] == 12 else x
 
         micro = Sample(
-            {"hidden": cut(sample.leaves["hidden"]), "weight": sample.leaves["weight"]}, cut(sample.target_ids),
-            cut(sample.advantages), objective, {k: cut(v) for k, v in big.options.items()},
-        )  # fmt: skip
+            {"hidden": cut(sample.leaves["hidden"]), "weight": sample.leaves["weight"]},
+            cut(sample.target_ids),
+            cut(sample.advantages),
+            objective,
+            {k: cut(v) for k, v in big.options.items()},
+        )
         out, found = run_fused(micro, backend)
         loss += out.loss.detach()
         grads["hidden"].append(found["hidden"])
         grads["weight"] = grads["weight"] + found["weight"]
     check_loss(loss, truth.loss, sample.advantages)
     d_hidden = torch.cat(grads["hidden"])
-    check(
-        "d_hidden",
-        *(x.flatten(0, 1) for x in (d_hidden, expected_grads["hidden"], true_grads["hidden"])),
-        DTYPES[dtype],
-    )
+    same_hidden, true_hidden = expected_grads["hidden"].flatten(0, 1), true_grads["hidden"].flatten(0, 1)
+    check("d_hidden", d_hidden.flatten(0, 1), same_hidden, true_hidden, DTYPES[dtype])
     check("d_weight", grads["weight"], expected_grads["weight"], true_grads["weight"], DTYPES[dtype])
 
 
@@ -571,6 +596,7 @@ def leaf_calls() -> dict[str, tuple[Callable[[], list[Tensor]], Callable[..., Te
 
     def both(hidden: Tensor, weight: Tensor) -> Tensor:
         out = linear_log_probs(hidden, weight, ids, mask=mask, entropy=True)
+        assert out.entropy is not None
         return (out.log_probs + out.entropy).sum()
 
     def policy(lp: Tensor, entropy: Tensor) -> Tensor:
@@ -619,7 +645,7 @@ def test_exact_products_are_asked_for_on_every_processor(precision: str) -> None
     """One without bf16 products gives fp32 ones whatever it is asked for: there the test below shows nothing."""
     torch.set_float32_matmul_precision(precision)
     with exact_products(torch.device("cpu")):
-        assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+        assert MKLDNN.matmul.fp32_precision == "ieee"
     assert torch.get_float32_matmul_precision() == precision
 
 
@@ -639,9 +665,15 @@ def test_a_global_wish_for_fast_products_changes_no_bit_and_stays(head_kind: str
             head = add_adapter_of_width(head)
         old = torch.full((1, 100), -5.5)
         out = gspo_fused_loss(
-            hidden, head, ids, torch.ones(1), old_log_probs=old, ref_log_probs=old, objective=EVERYTHING,
+            hidden,
+            head,
+            ids,
+            torch.ones(1),
+            old_log_probs=old,
+            ref_log_probs=old,
+            objective=EVERYTHING,
             backend=backend,
-        )  # fmt: skip
+        )
         out.loss.backward()
         assert torch.get_float32_matmul_precision() == wish
         found.append([out.loss.detach(), out.log_probs, out.log_ratio])
@@ -674,7 +706,7 @@ def test_a_refused_call_restores_the_wish_for_fast_products(backend: str, monkey
     with pytest.raises(MemoryError):
         linear_log_probs(hidden_states(), torch.ones(V, H), ids, mask=mask, backend=backend)
     assert torch.get_float32_matmul_precision() == "medium"
-    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    assert MKLDNN.matmul.fp32_precision == "bf16"
 
 
 @pytest.mark.usefixtures("matmul_precision")
@@ -696,7 +728,7 @@ def test_two_threads_at_once_keep_exact_products_and_restore_the_wish(
         else:
             second_is_in.set()
             assert first_is_out.wait(limit)
-            seen["second"] = torch.backends.mkldnn.matmul.fp32_precision
+            seen["second"] = MKLDNN.matmul.fp32_precision
         return compute(work, *args)
 
     entered = threading.Event()
@@ -709,7 +741,7 @@ def test_two_threads_at_once_keep_exact_products_and_restore_the_wish(
     monkeypatch.setattr(portable_tiles.Tiles, "logits", logits)
     monkeypatch.setattr(portable_tiles.Tiles, "weight_slab", weight_slab)
     torch.set_float32_matmul_precision("medium")
-    before = torch.backends.mkldnn.matmul.fp32_precision
+    before = MKLDNN.matmul.fp32_precision
     ids, mask = targets_and_mask()
 
     def run() -> None:
@@ -724,7 +756,7 @@ def test_two_threads_at_once_keep_exact_products_and_restore_the_wish(
     first_is_out.set()
     second.join(limit)
     assert seen == {"second": "ieee"}
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert MKLDNN.matmul.fp32_precision == before
 
 
 def test_a_backward_in_another_thread_is_the_same(backend: str) -> None:
@@ -732,14 +764,20 @@ def test_a_backward_in_another_thread_is_the_same(backend: str) -> None:
     _, expected = run_fused(sample, backend)
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
     out = gspo_fused_loss(
-        leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages, bias=leaves["bias"],
-        objective=sample.objective, backend=backend, **sample.options,
-    )  # fmt: skip
+        leaves["hidden"],
+        leaves["weight"],
+        sample.target_ids,
+        sample.advantages,
+        bias=leaves["bias"],
+        objective=sample.objective,
+        backend=backend,
+        **sample.options,
+    )
     thread = threading.Thread(target=out.loss.backward)
     thread.start()
     thread.join()
     for name, x in leaves.items():
-        assert torch.equal(x.grad, expected[name])
+        assert x.grad is not None and torch.equal(x.grad, expected[name])
 
 
 # -- modes that may not change a value
@@ -769,6 +807,7 @@ def test_grad_mode_and_entropy_change_no_bit(dtype: str, packed: bool, backend: 
     for out in runs:
         for ours, value in zip(outputs(out), outputs(reference), strict=True):
             assert torch.equal(ours, value)
+        assert with_entropy.entropy is not None
         assert out.entropy is None or torch.equal(out.entropy, with_entropy.entropy)
     for name, grad in grads.items():
         assert torch.equal(grad, expected[name]), name

@@ -13,7 +13,7 @@ from helpers import device as under_test
 from helpers.device import on_device
 from helpers.samples import make_sample
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
 from gspo_kernels.advantages import group_advantages
@@ -28,9 +28,12 @@ def arguments(packed: bool = False) -> dict[str, Any]:
     sample = make_sample(0, packed=packed)
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
     return {
-        "hidden": leaves["hidden"], "lm_head": leaves["weight"], "target_ids": sample.target_ids.clone(),
-        "advantages": torch.where(sample.advantages == 0, 1.0, sample.advantages), **sample.options,
-    }  # fmt: skip
+        "hidden": leaves["hidden"],
+        "lm_head": leaves["weight"],
+        "target_ids": sample.target_ids.clone(),
+        "advantages": torch.where(sample.advantages == 0, 1.0, sample.advantages),
+        **sample.options,
+    }
 
 
 def first_token(given: dict[str, Any], name: str, value: float) -> Tensor:
@@ -112,7 +115,7 @@ def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
     given = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
     normalizer = torch.tensor(3.0)
     with FakeTensorMode() as mode, torch.no_grad():
-        fake = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+        fake: dict[str, Any] = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in given.items()}
         out = gspo_fused_loss(**fake, objective=objective, normalizer=mode.from_tensor(normalizer))
         assert out.loss.shape == ()
         lp = linear_log_probs(fake["hidden"], fake["lm_head"], fake["target_ids"], mask=fake["mask"], entropy=True)
@@ -120,7 +123,7 @@ def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
         policy = {name: fake[name] for name in keep if name in fake}
         policy_loss(lp.log_probs, fake["advantages"], entropy=lp.entropy, objective=objective, **policy)
         group_advantages(fake["advantages"], 2)
-        with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
+        with pytest.raises(DataDependentOutputException):
             out.loss.item()
 
 
@@ -136,7 +139,8 @@ def test_the_closed_form_reads_nothing_either(monkeypatch: pytest.MonkeyPatch) -
 
     def catch(*args: Any) -> Any:
         caught.append(args)
-        return ops.PolicyResult(*(torch.zeros(()) for _ in range(4)), torch.zeros(13))
+        zero = torch.zeros(())
+        return ops.PolicyResult(zero, zero, zero, zero, torch.zeros(13))
 
     monkeypatch.setattr(ops, "policy_loss", catch)
     lp = torch.randn(sample.target_ids.shape)
@@ -144,9 +148,9 @@ def test_the_closed_form_reads_nothing_either(monkeypatch: pytest.MonkeyPatch) -
     policy_loss(lp, sample.advantages, entropy=lp.abs(), objective=objective, **keep)
     log_probs, entropy, mask, policy, objective, _ = caught[0]
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(x) for x in (log_probs, entropy, mask)]
-        rows = PolicyRows(*(None if x is None else mode.from_tensor(x) for x in policy))
-        assert policy_forward(*fake, rows, objective).loss.shape == ()
+        log_probs, entropy, mask = (mode.from_tensor(x) for x in (log_probs, entropy, mask))
+        rows = PolicyRows._make(None if x is None else mode.from_tensor(x) for x in policy)
+        assert policy_forward(log_probs, entropy, mask, rows, objective).loss.shape == ()
 
 
 def test_the_environment_variable_brings_the_checks_back(monkeypatch: pytest.MonkeyPatch) -> None:

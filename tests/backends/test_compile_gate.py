@@ -27,9 +27,15 @@ from gspo_kernels.tools import compile_gate as ahead_of_time
 GOLDEN = Path(__file__).parent / "golden_kernels.json"
 GATED = ("sm_80", "sm_90", "sm_100", "gfx942")
 KERNELS = {
-    "forward_tile", "reduce_rows", "gradient_tile", "hidden_product", "weight_product", "count_tokens",
-    "sequence_loss", "finish",
-}  # fmt: skip
+    "forward_tile",
+    "reduce_rows",
+    "gradient_tile",
+    "hidden_product",
+    "weight_product",
+    "count_tokens",
+    "sequence_loss",
+    "finish",
+}
 PRODUCTS = ("hidden_product", "weight_product")
 SURVEY = """
 import json, sys
@@ -121,11 +127,16 @@ def small(head: HeadRows) -> HeadRows:
 
     rank = 0 if head.adapter_weight is None else head.adapter_weight.shape[1]
     return head._replace(
-        hidden=like(head.hidden, n, width), weight=like(head.weight, v, width), bias=like(head.bias, v),
-        adapter_hidden=like(head.adapter_hidden, n, rank), adapter_weight=like(head.adapter_weight, v, rank),
-        target_ids=torch.randint(0, v, (n,)), mask=torch.rand(n) > 0.3, vocab_size=v,
+        hidden=like(head.hidden, n, width),
+        weight=like(head.weight, v, width),
+        bias=like(head.bias, v),
+        adapter_hidden=like(head.adapter_hidden, n, rank),
+        adapter_weight=like(head.adapter_weight, v, rank),
+        target_ids=torch.randint(0, v, (n,)),
+        mask=torch.rand(n) > 0.3,
+        vocab_size=v,
         temperature=None if head.temperature is None else torch.rand(n, dtype=head.temperature.dtype) + 0.5,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow

@@ -190,8 +190,9 @@ print(json.dumps([costs.variants(1), costs.variants(2)]))
 
 def test_differences_name_what_is_new_and_what_is_gone() -> None:
     assert costs.differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "d": 3}}) == [
-        "a | d: absent, was 3", "a | c: 2, was absent",
-    ]  # fmt: skip
+        "a | d: absent, was 3",
+        "a | c: 2, was absent",
+    ]
     assert costs.differences({"a": 1.0}, {"a": 1}) == []
 
 

@@ -121,9 +121,13 @@ def test_the_forward_and_the_backward_of_a_policy_loss_never_wait_for_the_device
     ids, mask, hidden = head.target_ids[None], head.mask[None], head.hidden[None].requires_grad_()
     old = torch.full(ids.shape, -1.0, device=ids.device)
     given: dict[str, Any] = dict(
-        mask=mask, old_log_probs=old, ref_log_probs=old, objective=objective, backend="triton",
+        mask=mask,
+        old_log_probs=old,
+        ref_log_probs=old,
+        objective=objective,
+        backend="triton",
         normalizer=torch.ones((), device=ids.device),
-    )  # fmt: skip
+    )
     advantages = torch.ones(1, device=ids.device)
     try:
         for mode in ("default", "error"):  # kernels are compiled and loaded in the first turn

@@ -39,10 +39,13 @@ def test_a_batch_of_more_sequences_than_a_block_adds_up(backend: str, monkeypatc
     out = policy_loss(log_probs, torch.ones(len(log_ratio)), old_log_probs=torch.zeros_like(log_probs), backend=backend)
     ratio = log_ratio.exp()
     expected = {
-        "ratio_mean": ratio.mean(), "ratio_min": ratio.min(), "ratio_max": ratio.max(),
-        "kl_to_old": -log_ratio.mean(), "clip_fraction": (ratio > 1 + 4e-4).double().mean(),
+        "ratio_mean": ratio.mean(),
+        "ratio_min": ratio.min(),
+        "ratio_max": ratio.max(),
+        "kl_to_old": -log_ratio.mean(),
+        "clip_fraction": (ratio > 1 + 4e-4).double().mean(),
         "token_clip_fraction": (ratio > 1 + 4e-4).double().mean(),
-    }  # fmt: skip
+    }
     torch.testing.assert_close(out.loss, -ratio.clamp(max=1 + 4e-4).mean(), rtol=FLOAT64_RELATIVE, atol=0)
     for name, value in expected.items():
         torch.testing.assert_close(out.metrics[name], value, rtol=FLOAT64_RELATIVE, atol=0, msg=name)
@@ -59,9 +62,17 @@ def test_packed_tokens_need_not_lie_next_to_each_other(backend: str) -> None:
         lp, old, ref, entropy, weights = (lie(x) for x in rows)
         lp = lp.requires_grad_()
         out = policy_loss(
-            lp, lie(rows[1] + 0.5), mask=lie(mask), cu_seqlens=torch.tensor([0, 7, 24]), old_log_probs=old,
-            ref_log_probs=ref, entropy=-entropy, token_weights=weights, objective=objective, backend=backend,
-        )  # fmt: skip
+            lp,
+            lie(rows[1] + 0.5),
+            mask=lie(mask),
+            cu_seqlens=torch.tensor([0, 7, 24]),
+            old_log_probs=old,
+            ref_log_probs=ref,
+            entropy=-entropy,
+            token_weights=weights,
+            objective=objective,
+            backend=backend,
+        )
         return out.loss, torch.autograd.grad(out.loss, lp)[0]
 
     near, apart = run(torch.clone), run(lambda x: torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], 1)[:, 0])
@@ -157,7 +168,7 @@ def test_a_slab_whose_first_chunk_has_no_cell_has_a_gradient(monkeypatch: pytest
     head, coefficient = head_rows(128, 24, 601), torch.ones(128)
     result = kernels.head_forward(head)
     cell = kernels.cell_shape(head)
-    assert cell == (64, 128)
+    assert cell is not None and cell == (64, 128)
     cells = torch.tensor([[False, True, False, True, False], [True, False, True, False, True]])
     live = LiveTiles(torch.arange(128), cells, torch.tensor([128, 1]))
     with launches() as seen:

@@ -39,9 +39,14 @@ from gspo_kernels.tools import compile_cases as cases
 def test_block_shapes_of_every_architecture_equal_the_oracle(architecture: str, head: str, dtype: str) -> None:
     """More rows, columns and hidden elements than a block has, ragged at all ends, targets in every tile."""
     sample = make_sample(
-        2, lengths=(40, 31, 25, 52, 17, 29), dtype=DTYPES[dtype], vocab=601, hidden_size=72, objective=EVERYTHING,
+        2,
+        lengths=(40, 31, 25, 52, 17, 29),
+        dtype=DTYPES[dtype],
+        vocab=601,
+        hidden_size=72,
+        objective=EVERYTHING,
         **HEADS[head],
-    )  # fmt: skip
+    )
     tiles = {int(t) // 64 for t in sample.target_ids[sample.options["mask"]]}
     assert tiles == set(range(10))
     with tuning.assume(architecture):
@@ -80,7 +85,9 @@ def test_many_chunks_and_slabs_are_one(dtype: str, monkeypatch: pytest.MonkeyPat
 @on_device
 def test_gradients_of_bias_and_adapter_are_sums_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = torch.Generator().manual_seed(1)
-    adapter = dict(adapter_hidden=torch.randn(300, 3, generator=rng), adapter_weight=torch.randn(601, 3, generator=rng))
+    adapter: dict[str, Any] = dict(
+        adapter_hidden=torch.randn(300, 3, generator=rng), adapter_weight=torch.randn(601, 3, generator=rng)
+    )
     head, result, d = head_and_upstream(300, 601, bias=torch.randn(601, generator=rng), **adapter)
     needs = NeedsGradient(*[True] * 5)
     whole = kernels.head_backward(head, result, d, None, needs)
@@ -307,10 +314,15 @@ def test_launches_are_listed_by_every_listener() -> None:
 @pytest.mark.parametrize(
     ("capability", "row"),
     [
-        ((7, 5), None), ((8, 0), "sm_80"), ((8, 6), "sm_89"), ((8, 9), "sm_89"), ((9, 0), "sm_90"),
-        ((10, 0), "sm_100"), ((12, 0), "sm_89"),
+        ((7, 5), None),
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_89"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"),
+        ((12, 0), "sm_89"),
     ],
-)  # fmt: skip
+)
 def test_cuda_devices_find_their_row(
     capability: tuple[int, int], row: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -492,11 +504,17 @@ def test_metrics_are_those_of_torch(name: str, spoilt: bool) -> None:
         mask[1, 0], old[1, 0] = True, torch.nan
     ours, expected = (
         policy_loss(
-            lp, torch.tensor([1.0, -1.0, 1.0, 0.0, -1.0]), mask=mask, old_log_probs=old, ref_log_probs=ref,
-            entropy=-entropy, objective=Objective(**OBJECTIVES[name]), backend=backend,
+            lp,
+            torch.tensor([1.0, -1.0, 1.0, 0.0, -1.0]),
+            mask=mask,
+            old_log_probs=old,
+            ref_log_probs=ref,
+            entropy=-entropy,
+            objective=Objective(**OBJECTIVES[name]),
+            backend=backend,
         ).metrics
         for backend in ("triton", "torch")
-    )  # fmt: skip
+    )
     assert expected["ratio_min"].isnan() == spoilt
     for key, value in expected.items():
         torch.testing.assert_close(

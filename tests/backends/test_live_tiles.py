@@ -23,7 +23,7 @@ from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import torch as portable
 from gspo_kernels.backends import triton as kernels
 from gspo_kernels.backends.live_tiles import sparse_pays
-from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.metrics import work_metrics
 
@@ -68,7 +68,7 @@ def test_the_dropped_mass_is_the_one_reported_and_within_the_budget(
 @settings(max_examples=12)
 @given(SHAPES, BUDGETS, st.integers(0, 10_000))
 def test_the_same_of_the_triton_kernels(shape: dict[str, Any], budget: float, seed: int) -> None:
-    sample = make_sample(seed, lengths=(40, 31, 25, 52, 17, 29), **(shape | {"vocab": 601, "hidden_size": 24}))
+    sample = make_sample(seed, lengths=(40, 31, 25, 52, 17, 29), **{**shape, "vocab": 601, "hidden_size": 24})
     assert_dropped_is_what_is_said(sample, budget, "triton")
 
 
@@ -126,16 +126,27 @@ def test_budget_zero_has_the_bits_of_the_dense_backward_over_live_rows(backend: 
     implementation = backends.implementation(backend)
     hidden, weight = (x.detach() for x in sample.leaves.values())
     head = HeadRows(
-        hidden.flatten(0, 1)[live], weight, None, None, None, sample.target_ids.flatten()[live],
-        torch.ones(int(live.sum()), dtype=torch.bool), None, 1.0, None, 601, False,
-    )  # fmt: skip
+        hidden.flatten(0, 1)[live],
+        weight,
+        None,
+        None,
+        None,
+        sample.target_ids.flatten()[live],
+        torch.ones(int(live.sum()), dtype=torch.bool),
+        None,
+        1.0,
+        None,
+        601,
+        False,
+    )
     coefficient = torch.autograd.grad(*coefficients(sample, backend))[0].flatten()
     head, coefficient = to_device((head, coefficient))
     found = implementation.head_backward(
         head, implementation.head_forward(head), coefficient[live.to(DEVICE)], None, NEEDS
     )
     found = to_device(found, "cpu")
-    assert torch.equal(grads["hidden"].flatten(0, 1)[live], found[0]) and torch.equal(grads["weight"], found[1])
+    assert found.hidden is not None and found.weight is not None
+    assert torch.equal(grads["hidden"].flatten(0, 1)[live], found.hidden) and torch.equal(grads["weight"], found.weight)
     assert out.metrics["dropped_gradient_mass"] == 0
 
 
@@ -252,9 +263,19 @@ def test_the_forward_has_the_same_bits_with_a_budget(backend: str) -> None:
 def test_the_host_of_triton_looks_once_and_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, logit_std=6.0)
     head = HeadRows(
-        sample.leaves["hidden"].detach().flatten(0, 1), sample.leaves["weight"].detach(), None, None, None,
-        sample.target_ids.flatten(), sample.options["mask"].flatten(), None, 1.0, None, 601, False,
-    )  # fmt: skip
+        sample.leaves["hidden"].detach().flatten(0, 1),
+        sample.leaves["weight"].detach(),
+        None,
+        None,
+        None,
+        sample.target_ids.flatten(),
+        sample.options["mask"].flatten(),
+        None,
+        1.0,
+        None,
+        601,
+        False,
+    )
     looks: list[str] = []
     for name in ("tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "cpu", "numpy"):
         real = getattr(Tensor, name)
@@ -269,6 +290,7 @@ def test_the_host_of_triton_looks_once_and_in_the_backward(monkeypatch: pytest.M
         monkeypatch.setattr(f"gspo_kernels.backends.triton.{module}.launch", lambda *args, **options: None)
     with choices():
         result, tiles = kernels.forward_with_shares(head, wanted=True)
+        assert tiles is not None
         tiles.share.fill_(1e-3)  # what a kernel would have written
         result.log_probs.fill_(-1.0)
         live, _ = live_tiles.choose(head, result, head.mask.float(), tiles, 0.1)
@@ -352,7 +374,7 @@ def test_a_head_with_lora_takes_part_in_the_torch_backend() -> None:
         adapter_hidden=None,
         adapter_weight=None,
     )
-    coefficient, needs = torch.randn(140, generator=rng), (True, True, False, True, True)
+    coefficient, needs = torch.randn(140, generator=rng), NeedsGradient(True, True, False, True, True)
     with choices():
         result, tiles = portable.forward_with_shares(head, wanted=True)
         assert tiles is not None

@@ -167,9 +167,13 @@ def test_a_gradient_budget_is_kept_and_drops_the_same_twice(budget: float, dtype
     for _ in range(2):
         hidden, weight = (x.to(device, DTYPES[dtype]).requires_grad_() for x in policy[:2])
         out = gspo_fused_loss(
-            hidden.view(4, -1, SIZES.width), weight, policy.target_ids.view(4, -1).to(device), advantages,
-            gradient_budget=budget, backend="triton",
-        )  # fmt: skip
+            hidden.view(4, -1, SIZES.width),
+            weight,
+            policy.target_ids.view(4, -1).to(device),
+            advantages,
+            gradient_budget=budget,
+            backend="triton",
+        )
         runs.append(torch.autograd.grad(out.loss, (hidden, weight)))
         dropped = out.metrics["dropped_gradient_mass"].item()
         assert dropped <= budget and (dropped > 0 or budget < 0.5)

@@ -59,12 +59,9 @@ def test_rows_without_gradient_cost_no_backward(monkeypatch: pytest.MonkeyPatch)
     for live in (0, 4, 12, 40):
         d = torch.zeros(40)
         d[torch.randperm(40)[:live]] = 1.0
-        for needs, passes in (((True, True), 3), ((True, False), 2), ((False, True), 2)):
-            flops = product_flops(
-                lambda d=d, needs=needs: portable.head_backward(
-                    head, result, d, None, NeedsGradient(*needs, False, False, False)
-                )
-            )
+        for d_hidden, d_weight, passes in ((True, True, 3), (True, False, 2), (False, True, 2)):
+            needs = NeedsGradient(d_hidden, d_weight, bias=False, adapter_hidden=False, adapter_weight=False)
+            flops = product_flops(lambda d=d, needs=needs: portable.head_backward(head, result, d, None, needs))
             assert flops == passes * 2 * live * 8 * 48
 
 

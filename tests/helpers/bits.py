@@ -27,27 +27,48 @@ from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 WINDOW = {"clip_low": 0.2, "clip_high": 0.28}
 OBJECTIVES: list[dict[str, Any]] = [
-    {}, WINDOW, {"ratio": "sequence-token"}, {"ratio": "token", **WINDOW}, {"dual_clip": 1.0005}, {"delta": 1.0006},
-    {"ratio": "token", **WINDOW, "dual_clip": 1.3, "kl_coef": 0.1, "kl_ratio_factor": True}, {"surrogate": "none"},
+    {},
+    WINDOW,
+    {"ratio": "sequence-token"},
+    {"ratio": "token", **WINDOW},
+    {"dual_clip": 1.0005},
+    {"delta": 1.0006},
+    {"ratio": "token", **WINDOW, "dual_clip": 1.3, "kl_coef": 0.1, "kl_ratio_factor": True},
+    {"surrogate": "none"},
     {"surrogate": "cispo", "ratio": "token", "clip_low": 1.0, "clip_high": 1.5},
-    {"surrogate": "cispo", "kl_coef": 0.1, "kl_ratio_factor": True}, {"surrogate": "sapo", "ratio": "token", **WINDOW},
+    {"surrogate": "cispo", "kl_coef": 0.1, "kl_ratio_factor": True},
+    {"surrogate": "sapo", "ratio": "token", **WINDOW},
     {"surrogate": "sapo", **WINDOW, "sapo_temperature_pos": 2.0, "kl_coef": 0.1},
-    {"surrogate": "gmpo", "clip_low": 0.4, "clip_high": 0.3}, {"surrogate": "gmpo", **WINDOW, "kl_coef": 0.1},
-    {"surrogate": "reinforce", "ratio": "token", "aggregation": "seq-mean-token-sum"}, {"aggregation": "token-mean"},
-    {"aggregation": "seq-mean-token-sum"}, {"aggregation": "seq-mean-token-sum-norm", "length_norm": 11},
+    {"surrogate": "gmpo", "clip_low": 0.4, "clip_high": 0.3},
+    {"surrogate": "gmpo", **WINDOW, "kl_coef": 0.1},
+    {"surrogate": "reinforce", "ratio": "token", "aggregation": "seq-mean-token-sum"},
+    {"aggregation": "token-mean"},
+    {"aggregation": "seq-mean-token-sum"},
+    {"aggregation": "seq-mean-token-sum-norm", "length_norm": 11},
     *({"kl_coef": 0.1, "kl_estimator": kind} for kind in ("k1", "k2", "k3", "abs", "k1+", "k3+", "unbiased")),
-    {"kl_coef": 0.1, "kl_aggregation": "token-mean"}, {"entropy_coef": 0.02},
+    {"kl_coef": 0.1, "kl_aggregation": "token-mean"},
+    {"entropy_coef": 0.02},
     {**WINDOW, "kl_coef": 0.1, "kl_ratio_factor": True, "entropy_coef": -0.02, "aggregation": "token-mean"},
-]  # fmt: skip
+]
 HEADS: list[dict[str, Any]] = [
-    {}, {"bias": True}, {"logit_scale": 0.6, "logit_softcap": 5.0}, {"temperature": 0.7},
-    {"temperature": "per-token"}, {"padded_vocab": 11}, {"hidden_size": 24, "vocab": 331},
+    {},
+    {"bias": True},
+    {"logit_scale": 0.6, "logit_softcap": 5.0},
+    {"temperature": 0.7},
+    {"temperature": "per-token"},
+    {"padded_vocab": 11},
+    {"hidden_size": 24, "vocab": 331},
     {"bias": True, "logit_scale": 0.6, "logit_softcap": 5.0, "temperature": "per-token", "padded_vocab": 11},
-]  # fmt: skip
+]
 LAYOUTS: list[dict[str, Any]] = [
-    {}, {"packed": True}, {"holes": False}, {"per_token_advantages": True}, {"token_weights": True},
-    {"packed": True, "per_token_advantages": True, "token_weights": True}, {"on_policy": True},
-]  # fmt: skip
+    {},
+    {"packed": True},
+    {"holes": False},
+    {"per_token_advantages": True},
+    {"token_weights": True},
+    {"packed": True, "per_token_advantages": True, "token_weights": True},
+    {"on_policy": True},
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32]
 
 
@@ -75,9 +96,15 @@ def fused(sample: Sample, backend: str, **more: Any) -> dict[str, str]:
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
     options = {**sample.options, **more}
     out = gspo_fused_loss(
-        leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages, bias=leaves.get("bias"),
-        objective=sample.objective, backend=backend, **options,
-    )  # fmt: skip
+        leaves["hidden"],
+        leaves["weight"],
+        sample.target_ids,
+        sample.advantages,
+        bias=leaves.get("bias"),
+        objective=sample.objective,
+        backend=backend,
+        **options,
+    )
     return of_loss(out, gradients(out.loss, leaves))
 
 
@@ -95,9 +122,14 @@ def seams(sample: Sample, backend: str) -> dict[str, str]:
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
     head = ("logit_scale", "logit_softcap", "temperature", "vocab_size", "mask")
     out = linear_log_probs(
-        leaves["hidden"], leaves["weight"], sample.target_ids, bias=leaves.get("bias"), entropy=True, backend=backend,
+        leaves["hidden"],
+        leaves["weight"],
+        sample.target_ids,
+        bias=leaves.get("bias"),
+        entropy=True,
+        backend=backend,
         **{k: v for k, v in sample.options.items() if k in head},
-    )  # fmt: skip
+    )
     policy = {k: v for k, v in sample.options.items() if k not in head[:4]}
     loss = policy_loss(
         out.log_probs, sample.advantages, entropy=out.entropy, objective=sample.objective, backend=backend, **policy
@@ -132,9 +164,14 @@ def budgets(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
     leaves = {"hidden": hidden.to(dtype).requires_grad_(), "weight": weight.to(dtype).requires_grad_()}
     offsets = torch.tensor([0, 120, 200, 300], dtype=torch.int32)
     out = gspo_fused_loss(
-        leaves["hidden"], leaves["weight"], ids, torch.tensor([1.0, -0.5, 0.7]), cu_seqlens=offsets,
-        gradient_budget=0.02, backend=backend,
-    )  # fmt: skip
+        leaves["hidden"],
+        leaves["weight"],
+        ids,
+        torch.tensor([1.0, -0.5, 0.7]),
+        cu_seqlens=offsets,
+        gradient_budget=0.02,
+        backend=backend,
+    )
     print(backend, dtype, {k: round(v.item(), 4) for k, v in out.metrics.items() if "live" in k}, file=sys.stderr)
     return of_loss(out, gradients(out.loss, leaves))
 

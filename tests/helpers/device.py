@@ -19,6 +19,7 @@ from gspo_kernels import LogProbOutput, LossOutput
 
 DEVICE = torch.device(os.environ.get("GSPO_TEST_DEVICE", "cpu"))
 T = TypeVar("T")
+LIBRARY: Any = gspo_kernels  # it imports its public names lazily, which pyright does not follow
 on_device = pytest.mark.usefixtures("device")
 
 
@@ -35,12 +36,12 @@ def to_device(tree: T, device: torch.device | str = DEVICE) -> T:
 
 
 def gspo_fused_loss(*arguments: Any, **options: Any) -> LossOutput:
-    return to_device(gspo_kernels.gspo_fused_loss(*to_device(arguments), **to_device(options)), "cpu")
+    return to_device(LIBRARY.gspo_fused_loss(*to_device(arguments), **to_device(options)), "cpu")
 
 
 def linear_log_probs(*arguments: Any, **options: Any) -> LogProbOutput:
-    return to_device(gspo_kernels.linear_log_probs(*to_device(arguments), **to_device(options)), "cpu")
+    return to_device(LIBRARY.linear_log_probs(*to_device(arguments), **to_device(options)), "cpu")
 
 
 def policy_loss(*arguments: Any, **options: Any) -> LossOutput:
-    return to_device(gspo_kernels.policy_loss(*to_device(arguments), **to_device(options)), "cpu")
+    return to_device(LIBRARY.policy_loss(*to_device(arguments), **to_device(options)), "cpu")

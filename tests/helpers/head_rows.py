@@ -15,9 +15,17 @@ NEEDS = NeedsGradient(hidden=True, weight=True, bias=False, adapter_hidden=False
 def head_rows(n: int, h: int, v: int, entropy: bool = False, **more: Any) -> HeadRows:
     rng = torch.Generator().manual_seed(0)
     given: dict[str, Any] = dict(
-        hidden=torch.randn(n, h, generator=rng), weight=torch.randn(v, h, generator=rng), bias=None,
-        adapter_hidden=None, adapter_weight=None, target_ids=torch.randint(0, v, (n,), generator=rng),
-        mask=torch.ones(n, dtype=torch.bool), temperature=None, logit_scale=1.0, logit_softcap=None, vocab_size=v,
+        hidden=torch.randn(n, h, generator=rng),
+        weight=torch.randn(v, h, generator=rng),
+        bias=None,
+        adapter_hidden=None,
+        adapter_weight=None,
+        target_ids=torch.randint(0, v, (n,), generator=rng),
+        mask=torch.ones(n, dtype=torch.bool),
+        temperature=None,
+        logit_scale=1.0,
+        logit_softcap=None,
+        vocab_size=v,
         entropy=entropy,
-    )  # fmt: skip
+    )
     return to_device(HeadRows(**{**given, **more}))

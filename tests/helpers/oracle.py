@@ -58,9 +58,13 @@ HEADS: dict[str, dict[str, Any]] = {
     "temperature-per-token": {"temperature": "per-token"},
     "padded-vocab": {"padded_vocab": 11},
     "all": {
-        "bias": True, "logit_scale": 0.6, "logit_softcap": 5.0, "temperature": "per-token", "padded_vocab": 11,
+        "bias": True,
+        "logit_scale": 0.6,
+        "logit_softcap": 5.0,
+        "temperature": "per-token",
+        "padded_vocab": 11,
     },
-}  # fmt: skip
+}
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

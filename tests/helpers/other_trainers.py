@@ -76,9 +76,16 @@ def ours(batch: Rollout, objective: Objective, backend: str, **options: Any) -> 
     """Our output and d(loss) / d(log_probs)."""
     log_probs = batch.log_probs.clone().requires_grad_()
     out = policy_loss(
-        log_probs, batch.advantages, mask=batch.mask, old_log_probs=batch.old, objective=objective, backend=backend,
-        ref_log_probs=batch.ref if objective.kl_coef > 0 else None, token_weights=batch.weights, **options,
-    )  # fmt: skip
+        log_probs,
+        batch.advantages,
+        mask=batch.mask,
+        old_log_probs=batch.old,
+        objective=objective,
+        backend=backend,
+        ref_log_probs=batch.ref if objective.kl_coef > 0 else None,
+        token_weights=batch.weights,
+        **options,
+    )
     out.loss.backward()
     assert log_probs.grad is not None
     return out, log_probs.grad

@@ -85,7 +85,7 @@ SIZES = (
         stride=16_384,
         tall=(600_000, 4096, 521),
     )
-)  # fmt: skip - tables of sizes
+)  # fmt: skip  # tables of sizes
 
 
 class Upstream(NamedTuple):
@@ -134,12 +134,19 @@ def random_head(
         shape = (rows,) if temperature == "token" else ()
         temperatures = torch.rand(shape, generator=rng, device=DEVICE, dtype=wide) + 0.5
     return HeadRows(
-        hidden=hidden, weight=weight, bias=randn(vocab) if bias else None,
+        hidden=hidden,
+        weight=weight,
+        bias=randn(vocab) if bias else None,
         adapter_hidden=randn(rows, rank, to=wide) if rank else None,
         adapter_weight=randn(vocab, rank, scale=0.1) if rank else None,
-        target_ids=ids, mask=mask, temperature=temperatures, logit_scale=logit_scale, logit_softcap=logit_softcap,
-        vocab_size=columns, entropy=entropy,
-    )  # fmt: skip
+        target_ids=ids,
+        mask=mask,
+        temperature=temperatures,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        vocab_size=columns,
+        entropy=entropy,
+    )
 
 
 def random_upstream(head: HeadRows) -> Upstream:
@@ -212,9 +219,15 @@ def _log_probs_of(head: HeadRows, rows: Tensor, chunk: Tensors, of_head: Tensors
     if head.temperature is not None:
         temperature = (head.temperature[rows] if head.temperature.ndim else head.temperature).to(dtype)
     log_probs, entropy = token_log_probs(
-        hidden, weight, head.target_ids[rows], of_head.get("bias"), head.logit_scale, head.logit_softcap, temperature,
+        hidden,
+        weight,
+        head.target_ids[rows],
+        of_head.get("bias"),
+        head.logit_scale,
+        head.logit_softcap,
+        temperature,
         head.vocab_size,
-    )  # fmt: skip
+    )
     return {"log_probs": log_probs} | ({"entropy": entropy} if head.entropy else {})
 
 

@@ -45,9 +45,16 @@ def run_fused(sample: Sample, backend: str = "auto", **more: Any) -> tuple[LossO
     """Values and gradients of the fused loss, computed on the device under test."""
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
     out = gspo_fused_loss(
-        leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages,
-        bias=leaves.get("bias"), objective=sample.objective, backend=backend, **sample.options, **more,
-    )  # fmt: skip
+        leaves["hidden"],
+        leaves["weight"],
+        sample.target_ids,
+        sample.advantages,
+        bias=leaves.get("bias"),
+        objective=sample.objective,
+        backend=backend,
+        **sample.options,
+        **more,
+    )
     return out, gradients(out.loss, leaves)
 
 
@@ -61,9 +68,14 @@ def run_oracle(
         terms = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(order))
         hidden, weight = hidden[..., terms], weight[:, terms]
     out = gspo_reference_loss(
-        hidden, weight, sample.target_ids, sample.advantages,
-        bias=sample.leaves.get("bias"), objective=sample.objective, **sample.options,
-    )  # fmt: skip
+        hidden,
+        weight,
+        sample.target_ids,
+        sample.advantages,
+        bias=sample.leaves.get("bias"),
+        objective=sample.objective,
+        **sample.options,
+    )
     return out, gradients(out.loss, sample.leaves)
 
 

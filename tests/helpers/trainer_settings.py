@@ -13,8 +13,12 @@ from gspo_kernels import Objective
 ROLL = {"adv_estimator": "reinforce", "importance_sampling": "seq", "loss_agg_mode": "seq-mean-token-mean"}
 
 
-GSPO = {"policy_loss": {"loss_mode": "gspo"}, "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4,
-        "loss_agg_mode": "seq-mean-token-mean"}  # fmt: skip
+GSPO = {
+    "policy_loss": {"loss_mode": "gspo"},
+    "clip_ratio_low": 3e-4,
+    "clip_ratio_high": 4e-4,
+    "loss_agg_mode": "seq-mean-token-mean",
+}
 
 
 def trl_config(**settings: Any) -> Any:
@@ -49,7 +53,8 @@ VERL: dict[str, tuple[dict[str, Any], Objective]] = {
     "entropy": ({"entropy_coeff": 0.1}, Objective.preset("dapo", clip_high=0.2, dual_clip=3.0, entropy_coef=0.1)),
     "cispo": ({"policy_loss": {"loss_mode": "cispo"}}, Objective.preset("cispo", clip_low=0.2, clip_high=0.2)),
     "sapo": (
-        {"policy_loss": {"loss_mode": "sapo"}, "tau_neg": 1.1}, Objective.preset("sapo", sapo_temperature_neg=1.1),
+        {"policy_loss": {"loss_mode": "sapo"}, "tau_neg": 1.1},
+        Objective.preset("sapo", sapo_temperature_neg=1.1),
     ),
     "sapo, its KL otherwise": (
         {"policy_loss": {"loss_mode": "sapo"}, "use_kl_loss": True},
@@ -60,6 +65,7 @@ VERL: dict[str, tuple[dict[str, Any], Objective]] = {
         Objective.preset("gmpo"),
     ),
     "gpg": (
-        {"policy_loss": {"loss_mode": "gpg"}, "loss_agg_mode": "seq-mean-token-sum"}, Objective.preset("reinforce"),
+        {"policy_loss": {"loss_mode": "gpg"}, "loss_agg_mode": "seq-mean-token-sum"},
+        Objective.preset("reinforce"),
     ),
-}  # fmt: skip
+}

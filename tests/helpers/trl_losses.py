@@ -37,27 +37,42 @@ def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float 
     )
     stub = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None),
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=threshold, args=args,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=threshold,
+        args=args,
         get_off_policy_mask=getattr(GRPOTrainer, "get_off_policy_mask", None),
-        importance_sampling_level=config.get("level", TOKEN), loss_type=config["loss_type"],
-        beta=config.get("beta", 0.0), epsilon_low=o.clip_low, epsilon_high=config.get("epsilon_high", o.clip_high),
-        use_vllm=b.weights is not None, vllm_importance_sampling_correction=True, max_completion_length=LONGEST,
-        current_gradient_accumulation_steps=GRADIENT_STEPS, _entropy_bonus_enabled=False,
-        model=SimpleNamespace(training=True), _metrics={"train": defaultdict(list)},
+        importance_sampling_level=config.get("level", TOKEN),
+        loss_type=config["loss_type"],
+        beta=config.get("beta", 0.0),
+        epsilon_low=o.clip_low,
+        epsilon_high=config.get("epsilon_high", o.clip_high),
+        use_vllm=b.weights is not None,
+        vllm_importance_sampling_correction=True,
+        max_completion_length=LONGEST,
+        current_gradient_accumulation_steps=GRADIENT_STEPS,
+        _entropy_bonus_enabled=False,
+        model=SimpleNamespace(training=True),
+        _metrics={"train": defaultdict(list)},
         accelerator=SimpleNamespace(
             num_processes=PROCESSES, reduce=lambda x, reduction: x, gather=lambda x: x, sync_gradients=True
         ),
-    )  # fmt: skip
+    )
     ids, mask = torch.zeros_like(b.mask, dtype=torch.int64), b.mask.long()
     inputs = {
-        "prompt_ids": ids[:, :2], "prompt_mask": mask[:, :2], "completion_ids": ids, "completion_mask": mask,
-        "advantages": b.advantages, "old_per_token_logps": b.old, "ref_per_token_logps": b.ref,
+        "prompt_ids": ids[:, :2],
+        "prompt_mask": mask[:, :2],
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": b.advantages,
+        "old_per_token_logps": b.old,
+        "ref_per_token_logps": b.ref,
         # of the whole generation batch: here every process has PER_GENERATION micro-batches like this one
         "num_items_in_batch": mask.sum() * PER_GENERATION * PROCESSES,
-    }  # fmt: skip
+    }
     if b.weights is not None:
         inputs["importance_sampling_ratio"] = b.weights
-    trainer = GMPOTrainer if config["loss_type"] == "gmpo" else GRPOTrainer
+    trainer: Any = GMPOTrainer if config["loss_type"] == "gmpo" else GRPOTrainer
     loss = trainer._compute_loss(stub, stub.model, inputs)
     loss.backward()
     assert log_probs.grad is not None

@@ -30,15 +30,27 @@ def tokenizer() -> Any:
 
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 10, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 10,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
 
 
 EXPERTS = {
-    "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
-    "output_router_logits": True, "router_aux_loss_coef": 0.5,
-}  # fmt: skip
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
 
 
 def checkpoint(folder: Path, experts: bool = False) -> str:
@@ -56,13 +68,30 @@ def checkpoint(folder: Path, experts: bool = False) -> str:
 
 
 def make_trainer(trainer: type[GRPOTrainer], model: Any, folder: Path, peft_config: Any = None, **options: Any) -> Any:
-    config = GRPOConfig(**{
-        "output_dir": str(folder / "out"), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_generations": 4, "max_completion_length": 6,
-        "max_steps": 4, "logging_steps": 1, "report_to": [], "save_strategy": "no", "gradient_checkpointing": False,
-        "learning_rate": 0.05, "optim": "sgd", "lr_scheduler_type": "constant", "seed": 3, "disable_tqdm": True,
-        **({"model_init_kwargs": {"dtype": "float32"}} if isinstance(model, str) else {}), **options,
-    })  # fmt: skip
+    config = GRPOConfig(
+        **{
+            "output_dir": str(folder / "out"),
+            "use_cpu": True,
+            "bf16": False,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 4,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": 4,
+            "logging_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "gradient_checkpointing": False,
+            "learning_rate": 0.05,
+            "optim": "sgd",
+            "lr_scheduler_type": "constant",
+            "seed": 3,
+            "disable_tqdm": True,
+            **({"model_init_kwargs": {"dtype": "float32"}} if isinstance(model, str) else {}),
+            **options,
+        }
+    )
     return trainer(
         model=model,
         reward_funcs=lambda completions, **_: [float(text.count("a") - text.count("b")) for text in completions],

@@ -10,16 +10,28 @@ from typing import Any
 import torch
 
 ENVIRONMENT = {
-    "VERL_USE_EXTERNAL_MODULES": "helpers.verl_cpu", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda",
-    "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-}  # fmt: skip
+    "VERL_USE_EXTERNAL_MODULES": "helpers.verl_cpu",
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
 
 BASE: dict[str, Any] = {
-    "packed": True, "tied": False, "lora": 0, "micro": 4, "loss_mode": "gspo", "kl": 0.0, "entropy": 0.0,
-    "aggregation": "seq-mean-token-mean", "weights": False, "softcap": False, "temperature": 1.0,
+    "packed": True,
+    "tied": False,
+    "lora": 0,
+    "micro": 4,
+    "loss_mode": "gspo",
+    "kl": 0.0,
+    "entropy": 0.0,
+    "aggregation": "seq-mean-token-mean",
+    "weights": False,
+    "softcap": False,
+    "temperature": 1.0,
     "strategy": "fsdp2",
-}  # fmt: skip
+}
 
 
 def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
@@ -32,10 +44,19 @@ def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
     ).save_pretrained(folder)
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=tied, pad_token_id=0, eos_token_id=1, bos_token_id=1,
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
         max_position_embeddings=64,
-    )  # fmt: skip
+    )
     if softcap:
         model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**shape, final_logit_softcapping=2.0))
     else:
@@ -62,20 +83,34 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options:
     os.environ["VERL_ENGINE_VENDOR"] = "gspo" if ours else ""
     verl_cpu.let_fsdp1_run()
     model = HFModelConfig(
-        path=checkpoint(folder / "model", case["tied"], case["softcap"]), use_remove_padding=case["packed"],
+        path=checkpoint(folder / "model", case["tied"], case["softcap"]),
+        use_remove_padding=case["packed"],
         override_config={"attn_implementation": "eager" if case["softcap"] else "sdpa"},
-        enable_gradient_checkpointing=False, lora_rank=case["lora"], lora_alpha=8, target_modules=["q_proj", "up_proj"],
-        external_lib="gspo_kernels.integrations.verl", **model_options,
-    )  # fmt: skip
+        enable_gradient_checkpointing=False,
+        lora_rank=case["lora"],
+        lora_alpha=8,
+        target_modules=["q_proj", "up_proj"],
+        external_lib="gspo_kernels.integrations.verl",
+        **model_options,
+    )
     engine = FSDPEngineConfig(
-        strategy=case["strategy"], fsdp_size=-1, use_torch_compile=False, use_dynamic_bsz=False,
+        strategy=case["strategy"],
+        fsdp_size=-1,
+        use_torch_compile=False,
+        use_dynamic_bsz=False,
         mixed_precision={"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
-        micro_batch_size_per_gpu=case["micro"], infer_micro_batch_size_per_gpu=case["micro"],
-    )  # fmt: skip
+        micro_batch_size_per_gpu=case["micro"],
+        infer_micro_batch_size_per_gpu=case["micro"],
+    )
     optimizer = FSDPOptimizerConfig(
-        optimizer="SGD", optimizer_impl="torch.optim", lr=0.05, weight_decay=0.0, total_training_steps=10,
-        lr_warmup_steps=0, clip_grad=100.0,
-    )  # fmt: skip
+        optimizer="SGD",
+        optimizer_impl="torch.optim",
+        lr=0.05,
+        weight_decay=0.0,
+        total_training_steps=10,
+        lr_warmup_steps=0,
+        clip_grad=100.0,
+    )
     torch.manual_seed(0)
     worker = TrainingWorker(
         TrainingWorkerConfig(
@@ -84,10 +119,17 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options:
     )
     worker.reset()
     actor = ActorConfig(
-        strategy=case["strategy"], rollout_n=4, ppo_micro_batch_size_per_gpu=case["micro"], clip_ratio_low=3e-4,
-        clip_ratio_high=4e-4, loss_agg_mode=case["aggregation"], use_kl_loss=case["kl"] > 0, kl_loss_coef=case["kl"],
-        entropy_coeff=case["entropy"], policy_loss={"loss_mode": case["loss_mode"] if ours else "gspo"},
-    )  # fmt: skip
+        strategy=case["strategy"],
+        rollout_n=4,
+        ppo_micro_batch_size_per_gpu=case["micro"],
+        clip_ratio_low=3e-4,
+        clip_ratio_high=4e-4,
+        loss_agg_mode=case["aggregation"],
+        use_kl_loss=case["kl"] > 0,
+        kl_loss_coef=case["kl"],
+        entropy_coeff=case["entropy"],
+        policy_loss={"loss_mode": case["loss_mode"] if ours else "gspo"},
+    )
     worker.set_loss_fn(functools.partial(ppo_loss, config=actor))
     return worker
 
@@ -109,13 +151,16 @@ def batch(rank: int, case: dict[str, Any]) -> Any:
     mask[2, 1] = 0
     data = TensorDict(
         {
-            "input_ids": ids * attention, "attention_mask": attention, "prompts": (ids * attention)[:, :prompts],
-            "position_ids": (attention.cumsum(1) - 1).clamp(min=0), "responses": (ids * attention)[:, prompts:],
+            "input_ids": ids * attention,
+            "attention_mask": attention,
+            "prompts": (ids * attention)[:, :prompts],
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+            "responses": (ids * attention)[:, prompts:],
             "response_mask": mask,
             "advantages": torch.tensor([1.0, -1.0, 0.7, -1.5])[:, None].expand(4, responses).contiguous(),
         },
         batch_size=4,
-    )  # fmt: skip
+    )
     if case["weights"]:
         data["rollout_is_weights"] = torch.rand(4, responses, generator=rng) + 0.5
     data = left_right_2_no_padding(data)

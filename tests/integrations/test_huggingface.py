@@ -25,9 +25,17 @@ from gspo_kernels.integrations.huggingface import (
 PLAIN = {"logit_scale": 1.0, "logit_softcap": None, "vocab_size": 96}
 EIGHT = {"head_dim": 8}
 SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 # Configuration and model class, what the configuration has besides, and what that makes of the logits.
 CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}, {}),
@@ -37,11 +45,16 @@ CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}, {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**EIGHT, "final_logit_softcapping": 5.0}, {"logit_softcap": 5.0}),
     "gemma3": (
-        "Gemma3TextConfig", "Gemma3ForCausalLM", {**EIGHT, "final_logit_softcapping": 7.0}, {"logit_softcap": 7.0},
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {**EIGHT, "final_logit_softcapping": 7.0},
+        {"logit_softcap": 7.0},
     ),
     "recurrent gemma": (
-        "RecurrentGemmaConfig", "RecurrentGemmaForCausalLM",
-        {"logits_soft_cap": 6.0, "lru_width": 32, "block_types": ["recurrent", "attention"]}, {"logit_softcap": 6.0},
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        {"logits_soft_cap": 6.0, "lru_width": 32, "block_types": ["recurrent", "attention"]},
+        {"logit_softcap": 6.0},
     ),
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.0625}, {"logit_scale": 0.0625}),
     "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {"logit_scale": 0.3}, {"logit_scale": 0.3}),
@@ -53,33 +66,60 @@ CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}, {}),
     "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32}, {}),
     "falcon-h1": (
-        "FalconH1Config", "FalconH1ForCausalLM",
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
         {"lm_head_multiplier": 0.4, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
         {"logit_scale": 0.4},
     ),
     "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", {}, {"logit_softcap": 15.0}),
     "xlstm": ("xLSTMConfig", "xLSTMForCausalLM", {"output_logit_soft_cap": 4.0}, {"logit_softcap": 4.0}),
     "modernbert decoder, a module before the head": (
-        "ModernBertDecoderConfig", "ModernBertDecoderForCausalLM", {"cls_token_id": 3, "sep_token_id": 4}, {},
+        "ModernBertDecoderConfig",
+        "ModernBertDecoderForCausalLM",
+        {"cls_token_id": 3, "sep_token_id": 4},
+        {},
     ),
     "minicpm3, hidden states scaled before the head": (
-        "MiniCPM3Config", "MiniCPM3ForCausalLM",
-        {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "dim_model_base": 8}, {},
+        "MiniCPM3Config",
+        "MiniCPM3ForCausalLM",
+        {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "dim_model_base": 8},
+        {},
     ),
     "inkling, a padded vocabulary": (
-        "InklingTextConfig", "InklingForCausalLM",
-        {**EIGHT, "vocab_size": 112, "unpadded_vocab_size": 96, "swa_num_attention_heads": 4, "swa_head_dim": 8,
-         "swa_num_key_value_heads": 2, "layer_types": ["hybrid_sliding", "hybrid"], "mlp_layer_types": ["dense"] * 2},
+        "InklingTextConfig",
+        "InklingForCausalLM",
+        {
+            **EIGHT,
+            "vocab_size": 112,
+            "unpadded_vocab_size": 96,
+            "swa_num_attention_heads": 4,
+            "swa_head_dim": 8,
+            "swa_num_key_value_heads": 2,
+            "layer_types": ["hybrid_sliding", "hybrid"],
+            "mlp_layer_types": ["dense"] * 2,
+        },
         {},
     ),
     "paligemma, text alone": (
-        "PaliGemmaConfig", "PaliGemmaForConditionalGeneration",
-        {"text_config": {**SIZES, **EIGHT, "model_type": "gemma2", "final_logit_softcapping": 5.0},
-         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24,
-                           "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
-         "projection_dim": 32, "image_token_index": 96}, {"logit_softcap": 5.0},
+        "PaliGemmaConfig",
+        "PaliGemmaForConditionalGeneration",
+        {
+            "text_config": {**SIZES, **EIGHT, "model_type": "gemma2", "final_logit_softcapping": 5.0},
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "projection_dim": 32,
+            "image_token_index": 96,
+        },
+        {"logit_softcap": 5.0},
     ),
-}  # fmt: skip
+}
 
 
 def make(name: str, **more: Any) -> Any:
@@ -116,9 +156,14 @@ def fused_loss(model: Any, old: Tensor) -> HeadOutput:
 
     def loss(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
         return gspo_fused_loss(
-            hidden[:, :-1], lm_head, inputs["input_ids"][:, 1:], advantages.to(old.dtype), mask=mask,
-            old_log_probs=old, **options,
-        )  # fmt: skip
+            hidden[:, :-1],
+            lm_head,
+            inputs["input_ids"][:, 1:],
+            advantages.to(old.dtype),
+            mask=mask,
+            old_log_probs=old,
+            **options,
+        )
 
     return model(**inputs, use_cache=False, with_head=loss)
 
@@ -241,15 +286,21 @@ PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {  # model, configuration of 
     "tokens, tied": ("qwen3 tied", "LoraConfig", {**BODY, "trainable_token_indices": TOKENS}),
     "tokens of the embeddings alone": ("qwen3", "LoraConfig", {**BODY, "trainable_token_indices": TOKENS}),
     "tokens of a head with a bias": (
-        "phi, a bias", "LoraConfig", {**BODY, "trainable_token_indices": {"lm_head": TOKENS}},
+        "phi, a bias",
+        "LoraConfig",
+        {**BODY, "trainable_token_indices": {"lm_head": TOKENS}},
     ),
     "tokens without LoRA": (
-        "qwen3", "TrainableTokensConfig", {"target_modules": ["lm_head"], "token_indices": TOKENS},
+        "qwen3",
+        "TrainableTokensConfig",
+        {"target_modules": ["lm_head"], "token_indices": TOKENS},
     ),
     "tokens without LoRA, tied": (
-        "qwen3 tied", "TrainableTokensConfig", {"target_modules": ["embed_tokens"], "token_indices": TOKENS},
+        "qwen3 tied",
+        "TrainableTokensConfig",
+        {"target_modules": ["embed_tokens"], "token_indices": TOKENS},
     ),
-}  # fmt: skip
+}
 
 
 def adapted(name: str) -> Any:
@@ -268,8 +319,13 @@ def adapted(name: str) -> Any:
 
 def fused_log_probs(model: Any) -> Tensor:
     inputs, mask, _ = batch()
-    return model(**inputs, use_cache=False, with_head=lambda hidden, lm_head, **options: linear_log_probs(
-        hidden[:, :-1], lm_head, inputs["input_ids"][:, 1:], mask=mask, **options)).result.log_probs  # fmt: skip
+    return model(
+        **inputs,
+        use_cache=False,
+        with_head=lambda hidden, lm_head, **options: linear_log_probs(
+            hidden[:, :-1], lm_head, inputs["input_ids"][:, 1:], mask=mask, **options
+        ),
+    ).result.log_probs
 
 
 @pytest.mark.parametrize("name", PEFT)
@@ -530,9 +586,9 @@ class _PacksInEvaluation(nn.Linear):
         self.weight.quant_state = object()
         self.packed = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.packed |= not self.training and not x.requires_grad
-        return super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        self.packed |= not self.training and not input.requires_grad
+        return super().forward(input)
 
 
 @pytest.mark.parametrize("training", [False, True])

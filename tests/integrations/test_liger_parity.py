@@ -18,7 +18,8 @@ LONGEST, HIDDEN, VOCAB = 32, 24, 61
 CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "gspo": (Objective(), {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
     "gspo delta": (
-        Objective(delta=1.0006), {"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 1.0006},
+        Objective(delta=1.0006),
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 1.0006},
     ),
     "gspo k3, bias-corrected": (
         Objective(kl_coef=0.1, kl_ratio_factor=True),
@@ -32,7 +33,7 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "luspo": (Objective.preset("luspo"), {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
     "cispo": (Objective.preset("cispo", clip_high=0.5), {"loss_type": "cispo", "epsilon_high": 1.5}),
     "sapo": (Objective.preset("sapo"), {"loss_type": "sapo"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,21 +50,42 @@ def test_the_loss_is_ligers(name: str, temperature: float, backend: str) -> None
     old = (lp.view(size) - (batch.log_probs - batch.old)).float()
     ref = (lp.view(size) - (batch.log_probs - batch.ref)).float()
     theirs_h, theirs_w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    module = liger.LigerFusedLinearGRPOLoss(**{
-        "beta": 0.0, "compiled": False, "use_ref_model": True, "temperature": temperature,
-        "epsilon_low": objective.clip_low, "epsilon_high": objective.clip_high, "max_completion_length": LONGEST,
-        "chunk_size": len(batch.advantages), **config,
-    })  # fmt: skip
+    module = liger.LigerFusedLinearGRPOLoss(
+        **{
+            "beta": 0.0,
+            "compiled": False,
+            "use_ref_model": True,
+            "temperature": temperature,
+            "epsilon_low": objective.clip_low,
+            "epsilon_high": objective.clip_high,
+            "max_completion_length": LONGEST,
+            "chunk_size": len(batch.advantages),
+            **config,
+        }
+    )
     theirs, _ = module(
-        theirs_h, theirs_w, ids, batch.mask.float(), batch.advantages.float(), old_per_token_logps=old,
+        theirs_h,
+        theirs_w,
+        ids,
+        batch.mask.float(),
+        batch.advantages.float(),
+        old_per_token_logps=old,
         ref_per_token_logps=ref,
-    )  # fmt: skip
+    )
     theirs.backward()
     ours_h, ours_w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     out = gspo_fused_loss(
-        ours_h, ours_w, ids, batch.advantages.float(), mask=batch.mask, old_log_probs=old, ref_log_probs=ref,
-        temperature=temperature, objective=objective, backend=backend,
-    )  # fmt: skip
+        ours_h,
+        ours_w,
+        ids,
+        batch.advantages.float(),
+        mask=batch.mask,
+        old_log_probs=old,
+        ref_log_probs=ref,
+        temperature=temperature,
+        objective=objective,
+        backend=backend,
+    )
     out.loss.backward()
     check_loss(out.loss, theirs, batch.advantages)
     for a, b in ((ours_h.grad, theirs_h.grad), (ours_w.grad, theirs_w.grad)):

@@ -23,15 +23,27 @@ from gspo_kernels.integrations.settings import (
 )
 
 REFUSED: list[tuple[Callable[..., Reading], Any, str]] = [
-    (from_verl, {"policy_loss": {"loss_mode": "kl_cov"}},
-     r"policy_loss\.loss_mode must be one of 'gspo'.* got 'kl_cov'"),
-    (from_verl, {"policy_loss": {"loss_mod": "gspo"}},
-     r"got 'policy_loss\.loss_mod' \(is it 'policy_loss\.loss_mode'\?\)"),
-    (from_verl, {"loss_agg_mode": "seq-mean-token-sum-norm"},
-     "loss_scale_factor must be a number of tokens.* got None"),
+    (
+        from_verl,
+        {"policy_loss": {"loss_mode": "kl_cov"}},
+        r"policy_loss\.loss_mode must be one of 'gspo'.* got 'kl_cov'",
+    ),
+    (
+        from_verl,
+        {"policy_loss": {"loss_mod": "gspo"}},
+        r"got 'policy_loss\.loss_mod' \(is it 'policy_loss\.loss_mode'\?\)",
+    ),
+    (
+        from_verl,
+        {"loss_agg_mode": "seq-mean-token-sum-norm"},
+        "loss_scale_factor must be a number of tokens.* got None",
+    ),
     (from_verl, {"use_kl_loss": True, "kl_loss_type": "full"}, "kl_loss_type must be one of .* got 'full'"),
-    (from_verl, {"policy_loss": {"loss_mode": "sapo"}, "entropy_coeff": 0.1},
-     r"entropy_coeff must be 0 with sapo.* got 0\.1"),
+    (
+        from_verl,
+        {"policy_loss": {"loss_mode": "sapo"}, "entropy_coeff": 0.1},
+        r"entropy_coeff must be 0 with sapo.* got 0\.1",
+    ),
     (from_verl, {"clip_ratio_c": 0.9}, r"clip_ratio_c must be a number > 1, got 0\.9"),
     (from_verl, {"clip_ratio_low": "wide"}, "clip_ratio_low must be a number >= 0, or None, got 'wide'"),
     (from_verl, {"policy_loss": {"loss_mode": ["gspo"]}}, r"loss_mode must be .* got \['gspo'\]"),
@@ -44,17 +56,32 @@ REFUSED: list[tuple[Callable[..., Reading], Any, str]] = [
     (from_roll, {"adv_estimator": "reinforce"}, "loss_agg_mode must be given"),
     (from_roll, {**ROLL, "adv_estimator": "gae"}, "adv_estimator must be one of 'reinforce', 'grpo'.* got 'gae'"),
     (from_roll, {**ROLL, "use_topr_loss": True}, "use_topr_loss must be 0 .* got True"),
-    (from_roll, {**ROLL, "rl_loss_coef": 0.5},
-     r"rl_loss_coef must be 1\.0 \(multiply the loss by it yourself\), got 0\.5"),
-    (from_roll, {**ROLL, "actor_train": {"worker_cls": "roll.x.ActorPGWorker"}},
-     r"actor_train\.worker_cls must be None or"),
+    (
+        from_roll,
+        {**ROLL, "rl_loss_coef": 0.5},
+        r"rl_loss_coef must be 1\.0 \(multiply the loss by it yourself\), got 0\.5",
+    ),
+    (
+        from_roll,
+        {**ROLL, "actor_train": {"worker_cls": "roll.x.ActorPGWorker"}},
+        r"actor_train\.worker_cls must be None or",
+    ),
     (from_roll, {**ROLL, "whiten_rewards": True}, "whiten_rewards must be False"),
-    (from_roll, {**ROLL, "reward_norm": "group", "norm_mean_type": "group"},
-     "reward_norm must be None beside norm_mean"),
-    (from_roll, {**ROLL, "norm_mean_type": "batch", "norm_std_type": "group"},
-     "norm_std_type must be 'batch' as norm_mean"),
-    (from_roll, {**ROLL, "reward_norm": "running", "reward_shift": True, "reward_scale": True},
-     "reward_shift must be False"),
+    (
+        from_roll,
+        {**ROLL, "reward_norm": "group", "norm_mean_type": "group"},
+        "reward_norm must be None beside norm_mean",
+    ),
+    (
+        from_roll,
+        {**ROLL, "norm_mean_type": "batch", "norm_std_type": "group"},
+        "norm_std_type must be 'batch' as norm_mean",
+    ),
+    (
+        from_roll,
+        {**ROLL, "reward_norm": "running", "reward_shift": True, "reward_scale": True},
+        "reward_shift must be False",
+    ),
     (from_roll, {**ROLL, "loss_agg_mode": "seq-mean-token-sum-norm"}, "response_length must be given"),
     (from_roll, {**ROLL, "add_token_level_kl": True, "target_kl": 0.1}, r"target_kl must be None .* got 0\.1"),
     (from_roll, {**ROLL, "use_kl_loss": "yes"}, "use_kl_loss must be True or False, got 'yes'"),
@@ -67,16 +94,22 @@ REFUSED: list[tuple[Callable[..., Reading], Any, str]] = [
     (from_ms_swift, {"loss_type": "cispo"}, "epsilon_high must be at least 1 with cispo.* got None"),
     (from_ms_swift, {"top_entropy_quantile": 0.2}, r"top_entropy_quantile must be 1\.0 .* got 0\.2"),
     (from_ms_swift, {"teacher_model": "m"}, "teacher_model must be None .* got 'm'"),
-    (from_ms_swift, {"use_vllm": True, "rollout_importance_sampling_mode": "token_mask"},
-     "rollout_importance_sampling_mode must be None with a KL term.* got 'token_mask'"),
-    (from_ms_swift, {"use_vllm": True, "beta": 0, "rollout_importance_sampling_mode": "sequence_mask"},
-     "rollout_importance_sampling_mode must be one of 'token_truncate'.* got 'sequence_mask'"),
+    (
+        from_ms_swift,
+        {"use_vllm": True, "rollout_importance_sampling_mode": "token_mask"},
+        "rollout_importance_sampling_mode must be None with a KL term.* got 'token_mask'",
+    ),
+    (
+        from_ms_swift,
+        {"use_vllm": True, "beta": 0, "rollout_importance_sampling_mode": "sequence_mask"},
+        "rollout_importance_sampling_mode must be one of 'token_truncate'.* got 'sequence_mask'",
+    ),
     (from_ms_swift, ["--beta", "0"], "rlhf_type must be 'grpo' .* got 'dpo'"),
     (from_ms_swift, ["swift", "rlhf"], "arguments must be flags that begin with --.* got 'swift'"),
     (from_ms_swift, ["--beta", "0", "--beta", "1"], "--beta must be given once"),
     (from_ms_swift, ["--importance_level", "token"], r"got 'importance_level' \(is it 'importance_sampling_level'\?\)"),
     (from_trl, GSPO, "from_trl: config must be a GRPOConfig"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("read, settings, said", REFUSED)
@@ -85,31 +118,49 @@ def test_what_cannot_be_read_is_named(read: Callable[..., Reading], settings: An
         read(settings)
 
 
-@pytest.mark.parametrize("settings, said", [
-    ({"loss_type": "vespo"}, "loss_type must be one of 'grpo'.* got 'vespo'"),
-    ({"top_entropy_quantile": 0.2}, r"top_entropy_quantile must be 1\.0 .* got 0\.2"),
-    ({"loss_type": "cispo"}, "epsilon_high must be at least 1 with cispo.* got None"),
-    ({"entropy_coef": 0.01}, r"entropy_coef must be 0 unless loss_type is 'bnpo'.* got 0\.01"),
-    ({"use_adaptive_entropy": True}, "use_adaptive_entropy must be False .* got True"),
-    ({"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation must be 'sum_then_normalize'"),
-    ({"delta": 1.1}, r"delta must be a number > 1 \+ clip_high = 1\.2.* got 1\.1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"loss_type": "vespo"}, "loss_type must be one of 'grpo'.* got 'vespo'"),
+        ({"top_entropy_quantile": 0.2}, r"top_entropy_quantile must be 1\.0 .* got 0\.2"),
+        ({"loss_type": "cispo"}, "epsilon_high must be at least 1 with cispo.* got None"),
+        ({"entropy_coef": 0.01}, r"entropy_coef must be 0 unless loss_type is 'bnpo'.* got 0\.01"),
+        ({"use_adaptive_entropy": True}, "use_adaptive_entropy must be False .* got True"),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum"},
+            "multi_objective_aggregation must be 'sum_then_normalize'",
+        ),
+        ({"delta": 1.1}, r"delta must be a number > 1 \+ clip_high = 1\.2.* got 1\.1"),
+    ],
+)
 def test_what_cannot_be_read_of_trl_is_named(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         from_trl(trl_config(**settings))
 
 
-@pytest.mark.parametrize("algorithm, said", [
-    ({}, "adv_estimator must be one of 'grpo'.* got 'gae'"),
-    ({"adv_estimator": "reinforce_plus_plus", "gamma": 0.9}, r"algorithm\.gamma must be 1\.0 .* got 0\.9"),
-    ({"adv_estimator": "grpo", "use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}},
-     "kl_ctrl.type must be 'fixed'"),
-    ({"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token", "rollout_is_threshold": "1_2_3"}},
-     "rollout_is_threshold must be a number > 0 or a text"),
-    ({"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token", "rollout_is_batch_normalize": True}},
-     "rollout_is_batch_normalize must be False"),
-    ({"adv_estimator": "grpo", "rollout_corection": {}}, r"got 'algorithm\.rollout_corection'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "algorithm, said",
+    [
+        ({}, "adv_estimator must be one of 'grpo'.* got 'gae'"),
+        ({"adv_estimator": "reinforce_plus_plus", "gamma": 0.9}, r"algorithm\.gamma must be 1\.0 .* got 0\.9"),
+        (
+            {"adv_estimator": "grpo", "use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}},
+            "kl_ctrl.type must be 'fixed'",
+        ),
+        (
+            {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token", "rollout_is_threshold": "1_2_3"}},
+            "rollout_is_threshold must be a number > 0 or a text",
+        ),
+        (
+            {
+                "adv_estimator": "grpo",
+                "rollout_correction": {"rollout_is": "token", "rollout_is_batch_normalize": True},
+            },
+            "rollout_is_batch_normalize must be False",
+        ),
+        ({"adv_estimator": "grpo", "rollout_corection": {}}, r"got 'algorithm\.rollout_corection'"),
+    ],
+)
 def test_what_cannot_be_read_of_verls_algorithm_is_named(algorithm: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         from_verl(GSPO, algorithm)
@@ -123,21 +174,27 @@ def test_what_contradicts_verls_losses_is_named() -> None:
         from_verl({"policy_loss": {"loss_mode": "bypass_mode"}}, {"adv_estimator": "grpo"})
 
 
-@pytest.mark.parametrize("read, settings, ignored", [
-    (from_verl, {**GSPO, "clip_ratio_c": 10.0}, {"clip_ratio_c": 10.0}),  # verl's own GSPO recipe
-    (from_verl, {"clip_ratio": 3e-4}, {"clip_ratio": 3e-4}),  # low and high have values of their own
-    (from_verl, {**GSPO, "kl_loss_coef": 0.1}, {"kl_loss_coef": 0.1}),
-    (from_verl, {**GSPO, "policy_loss": {"loss_mode": "gspo", "dro_beta": 1.0}}, {"policy_loss.dro_beta": 1.0}),
-    (from_roll, {**ROLL, "pg_clip": 0.1, "pg_clip_low": 3e-4}, {"pg_clip_low": 3e-4}),
-    (from_roll, {**ROLL, "use_pg_clip_range": True, "pg_clip": 0.1}, {"pg_clip": 0.1}),
-    (from_roll, {**ROLL, "pg_variant": "topr"}, {"pg_variant": "topr"}),
-    (from_roll, {**ROLL, "reward_norm": "group", "reward_scale": True}, {"reward_scale": True}),
-    (from_stateset, {"beta": 0.01}, {"beta": 0.01}),
-    (from_stateset, {"reward_clip": 5.0, "clip_ratio": 0.2}, {"reward_clip": 5.0}),
-    (from_ms_swift, {"kl_coef": 0.1, "tau_pos": 2.0}, {"kl_coef": 0.1, "tau_pos": 2.0}),
-    (from_ms_swift, {"rollout_importance_sampling_mode": "token_mask"},
-     {"rollout_importance_sampling_mode": "token_mask"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "read, settings, ignored",
+    [
+        (from_verl, {**GSPO, "clip_ratio_c": 10.0}, {"clip_ratio_c": 10.0}),  # verl's own GSPO recipe
+        (from_verl, {"clip_ratio": 3e-4}, {"clip_ratio": 3e-4}),  # low and high have values of their own
+        (from_verl, {**GSPO, "kl_loss_coef": 0.1}, {"kl_loss_coef": 0.1}),
+        (from_verl, {**GSPO, "policy_loss": {"loss_mode": "gspo", "dro_beta": 1.0}}, {"policy_loss.dro_beta": 1.0}),
+        (from_roll, {**ROLL, "pg_clip": 0.1, "pg_clip_low": 3e-4}, {"pg_clip_low": 3e-4}),
+        (from_roll, {**ROLL, "use_pg_clip_range": True, "pg_clip": 0.1}, {"pg_clip": 0.1}),
+        (from_roll, {**ROLL, "pg_variant": "topr"}, {"pg_variant": "topr"}),
+        (from_roll, {**ROLL, "reward_norm": "group", "reward_scale": True}, {"reward_scale": True}),
+        (from_stateset, {"beta": 0.01}, {"beta": 0.01}),
+        (from_stateset, {"reward_clip": 5.0, "clip_ratio": 0.2}, {"reward_clip": 5.0}),
+        (from_ms_swift, {"kl_coef": 0.1, "tau_pos": 2.0}, {"kl_coef": 0.1, "tau_pos": 2.0}),
+        (
+            from_ms_swift,
+            {"rollout_importance_sampling_mode": "token_mask"},
+            {"rollout_importance_sampling_mode": "token_mask"},
+        ),
+    ],
+)
 def test_what_the_trainer_ignores_is_named(
     read: Callable[..., Reading], settings: dict[str, Any], ignored: dict[str, Any]
 ) -> None:

@@ -76,20 +76,24 @@ TRL: dict[str, tuple[dict[str, Any], Objective]] = {
     "gspo delta": ({**PAPER, "loss_type": "grpo", "delta": 1.0006}, Objective(delta=1.0006)),
     "gspo k3": ({**PAPER, "loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}, Objective(kl_coef=0.1)),
     "gspo k3 as by default": (
-        {**PAPER, "loss_type": "grpo", "beta": 0.1}, Objective(kl_coef=0.1, kl_ratio_factor=True),
+        {**PAPER, "loss_type": "grpo", "beta": 0.1},
+        Objective(kl_coef=0.1, kl_ratio_factor=True),
     ),
     "gspo by the default loss_type": (
-        PAPER, Objective.preset("luspo", clip_low=3e-4, clip_high=4e-4, aggregation="token-mean"),
+        PAPER,
+        Objective.preset("luspo", clip_low=3e-4, clip_high=4e-4, aggregation="token-mean"),
     ),
     "grpo k3": ({"loss_type": "grpo", "beta": 0.1}, Objective.preset("grpo", kl_coef=0.1, kl_ratio_factor=True)),
     "dapo": ({"epsilon_high": 0.28}, Objective.preset("dapo")),
     "bnpo": ({"loss_type": "bnpo"}, Objective.preset("bnpo")),
     "dr_grpo": ({"loss_type": "dr_grpo", "scale_rewards": "none"}, Objective.preset("dr_grpo", length_norm=32)),
     "luspo": (
-        {**SEQUENCE, "loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3}, Objective.preset("luspo"),
+        {**SEQUENCE, "loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3},
+        Objective.preset("luspo"),
     ),
     "luspo of tokens": (
-        {"loss_type": "luspo"}, Objective.preset("grpo", aggregation="seq-mean-token-sum"),
+        {"loss_type": "luspo"},
+        Objective.preset("grpo", aggregation="seq-mean-token-sum"),
     ),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.5}, Objective.preset("cispo", clip_high=0.5)),
     "cispo of sequences": (
@@ -97,9 +101,10 @@ TRL: dict[str, tuple[dict[str, Any], Objective]] = {
         Objective.preset("cispo", ratio="sequence", clip_high=0.5),
     ),
     "sapo": (
-        {"loss_type": "sapo", "sapo_temperature_pos": 2.0}, Objective.preset("sapo", sapo_temperature_pos=2.0),
+        {"loss_type": "sapo", "sapo_temperature_pos": 2.0},
+        Objective.preset("sapo", sapo_temperature_pos=2.0),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TRL)
@@ -116,8 +121,12 @@ def test_what_was_read_is_what_trl_computes(name: str, backend: str) -> None:
 
     batch = rollout(reading.objective)
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    told = SimpleNamespace(clip_low=config.epsilon, clip_high=high, sapo_temperature_pos=config.sapo_temperature_pos,
-                           sapo_temperature_neg=config.sapo_temperature_neg)  # fmt: skip
+    told = SimpleNamespace(
+        clip_low=config.epsilon,
+        clip_high=high,
+        sapo_temperature_pos=config.sapo_temperature_pos,
+        sapo_temperature_neg=config.sapo_temperature_neg,
+    )
     options = {"level": config.importance_sampling_level, "epsilon_high": high}
     options |= {n: getattr(config, n) for n in ("loss_type", "beta", "delta", "use_bias_correction_kl")}
     loss, gradient, _ = trl_loss(batch, told, options)  # pyright: ignore[reportArgumentType]
@@ -130,19 +139,33 @@ def test_what_was_read_is_what_trl_computes(name: str, backend: str) -> None:
 
 
 def test_what_trls_loss_needs_besides() -> None:
-    reading = from_trl(trl_config(
-        **PAPER, loss_type="grpo", temperature=0.7, num_generations=4, scale_rewards="batch", use_vllm=True, beta=0.1,
-        off_policy_mask_threshold=0.5, mask_truncated_completions=True, sync_ref_model=True, reward_weights=[1.0, 0.5],
-    ))  # fmt: skip
+    reading = from_trl(
+        trl_config(
+            **PAPER,
+            loss_type="grpo",
+            temperature=0.7,
+            num_generations=4,
+            scale_rewards="batch",
+            use_vllm=True,
+            beta=0.1,
+            off_policy_mask_threshold=0.5,
+            mask_truncated_completions=True,
+            sync_ref_model=True,
+            reward_weights=[1.0, 0.5],
+        )
+    )
     assert reading.temperature == 0.7 and reading.normalizer == Normalizer("rows", "micro-batch", 2.0)
     assert reading.advantages == (Step("group_advantages", {"group_size": 4, "scale": "batch", "eps": 1e-4}),)
     assert reading.objective.rollout_correction == RolloutCorrection("sequence", "mask", 0.0, 3.0)
     against = {"threshold": 0.5, "rollout_log_probs": "rollout_log_probs"}
     assert reading.token_weights == (Step("off_policy_mask", against),)
     assert reading.beside == {
-        "mask_truncated_completions": True, "reward_weights": [1.0, 0.5], "sync_ref_model": True,
-        "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
-    }  # fmt: skip
+        "mask_truncated_completions": True,
+        "reward_weights": [1.0, 0.5],
+        "sync_ref_model": True,
+        "ref_model_mixup_alpha": 0.6,
+        "ref_model_sync_steps": 512,
+    }
     assert {"learning_rate", "num_iterations", "vespo_k_pos"} <= set(reading.not_the_loss) and not reading.ignored
     assert from_trl(trl_config(entropy_coef=0.1, loss_type="bnpo")).objective == Objective.preset(
         "bnpo", entropy_coef=0.1
@@ -225,8 +248,12 @@ class Omega(Mapping[str, Any]):
 
 
 def test_verls_algorithm() -> None:
-    correction = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", "rollout_rs": "seq_mean_k1",
-                  "rollout_rs_threshold": "0.999_1.001"}  # fmt: skip
+    correction = {
+        "rollout_is": "token",
+        "rollout_is_threshold": "0.5_5.0",
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.999_1.001",
+    }
     reading = from_verl(Omega(GSPO), Omega({"adv_estimator": "grpo", "rollout_correction": correction}))
     assert reading.objective == Objective(
         ratio="sequence-token", rollout_correction=RolloutCorrection("token", "mask", 0.5, 5.0)
@@ -270,31 +297,73 @@ def test_rolls_page(tmp_path: Path) -> None:
     path = tmp_path / "gspo.yaml"
     path.write_text(ROLL_PAGE)
     clamp = lambda bound: Step("clamp", {"min": -bound, "max": bound})  # noqa: E731
-    assert from_roll(path) == from_roll(str(path)) == Reading(
-        Objective.preset("luspo", clip_low=0.2, clip_high=0.2, dual_clip=1.4, kl_coef=0.001),
-        Normalizer("sequences", "step"), temperature=1.0, advantages=(
-            clamp(10.0), Step("token_returns", {"gamma": 1.0, "reward_clip": 10.0}), Step("whiten", {}), clamp(2.0),
-        ), not_the_loss=(
-            "rollout_batch_size", "num_return_sequences_in_group", "prompt_length", "response_length", "ppo_epochs",
-            "reward_shift", "reward_scale",
+    assert (
+        from_roll(path)
+        == from_roll(str(path))
+        == Reading(
+            Objective.preset("luspo", clip_low=0.2, clip_high=0.2, dual_clip=1.4, kl_coef=0.001),
+            Normalizer("sequences", "step"),
+            temperature=1.0,
+            advantages=(
+                clamp(10.0),
+                Step("token_returns", {"gamma": 1.0, "reward_clip": 10.0}),
+                Step("whiten", {}),
+                clamp(2.0),
+            ),
+            not_the_loss=(
+                "rollout_batch_size",
+                "num_return_sequences_in_group",
+                "prompt_length",
+                "response_length",
+                "ppo_epochs",
+                "reward_shift",
+                "reward_scale",
+            ),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, objective",
+    [
+        ({"pg_clip": "3e-4"}, Objective(clip_low=3e-4, clip_high=3e-4)),
+        ({"use_pg_clip_range": True, "pg_clip_low": 3e-4, "pg_clip_high": 4e-4}, Objective()),
+        (
+            {
+                "use_pg_clip_range": True,
+                "pg_clip_low": 3e-4,
+                "pg_clip_high": 4e-4,
+                "dual_clip_loss": True,
+                "pg_clip": 0.5,
+            },
+            Objective(dual_clip=2.0),
         ),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("settings, objective", [
-    ({"pg_clip": "3e-4"}, Objective(clip_low=3e-4, clip_high=3e-4)),
-    ({"use_pg_clip_range": True, "pg_clip_low": 3e-4, "pg_clip_high": 4e-4}, Objective()),
-    ({"use_pg_clip_range": True, "pg_clip_low": 3e-4, "pg_clip_high": 4e-4, "dual_clip_loss": True, "pg_clip": 0.5},
-     Objective(dual_clip=2.0)),
-    ({"importance_sampling": "token", "loss_agg_mode": "token-mean", "entropy_loss_coef": 0.1},
-     Objective.preset("bnpo", entropy_coef=0.1)),
-    ({"importance_sampling": "token", "loss_agg_mode": "seq-mean-token-sum-norm", "prompt_length": 8,
-      "response_length": 25}, Objective.preset("dr_grpo", length_norm=32)),
-    ({"importance_sampling": "token", "loss_agg_mode": "seq-mean-token-sum-norm", "sequence_length": 33},
-     Objective.preset("dr_grpo", length_norm=32)),
-    ({"importance_sampling": "token", "train_infer_correction": {"is_weight": {"enabled": True, "weight_type":
-      "geometric"}}}, Objective.preset("grpo", rollout_correction=RolloutCorrection("geometric", high=1.2))),
-])  # fmt: skip
+        (
+            {"importance_sampling": "token", "loss_agg_mode": "token-mean", "entropy_loss_coef": 0.1},
+            Objective.preset("bnpo", entropy_coef=0.1),
+        ),
+        (
+            {
+                "importance_sampling": "token",
+                "loss_agg_mode": "seq-mean-token-sum-norm",
+                "prompt_length": 8,
+                "response_length": 25,
+            },
+            Objective.preset("dr_grpo", length_norm=32),
+        ),
+        (
+            {"importance_sampling": "token", "loss_agg_mode": "seq-mean-token-sum-norm", "sequence_length": 33},
+            Objective.preset("dr_grpo", length_norm=32),
+        ),
+        (
+            {
+                "importance_sampling": "token",
+                "train_infer_correction": {"is_weight": {"enabled": True, "weight_type": "geometric"}},
+            },
+            Objective.preset("grpo", rollout_correction=RolloutCorrection("geometric", high=1.2)),
+        ),
+    ],
+)
 def test_rolls_settings_make_the_objective(settings: dict[str, Any], objective: Objective) -> None:
     reading = from_roll(ROLL | settings)
     assert reading.objective == objective
@@ -305,45 +374,84 @@ def test_rolls_settings_make_the_objective(settings: dict[str, Any], objective: 
 GROUPS = {"eps": 1e-6, "group_size": 8}
 
 
-@pytest.mark.parametrize("settings, first", [
-    ({}, None),
-    ({"adv_estimator": "grpo"}, Step("normalize_rewards", {**GROUPS, "by": "group", "shift": True, "scale": True})),
-    ({"reward_norm": "batch"}, Step("normalize_rewards", {"eps": 1e-6, "by": "batch", "shift": True, "scale": True})),
-    ({"reward_norm": "group", "reward_shift": True},
-     Step("normalize_rewards", {**GROUPS, "by": "group", "shift": True, "scale": False})),
-    ({"reward_norm": "running", "reward_scale": True},
-     Step("normalize_rewards", {"eps": 1e-6, "by": "running", "shift": False, "scale": True})),
-    ({"norm_mean_type": "group"}, Step("normalize_rewards", {**GROUPS, "by": "group", "shift": True, "scale": False})),
-    ({"norm_std_type": "batch"},
-     Step("normalize_rewards", {"eps": 1e-6, "by": "batch", "shift": False, "scale": True})),
-    ({"norm_mean_type": "group", "norm_std_type": "batch"}, Step("group_advantages", {**GROUPS, "scale": "batch"})),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, first",
+    [
+        ({}, None),
+        ({"adv_estimator": "grpo"}, Step("normalize_rewards", {**GROUPS, "by": "group", "shift": True, "scale": True})),
+        (
+            {"reward_norm": "batch"},
+            Step("normalize_rewards", {"eps": 1e-6, "by": "batch", "shift": True, "scale": True}),
+        ),
+        (
+            {"reward_norm": "group", "reward_shift": True},
+            Step("normalize_rewards", {**GROUPS, "by": "group", "shift": True, "scale": False}),
+        ),
+        (
+            {"reward_norm": "running", "reward_scale": True},
+            Step("normalize_rewards", {"eps": 1e-6, "by": "running", "shift": False, "scale": True}),
+        ),
+        (
+            {"norm_mean_type": "group"},
+            Step("normalize_rewards", {**GROUPS, "by": "group", "shift": True, "scale": False}),
+        ),
+        (
+            {"norm_std_type": "batch"},
+            Step("normalize_rewards", {"eps": 1e-6, "by": "batch", "shift": False, "scale": True}),
+        ),
+        ({"norm_mean_type": "group", "norm_std_type": "batch"}, Step("group_advantages", {**GROUPS, "scale": "batch"})),
+    ],
+)
 def test_rolls_normalisation_of_rewards(settings: dict[str, Any], first: Step | None) -> None:
     steps = from_roll(ROLL | {"num_return_sequences_in_group": 8} | settings).advantages
     assert steps == (*([] if first is None else [first]), Step("token_returns", {"gamma": 1.0}))
 
 
 def test_what_rolls_loss_needs_besides() -> None:
-    more = {"add_token_level_kl": True, "init_kl_coef": 0.05, "kl_penalty": "mse", "max_len_mask": True,
-            "length_loss_weight": True, "defaults": ["../config/deepspeed_zero@_here_"]}  # fmt: skip
+    more = {
+        "add_token_level_kl": True,
+        "init_kl_coef": 0.05,
+        "kl_penalty": "mse",
+        "max_len_mask": True,
+        "length_loss_weight": True,
+        "defaults": ["../config/deepspeed_zero@_here_"],
+    }
     reading = from_roll(ROLL | more)
     returns = {"gamma": 1.0, "kl": "k2, old against reference", "kl_coef": 0.05}
     assert reading.advantages == (Step("token_returns", returns),)
     assert reading.beside == {
-        "max_len_mask": True, "length_loss_weight": True, "defaults": ["../config/deepspeed_zero@_here_"],
-        "difficulty_low_threshold": 0.0, "difficulty_high_threshold": 1.0, "error_max_len_threshold": 9999999999,
+        "max_len_mask": True,
+        "length_loss_weight": True,
+        "defaults": ["../config/deepspeed_zero@_here_"],
+        "difficulty_low_threshold": 0.0,
+        "difficulty_high_threshold": 1.0,
+        "error_max_len_threshold": 9999999999,
         "mask_type": "loss",
-    }  # fmt: skip
+    }
 
 
 def test_statesets_guide() -> None:
-    guide = {"num_generations": 6, "clip_range_left": 2e-4, "clip_range_right": 3e-4, "learning_rate": 3e-6,
-             "use_lora": True, "beta": 0.0, "temperature": 0.7}  # fmt: skip
+    guide = {
+        "num_generations": 6,
+        "clip_range_left": 2e-4,
+        "clip_range_right": 3e-4,
+        "learning_rate": 3e-6,
+        "use_lora": True,
+        "beta": 0.0,
+        "temperature": 0.7,
+    }
     group = Step("group_advantages", {"group_size": 6, "ddof": 0, "eps": 0.0})
-    assert from_stateset(guide) == from_stateset(make_dataclass("GSPOConfig", guide)(**guide)) == Reading(
-        Objective(clip_low=2e-4, clip_high=3e-4), ROWS, temperature=1.0, advantages=(group,),
-        not_the_loss=("learning_rate", "use_lora", "beta", "temperature"),
-    )  # fmt: skip
+    assert (
+        from_stateset(guide)
+        == from_stateset(make_dataclass("GSPOConfig", guide)(**guide))
+        == Reading(
+            Objective(clip_low=2e-4, clip_high=3e-4),
+            ROWS,
+            temperature=1.0,
+            advantages=(group,),
+            not_the_loss=("learning_rate", "use_lora", "beta", "temperature"),
+        )
+    )
     token = from_stateset({"use_gspo_token": True, "objective": None, "rescore_old_log_probs": False})
     assert token.objective == Objective(ratio="sequence-token") and token.old_log_probs == "rollout"
 
@@ -361,18 +469,25 @@ def test_ms_swifts_command_line() -> None:
         assert from_ms_swift(settings).objective == Objective(ratio="sequence-token", kl_coef=0.04)
 
 
-@pytest.mark.parametrize("settings, objective", [
-    ({}, Objective.preset("grpo")),
-    ({"loss_type": "dapo", "epsilon_high": 0.28}, Objective.preset("dapo")),
-    ({"loss_type": "bnpo"}, Objective.preset("bnpo")),
-    ({"loss_type": "dr_grpo", "max_completion_length": 32}, Objective.preset("dr_grpo", length_norm=32)),
-    ({"loss_type": "cispo", "epsilon_high": 5.0}, Objective.preset("cispo")),
-    ({"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_level": "sequence"},
-     Objective.preset("cispo", ratio="sequence")),
-    ({"loss_type": "sapo", "tau_pos": 2.0}, Objective.preset("sapo", sapo_temperature_pos=2.0)),
-    ({"delta": 2.0, "use_vllm": True, "rollout_importance_sampling_mode": "sequence_truncate"},
-     Objective.preset("grpo", delta=2.0, rollout_correction=RolloutCorrection("geometric", high=2.0))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, objective",
+    [
+        ({}, Objective.preset("grpo")),
+        ({"loss_type": "dapo", "epsilon_high": 0.28}, Objective.preset("dapo")),
+        ({"loss_type": "bnpo"}, Objective.preset("bnpo")),
+        ({"loss_type": "dr_grpo", "max_completion_length": 32}, Objective.preset("dr_grpo", length_norm=32)),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, Objective.preset("cispo")),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0, "importance_sampling_level": "sequence"},
+            Objective.preset("cispo", ratio="sequence"),
+        ),
+        ({"loss_type": "sapo", "tau_pos": 2.0}, Objective.preset("sapo", sapo_temperature_pos=2.0)),
+        (
+            {"delta": 2.0, "use_vllm": True, "rollout_importance_sampling_mode": "sequence_truncate"},
+            Objective.preset("grpo", delta=2.0, rollout_correction=RolloutCorrection("geometric", high=2.0)),
+        ),
+    ],
+)
 def test_ms_swifts_settings_make_the_objective(settings: dict[str, Any], objective: Objective) -> None:
     reading = from_ms_swift({"beta": 0.0} | settings)
     assert reading.objective == objective

@@ -183,8 +183,10 @@ def test_the_mask_ends_with_the_first_end_of_sequence() -> None:
 def test_sampling_ignores_the_checkpoints_own_sampling_defaults(checkpoint: Path) -> None:
     loaded = policy.load_policy(str(checkpoint))
     assert loaded.checkpoint_generation_config.top_k == 1
+    weight = loaded.head.weight
+    assert isinstance(weight, torch.Tensor)
     with torch.no_grad():
-        loaded.head.weight.mul_(4)  # logits large enough for a penalty to show
+        weight.mul_(4)  # logits large enough for a penalty to show
     rollout = sample(loaded, ["sort abc:"], group_size=512, max_new_tokens=1, temperature=1.0)
     ids, mask = encode(loaded, ["sort abc:"])
     with torch.no_grad():
@@ -273,7 +275,8 @@ def test_a_saved_checkpoint_is_trained_from_the_command_line(tmp_path: Path, che
     assert "Held-out reward" in result.output and str(tmp_path / "tiny" / "metrics.jsonl") in result.output
     assert len(rows_of(tmp_path / "tiny")) == 3
     before, after = (policy.load_policy(str(at)) for at in (checkpoint, tmp_path / "tiny" / "model-seed0"))
-    assert not torch.equal(before.head.weight, after.head.weight)
+    weights: list[Any] = [before.head.weight, after.head.weight]
+    assert not torch.equal(*weights)
     assert after.checkpoint_generation_config.top_k == 1  # the checkpoint's own defaults come back
 
 
@@ -300,8 +303,17 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 
 def test_what_a_model_does_to_its_logits_reaches_the_loss() -> None:
     tokenizer = policy.demo_policy().tokenizer
-    config = dict(vocab_size=15, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                  num_key_value_heads=1, head_dim=8, eos_token_id=1, bos_token_id=1)  # fmt: skip
+    config: dict[str, Any] = dict(
+        vocab_size=15,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        eos_token_id=1,
+        bos_token_id=1,
+    )
     made = policy.make_policy(Gemma2ForCausalLM(Gemma2Config(**config, final_logit_softcapping=3.0)), tokenizer)
     assert made.head_options == {"logit_scale": 1.0, "logit_softcap": 3.0, "vocab_size": 15}
     policy.check_head(made, "auto")

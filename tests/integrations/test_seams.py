@@ -84,10 +84,14 @@ def prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwargs: An
     total, outs = lp.new_zeros(()), []
     scale = b.mask.sum() if weights is None else weights[b.mask].sum()
     for i in range(B):
-        inputs = SimpleNamespace(
-            trainer_logprobs=lp[i], inference_logprobs=b.old[i], ref_logprobs=b.ref[i], advantages=per_token(b)[i],
-            loss_mask=b.mask[i], loss_weights=None if weights is None else weights[i],
-        )  # fmt: skip
+        inputs: Any = SimpleNamespace(
+            trainer_logprobs=lp[i],
+            inference_logprobs=b.old[i],
+            ref_logprobs=b.ref[i],
+            advantages=per_token(b)[i],
+            loss_mask=b.mask[i],
+            loss_weights=None if weights is None else weights[i],
+        )
         outs.append(seams.prime_rl(inputs, **kwargs))
         total = total + outs[-1].loss
     return total / scale, outs
@@ -129,11 +133,22 @@ def test_prime_rl_has_gspo_over_its_tokens(batch: Rollout) -> None:
 # slime: slime/utils/ppo_utils.py, slime/backends/megatron_utils/{loss,cp_utils}.py.
 
 SLIME: dict[str, Any] = dict(
-    eps_clip=3e-4, eps_clip_high=4e-4, eps_clip_c=None, entropy_coef=0.0, use_kl_loss=False, kl_loss_coef=0.0,
-    kl_loss_type="low_var_kl", use_unbiased_kl=False, calculate_per_token_loss=False, context_parallel_size=1,
-    use_opsm=False, custom_pg_loss_reducer_function_path=None, use_tis=False, get_mismatch_metrics=False,
+    eps_clip=3e-4,
+    eps_clip_high=4e-4,
+    eps_clip_c=None,
+    entropy_coef=0.0,
+    use_kl_loss=False,
+    kl_loss_coef=0.0,
+    kl_loss_type="low_var_kl",
+    use_unbiased_kl=False,
+    calculate_per_token_loss=False,
+    context_parallel_size=1,
+    use_opsm=False,
+    custom_pg_loss_reducer_function_path=None,
+    use_tis=False,
+    get_mismatch_metrics=False,
     use_rollout_logprobs=False,
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -157,10 +172,16 @@ def slime(
     own = b.mask.sum(1) if denominators is None else denominators
     rows = lambda x: [*x]  # noqa: E731
     given = {
-        "unconcat_tokens": [20] * B, "total_lengths": [20] * B, "response_lengths": [16] * B, "rollout_mask_sums": own,
-        "loss_masks": rows(b.mask.int()), "advantages": rows(per_token(b)), "log_probs": rows(b.old) if old else [],
-        "ref_log_probs": rows(b.ref), "rollout_log_probs": rows(engine(b)),
-    }  # fmt: skip
+        "unconcat_tokens": [20] * B,
+        "total_lengths": [20] * B,
+        "response_lengths": [16] * B,
+        "rollout_mask_sums": own,
+        "loss_masks": rows(b.mask.int()),
+        "advantages": rows(per_token(b)),
+        "log_probs": rows(b.old) if old else [],
+        "ref_log_probs": rows(b.ref),
+        "rollout_log_probs": rows(engine(b)),
+    }
     mean = lambda x: ((x.view(B, 16) * b.mask).sum(1) / own.clamp(min=1)).sum()  # noqa: E731
     args = SimpleNamespace(**{**SLIME, **changes})
     return seams.slime(args, given, lp.reshape(1, -1), mean, objective=objective)
@@ -190,8 +211,11 @@ def test_slimes_gspo(batch: Rollout, slime_loss: None) -> None:
     rest = lambda lp, kl: theirs(lp) - 0.01 * mean(lp.square()) + 0.1 * mean(kl)  # noqa: E731
     check(b, lambda lp: slime(b, lp, terms, **more), lambda lp: rest(lp, k3(lp, b.ref)))
     unbiased = replace(terms, kl_estimator="unbiased")
-    check(b, lambda lp: slime(b, lp, unbiased, use_unbiased_kl=True, **more),
-          lambda lp: rest(lp, (lp - b.old).exp() * k3(lp, b.ref)))  # fmt: skip
+    check(
+        b,
+        lambda lp: slime(b, lp, unbiased, use_unbiased_kl=True, **more),
+        lambda lp: rest(lp, (lp - b.old).exp() * k3(lp, b.ref)),
+    )
 
 
 def test_slimes_truncated_weights(batch: Rollout, slime_loss: None) -> None:
@@ -227,13 +251,25 @@ class OffPolicyCorrection:
 def skyrl(
     b: Rollout, lp: Tensor, rows: slice = slice(None), objective: Objective = GSPO, tis: Any = None, **changes: Any
 ) -> Any:
-    config = SimpleNamespace(**{
-        "eps_clip_low": 3e-4, "eps_clip_high": 4e-4, "loss_reduction": "sequence_mean",
-        "off_policy_correction": OffPolicyCorrection(tis_ratio_type=tis), **changes,
-    })  # fmt: skip
+    config = SimpleNamespace(
+        **{
+            "eps_clip_low": 3e-4,
+            "eps_clip_high": 4e-4,
+            "loss_reduction": "sequence_mean",
+            "off_policy_correction": OffPolicyCorrection(tis_ratio_type=tis),
+            **changes,
+        }
+    )
     scaled = per_token(b) / (B * lengths(b))  # apply_loss_reduction_to_advantages_minibatch
-    return seams.skyrl(lp[rows], b.old[rows], scaled[rows], config=config, loss_mask=b.mask[rows].float(),
-                       rollout_logprobs=engine(b)[rows], objective=objective)  # fmt: skip
+    return seams.skyrl(
+        lp[rows],
+        b.old[rows],
+        scaled[rows],
+        config=config,
+        loss_mask=b.mask[rows].float(),
+        rollout_logprobs=engine(b)[rows],
+        objective=objective,
+    )
 
 
 def test_skyrls_gspo(batch: Rollout) -> None:
@@ -278,9 +314,13 @@ class Trainer:
 
 def swift_batch(b: Rollout, **changes: Any) -> Any:
     given = {
-        "completion_mask": b.mask, "truncated_mask": ~b.mask.any(1), "advantages": per_token(b),
-        "old_per_token_logps": b.old, "ref_per_token_logps": None, "rollout_per_token_logps": engine(b),
-    }  # fmt: skip
+        "completion_mask": b.mask,
+        "truncated_mask": ~b.mask.any(1),
+        "advantages": per_token(b),
+        "old_per_token_logps": b.old,
+        "ref_per_token_logps": None,
+        "rollout_per_token_logps": engine(b),
+    }
     return SimpleNamespace(**{**given, **changes})
 
 
@@ -296,35 +336,52 @@ def test_ms_swifts_gspo(batch: Rollout) -> None:
     ratio, a = sequence_ratio(b.log_probs, b.old, b), per_token(b)
     low = ((ratio < 1 - 3e-4) & (a < 0))[b.mask].double().mean().item()
     high = ((ratio > 1 + 4e-4) & (a > 0))[b.mask].double().mean().item()
-    assert found["clipping"] == pytest.approx({
-        "low_clip_mean": 2 * low, "low_clip_min": low, "high_clip_mean": 2 * high, "high_clip_max": 3 * high,
-        "region_clip_mean": 2 * (low + high),
-    })  # fmt: skip
+    assert found["clipping"] == pytest.approx(
+        {
+            "low_clip_mean": 2 * low,
+            "low_clip_min": low,
+            "high_clip_mean": 2 * high,
+            "high_clip_max": 3 * high,
+            "region_clip_mean": 2 * (low + high),
+        }
+    )
     assert found["mode"] == "train" and found["completion_token_count"] == b.mask.sum() and "kl" not in found
 
     class WithKL(Trainer):
         loss = partialmethod(seams.ms_swift, objective=Objective(kl_coef=0.1, delta=1.0005))
 
     make = partial(WithKL, beta=0.1, args=SimpleNamespace(delta=1.0005, log_entropy=False))
-    found = check(b, lambda lp: make(lp).loss(None, {}, swift_batch(b, ref_per_token_logps=b.ref)),
-                  partial(theirs, delta=1.0005, beta=0.1))  # fmt: skip
+    found = check(
+        b,
+        lambda lp: make(lp).loss(None, {}, swift_batch(b, ref_per_token_logps=b.ref)),
+        partial(theirs, delta=1.0005, beta=0.1),
+    )
     assert found["kl"] == pytest.approx(2 * k3(b.log_probs, b.ref)[b.mask].mean().item())
     check(b, lambda lp: Trainer(lp, beta=0.1, kl_in_reward=True).loss(None, {}, swift_batch(b)), theirs)
     whole = swift_batch(b, completion_mask=rollout(GSPO).mask)  # the filter takes the row out
     check(b, lambda lp: Trainer(lp, overlong_filter=True).loss(None, {}, whole), theirs)
     weights = (((b.old - engine(b)) * b.mask).sum(1, keepdim=True) / lengths(b)).exp().clamp(max=1.01)
     ours = Objective(rollout_correction=RolloutCorrection(level="geometric", high=1.01))  # sequence_truncate
-    check(b, lambda lp: seams.ms_swift(Trainer(lp), None, {}, swift_batch(b), objective=ours),
-          partial(theirs, weights=weights))  # fmt: skip
+    check(
+        b,
+        lambda lp: seams.ms_swift(Trainer(lp), None, {}, swift_batch(b), objective=ours),
+        partial(theirs, weights=weights),
+    )
 
 
 def test_ms_swifts_log_probs_without_logits() -> None:
     """_get_logps_via_local_forward on a tiny Gemma, whose soft-cap is found; temperature 0.7."""
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
-        vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, head_dim=8,
-        num_key_value_heads=1, final_logit_softcapping=4.0,
-    )  # fmt: skip
+        vocab_size=24,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=8,
+        num_key_value_heads=1,
+        final_logit_softcapping=4.0,
+    )
     model = transformers.Gemma2ForCausalLM(config).double()
     ids, keep = torch.randint(3, 24, (3, 9)), 5
     logits = (model(input_ids=ids).logits[:, -keep - 1 : -1] / 0.7).log_softmax(-1)
@@ -344,17 +401,31 @@ def test_ms_swifts_log_probs_without_logits() -> None:
 # OpenRLHF: openrlhf/models/loss.py, openrlhf/utils/loss_utils.py.
 
 OPENRLHF: dict[str, Any] = dict(
-    clip_eps_low=3e-4, clip_eps_high=4e-4, dual_clip=None, token_level_loss=True, policy_loss_type="gspo",
-    is_correction_level="off", is_correction_mode="mask", is_correction_gating="ratio",
+    clip_eps_low=3e-4,
+    clip_eps_high=4e-4,
+    dual_clip=None,
+    token_level_loss=True,
+    policy_loss_type="gspo",
+    is_correction_level="off",
+    is_correction_mode="mask",
+    is_correction_gating="ratio",
     is_correction_threshold=[0.5, 5.0],
-)  # fmt: skip
+)
 
 
 def openrlhf(b: Rollout, lp: Tensor, objective: Objective = GSPO, **changes: Any) -> tuple[Tensor, Any]:
     """Of two ranks and two micro-batches in an optimizer step, as iter_grad_accum_global_norm counts."""
     module = seams.OpenRLHFPolicyLoss(**{**OPENRLHF, **changes}, objective=objective)
-    loss, *rest = module(lp, b.old, per_token(b), action_mask=b.mask.long(), rollout_log_probs=engine(b), dp_size=2,
-                         batch_num_tokens=torch.tensor(99.0), global_batch_size=torch.tensor(17.5))  # fmt: skip
+    loss, *rest = module(
+        lp,
+        b.old,
+        per_token(b),
+        action_mask=b.mask.long(),
+        rollout_log_probs=engine(b),
+        dp_size=2,
+        batch_num_tokens=torch.tensor(99.0),
+        global_batch_size=torch.tensor(17.5),
+    )
     return loss, rest
 
 
@@ -419,8 +490,11 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (slime, {"eps_clip_c": 3.0}, "--eps-clip-c must be None"),
     (slime, {"entropy_coef": 0.1}, "--entropy-coef must be 0.0"),
     (slime, {"use_kl_loss": True, "kl_loss_coef": 0.1}, "--kl-loss-coef must be 0.0"),
-    (slime, {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1", "objective": Objective(kl_coef=0.1)},
-     "--kl-loss-type must be 'k3'"),
+    (
+        slime,
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1", "objective": Objective(kl_coef=0.1)},
+        "--kl-loss-type must be 'k3'",
+    ),
     (slime, {"calculate_per_token_loss": True}, "--calculate-per-token-loss must be False"),
     (slime, {"context_parallel_size": 2}, "--context-parallel-size must be 1"),
     (slime, {"use_opsm": True}, "--use-opsm must be False"),
@@ -453,9 +527,15 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (openrlhf, {"dual_clip": 3.0}, "--actor.dual_clip must be None"),
     (openrlhf, {"objective": Objective(kl_coef=0.1)}, "objective.kl_coef must be 0.0"),
     (openrlhf, {"objective": Objective(entropy_coef=0.1)}, "objective.entropy_coef must be 0.0"),
-    *((seam, {"objective": Objective(surrogate="sapo", aggregation="token-mean")},
-       "objective.aggregation must be 'seq-mean-token-mean'") for seam in (slime, skyrl, swift, openrlhf)),
-]  # fmt: skip
+    *(
+        (
+            seam,
+            {"objective": Objective(surrogate="sapo", aggregation="token-mean")},
+            "objective.aggregation must be 'seq-mean-token-mean'",
+        )
+        for seam in (slime, skyrl, swift, openrlhf)
+    ),
+]
 
 
 @pytest.mark.parametrize(("seam", "changes", "message"), REFUSED, ids=lambda x: None if callable(x) else str(x)[:40])
@@ -478,8 +558,11 @@ def fake(monkeypatch: pytest.MonkeyPatch, path: str, **contents: Any) -> Any:
 
 def test_the_lines_of_the_page(batch: Rollout, slime_loss: None, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, table, runs = {}, {}, []
-    fake(monkeypatch, "skyrl.backends.skyrl_train.utils.ppo_utils",
-         PolicyLossRegistry=SimpleNamespace(register=settings.__setitem__))  # fmt: skip
+    fake(
+        monkeypatch,
+        "skyrl.backends.skyrl_train.utils.ppo_utils",
+        PolicyLossRegistry=SimpleNamespace(register=settings.__setitem__),
+    )
     fake(monkeypatch, "skyrl.train.entrypoints.main_base", main=lambda: runs.append("skyrl"))
     fake(monkeypatch, "swift.rlhf_trainers", GRPOTrainer=Trainer)
     fake(monkeypatch, "swift.trainers", TrainerFactory=SimpleNamespace(TRAINER_MAPPING=table))

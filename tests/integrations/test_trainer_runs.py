@@ -216,9 +216,21 @@ def test_groups_without_a_signal_are_those_of_equal_rewards() -> None:
 
 def moe_checkpoint(folder: Path, **config: Any) -> Path:
     torch.manual_seed(0)
-    sizes = dict(vocab_size=15, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_experts=4,
-                 num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-                 router_aux_loss_coef=0.5, max_position_embeddings=64, eos_token_id=1)  # fmt: skip
+    sizes = dict(
+        vocab_size=15,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        router_aux_loss_coef=0.5,
+        max_position_embeddings=64,
+        eos_token_id=1,
+    )
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **config})).save_pretrained(folder)
     policy.demo_policy().tokenizer.save_pretrained(folder)
     return folder

@@ -47,11 +47,12 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     ),
     "sapo": (Objective.preset("sapo"), {"loss_type": "sapo"}),
     "sapo of sequences": (
-        Objective.preset("sapo", ratio="sequence"), {"loss_type": "sapo", "level": SEQUENCE},
+        Objective.preset("sapo", ratio="sequence"),
+        {"loss_type": "sapo", "level": SEQUENCE},
     ),
     "gmpo": (Objective.preset("gmpo"), {"loss_type": "gmpo"}),
     "gmpo k3": (Objective.preset("gmpo", kl_coef=0.1), {"loss_type": "gmpo", "beta": 0.1}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

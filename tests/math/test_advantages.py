@@ -206,7 +206,7 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "size": (lambda: normalize_rewards(torch.ones(2), "batch", 2), ValueError, "group_size", "by='group'"),
     "turn ids": (lambda: turn_advantages(torch.ones(2, 3), torch.ones(2, 4)), TypeError, "turn_ids", "float32"),
     "turns": (lambda: turn_advantages(torch.ones(2), torch.ones(2, 4).long()), ValueError, "advantages", "[2]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", BAD)

@@ -18,8 +18,8 @@ from gspo_kernels import Objective
 from gspo_kernels.custom_op import flatten
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
-SMALL = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64}
-WIDE = {"clip_low": 0.2, "clip_high": 0.2}
+SMALL: dict[str, Any] = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64}
+WIDE: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2}
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": WIDE,
     "gspo-token": {**WIDE, "ratio": "sequence-token"},
@@ -32,9 +32,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias-softcap-temperature": {
-        "bias": True, "logit_softcap": 3.0, "logit_scale": 0.8, "temperature": "per-token", "padded_vocab": 2,
+        "bias": True,
+        "logit_softcap": 3.0,
+        "logit_scale": 0.8,
+        "temperature": "per-token",
+        "padded_vocab": 2,
     },
-}  # fmt: skip
+}
 
 
 def gradcheck(fn: Any, inputs: Any, backend: str) -> bool:
@@ -51,9 +55,15 @@ def test_fused_loss_passes_gradcheck(name: str, head: str, backend: str) -> None
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return gspo_fused_loss(
-            hidden, weight, sample.target_ids, sample.advantages,
-            bias=bias, objective=sample.objective, backend=backend, **sample.options,
-        ).loss  # fmt: skip
+            hidden,
+            weight,
+            sample.target_ids,
+            sample.advantages,
+            bias=bias,
+            objective=sample.objective,
+            backend=backend,
+            **sample.options,
+        ).loss
 
     if sample.objective.ratio != "sequence-token":
         assert gradcheck(loss, leaves, backend)
@@ -61,9 +71,14 @@ def test_fused_loss_passes_gradcheck(name: str, head: str, backend: str) -> None
         # GSPO-token's gradient is not that of its value (paper, eq. 13): the value is checked against the plain form's.
         plain = make_sample(1, objective=Objective(**WIDE), spread=0.3, **SMALL, **HEADS[head])
         as_sequence = gspo_fused_loss(
-            leaves[0], leaves[1], plain.target_ids, plain.advantages, objective=plain.objective,
-            bias=leaves[2] if len(leaves) > 2 else None, **plain.options,
-        ).loss  # fmt: skip
+            leaves[0],
+            leaves[1],
+            plain.target_ids,
+            plain.advantages,
+            objective=plain.objective,
+            bias=leaves[2] if len(leaves) > 2 else None,
+            **plain.options,
+        ).loss
         for a, b in zip(
             torch.autograd.grad(loss(*leaves), leaves), torch.autograd.grad(as_sequence, leaves), strict=True
         ):
@@ -96,9 +111,15 @@ def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
 
     def loss(log_probs: Tensor, entropies: Tensor) -> Tensor:
         return policy_loss(
-            log_probs, torch.tensor([1.0, 2.0, -0.5]), mask=mask, old_log_probs=old, ref_log_probs=ref,
-            entropy=entropies, objective=Objective(**OBJECTIVES[name]), backend=backend,
-        ).loss  # fmt: skip
+            log_probs,
+            torch.tensor([1.0, 2.0, -0.5]),
+            mask=mask,
+            old_log_probs=old,
+            ref_log_probs=ref,
+            entropy=entropies,
+            objective=Objective(**OBJECTIVES[name]),
+            backend=backend,
+        ).loss
 
     assert gradcheck(loss, (lp.requires_grad_(), entropy.requires_grad_()), backend)
 
@@ -128,9 +149,14 @@ def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: An
             policy_loss(lp, sample.advantages, objective=sample.objective, entropy=entropy, **keep)
         else:
             gspo_fused_loss(
-                leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages,
-                bias=leaves.get("bias"), objective=sample.objective, **rest,
-            )  # fmt: skip
+                leaves["hidden"],
+                leaves["weight"],
+                sample.target_ids,
+                sample.advantages,
+                bias=leaves.get("bias"),
+                objective=sample.objective,
+                **rest,
+            )
     monkeypatch.undo()
     return caught.value.args[0]
 
@@ -177,8 +203,13 @@ def test_fake_outputs_have_every_field_of_real_ones(
     assert len(real) == len(fake) >= 4
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.dtype, a.stride(), a.device, a.layout, a.requires_grad) == (
-            b.shape, b.dtype, b.stride(), b.device, b.layout, b.requires_grad,
-        )  # fmt: skip
+            b.shape,
+            b.dtype,
+            b.stride(),
+            b.device,
+            b.layout,
+            b.requires_grad,
+        )
         assert a.storage_offset() == b.storage_offset() == 0 and a.is_contiguous()
 
 
@@ -186,10 +217,14 @@ def test_fake_outputs_have_every_field_of_real_ones(
 @pytest.mark.parametrize(
     ("backend", "name", "packed", "budget"),
     [
-        ("torch", "gspo", False, 0.0), ("torch", "grpo", True, 0.0), ("torch", "entropy", False, 0.0),
-        ("torch", "gspo", True, 0.1), ("triton", "entropy", False, 0.0), ("triton", "gspo", True, 0.1),
+        ("torch", "gspo", False, 0.0),
+        ("torch", "grpo", True, 0.0),
+        ("torch", "entropy", False, 0.0),
+        ("torch", "gspo", True, 0.1),
+        ("triton", "entropy", False, 0.0),
+        ("triton", "gspo", True, 0.1),
     ],
-)  # fmt: skip
+)
 def test_compiled_without_a_graph_break_equals_eager_at_every_shape(
     backend: str, name: str, packed: bool, budget: float
 ) -> None:

@@ -68,9 +68,12 @@ def test_a_ratio_on_a_bound_is_inside_it(name: str, backend: str) -> None:
     for beyond, fraction in ((0.0, 0.0), (math.copysign(1e-9, bound), 1.0)):
         log_probs = torch.full((1, 1), bound + beyond, dtype=torch.float64, requires_grad=True)
         out = policy_loss(
-            log_probs, torch.tensor([advantage]), old_log_probs=torch.zeros(1, 1).double(), objective=objective,
+            log_probs,
+            torch.tensor([advantage]),
+            old_log_probs=torch.zeros(1, 1).double(),
+            objective=objective,
             backend=backend,
-        )  # fmt: skip
+        )
         assert out.metrics["token_clip_fraction"] == fraction
         (gradient,) = torch.autograd.grad(out.loss, log_probs)
         assert gradient.any() == (fraction == 0 or objective.surrogate == "cispo")
@@ -142,9 +145,14 @@ def test_an_exploded_ratio_times_kl_leaves_masked_tokens_alone(masked: bool, bac
     log_probs, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
     mask[0, 1] = not masked
     out = policy_loss(
-        log_probs, torch.zeros(2), mask=mask, old_log_probs=torch.tensor([[-100.0], [0.0]]).expand(2, 3),
-        ref_log_probs=torch.full((2, 3), -1.0), objective=Objective(kl_coef=0.1, kl_ratio_factor=True), backend=backend,
-    )  # fmt: skip
+        log_probs,
+        torch.zeros(2),
+        mask=mask,
+        old_log_probs=torch.tensor([[-100.0], [0.0]]).expand(2, 3),
+        ref_log_probs=torch.full((2, 3), -1.0),
+        objective=Objective(kl_coef=0.1, kl_ratio_factor=True),
+        backend=backend,
+    )
     (gradient,) = torch.autograd.grad(out.loss, log_probs)
     assert out.loss == math.inf and gradient[0][mask[0]].eq(math.inf).all()
     assert not gradient[~mask].any() and gradient[1].isfinite().all()
@@ -156,9 +164,13 @@ def test_tokens_with_an_entropy_gradient_are_not_counted_as_without_one(backend:
     log_probs, entropy = torch.ones(2, 3), torch.ones(2, 3)
     for bonus, share in ((0.0, 1.0), (0.1, 0.0)):
         out = policy_loss(
-            log_probs, torch.ones(2), old_log_probs=torch.zeros(2, 3), entropy=entropy,
-            objective=Objective(entropy_coef=bonus), backend=backend,
-        )  # fmt: skip
+            log_probs,
+            torch.ones(2),
+            old_log_probs=torch.zeros(2, 3),
+            entropy=entropy,
+            objective=Objective(entropy_coef=bonus),
+            backend=backend,
+        )
         assert out.metrics["zero_coefficient_share"] == share
 
 
@@ -178,11 +190,18 @@ def test_an_id_outside_the_vocabulary_has_no_log_prob(target: int, backend: str)
 def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
     rng = torch.Generator().manual_seed(0)
     head = head_rows(
-        9, 24, 70, bias=torch.randn(70, generator=rng), adapter_hidden=torch.randn(9, 3, generator=rng),
-        adapter_weight=torch.randn(70, 3, generator=rng), temperature=torch.rand(9, generator=rng) + 0.5,
-    )  # fmt: skip
-    apart = HeadRows(*(torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], -1)[..., 0]
-                       if isinstance(x, torch.Tensor) else x for x in head))  # fmt: skip
+        9,
+        24,
+        70,
+        bias=torch.randn(70, generator=rng),
+        adapter_hidden=torch.randn(9, 3, generator=rng),
+        adapter_weight=torch.randn(70, 3, generator=rng),
+        temperature=torch.rand(9, generator=rng) + 0.5,
+    )
+    apart = HeadRows._make(
+        torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], -1)[..., 0] if isinstance(x, torch.Tensor) else x
+        for x in head
+    )
     implementation, d, needs = backends.implementation(backend), torch.ones(9), NeedsGradient(*[True] * 5)
     results = []
     for x in (head, apart):
@@ -196,7 +215,7 @@ def test_half_gradients_of_a_small_slope_do_not_vanish(upstream: float, monkeypa
     """The power of two takes the slope in; the product of half operands is stood in for, as CUDA has it."""
     head = head_rows(4, 8, 40, logit_scale=1e-6)
     head = head._replace(hidden=head.hidden.half(), weight=(1e4 * head.weight).half())
-    d, needs = torch.full((4,), upstream), (True, False, False, False, False)
+    d, needs = torch.full((4,), upstream), NeedsGradient(True, False, False, False, False)
     truth = portable.head_backward(head, portable.head_forward(head), d, None, needs)[0]
     monkeypatch.setattr(portable_tiles, "operand_dtype", lambda device, dtype: dtype)
     monkeypatch.setattr(portable_tiles, "_product", lambda a, b: a.float() @ b.float())

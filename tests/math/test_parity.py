@@ -80,17 +80,27 @@ def test_the_two_seams_chained_are_the_fused_loss_bitwise(name: str, packed: boo
         leaves["hidden"], leaves["weight"], sample.target_ids, mask=mask, entropy=True, backend=backend
     )
     out = policy_loss(
-        lp.log_probs, sample.advantages, mask=mask, cu_seqlens=cu_seqlens, entropy=lp.entropy, objective=objective,
-        old_log_probs=sample.options["old_log_probs"], ref_log_probs=sample.options["ref_log_probs"],
-        token_weights=sample.options["token_weights"], backend=backend,
-    )  # fmt: skip
+        lp.log_probs,
+        sample.advantages,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        entropy=lp.entropy,
+        objective=objective,
+        old_log_probs=sample.options["old_log_probs"],
+        ref_log_probs=sample.options["ref_log_probs"],
+        token_weights=sample.options["token_weights"],
+        backend=backend,
+    )
     out.loss.backward()
     assert torch.equal(out.loss, fused.loss)
     assert torch.equal(out.log_ratio, fused.log_ratio)
     assert torch.equal(out.log_probs, fused.log_probs)
     assert fused.metrics.keys() - out.metrics.keys() == {
-        "dropped_gradient_mass", "live_row_share", "live_tile_share", "passes",
-    }  # fmt: skip
+        "dropped_gradient_mass",
+        "live_row_share",
+        "live_tile_share",
+        "passes",
+    }
     for key, value in out.metrics.items():
         assert torch.equal(fused.metrics[key], value), key
     for key, value in fused_grads.items():

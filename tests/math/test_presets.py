@@ -92,9 +92,18 @@ def reinforce(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
 
 
 FORMULAS: dict[str, Formula] = {
-    "gspo": gspo, "gspo-token": gspo_token, "grpo": grpo, "dapo": dapo, "bnpo": dapo, "dr_grpo": dr_grpo,
-    "luspo": luspo, "cispo": cispo, "sapo": sapo, "gmpo": gmpo, "reinforce": reinforce,
-}  # fmt: skip
+    "gspo": gspo,
+    "gspo-token": gspo_token,
+    "grpo": grpo,
+    "dapo": dapo,
+    "bnpo": dapo,
+    "dr_grpo": dr_grpo,
+    "luspo": luspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "reinforce": reinforce,
+}
 
 
 def by_autograd(formula: Formula, batch: Rollout, o: Objective) -> tuple[Tensor, Tensor]:
@@ -200,8 +209,14 @@ def test_a_ratio_that_is_no_number_is_seen_where_there_is_no_divergence(estimato
     lp = -torch.ones(1, 2)
     for ratio, seen in ((float("nan"), True), (-float("inf"), False)):
         old = torch.tensor([[ratio, -1.0]])
-        out = policy_loss(lp, torch.ones(1), old_log_probs=old, ref_log_probs=lp, backend=backend,
-                          objective=Objective.preset("reinforce", kl_coef=0.1, **kl))  # fmt: skip
+        out = policy_loss(
+            lp,
+            torch.ones(1),
+            old_log_probs=old,
+            ref_log_probs=lp,
+            backend=backend,
+            objective=Objective.preset("reinforce", kl_coef=0.1, **kl),
+        )
         assert out.loss.isnan() == seen
 
 
@@ -227,8 +242,10 @@ def test_both_backends_have_the_same_slope_of_an_impossible_divergence(estimator
 def test_a_zero_advantage_and_a_masked_batch_give_nothing(name: str, backend: str) -> None:
     o = Objective.preset(name, **PRESETS[name])
     batch = rollout(o)
-    for idle in (replace(batch, advantages=torch.zeros_like(batch.advantages)),
-                 replace(batch, mask=torch.zeros_like(batch.mask))):  # fmt: skip
+    for idle in (
+        replace(batch, advantages=torch.zeros_like(batch.advantages)),
+        replace(batch, mask=torch.zeros_like(batch.mask)),
+    ):
         out, gradient = ours(idle, o, backend)
         assert out.loss == 0 and not gradient.any()
 

@@ -180,9 +180,13 @@ def test_a_sequence_alone_has_the_bits_it_has_in_any_batch(sample: Sample, i: in
 def test_equal_policies_give_ratio_exactly_one_and_the_reinforce_gradient(sample: Sample) -> None:
     head = {k: v for k, v in sample.options.items() if k not in ("ref_log_probs", "mask")}
     lp = linear_log_probs(
-        sample.leaves["hidden"], sample.leaves["weight"], sample.target_ids,
-        mask=sample.options["mask"], bias=sample.leaves.get("bias"), **head,
-    ).log_probs  # fmt: skip
+        sample.leaves["hidden"],
+        sample.leaves["weight"],
+        sample.target_ids,
+        mask=sample.options["mask"],
+        bias=sample.leaves.get("bias"),
+        **head,
+    ).log_probs
     out, grads = run_fused(sample.with_options(old_log_probs=lp.detach()))
     absent, absent_grads = run_fused(sample)
     for found in (out, absent):
@@ -213,9 +217,14 @@ def test_with_an_identity_head_each_row_of_d_hidden_sums_to_zero(sample: Sample)
 def test_gradients_are_linear_in_the_upstream_gradient(sample: Sample, factor: float) -> None:
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
     out = gspo_fused_loss(
-        leaves["hidden"], leaves["weight"], sample.target_ids, sample.advantages,
-        bias=leaves.get("bias"), objective=sample.objective, **sample.options,
-    )  # fmt: skip
+        leaves["hidden"],
+        leaves["weight"],
+        sample.target_ids,
+        sample.advantages,
+        bias=leaves.get("bias"),
+        objective=sample.objective,
+        **sample.options,
+    )
     once = torch.autograd.grad(out.loss, list(leaves.values()), retain_graph=True)
     scaled = torch.autograd.grad(out.loss * factor, list(leaves.values()))
     for a, b in zip(once, scaled, strict=True):
@@ -225,8 +234,13 @@ def test_gradients_are_linear_in_the_upstream_gradient(sample: Sample, factor: f
 @given(samples(dtype=torch.float64, bias=True), st.floats(-50, 50))
 def test_shifting_all_logits_changes_nothing(sample: Sample, shift: float) -> None:
     if "logit_softcap" in sample.options:
-        sample = Sample(sample.leaves, sample.target_ids, sample.advantages, sample.objective,
-                        {k: v for k, v in sample.options.items() if k != "logit_softcap"})  # fmt: skip
+        sample = Sample(
+            sample.leaves,
+            sample.target_ids,
+            sample.advantages,
+            sample.objective,
+            {k: v for k, v in sample.options.items() if k != "logit_softcap"},
+        )
     shifted = dict(sample.leaves, bias=(sample.leaves["bias"] + shift).detach())
     (a, grads), (b, other) = (
         run_fused(sample),

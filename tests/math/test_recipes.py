@@ -71,8 +71,9 @@ def test_rolls_gspo_recipe(by: str | None, in_reward_kl: bool, backend: str) -> 
     advantages = whiten(token_returns(normal, b.mask, reward_clip=5, **options), b.mask).clamp(-2, 2)
     torch.testing.assert_close(advantages, expected)
     given = b.log_probs.clone().requires_grad_()
-    out = policy_loss(given, advantages, mask=b.mask, old_log_probs=b.old, ref_log_probs=b.ref, objective=objective,
-                      backend=backend)  # fmt: skip
+    out = policy_loss(
+        given, advantages, mask=b.mask, old_log_probs=b.old, ref_log_probs=b.ref, objective=objective, backend=backend
+    )
     out.loss.backward()
     assert given.grad is not None
     assert_agree(b, (out, given.grad), loss.detach(), gradient)
@@ -152,8 +153,15 @@ def test_log_probs_of_the_engine_as_old_ones(backend: str) -> None:
     b = rollout(Objective())
     engine = b.old + 0.01 * torch.randn(b.old.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     correction = RolloutCorrection(level="geometric")
-    out = policy_loss(b.log_probs, b.advantages, mask=b.mask, old_log_probs=b.old, rollout_log_probs=engine,
-                      objective=Objective(rollout_correction=correction), backend=backend)  # fmt: skip
+    out = policy_loss(
+        b.log_probs,
+        b.advantages,
+        mask=b.mask,
+        old_log_probs=b.old,
+        rollout_log_probs=engine,
+        objective=Objective(rollout_correction=correction),
+        backend=backend,
+    )
     assert 0 < out.metrics["rollout_kl_sampler_trainer"] < 1e-3
     direct = policy_loss(b.log_probs, b.advantages, mask=b.mask, old_log_probs=engine, backend=backend)
     u = ((b.log_probs - engine) * b.mask).sum(1) / b.mask.sum(1)
@@ -171,8 +179,14 @@ def test_a_partial_rollout_of_two_policies_and_tool_output(backend: str) -> None
     mask = b.mask & ~tools
     old = torch.where(first, b.old, later)
     lp = b.log_probs.clone().requires_grad_()
-    out = policy_loss(lp, b.advantages, mask=mask, old_log_probs=old, backend=backend,
-                      objective=Objective(clip_low=0.5, clip_high=0.5))  # fmt: skip
+    out = policy_loss(
+        lp,
+        b.advantages,
+        mask=mask,
+        old_log_probs=old,
+        backend=backend,
+        objective=Objective(clip_low=0.5, clip_high=0.5),
+    )
     (gradient,) = torch.autograd.grad(out.loss, lp)
     for i in range(12):
         tokens = [t for t in range(16) if mask[i, t]]

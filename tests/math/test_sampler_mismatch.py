@@ -11,13 +11,12 @@ import torch
 from helpers.device import on_device, policy_loss
 from helpers.samples import Sample, make_sample, run_fused
 from tolerance import FLOAT64_RELATIVE
-from torch import Tensor
 
 from gspo_kernels import Objective, validation
 from gspo_kernels.sampler_mismatch import LEVELS, MODES, RolloutCorrection, importance_weights, off_policy_mask
 
 
-def batch(packed: bool) -> dict[str, Tensor]:
+def batch(packed: bool) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(0)
     mask = torch.rand(5, 9, generator=rng) > 0.3
     mask[2] = False
@@ -59,10 +58,12 @@ def test_weights_and_metrics_are_by_the_book(level: str, mode: str, packed: bool
     w, n = expected.flatten(), len(plain)
     assert 0 < bound < n
     metrics = {
-        "weight_mean": w.sum() / n, "weight_max": w.max(), "bound_share": bound / n,
+        "weight_mean": w.sum() / n,
+        "weight_max": w.max(),
+        "bound_share": bound / n,
         "effective_sample_size": w.sum() ** 2 / (n * w.square().sum()),
         "kl_sampler_trainer": sum(math.exp(d) - 1 - d for d in plain) / n,
-    }  # fmt: skip
+    }
     assert ours.metrics.keys() == metrics.keys()
     for name, value in metrics.items():
         assert ours.metrics[name].item() == pytest.approx(float(value), rel=1e-9), name
@@ -119,10 +120,16 @@ def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, 
     for name, value in found.metrics.items():
         assert torch.equal(out.metrics[f"rollout_{name}"], value)
     with_plain_log_probs = policy_loss(
-        expected.log_probs, sample.advantages, mask=mask, cu_seqlens=sample.options.get("cu_seqlens"),
-        old_log_probs=old, rollout_log_probs=rollout, token_weights=sample.options["token_weights"],
-        objective=corrected.objective, backend=backend,
-    )  # fmt: skip
+        expected.log_probs,
+        sample.advantages,
+        mask=mask,
+        cu_seqlens=sample.options.get("cu_seqlens"),
+        old_log_probs=old,
+        rollout_log_probs=rollout,
+        token_weights=sample.options["token_weights"],
+        objective=corrected.objective,
+        backend=backend,
+    )
     assert torch.equal(with_plain_log_probs.loss, expected.loss)
 
 
@@ -134,13 +141,21 @@ def test_a_weight_that_is_no_number_or_exploded_weighs_nothing_on_nothing(level:
     rollout = old.clone()
     rollout[0, 0] = torch.nan
     o = Objective.preset("grpo", rollout_correction=RolloutCorrection(level=level))
-    out = policy_loss(old, torch.tensor([0.0, 1.0]), old_log_probs=old, rollout_log_probs=rollout, objective=o,
-                      backend=backend)  # fmt: skip
+    out = policy_loss(
+        old, torch.tensor([0.0, 1.0]), old_log_probs=old, rollout_log_probs=rollout, objective=o, backend=backend
+    )
     assert out.loss == -0.5
     silent = torch.ones(2, 3)
     silent[0] = 0
-    out = policy_loss(old, torch.ones(2), old_log_probs=old, rollout_log_probs=rollout, objective=o,
-                      token_weights=silent, backend=backend)  # fmt: skip
+    out = policy_loss(
+        old,
+        torch.ones(2),
+        old_log_probs=old,
+        rollout_log_probs=rollout,
+        objective=o,
+        token_weights=silent,
+        backend=backend,
+    )
     assert out.loss == -0.5
     lp = (old + 1).requires_grad_()  # every token is above the window
     o = Objective.preset("grpo", rollout_correction=RolloutCorrection(level=level, high=math.inf))
@@ -242,9 +257,12 @@ def test_weights_and_masks_have_no_gradient() -> None:
 
 
 OFFSETS = {
-    "not to N": ([0, 4], "ending at N = 6"), "past N": ([0, 7], "ending at N = 6"), "not from 0": ([2, 6], "at 0"),
-    "falling": ([0, 5, 3, 6], "non-decreasing"), "none": ([], "leading 0"),
-}  # fmt: skip
+    "not to N": ([0, 4], "ending at N = 6"),
+    "past N": ([0, 7], "ending at N = 6"),
+    "not from 0": ([2, 6], "at 0"),
+    "falling": ([0, 5, 3, 6], "non-decreasing"),
+    "none": ([], "leading 0"),
+}
 
 
 @pytest.mark.parametrize("kind", OFFSETS)

@@ -317,9 +317,11 @@ def test_a_suite_runs_and_its_figure_is_drawn(suite: str, tmp_path: Path) -> Non
     found = json.loads(output.read_text())
     assert found["suite"] == name and found["commit"] and found["versions"]["torch"]
     draw = {
-        "step": figures_step.draw_step, "vocab": figures_step.draw_vocab, "trainer": figures_step.draw_trainer,
+        "step": figures_step.draw_step,
+        "vocab": figures_step.draw_vocab,
+        "trainer": figures_step.draw_trainer,
         "sparsity": figures_sparsity.draw_sparsity,
-    }[name]  # fmt: skip
+    }[name]
     draw(found["results"], tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 5000
 

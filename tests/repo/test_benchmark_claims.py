@@ -71,9 +71,10 @@ def test_rounding_log_probs_to_bf16_is_seen(tokens: fidelity.Tokens, runs: dict[
 def test_the_head_says_who_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        candidates.Candidate, "absent",
+        candidates.Candidate,
+        "absent",
         lambda self, *given: asked.append(given) or ("odd width" if self.name == NAIVE else None),
-    )  # fmt: skip
+    )
     runs, absent = fidelity.implementations(HEAD, CPU)
     assert absent == {NAIVE: "odd width"} and NAIVE not in runs and OURS in runs
     assert set(asked) == {(HEAD, torch.bfloat16, CPU)}
@@ -202,10 +203,14 @@ def test_a_trained_policy_is_measured_by_its_sequences(tmp_path: Path) -> None:
     rng = torch.Generator().manual_seed(0)
     mask = torch.arange(8) < torch.tensor([[3], [8], [5]])
     torch.save(
-        {"hidden": torch.randn(3, 8, 16, generator=rng), "weight": torch.randn(64, 16, generator=rng),
-         "target_ids": torch.randint(64, (3, 8), generator=rng), "mask": mask},
+        {
+            "hidden": torch.randn(3, 8, 16, generator=rng),
+            "weight": torch.randn(64, 16, generator=rng),
+            "target_ids": torch.randint(64, (3, 8), generator=rng),
+            "mask": mask,
+        },
         tmp_path / "states.pt",
-    )  # fmt: skip
+    )
     states = fidelity.trained(tmp_path, 14, CPU)
     assert not isinstance(states, str)
     assert states[0].sequence.tolist() == [0] * 3 + [1] * 8 + [2] * 3
@@ -313,10 +318,14 @@ def test_ranges(claims: dict[str, Any]) -> None:
 def test_the_verdict_on_ranges() -> None:
     def said(free: float, drifting: float, at_the_end: float) -> str:
         ends = {"no drift": (free, free), "drift": (drifting, at_the_end)}
-        return paper_checks.range_verdict({"laws": {
-            name: {"powers of the length": {"normalised": a, "product": 0.5, "normalised, the two longest": b}}
-            for name, (a, b) in ends.items()
-        }})  # fmt: skip
+        return paper_checks.range_verdict(
+            {
+                "laws": {
+                    name: {"powers of the length": {"normalised": a, "product": 0.5, "normalised, the two longest": b}}
+                    for name, (a, b) in ends.items()
+                }
+            }
+        )
 
     assert said(0.01, 0.02, 0.0).startswith("holds") and said(0.6, 0.6, 0.6).startswith("does not hold:")
     assert "flattens at the width of the drift" in said(-0.5, -0.3, -0.05)
@@ -368,8 +377,11 @@ def test_coefficients_lie_in_their_exact_ranges(claims: dict[str, Any]) -> None:
         assert low - eps <= numbers[kind]["A < 0"]["least"] and high < numbers[kind]["A < 0"]["largest"]
         assert sum(numbers[kind]["A > 0"]["counts"]) > 0
         assert numbers[kind]["at the bounds"] == {
-            "lower, on it": True, "lower, beyond it": False, "upper, on it": True, "upper, beyond it": False,
-        }  # fmt: skip
+            "lower, on it": True,
+            "lower, beyond it": False,
+            "upper, on it": True,
+            "upper, beyond it": False,
+        }
     assert numbers["gspo"]["largest range within a sequence"] == 0 < numbers["grpo"]["largest range within a sequence"]
     assert claims["6.7"]["verdict"].startswith("holds, exactly")
 

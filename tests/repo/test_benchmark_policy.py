@@ -72,7 +72,9 @@ def _main(suite: object, *arguments: object) -> None:
 def test_the_policy_is_saved_and_can_be_loaded(tiny: Path) -> None:
     states, loaded = policy.load(tiny), load_policy(str(tiny / "model"))
     size = policy.SIZES["tiny"]
-    assert torch.equal(states.weight, loaded.head.weight) and states.weight.shape == (size.vocab, size.width)
+    weight = loaded.head.weight
+    assert isinstance(weight, torch.Tensor) and torch.equal(states.weight, weight)
+    assert states.weight.shape == (size.vocab, size.width)
     hidden, ids = states.rows()
     assert hidden.shape[0] == ids.shape[0] == int(states.mask.sum()) > 0
     lines = [json.loads(line) for line in (tiny / "problems.jsonl").read_text().splitlines()]

@@ -59,6 +59,7 @@ except SystemExit:
     pass
 print(time.process_time() - start, "torch" in sys.modules)
 """
+    seconds = "inf"
     for _ in range(10):
         *text, last = run_python(code).splitlines()
         seconds, has_torch = last.split()

@@ -29,9 +29,15 @@ def test_the_model_example_is_the_gradient_of_the_dense_loss_and_adds_up_over_mi
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
     model = Qwen3ForCausalLM(config).double().eval()
     ids, attention = torch.randint(0, 50, (4, 9)), torch.ones(4, 9, dtype=torch.int64)
     completion = torch.arange(9) >= torch.tensor([[3], [4], [2], [5]])

@@ -25,9 +25,15 @@ RANKS = 2
 def make(tied: bool) -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
     return Qwen3ForCausalLM(config).double()
 
 

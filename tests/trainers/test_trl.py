@@ -50,9 +50,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "temperature, off-policy mask": {**SEQUENCE, "temperature": 0.7, "off_policy_mask_threshold": 1e-4},
     "truncated answers masked": {**SEQUENCE, "mask_truncated_completions": True},
     "tool mask, advantages per token": {**SEQUENCE, "mixin": "Tools"},
-    **{f"vLLM weights, {mode}": {**SEQUENCE, "vllm_importance_sampling_mode": mode, "mixin": "Vllm"}
-       for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")},
-}  # fmt: skip
+    **{
+        f"vLLM weights, {mode}": {**SEQUENCE, "vllm_importance_sampling_mode": mode, "mixin": "Vllm"}
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    },
+}
 KNOWN = {f.name for f in dataclasses.fields(GRPOConfig)} | {"lora", "mixin"}
 
 
@@ -204,10 +206,19 @@ def test_a_head_that_trl_reads_wrongly_is_read_rightly(tmp_path: Path) -> None:
     """RecurrentGemma's soft-cap has a name of its own, which TRL 1.16 does not know."""
     torch.manual_seed(0)
     config = transformers.RecurrentGemmaConfig(
-        vocab_size=10, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, lru_width=16,
-        num_key_value_heads=1, pad_token_id=0, eos_token_id=1, bos_token_id=1, logits_soft_cap=2.0,
+        vocab_size=10,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        lru_width=16,
+        num_key_value_heads=1,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+        logits_soft_cap=2.0,
         block_types=["recurrent", "attention"],
-    )  # fmt: skip
+    )
     model = transformers.RecurrentGemmaForCausalLM(config).eval()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20)

@@ -125,13 +125,20 @@ def test_the_default_clips_in_a_real_run(accumulation: int, tmp_path: Path) -> N
         checkpoint(tmp_path / "model"),
         reward,
         GSPOConfig(
-            str(tmp_path / "out"), **ON_A_CPU, gradient_accumulation_steps=accumulation, max_completion_length=6,
-            max_steps=8, logging_steps=1, learning_rate=1e-3, lr_scheduler_type="constant", save_strategy="no",
+            str(tmp_path / "out"),
+            **ON_A_CPU,
+            gradient_accumulation_steps=accumulation,
+            max_completion_length=6,
+            max_steps=8,
+            logging_steps=1,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            save_strategy="no",
             disable_tqdm=True,
         ),
         datasets.Dataset.from_list([{"prompt": a + b} for a in LETTERS for b in LETTERS]),
         processing_class=tokenizer(),
-    )  # fmt: skip
+    )
     trainer.train()
     clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "loss" in log]
     assert trainer.state.global_step == len(clipped) == 8 and rollouts == [32 * accumulation] * 2
@@ -148,14 +155,21 @@ def test_without_args_nothing_is_warned_of(tmp_path: Path, monkeypatch: pytest.M
             lambda completions, **_: [0.0] * len(completions),
             train_dataset=datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
         )
-    assert not ours(caught) and trainer.args.steps_per_generation == 4
+    settings: Any = trainer.args
+    assert not ours(caught) and settings.steps_per_generation == 4
 
 
 # gradient_accumulation_steps, steps_per_generation, num_iterations, and whether the ratio can leave 1.
 RUNS = [
-    (1, 1, 1, False), (2, 2, 1, False), (4, 2, 1, False), (4, 2, 2, False),
-    (1, 2, 1, True), (1, 1, 2, True), (2, 1, 4, True), (3, 2, 1, True),
-]  # fmt: skip
+    (1, 1, 1, False),
+    (2, 2, 1, False),
+    (4, 2, 1, False),
+    (4, 2, 2, False),
+    (1, 2, 1, True),
+    (1, 1, 2, True),
+    (2, 1, 4, True),
+    (3, 2, 1, True),
+]
 
 
 @pytest.mark.parametrize(("accumulation", "steps", "iterations", "leaves"), RUNS)
@@ -164,9 +178,12 @@ def test_a_ratio_that_is_always_1_is_warned_of(
     kind: type[GRPOTrainer], accumulation: int, steps: int, iterations: int, leaves: bool, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {
-        **SEQUENCE, "gradient_accumulation_steps": accumulation, "steps_per_generation": steps,
-        "num_iterations": iterations, "save_strategy": "no",
-    }  # fmt: skip
+        **SEQUENCE,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": steps,
+        "num_iterations": iterations,
+        "save_strategy": "no",
+    }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, **options)
@@ -182,9 +199,11 @@ def test_a_ratio_that_is_always_1_is_warned_of(
 def test_the_warnings_name_settings_and_the_line_of_the_caller(tmp_path: Path) -> None:
     made = GRPOConfig(str(tmp_path), **ON_A_CPU, importance_sampling_level="sequence")
     arguments: dict[str, Any] = {
-        "model": checkpoint(tmp_path / "model"), "reward_funcs": lambda completions, **_: [0.0] * len(completions),
-        "args": made, "train_dataset": datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
-    }  # fmt: skip
+        "model": checkpoint(tmp_path / "model"),
+        "reward_funcs": lambda completions, **_: [0.0] * len(completions),
+        "args": made,
+        "train_dataset": datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
+    }
     for kind in (GRPOTrainer, GSPOTrainer):
         validation._said.clear()
         with warnings.catch_warnings(record=True) as caught:

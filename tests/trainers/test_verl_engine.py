@@ -139,7 +139,7 @@ def readme_main(rank: int, folder: Path, lines: list[str]) -> None:
     from verl.utils.import_utils import import_external_libs
     from verl.workers.engine import EngineRegistry
 
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+    with initialize_config_dir(str(Path(str(verl.__file__)).parent / "trainer" / "config"), version_base=None):
         config = compose("ppo_trainer", overrides=overrides).actor_rollout_ref
     import_external_libs(config.model.external_lib)  # as a worker's HFModelConfig does
     actor = config.actor
@@ -221,9 +221,13 @@ def policy_main(rank: int, folder: Path) -> None:
     sizes = {"dp_size": 2, "batch_num_tokens": 20, "global_batch_size": 6, "loss_scale_factor": 9}
     for mode in ("seq-mean-token-mean", "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
         config = ActorConfig(
-            strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=4, clip_ratio_low=3e-4, clip_ratio_high=4e-4,
+            strategy="fsdp2",
+            rollout_n=4,
+            ppo_micro_batch_size_per_gpu=4,
+            clip_ratio_low=3e-4,
+            clip_ratio_high=4e-4,
             loss_agg_mode=mode,
-        )  # fmt: skip
+        )
         config.global_batch_info.update(sizes)
         results = []
         for loss, given in (("gspo", values.where(mask, 0)), ("gspo_kernels", values)):
@@ -231,9 +235,13 @@ def policy_main(rank: int, folder: Path) -> None:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 value, metrics = get_policy_loss_fn(loss)(
-                    old_log_prob=old, log_prob=log_probs, advantages=advantages, response_mask=mask,
-                    loss_agg_mode=mode, config=config,
-                )  # fmt: skip
+                    old_log_prob=old,
+                    log_prob=log_probs,
+                    advantages=advantages,
+                    response_mask=mask,
+                    loss_agg_mode=mode,
+                    config=config,
+                )
             if loss == "gspo_kernels":
                 said = [str(w.message) for w in caught if "weights answers by their length" in str(w.message)]
                 assert len(said) == (mode == "token-mean")  # the first, and once
@@ -247,9 +255,13 @@ def policy_main(rank: int, folder: Path) -> None:
     # A mini-batch without a token to train on, sizes that are missing, log-probs that are too coarse.
     config.global_batch_info.update(batch_num_tokens=0, global_batch_size=6)
     ours = functools.partial(
-        get_policy_loss_fn("gspo_kernels"), old_log_prob=old, log_prob=old, advantages=advantages,
-        response_mask=torch.zeros_like(mask), config=config,
-    )  # fmt: skip
+        get_policy_loss_fn("gspo_kernels"),
+        old_log_prob=old,
+        log_prob=old,
+        advantages=advantages,
+        response_mask=torch.zeros_like(mask),
+        config=config,
+    )
     assert ours(loss_agg_mode="token-mean")[0] == 0
     with pytest.warns(UserWarning, match="too coarse"):
         assert ours(loss_agg_mode="seq-mean-token-mean", log_prob=old.bfloat16(), old_log_prob=old.bfloat16())[0] == 0
@@ -276,9 +288,14 @@ def bounds_main(rank: int, folder: Path) -> None:
         (4e-4, None, [False, True]),
     ):
         config = ActorConfig(
-            strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=4, clip_ratio=3e-4, clip_ratio_low=low,
-            clip_ratio_high=high, loss_agg_mode="seq-mean-token-mean",
-        )  # fmt: skip
+            strategy="fsdp2",
+            rollout_n=4,
+            ppo_micro_batch_size_per_gpu=4,
+            clip_ratio=3e-4,
+            clip_ratio_low=low,
+            clip_ratio_high=high,
+            loss_agg_mode="seq-mean-token-mean",
+        )
         log_probs = torch.tensor([[-3.5e-4], [3.5e-4]]).repeat(1, 5).requires_grad_()
         loss, _ = gspo_policy_loss(torch.zeros(2, 5), log_probs, advantages, mask, "seq-mean-token-mean", config)
         (gradient,) = torch.autograd.grad(loss, log_probs)

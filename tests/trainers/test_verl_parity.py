@@ -30,27 +30,36 @@ CASES: dict[str, tuple[Objective, str, str]] = {
     "gspo": (Objective(ratio="sequence-token"), "gspo", SEQUENCES),
     "gspo, token-mean as by default": (
         Objective.preset("luspo", ratio="sequence-token", clip_low=3e-4, clip_high=4e-4, aggregation="token-mean"),
-        "gspo", "token-mean",
+        "gspo",
+        "token-mean",
     ),
     "ppo": (Objective.preset("grpo", dual_clip=3.0), "vanilla", SEQUENCES),
     "dapo": (Objective.preset("dapo", dual_clip=3.0), "vanilla", "token-mean"),
     "sums of tokens": (
-        Objective.preset("grpo", dual_clip=3.0, aggregation="seq-mean-token-sum"), "vanilla", "seq-mean-token-sum",
+        Objective.preset("grpo", dual_clip=3.0, aggregation="seq-mean-token-sum"),
+        "vanilla",
+        "seq-mean-token-sum",
     ),
     "dr_grpo": (Objective.preset("dr_grpo", dual_clip=3.0, length_norm=32), "vanilla", "seq-mean-token-sum-norm"),
     "cispo": (Objective.preset("cispo", clip_low=0.2, clip_high=0.28), "cispo", "token-mean"),
     "sapo": (Objective.preset("sapo"), "sapo", SEQUENCES),
     "gmpo": (Objective.preset("gmpo"), "geo_mean", "token-mean"),
     "reinforce": (Objective.preset("reinforce"), "gpg", "seq-mean-token-sum"),
-}  # fmt: skip
+}
 
 
 def config(objective: Objective, aggregation: str, **batch: Any) -> ActorConfig:
     actor = ActorConfig(
-        strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=4, clip_ratio_low=objective.clip_low,
-        clip_ratio_high=objective.clip_high, clip_ratio_c=objective.dual_clip or 3.0, loss_agg_mode=aggregation,
-        tau_pos=objective.sapo_temperature_pos, tau_neg=objective.sapo_temperature_neg,
-    )  # fmt: skip
+        strategy="fsdp",
+        rollout_n=4,
+        ppo_micro_batch_size_per_gpu=4,
+        clip_ratio_low=objective.clip_low,
+        clip_ratio_high=objective.clip_high,
+        clip_ratio_c=objective.dual_clip or 3.0,
+        loss_agg_mode=aggregation,
+        tau_pos=objective.sapo_temperature_pos,
+        tau_neg=objective.sapo_temperature_neg,
+    )
     actor.global_batch_info.update(loss_scale_factor=32, **batch)
     return actor
 
@@ -60,10 +69,14 @@ def verl_loss(
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     log_probs = b.log_probs.clone().requires_grad_()
     value, metrics = core_algos.get_policy_loss_fn(loss)(
-        old_log_prob=b.old, log_prob=log_probs, advantages=b.advantages[:, None].expand_as(b.old),
-        response_mask=b.double_mask(), loss_agg_mode=aggregation, config=config(o, aggregation, **batch),
+        old_log_prob=b.old,
+        log_prob=log_probs,
+        advantages=b.advantages[:, None].expand_as(b.old),
+        response_mask=b.double_mask(),
+        loss_agg_mode=aggregation,
+        config=config(o, aggregation, **batch),
         rollout_is_weights=b.weights,
-    )  # fmt: skip
+    )
     (gradient,) = torch.autograd.grad(value, log_probs)
     return value.detach(), gradient, metrics
 
@@ -129,21 +142,26 @@ def test_estimators_of_kl_are_verls(estimator: str, backend: str) -> None:
 Estimator = Callable[..., tuple[Tensor, Tensor]]
 ADVANTAGES: dict[str, tuple[Estimator, dict[str, Any], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
     "grpo": (
-        core_algos.compute_grpo_outcome_advantage, {}, lambda r, i, m: group_advantages(r, group_ids=i)[:, None] * m,
+        core_algos.compute_grpo_outcome_advantage,
+        {},
+        lambda r, i, m: group_advantages(r, group_ids=i)[:, None] * m,
     ),
     "dr_grpo": (
-        core_algos.compute_grpo_outcome_advantage, {"norm_adv_by_std_in_grpo": False},
+        core_algos.compute_grpo_outcome_advantage,
+        {"norm_adv_by_std_in_grpo": False},
         lambda r, i, m: group_advantages(r, group_ids=i, scale="none")[:, None] * m,
     ),
     "rloo": (
-        core_algos.compute_rloo_outcome_advantage, {},
+        core_algos.compute_rloo_outcome_advantage,
+        {},
         lambda r, i, m: group_advantages(r, group_ids=i, baseline="leave-one-out", scale="none")[:, None] * m,
     ),
     "reinforce++ with a baseline": (
-        core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage, {},
+        core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage,
+        {},
         lambda r, i, m: whiten(group_advantages(r, group_ids=i, scale="none")[:, None].expand_as(m), m),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -41,17 +41,25 @@ def test_what_was_read_is_what_verl_computes(name: str, backend: str) -> None:
     )
     lp, mask = batch.log_probs.clone().requires_grad_(), batch.double_mask()
     loss, _ = core_algos.get_policy_loss_fn(config.policy_loss.loss_mode)(
-        old_log_prob=batch.old, log_prob=lp, advantages=batch.advantages[:, None].expand_as(lp), response_mask=mask,
-        loss_agg_mode=config.loss_agg_mode, config=config,
-    )  # fmt: skip
+        old_log_prob=batch.old,
+        log_prob=lp,
+        advantages=batch.advantages[:, None].expand_as(lp),
+        response_mask=mask,
+        loss_agg_mode=config.loss_agg_mode,
+        config=config,
+    )
     if config.use_kl_loss:
         kl = core_algos.kl_penalty(lp, batch.ref, config.kl_loss_type)
         loss = loss + config.kl_loss_coef * core_algos.agg_loss(
             kl, mask, config.loss_agg_mode, **config.global_batch_info
         )
     (gradient,) = torch.autograd.grad(loss, lp)
-    counts = {("rows", "step"): 48 / 4, ("tokens", "step"): 301 / 4, ("one", "step"): 1 / 4,
-              ("rows", "micro-batch"): len(mask)}  # fmt: skip
+    counts = {
+        ("rows", "step"): 48 / 4,
+        ("tokens", "step"): 301 / 4,
+        ("one", "step"): 1 / 4,
+        ("rows", "micro-batch"): len(mask),
+    }
 
     def divisor(n: Normalizer | None) -> float | None:
         return None if n is None else counts[n.of, n.over] * n.times
@@ -71,13 +79,20 @@ def test_the_file_that_verl_comes_with() -> None:
     assert not reading.ignored and not reading.beside
 
 
-@pytest.mark.parametrize("preset, objective, old", [
-    ("decoupled_token_is", Objective(rollout_correction=RolloutCorrection("token")), "trainer"),
-    ("decoupled_token_icepop", Objective(rollout_correction=RolloutCorrection("token", "mask", 0.5, 5.0)), "trainer"),
-    ("disabled", Objective(), "trainer"),
-    ("bypass_ppo_clip", Objective.preset("dapo", clip_low=3e-4, clip_high=4e-4, dual_clip=3.0), "rollout"),
-    ("bypass_pg_is", Objective.preset("reinforce", rollout_correction=RolloutCorrection("sequence")), "current"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "preset, objective, old",
+    [
+        ("decoupled_token_is", Objective(rollout_correction=RolloutCorrection("token")), "trainer"),
+        (
+            "decoupled_token_icepop",
+            Objective(rollout_correction=RolloutCorrection("token", "mask", 0.5, 5.0)),
+            "trainer",
+        ),
+        ("disabled", Objective(), "trainer"),
+        ("bypass_ppo_clip", Objective.preset("dapo", clip_low=3e-4, clip_high=4e-4, dual_clip=3.0), "rollout"),
+        ("bypass_pg_is", Objective.preset("reinforce", rollout_correction=RolloutCorrection("sequence")), "current"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:from_verl")
 def test_the_presets_of_rollout_correction(preset: str, objective: Objective, old: str) -> None:
     loss: dict[str, Any] = {"policy_loss": PolicyLossConfig(loss_mode="gspo")}

@@ -40,8 +40,14 @@ STOCK_CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-def train_twice(worker: Any, loss_mode: str = "gspo", clip: float = 3e-4, sampler_offset: float | None = None,
-                epochs: int = 1, mini_batch_size: int = 4) -> tuple[list[str], list[float]]:  # fmt: skip
+def train_twice(
+    worker: Any,
+    loss_mode: str = "gspo",
+    clip: float = 3e-4,
+    sampler_offset: float | None = None,
+    epochs: int = 1,
+    mini_batch_size: int = 4,
+) -> tuple[list[str], list[float]]:
     """The settings that our warnings name, and verl's clip fractions, of two rollouts."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import ActorConfig
@@ -52,9 +58,14 @@ def train_twice(worker: Any, loss_mode: str = "gspo", clip: float = 3e-4, sample
 
     validation._said.clear()
     config = ActorConfig(
-        strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=2, clip_ratio_low=clip, clip_ratio_high=clip,
-        loss_agg_mode="seq-mean-token-mean", policy_loss={"loss_mode": loss_mode},
-    )  # fmt: skip
+        strategy="fsdp2",
+        rollout_n=4,
+        ppo_micro_batch_size_per_gpu=2,
+        clip_ratio_low=clip,
+        clip_ratio_high=clip,
+        loss_agg_mode="seq-mean-token-mean",
+        policy_loss={"loss_mode": loss_mode},
+    )
     worker.set_loss_fn(functools.partial(ppo_loss, config=config))
     clipped = []
     with warnings.catch_warnings(record=True) as caught:

@@ -52,9 +52,15 @@ CASES = [
 def make(head: str, tied: bool) -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=tied,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
     model: Any = Qwen3ForCausalLM(config)
     options = HEADS[head]
     if options is not None:
@@ -78,10 +84,18 @@ def fused_loss(engine: Any, row: int) -> Tensor:
     """Of one sequence: the loss inside the head, or for odd ones log-probs there and the loss outside."""
     ids, mask, advantages = batch(slice(row, row + 1))
     if row % 2 == 0:
-        return engine(input_ids=ids, with_head=lambda hidden, lm_head, **options: gspo_fused_loss(
-            hidden[:, :-1], lm_head, ids[:, 1:], advantages, mask=mask, **options)).result.loss  # fmt: skip
-    lp = engine(input_ids=ids, with_head=lambda hidden, lm_head, **options: linear_log_probs(
-        hidden[:, :-1], lm_head, ids[:, 1:], mask=mask, entropy=True, **options)).result.log_probs  # fmt: skip
+        return engine(
+            input_ids=ids,
+            with_head=lambda hidden, lm_head, **options: gspo_fused_loss(
+                hidden[:, :-1], lm_head, ids[:, 1:], advantages, mask=mask, **options
+            ),
+        ).result.loss
+    lp = engine(
+        input_ids=ids,
+        with_head=lambda hidden, lm_head, **options: linear_log_probs(
+            hidden[:, :-1], lm_head, ids[:, 1:], mask=mask, entropy=True, **options
+        ),
+    ).result.log_probs
     return policy_loss(lp, advantages, mask=mask).loss
 
 

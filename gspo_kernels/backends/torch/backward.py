@@ -93,10 +93,11 @@ class _Gradients:
             None if self.d_hidden is None else work.scatter(self.d_hidden, head.hidden.dtype),
             self.d_weight,
             None if self.d_bias is None or head.bias is None else self.d_bias.to(head.bias.dtype),
-            None if self.d_ah is None or head.adapter_hidden is None
+            None
+            if self.d_ah is None or head.adapter_hidden is None
             else work.scatter(self.d_ah, head.adapter_hidden.dtype),
             None if self.d_aw is None or head.adapter_weight is None else self.d_aw.to(head.adapter_weight.dtype),
-        )  # fmt: skip
+        )
 
 
 def _add_all(terms: list[tuple[Tensor, Tensor]]) -> None:

@@ -40,7 +40,7 @@ class RowInputs(NamedTuple):
         "part_row_blocks",
         "stride_temperature",
     ]
-)  # fmt: skip - a list of names
+)  # fmt: skip  # a list of names
 def gradient_tile(
     hidden,  # [n, H] in the order of `index`; the head's tensors and numbers are those of `HeadArguments`
     weight,

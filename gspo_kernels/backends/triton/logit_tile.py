@@ -34,7 +34,7 @@ __all__ = [
     "target_column",
     "tile_arguments",
     "triton_type",
-]  # fmt: skip - a list of names
+]  # fmt: skip  # a list of names
 
 
 class HeadStrides(NamedTuple):

@@ -1,6 +1,6 @@
-"""What the compile gate compiles: heads and objectives that between them launch every kernel with every flag.
+"""Heads and objectives that between them launch every kernel with every flag: the cases of the compile gate.
 
-The host code runs on meta tensors of a real model's sizes, so that what it launches there is what it would on a GPU.
+The host code runs on meta tensors of a real model's sizes, so that it launches what it would on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..backends.triton.sparse_backward import CellPlan, cell_backward, parts_of
 from ..backends.triton.tuning import tile_config
 from ..objective import Objective
 
-# What is compiled: names of heads, and what they have beyond hidden states and weights of Qwen3-8B's shape.
+# Options of `meta_head`, beyond hidden states and weights of Qwen3-8B's shape.
 _TAIL = dict(bias=True, logit_softcap=30.0, temperature=True)
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -59,7 +59,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def runs() -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
-    """(name, dtype, host call on meta tensors) of every case."""
+    """Yield (name, dtype, host call on meta tensors) of every case."""
     for name, options in CASES.items():
         head = meta_head(**options)
         yield name, head.hidden.dtype, partial(both_passes, head)
@@ -112,7 +112,7 @@ def both_passes(head: HeadRows) -> None:
 
 
 def live_cells(head: HeadRows) -> None:
-    """The backward of a list of cells: of all of them."""
+    """Run the backward of a list of all cells."""
     result, tiles = forward_with_shares(head, wanted=True)
     assert tiles is not None
     config, device = tile_config(head, "gradient"), head.hidden.device

@@ -1,7 +1,7 @@
-"""Kernels compiled for GPUs that are not here, and what the compiler made of them.
+"""Compile every kernel for GPUs that need not be here, and report registers, spills and instructions.
 
-The host code runs on meta tensors, so the list of kernels is the list it would launch; each is then specialised as
-Triton's JIT would (divisibility by 16, strides of 1) and compiled. The interpreter must be off in this process.
+The host code runs on meta tensors, so the list of kernels is the list it would launch. Each is specialised as Triton's
+JIT would (divisibility by 16, strides of 1) and compiled. The interpreter must be off in this process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ _POINTEE = {
 # What is counted in the assembly: matrix instructions, asynchronous copies, and what must not be there.
 _COUNTED = {
     "cuda": {
-        "mma": r"\bmma\.sync", "wgmma": r"\bwgmma\.mma_async", "tcgen05": r"\btcgen05\.mma\b",
-        "cp.async": r"\bcp\.async\.c[ag]\.shared\.global", "tma": r"\bcp\.async\.bulk\.tensor", "tf32": r"tf32",
+        "mma": r"\bmma\.sync",
+        "wgmma": r"\bwgmma\.mma_async",
+        "tcgen05": r"\btcgen05\.mma\b",
+        "cp.async": r"\bcp\.async\.c[ag]\.shared\.global",
+        "tma": r"\bcp\.async\.bulk\.tensor",
+        "tf32": r"tf32",
         "fma": r"\bfma\.rn\.f(?:32|64)",
     },
     "hip": {"mfma": r"\bv_mfma_", "tf32": r"xf32", "fma": r"\bv_(?:pk_)?fma"},
@@ -54,18 +58,18 @@ class Report:
     instructions: dict[str, int]  # counts of the interesting ones
 
     def faults(self, architecture: str, matrix: bool, dtype: torch.dtype) -> list[str]:
-        """What must not be, in words."""
-        found = []
+        """Describe what must not be: spills, too much shared memory, no matrix instruction, tf32."""
+        faults = []
         if self.spilled_bytes > (0 if matrix else ONE_REGISTER):
-            found.append(f"spills {self.spilled_bytes} bytes")
+            faults.append(f"spills {self.spilled_bytes} bytes")
         if self.shared_bytes > SHARED_MEMORY[architecture]:
-            found.append(f"shared memory {self.shared_bytes} of {SHARED_MEMORY[architecture]} bytes")
+            faults.append(f"shared memory {self.shared_bytes} of {SHARED_MEMORY[architecture]} bytes")
         if self.instructions["tf32"] and dtype == torch.float32:
-            found.append("tf32 in an fp32 kernel")
+            faults.append("tf32 in an fp32 kernel")
         expected = {"sm_80": "mma", "sm_89": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
         if matrix and dtype.itemsize == 2 and not self.instructions[expected[architecture]]:
-            found.append(f"no {expected[architecture]} instruction")
-        return found
+            faults.append(f"no {expected[architecture]} instruction")
+        return faults
 
 
 class Row(NamedTuple):
@@ -80,7 +84,7 @@ class Row(NamedTuple):
 
 
 def survey(architectures: Sequence[str], progress: Callable[[int, int], None] | None = None) -> list[Row]:
-    """Compile everything that the library would launch; `progress` is told (done, of how many)."""
+    """Compile everything that the library would launch; `progress` is called with (done, total)."""
     work: dict[Any, tuple[str, str, torch.dtype, Launch]] = {}
     for architecture in architectures:
         with assume(architecture):
@@ -105,7 +109,7 @@ def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch) -> Ro
     text = f"{shape} {config.warps}w {config.stages}s"
     try:
         report = inspect(compile_launch(launch, architecture), architecture, config.warps)
-    except Exception as error:  # whatever the compiler throws is this row's finding
+    except Exception as error:  # whatever the compiler throws is reported as this row's fault
         return Row(architecture, name, case, text, None, [f"{type(error).__name__}: {str(error).strip()[:300]}"])
     faults = report.faults(architecture, name in MATRIX_KERNELS, dtype)
     return Row(architecture, name, case, text, report, faults)
@@ -118,7 +122,7 @@ def target(architecture: str) -> GPUTarget:
 
 
 def specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
-    """(types by parameter, constants, parameters divisible by 16): the key under which Triton's JIT would compile."""
+    """Return (types by parameter, constants, parameters divisible by 16): the key of a variant in Triton's JIT."""
     signature, constants, divisible = {}, {}, []
     for parameter in launch.kernel.params:
         name, value = parameter.name, launch.arguments[parameter.name]
@@ -143,7 +147,7 @@ def specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[st
 
 
 def compile_launch(launch: Launch, architecture: str) -> Any:
-    """The compiled kernel of a launch, for an architecture."""
+    """Compile the kernel of a launch for an architecture."""
     signature, constants, divisible = specialise(launch)
     index = {p.name: i for i, p in enumerate(launch.kernel.params)}
     source = ASTSource(
@@ -157,44 +161,41 @@ def compile_launch(launch: Launch, architecture: str) -> Any:
 
 
 def inspect(compiled: Any, architecture: str, warps: int) -> Report:
-    """Registers, spills, shared memory and instruction counts of a compiled kernel."""
+    """Return registers, spills, shared memory and instruction counts of a compiled kernel."""
     if architecture.startswith("gfx"):
         text, counted = compiled.asm["amdgcn"], _COUNTED["hip"]
         usage = {k: int(v) for k, v in re.findall(r"\.(\w+):\s+(\d+)\s*$", text, re.M)}
         registers, spilled = usage["vgpr_count"], usage["private_segment_fixed_size"]
-        blocks = _fit(512 // _up(registers, 8) * 4 // warps, 65_536, compiled.metadata.shared, 32 // warps)
+        blocks = _blocks_that_fit(
+            512 // _round_up(registers, 8) * 4 // warps, 65_536, compiled.metadata.shared, 32 // warps
+        )
     else:
         text, counted = compiled.asm["ptx"], _COUNTED["cuda"]
         registers, spilled = _resources(compiled.asm["cubin"])
         total = {"sm_80": 167_936, "sm_89": 102_400}.get(architecture, 233_472)
         limit = {"sm_89": 48}.get(architecture, 64)
-        blocks = _fit(
-            65_536 // (_up(registers, 8) * 32 * warps), total, compiled.metadata.shared + 1024, limit // warps
+        blocks = _blocks_that_fit(
+            65_536 // (_round_up(registers, 8) * 32 * warps), total, compiled.metadata.shared + 1024, limit // warps
         )
-    return Report(
-        registers,
-        spilled,
-        compiled.metadata.shared,
-        blocks,
-        {name: len(re.findall(pattern, text)) for name, pattern in counted.items()},
-    )
+    instructions = {name: len(re.findall(pattern, text)) for name, pattern in counted.items()}
+    return Report(registers, spilled, compiled.metadata.shared, blocks, instructions)
 
 
-def _fit(by_registers: int, memory: int, per_block: int, by_threads: int) -> int:
+def _blocks_that_fit(by_registers: int, memory: int, per_block: int, by_threads: int) -> int:
     return max(min(by_registers, memory // max(per_block, 1), by_threads), 1)
 
 
-def _up(x: int, unit: int) -> int:
+def _round_up(x: int, unit: int) -> int:
     return -(-x // unit) * unit
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers per thread, bytes of stack frame) by the disassembler that comes with Triton."""
+    """Return (registers per thread, bytes of stack frame) by the disassembler that comes with Triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         out = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", out)
-    assert found, out
-    return int(found[1]), int(found[2])
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", out)
+    assert usage, out
+    return int(usage[1]), int(usage[2])

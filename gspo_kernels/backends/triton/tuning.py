@@ -22,7 +22,7 @@ SHARED_MEMORY = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100":
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is cut and launched."""
+    """The block shape of a kernel, and how it is launched."""
 
     block_n: int  # rows
     block_v: int = 0  # vocabulary columns
@@ -31,7 +31,7 @@ class Config:
     stages: int = 1
     group: int = 8  # row blocks that share a sweep over the columns
     block_r: int = 16  # elements of an adapter's rank at a time
-    chain: int = 0  # elements of H summed before they are added to the rest; 0: all of them
+    chain: int = 0  # elements of H summed before they are added to the sum of earlier ones; 0: all of them
     descriptors: bool = False  # operands by the tensor memory accelerator
 
 
@@ -82,7 +82,7 @@ _assumed: str | None = None
 
 @contextmanager
 def assume(architecture: str) -> Iterator[None]:
-    """Take the table of `architecture` whatever device there is: for compiling without one, and for tests."""
+    """Use the table of `architecture` on any device: for compiling without a GPU, and for tests."""
     global _assumed
     before, _assumed = _assumed, architecture
     try:
@@ -92,7 +92,7 @@ def assume(architecture: str) -> Iterator[None]:
 
 
 def architecture(device: torch.device) -> str | None:
-    """The table's row for a device, None if the kernels do not run there. Interpreted on a CPU it is Hopper's."""
+    """Return the table's row for a device, None where the kernels do not run; interpreted on a CPU, Hopper's."""
     if _assumed is not None:
         return _assumed
     if device.type == "cpu":
@@ -111,19 +111,19 @@ def architecture(device: torch.device) -> str | None:
 
 
 def product_config(dtype: torch.dtype) -> Config:
-    """The block shape of block-sparse products of operands of `dtype`: block_v of H, block_h of what is summed."""
+    """Return the block shape of block-sparse products: block_v of H, block_h of what is summed."""
     return _PRODUCT[dtype.itemsize]
 
 
 def tile_config(head: HeadRows, kernel: str) -> Config:
-    """The block shape of "forward" or "gradient" tiles.
+    """Return the block shape of "forward" or "gradient" tiles.
 
-    A head with more than a scale and a temperature takes registers, so its tiles are smaller; also where H is no
-    multiple of the block, and the main loop has a ragged end.
+    A head with more than a scale and a temperature takes registers, so its tiles are smaller. So are those of a head
+    whose H is no multiple of the block: the main loop has a ragged end.
     """
     name = architecture(head.hidden.device)
     assert name is not None
     blocks = {2: _HALF[name], 4: _SINGLE, 8: _DOUBLE}[head.hidden.dtype.itemsize]
-    more = head.bias is not None or head.logit_softcap is not None or head.adapter_weight is not None
-    heavy = more or head.hidden.shape[1] % blocks.forward.block_h != 0
+    has_extras = head.bias is not None or head.logit_softcap is not None or head.adapter_weight is not None
+    heavy = has_extras or head.hidden.shape[1] % blocks.forward.block_h != 0
     return getattr(blocks, f"heavy_{kernel}" if heavy else kernel)

@@ -185,8 +185,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "a block shape for small batches": (
         "backends/triton/tuning",
-        "heavy = more or",
-        "heavy = more or head.hidden.shape[0] < 64 or",
+        "heavy = has_extras or",
+        "heavy = has_extras or head.hidden.shape[0] < 64 or",
         "kernels::test_a_row_has_the_same_bits_alone_and_in_any_batch",
     ),
     "a tile without mass at a shift of nothing": (

@@ -1,15 +1,20 @@
-"""Which cells of d_logits a backward computes: rows with a gradient, and their vocabulary tiles with the most mass.
+"""With a gradient budget: choose which cells of d_logits the backward computes.
 
-The forward knows the probability of every tile of the vocabulary for every row, so the L1 mass of d_logits is known
-before anything is recomputed: over the tile's columns |d_log_prob| scale / temperature times that probability, and
-times 1 - p of the target in the target's tile; over all columns 2 |d_log_prob| scale / temperature (1 - p). With a
-soft-cap, whose slope is at most 1, the first is an upper bound; the whole is then taken to be the targets' own entries,
-whose slope is known, so that the dropped share is never above what is said.
+Without a budget, a backward takes every row with a gradient and all columns, and nothing here chooses.
 
-Rows are ordered by their mass, so that those with little share their blocks; then the lightest cells (block of rows x
-tile of columns) go while their sum fits the budget.
+The forward knows the probability P of every tile of the vocabulary for every row, without the target's column. So the
+L1 mass of d_logits is known before anything is recomputed. With f = |d_log_prob| scale / temperature of a row:
 
-Plain torch on any device, in a fixed order of additions, and nothing is read on the host.
+    mass of a tile       f P                   of the target's tile f (P + 1 - p(target))
+    mass of the row      2 f (1 - p(target))
+
+With a soft-cap, whose slope is at most 1, the mass of a tile is an upper bound. The total is then replaced by the
+targets' own entries, whose slope is known, so the reported dropped share is never too small.
+
+Rows are ordered by their mass, so that light rows share blocks. Then the lightest cells (row block x tile) are dropped
+while their sum fits the budget.
+
+Plain torch on any device, in a fixed order of additions; nothing is read on the host.
 """
 
 from __future__ import annotations

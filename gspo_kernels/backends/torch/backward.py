@@ -1,7 +1,7 @@
 """Gradients of a head: logits recomputed a slab of the vocabulary at a time.
 
-Only rows with a gradient are gathered. Each thread of a CPU takes whole slabs, so that d_weight is written once and
-d_hidden is summed in a fixed order.
+Must match the Triton backend's `backward.py`. Only rows with a gradient are gathered. Each thread of a CPU takes whole
+slabs, so that d_weight is written once and d_hidden is summed in a fixed order.
 """
 
 from __future__ import annotations

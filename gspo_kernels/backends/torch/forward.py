@@ -1,4 +1,4 @@
-"""Log-probs and entropies of a head, tile by tile. Twin of the Triton backend's `forward.py`.
+"""Log-probs and entropies of a head, tile by tile. Must match the Triton backend's `forward.py`.
 
 Logits are fp32 (fp64 for fp64 inputs) and never rounded. Each slab of the vocabulary leaves, per row and without the
 target's column, its largest logit and its mass; a reduction in a fixed order adds them up.

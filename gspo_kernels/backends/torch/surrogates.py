@@ -8,7 +8,7 @@ A derivative is selected before anything is multiplied: exp(u) of a clipped row 
 advantage contributes exactly 0. Decisions are taken on u, not on s, which keeps fp32's full resolution near 1. NaN is
 never clipped, so that it reaches the loss.
 
-The Triton backend has the same functions in `kernels/coefficient.py`, the oracle in `reference.py`.
+Formulas: `objective.py`. Must match the Triton backend's `surrogates.py`; the oracle's functions are in `reference.py`.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail
 
-Rows without a gradient are gathered out first. For every slab of columns and chunk of rows one kernel writes d_logits
-in the dtype of the operands, and two products with fp32 accumulation follow: d_hidden is summed over slabs, d_weight of
-a slab over chunks, and written once. The host reads one number, how many rows have a gradient; while a CUDA graph is
-captured it reads nothing, and all rows take part, those without a gradient as zeros.
+Only rows with a gradient are gathered (`gradient_rows.py`). For every slab of columns and chunk of rows one kernel
+writes d_logits in the dtype of the operands, and two products with fp32 accumulation follow: d_hidden is summed over
+slabs, d_weight of a slab over chunks, and written once. The host reads once: how many rows have a gradient, and with a
+budget how many cells each part has. While a CUDA graph is captured it reads nothing, and all rows take part, those
+without a gradient as zeros.
 
 Must match the torch backend's `backward.py`.
 """
@@ -46,6 +47,7 @@ def head_backward(
     rows_of_weight = head.weight.shape[0]
     head = straighten(head, config)
     index = None
+    # An empty `order` means that there is no gradient budget.
     if live is not None and live.order.numel() and may_read(live.order):
         plan = plan_cells(head, live, config)
         index = live.order[: plan.rows]

@@ -85,7 +85,7 @@ def logit_tile(
     HEAD: tl.constexpr,  # HeadConstants
     CONFIG: tl.constexpr,
 ):
-    """Return softcap(logit_scale * (h W^T + a B^T + bias)) / temperature, [block_n, block_v] in ACC.
+    """Return softcap(logit_scale * (h W^T + a B^T + bias)) / temperature, [block_n, block_v] in ACC, never rounded.
 
     At ragged edges row and column numbers are clamped instead of masked, so that the main loop's loads need no mask;
     they are int64 before anything is multiplied by a stride. The caller masks such rows and columns.

@@ -1,9 +1,10 @@
 """The loss of whole sequences from their log-probs: one program per sequence, one launch.
 
-A program sums its tokens' log-ratios, normalises by length, clips, adds up loss and metrics, and writes
-d(loss)/d(log_prob) of every token. Tokens are counted by a launch before it, because a default normalizer counts the
-batch; a launch after it adds up the sequences. Sums are in fp64: terms of a sequence are equal in GSPO, and the
-roundings of an fp32 sum of equal terms all have one sign.
+A program averages its tokens' log-ratios, clips, adds up loss and metrics, and writes d(loss)/d(log_prob) of every
+token. `token_passes.py` makes the passes over the tokens; `surrogates.py` decides where the clip binds and writes a
+slope of 0 there. Tokens are counted by a launch before, because a default normalizer counts the batch; a launch after
+adds up the sequences (`totals.py`). Sums are in fp64: in GSPO the terms of a sequence are equal, and an fp32 sum of
+equal terms rounds in the same direction every time.
 
 Formulas: `objective.py`. Must match the torch backend's `sequence.py`.
 """

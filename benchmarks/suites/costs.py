@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, ops
 from gspo_kernels.backends import live_tiles
-from gspo_kernels.backends import torch as portable
-from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends import torch as torch_backend
+from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import Launch, launches
 from gspo_kernels.tools import compile_cases as cases
@@ -85,7 +85,7 @@ def counted() -> Iterator[Counted]:
         with mode:
             return function(*args, **options)
 
-    parts = [(portable, name) for name in ("forward_with_shares", "policy_forward", "head_backward")]
+    parts = [(torch_backend, name) for name in ("forward_with_shares", "policy_forward", "head_backward")]
     with ExitStack() as stack:
         for module, name in [*parts, (ops, "choose")]:
             stack.enter_context(patch.object(module, name, partial(inside, getattr(module, name))))
@@ -216,7 +216,7 @@ def at_real_size(budget: bool = False, **head: Any) -> Record:
     run = partial(cases.live_cells if budget else cases.both_passes, meta)
     with tuning.assume("sm_90"), Counted() as counts:
         if budget:
-            result, tiles = kernels.forward_with_shares(meta, wanted=True)
+            result, tiles = triton_backend.forward_with_shares(meta, wanted=True)
             assert tiles is not None
             live_tiles.choose(meta, result, result.log_probs, tiles, 1e-3)
             del result, tiles  # the run makes its own
@@ -252,7 +252,7 @@ def _compiled_as(launch: Launch) -> tuple[Any, ...]:
 def compiled() -> Record:
     return {
         "real sizes": {name: at_real_size(**options) for name, options in REAL.items()},
-        "compiled kernels, by batches": {f"of {n}": variants(n) for n in (1, len(VARIED))},
+        "compiled triton_backend, by batches": {f"of {n}": variants(n) for n in (1, len(VARIED))},
     }
 
 

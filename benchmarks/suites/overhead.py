@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, ops, policy_loss
 from gspo_kernels import fused_loss as fused
-from gspo_kernels.backends import dispatch as backends
+from gspo_kernels.backends import dispatch
 
 from .. import measure, peers
 from ..measure import Record
@@ -204,7 +204,7 @@ def parts(repeats: int) -> Record:
     """Where the host's time goes in a call of ours and its backward, by clocks around the functions inside."""
     print("where the time of a call goes", flush=True)
     spent: dict[str, float] = defaultdict(float)
-    kernels = backends.implementation("triton" if DEVICE.type == "cuda" else "torch")
+    kernels = dispatch.implementation("triton" if DEVICE.type == "cuda" else "torch")
 
     def clocked(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:

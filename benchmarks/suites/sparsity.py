@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gspo_kernels import gspo_fused_loss, ops
 from gspo_kernels.backends import live_tiles
-from gspo_kernels.backends.torch import tiles as portable_tiles
+from gspo_kernels.backends.torch import tiles as torch_tiles
 
 from .. import peaked, workloads
 from ..candidates import ALL, Candidate, ours_at
@@ -108,12 +108,12 @@ def by_budget(
 
 @contextmanager
 def _cells_of_kernels() -> Iterator[None]:
-    before = portable_tiles._TILE_ON_CPU, portable_tiles._CELL_ON_CPU
-    portable_tiles._TILE_ON_CPU, portable_tiles._CELL_ON_CPU = (128, 24 * 256), 256
+    before = torch_tiles._TILE_ON_CPU, torch_tiles._CELL_ON_CPU
+    torch_tiles._TILE_ON_CPU, torch_tiles._CELL_ON_CPU = (128, 24 * 256), 256
     try:
         yield
     finally:
-        portable_tiles._TILE_ON_CPU, portable_tiles._CELL_ON_CPU = before
+        torch_tiles._TILE_ON_CPU, torch_tiles._CELL_ON_CPU = before
 
 
 # Time and memory

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ..backends import dispatch as backends
+from ..backends import dispatch
 from ..validation import Call
 from .doctor_checks import CPU, DTYPES, Check, check, interpreted_checks, one_line
 
@@ -116,7 +116,7 @@ def _accelerators() -> tuple[list[torch.device], list[str]]:
 def _obstacle(device: torch.device) -> str | None:
     """Return why the Triton kernels cannot run on a device, None if they can."""
     try:
-        return backends.triton_obstacle(device)
+        return dispatch.triton_obstacle(device)
     except Exception as error:
         return one_line(error)
 
@@ -134,7 +134,7 @@ def describe(device: torch.device) -> Device:
                 from ..backends.triton.tuning import architecture
 
                 block_shapes = architecture(device)
-        auto = backends.pick_backend(Call("gspo doctor"), "auto", device)
+        auto = dispatch.pick_backend(Call("gspo doctor"), "auto", device)
     except Exception as error:
         return Device(str(device), description, block_shapes, None, one_line(error))
     why = obstacle or "the Triton kernels run here"

@@ -17,11 +17,10 @@ import torch
 from tolerance import LOSS_PER_ADVANTAGE, check_loss, decision_band
 from typer.testing import CliRunner
 
-from gspo_kernels.backends import dispatch as backends
-from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends import dispatch
+from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.reference import gspo_reference_loss
-from gspo_kernels.tools import compile_gate as ahead_of_time
-from gspo_kernels.tools import doctor, doctor_checks
+from gspo_kernels.tools import compile_gate, doctor, doctor_checks
 from gspo_kernels.tools.cli import app
 from gspo_kernels.tools.doctor_checks import (
     CPU,
@@ -61,7 +60,7 @@ def run_process(*arguments: str, before: str = "", **environment: str) -> tuple[
 @pytest.fixture
 def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted kernels left out: for tests of something else, which they would only slow down."""
-    monkeypatch.setattr(backends, "triton_obstacle", lambda device: "the Triton kernels only compile")
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: "the Triton kernels only compile")
 
 
 # Where everything is right
@@ -97,7 +96,7 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=139.8 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(backends, "triton_obstacle", lambda _: None)
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: None)
     found = doctor.describe(torch.device("cuda", 0))
     assert found.name == "cuda:0" and found.description == "NVIDIA H200, compute capability 9.0, 140 GiB"
     assert (found.block_shapes, found.auto, found.why) == ("sm_90", "triton", "the Triton kernels run here")
@@ -151,7 +150,7 @@ FORWARD = "forward_with_shares"
 
 
 def wrong_forward(change: Any) -> Any:
-    forward = portable.forward_with_shares
+    forward = torch_backend.forward_with_shares
 
     def forward_with_shares(head: Any, wanted: bool = False) -> Any:
         found, shares = forward(head, wanted)
@@ -161,7 +160,7 @@ def wrong_forward(change: Any) -> Any:
 
 
 def wrong_backward(change: Any) -> Any:
-    backward = portable.head_backward
+    backward = torch_backend.head_backward
     return lambda *arguments: tuple(None if g is None else change(g) for g in backward(*arguments))
 
 
@@ -182,7 +181,7 @@ FAULTS: dict[str, tuple[str, Any, str, set[str]]] = {  # of which function, what
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_backend_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, broken, shown, dtypes = FAULTS[name]
-    monkeypatch.setattr(portable, function, broken)
+    monkeypatch.setattr(torch_backend, function, broken)
     code, found = run_json()
     assert code == 1 and found["ok"] is False
     of_torch = {c["dtype"]: c for c in found["checks"] if c["backend"] == "torch" and c["device"] == "cpu"}
@@ -196,8 +195,8 @@ def test_a_wrong_clip_decision_is_wrong_however_small_the_error(monkeypatch: pyt
     def barely_clipped(*arguments: Any) -> Any:  # a gradient of 1e-30 where there is none
         return tuple(None if g is None else torch.where(g == 0, 1e-30, g) for g in backward(*arguments))
 
-    backward = portable.head_backward
-    monkeypatch.setattr(portable, "head_backward", barely_clipped)
+    backward = torch_backend.head_backward
+    monkeypatch.setattr(torch_backend, "head_backward", barely_clipped)
     found = check(CPU, "torch", "float32")
     assert found.verdict == "wrong" and found.wrong_decisions == 3
     assert found.error_ratio is not None and found.error_ratio <= 1
@@ -206,7 +205,7 @@ def test_a_wrong_clip_decision_is_wrong_however_small_the_error(monkeypatch: pyt
 @pytest.mark.usefixtures("torch_alone")
 def test_what_is_not_finite_is_wrong_and_the_json_stays_json(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = wrong_backward(lambda g: g * math.nan if g.shape[0] == doctor_checks.VOCAB else g)
-    monkeypatch.setattr(portable, "head_backward", broken)
+    monkeypatch.setattr(torch_backend, "head_backward", broken)
     code, found = run_json()
     assert code == 1
     of_torch = next(c for c in found["checks"] if c["backend"] == "torch")
@@ -222,7 +221,7 @@ def test_a_crash_is_reported_and_the_rest_still_runs(monkeypatch: pytest.MonkeyP
     def crash(*_: Any) -> None:
         raise RuntimeError("out of\nluck [/]")
 
-    monkeypatch.setattr(portable, "head_backward", crash)
+    monkeypatch.setattr(torch_backend, "head_backward", crash)
     code, found = run_json()
     assert code == 1 and "torch on cpu in float32 crashes" in found["verdict"]
     assert "triton" not in found["verdict"]
@@ -237,7 +236,7 @@ def test_auto_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> str:
         raise OSError("no such driver")
 
-    monkeypatch.setattr(backends, "triton_obstacle", broken)
+    monkeypatch.setattr(dispatch, "triton_obstacle", broken)
     code, found = run_json()
     assert code == 1 and found["verdict"] == "Do not train with this: backend='auto' fails on cpu."
     assert found["devices"][0]["auto"] is None and found["devices"][0]["why"] == "OSError: no such driver"
@@ -333,8 +332,8 @@ def test_a_child_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [c["message"] for c in of_triton] == ["exit status 139: Segmentation fault"] * 3
 
 
-GOOD = ahead_of_time.Row(
-    "sm_90", "forward_tile", "bf16", "128x256x64 8w 4s", ahead_of_time.Report(168, 0, 98_304, 2, {"wgmma": 16}), []
+GOOD = compile_gate.Row(
+    "sm_90", "forward_tile", "bf16", "128x256x64 8w 4s", compile_gate.Report(168, 0, 98_304, 2, {"wgmma": 16}), []
 )
 BAD = GOOD._replace(kernel="gradient_tile", report=None, faults=["CompilationError: [/] at 3:4"])
 
@@ -344,13 +343,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Stands in for the compiler: every kernel it is asked for is good, of sm_80 one is not."""
     asked: list[list[str]] = []
 
-    def survey(architectures: Any, progress: Any = None) -> list[ahead_of_time.Row]:
+    def survey(architectures: Any, progress: Any = None) -> list[compile_gate.Row]:
         asked.append(list(architectures))
         progress(1, 1)
         return [GOOD, BAD] if "sm_80" in architectures else [GOOD]
 
     monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(ahead_of_time, "survey", survey)
+    monkeypatch.setattr(compile_gate, "survey", survey)
     return asked
 
 
@@ -368,7 +367,7 @@ def test_a_kernel_that_does_not_compile_is_a_failure(compiler: list[list[str]]) 
     assert code == 1 and not found["ok"] and found["verdict"] == "1 of 2 kernels fail."
     assert found["rows"][0]["report"]["registers"] == 168 and found["rows"][1]["report"] is None
     assert found["rows"][1]["faults"] == BAD.faults
-    assert set(compiler[0]) == set(ahead_of_time.SHARED_MEMORY)  # without the option every architecture
+    assert set(compiler[0]) == set(compile_gate.SHARED_MEMORY)  # without the option every architecture
 
 
 def test_without_triton_nothing_compiles() -> None:

@@ -695,13 +695,13 @@ def add_adapter_of_width(head: nn.Linear) -> Any:
 def test_a_refused_call_restores_the_wish_for_fast_products(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend != "torch":
         pytest.skip("reaches into the torch backend")
-    from gspo_kernels.backends.torch import tiles as portable_tiles
+    from gspo_kernels.backends.torch import tiles as torch_tiles
 
     def out_of_memory(*_: Any) -> Any:
         raise MemoryError
 
     torch.set_float32_matmul_precision("medium")
-    monkeypatch.setattr(portable_tiles.Tiles, "logits", out_of_memory)
+    monkeypatch.setattr(torch_tiles.Tiles, "logits", out_of_memory)
     ids, mask = targets_and_mask()
     with pytest.raises(MemoryError):
         linear_log_probs(hidden_states(), torch.ones(V, H), ids, mask=mask, backend=backend)
@@ -715,9 +715,9 @@ def test_two_threads_at_once_keep_exact_products_and_restore_the_wish(
 ) -> None:
     if backend != "torch":
         pytest.skip("reaches into the torch backend")
-    from gspo_kernels.backends.torch import tiles as portable_tiles
+    from gspo_kernels.backends.torch import tiles as torch_tiles
 
-    compute, limit = portable_tiles.Tiles.logits, 20
+    compute, limit = torch_tiles.Tiles.logits, 20
     second_is_in, first_is_out = threading.Event(), threading.Event()
     seen: dict[str, str] = {}
 
@@ -732,14 +732,14 @@ def test_two_threads_at_once_keep_exact_products_and_restore_the_wish(
         return compute(work, *args)
 
     entered = threading.Event()
-    make_tiles = portable_tiles.Tiles.weight_slab
+    make_tiles = torch_tiles.Tiles.weight_slab
 
     def weight_slab(work: Any, *args: Any) -> Tensor:
         entered.set()
         return make_tiles(work, *args)
 
-    monkeypatch.setattr(portable_tiles.Tiles, "logits", logits)
-    monkeypatch.setattr(portable_tiles.Tiles, "weight_slab", weight_slab)
+    monkeypatch.setattr(torch_tiles.Tiles, "logits", logits)
+    monkeypatch.setattr(torch_tiles.Tiles, "weight_slab", weight_slab)
     torch.set_float32_matmul_precision("medium")
     before = MKLDNN.matmul.fp32_precision
     ids, mask = targets_and_mask()

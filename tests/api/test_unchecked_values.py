@@ -127,7 +127,7 @@ def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
             out.loss.item()
 
 
-def test_the_closed_form_reads_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_forward_of_torch_reads_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's own body, which the test above does not enter."""
     from gspo_kernels import ops
     from gspo_kernels.backends.rows import PolicyRows

@@ -22,7 +22,7 @@ from gspo_kernels.backends.rows import HeadRows
 from gspo_kernels.backends.triton import launch, tuning
 from gspo_kernels.backends.triton.launch import Launch, launches
 from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools import compile_gate as ahead_of_time
+from gspo_kernels.tools import compile_gate
 
 GOLDEN = Path(__file__).parent / "golden_kernels.json"
 GATED = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -85,8 +85,8 @@ def test_the_golden_file_is_of_these_kernels_and_has_no_fault() -> None:
     unit = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
     for name, report in golden.items():
         architecture, kernel, case, _ = name.split(" | ")
-        assert report["spilled_bytes"] <= (0 if kernel in ahead_of_time.MATRIX_KERNELS else ahead_of_time.ONE_REGISTER)
-        if kernel in ahead_of_time.MATRIX_KERNELS and case[:4] in ("bf16", "fp16"):
+        assert report["spilled_bytes"] <= (0 if kernel in compile_gate.MATRIX_KERNELS else compile_gate.ONE_REGISTER)
+        if kernel in compile_gate.MATRIX_KERNELS and case[:4] in ("bf16", "fp16"):
             assert report["instructions"][unit[architecture]] > 0
 
 

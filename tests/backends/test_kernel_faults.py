@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
 from gspo_kernels import Objective, policy_loss
-from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import LiveTiles
 from gspo_kernels.backends.triton import gradient_rows, logit_tile, sequence, tuning
 from gspo_kernels.backends.triton.launch import Launch, launches
@@ -91,8 +91,8 @@ def test_columns_of_the_head_past_two_to_the_31(width: int) -> None:
     apart = torch.empty((width - 1) * stride + 70, dtype=torch.float16).as_strided((70, width), (1, stride))
     head = head_rows(20, width, 70, hidden=hidden, weight=weight)
     with tuning.assume("sm_80"):
-        near = kernels.head_forward(head)
-        far = kernels.head_forward(head._replace(weight=apart.copy_(weight)))
+        near = triton_backend.head_forward(head)
+        far = triton_backend.head_forward(head._replace(weight=apart.copy_(weight)))
     assert torch.equal(near.log_probs, far.log_probs)
 
 
@@ -166,13 +166,13 @@ def test_a_slab_whose_first_chunk_has_no_cell_has_a_gradient(monkeypatch: pytest
     monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**16)
     monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
     head, coefficient = head_rows(128, 24, 601), torch.ones(128)
-    result = kernels.head_forward(head)
-    cell = kernels.cell_shape(head)
+    result = triton_backend.head_forward(head)
+    cell = triton_backend.cell_shape(head)
     assert cell is not None and cell == (64, 128)
     cells = torch.tensor([[False, True, False, True, False], [True, False, True, False, True]])
     live = LiveTiles(torch.arange(128), cells, torch.tensor([128, 1]))
     with launches() as seen:
-        found = kernels.head_backward(head, result, coefficient, None, NEEDS, live)
+        found = triton_backend.head_backward(head, result, coefficient, None, NEEDS, live)
     assert sum(x.kernel.__name__ == "weight_product" for x in seen) == 5
     chosen = Chosen(head, result, coefficient, live, cell, torch.empty(0))
     d = torch.where(kept(chosen), d_logits(chosen)[0], 0)
@@ -188,8 +188,11 @@ def test_an_adapter_or_a_bias_has_no_cells_in_the_triton_backend() -> None:
     """Their gradients have no block-sparse sums."""
     head = head_rows(5, 24, 70)
     adapter = head._replace(adapter_hidden=torch.ones(5, 2), adapter_weight=torch.ones(70, 2))
-    assert kernels.cell_shape(head) is not None
-    assert kernels.cell_shape(adapter) is None and kernels.cell_shape(head._replace(bias=torch.ones(70))) is None
+    assert triton_backend.cell_shape(head) is not None
+    assert (
+        triton_backend.cell_shape(adapter) is None
+        and triton_backend.cell_shape(head._replace(bias=torch.ones(70))) is None
+    )
 
 
 # -- what the copy engine may read

@@ -21,10 +21,9 @@ from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective
-from gspo_kernels.backends import dispatch as backends
-from gspo_kernels.backends import live_tiles
-from gspo_kernels.backends import torch as portable
-from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends import dispatch, live_tiles
+from gspo_kernels.backends import torch as torch_backend
+from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import HeadResult, HeadRows, NeedsGradient
 from gspo_kernels.backends.triton import forward, gradient_rows, tuning
 from gspo_kernels.backends.triton.launch import launches
@@ -60,7 +59,7 @@ def head_and_upstream(n: int, v: int, seed: int = 0, **more: Any) -> tuple[HeadR
     rng = torch.Generator().manual_seed(seed)
     head = head_rows(n, 24, v, mask=torch.rand(n, generator=rng) > 0.3, **more)
     d = torch.randn(n, generator=rng) * (torch.rand(n, generator=rng) > 0.4)
-    return head, kernels.head_forward(head), d.to(DEVICE)
+    return head, triton_backend.head_forward(head), d.to(DEVICE)
 
 
 @on_device
@@ -70,11 +69,11 @@ def test_many_chunks_and_slabs_are_one(dtype: str, monkeypatch: pytest.MonkeyPat
     """A workspace that holds a few rows and columns at a time; rows move to their places across chunk boundaries."""
     head, result, d = head_and_upstream(700, 2000)
     head = head._replace(hidden=head.hidden.to(DTYPES[dtype]), weight=head.weight.to(DTYPES[dtype]))
-    whole = kernels.head_backward(head, result, d, None, NEEDS)
+    whole = triton_backend.head_backward(head, result, d, None, NEEDS)
     monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**17)
     monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
     with launches() as seen:
-        parts = kernels.head_backward(head, result, d, None, NEEDS)
+        parts = triton_backend.head_backward(head, result, d, None, NEEDS)
     tiles = [x for x in seen if x.kernel.__name__ == "gradient_tile"]
     assert len({x.arguments["low"] for x in tiles}) >= 3 and len(tiles) >= 3 * len({x.arguments["low"] for x in tiles})
     for a, b in zip(whole[:2], parts[:2], strict=True):
@@ -90,11 +89,11 @@ def test_gradients_of_bias_and_adapter_are_sums_over_chunks(monkeypatch: pytest.
     )
     head, result, d = head_and_upstream(300, 601, bias=torch.randn(601, generator=rng), **adapter)
     needs = NeedsGradient(*[True] * 5)
-    whole = kernels.head_backward(head, result, d, None, needs)
+    whole = triton_backend.head_backward(head, result, d, None, needs)
     monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**17)
     monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
     with launches() as seen:
-        parts = kernels.head_backward(head, result, d, None, needs)
+        parts = triton_backend.head_backward(head, result, d, None, needs)
     assert len({x.arguments["index"].data_ptr() for x in seen}) >= 2
     torch.testing.assert_close(parts, whole)
 
@@ -103,9 +102,9 @@ def test_gradients_of_bias_and_adapter_are_sums_over_chunks(monkeypatch: pytest.
 def test_a_row_with_an_entropy_gradient_alone_has_a_gradient() -> None:
     head = head_rows(5, 24, 70, entropy=True)
     d, d_entropy = to_device((torch.zeros(5), torch.ones(5)))
-    result = kernels.head_forward(head)
+    result = triton_backend.head_forward(head)
     d[0] = 1
-    parts = [backend.head_backward(head, result, d, d_entropy, NEEDS) for backend in (kernels, portable)]
+    parts = [backend.head_backward(head, result, d, d_entropy, NEEDS) for backend in (triton_backend, torch_backend)]
     torch.testing.assert_close(*parts)
     assert parts[0].hidden is not None and parts[0].hidden[1:].any(1).all()
 
@@ -117,10 +116,10 @@ def test_a_route_that_reads_nothing_on_the_host_gives_the_same(monkeypatch: pyte
     hidden = head.hidden.clone()
     hidden[~head.mask] = torch.nan
     d[~head.mask] = torch.nan
-    expected = kernels.head_backward(head, result, torch.where(head.mask, d, 0), None, NEEDS)
+    expected = triton_backend.head_backward(head, result, torch.where(head.mask, d, 0), None, NEEDS)
     monkeypatch.setattr(gradient_rows, "may_read", lambda x: False)
     monkeypatch.setattr(torch.Tensor, "nonzero", None)
-    found = kernels.head_backward(head._replace(hidden=hidden), result, d, None, NEEDS)
+    found = triton_backend.head_backward(head._replace(hidden=hidden), result, d, None, NEEDS)
     for a, b in zip(expected[:2], found[:2], strict=True):
         torch.testing.assert_close(b, a)
 
@@ -138,8 +137,8 @@ def test_rows_that_do_not_count_are_no_work() -> None:
     """Forward tiles of masked rows return at once: what they would have written stays as it was."""
     head, _, d = head_and_upstream(300, 601)
     with launches() as seen:
-        result = kernels.head_forward(head)
-        kernels.head_backward(head, result, d, None, NEEDS)
+        result = triton_backend.head_forward(head)
+        triton_backend.head_backward(head, result, d, None, NEEDS)
     forward = next(x for x in seen if x.kernel.__name__ == "forward_tile")
     gradient = next(x for x in seen if x.kernel.__name__ == "gradient_tile")
     assert forward.arguments["n_unmasked"].item() == int(head.mask.sum()) < 300
@@ -157,10 +156,10 @@ def test_rows_that_do_not_count_are_no_work() -> None:
 def test_peak_memory_is_within_the_formula(n: int, h: int, v: int, entropy: bool) -> None:
     head = cases.meta_head(rows=n, width=h, vocab=v, entropy=entropy)
     with tuning.assume("sm_90"), LiveBytes() as live:
-        result = kernels.head_forward(head)
+        result = triton_backend.head_forward(head)
         forward, live.peak = live.peak, live.now
         d_entropy = torch.empty_like(result.entropy) if entropy else None
-        out = kernels.head_backward(head, result, torch.empty_like(result.log_probs), d_entropy, NEEDS)
+        out = triton_backend.head_backward(head, result, torch.empty_like(result.log_probs), d_entropy, NEEDS)
         tiles = -(-v // tuning.tile_config(head, "forward").block_v)
     gradients = 2 * n * h + 2 * v * h
     limit = gradients + 4 * n * tiles * (2 if entropy else 1) + 2 * n * h + 256 * 2**20
@@ -175,7 +174,7 @@ def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -
     """Choosing the cells, and the backward of a list of all of them."""
     head = cases.meta_head(rows=n, width=h, vocab=v)
     with tuning.assume("sm_90"), LiveBytes() as live:
-        result, tiles = kernels.forward_with_shares(head, wanted=True)
+        result, tiles = triton_backend.forward_with_shares(head, wanted=True)
         assert tiles is not None
         live_tiles.choose(head, result, result.log_probs, tiles, 1e-3)
         forward, columns = live.peak, tiles.share.shape[0]
@@ -194,8 +193,8 @@ def test_a_small_workspace_is_kept_to(dtype: torch.dtype, monkeypatch: pytest.Mo
     n, h, v = 2048, 64, 16_384
     head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)
     with tuning.assume("sm_90"), LiveBytes() as live:
-        result = kernels.head_forward(head)
-        kernels.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS)
+        result = triton_backend.head_forward(head)
+        triton_backend.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS)
     assert live.peak <= head.hidden.nbytes * 2 + head.weight.nbytes + 8 * n * (v // 128) + 2**20
     assert live.peak < n * v  # a quarter of fp32 logits
 
@@ -217,10 +216,10 @@ def test_rows_of_the_head_past_two_to_the_31(architecture: str) -> None:
     far = head._replace(weight=far_view((601, 24), 2**22, head.weight))
     assert 600 * 2**22 > 2**31
     with tuning.assume(architecture):
-        near_result, far_result = kernels.head_forward(head), kernels.head_forward(far)
+        near_result, far_result = triton_backend.head_forward(head), triton_backend.head_forward(far)
         assert torch.equal(near_result.log_probs, far_result.log_probs)
-        near = kernels.head_backward(head, near_result, d, None, NEEDS)
-        found = kernels.head_backward(far, far_result, d, None, NEEDS)
+        near = triton_backend.head_backward(head, near_result, d, None, NEEDS)
+        found = triton_backend.head_backward(far, far_result, d, None, NEEDS)
     for a, b in zip(near[:2], found[:2], strict=True):
         assert a is not None and b is not None and torch.equal(a, b)
 
@@ -229,8 +228,8 @@ def test_hidden_states_and_gradients_of_logits_past_two_to_the_31() -> None:
     """N x H read and N x V written beyond 2^31: the recorded launch again, with rows far apart."""
     head, result, d = head_and_upstream(300, 601)
     with tuning.assume("sm_80"), launches() as seen:
-        kernels.head_forward(head)
-        kernels.head_backward(head, result, d, None, NEEDS)
+        triton_backend.head_forward(head)
+        triton_backend.head_backward(head, result, d, None, NEEDS)
     tile = next(x for x in seen if x.kernel.__name__ == "gradient_tile").arguments
     n, stride = tile["n_rows"], 2**25
     assert n * stride > 2**31
@@ -244,7 +243,7 @@ def test_partial_results_past_two_to_the_31() -> None:
     """tile x N beyond 2^31 where tiles are written and where they are added up."""
     head, _, _ = head_and_upstream(40, 1201)
     with launches() as seen:
-        expected = kernels.head_forward(head)
+        expected = triton_backend.head_forward(head)
     far = 2**28  # rows, of which 40 are there: the tenth tile's begin past 2^31
     tiles = next(x for x in seen if x.kernel.__name__ == "forward_tile").arguments["column_blocks"]
     assert (tiles - 1) * far > 2**31
@@ -303,8 +302,8 @@ def test_launches_are_listed_by_every_listener() -> None:
     head = head_rows(5, 24, 70)
     with launches() as outer:
         with launches() as inner:
-            kernels.head_forward(head)
-        kernels.head_forward(head)
+            triton_backend.head_forward(head)
+        triton_backend.head_forward(head)
     assert len(outer) == 2 * len(inner) == 4
 
 
@@ -345,15 +344,15 @@ def test_auto_takes_triton_on_a_gpu_and_torch_on_a_cpu(monkeypatch: pytest.Monke
     from gspo_kernels.validation import Call
 
     call = Call("test")
-    monkeypatch.setattr(backends, "triton_obstacle", lambda device: None)
-    assert backends.pick_backend(call, "auto", torch.device("cuda")) == "triton"
-    assert backends.pick_backend(call, "auto", torch.device("cpu")) == "torch"
-    assert backends.pick_backend(call, "triton", torch.device("cpu")) == "triton"
-    monkeypatch.setattr(backends, "triton_obstacle", lambda device: "of a reason")
-    assert backends.pick_backend(call, "auto", torch.device("cuda")) == "torch"
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
+    assert dispatch.pick_backend(call, "auto", torch.device("cuda")) == "triton"
+    assert dispatch.pick_backend(call, "auto", torch.device("cpu")) == "torch"
+    assert dispatch.pick_backend(call, "triton", torch.device("cpu")) == "triton"
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: "of a reason")
+    assert dispatch.pick_backend(call, "auto", torch.device("cuda")) == "torch"
     with pytest.raises(ValueError, match="of a reason"):
-        backends.pick_backend(call, "triton", torch.device("cuda"))
-    assert backends.implementation("torch") is portable
+        dispatch.pick_backend(call, "triton", torch.device("cuda"))
+    assert dispatch.implementation("torch") is torch_backend
 
 
 @pytest.mark.slow
@@ -380,7 +379,7 @@ def test_gradients_of_transposed_operands_lie_as_the_fake_says(operand: str, bac
 
     head = head_rows(20, 24, 70)
     head = head._replace(**{operand: getattr(head, operand).t().contiguous().t()})
-    result = backends.implementation(backend).head_forward(head)
+    result = dispatch.implementation(backend).head_forward(head)
     live = live_tiles.all_columns(torch.device("cpu"))
     args = flatten((head, result, torch.ones(20), None, live, NEEDS, backend))
     real = ops.head_backward.op(*args)
@@ -401,10 +400,10 @@ def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], pea
     head = to_device(head._replace(hidden=torch.eye(3, 8).half(), weight=weight.half(), target_ids=ids))
     if not head.weight.isfinite().all():
         return  # fp16 has no such head
-    result = kernels.head_forward(head)
+    result = triton_backend.head_forward(head)
     d = torch.ones(3, device=DEVICE)
-    d_hidden = kernels.head_backward(head, result, d, None, NEEDS)[0]
-    truth = portable.head_backward(head, portable.head_forward(head), d, None, NEEDS)[0]
+    d_hidden = triton_backend.head_backward(head, result, d, None, NEEDS)[0]
+    truth = torch_backend.head_backward(head, torch_backend.head_forward(head), d, None, NEEDS)[0]
     assert d_hidden is not None and truth is not None
     torch.testing.assert_close(d_hidden, truth)
 
@@ -413,7 +412,7 @@ def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], pea
 def test_an_infinite_target_logit_is_not_certain(backend: str) -> None:
     head = head_rows(2, 1, 3, hidden=torch.ones(2, 1), weight=torch.tensor([[0.0], [1.0], [torch.inf]]))
     head = head._replace(target_ids=torch.tensor([2, 1], device=DEVICE))
-    assert backends.implementation(backend).head_forward(head).log_probs.isnan().all()
+    assert dispatch.implementation(backend).head_forward(head).log_probs.isnan().all()
 
 
 # -- what a seeded fault in a kernel would spoil (test_mutations.py), and nothing above would notice
@@ -429,7 +428,7 @@ def test_programs_share_columns_in_groups_and_none_computes_masked_rows(monkeypa
 
     monkeypatch.setattr(forward, "logit_tile", noted)
     monkeypatch.setattr(forward, "tile_config", lambda head, kernel: tuning.Config(16, 16, 16, group=2))
-    kernels.head_forward(head_rows(70, 16, 40, mask=torch.arange(70) % 4 != 0))  # 52 rows count: 4 of 5 blocks
+    triton_backend.head_forward(head_rows(70, 16, 40, mask=torch.arange(70) % 4 != 0))  # 52 rows count: 4 of 5 blocks
     assert tiles == [(block, tile) for group in ((0, 1), (2, 3)) for tile in range(3) for block in group]
 
 
@@ -440,7 +439,7 @@ def test_more_tiles_than_are_added_up_at_once() -> None:
     head.weight[-64:] *= 4
     head = head._replace(hidden=head.hidden.double(), weight=head.weight.double())
     with launches() as seen:
-        ours, expected = kernels.head_forward(head), portable.head_forward(head)
+        ours, expected = triton_backend.head_forward(head), torch_backend.head_forward(head)
     assert seen[0].arguments["column_blocks"] > tuning.REDUCE_TILES
     torch.testing.assert_close(ours[:2], expected[:2])
 
@@ -451,20 +450,20 @@ def test_more_hidden_elements_than_a_chain_has() -> None:
     head = head._replace(hidden=head.hidden / 25)
     assert 0 < tuning.tile_config(head, "forward").chain < 600
     d = torch.ones(5, device=DEVICE)
-    ours, expected = kernels.head_forward(head), portable.head_forward(head)
+    ours, expected = triton_backend.head_forward(head), torch_backend.head_forward(head)
     torch.testing.assert_close(ours.log_probs, expected.log_probs)
-    found = kernels.head_backward(head, ours, d, None, NEEDS)
-    torch.testing.assert_close(found[:2], portable.head_backward(head, expected, d, None, NEEDS)[:2])
+    found = triton_backend.head_backward(head, ours, d, None, NEEDS)
+    torch.testing.assert_close(found[:2], torch_backend.head_backward(head, expected, d, None, NEEDS)[:2])
 
 
 @on_device
 def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
     head = head_rows(200, 64, 601, entropy=True)
     head = head._replace(hidden=head.hidden.bfloat16(), weight=head.weight.bfloat16())
-    whole = kernels.head_forward(head)
+    whole = triton_backend.head_forward(head)
     for rows in (slice(9, 10), slice(60, 150)):
         part = head._replace(hidden=head.hidden[rows], target_ids=head.target_ids[rows], mask=head.mask[rows])
-        assert all(torch.equal(a, b[rows]) for a, b in zip(kernels.head_forward(part), whole, strict=True))
+        assert all(torch.equal(a, b[rows]) for a, b in zip(triton_backend.head_forward(part), whole, strict=True))
 
 
 @on_device
@@ -472,11 +471,11 @@ def test_a_nan_row_without_gradient_is_zero_where_all_rows_take_part(monkeypatch
     head, _, d = head_and_upstream(40, 100)
     still = head.mask & (d == 0)
     head.hidden[still] = torch.nan
-    result = kernels.head_forward(head)
+    result = triton_backend.head_forward(head)
     assert result.log_probs[still].isnan().all() and still.any()
-    expected = kernels.head_backward(head, result, d, None, NEEDS)
+    expected = triton_backend.head_backward(head, result, d, None, NEEDS)
     monkeypatch.setattr(gradient_rows, "may_read", lambda x: False)
-    found = kernels.head_backward(head, result, d, None, NEEDS)
+    found = triton_backend.head_backward(head, result, d, None, NEEDS)
     torch.testing.assert_close(found[:2], expected[:2])
 
 

@@ -18,10 +18,9 @@ from tolerance import KEPT_GRADIENT_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective
-from gspo_kernels.backends import dispatch as backends
-from gspo_kernels.backends import live_tiles
-from gspo_kernels.backends import torch as portable
-from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends import dispatch, live_tiles
+from gspo_kernels.backends import torch as torch_backend
+from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.live_tiles import sparse_pays
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.backends.triton.launch import launches
@@ -123,7 +122,7 @@ def test_budget_zero_has_the_bits_of_the_dense_backward_over_live_rows(backend: 
     out, grads = run_fused(sample.with_options(gradient_budget=0.0), backend)
     live = grads["hidden"].flatten(0, 1).any(1)
     assert 0 < live.sum() < sample.options["mask"].sum()
-    implementation = backends.implementation(backend)
+    implementation = dispatch.implementation(backend)
     hidden, weight = (x.detach() for x in sample.leaves.values())
     head = HeadRows(
         hidden.flatten(0, 1)[live],
@@ -170,14 +169,14 @@ def test_passes_are_the_products_made(budget: float) -> None:
     works: list[live_tiles.Work] = []
 
     def both_passes() -> None:
-        result, tiles = portable.forward_with_shares(head, wanted=budget > 0)
+        result, tiles = torch_backend.forward_with_shares(head, wanted=budget > 0)
         live = live_tiles.all_columns(ids.device)
         if tiles is None:
             works.append(live_tiles.exact_work(head, coefficient != 0))
         else:
             live, work = live_tiles.choose(head, result, coefficient, tiles, budget)
             works.append(work)
-        portable.head_backward(head, result, coefficient, None, NEEDS, live)
+        torch_backend.head_backward(head, result, coefficient, None, NEEDS, live)
 
     with choices(), small_tiles(8, 24):
         flops = product_flops(both_passes)
@@ -289,13 +288,13 @@ def test_the_host_of_triton_looks_once_and_in_the_backward(monkeypatch: pytest.M
     for module in ("forward", "sparse_products", "gradient_rows"):
         monkeypatch.setattr(f"gspo_kernels.backends.triton.{module}.launch", lambda *args, **options: None)
     with choices():
-        result, tiles = kernels.forward_with_shares(head, wanted=True)
+        result, tiles = triton_backend.forward_with_shares(head, wanted=True)
         assert tiles is not None
         tiles.share.fill_(1e-3)  # what a kernel would have written
         result.log_probs.fill_(-1.0)
         live, _ = live_tiles.choose(head, result, head.mask.float(), tiles, 0.1)
         assert looks == []
-        kernels.head_backward(head, result, head.mask.float(), None, NEEDS, live)
+        triton_backend.head_backward(head, result, head.mask.float(), None, NEEDS, live)
     assert looks == ["tolist"]
 
 
@@ -376,13 +375,13 @@ def test_a_head_with_lora_takes_part_in_the_torch_backend() -> None:
     )
     coefficient, needs = torch.randn(140, generator=rng), NeedsGradient(True, True, False, True, True)
     with choices():
-        result, tiles = portable.forward_with_shares(head, wanted=True)
+        result, tiles = torch_backend.forward_with_shares(head, wanted=True)
         assert tiles is not None
         live, work = live_tiles.choose(head, result, coefficient, tiles, 0.3)
     assert 0 < work.dropped <= 0.3 and live.cells[:, -1].any()
     chosen = Chosen(merged, result, coefficient, live, (tiles.block_rows, tiles.columns), tiles.share)
     d = torch.where(kept(chosen), d_logits(chosen)[0], 0)
-    found = portable.head_backward(head, result, coefficient, None, needs, live)
+    found = torch_backend.head_backward(head, result, coefficient, None, needs, live)
     truth = (d @ weight.double(), d.t() @ hidden.double(), None, d @ right.double(), d.t() @ left.double())
     for ours, x in zip(found, truth, strict=True):
         if x is not None:

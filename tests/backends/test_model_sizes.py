@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, ops, policy_loss
 from gspo_kernels.backends import live_tiles
-from gspo_kernels.backends import triton as kernels
+from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.precision import add_product
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.benchmarks import peaked
@@ -77,14 +77,14 @@ def test_the_gradients_of_all_cells_equal_float64(shape: tuple[int, int, int], d
     """The backward of a list of cells, with all of them in the list."""
     head = random_head(*shape, DTYPES[dtype], **OPTIONS[options])
     upstream = random_upstream(head)
-    result, tiles = kernels.forward_with_shares(head, wanted=True)
+    result, tiles = triton_backend.forward_with_shares(head, wanted=True)
     assert tiles is not None
     live, _ = live_tiles.choose(head, result, upstream.d_log_probs, tiles, budget=0.0)
     blocks = -(-live.counts[:1] // tiles.block_rows)
     cells = (torch.arange(live.cells.shape[0], device=blocks.device) < blocks)[:, None].expand_as(live.cells)
     every_cell = live._replace(cells=cells, counts=torch.stack([live.counts[0], torch.ones_like(live.counts[0])]))
     needs = NeedsGradient(True, True, False, False, False)
-    found = kernels.head_backward(head, result, upstream.d_log_probs, None, needs, every_cell)
+    found = triton_backend.head_backward(head, result, upstream.d_log_probs, None, needs, every_cell)
     truth, same_dtype = (by_torch(head, upstream, to) for to in (torch.float64, DTYPES[dtype]))
     names = ("d_hidden", "d_weight")
     ours = {name: x for name, x in zip(names, found, strict=False) if x is not None}

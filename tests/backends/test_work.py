@@ -11,9 +11,9 @@ from helpers.head_rows import NEEDS, head_rows
 from helpers.samples import make_sample, run_fused
 from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE
 
-from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.rows import NeedsGradient
-from gspo_kernels.backends.torch import tiles as portable_tiles
+from gspo_kernels.backends.torch import tiles as torch_tiles
 
 
 @pytest.mark.parametrize("mebibytes", [1, 4])
@@ -27,41 +27,41 @@ def test_logits_stay_inside_the_workspace(
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", str(mebibytes))
     n, h, v = 3000, 8, 20_000
     head = head_rows(n, h, v, entropy, **options)
-    slabs = -(-v // portable_tiles.tile_shape(torch.device("cpu"), torch.float32)[1])
+    slabs = -(-v // torch_tiles.tile_shape(torch.device("cpu"), torch.float32)[1])
     workspace = mebibytes * 2**20
     rows, columns = 4 * (n + 256), 4 * v
     with LiveBytes() as forward:
-        result = portable.head_forward(head)
+        result = torch_backend.head_forward(head)
     # Beside the logits: three partial results per row and slab, the gathered rows, a dozen vectors over rows.
     assert forward.peak <= workspace + rows * (3 * 3 * slabs + 2 * h + 24)
     with LiveBytes() as backward:
         d_entropy = torch.ones(n) if entropy else None
-        portable.head_backward(head, result, torch.ones(n), d_entropy, NEEDS)
+        torch_backend.head_backward(head, result, torch.ones(n), d_entropy, NEEDS)
     # d_hidden (twice: gathered and scattered), d_weight and one slab of it.
     assert backward.peak <= workspace + rows * (5 * h + 24) + columns * 2 * h
     assert forward.peak < 4 * n * v / 8  # far from the full logits either way
 
 
 def test_masked_rows_are_never_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portable_tiles, "tile_shape", lambda device, dtype: (4, 24))
+    monkeypatch.setattr(torch_tiles, "tile_shape", lambda device, dtype: (4, 24))
     head = head_rows(40, 8, 48)
     for kept in (0, 4, 12, 40):
         mask = torch.zeros(40, dtype=torch.bool)
         mask[torch.randperm(40)[:kept]] = True
-        flops = product_flops(lambda mask=mask: portable.head_forward(head._replace(mask=mask)))
+        flops = product_flops(lambda mask=mask: torch_backend.head_forward(head._replace(mask=mask)))
         assert flops == 2 * kept * 8 * 48
 
 
 def test_rows_without_gradient_cost_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portable_tiles, "tile_shape", lambda device, dtype: (4, 24))
+    monkeypatch.setattr(torch_tiles, "tile_shape", lambda device, dtype: (4, 24))
     head = head_rows(40, 8, 48)
-    result = portable.head_forward(head)
+    result = torch_backend.head_forward(head)
     for live in (0, 4, 12, 40):
         d = torch.zeros(40)
         d[torch.randperm(40)[:live]] = 1.0
         for d_hidden, d_weight, passes in ((True, True, 3), (True, False, 2), (False, True, 2)):
             needs = NeedsGradient(d_hidden, d_weight, bias=False, adapter_hidden=False, adapter_weight=False)
-            flops = product_flops(lambda d=d, needs=needs: portable.head_backward(head, result, d, None, needs))
+            flops = product_flops(lambda d=d, needs=needs: torch_backend.head_backward(head, result, d, None, needs))
             assert flops == passes * 2 * live * 8 * 48
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
-from gspo_kernels.backends.torch import tiles as portable_tiles
+from gspo_kernels.backends.torch import tiles as torch_tiles
 from gspo_kernels.backends.torch import workers
 
 VOCAB = 9000  # more columns than one tile has: the work is shared
@@ -69,13 +69,13 @@ def test_no_bit_depends_on_the_number_of_threads(name: str) -> None:
 def test_every_tile_is_computed_by_one_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     # An operation that PyTorch splits over threads waits for the slowest: beside a busy process that is a time slice.
     seen: list[tuple[str, int]] = []
-    logits = portable_tiles.Tiles.logits
+    logits = torch_tiles.Tiles.logits
 
     def recorded(self: Any, *args: Any) -> Tensor:
         seen.append((threading.current_thread().name, torch.get_num_threads()))
         return logits(self, *args)
 
-    monkeypatch.setattr(portable_tiles.Tiles, "logits", recorded)
+    monkeypatch.setattr(torch_tiles.Tiles, "logits", recorded)
     results(2)
     assert len(seen) > 20 and {count for _, count in seen} == {1}
     assert all(name.startswith("gspo_kernels") for name, _ in seen)
@@ -100,13 +100,13 @@ print(numbers)
 def test_threads_that_do_not_fit_the_workspace_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results(1)
     names = set()
-    logits = portable_tiles.Tiles.logits
+    logits = torch_tiles.Tiles.logits
 
     def recorded(self: Any, *args: Any) -> Tensor:
         names.add(threading.current_thread().name)
         return logits(self, *args)
 
-    monkeypatch.setattr(portable_tiles.Tiles, "logits", recorded)
+    monkeypatch.setattr(torch_tiles.Tiles, "logits", recorded)
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", "17")
     small = results(2)
     assert names == {threading.current_thread().name}
@@ -122,7 +122,7 @@ def test_copies_of_a_half_precision_head_count_for_the_workspace(monkeypatch: py
     for dtype in (torch.float32, torch.bfloat16):
         head = head_rows(4, 256, 200_000)
         head = head._replace(hidden=head.hidden.to(dtype), weight=head.weight.to(dtype))
-        work = portable_tiles.Tiles(head, rows)
+        work = torch_tiles.Tiles(head, rows)
         threads[dtype] = work.threads
         tile = 4 * work.tile_rows * (4 * work.tile_columns + 256)
         copies = 0 if dtype == torch.float32 else 2 * 4 * work.tile_columns * 256

@@ -15,7 +15,7 @@ from torch import Tensor
 from gspo_kernels import ops
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends.rows import HeadResult, HeadRows, LiveTiles
-from gspo_kernels.backends.torch import tiles as portable_tiles
+from gspo_kernels.backends.torch import tiles as torch_tiles
 
 
 class Chosen(NamedTuple):
@@ -51,12 +51,12 @@ def choices(pays: bool = True) -> Iterator[list[Chosen]]:
 
 @contextmanager
 def small_tiles(rows: int = 8, columns: int = 6) -> Iterator[None]:
-    shape = portable_tiles.tile_shape
-    portable_tiles.tile_shape = lambda device, dtype: (rows, columns)
+    shape = torch_tiles.tile_shape
+    torch_tiles.tile_shape = lambda device, dtype: (rows, columns)
     try:
         yield
     finally:
-        portable_tiles.tile_shape = shape
+        torch_tiles.tile_shape = shape
 
 
 def d_logits(chosen: Chosen) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gspo_kernels import LossOutput, Objective
 from gspo_kernels.advantages import group_advantages
-from gspo_kernels.backends import torch as portable
-from gspo_kernels.backends.torch import tiles as portable_tiles
+from gspo_kernels.backends import torch as torch_backend
+from gspo_kernels.backends.torch import tiles as torch_tiles
 from gspo_kernels.reference import surrogate
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -37,9 +37,9 @@ by_objective = pytest.mark.parametrize("name", OBJECTIVES)
 
 
 def in_small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 8, columns: int = 7) -> None:
-    from gspo_kernels.backends.torch import tiles as portable_tiles
+    from gspo_kernels.backends.torch import tiles as torch_tiles
 
-    monkeypatch.setattr(portable_tiles, "tile_shape", lambda device, dtype: (rows, columns))
+    monkeypatch.setattr(torch_tiles, "tile_shape", lambda device, dtype: (rows, columns))
 
 
 def assert_same(ours: Tensor, expected: Tensor) -> None:
@@ -789,7 +789,7 @@ def test_only_what_requires_a_gradient_gets_one_and_its_bits_depend_on_no_other(
     _, expected = run_fused(sample, backend)
     computed: list[tuple[bool, ...]] = []
     shapes: list[tuple[int, ...]] = []
-    run_backward, make_zeros = portable.head_backward, portable_tiles.Tiles.zeros
+    run_backward, make_zeros = torch_backend.head_backward, torch_tiles.Tiles.zeros
 
     def head_backward(*args: Any) -> Any:
         gradients = run_backward(*args)
@@ -801,7 +801,7 @@ def test_only_what_requires_a_gradient_gets_one_and_its_bits_depend_on_no_other(
         return make_zeros(work, *shape)
 
     if backend == "torch":
-        monkeypatch.setattr(portable, "head_backward", head_backward)
+        monkeypatch.setattr(torch_backend, "head_backward", head_backward)
     leaves = {name: x.detach().clone().requires_grad_(name in trained) for name, x in sample.leaves.items()}
     out = gspo_fused_loss(
         leaves["hidden"],
@@ -817,7 +817,7 @@ def test_only_what_requires_a_gradient_gets_one_and_its_bits_depend_on_no_other(
     if not trained:
         return
     if backend == "torch":
-        monkeypatch.setattr(portable_tiles.Tiles, "zeros", zeros)
+        monkeypatch.setattr(torch_tiles.Tiles, "zeros", zeros)
     out.loss.backward()
     for name, leaf in leaves.items():
         if name in trained:

@@ -16,12 +16,11 @@ from helpers.tile_choices import assert_dropped_is_what_is_said, choices, small_
 from tolerance import FLOAT64_RELATIVE, LOG_PROB_UNIT_RMS, check
 
 from gspo_kernels import Objective, reference
-from gspo_kernels.backends import dispatch as backends
-from gspo_kernels.backends import live_tiles
-from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends import dispatch, live_tiles
+from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.precision import power_of_two
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
-from gspo_kernels.backends.torch import tiles as portable_tiles
+from gspo_kernels.backends.torch import tiles as torch_tiles
 from gspo_kernels.backends.torch.surrogates import kl_and_slope
 
 # -- terms of the loss
@@ -116,7 +115,7 @@ def test_log_probs_are_rounded_once(backend: str) -> None:
         head = head_rows(64, 64, 300, hidden=torch.eye(64), weight=weight)
         logits = weight.t().double()
         truth = logits.log_softmax(1).gather(1, head.target_ids.cpu()[:, None])[:, 0]
-        found = backends.implementation(backend).head_forward(head).log_probs.cpu()
+        found = dispatch.implementation(backend).head_forward(head).log_probs.cpu()
         unit = torch.nextafter(truth.float().abs(), torch.tensor(math.inf)).double() - truth.float().abs().double()
         errors.append((found.double() - truth) / unit)
     assert torch.cat(errors).square().mean().sqrt() <= LOG_PROB_UNIT_RMS
@@ -181,7 +180,7 @@ def test_an_id_outside_the_vocabulary_has_no_log_prob(target: int, backend: str)
     head = head_rows(5, 24, 70)
     bad = head._replace(target_ids=head.target_ids.clone())
     bad.target_ids[2] = target
-    implementation = backends.implementation(backend)
+    implementation = dispatch.implementation(backend)
     near, found = (implementation.head_forward(x).log_probs for x in (head, bad))
     assert found.isnan().tolist() == [False, False, True, False, False]
     assert torch.equal(found[found.isfinite()], near[found.isfinite()])
@@ -202,7 +201,7 @@ def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
         torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], -1)[..., 0] if isinstance(x, torch.Tensor) else x
         for x in head
     )
-    implementation, d, needs = backends.implementation(backend), torch.ones(9), NeedsGradient(*[True] * 5)
+    implementation, d, needs = dispatch.implementation(backend), torch.ones(9), NeedsGradient(*[True] * 5)
     results = []
     for x in (head, apart):
         result = implementation.head_forward(x)
@@ -216,10 +215,10 @@ def test_half_gradients_of_a_small_slope_do_not_vanish(upstream: float, monkeypa
     head = head_rows(4, 8, 40, logit_scale=1e-6)
     head = head._replace(hidden=head.hidden.half(), weight=(1e4 * head.weight).half())
     d, needs = torch.full((4,), upstream), NeedsGradient(True, False, False, False, False)
-    truth = portable.head_backward(head, portable.head_forward(head), d, None, needs)[0]
-    monkeypatch.setattr(portable_tiles, "operand_dtype", lambda device, dtype: dtype)
-    monkeypatch.setattr(portable_tiles, "_product", lambda a, b: a.float() @ b.float())
-    found = portable.head_backward(head, portable.head_forward(head), d, None, needs)[0]
+    truth = torch_backend.head_backward(head, torch_backend.head_forward(head), d, None, needs)[0]
+    monkeypatch.setattr(torch_tiles, "operand_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(torch_tiles, "_product", lambda a, b: a.float() @ b.float())
+    found = torch_backend.head_backward(head, torch_backend.head_forward(head), d, None, needs)[0]
     assert truth is not None and truth.abs().max() > 1e-6
     torch.testing.assert_close(found, truth)
 
@@ -254,8 +253,8 @@ def test_operands_are_half_where_their_product_is_fp32(monkeypatch: pytest.Monke
     """On CUDA; PyTorch for ROCm has no half product with an fp32 result."""
     for version, expected in (("7.0", torch.float32), (None, torch.bfloat16)):
         monkeypatch.setattr(torch.version, "hip", version)
-        assert portable_tiles.operand_dtype(torch.device("cuda"), torch.bfloat16) == expected
-    assert portable_tiles.operand_dtype(torch.device("cpu"), torch.bfloat16) == torch.float32
+        assert torch_tiles.operand_dtype(torch.device("cuda"), torch.bfloat16) == expected
+    assert torch_tiles.operand_dtype(torch.device("cpu"), torch.bfloat16) == torch.float32
 
 
 # -- which cells a gradient budget drops

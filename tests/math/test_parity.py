@@ -109,9 +109,9 @@ def test_the_two_seams_chained_are_the_fused_loss_bitwise(name: str, packed: boo
 
 def test_several_tiles_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """Tiles smaller than the batch and the vocabulary, ragged at both ends, with targets in every slab."""
-    from gspo_kernels.backends.torch import tiles as portable_tiles
+    from gspo_kernels.backends.torch import tiles as torch_tiles
 
-    monkeypatch.setattr(portable_tiles, "tile_shape", lambda device, dtype: (8, 7))
+    monkeypatch.setattr(torch_tiles, "tile_shape", lambda device, dtype: (8, 7))
     for head, dtype in itertools.product(["plain", "all"], ["fp64", "fp32", "bf16"]):
         sample = make_sample(8, dtype=DTYPES[dtype], vocab=38, **HEADS[head])
         assert {int(t) // 7 for t in sample.target_ids[sample.options["mask"]]} == set(range(6))
@@ -129,10 +129,10 @@ def test_multi_turn_batches_of_uneven_lengths(seed: int, backend: str) -> None:
 @pytest.fixture
 def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensor-core route with the product itself stood in for: half operands, fp32 result."""
-    from gspo_kernels.backends.torch import tiles as portable_tiles
+    from gspo_kernels.backends.torch import tiles as torch_tiles
 
-    monkeypatch.setattr(portable_tiles, "operand_dtype", lambda device, dtype: dtype)
-    monkeypatch.setattr(portable_tiles, "_product", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(torch_tiles, "operand_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(torch_tiles, "_product", lambda a, b: a.float() @ b.float())
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -26,7 +26,7 @@ from tolerance import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from gspo_kernels.backends import torch as portable
+from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.integrations import trl as adapter
 from gspo_kernels.integrations.huggingface import base_model, fuse_head
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
@@ -310,7 +310,7 @@ def test_before_1_15_images_are_trls_and_what_cannot_be_served_is_named(tmp_path
 def test_answers_past_the_clip_cost_no_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's loss hands back zeros for them, and the backward recomputes no row of theirs."""
     shares: list[float] = []
-    backward = portable.head_backward
+    backward = torch_backend.head_backward
 
     def watched(head: Any, result: Any, d_log_probs: torch.Tensor, d_entropy: Any, *more: Any) -> Any:
         assert d_entropy is None  # asked for, but only to be logged
@@ -320,7 +320,7 @@ def test_answers_past_the_clip_cost_no_backward(tmp_path: Path, monkeypatch: pyt
         shares.append(live.sum().item() / tokens.sum().item())
         return backward(head, result, d_log_probs, d_entropy, *more)
 
-    monkeypatch.setattr(portable, "head_backward", watched)
+    monkeypatch.setattr(torch_backend, "head_backward", watched)
     trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **SEQUENCE)
     trainer.train()
     clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "clip_ratio/region_mean" in log]

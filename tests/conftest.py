@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -68,6 +69,15 @@ def device() -> object:
     from helpers.device import DEVICE
 
     return DEVICE
+
+
+@pytest.fixture
+def cached_memory_is_returned() -> Iterator[None]:
+    """Return what PyTorch caches of the GPU's memory after a test of large tensors: other processes share the GPU."""
+    yield
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

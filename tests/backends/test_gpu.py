@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,16 +15,9 @@ from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_lo
 from gspo_kernels.backends.rows import HeadRows
 from gspo_kernels.backends.triton.tuning import tile_config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device", "cached_memory_is_returned")]
 
 WORKSPACE = 256 * 2**20  # bytes, the default of GSPO_WORKSPACE_MIB
-
-
-@pytest.fixture(autouse=True)
-def memory_is_returned() -> Iterator[None]:
-    """Other processes of a test run share the GPU."""
-    yield
-    torch.cuda.empty_cache()
 
 
 def step(head: HeadRows, length: int, **options: Any) -> Callable[[], tuple[Tensor, ...]]:

@@ -37,7 +37,7 @@ from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.benchmarks import peaked
 from gspo_kernels.layout import segment_sum
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device", "cached_memory_is_returned")]
 
 TRAINED = ("bf16", "fp16", "fp32")
 MODEL = (SIZES.rows, SIZES.width, SIZES.vocab)

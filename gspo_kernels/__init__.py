@@ -1,5 +1,6 @@
 """The GSPO loss from hidden states to gradients, exact enough for its clip window, without holding the logits."""
 
+import os.path
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -53,3 +54,10 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+# In a checkout that is not installed, integrations/ and benchmarks/ stand beside this folder.
+_CHECKOUT = os.path.dirname(os.path.dirname(__file__))
+if all(
+    os.path.isfile(os.path.join(_CHECKOUT, *file)) for file in (["pyproject.toml"], ["integrations", "__init__.py"])
+):
+    __path__.append(_CHECKOUT)

@@ -31,6 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr.split()[:1] == ["gpu"]:
         os.environ.setdefault("GSPO_TEST_DEVICE", "cuda")
         os.environ.pop("TRITON_INTERPRET", None)
+        from helpers.device import obstacle
+
+        if not config.option.collectonly and (reason := obstacle()):
+            raise pytest.UsageError(f"-m gpu: {reason}")
     else:
         os.environ["GSPO_TEST_DEVICE"] = "cpu"
         os.environ["TRITON_INTERPRET"] = "1"  # the compile gate runs in its own process

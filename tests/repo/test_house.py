@@ -78,6 +78,17 @@ print(*(type(f).__name__ for f in (gspo_kernels.policy_loss, policy_loss, linear
     assert run_python(code).split() == ["function"] * 4
 
 
+def test_a_checkout_that_is_not_installed_has_all_of_the_package() -> None:
+    code = f"""
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if not finder.__module__.startswith("__editable__")]
+sys.path.insert(0, {str(ROOT)!r})
+import gspo_kernels.benchmarks.measure, gspo_kernels.integrations.seams as seams
+print(seams.__name__)
+"""
+    assert run_python(code).strip() == "gspo_kernels.integrations.seams"
+
+
 def test_integrations_are_part_of_the_package() -> None:
     assert "integrations" in run_python("import gspo_kernels.integrations as i; print(i.__name__)")
 

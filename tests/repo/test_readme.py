@@ -95,5 +95,5 @@ def test_the_tested_versions_are_the_installed_ones() -> None:
 
 
 def test_the_number_of_faults_is_that_of_the_tests() -> None:
-    (number,) = re.findall(r"More than (\d+) seeded faults", README)
+    (number,) = re.findall(r"more than (\d+) seeded faults", README)
     assert int(number) < len(FAULTS)

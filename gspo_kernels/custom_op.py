@@ -58,16 +58,19 @@ class Operator(Generic[P, R]):
         }
         self.arguments = list(types)
         inputs = ", ".join(f"{kind} {name}" for name, kind in types.items())
-        outputs = ", ".join(kind for group in self._outputs for kind in group.fields.values())
+        # A result is never None: a gradient that is not needed is an empty tensor.
+        outputs = ", ".join(kind.rstrip("?") for group in self._outputs for kind in group.fields.values())
+        self.name = f"gspo_kernels::{function.__name__}"  # pyright: ignore[reportAttributeAccessIssue] - it is a function
         self.op: Any = torch.library.custom_op(
-            f"gspo_kernels::{function.__name__}",  # pyright: ignore[reportAttributeAccessIssue] - it is a function
+            self.name,
             self._of_flat(function),
             mutates_args=(),
             schema=f"({inputs}) -> ({outputs})",
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        assert not kwargs, "an operator takes its arguments in order"
+        if kwargs:
+            raise TypeError(f"{self.name} takes its arguments by position, got {', '.join(kwargs)} by name")
         return self._result_of(self.op(*flatten(args)))
 
     def fake(self, function: Callable[P, R]) -> Callable[P, R]:

@@ -138,10 +138,13 @@ def _fake_policy(
     )
 
 
+class _LogProbs(NamedTuple):
+    log_probs: Tensor  # [N]; see `scale`
+
+
 class _Coefficients(NamedTuple):
     """What the backward of a loss scales by the upstream gradient."""
 
-    log_probs: Tensor  # [N]; see `scale`
     coefficient: Tensor  # [N] d(loss)/d(log_prob)
     entropy_coefficient: Tensor  # [N] d(loss)/d(entropy), or [0]
 
@@ -149,14 +152,14 @@ class _Coefficients(NamedTuple):
 def _save_policy_loss(ctx: Any, inputs: tuple[Any, ...], result: PolicyResult) -> None:
     log_probs, *_ = inputs
     ctx.mark_non_differentiable(*(x for name, x in result._asdict().items() if name != "loss"))
-    save(ctx, _Coefficients(log_probs, result.coefficient, result.entropy_coefficient))
+    save(ctx, _LogProbs(log_probs), _Coefficients(result.coefficient, result.entropy_coefficient))
 
 
 def _differentiate_policy_loss(ctx: Any, upstream: PolicyResult, needs: dict[str, bool]) -> Gradients:
     if upstream.loss is None:
         return {}
-    (saved,) = restore(ctx)
-    scaled = scale(saved.log_probs, saved.coefficient, saved.entropy_coefficient, upstream.loss)
+    (log_probs,), (coefficient, entropy_coefficient) = restore(ctx)
+    scaled = scale(log_probs, coefficient, entropy_coefficient, upstream.loss)
     has_entropy = needs["entropy"] and scaled.entropy.numel() > 0
     return {"log_probs": scaled.log_probs, "entropy": scaled.entropy if has_entropy else None}
 
@@ -243,7 +246,7 @@ def _save_fused_loss(ctx: Any, inputs: tuple[Any, ...], result: FusedResult) -> 
     head, *_, ctx.backend = inputs
     details = (x for name, x in result.policy._asdict().items() if name != "loss")
     ctx.mark_non_differentiable(*result.head, *details, *result.live, result.work)
-    coefficients = _Coefficients(result.head.log_probs, result.policy.coefficient, result.policy.entropy_coefficient)
+    coefficients = _Coefficients(result.policy.coefficient, result.policy.entropy_coefficient)
     save(ctx, head, result.head, coefficients, result.live)
 
 
@@ -251,7 +254,7 @@ def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, 
     d_loss = upstream.policy.loss
     if d_loss is None:
         return {}
-    head, result, (_, coefficient, entropy_coefficient), live = restore(ctx)
+    head, result, (coefficient, entropy_coefficient), live = restore(ctx)
     d_entropy = _times(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None
     return _head_gradients(ctx.backend, head, result, _times(coefficient, d_loss), d_entropy, live, needs)
 

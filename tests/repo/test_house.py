@@ -107,7 +107,12 @@ def test_a_wheel_holds_the_integrations_and_the_type_marker(tmp_path: Path) -> N
     site = tmp_path / "site"
     subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True, capture_output=True)
     assert (site / "gspo_kernels" / "py.typed").exists()
-    code = "import gspo_kernels.integrations.reference_trainer as r, gspo_kernels.benchmarks.bench; print(r.__file__)"
+    for name in ("gspo_kernels", "integrations", "benchmarks"):  # pyproject.toml lists every folder
+        inside = site if name == "gspo_kernels" else site / "gspo_kernels"
+        missing = [x for x in (ROOT / name).rglob("*.py") if not (inside / x.relative_to(ROOT)).exists()]
+        assert missing == []
+    code = "import gspo_kernels.integrations.reference_trainer as r, gspo_kernels.benchmarks.suites.bench"
+    code += "; print(r.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert str(site) in run.stdout, run.stderr

@@ -252,7 +252,7 @@ def _compiled_as(launch: Launch) -> tuple[Any, ...]:
 def compiled() -> Record:
     return {
         "real sizes": {name: at_real_size(**options) for name, options in REAL.items()},
-        "compiled triton_backend, by batches": {f"of {n}": variants(n) for n in (1, len(VARIED))},
+        "compiled kernels, by batches": {f"of {n}": variants(n) for n in (1, len(VARIED))},
     }
 
 

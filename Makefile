@@ -2,12 +2,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test quick lint test-trainers gate
+.PHONY: demo test quick lint test-benchmarks test-trainers gate
 demo: .venv/ready
 	$(BIN)/gspo train
 
 test: lint
-	$(BIN)/$(PYTEST) --ignore tests/trainers
+	$(BIN)/$(PYTEST) --ignore tests/trainers --ignore tests/benchmarks
+
+test-benchmarks: .venv/ready
+	$(BIN)/$(PYTEST) tests/benchmarks
 
 quick: .venv/ready
 	$(BIN)/$(PYTEST) --quick tests/math tests/api tests/backends

@@ -11,7 +11,6 @@ COMMANDS = {
     "trainer": "suites.trainer",
     "sparsity": "suites.sparsity",
     "overhead": "suites.overhead",
-    "costs": "suites.costs",
     "busy": "suites.busy",
     "fidelity": "studies.fidelity",
     "policy": "studies.policy",

@@ -1,7 +1,7 @@
-"""The gate on what a step costs on any machine: `python -m gspo_kernels.benchmarks costs`, exactly, and by formula.
+"""Check the counts of `helpers/costs.py` (products, bytes, launches, kernels) against the golden file and formulas.
 
-Where a number changed for a reason, `python -m gspo_kernels.benchmarks costs --write` writes it: read the difference
-first. The last tests run `python -m gspo_kernels.benchmarks overhead`, which measures what depends on the machine.
+If a count changed for a reason, `PYTHONPATH=tests python -m helpers.costs --write` rewrites the golden file. Read the
+difference before you commit it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import costs
 from torch import Tensor
 
 from gspo_kernels import ops
 from gspo_kernels.backends.torch import backward, forward
 from gspo_kernels.backends.triton import sequence
-from gspo_kernels.benchmarks.suites import costs, overhead
 
 ROOT = Path(__file__).parent.parent.parent
 GOLDEN = json.loads(costs.GOLDEN.read_text())
 MIB = 2**20
-# Share of the tokens that have a gradient, and matrix products that the backward makes for each of them.
+# Share of the tokens that have a gradient, and matrix products of the backward for each of these tokens.
 WORK = {
     "dense": (1.0, 3),
     "dense, entropy": (1.0, 3),
@@ -43,69 +43,69 @@ WORK = {
     "flat policy, budget 1e-3": (5 / 8, 3),
     "padded tiles": (5 / 8, 3),
 }
-OF_THE_INTERPRETER = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # logarithms of tiles with no mass
-CHEAPER = ("rl-like, budget 1e-3", "KL, budget 1e-3")  # a budget drops cells here; of the flat policy nothing can go
+IGNORE_LOG_OF_ZERO = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, in tiles without mass
+DROPPING = ("rl-like, budget 1e-3", "KL, budget 1e-3")  # a budget drops cells here, but none of a flat policy
 
 
-def expect_golden(found: Any, golden: Any) -> None:
-    """Equal; bytes only with the torch that wrote the golden file, another may need other temporaries."""
+def expect_golden(counts: Any, golden: Any) -> None:
+    """Check equality; of bytes only with the torch version that wrote the file: temporaries differ between versions."""
     same_torch = torch.__version__.split("+")[0] == GOLDEN["torch"]
-    changed = costs.differences(found, golden)
+    changed = costs.differences(counts, golden)
     assert [line for line in changed if same_torch or "peak bytes" not in line] == []
 
 
 @pytest.mark.parametrize("name", costs.SITUATIONS)
-def test_products_and_bytes_of_a_step(name: str) -> None:
-    found, options = costs.work(**costs.SITUATIONS[name]), costs.SITUATIONS[name]
-    expect_golden(found, GOLDEN["work"][name])
+def test_products_and_bytes_of_a_step_are_those_of_the_golden_file(name: str) -> None:
+    options = costs.SITUATIONS[name]
+    counts = costs.work(**options)
+    expect_golden(counts, GOLDEN["work"][name])
     live, products = WORK[name]
     rows = options.get("rows", costs.ROWS)
     tokens = rows - costs.SEQUENCES * options.get("prompt", 0)
-    assert found["live rows"] == live * tokens
-    if name not in CHEAPER:
-        assert found["live logits"] == live * tokens * costs.VOCAB
-    assert (found["live logits"] < live * tokens * costs.VOCAB) == (name in CHEAPER)
-    assert found["passes"] == pytest.approx(1 + products * found["live logits"] / (tokens * costs.VOCAB), rel=1e-6)
-    # What was counted is what was said, whole tiles of 128 rows.
+    live_logits = live * tokens * costs.VOCAB
+    assert counts["live rows"] == live * tokens
+    assert counts["live logits"] < live_logits if name in DROPPING else counts["live logits"] == live_logits
+    assert counts["passes"] == pytest.approx(1 + products * counts["live logits"] / (tokens * costs.VOCAB), rel=1e-6)
+    # The reported passes equal the counted products; padding to tiles of 128 rows is counted only.
     padded = [-(-n // 128) * 128 for n in (tokens, round(live * tokens))]
     if name == "padded tiles":
-        assert found["multiply-adds"] == (padded[0] + 3 * padded[1]) * costs.WIDTH * costs.VOCAB
+        assert counts["multiply-adds"] == (padded[0] + 3 * padded[1]) * costs.WIDTH * costs.VOCAB
     else:
-        assert found["multiply-adds"] == found["passes"] * tokens * costs.WIDTH * costs.VOCAB
+        assert counts["multiply-adds"] == counts["passes"] * tokens * costs.WIDTH * costs.VOCAB
     # README: gradients + 4 N V / 256 (twice with entropy) + the rows (here 4 N H, in fp32) + the workspace.
     frozen = options.get("frozen", ())
     gradients = 4 * costs.WIDTH * (("hidden" not in frozen) * rows + ("weight" not in frozen) * costs.VOCAB)
     entropy = options.get("entropy", False) or options.get("objective", costs.GSPO).entropy_coef != 0
     partial_sums = 4 * rows * costs.VOCAB / 256 * (2 if entropy else 1)
     limit = gradients + partial_sums + 4 * rows * costs.WIDTH + costs.WORKSPACE_MIB * MIB
-    assert gradients < found["peak bytes"] <= limit < gradients + 4 * rows * costs.VOCAB
+    assert gradients < counts["peak bytes"] <= limit < gradients + 4 * rows * costs.VOCAB
 
 
 @pytest.mark.parametrize("name", costs.LAUNCHING)
-@OF_THE_INTERPRETER
+@IGNORE_LOG_OF_ZERO
 def test_launches_do_not_grow_with_the_batch(name: str) -> None:
-    found = [costs.launched(name, *batch) for batch in costs.BATCHES]
-    assert found[0] == found[1] == found[2]
-    expect_golden({f"{s} x {n}": x for (s, n), x in zip(costs.BATCHES, found, strict=True)}, GOLDEN["launches"][name])
-    assert ("gradient_tile" in found[0]) == (name != "forward only")
-    assert ("weight_product" in found[0]) == name.startswith("budget")
-    assert set(found[0].values()) == {1}
+    by_batch = [costs.launched(name, *batch) for batch in costs.BATCHES]
+    first = by_batch[0]
+    assert first == by_batch[1] == by_batch[2]
+    named = {f"{s} x {n}": x for (s, n), x in zip(costs.BATCHES, by_batch, strict=True)}
+    expect_golden(named, GOLDEN["launches"][name])
+    assert ("gradient_tile" in first) == (name != "forward only")
+    assert ("weight_product" in first) == name.startswith("budget")
+    assert set(first.values()) == {1}
 
 
 @pytest.mark.slow
-def test_bytes_and_compiled_kernels_at_real_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("TRITON_INTERPRET")
-    found = costs.measure.fresh("suites.costs", "compiled")
-    expect_golden(found, {part: GOLDEN[part] for part in found})
-    assert set(found) | {"torch", "work", "launches"} == set(GOLDEN)
+def test_bytes_and_compiled_kernels_at_real_sizes_are_those_of_the_golden_file() -> None:
+    counts = costs.in_new_process("compiled")
+    expect_golden(counts, {part: GOLDEN[part] for part in counts})
+    assert set(counts) | {"torch", "work", "launches"} == set(GOLDEN)
     for name, options in costs.REAL.items():
         n, h, v = options["rows"], options.get("width", 4096), options.get("vocab", 151_936)
         gradients = 2 * n * h + 2 * v * h
         limit = gradients + 4 * n * v / 256 * (2 if options.get("entropy") else 1) + 2 * n * h + 256 * MIB
-        assert gradients < found["real sizes"][name]["peak bytes"] <= limit
-    one, six = found["compiled kernels, by batches"].values()
-    assert one == six
+        assert gradients < counts["real sizes"][name]["peak bytes"] <= limit
+    one_batch, six_batches = counts["compiled kernels, by batches"].values()
+    assert one_batch == six_batches
 
 
 def test_the_golden_file_has_every_situation_and_no_other() -> None:
@@ -114,20 +114,20 @@ def test_the_golden_file_has_every_situation_and_no_other() -> None:
     assert set(GOLDEN["real sizes"]) == set(costs.REAL)
 
 
-# -- what the gate must see
+# -- faults that must change a count
 
 
-def masked_rows_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = forward.Tiles
-    monkeypatch.setattr(forward, "Tiles", lambda head, index: whole(head, torch.arange(len(head.hidden))))
+def multiply_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = forward.Tiles
+    monkeypatch.setattr(forward, "Tiles", lambda head, index: tiles(head, torch.arange(len(head.hidden))))
 
 
-def dead_rows_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+def multiply_rows_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = ops._times
     monkeypatch.setattr(ops, "_times", lambda coefficient, d_loss: exact(coefficient, d_loss) + 1e-30)
 
 
-def gradient_tiles_stay_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_gradient_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     d_logits, kept = backward.GradientRows.d_logits, []
 
     def leaking(*args: Any) -> Tensor:
@@ -138,90 +138,61 @@ def gradient_tiles_stay_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("situation", "seed", "sees"),
+    ("situation", "fault", "count"),
     [
-        ("half prompt", masked_rows_are_multiplied, "multiply-adds"),
-        ("rl-like", dead_rows_are_multiplied, "multiply-adds"),
-        ("dense", gradient_tiles_stay_alive, "peak bytes"),
+        ("half prompt", multiply_masked_rows, "multiply-adds"),
+        ("rl-like", multiply_rows_without_gradient, "multiply-adds"),
+        ("dense", keep_gradient_tiles, "peak bytes"),
     ],
 )
-def test_a_dearer_step_is_seen(
-    situation: str, seed: Callable[[pytest.MonkeyPatch], None], sees: str, monkeypatch: pytest.MonkeyPatch
+def test_a_more_expensive_step_changes_a_count(
+    situation: str, fault: Callable[[pytest.MonkeyPatch], None], count: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = costs.work(**costs.SITUATIONS[situation])
-    seed(monkeypatch)
+    fault(monkeypatch)
     bad = costs.work(**costs.SITUATIONS[situation])
-    assert bad["passes"] == good["passes"]  # what the library says of itself does not tell
-    assert any(line.startswith(f"{sees}: ") for line in costs.differences(bad, good))
-    assert bad[sees] > good[sees]
+    assert bad["passes"] == good["passes"]  # the library's own metric does not show it
+    assert any(line.startswith(f"{count}: ") for line in costs.differences(bad, good))
+    assert bad[count] > good[count]
 
 
-@OF_THE_INTERPRETER
-def test_one_more_launch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@IGNORE_LOG_OF_ZERO
+def test_one_more_launch_changes_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = sequence.launch
 
-    def twice(kernel: Any, *args: Any, **arguments: Any) -> None:
+    def launch_twice(kernel: Any, *args: Any, **arguments: Any) -> None:
         launch(kernel, *args, **arguments)
         if kernel is sequence.finish:
             launch(kernel, *args, **arguments)
 
-    monkeypatch.setattr(sequence, "launch", twice)
-    found = {"4 x 8": costs.launched("forward only", 4, 8)}
+    monkeypatch.setattr(sequence, "launch", launch_twice)
+    counts = {"4 x 8": costs.launched("forward only", 4, 8)}
     golden = {"4 x 8": GOLDEN["launches"]["forward only"]["4 x 8"]}
-    assert costs.differences(found, golden) == ["4 x 8 | finish: 2, was 1"]
+    assert costs.differences(counts, golden) == ["4 x 8 | finish: 2, was 1"]
 
 
 @pytest.mark.slow
-def test_a_kernel_compiled_for_every_batch_is_seen() -> None:
+def test_a_kernel_compiled_anew_for_every_batch_changes_a_count() -> None:
     code = """
 import json
-from gspo_kernels.benchmarks.suites import costs, overhead
+from helpers import costs
 from gspo_kernels.backends.triton import gradient_tile
 for parameter in gradient_tile.gradient_tile.params:
     parameter.do_not_specialize = False
 print(json.dumps([costs.variants(1), costs.variants(2)]))
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(costs.TESTS)
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    one, two = json.loads(run.stdout)
-    assert one["forward_tile"] == two["forward_tile"] and one["gradient_tile"] < two["gradient_tile"]
+    one_batch, two_batches = json.loads(run.stdout)
+    assert one_batch["forward_tile"] == two_batches["forward_tile"]
+    assert one_batch["gradient_tile"] < two_batches["gradient_tile"]
 
 
-def test_differences_name_what_is_new_and_what_is_gone() -> None:
+def test_differences_name_new_and_missing_counts() -> None:
     assert costs.differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "d": 3}}) == [
         "a | d: absent, was 3",
         "a | c: 2, was absent",
     ]
     assert costs.differences({"a": 1.0}, {"a": 1}) == []
-
-
-# -- host time
-
-
-@pytest.mark.slow
-def test_a_trial_of_the_overhead_suite_writes_everything(tmp_path: Path) -> None:
-    output = tmp_path / "overhead.json"
-    command = [sys.executable, "-m", "gspo_kernels.benchmarks", "overhead", "--tiny", "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    results = json.loads(output.read_text())["results"]
-    timed = {(r["what"], r["candidate"]) for r in results["calls"]}
-    candidates = {(what, name) for what, names in overhead.CANDIDATES.items() for name in names}
-    assert {f"{what}: {name}" for what, name in candidates - timed} == set(results["absent"])
-    assert all("TRL" in name or "Liger" in name for name in results["absent"])
-    for r in results["calls"]:
-        assert 0 < r["p20"] <= r["seconds"] <= r["p80"] and (r["ratio"] == 1) == (r["candidate"] == overhead.PLAIN)
-    parts = {name: part["seconds"] for name, part in results["parts of a call"].items()}
-    assert len(parts) == 7 and min(parts.values()) > 0
-    assert results["import after torch, processor time"]["gspo_kernels"]["seconds"] > 0
-    assert results["commands, wall time"]["gspo --help"]["seconds"] > 0
-
-
-@pytest.mark.parametrize("what", overhead.CANDIDATES)
-def test_a_candidate_with_a_wrong_gradient_is_not_timed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(overhead.call_times(what, "ours", seconds=0.0)) == 5
-    right = overhead.CANDIDATES[what]["ours"]
-    monkeypatch.setitem(overhead.CANDIDATES[what], "ours", lambda b: 1.001 * right(b))
-    with pytest.raises(RuntimeError, match="wrong gradients"):
-        overhead.call_times(what, "ours", seconds=0.0)

@@ -41,21 +41,24 @@ class LiveBytes(TorchDispatchMode):
             self.now -= size
 
 
-class ProductFlops(TorchDispatchMode):
-    """Counts 2 m n k of every matrix product, in place or not."""
+class StepCounts(LiveBytes):
+    """Also count the multiply-adds of matrix products, in place or not."""
 
-    total = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiply_adds = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in ("mm", "addmm", "addmm_"):
-            a, b = args[-2:]
-            self.total += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        assert name not in ("bmm", "baddbmm", "einsum"), "a product this counter does not know"
-        return func(*args, **(kwargs or {}))
+            left, right = args[-2:]
+            self.multiply_adds += left.shape[0] * left.shape[1] * right.shape[1]
+        assert name not in ("bmm", "baddbmm", "einsum", "mv", "addmv", "dot"), f"{name}: this product is not counted"
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def product_flops(fn: Any) -> int:
-    with ProductFlops() as counter:
+    """Return 2 m n k of every matrix product of `fn()`, added up."""
+    with StepCounts() as counter:
         fn()
-    return counter.total
+    return 2 * counter.multiply_adds

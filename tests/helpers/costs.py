@@ -1,10 +1,10 @@
-"""What a step costs wherever it runs: matrix passes, bytes, kernel launches, compiled kernels. Counted, not timed.
+"""Count what a training step costs: matrix products, bytes, kernel launches, compiled kernels. Nothing is timed.
 
-    python -m gspo_kernels.benchmarks costs            print the table
-    python -m gspo_kernels.benchmarks costs --write    and write tests/backends/golden_costs.json: read the difference
+    PYTHONPATH=tests python -m helpers.costs            print the counts that differ from the golden file
+    PYTHONPATH=tests python -m helpers.costs --write    also rewrite tests/backends/golden_costs.json
 
-Nothing here depends on the machine, so that a change of any number is a change of the code. Products and bytes are
-counted below the operators, where torch makes them, and so not by what the library says of itself.
+The counts do not depend on the machine, so a changed number means changed code. Products and bytes are counted at
+PyTorch's dispatcher, below our operators, so they check the metrics that the library reports.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import weakref
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, ops
 from gspo_kernels.backends import live_tiles
@@ -33,74 +32,41 @@ from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import Launch, launches
+from gspo_kernels.benchmarks.peaked import make as make_policy
+from gspo_kernels.benchmarks.workloads import roles
 from gspo_kernels.tools import compile_cases as cases
 from gspo_kernels.tools.compile_gate import specialise
 
-from .. import measure
-from ..measure import Record
-from ..peaked import make as make_policy
-from ..workloads import roles
+from .counters import StepCounts
 
-GOLDEN = measure.ROOT / "tests" / "backends" / "golden_costs.json"
-
-
-class Counted(TorchDispatchMode):
-    """Multiply-adds of matrix products, and bytes of the tensors made and still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.multiply_adds = self.now = self.peak = 0
-        self.alive: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("mm", "addmm", "addmm_"):
-            a, b = args[-2:]
-            self.multiply_adds += a.shape[0] * a.shape[1] * b.shape[1]
-        assert name not in ("bmm", "baddbmm", "mv", "addmv", "dot"), f"{name} is a product that is not counted"
-        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if size and key not in inputs and key not in self.alive:
-                    self.alive.add(key)
-                    self.now += size
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._free, key, size)
-        return out
-
-    def _free(self, key: int, size: int) -> None:
-        self.alive.remove(key)
-        self.now -= size
+TESTS = Path(__file__).parent.parent
+GOLDEN = TESTS / "backends" / "golden_costs.json"
+Record = dict[str, Any]
 
 
 @contextmanager
-def counted() -> Iterator[Counted]:
-    """What the torch backend does inside. A mode sees an operator of ours as one call, so it is entered within too."""
-    mode = Counted()
+def counted() -> Iterator[StepCounts]:
+    """Count the work of the torch backend.
 
-    def inside(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    The mode sees each of our operators as a single call, so it is entered again inside them.
+    """
+    mode = StepCounts()
+
+    def with_mode(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with mode:
             return function(*args, **options)
 
-    parts = [(torch_backend, name) for name in ("forward_with_shares", "policy_forward", "head_backward")]
+    functions = [(torch_backend, name) for name in ("forward_with_shares", "policy_forward", "head_backward")]
     with ExitStack() as stack:
-        for module, name in [*parts, (ops, "choose")]:
-            stack.enter_context(patch.object(module, name, partial(inside, getattr(module, name))))
+        for module, name in [*functions, (ops, "choose")]:
+            stack.enter_context(patch.object(module, name, partial(with_mode, getattr(module, name))))
         with mode:
             yield mode
 
 
-# Work and memory of the torch backend
-
 SEQUENCES = 8
-# Whole tiles and cells on a CPU (128 rows, 168 columns), so that there is no padding to count.
-ROWS, WIDTH, VOCAB = 1024, 128, 8064
-WORKSPACE_MIB = 8  # four whole tiles of logits, a quarter of all logits
-
-
+ROWS, WIDTH, VOCAB = 1024, 128, 8064  # multiples of a CPU's tile (128 rows, 168 columns): no padding is counted
+WORKSPACE_MIB = 8  # four tiles of logits, a quarter of all logits
 GSPO, KL, BONUS = Objective(), Objective(kl_coef=0.04), Objective(entropy_coef=0.01)
 BOTH = ("hidden", "weight")
 SITUATIONS: dict[str, Record] = {
@@ -125,10 +91,10 @@ def work(
     rows: int = ROWS, zero: int = 0, clipped: int = 0, prompt: int = 0, frozen: tuple[str, ...] = (),
     objective: Objective = GSPO, entropy: bool = False, budget: float = 0.0, peaked: bool = True,
 ) -> Record:  # fmt: skip  # lines by subject
-    """Products and bytes of a forward and a backward, counted, beside what the metrics say.
+    """Count products and bytes of a forward and a backward; add the metrics that the library reports.
 
-    Sequences of one length: the first `zero` have advantage 0, the next `clipped` lie beyond the clip; of each the
-    first `prompt` tokens are masked. `frozen`: what asks for no gradient.
+    All sequences have the same length. The first `zero` have advantage 0, the next `clipped` lie outside the clip
+    window, and the first `prompt` tokens of each are masked. `frozen` names the tensors that need no gradient.
     """
     policy, shape = make_policy(rows, WIDTH, VOCAB, peaked=peaked), (SEQUENCES, rows // SEQUENCES)
     advantages, log_ratio = roles(SEQUENCES, zero, clipped)
@@ -156,9 +122,7 @@ def work(
     }
 
 
-# Launches of the Triton backend, interpreted
-
-BATCHES = ((4, 8), (4, 16), (2, 32))  # sequences x length: one slab of columns, whatever it is
+BATCHES = ((4, 8), (4, 16), (2, 32))  # (sequences, length); the vocabulary fits one slab in each
 LAUNCHING: dict[str, Record] = {
     "forward only": dict(frozen=BOTH),
     "forward and backward": {},
@@ -171,10 +135,10 @@ LAUNCHING: dict[str, Record] = {
 
 
 def launched(name: str, sequences: int, length: int) -> dict[str, int]:
-    """How often each kernel runs in a step."""
+    """Count the launches of each kernel in a step."""
     options, shape, width, vocab = dict(LAUNCHING[name]), (sequences, length), 32, 600
     frozen = options.pop("frozen", ())
-    # Two candidates of equal weight in the first tile of columns; the other tiles hold 5e-4 of the gradient's mass.
+    # The first vocabulary tile holds two equally likely tokens; the other tiles hold 5e-4 of the gradient's mass.
     ids = torch.arange(sequences * length).view(shape) % width
     hidden = 14 * (torch.eye(width)[ids] + torch.eye(width)[(ids + 1) % width])
     weight = torch.eye(vocab, width)
@@ -191,11 +155,10 @@ def launched(name: str, sequences: int, length: int) -> dict[str, int]:
 
 
 def interpreted() -> Record:
-    return {name: {f"{s} x {n}": launched(name, s, n) for s, n in BATCHES} for name in LAUNCHING}
+    return {"launches": {name: {f"{s} x {n}": launched(name, s, n) for s, n in BATCHES} for name in LAUNCHING}}
 
 
-# The Triton backend as on an H200, on tensors without storage: at real sizes, and over the batches of a run
-
+# What an H200 would run, on meta tensors.
 REAL: dict[str, Record] = {
     "8,192 x 4,096 x 151,936": dict(rows=8192),
     "8,192 x 4,096 x 151,936, entropy": dict(rows=8192, entropy=True),
@@ -203,23 +166,26 @@ REAL: dict[str, Record] = {
     "8,192 x 2,304 x 256,000, soft-cap": dict(rows=8192, width=2304, vocab=256_000, logit_softcap=30.0),
     "131,072 x 4,096 x 262,144": dict(rows=131_072, vocab=262_144),
 }
-# (rows, sequences, clip below and above): what changes from batch to batch, and from run to run.
+# (rows, sequences, clip_low, clip_high): what changes between the batches of a run, and between runs.
 VARIED = (
-    (8192, 16, 3e-4, 4e-4), (1000, 7, 2e-4, 5e-4), (4097, 8, 1e-3, 1e-3), (513, 3, 3e-3, 4e-3),
-    (30_001, 64, 0.01, 0.02), (2048, 1, 5e-4, 5e-4),
+    (8192, 16, 3e-4, 4e-4), (1000, 7, 2e-4, 5e-4), (4097, 8, 1e-3, 1e-3), (513, 3, 3e-3, 4e-3), (30001, 64, 0.01, 0.02),
+    (2048, 1, 5e-4, 5e-4),
 )  # fmt: skip  # a table
 
 
 def at_real_size(budget: bool = False, **head: Any) -> Record:
-    """Bytes and launches of the head's two passes. Counted apart: a launch that is listed keeps its tensors alive."""
+    """Count bytes and launches of the head's forward and backward, each in a run of its own.
+
+    A recorded launch keeps its tensors alive, so bytes cannot be counted in the run that records launches.
+    """
     meta = cases.meta_head(**head)
     run = partial(cases.live_cells if budget else cases.both_passes, meta)
-    with tuning.assume("sm_90"), Counted() as counts:
+    with tuning.assume("sm_90"), StepCounts() as counts:
         if budget:
             result, tiles = triton_backend.forward_with_shares(meta, wanted=True)
             assert tiles is not None
             live_tiles.choose(meta, result, result.log_probs, tiles, 1e-3)
-            del result, tiles  # the run makes its own
+            del result, tiles  # `run` makes them again
         run()
     with tuning.assume("sm_90"), launches() as seen:
         run()
@@ -227,7 +193,7 @@ def at_real_size(budget: bool = False, **head: Any) -> Record:
 
 
 def variants(batches: int) -> dict[str, int]:
-    """Distinct compiled kernels that the first so many batches need, by name, over all that the compile gate has."""
+    """Count the distinct compiled kernels that the first `batches` of VARIED need, over the compile gate's cases."""
     with tuning.assume("sm_90"), launches() as seen:
         for rows, sequences, low, high in VARIED[:batches]:
             for head in cases.CASES.values():
@@ -236,17 +202,17 @@ def variants(batches: int) -> dict[str, int]:
                 cases.live_cells(cases.meta_head(rows=rows, **head))
             for objective in cases.OBJECTIVES.values():
                 cases.loss(replace(objective, clip_low=low, clip_high=high), torch.float32, rows, sequences)
-    return Counter(kernel for kernel, *_ in {_compiled_as(x) for x in seen})
+    return Counter(kernel for kernel, *_ in {_jit_key(x) for x in seen})
 
 
-def _compiled_as(launch: Launch) -> tuple[Any, ...]:
-    """(name, what Triton's JIT takes into account)."""
-    signature, constants, divisible = specialise(launch)
-    # A tensor without storage counts as aligned there, but a view into one may begin anywhere.
-    tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor)}
-    apart = {name for name, x in tensors.items() if x.storage_offset() * x.itemsize % 16}
-    aligned = tuple(name for name in divisible if name not in apart)
-    return launch.kernel.__name__, launch.config, str(signature), str(constants), aligned
+def _jit_key(x: Launch) -> tuple[Any, ...]:
+    """Return the kernel's name and what Triton's JIT specialises it for."""
+    signature, constants, divisible = specialise(x)
+    # specialise() takes meta tensors for aligned, but a view may begin at any address.
+    tensors = {name: value for name, value in x.arguments.items() if isinstance(value, Tensor)}
+    unaligned = {name for name, value in tensors.items() if value.storage_offset() * value.itemsize % 16}
+    aligned = tuple(name for name in divisible if name not in unaligned)
+    return x.kernel.__name__, x.config, str(signature), str(constants), aligned
 
 
 def compiled() -> Record:
@@ -256,30 +222,35 @@ def compiled() -> Record:
     }
 
 
-def collect(tick: Callable[[str], object] = lambda text: None) -> Record:
-    """Everything. What is interpreted and what would be compiled exclude each other, so each has a process."""
-    results: Record = {"torch": str(measure.version("torch")).split("+")[0], "work": {}}
-    for name, options in SITUATIONS.items():
-        tick(f"torch backend: {name}")
-        results["work"][name] = work(**options)
-    tick("Triton backend: launches; bytes at real sizes; compiled kernels")
-    with patch.dict(os.environ, TRITON_INTERPRET="1"):
-        results["launches"] = measure.fresh("suites.costs", "interpreted")
-    with patch.dict(os.environ):
-        os.environ.pop("TRITON_INTERPRET", None)
-        return results | measure.fresh("suites.costs", "compiled")
+def in_new_process(function: str) -> Record:
+    """Return `interpreted()` or `compiled()`. Triton reads TRITON_INTERPRET once, so each needs its own process."""
+    code = f"import json; from helpers import costs; print(json.dumps(costs.{function}()))"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    environment |= {"TRITON_INTERPRET": "1"} if function == "interpreted" else {}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{function}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def flat(counts: Any, place: str = "") -> Record:
-    """Every number by where it stands."""
+def collect() -> Record:
+    """Return every count."""
+    results: Record = {"torch": torch.__version__.split("+")[0]}
+    results["work"] = {name: work(**options) for name, options in SITUATIONS.items()}
+    return results | in_new_process("interpreted") | in_new_process("compiled")
+
+
+def flat(counts: Any, path: str = "") -> Record:
+    """Return every number by its path: {"a": {"b": 1}} -> {"a | b": 1}."""
     if not isinstance(counts, dict):
-        return {place: counts}
-    parts = [flat(value, f"{place} | {key}".removeprefix(" | ")) for key, value in counts.items()]
+        return {path: counts}
+    parts = [flat(value, f"{path} | {key}".removeprefix(" | ")) for key, value in counts.items()]
     return {name: value for part in parts for name, value in part.items()}
 
 
 def differences(measured: Record, golden: Record) -> list[str]:
-    """What is not as it was, a line each."""
+    """Return a line for each number that differs from the golden one."""
     now, before = flat(measured), flat(golden)
     pairs = {name: (now.get(name, "absent"), before.get(name, "absent")) for name in before | now}
     return [f"{name}: {new}, was {old}" for name, (new, old) in pairs.items() if new != old]
@@ -287,13 +258,16 @@ def differences(measured: Record, golden: Record) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"rewrite {GOLDEN.parent.name}/{GOLDEN.name}")
-    asked = parser.parse_args()
+    parser.add_argument("--write", action="store_true", help=f"rewrite {GOLDEN.relative_to(TESTS.parent)}")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    results = collect(lambda text: print(text, flush=True))
-    for place, numbers in groupby(flat(results).items(), lambda number: number[0].rpartition(" | ")[0]):
-        print(place, *(f"{name.rpartition(' | ')[2]} {value}" for name, value in numbers), sep="   ")
+    print("counting takes about half a minute", flush=True)
+    results = collect()
     changed = differences(results, json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {})
-    print("", *(changed or ["all as in the golden file"]), sep="\n")
-    if asked.write:
+    print(*(changed or [f"all {len(flat(results))} counts are those of the golden file"]), sep="\n")
+    if options.write:
         GOLDEN.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The GSPO loss from hidden states to gradients, exact enough for its clip window, without holding the logits."""
+"""GSPO loss and gradients from hidden states, precise enough for the clip window, without materialising the logits."""
 
 import os.path
 import sys
@@ -23,7 +23,7 @@ __all__ = [
     "linear_log_probs",
     "policy_loss",
 ]
-# Where each public name is. They are imported at their first use, so that `gspo --help` answers without PyTorch.
+# The module of each public name. A name is imported at its first use, so that `gspo --help` works without PyTorch.
 _MODULES = {
     "LogProbOutput": "outputs",
     "LossOutput": "outputs",
@@ -46,16 +46,16 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keep `gspo_kernels.policy_loss` the function: importing the module of that name would put the module there."""
+    """The package. It keeps `gspo_kernels.policy_loss` a function when the module of that name is imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        hides_function = name == "policy_loss" and isinstance(value, ModuleType)
-        super().__setattr__(name, value.policy_loss if hides_function else value)
+        is_module = name == "policy_loss" and isinstance(value, ModuleType)
+        super().__setattr__(name, value.policy_loss if is_module else value)
 
 
 sys.modules[__name__].__class__ = _Package
 
-# In a checkout that is not installed, integrations/ and benchmarks/ stand beside this folder.
+# In a checkout that is not installed, integrations/ and benchmarks/ are next to this folder.
 _CHECKOUT = os.path.dirname(os.path.dirname(__file__))
 if all(
     os.path.isfile(os.path.join(_CHECKOUT, *file)) for file in (["pyproject.toml"], ["integrations", "__init__.py"])

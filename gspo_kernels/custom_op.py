@@ -1,7 +1,7 @@
-"""torch.library operators whose parameters and results are tuples.
+"""torch.library operators whose parameters and results are named tuples.
 
-An operator's schema knows tensors and scalars only. `Operator` makes one of a function of tuples: it derives the schema
-from the fields of the tuples, flattens them on the way in, and puts the results together on the way out.
+An operator's schema allows only tensors and scalars. `Operator` derives the schema of a function from the fields of its
+tuples, flattens arguments before the call, and rebuilds the result afterwards.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ _SCHEMA_TYPES = {
 class Group(NamedTuple):
     """One parameter or result: a tuple, an `Objective` or a single value."""
 
-    kind: Any  # its class
-    fields: dict[str, str]  # the schema's type of each flat value, by name; "" is the name of a single value
+    kind: Any  # the class
+    fields: dict[str, str]  # schema type of each flat value, by name; "" is the name of a single value
 
 
 def _group(kind: Any) -> Group:
+    """Return the group of a parameter or result with type hint `kind`."""
     if kind in _SCHEMA_TYPES:
         return Group(kind, {"": _SCHEMA_TYPES[kind]})
-    # Of an Objective, a rollout correction does not enter an operator: the loss was given its weights.
+    # Fields of other types are left out: an Objective's rollout correction reaches the loss as token weights.
     hints = get_type_hints(kind).items()
     return Group(kind, {name: _SCHEMA_TYPES[hint] for name, hint in hints if hint in _SCHEMA_TYPES})
 
 
 class Operator(Generic[P, R]):
-    """The operator `gspo_kernels::<name of the function>`.
+    """The operator `gspo_kernels::<name of the function>`, made of a function.
 
-    The function's parameters are tensors, scalars, named tuples of those, or an `Objective`; its result is a named
-    tuple of tensors, or of such tuples. An argument's name in the schema is the parameter's, then the field's.
+    The function's parameters are tensors, scalars, named tuples of those, or an `Objective`. Its result is a named
+    tuple of tensors, or of such tuples. In the schema, the field `mask` of the parameter `head` is named `head_mask`.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -58,7 +59,7 @@ class Operator(Generic[P, R]):
         }
         self.arguments = list(types)
         inputs = ", ".join(f"{kind} {name}" for name, kind in types.items())
-        # A result is never None: a gradient that is not needed is an empty tensor.
+        # A result is never None: gradients that are not needed are empty tensors.
         outputs = ", ".join(kind.rstrip("?") for group in self._outputs for kind in group.fields.values())
         self.name = f"gspo_kernels::{function.__name__}"  # pyright: ignore[reportAttributeAccessIssue] - it is a function
         self.op: Any = torch.library.custom_op(
@@ -74,7 +75,7 @@ class Operator(Generic[P, R]):
         return self._result_of(self.op(*flatten(args)))
 
     def fake(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Register a function of the same parameters that makes an empty result of the right shapes and dtypes."""
+        """Register a function of the same parameters that returns empty tensors of the right shapes and dtypes."""
         self.op.register_fake(self._of_flat(function))
         return function
 
@@ -83,12 +84,12 @@ class Operator(Generic[P, R]):
         setup: Callable[[Any, tuple[Any, ...], R], None],
         backward: Callable[[Any, R, dict[str, bool]], dict[str, Tensor | None]],
     ) -> None:
-        """Register what is saved and the backward.
+        """Register the backward, and the function that saves tensors for it.
 
         Args:
-            setup: of (ctx, inputs, result).
-            backward: of (ctx, upstream gradients, which arguments need a gradient by name); returns the gradients by
-                the name of the argument. An upstream gradient may be None.
+            setup: setup(ctx, inputs, result), called after the forward.
+            backward: backward(ctx, upstream, needs) with the gradients of the result, which may be None, and a dict
+                that says by argument name which gradients are needed. Returns gradients by argument name.
         """
 
         def setup_flat(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -121,14 +122,14 @@ def save(ctx: Any, *tuples: tuple[Any, ...]) -> None:
 
 
 def restore(ctx: Any) -> list[Any]:
-    """Return the tuples that `save` was given."""
+    """Return the tuples passed to `save`."""
     tensors = iter(ctx.saved_tensors)
     values = zip(ctx.scalars, ctx.are_tensors, strict=True)
     return _grouped(tuple(next(tensors) if is_tensor else scalar for scalar, is_tensor in values), ctx.groups)
 
 
 def flatten(values: Iterable[Any]) -> list[Any]:
-    """The fields of tuples and objectives, and single values as they are."""
+    """Return the fields of tuples and objectives, and single values unchanged, in one list."""
     flat: list[Any] = []
     for value in values:
         if isinstance(value, tuple):
@@ -141,7 +142,7 @@ def flatten(values: Iterable[Any]) -> list[Any]:
 
 
 def _grouped(flat: tuple[Any, ...], groups: list[Group]) -> list[Any]:
-    """The inverse of `flatten`."""
+    """Rebuild tuples and objectives from flat values; the inverse of `flatten`."""
     tuples, start = [], 0
     for kind, fields in groups:
         values = flat[start : start + len(fields)]

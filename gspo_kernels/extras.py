@@ -1,4 +1,4 @@
-"""Name the extra that installs a missing package. Imports the standard library alone, so that `gspo` always answers."""
+"""Errors that name the extra of a missing package. Imports only the standard library, so that `gspo` always starts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class MissingExtraError(ModuleNotFoundError):
 
 @contextmanager
 def needs(user: str, extra: str, *packages: str) -> Iterator[None]:
-    """Wrap imports of optional `packages`: where one is not installed, raise an error that names the extra.
+    """Wrap imports of optional `packages`. If one is not installed, raise an error that names the extra.
 
-    Other import errors pass as they are: an installed package that lacks one of its own modules is another fault.
+    Other import errors propagate: an installed package whose own imports fail is a different problem.
     """
     try:
         yield

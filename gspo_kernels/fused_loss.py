@@ -1,4 +1,4 @@
-"""`gspo_fused_loss`: from hidden states to the loss and its gradients in one operator, without holding the logits."""
+"""`gspo_fused_loss`: one operator from hidden states to the loss and its gradients, without materialising logits."""
 
 from __future__ import annotations
 
@@ -40,60 +40,64 @@ def gspo_fused_loss(
     gradient_budget: float = 0.0,
     backend: str = "auto",
 ) -> LossOutput:
-    """The GSPO loss (or any `Objective`) of sampled answers, from the hidden states that predict their tokens.
+    """Compute the GSPO loss, or the loss of any other `Objective`, from hidden states and sampled tokens.
 
-    `linear_log_probs` and `policy_loss` in one operator: the forward computes log-probs tile by tile, sums them per
-    sequence and settles every token's coefficient d(loss)/d(log_prob); the backward recomputes the logits of the rows
-    whose coefficient is not zero and scales them by the upstream gradient. Masked tokens, zero-advantage and clipped
-    sequences cost no backward.
+    The result is that of `policy_loss(linear_log_probs(...).log_probs, ...)`, from one operator. The forward computes
+    log-probs tile by tile, then the loss and every token's coefficient, d(loss)/d(log_prob). The backward recomputes
+    logits only for rows whose coefficient is not 0: masked tokens, sequences with advantage 0 and clipped sequences
+    cost no backward.
 
-    Gradients flow to hidden states, head, bias and LoRA adapter, in their own dtypes; a head that does not require a
-    gradient gets none computed. A second derivative raises.
+    Gradients flow to hidden states, head, bias and LoRA adapter, each in its own dtype. Operands that do not require a
+    gradient cost nothing. A second derivative raises.
 
     Args:
-        hidden: [B, T, H] padded, or [N, H] packed with cu_seqlens; fp32, bf16, fp16 or fp64. hidden[t] predicts
-            target_ids[t]: of a causal model pass last_hidden_state[:, :-1] and input_ids[:, 1:]. Under autocast hidden
-            and head are cast as F.linear would.
-        lm_head: weight [V, H] of the same dtype, an `nn.Linear`, or PEFT's LoRA, modules_to_save or
-            trainable_token_indices around one; the last costs a copy of the weight.
-        target_ids: [B, T] or [N] int64: the sampled tokens. Where masked anything may stand.
-        advantages: [B], [B, 1] or [S] per sequence, or [B, T] / [N] per token. Packed with N == S: per sequence. Per
-            token, ratio="sequence" spreads the sequence's gradient evenly over its tokens; "sequence-token" keeps each
-            token's own.
-        mask: [B, T] or [N], bool or 0/1: the tokens that count. None: target_ids != -100.
-        cu_seqlens: [S + 1] int32 or int64: sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1]. Packed input only.
-        old_log_probs: shape of target_ids, fp32: of the policy before this round of updates. None: on-policy, ratio
-            exactly 1. A constant of the loss, like advantages and ref_log_probs.
-        ref_log_probs: shape of target_ids, fp32; required for objective.kl_coef > 0.
-        rollout_log_probs: the sampler's own, fp32; read only by objective.rollout_correction, which requires it.
-        token_weights: [B, 1], [B, T] or [N]; detached; multiplies the policy term, not KL and not entropy.
-        bias, logit_scale, logit_softcap, temperature, vocab_size: the rest of the head, as in `linear_log_probs`.
-        objective: what is optimised.
-        normalizer, kl_normalizer: what the sums are divided by, as in `policy_loss`; give the count of the whole
-            optimizer step and the gradients of micro-batches add up to those of one batch.
-        entropy: return entropies (always computed where objective.entropy_coef != 0).
-        gradient_budget: share of the L1 mass of d_logits that the backward of this call may leave out, in [0, 1). 0 is
-            exact. Otherwise rows are ordered by their mass, and the lightest cells, a block of rows times a tile of the
-            vocabulary (on a CPU 128 x 168, with Triton mostly 128 x 256), go while their sum, known from the forward,
-            stays within the budget. That is done only if it saves time: at least about a fifth of the cells must go,
-            else none does. Where it goes is a bias and not noise: the rows the policy is surest of, the tokens it finds
-            least likely. The relative error of a gradient may be larger than the budget (README). Not with
-            objective.entropy_coef, whose gradient that mass does not bound. The Triton backend drops nothing for heads
-            with a bias or an adapter, and while a CUDA graph is captured.
-        backend: "triton", "torch" or "auto"; an explicit choice never falls back.
+        hidden: hidden states, [B, T, H] padded, or [N, H] packed with cu_seqlens; fp32, bf16, fp16 or fp64. hidden[t]
+            predicts target_ids[t]: for a causal model pass last_hidden_state[:, :-1] and input_ids[:, 1:]. Under
+            autocast, hidden and lm_head are cast as F.linear would cast them.
+        lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` in PEFT's LoRA,
+            modules_to_save or trainable_token_indices. The last one costs a copy of the weight.
+        target_ids: sampled tokens, [B, T] or [N] int64. Masked positions may hold any value.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. If packed input has N == S, they are
+            read per sequence. With per-token advantages, ratio="sequence" spreads a sequence's gradient evenly over
+            its tokens, and ratio="sequence-token" gives each token the gradient of its own advantage.
+        mask: unmasked tokens are True or 1, [B, T] or [N], bool or 0/1. None: target_ids != -100.
+        cu_seqlens: [S + 1] int32 or int64, for packed input only: sequence i is rows cu_seqlens[i] to
+            cu_seqlens[i + 1].
+        old_log_probs: log-probs of the policy before this round of updates, in the shape of target_ids, fp32 or fp64.
+            None: on-policy, all ratios are exactly 1. No gradient flows to them, to advantages or to ref_log_probs.
+        ref_log_probs: log-probs of the reference policy, in the shape of target_ids, fp32 or fp64; required if
+            objective.kl_coef > 0.
+        rollout_log_probs: log-probs that the sampler reported, fp32 or fp64; required by
+            objective.rollout_correction, and allowed only with it.
+        token_weights: [B, 1], [B, T] or [N]; detached; multiply the policy term, not KL and not entropy.
+        bias, logit_scale, logit_softcap, temperature, vocab_size: further options of the head, see `linear_log_probs`.
+        objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
+        normalizer, kl_normalizer: divisors of the sums, see `policy_loss`. With the count of a full optimizer step,
+            the gradients of its micro-batches add up to those of one large batch.
+        entropy: also return entropies. They are always computed if objective.entropy_coef != 0.
+        gradient_budget: share of the L1 mass of d_logits that the backward may leave out, in [0, 1). 0 is exact.
+            Otherwise rows are sorted by their mass, and the lightest cells (a block of rows times a tile of the
+            vocabulary: 128 x 168 on a CPU, mostly 128 x 256 with Triton) are left out while their sum, known from the
+            forward, stays within the budget. Nothing is left out unless that saves time, which takes about a fifth of
+            the cells. The error is a bias, not noise: it affects the rows that the policy is most certain of, and the
+            tokens that it finds least likely. The relative error of a gradient may exceed the budget (README). Not
+            allowed with objective.entropy_coef, because that mass does not bound the entropy's gradient. The Triton
+            backend leaves nothing out for a head with a bias or an adapter, or while a CUDA graph is captured.
+        backend: "triton", "torch" or "auto". An explicit choice never falls back.
 
     Returns:
-        LossOutput: `loss` [] is differentiable; `log_probs`, `entropy`, `log_ratio` and `metrics` are detached.
+        LossOutput. `loss` [] is differentiable; `log_probs`, `entropy`, `log_ratio` and `metrics` are detached.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was expected and what came. On accelerators values are not
-            looked at (unless GSPO_CHECK=1): `metrics["invalid"]` counts bad ones and the loss is NaN if there are any.
+        ValueError, TypeError: with the argument, what was expected and what came. Values of tensors on accelerators
+            are not checked unless GSPO_CHECK=1: `metrics["invalid"]` counts bad values, and any of them makes the loss
+            NaN.
     """
     call = Call("gspo_fused_loss")
     call.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
     call.boolean("entropy", entropy)
-    bonus = isinstance(objective, Objective) and objective.entropy_coef != 0
-    if bonus and gradient_budget > 0:
+    has_bonus = isinstance(objective, Objective) and objective.entropy_coef != 0
+    if has_bonus and gradient_budget > 0:
         call.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
     head = head_rows(
         call,
@@ -107,7 +111,7 @@ def gspo_fused_loss(
             logit_softcap,
             temperature,
             vocab_size,
-            entropy or bonus,
+            entropy or has_bonus,
             backend,
         ),
     )
@@ -133,8 +137,8 @@ def gspo_fused_loss(
 
 
 def _products(head: HeadRows) -> int:
-    """How many matrix products the backward makes of every live tile: logits again, d_hidden, d_weight."""
+    """Return how many matrix products the backward computes per live tile: logits, d_hidden, d_weight."""
     gradients = head.hidden.requires_grad + head.weight.requires_grad if torch.is_grad_enabled() else 0
     others = (head.bias, head.adapter_hidden, head.adapter_weight)
-    again = gradients > 0 or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in others))
-    return gradients + again
+    recomputes = gradients > 0 or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in others))
+    return gradients + recomputes

@@ -1,4 +1,4 @@
-"""Rewards by group: uneven groups, in any order, without a look at their values."""
+"""Sums and means of rewards by group. Groups may differ in size and have any order; no value is read on the host."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from .layout import accumulator, segment_sum
-from .validation import FLOATS, Call, Said
+from .validation import FLOATS, Call, Unquoted
 
 
 class Groups:
-    """Rewards by group. Sums are in fp64, each group's in its own order."""
+    """Rewards [B] and the group of each. Sums are computed in fp64, in the order of the rewards of a group."""
 
     def __init__(self, call: Call, rewards: Tensor, group_size: Any, group_ids: Any) -> None:
         check_rewards(call, rewards)
         batch = rewards.shape[0]
         if (group_size is None) == (group_ids is None):
-            both = Said("both" if group_ids is not None else "neither")
-            call.fail("group_size", "given, or group_ids, one of the two", both)
+            got = Unquoted("both" if group_ids is not None else "neither")
+            call.fail("group_size", "given if and only if group_ids is not", got)
         if group_ids is not None:
             call.tensor(
                 "group_ids",
@@ -35,40 +35,45 @@ class Groups:
             if group_size < 1 or batch % group_size:
                 call.fail("group_size", f">= 1 and a divisor of the {batch} rewards", group_size)
             group_ids = torch.arange(batch, device=rewards.device) // group_size
-        self.rewards = rewards.to(accumulator(rewards.dtype))
-        self.order = group_ids.argsort(stable=True)
-        ordered = group_ids[self.order]
-        new = torch.ones(batch, dtype=torch.bool, device=rewards.device)
-        new[1:] = ordered[1:] != ordered[:-1]
-        self.group = torch.empty_like(self.order).index_copy_(0, self.order, new.cumsum(0) - 1)  # [B], 0, 1, ...
+        # The host does not know the number of groups: tensors over groups have length B, and groups past the last are
+        # empty.
+        self.rewards = rewards.to(accumulator(rewards.dtype))  # [B]
+        self.order = group_ids.argsort(stable=True)  # [B]: rewards sorted by group
+        sorted_ids = group_ids[self.order]
+        starts = torch.ones(batch, dtype=torch.bool, device=rewards.device)  # [B]: first reward of a group
+        starts[1:] = sorted_ids[1:] != sorted_ids[:-1]
+        self.group = torch.empty_like(self.order).index_copy_(0, self.order, starts.cumsum(0) - 1)  # [B]: 0, 1, ...
         counts = torch.zeros(batch, dtype=torch.int64, device=rewards.device)
-        counts = counts.index_add_(0, self.group, torch.ones_like(self.group))  # of groups that there are not 0
-        self.offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        self.counts = counts.to(self.rewards.dtype)
+        counts = counts.index_add_(0, self.group, torch.ones_like(self.group))
+        self.offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B + 1]
+        self.counts = counts.to(self.rewards.dtype)  # [B]: rewards in each group
 
-    def of_each(self, x: Tensor) -> Tensor:
-        """A value per group -> the value of each reward's group."""
+    def per_reward(self, x: Tensor) -> Tensor:
+        """Return the value of each reward's group, [B], from one value per group."""
         return x[self.group]
 
     def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of each group, from one value per reward, [B]."""
         return segment_sum(x[self.order], self.offsets)
 
     def centred(self) -> Tensor:
-        """Rewards less their group's mean; equal ones give exactly 0, which their rounded mean would not."""
+        """Return rewards minus the mean of their group, [B]: exactly 0 in a group of equal rewards."""
+        # The mean of equal rewards may be rounded, so their difference from it need not be 0.
         x = self.rewards[self.order]
-        least = torch.segment_reduce(x, "min", offsets=self.offsets, initial=float("inf"))
+        smallest = torch.segment_reduce(x, "min", offsets=self.offsets, initial=float("inf"))
         largest = torch.segment_reduce(x, "max", offsets=self.offsets, initial=float("-inf"))
         mean = self.sum(self.rewards) / self.counts.clamp(min=1)
-        return torch.where(self.of_each(least == largest), 0, self.rewards - self.of_each(mean))
+        return torch.where(self.per_reward(smallest == largest), 0, self.rewards - self.per_reward(mean))
 
 
 def check_rewards(call: Call, rewards: Any, batch: int | None = None) -> None:
+    """Check that rewards are a floating-point tensor [B], with B = `batch` if it is given."""
     text = "[B]" if batch is None else f"[{batch}]"
     call.tensor("rewards", rewards, dtypes=FLOATS, shapes=[(batch,)], shape_text=text)
 
 
 def variance_of(x: Tensor, ddof: int) -> Tensor:
-    """Of the whole batch, exactly 0 where all are equal."""
+    """Return the variance of all of `x`, []; exactly 0 if all values are equal."""
     if x.numel() == 0:
         return x.new_zeros(())
     wide = x.double()
@@ -77,5 +82,5 @@ def variance_of(x: Tensor, ddof: int) -> Tensor:
 
 
 def over_deviation(x: Tensor, std: Tensor, eps: float) -> Tensor:
-    """x / (std + eps), and x itself where nothing deviates: over eps alone it would be a million times itself."""
+    """Return x / (std + eps), or x where the deviation is 0: divided by eps alone, x would be multiplied by 1e6."""
     return torch.where((x == 0) | (std == 0), x, x / torch.where(std == 0, 1, std + eps))

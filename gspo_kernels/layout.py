@@ -1,4 +1,4 @@
-"""Padded, packed and masked batches as rows: one row per token, sequences as offsets into them, and back."""
+"""Padded and packed batches as rows: one row per token, and sequences as offsets into the rows."""
 
 from __future__ import annotations
 
@@ -10,66 +10,73 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tokens of a batch lie. Padded `[B, T]` is N = B * T rows in S = B sequences; packed is `[N]` rows."""
+    """The place of each sequence's tokens. Padded [B, T]: N = B * T rows, S = B sequences. Packed [N]: N rows."""
 
     shape: tuple[int, ...]  # the caller's token shape: (B, T) or (N,)
     offsets: Tensor  # [S + 1] int64: sequence i is rows offsets[i] to offsets[i + 1]
 
     @property
     def rows(self) -> int:
+        """The number of rows, N."""
         return self.shape[0] * self.shape[1] if len(self.shape) == 2 else self.shape[0]
 
     @property
     def sequences(self) -> int:
+        """The number of sequences, S."""
         return self.offsets.shape[0] - 1
 
     @property
     def padded(self) -> bool:
+        """Whether the batch is padded, [B, T]; else it is packed, [N]."""
         return len(self.shape) == 2
 
     def flatten(self, x: Tensor) -> Tensor:
-        """[B, T] or [N] -> [N]; a padded [B, 1] is first spread over its row."""
+        """Return [N] from [B, T], [N], or [B, 1] of a padded batch, which is expanded over T."""
         return x.expand(self.shape).reshape(-1)
 
     def per_row(self, x: Tensor) -> Tensor:
-        """One value per sequence ([B], [B, 1], [S]) or per token ([B, T], [N]) -> [N]."""
+        """Return one value per row, [N], from one per sequence ([B], [B, 1], [S]) or per token ([B, T], [N])."""
         if self.padded:
             return self.flatten(x[:, None] if x.ndim == 1 else x)
         return x[self.sequence_of_row()] if x.shape[0] == self.sequences else x
 
     def sequence_of_row(self) -> Tensor:
+        """Return the sequence that each row belongs to, [N] int64."""
         return sequence_of_row(self.offsets, self.rows)
 
 
 def padded_layout(shape: tuple[int, int], device: torch.device) -> Layout:
+    """Return the layout of a padded batch of token shape (B, T)."""
     batch, length = shape
     return Layout((batch, length), torch.arange(batch + 1, device=device) * length)
 
 
 def packed_layout(rows: int, cu_seqlens: Tensor) -> Layout:
-    """Offsets are forced into order: bad ones are reported by `validation`, here they must not index out of bounds."""
+    """Return the layout of N = `rows` packed rows. Offsets are clamped into order and range."""
+    # `validation` reports bad offsets. On an accelerator they get here, and must not index out of bounds.
     if cu_seqlens.shape[0] == 1:  # no sequences
         return Layout((rows,), torch.zeros(1, dtype=torch.int64, device=cu_seqlens.device))
-    inner = cu_seqlens.to(torch.int64).clamp(0, rows)[1:-1].cummax(0).values
-    edge = torch.zeros(1, dtype=torch.int64, device=cu_seqlens.device)
-    return Layout((rows,), torch.cat([edge, inner, edge + rows]))
+    inner = cu_seqlens.to(torch.int64).clamp(0, rows)[1:-1].cummax(0).values  # [S - 1]
+    zero = torch.zeros(1, dtype=torch.int64, device=cu_seqlens.device)
+    return Layout((rows,), torch.cat([zero, inner, zero + rows]))
 
 
 def sequence_of_row(offsets: Tensor, rows: int) -> Tensor:
-    """[N] int64: the sequence each row belongs to."""
+    """Return the sequence that each row belongs to, [N] int64, from offsets [S + 1]."""
     row = torch.arange(rows, device=offsets.device)
     return torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=max(offsets.shape[0] - 2, 0))
 
 
 def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sum of each sequence's rows, [N] -> [S], in an order that other sequences and padding zeros do not change.
+    """Return the sum of each sequence's rows, [N] -> [S]. Its bits are independent of other sequences and of padding.
 
-    In fp64: the reduction is serial on a CPU, and over equal terms, as a sequence's coefficients are, the roundings of
-    an fp32 running sum all go one way (3e-4 of the gradient at 32,000 tokens).
+    The sum is computed in fp64. On a CPU the reduction is serial, and the terms of a sequence are often equal (its
+    coefficients are): an fp32 sum of equal terms rounds in the same direction every time, which costs 3e-4 of the
+    gradient at 32,000 tokens.
     """
     return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0).to(x.dtype)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits, log-probs, ratios and the loss: fp64 for fp64 hidden states, else fp32."""
+    """Return the dtype of logits, log-probs, ratios and loss: fp64 for fp64 hidden states, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

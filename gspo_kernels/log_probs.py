@@ -1,6 +1,6 @@
-"""`linear_log_probs`: hidden states and a head to the log-probs of given ids, without holding the logits.
+"""`linear_log_probs`: log-probs of target ids from hidden states and a head, without materialising the logits.
 
-What a head may be stands in `head.py`; here its arguments are checked, cast as autocast would, and flattened to rows.
+`inputs/lm_head.py` says which modules are accepted as a head. `inputs/head.py` checks and flattens the arguments.
 """
 
 from __future__ import annotations
@@ -27,30 +27,34 @@ def linear_log_probs(
     entropy: bool = False,
     backend: str = "auto",
 ) -> LogProbOutput:
-    """Log-probability of each target id under `softmax(softcap(logit_scale * (h W^T + bias)) / temperature)`.
+    """Compute the log-prob of each target id under `softmax(softcap(logit_scale * (h W^T + bias)) / temperature)`.
 
-    Differentiable with respect to hidden states, head, bias and LoRA adapter; the backward recomputes the logits and
-    skips rows whose upstream gradient is zero. A row's value does not depend, in any bit, on the other rows, on
-    `entropy` or on whether gradients are recorded. A second derivative raises.
+    The result is differentiable with respect to hidden states, head, bias and LoRA adapter. The backward recomputes
+    the logits of the rows whose upstream gradient is not 0. All bits of a row's log-prob are independent of the other
+    rows, of `entropy` and of whether autograd records. A second derivative raises.
 
     Args:
-        hidden: [B, T, H] or [N, H], fp32, bf16, fp16 or fp64. hidden[t] predicts target_ids[t]: nothing is shifted
-            here.
-        lm_head: weight [V, H] of the same dtype, an `nn.Linear`, or PEFT's LoRA, modules_to_save or
-            trainable_token_indices around one; the last costs a copy of the weight.
-        target_ids: [B, T] or [N] int64. Where masked anything may stand; it is never used as an index.
-        mask: [B, T] or [N], bool or 0/1: the tokens that count. None: target_ids != -100. Masked rows cost nothing.
-        bias: [V], if it is not the module's own.
+        hidden: hidden states, [B, T, H] or [N, H], fp32, bf16, fp16 or fp64. hidden[t] predicts target_ids[t]: this
+            function shifts nothing. Under autocast, hidden and lm_head are cast as F.linear would cast them.
+        lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` in PEFT's LoRA,
+            modules_to_save or trainable_token_indices. The last one costs a copy of the weight.
+        target_ids: [B, T] or [N] int64. Masked positions may hold any value, which is never used as an index.
+        mask: unmasked tokens are True or 1, [B, T] or [N], bool or 0/1. None: target_ids != -100. Masked rows cost
+            nothing.
+        bias: [V]; None if the module has it.
         logit_scale: multiplies the logits (Cohere, Granite).
-        logit_softcap: c in c * tanh(logits / c) (Gemma 2), None for none.
+        logit_softcap: c in c * tanh(logits / c) (Gemma 2); None: no soft-cap.
         temperature: divides the capped logits; a number, a tensor with no dimension, or one value per token.
-        vocab_size: columns from here on are padding and get no probability. None: all V.
-        entropy: also return the entropy of each distribution, in nats, differentiable.
-        backend: "triton", "torch" or "auto"; an explicit choice never falls back.
+        vocab_size: number of columns that are not padding; the columns after them get probability 0. None: all V.
+        entropy: also return the entropy of each row's distribution, in nats, differentiable.
+        backend: "triton", "torch" or "auto". An explicit choice never falls back.
+
+    Returns:
+        LogProbOutput.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was expected and what came. On accelerators an id out of range
-            is not looked for (unless GSPO_CHECK=1); its log-prob is NaN.
+        ValueError, TypeError: with the argument, what was expected and what came. Values of tensors on accelerators
+            are not checked unless GSPO_CHECK=1: the log-prob of an id out of range is NaN there.
     """
     call = Call("linear_log_probs")
     arguments = HeadArguments(

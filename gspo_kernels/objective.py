@@ -1,11 +1,19 @@
-"""What is optimised: `Objective` and its named presets.
+"""`Objective`, the settings of a loss, and its presets.
 
-The loss of every objective, per token t of sequence i: u the log-ratio (per sequence, or per token for ratio="token"),
-s = exp(u), A the advantage, c the aggregation weight over the normalizer, o the caller's token weight:
+The loss of every objective is a sum over the unmasked tokens t of all sequences i:
 
     sum_it c_it [ o_it l(u, A_it) - entropy_coef H_it ] + kl_coef sum_it c'_it k(lp_it - ref_it) [ s ]
 
-l is in each backend's `surrogates.py`; the sum over sequences and its derivative are in its `sequence.py`.
+    u       log-ratio: per sequence, or per token for ratio="token"; the ratio is s = exp(u)
+    A_it    advantage
+    l       surrogate, as a function of u and A
+    o_it    the caller's token weight
+    c_it    weight of the aggregation over the normalizer; c'_it: that of the KL term
+    H_it    entropy of the token's distribution
+    k       KL estimator, as a function of log-prob minus reference log-prob
+    [ s ]   factor with kl_ratio_factor only
+
+The backends' `surrogates.py` compute l and k, and their `sequence.py` the sums and the derivatives.
 """
 
 from __future__ import annotations
@@ -22,8 +30,9 @@ RATIOS = ("sequence", "sequence-token", "token")
 SURROGATES = ("clip", "none", "cispo", "sapo", "gmpo", "reinforce")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "unbiased")
-# Clip windows from here on are for token ratios. A sequence ratio is the exponential of a mean over L tokens, so it
-# deviates from 1 about sqrt(L) times less than a token's: 30 times at 1,000 tokens. GSPO has 3e-4, LUSPO 2e-3.
+# A clip window at least this wide is meant for token ratios. A sequence ratio is the exponential of a mean over L
+# tokens, so it deviates from 1 about sqrt(L) times less than a token ratio: 30 times at 1,000 tokens. GSPO clips at
+# 3e-4, LUSPO at 2e-3.
 TOKEN_WINDOW = 0.04
 
 _PPO = {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2}
@@ -46,44 +55,49 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Objective:
-    """What is optimised. The defaults are GSPO as in its paper.
+    """Ratio, surrogate, clip window, aggregation, KL term and entropy bonus of a loss. The defaults are GSPO's paper.
+
+    Formulas: the docstring of this module.
 
     Args:
-        ratio: "sequence" (GSPO: one length-normalised ratio per sequence), "sequence-token" (GSPO-token, paper eq.
-            13-14: the same value, per-token gradient, for per-token advantages) or "token" (GRPO, PPO).
-        surrogate: "clip" for -min(s A, clip(s) A); "none" for -s A; "cispo" for -clip(s) A log p with the ratio a
-            constant (MiniMax-M1); "sapo" for a sigmoid gate instead of a clip (SAPO); "gmpo" for -q A, q the geometric
-            mean of the tokens' bounded ratios (GMPO; needs ratio="sequence"); "reinforce" for -A log p.
-        clip_low: the ratio window is [1 - clip_low, 1 + clip_high], bounds included. 0 <= clip_low < 1; 1 is no lower
-            bound, for cispo. For gmpo a token's log-ratio is bound to [-clip_low, clip_high], from one side by the sign
-            of the advantage.
-        clip_high: see clip_low. 0 <= clip_high. TRL's epsilon_high of cispo is the bound itself: 1 + clip_high.
-        dual_clip: bound c > 1 on the ratio where the advantage is negative (arXiv 1912.09729), None for no bound.
-        delta: TRL's name for such a bound (INTELLECT-2); must exceed 1 + clip_high. With both, the smaller binds. Only
-            surrogate="clip" has such bounds.
-        aggregation: the weight of a token before the normalizer: "seq-mean-token-mean" 1 / L_i (GSPO's own),
-            "token-mean" 1, "seq-mean-token-sum" 1, "seq-mean-token-sum-norm" 1 / length_norm. L_i counts unmasked
-            tokens.
+        ratio: "sequence" (GSPO: one length-normalised ratio per sequence), "sequence-token" (GSPO-token, eq. 13-14 of
+            the paper: the same value with a gradient per token, for per-token advantages) or "token" (GRPO, PPO).
+        surrogate: "clip": -min(s A, clip(s) A). "none": -s A. "cispo": -clip(s) A log p, without a gradient through
+            the ratio (MiniMax-M1). "sapo": a sigmoid gate instead of a clip (SAPO). "gmpo": -q A, where q is the
+            geometric mean of the tokens' bounded ratios (GMPO); needs ratio="sequence". "reinforce": -A log p.
+        clip_low: the clip window is [1 - clip_low, 1 + clip_high], bounds included. 0 <= clip_low < 1; for cispo also
+            1, which is no lower bound. For gmpo, a token's log-ratio is bounded by clip_high from above if the
+            advantage is positive, and by -clip_low from below if it is negative; clip_low may then be any number >= 0.
+        clip_high: see clip_low; >= 0. For cispo, TRL's epsilon_high is the bound itself, 1 + clip_high.
+        dual_clip: upper bound > 1 on the ratio where the advantage is negative (arXiv 1912.09729); None: no bound. For
+            surrogate="clip" only.
+        delta: TRL's name for such a bound (INTELLECT-2); must exceed 1 + clip_high. If both are set, the smaller one
+            applies. For surrogate="clip" only.
+        aggregation: weight of a token before division by the normalizer. "seq-mean-token-mean": 1 / L_i, with L_i the
+            number of unmasked tokens of its sequence (GSPO). "token-mean", "seq-mean-token-sum": 1.
+            "seq-mean-token-sum-norm": 1 / length_norm.
         length_norm: the constant of "seq-mean-token-sum-norm", usually the longest completion allowed, in tokens.
         kl_coef: weight of the KL term against `ref_log_probs`, >= 0.
-        kl_estimator: "k1" d, "k2" d^2 / 2, "k3" exp(-d) + d - 1 or "abs" |d|, with d = log_prob - ref_log_prob; "k1+",
-            "k3+": the same value with the gradient of k2 (verl); "unbiased": k3 times the token's own importance ratio,
-            gradient included (DeepSeek-V3.2).
-        kl_aggregation: how the KL term aggregates, None for like the policy term.
-        kl_ratio_factor: multiply the KL of each token by the importance ratio of the objective, gradient included: at
-            sequence level by s_i (TRL's `use_bias_correction_kl`).
-        entropy_coef: weight of the entropy bonus; the loss falls by entropy_coef times the aggregated entropy.
+        kl_estimator: with d = log_prob - ref_log_prob, "k1": d. "k2": d^2 / 2. "k3": exp(-d) + d - 1. "abs": |d|.
+            "k1+", "k3+": the same values with the gradient of k2 (verl). "unbiased": k3 times the token's ratio, with
+            the gradient of both factors (DeepSeek-V3.2).
+        kl_aggregation: aggregation of the KL term; None: that of the policy term.
+        kl_ratio_factor: multiply the KL of each token by the ratio s of the objective, with the gradient of both
+            factors (TRL's `use_bias_correction_kl`). For ratio="sequence", s is the ratio of the sequence.
+        entropy_coef: weight of the entropy bonus: entropy_coef times the aggregated entropy is subtracted.
         sapo_temperature_pos: slope of sapo's sigmoid where the advantage is positive, > 0.
-        sapo_temperature_neg: the same where it is not.
-        rollout_correction: a `gspo_kernels.sampler_mismatch.RolloutCorrection`: importance weights of old_log_probs
-            against rollout_log_probs, which then must both be given; they multiply the policy term like token_weights.
+        sapo_temperature_neg: the same where the advantage is not positive.
+        rollout_correction: a `gspo_kernels.sampler_mismatch.RolloutCorrection`. The loss then computes importance
+            weights from old_log_probs and rollout_log_probs, both required, and multiplies the policy term by them, as
+            by token_weights.
 
     Raises:
-        ValueError, TypeError: a field is out of its range or of the wrong type; the message names it.
+        ValueError, TypeError: with the field, what was expected and what came.
 
     Warns, once each:
-        UserWarning: a sequence ratio with an aggregation that weights sequences by their length, which is LUSPO and not
-            GSPO; and a window a hundred times GSPO's on a length-normalised ratio, which hardly ever binds.
+        UserWarning: if sequence ratios are combined with an aggregation that weights sequences by their length, which
+            is LUSPO and not GSPO; if the clip window of a length-normalised ratio is at least 0.04, a hundred times
+            GSPO's, because it hardly ever binds.
     """
 
     ratio: str = "sequence"
@@ -105,7 +119,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         self._check()
-        self._warn(stacklevel=5)  # the caller's line, above the __init__ that dataclass wrote
+        self._warn(stacklevel=5)  # the line that calls the __init__ that dataclass generates
 
     def _check(self) -> None:
         check = validation.Field("Objective")
@@ -116,27 +130,27 @@ class Objective:
         if self.kl_aggregation is not None:
             check.choice("kl_aggregation", self.kl_aggregation, AGGREGATIONS)
         check.boolean("kl_ratio_factor", self.kl_ratio_factor)
-        lowest = {
+        clip_low = {
             "cispo": ("a number >= 0 and <= 1 (1: no lower bound)", lambda x: 0 <= x <= 1),
             "gmpo": ("a finite number >= 0", lambda x: 0 <= x <= validation.LARGEST),
         }.get(self.surrogate, ("a number >= 0 and < 1", lambda x: 0 <= x < 1))
         numbers = {
-            "clip_low": lowest,
-            "clip_high": ("a number >= 0, within float32, or inf", lambda x: x >= 0 and validation.bound(x)),
-            "dual_clip": ("a number > 1, within float32, or None", lambda x: x > 1 and validation.bound(x)),
+            "clip_low": clip_low,
+            "clip_high": ("a number >= 0, within float32, or inf", lambda x: x >= 0 and validation.valid_bound(x)),
+            "dual_clip": ("a number > 1, within float32, or None", lambda x: x > 1 and validation.valid_bound(x)),
             "delta": (lambda: f"a number > 1 + clip_high = {1 + self.clip_high:g}, within float32, or None",
-                      lambda x: x > 1 + self.clip_high and validation.bound(x)),
+                      lambda x: x > 1 + self.clip_high and validation.valid_bound(x)),
             "length_norm": ("a finite number > 0, within float32", validation.positive),
             "kl_coef": ("a finite number >= 0", lambda x: 0 <= x <= validation.LARGEST),
             "entropy_coef": ("a finite number", lambda x: abs(x) <= validation.LARGEST),
-            "sapo_temperature_pos": ("a number > 0, from 1e-30 on, within float32", _temperature),
-            "sapo_temperature_neg": ("a number > 0, from 1e-30 on, within float32", _temperature),
+            "sapo_temperature_pos": ("a number >= 1e-30, within float32", _valid_sapo_temperature),
+            "sapo_temperature_neg": ("a number >= 1e-30, within float32", _valid_sapo_temperature),
         }  # fmt: skip  # a table
         optional = ("dual_clip", "delta", "length_norm")
-        for name, (expected, holds) in numbers.items():
+        for name, (expected, is_valid) in numbers.items():
             if name in optional and getattr(self, name) is None:
                 continue
-            object.__setattr__(self, name, check.number(name, getattr(self, name), expected, holds))
+            object.__setattr__(self, name, check.number(name, getattr(self, name), expected, is_valid))
         if self.length_norm is None and "seq-mean-token-sum-norm" in (self.aggregation, self.kl_aggregation):
             check.fail("length_norm", "a number of tokens for seq-mean-token-sum-norm", None)
         for name in ("dual_clip", "delta"):
@@ -147,7 +161,7 @@ class Objective:
         if self.surrogate == "gmpo" and self.ratio != "sequence":
             check.fail("ratio", "'sequence' with surrogate='gmpo', a geometric mean over the sequence", self.ratio)
         if self.kl_ratio_factor and self.kl_estimator == "unbiased":
-            check.fail("kl_ratio_factor", "False with kl_estimator='unbiased', which has a ratio of its own", True)
+            check.fail("kl_ratio_factor", "False with kl_estimator='unbiased', which already has a ratio factor", True)
         if not isinstance(self.rollout_correction, RolloutCorrection | None):
             check.fail("rollout_correction", "a RolloutCorrection or None", self.rollout_correction, TypeError)
 
@@ -156,23 +170,23 @@ class Objective:
             return
         if self.aggregation != "seq-mean-token-mean" and not luspo:
             validation.warn_once(
-                f"aggregation={self.aggregation!r} weights sequences by their length: with one ratio per sequence that "
-                "is LUSPO; GSPO has 'seq-mean-token-mean' (Objective.preset('luspo') if you mean it)",
+                f"aggregation={self.aggregation!r} weights sequences by their length, which with one ratio per "
+                "sequence is LUSPO; GSPO has 'seq-mean-token-mean' (for LUSPO take Objective.preset('luspo'))",
                 stacklevel,
             )
         if self.surrogate == "clip" and max(self.clip_low, self.clip_high) >= TOKEN_WINDOW:
             validation.warn_once(
-                f"clip_low={self.clip_low:g}, clip_high={self.clip_high:g} is a window for ratios of tokens: one "
+                f"clip_low={self.clip_low:g}, clip_high={self.clip_high:g} is a window for token ratios: a ratio "
                 "normalised by length hardly ever leaves it (GSPO's paper: 3e-4 and 4e-4)",
                 stacklevel,
             )
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Objective:
-        """A named objective, with any field changed: `Objective.preset("dapo", clip_high=0.3)`.
+        """Return a named objective, with any field changed: `Objective.preset("dapo", clip_high=0.3)`.
 
-        Names: gspo, gspo-token, grpo, dapo, bnpo, dr_grpo (give it `length_norm`), luspo, cispo, sapo, gmpo, reinforce.
-        What system computes which: docs/parity.md.
+        Names: gspo, gspo-token, grpo, dapo, bnpo, dr_grpo (which needs `length_norm`), luspo, cispo, sapo, gmpo,
+        reinforce. docs/parity.md lists which trainer computes which of them.
         """
         validation.Field("Objective.preset").choice("name", name, tuple(_PRESETS))
         known = {f.name for f in fields(cls)}
@@ -186,30 +200,31 @@ class Objective:
 
     @classmethod
     def restored(cls, values: Iterable[Any]) -> Objective:
-        """Make an objective of its first fields' values in order, which were checked before."""
+        """Return an objective from `values` of its first fields, in order, without checks; the inverse of `values`."""
         objective = object.__new__(cls)
-        remaining = iter(values)
+        iterator = iter(values)
         for f in fields(cls):
-            object.__setattr__(objective, f.name, next(remaining, f.default))
+            object.__setattr__(objective, f.name, next(iterator, f.default))
         return objective
 
     def values(self) -> list[Any]:
-        """Return, in order, the fields that a kernel reads: all but the last. `restored` is the inverse."""
-        # Not dataclasses.astuple: of its copies torch.compile looks at the identity, not at the value.
+        """Return, in order, the values of the fields that a kernel reads: all but the last. Inverse: `restored`."""
+        # dataclasses.astuple copies values, and torch.compile guards on the identity of the copies.
         return [getattr(self, f.name) for f in fields(self)[:-1]]
 
     @property
     def ceiling(self) -> float:
-        """The bound on the ratio where the advantage is negative: the smaller of dual_clip and delta, or inf."""
+        """Upper bound on the ratio where the advantage is negative: the smaller of dual_clip and delta, or inf."""
         return min((c for c in (self.dual_clip, self.delta) if c is not None), default=math.inf)
 
     @property
     def log_window(self) -> tuple[float, float]:
-        """The window of log-ratios: of tokens for gmpo, else of what `ratio` says."""
+        """Bounds (low, high) on log-ratios: per token for gmpo, else per sequence or token as `ratio` says."""
         if self.surrogate == "gmpo":
             return -self.clip_low, self.clip_high
         return math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf, math.log1p(self.clip_high)
 
 
-def _temperature(x: float) -> bool:
-    return 1e-30 <= x <= validation.LARGEST  # below, sapo's sigmoid would have a slope at ratios that are not finite
+def _valid_sapo_temperature(x: float) -> bool:
+    # With a smaller one, sapo's sigmoid would still have a slope at ratios that are not finite.
+    return 1e-30 <= x <= validation.LARGEST

@@ -1,13 +1,13 @@
-"""The torch.library boundary: flat tensors and scalars in, flat tensors out, and the autograd between them.
+"""The torch.library operators and their autograd.
 
-Three differentiable operators stand behind the public functions, and two that only a backward calls:
+Each public function calls one differentiable operator. Two more operators are called only by backwards:
 
     linear_log_probs            hidden states, head -> log-probs, entropies     (backward: head_backward)
     policy_loss                 log-probs -> loss                               (backward: scale)
     fused_loss                  both in one                                     (backward: head_backward)
 
-The backward is the closed form. `head_backward` and `scale` have no derivative of their own, so a second derivative
-raises. (LoRA's h A^T is one more operator, in `backends/adapter.py`.)
+Backwards are in closed form. `head_backward` and `scale` have no derivative, so a second derivative raises. LoRA's
+h A^T is a further operator, in `backends/adapter.py`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Gradients = dict[str, Tensor | None]  # by the name of the operator's argument
 
 @Operator
 def linear_log_probs(head: HeadRows, backend: str) -> HeadResult:
-    """Differentiable log_probs and entropy of flat rows."""
+    """Compute log-probs and entropies of rows; both are differentiable."""
     return implementation(backend).head_forward(head)
 
 
 @linear_log_probs.fake
 def _fake_head(head: HeadRows, backend: str) -> HeadResult:
-    rows = head.hidden.new_empty(head.hidden.shape[0], dtype=accumulator(head.hidden.dtype))
-    entropy = rows.new_empty(rows.shape[0] if head.entropy else 0)
-    return HeadResult(rows, entropy, torch.empty_like(rows), torch.empty_like(rows))
+    log_probs = head.hidden.new_empty(head.hidden.shape[0], dtype=accumulator(head.hidden.dtype))  # [N]
+    entropy = log_probs.new_empty(log_probs.shape[0] if head.entropy else 0)
+    return HeadResult(log_probs, entropy, torch.empty_like(log_probs), torch.empty_like(log_probs))
 
 
 def _save_linear_log_probs(ctx: Any, inputs: tuple[HeadRows, str], result: HeadResult) -> None:
@@ -70,12 +70,12 @@ def head_backward(
     result: HeadResult,
     d_log_probs: Tensor,
     d_entropy: Tensor | None,
-    live: LiveTiles,
+    live_tiles: LiveTiles,
     needs: NeedsGradient,
     backend: str,
 ) -> HeadGradients:
-    """Gradients of a head's operands; an empty tensor for one that is not needed."""
-    gradients = implementation(backend).head_backward(head, result, d_log_probs, d_entropy, needs, live)
+    """Compute the gradients of a head's operands; those not needed are empty tensors."""
+    gradients = implementation(backend).head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles)
     return HeadGradients(*(head.hidden.new_empty(0) if x is None else x for x in gradients))
 
 
@@ -85,7 +85,7 @@ def _fake_gradients(
     result: HeadResult,
     d_log_probs: Tensor,
     d_entropy: Tensor | None,
-    live: LiveTiles,
+    live_tiles: LiveTiles,
     needs: NeedsGradient,
     backend: str,
 ) -> HeadGradients:
@@ -103,12 +103,12 @@ def _head_gradients(
     result: HeadResult,
     d_log_probs: Tensor,
     d_entropy: Tensor | None,
-    live: LiveTiles,
+    live_tiles: LiveTiles,
     needs: dict[str, bool],
 ) -> Gradients:
-    """Gradients of the operands of `head`, by the name that they have as arguments of the forward operators."""
+    """Compute the gradients of the operands of `head`, by their argument names in the forward operators."""
     needed = NeedsGradient(*(needs[f"head_{name}"] for name in NeedsGradient._fields))
-    gradients = head_backward(head, result, d_log_probs, d_entropy, live, needed, backend)
+    gradients = head_backward(head, result, d_log_probs, d_entropy, live_tiles, needed, backend)
     return {f"head_{name}": x for name, x in gradients._asdict().items() if getattr(needed, name)}
 
 
@@ -119,7 +119,7 @@ def _head_gradients(
 def policy_loss(
     log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective, backend: str
 ) -> PolicyResult:
-    """Differentiable loss of flat rows."""
+    """Compute the loss of rows; only the loss is differentiable."""
     with torch.autocast(log_probs.device.type, enabled=False):
         return implementation(backend).policy_forward(log_probs, entropy, mask, policy, objective)
 
@@ -139,11 +139,13 @@ def _fake_policy(
 
 
 class _LogProbs(NamedTuple):
-    log_probs: Tensor  # [N]; see `scale`
+    """Saved for the backward of `policy_loss` only because `scale` takes it."""
+
+    log_probs: Tensor  # [N]
 
 
 class _Coefficients(NamedTuple):
-    """What the backward of a loss scales by the upstream gradient."""
+    """Derivatives of the loss, which its backward scales by the upstream gradient."""
 
     coefficient: Tensor  # [N] d(loss)/d(log_prob)
     entropy_coefficient: Tensor  # [N] d(loss)/d(entropy), or [0]
@@ -171,16 +173,18 @@ policy_loss.autograd(_save_policy_loss, _differentiate_policy_loss)
 
 
 class ScaledCoefficients(NamedTuple):
-    log_probs: Tensor  # [N] gradients
-    entropy: Tensor  # [N] gradients, or [0]
+    """Gradients with respect to log-probs and entropies."""
+
+    log_probs: Tensor  # [N]
+    entropy: Tensor  # [N], or [0]
 
 
 @Operator
 def scale(log_probs: Tensor, coefficient: Tensor, entropy_coefficient: Tensor, d_loss: Tensor) -> ScaledCoefficients:
-    """The coefficients times the upstream gradient.
+    """Multiply the coefficients by the upstream gradient.
 
-    `log_probs` is a parameter so that a second derivative meets an operator that has none, and raises. Without it the
-    second derivative would silently miss a term.
+    `log_probs` is unused. As a parameter it makes this operator, which has no derivative, part of the graph of a second
+    derivative, which then raises. Without it, a second derivative would silently lack a term.
     """
     return ScaledCoefficients(_times(coefficient, d_loss), _times(entropy_coefficient, d_loss))
 
@@ -193,7 +197,7 @@ def _fake_scale(
 
 
 def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
-    """The coefficient times the upstream gradient; a row without gradient keeps exactly 0, even for an inf upstream."""
+    """Multiply coefficients by the upstream gradient. A coefficient of 0 gives exactly 0, even if d_loss is inf."""
     return multiply_no_nan(coefficient, d_loss.to(coefficient.dtype))
 
 
@@ -201,17 +205,19 @@ def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
 
 
 class FusedResult(NamedTuple):
+    """Results of both halves, the tiles that the backward computes, and its work."""
+
     head: HeadResult
     policy: PolicyResult
-    live: LiveTiles
-    work: Tensor  # [3]: `live_tiles.Work`
+    live_tiles: LiveTiles
+    work: Tensor  # [3]: the fields of `live_tiles.Work`
 
 
 @Operator
 def fused_loss(
     head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, backend: str
 ) -> FusedResult:
-    """Differentiable loss; everything else is detached."""
+    """Compute log-probs and loss of rows, and choose the tiles of the backward; only the loss is differentiable."""
     kernels = implementation(backend)
     result, shares = kernels.forward_with_shares(head, wanted=gradient_budget > 0)
     entropy = result.entropy if head.entropy else None
@@ -221,10 +227,10 @@ def fused_loss(
         has_gradient = loss.coefficient != 0
         if objective.entropy_coef != 0:
             has_gradient |= loss.entropy_coefficient != 0
-        live, work = all_columns(head.hidden.device), exact_work(head, has_gradient)
+        live_tiles, work = all_columns(head.hidden.device), exact_work(head, has_gradient)
     else:
-        live, work = choose(head, result, loss.coefficient, shares, gradient_budget)
-    return FusedResult(result, loss, live, torch.stack(work).to(loss.loss.dtype))
+        live_tiles, work = choose(head, result, loss.coefficient, shares, gradient_budget)
+    return FusedResult(result, loss, live_tiles, torch.stack(work).to(loss.loss.dtype))
 
 
 @fused_loss.fake
@@ -233,30 +239,30 @@ def _fake_fused(
 ) -> FusedResult:
     result = _fake_head(head, backend)
     loss = _fake_policy(result.log_probs, None, head.mask, policy, objective, backend)
-    live = all_columns(head.hidden.device)
+    live_tiles = all_columns(head.hidden.device)
     cell = implementation(backend).cell_shape(head) if gradient_budget > 0 else None
     if cell:
         (rows, columns), n = cell, head.hidden.shape[0]
-        cells = live.cells.new_empty(-(-n // rows), -(-head.vocab_size // columns))
-        live = LiveTiles(live.order.new_empty(n), cells, live.counts.new_empty(2))
-    return FusedResult(result, loss, live, result.log_probs.new_empty(3))
+        cells = live_tiles.cells.new_empty(-(-n // rows), -(-head.vocab_size // columns))
+        live_tiles = LiveTiles(live_tiles.order.new_empty(n), cells, live_tiles.counts.new_empty(2))
+    return FusedResult(result, loss, live_tiles, result.log_probs.new_empty(3))
 
 
 def _save_fused_loss(ctx: Any, inputs: tuple[Any, ...], result: FusedResult) -> None:
     head, *_, ctx.backend = inputs
     details = (x for name, x in result.policy._asdict().items() if name != "loss")
-    ctx.mark_non_differentiable(*result.head, *details, *result.live, result.work)
+    ctx.mark_non_differentiable(*result.head, *details, *result.live_tiles, result.work)
     coefficients = _Coefficients(result.policy.coefficient, result.policy.entropy_coefficient)
-    save(ctx, head, result.head, coefficients, result.live)
+    save(ctx, head, result.head, coefficients, result.live_tiles)
 
 
 def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, bool]) -> Gradients:
     d_loss = upstream.policy.loss
     if d_loss is None:
         return {}
-    head, result, (coefficient, entropy_coefficient), live = restore(ctx)
+    head, result, (coefficient, entropy_coefficient), live_tiles = restore(ctx)
     d_entropy = _times(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None
-    return _head_gradients(ctx.backend, head, result, _times(coefficient, d_loss), d_entropy, live, needs)
+    return _head_gradients(ctx.backend, head, result, _times(coefficient, d_loss), d_entropy, live_tiles, needs)
 
 
 fused_loss.autograd(_save_fused_loss, _differentiate_fused_loss)

@@ -1,4 +1,4 @@
-"""What the public functions return, and how it is filled."""
+"""The results of the public functions."""
 
 from __future__ import annotations
 
@@ -17,41 +17,43 @@ class LogProbOutput(NamedTuple):
     """Log-probs and entropies in nats, fp32 (fp64 for fp64 hidden states), 0 at masked positions."""
 
     log_probs: Tensor  # shape of target_ids
-    entropy: Tensor | None  # shape of target_ids; None unless asked for
+    entropy: Tensor | None  # shape of target_ids; None unless requested
 
 
 class LossOutput(NamedTuple):
-    """The loss, and what a trainer wants to see of it.
+    """The loss, and the log-probs, log-ratios and metrics that a trainer logs.
 
-    Only `loss` is differentiable (for terms of your own use `linear_log_probs` and `policy_loss`). The rest is detached
-    and for reading: log_probs and entropy are kept for the backward, which raises if they were changed in place.
+    Only `loss` is differentiable. To add terms of your own, use `linear_log_probs` and `policy_loss`. The other fields
+    are detached and must not be changed in place: the backward reads log_probs and entropy, and raises if they were.
 
-    metrics, all 0-dim tensors on the device, nothing is read on the host:
-        clip_fraction: share of non-empty sequences in which the clip binds on a token, by the sign of the advantage;
-            clip_fraction_low at 1 - clip_low, clip_fraction_high at 1 + clip_high or at dual_clip / delta.
-        token_clip_fraction: the same as a share of tokens, with _low and _high too.
-            What binds is the surrogate's bound: cispo's for either sign, of gmpo a token's own.
-        ratio_mean, ratio_min, ratio_max: of s over non-empty sequences, over tokens for ratio="token".
-        kl_to_old: mean over tokens of old - new log-prob, nats: an estimate of KL(old || new) from samples, so it may
-            be negative.
+    `metrics` holds 0-dim tensors on the device; computing them reads nothing on the host. Shares and means over tokens
+    are over unmasked tokens.
+        clip_fraction: share of non-empty sequences with a token at which the clip binds. clip_fraction_low counts
+            bounds at 1 - clip_low, clip_fraction_high those at 1 + clip_high, dual_clip or delta.
+        token_clip_fraction, token_clip_fraction_low, token_clip_fraction_high: the same as shares of tokens. Which
+            bound binds depends on the sign of the advantage, except for cispo. For gmpo the bounds are per token.
+        ratio_mean, ratio_min, ratio_max: of the ratio s over non-empty sequences, or over tokens for ratio="token".
+        kl_to_old: mean over tokens of old - new log-prob, in nats. It estimates KL(old || new) from samples and may be
+            negative.
         zero_coefficient_share: share of tokens that cost no backward.
-        live_row_share: share of tokens whose loss has a gradient, the rest; this and the next three only from
-            `gspo_fused_loss`.
-        live_tile_share: of tokens times vocabulary, the share that a backward computes.
-        dropped_gradient_mass: the share of the L1 mass of d_logits that it leaves out, at most gradient_budget; with a
-            soft-cap an upper bound of that share, twice as much or more.
-        passes: matrix passes of 2 N H V operations, N tokens, of forward and backward, the padding of tiles not
-            counted: 4 if all is computed for d_hidden and d_weight, 3 for one of them, 1 without autograd.
-        kl: mean over tokens of the objective's estimator; only with ref_log_probs.
-        entropy: mean over tokens, nats; only where entropies are computed.
-        rollout_weight_mean, ...: of `sampler_mismatch.Correction`; only with objective.rollout_correction.
-        invalid: how many values were refused (out-of-range ids, NaN advantages, ...); more than 0 makes the loss NaN.
+        live_row_share: share of tokens that have a gradient, 1 - zero_coefficient_share. This and the next three
+            metrics come only from `gspo_fused_loss`.
+        live_tile_share: share of all (token, vocabulary column) pairs that a backward computes.
+        dropped_gradient_mass: share of the L1 mass of d_logits that the backward leaves out, at most gradient_budget.
+            With a soft-cap, an upper bound of that share: the share may be half of it or less.
+        passes: matrix passes of 2 N H V operations in forward and backward, for N unmasked tokens; padding of tiles is
+            not counted. 4 with a full backward for d_hidden and d_weight, 3 for one of them, 1 without autograd.
+        kl: mean over tokens of the objective's KL estimator, in nats; only with ref_log_probs.
+        entropy: mean over tokens, in nats; only if entropies are computed.
+        rollout_weight_mean, ...: metrics of `sampler_mismatch.Correction`; only with objective.rollout_correction.
+        invalid: number of invalid values (ids out of range, NaN advantages, ...). If it is not 0, the loss is NaN.
     """
 
     loss: Tensor  # []
-    log_probs: Tensor  # shape of the tokens, fp32, 0 at masked positions
-    entropy: Tensor | None  # shape of the tokens, nats
-    log_ratio: Tensor  # u = log s per sequence, [B] or [S], for gmpo of bounded ratios; per token for ratio="token"
+    log_probs: Tensor  # [B, T] or [N], fp32 (fp64 for fp64 inputs), 0 at masked positions
+    entropy: Tensor | None  # [B, T] or [N], in nats
+    # u = log s: per sequence [B] or [S], for gmpo the mean of bounded log-ratios; per token for ratio="token".
+    log_ratio: Tensor
     metrics: dict[str, Tensor]
 
 
@@ -63,8 +65,8 @@ def loss_output(
     objective: Objective,
     invalid: Tensor,
 ) -> LossOutput:
-    """Return to the caller's shapes; invalid values turn the loss, and so its gradient, into NaN."""
-    shape = policy.layout.shape
+    """Return a backend's result in the caller's shapes. Invalid values make the loss, and so its gradient, NaN."""
+    shape = policy.layout.shape  # (B, T) or (N,)
     loss = result.loss * torch.where(invalid > 0, torch.nan, 1.0).to(result.loss.dtype)
     has_kl = policy.rows.ref_log_probs is not None
     named = metrics.as_dict(result.metrics, invalid, kl=has_kl, entropy=entropy is not None)

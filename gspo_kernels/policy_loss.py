@@ -1,4 +1,4 @@
-"""`policy_loss`: log-probs of whole sequences to the loss, its gradient in closed form, and the metrics."""
+"""`policy_loss`: the loss, its gradient in closed form, and the metrics, from per-token log-probs."""
 
 from __future__ import annotations
 
@@ -30,31 +30,42 @@ def policy_loss(
     kl_normalizer: float | Tensor | None = None,
     backend: str = "auto",
 ) -> LossOutput:
-    """The loss of `objective` from per-token log-probs; the formulas stand in `gspo_kernels.objective`.
+    """Compute the loss of an objective from per-token log-probs. Formulas: `gspo_kernels.objective`.
 
     Args:
-        log_probs: [B, T], or [N] with cu_seqlens; fp32 or fp64, differentiable. Masked positions may hold anything, NaN
-            too.
-        advantages: [B], [B, 1] or [S] per sequence, or [B, T] / [N] per token. Packed with N == S: per sequence.
-        mask: the tokens that count, bool or 0/1, in the shape of log_probs; None: all.
-        cu_seqlens: [S + 1] int32 or int64, packed input only: sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1].
-        old_log_probs: of the policy that is the ratio's denominator. None: on-policy, the ratio is exactly 1. Like
-            advantages and ref_log_probs it is a constant of the loss: no gradient flows into it. A NaN in log-probs is
-            not refused: it reaches the loss.
-        ref_log_probs: of the reference policy; required for kl_coef > 0, else only its KL is reported.
-        rollout_log_probs: the sampler's own, fp32; read only by objective.rollout_correction, which requires it.
-        token_weights: [B, 1], [B, T] or [N]; detached; multiplies the policy term, not KL and not entropy.
-        entropy: per token, in the shape of log_probs; required for entropy_coef != 0 and then differentiable.
-        objective: what is optimised.
-        normalizer: divides the sum; a number or a tensor with no dimension (read on a CPU only), e.g. the sequences
-            of all ranks and micro-batches (over the ranks, where gradients are averaged over them, as DDP and FSDP do).
-            None: this batch's non-empty sequences, tokens for token-mean.
-        kl_normalizer: the same for the KL term. None: `normalizer` where the KL aggregates like the policy term.
-        backend: "triton", "torch" or "auto".
+        log_probs: log-probs of the current policy, [B, T], or [N] with cu_seqlens; fp32 or fp64, differentiable.
+            Masked positions may hold any value, NaN included. NaN at an unmasked token is not rejected, in
+            old_log_probs and ref_log_probs neither: it propagates to the loss.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. If packed input has N == S, they are
+            read per sequence.
+        mask: unmasked tokens are True or 1, bool or 0/1, in the shape of log_probs. None: all tokens.
+        cu_seqlens: [S + 1] int32 or int64, for packed input only: sequence i is tokens cu_seqlens[i] to
+            cu_seqlens[i + 1].
+        old_log_probs: log-probs of the policy in the ratio's denominator, in the shape of log_probs. None: on-policy,
+            all ratios are exactly 1. No gradient flows to them, to advantages or to ref_log_probs.
+        ref_log_probs: log-probs of the reference policy; required if objective.kl_coef > 0. With kl_coef 0, the KL is
+            only reported.
+        rollout_log_probs: log-probs that the sampler reported, fp32 or fp64; required by
+            objective.rollout_correction, and allowed only with it.
+        token_weights: [B, 1], [B, T] or [N]; detached; multiply the policy term, not KL and not entropy.
+        entropy: per token, in the shape of log_probs; required if objective.entropy_coef != 0, and then
+            differentiable.
+        objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
+        normalizer: divides the sum over tokens; a number, or a tensor with no dimension, whose value is checked on a
+            CPU only. For example the number of sequences in all ranks and micro-batches, divided by the number of
+            ranks if gradients are averaged over ranks, as DDP and FSDP do. None: the number of non-empty sequences of
+            this batch, or of unmasked tokens for aggregation="token-mean".
+        kl_normalizer: the same for the KL term. None: `normalizer` if the KL term has the aggregation of the policy
+            term, else this batch's count.
+        backend: "triton", "torch" or "auto". An explicit choice never falls back.
+
+    Returns:
+        LossOutput. `loss` [] is differentiable; the other fields are detached.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was expected and what came. On accelerators values are not
-            looked at (unless GSPO_CHECK=1): `metrics["invalid"]` counts bad ones and the loss is NaN if there are any.
+        ValueError, TypeError: with the argument, what was expected and what came. Values of tensors on accelerators
+            are not checked unless GSPO_CHECK=1: `metrics["invalid"]` counts bad values, and any of them makes the loss
+            NaN.
     """
     call = Call("policy_loss")
     packed = cu_seqlens is not None

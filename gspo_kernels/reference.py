@@ -1,11 +1,10 @@
-"""The GSPO loss, written to be read: start here.
+"""The mathematics in plain PyTorch, written to be read: start here.
 
-Each function below is one line of the mathematics, on full logits, one sequence at a time, with plain autograd. Nothing
-is fused, nothing is chunked and nothing else of this library is imported, so this file is the oracle that every fast
-path is tested against: give it float64 tensors and it returns the truth.
+Each function computes one step of the loss on full logits, one sequence at a time, with autograd. It imports nothing
+else from this library. With float64 inputs this is the oracle that both backends are tested against.
 
-In one breath. The policy that is being trained gives each sampled token a log-probability `lp`; the policy that sampled
-it gave `old`. For one answer y_i of L_i tokens, GSPO (arXiv 2507.18071, eq. 5-7) forms ONE importance ratio
+The policy in training gives each sampled token a log-prob `lp`; the policy that sampled it gave `old`. For one answer
+y_i of L_i tokens, GSPO (arXiv 2507.18071, eq. 5-7) forms one importance ratio
 
     u_i = mean over its tokens of (lp - old),        s_i = exp(u_i) = (p_new(y_i) / p_old(y_i)) ^ (1 / L_i)
 
@@ -13,7 +12,7 @@ and minimises, over answers with advantage A_i,
 
     l_i = -min(s_i * A_i,  clip(s_i, 1 - clip_low, 1 + clip_high) * A_i).
 
-The window is 3e-4 / 4e-4, so `u_i` has to be right to a few 1e-6, which is why logits rounded to bf16 will not do.
+The clip window is [1 - 3e-4, 1 + 4e-4], so u_i must be accurate to a few 1e-6. Logits rounded to bf16 are not.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch import Tensor
 
 
 class ReferenceOutput(NamedTuple):
-    """Like `gspo_kernels.LossOutput`, and everything in it is differentiable."""
+    """Loss, log-probs, entropies and log-ratios, all differentiable. Shapes as in `gspo_kernels.LossOutput`."""
 
     loss: Tensor  # []
     log_probs: Tensor  # shape of target_ids, 0 at masked positions
@@ -46,7 +45,7 @@ def token_log_probs(
     temperature: float | Tensor = 1.0,  # scalar or [L]
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy of each distribution, both [L]."""
+    """Return the log-prob of each target id and the entropy of each row's distribution, both [L]."""
     logits = logit_scale * F.linear(hidden, weight, bias)
     if logit_softcap is not None:
         logits = logit_softcap * torch.tanh(logits / logit_softcap)
@@ -59,21 +58,22 @@ def token_log_probs(
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
-    """-min(s A, clip(s) A) per element, with s = exp(log_ratio).
+    """Return -min(s A, clip(s) A) per element for s = exp(log_ratio); for "none", "gmpo": -s A; for "sapo": its gate.
 
-    A positive advantage stops paying above 1 + clip_high, a negative one below 1 - clip_low and, with `dual_clip` or
-    `delta`, above that bound. The branch is chosen first and differentiated after: exp of a clipped log-ratio may be
-    inf, and 0 * inf would be NaN. A token with advantage 0 contributes exactly 0.
+    The clip binds above 1 + clip_high if the advantage is positive. If it is negative, the clip binds below
+    1 - clip_low, and above dual_clip or delta. Where it binds, exp(log_ratio) may be inf, so the log-ratio is replaced
+    before exp: autograd would compute 0 * inf = NaN. A token with advantage 0 contributes exactly 0.
     """
     ratio = log_ratio.exp()
-    if objective.surrogate == "sapo":  # 80: past it the sigmoid is flat, and exp would overflow in fp32
+    if objective.surrogate == "sapo":
+        # At a log-ratio of 80 the sigmoid is flat; far beyond, exp would overflow in fp32.
         ratio = torch.where(advantages == 0, 0.0, log_ratio).clamp(max=80).exp()
         tau = torch.full_like(ratio, objective.sapo_temperature_neg)
         tau = tau.masked_fill(advantages > 0, objective.sapo_temperature_pos)
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
     low, high = 1 - objective.clip_low, 1 + objective.clip_high
     ceiling = min((c for c in (objective.dual_clip, objective.delta) if c is not None), default=math.inf)
-    bound = torch.full_like(ratio, math.nan)  # the constant that replaces s where the clip binds, NaN where it does not
+    bound = torch.full_like(ratio, math.nan)  # replaces s where the clip binds; NaN elsewhere
     if objective.surrogate == "clip":
         bound = torch.where((advantages > 0) & (ratio > high), high, bound)
         bound = torch.where((advantages < 0) & (ratio < low), low, bound)
@@ -85,9 +85,9 @@ def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
 
 
 def score(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, objective: Any) -> Tensor:
-    """-weight A log p per element, for the surrogates that differentiate the log-prob and not the ratio.
+    """Return -weight A log p per element, for surrogates whose gradient flows through the log-prob, not the ratio.
 
-    The weight is 1 for "reinforce" and the ratio within the window, a constant, for "cispo" (arXiv 2506.13585).
+    The weight has no gradient: 1 for "reinforce", the ratio clamped to the window for "cispo" (arXiv 2506.13585).
     """
     weight = torch.ones_like(log_ratio)
     if objective.surrogate == "cispo":
@@ -96,7 +96,10 @@ def score(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, objective: A
 
 
 def bounded(token_log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
-    """GMPO's log-ratios before their mean (arXiv 2507.20673): bound from the side that the advantage pushes to."""
+    """Return GMPO's bounded token log-ratios: from above for a positive advantage, from below for a negative one.
+
+    Their mean over a sequence is its log-ratio (arXiv 2507.20673).
+    """
     capped = token_log_ratio.clamp(max=objective.clip_high)
     raised = token_log_ratio.clamp(min=-objective.clip_low)
     return torch.where(advantages > 0, capped, torch.where(advantages < 0, raised, token_log_ratio))
@@ -105,7 +108,7 @@ def bounded(token_log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tens
 def log_ratios_of_sequence(
     log_probs: Tensor, old_log_probs: Tensor | None, advantages: Tensor, objective: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-ratio of each token [L], their mean u [], and the log-ratio that the surrogate takes [L]."""
+    """Return the log-ratio of each token [L], their mean u [], and the log-ratio that the surrogate takes [L]."""
     token_log_ratio = log_probs - (log_probs.detach() if old_log_probs is None else old_log_probs)
     averaged = bounded(token_log_ratio, advantages, objective) if objective.surrogate == "gmpo" else token_log_ratio
     u = averaged.sum() / max(len(averaged), 1)
@@ -113,14 +116,14 @@ def log_ratios_of_sequence(
         return token_log_ratio, u, token_log_ratio
     if objective.ratio == "sequence":
         return token_log_ratio, u, u.expand(len(averaged))
-    # sequence-token: the value is u, the gradient stays with the token (eq. 13-14)
+    # sequence-token: the value is u, the gradient that of the token's log-prob (eq. 13-14).
     return token_log_ratio, u, u.detach() + log_probs - log_probs.detach()
 
 
 def kl_to_reference(log_probs: Tensor, ref_log_probs: Tensor, token_log_ratio: Tensor, estimator: str) -> Tensor:
-    """Per-token estimators of KL(policy || reference) (Schulman, "Approximating KL divergence").
+    """Return an estimate of KL(policy || reference) per token (Schulman, "Approximating KL divergence").
 
-    "k1+" and "k3+" have the value of k1 and k3 and the gradient of k2; "unbiased" is k3 times the token's own ratio.
+    "k1+" and "k3+" have the values of k1 and k3 and the gradient of k2. "unbiased" is k3 times the token's ratio.
     """
     d = log_probs - ref_log_probs
     k2, k3 = 0.5 * d**2, torch.expm1(-d) + d
@@ -131,7 +134,7 @@ def kl_to_reference(log_probs: Tensor, ref_log_probs: Tensor, token_log_ratio: T
 
 
 def aggregation_weight(aggregation: str, length: int, length_norm: float | None) -> float:
-    """What one token of a sequence of `length` tokens counts, before the normalizer."""
+    """Return the weight of a token in a sequence of `length` unmasked tokens, before division by the normalizer."""
     if aggregation == "seq-mean-token-mean":
         return 1.0 / length
     if aggregation == "seq-mean-token-sum-norm":
@@ -141,7 +144,7 @@ def aggregation_weight(aggregation: str, length: int, length_norm: float | None)
 
 
 def default_normalizer(aggregation: str, lengths: list[int]) -> float:
-    """Non-empty sequences, or tokens for token-mean; never 0."""
+    """Return the number of non-empty sequences, or of tokens for "token-mean"; at least 1."""
     if aggregation == "token-mean":
         return max(sum(lengths), 1)
     return max(sum(length > 0 for length in lengths), 1)
@@ -167,10 +170,10 @@ def gspo_reference_loss(
     normalizer: float | None = None,
     kl_normalizer: float | None = None,
 ) -> ReferenceOutput:
-    """Arguments and meaning of `gspo_kernels.gspo_fused_loss`, on full logits with autograd, in hidden's dtype."""
+    """Compute `gspo_kernels.gspo_fused_loss` from full logits with autograd, in the dtype of `hidden`."""
     mask = target_ids != -100 if mask is None else mask.bool()
     if cu_seqlens is None:
-        spans: list[Any] = list(range(target_ids.shape[0]))  # row i of a padded batch
+        spans: list[Any] = list(range(target_ids.shape[0]))  # x[i] is sequence i of a padded batch
     else:
         spans = [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
     lengths = [int(mask[span].sum()) for span in spans]
@@ -199,12 +202,13 @@ def gspo_reference_loss(
         old, ref, weights = pick(old_log_probs), pick(ref_log_probs), pick(token_weights)
         advantage = pick(advantages) if per_token_advantages else advantages.flatten()[i].expand(length)
 
-        # 1. the log-ratio: per token, or the mean over the sequence
+        # 1. The log-ratio: per token, or the mean over the sequence.
         token_log_ratio, u, log_ratio = log_ratios_of_sequence(lp, old, advantage, objective)
 
-        # 2. the policy term, weighted per token, then KL, then the entropy bonus
+        # 2. The policy term, weighted per token, the entropy bonus, and the KL term.
         if weights is not None:
-            advantage = advantage * weights  # weights are >= 0, so this is weight * surrogate; 0 * inf never happens
+            # Weights are >= 0, so this equals weight * surrogate, without computing 0 * inf.
+            advantage = advantage * weights
         if objective.surrogate in ("cispo", "reinforce"):
             per_token = score(log_ratio, advantage, lp, objective)
         else:
@@ -229,7 +233,8 @@ def gspo_reference_loss(
     return ReferenceOutput(loss, log_probs, entropies, log_ratio)
 
 
-def _put(into: Tensor, span: Any, keep: Tensor, values: Tensor) -> Tensor:
-    where = torch.zeros(into.shape, dtype=torch.bool, device=into.device)
-    where[span] = keep
-    return into.masked_scatter(where, values)
+def _put(x: Tensor, span: Any, keep: Tensor, values: Tensor) -> Tensor:
+    """Return a copy of `x` with `values` at the unmasked tokens of one sequence."""
+    places = torch.zeros(x.shape, dtype=torch.bool, device=x.device)
+    places[span] = keep
+    return x.masked_scatter(places, values)

@@ -1,17 +1,18 @@
-"""Importance weights and masks that correct for a sampler whose log-probs differ from the trainer's.
+"""Importance weights and masks for rollouts whose sampler computes other log-probs than the trainer.
 
-With pi the trainer's policy that the ratio starts from (`old_log_probs`) and mu the sampler, rho_t = pi(y_t) / mu(y_t):
+Let pi be the trainer's policy in the ratio's denominator (`old_log_probs`), mu the sampler, and rho_t =
+pi(y_t) / mu(y_t). The settings of other trainers:
 
     trainer                                   here
-    TRL token_truncate, verl token, slime     level="token", mode="truncate"
-    TRL token_mask, IcePop                    level="token", mode="mask"
+    TRL token_truncate, verl token, slime     level="token", mode="truncate": rho_t
+    TRL token_mask, IcePop                    level="token", mode="mask": rho_t
     TRL sequence_*, verl sequence             level="sequence": the product of the rho_t
-    ms-swift sequence_*, ROLL geometric       level="geometric": their geometric mean
+    ms-swift sequence_*, ROLL geometric       level="geometric": the geometric mean of the rho_t
 
-The weights go into `token_weights` of the losses, which multiplies the policy term and neither KL nor entropy; with
-`Objective(rollout_correction=RolloutCorrection(...))` the loss computes them and adds their metrics to its own. To take
-the sampler's log-probs for the old ones instead (GSPO's paper, 5.4; verl's bypass mode), pass them as `old_log_probs`.
-Nothing is read on the host, and nothing has a gradient.
+Pass the weights to a loss as `token_weights`, which multiply the policy term, but neither KL nor entropy. Or set
+`Objective(rollout_correction=RolloutCorrection(...))`: the loss then computes the weights and reports their metrics. To
+use the sampler's log-probs in place of the old ones (GSPO's paper, 5.4; verl's bypass mode), pass them as
+`old_log_probs`. Nothing is read on the host, and results have no gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, packed_layout, padded_layout, segment_sum
-from .validation import FLOATS, LARGEST, Call, Field, bound, few
+from .validation import FLOATS, LARGEST, Call, Field, up_to_five, valid_bound
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")
@@ -31,9 +32,9 @@ MODES = ("truncate", "mask")
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Settings of `Objective.rollout_correction`: the arguments of `importance_weights` by name.
+    """Settings of `Objective.rollout_correction`. The fields are arguments of `importance_weights`.
 
-    TRL 1.16's default is level="sequence", mode="mask", high=3.0, IcePop's mode="mask" with both bounds.
+    TRL 1.16's default is level="sequence", mode="mask", high=3.0. IcePop is mode="mask" with both bounds.
     """
 
     level: str = "token"
@@ -48,11 +49,14 @@ class RolloutCorrection:
 
 
 class Correction(NamedTuple):
-    """Weights, and metrics for the trainer's log (0-dim tensors on the device).
+    """Token weights, and metrics for the trainer's log.
 
-    metrics: weight_mean, weight_max; effective_sample_size, (sum w)^2 / (n sum w^2) over tokens, a share; bound_share,
-        of tokens whose weight a bound changed; kl_sampler_trainer, nats per token: the mean of rho - 1 - log rho over
-        the sampler's tokens, an estimate of KL(sampler || trainer) that is never negative.
+    `metrics` holds 0-dim tensors on the device, over unmasked tokens:
+        weight_mean, weight_max: of the weights.
+        effective_sample_size: (sum w)^2 / (n sum w^2) with n tokens, a share.
+        bound_share: share of tokens whose weight a bound changed.
+        kl_sampler_trainer: mean of rho - 1 - log rho in nats per token, an estimate of KL(sampler || trainer) that is
+            never negative.
     """
 
     weights: Tensor  # [B, T] or [N], 0 where masked
@@ -70,24 +74,26 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Correction:
-    """Compute pi / mu per token, its product over a sequence or its geometric mean, between two bounds.
+    """Compute pi / mu per token, per sequence (product over its tokens) or as a geometric mean, within two bounds.
 
     Args:
-        old_log_probs: [B, T], or [N] with cu_seqlens; fp32 or fp64: of the sampled tokens by the trainer's policy.
-        rollout_log_probs: the same shape: by the sampler.
-        mask: the same shape, bool or 0/1: the unmasked tokens. Others may hold anything.
-        cu_seqlens: [S + 1] int32 or int64 for packed input.
-        level: "token", "sequence" or "geometric".
-        mode: "truncate": weights are clamped to [low, high]; "mask": those outside become 0.
-        low, high: the bounds, included. 0 <= low <= high.
+        old_log_probs: log-probs of the sampled tokens under the trainer's policy, [B, T], or [N] with cu_seqlens; fp32
+            or fp64.
+        rollout_log_probs: log-probs that the sampler reported, in the same shape.
+        mask: unmasked tokens are True or 1, bool or 0/1, in the same shape. Log-probs at masked positions may hold any
+            value.
+        cu_seqlens: [S + 1] int32 or int64, for packed input.
+        level: "token"; "sequence", the product over the tokens; or "geometric", their geometric mean.
+        mode: "truncate" clamps weights to [low, high]; "mask" sets weights outside [low, high] to 0.
+        low, high: bounds, 0 <= low <= high.
 
     Returns:
-        Correction. NaN weights propagate to the loss. (vLLM has NaN for tokens that it
-        cannot score; TRL takes their ratio for 1: torch.where(rollout.isnan(), old, rollout).)
+        Correction. NaN weights propagate to the loss. vLLM reports NaN for tokens that it cannot score. TRL takes the
+        ratio of those as 1; for that, pass torch.where(rollout.isnan(), old, rollout).
 
     Raises:
-        ValueError, TypeError: naming the argument. On accelerators values of mask and cu_seqlens are not looked at
-            (unless GSPO_CHECK=1): bad ones make all weights NaN.
+        ValueError, TypeError: with the argument, what was expected and what came. Values of mask and cu_seqlens on
+            accelerators are not checked unless GSPO_CHECK=1: any bad value makes all weights NaN.
     """
     call = Call("importance_weights")
     layout, unmasked, invalid = _layout(call, mask, cu_seqlens)
@@ -99,7 +105,7 @@ def importance_weights(
 def rollout_weights(
     call: Call, layout: Layout, unmasked: Tensor, old: Tensor, rollout: Tensor, correction: RolloutCorrection
 ) -> Correction:
-    """Run `importance_weights` for a loss that has checked and laid out its batch; `unmasked` [N] is its mask."""
+    """Run `importance_weights` for a loss whose batch is checked already; `unmasked` [N] bool is its mask."""
     difference = _difference(call, layout, unmasked, old_log_probs=old, rollout_log_probs=rollout)
     return _weigh(layout, unmasked, difference, correction, unmasked.new_zeros((), dtype=torch.int64))
 
@@ -107,11 +113,11 @@ def rollout_weights(
 def _weigh(
     layout: Layout, unmasked: Tensor, difference: Tensor, correction: RolloutCorrection, invalid: Tensor
 ) -> Correction:
-    """Weights and metrics from `difference` [N], old less rollout log-prob, 0 where masked."""
+    """Return weights and metrics from `difference` [N]: old minus rollout log-prob, 0 where masked."""
     low, high, level = correction.low, correction.high, correction.level
     log_weight = (
-        difference if level == "token" else _of_sequence(difference, unmasked, layout, mean=level == "geometric")
-    )
+        difference if level == "token" else _reduce_sequences(difference, unmasked, layout, mean=level == "geometric")
+    )  # [N]
     raw = log_weight.exp()
     outside = (raw < low) | (raw > high)
     weight = raw.clamp(low, high) if correction.mode == "truncate" else torch.where(outside, 0, raw)
@@ -137,22 +143,22 @@ def off_policy_mask(
     threshold: float,
     cu_seqlens: Tensor | None = None,
 ) -> Correction:
-    """Mask sequences of negative advantage that the policy has moved far from (DeepSeek-V3.2): 0 there, 1 elsewhere.
+    """Mask tokens of negative advantage in sequences that the policy has moved away from (DeepSeek-V3.2).
 
-    A sequence goes where the mean over its tokens of rollout - current log-prob exceeds `threshold`: TRL's
-    off_policy_mask_threshold, slime's OPSM. Against the old log-probs that is GSPO's own lower clip at
-    1 - exp(-threshold).
+    A sequence is masked if the mean over its tokens of rollout - current log-prob exceeds `threshold`, as by TRL's
+    off_policy_mask_threshold and slime's OPSM. With old in place of rollout log-probs, this is GSPO's lower clip with
+    clip_low = 1 - exp(-threshold).
 
     Args:
-        log_probs: [B, T] or [N], fp32 or fp64: of the current policy.
-        rollout_log_probs: the same shape.
-        advantages: [B], [B, 1], [S] per sequence or per token, of which any negative one counts for the sequence's
-            tokens of negative advantage.
+        log_probs: log-probs of the current policy, [B, T], or [N] with cu_seqlens; fp32 or fp64.
+        rollout_log_probs: log-probs that the sampler reported, in the same shape.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. Per token, only the tokens of negative
+            advantage are masked.
         mask, cu_seqlens: as in `importance_weights`.
-        threshold: nats per token, >= 0.
+        threshold: in nats per token, >= 0.
 
     Returns:
-        Correction; its one metric is masked_share, of tokens.
+        Correction with weights 0 and 1. Its only metric is masked_share, the share of unmasked tokens of weight 0.
 
     Raises:
         ValueError, TypeError: as `importance_weights`, and for advantages that are not finite where mask is true.
@@ -167,24 +173,26 @@ def off_policy_mask(
     call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=mask.device)
     per_row = layout.per_row(advantages.detach())
     wrong = unmasked & ~per_row.isfinite()
-    invalid = invalid + call.flag("advantages", wrong, "finite where mask is true", lambda: few(per_row[wrong]))
-    away = -_of_sequence(difference, unmasked, layout, mean=True) > threshold
-    dropped = away & (per_row < 0) & unmasked
+    invalid = invalid + call.flag("advantages", wrong, "finite where mask is true", lambda: up_to_five(per_row[wrong]))
+    far = -_reduce_sequences(difference, unmasked, layout, mean=True) > threshold  # [N] bool
+    dropped = far & (per_row < 0) & unmasked
     weights = torch.where(unmasked & ~dropped, 1.0, 0.0).to(difference.dtype)
     share = dropped.sum() / unmasked.sum().clamp(min=1)
     return _correction(layout, weights, {"masked_share": share.to(difference.dtype)}, invalid)
 
 
 def _k3(difference: Tensor) -> Tensor:
+    """Return rho - 1 - log rho from log rho, elementwise; inf for inf."""
     return torch.where(difference.isposinf(), difference, torch.expm1(difference) - difference)
 
 
 def _bounds(check: Field, level: str, mode: str, low: float, high: float) -> tuple[float, float]:
+    """Check the settings of a correction and return (low, high) as floats."""
     check.choice("level", level, LEVELS)
     check.choice("mode", mode, MODES)
     low = check.number("low", low, "a finite number >= 0, within float32", lambda x: 0 <= x <= LARGEST)
-    above = lambda: f"a number >= low = {low:g}, within float32, or inf for no bound"  # noqa: E731
-    return low, check.number("high", high, above, lambda x: x >= low and bound(x))
+    expected = lambda: f"a number >= low = {low:g}, within float32, or inf for no bound"  # noqa: E731
+    return low, check.number("high", high, expected, lambda x: x >= low and valid_bound(x))
 
 
 def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor, Tensor]:
@@ -200,12 +208,12 @@ def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout
 
 
 def _correction(layout: Layout, weights: Tensor, metrics: dict[str, Tensor], invalid: Tensor) -> Correction:
-    """Return weights [N] in the caller's shape; all of them NaN where invalid values could only be counted."""
+    """Return weights [N] in the caller's shape, all NaN if `invalid`, the number of invalid values, is not 0."""
     return Correction(torch.where(invalid > 0, torch.nan, weights).view(layout.shape), metrics)
 
 
 def _difference(call: Call, layout: Layout, unmasked: Tensor, **log_probs: Tensor) -> Tensor:
-    """First less second, [N], 0 where masked."""
+    """Check two tensors of log-probs and return the first minus the second, [N], 0 where masked."""
     for name, x in log_probs.items():
         text = f"{list(layout.shape)}, one per token"
         call.log_probs(name, x, shapes=[layout.shape], shape_text=text, device=unmasked.device)
@@ -213,9 +221,9 @@ def _difference(call: Call, layout: Layout, unmasked: Tensor, **log_probs: Tenso
     return torch.where(unmasked, first - second, 0)
 
 
-def _of_sequence(x: Tensor, unmasked: Tensor, layout: Layout, mean: bool) -> Tensor:
-    """Each row's sequence's sum, or mean over the unmasked tokens, [N]."""
-    total = segment_sum(x, layout.offsets)
+def _reduce_sequences(x: Tensor, unmasked: Tensor, layout: Layout, mean: bool) -> Tensor:
+    """Return, for each row, the sum of x over its sequence, or the mean over unmasked tokens; [N]."""
+    total = segment_sum(x, layout.offsets)  # [S]
     if mean:
         total = total / segment_sum(unmasked.to(x.dtype), layout.offsets).clamp(min=1)
     return total[layout.sequence_of_row()]

@@ -1,1 +1,1 @@
-"""From the caller's arguments to flat rows: every check, cast and flattening."""
+"""Checks, casts and flattening of the caller's arguments to rows."""

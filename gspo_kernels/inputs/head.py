@@ -1,4 +1,4 @@
-"""Check, cast and flatten what makes log-probs: `HeadRows`."""
+"""Check, cast and flatten the arguments that determine log-probs: `HeadArguments` to `HeadRows`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..backends.dispatch import pick_backend
 from ..backends.precision import AUTOCAST_DEVICES
 from ..backends.rows import HeadRows
 from ..layout import accumulator
-from ..validation import FLOATS, Call, few
+from ..validation import FLOATS, Call, up_to_five
 from .lm_head import resolve
 
 
 class HeadArguments(NamedTuple):
-    """Arguments that make log-probs as the caller passed them; `linear_log_probs` documents each."""
+    """Arguments that determine log-probs, as the caller passed them; documented in `linear_log_probs`."""
 
     hidden: Tensor
     lm_head: Tensor | nn.Module
@@ -32,15 +32,15 @@ class HeadArguments(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """The arguments checked, cast as autocast would, and flattened."""
+    """The arguments, checked, cast as autocast would cast them, and flattened."""
 
     rows: HeadRows
-    backend: str  # the one that runs
-    invalid: Tensor  # [] int64: how many values are invalid
+    backend: str  # "torch" or "triton"
+    invalid: Tensor  # [] int64: number of invalid values
 
 
 def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
-    """Check and flatten the arguments that make log-probs; `call` is the public function, for its error messages."""
+    """Check, cast and flatten the arguments; `call` names the public function in error messages."""
     hidden, target_ids = arguments.hidden, arguments.target_ids
     text = "[B, T, H] or [N, H]"
     call.tensor("hidden", hidden, dtypes=FLOATS, shapes=[(None, None, None), (None, None)], shape_text=text)
@@ -52,7 +52,7 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
     backend = pick_backend(call, arguments.backend, device)
     if hidden.shape[-1] == 0:
         call.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", hidden)
-    rows = hidden.flatten(0, -2)
+    rows = hidden.flatten(0, -2)  # [N, H]
     head = resolve(call, arguments.lm_head, arguments.bias, rows, mask.reshape(-1))
     rows, weight, bias = _autocast(rows, head.weight, head.bias)
     call.head(weight, bias, rows)
@@ -80,13 +80,14 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
 
 
 def _count_bad_ids(call: Call, target_ids: Tensor, mask: Tensor, columns: int) -> Tensor:
+    """Return the number of unmasked ids outside 0 to columns - 1."""
     wrong = mask & ((target_ids < 0) | (target_ids >= columns))
     expected = lambda: f"between 0 and {columns - 1} where mask is true"  # noqa: E731
     return call.flag("target_ids", wrong, expected, lambda: sorted(set(target_ids[wrong].tolist()))[:5])
 
 
 def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the mask as bool, in the shape of `like`, and how many of its values are neither 0 nor 1."""
+    """Return the mask as bool, in the shape of `like`, and the number of its values that are neither 0 nor 1."""
     if mask is None:
         mask = like != -100 if like.dtype == torch.int64 else torch.ones_like(like, dtype=torch.bool)
     return call.mask(mask, shapes=[like.shape], shape_text=lambda: str(list(like.shape)), device=device)
@@ -95,7 +96,7 @@ def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.devi
 def _temperature(
     call: Call, temperature: float | Tensor, mask: Tensor, hidden: Tensor
 ) -> tuple[Tensor | None, Tensor | int]:
-    """Return the temperature as a tensor, None for 1, and how many of its values are not finite and > 0."""
+    """Return the temperature as a tensor [] or [N], None for 1, and the number of values not finite and > 0."""
     if not isinstance(temperature, Tensor):
         dtype = accumulator(hidden.dtype)
         return None if temperature == 1 else hidden.new_full((), float(temperature), dtype=dtype), 0
@@ -105,20 +106,21 @@ def _temperature(
         "temperature",
         wrong,
         "finite and > 0 where mask is true",
-        lambda: few(temperature.expand_as(mask)[wrong]),
+        lambda: up_to_five(temperature.expand_as(mask)[wrong]),
     )
-    # On an accelerator, where values are not checked, a bad temperature gives NaN, as a bad id does.
+    # On an accelerator, where values are not checked, a bad temperature gives NaN log-probs, as a bad id does.
     return torch.where(temperature > 0, temperature, torch.nan).reshape(-1 if temperature.ndim else ()), bad
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast as F.linear would under autocast."""
+    """Cast operands as F.linear does under autocast."""
     kind = hidden.device.type
     if kind not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(kind)
 
-    def cast(x: Any) -> Any:  # what it cannot cast is left to `Call.head` to refuse
+    def cast(x: Any) -> Any:
+        """Return `x` in autocast's dtype, or unchanged if autocast leaves it alone or `Call.head` will reject it."""
         eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
         return x.to(dtype) if eligible else x
 

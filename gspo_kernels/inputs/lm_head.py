@@ -1,8 +1,8 @@
-"""Which modules count as a head: a weight, `nn.Linear`, and PEFT's wrappers around one.
+"""Take the tensors out of a head: a weight, an `nn.Linear`, or one of PEFT's wrappers around an `nn.Linear`.
 
-Modules that we cannot fully reproduce are rejected: another forward than `hidden @ weight.T + bias`, hooks, a LoRA
-variant, a sharded weight. The error names the reason. `call_inside` runs a function as the module's own forward, so
-that its hooks fire; inside it, hooks are no reason to reject.
+Modules that we cannot fully reproduce are rejected, with the reason in the error: a forward other than
+`hidden @ weight.T + bias`, hooks, a LoRA variant, a sharded weight. `call_inside` runs a function as the module's
+forward, so that its hooks fire. Inside it, hooks are accepted.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ from torch import Tensor, nn
 
 from ..backends.adapter import adapter_product
 from ..layout import accumulator
-from ..validation import Call, Said
+from ..validation import Call, Unquoted
 
 
 class Head(NamedTuple):
+    """The tensors of a head."""
+
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     adapter_hidden: Tensor | None = None  # [N, R]: LoRA's h A^T, scaled
     adapter_weight: Tensor | None = None  # [V, R]: LoRA's B
 
 
-class Parts(NamedTuple):
-    """A head module taken apart."""
+class HeadModules(NamedTuple):
+    """The modules of a head."""
 
-    linear: Any  # the layer inside
+    linear: Any  # the innermost layer
     lora: Any  # PEFT's LoRA layer around it, or None
-    tokens: Any  # PEFT's layer that trains some rows of it, or None
-    called: list[Any]  # every module that a call of the head calls, the head first
+    tokens: Any  # PEFT's layer that trains a few of its rows, or None
+    called: list[Any]  # every module that runs in the head's forward, the head itself first
 
 
 def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """Run `function` as the module's forward, so that its hooks fire; its result is the module's output.
+    """Run `function` as the module's forward, so that its hooks fire, and return the module's output.
 
-    ZeRO-3 also hooks the layers inside a PEFT head, each for its own parameters: their hooks fire too.
+    ZeRO-3 also adds hooks to the layers inside a PEFT head, for the parameters of each: those hooks fire too.
     """
     for module in reversed(take_apart(lm_head).called):
         if module is lm_head or _hooked_by_zero(module):
@@ -47,25 +49,25 @@ def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: T
     return function(hidden)
 
 
-_running = threading.local()
+_running = threading.local()  # `modules`: those inside whose forward this thread is, by `call_inside`
 
 
 def _call_as(module: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """Call the module with `function` as its forward. The real forward is back before `function` runs."""
-    replaced, outer = vars(module).get("forward"), getattr(_running, "modules", ())
+    """Call the module with `function` as its forward. The original forward is restored before `function` runs."""
+    original, outer = vars(module).get("forward"), getattr(_running, "modules", ())
 
     def restore() -> None:
         _running.modules = outer
         vars(module).pop("forward", None)
-        if replaced is not None:
-            module.forward = replaced
+        if original is not None:
+            module.forward = original
 
-    def instead(x: Tensor) -> Any:
+    def temporary_forward(x: Tensor) -> Any:
         restore()
         _running.modules = (*outer, module)
         return function(x)
 
-    module.forward = instead
+    module.forward = temporary_forward
     try:
         return module(hidden)
     finally:
@@ -73,7 +75,7 @@ def _call_as(module: nn.Module, function: Callable[[Tensor], Any], hidden: Tenso
 
 
 def _hooked_by_zero(module: nn.Module) -> bool:
-    """Return whether all hooks are DeepSpeed's, which gather parameters and reduce gradients; False without hooks."""
+    """Return whether the module has hooks and all are DeepSpeed's, which gather parameters and reduce gradients."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     owners = [str(hook.__module__) for kind in kinds for hook in kind.values()]
     return bool(owners) and all(owner.startswith("deepspeed.") for owner in owners)
@@ -83,19 +85,19 @@ def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask:
     """Return the tensors of a weight or a module, for rows `hidden` [N, H] with `mask` [N]."""
     if not isinstance(lm_head, nn.Module):
         return Head(lm_head, bias)
-    module, lora, tokens, parts = take_apart(lm_head)
-    call.whole(getattr(module, "weight", None))
-    for wrong in _more_than_linear(module, parts):
+    module, lora, tokens, called = take_apart(lm_head)
+    call.unsharded(getattr(module, "weight", None))
+    for reason in _reasons_to_reject(module, called):
         call.fail(
             "lm_head",
             "a weight [V, H], or an nn.Linear (plain, or in PEFT's LoRA Linear, ModulesToSaveWrapper or "
-            "TrainableTokensWrapper) without hooks or a forward of its own; if it only computes "
-            "hidden @ weight.T + bias, pass those two",
-            Said(wrong),
+            "TrainableTokensWrapper) without hooks or a custom forward; if it only computes "
+            "hidden @ weight.T + bias, pass weight and bias",
+            Unquoted(reason),
             TypeError,
         )
     if bias is not None and module.bias is not None:
-        call.fail("bias", "None, because lm_head has a bias of its own", bias)
+        call.fail("bias", "None, because lm_head has a bias", bias)
     if tokens is not None and _adapts(call, tokens):
         weight, module_bias = _trained_rows(call, tokens)
         return Head(weight, module_bias if bias is None else bias)
@@ -106,8 +108,8 @@ def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask:
     return Head(module.weight, bias, *_low_rank_term(call, lora, hidden, mask))
 
 
-def take_apart(lm_head: nn.Module) -> Parts:
-    """Return the layer inside PEFT's wrappers, and every module that a call of the head calls."""
+def take_apart(lm_head: nn.Module) -> HeadModules:
+    """Return the layer inside PEFT's wrappers, and every module that runs in the head's forward."""
     module: Any = lm_head
     called, lora, tokens = [module], None, None
     if _peft_name(module) == "ModulesToSaveWrapper":
@@ -126,7 +128,7 @@ def take_apart(lm_head: nn.Module) -> Parts:
         called.append(module)
         for name in _active(lora):
             called += [lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]]
-    return Parts(module, lora, tokens, called)
+    return HeadModules(module, lora, tokens, called)
 
 
 def _peft_name(module: Any) -> str | None:
@@ -135,60 +137,63 @@ def _peft_name(module: Any) -> str | None:
 
 
 def _active(layer: Any) -> list[str]:
-    """Return which of a PEFT layer's adapters are active."""
+    """Return the names of a PEFT layer's active adapters."""
     adapters = layer.lora_A if hasattr(layer, "lora_A") else layer.trainable_tokens_delta
     return [name for name in layer.active_adapters if name in adapters]
 
 
 def _adapts(call: Call, layer: Any) -> bool:
-    """Return whether PEFT's layer adds something to the layer inside, which already holds merged adapters."""
+    """Return whether PEFT's layer has an active adapter that is not merged into the weight of the layer inside."""
     if layer.merged and layer.disable_adapters:
-        call.fail("lm_head", "an adapter that is unmerged before it is disabled", Said("merged and disabled weights"))
+        call.fail(
+            "lm_head", "an adapter that is unmerged before it is disabled", Unquoted("merged and disabled weights")
+        )
     return not (layer.merged or layer.disable_adapters) and bool(_active(layer))
 
 
 def _trained_rows(call: Call, tokens: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a copy of the weight [V, H] with PEFT's trained rows in place, differentiable, and the bias."""
+    """Return a differentiable copy of the weight [V, H] that contains PEFT's trained rows, and the bias [V]."""
     active = _active(tokens)
     for name in active:
-        call.whole(tokens.trainable_tokens_delta[name])
+        call.unsharded(tokens.trainable_tokens_delta[name])
     weight, bias = tokens.get_merged_weights(active), tokens.base_layer.bias
-    if bias is not None:  # PEFT 0.21 drops it (peft #3649), a later one may not: what it makes of nothing is the bias
+    if bias is not None:
+        # PEFT 0.21 drops the bias (peft #3649), a later version may not. Its output for zeros is the bias it uses.
         bias = tokens.forward_adapters(weight.new_zeros(1, weight.shape[1]), active)[0]
     return weight, bias
 
 
-def _more_than_linear(module: Any, parts: list[Any]) -> Iterator[str]:
-    """Yield, in words, each reason why calling the head is more than a linear map."""
+def _reasons_to_reject(module: Any, called: list[Any]) -> Iterator[str]:
+    """Yield a description of everything in the head's forward that is not a plain linear layer."""
 
     def name(x: Any) -> str:
         return f"{type(x).__module__}.{type(x).__name__}"
 
     if not isinstance(module, nn.Linear):
         yield name(module)
-    for part in parts:
-        if isinstance(part, nn.Linear) and type(part).forward is not nn.Linear.forward:
-            yield f"{name(part)} with a forward of its own"
-        elif part in getattr(_running, "modules", ()):
+    for x in called:
+        if isinstance(x, nn.Linear) and type(x).forward is not nn.Linear.forward:
+            yield f"{name(x)} with a custom forward"
+        elif x in getattr(_running, "modules", ()):
             continue
-        elif "forward" in vars(part):
-            yield f"{name(part)} with a replaced forward"
-        elif part._forward_hooks or part._forward_pre_hooks:
-            yield f"{name(part)} with forward hooks"
-        elif part._backward_hooks or part._backward_pre_hooks:
-            yield f"{name(part)} with backward hooks"
+        elif "forward" in vars(x):
+            yield f"{name(x)} with a replaced forward"
+        elif x._forward_hooks or x._forward_pre_hooks:
+            yield f"{name(x)} with forward hooks"
+        elif x._backward_hooks or x._backward_pre_hooks:
+            yield f"{name(x)} with backward hooks"
 
 
 def _low_rank_term(call: Call, lora: Any, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return LoRA's term of the logits: scaled h A^T [N, R] and B [V, R], active adapters side by side."""
+    """Return LoRA's term of the logits: scaled h A^T [N, R] and B [V, R]; R is the sum of active adapters' ranks."""
     hidden_parts, weight_parts = [], []
     for name in _active(lora):
         variant = getattr(lora, "lora_variant", {}).get(name)
         lora_a, lora_b = lora.lora_A[name], lora.lora_B[name]
         if variant is not None or lora_b.bias is not None:
-            what = "a LoRA bias" if variant is None else type(variant).__name__
+            unsupported = "a LoRA bias" if variant is None else type(variant).__name__
             expected = "plain LoRA (no DoRA or other variant, no LoRA bias)"
-            call.fail("lm_head", expected, Said(f"adapter {name!r} with {what}"))
+            call.fail("lm_head", expected, Unquoted(f"adapter {name!r} with {unsupported}"))
         dtype = torch.promote_types(accumulator(hidden.dtype), lora_a.weight.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             dropped = lora.lora_dropout[name](hidden.to(dtype))

@@ -1,4 +1,4 @@
-"""Check and flatten what turns log-probs into a loss: `PolicyArguments` in, `PolicyRows` out."""
+"""Check and flatten the arguments that determine the loss beside log-probs: `PolicyArguments` to `PolicyRows`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..backends.rows import PolicyRows
 from ..layout import Layout, packed_layout, padded_layout
 from ..objective import Objective
 from ..sampler_mismatch import Correction, rollout_weights
-from ..validation import FLOATS, Call, Said, few
+from ..validation import FLOATS, Call, Unquoted, up_to_five
 
 
 class PolicyArguments(NamedTuple):
-    """Arguments of a loss as the caller passed them; `gspo_fused_loss` documents each."""
+    """Arguments of a loss, as the caller passed them; documented in `gspo_fused_loss`."""
 
     advantages: Tensor
     cu_seqlens: Tensor | None
@@ -30,26 +30,26 @@ class PolicyArguments(NamedTuple):
 
 
 class PolicyInputs(NamedTuple):
-    """The arguments checked and flattened."""
+    """The arguments, checked and flattened."""
 
     rows: PolicyRows
     layout: Layout
     rollout_metrics: dict[str, Tensor]  # of the rollout correction, by their names in `LossOutput.metrics`
-    invalid: Tensor  # [] int64: how many values are invalid
+    invalid: Tensor  # [] int64: number of invalid values
 
 
 def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: torch.dtype) -> PolicyInputs:
     """Check and flatten the arguments of a loss.
 
     Args:
-        call: the public function, for its error messages.
+        call: names the public function in error messages.
         arguments: as the caller passed them.
-        mask: bool, in the caller's token shape: the unmasked tokens.
-        dtype: of ratios and of the loss.
+        mask: bool, in the caller's token shape; True at unmasked tokens.
+        dtype: dtype of ratios and of the loss.
     """
     objective = arguments.objective
     if not isinstance(objective, Objective):
-        call.fail("objective", "an Objective", Said(f"a {type(objective).__name__}"), TypeError)
+        call.fail("objective", "an Objective", Unquoted(f"a {type(objective).__name__}"), TypeError)
     layout, bad_offsets = _layout(call, arguments.cu_seqlens, mask)
     unmasked = mask.reshape(-1)
     advantages, bad_advantages = _advantages(call, arguments.advantages, layout, unmasked, dtype)
@@ -63,7 +63,7 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
     if correction is not None:
         rollout_metrics = {f"rollout_{name}": value for name, value in correction.metrics.items()}
         rollout = correction.weights.reshape(-1).to(dtype)
-        # A token of weight 0 stays at 0, even where its rollout weight is NaN.
+        # A token weight of 0 gives 0, even if the rollout weight is NaN.
         weights = rollout if weights is None else multiply_no_nan(weights, rollout)
     invalid = torch.zeros((), dtype=torch.int64, device=mask.device) + bad_offsets + bad_advantages + bad_weights
     invalid = invalid + call.normalizer("normalizer", arguments.normalizer, mask)
@@ -81,14 +81,14 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
 
 
 def _layout(call: Call, cu_seqlens: Tensor | None, mask: Tensor) -> tuple[Layout, Tensor | int]:
-    """Return where the sequences lie, and how many offsets are invalid."""
+    """Return the layout of the batch, and the number of invalid offsets."""
     shape = tuple(mask.shape)
     if cu_seqlens is None:
         if len(shape) != 2:
             call.fail("cu_seqlens", "given for packed input (hidden [N, H], log_probs [N])", None)
         return padded_layout((shape[0], shape[1]), mask.device), 0
     if len(shape) != 1:
-        call.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", Said("a tensor"))
+        call.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", Unquoted("a tensor"))
     invalid = call.offsets(cu_seqlens, shape[0], mask.device)
     return packed_layout(shape[0], cu_seqlens), invalid
 
@@ -96,7 +96,7 @@ def _layout(call: Call, cu_seqlens: Tensor | None, mask: Tensor) -> tuple[Layout
 def _advantages(
     call: Call, advantages: Tensor, layout: Layout, unmasked: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the advantage of each row [N], and how many are not finite."""
+    """Return the advantage of each row [N], and the number that are not finite."""
     shape, sequences = layout.shape, layout.sequences
     if layout.padded:
         shapes: list[tuple[int, ...]] = [(sequences,), (sequences, 1), shape]
@@ -107,11 +107,11 @@ def _advantages(
     call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=unmasked.device)
     per_row = layout.per_row(advantages.detach()).to(dtype)
     wrong = unmasked & ~per_row.isfinite()
-    return per_row, call.flag("advantages", wrong, "finite where mask is true", lambda: few(per_row[wrong]))
+    return per_row, call.flag("advantages", wrong, "finite where mask is true", lambda: up_to_five(per_row[wrong]))
 
 
 def _log_probs(call: Call, name: str, x: Tensor | None, layout: Layout, dtype: torch.dtype) -> Tensor | None:
-    """Return log-probs that are constants of the loss as rows [N]."""
+    """Return detached log-probs [N]."""
     if x is None:
         return None
     shape, device = layout.shape, layout.offsets.device
@@ -122,7 +122,7 @@ def _log_probs(call: Call, name: str, x: Tensor | None, layout: Layout, dtype: t
 def _token_weights(
     call: Call, weights: Tensor | None, layout: Layout, unmasked: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | int]:
-    """Return the weight of each row [N], and how many are negative or not finite."""
+    """Return the weight of each row [N], and the number that are negative or not finite."""
     if weights is None:
         return None, 0
     shape = layout.shape
@@ -131,11 +131,13 @@ def _token_weights(
     call.tensor("token_weights", weights, dtypes=FLOATS, shapes=shapes, shape_text=text, device=unmasked.device)
     rows = layout.flatten(weights.detach()).to(dtype)
     wrong = unmasked & ~((rows >= 0) & rows.isfinite())
-    return rows, call.flag("token_weights", wrong, "finite and >= 0 where mask is true", lambda: few(rows[wrong]))
+    return rows, call.flag(
+        "token_weights", wrong, "finite and >= 0 where mask is true", lambda: up_to_five(rows[wrong])
+    )
 
 
 def _rollout_correction(call: Call, arguments: PolicyArguments, layout: Layout, unmasked: Tensor) -> Correction | None:
-    """Return the importance weights of the sampler's log-probs, None where the objective has no correction."""
+    """Return the importance weights of the sampler's log-probs, None if the objective has no correction."""
     correction, rollout, old = (
         arguments.objective.rollout_correction,
         arguments.rollout_log_probs,
@@ -148,12 +150,13 @@ def _rollout_correction(call: Call, arguments: PolicyArguments, layout: Layout, 
         return None
     if rollout is None or old is None:
         missing = "old_log_probs" if rollout is not None else "rollout_log_probs"
-        expected = "given, because objective.rollout_correction weighs old_log_probs against rollout_log_probs"
+        expected = "given, because objective.rollout_correction compares old_log_probs with rollout_log_probs"
         call.fail(missing, expected, None)
     return rollout_weights(call, layout, unmasked, old, rollout, correction)
 
 
 def _as_scalar(value: float | Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Return a number or a tensor [] as a detached tensor [] of `dtype`; None for None."""
     if value is None or isinstance(value, Tensor):
         return None if value is None else value.detach().to(dtype)
     return torch.full((), float(value), dtype=dtype, device=device)

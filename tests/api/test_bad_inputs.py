@@ -167,19 +167,19 @@ KINDS: dict[str, Kind] = {
     "head-float64-under-autocast": Kind(
         {"lm_head": torch.ones(V, H, dtype=torch.float64)}, T_, "lm_head", "dtype", "float64", autocast=True
     ),
-    "head-sharded-away": Kind({"lm_head": torch.ones(0)}, V_, "lm_head", "whole weight", "empty tensor [0]"),
+    "head-sharded-away": Kind({"lm_head": torch.ones(0)}, V_, "lm_head", "unsharded weight", "empty tensor [0]"),
     "head-module-sharded-away": Kind(
         {"lm_head": linear(sharded_away)},
         V_,
         "lm_head",
-        "whole weight",
+        "unsharded weight",
         "empty tensor [0]",
     ),
     "head-module-sharded-away-with-hooks": Kind(  # ZeRO-3 puts hooks on every module
         {"lm_head": linear(lambda m: sharded_away(m).register_forward_pre_hook(lambda *_: None))},
         V_,
         "lm_head",
-        "whole weight",
+        "unsharded weight",
         "empty tensor [0]",
     ),
     "head-embedding": Kind({"lm_head": nn.Embedding(V, H)}, T_, "lm_head", "nn.Linear", "Embedding"),
@@ -207,10 +207,8 @@ KINDS: dict[str, Kind] = {
     "bias-shape": Kind({"bias": torch.ones(H)}, V_, "bias", "[V] = [7]", "[4]"),
     "bias-dtype": Kind({"bias": torch.ones(V, dtype=torch.float64)}, T_, "bias", "float32", "float64"),
     "bias-device": Kind({"bias": torch.ones(V, device=META)}, V_, "bias", "on cpu", "meta"),
-    "bias-twice": Kind(
-        {"lm_head": linear(bias=True), "bias": torch.ones(V)}, V_, "bias", "lm_head has a bias of its own", "[7]"
-    ),
-    "bias-list-twice": Kind({"lm_head": linear(bias=True), "bias": [0.0]}, V_, "bias", "bias of its own", ""),
+    "bias-twice": Kind({"lm_head": linear(bias=True), "bias": torch.ones(V)}, V_, "bias", "lm_head has a bias", "[7]"),
+    "bias-list-twice": Kind({"lm_head": linear(bias=True), "bias": [0.0]}, V_, "bias", "lm_head has a bias", ""),
     # -- the rest of the head
     "scale-zero": Kind({"logit_scale": 0.0}, V_, "logit_scale", "other than 0", "0.0"),
     "scale-nan": Kind({"logit_scale": NAN}, V_, "logit_scale", "finite", "nan"),
@@ -484,7 +482,7 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "cispo-clip-low": ({"surrogate": "cispo", "clip_low": 1.1}, V_, "clip_low", "<= 1", "1.1"),
     "gmpo-clip-low": ({"surrogate": "gmpo", "clip_low": -0.1}, V_, "clip_low", ">= 0", "-0.1"),
     "gmpo-ratio": ({"surrogate": "gmpo", "ratio": "token"}, V_, "ratio", "'sequence' with surrogate='gmpo'", "'token'"),
-    "sapo-temperature": ({"sapo_temperature_neg": 0}, V_, "sapo_temperature_neg", "> 0", "0"),
+    "sapo-temperature": ({"sapo_temperature_neg": 0}, V_, "sapo_temperature_neg", ">= 1e-30", "0"),
     "clip-high-beyond-float32": ({"clip_high": 1e39}, V_, "clip_high", "within float32", "1e+39"),
     "dual-clip-beyond-float32": ({"dual_clip": 1e300}, V_, "dual_clip", "within float32", "1e+300"),
     "clip-high-fraction": ({"clip_high": Fraction(10**400)}, V_, "clip_high", "within float32", "type Fraction"),
@@ -523,7 +521,13 @@ GROUPS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "baseline-none": ({"baseline": None}, V_, "baseline", "'mean', 'leave-one-out', 'none'", "None"),
     "ddof-two": ({"ddof": 2}, V_, "ddof", "0 or 1", "2"),
     "no-groups": ({"group_size": None}, V_, "group_size", "group_ids", "neither"),
-    "both-groups": ({"group_ids": torch.zeros(4, dtype=torch.int64)}, V_, "group_size", "one of the two", "both"),
+    "both-groups": (
+        {"group_ids": torch.zeros(4, dtype=torch.int64)},
+        V_,
+        "group_size",
+        "if and only if group_ids is not",
+        "both",
+    ),
     "group-ids-floats": ({"group_size": None, "group_ids": torch.zeros(4)}, T_, "group_ids", "int64", "float32"),
     "group-ids-short": ({"group_size": None, "group_ids": torch.arange(3)}, V_, "group_ids", "[4]", "[3]"),
 }
@@ -748,7 +752,7 @@ class Dual(torch.nn.Module):
 def test_forward_mode_is_refused_and_not_silently_zero() -> None:
     x = torch.full((B, T), -1.0)
     call = partial(torch.func.jvp, Dual(), (x,), (torch.ones_like(x),))
-    refused(TypeError, "policy_loss", "log_probs", "reverse mode", "tangent", call)
+    refused(TypeError, "policy_loss", "log_probs", "reverse mode", "dual tensor", call)
 
 
 HUGE: dict[str, tuple[str, Any]] = {

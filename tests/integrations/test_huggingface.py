@@ -439,7 +439,7 @@ def assert_fused_is_own(model: Any) -> None:
 def test_a_linear_with_a_forward_of_its_own_is_refused_inside_its_call_too() -> None:
     model = make("qwen2")
     model.lm_head.__class__, model.lm_head.shift = Shifted, 0.0
-    with pytest.raises(TypeError, match="Shifted with a forward of its own"):
+    with pytest.raises(TypeError, match="Shifted with a custom forward"):
         fuse_head(model)
 
 

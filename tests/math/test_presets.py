@@ -252,7 +252,7 @@ def test_a_zero_advantage_and_a_masked_batch_give_nothing(name: str, backend: st
 
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "_said", set())
+    monkeypatch.setattr(validation, "_warned", set())
 
 
 def test_a_sequence_ratio_weighted_by_length_is_warned_of_once(nothing_said: None) -> None:

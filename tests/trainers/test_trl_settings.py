@@ -29,7 +29,7 @@ ON_A_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": []}
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "_said", set())
+    monkeypatch.setattr(validation, "_warned", set())
 
 
 def config(**options: Any) -> GSPOConfig:
@@ -205,7 +205,7 @@ def test_the_warnings_name_settings_and_the_line_of_the_caller(tmp_path: Path) -
         "train_dataset": datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
     }
     for kind in (GRPOTrainer, GSPOTrainer):
-        validation._said.clear()
+        validation._warned.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             line = sys._getframe().f_lineno + 1

@@ -56,7 +56,7 @@ def train_twice(
 
     from gspo_kernels import validation
 
-    validation._said.clear()
+    validation._warned.clear()
     config = ActorConfig(
         strategy="fsdp2",
         rollout_n=4,

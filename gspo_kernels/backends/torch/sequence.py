@@ -67,11 +67,11 @@ def policy_forward(
     coefficient = through_ratio + direct
 
     entropy_coefficient = lp.new_empty(0)
-    live = coefficient != 0
+    has_gradient = coefficient != 0
     if objective.entropy_coef != 0 and entropy is not None:
         entropy_coefficient = -objective.entropy_coef * share
         loss_rows = loss_rows + torch.where(mask, entropy_coefficient * entropy, 0)
-        live = live | (entropy_coefficient != 0)
+        has_gradient = has_gradient | (entropy_coefficient != 0)
 
     values = metrics.compute(
         mask=mask,
@@ -79,9 +79,9 @@ def policy_forward(
         low=low,
         high=high,
         log_ratio=token_log_ratio if by_token else u,
-        log_ratio_counts=mask if by_token else lengths > 0,
+        log_ratio_mask=mask if by_token else lengths > 0,
         token_log_ratio=token_log_ratio,
-        live=live,
+        has_gradient=has_gradient,
         kl=kl,
         entropy=entropy,
     )

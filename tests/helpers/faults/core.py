@@ -74,7 +74,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a normalizer tensor that nobody looks at": (
         "validation",
-        "return self.flag(name, ~right & ((x != 0) | mask.any()), expected, value.item)",
+        "return self.flag(name, ~is_valid & ((x != 0) | mask.any()), expected, value.item)",
         "return 0",
         "bad_inputs::test_a_bad_input_is_named_and_nothing_is_written[normalizer-tensor-zero-gspo_fused_loss]",
     ),
@@ -110,8 +110,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "whitened in fp32": (
         "advantages",
-        "centred = torch.where(counts, x, 0).double()",
-        "centred = torch.where(counts, x, 0)",
+        "centred = torch.where(unmasked, x, 0).double()",
+        "centred = torch.where(unmasked, x, 0)",
         "advantages::test_deviations_of_fp32_far_from_zero_are_those_of_fp64",
     ),
     "variance of the batch in fp32": (

@@ -231,7 +231,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "entropy gradients not counted": (
         "backends/torch/sequence",
-        "live = live | (entropy_coefficient != 0)",
+        "has_gradient = has_gradient | (entropy_coefficient != 0)",
         "pass",
         "loss_faults::test_tokens_with_an_entropy_gradient_are_not_counted_as_without_one[torch]",
     ),
@@ -275,8 +275,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "empty sequences among the ratios": (
         "backends/torch/sequence",
-        "log_ratio_counts=mask if by_token else lengths > 0,",
-        "log_ratio_counts=mask if by_token else lengths >= 0,",
+        "log_ratio_mask=mask if by_token else lengths > 0,",
+        "log_ratio_mask=mask if by_token else lengths >= 0,",
         "loss_faults::test_an_empty_sequence_is_neither_the_least_nor_the_largest_ratio[torch-0.5-sequence]",
     ),
     "an infinite logit of the target has a log-prob": (

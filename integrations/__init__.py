@@ -1,5 +1,8 @@
-"""Adapters that bring the losses into trainers. Import the module you need.
+"""Adapters that put the losses into trainers. Import the submodule that you need.
 
-`huggingface`: heads of transformers models. `trl`, `verl`: these two trainers. `seams`: loss functions for five more
-trainers. `settings`: readers of trainers' settings. `reference_trainer`: a trainer to read, run by `gspo train`.
+huggingface         use the losses at the head of a transformers model (`fuse_head`)
+trl, verl           run these two trainers with our log-probs
+seams               loss functions for prime-rl, slime, SkyRL, ms-swift and OpenRLHF
+settings            read the settings of other trainers into an `Objective`
+reference_trainer   a complete training loop in plain PyTorch, run by `gspo train`
 """

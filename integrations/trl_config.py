@@ -1,4 +1,4 @@
-"""`GSPOConfig`: TRL's GRPO arguments with those of GSPO's paper; warnings of arguments that never clip."""
+"""`GSPOConfig`, TRL's GRPOConfig with the settings of GSPO's paper, and warnings about settings that never clip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Field, warn_once
 
 UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four mini-batches
-# These clip the ratio to [1 - epsilon, 1 + epsilon_high]; with cispo epsilon_high is the bound itself.
+# These clip the ratio to [1 - epsilon, 1 + epsilon_high]. For cispo, epsilon_high is the bound itself.
 CLIPPING_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
@@ -21,17 +21,17 @@ class GSPOConfig(GRPOConfig):
     """GRPOConfig with the settings of GSPO's paper (arXiv 2507.18071, section 5.1).
 
     One ratio per sequence, equal weight for every sequence, a clip window of 3e-4 and 4e-4, and four updates per
-    rollout. TRL's own defaults with importance_sampling_level="sequence" are LUSPO (loss_type="dapo"), a window of 0.2
-    and one update per rollout, with which the ratio is always 1 and nothing is clipped.
+    rollout. In contrast, GRPOConfig(importance_sampling_level="sequence") means LUSPO (loss_type="dapo"), a window of
+    0.2, and one update per rollout: the ratio is then always 1 and nothing is clipped.
 
-    The four updates come from `steps_per_generation`, whose default here is 4 * gradient_accumulation_steps: a rollout
-    is four times as large as GRPOConfig's, and each update trains on a quarter of it. A rollout is generated at once,
-    from generation_batch_size / num_generations prompts; TRL drops the prompts of an epoch that do not fill one. The
-    default holds only where the number of updates is not set already:
+    The four updates come from `steps_per_generation`, which defaults to 4 * gradient_accumulation_steps. A rollout is
+    therefore four times as large as GRPOConfig's, and each update trains on a quarter of it. A rollout is generated at
+    once, from generation_batch_size / num_generations prompts. TRL drops prompts at the end of an epoch that do not
+    fill a rollout. This default applies only if nothing else sets the number of updates:
 
     - With `steps_per_generation` or `generation_batch_size`, TRL's arithmetic is unchanged.
     - With `num_iterations` above 1, steps_per_generation defaults to gradient_accumulation_steps, as in GRPOConfig:
-      the same completions are trained on `num_iterations` times.
+      each completion is trained on `num_iterations` times.
 
     For one update per rollout, set steps_per_generation=gradient_accumulation_steps. The trainer then warns once.
 
@@ -39,13 +39,13 @@ class GSPOConfig(GRPOConfig):
     agree, so `GSPOConfig(**config.to_dict())` and `dataclasses.replace(config, ...)` work.
 
     Raises:
-        ValueError: as GRPOConfig; or `generation_batch_size` and `steps_per_generation` disagree.
+        ValueError: GRPOConfig raises it; or `generation_batch_size` and `steps_per_generation` disagree.
     """
 
     importance_sampling_level: str = field(default="sequence", metadata={"help": "One ratio per sequence."})
     loss_type: str = field(default="grpo", metadata={"help": "A mean over tokens, then over sequences."})
-    epsilon: float = field(default=3e-4, metadata={"help": "Lower bound of the window, arXiv 2507.18071, 5.1."})
-    epsilon_high: float | None = field(default=4e-4, metadata={"help": "Upper bound of the window."})
+    epsilon: float = field(default=3e-4, metadata={"help": "Lower clip bound (GSPO paper, section 5.1)."})
+    epsilon_high: float | None = field(default=4e-4, metadata={"help": "Upper clip bound (GSPO paper, section 5.1)."})
     steps_per_generation: int | None = field(
         default=None,
         metadata={
@@ -57,7 +57,7 @@ class GSPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         batch_size = self.generation_batch_size
         if self.steps_per_generation is not None:
-            self.generation_batch_size = None  # computed by TRL, compared below
+            self.generation_batch_size = None  # TRL computes it; it is compared with batch_size below
         elif batch_size is None and self.num_iterations == 1:
             self.steps_per_generation = UPDATES_PER_ROLLOUT * self.gradient_accumulation_steps
         super().__post_init__()
@@ -71,23 +71,23 @@ class GSPOConfig(GRPOConfig):
             )
 
 
-def warn_of_idle_clipping(trainer: GRPOTrainer, stacklevel: int) -> None:
-    """Warn, once each: no rollout can be filled; the importance ratio is always 1; a clip bound is too wide.
+def warn_of_settings_that_never_clip(trainer: GRPOTrainer, stacklevel: int) -> None:
+    """Warn, once each, if the dataset fills no rollout, the importance ratio is always 1, or a clip bound is too wide.
 
     Args:
-        stacklevel: as of warnings.warn, counted from `warn_once`: 3 is the caller of this function.
+        stacklevel: as in warnings.warn, counted from `warn_once`, so that 3 is the caller of this function.
     """
     args: Any = trainer.args
     steps, iterations = args.steps_per_generation, args.num_iterations
     accumulation = args.gradient_accumulation_steps
     _warn_of_few_prompts(trainer, stacklevel + 1)
-    # TRL's condition for using the current log-probs as the old ones. With vLLM it may still compute old ones, but with
-    # the same weights.
+    # Under this condition TRL uses the current log-probs as the old ones. With vLLM it may still compute old ones, but
+    # with the same weights.
     if accumulation % (steps * iterations) == 0:
         warn_once(
             f"gspo_kernels: with steps_per_generation={steps}, num_iterations={iterations} and "
-            f"gradient_accumulation_steps={accumulation}, each rollout gets one update: the importance ratio is always "
-            f"1 and nothing is clipped. That is on-policy training. GSPO's paper makes four updates per rollout: "
+            f"gradient_accumulation_steps={accumulation}, each rollout gets one update, so the importance ratio is "
+            f"always 1 and nothing is clipped (on-policy training). GSPO's paper makes four updates per rollout: "
             f"steps_per_generation={UPDATES_PER_ROLLOUT * accumulation}",
             stacklevel,
         )
@@ -98,7 +98,7 @@ def warn_of_idle_clipping(trainer: GRPOTrainer, stacklevel: int) -> None:
     wide = [f"{name}={bound:g}" for name, bound in bounds.items() if bound >= TOKEN_WINDOW]
     if clips_sequences and wide:
         warn_once(
-            f"gspo_kernels: {' and '.join(wide)}: made for token ratios. The sequence ratio of "
+            f"gspo_kernels: {' and '.join(wide)}: a clip window for token ratios. The sequence ratio of "
             f"importance_sampling_level={level!r} hardly ever gets that far from 1. GSPO's paper: epsilon=3e-4, "
             "epsilon_high=4e-4",
             stacklevel,
@@ -107,15 +107,15 @@ def warn_of_idle_clipping(trainer: GRPOTrainer, stacklevel: int) -> None:
 
 
 def _warn_of_few_prompts(trainer: GRPOTrainer, stacklevel: int) -> None:
-    """Warn once if the dataset is smaller than a rollout: TRL drops an incomplete rollout, so it trains on nothing."""
+    """Warn once if the dataset is smaller than a rollout: TRL drops incomplete rollouts, so nothing is trained."""
     args: Any = trainer.args
     dataset: Any = trainer.train_dataset
     needed = args.generation_batch_size // args.num_generations
     if hasattr(dataset, "__len__") and len(dataset) < needed:
         warn_once(
             f"gspo_kernels: train_dataset has {len(dataset)} prompts and a rollout needs {needed} "
-            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}), so no "
-            "step is made. Use more prompts, or a smaller steps_per_generation",
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}), so "
+            "TRL makes no step. Use more prompts, or a smaller steps_per_generation",
             stacklevel,
             kind="train_dataset",
         )

@@ -5,14 +5,15 @@
     actor_rollout_ref.actor.policy_loss.loss_mode=gspo_kernels  # optional: selects the policy loss
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
 
-(With the environment variable, verl also loads the engine through the package's entry point, without the second line.)
+(If the environment variable is set, verl also loads the engine through the package's entry point. The second line is
+then not needed.)
 
-The engine is verl's, with one difference: at the model's head `linear_log_probs` computes the log-probs of the
-responses, and their entropies if asked for, in place of logits. Training, old and reference log-probs all come from
+The engine is verl's with one difference. At the model's head, `linear_log_probs` computes the log-probs of the
+responses, and their entropies on request, without making logits. Training, old and reference log-probs all come from
 this one kernel. verl's policy losses, KL terms and metrics use them unchanged.
 
-The policy loss is GSPO's token form, as verl's `gspo`, in one operator. It does not clamp the log-ratio, and values
-where the mask is 0 never reach it. It works with verl's own engines too: set `external_lib`, not the variable.
+The policy loss is GSPO's token form in one operator, like verl's `gspo`. Unlike verl's, it does not clamp the
+log-ratio, and it never reads values where the mask is 0. With verl's own engines it works too: set `external_lib` only.
 """
 
 from __future__ import annotations
@@ -38,30 +39,30 @@ with needs(__name__, "verl", "verl", "transformers"):
     from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
 
 LOSS_MODE = "gspo_kernels"
-SEQUENCE_MODES = ("gspo", LOSS_MODE)  # policy losses that clip a sequence ratio at clip_ratio_low and clip_ratio_high
-NO_RATIO_MODES = ("gpg",)  # policy losses without an importance ratio
+SEQUENCE_MODES = ("gspo", LOSS_MODE)  # losses that clip a sequence ratio by clip_ratio_low and _high
+NO_RATIO_MODES = ("gpg",)  # losses without an importance ratio
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="gspo")
 class GSPOEngine(FSDPEngineWithLMHead):
-    """verl's FSDP engine that computes log-probs without materialising logits. VERL_ENGINE_VENDOR=gspo selects it.
+    """verl's FSDP engine, but log-probs are computed without making logits. VERL_ENGINE_VENDOR=gspo selects it.
 
-    Batches whose loss needs logits (top-k distillation, sum_pi_squared) run through verl's own code.
+    verl's own code computes the batches whose loss needs logits (top-k distillation, sum_pi_squared).
 
     Raises:
         ValueError: `use_fused_kernels` is set.
         HeadError, TypeError: `fuse_head` does not support the model or its head.
 
     Warns, once each:
-        UserWarning: each rollout gets one update, so the importance ratio is always 1; the policy loss `gspo` or
+        UserWarning: every rollout gets a single update, so the importance ratio is always 1; the policy loss `gspo` or
             `gspo_kernels` has a clip window for token ratios.
     """
 
-    _updates = 0  # of the current rollout, so far
+    _updates = 0  # updates of the current rollout so far
 
     def _build_fsdp_module(self, module: Any) -> Any:
         if self.model_config.use_fused_kernels:
-            Field("GSPOEngine").fail("model.use_fused_kernels", "False (verl's own fused log-probs are others)", True)
+            Field("GSPOEngine").fail("model.use_fused_kernels", "False (it selects verl's own fused log-probs)", True)
         module = super()._build_fsdp_module(module)
         fuse_head(module)
         return module
@@ -71,7 +72,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
         # verl steps the learning rate in the last update of each rollout.
         is_last = tu.get_non_tensor_data(data=data, key="update_lr_scheduler", default=False)
         if "old_log_probs" in data:  # not SFT
-            _warn_of_idle_clipping(data, loss_function, only_update=is_last and self._updates == 1)
+            _warn_of_settings_that_never_clip(data, loss_function, only_update=is_last and self._updates == 1)
         if is_last:
             self._updates = 0
         return super().train_batch(data, loss_function)
@@ -86,35 +87,36 @@ class GSPOEngine(FSDPEngineWithLMHead):
         self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Any]:
         if isinstance(output, HeadOutput):
-            # verl then treats them as log-probs of its fused kernels: it cuts off padding and gathers.
+            # verl then treats the result as log-probs of its own fused kernels: it removes padding and gathers.
             output, micro_batch = output.result, micro_batch.copy()
             tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
 
 
 def _needs_logits(micro_batch: Any) -> bool:
-    """Return whether verl's loss of this batch reads more of the logits than log-probs and entropies."""
+    """Return whether verl's loss of this batch reads the logits themselves, not only log-probs and entropies."""
     return any(
         tu.get_non_tensor_data(data=micro_batch, key=key, default=False)
         for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
     )
 
 
-def _warn_of_idle_clipping(data: Any, loss_function: Any, only_update: bool) -> None:
+def _warn_of_settings_that_never_clip(data: Any, loss_function: Any, only_update: bool) -> None:
     """Warn once if the importance ratio is always 1, and once if the clip window is too wide for a sequence ratio.
 
     Args:
-        only_update: the batch is the first and the last update of its rollout.
+        only_update: the batch is the only update of its rollout.
     """
     # The worker's loss is functools.partial(ppo_loss, config=ActorConfig).
     config: Any = getattr(loss_function, "keywords", {}).get("config")
     loss_mode = config.policy_loss.get("loss_mode") if hasattr(config, "policy_loss") else None
     if only_update and loss_mode not in NO_RATIO_MODES and not _old_log_probs_are_the_samplers(data):
         warn_once(
-            "gspo_kernels: ppo_epochs=1 and a data.train_batch_size of one actor.ppo_mini_batch_size give each rollout "
-            "one update, so the importance ratio is always 1 and nothing is clipped. For four, as in GSPO's paper, set "
-            "data.train_batch_size to 4 * actor.ppo_mini_batch_size, or raise actor.ppo_epochs. (Ignore this if your "
-            "trainer computes old log-probs with earlier weights, as verl's asynchronous ones do.)",
+            "gspo_kernels: ppo_epochs=1 with data.train_batch_size equal to actor.ppo_mini_batch_size gives each "
+            "rollout one update, so the importance ratio is always 1 and nothing is clipped. GSPO's paper makes four "
+            "updates per rollout: set data.train_batch_size to 4 * actor.ppo_mini_batch_size, or raise "
+            "actor.ppo_epochs. (Ignore this warning if your trainer computes old log-probs with earlier weights, as "
+            "verl's asynchronous trainers do.)",
             stacklevel=4,
         )
     if loss_mode in SEQUENCE_MODES:
@@ -122,7 +124,7 @@ def _warn_of_idle_clipping(data: Any, loss_function: Any, only_update: bool) -> 
 
 
 def _old_log_probs_are_the_samplers(data: Any) -> bool:
-    """Return whether both are in the batch and equal, as in verl's `bypass_mode`, where the ratio can leave 1."""
+    """Return whether old_log_probs equal rollout_log_probs, as in verl's `bypass_mode`. The ratio can then leave 1."""
     if "rollout_log_probs" not in data:
         return False
     old, sampled = (x.values() if x.is_nested else x for x in (data["old_log_probs"], data["rollout_log_probs"]))
@@ -136,18 +138,18 @@ def _window(config: Any) -> tuple[float, float]:
 
 
 def _warn_of_wide_window(low: float, high: float, stacklevel: int) -> None:
-    """Warn once if a bound is as wide as those for token ratios."""
+    """Warn once if a clip bound is wide enough for token ratios."""
     if max(low, high) >= TOKEN_WINDOW:
         warn_once(
             f"gspo_kernels: actor.clip_ratio_low={low:g}, actor.clip_ratio_high={high:g} is a clip window for token "
-            "ratios (verl's default); a sequence ratio hardly ever leaves it. GSPO's paper: 3e-4 and 4e-4",
+            "ratios (verl's default). A sequence ratio hardly ever leaves it. GSPO's paper: 3e-4 and 4e-4",
             stacklevel,
-            kind="clip_low",  # so that Objective does not warn of the same window again
+            kind="clip_low",  # the kind of Objective's warning, which is then not repeated for the same window
         )
 
 
 class _Score:
-    """Compute the log-probs of one micro-batch at the head, [1, N] if verl packs it, else padded [B, T].
+    """A `with_head` that computes the log-probs of one micro-batch: [1, N] if verl packs it, otherwise padded [B, T].
 
     Args:
         args: the second result of verl's `prepare_model_inputs`.
@@ -155,11 +157,11 @@ class _Score:
 
     def __init__(self, micro_batch: Any, args: dict[str, Any]) -> None:
         self.entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
-        self.targets = args["input_ids_rmpad_rolled"]  # [N], for each position the id that follows
+        self.targets = args["input_ids_rmpad_rolled"]  # [N], the next token of every position
         self.mask = _predicts_response(micro_batch, len(self.targets))
         self.offsets = None
         temperature = args.get("temperature_rmpad")
-        if temperature is None:  # padded: one per sequence
+        if temperature is None:  # verl pads this batch and has one temperature per sequence
             temperature, self.offsets = args["temperature"][:, None], micro_batch["input_ids"].offsets()
         self.temperature: Tensor | None = None if args["temperature_is_one"] else temperature
 
@@ -177,7 +179,7 @@ class _Score:
         return ModelOutput(log_probs=out.log_probs, entropy=out.entropy)
 
     def _in_shape(self, flat: Tensor, shape: torch.Size) -> Tensor:
-        """Return [N] as [1, N], or padded with 0 to shape [B, T] where verl pads."""
+        """Reshape [N] to [1, N] if verl packs the batch; otherwise pad it with 0 to `shape` [B, T]."""
         if self.offsets is None:
             return flat[None]
         nested = torch.nested.nested_tensor_from_jagged(flat.long(), self.offsets)
@@ -185,22 +187,22 @@ class _Score:
 
 
 def _predicts_response(micro_batch: Any, positions: int) -> Tensor:
-    """Return a bool mask [positions], True where a position predicts a token of a response.
+    """Return a bool mask [positions] of the positions that predict a token of a response.
 
-    It is all True where the batch does not tell, and where the caller asked for every log-prob.
+    All positions are True if the batch does not contain prompts and responses, or if the caller asks for all log-probs.
     """
     input_ids = micro_batch["input_ids"]
     return_all = tu.get_non_tensor_data(data=micro_batch, key="return_model_output", default=False)
-    # Sequence parallelism pads the packed batch, or cuts it between ranks: then positions are not those of input_ids.
-    known = "responses" in micro_batch and "prompts" in micro_batch
-    if return_all or not known or positions != len(input_ids.values()):
+    # Sequence parallelism pads the packed batch or splits it over ranks. Its positions then differ from input_ids.
+    has_responses = "responses" in micro_batch and "prompts" in micro_batch
+    if return_all or not has_responses or positions != len(input_ids.values()):
         return torch.ones(positions, dtype=torch.bool, device=input_ids.device)
     prompts, responses, ends = micro_batch["prompts"], micro_batch["responses"], input_ids.offsets()[1:]
     if responses.is_nested:
         lengths = responses.offsets().diff()
     else:
         lengths = micro_batch["attention_mask"][:, prompts.shape[1] :].sum(1)
-    # Position ends - 1 predicts nothing, ends - lengths - 1 the first token of the response.
+    # Position ends - lengths - 1 predicts the first token of the response. Position ends - 1 predicts nothing.
     change = torch.zeros(positions + 1, dtype=torch.long, device=input_ids.device)
     change.index_add_(0, (ends - lengths - 1).clamp(min=0), torch.ones_like(ends))
     change.index_add_(0, ends - 1, -torch.ones_like(ends))
@@ -217,22 +219,23 @@ def gspo_policy_loss(
     config: Any,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Compute verl's policy loss with `policy_loss`: GSPO's token form with clip_ratio_low and clip_ratio_high.
+    """Compute GSPO's token form with `policy_loss`, as a policy loss of verl.
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: [B, R]; the mask is bool or 0/1.
-        loss_agg_mode: GSPO's is "seq-mean-token-mean". verl 0.9.1's default, "token-mean", weights answers by length.
-        config: verl's ActorConfig, with its global_batch_info.
+        loss_agg_mode: "seq-mean-token-mean" is GSPO's. verl 0.9.1's default, "token-mean", weights answers by length.
+        config: verl's ActorConfig with its global_batch_info. clip_ratio_low and clip_ratio_high set the clip window.
         rollout_is_weights: [B, R], multiplies the policy term.
 
     Returns:
-        The loss [], and the metrics that verl's policy losses return. verl adds KL and entropy.
+        The loss [], and the metrics that verl's policy losses return. verl adds the KL term and the entropy bonus.
 
     Raises:
-        ValueError: with several ranks, global_batch_info has no global size to divide by; or an unknown loss_agg_mode.
+        ValueError: there are several ranks, but global_batch_info has no global size to divide by; or `loss_agg_mode`
+            is unknown.
 
     Warns, once each:
-        UserWarning: `loss_agg_mode` weights answers by length; log-probs are in half precision; the clip window is one
+        UserWarning: `loss_agg_mode` weights answers by length; log-probs are in half precision; the clip window is made
             for token ratios, such as verl's default clip_ratio of 0.2.
     """
     batch = config.global_batch_info
@@ -244,8 +247,8 @@ def gspo_policy_loss(
         Field("gspo_policy_loss").fail(f"config.global_batch_info[{size!r}]", "given with more than one rank", None)
     if log_prob.dtype in HALF:
         warn_once(
-            f"gspo_kernels: log-probs are {log_prob.dtype}, too coarse for a window of 3e-4 "
-            "(VERL_ENGINE_VENDOR=gspo has finer ones)",
+            f"gspo_kernels: log-probs are {log_prob.dtype}, too coarse for a clip window of 3e-4 "
+            "(VERL_ENGINE_VENDOR=gspo computes them in fp32)",
             stacklevel=3,
         )
     low, high = _window(config)
@@ -262,8 +265,8 @@ def gspo_policy_loss(
             "token-mean" if loss_agg_mode == "token-sum" else loss_agg_mode,
             float(batch.get("loss_scale_factor") or response_mask.shape[1]) if norm else None,
         ),
-        # verl averages gradients over ranks.
-        normalizer=None if total is None else max(float(total), 1.0) / ranks,  # 0 tokens: every term is 0
+        # verl averages gradients over ranks. With a total of 0 every term is 0, whatever it is divided by.
+        normalizer=None if total is None else max(float(total), 1.0) / ranks,
     )
     return out.loss, {
         "actor/pg_clipfrac": out.metrics["token_clip_fraction"].item(),
@@ -273,20 +276,20 @@ def gspo_policy_loss(
 
 
 def _objective(clip_low: float, clip_high: float, aggregation: str, length_norm: float | None) -> Objective:
-    """Return the token form's Objective; warn once if its aggregation weights answers by length."""
+    """Return the Objective of the token form. Warn once if its aggregation weights answers by length."""
     if aggregation != "seq-mean-token-mean":
         warn_once(
-            f"gspo_kernels: loss_agg_mode={aggregation!r} weights answers by their length (LUSPO); GSPO as in "
-            "its paper is actor.loss_agg_mode=seq-mean-token-mean, which is not verl 0.9.1's default",
+            f"gspo_kernels: loss_agg_mode={aggregation!r} weights answers by their length (LUSPO). GSPO's paper "
+            "uses actor.loss_agg_mode=seq-mean-token-mean, which is not verl 0.9.1's default",
             stacklevel=4,
         )
-    # This preset does not warn again of weights by length.
+    # The preset "luspo" does not warn about weights by length a second time.
     window = {"clip_low": clip_low, "clip_high": clip_high}
     return Objective.preset("luspo", ratio="sequence-token", aggregation=aggregation, length_norm=length_norm, **window)
 
 
 if os.environ.get("VERL_ENGINE_VENDOR") != "gspo":
     logging.getLogger(__name__).warning(
-        "VERL_ENGINE_VENDOR is %r, not 'gspo': of gspo_kernels there is the policy loss only, log-probs stay verl's",
+        "VERL_ENGINE_VENDOR is %r, not 'gspo': only the policy loss of gspo_kernels is available, log-probs are verl's",
         os.environ.get("VERL_ENGINE_VENDOR"),
     )

@@ -1,4 +1,4 @@
-"""Heads of Hugging Face causal language models: log-probs in place of logits. Start with `fuse_head`."""
+"""Compute losses and log-probs at the head of a Hugging Face causal language model. Start with `fuse_head`."""
 
 from .fused_head import FusedHead, HeadOutput, base_model, fuse_head, logit_options
 from .head_options import HeadError

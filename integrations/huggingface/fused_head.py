@@ -1,13 +1,14 @@
-"""Let a transformers model call a loss, or compute log-probs, at its head instead of making logits.
+"""Call a loss at the head of a transformers model, or compute log-probs there, without making logits.
 
     head = fuse_head(model)  # measures and checks the head; head.remove() undoes it
     out = model(input_ids=ids, attention_mask=mask, with_head=lambda hidden, lm_head, **options: gspo_fused_loss(
         hidden[:, :-1], lm_head, ids[:, 1:], advantages, **options)).result
 
-The model's forward runs unchanged up to its head. There `with_head` is called with the hidden states, the head module
-and what the model would do to the logits (`head_options.py`); no logits are made. It runs as the head module's forward,
-so the hooks of that module (DDP's, FSDP2's, ZeRO-3's) gather the weight, gather it again for the backward and reduce
-its gradient.
+The model's forward runs unchanged up to its head. There `with_head` is called with three things: the hidden states, the
+head module, and the operations that the model would apply to the logits (`head_options.py`). No logits are made.
+
+`with_head` runs as the head module's forward. So the hooks of that module (DDP's, FSDP2's, ZeRO-3's) gather the weight,
+gather it again for the backward, and reduce its gradient.
 """
 
 from __future__ import annotations
@@ -30,27 +31,31 @@ _ATTRIBUTE = "_gspo_fused_head"
 
 
 class HeadOutput(NamedTuple):
-    """What a call with `with_head` returns."""
+    """The return value of a model call with `with_head`."""
 
-    result: Any  # what `with_head` returned; module hooks see its tensors only in tuples, lists and dicts
-    model_output: Any  # the model's output: aux_loss, router_logits, ...; its logits are meaningless
+    result: Any  # the value that `with_head` returned; module hooks see its tensors only in tuples, lists and dicts
+    model_output: Any  # the model's output with aux_loss, router_logits, ...; ignore its logits, they are placeholders
 
 
 def fuse_head(model: nn.Module) -> FusedHead:
-    """Let `model` be called with `with_head`. For a model that is fused already, return its FusedHead.
+    """Add the keyword argument `with_head` to the model's forward, and return its FusedHead.
+
+    A second call returns the FusedHead of the first. If the head is replaced, resized or hooked later, the next call of
+    the model measures and checks it again.
 
     Args:
         model: a causal language model of transformers, plain or wrapped by PEFT, DistributedDataParallel, FSDP or
-            DeepSpeed's engine. With FSDP (1 and 2) every rank calls this, before or after sharding. Parameters that
-            ZeRO-3 has partitioned exist only during the engine's calls: there the first call with `with_head` measures,
-            checks and raises. Where PEFT trains rows of the head (trainable_token_indices), each call copies the weight
-            [V, H], and its backward makes a gradient of that size. Two threads must not call one model at once.
+            DeepSpeed's engine.
 
-    A head that is replaced, resized or hooked later is measured and checked again by the next call.
+    With FSDP (1 and 2), call this on every rank, before or after sharding. Parameters that ZeRO-3 has partitioned exist
+    only during the engine's calls, so the first call with `with_head` measures, checks and raises instead. If PEFT
+    trains rows of the head (trainable_token_indices), each call copies the weight [V, H], and its backward makes a
+    gradient of that size. Two threads must not call the same model at the same time.
 
     Raises:
-        HeadError: the model does something to its logits that is not a scale, a soft-cap or a cut of columns; its
-            forward does not call its output embeddings; or fused log-probs differ from its own. The model is unchanged.
+        HeadError: the model applies something other than a scale, a soft-cap or a cut of columns to its logits; its
+            forward does not call its output embeddings; or the fused log-probs differ from the model's. The model is
+            then unchanged.
         TypeError, ValueError: `model` is not a module; or `linear_log_probs` does not support its head (DoRA, a sharded
             weight).
     """
@@ -62,13 +67,14 @@ def fuse_head(model: nn.Module) -> FusedHead:
         return existing
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:
-        raise HeadError(f"fuse_head: model must have output embeddings, got {type(base).__name__} without")
+        raise HeadError(f"fuse_head: model must have output embeddings, got a {type(base).__name__} without them")
     if any(p.is_meta for p in base.parameters()):
-        raise HeadError(f"fuse_head: {type(base).__name__} must have values, got parameters on the meta device")
+        raise HeadError(f"fuse_head: parameters of {type(base).__name__} must have values, got the meta device")
     fused = FusedHead(base, head)
     try:
-        if not any(hasattr(p, "ds_id") for p in head.parameters()):  # ds_id: partitioned by ZeRO-3
-            fused.measure(model if isinstance(model, FullyShardedDataParallel) else base)  # FSDP1's wrapper gathers
+        if not any(hasattr(p, "ds_id") for p in head.parameters()):  # ZeRO-3 has partitioned a parameter with a ds_id
+            # Only FSDP1's wrapper gathers the parameters, so it must be the module that is called.
+            fused.measure(model if isinstance(model, FullyShardedDataParallel) else base)
     except BaseException:
         fused.remove()
         raise
@@ -76,7 +82,7 @@ def fuse_head(model: nn.Module) -> FusedHead:
 
 
 def base_model(model: Any) -> Any:
-    """Return the transformers model inside wrappers of DDP, FSDP1, DeepSpeed, torch.compile and PEFT."""
+    """Remove the wrappers of DDP, FSDP1, DeepSpeed, torch.compile and PEFT; return the transformers model inside."""
     while True:
         deepspeed = type(model).__module__.startswith("deepspeed.")
         if deepspeed or isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
@@ -98,10 +104,10 @@ class FusedHead:
         self._measured_head: tuple[Any, ...] = ()  # `identity` of the head that the options were measured on
         self._forward = model.forward
 
-        # `generate` and Trainer inspect forward's signature; accelerate unwraps it and binds it to the model again.
+        # `generate` and Trainer inspect the signature of forward. accelerate unwraps forward and binds it again.
         @functools.wraps(type(model).forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return vars(self)[_ATTRIBUTE]._call(*args, **kwargs)  # a copied model has its own FusedHead
+            return vars(self)[_ATTRIBUTE]._call(*args, **kwargs)  # self: a copy of a model has its own FusedHead
 
         self._wrapped = types.MethodType(forward, model)
         model.forward = self._wrapped
@@ -109,19 +115,22 @@ class FusedHead:
 
     @property
     def options(self) -> LogitOptions:
-        """What the model does to its logits; HeadError before the first measurement."""
+        """The operations that the model applies to its logits; HeadError before the first measurement."""
         if self._options is None:
             raise HeadError(
-                "FusedHead.options: model must be fused before ZeRO-3 partitions it, or have been called with "
-                "`with_head`, got neither"
+                "FusedHead.options: model must be fused before ZeRO-3 partitions it, or called once with `with_head`, "
+                "got neither"
             )
         return self._options
 
     def measure(self, call: Callable[..., Any]) -> LogitOptions:
-        """Measure what the model, called through `call`, does to its logits, and check fused log-probs.
+        """Measure the operations that the model applies to its logits, and check the fused log-probs.
+
+        Args:
+            call: the model, or a wrapper that gathers its parameters.
 
         Raises:
-            HeadError: it does something else than `LogitOptions` can say, or fused log-probs differ.
+            HeadError: `LogitOptions` cannot express the operations, or the fused log-probs differ from the model's.
         """
         probe = functools.partial(self._probe, call)
         options = measure(self.model, self.head, probe)
@@ -130,17 +139,17 @@ class FusedHead:
         return options
 
     def remove(self) -> None:
-        """Restore the model's forward. Do nothing if that has been done.
+        """Restore the model's forward. A second call does nothing.
 
         Raises:
-            HeadError: the forward was wrapped again since; undo that first.
+            HeadError: someone has wrapped the forward since; remove that wrapper first.
         """
         if _ATTRIBUTE not in vars(self.model):
             return
         if vars(self.model).get("forward") != self._wrapped:
-            raise HeadError("FusedHead.remove: model.forward must be the one that was installed, got another above it")
+            raise HeadError("FusedHead.remove: model.forward must be the one that fuse_head installed, got another one")
         if getattr(self._forward, "__func__", None) is type(self.model).forward:
-            del self.model.forward  # uncovers the class's
+            del self.model.forward  # the class's forward becomes visible again
         else:
             self.model.forward = self._forward
         delattr(self.model, _ATTRIBUTE)
@@ -151,46 +160,46 @@ class FusedHead:
         if isinstance(with_head, _Probe):
             return self._forward_with(with_head.function, *args, **kwargs)
         if kwargs.get("labels") is not None:
-            Field("fuse_head").fail("labels", "None beside with_head, which makes no logits", kwargs["labels"])
+            Field("fuse_head").fail("labels", "None in a call with with_head, which makes no logits", kwargs["labels"])
         self.head = self.model.get_output_embeddings()
         options = self._options
         if options is None or self._measured_head != identity(self.head):
-            options = self.measure(self._call)  # not self.model: its hooks run already, around this call
+            options = self.measure(self._call)  # not self.model, whose hooks are already running around this call
         captured: list[Tensor] = []
 
         def capture(hidden: Tensor) -> Tensor:
             captured.append(hidden)
-            return hidden.new_zeros(*hidden.shape[:-1], 1)
+            return hidden.new_zeros(*hidden.shape[:-1], 1)  # [B, T, 1], in place of the logits
 
         output = self._forward_with(capture, *args, **kwargs)
         result = call_inside(self.head, lambda hidden: with_head(hidden, self.head, **options.kwargs()), captured[0])
         return HeadOutput(result, output)
 
     def _forward_with(self, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward with `function` in place of its head, whose hooks do not fire."""
-        places = [(m, name) for m in self.model.modules() for name, x in m._modules.items() if x is self.head]
+        """Run the model's forward with `function` in place of its head. The hooks of the head do not fire."""
+        parents = [(m, name) for m in self.model.modules() for name, x in m._modules.items() if x is self.head]
         stand_in = _StandIn(self.head, function)
         try:
-            for module, name in places:
+            for module, name in parents:
                 module._modules[name] = stand_in
             output = self._forward(*args, **kwargs)
         finally:
-            for module, name in places:
+            for module, name in parents:
                 module._modules[name] = self.head
         if stand_in.calls != 1:
             raise HeadError(
-                f"fuse_head: {type(self.model).__name__}'s forward must call its output embeddings once, "
+                f"fuse_head: the forward of {type(self.model).__name__} must call its output embeddings once, "
                 f"got {stand_in.calls} calls"
             )
         return output
 
     def _probe(self, call: Callable[..., Any], function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the model's logits [1, 2, columns] of two tokens, with `function` in place of its head.
+        """Run the model on two tokens with `function` in place of its head; return its logits [1, 2, columns].
 
-        Leaves gradients, random number generators and quantised weights as they were.
+        Gradients, random number generators and quantised weights keep their state.
         """
         device = next(self.model.parameters()).device
-        ids = torch.arange(2, device=device)[None]
+        ids = torch.arange(2, device=device)[None]  # [1, 2]
         devices = [device] if device.type == "cuda" else []
         autocast = torch.autocast(device.type, enabled=False)
         with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast, packing_prevented(self.model):
@@ -205,17 +214,17 @@ class FusedHead:
 
 
 class _Probe(NamedTuple):
-    """A `with_head` that takes the head's place instead of being called inside it: the model's output has logits."""
+    """A `with_head` that replaces the head, so that the model's output has the logits made of its result."""
 
     function: Callable[[Tensor], Tensor]
 
 
 class _StandIn(nn.Module):
-    """Takes the head's place in the model: its forward is `function`, its other attributes are the head's."""
+    """A module that replaces the head: its forward is `function`, its other attributes are the head's."""
 
     def __init__(self, head: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        vars(self).update(head=head, function=function, calls=0)  # not as a submodule
+        vars(self).update(head=head, function=function, calls=0)  # nn.Module would register the head as a submodule
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.calls += 1
@@ -226,9 +235,10 @@ class _StandIn(nn.Module):
 
 
 def logit_options(model: nn.Module) -> Mapping[str, Any]:
-    """Return what `model` does to its logits, as keyword arguments of the losses, for a loop with hidden states.
+    """Return the operations that `model` applies to its logits, as keyword arguments of the losses.
 
-    Args and errors: those of `fuse_head`. The model is left as it was, fused or not.
+    For training loops that take the hidden states from the model themselves. Arguments and errors are those of
+    `fuse_head`. A model that was not fused before is not fused after the call.
     """
     was_fused = _ATTRIBUTE in vars(base_model(model))
     fused = fuse_head(model)

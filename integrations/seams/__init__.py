@@ -1,4 +1,4 @@
-"""`policy_loss` behind the signatures that five trainers call for their loss. They exchange log-probs.
+"""`policy_loss` with the signatures of five other trainers' loss functions. These trainers pass log-probs.
 
     prime-rl   [trainer.loss] type = "custom", import_path = "gspo_kernels.integrations.seams.prime_rl"
     slime      --loss-type custom_loss --custom-loss-function-path gspo_kernels.integrations.seams.slime
@@ -6,10 +6,10 @@
     ms-swift   _compute_loss_and_metrics = ms_swift, in a subclass of its GRPOTrainer
     OpenRLHF   openrlhf.models.PolicyLoss = OpenRLHFPolicyLoss, in every worker
 
-docs/integrations.md has the complete lines, and the versions whose sources were read. No trainer is imported here.
+docs/integrations.md has the complete lines, and the versions whose sources were read. This package imports no trainer.
 
-`objective` says what is optimised: GSPO as in its paper, unless `functools.partial` (in a class `partialmethod`) sets
-another. Settings that the trainer's own loss reads must agree with it; if one does not, a ValueError names it and its
+The argument `objective` defaults to GSPO as in its paper. To change it, use `functools.partial`, or `partialmethod` in
+a class. The trainer's own settings of the loss must agree with it, otherwise a ValueError names the setting and its
 value. Except for prime-rl, Objective.aggregation must be "seq-mean-token-mean": every answer has the same weight.
 """
 

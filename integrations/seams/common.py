@@ -1,4 +1,4 @@
-"""What the seams share: the check of the trainer's settings, the call of `policy_loss`, and the names of metrics."""
+"""Code that the seams share: check the trainer's settings, call `policy_loss`, name the metrics."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from gspo_kernels import LossOutput, Objective, policy_loss
 from gspo_kernels.validation import Field
 
 GSPO = Objective()
-USE_CORRECTION = "(use Objective(rollout_correction=...) instead)"  # after the name of a setting for sampler weights
+USE_CORRECTION = "(use Objective(rollout_correction=...) instead)"  # appended to names of settings of sampler weights
 
 
 def check_settings(seam: str, objective: Objective, settings: Mapping[str, tuple[Any, Any]]) -> None:
-    """Check that the trainer's settings ask for the loss that the seam computes.
+    """Check that the trainer's settings describe the same loss as `objective`.
 
     Args:
-        seam: its name, for the message.
-        settings: by the name that the user gave a setting: its value, and the value that agrees with `objective`.
+        seam: the name of the seam, for the message.
+        settings: the name of each setting as the user writes it, its value, and the value that `objective` requires.
 
     Raises:
-        ValueError: naming the first setting that does not agree.
+        ValueError: a setting does not agree. The message names the first one.
     """
     aggregation = {"objective.aggregation": (objective.aggregation, "seq-mean-token-mean")}
     for name, (value, expected) in {**settings, **aggregation}.items():
@@ -35,22 +35,22 @@ def check_settings(seam: str, objective: Objective, settings: Mapping[str, tuple
 def loss_of_log_probs(
     log_probs: Tensor, advantages: Tensor, mask: Tensor, *, rollout: Tensor | None, objective: Objective, **options: Any
 ) -> LossOutput:
-    """Call `policy_loss`, with the engine's log-probs `rollout` only if the objective reads them."""
+    """Call `policy_loss`. Pass the engine's log-probs `rollout` only if the objective reads them."""
     correction = rollout if objective.rollout_correction else None
     return policy_loss(log_probs, advantages, mask=mask, rollout_log_probs=correction, objective=objective, **options)
 
 
 def offsets(lengths: Sequence[int], like: Tensor) -> Tensor:
-    """Return cu_seqlens [S + 1] of packed sequences of these lengths, on the device of `like`."""
+    """Return cu_seqlens [S + 1] of packed sequences with these lengths, on the device of `like`."""
     return torch.tensor([0, *accumulate(lengths)], device=like.device)
 
 
 def logged_metrics(out: LossOutput, **trainer_names: str) -> dict[str, Tensor]:
-    """Return the metrics, in the loss's dtype: all as "gspo/<name>", and those that the trainer has a name for.
+    """Return all metrics as "gspo/<name>" in the loss's dtype, and some of them also under the trainer's names.
 
     Args:
         trainer_names: the trainer's name of a metric = its name in `out.metrics`. Metrics that are absent are left out.
     """
     metrics = {name: x.to(out.loss.dtype) for name, x in out.metrics.items()}
-    named = {theirs: metrics[name] for theirs, name in trainer_names.items() if name in metrics}
-    return named | {f"gspo/{name}": x for name, x in metrics.items()}
+    renamed = {trainer_name: metrics[name] for trainer_name, name in trainer_names.items() if name in metrics}
+    return renamed | {f"gspo/{name}": x for name, x in metrics.items()}

@@ -1,4 +1,4 @@
-"""Policy losses that a trainer calls with its log-probs: of prime-rl, SkyRL and OpenRLHF."""
+"""Policy losses for prime-rl, SkyRL and OpenRLHF, which call them with their log-probs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .common import GSPO, USE_CORRECTION, check_settings, logged_metrics, loss_o
 
 
 class PrimeRLInputs(Protocol):
-    """prime-rl's LossInputs: one sequence, each tensor [T]."""
+    """prime-rl's LossInputs of one sequence. Each tensor is [T]."""
 
     trainer_logprobs: Tensor
     inference_logprobs: Tensor
@@ -27,26 +27,27 @@ class PrimeRLInputs(Protocol):
 
 
 class PrimeRLOutputs(NamedTuple):
-    """The fields of prime-rl's LossOutputs that it reads, each tensor []."""
+    """The fields of prime-rl's LossOutputs that prime-rl reads. Each tensor is []."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
 
 
 def prime_rl(inputs: PrimeRLInputs, preset: str = "gspo", mean_length: float = 1.0, **changes: Any) -> PrimeRLOutputs:
-    """Compute prime-rl's custom loss of one sequence. The ratio is against the engine's log-probs (GSPO's paper, 5.4).
+    """Compute the GSPO loss of one sequence, as prime-rl's custom loss.
 
-    prime-rl divides the sum over sequences by the step's tokens (or by the sum of loss_weights), GSPO by its sequences.
-    Sequences still have equal weight, but the gradient is GSPO's divided by the step's mean length.
+    The ratio is against the engine's log-probs (GSPO's paper, section 5.4). prime-rl divides the sum over sequences by
+    the number of tokens of the step (or by the sum of loss_weights), where GSPO divides by the number of sequences.
+    Sequences still have equal weight, but the gradient is GSPO's divided by the mean length of the step.
 
     Args:
-        inputs: loss_weights multiply the policy term. ref_logprobs are needed for kl_coef > 0.
-        preset: a name of `Objective.preset`, and `changes` its fields: the keys of [trainer.loss.kwargs].
-        mean_length: multiplies the loss. With the mean length that you expect, in tokens, gradients have GSPO's size,
-            which a bound on their norm needs. Leave it at 1 for an aggregation that sums tokens: prime-rl's division
-            makes that a mean.
+        inputs: loss_weights multiply the policy term. kl_coef > 0 requires ref_logprobs.
+        preset: a name of `Objective.preset`. `changes` are its fields. Both are keys of [trainer.loss.kwargs].
+        mean_length: a factor of the loss. Set it to the mean length that you expect, in tokens: gradients then have
+            GSPO's size, on which gradient clipping depends. Leave it at 1 for an aggregation that sums tokens, where
+            prime-rl's division turns the sum into a mean.
     """
-    Field("prime_rl").number("mean_length", mean_length, "a number > 0 of tokens", positive)
+    Field("prime_rl").number("mean_length", mean_length, "a number of tokens > 0", positive)
     log_probs = inputs.trainer_logprobs
     out = policy_loss(
         log_probs,
@@ -72,22 +73,23 @@ def skyrl(
     *,
     objective: Objective = GSPO,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Compute SkyRL's policy loss: a sum over a micro-batch, whose advantages SkyRL has divided.
+    """Compute the GSPO loss of a micro-batch, as SkyRL's policy loss.
 
-    SkyRL adds KL and entropy. SkyRL's own GSPO is the token form, ratio="sequence-token". Both are equal where the
-    tokens of an answer have one advantage and one weight.
+    The loss is a sum, because SkyRL has already divided the advantages. SkyRL adds the KL term and the entropy bonus.
+    SkyRL's own GSPO is the token form, ratio="sequence-token". Both forms are equal if all tokens of an answer have the
+    same advantage and the same weight.
 
     Args:
         log_probs, old_log_probs, rollout_logprobs, loss_mask: [B, T], fp32.
-        advantages: [B, T], divided by (sequences of the mini-batch * tokens of the row), as SkyRL's
-            loss_reduction="sequence_mean" does.
+        advantages: [B, T], divided by (sequences of the mini-batch * unmasked tokens of the row), as SkyRL does with
+            loss_reduction="sequence_mean".
         config: SkyRL's AlgorithmConfig.
 
     Returns:
-        The loss [], and numbers for SkyRL's log, on the host.
+        The loss [], and Python numbers for SkyRL's log.
 
     Raises:
-        ValueError: a setting of SkyRL's disagrees with `objective`.
+        ValueError: a setting of SkyRL disagrees with `objective`.
     """
     correction = config.off_policy_correction
     switches = [f.name for f in fields(correction) if f.default is None]
@@ -102,7 +104,7 @@ def skyrl(
         setting = f"trainer.algorithm.off_policy_correction.{name} {USE_CORRECTION}"
         settings[setting] = (getattr(correction, name), None)
     check_settings("skyrl", objective, settings)
-    lengths = (loss_mask != 0).sum(1, keepdim=True)
+    lengths = (loss_mask != 0).sum(1, keepdim=True)  # [B, 1]
     out = loss_of_log_probs(
         log_probs,
         advantages * lengths,
@@ -117,14 +119,14 @@ def skyrl(
 
 
 class OpenRLHFPolicyLoss(nn.Module):
-    """OpenRLHF's PolicyLoss for --actor.policy_loss_type gspo, with the same arguments and results.
+    """A replacement of OpenRLHF's PolicyLoss for --actor.policy_loss_type gspo, with the same arguments and results.
 
-    OpenRLHF adds KL and entropy. As in its own GSPO, an is_correction_level makes the ratio one against vLLM's
-    log-probs; token_level_loss, is_correction_mode, is_correction_gating and is_correction_threshold are ignored. With
-    Objective(rollout_correction=...), vLLM's log-probs are used for that correction instead.
+    OpenRLHF adds the KL term and the entropy bonus. As in its own GSPO, an is_correction_level selects vLLM's log-probs
+    as the old ones, and token_level_loss, is_correction_mode, is_correction_gating and is_correction_threshold are
+    ignored. With Objective(rollout_correction=...), vLLM's log-probs are used for that correction instead.
 
     Raises:
-        ValueError: a setting of OpenRLHF's disagrees with `objective`.
+        ValueError: a setting of OpenRLHF disagrees with `objective`.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class OpenRLHFPolicyLoss(nn.Module):
         }
         check_settings("OpenRLHFPolicyLoss", objective, settings)
         self.objective = objective
-        self.against_engine = is_correction_level != "off" and objective.rollout_correction is None
+        self.old_from_engine = is_correction_level != "off" and objective.rollout_correction is None
 
     def forward(
         self,
@@ -164,14 +166,15 @@ class OpenRLHFPolicyLoss(nn.Module):
         batch_num_tokens: Any = None,
         global_batch_size: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Return the loss [], clip_ratio [], ppo_kl [], None, None of tensors [B, T].
+        """Compute the loss [], clip_ratio [] and ppo_kl [] of tensors [B, T]. The last two results are None.
 
-        The loss is the sum over answers divided by global_batch_size / dp_size; without a global_batch_size their mean.
+        The loss is the sum over answers divided by global_batch_size / dp_size. Without a global_batch_size it is the
+        mean over answers.
 
         Raises:
-            ValueError: rollout_log_probs are missing, with an is_correction_level.
+            ValueError: an is_correction_level is set, but rollout_log_probs are missing.
         """
-        old = rollout_log_probs if self.against_engine else old_log_probs
+        old = rollout_log_probs if self.old_from_engine else old_log_probs
         if old is None:
             Field("OpenRLHFPolicyLoss").fail("rollout_log_probs", "given, with an is_correction_level", None)
         normalizer = None if global_batch_size is None else global_batch_size / dp_size

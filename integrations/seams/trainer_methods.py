@@ -1,4 +1,4 @@
-"""Losses that call the trainer for log-probs: slime's custom loss, and methods of ms-swift's GRPOTrainer."""
+"""Losses that ask the trainer for log-probs: slime's custom loss, and methods of ms-swift's GRPOTrainer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def slime(
     *,
     objective: Objective = GSPO,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute slime's custom loss: a sum over the samples of a micro-batch, which slime divides by those of the step.
+    """Compute the GSPO loss of a micro-batch, as slime's custom loss.
 
-    slime computes log-probs and entropies; `objective` has the KL term and the entropy bonus.
+    The loss is a sum over samples, because slime divides it by the number of samples of the step. slime computes the
+    log-probs and entropies. The KL term and the entropy bonus are those of `objective`.
 
     Args:
-        args, batch: slime's. A list in batch has a tensor [R] per sample.
+        args, batch: slime's arguments. Each list in batch has one tensor [R] per sample, R response tokens.
         logits: [1, T, V / tensor-parallel size], fp32.
         sum_of_sample_mean: slime's function of one value per response token, [sum of R].
 
@@ -37,26 +38,28 @@ def slime(
         The loss [], and tensors [] for slime's log: means over tokens times the number of samples.
 
     Raises:
-        ValueError: a setting of slime's disagrees with `objective`, or a rollout has several samples.
+        ValueError: a setting of slime disagrees with `objective`, or a rollout has several samples.
     """
     check_settings("slime", objective, _slime_settings(args, objective))
     log_probs, entropy = _slime_log_probs(args, batch, logits)
     samples = sum(int(mask.any()) for mask in batch["loss_masks"])
-    weight = sum_of_sample_mean(torch.ones_like(log_probs))
-    if weight != samples:
-        Field("slime").fail("rollout_mask_sums", f"of one sample to a rollout, in all {samples} means", weight.item())
+    means_of_ones = sum_of_sample_mean(torch.ones_like(log_probs))
+    if means_of_ones != samples:
+        Field("slime").fail(
+            "rollout_mask_sums", f"of one sample per rollout, {samples} means in all", means_of_ones.item()
+        )
 
-    def joined(name: str) -> Tensor | None:
+    def concatenated(name: str) -> Tensor | None:
         return torch.cat(batch[name]) if batch.get(name) else None
 
-    old = joined("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
+    old = concatenated("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
     out = loss_of_log_probs(
         log_probs,
         torch.cat(batch["advantages"]),
         torch.cat(batch["loss_masks"]),
         old_log_probs=log_probs.detach() if old is None else old,
-        rollout=joined("rollout_log_probs"),
-        ref_log_probs=joined("ref_log_probs"),
+        rollout=concatenated("rollout_log_probs"),
+        ref_log_probs=concatenated("ref_log_probs"),
         entropy=entropy,
         cu_seqlens=offsets(batch["response_lengths"], log_probs),
         normalizer=1.0,
@@ -69,7 +72,7 @@ def slime(
 
 
 def _slime_settings(args: Any, objective: Objective) -> dict[str, tuple[Any, Any]]:
-    """Return slime's settings of the loss, by flag: the value, and the one that agrees with `objective`."""
+    """Return slime's settings of the loss by flag: the value, and the value that `objective` requires."""
     kl_type = args.kl_loss_type.replace("low_var_kl", "k3") + (", unbiased" if args.use_unbiased_kl else "")
     estimator = objective.kl_estimator.replace("unbiased", "k3, unbiased")
     return {
@@ -91,7 +94,7 @@ def _slime_settings(args: Any, objective: Objective) -> dict[str, tuple[Any, Any
 
 def _slime_log_probs(args: Any, batch: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return slime's log-probs and entropies of the response tokens, [sum of R] each."""
-    slime_loss = sys.modules["slime.backends.megatron_utils.loss"]  # loaded: it calls the custom loss
+    slime_loss = sys.modules["slime.backends.megatron_utils.loss"]  # already imported, as it calls this loss
     inputs = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
     inputs |= slime_loss.get_rollout_top_p_logprob_kwargs(args, batch)
     _, per_sample = slime_loss.get_log_probs_and_entropy(logits, args=args, with_entropy=True, **inputs)
@@ -101,20 +104,20 @@ def _slime_log_probs(args: Any, batch: Mapping[str, Any], logits: Tensor) -> tup
 def ms_swift(
     trainer: Any, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, *, objective: Objective = GSPO
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Replace `_compute_loss_and_metrics` of ms-swift's GRPOTrainer: a mean over all rows, with objective's KL.
+    """Compute the GSPO loss, as the method `_compute_loss_and_metrics` of ms-swift's GRPOTrainer.
 
-    Rows that are masked entirely count in the mean, as in ms-swift.
+    The loss is a mean over all rows, including entirely masked rows, as in ms-swift. The KL term is the objective's.
 
     Args:
-        trainer: the GRPOTrainer: `self`, where this function is a method of its class.
-        model, model_inputs: ms-swift's.
-        grpo_batch: ms-swift's, with tensors [B, T] and truncated_mask [B].
+        trainer: the GRPOTrainer, which is `self` if this function is a method of its class.
+        model, model_inputs: ms-swift's arguments.
+        grpo_batch: ms-swift's batch, with tensors [B, T] and truncated_mask [B].
 
     Returns:
-        The loss [], and ms-swift's dictionary of metrics, over all processes.
+        The loss [], and ms-swift's dictionary of metrics over all processes.
 
     Raises:
-        ValueError: a setting of ms-swift's disagrees with `objective`.
+        ValueError: a setting of ms-swift disagrees with `objective`.
     """
     check_settings("ms_swift", objective, _swift_settings(trainer, objective))
     mask = grpo_batch.completion_mask
@@ -154,7 +157,7 @@ def ms_swift(
 
 
 def _swift_settings(trainer: Any, objective: Objective) -> dict[str, tuple[Any, Any]]:
-    """Return ms-swift's settings of the loss, by flag: the value, and the one that agrees with `objective`."""
+    """Return ms-swift's settings of the loss by flag: the value, and the value that `objective` requires."""
     return {
         "--importance_sampling_level": (trainer.importance_sampling_level, objective.ratio.replace("-", "_")),
         "--loss_type": (trainer.loss_type, "grpo"),
@@ -180,14 +183,16 @@ def ms_swift_log_probs(
     input_ids: Tensor,
     compute_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Replace `_get_logps_via_local_forward` of ms-swift's GRPOTrainer: old, reference and new log-probs, no logits.
+    """Compute log-probs without logits, as the method `_get_logps_via_local_forward` of ms-swift's GRPOTrainer.
+
+    ms-swift calls this method for old, reference and new log-probs.
 
     Args:
-        model: a transformers model, plain, in PEFT or DDP. `fuse_head` is called on it, and raises what it raises.
-        input_ids: [B, L], or [1, total] without padding. Log-probs are those of the last logits_to_keep tokens.
+        model: a transformers model, plain or wrapped by PEFT or DDP. `fuse_head` is called on it and may raise.
+        input_ids: [B, L], or [1, total] without padding.
 
     Returns:
-        Log-probs, and entropies or None, fp32, [B, logits_to_keep].
+        The log-probs of the last logits_to_keep tokens, and their entropies or None: fp32, [B, logits_to_keep].
     """
     fuse_head(trainer.accelerator.unwrap_model(model))
 

@@ -234,7 +234,7 @@ def test_slimes_truncated_weights(batch: Rollout, slime_loss: None) -> None:
 def test_a_rollout_of_several_samples_is_refused(batch: Rollout, slime_loss: None) -> None:
     shared = batch.mask.sum(1)
     shared[0] = shared[1] = shared[0] + shared[1]
-    with pytest.raises(ValueError, match="rollout_mask_sums must be of one sample to a rollout"):
+    with pytest.raises(ValueError, match="rollout_mask_sums must be of one sample per rollout"):
         slime(batch, batch.log_probs, denominators=shared)
 
 

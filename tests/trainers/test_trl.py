@@ -295,11 +295,11 @@ def test_before_1_15_images_are_trls_and_what_cannot_be_served_is_named(tmp_path
     setattr(trainer, name, lambda *args, **kwargs: given.append(kwargs))
     log_probs = adapter._LogProbs(trainer)
     ids = torch.randint(2, 10, (2, 7))
-    with pytest.warns(UserWarning, match="pixel_values are TRL's own"):
+    with pytest.warns(UserWarning, match="TRL before 1.15 computes log-probs with pixel_values itself"):
         log_probs(trainer.model, ids, torch.ones_like(ids), 3, pixel_values=torch.ones(1), num_images=None)
     assert given[0]["pixel_values"] is not None and given[0]["num_images"] is None
 
-    with pytest.raises(ValueError, match="got one of Own's own"):
+    with pytest.raises(ValueError, match="got an override in Own"):
         accelerate_trainer(make_trainer(Own, checkpoint(tmp_path / "model"), tmp_path))
     if hasattr(GRPOTrainer, "compute_liger_loss"):
         trainer.args.use_liger_kernel = True
@@ -376,7 +376,7 @@ def test_what_is_no_trainer_or_goes_its_own_way_is_named(tmp_path: Path) -> None
         accelerate_trainer(checkpoint(tmp_path / "model"))  # type: ignore[arg-type]
 
     if asks_the_model:
-        with pytest.warns(UserWarning, match="one of Own's own"):
+        with pytest.warns(UserWarning, match="is an override in Own"):
             accelerate_trainer(make_trainer(Own, checkpoint(tmp_path / "model"), tmp_path))
 
 

@@ -7,9 +7,9 @@ from helpers.faults.table import Fault
 FAULTS: dict[str, Fault] = {
     "head not put back after an error": (
         "integrations/huggingface/fused_head",
-        "finally:\n            for module, name in places:\n                module._modules[name] = self.head",
+        "finally:\n            for module, name in parents:\n                module._modules[name] = self.head",
         "except ValueError:\n            raise\n"
-        "        for module, name in places:\n            module._modules[name] = self.head",
+        "        for module, name in parents:\n            module._modules[name] = self.head",
         "huggingface::test_an_error_inside_the_model_leaves_it_its_head",
     ),
     "random numbers drawn by the measurement": (
@@ -38,8 +38,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "sign of a scale ignored": (
         "integrations/huggingface/head_options",
-        "slope, plateau = near[0].item() / 2.0**-10, abs(far[0].item())",
-        "slope, plateau = abs(near[0].item()) / 2.0**-10, abs(far[0].item())",
+        "slope, plateau = from_small[0].item() / 2.0**-10, abs(from_large[0].item())",
+        "slope, plateau = abs(from_small[0].item()) / 2.0**-10, abs(from_large[0].item())",
         "huggingface::test_a_negative_scale_and_one_that_no_configuration_has_are_measured",
     ),
     "numbers of the text configuration ignored": (
@@ -50,8 +50,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "nearest number of the configuration for any scale": (
         "integrations/huggingface/head_options",
-        "return best if abs(best - measured) <= _SCALE_ERROR * abs(measured) else measured",
-        "return best",
+        "return nearest if abs(nearest - measured) <= _SCALE_ERROR * abs(measured) else measured",
+        "return nearest",
         "huggingface::test_a_negative_scale_and_one_that_no_configuration_has_are_measured",
     ),
     "logged loss with a gradient": (

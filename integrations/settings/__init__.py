@@ -1,15 +1,17 @@
-"""Read the settings of other trainers into an `Objective` and everything else that their loss needs.
+"""Read the settings of other trainers into an `Objective` and the other inputs of their loss.
 
     reading = from_roll("gspo.yaml")
     policy_loss(..., objective=reading.objective, ...)  # the other fields of `Reading` say what else to pass
 
-`from_trl` and `from_ms_swift` (`grpo.py`), `from_verl` (`verl.py`), `from_roll` (`roll.py`), `from_stateset`
-(`stateset.py`). `tables.py` lists the settings that they know, `keys.py` accounts for every setting of a caller.
+The readers are `from_trl` and `from_ms_swift` (`grpo.py`), `from_verl` (`verl.py`), `from_roll` (`roll.py`) and
+`from_stateset` (`stateset.py`). `tables.py` lists the settings that they know. `keys.py` checks that every setting of
+the caller is used, reported or refused.
 
-A reader raises a ValueError that names the setting, its value and the values that can be read: where no Objective
-computes what the trainer does, and where it does not know the setting (it then names the nearest one that it knows).
-Settings that the trainer itself ignores are in `reading.ignored`, with a warning. docs/parity.md has the formulas. No
-trainer needs to be installed, but for `from_trl`, which reads settings as the installed release of TRL does.
+A reader raises a ValueError in two cases: no Objective computes what the trainer does, or the reader does not know a
+setting. The message names the setting, its value and the accepted values, or the most similar known name. Settings that
+the trainer itself ignores are in `reading.ignored`, and a warning names them. docs/parity.md has the formulas.
+
+No trainer needs to be installed, except for `from_trl`: it interprets settings like the installed release of TRL.
 """
 
 from .grpo import from_ms_swift, from_trl

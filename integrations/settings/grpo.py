@@ -1,4 +1,4 @@
-"""Read the settings of TRL's and of ms-swift's GRPO trainers, whose policy terms have the same loss types."""
+"""Read the settings of the GRPO trainers of TRL and ms-swift. Both have the same loss types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .keys import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, Keys, Normalizer, Reading, 
 
 
 class _Loss(NamedTuple):
-    """A loss type: fields of the Objective, and those of its Normalizer."""
+    """Fields of the Objective and the Normalizer that a loss type selects."""
 
     surrogate: str
     aggregation: str
@@ -43,11 +43,11 @@ _MODES = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") fo
 def from_trl(config: Any) -> Reading:
     """Read the `GRPOConfig` of TRL 0.29 to 1.16, or the `GMPOConfig` of `trl.experimental.gmpo`.
 
-    Its meaning is that of the installed release of TRL.
+    Settings are interpreted like the installed release of TRL does.
 
     Raises:
         TypeError: `config` is not a dataclass instance.
-        ValueError: naming the field: no Objective can express it, or this reader does not know it.
+        ValueError: no Objective can express a field, or this reader does not know it. The message names the field.
     """
     if not is_dataclass(config):
         Field("from_trl").fail("config", "a GRPOConfig", config, TypeError)
@@ -56,9 +56,9 @@ def from_trl(config: Any) -> Reading:
     gmpo = any(c.__name__ == "GMPOConfig" for c in type(config).__mro__)
     loss = _GMPO if gmpo else keys.choice("loss_type", _LOSSES)
     fields = _policy(keys, loss, "sapo_temperature_pos", "sapo_temperature_neg")
-    keys.must("top_entropy_quantile", 1.0, why="a loss of only the most uncertain tokens is not supported")
+    keys.must("top_entropy_quantile", 1.0, why="a loss of the tokens with the highest entropy only is not supported")
     if release < (1, 14) and keys.get("use_liger_kernel", False):
-        keys.refuse("use_liger_kernel", "False before TRL 1.14, where the loss is Liger's with it")
+        keys.refuse("use_liger_kernel", "False before TRL 1.14, where it selects Liger's loss")
     beside = keys.beside("mask_truncated_completions", "router_aux_loss_coef", "reward_weights")
     beta = keys.number("beta", NOT_NEGATIVE)
     if beta:
@@ -67,12 +67,17 @@ def from_trl(config: Any) -> Reading:
     token_weights = () if gmpo else _weights(keys, loss, fields)
     luspo = loss is _LOSSES["luspo"]
     if luspo and release < (1, 10) and (beta or fields["ratio"] == "token" or fields.get("rollout_correction")):
-        keys.refuse("loss_type", "another before TRL 1.10 (with KL, sampler correction or tokens it counts padding)")
+        keys.refuse(
+            "loss_type",
+            "another one before TRL 1.10, where it counts padding (with KL, sampler correction or token-level ratios)",
+        )
     times = keys.count("gradient_accumulation_steps")
     if loss.over == "rollout":
         times = times / keys.count("steps_per_generation") if release >= (1, 10) else 1.0
     keys.must(
-        "multi_objective_aggregation", "sum_then_normalize", why="normalising rewards one by one is not supported"
+        "multi_objective_aggregation",
+        "sum_then_normalize",
+        why="normalising each reward separately is not supported",
     )
     scale = keys.choice("scale_rewards", _SCALES)
     group = Step("group_advantages", {"group_size": keys.count("num_generations"), "scale": scale, "eps": 1e-4})
@@ -88,18 +93,18 @@ def from_trl(config: Any) -> Reading:
 
 
 def _weights(keys: Keys, loss: _Loss, fields: dict[str, Any]) -> tuple[Step, ...]:
-    """Add entropy bonus and sampler correction to `fields`; return the steps of the off-policy mask.
+    """Add the entropy bonus and the sampler correction to `fields`. Return the steps of the off-policy mask.
 
     TRL's GMPO trainer has none of the three.
     """
-    keys.must("use_adaptive_entropy", False, why="the coefficient of an Objective does not change")
+    keys.must("use_adaptive_entropy", False, why="the entropy coefficient of an Objective is constant")
     fields["entropy_coef"] = keys.number("entropy_coef")
     if fields["entropy_coef"] and loss is not _LOSSES["bnpo"]:
-        keys.refuse("entropy_coef", "0 unless loss_type is 'bnpo': the bonus is a mean over a micro-batch's tokens")
+        keys.refuse("entropy_coef", "0 unless loss_type is 'bnpo', as the bonus is a mean over a micro-batch's tokens")
     sampler = keys.get("use_vllm", False) and keys.flag("vllm_importance_sampling_correction")
     if sampler:
         level, mode = keys.choice("vllm_importance_sampling_mode", _MODES)
-        high = keys.optional("vllm_importance_sampling_cap", NOT_NEGATIVE)  # clip_max's name until 1.6, then an alias
+        high = keys.optional("vllm_importance_sampling_cap", NOT_NEGATIVE)  # the name until TRL 1.6
         if "vllm_importance_sampling_clip_max" in keys:
             high = keys.optional("vllm_importance_sampling_clip_max", NOT_NEGATIVE)
         low = keys.optional("vllm_importance_sampling_clip_min", NOT_NEGATIVE)
@@ -115,30 +120,30 @@ def from_ms_swift(arguments: Any) -> Reading:
     """Read the GRPO arguments of ms-swift 4.6.
 
     Args:
-        arguments: the flags of `swift rlhf` as a text or a list, a mapping, or ms-swift's arguments object.
+        arguments: the flags of `swift rlhf` as a string or a list, a mapping, or ms-swift's arguments object.
 
     Raises:
-        TypeError: `arguments` is none of these.
-        ValueError: naming the argument: no Objective can express it, or this reader does not know it.
+        TypeError: `arguments` has another type.
+        ValueError: no Objective can express an argument, or this reader does not know it. The message names it.
     """
     if isinstance(arguments, str):
         arguments = shlex.split(arguments)
     if isinstance(arguments, Sequence):
         arguments = {"rlhf_type": "dpo", **from_flags(Field("from_ms_swift"), arguments)}  # ms-swift's default
     other_names = tables.SWIFT_OTHERS | tables.training_arguments()
-    if is_dataclass(arguments):  # inherits TRL's fields, of which ms-swift reads only those in SWIFT too
+    if is_dataclass(arguments):  # it inherits all of TRL's fields, but ms-swift reads only those in SWIFT
         other_names = other_names | tables.TRL.keys() | tables.TRL_OTHERS
     keys = Keys("from_ms_swift", arguments, tables.SWIFT, other_names)
-    keys.must("rlhf_type", "grpo", why="GSPO is a setting of that; ms-swift's default is dpo")
+    keys.must("rlhf_type", "grpo", why="GSPO is a setting of its GRPO trainer; ms-swift's default is dpo")
     losses = {name: loss for name, loss in _LOSSES.items() if name != "luspo"}
     loss = keys.choice("loss_type", {**losses, None: losses["grpo"]})
     fields = _policy(keys, loss, "tau_pos", "tau_neg")
-    keys.must("top_entropy_quantile", 1.0, why="a loss of only the most uncertain tokens is not supported")
-    keys.must("use_liger_kernel", False, why="the loss is Liger's with it")
+    keys.must("top_entropy_quantile", 1.0, why="a loss of the tokens with the highest entropy only is not supported")
+    keys.must("use_liger_kernel", False, why="it selects Liger's loss")
     for name in ("teacher_model", "teacher_model_server", "advantage_reweight"):
-        keys.must(name, None, why="a teacher's advantages are not supported")
-    keys.must("sdar_loss_coef", 0.0, why="a teacher's term is not supported")
-    keys.must("chord_sft_dataset", None, [], why="a term of supervised answers is not supported")
+        keys.must(name, None, why="advantages from a teacher are not supported")
+    keys.must("sdar_loss_coef", 0.0, why="a loss term from a teacher is not supported")
+    keys.must("chord_sft_dataset", None, [], why="a loss term from supervised answers is not supported")
     beside = keys.beside("overlong_filter", "off_policy_sequence_mask_delta", "loss_scale", "router_aux_loss_coef")
     beside |= keys.beside("reward_weights")
     estimator, advantages = _swift_advantages(keys)
@@ -151,8 +156,8 @@ def from_ms_swift(arguments: Any) -> Reading:
             fields["kl_coef"] = beta
     if keys.flag("use_vllm", False) and keys.get("rollout_importance_sampling_mode") is not None:
         if fields.get("kl_coef"):
-            keys.refuse("rollout_importance_sampling_mode", "None with a KL term, which ms-swift weighs by it too")
-        # Without sequence_mask: in the answers that ms-swift keeps, each token has its own weight.
+            keys.refuse("rollout_importance_sampling_mode", "None with a KL term, as ms-swift weights that too")
+        # Not sequence_mask: in the answers that it keeps, ms-swift weights each token separately.
         modes = {n: m for n, m in _MODES.items() if m[0] == "token"} | {"sequence_truncate": ("geometric", "truncate")}
         level, mode = keys.choice("rollout_importance_sampling_mode", modes)
         high = keys.number("rollout_importance_sampling_threshold", POSITIVE)
@@ -168,7 +173,7 @@ def from_ms_swift(arguments: Any) -> Reading:
 
 
 def _swift_advantages(keys: Keys) -> tuple[str, list[Step]]:
-    """Return the advantage estimator and its steps."""
+    """Return the name of the advantage estimator and its steps."""
     default_scales = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
     estimator = keys.choice("advantage_estimator", {name: name for name in default_scales})
     scale = keys.choice("scale_rewards", {**_SCALES, None: default_scales[estimator]})
@@ -177,13 +182,17 @@ def _swift_advantages(keys: Keys) -> tuple[str, list[Step]]:
         options["baseline"] = "leave-one-out"
     if (estimator, scale) != ("reinforce_plus_plus", "batch"):
         return estimator, [Step("group_advantages", options)]
-    # The batch's deviation is taken after the group means are subtracted.
+    # ms-swift takes the batch's standard deviation after subtracting the group means.
     normalise = Step("normalize_rewards", {"by": "batch", "shift": False, "eps": 1e-4})
     return estimator, [Step("group_advantages", {**options, "scale": "none"}), normalise]
 
 
 def _policy(keys: Keys, loss: _Loss, positive: str, negative: str) -> dict[str, Any]:
-    """Return the Objective's fields of the policy term; `positive` and `negative` name SAPO's temperatures."""
+    """Return the Objective's fields of the policy term.
+
+    Args:
+        positive, negative: the names of the settings of SAPO's temperatures.
+    """
     fields: dict[str, Any] = {"surrogate": loss.surrogate, "aggregation": loss.aggregation}
     if loss.surrogate != "gmpo":
         fields["ratio"] = keys.choice("importance_sampling_level", _LEVELS)
@@ -203,12 +212,12 @@ def _policy(keys: Keys, loss: _Loss, positive: str, negative: str) -> dict[str, 
         fields["delta"] = keys.optional("delta", ABOVE_ONE)
     if loss.surrogate == "cispo":
         if high < 1:
-            keys.refuse("epsilon_high", "at least 1 with cispo: the bound on the ratio itself (MiniMax-M1: 5.0)")
+            keys.refuse("epsilon_high", "at least 1 with cispo, where it bounds the ratio itself (MiniMax-M1: 5.0)")
         fields |= {"clip_low": 1.0, "clip_high": high - 1}
     return fields
 
 
 def _moving_reference(keys: Keys) -> dict[str, Any]:
-    """Return the settings of a reference model that follows the policy, for `Reading.beside`."""
+    """Return the settings of a reference model that is updated during training, for `Reading.beside`."""
     names = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
     return {name: keys.get(name) for name in names} if keys.beside("sync_ref_model") else {}

@@ -1,6 +1,6 @@
-"""`Keys`, through which a reader reads settings by name, and `Reading`, its result.
+"""`Keys` gives a reader access to settings by name. `Reading` is the result of a reader.
 
-`Keys` records which settings were read, so that each one ends in exactly one place: a field of the `Reading`, its
+`Keys` records which settings were read. So each setting ends in exactly one place: a field of the `Reading`, its
 `ignored`, its `not_the_loss`, or an error.
 """
 
@@ -23,12 +23,12 @@ ABOVE_ONE: Rule = ("a number > 1", lambda x: x > 1)
 
 
 class Step(NamedTuple):
-    """One call on the way from rewards to advantages, or to token weights.
+    """One call in the computation of advantages or token weights.
 
-    call: a function of `gspo_kernels.advantages` or `gspo_kernels.sampler_mismatch`; "clamp", of a tensor; or
-        "subtract_kl", which subtracts kl_coef times an answer's KL from its reward. That KL is the sum of kl_estimator,
-        old against reference log-probs, over the answer's tokens.
-    options: the keyword arguments. Where an argument is a tensor, a text says which one to pass.
+    call: the name of a function of `gspo_kernels.advantages` or `gspo_kernels.sampler_mismatch`; "clamp" for
+        torch.clamp; or "subtract_kl": subtract kl_coef times the KL of an answer from its reward. This KL is the sum of
+        kl_estimator over the answer's tokens, old against reference log-probs.
+    options: the keyword arguments. For a tensor argument, a string describes which tensor to pass.
     """
 
     call: str
@@ -36,13 +36,13 @@ class Step(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """What to pass as `normalizer`: `times` the number of `of` in `over`.
+    """The value to pass as `normalizer`: count the units `of` in the batch `over`, then multiply the count by `times`.
 
-    of: "rows": all answers, also entirely masked ones; "sequences": answers with an unmasked token; "tokens": unmasked
-        tokens; or "one": the number 1.
-    over: "micro-batch": of this call; "step": of all micro-batches of an optimizer step; "rollout": of all answers that
-        were sampled at once. The last two count over all processes and divide by the number of processes, which is
-        right where gradients are averaged over processes, as by DDP and FSDP.
+    of: "rows" (all answers, including entirely masked ones), "sequences" (answers with an unmasked token), "tokens"
+        (unmasked tokens) or "one" (the count is 1).
+    over: "micro-batch" (this call), "step" (all micro-batches of an optimizer step) or "rollout" (all answers that were
+        sampled at once). For "step" and "rollout", count over all processes and divide by the number of processes. This
+        assumes that gradients are averaged over processes, as DDP and FSDP do.
     """
 
     of: str
@@ -52,22 +52,23 @@ class Normalizer(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """What a trainer's settings say about its loss. Every setting that changes the loss is in a field, or was refused.
+    """The loss that a trainer's settings describe. A setting that changes the loss is in a field, or the reader raised.
 
     objective: the loss.
-    normalizer: what the trainer divides it by.
-    kl_normalizer: what the trainer divides the KL term by; None: `normalizer`.
-    temperature: what the loss divides logits by, which may differ from the sampling temperature; None: the settings do
-        not say.
-    advantages: how rewards become advantages, call by call; None: the settings do not say.
-    token_weights: calls whose product is `token_weights`.
-    old_log_probs: "trainer": of the policy before the first update of a rollout, as the trainer computes them;
-        "rollout": of the engine that sampled; "current": log_probs.detach().
-    beside: settings that also act on the loss, with the trainer's names and values: they mask tokens, weight answers or
-        rewards, move the reference (otherwise the policy before training) or add a term. The caller has to apply them.
-    ignored: settings of the loss with other values than their defaults that the trainer, with these settings, does not
-        read. A UserWarning names them too.
-    not_the_loss: the names of all other settings. The loss depends on none of them.
+    normalizer: the divisor of the loss.
+    kl_normalizer: the divisor of the KL term. None: the same as `normalizer`.
+    temperature: the divisor of the logits in the loss, which may differ from the sampling temperature. None: the
+        settings do not contain it.
+    advantages: the calls that turn rewards into advantages, in order. None: the settings do not contain them.
+    token_weights: calls whose results, multiplied, are the argument `token_weights`.
+    old_log_probs: "trainer" (the trainer computes them with the policy before the first update of a rollout), "rollout"
+        (the sampling engine's) or "current" (log_probs.detach()).
+    beside: other settings that act on the loss, with the trainer's names and values. They mask tokens, weight answers
+        or rewards, update the reference model (by default the policy before training) or add a loss term. The caller
+        must apply them.
+    ignored: settings of the loss that differ from their defaults, but that the trainer does not read in combination
+        with the others. A UserWarning names them too.
+    not_the_loss: the names of all other settings. The loss does not depend on them.
     """
 
     objective: Objective
@@ -88,13 +89,13 @@ class Keys:
     Args:
         reader: the name of the reader, for messages.
         settings: a mapping or a dataclass instance.
-        loss_defaults: every setting that can change the loss, with its default.
-        other_names: the settings that cannot. (A reader may still read one.)
-        sections: names of nested settings; a setting in one is called "section.name".
-        more: further settings, such as a section from elsewhere.
+        loss_defaults: all settings that can change the loss, with their defaults.
+        other_names: all settings that cannot change the loss. (A reader may still read one.)
+        sections: names of nested settings. A setting inside is called "section.name".
+        more: additional settings, such as a section from another place.
 
     Raises:
-        ValueError: naming every setting that neither table has, and the nearest name that one has.
+        ValueError: neither table contains a setting. The message names all such settings with the most similar names.
         TypeError: `settings` is neither a mapping nor a dataclass instance.
     """
 
@@ -109,7 +110,7 @@ class Keys:
     ) -> None:
         self.check = Field(reader)
         self._loss_defaults = loss_defaults
-        self._defaults = dict(loss_defaults)  # with those of dataclasses
+        self._defaults = dict(loss_defaults)  # `_add` adds the defaults of dataclass fields
         self._values: dict[str, Any] = {}
         self._read: set[str] = set()
         self._add(settings, sections, "")
@@ -117,13 +118,13 @@ class Keys:
         known = {*loss_defaults, *other_names}
         unknown = [name for name in self._values if name not in known]
         if unknown:
-            near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
-            listed = ", ".join(repr(k) + (f" (is it {near[k][0]!r}?)" if near[k] else "") for k in unknown)
-            expected = "settings must be known to this reader (leave out what does not touch the loss)"
+            similar = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
+            listed = ", ".join(repr(k) + (f" (is it {similar[k][0]!r}?)" if similar[k] else "") for k in unknown)
+            expected = "settings must be known to this reader (leave out those that do not change the loss)"
             raise ValueError(f"{reader}: {expected}, got {listed}")
 
     def _add(self, settings: Any, sections: Collection[str], prefix: str) -> None:
-        """Add the values of `settings`, and of their sections, and the defaults of dataclasses."""
+        """Add the values of `settings` and their sections, and the default values of dataclass fields."""
         if is_dataclass(settings) and not isinstance(settings, type):
             self._defaults |= {prefix + f.name: f.default for f in fields(settings) if f.default is not MISSING}
             settings = {f.name: getattr(settings, f.name) for f in fields(settings)}
@@ -143,12 +144,12 @@ class Keys:
         return name in self._values
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value unchecked. Only names of `other_names` take a `default`."""
+        """Return a value without checking it. `default` applies only to settings of `other_names`."""
         self._read.add(name)
         return self._values.get(name, self._loss_defaults.get(name, default))
 
     def number(self, name: str, rule: Rule = ANY, default: float | None = None) -> float:
-        """Return a number, or the number that a text says; refuse others, and those that break the rule."""
+        """Return a number, parsing a string if necessary. Refuse other values and numbers that break the rule."""
         value = self.get(name, default)
         return self.check.number(name, as_number(value), *rule)
 
@@ -167,14 +168,14 @@ class Keys:
         return value
 
     def choice(self, name: str, table: Mapping[Any, Any]) -> Any:
-        """Return the table's entry for the value; refuse a value without one."""
+        """Return the table's entry for the value. Refuse a value that is not in the table."""
         value = self.get(name)
         if not isinstance(value, str | bool | None) or value not in table:
-            self.refuse(name, f"one of {', '.join(map(repr, table))} (nothing else is supported)")
+            self.refuse(name, f"one of {', '.join(map(repr, table))} (other values are not supported)")
         return table[value]
 
     def must(self, name: str, *allowed: Any, why: str) -> None:
-        """Refuse values that are not allowed."""
+        """Refuse the value unless it is one of `allowed`. `why` explains the restriction in the message."""
         if self.get(name) not in allowed:
             self.refuse(name, f"{' or '.join(map(repr, allowed))} ({why})")
 
@@ -183,36 +184,36 @@ class Keys:
         self.check.fail(name, expected, self.get(name))
 
     def beside(self, *names: str) -> dict[str, Any]:
-        """Return those of these settings that are neither empty nor at their default, for `Reading.beside`."""
+        """Return these settings for `Reading.beside`, without those that are empty or have their default value."""
         values = {name: self.get(name) for name in names}
         return {name: value for name, value in values.items() if value not in (None, [], self._loss_defaults[name])}
 
     def reading(self, fields: Mapping[str, Any], normalizer: Normalizer, luspo: bool = False, **more: Any) -> Reading:
-        """Return the Reading of an Objective's `fields`, and sort the settings that were not read.
+        """Make the Reading from an Objective's `fields`, and classify the settings that were not read.
 
         Args:
-            luspo: `fields` are LUSPO's, of which the Objective need not warn.
-            more: further fields of the Reading.
+            luspo: `fields` describe LUSPO, so the Objective does not warn about weights by length.
+            more: other fields of the Reading.
 
         Raises:
-            ValueError: no Objective has these fields.
+            ValueError: `fields` are not valid for an Objective.
         """
         try:
             objective = Objective.preset("luspo" if luspo else "gspo", **fields)
         except ValueError as error:
-            raise ValueError(f"{self.check.place}: these settings make no Objective ({error})") from error
+            raise ValueError(f"{self.check.place}: no Objective has these settings ({error})") from error
         unread = [name for name in self._values if name not in self._read]
-        off = {name: (None, False, 0, self._defaults[name]) for name in unread if name in self._loss_defaults}
-        ignored = {name: self._values[name] for name in off if self._values[name] not in off[name]}
+        off_values = {name: (None, False, 0, self._defaults[name]) for name in unread if name in self._loss_defaults}
+        ignored = {name: self._values[name] for name in off_values if self._values[name] not in off_values[name]}
         if ignored:
             listed = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
-            warnings.warn(f"{self.check.place}: the trainer, set like this, does not look at {listed}", stacklevel=3)
+            warnings.warn(f"{self.check.place}: with these settings the trainer does not read {listed}", stacklevel=3)
         not_the_loss = tuple(name for name in unread if name not in ignored)
         return Reading(objective, normalizer, ignored=ignored, not_the_loss=not_the_loss, **more)
 
 
 def as_number(value: Any) -> Any:
-    """Return the number in a text; return anything else unchanged. Flags are texts, and YAML reads 1e-6 as a text."""
+    """Parse a number in a string; return any other value unchanged. Flags are strings, and so is 1e-6 in YAML."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -222,9 +223,9 @@ def as_number(value: Any) -> Any:
 
 
 def from_flags(check: Field, arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return flags such as ["--beta", "0", "--use_vllm", "true"] as settings, with numbers and truth values.
+    """Parse flags such as ["--beta", "0", "--use_vllm", "true"] into a dict of settings.
 
-    A flag with several values has a list; one without a value is True.
+    Numbers and booleans are converted. A flag with several values becomes a list, a flag without a value True.
     """
     settings: dict[str, list[Any]] = {}
     values: list[Any] | None = None
@@ -239,6 +240,6 @@ def from_flags(check: Field, arguments: Sequence[Any]) -> dict[str, Any]:
             check.fail("arguments", "flags that begin with --, each followed by its values", text)
         else:
             values.append(text)
-    words = {"true": True, "false": False}
-    parsed = {name: [words.get(v.lower(), as_number(v)) for v in texts] for name, texts in settings.items()}
+    booleans = {"true": True, "false": False}
+    parsed = {name: [booleans.get(v.lower(), as_number(v)) for v in texts] for name, texts in settings.items()}
     return {name: values[0] if len(values) == 1 else values or True for name, values in parsed.items()}

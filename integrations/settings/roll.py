@@ -24,28 +24,28 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
     """Read the settings of ROLL's RLVR pipeline.
 
     Args:
-        settings: a mapping, or the path of a YAML file. Files that its `defaults` name are not read; the names are in
+        settings: a mapping, or the path of a YAML file. Files under the key `defaults` are not read; their names are in
             `Reading.beside`.
 
     Raises:
-        TypeError: `settings` is neither.
-        ValueError: naming the key: no Objective can express it, or this reader does not know it.
+        TypeError: `settings` has another type.
+        ValueError: no Objective can express a setting, or this reader does not know it. The message names its key.
     """
     if isinstance(settings, str | Path):
         if "\n" in str(settings):
-            Field("from_roll").fail("settings", "a mapping or the path of a YAML file", Said("a text of several lines"))
+            Field("from_roll").fail("settings", "a mapping or the path of a YAML file", Said("several lines of text"))
         with needs("from_roll, to read a YAML file,", "cli", "yaml"):
             from .yaml_file import read_yaml
         settings = read_yaml(Path(settings))
     keys = Keys("from_roll", settings, tables.ROLL, tables.ROLL_OTHERS, tables.ROLL_SECTIONS)
-    keys.must("actor_train.worker_cls", None, _WORKER, why="its ActorPGWorker has losses that are not supported")
-    keys.must("use_policy_loss_type", "PPO", why="its policy gradients are not supported")
-    keys.must("rl_loss_coef", 1.0, why="multiply the loss by it yourself")
+    keys.must("actor_train.worker_cls", None, _WORKER, why="the losses of ActorPGWorker are not supported")
+    keys.must("use_policy_loss_type", "PPO", why="ROLL's other policy gradients are not supported")
+    keys.must("rl_loss_coef", 1.0, why="multiply the loss by this factor yourself")
     for name in _TERMS:
-        keys.must(name, 0, why="such a term is not supported")
-    keys.must("actor_train.apply_loss_scale", True, why="without it micro-batches divide the loss once more")
+        keys.must(name, 0, why="this loss term is not supported")
+    keys.must("actor_train.apply_loss_scale", True, why="without it micro-batches divide the loss again")
     if "loss_agg_mode" not in keys:
-        keys.refuse("loss_agg_mode", "given (ROLL's own default has changed twice)")
+        keys.refuse("loss_agg_mode", "given (its default in ROLL has changed twice)")
     aggregation = keys.choice("loss_agg_mode", {name: name for name in AGGREGATIONS})
     fields: dict[str, Any] = {
         "ratio": keys.choice("importance_sampling", {"seq": "sequence", "token": "token"}),
@@ -57,14 +57,14 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
     low, high = ("pg_clip_low", "pg_clip_high") if keys.flag("use_pg_clip_range") else ("pg_clip", "pg_clip")
     fields |= {"clip_low": keys.number(low, NOT_NEGATIVE), "clip_high": keys.number(high, NOT_NEGATIVE)}
     if keys.flag("dual_clip_loss"):
-        fields["dual_clip"] = 1 + 2 * keys.number("pg_clip", POSITIVE)  # pg_clip, even where use_pg_clip_range is on
+        fields["dual_clip"] = 1 + 2 * keys.number("pg_clip", POSITIVE)  # also with use_pg_clip_range
     if keys.flag("use_kl_loss"):
         fields["kl_coef"] = keys.number("kl_loss_coef", NOT_NEGATIVE)
     if keys.flag("train_infer_correction.is_weight.enabled"):
         kinds = {"token": "token", "geometric": "geometric", "sequence": "sequence"}
         level = keys.choice("train_infer_correction.is_weight.weight_type", kinds)
         high = keys.optional("train_infer_correction.is_weight.upper_bound", NOT_NEGATIVE)
-        keys.must("train_infer_correction.is_weight.detach", True, why="a weight has no gradient here")
+        keys.must("train_infer_correction.is_weight.detach", True, why="our weights have no gradient")
         fields["rollout_correction"] = RolloutCorrection(level, high=math.inf if high is None else high)
     masks = keys.beside("max_len_mask", "difficulty_mask", "error_max_len_clip", "train_infer_correction.filters")
     if masks:
@@ -82,7 +82,7 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
 
 
 def _padded_length(keys: Keys) -> int:
-    """Return the width of ROLL's mask: the padded prompt and answer without their first token."""
+    """Return the width of ROLL's mask: the padded length of prompt and answer, minus one."""
     if keys.get("sequence_length") is not None:
         return keys.count("sequence_length") - 1
     if keys.get("response_length") is None:
@@ -93,7 +93,7 @@ def _padded_length(keys: Keys) -> int:
 def _roll_advantages(keys: Keys) -> list[Step]:
     """Return the steps from rewards to advantages."""
     estimator = keys.choice("adv_estimator", {"reinforce": "reinforce", "grpo": "grpo"})
-    keys.must("whiten_rewards", False, why="token_returns has no such step")
+    keys.must("whiten_rewards", False, why="token_returns does not whiten rewards")
     steps = [_normalised(keys, "group", "group") if estimator == "grpo" else _roll_normalisation(keys)]
     bound = keys.optional("reward_clip", POSITIVE)
     returns: dict[str, Any] = {"gamma": keys.number("gamma", NOT_NEGATIVE)}
@@ -101,7 +101,7 @@ def _roll_advantages(keys: Keys) -> list[Step]:
         steps.append(_clamp(bound))
         returns["reward_clip"] = bound
     if keys.flag("add_token_level_kl"):
-        keys.must("target_kl", None, why="a coefficient that changes is not supported")
+        keys.must("target_kl", None, why="an adaptive coefficient is not supported")
         estimators = {"kl": "k1", "abs": "abs", "mse": "k2"}
         returns["kl"] = f"{keys.choice('kl_penalty', estimators)}, old against reference"
         returns["kl_coef"] = keys.number("init_kl_coef", NOT_NEGATIVE)
@@ -115,22 +115,26 @@ def _roll_advantages(keys: Keys) -> list[Step]:
 
 
 def _roll_normalisation(keys: Keys) -> Step | None:
-    """Return the step of reward_norm, or of norm_mean_type and norm_std_type; None if all are off."""
+    """Return the step of reward_norm, or of norm_mean_type and norm_std_type. Return None if all are off."""
     kinds = {name: name for name in ("batch", "group", "running", None)}
     by, mean, deviation = (keys.choice(name, kinds) for name in ("reward_norm", "norm_mean_type", "norm_std_type"))
     if by is None:
         return _normalised(keys, mean, deviation)
     if mean is not None or deviation is not None:
-        keys.refuse("reward_norm", "None beside norm_mean_type and norm_std_type, which have replaced it")
+        keys.refuse("reward_norm", "None beside norm_mean_type and norm_std_type, which replace it")
     shift = keys.flag("reward_shift")
-    scale = by == "running" and keys.flag("reward_scale")  # ROLL reads it only then
+    scale = by == "running" and keys.flag("reward_scale")  # ROLL reads reward_scale only for "running"
     if shift and scale:
         keys.refuse("reward_shift", "False beside reward_scale")
     return _normalised(keys, None if scale else by, None if shift else by)
 
 
 def _normalised(keys: Keys, mean: Any, deviation: Any) -> Step | None:
-    """Return the step that subtracts a mean and divides by a deviation, each of "group", "batch", "running" or None."""
+    """Return the step that subtracts a mean and divides by a standard deviation. None if both are off.
+
+    Args:
+        mean, deviation: "group", "batch", "running" or None.
+    """
     by = mean or deviation
     if by is None:
         return None
@@ -140,7 +144,7 @@ def _normalised(keys: Keys, mean: Any, deviation: Any) -> Step | None:
     if (mean, deviation) == ("group", "batch"):
         return Step("group_advantages", options | {"scale": "batch"})
     if mean and deviation and mean != deviation:
-        keys.refuse("norm_std_type", f"{mean!r} as norm_mean_type, None, or 'batch' beside 'group'")
+        keys.refuse("norm_std_type", f"{mean!r} as norm_mean_type, or None, or 'batch' if norm_mean_type is 'group'")
     return Step("normalize_rewards", options | {"by": by, "shift": mean is not None, "scale": deviation is not None})
 
 

@@ -9,24 +9,26 @@ from .keys import NOT_NEGATIVE, Keys, Normalizer, Reading, Step
 
 
 def from_stateset(config: Any) -> Reading:
-    """Read StateSet Agents' `GSPOConfig`, or a mapping of its fields. Its loss does not divide logits by a temperature.
+    """Read StateSet Agents' `GSPOConfig`, or a mapping of its fields.
+
+    Its loss does not divide logits by a temperature, so `Reading.temperature` is 1.
 
     Raises:
-        TypeError: `config` is neither.
-        ValueError: naming the field: no Objective can express it, or this reader does not know it.
+        TypeError: `config` has another type.
+        ValueError: no Objective can express a field, or this reader does not know it. The message names the field.
     """
     keys = Keys("from_stateset", config, tables.STATESET, tables.STATESET_OTHERS)
     for name in ("objective", "objective_overrides"):
-        keys.must(name, None, {}, why="its GSPO trainers' own objective is what is read")
+        keys.must(name, None, {}, why="only the default objective of its GSPO trainers is supported")
     token = keys.flag("use_gspo_token")
     if token and "objective" not in keys:
         keys.refuse(
             "use_gspo_token",
-            "False, or beside `objective`: releases without that field computed "
+            "False, or given together with `objective`: releases without that field computed "
             "Objective(surrogate='cispo', ratio='sequence')",
         )
     if keys.flag("use_reference_model"):
-        keys.must("beta", 0.0, why="its KL is k3 of an answer's mean log-probs, an Objective's the mean of k3")
+        keys.must("beta", 0.0, why="its KL is k3 of an answer's mean log-probs, ours is the mean of k3")
     fields = {
         "ratio": "sequence-token" if token else "sequence",
         "clip_low": keys.number("clip_range_left", NOT_NEGATIVE),

@@ -1,10 +1,11 @@
-"""The settings that the readers know, per trainer X, as of the releases below.
+"""The settings that the readers know. For each trainer X:
 
-X: every setting that can change the loss, with its default. X_OTHERS: the names of settings that cannot. X_SECTIONS:
-the names of nested settings.
+    X            all settings that can change the loss, with their defaults
+    X_OTHERS     the names of all settings that cannot change the loss
+    X_SECTIONS   the names of nested settings
 
-Releases: TRL 1.16.0, verl 0.9.1, ROLL of July 2026 with its earlier keys, StateSet Agents 0.69.0, ms-swift 4.6.0.
-TRL's and ms-swift's settings also inherit those of transformers: `training_arguments`.
+Releases: TRL 1.16.0, verl 0.9.1, ROLL of July 2026 with its earlier keys, StateSet Agents 0.69.0, ms-swift 4.6.0. TRL's
+and ms-swift's settings also inherit the settings of transformers (`training_arguments`).
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ ROLL_OTHERS = frozenset(
 STATESET: dict[str, Any] = {
     "clip_range_left": 3e-4, "clip_range_right": 4e-4, "beta": 0.0, "use_reference_model": False, "objective": None,
     "objective_overrides": None, "use_gspo_token": False, "rescore_old_log_probs": True,
-    # Of its GRPO trainer, which GSPOConfig inherits from; its GSPO trainer reads none of these.
+    # GSPOConfig inherits these from the GRPO trainer's configuration. The GSPO trainer reads none of them.
     "advantage_normalization": True, "baseline_type": "group_mean", "clip_ratio": 0.2, "seq_clip_ratio": 3e-4,
     "value_clip": 0.2, "entropy_coef": 0.01, "gamma": 0.99, "gae_lambda": 0.95, "reward_clip": 10.0,
     "num_gradient_updates": 1, "old_logprobs_source": "recompute", "continual_kl_beta": 0.0, "ewc_lambda": 0.0,

@@ -1,4 +1,4 @@
-"""Read verl's settings of the actor, and those of the algorithm."""
+"""Read verl's settings of the actor and of the algorithm."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gspo_kernels.validation import Field, Said
 from . import tables
 from .keys import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, Keys, Normalizer, Reading, Step, as_number
 
-_LOSSES: dict[str, dict[str, Any]] = {  # by loss_mode; without an aggregation here, loss_agg_mode says it
+_LOSSES: dict[str, dict[str, Any]] = {  # by loss_mode; loss_agg_mode sets an aggregation that is missing here
     "gspo": {"ratio": "sequence-token"},
-    "gspo_kernels": {"ratio": "sequence-token"},  # integrations/verl.py
+    "gspo_kernels": {"ratio": "sequence-token"},  # the policy loss of integrations/verl.py
     "vanilla": {"ratio": "token"},
     "cispo": {"ratio": "token", "surrogate": "cispo"},
     "sapo": {"ratio": "token", "surrogate": "sapo", "aggregation": "seq-mean-token-mean"},
     "geo_mean": {"surrogate": "gmpo", "aggregation": "seq-mean-token-mean"},
     "gpg": {"ratio": "token", "surrogate": "reinforce"},
 }
-_BYPASS = {"ppo_clip": ("vanilla", "rollout"), "reinforce": ("gpg", "current")}  # the loss, and Reading.old_log_probs
+_BYPASS = {"ppo_clip": ("vanilla", "rollout"), "reinforce": ("gpg", "current")}  # loss_mode, Reading.old_log_probs
 _AGGREGATIONS = {**{name: name for name in AGGREGATIONS}, "token-sum": "token-mean"}
 _DIVISORS = {"token-mean": Normalizer("tokens", "step"), "token-sum": Normalizer("one", "step")}
 _ROWS = Normalizer("rows", "step")
@@ -34,17 +34,17 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
 
     Args:
         actor: an `ActorConfig`, or `actor_rollout_ref.actor` as an OmegaConf or a dict.
-        algorithm: `algorithm` of the same configuration, with the advantages and the rollout correction. With
-            rollout_correction.bypass_mode verl replaces the loss that `actor` names; the reading then has that loss.
+        algorithm: the section `algorithm` of the same configuration, with the advantages and the rollout correction.
+            With rollout_correction.bypass_mode, verl replaces the loss that `actor` selects, and so does this reader.
 
     Returns:
-        A Reading without a temperature, which is `actor_rollout_ref.rollout.temperature` in verl.
+        A Reading without a temperature. verl has it in `actor_rollout_ref.rollout.temperature`.
 
     Raises:
         TypeError: an argument is neither a mapping nor a dataclass instance.
-        ValueError: naming the setting: no Objective can express it, or this reader does not know it.
+        ValueError: no Objective can express a setting, or this reader does not know it. The message names the setting.
     """
-    # list(): verl's dataclasses are mappings, but do not support `in`.
+    # verl's dataclasses are mappings that do not support `in`, so list their keys.
     if isinstance(actor, Mapping) and "actor_rollout_ref" in list(actor):
         got = Said("the whole configuration")
         Field("from_verl").fail("actor", "its actor_rollout_ref.actor (and algorithm its algorithm)", got)
@@ -54,7 +54,7 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
     bypass, mode = keys.flag(f"{correction}.bypass_mode"), "policy_loss.loss_mode"
     if not bypass and keys.get(mode) == "bypass_mode":
         if algorithm is not None:
-            keys.refuse(mode, f"another, or {correction}.bypass_mode true, with which verl sets it")
+            keys.refuse(mode, f"another one, or {correction}.bypass_mode must be true, which makes verl set it")
         bypass, correction = True, "policy_loss.rollout_correction"
     if bypass:
         name, old = keys.choice(f"{correction}.loss_type", _BYPASS)
@@ -70,7 +70,7 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
     if name == "sapo":
         fields |= {f"sapo_temperature_{side}": keys.number(f"tau_{side}", POSITIVE) for side in ("pos", "neg")}
     normalizer, kl_normalizer = _divisors(keys, name, fields)
-    if (bypass and old == "current") or not bypass:  # the ratio of "ppo_clip" is against the sampler already
+    if (bypass and old == "current") or not bypass:  # the ratio of "ppo_clip" already is against the sampler
         fields["rollout_correction"] = _correction(keys, correction, name)
     rejected = keys.beside(f"{correction}.rollout_rs")
     return keys.reading(
@@ -84,7 +84,7 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
 
 
 def _divisors(keys: Keys, name: str, fields: dict[str, Any]) -> tuple[Normalizer, Normalizer | None]:
-    """Add aggregation, KL term and entropy bonus to `fields`; return the normalizers of the policy and the KL term."""
+    """Add aggregation, KL term and entropy bonus to `fields`. Return the normalizers of the policy and the KL term."""
     bonus = fields["entropy_coef"] = keys.number("entropy_coeff")
     kl, fixed_aggregation = keys.flag("use_kl_loss"), fields.get("aggregation")
     if kl:
@@ -96,7 +96,7 @@ def _divisors(keys: Keys, name: str, fields: dict[str, Any]) -> tuple[Normalizer
     aggregation = keys.choice("loss_agg_mode", _AGGREGATIONS)
     if aggregation == "seq-mean-token-sum-norm":
         if keys.get("loss_scale_factor") is None:
-            keys.refuse("loss_scale_factor", "a number of tokens (verl takes each batch's padded length without it)")
+            keys.refuse("loss_scale_factor", "a number of tokens (without it verl uses each batch's padded length)")
         fields["length_norm"] = keys.number("loss_scale_factor", POSITIVE)
     divisor = _DIVISORS.get(keys.get("loss_agg_mode"), _ROWS)
     if fixed_aggregation is None:
@@ -105,23 +105,23 @@ def _divisors(keys: Keys, name: str, fields: dict[str, Any]) -> tuple[Normalizer
     if (fixed_aggregation, normalizer) == (aggregation, divisor):
         return normalizer, None
     if bonus:
-        keys.refuse("entropy_coeff", f"0 with {name}, whose bonus has another aggregation than its policy term")
+        keys.refuse("entropy_coeff", f"0 with {name}, where bonus and policy term have different aggregations")
     fields["kl_aggregation"] = aggregation
     return normalizer, divisor
 
 
 def _correction(keys: Keys, section: str, name: str) -> RolloutCorrection | None:
-    """Return the correction of a section's `rollout_is`, for the loss `name`; None if it is off."""
+    """Return the correction that `rollout_is` of a section sets for the loss `name`. Return None if it is off."""
     level = keys.choice(f"{section}.rollout_is", {None: None, "token": "token", "sequence": "sequence"})
     threshold = f"{section}.rollout_is_threshold"
     if level is None or keys.get(threshold) is None:
         return None
     if name == "geo_mean" and level == "token":
         keys.refuse(f"{section}.rollout_is", "'sequence' or None with geo_mean, which takes their geometric mean")
-    keys.must(f"{section}.rollout_is_batch_normalize", False, why="weights over their mean are not supported")
+    keys.must(f"{section}.rollout_is_batch_normalize", False, why="weights divided by their mean are not supported")
     bounds = [as_number(bound) for bound in str(keys.get(threshold)).split("_")]
     if len(bounds) > 2 or not all(isinstance(bound, float) and bound > 0 for bound in bounds):
-        keys.refuse(threshold, "a number > 0 or a text 'low_high' of two")
+        keys.refuse(threshold, "a number > 0, or a string 'low_high' of two such numbers")
     low, high = bounds if len(bounds) == 2 else (0.0, bounds[0])
     return RolloutCorrection(level, "mask" if len(bounds) == 2 else "truncate", low, high)
 
@@ -140,9 +140,9 @@ def _advantages(keys: Keys) -> tuple[Step, ...]:
     if estimator == "grpo" and not keys.flag("algorithm.norm_adv_by_std_in_grpo"):
         steps = [Step("group_advantages", by_prompt)]
     if estimator == "reinforce_plus_plus":
-        keys.must("algorithm.gamma", 1.0, why="verl's discount skips tokens that do not count, token_returns' does not")
+        keys.must("algorithm.gamma", 1.0, why="verl's discount skips masked tokens, that of token_returns does not")
     if keys.flag("algorithm.use_kl_in_reward"):
-        keys.must("algorithm.kl_ctrl.type", "fixed", why="a coefficient that changes is not supported")
+        keys.must("algorithm.kl_ctrl.type", "fixed", why="an adaptive coefficient is not supported")
         coefficient = keys.number("algorithm.kl_ctrl.kl_coef", NOT_NEGATIVE)
         kind = keys.choice("algorithm.kl_penalty", _KL).removesuffix("+")
         if estimator == "reinforce_plus_plus":

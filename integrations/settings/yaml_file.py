@@ -1,4 +1,4 @@
-"""Read settings from a YAML file. Apart from the readers, so that a mapping is read without PyYAML."""
+"""Read settings from a YAML file. A module of its own, so that readers of mappings do not need PyYAML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gspo_kernels.validation import Field, Said
 
 
 def read_yaml(path: Path) -> Any:
-    """Read one YAML file; a key that is given twice is an error, where YAML would take the last."""
+    """Read a YAML file. Raise a ValueError for a duplicate key, of which PyYAML would silently keep the last."""
     return yaml.load(path.read_text(), _UniqueKeyLoader)
 
 

@@ -48,7 +48,7 @@ REFUSED: list[tuple[Callable[..., Reading], Any, str]] = [
     (from_verl, {"clip_ratio_low": "wide"}, "clip_ratio_low must be a number >= 0, or None, got 'wide'"),
     (from_verl, {"policy_loss": {"loss_mode": ["gspo"]}}, r"loss_mode must be .* got \['gspo'\]"),
     (from_verl, {**GSPO, "policy_loss.loss_mode": "gpg"}, r"policy_loss\.loss_mode must be given once, got it twice"),
-    (from_verl, {**GSPO, "clip_ratio_low": 1.5}, r"from_verl: these settings make no Objective .*clip_low.* got 1\.5"),
+    (from_verl, {**GSPO, "clip_ratio_low": 1.5}, r"from_verl: no Objective has these settings .*clip_low.* got 1\.5"),
     (from_stateset, {"num_generations": 2.5}, r"num_generations must be a whole number >= 1, got 2\.5"),
     (from_verl, {"policy_loss": 3}, "policy_loss must be a mapping or a dataclass instance, got 3"),
     (from_verl, [GSPO], "settings must be a mapping or a dataclass instance"),
@@ -59,7 +59,7 @@ REFUSED: list[tuple[Callable[..., Reading], Any, str]] = [
     (
         from_roll,
         {**ROLL, "rl_loss_coef": 0.5},
-        r"rl_loss_coef must be 1\.0 \(multiply the loss by it yourself\), got 0\.5",
+        r"rl_loss_coef must be 1\.0 \(multiply the loss by this factor yourself\), got 0\.5",
     ),
     (
         from_roll,
@@ -88,7 +88,7 @@ REFUSED: list[tuple[Callable[..., Reading], Any, str]] = [
     (from_roll, {**ROLL, "pg_clip": "${clip}"}, r"pg_clip must be a number >= 0, got '\$\{clip\}'"),
     (from_stateset, {"beta": 0.01, "use_reference_model": True}, r"beta must be 0\.0 \(its KL is k3 .* got 0\.01"),
     (from_stateset, {"objective": "gepo"}, "objective must be None or .* got 'gepo'"),
-    (from_stateset, {"use_gspo_token": True}, "use_gspo_token must be False, or beside `objective`"),
+    (from_stateset, {"use_gspo_token": True}, "use_gspo_token must be False, or given together with `objective`"),
     (from_ms_swift, {"rlhf_type": "dpo"}, "rlhf_type must be 'grpo' .* got 'dpo'"),
     (from_ms_swift, {"loss_type": "real"}, "loss_type must be one of 'grpo'.* got 'real'"),
     (from_ms_swift, {"loss_type": "cispo"}, "epsilon_high must be at least 1 with cispo.* got None"),
@@ -149,7 +149,7 @@ def test_what_cannot_be_read_of_trl_is_named(settings: dict[str, Any], said: str
         ),
         (
             {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token", "rollout_is_threshold": "1_2_3"}},
-            "rollout_is_threshold must be a number > 0 or a text",
+            "rollout_is_threshold must be a number > 0, or a string",
         ),
         (
             {
@@ -170,7 +170,7 @@ def test_what_contradicts_verls_losses_is_named() -> None:
     geo_mean = {"policy_loss": {"loss_mode": "geo_mean"}}
     with pytest.raises(ValueError, match=r"rollout_is must be 'sequence' or None with geo_mean.* got 'token'"):
         from_verl(geo_mean, {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}})
-    with pytest.raises(ValueError, match=r"policy_loss\.loss_mode must be another, or .* got 'bypass_mode'"):
+    with pytest.raises(ValueError, match=r"policy_loss\.loss_mode must be another one, or .* got 'bypass_mode'"):
         from_verl({"policy_loss": {"loss_mode": "bypass_mode"}}, {"adv_estimator": "grpo"})
 
 
@@ -198,7 +198,7 @@ def test_what_contradicts_verls_losses_is_named() -> None:
 def test_what_the_trainer_ignores_is_named(
     read: Callable[..., Reading], settings: dict[str, Any], ignored: dict[str, Any]
 ) -> None:
-    with pytest.warns(UserWarning, match=f"does not look at .*{next(iter(ignored))}="):
+    with pytest.warns(UserWarning, match=f"does not read .*{next(iter(ignored))}="):
         reading = read(settings)
     assert reading.ignored == ignored and not ignored.keys() & set(reading.not_the_loss)
 

@@ -193,7 +193,7 @@ def test_older_releases_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert from_trl(config).normalizer == Normalizer("tokens", "rollout", 0.5)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.9.2")
     assert from_trl(config).normalizer == Normalizer("tokens", "rollout", 1.0)
-    with pytest.raises(ValueError, match=r"from_trl: loss_type must be another before TRL 1\.10.* got 'luspo'"):
+    with pytest.raises(ValueError, match=r"from_trl: loss_type must be another one before TRL 1\.10.* got 'luspo'"):
         from_trl(trl_config(**SEQUENCE, loss_type="luspo", beta=0.1))
     with pytest.raises(ValueError, match=r"use_liger_kernel must be False before TRL 1\.14.* got True"):
         from_trl(dataclass_of(config, {"use_liger_kernel": True}))
@@ -278,7 +278,7 @@ def test_verls_algorithm() -> None:
 
 def test_verls_bypass_mode_replaces_the_loss() -> None:
     bypass = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "rollout_correction": {"bypass_mode": True}}
-    with pytest.warns(UserWarning, match=r"does not look at policy_loss\.loss_mode='gspo'"):
+    with pytest.warns(UserWarning, match=r"does not read policy_loss\.loss_mode='gspo'"):
         reading = from_verl(GSPO, bypass)
     window = {"clip_low": 3e-4, "clip_high": 4e-4}
     assert reading.objective == Objective.preset("grpo", dual_clip=3.0, **window) and reading.old_log_probs == "rollout"

@@ -1,8 +1,14 @@
-"""A reference trainer for GSPO: the complete loop in plain PyTorch and `transformers`, short enough to read at once.
+"""A reference trainer for GSPO: the complete loop in plain PyTorch and `transformers`, short enough to read in full.
 
-Read `trainer.py` first. `config.py` has its options, `policy.py` its models, `tasks.py` its prompts and rewards,
-`sampling.py` its rollouts, `report.py` its files, `progress.py` what it prints, `stopping.py` how Ctrl-C stops it.
-`gspo train` is its command line.
+`gspo train` is its command line. Read `trainer.py` first. The other modules:
+
+    config      options
+    policy      the model and its tokenizer
+    tasks       prompts and rewards
+    sampling    rollouts
+    report      files of a run
+    progress    printed progress
+    stopping    Ctrl-C and SIGTERM
 """
 
 from gspo_kernels.extras import needs

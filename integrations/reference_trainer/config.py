@@ -1,4 +1,4 @@
-"""Every option of a run in one frozen dataclass, checked when it is made."""
+"""The options of a run: one frozen dataclass, which checks its values."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """An option or a file cannot be used. The message names it, what was expected and what came."""
+    """An option or a file cannot be used. The message names it, the expected value and the actual value."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run. The defaults are the demo; `train_config` gives those of a checkpoint.
+    """The options of one run. The defaults are those of the demo; `train_config` knows those of a checkpoint.
 
-    Sizes are counts of sequences or tokens, clip bounds are distances of the sequence ratio from 1.
+    Sizes count sequences or tokens. Clip bounds are distances of the sequence ratio from 1.
     """
 
     name: str = "demo"  # the run's files go to <output>/<name>
@@ -39,11 +39,11 @@ class TrainConfig:
     max_new_tokens: int = 7
     eval_every: int = 25  # steps; also at step 0 and at the end
     eval_prompts: int = 128  # held out, never trained on
-    warn_after: int = 10  # steps in a row in which no group has answers with different rewards
+    warn_after: int = 10  # consecutive steps in which no group has different rewards
     device: str = "auto"
     bf16: bool = False  # autocast; the weights stay fp32
-    threads: int = 0  # CPU threads; 0: leave torch's own choice
-    backend: str = "auto"  # of the loss: "triton", "torch" or "auto"
+    threads: int = 0  # CPU threads; 0: torch's default
+    backend: str = "auto"  # backend of the loss: "triton", "torch" or "auto"
     save: bool = True  # write the trained model and tokenizer next to the metrics
     overwrite: bool = False  # replace an earlier run of the same name
 
@@ -67,7 +67,7 @@ class TrainConfig:
             "warn_after",
         ):
             require(name, getattr(self, name) >= 1, "at least 1")
-        require("group_size", self.group_size >= 2, "at least 2 (an answer alone in its group has no advantage)")
+        require("group_size", self.group_size >= 2, "at least 2 (in a group of one the advantage is always 0)")
         for name in ("micro_batch_size", "threads"):
             require(name, getattr(self, name) >= 0, "at least 0")
         for name in ("learning_rate", "max_grad_norm", "temperature", "clip_high"):
@@ -88,10 +88,10 @@ class TrainConfig:
         )
         if (self.model is None) != (self.data is None):
             present, missing = ("--model", "--data") if self.data is None else ("--data", "--model")
-            raise InputError(f"{present} needs {missing}: a checkpoint and the jsonl file to train it on go together")
+            raise InputError(f"{present} needs {missing}: give both a checkpoint and the jsonl file to train it on")
 
     def _require(self, name: str, satisfied: bool, expected: str) -> None:
-        """Raise an InputError that names the option unless it is `satisfied`."""
+        """Raise an InputError that names the option unless `satisfied`."""
         if not satisfied:
             option = name.replace("_", "-")
             raise InputError(f"{name} (--{option}): expected {expected}, got {getattr(self, name)!r}")
@@ -122,13 +122,14 @@ CHECKPOINT_DEFAULTS: dict[str, Any] = {
 
 
 def train_config(**options: Any) -> TrainConfig:
-    """Make a TrainConfig from options, over the defaults of a checkpoint (`model` or `data` is set) or of the demo.
+    """Make a TrainConfig from `options`. Missing options take the defaults of a checkpoint or of the demo.
 
-    An option of None takes its default. The demo replaces its earlier run. It uses one CPU thread: its model is too
-    small to gain from more, and on a busy machine threads wait for each other.
+    The defaults of a checkpoint apply if `model` or `data` is set. An option of None counts as missing. The demo
+    replaces its earlier run. It uses one CPU thread: its model is too small to gain from more, and on a busy machine
+    threads wait for each other.
 
     Raises:
-        InputError: an option has a value that cannot be used, or options do not go together.
+        InputError: the value of an option cannot be used, or options contradict each other.
     """
     chosen = {name: value for name, value in options.items() if value is not None}
     if "model" in chosen or "data" in chosen:

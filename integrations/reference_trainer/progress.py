@@ -1,4 +1,4 @@
-"""Print the progress of a run: a bar per seed on a terminal, elsewhere a line per evaluation."""
+"""Print the progress of a run: a bar per seed on a terminal, otherwise a line per evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .report import Row, lacks_signal, likely_cause
 
 
 class TrainingProgress:
-    """One bar per seed with the latest reward, clip fraction and held-out reward, or lines without a terminal."""
+    """The printed progress. A bar shows the latest reward, clip fraction and held-out reward of a seed."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
@@ -20,7 +20,7 @@ class TrainingProgress:
         self._bar: TaskID | None = None
         self._held_out = 0.0
         self._since_evaluation: list[Row] = []
-        self._without_signal: list[Row] = []  # the latest consecutive steps without one
+        self._without_signal: list[Row] = []  # the latest consecutive steps without a signal
         self._warned = False
         self._progress = Progress(
             TextColumn("seed {task.fields[seed]}"),
@@ -40,11 +40,11 @@ class TrainingProgress:
         self._progress.stop()
 
     def say(self, line: str, style: str | None = None) -> None:
-        """Print one line at once, above the bar if there is one."""
+        """Print a line immediately, above the bar if there is one."""
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def start(self, seed: int, row: Row) -> None:
-        """Show that a seed begins; `row` is its row 0 of metrics.jsonl."""
+        """Show that a seed begins. `row` is its row 0 of metrics.jsonl."""
         self._seed, self._held_out = seed, row["eval_reward"]
         self._since_evaluation, self._without_signal, self._warned = [], [], False
         self._bar = self._progress.add_task("", total=self._config.steps, seed=seed, numbers=self._numbers(0, 0))
@@ -52,7 +52,7 @@ class TrainingProgress:
             self.say(self._evaluation(row))
 
     def advance(self, row: Row) -> None:
-        """Show that a step is done; `row` is its row of metrics.jsonl."""
+        """Show that a step is done. `row` is its row of metrics.jsonl."""
         assert self._bar is not None
         self._held_out = row.get("eval_reward", self._held_out)
         numbers = self._numbers(row["reward"], row["clip_fraction"])
@@ -65,20 +65,20 @@ class TrainingProgress:
         self._warn_without_signal(row)
 
     def _warn_without_signal(self, row: Row) -> None:
-        """Warn once per seed when `warn_after` steps in a row had no signal."""
+        """Warn once per seed after `warn_after` consecutive steps without a signal."""
         self._without_signal = [*self._without_signal, row] if lacks_signal(row) else []
         steps = len(self._without_signal)
         if steps < self._config.warn_after or self._warned:
             return
         self._warned = True
         self.say(
-            f"WARNING: seed {self._seed} is learning nothing from its rewards. For {steps} steps in a row, all answers "
-            f"to each prompt earned the same reward. {likely_cause(self._without_signal)}",
+            f"WARNING: seed {self._seed} is learning nothing from its rewards. In {steps} consecutive steps, all "
+            f"answers to each prompt had the same reward. {likely_cause(self._without_signal)}",
             style="bold red",
         )
 
     def _evaluation(self, row: Row) -> str:
-        """Return the line of an evaluation. Numbers of the training are means over the steps since the previous one."""
+        """Return the line of an evaluation. Training numbers are means over the steps since the last evaluation."""
         parts = [
             f"seed {self._seed}",
             f"step {row['step']} of {self._config.steps}",

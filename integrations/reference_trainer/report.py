@@ -1,4 +1,4 @@
-"""The results of a run: metrics.jsonl while it trains, models, and curves.png and a table at the end."""
+"""Write the results of a run: metrics.jsonl during training, the models, and curves.png and a table at the end."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ STEP_KEYS = (
     "passes",
     "tokens_per_second",
 )
-NO_MATPLOTLIB = "curves.png was not drawn, as matplotlib is missing: pip install 'gspo-kernels[train]'"
-Row = dict[str, Any]
+NO_MATPLOTLIB = "curves.png was not drawn because matplotlib is missing: pip install 'gspo-kernels[train]'"
+Row = dict[str, Any]  # one line of metrics.jsonl
 
 
 def lacks_signal(row: Row) -> bool:
-    """Return whether no group of a step had answers with different rewards, so that every advantage was 0."""
+    """Return whether every advantage of a step was 0, because no group had answers with different rewards."""
     return row["groups_without_signal"] == 1
 
 
 def likely_cause(rows: list[Row]) -> str:
-    """Explain, from the rewards, why all answers to each prompt earned the same reward in these steps."""
+    """Explain why all answers to each prompt had the same reward in these steps."""
     rewards = {row["reward"] for row in rows}
     if rewards == {0.0}:
         return (
-            "Every reward was 0. Likely causes: the reward looks for another format than the model writes, the "
-            "expected answers are wrong, answers are cut off at --max-new-tokens, or the task is too hard."
+            "Every reward was 0. Likely causes: the reward expects another format than the model writes, the expected "
+            "answers are wrong, answers are cut off at --max-new-tokens, or the task is too hard."
         )
     if rewards == {1.0}:
-        return "Every reward was 1: the model already solves these prompts. Harder ones would help."
+        return "Every reward was 1: the model already solves these prompts. Use harder ones."
     return (
         "Likely causes: the answers to a prompt do not differ (a low --temperature, or a policy that has collapsed), "
-        "or the reward does not tell them apart."
+        "or the reward does not distinguish them."
     )
 
 
@@ -54,15 +54,15 @@ class SeedResult:
     """Summary of one seed's training."""
 
     seed: int
-    start_reward: float  # held out, before the first update
-    end_reward: float  # held out, after the last
+    start_reward: float  # on held-out prompts, before the first update
+    end_reward: float  # on held-out prompts, after the last update
     clip_fraction: float  # mean over the first half of the steps
     seconds: float
-    no_signal: str = ""  # the likely cause, if no step had groups with different rewards
+    no_signal: str = ""  # the likely cause, if no step had a group with different rewards
 
     @classmethod
     def from_rows(cls, seed: int, rows: list[Row], seconds: float) -> SeedResult:
-        """Summarise one seed's rows of metrics.jsonl, row 0 first."""
+        """Summarise one seed's rows of metrics.jsonl, starting with row 0."""
         steps = rows[1:]
         first_half = steps[: (len(steps) + 1) // 2]
         clip_fraction = sum(row["clip_fraction"] for row in first_half) / len(first_half)
@@ -81,8 +81,8 @@ class RunReport:
 
     results: list[SeedResult]
     folder: Path
-    curves: Path | None  # None where there is no plot
-    note: str  # why there is no plot, or ""
+    curves: Path | None  # None if there is no plot
+    note: str  # the reason why there is no plot, or ""
 
     def table(self) -> Table:
         """Return a table with one line per seed."""
@@ -104,23 +104,23 @@ class RunReport:
         """Return one line per seed that learned nothing from its rewards."""
         return [
             f"WARNING: seed {result.seed} learned nothing from its rewards. In every step, all answers to each prompt "
-            f"earned the same reward. {result.no_signal}"
+            f"had the same reward. {result.no_signal}"
             for result in self.results
             if result.no_signal
         ]
 
 
 class RunFolder:
-    """The folder of a run. Each row is flushed, so that a run that is stopped keeps its metrics."""
+    """The folder of a run. Each row is flushed, so a run that is stopped keeps its metrics."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = config.folder
         self.metrics = self.path / "metrics.jsonl"
-        self.latest_seed: int | None = None  # of the rows written so far
+        self.latest_seed: int | None = None  # the seed of the last row written
         self._file: IO[str] | None = None
         if not config.overwrite and self.path.is_dir() and any(self.path.iterdir()):
             raise InputError(
-                f"{self.path} exists already and is not empty: add --overwrite to replace that run, or --name to write "
+                f"{self.path} exists already and is not empty: use --overwrite to replace that run, or --name to write "
                 "to another folder"
             )
 
@@ -132,14 +132,14 @@ class RunFolder:
             self._file.close()
 
     def write(self, seed: int, row: Row) -> None:
-        """Append the metrics of one step of one seed. Those that were not measured, as in row 0, are null."""
+        """Append the metrics of one step of one seed. Missing metrics, as in row 0, are null."""
         file = self._file = self._file or self._open()
         file.write(json.dumps({"seed": seed, "step": row["step"], **dict.fromkeys(STEP_KEYS), **row}) + "\n")
         file.flush()
         self.latest_seed = seed
 
     def save_model(self, policy: Policy, seed: int) -> Path:
-        """Write the model of a seed and return its folder, which appears only when it is complete."""
+        """Write the model of a seed and return its folder. The folder appears only when it is complete."""
         folder = self.path / f"model-seed{seed}"
         partial = folder.with_name(f"{folder.name}.partial")
         try:
@@ -153,7 +153,7 @@ class RunFolder:
     def _open(self) -> IO[str]:
         """Make the folder, remove an earlier run, and open metrics.jsonl.
 
-        It is called for the first row: a run that cannot start does not remove the earlier one.
+        `write` calls this for the first row, so a run that cannot start does not remove the earlier one.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ class RunFolder:
             raise InputError(f"output (--output): expected a folder to write to, got {self.path} ({error})") from error
 
     def plot(self) -> tuple[Path | None, str]:
-        """Draw curves.png. Return its path and "", or None and why there is no plot."""
+        """Draw curves.png. Return its path and "", or None and the reason why there is no plot."""
         try:
             import matplotlib.figure  # noqa: F401
         except ImportError:
@@ -177,7 +177,7 @@ class RunFolder:
 
 
 def read_rows(metrics: Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl."""
+    """Read the rows of a metrics.jsonl."""
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 
@@ -191,7 +191,7 @@ def running_mean(values: list[float], width: int) -> list[float]:
 
 def plot_curves(rows: list[Row], path: Path) -> None:
     """Plot reward, clip fraction and entropy over the steps, one colour per seed."""
-    from matplotlib.figure import Figure  # not pyplot: no window, no global state
+    from matplotlib.figure import Figure  # pyplot would open windows and has global state
 
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     reward, clip, entropy = figure.subplots(1, 3)

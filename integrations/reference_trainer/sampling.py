@@ -22,7 +22,7 @@ class Rollout:
 
     @property
     def answer_ids(self) -> Tensor:
-        """The answers, [B, T] int64."""
+        """The ids of the answers, [B, T] int64."""
         return self.input_ids[:, self.prompt_width :]
 
     @property
@@ -30,8 +30,8 @@ class Rollout:
         """True up to and including an answer's first end-of-sequence token, [B, T] bool."""
         return self.attention_mask[:, self.prompt_width :].bool()
 
-    def rows(self, start: int, stop: int) -> Rollout:
-        """Return the answers from `start` to before `stop`, at the same padded width."""
+    def select(self, start: int, stop: int) -> Rollout:
+        """Return answers start to stop - 1, with the same padded width."""
         return Rollout(
             self.input_ids[start:stop],
             self.attention_mask[start:stop],
@@ -49,7 +49,7 @@ def sample(
     max_new_tokens: int,
     temperature: float | None,
 ) -> Rollout:
-    """Sample `group_size` answers to each prompt, next to each other. A temperature of None means greedy answers.
+    """Sample `group_size` consecutive answers per prompt. A temperature of None means greedy decoding.
 
     An answer that reaches max_new_tokens is cut there and has no end-of-sequence token.
     """
@@ -61,14 +61,14 @@ def sample(
     else:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     if policy.counts_router_loss:
-        sampling["output_router_logits"] = False  # the routers' loss needs all positions, a cached step has one
+        sampling["output_router_logits"] = False  # routers' losses need all positions
     input_ids = policy.model.generate(prompt_ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, **sampling)
     answers = input_ids[:, prompt_ids.shape[1] :]
     ends = torch.tensor(policy.model.generation_config.eos_token_id, device=answers.device)
-    is_end = torch.isin(answers, ends)
-    ended_before = is_end.cumsum(-1) - is_end.long()
+    is_end = torch.isin(answers, ends)  # [B, T]
+    ended_before = is_end.cumsum(-1) - is_end.long()  # [B, T], number of end tokens before each position
     mask = torch.cat([prompt_mask, (ended_before == 0).long()], dim=1)
-    # Special tokens stay in the text: a model would learn to pad its answers with tokens that the reward cannot see.
+    # Keep special tokens in the text. Otherwise a model could pad its answers with tokens that the reward cannot see.
     before_end = (ended_before == 0) & ~is_end
     answer_ids = [row[keep].tolist() for row, keep in zip(answers, before_end, strict=True)]
     texts = policy.tokenizer.batch_decode(answer_ids, skip_special_tokens=False)
@@ -76,14 +76,14 @@ def sample(
 
 
 def encode(policy: Policy, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Encode prompts as ids and attention mask, [B, P] int64, left-padded; as chats if the tokenizer has a template."""
+    """Encode prompts as left-padded ids and attention mask, [B, P] int64. Use the tokenizer's chat template, if any."""
     tokenizer = policy.tokenizer
     texts = list(prompts)
     is_chat = tokenizer.chat_template is not None
     if is_chat:
         chats = [[{"role": "user", "content": text}] for text in texts]
         texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    # A chat template adds the special tokens itself.
+    # A chat template already contains the special tokens.
     encoded = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=not is_chat, return_tensors="pt")
     device = policy.model.device
     return encoded["input_ids"].to(device), encoded["attention_mask"].to(device)

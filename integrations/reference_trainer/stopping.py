@@ -1,4 +1,4 @@
-"""Stop on Ctrl-C and SIGTERM while training, but never halfway through an optimizer step."""
+"""Stop training on Ctrl-C and SIGTERM, but never in the middle of an optimizer step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 
 class StopSignals:
-    """Within this context SIGINT raises KeyboardInterrupt, and SIGTERM raises SystemExit(143).
+    """A context in which SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143).
 
-    A signal that arrives during a step of the watched optimizer raises when the step is complete. Handlers are
-    installed in the main thread only, and only over Python's defaults: a signal that the caller handles, or that this
-    process was started to ignore, is left alone. Leaving the context restores them.
+    If a signal arrives during a step of the watched optimizer, the exception is raised after the step. Handlers are
+    installed in the main thread only, and they replace only Python's default handlers: signals that the caller handles,
+    or that this process ignores, do not change. The previous handlers are restored at the end.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class StopSignals:
 
     def _step_ends(self, *_: object) -> None:
         self._stepping = False
-        self._stop()  # also after a signal whose exception was lost, as in a finalizer
+        self._stop()  # also if an exception was lost before, for example in a finalizer
 
     def _stop(self) -> None:
         if self._received == signal.SIGINT:

@@ -1,7 +1,7 @@
 """Tasks: prompts with known answers, and a reward that a program can compute.
 
-Two tasks: `sorting_task`, which a random model can learn from rewards alone, and `jsonl_task`, the user's own file.
-Training and held-out prompts never overlap: a Task with a shared prompt is a ValueError.
+A random model can learn the `sorting_task` from rewards alone. `jsonl_task` reads the user's own file. Training and
+held-out prompts never overlap: a Task with a shared prompt raises a ValueError.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from .config import InputError
 
 LETTERS = "abcdef"
-SPLIT_SEED = 0  # part of the task: runs with any seed are evaluated on the same prompts
+SPLIT_SEED = 0  # fixed, so that runs with different seeds are evaluated on the same prompts
 
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and the answer that earns the full reward."""
+    """A prompt and the answer with the full reward."""
 
     prompt: str
     answer: str
@@ -30,7 +30,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """Training and held-out examples, and the reward, from 0 to 1, of (completion, answer)."""
+    """Training and held-out examples, and a reward function of (completion, answer) with values from 0 to 1."""
 
     train: Sequence[Example]
     held_out: Sequence[Example]
@@ -43,34 +43,37 @@ class Task:
 
 
 def sorting_task(held_out: int) -> Task:
-    """Make the task of sorting three to five letters: "sort dbca:" -> "abcd". `held_out` of 648 prompts evaluate."""
+    """Make the task of sorting three to five letters: "sort dbca:" -> "abcd".
+
+    It has 648 prompts, of which `held_out` are kept for evaluation.
+    """
     generator = random.Random(SPLIT_SEED)
     examples: list[Example] = []
     for length in (3, 4, 5):
         words = ["".join(letters) for letters in itertools.product(LETTERS, repeat=length)]
-        # As many of each length as there are of the shortest; otherwise nearly all would be of the longest.
+        # Take equally many words of each length. Otherwise nearly all would have the greatest length.
         words = generator.sample(words, len(LETTERS) ** 3)
         examples += [Example(f"sort {word}:", "".join(sorted(word))) for word in words]
     return Task(*split(examples, held_out), letters_in_place)
 
 
 def letters_in_place(completion: str, answer: str) -> float:
-    """Return the share of positions with the right letter, over the longer of completion and answer.
+    """Return the share of correct letters: their number over the length of the longer of completion and answer.
 
-    Being too long costs as much as being too short, so the model must learn to stop.
+    A long completion costs as much as a short one, so the model must learn to stop.
     """
-    right = sum(letter == expected for letter, expected in zip(completion, answer, strict=False))
-    return right / max(len(completion), len(answer))
+    correct = sum(letter == expected for letter, expected in zip(completion, answer, strict=False))
+    return correct / max(len(completion), len(answer))
 
 
 def jsonl_task(path: Path, held_out: int) -> Task:
-    """Make a task of a jsonl file, one object with "prompt" (text) and "answer" (text or number) per line.
+    """Make a task from a jsonl file: one object with "prompt" (text) and "answer" (text or number) per line.
 
-    Of several lines with the same prompt the first is used. `held_out` prompts, but at most a fifth of the file, are
+    If several lines have the same prompt, the first is used. `held_out` prompts, but at most a fifth of the file, are
     kept for evaluation. The reward is `answer_found`.
 
     Raises:
-        InputError: naming the file, and the line that cannot be used.
+        InputError: the file or a line cannot be used. The message names both.
     """
     by_prompt: dict[str, Example] = {}
     for number, line in read_lines(path):
@@ -85,9 +88,9 @@ def jsonl_task(path: Path, held_out: int) -> Task:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank, with their numbers from 1; raise an InputError for a file without any."""
+    """Yield the lines that are not blank, with line numbers from 1. Raise an InputError if there are none."""
     if not path.is_file():
-        raise InputError(f"--data {path}: expected a jsonl file, found {'a folder' if path.is_dir() else 'nothing'}")
+        raise InputError(f"--data {path}: expected a jsonl file, got {'a folder' if path.is_dir() else 'no file'}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -99,7 +102,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def parse_line(path: Path, number: int, line: str) -> Example:
-    """Parse one line of the file; raise an InputError that names it if that fails."""
+    """Parse one line of the file. Raise an InputError that names an invalid line."""
     where = f"--data {path}, line {number}"
     try:
         record = json.loads(line)
@@ -122,10 +125,10 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def answer_found(completion: str, answer: str) -> float:
-    """Return 1 if the completion is the answer or ends in it, else 0.
+    """Return 1 if the completion equals the answer or ends in it, else 0.
 
-    If the answer is a number, the completion's last number is compared with it, as numbers: 1,200 is 1200.0. Otherwise
-    its last words are compared, without final punctuation.
+    If the answer is a number, the last number of the completion must equal it in value: 1,200 is 1200.0. Otherwise the
+    last words of the completion must equal it, ignoring final punctuation.
     """
     completion = completion.strip()
     if completion == answer:
@@ -139,22 +142,22 @@ def answer_found(completion: str, answer: str) -> float:
 
 
 def as_number(text: str) -> float:
-    """Parse a number as written in prose, where commas group digits."""
+    """Parse a number in which commas may group digits."""
     return float(text.replace(",", ""))
 
 
 def split(examples: list[Example], held_out: int) -> tuple[list[Example], list[Example]]:
-    """Split examples with different prompts into training and held-out ones, the same way at every call."""
+    """Split examples into training and held-out examples, identically in every call. Prompts must be distinct."""
     if held_out >= len(examples):
         raise InputError(
-            f"eval_prompts (--eval-prompts): expected less than the task's {len(examples)} prompts, got {held_out}"
+            f"eval_prompts (--eval-prompts): expected fewer than the task's {len(examples)} prompts, got {held_out}"
         )
     shuffled = random.Random(SPLIT_SEED).sample(examples, len(examples))
     return shuffled[held_out:], shuffled[:held_out]
 
 
 def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
-    """Yield batches without end. Each pass takes every example once, in a new order."""
+    """Yield batches endlessly. Each pass over the examples has a new random order."""
     generator = random.Random(seed)
     queue: list[Example] = []
     while True:

@@ -1,8 +1,8 @@
 """The training loop: sample groups of answers, reward them, compute old log-probs, update four times, evaluate.
 
-Old log-probs are those of the policy that sampled, so they are computed before the first update, on the slices and in
-the padding of the updates. The first update of a rollout then has a ratio of exactly 1, and later ratios measure the
-updates alone, not the rounding of another batch shape.
+Old log-probs are those of the policy that sampled, so they are computed before the first update. They use the same
+micro-batches and the same padding as the updates. The first update of a rollout then has a ratio of exactly 1, and
+later ratios measure only the updates, not rounding that depends on the batch shape.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class TrainingError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Slice:
-    """The answers of one forward and backward, b of them."""
+class MicroBatch:
+    """The b answers of one forward and backward."""
 
     rollout: Rollout
     advantages: Tensor  # [b]
-    old_log_probs: Tensor  # [b, T] fp32, of the policy that sampled
+    old_log_probs: Tensor  # [b, T] fp32, by the policy that sampled
 
 
 def train(config: TrainConfig) -> RunReport:
-    """Train once per seed; write metrics.jsonl, curves.png and the trained models to `config.folder`.
+    """Train once per seed. Write metrics.jsonl, curves.png and the trained models to `config.folder`.
 
-    On one machine's CPU, a seed and a thread count give the same numbers every time. Ctrl-C and SIGTERM save the model
-    as it is, unless `config.save` is off, and then raise KeyboardInterrupt and SystemExit(143).
+    On the CPU of one machine, the same seed and thread count always give the same numbers. Ctrl-C and SIGTERM save the
+    current model, unless `config.save` is off, and then raise KeyboardInterrupt or SystemExit(143).
 
     Raises:
         InputError: an option, a file or the checkpoint cannot be used.
@@ -78,7 +78,7 @@ def train(config: TrainConfig) -> RunReport:
             check_head(policy, config.backend)
             check_room(policy, (e.prompt for e in (*task.train, *task.held_out)), config.max_new_tokens)
             if seed == config.seeds[0]:
-                say_first(config, policy, progress)
+                print_notes(config, policy, progress)
             try:
                 results.append(train_seed(config, seed, policy, task, folder, progress, stop))
                 if config.save:
@@ -89,8 +89,8 @@ def train(config: TrainConfig) -> RunReport:
     return RunReport(results, folder.path, *folder.plot())
 
 
-def say_first(config: TrainConfig, policy: Policy, progress: TrainingProgress) -> None:
-    """Say what a user of these settings and this checkpoint should know before training begins."""
+def print_notes(config: TrainConfig, policy: Policy, progress: TrainingProgress) -> None:
+    """Print notes about the checkpoint and the settings before training begins."""
     if policy.router_note:
         progress.say(policy.router_note)
     if config.updates_per_rollout == 1:
@@ -98,7 +98,7 @@ def say_first(config: TrainConfig, policy: Policy, progress: TrainingProgress) -
 
 
 def refuse_several_processes() -> None:
-    """Raise an InputError under torchrun with more than one process: they would train apart and write one folder."""
+    """Raise an InputError if torchrun started several processes. They would train separately into the same folder."""
     world_size = os.environ.get("WORLD_SIZE") or "1"
     if world_size != "1":
         raise InputError(
@@ -108,17 +108,17 @@ def refuse_several_processes() -> None:
 
 
 def save_stopped(config: TrainConfig, seed: int, policy: Policy, folder: RunFolder, progress: TrainingProgress) -> None:
-    """Save the current model of a seed that was stopped, and say where."""
+    """Save the current model of a seed that was stopped, and print where."""
     if folder.latest_seed != seed:
-        progress.say(f"stopped before the training of seed {seed}, whose model is not saved")
+        progress.say(f"stopped before training seed {seed}; its model is not saved")
     elif not config.save:
         progress.say(f"stopped during seed {seed}; the model is not saved (--no-save); metrics: {folder.metrics}")
     else:
-        progress.say("stopping: saving the model as it is now; a second signal stops without it")
+        progress.say("stopping: saving the current model; a second signal stops without saving")
         try:
             model = folder.save_model(policy, seed)
         except (KeyboardInterrupt, SystemExit):
-            progress.say("stopped again: the model is not saved")
+            progress.say("stopped by a second signal: the model is not saved")
             raise
         progress.say(f"stopped during seed {seed}; metrics: {folder.metrics}; model: {model}")
 
@@ -132,7 +132,7 @@ def train_seed(
     progress: TrainingProgress,
     stop: StopSignals,
 ) -> SeedResult:
-    """Train one seed. Write one row of metrics per step; row 0 has the reward before training."""
+    """Train one seed. Write one row of metrics per step. Row 0 has the held-out reward before training."""
     started = time.perf_counter()
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     stop.watch(optimizer)
@@ -153,15 +153,15 @@ def train_seed(
 def train_step(
     config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, task: Task, examples: list[Example]
 ) -> dict[str, float]:
-    """Sample one rollout and update on it. Return metrics; those of the loss are means over the updates."""
+    """Sample one rollout and train on it. Return its metrics; those of the loss are means over the updates."""
     started = time.perf_counter()
-    rollout, rewards_of_answers = collect(config, policy, task, examples, config.group_size, config.temperature)
-    rewards = torch.tensor(rewards_of_answers, device=rollout.input_ids.device)
-    slices = make_slices(config, policy, rollout, group_advantages(rewards, config.group_size))
-    per_update = len(slices) // config.updates_per_rollout
+    rollout, reward_list = collect(config, policy, task, examples, config.group_size, config.temperature)
+    rewards = torch.tensor(reward_list, device=rollout.input_ids.device)  # [B]
+    micro_batches = make_micro_batches(config, policy, rollout, group_advantages(rewards, config.group_size))
+    per_update = len(micro_batches) // config.updates_per_rollout
     updates = [
-        update(config, policy, optimizer, slices[first : first + per_update])
-        for first in range(0, len(slices), per_update)
+        update(config, policy, optimizer, micro_batches[first : first + per_update])
+        for first in range(0, len(micro_batches), per_update)
     ]
     tokens = int(rollout.answer_mask.sum())
     return {
@@ -174,7 +174,7 @@ def train_step(
 
 
 def share_of_equal_groups(rewards: Tensor, group_size: int) -> float:
-    """Return the share of groups whose rewards are all equal: their advantages are 0."""
+    """Return the share of groups whose rewards are all equal, so that their advantages are 0."""
     groups = rewards.view(-1, group_size)
     return (groups == groups[:, :1]).all(1).float().mean().item()
 
@@ -187,7 +187,7 @@ def collect(
     group_size: int,
     temperature: float | None,
 ) -> tuple[Rollout, list[float]]:
-    """Sample `group_size` answers to every prompt, and compute their rewards. A temperature of None: greedy answers."""
+    """Sample `group_size` answers per prompt and compute their rewards. A temperature of None means greedy decoding."""
     with autocast(config, policy):
         rollout = sample(
             policy,
@@ -201,34 +201,34 @@ def collect(
 
 
 @torch.no_grad()
-def make_slices(config: TrainConfig, policy: Policy, rollout: Rollout, advantages: Tensor) -> list[Slice]:
-    """Divide a rollout into slices of one forward each, and compute their old log-probs."""
+def make_micro_batches(config: TrainConfig, policy: Policy, rollout: Rollout, advantages: Tensor) -> list[MicroBatch]:
+    """Divide a rollout into micro-batches and compute their old log-probs."""
     size = config.micro_batch_size or config.mini_batch_size
-    slices = []
+    micro_batches = []
     for start in range(0, config.rollout_size, size):
-        part = rollout.rows(start, start + size)
+        answers = rollout.select(start, start + size)
         with autocast(config, policy):
             old = linear_log_probs(
-                policy.hidden_states(part.input_ids, part.attention_mask, part.prompt_width),
+                policy.hidden_states(answers.input_ids, answers.attention_mask, answers.prompt_width),
                 policy.head,
-                part.answer_ids,
-                mask=part.answer_mask,
+                answers.answer_ids,
+                mask=answers.answer_mask,
                 temperature=config.temperature,
                 backend=config.backend,
                 **policy.head_options,
             ).log_probs
-        slices.append(Slice(part, advantages[start : start + size], old))
-    return slices
+        micro_batches.append(MicroBatch(answers, advantages[start : start + size], old))
+    return micro_batches
 
 
 def update(
-    config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, slices: list[Slice]
+    config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, micro_batches: list[MicroBatch]
 ) -> dict[str, float]:
-    """Take one optimizer step on slices of equal size. Return the means of their metrics."""
+    """Take one optimizer step on micro-batches of equal size. Return the means of their metrics."""
     optimizer.zero_grad(set_to_none=True)
     measured = []
-    for part in slices:
-        rollout = part.rollout
+    for micro_batch in micro_batches:
+        rollout = micro_batch.rollout
         inputs = rollout.input_ids, rollout.attention_mask, rollout.prompt_width
         with autocast(config, policy):
             hidden, router_loss = policy.hidden_states_and_router_loss(*inputs)
@@ -236,12 +236,12 @@ def update(
                 hidden,
                 policy.head,
                 rollout.answer_ids,
-                part.advantages,
+                micro_batch.advantages,
                 mask=rollout.answer_mask,
-                old_log_probs=part.old_log_probs,
+                old_log_probs=micro_batch.old_log_probs,
                 temperature=config.temperature,
                 objective=Objective(clip_low=config.clip_low, clip_high=config.clip_high),
-                normalizer=config.mini_batch_size,  # of the update: the losses of its slices add up
+                normalizer=config.mini_batch_size,  # so that the losses of the micro-batches add up
                 entropy=True,
                 gradient_budget=config.gradient_budget,
                 backend=config.backend,
@@ -250,19 +250,19 @@ def update(
         metrics = {name: out.metrics[name].item() for name in LOSS_METRICS}
         loss = out.loss
         if router_loss is not None:
-            loss = loss + policy.router_loss_weight * router_loss / len(slices)  # adds up to the mean over slices
+            loss = loss + policy.router_loss_weight * router_loss / len(micro_batches)  # a mean over micro-batches
             metrics["router_aux_loss"] = router_loss.item()
         loss.backward()
-        measured.append({"loss": loss.item() * len(slices), **metrics})
+        measured.append({"loss": loss.item() * len(micro_batches), **metrics})
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm)
-    numbers = {**average(measured), "grad_norm": norm.item()}
-    if not math.isfinite(numbers["loss"]) or not math.isfinite(numbers["grad_norm"]):
+    means = {**average(measured), "grad_norm": norm.item()}
+    if not math.isfinite(means["loss"]) or not math.isfinite(means["grad_norm"]):
         raise TrainingError(
-            f"an update is not finite (loss {numbers['loss']}, gradient norm {numbers['grad_norm']}); "
-            "training stops before it. A lower --learning-rate may help"
+            f"an update is not finite (loss {means['loss']}, gradient norm {means['grad_norm']}); "
+            "training stops before this update. A lower --learning-rate may help"
         )
     optimizer.step()
-    return numbers
+    return means
 
 
 def average(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -271,7 +271,7 @@ def average(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def evaluate(config: TrainConfig, policy: Policy, task: Task) -> float:
-    """Return the mean reward of greedy answers to the held-out prompts, in batches the size of a rollout."""
+    """Return the mean reward of greedy answers to the held-out prompts, sampled in batches of a rollout's size."""
     rewards: list[float] = []
     for start in range(0, len(task.held_out), config.rollout_size):
         examples = task.held_out[start : start + config.rollout_size]
@@ -280,18 +280,18 @@ def evaluate(config: TrainConfig, policy: Policy, task: Task) -> float:
 
 
 def autocast(config: TrainConfig, policy: Policy) -> torch.autocast:
-    """Return an autocast to bfloat16, enabled by `config.bf16`; the weights and the optimizer stay fp32."""
+    """Return an autocast to bfloat16, enabled by `config.bf16`. The weights and the optimizer stay fp32."""
     return torch.autocast(policy.model.device.type, torch.bfloat16, enabled=config.bf16)
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" is a GPU if torch has one. Raise an InputError if torch cannot use it."""
+    """Return the named device; "auto" is a GPU if torch has one. Raise an InputError if torch cannot use it."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it supports the device
         reason = str(error).split("\n")[0]
         raise InputError(f"device (--device): expected a device torch can use, got {name!r}: {reason}") from error
     return device

@@ -124,7 +124,7 @@ def test_micro_batches_add_up_to_the_update_they_split(tmp_path: Path) -> None:
         torch.manual_seed(0)
         made = policy.demo_policy()
         rollout = sample(made, ["sort ba:"] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
-        slices = loop.make_slices(config, made, rollout, group_advantages(torch.rand(16), 4))
+        slices = loop.make_micro_batches(config, made, rollout, group_advantages(torch.rand(16), 4))
         loop.update(config, made, torch.optim.SGD(made.model.parameters(), lr=1.0), slices)
         return torch.cat([weight.detach().flatten() for weight in made.model.parameters()])
 

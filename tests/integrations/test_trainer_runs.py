@@ -244,14 +244,14 @@ def test_the_router_gradient_is_that_of_the_full_model_with_its_auxiliary_loss(t
     config = small(tmp_path, prompts_per_step=2, micro_batch_size=4, updates_per_rollout=1, max_grad_norm=1e9)
     rollout = sample(made, ["sort ba:", "sort fedcb:"], group_size=4, max_new_tokens=7, temperature=1.0)
     advantages = torch.randn(8)
-    slices = loop.make_slices(config, made, rollout, advantages)
+    slices = loop.make_micro_batches(config, made, rollout, advantages)
     numbers = loop.update(config, made, torch.optim.SGD(made.model.parameters(), lr=0.0), slices)
     computed = [gate.grad.clone() for gate in gates]
 
     made.model.zero_grad()
     router_losses = []
     for rows in (slice(0, 4), slice(4, 8)):
-        part = rollout.rows(rows.start, rows.stop)
+        part = rollout.select(rows.start, rows.stop)
         out = made.model(
             input_ids=part.input_ids,
             attention_mask=part.attention_mask,

@@ -344,12 +344,12 @@ def test_a_model_that_does_more_to_its_logits_is_refused() -> None:
         (["--gradient-budget", "nan"], "got nan"),
         (["--prompts-per-step", "3", "--group-size", "3"], "expected a divisor of the 9 answers"),
         (["--seeds", "1,1"], "expected different numbers"),
-        (["--eval-prompts", "648"], "expected less than the task's 648 prompts"),
+        (["--eval-prompts", "648"], "expected fewer than the task's 648 prompts"),
         (["--name", "a/b"], "expected a plain folder name"),
         (["--device", "nonsense"], "device (--device): expected a device torch can use, got 'nonsense'"),
         (["--model", "somewhere"], "--model needs --data"),
         (["--data", "some.jsonl"], "--data needs --model"),
-        (["--model", "x", "--data", "/no/such.jsonl"], "--data /no/such.jsonl: expected a jsonl file, found nothing"),
+        (["--model", "x", "--data", "/no/such.jsonl"], "--data /no/such.jsonl: expected a jsonl file, got no file"),
     ],
 )
 def test_bad_options_get_one_clear_line(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.pages import HUGGINGFACE_LINES
 from tolerance import MODEL_GRADIENT_RELATIVE
 from torch import Tensor, nn
 
@@ -614,3 +615,19 @@ def test_a_head_without_a_weight_tensor_is_refused() -> None:
     with pytest.raises(HeadError, match=r"must have a weight \[V, H\] .* got .*Quantised without"):
         fuse_head(model)
     assert model.forward == forward
+
+
+def test_the_lines_of_the_integrations_page_have_the_gradient_of_dense_gspo() -> None:
+    inputs, mask, advantages = batch()
+    model = make("qwen3")
+    scope: dict[str, Any] = {"model": model}
+    exec(HUGGINGFACE_LINES, scope)
+    old = scope["head_log_probs"](model, *inputs.values(), mask)
+    scope["gspo_loss"](model, *inputs.values(), mask, advantages, old, 3).backward()
+    computed = model.get_input_embeddings().weight.grad.clone()
+    model.zero_grad()
+    log_probs = own_log_probs(model)
+    log_ratio = ((log_probs - log_probs.detach()) * mask).sum(1) / mask.sum(1)  # [B]
+    (-(log_ratio.exp() * advantages).sum() / 3).backward()
+    expected = model.get_input_embeddings().weight.grad
+    assert (computed - expected).norm() <= MODEL_GRADIENT_RELATIVE[expected.dtype] * expected.norm()

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 import transformers
 from helpers.other_trainers import Rollout, assert_agree, rollout
+from helpers.pages import INTEGRATIONS, OTHER_PYTHON, code_blocks
 from tolerance import MODEL_GRADIENT_RELATIVE
 from torch import Tensor
 
@@ -28,7 +28,6 @@ from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 B, EMPTY = 12, 7  # rows, and which of them is masked
 GSPO = Objective()
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "integrations.md").read_text()
 
 
 @pytest.fixture
@@ -570,7 +569,7 @@ def test_the_lines_of_the_page(batch: Rollout, slime_loss: None, monkeypatch: py
     fake(monkeypatch, "ray", init=lambda runtime_env: runtime_env["worker_process_setup_hook"]())
     monkeypatch.setattr("runpy.run_module", lambda name, **options: runs.append(name))
     scope: dict[str, Any] = {"__name__": "__main__"}
-    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+    for block in OTHER_PYTHON:
         exec(block, scope)
     assert runs == ["skyrl", "openrlhf.cli.train_ppo_ray"]
     assert openrlhf_models.PolicyLoss is seams.OpenRLHFPolicyLoss and settings == {"gspo_kernels": seams.skyrl}
@@ -580,8 +579,9 @@ def test_the_lines_of_the_page(batch: Rollout, slime_loss: None, monkeypatch: py
     loss, found = trainer(batch.log_probs)._compute_loss_and_metrics(None, {}, swift_batch(batch))
     assert torch.equal(loss, swift(batch, batch.log_probs)[0]) and found["mode"] == "train"
     assert scope["slime"].keywords["objective"].clip_low == 2e-4
-    for name in re.findall(r"gspo_kernels\.integrations\.seams\.(\w+)", PAGE):
+    assert repr(scope["reading"].normalizer) in INTEGRATIONS
+    for name in re.findall(r"gspo_kernels\.integrations\.seams\.(\w+)", INTEGRATIONS):
         assert callable(getattr(seams, name))
     tomllib = pytest.importorskip("tomllib")
-    loss = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])["trainer"]["loss"]
+    loss = tomllib.loads(*code_blocks("toml"))["trainer"]["loss"]
     assert loss["import_path"].endswith(".seams.prime_rl") and prime_rl(batch, batch.log_probs, **loss["kwargs"])

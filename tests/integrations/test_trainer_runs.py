@@ -189,7 +189,7 @@ def test_steps_without_a_signal_are_told_once(
             share = 0.5 if step == 9 else 1.0
             shown.advance({**row, "step": step, "groups_without_signal": share})
             assert screen.getvalue().count("WARNING") == (step >= 19)
-    assert "is learning nothing from its rewards. For 10 steps in a row" in screen.getvalue()
+    assert "is learning nothing from its rewards. In 10 consecutive steps" in screen.getvalue()
 
 
 @pytest.mark.parametrize(("reward", "cause"), [(0.0, "Every reward was 0."), (1.0, "already solves these prompts")])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.pages import VERL_LINES
 from helpers.ranks import run_ranks
 from helpers.readme import WITH_VERL
 from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker
@@ -127,7 +128,7 @@ def test_verl_finds_the_engine(external: str, tmp_path: Path) -> None:
     run_ranks(found_main, 1, tmp_path, external)
 
 
-def readme_main(rank: int, folder: Path, lines: list[str]) -> None:
+def documented_lines_main(rank: int, folder: Path, lines: list[str]) -> None:
     export, *words = " ".join(line.rstrip("\\") for line in lines).split()
     assert export == "export"
     name, value = words[0].split("=")
@@ -150,8 +151,9 @@ def readme_main(rank: int, folder: Path, lines: list[str]) -> None:
     assert actor.loss_agg_mode == "seq-mean-token-mean"
 
 
-def test_the_lines_of_the_readme(tmp_path: Path) -> None:
-    run_ranks(readme_main, 1, tmp_path, WITH_VERL.strip().splitlines())
+@pytest.mark.parametrize("lines", [WITH_VERL, VERL_LINES], ids=["README", "integrations.md"])
+def test_the_documented_lines_configure_verl(lines: str, tmp_path: Path) -> None:
+    run_ranks(documented_lines_main, 1, tmp_path, lines.strip().splitlines())
 
 
 def refused_main(rank: int, folder: Path) -> None:

@@ -1,23 +1,23 @@
-"""What both backends share."""
+"""Faults in code that both backends share."""
 
 from __future__ import annotations
 
 from helpers.faults.table import Fault
 
 FAULTS: dict[str, Fault] = {
-    "products as the process likes them": (
+    "matrix products in the precision of the process": (
         "backends/precision",
         '_request_ieee("cuda" if device.type == "cuda" else "cpu")',
         "pass",
         "heads::test_exact_products_are_asked_for_on_every_processor[medium]",
     ),
-    "one thread restores what another needs": (
+    "a thread restores the precision while another one computes": (
         "backends/precision",
         "if not _calls:\n                _restore",
         "if True:\n                _restore",
         "heads::test_two_threads_at_once_keep_exact_products_and_restore_the_wish[torch]",
     ),
-    "weight 0 times an exploded ratio": (
+    "a weight of 0 times an infinite ratio is NaN": (
         "backends/precision",
         "torch.where((x == 0) | (y == 0), 0, x * y)",
         "x * y",
@@ -35,7 +35,7 @@ FAULTS: dict[str, Fault] = {
         "flatten().sort(stable=True, descending=True)",
         "live_tiles::test_a_bias_and_its_gradient_take_part_in_the_torch_backend",
     ),
-    "the target's own mass forgotten": (
+    "the target's own mass left out": (
         "backends/live_tiles",
         "mass[at] += torch.where(weighs, at_target[padded_order], 0)",
         "pass",
@@ -47,44 +47,44 @@ FAULTS: dict[str, Fault] = {
         "if True:",
         "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
     ),
-    "a sum past what an integer holds": (
+    "a sum of masses overflows its integer": (
         "backends/live_tiles",
         "over.cumsum(0) == 0",
         "~over",
         "live_tiles::test_cells_heavier_than_the_whole_and_more_than_an_integer_holds",
     ),
-    "more passes than said": (
+    "too few passes reported": (
         "backends/live_tiles",
         "(size * cells).sum() / (counted * vocab)",
         "(size * cells).sum() / (counted * vocab) / 2",
         "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
     ),
-    "products as autocast likes them": (
+    "matrix products in autocast's dtype": (
         "backends/precision",
         "with torch.autocast(device.type, enabled=False) if device.type in AUTOCAST_DEVICES else nullcontext():\n"
         "            yield",
         "yield",
         "heads::test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else[torch-False]",
     ),
-    "interpreted kernels unasked": (
+    "interpreted kernels chosen by backend='auto'": (
         "backends/dispatch",
         'or (backend == "auto" and device.type == "cpu")',
         "",
         "kernels::test_auto_takes_triton_on_a_gpu_and_torch_on_a_cpu",
     ),
-    "power of two of an infinite gradient": (
+    "power-of-two scale of an infinite gradient": (
         "backends/precision",
         "(largest > 0) & largest.isfinite()",
         "largest > 0",
         "loss_faults::test_the_power_of_two_brings_the_largest_of_both_gradients_near_one",
     ),
-    "power of two without the entropy's gradient": (
+    "power-of-two scale without the entropy gradient": (
         "backends/precision",
         "size = gradients.abs() if more is None else torch.maximum(gradients.abs(), more.abs())",
         "size = gradients.abs()",
         "loss_faults::test_the_power_of_two_brings_the_largest_of_both_gradients_near_one",
     ),
-    "negative mass of a negative scale": (
+    "a negative scale makes a negative mass": (
         "backends/live_tiles",
         "abs(head.logit_scale)",
         "head.logit_scale",
@@ -96,19 +96,19 @@ FAULTS: dict[str, Fault] = {
         "pays = sparse_pays(rows, head.hidden.shape[1], vocab, share) & (not False)",
         "loss_faults::test_nothing_is_dropped_while_a_graph_is_captured[torch]",
     ),
-    "a budget used up to rounding": (
+    "a budget exceeded by rounding": (
         "backends/live_tiles",
         "_MARGIN = 1 - 1e-4",
         "_MARGIN = 1",
         "loss_faults::test_a_cell_that_fits_the_budget_by_less_than_fp32_resolves_is_kept",
     ),
-    "temperature missing in the mass under a soft-cap": (
+    "temperature missing in the mass with a soft-cap": (
         "backends/live_tiles",
         "* (1 if head.temperature is None else head.temperature)",
         "* 1",
         "loss_faults::test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature",
     ),
-    "power of two beyond fp32": (
+    "power-of-two scale beyond fp32": (
         "backends/precision",
         ".clamp(-126, 126)",
         "",
@@ -126,13 +126,13 @@ FAULTS: dict[str, Fault] = {
         "int(text) < 0",
         "bad_inputs::test_a_bad_workspace_limit_is_named[0]",
     ),
-    "the adapter's product as autocast likes it": (
+    "the adapter's product in autocast's dtype": (
         "backends/adapter",
         "    with exact_products(x.device):\n        for rows",
         "    if True:\n        for rows",
         "heads::test_autocast_leaves_an_fp32_adapter_unrounded[torch]",
     ),
-    "an explicit choice falls back": (
+    "an explicit backend falls back to another": (
         "backends/dispatch",
         'if backend == "triton" and obstacle:',
         "if False:",

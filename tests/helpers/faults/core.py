@@ -1,4 +1,4 @@
-"""What computes and checks without a backend: operators, objective, layout, inputs, advantages, corrections."""
+"""Faults outside the backends: operators, objective, layout, inputs, advantages, sampler corrections."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAULTS: dict[str, Fault] = {
         'torch.segment_reduce(x, "sum"',
         "edges::test_long_sequences_obey_the_law_too[torch-sequence-False-256]",
     ),
-    "correction of the sampler left out": (
+    "sampler correction left out": (
         "inputs/policy",
         "rollout if weights is None else",
         "weights if weights is None else",
@@ -60,25 +60,25 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "bad_inputs::test_an_unsupported_adapter_is_named[hook-on-lora-a]",
     ),
-    "rows that PEFT trains ignored": (
+    "token rows trained by PEFT ignored": (
         "inputs/lm_head",
         "if tokens is not None and _adapts(call, tokens):",
         "if False:",
         "heads::test_rows_that_peft_trains_are_in_the_weight[torch]",
     ),
-    "offsets of weights unchecked": (
+    "offsets of importance_weights not checked": (
         "sampler_mismatch",
         "invalid = invalid + call.offsets(cu_seqlens, mask.shape[0], mask.device)",
         "pass",
         "sampler_mismatch::test_offsets_that_are_no_sequences_are_refused",
     ),
-    "a normalizer tensor that nobody looks at": (
+    "a normalizer tensor not checked": (
         "validation",
         "return self.flag(name, ~is_valid & ((x != 0) | mask.any()), expected, value.item)",
         "return 0",
         "bad_inputs::test_a_bad_input_is_named_and_nothing_is_written[normalizer-tensor-zero-gspo_fused_loss]",
     ),
-    "a weight on its bound outside": (
+    "a weight equal to its bound counted as outside": (
         "sampler_mismatch",
         "outside = (raw < low) | (raw > high)",
         "outside = (raw < low) | (raw >= high)",
@@ -90,37 +90,37 @@ FAULTS: dict[str, Fault] = {
         "(x.reshape(-1) for x in log_probs.values())",
         "sampler_mismatch::test_weights_and_masks_have_no_gradient",
     ),
-    "a sequence at the threshold dropped": (
+    "a sequence equal to the threshold dropped": (
         "sampler_mismatch",
         "mean=True) > threshold",
         "mean=True) >= threshold",
         "sampler_mismatch::test_a_sequence_at_the_threshold_stays",
     ),
-    "the first token's advantage for the sequence": (
+    "the first token's advantage used for the sequence": (
         "sampler_mismatch",
         "per_row = layout.per_row(advantages.detach())",
         "per_row = layout.per_row(advantages.detach() if advantages.ndim == 1 else advantages.detach()[:, :1])",
         "sampler_mismatch::test_advantages_of_tokens_decide_by_token",
     ),
-    "ddof ignored for the batch": (
+    "ddof ignored for the batch deviation": (
         "advantages",
         "variance = variance_of(groups.rewards, ddof)",
         "variance = variance_of(groups.rewards, 1)",
         "advantages::test_the_deviation_of_the_batch_has_the_degrees_of_freedom_that_are_asked_for[0]",
     ),
-    "whitened in fp32": (
+    "whitening in fp32": (
         "advantages",
         "centred = torch.where(unmasked, x, 0).double()",
         "centred = torch.where(unmasked, x, 0)",
         "advantages::test_deviations_of_fp32_far_from_zero_are_those_of_fp64",
     ),
-    "variance of the batch in fp32": (
+    "batch variance in fp32": (
         "groups",
         "wide = x.double()",
         "wide = x",
         "advantages::test_deviations_of_fp32_far_from_zero_are_those_of_fp64",
     ),
-    "a variance of equal rewards": (
+    "equal rewards have a variance above 0": (
         "groups",
         "torch.where(x.amin() == x.amax(), 0, variance)",
         "variance",

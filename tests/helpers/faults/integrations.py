@@ -1,18 +1,18 @@
-"""Trainers and models of others."""
+"""Faults in the integrations."""
 
 from __future__ import annotations
 
 from helpers.faults.table import Fault
 
 FAULTS: dict[str, Fault] = {
-    "head not put back after an error": (
+    "head not restored after an error": (
         "integrations/huggingface/fused_head",
         "finally:\n            for module, name in parents:\n                module._modules[name] = self.head",
         "except ValueError:\n            raise\n"
         "        for module, name in parents:\n            module._modules[name] = self.head",
         "huggingface::test_an_error_inside_the_model_leaves_it_its_head",
     ),
-    "random numbers drawn by the measurement": (
+    "the measurement changes the random state": (
         "integrations/huggingface/fused_head",
         "torch.random.fork_rng(devices=devices), torch.no_grad()",
         "torch.no_grad()",
@@ -60,7 +60,7 @@ FAULTS: dict[str, Fault] = {
         '"loss": out.loss',
         "seams::test_what_is_logged_has_no_gradient_and_the_dtype_of_the_loss",
     ),
-    "logged numbers of several dtypes": (
+    "logged metrics in several dtypes": (
         "integrations/seams/common",
         "{name: x.to(out.loss.dtype) for name, x in out.metrics.items()}",
         "dict(out.metrics)",
@@ -90,7 +90,7 @@ FAULTS: dict[str, Fault] = {
         "for model in (trainer.model,):",
         "trainers/trl::test_both_models_answer_and_the_loss_is_a_mean_over_labels",
     ),
-    "TRL's check of adapters left out": (
+    "TRL's check of adapters not restored": (
         "integrations/trl",
         '    finally:\n        setattr(grpo_trainer, "BaseTunerLayer", tuner_layer)',
         "    finally:\n        pass",
@@ -108,37 +108,37 @@ FAULTS: dict[str, Fault] = {
         "hidden[:, -targets.shape[1] :]",
         "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
     ),
-    "gradient of an entropy that is only logged": (
+    "a logged entropy has a gradient": (
         "integrations/trl",
         "return out if bonus or out.entropy is None else",
         "return out if True else",
         "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
     ),
-    "batches joined in reverse": (
+    "batches concatenated in reverse": (
         "integrations/trl",
         "torch.cat([x.log_probs for x in scores])",
         "torch.cat([x.log_probs for x in scores[::-1]])",
         "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
     ),
-    "mask of the prompt for the completion": (
+    "prompt mask used for the completion": (
         "integrations/trl",
         "self._score(ids[:, -logits_to_keep:], attended[:, -logits_to_keep:]",
         "self._score(ids[:, -logits_to_keep:], attended[:, :logits_to_keep]",
         "trainers/trl::test_log_probs_before_1_15_are_those_of_logits",
     ),
-    "bounds of verl swapped": (
+    "verl's bounds swapped": (
         "integrations/verl",
         "low, high = config.clip_ratio_low, config.clip_ratio_high",
         "high, low = config.clip_ratio_low, config.clip_ratio_high",
         "trainers/verl_engine::test_the_policy_loss_has_each_bound_on_its_side_and_clip_ratio_for_one_that_is_missing",
     ),
-    "clip_ratio of verl ignored": (
+    "verl's clip_ratio ignored": (
         "integrations/verl",
         "config.clip_ratio if high is None else high",
         "low if high is None else high",
         "trainers/verl_engine::test_the_policy_loss_has_each_bound_on_its_side_and_clip_ratio_for_one_that_is_missing",
     ),
-    "nested responses of verl read as padded": (
+    "verl's nested responses read as padded": (
         "integrations/verl",
         "if responses.is_nested:",
         "if False:",

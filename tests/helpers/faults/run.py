@@ -13,9 +13,9 @@ import pytest
 from helpers.faults.table import Fault
 
 ROOT = Path(__file__).parent.parent.parent.parent
-# What Python ends with when a kernel has written where it must not.
+# Exit codes of a Python process in which a kernel has written out of bounds.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
-# Each fault has a process of its own, forked from one that has imported what takes long.
+# Each fault runs in a new process, forked from a server that has already imported the slow modules.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
@@ -31,16 +31,16 @@ FORKS.set_forkserver_preload(
 
 
 def is_killed(fault: Fault, folder: Path) -> bool:
-    """Return whether the fault's test fails with the fault. pytest's output is in `folder / "log"`.
+    """Return whether the fault's test fails. pytest's output goes to `folder / "log"`.
 
-    A fault in a kernel may also end the process.
+    A fault in a kernel may also crash the process.
     """
     code = run_with_fault(fault, folder)
     return code == 1 or (fault[0].startswith("backends/triton/") and code in CRASHES)
 
 
 def run_with_fault(fault: Fault, folder: Path) -> int | None:
-    """Return pytest's exit status on a copy of the library with the fault."""
+    """Run the fault's test on a copy of the library with the fault. Return pytest's exit status."""
     module, text, wrong, test = fault
     inside = Path("integrations") if module.startswith("integrations/") else Path("gspo_kernels")
     changed = source_of(module)
@@ -53,7 +53,7 @@ def run_with_fault(fault: Fault, folder: Path) -> int | None:
     else:
         (copy / "integrations").symlink_to(ROOT / "integrations")
     (copy / f"{module}.py").write_text(changed.read_text().replace(text, wrong))
-    os.utime(copy / f"{module}.py", (0, 0))  # older than any compiled file, so that none is taken for it
+    os.utime(copy / f"{module}.py", (0, 0))  # older than any compiled file, so that Python uses none of them
     for name in ("tests", "pyproject.toml", "README.md", "constraints.txt", "docs"):
         (folder / name).symlink_to(ROOT / name)
     suite, _, name = test.partition("::")
@@ -65,14 +65,14 @@ def run_with_fault(fault: Fault, folder: Path) -> int | None:
 
 
 def source_of(module: str) -> Path:
-    """Return the file of a module that is named as in the fault tables."""
+    """Return the source file of a module, named as in the tables of faults."""
     return (ROOT if module.startswith("integrations/") else ROOT / "gspo_kernels") / f"{module}.py"
 
 
 def overlay(source: Path, copy: Path, changed: Path) -> None:
-    """Link every entry of the folder `source` into the folder `copy`, except `changed` and the folders above it."""
+    """Link every entry of the folder `source` into the folder `copy`, except the file `changed` and its parents."""
     for entry in source.iterdir():
-        if entry == changed or entry.is_symlink():  # a link to a folder beside it, which the caller adds
+        if entry == changed or entry.is_symlink():  # the caller adds linked folders itself
             continue
         if entry in changed.parents:
             (copy / entry.name).mkdir()
@@ -87,8 +87,8 @@ def _run_test(folder: Path, test: str) -> None:
     os.dup2(log, 2)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
-    gc.freeze()  # pytest collects garbage ten times: what was imported before the fork is none
-    sys.dont_write_bytecode = True  # the folders of compiled files are those of the checkout
+    gc.freeze()  # pytest collects garbage ten times; skip everything that was imported before the fork
+    sys.dont_write_bytecode = True  # compiled files would go into the checkout
     plugins = [f"no:{name}" for name in ("cacheprovider", "xdist", "benchmark", "anyio")]
     code = pytest.main(
         ["-x", "-q", "--tb=line", "--hypothesis-profile=fault", *(f"-p{name}" for name in plugins), test]

@@ -1,7 +1,7 @@
-"""The form of a seeded fault."""
+"""The type of a seeded fault."""
 
 from __future__ import annotations
 
-# (module of the library, source text, the text with the fault, a test that must fail)
-# The test is named by its file and function: "parity::test_x", or "trainers/trl::test_x" with the folder.
+# (module of the library, source text, faulty text, test that must fail)
+# "parity::test_x" is the function test_x in test_parity.py; "trainers/trl::test_x" also names the folder.
 Fault = tuple[str, str, str, str]

@@ -1,4 +1,4 @@
-"""The torch backend."""
+"""Faults in the torch backend."""
 
 from __future__ import annotations
 
@@ -49,37 +49,37 @@ FAULTS: dict[str, Fault] = {
         "multiply_no_nan(policy.token_weights, value), slope",
         f"{OBJECTIVE}[torch-packed-per-token-weights-gspo]",
     ),
-    "token weights on the KL too": (
+    "token weights also multiply the KL": (
         "backends/torch/sequence",
         "kl_share = objective.kl_coef *",
         "kl_share = (1 if policy.token_weights is None else policy.token_weights) * objective.kl_coef *",
         f"{OBJECTIVE}[torch-packed-per-token-weights-cispo-sequence]",
     ),
-    "gradient through a bound token of gmpo": (
+    "gmpo: gradient through a clipped token": (
         "backends/torch/sequence",
         "torch.where(differentiable, per_sequence[sequence], 0)",
         "torch.where(mask, per_sequence[sequence], 0)",
         f"{OBJECTIVE}[torch-padded-gmpo]",
     ),
-    "cispo flat where it is bound": (
+    "cispo: no gradient where the clip binds": (
         "backends/torch/surrogates",
         "slope = torch.where(counts, -weight * advantages, 0)",
         "slope = torch.where(counts & ~low & ~high, -weight * advantages, 0)",
         f"{OBJECTIVE}[torch-padded-cispo]",
     ),
-    "sapo's gate differentiated by s alone": (
+    "sapo: the ratio left out of the gradient": (
         "backends/torch/surrogates",
         "* s * advantages",
         "* advantages",
         f"{OBJECTIVE}[torch-padded-sapo]",
     ),
-    "k3+ with the slope of k3": (
+    "k3+ with the gradient of k3": (
         "backends/torch/surrogates",
         'd if estimator.endswith("+") else slope',
         "slope",
         f"{OBJECTIVE}[torch-padded-k1+]",
     ),
-    "k3 slope of the wrong sign": (
+    "k3 gradient with the wrong sign": (
         "backends/torch/surrogates",
         "value, slope = decay + d, -decay",
         "value, slope = decay + d, decay",
@@ -91,7 +91,7 @@ FAULTS: dict[str, Fault] = {
         "pass",
         f"{OBJECTIVE}[torch-padded-cispo-sequence]",
     ),
-    "masked old log-probs multiplied": (
+    "masked old log-probs multiplied by 0": (
         "backends/torch/sequence",
         "torch.where(mask, log_probs - old, 0)",
         "mask * (log_probs - old)",
@@ -151,55 +151,55 @@ FAULTS: dict[str, Fault] = {
         "for low in range(0, max(self.padded - self.tile_rows, min(self.padded, 1)), self.tile_rows))",
         "parity::test_several_tiles_of_rows_and_columns[torch]",
     ),
-    "fp16 gradients left to underflow": (
+    "fp16 gradients underflow": (
         "backends/torch/backward",
         "if work.operand_dtype == torch.float16:",
         "if False:",
         "parity::test_small_fp16_gradients_survive_the_product",
     ),
-    "a NaN ratio hidden by no divergence": (
+    "a NaN ratio hidden by a KL of 0": (
         "backends/torch/surrogates",
         "(kl == 0) & ratio.isinf()",
         "kl == 0",
         "presets::test_a_ratio_that_is_no_number_is_seen_where_there_is_no_divergence[torch-unbiased]",
     ),
-    "NaN log-probs hidden on-policy": (
+    "NaN log-probs hidden without old log-probs": (
         "backends/torch/sequence",
         "torch.where(mask, log_probs - old, 0)",
         "torch.zeros_like(lp) if policy.old_log_probs is None else torch.where(mask, log_probs - old, 0)",
         "edges::test_a_nan_hidden_state_reaches_exactly_what_depends_on_it[torch-nan-sequence-True]",
     ),
-    "rows not in the order of the cells": (
+    "rows not in the order of their cells": (
         "backends/torch/backward",
         "live.order[:count] if live and sparse",
         "live.order[:count].sort().values if live and sparse",
         "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
     ),
-    "the last run of a slab forgotten": (
+    "the last run of a slab left out": (
         "backends/torch/tiles",
         "for alive, run in itertools.groupby(live[at : -(-high // columns)]):",
         "for alive, run in itertools.groupby(live[at : high // columns]):",
         "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
     ),
-    "threads of ours that split operations": (
+    "our threads split operations into more threads": (
         "backends/torch/workers",
         "torch.set_num_threads(1)\n    ready",
         "ready",
         "workers::test_every_tile_is_computed_by_one_thread_alone",
     ),
-    "terms added as they come": (
+    "terms added in the order in which threads finish": (
         "backends/torch/workers",
         "pop(self._added[index], None)",
         "pop(min(self._kept[index], default=None), None)",
         "workers::test_terms_are_added_in_their_order",
     ),
-    "what a difference rounds off is dropped": (
+    "rounding error of a difference dropped": (
         "backends/torch/forward",
         "lost = (lost + lost_too) * F",
         "lost = lost * F",
         "loss_faults::test_log_probs_are_rounded_once[torch]",
     ),
-    "power of two without the slope": (
+    "power-of-two scale without the soft-cap's slope": (
         "backends/torch/backward",
         "self.boost = power_of_two(self.at_target * slope, self.d_entropy, live)",
         "self.boost = power_of_two(self.at_target, self.d_entropy, live)",
@@ -211,7 +211,7 @@ FAULTS: dict[str, Fault] = {
         'tensor_cores = device.type == "cuda"',
         "loss_faults::test_operands_are_half_where_their_product_is_fp32",
     ),
-    "the policy term's normalizer for KL too, in torch": (
+    "the policy normalizer used for KL, in torch": (
         "backends/torch/sequence",
         "if normalizer is None and aggregation == objective.aggregation:",
         "if normalizer is None:",
@@ -223,7 +223,7 @@ FAULTS: dict[str, Fault] = {
         "mask, sequence, lengths, aggregation, 1.0, normalizer)\n\n\ndef",
         "loss_faults::test_a_kl_term_has_a_length_norm_of_its_own_aggregation[torch]",
     ),
-    "an exploded ratio at masked tokens": (
+    "an infinite ratio at masked tokens": (
         "backends/torch/sequence",
         "kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)",
         "kl_share = kl_share * log_ratio.exp()",
@@ -235,25 +235,25 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "loss_faults::test_tokens_with_an_entropy_gradient_are_not_counted_as_without_one[torch]",
     ),
-    "clipped on the ceiling": (
+    "a ratio equal to the upper bound of dual_clip counted as clipped": (
         "backends/torch/surrogates",
         "(u > math.log(objective.ceiling))",
         "(u >= math.log(objective.ceiling))",
         "loss_faults::test_a_ratio_on_a_bound_is_inside_it[torch-dual clip]",
     ),
-    "gmpo bound on its bound": (
+    "gmpo: a ratio equal to its bound counted as clipped": (
         "backends/torch/surrogates",
         "low = (advantages < 0) & (log_ratio < -objective.clip_low)",
         "low = (advantages < 0) & (log_ratio <= -objective.clip_low)",
         "loss_faults::test_a_ratio_on_a_bound_is_inside_it[torch-gmpo, bottom]",
     ),
-    "cispo bound on its bound": (
+    "cispo: a ratio equal to its bound counted as clipped": (
         "backends/torch/surrogates",
         "counts & (u < log_low), counts & (u > log_high)",
         "counts & (u <= log_low), counts & (u >= log_high)",
         "loss_faults::test_a_ratio_on_a_bound_is_inside_it[torch-cispo, top]",
     ),
-    "sapo's ratio bounded at exp(8), in torch": (
+    "sapo: ratio clamped at exp(8), in torch": (
         "backends/torch/surrogates",
         "_FAR = 80.0",
         "_FAR = 8.0",
@@ -265,7 +265,7 @@ FAULTS: dict[str, Fault] = {
         "return Term(-advantages, -advantages, advantages < 0, never)",
         "loss_faults::test_reinforce_clips_nothing[torch]",
     ),
-    "the policy term's default normalizer for KL, in torch": (
+    "the policy term's default normalizer used for KL, in torch": (
         "backends/torch/sequence",
         "return _share_of_token(mask, sequence, lengths, aggregation, objective.length_norm, normalizer)",
         "if normalizer is None:\n        of_tokens = objective.aggregation == 'token-mean'\n"
@@ -279,7 +279,7 @@ FAULTS: dict[str, Fault] = {
         "log_ratio_mask=mask if by_token else lengths >= 0,",
         "loss_faults::test_an_empty_sequence_is_neither_the_least_nor_the_largest_ratio[torch-0.5-sequence]",
     ),
-    "an infinite logit of the target has a log-prob": (
+    "an infinite logit of the target has a finite log-prob": (
         "backends/torch/forward",
         "torch.where(target_logit == math.inf, math.nan, over)",
         "over",
@@ -291,19 +291,19 @@ FAULTS: dict[str, Fault] = {
         "log_p = self.log_probs",
         "edges::test_a_banned_target_has_log_prob_minus_infinity_and_a_finite_gradient[torch]",
     ),
-    "copies of the head not counted in the workspace": (
+    "copies of the head not counted as workspace": (
         "backends/torch/tiles",
         "fit = (workspace_bytes() - _SLAB_BYTES) // (tiles + copies)",
         "fit = (workspace_bytes() - _SLAB_BYTES) // tiles",
         "workers::test_copies_of_a_half_precision_head_count_for_the_workspace",
     ),
-    "no slope of a divergence that is no number": (
+    "a NaN KL has a gradient of 0": (
         "backends/torch/surrogates",
         "torch.where(d.isnan(), d, d.sign())",
         "d.sign()",
         "loss_faults::test_a_divergence_that_is_no_number_has_no_slope_either",
     ),
-    "the failure that others wait for named last": (
+    "a worker's error hidden by those that wait for it": (
         "backends/torch/workers",
         "sorted(errors, key=lambda error: isinstance(error, Stopped))",
         "sorted(errors, key=lambda error: not isinstance(error, Stopped))",

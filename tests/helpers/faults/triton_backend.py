@@ -1,4 +1,4 @@
-"""The Triton backend."""
+"""Faults in the Triton backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAULTS: dict[str, Fault] = {
         "is_target",
         f"{PARITY}[triton-plain-padded-fp32]",
     ),
-    "the target among the others": (
+    "the target's logit counted among the other logits": (
         "backends/triton/forward",
         "is_target | (columns[None, :] >= V)",
         "columns[None, :] >= V",
@@ -27,7 +27,7 @@ FAULTS: dict[str, Fault] = {
         "max(head.vocab_size // config.block_v, 1)",
         f"{BLOCKS}[sm_90-plain-fp32]",
     ),
-    "rows not in their order": (
+    "rows not in their original order": (
         "backends/triton/forward",
         "rows = tl.load(order + tl.minimum(n, n_rows - 1))",
         "rows = tl.minimum(n, n_rows - 1)",
@@ -45,7 +45,7 @@ FAULTS: dict[str, Fault] = {
         "return program // column_blocks, program % column_blocks",
         "kernels::test_programs_share_columns_in_groups_and_none_computes_masked_rows",
     ),
-    "mass not brought to the new maximum": (
+    "mass not rescaled to the new maximum": (
         "backends/triton/reduce_rows",
         "mass *= tl.exp(largest - finite(grown))",
         "pass",
@@ -75,7 +75,7 @@ FAULTS: dict[str, Fault] = {
         "inside = tl.arange(0, BLOCK_H)[None, :] < H",
         f"{BLOCKS}[sm_90-plain-fp32]",
     ),
-    "only the last chain of H": (
+    "only the last part of the sum over H": (
         "backends/triton/logit_tile",
         "z += chain",
         "z = chain",
@@ -105,7 +105,7 @@ FAULTS: dict[str, Fault] = {
         "d_log_p * (1.0 - tl.exp(log_p))",
         "edges::test_peaked_rows_keep_the_relative_precision_of_what_is_left_to_learn[triton-fp32]",
     ),
-    "the target's own share of the entropy": (
+    "the target's own share left out of the entropy": (
         "backends/triton/gradient_tile",
         "d_target -= d_h * tl.exp(log_p) * (log_p + h)",
         "pass",
@@ -123,13 +123,13 @@ FAULTS: dict[str, Fault] = {
         "add_product(d_weight.zero_(), d_z.t(), hidden)",
         "kernels::test_many_chunks_and_slabs_are_one[fp32]",
     ),
-    "rows moved onto others": (
+    "rows overwrite other rows": (
         "backends/triton/gradient_rows",
         "in range(0, n, chunk):\n        moved",
         "in reversed(range(0, n, chunk)):\n        moved",
         "kernels::test_rows_move_to_their_places_inside_the_memory_of_their_sums",
     ),
-    "power of two left in": (
+    "power-of-two scale not removed": (
         "backends/triton/gradient_rows",
         "moved.clone() if rows.boost is None else moved / rows.boost",
         "moved.clone()",
@@ -153,25 +153,25 @@ FAULTS: dict[str, Fault] = {
         "total = (total + r).to(ACC)",
         "kernels::test_the_mean_of_equal_log_ratios_is_that_log_ratio",
     ),
-    "bound tokens of gmpo in the gradient": (
+    "gmpo: clipped tokens in the gradient": (
         "backends/triton/token_passes",
         "inside = unmasked & (low == 0) & (high == 0)",
         "inside = unmasked",
         f"{OBJECTIVE}[triton-padded-gmpo]",
     ),
-    "cispo through its ratio": (
+    "cispo: gradient through its ratio": (
         "backends/triton/token_passes",
         "through, direct, loss = direct, through, multiply_no_nan(shares.policy * value, lp)",
         "loss = multiply_no_nan(shares.policy * value, lp)",
         f"{OBJECTIVE}[triton-packed-per-token-weights-cispo-sequence]",
     ),
-    "clipped on the bound": (
+    "a ratio equal to the bound counted as clipped": (
         "backends/triton/surrogates",
         "high = (advantage > 0) & (u > tl.full([], bounds.log_high, ACC))",
         "high = (advantage > 0) & (u >= tl.full([], bounds.log_high, ACC))",
         "decisions::test_the_gate_is_inclusive_and_taken_on_the_log_ratio[triton]",
     ),
-    "NaN lost by an extreme": (
+    "NaN lost by a minimum or maximum": (
         "backends/triton/totals",
         "tl.where(ratio != ratio, ratio, tl.where(ratios > 0, smallest, 1.0))",
         "tl.where(ratios > 0, smallest, 1.0)",
@@ -183,31 +183,31 @@ FAULTS: dict[str, Fault] = {
         "n_unmasked=torch.tensor([head.mask.sum().item()])",
         "kernels::test_a_small_workspace_is_kept_to",
     ),
-    "a block shape for small batches": (
+    "block shapes depend on the batch size": (
         "backends/triton/tuning",
         "heavy = has_extras or",
         "heavy = has_extras or head.hidden.shape[0] < 64 or",
         "kernels::test_a_row_has_the_same_bits_alone_and_in_any_batch",
     ),
-    "a tile without mass at a shift of nothing": (
+    "the rescaling of a tile without mass not clamped": (
         "backends/triton/forward",
         ".clamp_(max=0).exp_()",
         ".exp_()",
         "live_tiles::test_a_last_tile_that_is_only_the_target_weighs_what_it_weighs[triton]",
     ),
-    "cells in the order of blocks for both products": (
+    "cells sorted by block for both products": (
         "backends/triton/cells",
         "by_tile, by_block = padded.permute(2, 0, 3, 1), padded.permute(2, 0, 1, 3)",
         "by_tile, by_block = padded.permute(2, 0, 1, 3).mT, padded.permute(2, 0, 3, 1).mT.flip(2)",
         f"{CELLS}[triton-plain-fp32]",
     ),
-    "a part's cells counted from the first of all": (
+    "a part's cells counted from the first cell of all parts": (
         "backends/triton/cells",
         "place[..., 0] - first[..., None]",
         "place[..., 0]",
         f"{CELLS}[triton-plain-fp32]",
     ),
-    "ends of a cell not zero": (
+    "ragged ends of a cell not zero": (
         "backends/triton/gradient_tile",
         "tl.where(inside, d, 0.0)",
         "d",
@@ -219,13 +219,13 @@ FAULTS: dict[str, Fault] = {
         "acc",
         f"{CELLS}[triton-plain-fp32]",
     ),
-    "the policy term's normalizer for KL too": (
+    "the policy normalizer used for KL": (
         "backends/triton/sequence",
         "if kl_normalizer is None and kl_aggregation == aggregation:",
         "if kl_normalizer is None:",
         "loss_faults::test_a_kl_term_with_another_aggregation_counts_its_own_normalizer[triton-sequence]",
     ),
-    "sapo's ratio bounded at exp(8)": (
+    "sapo: ratio clamped at exp(8)": (
         "backends/triton/elementary",
         "FAR: tl.constexpr = tl.constexpr(80.0)",
         "FAR: tl.constexpr = tl.constexpr(8.0)",
@@ -243,7 +243,7 @@ FAULTS: dict[str, Fault] = {
         "(j * ROWS + start + k)",
         "kernel_faults::test_the_weight_product_reads_cells_past_two_to_the_31",
     ),
-    "unaligned rows given to descriptors": (
+    "unaligned rows read by descriptors": (
         "backends/triton/logit_tile",
         " and x.data_ptr() % 16 == 0",
         "",
@@ -255,19 +255,19 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "kernel_faults::test_a_barrier_stands_before_coefficients_are_read_again",
     ),
-    "what a difference rounds off is dropped, in Triton": (
+    "rounding error of a difference dropped, in Triton": (
         "backends/triton/reduce_rows",
         "correction = (over_top_error + margin_error) * tl.exp(log_rest)",
         "correction = over_top_error * tl.exp(log_rest)",
         "loss_faults::test_log_probs_are_rounded_once[triton]",
     ),
-    "cells for a head with an adapter": (
+    "cells dropped for a head with an adapter": (
         "backends/triton/forward",
         "if head.bias is not None or head.adapter_weight is not None:\n        return None",
         "if head.bias is not None:\n        return None",
         "kernel_faults::test_an_adapter_or_a_bias_has_no_cells_in_the_triton_backend",
     ),
-    "a log-prob for an id outside the vocabulary": (
+    "an id outside the vocabulary has a finite log-prob": (
         "backends/triton/forward",
         "torch.full((n,), math.nan, dtype=dtype, device=device)",
         "torch.zeros(n, dtype=dtype, device=device)",
@@ -291,19 +291,19 @@ FAULTS: dict[str, Fault] = {
         "+ k",
         "loss_faults::test_operands_of_a_head_need_not_be_contiguous[triton]",
     ),
-    "ids that are not contiguous": (
+    "non-contiguous ids read as contiguous": (
         "backends/triton/logit_tile",
         "target_ids=head.target_ids.contiguous()",
         "target_ids=head.target_ids",
         "loss_faults::test_operands_of_a_head_need_not_be_contiguous[triton]",
     ),
-    "rows at no multiple of 16 bytes": (
+    "rows that do not start at multiples of 16 bytes read by descriptors": (
         "backends/triton/logit_tile",
         "padded = -(-width * hidden.itemsize // 16) * 16 // hidden.itemsize",
         "padded = width",
         "kernel_faults::test_rows_that_a_descriptor_cannot_read_are_copied[ragged-rows]",
     ),
-    "rows of stride 0 given to descriptors": (
+    "rows of stride 0 read by descriptors": (
         "backends/triton/logit_tile",
         "x.stride(1) == 1 and x.stride(0) >= x.shape[1]",
         "x.stride(1) == 1",
@@ -345,37 +345,37 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "loss_faults::test_tokens_with_an_entropy_gradient_are_not_counted_as_without_one[triton]",
     ),
-    "an empty sequence as the least ratio": (
+    "an empty sequence counted in the minimum ratio": (
         "backends/triton/sequence",
         'tl.where(filled, s, float("inf"))',
         "s",
         "loss_faults::test_an_empty_sequence_is_neither_the_least_nor_the_largest_ratio[triton-0.5-sequence]",
     ),
-    "a masked token as the least ratio": (
+    "a masked token counted in the minimum ratio": (
         "backends/triton/token_passes",
         'tl.where(unmasked, s, float("inf"))',
         "s",
         "loss_faults::test_an_empty_sequence_is_neither_the_least_nor_the_largest_ratio[triton-0.5-token]",
     ),
-    "log-probs that are not contiguous": (
+    "non-contiguous log-probs read as contiguous": (
         "backends/triton/sequence",
         "return None if x is None else x.contiguous()",
         "return x",
         "kernel_faults::test_packed_tokens_need_not_lie_next_to_each_other[triton]",
     ),
-    "clipped on the ceiling, in Triton": (
+    "a ratio equal to the upper bound of dual_clip counted as clipped, in Triton": (
         "backends/triton/surrogates",
         "(u > tl.full([], bounds.log_ceiling, ACC))",
         "(u >= tl.full([], bounds.log_ceiling, ACC))",
         "loss_faults::test_a_ratio_on_a_bound_is_inside_it[triton-dual clip]",
     ),
-    "gmpo bound on its bound, in Triton": (
+    "gmpo: a ratio equal to its bound counted as clipped, in Triton": (
         "backends/triton/surrogates",
         "low, high = (advantage < 0) & (log_ratio < least), (advantage > 0) & (log_ratio > most)",
         "low, high = (advantage < 0) & (log_ratio <= least), (advantage > 0) & (log_ratio >= most)",
         "loss_faults::test_a_ratio_on_a_bound_is_inside_it[triton-gmpo, top]",
     ),
-    "cispo bound on its bound, in Triton": (
+    "cispo: a ratio equal to its bound counted as clipped, in Triton": (
         "backends/triton/surrogates",
         "        high = nonzero & (u > tl.full([], bounds.log_high, ACC))",
         "        high = nonzero & (u >= tl.full([], bounds.log_high, ACC))",
@@ -387,19 +387,19 @@ FAULTS: dict[str, Fault] = {
         "share_of_token(length, kl_normalizer, 1.0,",
         "loss_faults::test_a_kl_term_has_a_length_norm_of_its_own_aggregation[triton]",
     ),
-    "the sum of the last block of sequences": (
+    "only the last block of sequences summed": (
         "backends/triton/totals",
         "        if REDUCTION == SUM:\n            total += x",
         "        if REDUCTION == SUM:\n            total = x",
         "kernel_faults::test_a_batch_of_more_sequences_than_a_block_adds_up[triton]",
     ),
-    "the least ratio of the last block of sequences": (
+    "minimum ratio of the last block of sequences only": (
         "backends/triton/totals",
         "total = tl.minimum(total, x)",
         "total = x",
         "kernel_faults::test_a_batch_of_more_sequences_than_a_block_adds_up[triton]",
     ),
-    "the policy term's default normalizer for KL": (
+    "the policy term's default normalizer used for KL": (
         "backends/triton/sequence",
         "_default_normalizer(kl_aggregation, lengths) if",
         "_default_normalizer(aggregation, lengths) if",
@@ -411,7 +411,7 @@ FAULTS: dict[str, Fault] = {
         "self.d_bias[low:high] = d_z.sum(0)",
         "kernels::test_gradients_of_bias_and_adapter_are_sums_over_chunks",
     ),
-    "a cell's row block for its tile": (
+    "a cell's row block used as its tile": (
         "backends/triton/cells",
         "(number // blocks_of_part).t()",
         "(number % blocks_of_part).t()",
@@ -429,19 +429,19 @@ FAULTS: dict[str, Fault] = {
         "target < tile * BLOCK_V + BLOCK_V",
         f"{BLOCKS}[sm_90-plain-fp32]",
     ),
-    "rows with an entropy gradient alone left out": (
+    "rows with only an entropy gradient left out": (
         "backends/triton/gradient_rows",
         "live = live | (d_entropy != 0)",
         "pass",
         "kernels::test_a_row_with_an_entropy_gradient_alone_has_a_gradient",
     ),
-    "gradients of rows with an entropy gradient alone zeroed": (
+    "gradients of rows with only an entropy gradient set to 0": (
         "backends/triton/gradient_tile",
         "live |= d_h != 0.0",
         "pass",
         "kernels::test_a_row_with_an_entropy_gradient_alone_has_a_gradient",
     ),
-    "an inner list of launches ends an outer one": (
+    "an inner recording of launches ends the outer one": (
         "backends/triton/launch",
         "_listeners[:] = [x for x in _listeners if x is not seen]",
         "_listeners.clear()",
@@ -453,7 +453,7 @@ FAULTS: dict[str, Fault] = {
         "tl.load(head.temperature + rows)",
         f"{PARITY}[triton-temperature-padded-fp32]",
     ),
-    "an infinite target logit is certain": (
+    "an infinite target logit has log-prob 0": (
         "backends/triton/reduce_rows",
         'over_top = tl.where(target_z == float("inf"), float("nan"), over_top)',
         "pass",
@@ -477,25 +477,25 @@ FAULTS: dict[str, Fault] = {
         "begin_at=0",
         f"{CELLS}[triton-plain-fp32]",
     ),
-    "the ceiling in place of the lower bound": (
+    "the upper bound of dual_clip used as the lower bound": (
         "backends/triton/surrogates",
         "tl.where((advantage < 0) & (low == 0), tl.full([], bounds.ceiling, ACC), bound)",
         "tl.where(advantage < 0, tl.full([], bounds.ceiling, ACC), bound)",
         f"{OBJECTIVE}[triton-padded-dual-clip]",
     ),
-    "no gradient through the ratio that multiplies KL": (
+    "no gradient through the ratio factor of KL": (
         "backends/triton/token_passes",
         "through += divergence_times(kl, factor)",
         "pass",
         f"{OBJECTIVE}[triton-padded-k3-ratio]",
     ),
-    "a mean over sequences in place of tokens": (
+    "a mean over sequences instead of tokens": (
         "backends/triton/totals",
         "minus_log_ratio / tokens",
         "minus_log_ratio / filled_or_1",
         "kernels::test_metrics_are_those_of_torch[False-gspo]",
     ),
-    "newer devices take the A100's blocks": (
+    "newer devices use the A100's block shapes": (
         "backends/triton/tuning",
         '.get(capability[0], "sm_89")',
         '.get(capability[0], "sm_80")',

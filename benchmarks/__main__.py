@@ -15,7 +15,7 @@ COMMANDS = {
     "fidelity": "studies.fidelity",
     "policy": "studies.policy",
     "budgets": "studies.budgets",
-    "paper_checks": "studies.paper_checks",
+    "ratio_range": "studies.ratio_range",
     "report": "report.pages",
     "gpu": "gpu.command",
 }

@@ -10,7 +10,6 @@ import gc
 import importlib
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from . import json_text
 
 ROOT = Path(__file__).resolve().parent.parent  # of the checkout
 RESULTS = Path(__file__).parent / "results"
@@ -87,33 +88,23 @@ def destination(suite: str, device: torch.device, path: Path | None, trial: bool
 
 
 def results_in(path: Path) -> Record:
-    """Of an earlier run; none where there is no file."""
+    """Return the results of an earlier run; {} if there is no file."""
     return json.loads(path.read_text())["results"] if path.exists() else {}
 
 
 def save_part(suite: str, device: torch.device, part: str, results: Record, path: Path) -> Path:
-    """Write one part of a suite's results with a head of its own; what the file has of other parts stays there."""
+    """Write one part of a suite's results with a "measured" head of its own; keep the file's other parts."""
     return save(suite, device, results_in(path) | {part: {"measured": about(device), **results}}, path)
 
 
 def save(suite: str, device: torch.device, results: Any, path: Path) -> Path:
-    """Write them with machine, versions and commit, whole or not at all."""
+    """Write `results` with machine, versions and commit: one record per line, floats rounded to 6 significant digits.
+
+    A file that is there is replaced as a whole, or not at all if `results` cannot be written as JSON.
+    """
     beside = path.with_name(f"{path.name}.new")
-    beside.write_text(dumps({"suite": suite, **about(device), "results": results}, indent=1) + "\n")
+    beside.write_text(json_text.pretty({"suite": suite, **about(device), "results": results}))
     return beside.replace(path)
-
-
-def dumps(value: Any, indent: int | None = None) -> str:
-    """JSON, which has no NaN and no infinity: they are null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def _finite(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {key: _finite(value) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [_finite(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def interleaved(
@@ -237,7 +228,7 @@ def child(module: str, function: str, arguments: str) -> int:
         if no_room(error):
             return _OUT_OF_MEMORY
         raise
-    print(dumps(result))
+    print(json_text.dumps(result))
     return 0
 
 

@@ -1,10 +1,11 @@
-"""Every number and plot of the README and of docs/benchmarks.md, from the committed JSON and nothing else.
+"""Write every number and figure of README.md and docs/benchmarks.md from the committed JSON.
 
     python -m gspo_kernels.benchmarks report            writes them
-    python -m gspo_kernels.benchmarks report --check    says what differs, and exits with 1 if anything does
+    python -m gspo_kernels.benchmarks report --check    lists what differs, and exits with 1 if anything does
 
-The README has blocks between `<!-- measured: name -->` and `<!-- end -->`; docs/benchmarks.md is written whole. A plot
-carries the digest of the JSON that it was drawn from, so that a stale one is found without drawing it again.
+`page.md` holds the prose of docs/benchmarks.md and placeholders: {r[...]} is a value of a suite's results, and the
+others are the texts of `tables.py`. README.md has the block `<!-- measured: results -->` ... `<!-- end -->`. A figure
+carries the digest of the JSON file that it was drawn from, so that a stale one is found without drawing it.
 """
 
 from __future__ import annotations
@@ -16,105 +17,104 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..measure import RESULTS, ROOT
-from . import claims as report_claims
-from . import costs as report_costs
-from . import work as report_work
+from . import summary
+from .tables import SECTIONS, Results, conditions
 
 README, PAGE, FIGURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures"
-Suite = dict[str, Any]
-# Of the README: name -> (suites, text of them); of the page: suite -> text of it and of its file's name.
-BLOCKS = report_costs.BLOCKS | report_work.BLOCKS | report_claims.BLOCKS
-SECTIONS = report_costs.SECTIONS | report_work.SECTIONS | report_claims.SECTIONS
+TEMPLATE = Path(__file__).with_name("page.md")
+BLOCK = re.compile(r"(<!-- measured: results -->\n).*?(<!-- end -->)", re.DOTALL)
+NO_GPU = "**Nothing here was measured on a GPU.** "
 
 
 class Figure(NamedTuple):
-    source: Path  # the JSON
-    draw: Callable[[dict[str, Any], Path], None]
+    source: Path  # JSON
+    draw: Callable[[Results, Path], None]
 
 
-def _figures() -> dict[str, Figure]:
-    """By the name of the plot. Imported late: matplotlib takes a second."""
-    from . import figures_fidelity, figures_paper, figures_sparsity, figures_step, figures_training
+def figures_by_name() -> dict[str, Figure]:
+    from . import figures  # matplotlib takes a second to import
 
-    by_suite = {
-        "step": figures_step.draw_step,
-        "vocab": figures_step.draw_vocab,
-        "trainer": figures_step.draw_trainer,
-        "sparsity": figures_sparsity.draw_sparsity,
-        "fidelity": figures_fidelity.draw_fidelity,
-        "budgets": figures_training.draw_budgets,
-    }
-    drawn = {path.stem: Figure(path, draw) for suite, draw in by_suite.items() for path in files(suite)}
-    for path in files("paper-checks"):
-        drawn |= {f"{path.stem}-{claim}": Figure(path, draw) for claim, draw in figures_paper.DRAW.items()}
-    return drawn
+    every = {path.stem: Figure(path, draw) for suite, draw in figures.DRAW.items() for path in files(suite)}
+    if paths := files("fidelity"):
+        every["readme"] = Figure(paths[0], figures.draw_readme)
+    return every
 
 
 def files(suite: str) -> list[Path]:
-    """The committed JSON of a suite: that of a CPU first, then of GPUs."""
-    paths = sorted(RESULTS.glob(f"{suite}-*.json"))
-    return sorted(paths, key=lambda path: not path.stem.endswith("-cpu"))
+    """Return the committed files of a suite, that of a CPU first."""
+    return sorted(RESULTS.glob(f"{suite}-*.json"), key=lambda path: (not path.stem.endswith("-cpu"), path))
 
 
-def load(path: Path) -> Suite:
-    with _of(path):
-        suite = json.loads(path.read_text())
-        return {**suite, "machine": suite["machine"], "results": suite["results"]}
+def load(path: Path) -> Results:
+    with naming(path):
+        measured = json.loads(path.read_text())
+        return {**measured, "machine": measured["machine"], "results": measured["results"]}
 
 
 @contextmanager
-def _of(path: Path) -> Iterator[None]:
-    """What cannot be told of a file names the file."""
+def naming(path: Path) -> Iterator[None]:
+    """Turn an error about the contents of a file into one line that names the file."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
-        raise SystemExit(f"{path}: not what its suite writes when it is through: {error!r}") from error
+        raise SystemExit(f"{path}: expected the complete results of its suite: {error!r}") from error
 
 
 def texts() -> dict[Path, str]:
-    """What README and page should be. The README tells of the CPU, the page of every machine."""
-    loaded = {suite: [load(path) for path in files(suite)] for suite in SECTIONS}
+    """Return what README.md and docs/benchmarks.md should hold."""
+    introduction, *sections = TEMPLATE.read_text().split("\n<!-- suite: ")
+    first = {suite: load(paths[0])["results"] for suite in SECTIONS if (paths := files(suite))}
+    on_gpu = any(len(files(suite)) > 1 for suite in SECTIONS)
+    common = summaries(first)
+    page = [unwrapped(introduction).format(gpu="" if on_gpu else NO_GPU, **common)]
+    for section in sections:
+        suite, _, prose = section.partition(" -->\n")
+        page += [section_of(suite, unwrapped(prose), path, common) for path in files(suite)]
     readme = README.read_text()
-    for name, (suites, block) in BLOCKS.items():
-        text = ""
-        if all(loaded[suite] for suite in suites):
-            with _of(files(suites[0])[0]):
-                text = block(*(loaded[suite][0] for suite in suites)) + "\n"
-        readme = _filled(readme, name, text)
-    on_gpu = any("gpu" in measured["machine"] for suite in loaded.values() for measured in suite)
-    parts = [INTRODUCTION.format(where=ON_GPU if on_gpu else NO_GPU)]
-    for suite, section in SECTIONS.items():
-        for measured, path in zip(loaded[suite], files(suite), strict=True):
-            with _of(path):
-                parts.append(section(measured, path.stem))
-    return {README: readme, PAGE: "\n\n".join(parts) + "\n"}
+    if {"step", "fidelity"} <= first.keys():
+        block = summary.readme(first["step"], first["fidelity"]) + "\n"
+        readme = BLOCK.sub(lambda match: f"{match[1]}{block}{match[2]}", readme)
+    return {README: readme, PAGE: "\n".join(page)}
 
 
-def _filled(text: str, name: str, block: str) -> str:
-    pattern = rf"(<!-- measured: {name} -->\n).*?(<!-- end -->)"
-    filled, times = re.subn(pattern, lambda match: f"{match[1]}{block}{match[2]}", text, flags=re.DOTALL)
-    if times != 1:
-        raise ValueError(f"README.md: expected one block <!-- measured: {name} --> ... <!-- end -->, found {times}")
-    return filled
+def summaries(first: dict[str, Results]) -> dict[str, str]:
+    """Return the texts that are about several suites."""
+    needs = {
+        "helps": ("step", "trainer", "fidelity"),
+        "loses": ("step", "vocab", "trainer"),
+        "tolerance": ("fidelity",),
+    }
+    tables = {}
+    for name, suites in needs.items():
+        complete = all(suite in first for suite in suites)
+        with naming(RESULTS / f"{suites[0]}-cpu.json"):
+            tables[name] = getattr(summary, name)(*(first[suite] for suite in suites)) if complete else "Not measured."
+    return tables
 
 
-INTRODUCTION = """# Benchmarks
+def unwrapped(prose: str) -> str:
+    """Put every paragraph and list item on one line."""
+    return re.sub(r"(?<![\n|])\n *(?=[\w`({*\[])", " ", prose)
 
-Everything on this page is written by `python -m gspo_kernels.benchmarks report` from the JSON files in
-[`benchmarks/results/`](../benchmarks/results/); each section names the command that made its file, and where. {where}
-Sections were measured on different processors; "(bf16)" is said of one that multiplies bf16 itself,
-which naive PyTorch gains most from: compare within a section.
-The commands measure whoever is installed; everyone is in the environment of `make build/peers/ready`
-(`build/peers/bin/python`). On your machine, with its cores to itself: `gspo bench`."""
-NO_GPU = """**Nothing here was
-measured on a GPU**: times are of a small CPU and mean something only as ratios within their own run. What a GPU makes
-of passes, errors and decisions is not measured either: the Triton kernels cut other cells and round `d_logits` to the
-dtype of the operands."""
-ON_GPU = """Times of a
-CPU mean something only as ratios within their own run."""
+
+def section_of(suite: str, prose: str, path: Path, common: dict[str, str]) -> str:
+    """Fill a section of the template with the results of one file."""
+    measured = load(path)
+    with naming(path):
+        results = measured["results"]
+        heads = {f"{part}_conditions": conditions(x["measured"]) for part, x in parts(results).items()}
+        placed = {"r": results, "figure": f"figures/{path.stem}.png", "conditions": conditions(measured), **heads}
+        text = prose.format(**placed, **common, **SECTIONS[suite](results))
+    gpu = measured["machine"].get("gpu")
+    return re.sub(r"^(## .*)$", rf"\1 ({gpu})", text, count=1, flags=re.MULTILINE) if gpu else text
+
+
+def parts(results: Results) -> dict[str, Results]:
+    """Return the parts of a suite that were measured separately."""
+    return {name: part for name, part in results.items() if isinstance(part, dict) and "measured" in part}
 
 
 def digest(path: Path) -> str:
@@ -122,16 +122,13 @@ def digest(path: Path) -> str:
 
 
 def stale() -> list[str]:
-    """What is not as the JSON says."""
-    outdated = [str(path.relative_to(ROOT)) for path, text in texts().items() if _read(path) != text]
-    return outdated + [f"docs/figures/{name}.png" for name, figure in _figures().items() if not _is_drawn(name, figure)]
+    """Return the files that are not what the JSON says."""
+    pages = [path.name for path, text in texts().items() if not path.exists() or path.read_text() != text]
+    return pages + [f"docs/figures/{name}.png" for name, figure in figures_by_name().items() if not drawn(name, figure)]
 
 
-def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-def _is_drawn(name: str, figure: Figure) -> bool:
+def drawn(name: str, figure: Figure) -> bool:
+    """Return whether a figure was drawn from its JSON file as it is now."""
     from PIL import Image
 
     path = FIGURES / f"{name}.png"
@@ -142,12 +139,15 @@ def _is_drawn(name: str, figure: Figure) -> bool:
 
 
 def draw(name: str, figure: Figure) -> None:
-    """Draw a plot and write into it what it was drawn from."""
+    """Draw a figure and store the digest of its source in it."""
+    from matplotlib import rc_context
     from PIL import Image, PngImagePlugin
+
+    from .figures import STYLE
 
     path = FIGURES / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _of(figure.source):
+    with naming(figure.source), rc_context(STYLE):
         figure.draw(load(figure.source)["results"], path)
     source = PngImagePlugin.PngInfo()
     source.add_text("Source", digest(figure.source))
@@ -162,15 +162,15 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if anything differs")
     if parser.parse_args().check:
-        differs = stale()
-        said = [f"{name} is not what the JSON says: python -m gspo_kernels.benchmarks report" for name in differs]
-        print("\n".join(said or [f"{README.name}, {PAGE.name} and every plot are what the JSON says"]))
-        return 1 if differs else 0
+        differing = stale()
+        lines = [f"{name} is not what the JSON says: python -m gspo_kernels.benchmarks report" for name in differing]
+        print("\n".join(lines or [f"{README.name}, {PAGE.name} and every figure are what the JSON says"]))
+        return 1 if differing else 0
     written = texts()  # all of it before anything is changed
     if absent := [suite for suite in SECTIONS if not files(suite)]:
-        print(f"not measured, and so not told of: {', '.join(absent)}")
-    for name, figure in _figures().items():
-        if not _is_drawn(name, figure):
+        print(f"no results of: {', '.join(absent)}")
+    for name, figure in figures_by_name().items():
+        if not drawn(name, figure):
             draw(name, figure)
             print(f"docs/figures/{name}.png")
     for path, text in written.items():

@@ -1,33 +1,34 @@
-"""How wrong token log-probs are, and how many of GSPO's clip decisions that turns over, by implementation and length.
+"""Errors of token log-probs, and the clip decisions that they flip, by implementation and sequence length.
 
     python -m gspo_kernels.benchmarks fidelity          about 4 minutes on two cores
 
-Hidden states and head are rounded to bf16 first; the truth is float64 of exactly these values. The policy is updated
-(its hidden states move, and are rounded again), and every implementation computes the log-probs before and after.
+Hidden states and head are rounded to bf16, and the truth is float64 of exactly these values. An update moves the hidden
+states, which are rounded again. Every implementation computes log-probs before and after the update.
 
-A sequence is L of the measured tokens, drawn with replacement; of each the error of its log-ratio counts. The mean of
-the true log-ratios is set, to N(0, 3.4e-4), so that at every length the same share of sequences, about 15 %, is beyond
-the window of 3e-4 / 4e-4. A decision is wrong if it is not the one that float64 takes. The mean error of the tokens is
-taken out, because that of a few thousand tokens is mostly chance and would be a bias of every long sequence; decisions
-with it left in are reported too ("wrong with the bias").
+A sequence is L of the measured tokens, drawn with replacement. Its true log-ratio is drawn from N(0, 3.4e-4), so that
+at every length about 15 % of the sequences are outside the clip window of 3e-4 / 4e-4. A decision is wrong if it is not
+float64's. The mean error of the measured tokens is subtracted first: a few thousand tokens determine it poorly, and it
+would shift every long sequence. "wrong with the mean error" leaves it in.
 
-Two intervals: "95 %" covers the drawing of sequences from these tokens, "95 %, tokens drawn anew" the choice of the
-tokens besides (a bootstrap; of a trained policy's, whole answers are drawn). Neither covers another policy, nor errors
-that are correlated within a sequence, which draws undo. How much they are is told of a trained policy's answers: the
-standard deviation of their mean errors, times sqrt(L), over that of tokens is 1 where errors are independent.
+The 95 % intervals cover the drawing of sequences and the choice of tokens (a bootstrap, of whole answers where there
+are any). They cover no other policy, and no correlation of errors within a sequence, because drawing single tokens
+removes it. For a trained policy "correlation" measures it: sqrt(L) times the standard deviation of the answers' mean
+errors, over that of token errors. Independent errors give 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gspo_kernels import Objective, linear_log_probs
+from gspo_kernels import Objective
 
 from .. import candidates, measure, peaked
 from ..candidates import LogProbs
@@ -35,13 +36,15 @@ from ..measure import Record
 from ..suites.bench import device_of
 from ..suites.step import at_least, told
 from ..workloads import MODELS, Head
-from .decisions import SPREAD, about_errors, decisions, spread_of_means
 
 HEAD = MODELS["qwen2.5-0.5b"]
 LENGTHS = tuple(2**k for k in range(6, 15))
-UPDATE = 0.03  # nats that an update moves a logit
-ROWS = 512  # of a call, of every implementation, before and after the update
-POLICY = Path("runs/policy")  # where `gspo_kernels.benchmarks.studies.policy` leaves a trained policy
+UPDATE = 0.03  # nats by which an update moves a logit
+ROWS = 512  # of each call of an implementation
+SPREAD = 3.4e-4  # standard deviation of the true log-ratios of sequences
+CHUNK = 2000  # sequences drawn at once
+Z, T = 1.959964, 2.022691  # 97.5 % quantiles: normal, and Student's t with REDRAWS - 1 degrees of freedom
+REDRAWS, FRACTION = 40, 10  # bootstrap samples of the tokens; each uses one in FRACTION of the sequences
 OURS, NAIVE = "ours", "naive GSPO"
 OTHER_ENGINE = "old by bf16 logits, new by ours"
 
@@ -51,99 +54,82 @@ class Tokens(NamedTuple):
     new_hidden: Tensor  # [N, H] bf16
     weight: Tensor  # [V, H] bf16
     target_ids: Tensor  # [N], sampled before the update
-    sequence: Tensor  # [N] on the CPU: whose they are, in order; each its own where tokens are independent
+    sequence: Tensor  # [N] on the CPU: which answer a token belongs to; all different for independent tokens
 
 
-class Measured(NamedTuple):
-    """Of every implementation, in float64 on the CPU."""
+class Errors(NamedTuple):
+    """Errors of every implementation against float64, on the CPU."""
 
-    log_ratio: Tensor  # [N] the truth
-    old: dict[str, Tensor]  # name -> error of the log-prob before the update [N]
-    new: dict[str, Tensor]  # and after
-    dtypes: dict[str, str]  # that it returns
+    log_ratio: Tensor  # [N] the true log-ratios
+    old: dict[str, Tensor]  # of the log-probs before the update, [N]
+    new: dict[str, Tensor]  # of the log-probs after it, [N]
+    dtypes: dict[str, str]  # in which the log-probs are returned
 
-    def ratio_errors(self) -> dict[str, Tensor]:
-        """Errors of the log-ratios [N]; the last is of old log-probs from another engine, as a sampler's are."""
-        log_ratios = {name: self.new[name] - self.old[name] for name in self.old}
-        if {OURS, NAIVE} <= log_ratios.keys():
-            log_ratios[OTHER_ENGINE] = self.new[OURS] - self.old[NAIVE]
-        return log_ratios
-
-
-# Who is compared
+    def of_log_ratios(self) -> dict[str, Tensor]:
+        """Errors of the log-ratios [N]; also with old log-probs from another engine, such as a sampler's."""
+        errors = {name: self.new[name] - self.old[name] for name in self.old}
+        if {OURS, NAIVE} <= errors.keys():
+            errors[OTHER_ENGINE] = self.new[OURS] - self.old[NAIVE]
+        return errors
 
 
 def implementations(head: Head, device: torch.device) -> tuple[dict[str, LogProbs], dict[str, str]]:
-    """Those that run here, and why the others do not. What shares its log-probs with an earlier one is left out."""
+    """Return what can run here, and why the others cannot. Candidates with equal log-probs are measured once."""
     runs: dict[str, LogProbs] = {}
     absent: dict[str, str] = {}
-    seen = set()
     for name, candidate in candidates.ALL.items():
-        if candidate.log_probs in seen:
-            continue
-        seen.add(candidate.log_probs)
-        why = candidate.absent(head, torch.bfloat16, device)
-        if why is None:
-            runs[name] = candidate.log_probs
-        else:
+        if why := candidate.absent(head, torch.bfloat16, device):
             absent[name] = why
-    return {**runs, "fp16 logits": half_logits, "fp32 logits": full_precision_logits}, absent
+        elif candidate.log_probs not in runs.values():
+            runs[name] = candidate.log_probs
+    return {**runs, "fp16 logits": fp16_logits, "fp32 logits": fp32_logits}, absent
 
 
-def half_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Accumulated in fp32 and rounded to fp16 before the softmax, as some GPU kernels do."""
+def fp16_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
+    """Accumulate logits in fp32 and round them to fp16 before the softmax, as some GPU kernels do."""
     assert softcap is None
     logits = (hidden.float() @ weight.float().t()).half().float()
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
-def full_precision_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
+def fp32_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
     return candidates.full_log_probs(hidden.float(), weight.float(), ids, softcap)
 
 
-# What is measured
-
-
 def updated(hidden: Tensor, weight: Tensor, ids: Tensor, seed: int) -> Tokens:
-    """An update that moves every logit by about `UPDATE`, each on its own."""
+    """Apply an update that moves every logit by about `UPDATE`."""
     rng = torch.Generator(hidden.device).manual_seed(seed)
     noise = torch.randn(hidden.shape, generator=rng, device=hidden.device)
     scale = UPDATE / weight.float().square().sum(1).mean().sqrt()
-    moved, alone = (hidden.float() + scale * noise).bfloat16(), torch.arange(ids.numel())
-    return Tokens(hidden.bfloat16(), moved, weight.bfloat16(), ids, alone)
+    moved = (hidden.float() + scale * noise).bfloat16()
+    return Tokens(hidden.bfloat16(), moved, weight.bfloat16(), ids, torch.arange(ids.numel()))
 
 
-def synthetic(count: int, head: Head, device: torch.device, seed: int = 0) -> tuple[Tokens, Record]:
+def synthetic(count: int, head: Head, device: torch.device, seed: int = 0) -> Tokens:
     policy = peaked.make(count, head.width, head.vocab, seed=seed, device=device)
-    return updated(policy.hidden, policy.weight, policy.target_ids, seed + 1), peaked.about(policy)
+    return updated(policy.hidden, policy.weight, policy.target_ids, seed + 1)
 
 
-def trained(folder: Path, count: int, device: torch.device) -> tuple[Tokens, Record] | str:
-    """Of a policy that was trained; or why there is none."""
-    from . import policy  # needs transformers, which nothing else here does
+def trained(folder: Path, count: int, device: torch.device) -> Tokens:
+    """Load the answers of a trained policy. Raises FileNotFoundError with the command that trains one."""
+    from . import policy  # needs transformers
 
-    try:
-        states = policy.load(folder)
-    except FileNotFoundError as missing:
-        return str(missing)
+    states = policy.load(folder)
     hidden, ids = (x[:count].to(device) for x in states.rows())
     lengths = states.mask.sum(1).cpu()
-    whose = torch.arange(lengths.numel()).repeat_interleave(lengths)[:count]
-    tokens = updated(hidden, states.weight.to(device), ids, seed=1)._replace(sequence=whose)
-    entropy = linear_log_probs(tokens.old_hidden[None], tokens.weight, ids[None], entropy=True).entropy
-    assert entropy is not None
-    return tokens, peaked.entropy_quantiles(entropy[0])
+    sequence = torch.arange(lengths.numel()).repeat_interleave(lengths)[:count]
+    return updated(hidden, states.weight.to(device), ids, seed=1)._replace(sequence=sequence)
 
 
 @torch.no_grad()
 def log_probs(run: LogProbs, hidden: Tensor, weight: Tensor, ids: Tensor, rows: int = ROWS) -> Tensor:
-    """On the CPU, in the dtype that they come in."""
+    """Return log-probs [N] on the CPU, in the dtype that the implementation returns."""
     parts = [run(h, weight, i, None) for h, i in zip(hidden.split(rows), ids.split(rows), strict=True)]
     return torch.cat(parts).cpu()
 
 
 def truth(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """`weight` is float64 already: of a large head that is a gigabyte."""
+    """Return float64 log-probs [N]. `weight` is float64 already: for a large head that is a gigabyte."""
 
     def run(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
         return candidates.full_log_probs(hidden.double(), weight, ids, softcap, torch.float64)
@@ -151,84 +137,155 @@ def truth(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return log_probs(run, hidden, weight, ids, rows=64)
 
 
-def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> Measured:
-    print(f"  float64, {tokens.target_ids.numel()} tokens", flush=True)
+def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> Errors:
     wide, ids = tokens.weight.double(), tokens.target_ids
     true_old, true_new = truth(tokens.old_hidden, wide, ids), truth(tokens.new_hidden, wide, ids)
-    del wide
-    old, new, dtypes = {}, {}, {}
+    errors = Errors(true_new - true_old, {}, {}, {})
     for name, run in runs.items():
         start = time.perf_counter()
         before, after = (log_probs(run, h, tokens.weight, ids) for h in (tokens.old_hidden, tokens.new_hidden))
-        old[name], new[name] = before.double() - true_old, after.double() - true_new
-        dtypes[name] = str(after.dtype).removeprefix("torch.")
+        errors.old[name], errors.new[name] = before.double() - true_old, after.double() - true_new
+        errors.dtypes[name] = str(after.dtype).removeprefix("torch.")
         seconds = time.perf_counter() - start
-        print(f"  {name}: error {new[name].std().item():.2g} nats a token ({seconds:.0f} s)", flush=True)
-    return Measured(true_new - true_old, old, new, dtypes)
+        print(f"  {name}: error {errors.new[name].std().item():.2g} nats per token ({seconds:.0f} s)", flush=True)
+    return errors
 
 
-def suite(tokens: Tokens, about: Record, sequences: int) -> Record:
-    """All that is known of one set of tokens."""
+def correlation(errors: Tensor, sequence: Tensor) -> float | None:
+    """Return the "correlation" of the module's docstring; None where every token is a sequence of its own."""
+    if sequence.unique().numel() == sequence.numel():
+        return None
+    centred = errors - errors.mean()
+    return (torch.bincount(sequence, centred).norm() / centred.norm()).item()
+
+
+def passes_clip(u: Tensor, positive: Tensor) -> Tensor:
+    """Return whether a sequence of log-ratio u keeps its gradient, by the sign of its advantage."""
+    low, high = Objective().log_window
+    return torch.where(positive, u <= high, u >= low)
+
+
+def decisions(
+    errors_of: dict[str, Tensor], lengths: tuple[int, ...], sequences: int, sequence: Tensor
+) -> dict[str, Record]:
+    """Return shares of wrong decisions by implementation, a number per length. All share the same draws."""
+    rng = torch.Generator().manual_seed(0)
+    errors = torch.stack(list(errors_of.values()), 1)  # [N, K]
+    deviation = _bootstrap(errors, sequence, lengths, sequences // FRACTION, rng)
+    mean_error = errors.mean(0)
+    wrong, biased = torch.zeros(2, errors.shape[1], len(lengths), dtype=torch.int64)
+    for chunk in torch.arange(sequences).split(CHUNK):
+        u = SPREAD * torch.randn(len(chunk), 1, generator=rng, dtype=torch.float64)
+        positive = torch.rand(len(chunk), 1, generator=rng) < 0.5
+        right = passes_clip(u, positive)
+        for at, mean in enumerate(_means(errors - mean_error, len(chunk), lengths, rng)):
+            wrong[:, at] += (passes_clip(u + mean, positive) != right).sum(0)
+            biased[:, at] += (passes_clip(u + mean + mean_error, positive) != right).sum(0)
+    return {
+        name: {
+            "wrong": (wrong[k] / sequences).tolist(),
+            "95 %": [interval(int(x), sequences, d) for x, d in zip(wrong[k], deviation[k].tolist(), strict=True)],
+            "wrong with the mean error": (biased[k] / sequences).tolist(),
+        }
+        for k, name in enumerate(errors_of)
+    }
+
+
+def interval(hits: int, count: int, deviation: float = 0.0) -> tuple[float, float]:
+    """Return a 95 % interval of a share: Wilson's, widened by another source of this standard deviation."""
+    share, scale = hits / count, 1 + Z * Z / count
+    middle = (share + Z * Z / (2 * count)) / scale
+    half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count)) / scale
+    low, high = middle - half if hits else 0.0, middle + half
+    return (
+        max(0.0, share - math.hypot(share - low, T * deviation)),
+        min(1.0, share + math.hypot(high - share, T * deviation)),
+    )
+
+
+def _means(errors: Tensor, count: int, lengths: tuple[int, ...], rng: torch.Generator) -> Iterator[Tensor]:
+    """Yield mean errors [count, K] of drawn sequences for each length. A longer sequence extends the shorter one."""
+    table, total, before = errors.float(), torch.zeros(count, errors.shape[1], dtype=torch.float64), 0
+    for length in lengths:
+        drawn = torch.randint(errors.shape[0], (count, length - before), generator=rng)
+        total += torch.nn.functional.embedding_bag(drawn, table, mode="sum").double()
+        before = length
+        yield total / length
+
+
+def _bootstrap(
+    errors: Tensor, sequence: Tensor, lengths: tuple[int, ...], sequences: int, rng: torch.Generator
+) -> Tensor:
+    """Return the standard deviations [K, lengths] of wrong shares over redrawn sets of tokens.
+
+    True log-ratios are integrated, not drawn, so that few sequences suffice; their own noise stays in.
+    """
+    sizes = sequence.unique_consecutive(return_counts=True)[1]
+    tables = []
+    for _ in range(REDRAWS):
+        chunk = torch.randint(len(sizes), (4 * len(sizes),), generator=rng)  # more than needed: lengths differ
+        shift = (sizes.cumsum(0)[chunk] - sizes[chunk].cumsum(0)).repeat_interleave(sizes[chunk])
+        tables.append(errors[(shift + torch.arange(len(shift)))[: errors.shape[0]]])
+    every = torch.cat(tables, 1)  # [N, REDRAWS * K]
+    share = torch.zeros(every.shape[1], len(lengths), dtype=torch.float64)
+    for chunk in torch.arange(sequences).split(CHUNK):
+        for at, mean in enumerate(_means(every - every.mean(0), len(chunk), lengths, rng)):
+            share[:, at] += flip_chance(mean).sum(0) / sequences
+    return share.unflatten(0, (REDRAWS, -1)).std(0)
+
+
+def flip_chance(error: Tensor) -> Tensor:
+    """Return the chance that an error flips a decision, over true log-ratios and both signs of the advantage."""
+    cdf = torch.special.ndtr
+    sides = [cdf((end - error) / SPREAD) - cdf(error.new_tensor(end / SPREAD)) for end in Objective().log_window]
+    return 0.5 * (sides[0].abs() + sides[1].abs())
+
+
+def study(tokens: Tokens, sequences: int) -> tuple[Record, dict[str, str]]:
+    """Measure one set of tokens; return its results, and who was not measured and why."""
     vocab, width = tokens.weight.shape
     runs, absent = implementations(Head(width, vocab), tokens.weight.device)
-    for name, why in absent.items():
-        print(f"  not measured: {name}, {why}", flush=True)
-    results = measured(tokens, runs)
-    ratio_errors, twice = results.ratio_errors(), tokens.sequence.repeat(2)
-    both = {name: torch.cat([results.old[name], results.new[name]]) for name in runs}
-    return {
-        "tokens": tokens.target_ids.numel(),
-        "sequences": tokens.sequence.unique().numel(),
-        "width": width,
-        "vocab": vocab,
-        "not measured": absent,
-        "entropy": about,
-        "std of the true log-ratio": results.log_ratio.std().item(),
-        "log-probs": {name: {"dtype": results.dtypes[name], **about_errors(both[name], twice)} for name in runs},
-        "log-ratios": {
-            name: about_errors(errors, tokens.sequence) | spread_of_means(errors, tokens.sequence)
-            for name, errors in ratio_errors.items()
-        },
-        "decisions": decisions(ratio_errors, LENGTHS, sequences, tokens.sequence),
-    }
+    errors = measured(tokens, runs)
+    of_ratios = errors.of_log_ratios()
+    wrong = decisions(of_ratios, LENGTHS, sequences, tokens.sequence)
+    records = []
+    for name, ratio in of_ratios.items():
+        record: Record = {"name": name, "dtype": errors.dtypes.get(name)}
+        if name in runs:
+            both = torch.cat([errors.old[name], errors.new[name]])
+            largest = both.abs().max().item()
+            record["log-prob"] = {"std": both.std().item(), "mean": both.mean().item(), "largest": largest}
+        record["log-ratio"] = {"std": ratio.std().item(), "mean": ratio.mean().item()}
+        records.append(record | {"correlation": correlation(ratio, tokens.sequence), **wrong[name]})
+    sizes = {"tokens": tokens.target_ids.numel(), "width": width, "vocab": vocab}
+    moved = errors.log_ratio.std().item()
+    return {**sizes, "std of the true log-ratio": moved, "lengths": LENGTHS, "implementations": records}, absent
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m gspo_kernels.benchmarks fidelity", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("--tokens", type=at_least(64), default=3072, help="measured, of each set (default 3072)")
+    parser.add_argument("--tokens", type=at_least(64), default=3072, help="measured tokens per set (default 3072)")
     parser.add_argument("--sequences", type=at_least(1000), default=100_000, help="per length (default 100000)")
-    parser.add_argument("--policy", type=Path, default=POLICY, help="a trained policy (default runs/policy)")
+    parser.add_argument("--policy", type=Path, default=Path("runs/policy"), help="trained policy (default runs/policy)")
     parser.add_argument("--device", type=told(device_of), default="cpu", help="default cpu")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds: a head of 128 x 4096")
     parser.add_argument("--output", type=Path, help=measure.OUTPUT)
-    arguments = parser.parse_args(argv)
-    if arguments.tiny:
-        arguments.tokens, arguments.sequences = 256, 2000
-    device, head = arguments.device, Head(128, 4096) if arguments.tiny else HEAD
-    output = measure.destination("fidelity", device, arguments.output, arguments.tiny)
+    options = parser.parse_args(argv)
+    count, sequences, head = options.tokens, options.sequences, HEAD
+    if options.tiny:
+        count, sequences, head = 256, 2000, Head(128, 4096)
+    output = measure.destination("fidelity", options.device, options.output, options.tiny)
     sets: Record = {}
     print("a synthetic policy", flush=True)
-    sets["synthetic"] = suite(*synthetic(arguments.tokens, head, device), arguments.sequences)
-    absent = dict(sets["synthetic"]["not measured"])
-    states = trained(arguments.policy, arguments.tokens, device)
-    if isinstance(states, str):
-        absent["trained policy"] = states
-        print(f"not measured: {states}", flush=True)
-    else:
+    sets["synthetic"], absent = study(synthetic(count, head, options.device), sequences)
+    try:
         print("a trained policy", flush=True)
-        sets["trained"] = suite(*states, arguments.sequences)
-        absent |= sets["trained"]["not measured"]
-    objective = Objective()
-    results = {
-        "dtype": "bfloat16",
-        "spread of log-ratios": SPREAD,
-        "update": UPDATE,
-        "rows of a call": ROWS,
-        "clip": [objective.clip_low, objective.clip_high],
-        "seed": 0,
-        "not measured": absent,
-        "sets": sets,
-    }
-    print(f"wrote {measure.save('fidelity', device, results, output)}")
+        sets["trained"] = study(trained(options.policy, count, options.device), sequences)[0]
+    except FileNotFoundError as missing:
+        absent["trained policy"] = str(missing)
+    for name, why in absent.items():
+        print(f"not measured: {name} ({why})", flush=True)
+    results = {"sequences": sequences, "spread of log-ratios": SPREAD, "not measured": absent, "sets": sets}
+    print(f"wrote {measure.save('fidelity', options.device, results, output)}")

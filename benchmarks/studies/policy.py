@@ -1,10 +1,10 @@
-"""A small language model, trained here, and what a gradient budget finds in its logits.
+"""Train a small language model on a CPU, and measure what a gradient budget saves on it.
 
-    python -m gspo_kernels.benchmarks policy    train, sample, save to runs/policy, report (10 minutes on one CPU core)
+    python -m gspo_kernels.benchmarks policy    10 minutes on one core; saves the policy in runs/policy
 
-A formula for peaked logits (`peaked.py`) is only as good as who wrote it. So a Qwen3 learns arithmetic in steps from
-text made here (`arithmetic.py`), until about half of its sampled answers are right; its hidden states, its head and the
-tokens it sampled are saved for other benchmarks, and are put beside the formula's in the same situation.
+Other benchmarks use a formula for peaked logits (`peaked.py`). This one checks it: a Qwen3 learns the worked problems
+of `arithmetic.py` until about half of its sampled answers are right, and is measured beside the formula at the same
+sizes. Its hidden states, head and sampled tokens are saved for the studies `fidelity` and `budgets`.
 """
 
 from __future__ import annotations
@@ -38,35 +38,32 @@ from . import arithmetic
 from .arithmetic import END, PAD, Problem
 
 FOLDER = Path("runs") / "policy"
-ZERO, CLIPPED = 19 / 64, 7 / 64  # shares of sequences, as in `sparsity.py`
+ZERO, CLIPPED = 19 / 64, 7 / 64  # shares of sequences of zero advantage, and outside the clip window
 ANSWER = 24  # tokens
 
 
 class Size(NamedTuple):
     vocab: int
-    stories: int  # of the corpus
+    stories: int  # sentences of filler text
     problems: int  # to learn from
     layers: int
     width: int
     steps: int  # at most
     batch: int  # texts per step, a quarter of them stories
     learning_rate: float
-    enough: float  # accuracy at which training ends: a policy that RL can still teach something
     probe: int  # problems per measurement of the accuracy
-    sequences: int  # sampled and saved
-    for_rl: int  # prompts written
+    sequences: int  # answers that are sampled and saved
+    for_rl: int  # problems that are saved for RL
 
 
-SIZES = {
-    "cpu": Size(33_280, 150_000, 40_000, 4, 256, 2000, 32, 2e-3, 0.5, 128, 160, 2048),
-    "cuda": Size(33_280, 150_000, 100_000, 12, 1024, 4000, 128, 3e-4, 0.5, 512, 512, 4096),
-    "tiny": Size(600, 400, 400, 1, 64, 12, 8, 3e-3, 0.5, 8, 16, 16),
-}
+FULL = Size(33_280, 150_000, 40_000, 4, 256, 2000, 32, 2e-3, probe=128, sequences=160, for_rl=2048)
+TINY = Size(600, 400, 400, 1, 64, 12, 8, 3e-3, probe=8, sequences=16, for_rl=16)
+ENOUGH = 0.5  # accuracy at which training ends, so that RL can still improve the policy
 PROBE_EVERY = 50  # steps
 
 
 class States(NamedTuple):
-    """What a policy predicted its own answers from: S sequences, padded to L tokens."""
+    """The states from which a policy predicted its own answers: S sequences, padded to L tokens."""
 
     hidden: Tensor  # [S, L, H] fp32
     weight: Tensor  # [V, H] fp32
@@ -74,32 +71,29 @@ class States(NamedTuple):
     mask: Tensor  # [S, L] bool
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Without padding: [N, H] and [N]."""
+        """Return hidden states [N, H] and target ids [N] without padding."""
         return self.hidden[self.mask], self.target_ids[self.mask]
 
 
 def load(folder: Path = FOLDER) -> States:
-    """What was saved by the last run."""
+    """Load the states that the last run saved. Raises FileNotFoundError with the command that makes them."""
     if not (folder / "states.pt").is_file():
         raise FileNotFoundError(f"{folder} holds no policy: run `python -m gspo_kernels.benchmarks policy` first")
     return States(**torch.load(folder / "states.pt", weights_only=True))
 
 
 def digest(folder: Path = FOLDER) -> str:
-    """Of its weights: what else was measured on the same policy has the same."""
+    """Return a digest of the policy's weights, by which results name the policy that they used."""
     return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
-
-
-# Training
 
 
 class Text(NamedTuple):
     ids: list[int]
-    silent: int  # tokens at its start that are given and not learned
+    prompt: int  # tokens at its start that are not learned
 
 
 def random_policy(size: Size, tokenizer: PreTrainedTokenizerFast) -> Policy:
-    heads = max(size.width // 64, 2)
+    heads, entries = max(size.width // 64, 2), tokenizer.get_vocab()
     config = Qwen3Config(
         vocab_size=size.vocab,
         hidden_size=size.width,
@@ -110,22 +104,22 @@ def random_policy(size: Size, tokenizer: PreTrainedTokenizerFast) -> Policy:
         head_dim=size.width // heads,
         max_position_embeddings=256,
         tie_word_embeddings=False,
-        eos_token_id=tokenizer.get_vocab()[END],
-        pad_token_id=tokenizer.get_vocab()[PAD],
+        eos_token_id=entries[END],
+        pad_token_id=entries[PAD],
     )
     return make_policy(Qwen3ForCausalLM(config), tokenizer)
 
 
 def tokenized(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], stories: Sequence[str]) -> list[Text]:
-    """Solutions are learned, prompts are not; stories are learned from their second token on."""
-    asked = tokenizer([p.prompt for p in problems])["input_ids"]
-    solved = tokenizer([p.solution + END for p in problems])["input_ids"]
-    told = tokenizer([story + END for story in stories])["input_ids"]
-    return [Text(a + b, len(a)) for a, b in zip(asked, solved, strict=True)] + [Text(ids, 1) for ids in told]
+    """Tokenize what is learned: the solutions of problems, and stories from their second token on."""
+    prompts = tokenizer([p.prompt for p in problems])["input_ids"]
+    solutions = tokenizer([p.solution + END for p in problems])["input_ids"]
+    texts = [Text(a + b, len(a)) for a, b in zip(prompts, solutions, strict=True)]
+    return texts + [Text(ids, 1) for ids in tokenizer([story + END for story in stories])["input_ids"]]
 
 
 def batches(texts: Sequence[Text], size: int, seed: int) -> Iterator[list[Text]]:
-    """Without end, in a new order each time round."""
+    """Yield batches without end, in a new order for each epoch."""
     rng = random.Random(seed)
     while True:
         order = rng.sample(texts, len(texts))
@@ -133,13 +127,13 @@ def batches(texts: Sequence[Text], size: int, seed: int) -> Iterator[list[Text]]
 
 
 def train(policy: Policy, texts: Sequence[Text], size: Size, accuracy: Callable[[], float]) -> Record:
-    """Until the accuracy of sampled answers is enough, or the steps are over."""
-    model, device = policy.model, policy.model.device
+    """Train until the accuracy of sampled answers is `ENOUGH`, or for `size.steps` steps."""
+    model = policy.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
-    losses, curve, started, step = [], [], time.perf_counter(), 0
+    losses, recent, started, step = [], 0.0, time.perf_counter(), 0
     for step, batch in enumerate(batches(texts, size.batch, seed=0), start=1):
-        loss = cross_entropy(policy, batch, device)
+        loss = cross_entropy(policy, batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -147,119 +141,82 @@ def train(policy: Policy, texts: Sequence[Text], size: Size, accuracy: Callable[
         warm_up.step()
         losses.append(loss.item())
         if step % PROBE_EVERY == 0 or step == size.steps:
-            loss_since = sum(losses[-PROBE_EVERY:]) / len(losses[-PROBE_EVERY:])
-            curve.append({"step": step, "loss": loss_since, "accuracy": accuracy()})
-            print(f"step {step}: loss {loss_since:.3f}, accuracy {curve[-1]['accuracy']:.3f}", flush=True)
-            if curve[-1]["accuracy"] >= size.enough or step == size.steps:
+            recent, right = sum(losses[-PROBE_EVERY:]) / len(losses[-PROBE_EVERY:]), accuracy()
+            print(f"step {step}: loss {recent:.3f}, accuracy {right:.3f}", flush=True)
+            if right >= ENOUGH or step == size.steps:
                 break
-    return {"steps": step, "texts per step": size.batch, "seconds": time.perf_counter() - started, "curve": curve}
+    return {"steps": step, "texts per step": size.batch, "seconds": time.perf_counter() - started, "loss": recent}
 
 
-def cross_entropy(policy: Policy, batch: Sequence[Text], device: torch.device) -> Tensor:
+def cross_entropy(policy: Policy, batch: Sequence[Text]) -> Tensor:
     length = max(len(text.ids) for text in batch)
-    ids = torch.tensor([text.ids + [0] * (length - len(text.ids)) for text in batch], device=device)
-    learned = [[text.silent <= at < len(text.ids) for at in range(1, length)] for text in batch]
-    learned = torch.tensor(learned, device=device)
-    with torch.autocast(device.type, torch.bfloat16):
+    ids = torch.tensor([text.ids + [0] * (length - len(text.ids)) for text in batch])
+    learned = torch.tensor([[text.prompt <= at < len(text.ids) for at in range(1, length)] for text in batch])
+    with torch.autocast("cpu", torch.bfloat16):
         hidden = policy.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         logits = policy.head(hidden[learned])
     return F.cross_entropy(logits.float(), ids[:, 1:][learned])
 
 
 def accuracy_of(policy: Policy, problems: Sequence[Problem]) -> float:
-    """The share of answers, sampled at temperature 1, that are right."""
+    """Return the share of right answers, sampled at temperature 1."""
     texts = sample(policy, [p.prompt for p in problems], max_new_tokens=ANSWER, temperature=1.0).texts
     return sum(answer_found(text, p.answer) for text, p in zip(texts, problems, strict=True)) / len(problems)
 
 
 @torch.no_grad()
 def states_of(policy: Policy, problems: Sequence[Problem]) -> States:
-    """One answer to each, sampled at temperature 1."""
+    """Sample one answer to each problem, at temperature 1."""
     rollout = sample(policy, [p.prompt for p in problems], max_new_tokens=ANSWER, temperature=1.0)
     hidden = policy.hidden_states(rollout.input_ids, rollout.attention_mask, rollout.prompt_width)
     return States(hidden, policy.head.get_parameter("weight").detach(), rollout.answer_ids, rollout.answer_mask)
 
 
-# The policy beside the formula
+def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tensor, name: str) -> Record:
+    """Measure passes and gradient errors by budget, in a batch with zero advantages and clipped sequences.
 
-
-class Situation(NamedTuple):
-    """Sequences of which some have zero advantage and some lie beyond the clip."""
-
-    hidden: Tensor  # [N, H]
-    weight: Tensor
-    target_ids: Tensor
-    cu_seqlens: Tensor  # [S + 1]
-    advantages: Tensor  # [S]
-    old_log_probs: Tensor  # [N]
-    entropy: Tensor  # [N]
-
-
-@torch.no_grad()
-def situation(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tensor) -> Situation:
+    hidden [N, H], weight [V, H], target_ids [N], lengths [S].
+    """
     count = lengths.shape[0]
-    roles = workloads.roles(count, round(ZERO * count), round(CLIPPED * count))
-    advantages, log_ratio = (x.to(hidden.device) for x in roles)
-    out = linear_log_probs(hidden, weight, target_ids, entropy=True)
+    advantages, log_ratio = workloads.roles(count, round(ZERO * count), round(CLIPPED * count))
+    with torch.no_grad():
+        out = linear_log_probs(hidden, weight, target_ids, entropy=True)
     assert out.entropy is not None
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-    old = out.log_probs - log_ratio.repeat_interleave(lengths)
-    return Situation(hidden, weight, target_ids, cu_seqlens, advantages, old, out.entropy)
-
-
-def by_budget(s: Situation, name: str) -> list[Record]:
-    """What each budget leaves to compute, and how far its gradients are from the exact ones."""
+    old, cu_seqlens = out.log_probs - log_ratio.repeat_interleave(lengths), F.pad(lengths.cumsum(0), (1, 0))
 
     def run(budget: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        hidden, weight = (x.detach().requires_grad_() for x in (s.hidden, s.weight))
-        out = gspo_fused_loss(
-            hidden,
-            weight,
-            s.target_ids,
-            s.advantages,
-            cu_seqlens=s.cu_seqlens,
-            old_log_probs=s.old_log_probs,
-            gradient_budget=budget,
-        )
-        d_hidden, d_weight = torch.autograd.grad(out.loss, (hidden, weight))
+        h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        options: Record = dict(cu_seqlens=cu_seqlens, old_log_probs=old, gradient_budget=budget)
+        out = gspo_fused_loss(h, w, target_ids, advantages, **options)
+        d_hidden, d_weight = torch.autograd.grad(out.loss, (h, w))
         return out.metrics, d_hidden, d_weight
 
-    return sparsity.by_budget(run, BUDGETS, name)
+    return {"entropy": peaked.entropy_quantiles(out.entropy), "budgets": sparsity.by_budget(run, BUDGETS, name)}
 
 
 def beside_the_formula(states: States) -> Record:
-    """The trained policy and `peaked.make` at the same N, H, V, in sequences of the same lengths."""
+    """Measure the trained policy and `peaked.make` at the same N, H, V and sequence lengths."""
     hidden, ids = states.rows()
-    device, lengths = hidden.device, states.mask.sum(1)
     formula = peaked.make(hidden.shape[0], hidden.shape[1], states.weight.shape[0])
-    both = {
-        "trained": (hidden, states.weight, ids),
-        "formula": (formula.hidden.to(device), formula.weight.to(device), formula.target_ids.to(device)),
+    lengths = states.mask.sum(1)
+    return {
+        "trained": budgets_of(hidden, states.weight, ids, lengths, "trained"),
+        "formula": budgets_of(formula.hidden, formula.weight, formula.target_ids, lengths, "formula"),
     }
-    results: Record = {}
-    for name, head in both.items():
-        s = situation(*head, lengths)
-        results[name] = {"entropy": peaked.entropy_quantiles(s.entropy), "budgets": by_budget(s, name)}
-    return results
 
 
-# The whole run
-
-
-def make(size: Size, device: torch.device, folder: Path) -> Record:
+def make(size: Size, folder: Path) -> Record:
+    """Train, sample, save in `folder` and measure."""
     torch.manual_seed(0)
-    held_out = arithmetic.problems(size.for_rl, seed=1)  # for RL and for every accuracy: never among what is learned
+    held_out = arithmetic.problems(size.for_rl, seed=1)  # never learned: for RL and for every accuracy
     learned = arithmetic.problems(size.problems, seed=0, without=frozenset(p.prompt for p in held_out))
     stories = list(arithmetic.stories(size.stories, seed=2))
     corpus = [*stories, *(p.prompt + p.solution + END for p in learned)]
     tokenizer = arithmetic.bpe(corpus, size.vocab)
     used = {token for ids in tokenizer(corpus)["input_ids"] for token in ids}
-    print(f"a vocabulary of {len(tokenizer)} from {len(corpus)} texts, of which they use {len(used)}", flush=True)
     policy = random_policy(size, tokenizer)
-    policy.model.to(device)
-    probe = held_out[: size.probe]
     texts = tokenized(tokenizer, learned, stories[: len(learned) // 3])
-    training = train(policy, texts, size, lambda: accuracy_of(policy, probe))
+    training = train(policy, texts, size, lambda: accuracy_of(policy, held_out[: size.probe]))
     states = states_of(policy, held_out[-size.sequences :])
     policy.save(folder / "model")
     lines = [json.dumps({"prompt": p.prompt, "answer": p.answer}) for p in held_out]
@@ -269,7 +226,7 @@ def make(size: Size, device: torch.device, folder: Path) -> Record:
     return {
         "model": {"layers": size.layers, "H": size.width, "V": size.vocab, "merges": merges},
         "digest": digest(folder),
-        "vocabulary": {"entries": len(tokenizer), "used by the corpus": len(used) / len(tokenizer)},
+        "share of the vocabulary in the corpus": len(used) / len(tokenizer),
         "training": training,
         "accuracy of sampled answers": accuracy_of(policy, held_out[size.probe : 3 * size.probe]),
         "sampled": {"sequences": states.mask.shape[0], "tokens": int(states.mask.sum())},
@@ -283,13 +240,12 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds; its numbers mean nothing")
     parser.add_argument("--folder", type=Path, help="for checkpoint and states (default runs/policy, runs/tiny-policy)")
-    parser.add_argument("--threads", type=positive, default=1, help="of a CPU (default 1)")
+    parser.add_argument("--threads", type=positive, default=1, help="default 1")
     parser.add_argument("--output", type=Path, help=measure.OUTPUT)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     disable_progress_bar()  # of saving, which would write between our lines
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = SIZES["tiny" if arguments.tiny else device.type]
-    folder = arguments.folder or (FOLDER.with_name("tiny-policy") if arguments.tiny else FOLDER)
-    output = measure.destination("policy", device, arguments.output, arguments.tiny)
-    print(measure.save("policy", device, make(size, device, folder), output))
+    folder = options.folder or (FOLDER.with_name("tiny-policy") if options.tiny else FOLDER)
+    device = torch.device("cpu")
+    output = measure.destination("policy", device, options.output, options.tiny)
+    print(measure.save("policy", device, make(TINY if options.tiny else FULL, folder), output))

@@ -14,10 +14,10 @@ import torch
 
 from .. import truth
 from ..candidates import AGAINST, ALL, Candidate
+from ..json_text import dumps
 from ..measure import (
     Record,
     about,
-    dumps,
     fresh,
     interleaved,
     load,

@@ -15,7 +15,7 @@ import torch
 from tolerance import CANDIDATE_GRADIENT, CANDIDATE_LOSS, FLOAT64_LOSS_RELATIVE
 from typer.testing import CliRunner
 
-from gspo_kernels.benchmarks import candidates, measure, peaked, truth, workloads
+from gspo_kernels.benchmarks import candidates, json_text, measure, peaked, truth, workloads
 from gspo_kernels.benchmarks.candidates import ALL
 from gspo_kernels.benchmarks.suites import bench
 from gspo_kernels.benchmarks.workloads import Head, Spec
@@ -228,7 +228,7 @@ def test_the_limit_on_memory_can_be_taken_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_json_has_no_nan() -> None:
-    assert json.loads(measure.dumps({"a": [math.nan, 1.0, (math.inf,)]})) == {"a": [None, 1.0, [None]]}
+    assert json.loads(json_text.dumps({"a": [math.nan, 1.0, (math.inf,)]})) == {"a": [None, 1.0, [None]]}
 
 
 def test_runs_take_turns_and_the_first_is_not_counted() -> None:
@@ -296,7 +296,7 @@ def test_the_synthetic_policy_has_the_entropies_it_promises() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", ["step", "vocab", "trainer", "sparsity --passes --time"])
 def test_a_suite_runs_and_its_figure_is_drawn(suite: str, tmp_path: Path) -> None:
-    from gspo_kernels.benchmarks.report import figures_sparsity, figures_step
+    from gspo_kernels.benchmarks.report.figures import DRAW
 
     name, *options = suite.split()
     output = tmp_path / f"{name}.json"
@@ -316,14 +316,9 @@ def test_a_suite_runs_and_its_figure_is_drawn(suite: str, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(output.read_text())
     assert found["suite"] == name and found["commit"] and found["versions"]["torch"]
-    draw = {
-        "step": figures_step.draw_step,
-        "vocab": figures_step.draw_vocab,
-        "trainer": figures_step.draw_trainer,
-        "sparsity": figures_sparsity.draw_sparsity,
-    }[name]
-    draw(found["results"], tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 5000
+    if draw := DRAW.get(name):
+        draw(found["results"], tmp_path / "figure.png")
+        assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
 def test_all_named_baselines_are_there() -> None:

@@ -1,0 +1,219 @@
+"""The figures of docs/benchmarks.md and of the README, drawn from results alone.
+
+A name has one colour and marker in all figures. The colours are Okabe and Ito's, which are safe for colour-blind
+readers, and greys. There are fewer colours than names; names that share a colour differ in the marker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from .tables import BUDGET, NAIVE, OURS, Results, by_name, shown, worse
+
+BLACK, DARK, GREY = "#000000", "#595959", "#999999"
+BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
+LOOKS = {
+    NAIVE: (BLACK, "o"), "naive GRPO": (DARK, "s"), "naive GSPO, compiled": (GREY, "o"),
+    "TRL fused head": (ORANGE, "^"), "TRL cast_lm_head_to_fp32": (ORANGE, "v"),
+    "Liger GRPO loss": (PURPLE, ">"), "Liger fused CE": (PURPLE, "<"),
+    "cut-cross-entropy": (ORANGE, "p"), "cut-cross-entropy, no filter": (ORANGE, "8"),
+    "verl torch head": (GREEN, "D"), "verl Triton head": (GREEN, "d"),
+    "torch linear_cross_entropy": (SKY, "P"), OURS: (BLUE, "X"), BUDGET: (VERMILION, "*"),
+    "fp16 logits": (VERMILION, "^"), "fp32 logits": (DARK, "h"), "old by bf16 logits, new by ours": (PURPLE, "s"),
+}  # fmt: skip  # by family
+SPARE = (BLUE, GREEN, ORANGE, PURPLE, GREY, SKY)  # for names that are not in LOOKS
+STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "grid.alpha": 0.25,
+}
+SIZE = (9.0, 3.9)  # inches
+NO_FLIPS = 1e-6  # share of decisions at which a line leaves the panel
+
+
+def panels(columns: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = list(figure.subplots(1, columns, squeeze=False).flat)
+    for panel in axes:
+        panel.grid(lw=0.5)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def save(figure: Figure, path: Path, legend: Axes | None = None, columns: int = 4) -> None:
+    """Save with a legend of one panel's lines below all panels."""
+    if legend:
+        figure.legend(*legend.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def plain(name: str) -> str:
+    return shown(name).replace("**", "")
+
+
+def candidate_lines(axes: Axes, by_size: dict[int, list[Results]], value: Callable[[Results], float | None]) -> None:
+    for name, (colour, marker) in LOOKS.items():
+        values = {size: value(r) for size, records in by_size.items() for r in records if r["name"] == name}
+        points = sorted((size, y) for size, y in values.items() if y is not None)
+        if points:
+            width = 2.2 if name.startswith(OURS) else 1.1
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, ms=5, lw=width, label=plain(name))
+
+
+def log_axes(axes: Axes, sizes: list[int], label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    axes.set_xlabel(label)
+
+
+def time_ratio(record: Results) -> float | None:
+    return record["over_naive"]["ratio"] if "over_naive" in record else None
+
+
+def gib(record: Results) -> float | None:
+    return record["peak_bytes"] / 2**30 if "peak_bytes" in record else None
+
+
+def draw_step(results: Results, path: Path) -> None:
+    """Draw time and peak memory against tokens. Candidates that ran out of memory are named above the panel."""
+    figure, (left, right) = panels(2)
+    first = results["time"]["runs"][0]["on"]
+    runs = [r for r in results["time"]["runs"] if all(r["on"][key] == first[key] for key in ("scenario", "dtype"))]
+    timed = {run["on"]["tokens"]: run["candidates"] for run in runs}
+    memory = timed | {point["tokens"]: point["candidates"] for point in results["memory"]["points"]}
+    candidate_lines(left, timed, lambda r: r.get("seconds"))
+    candidate_lines(right, memory, gib)
+    log_axes(left, sorted(timed), "tokens in the batch")
+    log_axes(right, sorted(memory), "tokens in the batch")
+    head = f"V = {first['head']['vocab']:,}, {first['scenario']}, {first['dtype']}, {first['device']}"
+    left.set(title=f"loss and gradients, seconds ({head})")
+    right.set(title="peak memory, GiB")
+    for tokens, records in sorted(memory.items()):
+        if failed := [r["name"] for r in records if "does_not_fit" in r]:
+            text = f"out of memory at {tokens:,} tokens:\n{', '.join(failed)}"
+            right.annotate(text, (0.03, 0.97), xycoords="axes fraction", va="top", fontsize=8)
+    save(figure, path, left)
+
+
+def draw_vocab(results: Results, path: Path) -> None:
+    """Draw time over naive GSPO and peak memory against the vocabulary."""
+    figure, (left, right) = panels(2)
+    by_vocab = {run["on"]["head"]["vocab"]: run["candidates"] for run in results["runs"]}
+    candidate_lines(left, by_vocab, time_ratio)
+    candidate_lines(right, by_vocab, gib)
+    for axes in (left, right):
+        log_axes(axes, sorted(by_vocab), "entries in the vocabulary")
+    left.axhline(1, color="black", lw=0.8, ls=":")
+    on = results["runs"][0]["on"]
+    left.set(title=f"time over naive GSPO ({on['tokens']:,} tokens, {on['scenario']}, {on['dtype']}, {on['device']})")
+    right.set(title="peak memory, GiB")
+    save(figure, path, left)
+
+
+def draw_sparsity(results: Results, path: Path) -> None:
+    """Draw matrix passes and gradient error against the budget, for each case."""
+    figure, (passes, errors) = panels(2)
+    cases = results["passes"]["cases"]
+    for colour, case in zip(SPARE, dict.fromkeys(r["case"] for r in cases), strict=True):
+        rows = [r for r in cases if r["case"] == case]
+        passes.plot([r["passes"] for r in rows], color=colour, marker="o", ms=4, label=case)
+        dropped = [(at, worse(r)) for at, r in enumerate(rows) if worse(r)]
+        errors.plot(*(zip(*dropped, strict=True) if dropped else ((), ())), color=colour, marker="o", ms=4)
+    ticks = [f"{r['budget']:g}" for r in cases if r["case"] == cases[0]["case"]]
+    errors.plot(range(1, len(ticks)), [float(t) for t in ticks[1:]], color=GREY, lw=1, ls=":")
+    errors.annotate("error = budget", (0.95, 1e-4), color=DARK, fontsize=8, ha="right", va="center")
+    for axes in (passes, errors):
+        axes.set_xticks(range(len(ticks)), ticks)
+        axes.set_xlabel("gradient budget")
+    passes.set(title="matrix passes (4 if nothing is left out)", ylim=(0, 4.2))
+    errors.set(title="relative error of the worse gradient", yscale="log")
+    save(figure, path, passes, columns=6)
+
+
+def draw_fidelity(results: Results, path: Path) -> None:
+    """Draw wrong clip decisions against length, a panel per set of tokens. Equal errors are drawn as one line."""
+    figure, axes = panels(len(results["sets"]))
+    for panel, (kind, study) in zip(axes, results["sets"].items(), strict=True):
+        records = by_name(study["implementations"])
+        size = records[NAIVE]["log-ratio"]["std"]
+        rounded = [name for name, r in records.items() if abs(r["log-ratio"]["std"] / size - 1) < 0.02]
+        for name, record in records.items():
+            if name not in rounded or name == NAIVE:
+                colour, marker = LOOKS[name]
+                label = f"bf16 logits ({', '.join(n.split()[0] for n in rounded)})" if name == NAIVE else plain(name)
+                shares = [100 * x if x else math.nan for x in record["wrong"]]
+                panel.plot(study["lengths"], shares, color=colour, marker=marker, ms=4, label=label)
+                low, high = ([100 * x for x in ends] for ends in zip(*record["95 %"], strict=True))
+                panel.fill_between(study["lengths"], low, high, color=colour, alpha=0.15, lw=0)
+        log_axes(panel, study["lengths"][::2], "tokens per sequence")
+        panel.yaxis.set_major_locator(LogLocator())
+        panel.set_ylim(100 * NO_FLIPS, 100)
+        panel.set(title=f"wrong clip decisions, % ({kind} policy, {study['vocab']:,} ids)")
+    save(figure, path, axes[0], columns=3)
+
+
+def draw_readme(results: Results, path: Path) -> None:
+    """Draw wrong clip decisions against length, with labels that need no caption."""
+    figure, (axes,) = panels(1)
+    study = results["sets"]["synthetic"]
+    records, lengths = by_name(study["implementations"]), study["lengths"]
+    for name, width, style in ((NAIVE, 2, "-"), ("fp16 logits", 2, "-"), (OURS, 3, "-"), ("fp32 logits", 1.5, "--")):
+        colour = {"fp32 logits": BLACK, NAIVE: VERMILION, "fp16 logits": ORANGE}.get(name, BLUE)
+        axes.plot(lengths, [100 * x for x in records[name]["wrong"]], color=colour, lw=width, ls=style, clip_on=False)
+    most = 100 * max(x for name in (OURS, "fp32 logits") for x in records[name]["wrong"])
+    for text, colour, place in (
+        ("bf16 logits: the default of TRL, verl and Liger", VERMILION, (100, 41)),
+        ("fp16 logits", ORANGE, (140, 12.5)),
+        (f"gspo_kernels: at most {most:.3f}%,\nwithout storing the logits", BLUE, (1500, 31)),
+        ("full fp32 logits: equally exact, but they\nneed tokens x vocabulary memory", BLACK, (1500, 24.5)),
+    ):
+        axes.annotate(text, place, color=colour, fontsize=10, weight="bold" if colour == BLUE else "normal")
+    axes.annotate("", (11_500, 0.4), (11_500, 24), arrowprops={"arrowstyle": "->", "color": DARK})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths[::2], [f"{length:,}" for length in lengths[::2]])
+    axes.xaxis.set_minor_locator(NullLocator())
+    policy = f"synthetic policy, bf16 weights, vocabulary of {study['vocab']:,}"
+    axes.set(
+        xlabel=f"tokens per answer ({policy})", ylabel="clip decisions that differ\nfrom float64 (%)", ylim=(0, 45)
+    )
+    axes.set_title("Rounding logits to bf16 flips clip decisions", fontsize=13, weight="bold")
+    save(figure, path)
+
+
+def draw_budgets(results: Results, path: Path) -> None:
+    """Draw reward, entropy and passes against updates: the mean over the seeds, in a band from lowest to highest."""
+    titles = {"reward": "reward", "entropy": "entropy, nats per token", "passes": "matrix passes per update"}
+    figure, axes = panels(len(titles))
+    updates = results["settings"]["steps"] * results["settings"]["updates_per_rollout"]
+    looks = zip((BLUE, VERMILION, GREEN, BLACK), ("-", "-", "-", ":"), strict=True)
+    for (arm, runs), (colour, style) in zip(results["runs"].items(), looks, strict=True):
+        for panel, (key, title) in zip(axes, titles.items(), strict=True):
+            points = list(zip(*(run[key] for run in runs), strict=True))
+            x = [updates * (at + 0.5) / len(points) for at in range(len(points))]
+            panel.plot(x, [sum(p) / len(p) for p in points], color=colour, ls=style, lw=1.5, label=arm)
+            panel.fill_between(x, [min(p) for p in points], [max(p) for p in points], color=colour, alpha=0.1, lw=0)
+            panel.set(
+                title=f"{title} ({len(runs)} seeds)", xlabel="optimizer updates", xlim=(0, updates), ylim=(0, None)
+            )
+    save(figure, path, axes[0])
+
+
+DRAW: dict[str, Callable[[Results, Path], None]] = {
+    "step": draw_step, "vocab": draw_vocab, "sparsity": draw_sparsity, "fidelity": draw_fidelity,
+    "budgets": draw_budgets,
+}  # fmt: skip  # by suite

@@ -1,0 +1,222 @@
+"""The tables of docs/benchmarks.md: a function per suite, from its committed results to texts for `page.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+from ..studies import ratio_range
+from ..workloads import BUDGETS
+
+Results = dict[str, Any]
+Texts = dict[str, str]
+Cell = Callable[[Results], str]
+NAIVE, OURS, BUDGET = "naive GSPO", "ours", "ours, budget 1e-3"
+SHOWN = {OURS: "**gspo_kernels**", BUDGET: "**gspo_kernels**, budget 1e-3"}
+NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")
+LENGTHS = (64, 256, 1024, 4096, 16_384)  # of sequences
+
+
+def shown(name: str) -> str:
+    return SHOWN.get(name, name)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def conditions(measured: Results) -> str:
+    """Return date, commit, machine and versions of a measurement."""
+    machine, versions = measured["machine"], measured["versions"]
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "gspo-kernels")
+    changed = " with uncommitted changes" if measured["uncommitted changes"] else ""
+    where = f"{machine.get('gpu') or machine['cpu']}, {threads}, {machine['memory GiB']} GiB"
+    return f"{measured['date']}, commit {measured['commit'][:7]}{changed}; {where}; {packages}."
+
+
+def mib(record: Results) -> str:
+    return f"{record['peak_bytes'] / 2**20:,.0f}" if "peak_bytes" in record else record.get("does_not_fit", "-")
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2g}%" if share else "0"
+
+
+def interval(ends: Sequence[float], form: str = ".2f") -> str:
+    return f"{ends[0]:{form}} to {ends[1]:{form}}"
+
+
+def over_naive(record: Results) -> str:
+    return f"{record['over_naive']['ratio']:.2f}" if "over_naive" in record else "-"
+
+
+def over_naive_with_spread(record: Results) -> str:
+    """Format the median of the ratios to naive GSPO's time, and their 20th and 80th percentile."""
+    ratio = record.get("over_naive")
+    return f"{ratio['ratio']:.2f} ({interval([ratio['p20'], ratio['p80']])})" if ratio else "-"
+
+
+def error_of(record: Results) -> str:
+    """Format the error of the worse gradient; "-" if it was not measured or is not a number."""
+    worst = record["error"]["worst"] if "error" in record else None
+    return "-" if worst is None else f"{worst:.1e}"
+
+
+def passes_of(record: Results) -> str:
+    return f"{record['passes']:.2f}" if "passes" in record else "-"
+
+
+def worse(record: Results) -> float:
+    """Return the error of the worse gradient of a record by budget."""
+    return max(record["d_hidden error"], record["d_weight error"])
+
+
+def passes_and_error(record: Results) -> str:
+    return passes_of(record) + (f" ({worse(record):.0e})" if worse(record) else "")
+
+
+def by_name(records: Iterable[Results]) -> dict[str, Results]:
+    return {record["name"]: record for record in records}
+
+
+def candidates_table(columns: dict[str, tuple[list[Results], Cell]], corner: str = "") -> str:
+    """Return a table with a row per candidate that was measured. `columns`: header -> records and cell."""
+    (first, _), *_ = columns.values()
+    names = [r["name"] for r in first if not r.keys() & {"absent", "failed", "wrong"}]
+    groups = [(by_name(records), cell) for records, cell in columns.values()]
+    return table([corner, *columns], [(shown(n), *(cell(group.get(n, {})) for group, cell in groups)) for n in names])
+
+
+def left_out(records: Iterable[Results]) -> str:
+    """Name the candidates without a time, and why; "none" if there are none."""
+    return ", ".join(f"{r['name']} ({r[why]})" for r in records for why in NOT_TIMED if why in r) or "none"
+
+
+def step(results: Results) -> Texts:
+    time, memory, exact = {}, {}, {}
+    first = results["time"]["runs"][0]["on"]
+    for run in results["time"]["runs"]:
+        on, records = run["on"], run["candidates"]
+        time[f"{on['scenario']}, {on['tokens']:,} tokens, {on['dtype']}"] = (records, over_naive_with_spread)
+        if on["scenario"] == first["scenario"]:
+            exact |= {f"passes, {on['dtype']}": (records, passes_of), f"error, {on['dtype']}": (records, error_of)}
+            if on["dtype"] == first["dtype"]:
+                memory[f"{on['tokens']:,} tokens, MiB"] = (records, mib)
+    memory |= {f"{x['tokens']:,} tokens, MiB": (x["candidates"], mib) for x in results["memory"]["points"]}
+    records = results["time"]["runs"][0]["candidates"]
+    texts = {"time_table": candidates_table(time), "memory_table": candidates_table(memory | exact)}
+    return texts | {"left_out": left_out(records)}
+
+
+def vocab(results: Results) -> Texts:
+    sizes = {f"V = {run['on']['head']['vocab']:,}": run["candidates"] for run in results["runs"]}
+    time = {size: (records, over_naive) for size, records in sizes.items()}
+    memory = {f"{size}, MiB": (records, mib) for size, records in sizes.items()}
+    return {"table": candidates_table(time | memory)}
+
+
+def busy(results: Results) -> Texts:
+    columns: dict[str, tuple[list[Results], Cell]] = {}
+    for where, record in zip(("alone", "beside"), results["records"], strict=True):
+        records = [{"name": name, **r} for name, r in record["candidates"].items()]
+        columns[f"{where}, ms"] = (records, lambda r: f"{1e3 * r['seconds']:,.0f}")
+        columns[f"{where}, over naive"] = (records, over_naive)
+    return {"table": candidates_table(columns)}
+
+
+def trainer(results: Results) -> Texts:
+    cells: dict[str, Cell] = {
+        "step, s": lambda r: f"{r['seconds']:.1f}", "over naive": over_naive_with_spread,
+        "loss alone, s": lambda r: f"{r['parts']['loss']['seconds']:.1f}",
+        "share of the loss": lambda r: f"{r['loss share']:.0%}", "error": error_of,
+    }  # fmt: skip  # a column each
+    timed = [r for r in results["steps"] if "seconds" in r]
+    columns = {label: (timed, cell) for label, cell in cells.items()}
+    return {"table": candidates_table(columns), "left_out": left_out(results["steps"])}
+
+
+def sparsity(results: Results) -> Texts:
+    records, time = {(r["case"], r["budget"]): r for r in results["passes"]["cases"]}, results["time"]
+    cases = dict.fromkeys(case for case, _ in records)
+    rows = [(case, *(passes_and_error(records[case, b]) for b in BUDGETS)) for case in cases]
+    timed = [
+        (name, over_naive_with_spread(r), mib({"peak_bytes": time["peak bytes"][name]}))
+        for name, r in time["by budget"].items()
+    ]
+    return {
+        "passes_table": table(("", *(f"budget {b:g}" for b in BUDGETS)), rows),
+        "time_table": table(("", "time over naive GSPO", "peak MiB"), timed),
+    }
+
+
+def policy(results: Results) -> Texts:
+    rows = [
+        (kind, *(f"{r['live_tile_share']:.0%}, {passes_and_error(r)}" for r in results[kind]["budgets"]))
+        for kind in ("trained", "formula")
+    ]
+    return {"table": table(("", *(f"budget {b:g}" for b in BUDGETS)), rows)}
+
+
+def fidelity(results: Results) -> Texts:
+    texts = {"correlation": "not measured"}
+    for kind, study in results["sets"].items():
+        at = [study["lengths"].index(length) for length in LENGTHS]
+        rows = []
+        for r in study["implementations"]:
+            errors = (f"{r['log-prob']['std']:.1e}" if "log-prob" in r else "-", f"{r['log-ratio']['std']:.1e}")
+            wrong = [*(r["wrong"][i] for i in at), r["wrong with the mean error"][at[-1]]]
+            rows.append((shown(r["name"]), *errors, *map(percent, wrong)))
+        header = ["", "log-prob error", "log-ratio error", *(f"{length:,} tokens" for length in LENGTHS)]
+        texts[kind] = table([*header, f"{LENGTHS[-1]:,}, mean error kept"], rows)
+        if measured := [r["correlation"] for r in study["implementations"] if r["correlation"]]:
+            texts["correlation"] = interval([min(measured), max(measured)])
+    texts["left_out"] = ", ".join(f"{name} ({why})" for name, why in results["not measured"].items()) or "none"
+    return {"trained": "Not measured.", **texts}
+
+
+def drifts(differences: Results, arm: str, control: str) -> bool:
+    """Return whether the 95 % interval of an arm's difference holds neither 0 nor the control's mean difference."""
+    low, high = differences[arm]["95 %"]
+    return not any(low <= x <= high for x in (0.0, differences[control]["mean"]))
+
+
+def budgets(results: Results) -> Texts:
+    runs, apart = results["runs"], results["differences"]
+    *arms, control = [arm for arm in runs if arm in apart["entropy"]]
+    rows = []
+    for arm, records in runs.items():
+        gaps = [apart[key].get(arm) for key in ("entropy", "reward")]
+        rows.append((
+            arm, *(f"{fmean(r['mean'][key] for r in records):.3g}" for key in ("passes", "dropped_gradient_mass")),
+            *(f"{gap['mean']:+.3f} ({interval(gap['95 %'], '+.3f')})" if gap else "-" for gap in gaps),
+            f"{fmean(r['held-out reward'][1] for r in records):.3f}",
+            ", ".join(f"{x:.2g}" for x in results["distance"].get(arm, [])) or "-",
+        ))  # fmt: skip  # a cell each
+    header = ("", "passes", "dropped mass", "entropy, nats", "reward", "held-out reward", "distance of parameters")
+    drifting = [f"the {key} of {arm}" for key in apart for arm in arms if drifts(apart[key], arm, control)]
+    widest = max((high - low) / 2 for low, high in (apart["entropy"][arm]["95 %"] for arm in arms))
+    return {
+        "table": table(header, rows),
+        "verdict": f"We see drift in {', '.join(drifting)}" if drifting else "We see no drift",
+        "detectable": f"{widest:.3f}",
+        "others": ", ".join(f"{x:.2f}" for x in results["distance"].get("other seeds", [])),
+    }
+
+
+def claims(results: Results) -> Texts:
+    rows = [
+        (f"{r['drift']:g}", f"{r['length']:,}", interval([r["1 %"], r["99 %"]], "+.5f"),
+         interval([r["length"] * r["1 %"], r["length"] * r["99 %"]], "+.2f"))
+        for r in sorted(results["points"], key=lambda r: r["drift"])
+    ]  # fmt: skip  # a cell each
+    header = ("drift per token", "tokens", "log-ratio with length normalisation", "log-ratio without")
+    return {"range": ratio_range.verdict(results["points"]), "table": table(header, rows)}
+
+
+SECTIONS: dict[str, Callable[[Results], Texts]] = {
+    "step": step, "vocab": vocab, "busy": busy, "trainer": trainer, "sparsity": sparsity, "policy": policy,
+    "fidelity": fidelity, "budgets": budgets, "ratio_range": claims,
+}  # fmt: skip  # by suite

@@ -1,0 +1,130 @@
+"""The committed pages and figures are what the committed results say, and faulty results are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gspo_kernels.benchmarks import candidates, measure
+from gspo_kernels.benchmarks.report import figures, pages, summary, tables
+
+BLOCK = "<!-- measured: results -->\n"
+
+
+def results_of(suite: str) -> dict[str, Any]:
+    """Return the committed results of a suite on a CPU."""
+    return pages.load(pages.RESULTS / f"{suite}-cpu.json")["results"]
+
+
+def test_pages_and_figures_are_what_the_json_says() -> None:
+    assert pages.stale() == []
+    assert {path.stem for path in pages.FIGURES.glob("*.png")} == pages.figures_by_name().keys()
+
+
+def test_every_file_has_a_section_and_was_measured_from_a_clean_commit() -> None:
+    known = [path for suite in tables.SECTIONS for path in pages.files(suite)]
+    assert set(known) == set(pages.RESULTS.glob("*.json")) and len(known) >= len(tables.SECTIONS)
+    for path in known:
+        measured = pages.load(path)
+        for head in (measured, *(part["measured"] for part in pages.parts(measured["results"]).values())):
+            assert head["commit"] and head["uncommitted changes"] is False, path.name
+
+
+def test_files_hold_one_record_per_line(tmp_path: Path) -> None:
+    records = [{"x": 1 / 3, "y": [1, 2], "z": {"nan": float("nan")}}, {"x": 1e-9 / 3}]
+    text = measure.save("step", torch.device("cpu"), {"records": records}, tmp_path / "a.json").read_text()
+    assert '\n   {"x": 0.333333, "y": [1, 2], "z": {"nan": null}},\n   {"x": 3.33333e-10}\n' in text
+    assert json.loads(text)["results"]["records"][0]["x"] == 0.333333
+    assert sum(len(path.read_text().splitlines()) for path in pages.RESULTS.glob("*.json")) < 2000
+
+
+def test_a_changed_number_and_a_changed_file_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in pages.RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.stale() == []
+    changed = tmp_path / "vocab-cpu.json"
+    changed.write_text(changed.read_text().replace('"ratio": 1.0,', '"ratio": 1.5,', 1))
+    assert pages.stale() == ["benchmarks.md", "docs/figures/vocab-cpu.png"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"results": {}}', '{"machine": {}, "results": {"runs": []}}'])
+def test_a_damaged_or_partial_file_is_named(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in pages.RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "vocab-cpu.json").write_text(text)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    before = pages.README.read_text(), pages.PAGE.read_text()
+    with pytest.raises(SystemExit, match=r"\.json: expected the complete results of its suite"):
+        pages.texts()
+    assert (pages.README.read_text(), pages.PAGE.read_text()) == before
+
+
+def test_the_readme_block_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BLOCK}old\n<!-- end -->\nafter\n")
+    monkeypatch.setattr(pages, "README", readme)
+    text = pages.texts()[readme]
+    assert text.startswith(f"before\n{BLOCK}|  | time") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+    assert 8 + 2 == sum(line.startswith("|") for line in text.splitlines())
+
+
+def test_a_candidate_without_a_measurement_is_not_measured() -> None:
+    step, fidelity = copy.deepcopy(results_of("step")), results_of("fidelity")
+    for run in step["time"]["runs"]:
+        run["candidates"] = [r for r in run["candidates"] if r["name"] != "verl torch head"]
+    assert "| verl, torch head | not measured | not measured | not measured | 24% |" in summary.readme(step, fidelity)
+
+
+def test_every_candidate_has_a_look_of_its_own() -> None:
+    assert candidates.ALL.keys() <= figures.LOOKS.keys()
+    assert len({figures.LOOKS[name] for name in candidates.ALL}) == len(candidates.ALL)
+
+
+def test_no_timed_candidate_has_wrong_gradients() -> None:
+    for run in results_of("step")["time"]["runs"] + results_of("vocab")["runs"]:
+        timed = {r["name"]: r for r in run["candidates"] if "seconds" in r}
+        assert {tables.OURS, tables.NAIVE} <= timed.keys()
+        assert all("wrong" not in r and r["runs"] >= 5 and r["error"]["worst"] > 0 for r in timed.values())
+    assert tables.error_of({"error": {"worst": None}}) == "-"
+
+
+def test_the_budgets_were_trained_from_the_policy_of_the_page() -> None:
+    assert results_of("budgets")["policy"] == results_of("policy")["digest"]
+
+
+def test_losses_of_time_and_memory_are_listed() -> None:
+    def run(ours: float, mib: int) -> dict[str, Any]:
+        ratios = {"naive GSPO": (1.0, 100), "naive GRPO": (0.1, 1), "quick": (0.8, 100), "ours": (ours, mib)}
+        on = {"scenario": "dense", "dtype": "float32", "tokens": 1024, "head": {"vocab": 5000}}
+        records = [{"name": n, "over_naive": {"ratio": r}, "peak_bytes": m << 20} for n, (r, m) in ratios.items()]
+        return {"on": on, "candidates": records}
+
+    trainer = {"steps": [{"name": n, "seconds": 9, "parts": {"loss": {"seconds": 1}}} for n in ("naive GSPO", "ours")]}
+
+    def rows(*runs: dict[str, Any]) -> list[str]:
+        return summary.loses({"time": {"runs": list(runs)}}, {"runs": []}, trainer).splitlines()[2:]
+
+    where = "dense, float32, 1,024 tokens, V = 5,000"
+    assert rows(run(0.5, 50)) == []
+    assert rows(run(1.0, 50), run(0.5, 50)) == [f"| time over naive GSPO: {where} | 1.00 | 0.80 (quick) | 1.25 |"]
+    assert rows(run(0.5, 101)) == [f"| peak MiB: {where} | 101 | 100 (naive GSPO) | 1.01 |"]
+
+
+def test_drift_is_seen_only_beyond_zero_and_the_control() -> None:
+    intervals = {"control": (-0.01, 0.03), "up": (0.02, 0.04), "none": (-0.02, 0.05), "as the control": (0.005, 0.02)}
+    differences = {arm: {"mean": sum(ends) / 2, "95 %": ends} for arm, ends in intervals.items()}
+    assert [arm for arm in ("up", "none", "as the control") if tables.drifts(differences, arm, "control")] == ["up"]
+
+
+def test_the_verdict_on_precision_follows_the_upper_ends_of_the_intervals() -> None:
+    def said(high: float) -> str:
+        records = [{"name": "a", "95 %": [[0, 0.001]]}, {"name": "b", "95 %": [[0, 0.001], [0, high]]}]
+        return summary.tolerance({"sets": {"synthetic": {"implementations": records}}})
+
+    assert said(0.009).endswith("with a, b; not with none") and said(0.011).endswith("with a; not with b")

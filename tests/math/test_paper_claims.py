@@ -1,0 +1,81 @@
+"""Statements of the GSPO paper (arXiv 2507.18071) that are exact identities, for both backends.
+
+`docs/benchmarks.md` lists all of the paper's claims and how each one was checked.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.device import on_device, policy_loss
+from helpers.other_trainers import assert_agree, ours, rollout
+from torch import Tensor
+
+from gspo_kernels import Objective
+
+GSPO = Objective.preset("gspo")
+GRPO = Objective.preset("grpo", clip_low=0.2, clip_high=0.27)  # the paper's window for GRPO
+EXP_ROUNDING = 4 * torch.finfo(torch.float64).eps
+
+
+@on_device
+def test_gspo_token_with_one_advantage_per_sequence_is_gspo(backend: str) -> None:
+    """Section 4.3: equal loss and gradients, with masks that have holes."""
+    batch, token = rollout(GSPO), Objective.preset("gspo-token")
+    gspo, gradient = ours(batch, GSPO, backend)
+    assert_agree(batch, ours(batch, token, backend), gspo.loss.detach(), gradient)
+
+
+@on_device
+def test_token_weights_turn_gspo_token_into_another_loss(backend: str) -> None:
+    """The check above can fail: weights per token, as against a sampler's log-probs, break the identity."""
+    batch, token = rollout(GSPO, weights=True), Objective.preset("gspo-token")
+    gradients = [ours(batch, objective, backend)[1] for objective in (GSPO, token)]
+    assert (gradients[0] - gradients[1]).abs().max() > 0.1 * gradients[0].abs().max()
+
+
+def weights_of(log_ratio: Tensor, advantages: Tensor, objective: Objective, backend: str) -> Tensor:
+    """Return what multiplies the gradient of each token's log-prob besides its advantage: [S, L], 0 where clipped."""
+    leaf = log_ratio.clone().requires_grad_()
+    old = torch.zeros_like(log_ratio)
+    out = policy_loss(leaf, advantages, old_log_probs=old, objective=objective, normalizer=1.0, backend=backend)
+    (gradient,) = torch.autograd.grad(out.loss, leaf)
+    return -gradient * log_ratio.shape[1] / advantages[:, None]
+
+
+def samples(objective: Objective) -> tuple[Tensor, Tensor]:
+    """Return log-ratios [64, 64] on both sides of the window, and advantages [64] of both signs."""
+    rng = torch.Generator().manual_seed(0)
+    log_ratio = 0.2 * torch.randn(64, 64, generator=rng, dtype=torch.float64)
+    if objective is GSPO:
+        u = 5e-4 * torch.randn(64, 1, generator=rng, dtype=torch.float64)
+        log_ratio += u - log_ratio.mean(1, keepdim=True)
+    return log_ratio, torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(32)
+
+
+@on_device
+@pytest.mark.parametrize("objective", [GSPO, GRPO], ids=["gspo", "grpo"])
+def test_weights_lie_inside_the_bounds_and_are_zero_beyond(objective: Objective, backend: str) -> None:
+    """Section 4.2: in (0, 1 + clip_high] for a positive advantage, in [1 - clip_low, inf) for a negative one."""
+    log_ratio, advantages = samples(objective)
+    weights = weights_of(log_ratio, advantages, objective, backend)
+    positive, negative = weights[advantages > 0], weights[advantages < 0]
+    for half in (positive, negative):
+        assert 0.05 < (half == 0).double().mean() < 0.95
+    assert (positive >= 0).all() and positive.max() <= 1 + objective.clip_high + EXP_ROUNDING
+    assert negative[negative != 0].min() >= 1 - objective.clip_low - EXP_ROUNDING
+    for sign, bound in zip((-1.0, 1.0), objective.log_window, strict=True):
+        on = torch.tensor(bound, dtype=torch.float64)
+        beyond = torch.nextafter(on, torch.tensor(math.copysign(math.inf, bound), dtype=torch.float64))
+        kept = weights_of(torch.stack([on, beyond])[:, None], torch.full((2,), sign).double(), objective, backend) != 0
+        assert kept.tolist() == [[True], [False]]
+
+
+@on_device
+def test_gspo_weights_all_tokens_of_a_sequence_alike_and_grpo_does_not(backend: str) -> None:
+    """Section 4.2."""
+    for objective, varies in ((GSPO, False), (GRPO, True)):
+        weights = weights_of(*samples(objective), objective, backend)
+        assert ((weights.amax(1) - weights.amin(1) > 0) == varies).all()

@@ -55,12 +55,14 @@ def load(path: Path) -> Results:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn an error about the contents of a file into one line that names the file."""
+def naming(*paths: Path) -> Iterator[None]:
+    """Turn an error about the contents of files into one line that names them."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
-        raise SystemExit(f"{path}: expected the complete results of its suite: {error!r}") from error
+        raise SystemExit(
+            f"{', '.join(map(str, paths))}: expected the complete results of a suite: {error!r}"
+        ) from error
 
 
 def texts() -> dict[Path, str]:
@@ -90,7 +92,7 @@ def summaries(first: dict[str, Results]) -> dict[str, str]:
     tables = {}
     for name, suites in needs.items():
         complete = all(suite in first for suite in suites)
-        with naming(RESULTS / f"{suites[0]}-cpu.json"):
+        with naming(*(path for suite in suites for path in files(suite)[:1])):
             tables[name] = getattr(summary, name)(*(first[suite] for suite in suites)) if complete else "Not measured."
     return tables
 

@@ -1,4 +1,4 @@
-"""The README and the code blocks in it."""
+"""The README, the code blocks in it and in the pages it names, and the examples."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-
-
 README = (ROOT / "README.md").read_text()
-
-
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
+TRL_EXAMPLE = ROOT / "examples" / "trl_gspo.py"
 
 
-QUICK_START, REAL_MODEL, WITH_TRL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def _blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-(WITH_VERL,) = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+WITH_TRL, QUICK_START = _blocks(README, "python")
+(WITH_VERL,) = _blocks(README, "bash")
+(PYTORCH_LOOP,) = _blocks((ROOT / "docs" / "pytorch_loop.md").read_text(), "python")

@@ -6,22 +6,22 @@ import re
 from importlib.metadata import version
 from typing import Any
 
+import pytest
 import torch
 from helpers.faults import FAULTS
-from helpers.readme import CONSTRAINTS, QUICK_START, README, REAL_MODEL, ROOT
+from helpers.readme import CONSTRAINTS, PYTORCH_LOOP, QUICK_START, README, ROOT
 from packaging.requirements import Requirement
 
-from gspo_kernels import LossOutput, gspo_fused_loss
+from gspo_kernels import LossOutput
 from gspo_kernels.metrics import NAMES
 
 
-def test_the_quick_start_runs_as_it_stands() -> None:
-    statements = [line for line in QUICK_START.splitlines() if line and not line.startswith(("import", "from"))]
-    assert len(statements) == 6
+def test_the_quick_start_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, comment = QUICK_START.rpartition("\n# ")
     scope: dict[str, Any] = {}
-    exec(QUICK_START, scope)
-    assert scope["hidden"].grad is not None and scope["hidden"].grad.isfinite().all()
-    assert scope["out"].log_ratio.eq(0).all()
+    exec(code, scope)
+    assert comment.startswith(capsys.readouterr().out.strip())
+    assert scope["hidden"].grad[2].count_nonzero() == 0
 
 
 def test_the_model_example_is_the_gradient_of_the_dense_loss_and_adds_up_over_micro_batches() -> None:
@@ -50,8 +50,11 @@ def test_the_model_example_is_the_gradient_of_the_dense_loss_and_adds_up_over_mi
     (-surrogate.mean()).backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    scope: dict[str, Any] = {"gspo_fused_loss": gspo_fused_loss}
-    exec(REAL_MODEL, scope)
+    scope: dict[str, Any] = {"model": model, "input_ids": ids, "attention_mask": attention}
+    scope |= {"completion_mask": completion, "advantages": advantages}
+    exec(PYTORCH_LOOP, scope)
+    assert (scope["old_log_probs"] - log_probs)[mask].abs().max() < 1e-12
+    model.zero_grad()
     for part in (slice(0, 1), slice(1, 4)):
         metrics = scope["gspo_step"](
             model, ids[part], attention[part], completion[part], advantages[part], old[part], 4
@@ -69,21 +72,24 @@ def test_the_docstring_explains_every_metric() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) < 200
+    assert len(README.splitlines()) <= 120
 
 
 def test_the_commands_it_names_exist() -> None:
     targets = re.findall(r"^make ([\w-]+)", README, re.MULTILINE)
     makefile = (ROOT / "Makefile").read_text()
-    assert targets == ["demo", "test", "test-trainers"]
+    assert targets == ["demo", "test"]
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
     assert len(makefile.splitlines()) < 60
     assert {"make test", "make test-trainers"} <= set((ROOT / ".ci" / "run").read_text().splitlines())
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+def test_files_it_names_exist_and_links_work_on_a_package_index() -> None:
+    for path in re.findall(r"`((?:docs|examples)/[\w./]+|[A-Z]+\.md)`", README):
+        assert (ROOT / path).exists(), path
+    images, links = re.findall(r"!\[[^]]*\]\(([^)]+)\)", README), re.findall(r"(?<!!)\[[^]]*\]\(([^)]+)\)", README)
+    assert all((ROOT / image).exists() for image in images)
+    assert all(link.startswith("https://") for link in links)
 
 
 def test_the_tested_versions_are_the_installed_ones() -> None:

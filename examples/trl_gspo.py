@@ -1,10 +1,9 @@
-"""Train a language model by GSPO with TRL to sort four letters.
+"""Train a language model by GSPO with TRL to sort three letters.
 
 Give a causal language model by hub id or folder. Without one, a tiny random model is trained, in seconds on a CPU.
 """
 
 import sys
-from itertools import product
 
 import torch
 from datasets import Dataset
@@ -17,7 +16,7 @@ def reward(completions, answer, **_):  # the share of letters in the right place
     return [sum(x == y for x, y in zip(c, a)) / max(len(c), len(a)) for c, a in zip(completions, answer)]
 
 
-words = ["".join(letters) for letters in product("abcd", repeat=4)]
+words = [a + b + c for a in "abcdef" for b in "abcdef" for c in "abcdef"]
 prompts = Dataset.from_list([{"prompt": f"sort {word}:", "answer": "".join(sorted(word))} for word in words])
 torch.manual_seed(0)
 tiny, gpu = demo_policy(), torch.cuda.is_available()  # a Qwen3 with 76,000 random weights

@@ -113,16 +113,15 @@ def readme(step: Results, fidelity: Results) -> str:
         "time, RL-like batch",
         "time, every token has a gradient",
         "peak MiB",
-        "gradient error",
         "wrong clip decisions",
     )
     on, machine = runs[0]["on"], step["time"]["measured"]["machine"]
     head = f"H = {on['head']['width']}, V = {on['head']['vocab']:,}, {on['dtype']}"
     idle = f"{on['zero'] + on['clipped']} of {on['sequences']}"
     text = (
-        f"Loss and both gradients of {on['tokens']:,} tokens ({head}) on {machine['threads']} CPU cores. Times are "
-        f"relative to full logits. In the RL-like batch {idle} sequences have no gradient. Wrong clip decisions: how "
-        f"many of {fidelity['sequences']:,} sequences of {LENGTH:,} tokens float64 decides otherwise, with bf16 hidden "
-        f"states and weights. The gradient budget changes the gradients by a relative {error_of(rl_like[BUDGET])}."
+        f"Loss and both gradients of {on['tokens']:,} tokens ({head}), {machine['threads']} CPU cores. Times are "
+        f"relative to full logits. In the RL-like batch {idle} sequences have no gradient. Wrong clip decisions: the "
+        f"share that float64 decides otherwise, {LENGTH:,} tokens per sequence, bf16 weights. The budget changes the "
+        f"gradients by a relative {error_of(rl_like[BUDGET])}."
     )
-    return f"{table(header, rows)}\n\n{textwrap.fill(text, 120)}"
+    return f"{table(header, rows)}\n\n{textwrap.fill(text, 126)}"

@@ -1,4 +1,4 @@
-"""The README, the code blocks in it and in the pages it names, and the examples."""
+"""The README, the code blocks in it, and the example that it shows."""
 
 from __future__ import annotations
 
@@ -17,4 +17,3 @@ def _blocks(text: str, language: str) -> list[str]:
 
 WITH_TRL, QUICK_START = _blocks(README, "python")
 (WITH_VERL,) = _blocks(README, "bash")
-(PYTORCH_LOOP,) = _blocks((ROOT / "docs" / "pytorch_loop.md").read_text(), "python")

@@ -1,1 +1,1 @@
-"""The command line, the diagnosis of an installation, and the compile gate."""
+"""The `gspo` command, the diagnosis of an installation, and the compile gate."""

@@ -1,6 +1,6 @@
-"""Heads and objectives that between them launch every kernel with every flag: the cases of the compile gate.
+"""Cases of the compile gate: heads and objectives that together launch every kernel with every flag.
 
-The host code runs on meta tensors of a real model's sizes, so that it launches what it would on a GPU.
+The host code runs on meta tensors of a real model's sizes, so it launches the kernels that it would launch on a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp64": dict(dtype=torch.float64),
     "fp64 everything": dict(dtype=torch.float64, entropy=True, rank=64, **_TAIL),
 }
-# ... whose backward computes some of the tiles.
+# The same for backwards of selected cells.
 CELL_CASES: dict[str, dict[str, Any]] = {
     "bf16 cells": {},
     "bf16 cells tail": dict(logit_softcap=30.0, temperature=True),
@@ -82,6 +82,8 @@ def meta_head(
     logit_softcap: float | None = None,
     entropy: bool = False,
 ) -> HeadRows:
+    """Return a head on meta tensors. `rank` is that of an adapter, 0 for none."""
+
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
@@ -103,6 +105,7 @@ def meta_head(
 
 
 def both_passes(head: HeadRows) -> None:
+    """Run forward and backward."""
     result = head_forward(head)
     d_entropy = torch.empty_like(result.entropy) if head.entropy else None
     needs = NeedsGradient(
@@ -112,7 +115,7 @@ def both_passes(head: HeadRows) -> None:
 
 
 def live_cells(head: HeadRows) -> None:
-    """Run the backward of a list of all cells."""
+    """Run forward, and the backward of selected cells with all cells selected."""
     result, tiles = forward_with_shares(head, wanted=True)
     assert tiles is not None
     config, device = tile_config(head, "gradient"), head.hidden.device
@@ -132,6 +135,7 @@ def live_cells(head: HeadRows) -> None:
 
 
 def loss(objective: Objective, dtype: torch.dtype, rows: int = 8192, sequences: int = 16) -> None:
+    """Run the loss of an objective."""
     per_row = torch.empty(rows, dtype=dtype, device="meta")
     offsets = torch.empty(sequences + 1, dtype=torch.int64, device="meta")
     ref = weights = per_row if objective.kl_coef else None

@@ -1,7 +1,7 @@
-"""Compile every kernel for GPUs that need not be here, and report registers, spills and instructions.
+"""Compile every kernel for GPUs that need not be present, and report registers, spills and instructions.
 
-The host code runs on meta tensors, so the list of kernels is the list it would launch. Each is specialised as Triton's
-JIT would (divisibility by 16, strides of 1) and compiled. The interpreter must be off in this process.
+The host code runs on meta tensors, so the kernels are those that it would launch. Each is specialised as Triton's JIT
+would specialise it (divisibility by 16, strides of 1) and compiled. The interpreter must be off in this process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POINTEE = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int64: "i64", torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8",
 }  # fmt: skip  # a table
-# What is counted in the assembly: matrix instructions, asynchronous copies, and what must not be there.
+# Counted in the assembly: matrix instructions, asynchronous copies, fp32 multiply-adds, and tf32, which must not occur.
 _COUNTED = {
     "cuda": {
         "mma": r"\bmma\.sync",
@@ -42,23 +42,27 @@ _COUNTED = {
     },
     "hip": {"mfma": r"\bv_mfma_", "tf32": r"xf32", "fma": r"\bv_(?:pk_)?fma"},
 }  # fmt: skip  # a table
-# In kernels without a matrix product ptxas spills a register to fit one more block: bytes of the stack that that takes.
+# In kernels without a matrix product, ptxas spills a register to fit one more block. Bytes of stack that this takes:
 ONE_REGISTER = 16
 MATRIX_KERNELS = ("forward_tile", "gradient_tile", "hidden_product", "weight_product")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one compiled kernel needs and contains."""
+    """Resources and instructions of one compiled kernel."""
 
-    registers: int
+    registers: int  # per thread
     spilled_bytes: int  # stack frame or scratch
     shared_bytes: int
-    blocks_per_multiprocessor: int  # by registers, shared memory and threads; one block per multiprocessor at least
-    instructions: dict[str, int]  # counts of the interesting ones
+    blocks_per_multiprocessor: int  # limited by registers, shared memory and threads; at least 1
+    instructions: dict[str, int]  # counts by the names in `_COUNTED`
 
     def faults(self, architecture: str, matrix: bool, dtype: torch.dtype) -> list[str]:
-        """Describe what must not be: spills, too much shared memory, no matrix instruction, tf32."""
+        """Describe faults: spills, too much shared memory, no matrix instruction, tf32 in fp32 kernels.
+
+        Args:
+            matrix: whether the kernel computes matrix products.
+        """
         faults = []
         if self.spilled_bytes > (0 if matrix else ONE_REGISTER):
             faults.append(f"spills {self.spilled_bytes} bytes")
@@ -84,45 +88,47 @@ class Row(NamedTuple):
 
 
 def survey(architectures: Sequence[str], progress: Callable[[int, int], None] | None = None) -> list[Row]:
-    """Compile everything that the library would launch; `progress` is called with (done, total)."""
-    work: dict[Any, tuple[str, str, torch.dtype, Launch]] = {}
+    """Compile every kernel variant that the library launches; `progress` is called with (done, total)."""
+    variants: dict[Any, tuple[str, str, torch.dtype, Launch]] = {}
     for architecture in architectures:
         with assume(architecture):
             for case, dtype, run in runs():
-                with launches() as seen:
+                with launches() as recorded:
                     run()
-                for launch in seen:
+                for launch in recorded:
                     key = (architecture, launch.kernel.__name__, launch.config, str(specialise(launch)))
-                    work.setdefault(key, (architecture, case, dtype, launch))
+                    variants.setdefault(key, (architecture, case, dtype, launch))
     rows: list[Row] = []
     with ThreadPoolExecutor() as pool:
-        for row in pool.map(lambda item: _row(*item), work.values()):
+        for row in pool.map(lambda variant: _row(*variant), variants.values()):
             rows.append(row)
             if progress is not None:
-                progress(len(rows), len(work))
+                progress(len(rows), len(variants))
     return rows
 
 
 def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch) -> Row:
+    """Compile one variant and report it."""
     config, name = launch.config, launch.kernel.__name__
     shape = "x".join(str(x) for x in (config.block_n, config.block_v, config.block_h) if x)
     text = f"{shape} {config.warps}w {config.stages}s"
     try:
         report = inspect(compile_launch(launch, architecture), architecture, config.warps)
-    except Exception as error:  # whatever the compiler throws is reported as this row's fault
+    except Exception as error:  # any exception of the compiler is this row's fault
         return Row(architecture, name, case, text, None, [f"{type(error).__name__}: {str(error).strip()[:300]}"])
     faults = report.faults(architecture, name in MATRIX_KERNELS, dtype)
     return Row(architecture, name, case, text, report, faults)
 
 
 def target(architecture: str) -> GPUTarget:
+    """Return Triton's target for an architecture such as "sm_90" or "gfx942"."""
     if architecture.startswith("gfx"):
         return GPUTarget("hip", architecture, 64)
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
 
 
 def specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
-    """Return (types by parameter, constants, parameters divisible by 16): the key of a variant in Triton's JIT."""
+    """Return (types by parameter, constants, parameters divisible by 16), as Triton's JIT specialises a launch."""
     signature, constants, divisible = {}, {}, []
     for parameter in launch.kernel.params:
         name, value = parameter.name, launch.arguments[parameter.name]
@@ -182,15 +188,17 @@ def inspect(compiled: Any, architecture: str, warps: int) -> Report:
 
 
 def _blocks_that_fit(by_registers: int, memory: int, per_block: int, by_threads: int) -> int:
+    """Return the blocks per multiprocessor; `memory` is its shared memory and `per_block` what a block uses."""
     return max(min(by_registers, memory // max(per_block, 1), by_threads), 1)
 
 
 def _round_up(x: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is at least x."""
     return -(-x // unit) * unit
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Return (registers per thread, bytes of stack frame) by the disassembler that comes with Triton."""
+    """Return (registers per thread, bytes of stack frame), read by the disassembler that comes with Triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

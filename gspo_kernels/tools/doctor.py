@@ -1,13 +1,15 @@
-"""Diagnose an installation: what is installed, which backend runs where, and whether the fused loss is right there.
+"""The diagnosis of `gspo doctor`: what is installed, which backend runs on each device, and whether it is correct.
 
-Everything absent or broken is reported, and the other checks (`doctor_checks.py`) still run.
+Anything absent or broken is reported, and the remaining checks (`doctor_checks.py`) still run.
 """
 
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -19,7 +21,7 @@ from .doctor_checks import CPU, DTYPES, Check, check, interpreted_checks, one_li
 
 @dataclass(frozen=True)
 class Device:
-    """A device, and which backend runs there."""
+    """A device, and the backend that runs on it."""
 
     name: str  # "cpu", "cuda:0"
     description: str
@@ -30,12 +32,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that `diagnose` finds."""
+    """The result of `diagnose`."""
 
     versions: dict[str, str | None]
     devices: list[Device]
     checks: list[Check]
-    remarks: list[str]  # what is absent or unusual, but not a fault
+    remarks: list[str]  # absent or unusual things that are not faults
 
     @property
     def faults(self) -> list[str]:
@@ -53,11 +55,11 @@ class Diagnosis:
 
 
 def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda _: None) -> Diagnosis:
-    """Check every device with every backend that runs there.
+    """Check every device with every backend that runs on it.
 
     Args:
-        interpret: check the Triton kernels on the CPU too, interpreted.
-        progress: is called with a line before each check.
+        interpret: also check the Triton kernels on the CPU, with Triton's interpreter.
+        progress: called with a line of text before each check.
     """
     triton, remarks = _triton()
     accelerators, absent = _accelerators()
@@ -76,6 +78,7 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
 
 
 def _installed(name: str) -> str | None:
+    """Return the installed version of a package, None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -83,6 +86,7 @@ def _installed(name: str) -> str | None:
 
 
 def _versions(triton: str | None) -> dict[str, str | None]:
+    """Return the versions of this package and of packages that it works with, None if not installed."""
     versions = {"gspo-kernels": _installed("gspo-kernels"), "python": platform.python_version()}
     versions |= {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "triton": triton}
     return versions | {name: _installed(name) for name in ("transformers", "trl", "verl", "liger-kernel")}
@@ -107,7 +111,7 @@ def _accelerators() -> tuple[list[torch.device], list[str]]:
     try:
         if torch.cuda.is_available():
             return [torch.device("cuda", i) for i in range(torch.cuda.device_count())], []
-        torch.cuda.init()  # raises the reason
+        torch.cuda.init()  # raises an error that names the reason
     except Exception as error:
         return [], [f"torch is built for {built} and finds no device: {one_line(error)}"]
     return [], [f"torch is built for {built} and finds no device"]
@@ -122,7 +126,7 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def describe(device: torch.device) -> Device:
-    """Describe a device and the backend that "auto" picks there. An exception becomes the reason, and `auto` None."""
+    """Describe a device and the backend that "auto" picks there. After an exception, `auto` is None."""
     description, block_shapes = f"{platform.machine()}, {torch.get_num_threads()} threads", None
     obstacle = _obstacle(device)
     try:
@@ -139,5 +143,10 @@ def describe(device: torch.device) -> Device:
         return Device(str(device), description, block_shapes, None, one_line(error))
     why = obstacle or "the Triton kernels run here"
     if obstacle is None and auto == "torch":
-        why = "Triton kernels are only interpreted here, which is slow and for tests"
+        why = "Triton kernels are only interpreted here, which is slow and meant for tests"
     return Device(str(device), description, block_shapes, auto, why)
+
+
+if __name__ == "__main__":
+    # `python -m gspo_kernels.tools.doctor` is `gspo doctor`. The command imports this module, so it is imported here.
+    import_module(".entry_point", __package__).main(["doctor", *sys.argv[1:]])

@@ -25,20 +25,21 @@ from ..reference import gspo_reference_loss, token_log_probs
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The batch: lengths, log-ratios and advantages of packed sequences; the clip window is -3e-4 to 4e-4. The second and
-# the third sequence are clipped, the fifth has an advantage of 0, the fourth and the sixth are outside the window on
-# the side that is not clipped.
+# The batch: lengths, log-ratios and advantages of packed sequences. The clip window is -3e-4 to 4e-4: the second and
+# third sequence are clipped, the fifth has advantage 0, and the fourth and sixth are outside the window on the side
+# that is not clipped.
 LENGTHS = (24, 18, 31, 13, 22, 25, 17)
 LOG_RATIOS = (1e-4, -6e-4, 8e-4, -6e-4, 0.0, 8e-4, -1e-4)
 ADVANTAGES = (1.2, -0.8, 0.7, 0.9, 0.0, -1.1, 0.6)
 HIDDEN, VOCAB = 72, 601  # not multiples of a tile; more than two tiles of the vocabulary
 
-LOSS_PER_ADVANTAGE = 1e-6  # error of a loss relative to the advantages: terms of both signs nearly cancel in it
+# Allowed error of a loss relative to the mean |advantage|, because terms of both signs nearly cancel in the loss.
+LOSS_PER_ADVANTAGE = 1e-6
 
 
 @dataclass(frozen=True)
 class Check:
-    """Result of forward and backward of the fused loss, for one device, backend and dtype of the inputs."""
+    """Result of checking forward and backward of the fused loss with one backend, device and dtype of the inputs."""
 
     device: str
     backend: str
@@ -46,7 +47,7 @@ class Check:
     verdict: str  # "ok", "wrong" or "crashed"
     error_ratio: float | None = None  # the largest of `ratios`; at most 1 if all outputs are right
     ratios: dict[str, float | None] | None = None  # error over allowed error, by output; None if not finite
-    wrong_decisions: int | None = None  # sequences that are clipped here and not in float64, or the other way round
+    wrong_decisions: int | None = None  # number of sequences whose clip decision differs from float64
     message: str = ""
 
     @property
@@ -73,14 +74,14 @@ class Batch(NamedTuple):
 class Outputs(NamedTuple):
     """The outputs that are compared. The fused loss returns fp32 log-probs and loss for inputs of any dtype."""
 
-    log_probs: Tensor
-    loss: Tensor
-    d_hidden: Tensor
-    d_weight: Tensor
+    log_probs: Tensor  # [N]
+    loss: Tensor  # []
+    d_hidden: Tensor  # [N, HIDDEN]
+    d_weight: Tensor  # [VOCAB, HIDDEN]
 
 
 def make_batch(dtype: torch.dtype) -> Batch:
-    """Make the batch, with hidden states and weight in `dtype`; the same at every call.
+    """Return the same batch at every call, with hidden states and weight in `dtype`.
 
     Log-ratios are so far from the clip bounds that no rounding changes a clip decision.
     """
@@ -110,7 +111,7 @@ def outputs(loss: Callable[..., Any], batch: Batch, **options: Any) -> Outputs:
 
 
 def decisions(d_hidden: Tensor) -> Tensor:
-    """Return which sequences have a gradient, [S] bool: that of a clipped sequence is exactly 0."""
+    """Return which sequences have a gradient, [S] bool. The gradient of a clipped sequence is exactly 0."""
     return torch.stack([gradient.any() for gradient in d_hidden.split(LENGTHS)])
 
 
@@ -130,10 +131,10 @@ def loss_error_ratio(ours: Tensor, truth: Tensor, advantages: Tensor) -> float:
 
 
 def check(device: torch.device, backend: str, dtype: str) -> Check:
-    """Compare the fused loss with the oracle, which has the same inputs in float64 on the CPU.
+    """Compare the fused loss with the reference loss of the same inputs in float64 on the CPU.
 
-    PyTorch's error is that of the oracle in fp32, with gradients rounded to the dtype of the inputs. The oracle in half
-    precision would not do: its clip decisions are wrong, so its error would allow any gradient.
+    The allowed error comes from PyTorch's error: that of the reference in fp32, with gradients rounded to the dtype of
+    the inputs. The reference in half precision makes wrong clip decisions, so its error would allow any gradient.
     """
     try:
         batch = make_batch(DTYPES[dtype])
@@ -163,14 +164,14 @@ def one_line(error: Exception) -> str:
 
 def interpreted_checks() -> list[Check]:
     """Check the Triton kernels on the CPU in a child process that interprets them."""
-    # The interpreter multiplies with NumPy. With OpenBLAS's AVX2 kernels, rounding depends on a row's position; on GPUs
-    # it does not.
+    # The interpreter multiplies with NumPy. With OpenBLAS's AVX2 kernels, rounding depends on a row's position in the
+    # batch, which it does not on GPUs.
     environment = {**os.environ, "OPENBLAS_CORETYPE": "Sandybridge", "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-m", __name__], env=environment, capture_output=True, text=True)
     try:
         return [Check(**fields) for fields in json.loads(run.stdout.strip().rpartition("\n")[2])]
     except ValueError:
-        lines = run.stderr.strip().splitlines() or ["it says nothing"]
+        lines = run.stderr.strip().splitlines() or ["no output on stderr"]
         message = f"exit status {run.returncode}: {lines[-1]}"
         return [Check("cpu", "triton", dtype, "crashed", message=message) for dtype in DTYPES]
 

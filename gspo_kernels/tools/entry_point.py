@@ -1,4 +1,4 @@
-"""What the console script `gspo` starts: the command line, or a line that names the extra it needs."""
+"""Entry point of the console script `gspo`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from ..extras import MissingExtraError, needs
 
 
-def main() -> None:
-    """Run `gspo`."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run `gspo` with arguments, by default those of the process. Exit with one line if an extra is missing."""
     try:
         with needs("gspo", "cli", "typer", "rich"):
             from .cli import app
     except MissingExtraError as error:
         sys.exit(str(error))
-    app()
+    app(arguments, prog_name="gspo")

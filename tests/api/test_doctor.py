@@ -388,7 +388,7 @@ def test_the_real_kernels_are_compiled_for_a_gpu_that_is_not_here() -> None:
     [
         (["--compile"], "TRITON_INTERPRET is set"),  # as it is while these tests run
         (["--compile", "--interpret"], "not both"),
-        (["--architecture", "sm_90"], "goes with --compile"),
+        (["--architecture", "sm_90"], "requires --compile"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments: list[str], said: str) -> None:

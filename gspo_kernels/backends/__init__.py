@@ -1,1 +1,1 @@
-"""What computes: two backends with the same functions, and what they share."""
+"""The torch and Triton backends, which have the same functions, and the code that they share."""

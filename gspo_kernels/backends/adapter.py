@@ -1,7 +1,7 @@
 """LoRA's h A^T as an operator, for both backends.
 
-It is part of the logits, so it keeps their promises: never rounded, independent of masked rows, and the same bits in
-any batch. A plain F.linear keeps none of them.
+Like logits, the product is never rounded, does not depend on masked rows, and has the same bits for a row in any batch.
+F.linear guarantees none of these.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .precision import exact_products, whole_columns
+from .precision import exact_products, pad_columns
 from .torch.tiles import tile_shape
 
 
 def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
+    """Return x A^T [N, R] from x [N, H] and A [R, H]; 0 at masked rows."""
     index, tile_rows = mask.nonzero()[:, 0], tile_shape(x.device, x.dtype)[0]
-    out = x.new_zeros(x.shape[0], lora_a.shape[0])
+    out = x.new_zeros(x.shape[0], lora_a.shape[0])  # [N, R]
+    # Every product has the same number of rows, because products of other shapes may round differently.
     tile = x.new_zeros(tile_rows, x.shape[1])
-    right = whole_columns(lora_a).t()
+    right = pad_columns(lora_a).t()  # [H, R], R padded
     with exact_products(x.device):
         for rows in index.split(tile_rows):
             tile[: len(rows)], tile[len(rows) :] = x[rows], 0
@@ -28,8 +30,9 @@ def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
 
 
 def _adapter_backward_op(x: Tensor, lora_a: Tensor, mask: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [N, H] and A [R, H] from d_out [N, R]."""
     index = (mask & (d_out != 0).any(1)).nonzero()[:, 0]
-    d_x, d_rows = torch.zeros_like(x), d_out[index]
+    d_x, d_rows = torch.zeros_like(x), d_out[index]  # [N, H], [n, R]
     with exact_products(x.device):
         d_x[index] = torch.mm(d_rows, lora_a)
         return d_x, torch.mm(d_rows.t(), x[index])

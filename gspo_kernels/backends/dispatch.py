@@ -1,4 +1,4 @@
-"""What a backend is, and which one computes where: Triton kernels on GPUs, torch anywhere."""
+"""The interface of a backend, and the choice of one: Triton kernels on GPUs, torch on any device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .rows import (
 
 
 class Backend(Protocol):
-    """The functions of a backend, which is a module: `backends.torch` or `backends.triton`."""
+    """The functions of a backend. A backend is a module: `backends.torch` or `backends.triton`."""
 
     def head_forward(self, head: HeadRows) -> HeadResult:
         """Compute log-probs (and entropies) of the target ids."""
@@ -33,7 +33,7 @@ class Backend(Protocol):
     def forward_with_shares(self, head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
         """Run `head_forward`; if wanted, also return the probability mass of each vocabulary tile.
 
-        The shares are None if not wanted, or if this backend drops no cells for such a head.
+        The shares are None if not wanted, or if this backend leaves out no cells for this head.
         """
         ...
 
@@ -44,33 +44,36 @@ class Backend(Protocol):
         d_log_probs: Tensor,
         d_entropy: Tensor | None,
         needs: NeedsGradient,
-        live: LiveTiles | None = None,
+        live_tiles: LiveTiles | None = None,
     ) -> HeadGradients:
-        """Compute gradients of the head's operands from those of log-probs [N] and entropies [N]."""
+        """Compute the gradients of the head's operands from those of log-probs [N] and entropies [N].
+
+        `live_tiles` None: every row with a gradient, and all columns.
+        """
         ...
 
     def policy_forward(
         self, log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective
     ) -> PolicyResult:
-        """Compute the loss and its derivative with respect to every log-prob and entropy."""
+        """Compute the loss and its derivatives with respect to log-probs and entropies, from tensors [N]."""
         ...
 
     def cell_shape(self, head: HeadRows) -> tuple[int, int] | None:
-        """Return (rows, columns) of the cells that a backward may leave out, None if it leaves none out."""
+        """Return (rows, columns) of a cell, the unit that a backward may leave out; None if it leaves out none."""
         ...
 
 
 def implementation(backend: str) -> Backend:
-    """Return the backend of a name that `pick_backend` returned."""
+    """Return the backend named "torch" or "triton"."""
     if backend == "torch":
         return torch_backend
-    from . import triton as triton_backend  # imported only where it runs: Triton may be absent
+    from . import triton as triton_backend  # imported only when it runs, because Triton may be absent
 
     return triton_backend
 
 
 def pick_backend(call: Call, backend: str, device: torch.device) -> str:
-    """Return the backend that runs on `device`: the best one for "auto"; an explicit choice never falls back."""
+    """Return the name of the backend that runs on `device`. An explicit choice never falls back."""
     call.choice("backend", backend, ("auto", "torch", "triton"))
     if backend == "torch":
         return "torch"
@@ -86,8 +89,8 @@ def triton_obstacle(device: torch.device) -> str | None:
     return _triton_obstacle(device)
 
 
-# What torch.compiler.assume_constant_result does, without importing the compiler, which takes seconds. Without this
-# attribute the import of Triton would be traced.
+# This is what torch.compiler.assume_constant_result does, without importing the compiler, which takes seconds. Without
+# this attribute, torch.compile would trace the import of Triton.
 triton_obstacle._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -99,11 +102,11 @@ def _triton_obstacle(device: torch.device) -> str | None:
         import triton  # noqa: F401
 
         from .triton import logit_tile, tuning
-    except Exception as error:  # a broken install may raise anything; whoever asked for Triton is told
+    except Exception as error:  # a broken installation may raise any exception
         return f"Triton cannot be imported ({type(error).__name__}: {error})"
     if device.type == "cpu":
-        wish = "the Triton kernels run on a CPU only when interpreted: set TRITON_INTERPRET=1 before the first import"
-        return None if logit_tile.INTERPRETED else wish
+        hint = "the Triton kernels run on a CPU only when interpreted: set TRITON_INTERPRET=1 before the first import"
+        return None if logit_tile.INTERPRETED else hint
     if tuning.architecture(device) is None:
         return f"there is no table of block shapes for {torch.cuda.get_device_name(device)}"
     return None

@@ -1,20 +1,21 @@
-"""With a gradient budget: choose which cells of d_logits the backward computes.
+"""The choice of the cells of d_logits that the backward computes, if there is a gradient budget.
 
-Without a budget, a backward takes every row with a gradient and all columns, and nothing here chooses.
+Without a budget, a backward computes all columns of every row with a gradient.
 
-The forward knows the probability P of every tile of the vocabulary for every row, without the target's column. So the
-L1 mass of d_logits is known before anything is recomputed. With f = |d_log_prob| scale / temperature of a row:
+For every row, the forward knows the probability P of every tile of the vocabulary, the target's column excluded. So the
+L1 mass of d_logits is known before the backward. With f = |d_log_prob| scale / temperature of a row:
 
-    mass of a tile       f P                   of the target's tile f (P + 1 - p(target))
-    mass of the row      2 f (1 - p(target))
+    mass of a tile              f P
+    mass of the target's tile   f (P + 1 - p(target))
+    mass of a row               2 f (1 - p(target))
 
-With a soft-cap, whose slope is at most 1, the mass of a tile is an upper bound. The total is then replaced by the
-targets' own entries, whose slope is known, so the reported dropped share is never too small.
+With a soft-cap, whose slope is at most 1, the mass of a tile is an upper bound. The total is then replaced by a lower
+bound, the mass of the targets' entries, whose slope is known. So the reported dropped share is never too small.
 
-Rows are ordered by their mass, so that light rows share blocks. Then the lightest cells (row block x tile) are dropped
-while their sum fits the budget.
+Rows are sorted by their mass, so that light rows share row blocks. Then the lightest cells (row block x tile) are
+dropped while the sum of their masses fits the budget.
 
-Plain torch on any device, in a fixed order of additions; nothing is read on the host.
+This is plain torch on any device, with a fixed order of additions. Nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -27,25 +28,26 @@ from torch import Tensor
 
 from .rows import HeadResult, HeadRows, LiveTiles, TileShares
 
-# A product over scattered cells does this share of the operations per second that it does over whole slabs, and has a
-# fixed cost of so many elements of H per cell (benchmarks/NOTES.md).
+# A product over scattered cells reaches SPARSE_EFFICIENCY times the operations per second of one over slabs, and costs
+# CELL_OVERHEAD elements of H more per cell (benchmarks/NOTES.md).
 SPARSE_EFFICIENCY, CELL_OVERHEAD = 0.85, 32
-_UNITS = 2.0**44  # a mass as an integer: sums are exact, whatever order a device adds them in
-_MARGIN = 1 - 1e-4  # fp32 masses are that exact, and the budget must not be exceeded
+# Masses are rounded up to integers, in units of total / _UNITS. Integer sums are exact in any order of additions.
+_UNITS = 2.0**44
+_MARGIN = 1 - 1e-4  # the budget must not be exceeded, and fp32 masses have a relative error of up to 1e-4
 
 
 class Work(NamedTuple):
-    """0-dim tensors, fp64."""
+    """Shares of work, 0-dim fp64 tensors."""
 
-    dropped: Tensor  # the dropped share of the L1 mass of d_logits
+    dropped: Tensor  # share of the L1 mass of d_logits that is dropped
     rows: Tensor  # share of the unmasked rows that have a gradient
-    tiles: Tensor  # share of (unmasked row, column) that the backward computes
+    tiles: Tensor  # share of all (unmasked row, column) pairs that the backward computes
 
 
 def sparse_pays(rows: Any, width: int, vocab: int, share: Any) -> Any:
     """Return whether computing a `share` of [rows, vocab] cell by cell is faster than all of it slab by slab.
 
-    Takes numbers or tensors. False for an empty batch.
+    Takes numbers or tensors; `width` is H. False for an empty batch.
     """
     dense = rows * vocab * width
     sparse = share * rows * vocab * (width + CELL_OVERHEAD) / SPARSE_EFFICIENCY
@@ -53,73 +55,76 @@ def sparse_pays(rows: Any, width: int, vocab: int, share: Any) -> Any:
 
 
 def all_columns(device: torch.device) -> LiveTiles:
-    """Return what a backward computes that drops nothing: every row with a gradient, and all columns."""
+    """Return the LiveTiles of an exact backward: every row with a gradient, and all columns."""
     order, counts = (torch.empty(0, dtype=torch.int64, device=device) for _ in range(2))
     return LiveTiles(order, torch.empty(0, 0, dtype=torch.bool, device=device), counts)
 
 
-def exact_work(head: HeadRows, live: Tensor) -> Work:
-    """Return the work of a backward that drops nothing; `live` [N] bool: rows with a gradient."""
-    share = (live & head.mask).sum().double() / head.mask.sum().clamp(min=1)
+def exact_work(head: HeadRows, has_gradient: Tensor) -> Work:
+    """Return the work of an exact backward, for rows that have a gradient or not, [N] bool."""
+    share = (has_gradient & head.mask).sum().double() / head.mask.sum().clamp(min=1)
     return Work(torch.zeros_like(share), share, share)
 
 
 def choose(
-    head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: TileShares, budget: float
+    head: HeadRows, result: HeadResult, coefficient: Tensor, shares: TileShares, budget: float
 ) -> tuple[LiveTiles, Work]:
-    """Choose what to compute so that at most `budget` of the L1 mass of d_logits is dropped."""
+    """Choose the cells to compute, so that at most a share `budget` of the L1 mass of d_logits is dropped."""
     n, vocab = head.hidden.shape[0], head.vocab_size
-    live = head.mask & (coefficient != 0)
-    factor = torch.where(live, coefficient.abs() * abs(head.logit_scale), 0)
+    has_gradient = head.mask & (coefficient != 0)  # [N]
+    factor = torch.where(has_gradient, coefficient.abs() * abs(head.logit_scale), 0)  # [N]: f above
     if head.temperature is not None:
-        factor = torch.where(live, factor / head.temperature, 0)
-    at_target = factor * torch.where(live, -torch.expm1(result.log_probs), 0)
-    order = torch.where(live, at_target, -1).sort(descending=True, stable=True).indices
-    total, rows = _least_mass(head, result, at_target), live.sum()
+        factor = torch.where(has_gradient, factor / head.temperature, 0)
+    at_target = factor * torch.where(has_gradient, -torch.expm1(result.log_probs), 0)  # [N]: f (1 - p(target))
+    order = torch.where(has_gradient, at_target, -1).sort(descending=True, stable=True).indices  # [N]
+    total, rows = _least_mass(head, result, at_target), has_gradient.sum()
 
-    blocks = -(-n // tiles.block_rows)
-    padded_order = F.pad(order, (0, blocks * tiles.block_rows - n))  # to a multiple of a block; padding weighs nothing
-    weighs = F.pad(live[order], (0, padded_order.shape[0] - n))
-    mass = tiles.share.index_select(1, tiles.place[padded_order]).mul_(factor[padded_order])
-    mass.masked_fill_(~weighs, 0)  # the share of a masked row is undefined, and 0 * NaN is not 0
-    target_tile = torch.where(live, head.target_ids, 0).clamp(0, vocab - 1)[padded_order] // tiles.columns
+    blocks = -(-n // shares.block_rows)
+    padded_order = F.pad(order, (0, blocks * shares.block_rows - n))  # [n padded to row blocks]
+    has_mass = F.pad(has_gradient[order], (0, padded_order.shape[0] - n))
+    mass = shares.share.index_select(1, shares.place[padded_order]).mul_(factor[padded_order])  # [tiles, n padded]
+    mass.masked_fill_(~has_mass, 0)  # the share of a masked row is undefined, and 0 * NaN is not 0
+    target_tile = torch.where(has_gradient, head.target_ids, 0).clamp(0, vocab - 1)[padded_order] // shares.columns
     at = (target_tile, torch.arange(padded_order.shape[0], device=order.device))
-    mass[at] += torch.where(weighs, at_target[padded_order], 0)
-    mass = mass.unflatten(1, (blocks, tiles.block_rows)).sum(2).t()
+    mass[at] += torch.where(has_mass, at_target[padded_order], 0)
+    mass = mass.unflatten(1, (blocks, shares.block_rows)).sum(2).t()  # [row blocks, tiles]
 
-    height = (rows - torch.arange(blocks, device=order.device) * tiles.block_rows).clamp(0, tiles.block_rows)
-    first = torch.arange(mass.shape[1], device=order.device) * tiles.columns
-    size = height[:, None].double() * (vocab - first).clamp(max=tiles.columns)  # (row, column) pairs of each cell
-    everything = (height > 0)[:, None].expand_as(mass)
-    kept = everything & ~_lightest(mass.double(), total, budget)
+    height = (rows - torch.arange(blocks, device=order.device) * shares.block_rows).clamp(0, shares.block_rows)
+    first = torch.arange(mass.shape[1], device=order.device) * shares.columns
+    size = height[:, None].double() * (vocab - first).clamp(max=shares.columns)  # (row, column) pairs of each cell
+    all_cells = (height > 0)[:, None].expand_as(mass)  # those with a row that has a gradient
+    kept = all_cells & ~_lightest(mass.double(), total, budget)
     share = (size * kept).sum() / (rows * vocab).clamp(min=1)
     pays = sparse_pays(rows, head.hidden.shape[1], vocab, share) & (not _captured(mass))
-    cells = torch.where(pays, kept, everything)
-    dropped = torch.where(cells | ~everything, 0, mass.double()).sum() / torch.where(total > 0, total, 1)
-    counted = head.mask.sum().clamp(min=1)
-    work = Work(dropped, rows / counted.double(), (size * cells).sum() / (counted * vocab))
+    cells = torch.where(pays, kept, all_cells)
+    dropped = torch.where(cells | ~all_cells, 0, mass.double()).sum() / torch.where(total > 0, total, 1)
+    unmasked = head.mask.sum().clamp(min=1)
+    work = Work(dropped, rows / unmasked.double(), (size * cells).sum() / (unmasked * vocab))
     return LiveTiles(order, cells, torch.stack([rows, pays.to(rows.dtype)])), work
 
 
 def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor:
-    """Return the L1 mass of d_logits over all rows, or with a soft-cap a lower bound of it."""
+    """Return the L1 mass of d_logits over all rows, or a lower bound of it if the head has a soft-cap."""
     if head.logit_softcap is None:
         return 2 * at_target.double().sum()
     logit = (result.log_probs + result.log_total + result.shift) * (1 if head.temperature is None else head.temperature)
-    slope = (1 - (logit / head.logit_softcap).square() - 1e-5).clamp(min=0)  # less than fp32 may have rounded up
+    slope = (1 - (logit / head.logit_softcap).square() - 1e-5).clamp(min=0)  # 1e-5: a bound despite fp32 rounding
     return torch.where(at_target == 0, 0, at_target * slope).double().sum()
 
 
 def _captured(x: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured. Then the host cannot read how many cells are left: compute all."""
+    """Return whether a CUDA graph is being captured. Then the host cannot read the number of cells to compute."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _lightest(mass: Tensor, total: Tensor, budget: float) -> Tensor:
-    """Return the lightest cells whose sum is at most `budget` of the total; none whose mass is not finite."""
+    """Return which cells are the lightest whose masses sum to at most `budget` times the total, as bool like `mass`.
+
+    Cells whose mass is not finite are never among them.
+    """
     finite = mass.isfinite() & total.isfinite() & (total > 0)
     units = torch.where(finite, mass / total * _UNITS, 2 * _UNITS).ceil().clamp(max=2 * _UNITS)
     light, index = units.to(torch.int64).flatten().sort(stable=True)
     over = light.cumsum(0) > int(budget * _MARGIN * _UNITS)
-    dropped = over.cumsum(0) == 0  # up to the first that is too much: later sums may have overflown
+    dropped = over.cumsum(0) == 0  # only up to the first cell over the budget: later sums may overflow
     return torch.empty_like(dropped).index_copy_(0, index, dropped).view_as(mass)

@@ -1,4 +1,4 @@
-"""Products that keep their precision: fp32 matrix products in fp32, and elementwise ones without NaN from 0 * inf."""
+"""Products that keep their precision: fp32 matrix products without TF32, and elementwise products with 0 * inf = 0."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Asked once: torch 2.11's compiler cannot trace the question.
+# A constant, because torch 2.11's compiler cannot trace is_autocast_available.
 AUTOCAST_DEVICES = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 _lock = threading.Lock()
-_calls = 0  # how many are inside `exact_products`
-_requested: set[str] = set()  # device types whose products they keep fp32
-_restore: list[Callable[[], None]] = []  # what the last of them calls
+_calls = 0  # number of `exact_products` contexts that are open
+_requested: set[str] = set()  # device types whose products they keep in fp32
+_restore: list[Callable[[], None]] = []  # called when the last context closes
 
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Keep autocast and a global request for TF32 or bf16 products from the products inside.
+    """Disable autocast, and TF32 or bf16 in fp32 matrix products, inside this context.
 
-    That request is a setting of the process: the first call in saves it, the last one out restores it, so that calls in
-    several threads do not restore each other's.
+    The precision of fp32 products is a setting of the process. The first open context saves it and the last one to
+    close restores it, so that contexts in several threads do not interfere.
     """
     global _calls
     with _lock:
@@ -44,10 +44,10 @@ def exact_products(device: torch.device) -> Iterator[None]:
 
 
 def _request_ieee(kind: str) -> None:
-    """Request fp32 products, and note in `_restore` how to restore the request.
+    """Set products on "cuda" or "cpu" to fp32, and record in `_restore` how to restore the settings.
 
-    PyTorch holds it twice: for all products (`set_float32_matmul_precision`) and per backend (`fp32_precision`). Where
-    the two disagree, reading `allow_tf32`, as PyTorch's own CUDA code does, raises.
+    PyTorch has two settings: one for all backends (`set_float32_matmul_precision`) and one per backend
+    (`fp32_precision`). If they disagree, reading `allow_tf32` raises, and PyTorch's CUDA code reads it.
     """
     torch_backends: Any = torch.backends
     backends = {"cuda": torch_backends.cuda.matmul, "cpu": torch_backends.mkldnn.matmul}
@@ -56,9 +56,9 @@ def _request_ieee(kind: str) -> None:
     if not _requested:
         try:
             precision = torch.get_float32_matmul_precision()
-        except RuntimeError:  # the user set only the backends', so that the other is at its default
+        except RuntimeError:  # only the settings per backend were changed, so the other has its default
             precision = "highest"
-        if precision != "highest":  # was set for every backend
+        if precision != "highest":  # set for all backends
             kinds = set(backends)
             saved = [partial(setattr, x, "fp32_precision", x.fp32_precision) for x in backends.values()]
             torch.set_float32_matmul_precision("highest")
@@ -70,6 +70,7 @@ def _request_ieee(kind: str) -> None:
 
 
 def _restore_requests() -> None:
+    """Restore the settings that were saved."""
     for restore in _restore:
         restore()
     _restore.clear()
@@ -77,7 +78,7 @@ def _restore_requests() -> None:
 
 
 def _leave_calls_of_the_parent() -> None:
-    """Restore the requests in a forked process, which has none of the threads that would."""
+    """Restore the settings in a forked process: the threads that would do so do not exist in it."""
     global _lock, _calls
     _lock, _calls = threading.Lock(), 0
     _restore_requests()
@@ -87,42 +88,48 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_calls_of_the_parent)
 
 
-COLUMN_MULTIPLE = 24
+COLUMN_MULTIPLE = 24  # columns of a matrix product on a CPU, see `pad_columns`
 
 
-def whole_columns(weight: Tensor) -> Tensor:
-    """`weight` [C, H] as right factor of h W', on a CPU with rows of zeros up to a multiple of 24.
+def pad_columns(weight: Tensor) -> Tensor:
+    """Return `weight` [C, H] for the product h W^T, on a CPU padded with zero rows to a multiple of COLUMN_MULTIPLE.
 
-    What is left over of the columns beyond such a multiple, MKL adds up in an order that depends on where among the
-    rows of h a row stands (seen on Zen 4: in fp32 below 12 columns, in fp64 at any rest). Its bits would depend on it.
+    MKL computes the last C % 24 columns of a product with an order of additions that depends on a row's position in h
+    (seen on Zen 4: in fp32 with fewer than 12 such columns, in fp64 with any number). Padded, a row has the same bits
+    at any position.
     """
-    more = -weight.shape[0] % COLUMN_MULTIPLE if weight.device.type == "cpu" else 0
-    return F.pad(weight, (0, 0, 0, more)) if more else weight
+    padding = -weight.shape[0] % COLUMN_MULTIPLE if weight.device.type == "cpu" else 0
+    return F.pad(weight, (0, 0, 0, padding)) if padding else weight
 
 
-def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """into += a @ b, accumulated in the dtype of `into`: fp32 for half operands, which CUDA multiplies as they are."""
-    if into.is_meta:  # nothing to compute, and not every torch knows the product below without numbers
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `out`, accumulated in out's dtype. CUDA multiplies half-precision operands without a cast."""
+    if out.is_meta:  # not every version of torch supports the product below on meta tensors
         return
-    if a.dtype == into.dtype:
-        into.addmm_(a, b)
+    if a.dtype == out.dtype:
+        out.addmm_(a, b)
     elif a.is_cuda and torch.version.hip is None:
-        torch.ops.aten.addmm.dtype_out(into, a, b, into.dtype, out=into)
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
     else:
-        into.addmm_(a.to(into.dtype), b.to(into.dtype))
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))
 
 
-def power_of_two(gradients: Tensor, more: Tensor | None, counts: Tensor) -> Tensor:
-    """Brings the largest gradient near 1 before it is rounded to fp16, which has no exponents below 2^-24.
+def power_of_two(gradients: Tensor, entropy_gradients: Tensor | None, valid: Tensor) -> Tensor:
+    """Return the power of two [] that brings the largest gradient near 1; 1 if it is 0 or not finite.
 
-    Args: two sets of gradients [N], of the second there may be none, and which rows of them count.
+    Gradients are multiplied by it before they are rounded to fp16, which has no exponents below 2^-24.
+
+    Args:
+        gradients: [N].
+        entropy_gradients: [N], or None.
+        valid: [N] bool; rows where it is False are ignored.
     """
-    size = gradients.abs() if more is None else torch.maximum(gradients.abs(), more.abs())
-    largest = torch.cat([torch.where(counts, size, 0), size.new_zeros(1)]).amax()
+    size = gradients.abs() if entropy_gradients is None else torch.maximum(gradients.abs(), entropy_gradients.abs())
+    largest = torch.cat([torch.where(valid, size, 0), size.new_zeros(1)]).amax()
     exponent = -largest.log2().ceil().clamp(-126, 126)
     return torch.where((largest > 0) & largest.isfinite(), exponent.exp2(), 1.0)
 
 
 def multiply_no_nan(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply, with exactly 0 where one factor is 0: the other may be the inf of an exploded ratio, or NaN."""
+    """Return x * y, exactly 0 where either factor is 0, even if the other is inf (an overflown ratio) or NaN."""
     return torch.where((x == 0) | (y == 0), 0, x * y)

@@ -1,4 +1,4 @@
-"""What crosses the boundary to a backend: flat rows in, flat results out.
+"""Arguments and results of the backends: tuples of tensors over rows.
 
 N rows (tokens), H hidden size, V vocabulary, R rank of an adapter, S sequences.
 """
@@ -11,34 +11,36 @@ from torch import Tensor
 
 
 class HeadRows(NamedTuple):
-    """What makes log-probs: z = softcap(logit_scale * (h W^T + a B^T + bias)) / temperature."""
+    """A head and its inputs. Logits: z = softcap(logit_scale * (h W^T + a B^T + bias)) / temperature."""
 
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
-    adapter_hidden: Tensor | None  # [N, R]: LoRA's scaled h A^T, any float dtype
+    adapter_hidden: Tensor | None  # [N, R]: a, LoRA's scaled h A^T, any float dtype
     adapter_weight: Tensor | None  # [V, R]: LoRA's B
-    target_ids: Tensor  # [N] int64, anything where masked
-    mask: Tensor  # [N] bool
+    target_ids: Tensor  # [N] int64, any value where masked
+    mask: Tensor  # [N] bool, True at unmasked rows
     temperature: Tensor | None  # [] or [N]; None is 1
     logit_scale: float
     logit_softcap: float | None
-    vocab_size: int  # columns from here on are padding
-    entropy: bool
+    vocab_size: int  # number of columns that are not padding
+    entropy: bool  # compute entropies
 
 
 class HeadResult(NamedTuple):
-    """Per row, in fp32 (fp64 for fp64 inputs); 0 at masked rows."""
+    """Per-row results of the forward, in fp32 (fp64 for fp64 inputs); 0 at masked rows.
+
+    The log-sum-exp of a row's logits is shift + log_total. They are kept apart because their sum would be rounded.
+    """
 
     log_probs: Tensor  # [N]
-    entropy: Tensor  # [N] nats, or [0] if not asked for
-    shift: Tensor  # [N] the largest logit
-    # Log-sum-exp of the logits, less shift: apart they keep the bits that their sum would round off.
-    log_total: Tensor  # [N]
+    entropy: Tensor  # [N] nats, or [0] if not requested
+    shift: Tensor  # [N]: the largest logit
+    log_total: Tensor  # [N]: log-sum-exp of the logits minus shift
 
 
 class NeedsGradient(NamedTuple):
-    """Which operands of a head need a gradient."""
+    """Whether each operand of a head needs a gradient."""
 
     hidden: bool
     weight: bool
@@ -48,7 +50,7 @@ class NeedsGradient(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """Gradients of a head's operands, in the operands' dtypes; None where none is needed."""
+    """Gradients of a head's operands, in their dtypes; None if not needed."""
 
     hidden: Tensor | None  # [N, H]
     weight: Tensor | None  # [V, H]
@@ -58,11 +60,11 @@ class HeadGradients(NamedTuple):
 
 
 class PolicyRows(NamedTuple):
-    """What a backend needs beside log-probs to form the loss."""
+    """Inputs of the loss beside log-probs, entropies and mask."""
 
-    offsets: Tensor  # [S + 1] int64
+    offsets: Tensor  # [S + 1] int64: sequence i is rows offsets[i] to offsets[i + 1]
     advantages: Tensor  # [N]
-    old_log_probs: Tensor | None  # [N]; None: the log-probs themselves, detached
+    old_log_probs: Tensor | None  # [N]; None: the detached log-probs
     ref_log_probs: Tensor | None  # [N]
     token_weights: Tensor | None  # [N]
     normalizer: Tensor | None  # []
@@ -70,25 +72,27 @@ class PolicyRows(NamedTuple):
 
 
 class PolicyResult(NamedTuple):
+    """The loss and its derivatives, in the dtype of the log-probs."""
+
     loss: Tensor  # []
     log_ratio: Tensor  # [S], or [N] for ratio="token"
-    coefficient: Tensor  # [N] d(loss)/d(log_prob)
-    entropy_coefficient: Tensor  # [N] d(loss)/d(entropy), or [0] where entropy_coef is 0
+    coefficient: Tensor  # [N]: d(loss)/d(log_prob)
+    entropy_coefficient: Tensor  # [N]: d(loss)/d(entropy), or [0] if entropy_coef is 0
     metrics: Tensor  # in the order of metrics.NAMES
 
 
 class TileShares(NamedTuple):
-    """What the forward knows: the probability of every tile of columns, the target's column left out."""
+    """Probability of every tile of the vocabulary, for every row, the target's column excluded."""
 
-    share: Tensor  # [tiles, n]
-    place: Tensor  # [N] int64: at which of the n columns a row of the batch stands; anything for a masked row
-    block_rows: int  # of a cell
-    columns: int  # of a tile
+    share: Tensor  # [tiles, n]: n gathered rows of the forward
+    place: Tensor  # [N] int64: index of each row of the batch among the n; any index for a masked row
+    block_rows: int  # rows of a cell
+    columns: int  # columns of a tile
 
 
 class LiveTiles(NamedTuple):
-    """What the backward computes. Tensors of no size: every row with a gradient, and all of its columns."""
+    """The cells that the backward computes. Empty tensors: all columns of every row with a gradient."""
 
-    order: Tensor  # [N] int64: rows of the batch, those with a gradient first, the heaviest foremost
-    cells: Tensor  # [row blocks of `order`, tiles] bool
-    counts: Tensor  # [2] int64: rows with a gradient; 1 if only the cells are to be computed, 0 if all columns are
+    order: Tensor  # [N] int64: rows of the batch by falling mass; those without a gradient last
+    cells: Tensor  # [row blocks of `order`, tiles] bool: True for cells to compute
+    counts: Tensor  # [2] int64: rows with a gradient; 1 if only `cells` are computed, 0 if all columns are

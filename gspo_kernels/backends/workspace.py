@@ -1,4 +1,4 @@
-"""How much memory tiles may take."""
+"""The limit of the memory for tiles."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ def workspace_bytes() -> int:
     """Return GSPO_WORKSPACE_MIB in bytes: the limit for tiles of logits and of their gradients (default 256 MiB)."""
     text = os.environ.get("GSPO_WORKSPACE_MIB", "256")
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"environment variable GSPO_WORKSPACE_MIB must be a whole number of MiB >= 1, got {text!r}")
+        raise ValueError(f"environment variable GSPO_WORKSPACE_MIB must be an integer number of MiB >= 1, got {text!r}")
     return int(text) * 2**20

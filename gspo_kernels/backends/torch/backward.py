@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..precision import exact_products, power_of_two, whole_columns
+from ..precision import exact_products, pad_columns, power_of_two
 from ..rows import HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
 from . import workers
 from .tiles import LOG_OF_NOTHING, Part, Runs, Tiles, add_product_of_tile, product_of_tile
@@ -70,7 +70,7 @@ class _Gradients:
     def _add_part(self, part: Part, slab_weight: Tensor, weight: Tensor, d_weight: Tensor | None) -> None:
         work, up = self.work, self.up
         _, rows, first, last, turn = part
-        d_z = up.d_logits(rows, whole_columns(weight) if self.sparse else slab_weight, first, last)  # [R, columns]
+        d_z = up.d_logits(rows, pad_columns(weight) if self.sparse else slab_weight, first, last)  # [R, columns]
         if self.d_bias is not None:
             self.d_bias[first:last] += d_z.sum(0)
         if self.d_aw is not None and work.adapter_hidden is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...layout import accumulator
-from ..precision import COLUMN_MULTIPLE, whole_columns
+from ..precision import COLUMN_MULTIPLE, pad_columns
 from ..rows import HeadRows
 from ..workspace import workspace_bytes
 
@@ -140,7 +140,7 @@ class Tiles:
         return torch.where(known, x.gather(0, slab[None])[0], math.nan)
 
     def weight_slab(self, low: int, high: int) -> Tensor:
-        return whole_columns(self.head.weight[low:high].to(self.operand_dtype))
+        return pad_columns(self.head.weight[low:high].to(self.operand_dtype))
 
     def hidden_rows(self, rows: slice) -> Tensor:
         return self.hidden[rows].to(self.operand_dtype)
@@ -156,7 +156,7 @@ class Tiles:
         head = self.head
         z = _product(self.hidden_rows(rows), weight.t())
         if self.adapter_hidden is not None and self.adapter_weight is not None:
-            z.addmm_(self.adapter_hidden[rows], whole_columns(self.adapter_weight[low:high]).t())
+            z.addmm_(self.adapter_hidden[rows], pad_columns(self.adapter_weight[low:high]).t())
         z = z[:, : high - low]
         if head.bias is not None:
             z.add_(head.bias[low:high])

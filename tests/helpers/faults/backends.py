@@ -37,7 +37,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "the target's own mass left out": (
         "backends/live_tiles",
-        "mass[at] += torch.where(weighs, at_target[padded_order], 0)",
+        "mass[at] += torch.where(has_mass, at_target[padded_order], 0)",
         "pass",
         "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
     ),
@@ -55,8 +55,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "too few passes reported": (
         "backends/live_tiles",
-        "(size * cells).sum() / (counted * vocab)",
-        "(size * cells).sum() / (counted * vocab) / 2",
+        "(size * cells).sum() / (unmasked * vocab)",
+        "(size * cells).sum() / (unmasked * vocab) / 2",
         "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
     ),
     "matrix products in autocast's dtype": (
@@ -80,7 +80,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "power-of-two scale without the entropy gradient": (
         "backends/precision",
-        "size = gradients.abs() if more is None else torch.maximum(gradients.abs(), more.abs())",
+        "size = gradients.abs() if entropy_gradients is None else torch.maximum("
+        "gradients.abs(), entropy_gradients.abs())",
         "size = gradients.abs()",
         "loss_faults::test_the_power_of_two_brings_the_largest_of_both_gradients_near_one",
     ),

@@ -128,13 +128,13 @@ def multiply_rows_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_gradient_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    d_logits, kept = backward.GradientRows.d_logits, []
+    d_logits, kept = backward.LogitGradients.d_logits, []
 
     def leaking(*args: Any) -> Tensor:
         kept.append(d_logits(*args))
         return kept[-1]
 
-    monkeypatch.setattr(backward.GradientRows, "d_logits", leaking)
+    monkeypatch.setattr(backward.LogitGradients, "d_logits", leaking)
 
 
 @pytest.mark.parametrize(

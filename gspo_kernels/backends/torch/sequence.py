@@ -1,14 +1,20 @@
-"""The loss of whole sequences and the closed form of d(loss)/d(log_prob), in plain torch.
+"""The loss from log-probs, and its derivative with respect to each of them in closed form, in plain torch.
 
-Formulas: `objective.py`. Must match the Triton backend's `sequence.py`. A `coefficient` is the derivative of the whole
-loss with respect to the log-prob lp_it. With
-w_it = c_it o_it dl/du (+ the derivative of the factor [ s ] when `kl_ratio_factor` is set):
+Formulas and notation: `objective.py`. Must match the Triton backend's `sequence.py`.
 
-    token forms      coefficient_it = w_it                                   + kl_coef c'_it k'_it [ s ]
-    sequence form    coefficient_it = (h_it / L_i) sum over t' of w_it'      + kl_coef c'_it k'_it [ s ]
+The loss depends on a token's log-prob lp_it in two ways, through the log-ratio u and directly:
 
-with h_it the mask, for gmpo without the tokens whose bound binds. A surrogate of SCORES has its c_it o_it dl/d(lp)
-beside the KL instead of in w.
+    d_log_ratio_it = c_it o_it dl/du  (+ kl_coef c'_it k s with kl_ratio_factor)
+    d_log_prob_it  = kl_coef c'_it k'_it [ s ]
+
+A surrogate of SCORES has no gradient through u: its c_it o_it dl/d(lp) is part of d_log_prob. The coefficient, the
+derivative of the whole loss with respect to lp_it, is
+
+    ratio="sequence"              h_it mean_d_log_ratio_i + d_log_prob_it
+    "token", "sequence-token"     d_log_ratio_it + d_log_prob_it
+
+where mean_d_log_ratio_i is the sum of d_log_ratio over the sequence divided by L_i, because u_i is a mean over L_i
+tokens. h_it is the mask; for gmpo it is 0 at tokens whose bound binds, too.
 """
 
 from __future__ import annotations
@@ -27,25 +33,25 @@ from .surrogates import SCORES, bounded, divergence_times, kl_and_slope, surroga
 def policy_forward(
     log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective
 ) -> PolicyResult:
-    """Compute the loss and its derivative with respect to every log-prob and entropy, all [N]."""
+    """Compute the loss and its derivatives with respect to log-probs and entropies, from tensors [N]."""
     offsets, advantages = policy.offsets, policy.advantages
-    sequence = sequence_of_row(offsets, mask.shape[0])
+    sequence = sequence_of_row(offsets, mask.shape[0])  # [N]
     lp = torch.where(mask, log_probs, 0)
-    lengths = segment_sum(mask.to(lp.dtype), offsets)
-    token_log_ratio, u, binds = _log_ratios(log_probs, mask, lengths, policy, objective)
+    lengths = segment_sum(mask.to(lp.dtype), offsets)  # [S]
+    token_log_ratio, u, token_bounds = _log_ratios(log_probs, mask, lengths, policy, objective)
     by_token = objective.ratio == "token"
-    log_ratio = token_log_ratio if by_token else u[sequence]
+    log_ratio = token_log_ratio if by_token else u[sequence]  # [N], as all tensors below but mean_d_log_ratio
 
     value, slope, low, high = surrogate(log_ratio, advantages, objective)
-    if binds is not None:
-        low, high = binds
+    if token_bounds is not None:
+        low, high = token_bounds
     if policy.token_weights is not None:
         value, slope = multiply_no_nan(policy.token_weights, value), multiply_no_nan(policy.token_weights, slope)
     share = _share_of_token(mask, sequence, lengths, objective.aggregation, objective.length_norm, policy.normalizer)
-    through_ratio = torch.where(mask, share * slope, 0)  # c o dl/du
-    direct = torch.zeros_like(lp)
-    if objective.surrogate in SCORES:
-        value, through_ratio, direct = multiply_no_nan(value, lp), direct, through_ratio
+    d_log_ratio = torch.where(mask, share * slope, 0)
+    d_log_prob = torch.zeros_like(lp)
+    if objective.surrogate in SCORES:  # the slope is with respect to the log-prob
+        value, d_log_ratio, d_log_prob = multiply_no_nan(value, lp), d_log_prob, d_log_ratio
     loss_rows = torch.where(mask, share * value, 0)
 
     kl = kl_slope = None
@@ -56,15 +62,15 @@ def policy_forward(
         kl_share = objective.kl_coef * _kl_share(mask, sequence, lengths, policy, objective)
         if objective.kl_ratio_factor:
             kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)
-            through_ratio = through_ratio + divergence_times(kl, kl_share)
+            d_log_ratio = d_log_ratio + divergence_times(kl, kl_share)
         loss_rows = loss_rows + divergence_times(kl, kl_share)
-        direct = direct + divergence_times(kl_slope, kl_share)
+        d_log_prob = d_log_prob + divergence_times(kl_slope, kl_share)
 
     if objective.ratio == "sequence":
-        per_sequence = segment_sum(through_ratio, offsets) / lengths.clamp(min=1)
-        differentiable = mask if binds is None else mask & ~(low | high)
-        through_ratio = torch.where(differentiable, per_sequence[sequence], 0)
-    coefficient = through_ratio + direct
+        mean_d_log_ratio = segment_sum(d_log_ratio, offsets) / lengths.clamp(min=1)  # [S]
+        free = mask if token_bounds is None else mask & ~(low | high)
+        d_log_ratio = torch.where(free, mean_d_log_ratio[sequence], 0)
+    coefficient = d_log_ratio + d_log_prob
 
     entropy_coefficient = lp.new_empty(0)
     has_gradient = coefficient != 0
@@ -92,19 +98,19 @@ def policy_forward(
 def _log_ratios(
     log_probs: Tensor, mask: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Return the log-ratio of each token [N], their mean u [S], and for gmpo where its bounds bind, below and above."""
-    # On-policy the difference is exactly 0, and NaN where the log-prob is not finite: that must reach the loss.
+    """Return token log-ratios [N], their mean u [S], and for gmpo where the lower and the upper bound bind, [N] each."""
+    # On-policy, the difference is exactly 0. It is NaN where the log-prob is not finite, which must reach the loss.
     old = log_probs if policy.old_log_probs is None else policy.old_log_probs
     token_log_ratio = averaged = torch.where(mask, log_probs - old, 0)
-    binds = None
+    token_bounds = None
     if objective.surrogate == "gmpo":
         averaged, low, high = bounded(token_log_ratio, policy.advantages, objective)
-        binds = low, high
-    return token_log_ratio, segment_sum(averaged, policy.offsets) / lengths.clamp(min=1), binds
+        token_bounds = low, high
+    return token_log_ratio, segment_sum(averaged, policy.offsets) / lengths.clamp(min=1), token_bounds
 
 
 def _kl_share(mask: Tensor, sequence: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective) -> Tensor:
-    """c'_it of the KL term, [N]: its own aggregation and normalizer, or those of the policy term."""
+    """Return c'_it of the KL term, [N]: of its own aggregation and normalizer, or those of the policy term."""
     aggregation = objective.kl_aggregation or objective.aggregation
     normalizer = policy.kl_normalizer
     if normalizer is None and aggregation == objective.aggregation:
@@ -120,12 +126,12 @@ def _share_of_token(
     length_norm: float | None,
     normalizer: Tensor | None,
 ) -> Tensor:
-    """c_it: the share of each token over the normalizer, [N]; 0 at masked rows."""
-    share = torch.ones_like(lengths)
+    """Return c_it, the weight of each token over the normalizer, [N]; 0 at masked rows."""
+    share = torch.ones_like(lengths)  # [S]
     if aggregation == "seq-mean-token-mean":
         share = share / lengths.clamp(min=1)
     elif aggregation == "seq-mean-token-sum-norm":
-        assert length_norm is not None  # Objective refuses it without
+        assert length_norm is not None  # Objective rejects this aggregation without it
         share = share / length_norm
     if normalizer is None:
         normalizer = (lengths.sum() if aggregation == "token-mean" else (lengths > 0).sum()).clamp(min=1)

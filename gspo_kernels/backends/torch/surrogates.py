@@ -1,14 +1,14 @@
-"""What one token adds to the loss, and its derivative: a function for each surrogate and each estimator of KL.
+"""Surrogates and KL estimators with their derivatives, elementwise.
 
-Notation of `objective.py`. A surrogate is l(u, A) with its derivative dl/du. Two of them, SCORES, do not differentiate
-their ratio: they are -weight A log p(token), and what they give as derivative is that with respect to the token's own
-log-prob. gmpo bounds log-ratios before they are averaged (`bounded`), after which its surrogate is that of "none".
+Notation: `objective.py`. Must match the Triton backend's `surrogates.py`; the oracle is in `reference.py`.
 
-A derivative is selected before anything is multiplied: exp(u) of a clipped row may be inf and 0 * inf is NaN. A zero
-advantage contributes exactly 0. Decisions are taken on u, not on s, which keeps fp32's full resolution near 1. NaN is
-never clipped, so that it reaches the loss.
+A surrogate is l(u, A) with its derivative dl/du. The two in SCORES have no gradient through the ratio: they are
+-weight A log p(token), and their slope is the derivative with respect to log p(token). gmpo bounds token log-ratios
+before they are averaged (`bounded`); its surrogate is then that of "none".
 
-Formulas: `objective.py`. Must match the Triton backend's `surrogates.py`; the oracle's functions are in `reference.py`.
+Elements are selected before exp and products, because exp(u) may be inf where the clip binds, and 0 * inf is NaN. An
+advantage of 0 contributes exactly 0. Clip decisions compare u, not s, because fp32 resolves u near 0 better than s near
+1. NaN is never clipped, so that it reaches the loss.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from torch import Tensor
 from ...objective import Objective
 
 SCORES = ("cispo", "reinforce")
-# exp of it is finite in fp32, and a sigmoid of it has no slope left.
+# Log-ratios are cut off here for sapo: exp(80) is finite in fp32, and the sigmoid is flat there.
 _FAR = 80.0
 
 
 class Term(NamedTuple):
-    """Elementwise, in the shape of the log-ratios."""
+    """A surrogate's value and derivative, in the shape of the log-ratios."""
 
-    value: Tensor  # l; of SCORES it is to be multiplied by the log-prob
-    slope: Tensor  # dl/du; of SCORES dl/d(log_prob)
+    value: Tensor  # l; for SCORES, l divided by the log-prob
+    slope: Tensor  # dl/du; for SCORES, dl/d(log_prob)
     low: Tensor  # bool: the lower bound binds
     high: Tensor  # bool: an upper bound binds
 
 
 def bounded(log_ratio: Tensor, advantages: Tensor, objective: Objective) -> tuple[Tensor, Tensor, Tensor]:
-    """gmpo: a token's log-ratio as it enters the mean, and where its bound binds: below, above.
+    """Return gmpo's bounded token log-ratios, which are averaged, and where the lower and the upper bound bind.
 
-    GMPO, arXiv 2507.20673: bounds in log space, from above for a positive advantage and from below for a negative one.
+    GMPO (arXiv 2507.20673) bounds log-ratios from above for a positive advantage, from below for a negative one.
     """
     low = (advantages < 0) & (log_ratio < -objective.clip_low)
     high = (advantages > 0) & (log_ratio > objective.clip_high)
@@ -48,12 +48,12 @@ def bounded(log_ratio: Tensor, advantages: Tensor, objective: Objective) -> tupl
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """The term of `objective.surrogate`, whatever the ratio is one of."""
+    """Return the term of `objective.surrogate`, from log-ratios of tokens or sequences."""
     return _TERMS[objective.surrogate](log_ratio, advantages, objective)
 
 
 def _clip(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """-min(s A, clip(s) A), under a ceiling on s where A < 0."""
+    """Return the term of -min(s A, clip(s) A), with an upper bound on s (the ceiling) where A < 0."""
     log_low, log_high = objective.log_window
     low = (advantages < 0) & (u < log_low)
     high = (advantages > 0) & (u > log_high)
@@ -61,7 +61,7 @@ def _clip(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
         high |= (advantages < 0) & (u > math.log(objective.ceiling))
     free = ~(low | high | (advantages == 0))
     slope = torch.where(free, -torch.where(free, u, 0).exp() * advantages, 0)
-    # A ratio is bound at the top of the window by a positive advantage, at the ceiling or the bottom by a negative one.
+    # The bound is 1 + clip_high for a positive advantage, and 1 - clip_low or the ceiling for a negative one.
     bound = torch.full_like(u, 1 + objective.clip_high)
     bound.masked_fill_(advantages < 0, objective.ceiling if math.isfinite(objective.ceiling) else 0.0)
     bound.masked_fill_(low, 1 - objective.clip_low)
@@ -69,7 +69,7 @@ def _clip(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
 
 
 def _none(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """-s A."""
+    """Return the term of -s A."""
     never = torch.zeros_like(u, dtype=torch.bool)
     free = advantages != 0
     slope = torch.where(free, -torch.where(free, u, 0).exp() * advantages, 0)
@@ -77,31 +77,34 @@ def _none(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
 
 
 def _cispo(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """-clip(s) A log p, the ratio a constant (CISPO, arXiv 2506.13585): bound for either sign, never flat."""
+    """Return the term of -clip(s) A log p with clip(s) constant (CISPO, arXiv 2506.13585).
+
+    Both bounds apply to advantages of either sign. Tokens keep a gradient where a bound binds.
+    """
     log_low, log_high = objective.log_window
-    counts = advantages != 0
-    low, high = counts & (u < log_low), counts & (u > log_high)
-    weight = torch.where(counts & ~low & ~high, u, 0).exp()
+    nonzero = advantages != 0
+    low, high = nonzero & (u < log_low), nonzero & (u > log_high)
+    weight = torch.where(nonzero & ~low & ~high, u, 0).exp()
     weight = torch.where(low, 1 - objective.clip_low, torch.where(high, 1 + objective.clip_high, weight))
-    slope = torch.where(counts, -weight * advantages, 0)
+    slope = torch.where(nonzero, -weight * advantages, 0)
     return Term(slope, slope, low, high)
 
 
 def _sapo(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """-A (4 / tau) sigmoid(tau (s - 1)), tau by the sign of A (arXiv 2511.20347): a soft gate instead of a clip."""
+    """Return the term of -A (4 / tau) sigmoid(tau (s - 1)), with tau by the sign of A (SAPO, arXiv 2511.20347)."""
     never = torch.zeros_like(u, dtype=torch.bool)
     temperature = torch.full_like(u, objective.sapo_temperature_neg)
     temperature.masked_fill_(advantages > 0, objective.sapo_temperature_pos)
     s = u.clamp(max=_FAR).exp()
     gate = torch.sigmoid(temperature * (s - 1))
-    counts = advantages != 0
-    value = torch.where(counts, -4 * gate / temperature * advantages, 0)
-    slope = torch.where(counts, -4 * (gate * torch.sigmoid(temperature * (1 - s))) * s * advantages, 0)
+    nonzero = advantages != 0
+    value = torch.where(nonzero, -4 * gate / temperature * advantages, 0)
+    slope = torch.where(nonzero, -4 * (gate * torch.sigmoid(temperature * (1 - s))) * s * advantages, 0)
     return Term(value, slope, never, never)
 
 
 def _reinforce(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """-A log p: no ratio."""
+    """Return the term of -A log p, which has no ratio."""
     never = torch.zeros_like(u, dtype=torch.bool)
     return Term(-advantages, -advantages, never, never)
 
@@ -117,10 +120,10 @@ _TERMS: dict[str, Callable[[Tensor, Tensor, Objective], Term]] = {
 
 
 def kl_and_slope(d: Tensor, log_ratio: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """k(d) and dk/d(log_prob), elementwise, d = log_prob - ref_log_prob (Schulman, "Approximating KL divergence").
+    """Return k(d) and dk/d(log_prob), for d = log_prob - ref_log_prob (Schulman, "Approximating KL divergence").
 
-    "k1+", "k3+": with the gradient of k2, whose expectation is that of the KL (verl). "unbiased": k3 times the token's
-    own ratio w, differentiated (DeepSeek-V3.2, arXiv 2512.02556); its slope is w k3 + w (1 - exp(-d)) = w d.
+    "k1+" and "k3+" have the gradient of k2, whose expectation is the gradient of the KL (verl). "unbiased" is k3 times
+    the token's ratio w (DeepSeek-V3.2, arXiv 2512.02556); its slope is w k3 + w (1 - exp(-d)) = w d.
     """
     if estimator == "unbiased":
         ratio = log_ratio.exp()
@@ -139,5 +142,5 @@ def kl_and_slope(d: Tensor, log_ratio: Tensor, estimator: str) -> tuple[Tensor, 
 
 
 def divergence_times(kl: Tensor, ratio: Tensor) -> Tensor:
-    """kl * ratio, exactly 0 without a divergence even if the ratio exploded; but a ratio that is NaN is to be seen."""
+    """Return kl * ratio, exactly 0 where kl is 0 even if the ratio is inf; NaN propagates."""
     return torch.where((kl == 0) & ratio.isinf(), 0, kl * ratio)

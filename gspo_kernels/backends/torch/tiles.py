@@ -1,7 +1,7 @@
-"""Tiles of the torch backend: their shape, the rows that take part, the work list, and the logits of one tile.
+"""Tiles of the torch backend: their shape, the gathered rows, the logits of a tile, and the backward's work list.
 
-The shape depends on device, dtype, H, V and GSPO_WORKSPACE_MIB and never on the batch, because a matrix product of
-another shape rounds differently.
+The shape of a tile depends on device, dtype, H, V and GSPO_WORKSPACE_MIB, but not on the batch, because matrix products
+of another shape round differently.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from ..precision import COLUMN_MULTIPLE, pad_columns
 from ..rows import HeadRows
 from ..workspace import workspace_bytes
 
-LOG_OF_NOTHING = -1000.0  # exp of it is 0 in fp32 and fp64, and 0 * it is 0
-_LIVE_TILES = 4  # at the worst moment: logits, probabilities, soft-cap factor, one temporary
-_TILE_ON_CPU = (128, 4032)  # rows enough to make a slab of the head worth reading, columns that stay in the caches
+LOG_OF_NOTHING = -1000.0  # log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 times it is 0, not NaN
+_TILES_IN_MEMORY = 4  # at most, per thread: logits, probabilities, factor of the soft-cap, one temporary
+_TILE_ON_CPU = (128, 4032)  # (rows, columns): enough rows for each read of a slab, columns that stay in the caches
 _TILE_ELSEWHERE = (2048, 65536)
-_SLABS = 12  # at least, on a CPU, of a vocabulary of more than one tile
-_SLAB_BYTES = 16 * 2**20  # largest fp32 copy of a slab of the head on a CPU, and of products waiting to be added
-_CELL_ON_CPU, _CELL_ELSEWHERE = 168, 1024  # columns that a backward may leave out
+_SLABS = 12  # on a CPU, at least so many if the vocabulary has more than one tile
+_SLAB_BYTES = 16 * 2**20  # on a CPU, limit of a slab's fp32 copy, and of all products that wait to be added
+_CELL_ON_CPU, _CELL_ELSEWHERE = 168, 1024  # columns of a cell
 
 
 def tile_shape(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (rows, columns) of a tile of logits, so that all live tiles together fit the workspace."""
-    elements = workspace_bytes() // (_LIVE_TILES * dtype.itemsize)
+    """Return (rows, columns) of a tile of logits, so that all tiles in memory together fit the workspace."""
+    elements = workspace_bytes() // (_TILES_IN_MEMORY * dtype.itemsize)
     rows, columns = _TILE_ON_CPU if device.type == "cpu" else _TILE_ELSEWHERE
     multiple = COLUMN_MULTIPLE if device.type == "cpu" else 1
     return rows, max(min(columns, elements // rows) // multiple, 1) * multiple
 
 
 def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which operands are multiplied: half precision only where products accumulate in fp32."""
+    """Return the dtype in which operands are multiplied: half precision only if the products accumulate in fp32."""
     tensor_cores = device.type == "cuda" and torch.version.hip is None
     return dtype if tensor_cores and dtype.itemsize == 2 else accumulator(dtype)
 
 
 def slab_columns(head: HeadRows) -> int:
-    """Return the columns of a tile: those of `tile_shape`, or on a CPU fewer, because its threads share work by slabs.
+    """Return the columns of a slab, which are those of a tile: as `tile_shape` says, or fewer on a CPU.
 
-    There are then enough slabs for all threads, and where operands are copied to fp32 each thread's copies are small.
+    CPU threads divide the work by slabs. Narrower slabs are enough for all threads, and keep fp32 copies of
+    half-precision slabs small.
     """
     device, dtype = head.hidden.device, accumulator(head.hidden.dtype)
     columns = tile_shape(device, dtype)[1]
@@ -58,14 +59,14 @@ def slab_columns(head: HeadRows) -> int:
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int]:
-    """Return (rows, columns) of the cells that a backward may leave out. A slab is a whole number of cells."""
+    """Return (rows, columns) of a cell, the unit that a backward may leave out. A slab consists of full cells."""
     rows, columns = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0], slab_columns(head)
     cell = _CELL_ON_CPU if head.hidden.device.type == "cpu" else _CELL_ELSEWHERE
     return rows, cell if columns % cell == 0 else columns
 
 
 class Tiles:
-    """Gathered rows, and the tiles in which their logits are computed."""
+    """Gathered rows, and the tiles in which their logits are computed. Gathered tensors are padded to full tiles."""
 
     def __init__(self, head: HeadRows, index: Tensor) -> None:
         self.head, self.device = head, head.hidden.device
@@ -89,23 +90,24 @@ class Tiles:
             self.rank = self.adapter_weight.shape[1]
 
     def _threads(self) -> int:
-        """Return how many threads compute tiles: as many as PyTorch has, if their tiles fit the workspace.
+        """Return how many threads compute tiles: PyTorch's number of threads, or as many as fit the workspace.
 
-        1 means no threads of ours: PyTorch splits each operation over its own. So it is where there is only one slab.
+        1 on other devices than a CPU and for a single slab: PyTorch then splits each operation over its own threads.
         """
         if self.device.type != "cpu" or self.head.vocab_size <= self.tile_columns:
             return 1
         width, size = self.head.hidden.shape[1], self.dtype.itemsize
-        tiles = size * self.tile_rows * (_LIVE_TILES * self.tile_columns + width)
+        tiles = size * self.tile_rows * (_TILES_IN_MEMORY * self.tile_columns + width)
         copies = 0 if self.head.weight.dtype == self.dtype else 2 * size * self.tile_columns * width
         fit = (workspace_bytes() - _SLAB_BYTES) // (tiles + copies)
         return max(min(torch.get_num_threads(), fit), 1)
 
     def kept_products(self) -> int:
-        """Return how many products [R, H] may wait to be added to d_hidden."""
+        """Return how many products [tile_rows, H] may wait to be added to d_hidden."""
         return max(_SLAB_BYTES // (self.tile_rows * self.hidden.shape[1] * self.dtype.itemsize), 1)
 
     def zeros(self, *shape: int) -> Tensor:
+        """Return zeros in fp32 (fp64 for fp64 inputs)."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -115,44 +117,48 @@ class Tiles:
         return out
 
     def scatter(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Scatter rows back: [padded, ...] -> [N, ...], zeros at all other rows."""
+        """Scatter rows back: [padded, ...] -> [N, ...], zeros at rows that are not gathered."""
         out = torch.zeros((self.head.hidden.shape[0], *x.shape[1:]), dtype=dtype or self.dtype, device=self.device)
         out[self.index] = x[: self.count].to(out.dtype)
         return out
 
     def slabs(self) -> list[tuple[int, int]]:
+        """Return (first column, last column + 1) of each slab."""
         vocab, width = self.head.vocab_size, self.tile_columns
         return [(low, min(low + width, vocab)) for low in range(0, vocab, width)]
 
     def chunks(self) -> Iterator[slice]:
+        """Return the chunks of gathered rows, of tile_rows each."""
         return (slice(low, low + self.tile_rows) for low in range(0, self.padded, self.tile_rows))
 
     def tasks(self) -> list[tuple[int, list[slice]]]:
-        """Split the forward into independent tasks (slab, chunks of rows), enough to keep all threads busy."""
+        """Return independent tasks of the forward, (number of a slab, chunks of rows), about 4 per thread."""
         slabs, chunks = len(self.slabs()), list(self.chunks())
-        parts = min(-(-4 * self.threads // slabs), len(chunks))  # of the rows
-        return [(s, chunks[part::parts]) for s in range(slabs) for part in range(parts)]
+        tasks_per_slab = min(-(-4 * self.threads // slabs), len(chunks))
+        return [(s, chunks[i::tasks_per_slab]) for s in range(slabs) for i in range(tasks_per_slab)]
 
     def at_slab_of_target(self, x: Tensor) -> Tensor:
-        """Pick the slab that holds each row's target: [slabs, padded] -> [padded], NaN if none does."""
-        known = (self.target_ids >= 0) & (self.target_ids < self.head.vocab_size)
-        slab = torch.where(known, self.target_ids // self.tile_columns, 0)
-        return torch.where(known, x.gather(0, slab[None])[0], math.nan)
+        """Select the slab of each row's target: [slabs, padded] -> [padded], NaN for targets outside the vocabulary."""
+        in_vocab = (self.target_ids >= 0) & (self.target_ids < self.head.vocab_size)
+        slab = torch.where(in_vocab, self.target_ids // self.tile_columns, 0)
+        return torch.where(in_vocab, x.gather(0, slab[None])[0], math.nan)
 
     def weight_slab(self, low: int, high: int) -> Tensor:
+        """Return columns low to high of the head as an operand, [columns padded, H]."""
         return pad_columns(self.head.weight[low:high].to(self.operand_dtype))
 
     def hidden_rows(self, rows: slice) -> Tensor:
+        """Return a chunk of hidden states as an operand, [rows, H]."""
         return self.hidden[rows].to(self.operand_dtype)
 
     def target_columns(self, rows: slice, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Return which rows have their target in this slab [R], and in which of its columns [R, 1], else 0."""
+        """Return whether each row's target is in columns low to high [rows], and its column there or 0 [rows, 1]."""
         ids = self.target_ids[rows]
         in_slab = (ids >= low) & (ids < high)
         return in_slab, torch.where(in_slab, ids - low, 0)[:, None]
 
     def logits(self, rows: slice, weight: Tensor, low: int, high: int) -> Tensor:
-        """Compute the logits of a tile, [R, columns] in fp32 or fp64, with all options of the head applied."""
+        """Compute the logits of a tile, [rows, high - low] in fp32 or fp64, with all options of the head."""
         head = self.head
         z = _product(self.hidden_rows(rows), weight.t())
         if self.adapter_hidden is not None and self.adapter_weight is not None:
@@ -169,7 +175,7 @@ class Tiles:
         return z
 
     def tail_slope(self, rows: slice, z: Tensor) -> Tensor | float | None:
-        """Return d(logit) / d(h W^T + bias): a tile, a column, a number, or None for 1."""
+        """Return d(logit) / d(h W^T + bias) for logits `z`: [rows, columns], [rows, 1], [], a number, or None for 1."""
         head = self.head
         slope: Tensor | float = head.logit_scale
         if head.logit_softcap is not None:
@@ -181,76 +187,78 @@ class Tiles:
         return None if isinstance(slope, float | int) and slope == 1 else slope
 
     def _temperature(self, rows: slice) -> Tensor:
+        """Return the temperature of a chunk, [] or [rows, 1]."""
         assert self.temperature is not None
         return self.temperature[rows, None] if self.temperature.ndim else self.temperature
 
 
-class Part(NamedTuple):
-    """Columns of one slab that are computed for one chunk of rows."""
+class Run(NamedTuple):
+    """Adjacent columns of one slab that the backward computes together, for one chunk of rows."""
 
-    slab: tuple[int, int]
-    rows: slice
-    first: int  # column
-    last: int  # column + 1
-    turn: int  # how many parts of the same rows come before it
+    slab: tuple[int, int]  # (first column, last column + 1)
+    rows: slice  # the chunk
+    first: int  # first column
+    end: int  # last column + 1
+    turn: int  # number of earlier runs of the same chunk
 
 
-class Runs:
-    """The work list: which rows and columns are computed together."""
+class WorkList:
+    """The runs of a backward: all slabs of all chunks, or with `cells` only the True cells."""
 
-    def __init__(self, work: Tiles, cells: Tensor | None) -> None:
-        self.work, self.sparse = work, cells is not None
-        rows, self.columns = cell_shape(work.head)
+    def __init__(self, tiles: Tiles, cells: Tensor | None) -> None:
+        self.tiles, self.sparse = tiles, cells is not None
+        rows, self.columns = cell_shape(tiles.head)
         self.cells: list[list[bool]] = [] if cells is None else cells.tolist()
-        shape = -(-work.head.hidden.shape[0] // rows), -(-work.head.vocab_size // self.columns)
+        shape = -(-tiles.head.hidden.shape[0] // rows), -(-tiles.head.vocab_size // self.columns)
         if cells is not None and tuple(cells.shape) != shape:
             raise RuntimeError(
-                f"the forward cut d_logits into {tuple(cells.shape)} cells, the backward into {shape}: "
+                f"the forward divided d_logits into {tuple(cells.shape)} cells, the backward into {shape}: "
                 "GSPO_WORKSPACE_MIB must not change between them"
             )
 
-    def by_slab(self) -> list[list[Part]]:
-        """Return the parts to compute, by slab of columns; slabs without any are left out."""
+    def by_slab(self) -> list[list[Run]]:
+        """Return the runs of each slab; slabs without runs are left out."""
         turns: dict[int, int] = {}
         slabs = []
-        for low, high in self.work.slabs():
-            parts = []
-            for rows, first, last in self._of_slab(low, high):
+        for low, high in self.tiles.slabs():
+            runs = []
+            for rows, first, end in self._columns(low, high):
                 turn = turns[rows.start] = turns.get(rows.start, -1) + 1
-                parts.append(Part((low, high), rows, first, last, turn))
-            if parts:
-                slabs.append(parts)
+                runs.append(Run((low, high), rows, first, end, turn))
+            if runs:
+                slabs.append(runs)
         return slabs
 
-    def _of_slab(self, low: int, high: int) -> list[tuple[slice, int, int]]:
-        """Return (rows, first column, last column + 1) of each chunk: all columns of the slab, or its live cells."""
+    def _columns(self, low: int, high: int) -> list[tuple[slice, int, int]]:
+        """Return (chunk, first column, last column + 1) of the runs of a slab."""
         if not self.sparse:
-            return [(rows, low, high) for rows in self.work.chunks()]
-        parts, columns = [], self.columns
-        for rows, live in zip(self.work.chunks(), self.cells, strict=False):  # rows without a gradient have cells too
-            at = low // columns
-            for alive, run in itertools.groupby(live[at : -(-high // columns)]):
-                end = at + len(list(run))
-                if alive:
-                    parts.append((rows, at * columns, min(end * columns, high)))
-                at = end
-        return parts
+            return [(rows, low, high) for rows in self.tiles.chunks()]
+        runs, columns = [], self.columns
+        # Blocks of rows without a gradient have cells too, but no chunks: they come last.
+        for rows, cells in zip(self.tiles.chunks(), self.cells, strict=False):
+            begin = low // columns
+            for computed, group in itertools.groupby(cells[begin : -(-high // columns)]):
+                end = begin + len(list(group))
+                if computed:
+                    runs.append((rows, begin * columns, min(end * columns, high)))
+                begin = end
+        return runs
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b accumulated and returned in fp32 (fp64 for fp64)."""
+    """Return a @ b, accumulated in fp32 (fp64 for fp64)."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.dtype.itemsize == 2 else torch.mm(a, b)
 
 
 def product_of_tile(a: Tensor, b: Tensor, boost: Tensor | None) -> Tensor:
-    """a @ b in fp32 (fp64 for fp64), divided by `boost` if there is one."""
+    """Return a @ b in fp32 (fp64 for fp64); of half-precision operands divided by `boost`, unless it is None."""
     product = _product(a, b)
     return product if boost is None or a.dtype.itemsize != 2 else product / boost
 
 
-def add_product_of_tile(into: Tensor, a: Tensor, b: Tensor, boost: Tensor | None) -> None:
-    """into += a @ b, divided by `boost` if there is one."""
+def add_product_of_tile(out: Tensor, a: Tensor, b: Tensor, boost: Tensor | None) -> None:
+    """Add `product_of_tile` to `out`."""
     if a.dtype.itemsize == 2:
-        into.add_(product_of_tile(a, b, boost))
+        out.add_(product_of_tile(a, b, boost))
     else:
-        into.addmm_(a, b)
+        out.addmm_(a, b)

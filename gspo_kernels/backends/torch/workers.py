@@ -1,9 +1,9 @@
-"""Run tasks in threads that do not wait for each other inside an operation.
+"""Threads that run independent tasks, each thread with all operations of its task alone.
 
-PyTorch splits each operation over its threads, which meet at the end of it. An operation on a tile takes 0.1 ms. If
-another process holds one of the cores, each meeting takes a time slice of several ms, and a loss has thousands of them.
-Here each thread runs all operations of its task alone and then takes the next task, so a delayed thread delays only
-its own task. A task also runs the same operations in the same order whatever the number of threads.
+PyTorch splits each operation over its threads and waits for all of them at its end. An operation on a tile takes
+0.1 ms. If another process occupies one of the cores, each such wait takes a time slice of several ms, and a loss has
+thousands of operations. Here a delayed thread delays only its own task. A task also runs the same operations in the
+same order for any number of threads.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Stopped(RuntimeError):
 
 
 class Sums:
-    """Add up terms that tasks compute in any order, each sum in a fixed order of its terms.
+    """Sums of terms that tasks compute in any order; the terms of each sum are added in a fixed order.
 
-    A term that comes early is kept until those before it are added. At most `most_kept` terms are kept: then the task
-    that brings another one waits. Tasks must be taken up in the order of their terms, or all threads could be waiting.
+    A term that arrives early is kept until the earlier terms are added. At most `most_kept` terms are kept; then a task
+    with a further term waits. Tasks must start in the order of their terms, otherwise all threads could wait.
     """
 
     def __init__(self, sums: int, most_kept: int) -> None:
@@ -44,7 +44,7 @@ class Sums:
                 raise Stopped
             self._kept[index][number] = add_term
             self._room -= 1
-            if self._adding[index]:  # another thread adds to this sum and will find the term
+            if self._adding[index]:  # the thread that adds to this sum will add this term, too
                 return
             self._adding[index] = True
         while next_term := self._next(index):
@@ -55,23 +55,24 @@ class Sums:
                 self._moved.notify_all()
 
     def _next(self, index: int) -> Callable[[], None] | None:
-        """Take out the term whose turn it is; None if it has not come yet, and this thread is done adding."""
+        """Remove and return the next term of a sum, or None if it has not arrived: this thread then stops adding."""
         with self._moved:
             term = self._kept[index].pop(self._added[index], None)
             self._adding[index] = term is not None
             return term
 
     def stop(self) -> None:
-        """Raise `Stopped` in every task that waits or will add."""
+        """Make every waiting or later call of `add` raise `Stopped`."""
         with self._moved:
             self._stopped = True
             self._moved.notify_all()
 
 
 def run(function: Callable[[Task], None], tasks: Sequence[Task], threads: int, sums: Sums | None = None) -> None:
-    """Call `function` once per task, in up to `threads` threads; with 1, in the caller's.
+    """Call `function` once per task, in up to `threads` threads; with 1, in the calling thread.
 
-    Threads take up tasks in their order, without autograd. The first exception ends all threads and is raised here.
+    Tasks start in their order and run without autograd. After an exception no further tasks start, and the first
+    exception is raised here.
     """
     jobs = min(_start_threads(threads), len(tasks)) if threads > 1 else 0
     if not jobs:
@@ -108,7 +109,7 @@ def run(function: Callable[[Task], None], tasks: Sequence[Task], threads: int, s
         while waited < jobs:
             ended.acquire()
             waited += 1
-    finally:  # Ctrl-C ends the wait: leave nothing behind that still writes
+    finally:  # also after Ctrl-C: no thread may still write when this function returns
         end()
         for _ in range(jobs - waited):
             ended.acquire()
@@ -122,7 +123,7 @@ _started = 0
 
 
 def _start_threads(count: int) -> int:
-    """Have `count` threads take jobs, or as many as the system allows; return how many there are."""
+    """Start threads until `count` take jobs, or as many as the system allows; return their number, at most `count`."""
     with _lock:
         if _started < count:
             with suppress(RuntimeError):  # no room for another thread, or the interpreter is shutting down
@@ -133,10 +134,10 @@ def _start_threads(count: int) -> int:
 
 
 def _start(count: int) -> None:
-    """Start the missing threads, each with one thread per operation of PyTorch.
+    """Start the missing threads, and let PyTorch use one thread per operation in each of them.
 
-    `torch.set_num_threads` applies to the calling thread and to threads that compute for the first time later. This
-    thread reads the latter number and sets it back, so that nobody else's setting changes.
+    `torch.set_num_threads` changes the calling thread, and the default of threads that have not computed yet. This
+    function, in a thread of its own, reads the default first and restores it at the end.
     """
     global _started
     before = torch.get_num_threads()
@@ -153,17 +154,18 @@ def _start(count: int) -> None:
 
 
 def _take_jobs(ready: threading.Event) -> None:
-    torch.get_num_threads()  # a thread's first use sets its number, and would undo the next line if it came later
+    """Run jobs forever, with one PyTorch thread per operation."""
+    torch.get_num_threads()  # initialises this thread's setting; later, that would overwrite the next line
     torch.set_num_threads(1)
     ready.set()
     while True:
         job = _jobs.get()
         job()
-        del job  # or it would hold its tensors until the next one
+        del job  # otherwise its tensors would live until the next job
 
 
 def _forget() -> None:
-    """Forget the threads in a forked process, which has none of them."""
+    """Reset this module in a forked process, in which the threads do not exist."""
     global _lock, _jobs, _started
     _lock, _jobs, _started = threading.Lock(), SimpleQueue(), 0
 

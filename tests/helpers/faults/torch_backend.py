@@ -15,8 +15,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "no 1/L in the gradient": (
         "backends/torch/sequence",
-        "segment_sum(through_ratio, offsets) / lengths.clamp(min=1)",
-        "segment_sum(through_ratio, offsets)",
+        "segment_sum(d_log_ratio, offsets) / lengths.clamp(min=1)",
+        "segment_sum(d_log_ratio, offsets)",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "no 1/L in the weight": (
@@ -57,14 +57,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "gmpo: gradient through a clipped token": (
         "backends/torch/sequence",
-        "torch.where(differentiable, per_sequence[sequence], 0)",
-        "torch.where(mask, per_sequence[sequence], 0)",
+        "torch.where(free, mean_d_log_ratio[sequence], 0)",
+        "torch.where(mask, mean_d_log_ratio[sequence], 0)",
         f"{OBJECTIVE}[torch-padded-gmpo]",
     ),
     "cispo: no gradient where the clip binds": (
         "backends/torch/surrogates",
-        "slope = torch.where(counts, -weight * advantages, 0)",
-        "slope = torch.where(counts & ~low & ~high, -weight * advantages, 0)",
+        "slope = torch.where(nonzero, -weight * advantages, 0)",
+        "slope = torch.where(nonzero & ~low & ~high, -weight * advantages, 0)",
         f"{OBJECTIVE}[torch-padded-cispo]",
     ),
     "sapo: the ratio left out of the gradient": (
@@ -87,7 +87,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "ratio factor without its gradient": (
         "backends/torch/sequence",
-        "through_ratio = through_ratio + divergence_times(kl, kl_share)",
+        "d_log_ratio = d_log_ratio + divergence_times(kl, kl_share)",
         "pass",
         f"{OBJECTIVE}[torch-padded-cispo-sequence]",
     ),
@@ -99,8 +99,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "mask off by one": (
         "backends/torch/forward",
-        "work = Tiles(head, head.mask.nonzero()[:, 0])",
-        "work = Tiles(head, head.mask.roll(1).nonzero()[:, 0])",
+        "tiles = Tiles(head, head.mask.nonzero()[:, 0])",
+        "tiles = Tiles(head, head.mask.roll(1).nonzero()[:, 0])",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "temperature missing in the backward": (
@@ -153,7 +153,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "fp16 gradients underflow": (
         "backends/torch/backward",
-        "if work.operand_dtype == torch.float16:",
+        "if tiles.operand_dtype == torch.float16:",
         "if False:",
         "parity::test_small_fp16_gradients_survive_the_product",
     ),
@@ -171,14 +171,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "rows not in the order of their cells": (
         "backends/torch/backward",
-        "live.order[:count] if live and sparse",
-        "live.order[:count].sort().values if live and sparse",
+        "index, cells = live_tiles.order[:count],",
+        "index, cells = live_tiles.order[:count].sort().values,",
         "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
     ),
     "the last run of a slab left out": (
         "backends/torch/tiles",
-        "for alive, run in itertools.groupby(live[at : -(-high // columns)]):",
-        "for alive, run in itertools.groupby(live[at : high // columns]):",
+        "for computed, group in itertools.groupby(cells[begin : -(-high // columns)]):",
+        "for computed, group in itertools.groupby(cells[begin : high // columns]):",
         "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
     ),
     "our threads split operations into more threads": (
@@ -195,14 +195,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "rounding error of a difference dropped": (
         "backends/torch/forward",
-        "lost = (lost + lost_too) * F",
-        "lost = lost * F",
+        "correction = (over_top_error + margin_error) * F",
+        "correction = over_top_error * F",
         "loss_faults::test_log_probs_are_rounded_once[torch]",
     ),
     "power-of-two scale without the soft-cap's slope": (
         "backends/torch/backward",
-        "self.boost = power_of_two(self.at_target * slope, self.d_entropy, live)",
-        "self.boost = power_of_two(self.at_target, self.d_entropy, live)",
+        "self.boost = power_of_two(self.at_target * slope, self.d_entropy, is_row)",
+        "self.boost = power_of_two(self.at_target, self.d_entropy, is_row)",
         "loss_faults::test_half_gradients_of_a_small_slope_do_not_vanish[1.0]",
     ),
     "half operands on ROCm": (
@@ -249,8 +249,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "cispo: a ratio equal to its bound counted as clipped": (
         "backends/torch/surrogates",
-        "counts & (u < log_low), counts & (u > log_high)",
-        "counts & (u <= log_low), counts & (u >= log_high)",
+        "nonzero & (u < log_low), nonzero & (u > log_high)",
+        "nonzero & (u <= log_low), nonzero & (u >= log_high)",
         "loss_faults::test_a_ratio_on_a_bound_is_inside_it[torch-cispo, top]",
     ),
     "sapo: ratio clamped at exp(8), in torch": (
@@ -281,8 +281,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "an infinite logit of the target has a finite log-prob": (
         "backends/torch/forward",
-        "torch.where(target_logit == math.inf, math.nan, over)",
-        "over",
+        "torch.where(target_logit == math.inf, math.nan, over_top)",
+        "over_top",
         "loss_faults::test_an_infinite_logit_of_the_target_has_no_log_prob[torch]",
     ),
     "entropy gradient of an impossible target": (

@@ -486,8 +486,10 @@ def test_rows_move_to_their_places_inside_the_memory_of_their_sums(share: float,
     index, sums = live.nonzero()[:, 0], torch.arange(300.0).view(50, 6)
     expected = torch.zeros(50, 6, dtype=DTYPES[dtype])
     expected[live] = sums[50 - len(index) :].to(expected.dtype)
-    up: Any = SimpleNamespace(head=SimpleNamespace(hidden=expected), index=index, live=live, all_live=False, boost=None)
-    assert torch.equal(gradient_rows.scatter_in_place(sums, up, 4), expected)
+    rows: Any = SimpleNamespace(
+        head=SimpleNamespace(hidden=expected), index=index, has_gradient=live, all_have_gradient=False, boost=None
+    )
+    assert torch.equal(gradient_rows.scatter_in_place(sums, rows, 4), expected)
 
 
 @on_device

@@ -98,7 +98,7 @@ def policy_forward(
 def _log_ratios(
     log_probs: Tensor, mask: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Return token log-ratios [N], their mean u [S], and for gmpo where the lower and the upper bound bind, [N] each."""
+    """Return token log-ratios [N], their mean u [S], and for gmpo where the lower and the upper bound bind [N]."""
     # On-policy, the difference is exactly 0. It is NaN where the log-prob is not finite, which must reach the loss.
     old = log_probs if policy.old_log_probs is None else policy.old_log_probs
     token_log_ratio = averaged = torch.where(mask, log_probs - old, 0)

@@ -1,4 +1,4 @@
-"""The Triton backend. Imported only where it runs: the rest of the library works without Triton."""
+"""The Triton backend. It is imported only when it runs, so that the library works without Triton."""
 
 from .backward import head_backward
 from .forward import cell_shape, forward_with_shares, head_forward

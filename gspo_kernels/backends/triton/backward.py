@@ -1,12 +1,14 @@
-"""Gradients of a head: recompute logits a slab of the vocabulary at a time, then the vendor's matrix products.
+"""Gradients of a head. Logits are recomputed a slab of the vocabulary at a time; cuBLAS or hipBLAS multiplies.
 
     d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail
 
-Only rows with a gradient are gathered (`gradient_rows.py`). For every slab of columns and chunk of rows one kernel
-writes d_logits in the dtype of the operands, and two products with fp32 accumulation follow: d_hidden is summed over
-slabs, d_weight of a slab over chunks, and written once. The host reads once: how many rows have a gradient, and with a
-budget how many cells each part has. While a CUDA graph is captured it reads nothing, and all rows take part, those
-without a gradient as zeros.
+The slope of the tail is d(logit) / d(h W^T + bias), of scale, soft-cap and temperature. Only rows with a gradient are
+gathered (`gradient_rows.py`). For every slab of columns and chunk of rows, one kernel writes d_logits in the dtype of
+the operands, and two matrix products with fp32 accumulation follow. d_hidden is summed over slabs. d_weight of a slab
+is summed over chunks and written once.
+
+The host reads once: the number of rows with a gradient, and with a budget the number of cells in each part. While a
+CUDA graph is captured it reads nothing. Then all rows are gathered, those without a gradient as zeros.
 
 Must match the torch backend's `backward.py`.
 """
@@ -20,10 +22,10 @@ from ..precision import add_product, exact_products
 from ..rows import HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
 from .gradient_rows import (
     GradientRows,
+    chunk_and_slab,
     gradient_of_tiles,
     gradient_rows,
     may_read,
-    part_shape,
     round_to_operands,
     scatter,
     scatter_in_place,
@@ -40,17 +42,17 @@ def head_backward(
     d_log_probs: Tensor,
     d_entropy: Tensor | None,
     needs: NeedsGradient,
-    live: LiveTiles | None = None,
+    live_tiles: LiveTiles | None = None,
 ) -> HeadGradients:
     """Compute the gradients of the head's operands, None where `needs` is False."""
     config = tile_config(head, "gradient")
     rows_of_weight = head.weight.shape[0]
     head = straighten(head, config)
     index = None
-    # An empty `order` means that there is no gradient budget.
-    if live is not None and live.order.numel() and may_read(live.order):
-        plan = plan_cells(head, live, config)
-        index = live.order[: plan.rows]
+    # Without a gradient budget, `order` is empty.
+    if live_tiles is not None and live_tiles.order.numel() and may_read(live_tiles.order):
+        plan = plan_cells(head, live_tiles, config)
+        index = live_tiles.order[: plan.rows]
         if plan.sparse:
             rows = gradient_rows(head, result, d_log_probs, None, index, ascending=False)
             return cell_backward(rows, rows_of_weight, config, needs, plan)
@@ -64,31 +66,31 @@ def head_backward(
 
 
 class _Gradients:
-    """The gradients as they are added up: over slabs for hidden states, over chunks of rows for the head."""
+    """Sums of the gradients: over slabs for hidden states, over chunks of rows for weight, bias and adapter weight."""
 
     def __init__(self, rows: GradientRows, rows_of_weight: int, config: Config, needs: NeedsGradient) -> None:
         head = rows.head
         self.rows, self.config, self.n, self.dtype = rows, config, rows.index.shape[0], rows.d_log_probs.dtype
-        # The gradients of bias and adapter are sums of d_logits before rounding.
+        # Gradients of bias and adapter are computed from d_logits that are not rounded.
         self.unrounded = needs.bias or needs.adapter_hidden or needs.adapter_weight or torch_rounds(head)
         self.width, rank = head.weight.shape[1], 0 if head.adapter_weight is None else head.adapter_weight.shape[1]
         self.d_hidden = self._zeros(*head.hidden.shape) if needs.hidden else None
         self.d_weight = self._zeros(rows_of_weight, self.width, dtype=head.weight.dtype) if needs.weight else None
         self.d_bias = self._zeros(rows_of_weight) if needs.bias else None
-        self.d_ah = self._zeros(self.n, rank) if needs.adapter_hidden else None
-        self.d_aw = self._zeros(rows_of_weight, rank) if needs.adapter_weight else None
-        # Sums of gathered rows form at the end of d_hidden's memory, from where `scatter_in_place` moves them.
-        self.gathered = None if self.d_hidden is None else self.d_hidden[self.d_hidden.shape[0] - self.n :]
-        self.chunk, self.slab = part_shape(head, self.n, config, self.unrounded)
-        self.hidden = rows.hidden(slice(0, self.n)) if self.n <= self.chunk else None  # of the only chunk
+        self.d_ah = self._zeros(self.n, rank) if needs.adapter_hidden else None  # of adapter_hidden
+        self.d_aw = self._zeros(rows_of_weight, rank) if needs.adapter_weight else None  # of adapter_weight
+        # Gathered rows are summed in the last rows of d_hidden. `scatter_in_place` moves them to their places.
+        self.gathered = None if self.d_hidden is None else self.d_hidden[self.d_hidden.shape[0] - self.n :]  # [n, H]
+        self.chunk, self.slab = chunk_and_slab(head, self.n, config, self.unrounded)
+        self.hidden = rows.hidden(slice(0, self.n)) if self.n <= self.chunk else None  # [n, H] if there is one chunk
 
     def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.rows.head.hidden.device)
 
     def add_slab(self, low: int, high: int) -> None:
-        """Add what d_logits of columns low to high contribute to all gradients."""
+        """Compute d_logits of columns low to high, and add their terms to all gradients."""
         d_weight = None if self.d_weight is None else self.d_weight[low:high]
-        total = d_weight  # summed over chunks in full precision, then rounded and written once
+        total = d_weight  # the sum over chunks in full precision; it is rounded and written once
         if d_weight is not None and d_weight.dtype != self.dtype:
             total = self._zeros(high - low, self.width)
         for start in range(0, self.n, self.chunk):
@@ -97,6 +99,7 @@ class _Gradients:
             d_weight.copy_(total if self.rows.boost is None else total.div_(self.rows.boost))
 
     def _add_chunk(self, chunk: slice, low: int, high: int, d_weight: Tensor | None) -> None:
+        """Add the terms of one chunk of rows; `d_weight` is of columns low to high."""
         rows, head = self.rows, self.rows.head
         hidden = rows.hidden(chunk) if self.hidden is None else self.hidden
         d_z = gradient_of_tiles(rows, hidden, chunk, low, high, self.config, self.unrounded)
@@ -105,7 +108,7 @@ class _Gradients:
         if self.d_ah is not None and head.adapter_weight is not None:
             self.d_ah[chunk].addmm_(d_z, head.adapter_weight[low:high].to(self.dtype))
         if self.d_aw is not None and head.adapter_hidden is not None:
-            adapter_hidden = rows.zero_dead(head.adapter_hidden[rows.index[chunk]].to(self.dtype), chunk)
+            adapter_hidden = rows.zero_without_gradient(head.adapter_hidden[rows.index[chunk]].to(self.dtype), chunk)
             self.d_aw[low:high].addmm_(d_z.t(), adapter_hidden)
         if self.unrounded:
             d_z = round_to_operands(d_z, rows)
@@ -115,7 +118,7 @@ class _Gradients:
             add_product(d_weight, d_z.t(), hidden)
 
     def scattered(self) -> HeadGradients:
-        """Return the gradients in the shapes and dtypes of what they are gradients of."""
+        """Return the gradients in the shapes and dtypes of the head's operands."""
         rows, head = self.rows, self.rows.head
         d_bias, d_ah, d_aw = self.d_bias, self.d_ah, self.d_aw
         return HeadGradients(

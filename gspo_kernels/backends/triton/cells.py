@@ -1,8 +1,8 @@
-"""Lists of the live cells, in the two orders that the products of a backward need, made on the device.
+"""Lists of the cells that a backward computes, made on the device.
 
-A part is what is computed at a time: a slab of columns and a chunk of rows, T tiles x R row blocks. A part's cells are
-contiguous in both lists: by tile, for d_logits and d_weight; by row block, for d_hidden. A cell's place in the first
-list is where its d_logits lie.
+A part is the cells of one slab and one chunk, T tiles x R row blocks. It is computed at once. There are two lists,
+ordered by part and then by tile, for d_logits and d_weight, or by row block, for d_hidden. A cell's place in the first
+list is its place in d_logits.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from torch import Tensor
 
 
 class CellLists(NamedTuple):
-    """S slabs, C chunks, each part T x R; K cells in all. Numbers are int32."""
+    """Both lists of K cells, with S slabs, C chunks and parts of T tiles x R row blocks. Tensors are int32.
 
-    by_tile: Tensor  # [K]: tile * R + block, both within the part
-    tile_begin: Tensor  # [S, C, T + 1]: where in by_tile a tile's cells begin, counted from the part's first
-    block_tile: Tensor  # [K] in the order of blocks: the tile
-    block_place: Tensor  # [K]: its place in by_tile, counted from the part's first
-    block_begin: Tensor  # [S, C, R + 1]
-    first: Tensor  # [S, C]: where the part begins in either list
+    Tiles and row blocks are numbered within their part. Places in a list count from the part's first cell.
+    """
+
+    by_tile: Tensor  # [K], ordered by tile: tile * R + row block
+    tile_begin: Tensor  # [S, C, T + 1]: place of each tile's first cell in by_tile
+    block_tile: Tensor  # [K], ordered by row block: the cell's tile
+    block_place: Tensor  # [K], ordered by row block: the cell's place in by_tile
+    block_begin: Tensor  # [S, C, R + 1]: place of each row block's first cell in block_tile and block_place
+    first: Tensor  # [S, C]: index of each part's first cell in all lists
     row_blocks: int  # R
 
 
@@ -31,13 +34,16 @@ class Part(NamedTuple):
 
     lists: CellLists
     number: int  # slab * C + chunk
-    first_cell: int  # where it begins in either list
-    cells: int  # how many
-    low: int  # its first column
+    first_cell: int  # index of its first cell in the lists
+    cells: int  # number of cells
+    low: int  # first column
 
 
 def cell_lists(cells: Tensor, tiles_of_part: int, blocks_of_part: int) -> CellLists:
-    """Return the lists of `cells` [blocks, tiles] bool, as long as if all cells were live: the host does not know K."""
+    """Return the lists of the True entries of `cells` [row blocks, tiles].
+
+    The lists have one entry per cell, True or not, because the host does not know K.
+    """
     blocks, tiles = cells.shape
     slabs, chunks = -(-tiles // tiles_of_part), -(-blocks // blocks_of_part)
     padded = F.pad(cells, (0, slabs * tiles_of_part - tiles, 0, chunks * blocks_of_part - blocks))
@@ -46,8 +52,8 @@ def cell_lists(cells: Tensor, tiles_of_part: int, blocks_of_part: int) -> CellLi
     tile_place, tile_begin, first = _places(by_tile)
     block_place, block_begin, _ = _places(by_block)
     number = torch.arange(tiles_of_part * blocks_of_part, device=cells.device, dtype=torch.int32)
-    number = number.view(tiles_of_part, blocks_of_part)  # of a cell in its part
-    tile_of = (number // blocks_of_part).t()  # [R, T]
+    number = number.view(tiles_of_part, blocks_of_part)  # [T, R]: tile * R + row block
+    tile_of = (number // blocks_of_part).t()  # [R, T]: tile
     return CellLists(
         _listed(number.expand_as(by_tile), by_tile, tile_place),
         tile_begin,
@@ -60,7 +66,15 @@ def cell_lists(cells: Tensor, tiles_of_part: int, blocks_of_part: int) -> CellLi
 
 
 def _places(cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (place of each cell in the list, begin of each row of cells within its part, begin of each part)."""
+    """Return the places of cells in a list.
+
+    Args:
+        cells: [S, C, A, B] bool, in the order of the list.
+
+    Returns:
+        index of each cell in the list, [S, C, A, B]; place of each row's first cell within its part, then the number of
+        cells in the part, [S, C, A + 1]; index of each part's first cell, [S, C].
+    """
     place = (cells.flatten().cumsum(0, dtype=torch.int32) - cells.flatten().to(torch.int32)).view(cells.shape)
     first = place[:, :, 0, 0]
     counts = cells.sum((2, 3), dtype=torch.int32)
@@ -69,7 +83,8 @@ def _places(cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _listed(values: Tensor, cells: Tensor, place: Tensor) -> Tensor:
-    """Return the values of live cells in the order of the list; those of the others overwrite each other at its end."""
+    """Return the values of the True cells in the order of the list, [number of all cells + 1]."""
+    # The values of the other cells are written to the last element, which is never read.
     n = cells.numel()
     index = torch.where(cells, place, n).flatten().to(torch.int64)
     values = values.flatten().to(torch.int32)

@@ -1,29 +1,29 @@
-"""Functions that Triton's language lacks, accurate near zero, from operations that compiler and interpreter share."""
+"""Elementary functions that Triton lacks, accurate near zero, made of operations that the interpreter has, too."""
 
 import triton
 import triton.language as tl
 
-# exp of it is 0 in fp32 and fp64, and 0 * it is 0.
+# Log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 times it is 0, not NaN.
 LOG_OF_NOTHING: tl.constexpr = tl.constexpr(-1000.0)
-# exp of it is finite in fp32, and a sigmoid of that has no slope left.
+# Log-ratios are cut off here for sapo: exp(80) is finite in fp32, and the sigmoid is flat there.
 FAR: tl.constexpr = tl.constexpr(80.0)
 
 
 @triton.jit
 def log1p(x):
-    """Return log(1 + x) for x >= 0; the rounding of 1 + x is divided out again (W. Kahan)."""
+    """Return log(1 + x) for x >= 0, corrected for the rounding of 1 + x (W. Kahan)."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
-# Read once, when the kernels are decorated. Interpreted kernels differ in the dtype of operands and in nothing else.
+# Triton decides at import whether kernels are interpreted. The only difference is the dtype of operands.
 INTERPRETED = not isinstance(log1p, triton.JITFunction)
 UPCAST = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def operands(a, b, ACC: tl.constexpr):
-    """Return the operands of a product, in ACC where interpreted: the interpreter multiplies bf16 as integers."""
+    """Return the operands of a product, cast to ACC if interpreted: the interpreter multiplies bf16 as integers."""
     if UPCAST:
         a, b = a.to(ACC), b.to(ACC)
     return a, b
@@ -31,7 +31,7 @@ def operands(a, b, ACC: tl.constexpr):
 
 @triton.jit
 def expm1(x):
-    """Return exp(x) - 1, with the correction of `log1p` where exp(x) is near 1."""
+    """Return exp(x) - 1, corrected for rounding as in `log1p` where exp(x) is near 1."""
     u = tl.exp(x)
     near = (u > 0.25) & (u < 4.0) & (u != 1.0)
     corrected = (u - 1.0) * (x / tl.log(tl.where(near, u, 2.0)))
@@ -40,7 +40,7 @@ def expm1(x):
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + exp(x)), for -inf and inf too; NaN propagates."""
+    """Return log(1 + exp(x)), also for -inf and inf; NaN propagates."""
     return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
 
 
@@ -55,9 +55,9 @@ def difference(a, b):
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x): an odd polynomial near zero, where the exponential form cancels, that form elsewhere."""
+    """Return tanh(x): an odd polynomial near zero, where the form with exp would cancel, and that form elsewhere."""
     y = x * x
-    if x.dtype == tl.float64:  # Taylor's, and only where its eleventh power is enough
+    if x.dtype == tl.float64:  # Taylor's polynomial, only where terms up to the eleventh power are enough
         near = tl.abs(x) < 0.02
         series = 0.02186948853615520 - y * 0.00886323552990220
         series = -0.33333333333333333 + y * (0.13333333333333333 + y * (-0.05396825396825397 + y * series))

@@ -1,8 +1,9 @@
-"""Log-probs and entropies: each tile of logits is reduced to a log-sum-exp per row, and a second kernel adds those up.
+"""Log-probs and entropies: one kernel reduces each tile of logits to two numbers per row, another adds up the tiles.
 
-A tile writes the largest of its logits other than the target's, and the mass relative to it: one number, their
-log-sum-exp, would round off bits of both. With entropies it also writes that of their softmax. The tile that holds the
-target writes the target's logit. No atomics, no locks, a fixed order: a row has the same bits alone and in any batch.
+For each row, a tile writes its largest logit and its mass relative to that logit, the target's column excluded. Their
+combination, the log-sum-exp, would be rounded. With entropies it also writes the entropy of the softmax over the tile.
+The tile that contains the target writes the target's logit. There are no atomics and no locks, and the order of
+additions is fixed: a row has the same bits alone and in any batch.
 
 Must match the torch backend's `forward.py`.
 """
@@ -40,7 +41,7 @@ from .tuning import REDUCE_ROWS, REDUCE_TILES, tile_config
 
 @triton.jit(do_not_specialize=["n_rows", "row_blocks", "column_blocks", "stride_temperature"])
 def forward_tile(
-    hidden,  # [N, H] in the order of `order`; the head's tensors and numbers are those of `HeadArguments`
+    hidden,  # [N, H]: gathered by `order`; this and the next five are fields of `HeadArguments`
     weight,
     bias,
     adapter_hidden,
@@ -49,16 +50,16 @@ def forward_tile(
     target_ids,  # [N] int64
     order,  # [N] int64: a permutation of the rows, unmasked rows first
     n_unmasked,  # [1] int64
-    tile_top,  # out [column_blocks, N], of each row of it the first `n_unmasked` are written
-    tile_mass,  # out [column_blocks, N], as is tile_entropy
-    tile_entropy,  # or None
-    target_logit,  # out [N], not written for a target outside the vocabulary
+    tile_top,  # out [column_blocks, N], columns in the order of `order`; only the first `n_unmasked` are written
+    tile_mass,  # out, as tile_top
+    tile_entropy,  # out, as tile_top; or None
+    target_logit,  # out [N] in the order of `order`; not written for a target outside the vocabulary
     n_rows: tl.int64,
     row_blocks: tl.int32,
     column_blocks: tl.int32,
     stride_hidden_row: tl.int64,
     stride_weight_row: tl.int64,
-    stride_weight_column,  # untyped, as are the other strides that are mostly 1: a typed 1 would not become a constant
+    stride_weight_column,  # strides that are mostly 1 have no type: Triton makes 1 a constant only if untyped
     stride_bias,
     stride_adapter_hidden_row: tl.int64,
     stride_adapter_hidden_column,
@@ -70,9 +71,9 @@ def forward_tile(
     HEAD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Reduce each tile of logits to the log-sum-exp of its columns other than the target, in two numbers per row.
+    """Reduce each tile of logits to its largest logit and its mass per row, the target's column excluded.
 
-    2 N H V operations; N H + V H operand elements read and 8 N column_blocks bytes written.
+    2 N H V operations; N H + V H operand elements are read, 8 N column_blocks bytes written.
     """
     V: tl.constexpr = HEAD.V
     BLOCK_N: tl.constexpr = CONFIG.block_n
@@ -133,12 +134,12 @@ def forward_tile(
 
 
 def head_forward(head: HeadRows) -> HeadResult:
-    """Compute log-probs (and entropies) of the target ids; nothing is read on the host."""
+    """Compute log-probs (and entropies) of the target ids. Nothing is read on the host."""
     return forward_with_shares(head)[0]
 
 
 def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
-    """Run `head_forward`; if `wanted`, also return the probability mass of each vocabulary tile."""
+    """Run `head_forward`; if wanted, also return the probability mass of each vocabulary tile."""
     n, dtype, device = head.hidden.shape[0], accumulator(head.hidden.dtype), head.hidden.device
     log_probs, shift, log_total = (torch.zeros(n, dtype=dtype, device=device) for _ in range(3))
     entropy = torch.zeros(n if head.entropy else 0, dtype=dtype, device=device)
@@ -150,7 +151,7 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
     if n == 0:
         return result, TileShares(tile_mass, torch.empty_like(head.target_ids), *cell) if cell else None
     head = straighten(head, config)
-    order = (~head.mask).to(torch.uint8).sort(stable=True).indices
+    order = (~head.mask).to(torch.uint8).sort(stable=True).indices  # [N]: unmasked rows first
     tile_results: dict[str, Any] = dict(
         order=order,
         n_unmasked=head.mask.sum().reshape(1),
@@ -186,16 +187,17 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
     )
     if cell is None:
         return result, None
-    # A tile's mass is at most the whole. A tile with the target's column only has mass 0 and an arbitrary maximum.
+    # Multiply masses by exp(tile_top - log-sum-exp), which is at most 1. It may be larger only for a tile that consists
+    # of the target's column: its mass is 0 and its maximum arbitrary.
     tile_mass.mul_(tile_top.sub_(shift[order]).sub_(log_total[order]).clamp_(max=0).exp_())
     place = torch.empty_like(order).index_copy_(0, order, torch.arange(n, device=device))
     return result, TileShares(tile_mass, place, *cell)
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int] | None:
-    """Return (rows, columns) of the cells that a backward may leave out; the columns are those of the forward's tiles.
+    """Return (rows, columns) of a cell, the unit that a backward may leave out: gradient block x forward tile.
 
-    None for a head with a bias or an adapter: their gradients have no block-sparse products.
+    None for a head with a bias or an adapter, whose gradients have no block-sparse products.
     """
     if head.bias is not None or head.adapter_weight is not None:
         return None

@@ -1,6 +1,6 @@
-"""Shared by both routes of the backward: rows with a gradient, d_logits of tiles, and moving rows back to their places.
+"""Code of both backwards, dense and of selected cells: gather rows with a gradient, compute d_logits, scatter rows.
 
-"Part" and "cell": `cells.py`. Slab: columns of the vocabulary computed at a time. Chunk: rows computed at a time.
+A slab is a range of vocabulary columns, a chunk a range of rows. `cells.py` defines cells and parts.
 """
 
 from __future__ import annotations
@@ -20,31 +20,37 @@ from .launch import launch
 from .logit_tile import INTERPRETED, gather_rows, tile_arguments
 from .tuning import Config
 
-_ROWS_AT_ONCE = 8192  # enough that adding up d_weight over chunks costs 3 % of the products (benchmarks/NOTES.md)
+# Largest chunk. With it, adding up d_weight over chunks costs 3 % of the products (benchmarks/NOTES.md).
+_ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
 class GradientRows:
-    """Per-row inputs of the backward, and which of the N rows of the batch take part in it."""
+    """Per-row inputs of the backward, not gathered, and the index of the rows to gather.
+
+    The torch backend gathers these inputs in `LogitGradients`.
+    """
 
     head: HeadRows
     result: HeadResult
     d_log_probs: Tensor  # [N], 0 where masked
-    d_entropy: Tensor | None
-    live: Tensor  # [N] bool: has a gradient
-    index: Tensor  # [n]: the rows that take part: the live ones, or all; ascending but for a list of cells
-    all_live: bool  # known on the host; False if unknown
+    d_entropy: Tensor | None  # [N]
+    has_gradient: Tensor  # [N] bool
+    # [n] rows to gather: those with a gradient, or all; in the order of their mass for selected cells, else ascending.
+    index: Tensor
+    all_have_gradient: bool  # False if the host does not know
     boost: Tensor | None  # [] power of two that lifts fp16 gradients above fp16's smallest exponent
 
     def hidden(self, rows: slice) -> Tensor:
-        """Gather hidden states of rows `rows` of `index`."""
-        if self.all_live:
+        """Gather the hidden states of a chunk, `index[rows]`, [rows, H]."""
+        if self.all_have_gradient:
             return gather_rows(self.head.hidden[rows], None)
-        return self.zero_dead(gather_rows(self.head.hidden, self.index[rows]), rows)
+        return self.zero_without_gradient(gather_rows(self.head.hidden, self.index[rows]), rows)
 
-    def zero_dead(self, x: Tensor, rows: slice) -> Tensor:
-        """Zero gathered rows that take part without a gradient, in place: they may hold NaN."""
-        return x if may_read(x) else x.masked_fill_(~self.live[self.index[rows], None], 0)
+    def zero_without_gradient(self, x: Tensor, rows: slice) -> Tensor:
+        """Zero rows of a gathered chunk that have no gradient, in place: they may hold NaN."""
+        # If the host may read values, no such rows are gathered.
+        return x if may_read(x) else x.masked_fill_(~self.has_gradient[self.index[rows], None], 0)
 
 
 def gradient_rows(
@@ -55,40 +61,49 @@ def gradient_rows(
     index: Tensor | None = None,
     ascending: bool = True,
 ) -> GradientRows:
-    """Find the rows with a gradient; `index` names them where they are known already."""
+    """Return the per-row inputs of the backward.
+
+    Args:
+        d_log_probs, d_entropy: [N], any value where masked.
+        index: rows to gather, [n]; None: those with a gradient.
+        ascending: whether a given `index` ascends.
+    """
     dtype = accumulator(head.hidden.dtype)
     d_log_probs = torch.where(head.mask, d_log_probs, 0).to(dtype)
-    live = d_log_probs != 0
+    has_gradient = d_log_probs != 0
     if d_entropy is not None:
         d_entropy = torch.where(head.mask, d_entropy, 0).to(dtype)
-        live = live | (d_entropy != 0)
-    n = live.shape[0]
+        has_gradient = has_gradient | (d_entropy != 0)
+    n = has_gradient.shape[0]
     if index is None:
-        index = live.nonzero()[:, 0] if may_read(live) else torch.arange(n, device=live.device)
+        index = has_gradient.nonzero()[:, 0] if may_read(has_gradient) else torch.arange(n, device=has_gradient.device)
     boost = None
     if head.hidden.dtype == torch.float16:
-        # No entry of a row exceeds |d_log_prob| (1 - p) slope, but for the entropy's.
+        # |d_log_prob| (1 - p) slope bounds the entries of a row, except for the entropy's term.
         slope = head.logit_scale / (1 if head.temperature is None else head.temperature)
-        boost = power_of_two(d_log_probs * torch.expm1(result.log_probs) * slope, d_entropy, live)
-    all_live = ascending and may_read(live) and index.shape[0] == n
-    return GradientRows(head, result, d_log_probs, d_entropy, live, index, all_live, boost)
+        boost = power_of_two(d_log_probs * torch.expm1(result.log_probs) * slope, d_entropy, has_gradient)
+    all_have_gradient = ascending and may_read(has_gradient) and index.shape[0] == n
+    return GradientRows(head, result, d_log_probs, d_entropy, has_gradient, index, all_have_gradient, boost)
 
 
 def torch_rounds(head: HeadRows) -> bool:
-    """Return whether torch must round d_logits: Triton's interpreter truncates to bf16."""
+    """Return whether torch must round d_logits, because Triton's interpreter truncates to bf16."""
     return INTERPRETED and head.hidden.dtype == torch.bfloat16
 
 
 def may_read(x: Tensor) -> bool:
-    """Return whether the host may read values of `x`: not of meta tensors, nor while a CUDA graph is captured."""
+    """Return whether the host may read values of `x`: not from meta tensors, and not while a CUDA graph is captured."""
     return not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def part_shape(head: HeadRows, n: int, config: Config, unrounded: bool) -> tuple[int, int]:
-    """Return (rows of a chunk, columns of a slab) whose tensors together fit the workspace."""
+def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool) -> tuple[int, int]:
+    """Return (rows of a chunk, columns of a slab) whose tensors fit the workspace.
+
+    `n` rows are gathered in all; `unrounded` as in `gradient_of_tiles`.
+    """
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
     space = workspace_bytes() * 15 // 16  # the remainder is for vectors over rows
-    per_element = size if size >= 4 or not unrounded else 4 + size
+    per_element = size if size >= 4 or not unrounded else 4 + size  # bytes of d_logits, before and after rounding
     rows = min(space // 4 // (width * size), space // 2 // (config.block_v * per_element))
     rows = max(min(rows // config.block_n * config.block_n, _ROWS_AT_ONCE, n), min(config.block_n, n), 1)
     per_column = rows * per_element + (4 * width if size == 2 else 0)  # d_logits, and the slab of d_weight
@@ -106,14 +121,14 @@ def gradient_of_tiles(
     unrounded: bool,
     part: Part | None = None,
 ) -> Tensor:
-    """Compute d_logits of a chunk of rows and of columns low to high, or with a `part` of its cells only.
+    """Compute d_logits of a chunk of rows and of columns low to high, or of the cells of a part.
 
     Args:
         hidden: [n, H], hidden states of the chunk.
-        unrounded: in fp32 or fp64; else in the operands' dtype, boosted.
+        unrounded: compute in fp32 or fp64; else round to the operands' dtype, after multiplication by `rows.boost`.
 
     Returns:
-        [n, high - low], or the part's cells one after the other: [cells, block_n, block_v].
+        [n, high - low]; with a part, its cells: [cells, block_n, block_v].
     """
     head, result, columns = rows.head, rows.result, high - low
     n, dtype = hidden.shape[0], rows.d_log_probs.dtype if unrounded else hidden.dtype
@@ -148,31 +163,32 @@ def gradient_of_tiles(
 
 
 def round_to_operands(d_logits: Tensor, rows: GradientRows) -> Tensor:
-    """Boost unrounded d_logits in place and round them to the operands' dtype."""
+    """Multiply unrounded d_logits by `rows.boost`, in place, and round them to the operands' dtype."""
     return (d_logits if rows.boost is None else d_logits.mul_(rows.boost)).to(rows.head.hidden.dtype)
 
 
 def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
-    """Return d_hidden [N, H] in its own dtype, inside the memory of its sums.
+    """Return d_hidden [N, H] in the dtype of hidden, inside the memory of its sums.
 
-    The sums of the n rows that take part lie last in `sums` [N, H]. The row that goes to place i of N lies at
-    N - n + (its rank), which is never below i: moved in ascending order, no row overwrites one that has not been moved
-    yet. Where there is room the result is copied, so that twice its memory is not held for longer.
+    The sums of the n gathered rows are the last n rows of `sums` [N, H]. Gathered row k goes to row index[k] from row
+    N - n + k, and index[k] <= N - n + k because the index ascends. Moved in this order, no row overwrites one that has
+    not been moved. A result in a narrower dtype is copied if it fits the workspace, which frees the larger memory of
+    the sums.
     """
     dtype, (n_rows, width), n = rows.head.hidden.dtype, sums.shape, rows.index.shape[0]
-    if dtype == sums.dtype and rows.all_live:
+    if dtype == sums.dtype and rows.all_have_gradient:
         return sums
     out = sums.view(-1).view(dtype)[: n_rows * width].view(n_rows, width)
     for start in range(0, n, chunk):
         moved = sums[n_rows - n + start : n_rows - n + min(start + chunk, n)]
         moved = moved.clone() if rows.boost is None else moved / rows.boost
         out[rows.index[start : start + chunk]] = moved.to(dtype)
-    if not rows.all_live:
-        out.masked_fill_(~rows.live[:, None], 0)
+    if not rows.all_have_gradient:
+        out.masked_fill_(~rows.has_gradient[:, None], 0)
     return out.clone() if dtype != sums.dtype and out.nbytes <= workspace_bytes() else out
 
 
 def scatter(x: Tensor, rows: GradientRows, like: Tensor) -> Tensor:
-    """Return `x` [n, ...] at its places among the N rows of a new tensor like `like`."""
+    """Scatter gathered rows: [n, ...] -> [N, ...] in shape and dtype of `like`, zeros at other rows."""
     out = torch.zeros_like(like, memory_format=torch.contiguous_format)
     return out.index_put_((rows.index,), x.to(like.dtype))

@@ -1,6 +1,6 @@
-"""The backward's tile: recompute logits and write the gradient of the loss with respect to them.
+"""The kernel of the backward: recompute a tile of logits and write its gradient, d_logits.
 
-Formulas: the module docstring of `backward.py`. Must match `d_logits` of the torch backend's `backward.py`.
+Formulas: `backward.py`. Must match `LogitGradients.d_logits` of the torch backend's `backward.py`.
 """
 # Triton types its kernels' arguments in a language of its own.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -16,7 +16,7 @@ from .logit_tile import HeadArguments, HeadStrides, grouped, logit_tile, target_
 
 
 class RowInputs(NamedTuple):
-    """Per-row inputs of a tile, [N] each unless said; None if absent."""
+    """Per-row inputs of a tile, [N] except for boost; None if absent."""
 
     target_ids: Any
     log_probs: Any
@@ -42,7 +42,7 @@ class RowInputs(NamedTuple):
     ]
 )  # fmt: skip  # a list of names
 def gradient_tile(
-    hidden,  # [n, H] in the order of `index`; the head's tensors and numbers are those of `HeadArguments`
+    hidden,  # [n, H]: gathered by `index`; this and the next five are fields of `HeadArguments`
     weight,
     bias,
     adapter_hidden,
@@ -56,20 +56,20 @@ def gradient_tile(
     d_log_probs,
     entropy,  # or None
     d_entropy,  # or None
-    boost,  # [] what d_logits are multiplied by before they are rounded, or None
-    by_tile,  # the cells of a part, as `cells.CellLists` has them, or None: all of them
-    d_logits,  # out [n, width]; of cells [cells, BLOCK_N, BLOCK_V]
+    boost,  # []: d_logits are multiplied by it before they are rounded; or None
+    by_tile,  # `CellLists.by_tile` if only the cells of a part are computed, or None
+    d_logits,  # out [n, width], or for a part [cells, BLOCK_N, BLOCK_V]
     n_rows: tl.int64,
     row_blocks: tl.int32,
     column_blocks: tl.int32,
-    low: tl.int32,  # the slab's columns
-    high: tl.int32,
+    low: tl.int32,  # the slab's first column
+    high: tl.int32,  # the slab's last column + 1
     width: tl.int64,
-    first_cell: tl.int64,  # where the part's cells begin in by_tile
+    first_cell: tl.int64,  # index of the part's first cell in by_tile
     part_row_blocks: tl.int32,
     stride_hidden_row: tl.int64,
     stride_weight_row: tl.int64,
-    stride_weight_column,  # untyped, as are the other strides that are mostly 1: a typed 1 would not become a constant
+    stride_weight_column,  # strides that are mostly 1 have no type: Triton makes 1 a constant only if untyped
     stride_bias,
     stride_adapter_hidden_row: tl.int64,
     stride_adapter_hidden_column,
@@ -83,7 +83,7 @@ def gradient_tile(
 ):
     """Write d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail.
 
-    For a slab of C columns: 2 n C H operations; n H + C H operand elements read, n C written.
+    For a slab of C columns: 2 n C H operations; n H + C H operand elements are read, n C written.
     """
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_V: tl.constexpr = CONFIG.block_v
@@ -134,7 +134,7 @@ def gradient_tile(
     )
     columns = first_column + tl.arange(0, BLOCK_V)
     inside = (n[:, None] < n_rows) & (columns[None, :] < high)
-    if by_tile is not None:  # products read whole cells
+    if by_tile is not None:  # block-sparse products read all entries of a cell
         _store_cell(d_logits, d, inside, BLOCK_N=BLOCK_N, BLOCK_V=BLOCK_V)
     else:
         at = n[:, None] * width + (columns - low)[None, :]
@@ -143,7 +143,7 @@ def gradient_tile(
 
 @triton.jit
 def _store_cell(d_logits, d, inside, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Write `d`, 0 where it is not inside, as the program's cell of [cells, BLOCK_N, BLOCK_V]."""
+    """Write `d`, with 0 outside the batch and the slab, to the program's cell of [cells, BLOCK_N, BLOCK_V]."""
     at = tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V)
     at += tl.arange(0, BLOCK_N)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
     tl.store(d_logits + at, tl.where(inside, d, 0.0).to(d_logits.dtype.element_ty))
@@ -154,10 +154,10 @@ def _gradient_of_logits(z, head, rows, first_column, row_inputs, HEAD: tl.conste
     """Return d_logits of a tile of logits `z`, 0 in rows without a gradient."""
     ACC: tl.constexpr = HEAD.ACC
     d_log_p, log_p = tl.load(row_inputs.d_log_probs + rows), tl.load(row_inputs.log_probs + rows)
-    live = d_log_p != 0.0
+    has_gradient = d_log_p != 0.0
     if HEAD.HAS_SOFTCAP:
         capped = z / tl.full([], head.logit_softcap, ACC)  # tanh of the logits before the soft-cap
-    # The slope of scale and temperature goes into what each row is multiplied by anyway.
+    # The slope of scale and temperature is one factor per row, applied to the row's gradients and not to the tile.
     slope = tl.full([rows.shape[0]], head.logit_scale, ACC)
     if head.temperature is not None:
         temperature = tl.load(head.temperature + rows * head.strides.temperature)
@@ -167,13 +167,13 @@ def _gradient_of_logits(z, head, rows, first_column, row_inputs, HEAD: tl.conste
     if row_inputs.boost is not None:
         slope *= tl.load(row_inputs.boost)
     z = (z - tl.load(row_inputs.shift + rows)[:, None]) - tl.load(row_inputs.log_total + rows)[:, None]
-    d_target = d_log_p * -expm1(log_p)  # d_log_prob (1 - p), nothing cancels
+    d_target = d_log_p * -expm1(log_p)  # d_log_prob (1 - p) without cancellation
     d_log_p *= slope
     if row_inputs.d_entropy is not None:
         d_h, h = tl.load(row_inputs.d_entropy + rows), tl.load(row_inputs.entropy + rows)
         log_p = at_least(log_p, LOG_OF_NOTHING)
         d_target -= d_h * tl.exp(log_p) * (log_p + h)
-        live |= d_h != 0.0
+        has_gradient |= d_h != 0.0
         d_h *= slope
         z = at_least(z, LOG_OF_NOTHING)
         d = tl.exp(z) * (-d_log_p[:, None] - d_h[:, None] * (z + h[:, None]))
@@ -185,4 +185,4 @@ def _gradient_of_logits(z, head, rows, first_column, row_inputs, HEAD: tl.conste
     d = tl.where(columns[None, :] == target[:, None], d_target[:, None], d)
     if HEAD.HAS_SOFTCAP:
         d *= 1.0 - capped * capped
-    return tl.where(live[:, None], d, 0.0)
+    return tl.where(has_gradient[:, None], d, 0.0)

@@ -1,7 +1,7 @@
-"""Every kernel launch of the library goes through here, so that launches can be listed.
+"""Kernel launches. All launches of the library go through `launch`, so that `launches` can record them.
 
-`launches` records them; on meta tensors nothing runs. So the kernels that an H200 would run can be compiled and counted
-on a machine without a GPU: the same host code runs on meta tensors.
+With meta tensors nothing is launched. So on a machine without a GPU, the kernels that an H200 would run can be recorded
+by the same host code, then compiled and counted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from .tuning import Config
 
 
 class Launch(NamedTuple):
+    """A recorded launch."""
+
     kernel: Any  # a Triton function
-    arguments: dict[str, Any]  # by name, constants too
+    arguments: dict[str, Any]  # by name, constants included
     config: Config
     programs: int
 
@@ -27,19 +29,19 @@ _listeners: list[list[Launch]] = []
 
 @contextmanager
 def launches() -> Iterator[list[Launch]]:
-    """Record the launches made inside."""
-    seen: list[Launch] = []
-    _listeners.append(seen)
+    """Record the launches inside this context in the list that it returns."""
+    recorded: list[Launch] = []
+    _listeners.append(recorded)
     try:
-        yield seen
+        yield recorded
     finally:
-        _listeners[:] = [x for x in _listeners if x is not seen]  # by identity: two lists may be equal
+        _listeners[:] = [x for x in _listeners if x is not recorded]  # not `remove`: two lists may be equal
 
 
 def launch(kernel: Any, programs: int, config: Config, **arguments: Any) -> None:
     """Run `programs` programs of a kernel, unless its tensors are meta tensors."""
-    for seen in _listeners:
-        seen.append(Launch(kernel, arguments, config, programs))
+    for recorded in _listeners:
+        recorded.append(Launch(kernel, arguments, config, programs))
     device = next(x for x in arguments.values() if isinstance(x, torch.Tensor)).device
     if device.type == "meta" or programs == 0:
         return

@@ -1,8 +1,8 @@
-"""The tile every matrix kernel starts from: logits of some rows and some vocabulary columns, in fp32 registers.
+"""The logits of a tile, in fp32 registers, for the kernels of forward and backward; and the arguments of these kernels.
 
-Kernels take a head's tensors, strides and numbers as separate arguments: in a tuple an argument has no type of its own,
-so a float would be fp32 and a stride could not be int64. Inside a kernel they are grouped, as `HeadArguments`. What is
-known at compile time comes as two constants: `HeadConstants` and `tuning.Config`.
+A kernel takes a head's tensors, strides and numbers as separate arguments. Fields of a tuple argument cannot be typed,
+so floats would be fp32 and strides could not be int64. Inside a kernel they are grouped as `HeadArguments`. There are
+two compile-time constants: `HeadConstants` and `tuning.Config`.
 """
 # Triton types its kernels' arguments in a language of its own.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class HeadStrides(NamedTuple):
-    """In elements, int64; 0 for tensors that are absent or read by descriptors."""
+    """Strides in elements, int64; 0 for tensors that are absent or read by descriptors."""
 
     hidden_row: Any
     weight_row: Any
@@ -52,7 +52,7 @@ class HeadStrides(NamedTuple):
 
 
 class HeadArguments(NamedTuple):
-    """A head inside a kernel. Tensors are pointers, or None if the head has none."""
+    """A head inside a kernel. Tensors are pointers, or None if absent."""
 
     hidden: Any  # [n, H]: gathered, contiguous rows; a tensor descriptor if Config.descriptors
     weight: Any  # [V, H]; a tensor descriptor if Config.descriptors
@@ -66,37 +66,37 @@ class HeadArguments(NamedTuple):
 
 
 class HeadConstants(NamedTuple):
-    """What the compiler knows of a head."""
+    """Compile-time constants of a head."""
 
     H: int  # hidden size
     R: int  # rank of the adapter, 0 without
     V: int  # vocabulary, without padding
-    ACC: tl.dtype  # of sums: fp32 or fp64
+    ACC: tl.dtype  # dtype of sums: fp32 or fp64
     HAS_SOFTCAP: bool
 
 
 @triton.jit
 def logit_tile(
     head,  # HeadArguments
-    rows,  # [block_n] int64: which row of the batch each of the tile's rows is
-    first_row,  # int32: the tile's rows of `head.hidden` start here
+    rows,  # [block_n] int64: the tile's rows, as rows of the batch
+    first_row,  # int32: the tile's first row in `head.hidden`
     first_column,  # int32
-    n_rows,  # int64: rows of `head.hidden`
+    n_rows,  # int64: number of rows of `head.hidden`
     HEAD: tl.constexpr,  # HeadConstants
     CONFIG: tl.constexpr,
 ):
     """Return softcap(logit_scale * (h W^T + a B^T + bias)) / temperature, [block_n, block_v] in ACC, never rounded.
 
-    At ragged edges row and column numbers are clamped instead of masked, so that the main loop's loads need no mask;
-    they are int64 before anything is multiplied by a stride. The caller masks such rows and columns.
+    At ragged edges, indices of rows and columns are clamped, so that loads in the main loop need no mask; the caller
+    masks these rows and columns. Indices are int64 before they are multiplied by a stride.
     """
-    V: tl.constexpr = HEAD.V  # a field by itself is a plain int, which not every function takes for a constant
+    V: tl.constexpr = HEAD.V  # some functions need a constexpr, and HEAD.V alone is a plain int
     ACC: tl.constexpr = HEAD.ACC
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_V: tl.constexpr = CONFIG.block_v
     columns = tl.minimum(first_column + tl.arange(0, BLOCK_V), V - 1).to(tl.int64)
     z = tl.zeros([BLOCK_N, BLOCK_V], ACC)
-    if CONFIG.descriptors:  # the copy engine moves whole tiles: Hopper and later
+    if CONFIG.descriptors:  # the tensor memory accelerator of Hopper and later copies full tiles
         for start in range(0, HEAD.H, CONFIG.block_h):
             a, b = head.hidden.load([first_row, start]), head.weight.load([first_column, start])
             a, b = operands(a, b, ACC)
@@ -138,7 +138,7 @@ def _product_by_pointers(head, z, columns, first_row, n_rows, HEAD: tl.constexpr
             z = tl.dot(a, tl.trans(b), z, input_precision="ieee", out_dtype=ACC)
             a_at += BLOCK_H
             b_at += step
-    else:  # without tensor cores a product is one chain of additions per entry: broken, it rounds less
+    else:  # without tensor cores, a sum of shorter sums rounds less than one long sum
         for begin in range(0, H, CHAIN):
             chain = tl.zeros([BLOCK_N, BLOCK_V], ACC)
             for start in range(begin, min(begin + CHAIN, H), BLOCK_H):
@@ -152,6 +152,7 @@ def _product_by_pointers(head, z, columns, first_row, n_rows, HEAD: tl.constexpr
 
 @triton.jit
 def _load_operands(a_at, b_at, start, H: tl.constexpr, ACC: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Load blocks of both operands, with zeros from element H on."""
     if H % BLOCK_H == 0:
         a, b = tl.load(a_at), tl.load(b_at)
     else:
@@ -179,7 +180,7 @@ def _add_adapter(head, z, rows, columns, HEAD: tl.constexpr, BLOCK_R: tl.constex
 
 @triton.jit
 def target_column(target, V: tl.constexpr):
-    """Return token ids as int32 columns, -1 for ids outside the vocabulary."""
+    """Return target ids as int32 columns, -1 for ids outside the vocabulary."""
     return tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
 
 
@@ -187,7 +188,7 @@ def target_column(target, V: tl.constexpr):
 def grouped(program, row_blocks, column_blocks, GROUP: tl.constexpr):
     """Return the (row block, column block) of a program, in an order that keeps GROUP row blocks in the L2 cache.
 
-    A program that follows another reads the same columns of the head until its group of row blocks is done.
+    Consecutive programs read the same columns of the head for all row blocks of a group.
     """
     group = program // (GROUP * column_blocks)
     height = tl.minimum(row_blocks - group * GROUP, GROUP)
@@ -196,12 +197,12 @@ def grouped(program, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 def triton_type(dtype: torch.dtype) -> tl.dtype:
-    """Return the dtype that sums of `dtype` are in, as a kernel's constant."""
+    """Return the Triton dtype of sums for operands of `dtype`: fp64 for fp64, else fp32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def gather_rows(hidden: Tensor, index: Tensor | None) -> Tensor:
-    """Return rows of `hidden` (`index` None: all) as kernels read them: contiguous, each at a multiple of 16 bytes."""
+    """Return `hidden[index]` (None: all rows) in the layout that kernels read: contiguous rows, 16-byte aligned."""
     n, width = hidden.shape[0] if index is None else index.shape[0], hidden.shape[1]
     if index is None and _aligned(hidden):
         return hidden
@@ -211,19 +212,20 @@ def gather_rows(hidden: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _aligned(x: Tensor) -> bool:
+    """Return whether rows are contiguous, do not overlap, and begin at multiples of 16 bytes."""
     return (
         x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
     )
 
 
 def straighten(head: HeadRows, config: Config) -> HeadRows:
-    """Make token ids contiguous, and where the copy engine reads, align the rows of the weight."""
+    """Make target ids contiguous, and align the rows of a weight that is read by descriptors."""
     weight = gather_rows(head.weight[: head.vocab_size], None) if config.descriptors else head.weight
     return head._replace(weight=weight, target_ids=head.target_ids.contiguous())
 
 
 def tile_arguments(head: HeadRows, hidden: Tensor, config: Config) -> dict[str, Any]:
-    """Return the arguments of a tile kernel that say what head it computes; `hidden` [n, H] holds the gathered rows."""
+    """Return the arguments of a tile kernel that describe the head; `hidden` [n, H] holds the gathered rows."""
     weight, temperature = head.weight, head.temperature
     hidden_row, (weight_row, weight_column) = hidden.stride(0), weight.stride()
     adapter_hidden_row, adapter_hidden_column = _strides(head.adapter_hidden)
@@ -265,4 +267,5 @@ def tile_arguments(head: HeadRows, hidden: Tensor, config: Config) -> dict[str, 
 
 
 def _strides(x: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of a matrix, zeros for None."""
     return (0, 0) if x is None else x.stride()

@@ -1,6 +1,6 @@
-"""The forward's second kernel: add up what tiles of logits wrote, to log-probs and entropies.
+"""The second kernel of the forward: add up the results of the tiles to log-probs and entropies.
 
-Must match the torch backend's `forward.py`.
+Must match the torch backend's `forward.py`. "Others" are the columns other than the target's.
 """
 # Triton types its kernels' arguments in a language of its own.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -17,7 +17,7 @@ from .elementary import LOG_OF_NOTHING, at_least, difference, finite, log1p, sof
 
 
 class TileSums(NamedTuple):
-    """What `forward_tile` wrote, [TILES, N], inside `reduce_rows`."""
+    """Results of `forward_tile`, [TILES, N] each, inside `reduce_rows`."""
 
     top: Any
     mass: Any
@@ -26,7 +26,7 @@ class TileSums(NamedTuple):
 
 @triton.jit(do_not_specialize=["n_rows"])
 def reduce_rows(
-    tile_top,
+    tile_top,  # this and the next five: as in `forward_tile`
     tile_mass,
     tile_entropy,  # or None
     target_logit,
@@ -42,7 +42,10 @@ def reduce_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Add up the tiles: log_prob = -softplus(lse_others - z_target), where z_target - lse would lose 1 - p."""
+    """Compute log_prob = -softplus(log-sum-exp of the others - z_target), and shift, log_total and entropy.
+
+    On peaked rows, z_target - log-sum-exp of all columns would lose 1 - p.
+    """
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = n < tl.load(n_unmasked)
     tiles = TileSums(top=tile_top, mass=tile_mass, entropy=tile_entropy)
@@ -54,12 +57,13 @@ def reduce_rows(
     over_top = tl.where(target_z == float("inf"), float("nan"), over_top)
     margin, margin_error = difference(over_top, log_others)
     log_rest = -softplus(margin)  # log(1 - p)
-    # log p = log sigmoid(margin), rounded once: two more roundings would show in the mean of a short sequence.
+    # log p = log sigmoid(margin). The errors of both differences are added back, so log p is rounded once. Two more
+    # roundings would be visible in the mean over a short sequence.
     correction = (over_top_error + margin_error) * tl.exp(log_rest)
     log_p = tl.minimum(margin, 0.0) + (correction - log1p(tl.exp(-tl.abs(margin))))
     rows = tl.load(order + n, mask=valid, other=0)
     tl.store(log_probs + rows, log_p, mask=valid)
-    # The log-sum-exp of all columns, in two numbers: their sum would round off what both keep.
+    # The log-sum-exp of all columns is shift + log_total. Their sum would be rounded.
     top_all = tl.where(target_z > top_others, target_z, top_others)
     tl.store(shift + rows, top_all, mask=valid)
     larger = tl.where(margin > 0, target_z - top_all, log_others + (top_others - top_all))
@@ -83,7 +87,7 @@ def reduce_rows(
 
 @triton.jit
 def _log_sum_exp(tiles, n, valid, n_rows, TILES: tl.constexpr, ACC: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return (largest logit, mass relative to its exp) of all columns but the target's, each [BLOCK_N]."""
+    """Return (largest logit, mass relative to its exp) of the others, each [BLOCK_N]."""
     largest = tl.full([n.shape[0]], float("-inf"), ACC)
     mass = tl.zeros([n.shape[0]], ACC)
     for start in range(0, TILES, BLOCK_T):
@@ -91,11 +95,11 @@ def _log_sum_exp(tiles, n, valid, n_rows, TILES: tl.constexpr, ACC: tl.constexpr
         inside = (t[:, None] < TILES) & valid[None, :]
         at = t[:, None] * n_rows + n[None, :]
         top = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
-        part = tl.load(tiles.mass + at, mask=inside, other=0.0)
-        grown = tl.maximum(largest, tl.max(tl.where(part > 0, top, float("-inf")), 0))
-        mass *= tl.exp(largest - finite(grown))
-        mass += tl.sum(tl.where(part == 0, 0.0, part * tl.exp(top - finite(grown)[None, :])), 0)
-        largest = grown
+        tile_mass = tl.load(tiles.mass + at, mask=inside, other=0.0)
+        new_largest = tl.maximum(largest, tl.max(tl.where(tile_mass > 0, top, float("-inf")), 0))
+        mass *= tl.exp(largest - finite(new_largest))
+        mass += tl.sum(tl.where(tile_mass == 0, 0.0, tile_mass * tl.exp(top - finite(new_largest)[None, :])), 0)
+        largest = new_largest
     return largest, mass
 
 
@@ -103,9 +107,9 @@ def _log_sum_exp(tiles, n, valid, n_rows, TILES: tl.constexpr, ACC: tl.constexpr
 def _entropy_of_others(
     tiles, top_others, log_others, n, valid, n_rows, TILES: tl.constexpr, ACC: tl.constexpr, BLOCK_T: tl.constexpr
 ):
-    """Return the entropy of the softmax over all columns but the target's, [BLOCK_N].
+    """Return the entropy of the softmax over the others, [BLOCK_N].
 
-    By the chain rule (is it the target? which tile? which column?): positive terms, nothing cancels.
+    The chain rule (which tile? which column?) adds positive terms only, so nothing cancels.
     """
     entropy = tl.zeros([n.shape[0]], ACC)
     for start in range(0, TILES, BLOCK_T):
@@ -115,7 +119,7 @@ def _entropy_of_others(
         top = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
         mass = tl.load(tiles.mass + at, mask=inside, other=0.0)
         log_share = (top - top_others[None, :]) + (tl.log(mass) - log_others[None, :])
-        log_share = tl.where(log_share > LOG_OF_NOTHING, log_share, LOG_OF_NOTHING)  # NaN, of no mass in all, too
-        within = tl.load(tiles.entropy + at, mask=inside, other=0.0)
-        entropy += tl.sum(tl.exp(log_share) * (within - log_share), 0)
+        log_share = tl.where(log_share > LOG_OF_NOTHING, log_share, LOG_OF_NOTHING)  # NaN, if no tile has mass, too
+        tile_entropy = tl.load(tiles.entropy + at, mask=inside, other=0.0)
+        entropy += tl.sum(tl.exp(log_share) * (tile_entropy - log_share), 0)
     return entropy

@@ -1,12 +1,14 @@
-"""The loss of whole sequences from their log-probs: one program per sequence, one launch.
+"""The loss from log-probs, and its derivative with respect to each of them, in one program per sequence.
 
-A program averages its tokens' log-ratios, clips, adds up loss and metrics, and writes d(loss)/d(log_prob) of every
-token. `token_passes.py` makes the passes over the tokens; `surrogates.py` decides where the clip binds and writes a
-slope of 0 there. Tokens are counted by a launch before, because a default normalizer counts the batch; a launch after
-adds up the sequences (`totals.py`). Sums are in fp64: in GSPO the terms of a sequence are equal, and an fp32 sum of
-equal terms rounds in the same direction every time.
+A program averages the log-ratios of its tokens, adds up loss and metrics, and writes the coefficient of every token,
+d(loss)/d(log_prob). The loops over tokens are in `token_passes.py`. `surrogates.py` decides where the clip binds; the
+slope is 0 there. An earlier launch counts tokens, because default normalizers are counts of the batch. A later launch
+adds up the sequences (`totals.py`).
 
-Formulas: `objective.py`. Must match the torch backend's `sequence.py`.
+Sums are in fp64: in GSPO the terms of a sequence are equal, and an fp32 sum of equal terms rounds in the same direction
+every time.
+
+Formulas: `objective.py`, and the torch backend's `sequence.py`, which this must match.
 """
 # Triton types its kernels' arguments in a language of its own.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -24,7 +26,7 @@ from ...objective import RATIOS, Objective
 from ..rows import PolicyResult, PolicyRows
 from .launch import launch
 from .surrogates import TOKEN_RATIO, Bounds, objective_arguments, share_of_token
-from .token_passes import Shares, TokenInputs, TokenOutputs, add_through_ratio, mean_log_ratio, sum_tokens
+from .token_passes import Shares, TokenInputs, TokenOutputs, add_ratio_gradient, mean_log_ratio, sum_tokens
 from .totals import (
     ENTROPY,
     HIGH,
@@ -90,7 +92,7 @@ def sequence_loss(
 ):
     """Compute the loss, its derivatives and the partial results of one sequence.
 
-    Each input is read once, log-probs, mask and coefficients again from the cache.
+    Each input is read once from memory; log-probs, mask and coefficients are read again from the cache.
     """
     ACC: tl.constexpr = OBJECTIVE.ACC
     tokens = TokenInputs(
@@ -125,15 +127,15 @@ def sequence_loss(
         tl.store(log_ratio + i, u)
     outputs = TokenOutputs(log_ratio=log_ratio, coefficient=coefficient, entropy_coefficient=entropy_coefficient)
     sums = sum_tokens(tokens, outputs, shares, bounds, u=u, begin=begin, end=end, OBJECTIVE=OBJECTIVE, BLOCK=BLOCK)
-    # A sequence's gradient through its ratio is a sum over its tokens, known only now. The next pass reads coefficients
-    # that other threads have written.
+    # The gradient through a sequence's ratio needs a sum over its tokens, so it is added in a second loop. The barrier
+    # is needed because that loop reads coefficients that other threads have written.
     tl.debug_barrier()
-    through_ratio = tl.sum(sums.through_ratio, 0).to(ACC) / tl.maximum(length, 1.0)
-    n_no_gradient = add_through_ratio(
+    mean_d_log_ratio = tl.sum(sums.d_log_ratio, 0).to(ACC) / tl.maximum(length, 1.0)
+    n_no_gradient = add_ratio_gradient(
         tokens,
         outputs,
         bounds,
-        through_ratio=through_ratio,
+        mean_d_log_ratio=mean_d_log_ratio,
         entropy_share=shares.entropy,
         begin=begin,
         end=end,
@@ -147,7 +149,7 @@ def sequence_loss(
 
 @triton.jit
 def _store_partials(at, sums, n_no_gradient, sequences, u, length, OBJECTIVE: tl.constexpr):
-    """Write a sequence's partial results from its TokenSums; `at` points to the first."""
+    """Write the partial results of a sequence from its TokenSums. `at` points to its first one."""
     tl.store(at + LOSS * sequences, tl.sum(sums.loss, 0))
     tl.store(at + LENGTH * sequences, length.to(tl.float64))
     tl.store(at + LOW * sequences, tl.sum(sums.n_low, 0).to(tl.float64))
@@ -171,7 +173,7 @@ def _store_partials(at, sums, n_no_gradient, sequences, u, length, OBJECTIVE: tl
 def policy_forward(
     log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective
 ) -> PolicyResult:
-    """Compute the loss and its derivative by every log-prob and entropy, all [N] rows of whole sequences."""
+    """Compute the loss and its derivatives with respect to log-probs and entropies, from tensors [N]."""
     n, sequences, dtype, device = log_probs.shape[0], policy.offsets.shape[0] - 1, log_probs.dtype, log_probs.device
     by_token, has_bonus = objective.ratio == "token", objective.entropy_coef != 0
 
@@ -230,7 +232,7 @@ def policy_forward(
 
 
 def _normalizers(policy: PolicyRows, aggregation: str, kl_aggregation: str, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the normalizers of the policy term and of KL: the caller's, or the defaults."""
+    """Return the normalizers of the policy term and the KL term, each []: the caller's, or the defaults."""
     normalizer, kl_normalizer = policy.normalizer, policy.kl_normalizer
     if kl_normalizer is None and kl_aggregation == aggregation:
         kl_normalizer = normalizer

@@ -1,7 +1,7 @@
-"""The backward of a list of cells: d_logits of the live tiles, and block-sparse products of them.
+"""The backward of selected cells: d_logits of these cells only, and block-sparse products of them.
 
-As in the dense route slabs of columns are the outer loop, so that each slab of d_weight is rounded and written once,
-and chunks of rows the inner one. Rows are in the order of their mass; d_hidden is summed at their places in the batch.
+As in the dense backward, slabs are the outer loop and chunks the inner one, so that each slab of d_weight is rounded
+and written once. Rows are in the order of their mass. d_hidden is summed at the rows' places in the batch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..rows import HeadGradients, HeadRows, LiveTiles, NeedsGradient
 from .cells import CellLists, Part, cell_lists
 from .gradient_rows import (
     GradientRows,
+    chunk_and_slab,
     gradient_of_tiles,
-    part_shape,
     round_to_operands,
     scatter_in_place,
     torch_rounds,
@@ -27,28 +27,32 @@ from .tuning import Config
 
 
 class CellPlan(NamedTuple):
-    """What the host knows of the cells after its one read."""
+    """The cells to compute, with the numbers that the host reads from the device."""
 
-    rows: int  # with a gradient
-    sparse: bool  # compute cells only, not all columns
+    rows: int  # number of rows with a gradient
+    sparse: bool  # compute only the listed cells, not all columns
     lists: CellLists
-    counts: list[list[int]]  # cells of each [slab][chunk]
-    columns: int  # of a slab
-    chunk: int  # rows
+    counts: list[list[int]]  # number of cells of each part, [slab][chunk]
+    columns: int  # columns of a slab
+    chunk: int  # rows of a chunk
 
 
-def plan_cells(head: HeadRows, live: LiveTiles, config: Config) -> CellPlan:
-    """List the live cells and read on the host how many rows there are, and how many cells of each part."""
-    lists, columns, chunk = parts_of(head, live.cells, config)
-    counts = lists.tile_begin[..., -1]
-    rows, sparse, *flat = torch.cat([live.counts, counts.flatten()]).tolist()
+def plan_cells(head: HeadRows, live_tiles: LiveTiles, config: Config) -> CellPlan:
+    """List the cells to compute. Read the number of rows and the number of cells of each part on the host, once."""
+    lists, columns, chunk = parts_of(head, live_tiles.cells, config)
+    counts = lists.tile_begin[..., -1]  # [S, C]
+    rows, sparse, *flat = torch.cat([live_tiles.counts, counts.flatten()]).tolist()
     by_slab = [flat[start : start + counts.shape[1]] for start in range(0, len(flat), counts.shape[1])]
     return CellPlan(rows, bool(sparse), lists, by_slab, columns, chunk)
 
 
 def parts_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, int, int]:
-    """List `cells` [blocks, tiles] bool in parts that fit the workspace; return (lists, slab columns, chunk rows)."""
-    chunk, columns = part_shape(head, head.hidden.shape[0], config, torch_rounds(head))
+    """List `cells` [row blocks, tiles] bool in parts that fit the workspace.
+
+    Returns:
+        the lists, the columns of a slab and the rows of a chunk.
+    """
+    chunk, columns = chunk_and_slab(head, head.hidden.shape[0], config, torch_rounds(head))
     blocks = -(-chunk // config.block_n)
     return cell_lists(cells, columns // config.block_v, blocks), columns, blocks * config.block_n
 
@@ -56,9 +60,9 @@ def parts_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, 
 def cell_backward(
     rows: GradientRows, rows_of_weight: int, config: Config, needs: NeedsGradient, plan: CellPlan
 ) -> HeadGradients:
-    """Compute the gradients of hidden states and weight, None where `needs` is False; no bias, no adapter.
+    """Compute the gradients of hidden states and weight, None where `needs` is False. The head has no bias or adapter.
 
-    `rows_of_weight` includes padding of the vocabulary, which the head's copy of the weight may lack.
+    `rows_of_weight` is V with the padding of the vocabulary, which the weight in `rows.head` may lack.
     """
     head, dtype, unrounded = rows.head, rows.d_log_probs.dtype, torch_rounds(rows.head)
     n, width = rows.index.shape[0], head.hidden.shape[1]
@@ -86,7 +90,7 @@ def cell_backward(
                     add_to_hidden(d_hidden, d_z, head, part, rows.index[chunk])
                 if d_slab is not None:
                     add_to_weight(d_slab, d_z, hidden, part)
-                del d_z, hidden  # or they would still be alive beside the next ones
+                del d_z, hidden  # frees their memory before the next ones are allocated
         if d_weight is not None and d_slab is not None and d_weight.dtype != dtype:
             d_weight[low:high] = d_slab if rows.boost is None else d_slab.div_(rows.boost)
         del d_slab

@@ -1,6 +1,6 @@
-"""d_hidden and d_weight from the d_logits of live cells: block-sparse products.
+"""Block-sparse products: d_hidden and d_weight from the d_logits of selected cells.
 
-No atomics and no locks: a program owns a tile of the result and adds up its cells in the order of their list.
+Each program computes one tile of the result and adds up its cells in the order of their list, without atomics or locks.
 """
 # Triton types its kernels' arguments in a language of its own.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -27,15 +27,15 @@ from .tuning import product_config
 def hidden_product(
     d_logits,  # [cells of the part, ROWS, COLUMNS]
     weight,  # [V, H]
-    block_tile,
+    block_tile,  # this and the next two: fields of `CellLists`
     block_place,
     block_begin,
-    order,  # [n_rows] int64: rows of the batch, those of the part
+    order,  # [n_rows] int64: the part's rows, as rows of the batch
     sums,  # in and out [N, H]
     n_rows: tl.int32,
     low: tl.int32,  # the part's first column
-    first_cell: tl.int64,  # where the part begins in the lists
-    begin_at: tl.int64,  # ... and in block_begin
+    first_cell: tl.int64,  # index of the part's first cell in the lists
+    begin_at: tl.int64,  # index of the part's first element in block_begin
     stride_weight_row: tl.int64,
     stride_weight_column,
     ROWS: tl.constexpr,
@@ -47,13 +47,13 @@ def hidden_product(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Add d_logits W over the live tiles of a block of rows to sums[rows]: 2 ROWS COLUMNS H operations per cell."""
-    parts: tl.constexpr = ROWS // BLOCK_N
+    """Add d_logits W over the cells of a row block to sums[rows]: 2 ROWS COLUMNS H operations per cell."""
+    n_blocks: tl.constexpr = ROWS // BLOCK_N  # programs along the rows of a cell
     h_blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
-    block, within = pid // (h_blocks * parts), (pid // h_blocks) % parts
+    block, within = pid // (h_blocks * n_blocks), (pid // h_blocks) % n_blocks
     h = (pid % h_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    n = within * BLOCK_N + tl.arange(0, BLOCK_N)  # of the block
+    n = within * BLOCK_N + tl.arange(0, BLOCK_N)  # rows of the row block
     k = tl.arange(0, BLOCK_K)
     begin, end = tl.load(block_begin + begin_at + block), tl.load(block_begin + begin_at + block + 1)
     if begin < end:
@@ -63,11 +63,11 @@ def hidden_product(
         for i in range(begin * steps, end * steps):
             j, start = first_cell + i // steps, (i % steps) * BLOCK_K
             place, tile = tl.load(block_place + j).to(tl.int64), tl.load(block_tile + j)
-            v = tl.minimum(low + tile * COLUMNS + start + k, V - 1).to(tl.int64)  # d_logits are 0 beyond V
+            v = tl.minimum(low + tile * COLUMNS + start + k, V - 1).to(tl.int64)  # d_logits are 0 from column V on
             a = tl.load(d_logits + (place * ROWS + n)[:, None] * COLUMNS + (start + k)[None, :])
             b = tl.load(weight + v[:, None] * stride_weight_row + left[None, :])
             a, b = operands(a, b, ACC)
-            if a.dtype == ACC:  # one chain of additions per entry: broken, it rounds less
+            if a.dtype == ACC:  # without tensor cores: a sum of shorter sums rounds less than one long sum
                 acc += tl.dot(a, b, input_precision="ieee", out_dtype=ACC)
             else:
                 acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
@@ -81,14 +81,14 @@ def hidden_product(
 @triton.jit(do_not_specialize=["n_rows", "columns", "first_cell", "begin_at", "part_row_blocks"])
 def weight_product(
     d_logits,  # [cells of the part, ROWS, COLUMNS]
-    hidden,  # [n_rows, H]: those of the part
-    by_tile,
+    hidden,  # [n_rows, H]: the part's rows
+    by_tile,  # this and the next: fields of `CellLists`
     tile_begin,
-    sums,  # in and out [columns, H]: those of the part
+    sums,  # in and out [columns, H]: the part's columns
     n_rows: tl.int32,
     columns: tl.int32,
-    first_cell: tl.int64,  # where the part begins in by_tile
-    begin_at: tl.int64,  # ... and in tile_begin
+    first_cell: tl.int64,  # index of the part's first cell in by_tile
+    begin_at: tl.int64,  # index of the part's first element in tile_begin
     part_row_blocks: tl.int32,
     stride_hidden_row: tl.int64,
     stride_sums_row: tl.int64,
@@ -100,13 +100,13 @@ def weight_product(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Add d_logits' h over the live row blocks of a tile to sums[columns]: 2 ROWS COLUMNS H operations per cell."""
-    parts: tl.constexpr = COLUMNS // BLOCK_V
+    """Add d_logits^T h over the cells of a tile to sums[columns]: 2 ROWS COLUMNS H operations per cell."""
+    v_blocks: tl.constexpr = COLUMNS // BLOCK_V  # programs along the columns of a cell
     h_blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
-    tile, within = pid // (h_blocks * parts), (pid // h_blocks) % parts
+    tile, within = pid // (h_blocks * v_blocks), (pid // h_blocks) % v_blocks
     h = (pid % h_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    v = within * BLOCK_V + tl.arange(0, BLOCK_V)  # of the tile
+    v = within * BLOCK_V + tl.arange(0, BLOCK_V)  # columns of the tile
     k = tl.arange(0, BLOCK_K)
     begin, end = tl.load(tile_begin + begin_at + tile), tl.load(tile_begin + begin_at + tile + 1)
     if begin < end:
@@ -116,7 +116,7 @@ def weight_product(
         for i in range(begin * steps, end * steps):
             j, start = i // steps, (i % steps) * BLOCK_K
             block = tl.load(by_tile + first_cell + j) % part_row_blocks
-            row = tl.minimum(block * ROWS + start + k, n_rows - 1).to(tl.int64)  # d_logits are 0 beyond n_rows
+            row = tl.minimum(block * ROWS + start + k, n_rows - 1).to(tl.int64)  # d_logits are 0 from row n_rows on
             a = tl.load(d_logits + (j * ROWS + start + k).to(tl.int64)[:, None] * COLUMNS + v[None, :])
             b = tl.load(hidden + row[:, None] * stride_hidden_row + right)
             a, b = operands(a, b, ACC)
@@ -163,7 +163,7 @@ def add_to_hidden(d_hidden: Tensor, d_logits: Tensor, head: HeadRows, part: Part
 
 
 def add_to_weight(d_slab: Tensor, d_logits: Tensor, hidden: Tensor, part: Part) -> None:
-    """Add d_logits' h to d_slab over the cells of a part.
+    """Add d_logits^T h to d_slab over the cells of a part.
 
     Args:
         d_slab: [columns, H], the part's columns of d_weight.

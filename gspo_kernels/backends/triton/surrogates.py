@@ -1,6 +1,6 @@
-"""The terms of an objective on the device, elementwise.
+"""Surrogates and KL estimators with their derivatives, elementwise, inside a kernel.
 
-Formulas: the torch backend's `surrogates.py`, whose functions these must match.
+Formulas: the torch backend's `surrogates.py`, which this must match.
 """
 # Triton types its kernels' arguments in a language of its own.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -19,7 +19,7 @@ from ...objective import AGGREGATIONS, KL_ESTIMATORS, RATIOS, SURROGATES, Object
 from .elementary import FAR, at_most, expm1
 from .logit_tile import triton_type
 
-# A choice of the objective is known to kernels as its place in the tuple of `objective.py` that lists its names.
+# Kernels compare the indices of names in the tuples of `objective.py`.
 SEQUENCE_RATIO, TOKEN_RATIO = (tl.constexpr(RATIOS.index(name)) for name in ("sequence", "token"))
 CLIP, CISPO, SAPO, GMPO, REINFORCE = (
     tl.constexpr(SURROGATES.index(name)) for name in ("clip", "cispo", "sapo", "gmpo", "reinforce")
@@ -33,21 +33,21 @@ K1, K2, ABS, K1_PLUS, K3_PLUS, UNBIASED = (
 
 
 class ObjectiveConstants(NamedTuple):
-    """What the compiler knows of an objective; choices by their places."""
+    """Compile-time constants of an objective."""
 
-    RATIO: int
-    SURROGATE: int
-    AGGREGATION: int
-    KL_AGGREGATION: int
-    KL_ESTIMATOR: int
+    RATIO: int  # index in RATIOS
+    SURROGATE: int  # index in SURROGATES
+    AGGREGATION: int  # index in AGGREGATIONS
+    KL_AGGREGATION: int  # index in AGGREGATIONS
+    KL_ESTIMATOR: int  # index in KL_ESTIMATORS
     HAS_CEILING: bool
     HAS_KL: bool  # the loss has a KL term
     KL_RATIO_FACTOR: bool
-    ACC: tl.dtype  # of log-probs and the loss: fp32 or fp64
+    ACC: tl.dtype  # dtype of log-probs and the loss: fp32 or fp64
 
 
 class Bounds(NamedTuple):
-    """Numbers of a surrogate inside a kernel, fp64."""
+    """Bounds and temperatures of a surrogate inside a kernel, fp64."""
 
     log_low: Any
     log_high: Any
@@ -60,7 +60,7 @@ class Bounds(NamedTuple):
 
 
 class Term(NamedTuple):
-    """Elementwise, as `Term` of the torch backend."""
+    """A surrogate's value and derivative, as `Term` of the torch backend."""
 
     value: Any
     slope: Any
@@ -117,7 +117,7 @@ def surrogate(u, advantage, bounds, OBJECTIVE: tl.constexpr):
 
 @triton.jit
 def bounded(log_ratio, advantage, bounds, ACC: tl.constexpr):
-    """Return (gmpo's log-ratio of a token, lower bound binds, upper bound binds)."""
+    """Return gmpo's bounded token log-ratio, and whether the lower and the upper bound bind."""
     least, most = tl.full([], bounds.log_low, ACC), tl.full([], bounds.log_high, ACC)
     low, high = (advantage < 0) & (log_ratio < least), (advantage > 0) & (log_ratio > most)
     return tl.where(high, most, tl.where(low, least, log_ratio)), low, high
@@ -125,7 +125,7 @@ def bounded(log_ratio, advantage, bounds, ACC: tl.constexpr):
 
 @triton.jit
 def kl_and_slope(d, log_ratio, ESTIMATOR: tl.constexpr):
-    """Return k(d) and its derivative by the log-prob."""
+    """Return k(d) and dk/d(log_prob), for d = log_prob - ref_log_prob."""
     if ESTIMATOR == K2:
         value, slope = 0.5 * d * d, d
     elif ESTIMATOR == ABS:
@@ -145,7 +145,7 @@ def kl_and_slope(d, log_ratio, ESTIMATOR: tl.constexpr):
 
 @triton.jit
 def multiply_no_nan(factor, x):
-    """Return factor * x, exactly 0 where either is 0; `precision.multiply_no_nan`."""
+    """Return factor * x, exactly 0 where either is 0, as `precision.multiply_no_nan`."""
     return tl.where((factor == 0) | (x == 0), 0.0, factor * x)
 
 
@@ -157,7 +157,7 @@ def divergence_times(kl, ratio):
 
 @triton.jit
 def share_of_token(length, normalizer, length_norm, AGGREGATION: tl.constexpr, ACC: tl.constexpr):
-    """Return the weight of a token over the normalizer."""
+    """Return the weight of a sequence's tokens, divided by the normalizer."""
     share = tl.full([], 1.0, ACC)
     if AGGREGATION == TOKEN_MEAN_OF_SEQUENCE:
         share = share / tl.maximum(length, 1.0)
@@ -167,7 +167,7 @@ def share_of_token(length, normalizer, length_norm, AGGREGATION: tl.constexpr, A
 
 
 def objective_arguments(objective: Objective, kl_aggregation: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of `sequence_loss` that say what objective it computes."""
+    """Return the arguments of `sequence_loss` that describe the objective."""
     ceiling = objective.ceiling
     log_low, log_high = objective.log_window
     return dict(

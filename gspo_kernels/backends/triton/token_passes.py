@@ -1,6 +1,8 @@
-"""Passes over the tokens of one sequence, inside `sequence_loss`.
+"""The loops over the tokens of one sequence, inside `sequence_loss`.
 
-Formulas: `objective.py`. Must match the torch backend's `sequence.py`.
+Formulas: `objective.py`, and the torch backend's `sequence.py`, which this must match. d_log_ratio is the derivative of
+the loss with respect to the log-ratio that the surrogate takes, d_log_prob the derivative with respect to the token's
+log-prob that does not flow through this log-ratio.
 """
 # Triton types its kernels' arguments in a language of its own.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -41,15 +43,15 @@ class TokenInputs(NamedTuple):
 
 
 class TokenOutputs(NamedTuple):
-    """What is written per token, [N] each."""
+    """Per-token outputs, [N] each."""
 
-    log_ratio: Any  # [S] if not for ratio="token"
+    log_ratio: Any  # written here for ratio="token" only; else [S]
     coefficient: Any
     entropy_coefficient: Any  # or None
 
 
 class Shares(NamedTuple):
-    """Weights of a sequence's tokens over the normalizers."""
+    """Weights of a sequence's tokens, divided by the normalizers."""
 
     policy: Any
     kl: Any  # times kl_coef
@@ -57,10 +59,10 @@ class Shares(NamedTuple):
 
 
 class TokenSums(NamedTuple):
-    """Sums over every BLOCK-th token of a sequence, [BLOCK]; their sum is over all tokens."""
+    """Sums over every BLOCK-th token of a sequence, [BLOCK]. Their own sum is over all tokens."""
 
     loss: Any
-    through_ratio: Any  # derivative by the sequence's log-ratio
+    d_log_ratio: Any  # for ratio="sequence" only
     minus_log_ratio: Any
     kl: Any
     entropy: Any
@@ -89,10 +91,10 @@ def mean_log_ratio(tokens, bounds, begin, end, length, OBJECTIVE: tl.constexpr, 
 
 @triton.jit
 def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the TokenSums and write coefficients, without the gradient through a sequence's ratio."""
+    """Return the TokenSums. Write coefficients, for ratio="sequence" without the gradient through the ratio."""
     ACC: tl.constexpr = OBJECTIVE.ACC
     loss = tl.zeros([BLOCK], tl.float64)
-    through_ratio, minus_r, kl_sum, entropy_sum, ratio_sum = loss, loss, loss, loss, loss
+    d_log_ratio, minus_r, kl_sum, entropy_sum, ratio_sum = loss, loss, loss, loss, loss
     n_low, n_high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     ratio_min, ratio_max = tl.full([BLOCK], float("inf"), ACC), tl.full([BLOCK], float("-inf"), ACC)
     for start in range(begin, end, BLOCK):
@@ -100,7 +102,7 @@ def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.con
         unmasked = tl.load(tokens.mask + t, mask=t < end, other=0) != 0
         r = token_log_ratio(tokens.log_probs, tokens.old_log_probs, t, unmasked)
         log_ratio = r if OBJECTIVE.RATIO == TOKEN_RATIO else tl.where(unmasked, u, 0.0)
-        loss_t, through, direct, low, high = _policy_term(
+        loss_t, d_log_ratio_t, d_log_prob_t, low, high = _policy_term(
             tokens, shares, bounds, t=t, unmasked=unmasked, log_ratio=log_ratio, r=r, OBJECTIVE=OBJECTIVE
         )
         if tokens.ref_log_probs is not None:
@@ -112,19 +114,19 @@ def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.con
                 factor = tl.where(unmasked, shares.kl, 0.0)
                 if OBJECTIVE.KL_RATIO_FACTOR:
                     factor = tl.where(unmasked, shares.kl * tl.exp(log_ratio), 0.0)
-                    through += divergence_times(kl, factor)
+                    d_log_ratio_t += divergence_times(kl, factor)
                 loss_t += divergence_times(kl, factor)
-                direct += divergence_times(kl_slope, factor)
+                d_log_prob_t += divergence_times(kl_slope, factor)
         if tokens.entropy is not None:
             h = tl.load(tokens.entropy + t, mask=unmasked, other=0.0)
             entropy_sum += h.to(tl.float64)
             if outputs.entropy_coefficient is not None:
                 loss_t += shares.entropy * h
         if OBJECTIVE.RATIO == SEQUENCE_RATIO:
-            through_ratio += tl.where(unmasked, through, 0.0).to(tl.float64)
+            d_log_ratio += tl.where(unmasked, d_log_ratio_t, 0.0).to(tl.float64)
         else:
-            direct += tl.where(unmasked, through, 0.0)
-        tl.store(outputs.coefficient + t, tl.where(unmasked, direct, 0.0), mask=t < end)
+            d_log_prob_t += tl.where(unmasked, d_log_ratio_t, 0.0)
+        tl.store(outputs.coefficient + t, tl.where(unmasked, d_log_prob_t, 0.0), mask=t < end)
         loss += tl.where(unmasked, loss_t, 0.0).to(tl.float64)
         minus_r -= r.to(tl.float64)
         n_low += (unmasked & low).to(tl.int32)
@@ -137,7 +139,7 @@ def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.con
             tl.store(outputs.log_ratio + t, r, mask=t < end)
     return TokenSums(
         loss=loss,
-        through_ratio=through_ratio,
+        d_log_ratio=d_log_ratio,
         minus_log_ratio=minus_r,
         kl=kl_sum,
         entropy=entropy_sum,
@@ -151,10 +153,9 @@ def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.con
 
 @triton.jit
 def _policy_term(tokens, shares, bounds, t, unmasked, log_ratio, r, OBJECTIVE: tl.constexpr):
-    """Return a token's loss without KL and entropy, its derivatives, and which bound binds.
+    """Return the policy term of the loss, its d_log_ratio and d_log_prob, and whether a lower or an upper bound binds.
 
-    The derivatives are by the logarithm of the ratio and by the token's log-prob. `log_ratio` is what the surrogate
-    takes, `r` the token's own.
+    `log_ratio` is the log-ratio that the surrogate takes, `r` that of the token.
     """
     ACC: tl.constexpr = OBJECTIVE.ACC
     advantage = tl.load(tokens.advantages + t, mask=unmasked, other=0.0)
@@ -165,19 +166,22 @@ def _policy_term(tokens, shares, bounds, t, unmasked, log_ratio, r, OBJECTIVE: t
     if tokens.token_weights is not None:
         weight = tl.load(tokens.token_weights + t, mask=unmasked, other=0.0)
         value, slope = multiply_no_nan(weight, value), multiply_no_nan(weight, slope)
-    through, loss, direct = shares.policy * slope, shares.policy * value, tl.zeros_like(r)
+    d_log_ratio, loss, d_log_prob = shares.policy * slope, shares.policy * value, tl.zeros_like(r)
     if (OBJECTIVE.SURROGATE == CISPO) | (OBJECTIVE.SURROGATE == REINFORCE):
-        # Not by the ratio, by the token's own log-prob.
+        # The slope is with respect to the token's log-prob.
         lp = tl.load(tokens.log_probs + t, mask=unmasked, other=0.0)
-        through, direct, loss = direct, through, multiply_no_nan(shares.policy * value, lp)
-    return loss, through, direct, low, high
+        d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio, multiply_no_nan(shares.policy * value, lp)
+    return loss, d_log_ratio, d_log_prob, low, high
 
 
 @triton.jit
-def add_through_ratio(
-    tokens, outputs, bounds, through_ratio, entropy_share, begin, end, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr
+def add_ratio_gradient(
+    tokens, outputs, bounds, mean_d_log_ratio, entropy_share, begin, end, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add the gradient through a sequence's ratio to coefficients; return the number of tokens without any gradient."""
+    """Add `mean_d_log_ratio`, the gradient through a sequence's ratio, to its coefficients (for ratio="sequence").
+
+    Write entropy coefficients, and return how many tokens have no gradient, [BLOCK], a sum over every BLOCK-th token.
+    """
     ACC: tl.constexpr = OBJECTIVE.ACC
     n_no_gradient = tl.zeros([BLOCK], tl.int32)
     for start in range(begin, end, BLOCK):
@@ -185,13 +189,13 @@ def add_through_ratio(
         unmasked = tl.load(tokens.mask + t, mask=t < end, other=0) != 0
         coefficient = tl.load(outputs.coefficient + t, mask=unmasked, other=0.0)
         if OBJECTIVE.RATIO == SEQUENCE_RATIO:
-            inside = unmasked
+            free = unmasked  # no bound binds at the token
             if OBJECTIVE.SURROGATE == GMPO:
                 r = token_log_ratio(tokens.log_probs, tokens.old_log_probs, t, unmasked)
                 advantage = tl.load(tokens.advantages + t, mask=unmasked, other=0.0)
                 r, low, high = bounded(r, advantage, bounds, ACC)
-                inside = unmasked & (low == 0) & (high == 0)
-            coefficient += tl.where(inside, through_ratio, 0.0)
+                free = unmasked & (low == 0) & (high == 0)
+            coefficient += tl.where(free, mean_d_log_ratio, 0.0)
             tl.store(outputs.coefficient + t, coefficient, mask=t < end)
         no_gradient = coefficient == 0
         if outputs.entropy_coefficient is not None:

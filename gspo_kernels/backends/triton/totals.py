@@ -1,4 +1,4 @@
-"""Partial results of sequences, and the one program that adds them up to the loss and the metrics.
+"""The partial results of sequences, and the kernel that reduces them to the loss and the metrics.
 
 Must match `metrics.compute` and the sums of the torch backend's `sequence.py`.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 from ...metrics import NAMES
 from .surrogates import TOKEN_RATIO
 
-# Rows of the partial results, [PARTIALS, S] fp64, each over a sequence's unmasked tokens.
+# Indices into the partial results, [PARTIALS, S] fp64. Each is over a sequence's unmasked tokens.
 PARTIALS = 11
 (
     LOSS,  # sum
@@ -24,15 +24,15 @@ PARTIALS = 11
     LOW,  # number of tokens clipped at the lower bound
     HIGH,  # ... at an upper bound
     MINUS_LOG_RATIO,  # sum of old - lp
-    NO_GRADIENT,  # number of tokens
+    NO_GRADIENT,  # number of tokens without a gradient
     KL,  # sum
     ENTROPY,  # sum
-    RATIO,  # sum over tokens for ratio="token", else the sequence's own, as are the next two
-    RATIO_MIN,
-    RATIO_MAX,
+    RATIO,  # sum of the token ratios for ratio="token", else the sequence's ratio
+    RATIO_MIN,  # smallest token ratio for ratio="token", else the sequence's ratio
+    RATIO_MAX,  # largest token ratio for ratio="token", else the sequence's ratio
 ) = (tl.constexpr(i) for i in range(PARTIALS))
 
-# Where each metric lies in the result: the place of its name in `metrics.NAMES`.
+# Index of each metric in the result: that of its name in `metrics.NAMES`.
 MetricSlots = namedtuple("MetricSlots", NAMES)
 SLOTS = MetricSlots(*range(len(NAMES)))
 
@@ -50,7 +50,7 @@ def finish(
     SLOTS: tl.constexpr,  # MetricSlots
     BLOCK: tl.constexpr,
 ):
-    """Add up the partial results to the loss and the metrics, in one program."""
+    """Reduce the partial results to the loss and the metrics, in one program."""
     low = _total(partials, sequences, PARTIAL=LOW, REDUCTION=SUM, BLOCK=BLOCK)
     high = _total(partials, sequences, PARTIAL=HIGH, REDUCTION=SUM, BLOCK=BLOCK)
     sequences_low = _total(partials, sequences, PARTIAL=LOW, REDUCTION=COUNT_POSITIVE, BLOCK=BLOCK)
@@ -71,7 +71,7 @@ def finish(
     _store(metrics + SLOTS.token_clip_fraction_low, low / tokens)
     _store(metrics + SLOTS.token_clip_fraction_high, high / tokens)
     _store(metrics + SLOTS.ratio_mean, tl.where(ratios > 0, ratio / tl.maximum(ratios, 1.0), 1.0))
-    # tl.min and tl.max skip NaN, sums keep it.
+    # tl.min and tl.max ignore NaN. The sum of the ratios is NaN if any ratio is.
     smallest = tl.where(ratio != ratio, ratio, tl.where(ratios > 0, smallest, 1.0))
     largest = tl.where(ratio != ratio, ratio, tl.where(ratios > 0, largest, 1.0))
     _store(metrics + SLOTS.ratio_min, smallest)
@@ -86,12 +86,13 @@ def finish(
 
 @triton.jit
 def _store(at, value):
+    """Write a value in the dtype of the tensor that `at` points to."""
     tl.store(at, value.to(at.dtype.element_ty))
 
 
 @triton.jit
 def _total(partials, sequences, PARTIAL: tl.constexpr, REDUCTION: tl.constexpr, BLOCK: tl.constexpr):
-    """Reduce one partial result over all sequences; COUNT_CLIPPED counts where LOW + HIGH is positive."""
+    """Reduce one partial result over all sequences. COUNT_CLIPPED (with PARTIAL=LOW) counts those with LOW + HIGH > 0."""
     neutral = float("inf") if REDUCTION == MIN else float("-inf") if REDUCTION == MAX else 0.0
     total = tl.full([BLOCK], neutral, tl.float64)
     for start in range(0, sequences, BLOCK):

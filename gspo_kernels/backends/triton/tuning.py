@@ -1,7 +1,7 @@
-"""Block shapes: one frozen table per architecture, keyed by kernel, dtype, H and flags, and never by N.
+"""Block shapes of kernels: fixed tables per architecture, keyed by kernel, dtype, H and options of the head, not by N.
 
-A key without N is what makes the log-prob of a row the same bits whatever batch it is in: the first importance ratio of
-an update is then exactly 1. For the same reason a tile of the forward has one shape with entropy and without.
+Because N is not a key, the log-prob of a row has the same bits in any batch, and the first importance ratio of an
+update is exactly 1. For the same reason, tiles of the forward have the same shape with and without entropy.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from ..rows import HeadRows
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
-# Shared memory one block may use, in bytes.
+# Shared memory that one block may use, in bytes.
 SHARED_MEMORY = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 
 
 @dataclass(frozen=True)
 class Config:
-    """The block shape of a kernel, and how it is launched."""
+    """The block shape and launch options of a kernel."""
 
     block_n: int  # rows
     block_v: int = 0  # vocabulary columns
@@ -31,11 +31,13 @@ class Config:
     stages: int = 1
     group: int = 8  # row blocks that share a sweep over the columns
     block_r: int = 16  # elements of an adapter's rank at a time
-    chain: int = 0  # elements of H summed before they are added to the sum of earlier ones; 0: all of them
-    descriptors: bool = False  # operands by the tensor memory accelerator
+    chain: int = 0  # elements of H in each partial sum, without tensor cores; 0: a single sum
+    descriptors: bool = False  # load operands by the tensor memory accelerator
 
 
 class _Blocks(NamedTuple):
+    """Block shapes of the tile kernels; "heavy" as in `tile_config`."""
+
     forward: Config
     gradient: Config
     heavy_forward: Config
@@ -47,8 +49,8 @@ def _ampere(stages: int) -> _Blocks:
     return _Blocks(wide, wide, wide, narrow)
 
 
-# Per dtype and architecture, chosen so that nothing spills and the matrix instructions
-# are those of the architecture (benchmarks/NOTES.md). Speeds were not measured yet.
+# Chosen so that no registers spill and the architecture's matrix instructions are used (benchmarks/NOTES.md). Their
+# speed has not been measured yet.
 _HALF = {
     "sm_80": _ampere(stages=4),
     "sm_89": _ampere(stages=3),
@@ -69,12 +71,12 @@ _HALF = {
 _SINGLE = _Blocks(*[Config(64, 128, 32, 8, 2, chain=256)] * 4)
 _DOUBLE = _Blocks(*[Config(64, 64, 16, 8, 2)] * 4)
 
-# Block-sparse products: rows and columns of the result, elements summed at a time.
+# Block-sparse products, by bytes per element: rows and columns of the result, elements summed at a time.
 _PRODUCT = {2: Config(128, 128, 64, 8, 3), 4: Config(64, 64, 32, 8, 2), 8: Config(32, 64, 16, 8, 2)}
 
 REDUCE_ROWS = Config(block_n=64, warps=4)
 REDUCE_TILES = 32  # tiles added up at a time
-# Tokens of a sequence at a time.
+# The kernels of the loss: tokens of a sequence at a time.
 SEQUENCE = Config(block_n=256, warps=4)
 
 _assumed: str | None = None
@@ -82,7 +84,7 @@ _assumed: str | None = None
 
 @contextmanager
 def assume(architecture: str) -> Iterator[None]:
-    """Use the table of `architecture` on any device: for compiling without a GPU, and for tests."""
+    """Use the block shapes of `architecture` on any device, to compile without a GPU and in tests."""
     global _assumed
     before, _assumed = _assumed, architecture
     try:
@@ -92,7 +94,10 @@ def assume(architecture: str) -> Iterator[None]:
 
 
 def architecture(device: torch.device) -> str | None:
-    """Return the table's row for a device, None where the kernels do not run; interpreted on a CPU, Hopper's."""
+    """Return the architecture whose block shapes a device uses, None if the kernels do not run there.
+
+    On a CPU, interpreted kernels use Hopper's.
+    """
     if _assumed is not None:
         return _assumed
     if device.type == "cpu":
@@ -111,15 +116,15 @@ def architecture(device: torch.device) -> str | None:
 
 
 def product_config(dtype: torch.dtype) -> Config:
-    """Return the block shape of block-sparse products: block_v of H, block_h of what is summed."""
+    """Return the block shape of block-sparse products: block_v elements of H, block_h elements summed at a time."""
     return _PRODUCT[dtype.itemsize]
 
 
 def tile_config(head: HeadRows, kernel: str) -> Config:
     """Return the block shape of "forward" or "gradient" tiles.
 
-    A head with more than a scale and a temperature takes registers, so its tiles are smaller. So are those of a head
-    whose H is no multiple of the block: the main loop has a ragged end.
+    Tiles of heavy heads are smaller, because these heads take more registers: heads with a bias, a soft-cap or an
+    adapter, and those whose H is not a multiple of block_h, so that the main loop has a ragged end.
     """
     name = architecture(head.hidden.device)
     assert name is not None

@@ -47,7 +47,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "mass not rescaled to the new maximum": (
         "backends/triton/reduce_rows",
-        "mass *= tl.exp(largest - finite(grown))",
+        "mass *= tl.exp(largest - finite(new_largest))",
         "pass",
         "kernels::test_more_tiles_than_are_added_up_at_once",
     ),
@@ -113,8 +113,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "rows without gradient multiplied": (
         "backends/triton/gradient_tile",
-        "return tl.where(live[:, None], d, 0.0)",
-        "return d * live[:, None].to(ACC)",
+        "return tl.where(has_gradient[:, None], d, 0.0)",
+        "return d * has_gradient[:, None].to(ACC)",
         "kernels::test_a_nan_row_without_gradient_is_zero_where_all_rows_take_part",
     ),
     "chunks overwrite each other": (
@@ -144,7 +144,7 @@ FAULTS: dict[str, Fault] = {
     "KL clipped with the ratio": (
         "backends/triton/token_passes",
         "factor = tl.where(unmasked, shares.kl, 0.0)",
-        "factor = tl.where(unmasked & (through != 0), shares.kl, 0.0)",
+        "factor = tl.where(unmasked & (d_log_ratio_t != 0), shares.kl, 0.0)",
         f"{OBJECTIVE}[triton-padded-k3]",
     ),
     "log-ratios summed in fp32": (
@@ -155,13 +155,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "gmpo: clipped tokens in the gradient": (
         "backends/triton/token_passes",
-        "inside = unmasked & (low == 0) & (high == 0)",
-        "inside = unmasked",
+        "free = unmasked & (low == 0) & (high == 0)",
+        "free = unmasked",
         f"{OBJECTIVE}[triton-padded-gmpo]",
     ),
     "cispo: gradient through its ratio": (
         "backends/triton/token_passes",
-        "through, direct, loss = direct, through, multiply_no_nan(shares.policy * value, lp)",
+        "d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio, multiply_no_nan(shares.policy * value, lp)",
         "loss = multiply_no_nan(shares.policy * value, lp)",
         f"{OBJECTIVE}[triton-packed-per-token-weights-cispo-sequence]",
     ),
@@ -431,19 +431,19 @@ FAULTS: dict[str, Fault] = {
     ),
     "rows with only an entropy gradient left out": (
         "backends/triton/gradient_rows",
-        "live = live | (d_entropy != 0)",
+        "has_gradient = has_gradient | (d_entropy != 0)",
         "pass",
         "kernels::test_a_row_with_an_entropy_gradient_alone_has_a_gradient",
     ),
     "gradients of rows with only an entropy gradient set to 0": (
         "backends/triton/gradient_tile",
-        "live |= d_h != 0.0",
+        "has_gradient |= d_h != 0.0",
         "pass",
         "kernels::test_a_row_with_an_entropy_gradient_alone_has_a_gradient",
     ),
     "an inner recording of launches ends the outer one": (
         "backends/triton/launch",
-        "_listeners[:] = [x for x in _listeners if x is not seen]",
+        "_listeners[:] = [x for x in _listeners if x is not recorded]",
         "_listeners.clear()",
         "kernels::test_launches_are_listed_by_every_listener",
     ),
@@ -485,7 +485,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "no gradient through the ratio factor of KL": (
         "backends/triton/token_passes",
-        "through += divergence_times(kl, factor)",
+        "d_log_ratio_t += divergence_times(kl, factor)",
         "pass",
         f"{OBJECTIVE}[triton-padded-k3-ratio]",
     ),

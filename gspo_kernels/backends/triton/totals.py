@@ -92,7 +92,7 @@ def _store(at, value):
 
 @triton.jit
 def _total(partials, sequences, PARTIAL: tl.constexpr, REDUCTION: tl.constexpr, BLOCK: tl.constexpr):
-    """Reduce one partial result over all sequences. COUNT_CLIPPED (with PARTIAL=LOW) counts those with LOW + HIGH > 0."""
+    """Reduce one partial result over all sequences. COUNT_CLIPPED, of PARTIAL=LOW, counts those with LOW + HIGH > 0."""
     neutral = float("inf") if REDUCTION == MIN else float("-inf") if REDUCTION == MAX else 0.0
     total = tl.full([BLOCK], neutral, tl.float64)
     for start in range(0, sequences, BLOCK):

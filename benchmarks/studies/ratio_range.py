@@ -1,6 +1,6 @@
 """How the range of GSPO's ratio depends on the length of the sequence, with and without length normalisation.
 
-    python -m gspo_kernels.benchmarks ratio_range          about 2 minutes on two cores
+    python -m gspo_kernels.benchmarks ratio_range          about a minute on two cores
 
 Log-ratios of tokens are independent and normal, not those of a trained policy. With drift, every token also moves in
 the direction that its sequence's advantage pushes.

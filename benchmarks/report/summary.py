@@ -1,8 +1,11 @@
-"""The tables that compare across suites: where the library helps, where it loses, and the README's results."""
+"""The tables that compare across suites: where the library helps, where it loses, and the README's results.
+
+`first` maps the name of a suite to the results of its first file, that of a CPU.
+"""
 
 from __future__ import annotations
 
-import textwrap
+from pathlib import Path
 
 from .tables import BUDGET, NAIVE, OURS, Results, by_name, error_of, mib, over_naive, percent, shown, table
 
@@ -20,53 +23,74 @@ SAME_LOG_PROBS = {BUDGET: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # me
 OTHER_LOSS = "naive GRPO"  # a ratio per token: not compared
 LENGTH = 1024  # tokens of a sequence, for clip decisions
 LIMIT = 0.01  # share of wrong decisions
-NOT_MEASURED = "not measured"
+Values = dict[str, float]
 
 
-def run_of(step: Results, scenario: str, dtype: str = "float32") -> Results:
-    """Return the timed run with the most tokens."""
-    runs = [run for run in step["time"]["runs"] if (run["on"]["scenario"], run["on"]["dtype"]) == (scenario, dtype)]
-    return max(runs, key=lambda run: run["on"]["tokens"])
+def run_of(first: Results, scenario: str) -> Results:
+    """Return the timed fp32 run of a scenario with the most tokens."""
+    runs = first["step"]["time"]["runs"]
+    kind = (scenario, "float32")
+    return max((r for r in runs if (r["on"]["scenario"], r["on"]["dtype"]) == kind), key=lambda r: r["on"]["tokens"])
 
 
-def wrong_decisions(fidelity: Results, length: int = LENGTH) -> dict[str, float]:
-    """Return the share of wrong clip decisions by implementation, for the synthetic policy."""
+def times(records: list[Results]) -> Values:
+    return {r["name"]: r["over_naive"]["ratio"] for r in records if "over_naive" in r}
+
+
+def peaks(records: list[Results]) -> Values:
+    return {r["name"]: r["peak_bytes"] / 2**20 for r in records if "peak_bytes" in r}
+
+
+def wrong_decisions(fidelity: Results) -> Values:
+    """Return the percentage of wrong clip decisions by implementation, for the synthetic policy."""
     study = fidelity["sets"]["synthetic"]
-    at = study["lengths"].index(length)
-    wrong = {record["name"]: record["wrong"][at] for record in study["implementations"]}
-    return wrong | {name: wrong[same] for name, same in SAME_LOG_PROBS.items() if name not in wrong and same in wrong}
+    at = study["lengths"].index(LENGTH)
+    wrong = {record["name"]: 100 * record["wrong"][at] for record in study["implementations"]}
+    return wrong | {name: wrong[same] for name, same in SAME_LOG_PROBS.items() if name not in wrong}
 
 
-def best_other(values: dict[str, float]) -> str:
-    return min((name for name in values if not name.startswith(OURS) and name != OTHER_LOSS), key=values.__getitem__)
+def best_other(values: Values, *without: str) -> str:
+    names = (name for name in values if not name.startswith(OURS) and name not in (OTHER_LOSS, *without))
+    return min(names, key=values.__getitem__)
 
 
-def helps(step: Results, trainer: Results, fidelity: Results) -> str:
-    """Return the table of situations in which the library is ahead, with the best of all other candidates beside it."""
-    rl_like, dense = run_of(step, "rl-like"), run_of(step, "dense")
-    timed = [[r for r in run["candidates"] if "over_naive" in r] for run in (rl_like, dense)]
-    longest = max(step["memory"]["points"], key=lambda point: point["tokens"])
+def helps(first: Results) -> str:
+    """Return the table of what the library is for, with the best other candidate beside it."""
+    rl_like = run_of(first, "rl-like")
+    large = max(first["step"]["memory"]["points"], key=lambda point: point["tokens"])
+    comparisons: list[tuple[str, Values, str]] = [
+        ("time over naive GSPO, RL-like", times(rl_like["candidates"]), ".2f"),
+        ("time over naive GSPO, every token has a gradient", times(run_of(first, "dense")["candidates"]), ".2f"),
+        (f"peak MiB, {rl_like['on']['tokens']:,} tokens", peaks(rl_like["candidates"]), ",.0f"),
+        (f"peak MiB, {large['tokens']:,} tokens", peaks(large["candidates"]), ",.0f"),
+        ("time of an optimizer step over naive GSPO's", times(first["trainer"]["steps"]), ".2f"),
+        (f"wrong clip decisions in %, {LENGTH:,} tokens, bf16 weights", wrong_decisions(first["fidelity"]), ".2g"),
+    ]
     rows = []
-
-    def row(what: str, values: dict[str, float], form: str, unit: str = "") -> None:
-        texts = {name: f"{value:{form}}{unit}" for name, value in values.items()}
-        best = best_other({name: value for name, value in values.items() if name != NAIVE})
-        known = (texts.get(name, "-") for name in (OURS, BUDGET))
-        rows.append((what, texts.get(NAIVE, "out of memory"), f"{texts[best]} ({best})", *known))
-
-    for run, records in zip(("RL-like", "every token has a gradient"), timed, strict=True):
-        row(f"time over naive GSPO, {run}", {r["name"]: r["over_naive"]["ratio"] for r in records}, ".2f")
-    for tokens, records in (
-        (rl_like["on"]["tokens"], rl_like["candidates"]),
-        (longest["tokens"], longest["candidates"]),
-    ):
-        peaks = {r["name"]: r["peak_bytes"] / 2**20 for r in records if "peak_bytes" in r}
-        row(f"peak memory, {tokens:,} tokens, MiB", peaks, ",.0f")
-    steps = {r["name"]: r["over_naive"]["ratio"] for r in trainer["steps"] if "over_naive" in r}
-    row("time of an optimizer step over naive GSPO's", steps, ".2f")
-    wrong = {name: 100 * share for name, share in wrong_decisions(fidelity).items()}
-    row(f"wrong clip decisions, {LENGTH:,} tokens, bf16 weights", wrong, ".2g", "%")
+    for what, values, form in comparisons:
+        best = best_other(values, NAIVE)
+        known = (f"{values[name]:{form}}" if name in values else "-" for name in (OURS, BUDGET))
+        naive = f"{values[NAIVE]:{form}}" if NAIVE in values else "out of memory"
+        rows.append((what, naive, f"{values[best]:{form}} ({best})", *known))
     return table(("", "naive GSPO", "best other", shown(OURS), shown(BUDGET)), rows)
+
+
+def loses(first: Results) -> str:
+    """Return the table of situations in which another candidate's exact gradients take less time or memory."""
+    comparisons: list[tuple[str, Values, str]] = []
+    for run in first["step"]["time"]["runs"] + first["vocab"]["runs"]:
+        on = run["on"]
+        where = f"{on['scenario']}, {on['dtype']}, {on['tokens']:,} tokens, V = {on['head']['vocab']:,}"
+        comparisons.append((f"time over naive GSPO: {where}", times(run["candidates"]), ".2f"))
+        comparisons.append((f"peak MiB: {where}", peaks(run["candidates"]), ",.0f"))
+    parts = {r["name"]: r["parts"]["loss"]["seconds"] for r in first["trainer"]["steps"] if "seconds" in r}
+    comparisons.append(("seconds of the loss in an optimizer step", parts, ".1f"))
+    rows = []
+    for situation, values, form in comparisons:
+        best, ours = best_other(values), values[OURS]
+        if values[best] < ours:
+            rows.append((situation, f"{ours:{form}}", f"{values[best]:{form}} ({best})", f"{ours / values[best]:.2f}"))
+    return table(("situation", "gspo_kernels", "best other", "ratio"), rows)
 
 
 def tolerance(fidelity: Results) -> str:
@@ -78,50 +102,17 @@ def tolerance(fidelity: Results) -> str:
     return f"fewer than {LIMIT:.0%} of clip decisions are wrong at every length with {holds}; not with {fails}"
 
 
-def loses(step: Results, vocab: Results, trainer: Results) -> str:
-    """Return the table of situations in which another candidate's exact gradients take less time or memory."""
-    rows = []
-
-    def compare(situation: str, values: dict[str, float], form: str) -> None:
-        best = best_other(values)
-        if values[best] < values[OURS]:
-            cells = (f"{values[OURS]:{form}}", f"{values[best]:{form}} ({best})", f"{values[OURS] / values[best]:.2f}")
-            rows.append((situation, *cells))
-
-    for run in step["time"]["runs"] + vocab["runs"]:
-        on, timed = run["on"], [r for r in run["candidates"] if "over_naive" in r]
-        where = f"{on['scenario']}, {on['dtype']}, {on['tokens']:,} tokens, V = {on['head']['vocab']:,}"
-        compare(f"time over naive GSPO: {where}", {r["name"]: r["over_naive"]["ratio"] for r in timed}, ".2f")
-        compare(f"peak MiB: {where}", {r["name"]: r["peak_bytes"] / 2**20 for r in timed}, ",.0f")
-    parts = {r["name"]: r["parts"]["loss"]["seconds"] for r in trainer["steps"] if "seconds" in r}
-    compare("seconds of the loss inside an optimizer step", parts, ".1f")
-    return table(("situation", "gspo_kernels", "best other", "ratio"), rows)
-
-
-def readme(step: Results, fidelity: Results) -> str:
+def readme(first: Results) -> str:
     """Return the README's table with its conditions."""
-    runs, wrong = [run_of(step, scenario) for scenario in ("rl-like", "dense")], wrong_decisions(fidelity)
+    runs, wrong = [run_of(first, scenario) for scenario in ("rl-like", "dense")], wrong_decisions(first["fidelity"])
     rl_like, dense = (by_name(run["candidates"]) for run in runs)
-    rows = [
-        (label, *(over_naive(group[name]) if name in group else NOT_MEASURED for group in (rl_like, dense)),
-         mib(rl_like[name]) if name in rl_like else NOT_MEASURED,
-         percent(wrong[name]) if name in wrong else NOT_MEASURED)
-        for name, label in README_ROWS.items()
-    ]  # fmt: skip  # a cell each
-    header = (
-        "",
-        "time, RL-like batch",
-        "time, every token has a gradient",
-        "peak MiB",
-        "wrong clip decisions",
-    )
-    on, machine = runs[0]["on"], step["time"]["measured"]["machine"]
-    head = f"H = {on['head']['width']}, V = {on['head']['vocab']:,}, {on['dtype']}"
-    idle = f"{on['zero'] + on['clipped']} of {on['sequences']}"
-    text = (
-        f"Loss and both gradients of {on['tokens']:,} tokens ({head}), {machine['threads']} CPU cores. Times are "
-        f"relative to full logits. In the RL-like batch {idle} sequences have no gradient. Wrong clip decisions: the "
-        f"share that float64 decides otherwise, {LENGTH:,} tokens per sequence, bf16 weights. The budget changes the "
-        f"gradients by a relative {error_of(rl_like[BUDGET])}."
-    )
-    return f"{table(header, rows)}\n\n{textwrap.fill(text, 126)}"
+    rows = []
+    for name, label in README_ROWS.items():
+        cells = [over_naive(rl_like.get(name, {})), over_naive(dense.get(name, {})), mib(rl_like.get(name, {}))]
+        cells.append(percent(wrong[name] / 100) if name in wrong else "-")
+        rows.append((label, *(cell.replace("-", "not measured") for cell in cells)))
+    header = ("", "time, RL-like batch", "time, every token has a gradient", "peak MiB", "wrong clip decisions")
+    on, machine = runs[0]["on"], first["step"]["time"]["measured"]["machine"]
+    text, idle = Path(__file__).with_name("readme.md").read_text().strip(), on["zero"] + on["clipped"]
+    error = error_of(rl_like[BUDGET])
+    return text.format(table=table(header, rows), on=on, machine=machine, idle=idle, error=error)

@@ -97,7 +97,8 @@ def test_losses_of_time_and_memory_are_listed() -> None:
     trainer = {"steps": [{"name": n, "seconds": 9, "parts": {"loss": {"seconds": 1}}} for n in ("naive GSPO", "ours")]}
 
     def rows(*runs: dict[str, Any]) -> list[str]:
-        return summary.loses({"time": {"runs": list(runs)}}, {"runs": []}, trainer).splitlines()[2:]
+        first = {"step": {"time": {"runs": list(runs)}}, "vocab": {"runs": []}, "trainer": trainer}
+        return summary.loses(first).splitlines()[2:]
 
     where = "dense, float32, 1,024 tokens, V = 5,000"
     assert rows(run(0.5, 50)) == []

@@ -21,7 +21,7 @@ def results_of(suite: str) -> dict[str, Any]:
 
 
 def test_pages_and_figures_are_what_the_json_says() -> None:
-    assert pages.stale() == []
+    assert pages.stale() == [] and pages.README.read_text().count(BLOCK) == 1
     assert {path.stem for path in pages.FIGURES.glob("*.png")} == pages.figures_by_name().keys()
 
 

@@ -82,12 +82,12 @@ def by_name(records: Iterable[Results]) -> dict[str, Results]:
     return {record["name"]: record for record in records}
 
 
-def candidates_table(columns: dict[str, tuple[list[Results], Cell]], corner: str = "") -> str:
+def candidates_table(columns: dict[str, tuple[list[Results], Cell]]) -> str:
     """Return a table with a row per candidate that was measured. `columns`: header -> records and cell."""
     (first, _), *_ = columns.values()
     names = [r["name"] for r in first if not r.keys() & {"absent", "failed", "wrong"}]
     groups = [(by_name(records), cell) for records, cell in columns.values()]
-    return table([corner, *columns], [(shown(n), *(cell(group.get(n, {})) for group, cell in groups)) for n in names])
+    return table(["", *columns], [(shown(n), *(cell(group.get(n, {})) for group, cell in groups)) for n in names])
 
 
 def left_out(records: Iterable[Results]) -> str:
@@ -106,9 +106,8 @@ def step(results: Results) -> Texts:
             if on["dtype"] == first["dtype"]:
                 memory[f"{on['tokens']:,} tokens, MiB"] = (records, mib)
     memory |= {f"{x['tokens']:,} tokens, MiB": (x["candidates"], mib) for x in results["memory"]["points"]}
-    records = results["time"]["runs"][0]["candidates"]
-    texts = {"time_table": candidates_table(time), "memory_table": candidates_table(memory | exact)}
-    return texts | {"left_out": left_out(records)}
+    tables = {"time_table": candidates_table(time), "memory_table": candidates_table(memory | exact)}
+    return {**tables, "left_out": left_out(results["time"]["runs"][0]["candidates"])}
 
 
 def vocab(results: Results) -> Texts:
@@ -119,12 +118,9 @@ def vocab(results: Results) -> Texts:
 
 
 def busy(results: Results) -> Texts:
-    columns: dict[str, tuple[list[Results], Cell]] = {}
-    for where, record in zip(("alone", "beside"), results["records"], strict=True):
-        records = [{"name": name, **r} for name, r in record["candidates"].items()]
-        columns[f"{where}, ms"] = (records, lambda r: f"{1e3 * r['seconds']:,.0f}")
-        columns[f"{where}, over naive"] = (records, over_naive)
-    return {"table": candidates_table(columns)}
+    groups = [[{"name": name, **r} for name, r in x["candidates"].items()] for x in results["records"]]
+    cell: Cell = lambda r: f"{1e3 * r['seconds']:,.0f} ms, {over_naive(r)}"  # noqa: E731
+    return {"table": candidates_table({"alone": (groups[0], cell), "beside": (groups[1], cell)})}
 
 
 def trainer(results: Results) -> Texts:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +37,7 @@ from ..suites.step import at_least, told
 from ..workloads import MODELS, Head
 
 HEAD = MODELS["qwen2.5-0.5b"]
+TINY = 256, 2000, Head(128, 4096)  # tokens, sequences and head of a trial
 LENGTHS = tuple(2**k for k in range(6, 15))
 UPDATE = 0.03  # nats by which an update moves a logit
 ROWS = 512  # of each call of an implementation
@@ -61,9 +61,9 @@ class Errors(NamedTuple):
     """Errors of every implementation against float64, on the CPU."""
 
     log_ratio: Tensor  # [N] the true log-ratios
-    old: dict[str, Tensor]  # of the log-probs before the update, [N]
-    new: dict[str, Tensor]  # of the log-probs after it, [N]
-    dtypes: dict[str, str]  # in which the log-probs are returned
+    old: dict[str, Tensor]  # [N] of the log-probs before the update
+    new: dict[str, Tensor]  # [N] of the log-probs after it
+    dtypes: dict[str, str]  # of the log-probs
 
     def of_log_ratios(self) -> dict[str, Tensor]:
         """Errors of the log-ratios [N]; also with old log-probs from another engine, such as a sampler's."""
@@ -96,18 +96,18 @@ def fp32_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | No
     return candidates.full_log_probs(hidden.float(), weight.float(), ids, softcap)
 
 
-def updated(hidden: Tensor, weight: Tensor, ids: Tensor, seed: int) -> Tokens:
+def updated(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tokens:
     """Apply an update that moves every logit by about `UPDATE`."""
-    rng = torch.Generator(hidden.device).manual_seed(seed)
+    rng = torch.Generator(hidden.device).manual_seed(1)
     noise = torch.randn(hidden.shape, generator=rng, device=hidden.device)
     scale = UPDATE / weight.float().square().sum(1).mean().sqrt()
     moved = (hidden.float() + scale * noise).bfloat16()
     return Tokens(hidden.bfloat16(), moved, weight.bfloat16(), ids, torch.arange(ids.numel()))
 
 
-def synthetic(count: int, head: Head, device: torch.device, seed: int = 0) -> Tokens:
-    policy = peaked.make(count, head.width, head.vocab, seed=seed, device=device)
-    return updated(policy.hidden, policy.weight, policy.target_ids, seed + 1)
+def synthetic(count: int, head: Head, device: torch.device) -> Tokens:
+    policy = peaked.make(count, head.width, head.vocab, seed=0, device=device)
+    return updated(policy.hidden, policy.weight, policy.target_ids)
 
 
 def trained(folder: Path, count: int, device: torch.device) -> Tokens:
@@ -118,7 +118,7 @@ def trained(folder: Path, count: int, device: torch.device) -> Tokens:
     hidden, ids = (x[:count].to(device) for x in states.rows())
     lengths = states.mask.sum(1).cpu()
     sequence = torch.arange(lengths.numel()).repeat_interleave(lengths)[:count]
-    return updated(hidden, states.weight.to(device), ids, seed=1)._replace(sequence=sequence)
+    return updated(hidden, states.weight.to(device), ids)._replace(sequence=sequence)
 
 
 @torch.no_grad()
@@ -128,26 +128,20 @@ def log_probs(run: LogProbs, hidden: Tensor, weight: Tensor, ids: Tensor, rows: 
     return torch.cat(parts).cpu()
 
 
-def truth(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """Return float64 log-probs [N]. `weight` is float64 already: for a large head that is a gigabyte."""
-
-    def run(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-        return candidates.full_log_probs(hidden.double(), weight, ids, softcap, torch.float64)
-
-    return log_probs(run, hidden, weight, ids, rows=64)
+def float64_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
+    """Return the truth. `weight` is float64 already: for a large head that is a gigabyte."""
+    return candidates.full_log_probs(hidden.double(), weight, ids, softcap, torch.float64)
 
 
 def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> Errors:
-    wide, ids = tokens.weight.double(), tokens.target_ids
-    true_old, true_new = truth(tokens.old_hidden, wide, ids), truth(tokens.new_hidden, wide, ids)
+    weight, ids, states = tokens.weight, tokens.target_ids, (tokens.old_hidden, tokens.new_hidden)
+    true_old, true_new = (log_probs(float64_logits, h, weight.double(), ids, rows=64) for h in states)
     errors = Errors(true_new - true_old, {}, {}, {})
     for name, run in runs.items():
-        start = time.perf_counter()
-        before, after = (log_probs(run, h, tokens.weight, ids) for h in (tokens.old_hidden, tokens.new_hidden))
+        before, after = (log_probs(run, h, weight, ids) for h in states)
         errors.old[name], errors.new[name] = before.double() - true_old, after.double() - true_new
         errors.dtypes[name] = str(after.dtype).removeprefix("torch.")
-        seconds = time.perf_counter() - start
-        print(f"  {name}: error {errors.new[name].std().item():.2g} nats per token ({seconds:.0f} s)", flush=True)
+        print(f"  {name}: error {errors.new[name].std().item():.2g} nats per token", flush=True)
     return errors
 
 
@@ -196,18 +190,16 @@ def interval(hits: int, count: int, deviation: float = 0.0) -> tuple[float, floa
     share, scale = hits / count, 1 + Z * Z / count
     middle = (share + Z * Z / (2 * count)) / scale
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count)) / scale
-    low, high = middle - half if hits else 0.0, middle + half
-    return (
-        max(0.0, share - math.hypot(share - low, T * deviation)),
-        min(1.0, share + math.hypot(high - share, T * deviation)),
-    )
+    down, up = (share - middle + half if hits else 0.0), middle + half - share
+    widened = math.hypot(down, T * deviation), math.hypot(up, T * deviation)
+    return max(0.0, share - widened[0]), min(1.0, share + widened[1])
 
 
 def _means(errors: Tensor, count: int, lengths: tuple[int, ...], rng: torch.Generator) -> Iterator[Tensor]:
     """Yield mean errors [count, K] of drawn sequences for each length. A longer sequence extends the shorter one."""
     table, total, before = errors.float(), torch.zeros(count, errors.shape[1], dtype=torch.float64), 0
     for length in lengths:
-        drawn = torch.randint(errors.shape[0], (count, length - before), generator=rng)
+        drawn = torch.randint(len(errors), (count, length - before), generator=rng)
         total += torch.nn.functional.embedding_bag(drawn, table, mode="sum").double()
         before = length
         yield total / length
@@ -257,12 +249,11 @@ def study(tokens: Tokens, sequences: int) -> tuple[Record, dict[str, str]]:
             record["log-prob"] = {"std": both.std().item(), "mean": both.mean().item(), "largest": largest}
         record["log-ratio"] = {"std": ratio.std().item(), "mean": ratio.mean().item()}
         records.append(record | {"correlation": correlation(ratio, tokens.sequence), **wrong[name]})
-    sizes = {"tokens": tokens.target_ids.numel(), "width": width, "vocab": vocab}
-    moved = errors.log_ratio.std().item()
-    return {**sizes, "std of the true log-ratio": moved, "lengths": LENGTHS, "implementations": records}, absent
+    sizes = {"tokens": len(tokens.target_ids), "width": width, "vocab": vocab, "lengths": LENGTHS}
+    return {**sizes, "std of the true log-ratio": errors.log_ratio.std().item(), "implementations": records}, absent
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m gspo_kernels.benchmarks fidelity", description=(__doc__ or "").split("\n\n")[0]
     )
@@ -272,20 +263,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", type=told(device_of), default="cpu", help="default cpu")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds: a head of 128 x 4096")
     parser.add_argument("--output", type=Path, help=measure.OUTPUT)
-    options = parser.parse_args(argv)
-    count, sequences, head = options.tokens, options.sequences, HEAD
-    if options.tiny:
-        count, sequences, head = 256, 2000, Head(128, 4096)
+    options = parser.parse_args()
+    count, sequences, head = (options.tokens, options.sequences, HEAD) if not options.tiny else TINY
     output = measure.destination("fidelity", options.device, options.output, options.tiny)
-    sets: Record = {}
-    print("a synthetic policy", flush=True)
-    sets["synthetic"], absent = study(synthetic(count, head, options.device), sequences)
+    results, absent = study(synthetic(count, head, options.device), sequences)
+    sets = {"synthetic": results}
     try:
-        print("a trained policy", flush=True)
         sets["trained"] = study(trained(options.policy, count, options.device), sequences)[0]
     except FileNotFoundError as missing:
         absent["trained policy"] = str(missing)
     for name, why in absent.items():
         print(f"not measured: {name} ({why})", flush=True)
-    results = {"sequences": sequences, "spread of log-ratios": SPREAD, "not measured": absent, "sets": sets}
-    print(f"wrote {measure.save('fidelity', options.device, results, output)}")
+    about = {"sequences": sequences, "spread of log-ratios": SPREAD, "not measured": absent}
+    print(f"wrote {measure.save('fidelity', options.device, {**about, 'sets': sets}, output)}")

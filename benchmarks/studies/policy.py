@@ -219,8 +219,8 @@ def make(size: Size, folder: Path) -> Record:
     training = train(policy, texts, size, lambda: accuracy_of(policy, held_out[: size.probe]))
     states = states_of(policy, held_out[-size.sequences :])
     policy.save(folder / "model")
-    lines = [json.dumps({"prompt": p.prompt, "answer": p.answer}) for p in held_out]
-    (folder / "problems.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in held_out]
+    (folder / "problems.jsonl").write_text("".join(lines))
     torch.save({name: x.cpu() for name, x in states._asdict().items()}, folder / "states.pt")
     merges = size.vocab - len(arithmetic.SPECIAL) - 256
     return {

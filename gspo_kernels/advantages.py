@@ -105,7 +105,7 @@ class RunningMoments:
 
     @property
     def std(self) -> Tensor:
-        """Standard deviation of a sample; 0 for a single reward."""
+        """Return the standard deviation of a sample, []; 0 for a single reward."""
         assert self.count is not None and self.variance is not None, "no rewards yet: call update first"
         return (self.variance * self.count / (self.count - 1).clamp(min=1)).sqrt()
 

@@ -17,17 +17,17 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """The number of rows, N."""
+        """Return the number of rows, N."""
         return self.shape[0] * self.shape[1] if len(self.shape) == 2 else self.shape[0]
 
     @property
     def sequences(self) -> int:
-        """The number of sequences, S."""
+        """Return the number of sequences, S."""
         return self.offsets.shape[0] - 1
 
     @property
     def padded(self) -> bool:
-        """Whether the batch is padded, [B, T]; else it is packed, [N]."""
+        """Return whether the batch is padded, [B, T], and not packed, [N]."""
         return len(self.shape) == 2
 
     def flatten(self, x: Tensor) -> Tensor:

@@ -214,12 +214,12 @@ class Objective:
 
     @property
     def ceiling(self) -> float:
-        """Upper bound on the ratio where the advantage is negative: the smaller of dual_clip and delta, or inf."""
+        """Return the upper bound on the ratio for negative advantages: the smaller of dual_clip and delta, or inf."""
         return min((c for c in (self.dual_clip, self.delta) if c is not None), default=math.inf)
 
     @property
     def log_window(self) -> tuple[float, float]:
-        """Bounds (low, high) on log-ratios: per token for gmpo, else per sequence or token as `ratio` says."""
+        """Return the bounds (low, high) on log-ratios: of tokens for gmpo, else of sequences or tokens, as `ratio`."""
         if self.surrogate == "gmpo":
             return -self.clip_low, self.clip_high
         return math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf, math.log1p(self.clip_high)

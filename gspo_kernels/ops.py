@@ -46,12 +46,14 @@ def _fake_head(head: HeadRows, backend: str) -> HeadResult:
 
 
 def _save_linear_log_probs(ctx: Any, inputs: tuple[HeadRows, str], result: HeadResult) -> None:
+    """Save the inputs and the result for the backward."""
     head, ctx.backend = inputs
     ctx.mark_non_differentiable(result.shift, result.log_total)
     save(ctx, head, result)
 
 
 def _differentiate_linear_log_probs(ctx: Any, upstream: HeadResult, needs: dict[str, bool]) -> Gradients:
+    """Compute the gradients of the head's operands from those of log-probs and entropies."""
     head, result = restore(ctx)
     d_log_probs = torch.zeros_like(result.log_probs) if upstream.log_probs is None else upstream.log_probs
     d_entropy = upstream.entropy if head.entropy else None
@@ -152,12 +154,14 @@ class _Coefficients(NamedTuple):
 
 
 def _save_policy_loss(ctx: Any, inputs: tuple[Any, ...], result: PolicyResult) -> None:
+    """Save the coefficients for the backward."""
     log_probs, *_ = inputs
     ctx.mark_non_differentiable(*(x for name, x in result._asdict().items() if name != "loss"))
     save(ctx, _LogProbs(log_probs), _Coefficients(result.coefficient, result.entropy_coefficient))
 
 
 def _differentiate_policy_loss(ctx: Any, upstream: PolicyResult, needs: dict[str, bool]) -> Gradients:
+    """Compute the gradients of log-probs and entropies from that of the loss."""
     if upstream.loss is None:
         return {}
     (log_probs,), (coefficient, entropy_coefficient) = restore(ctx)
@@ -249,6 +253,7 @@ def _fake_fused(
 
 
 def _save_fused_loss(ctx: Any, inputs: tuple[Any, ...], result: FusedResult) -> None:
+    """Save head, results and coefficients for the backward."""
     head, *_, ctx.backend = inputs
     details = (x for name, x in result.policy._asdict().items() if name != "loss")
     ctx.mark_non_differentiable(*result.head, *details, *result.live_tiles, result.work)
@@ -257,6 +262,7 @@ def _save_fused_loss(ctx: Any, inputs: tuple[Any, ...], result: FusedResult) -> 
 
 
 def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, bool]) -> Gradients:
+    """Compute the gradients of the head's operands from that of the loss."""
     d_loss = upstream.policy.loss
     if d_loss is None:
         return {}

@@ -143,7 +143,7 @@ def off_policy_mask(
     threshold: float,
     cu_seqlens: Tensor | None = None,
 ) -> Correction:
-    """Mask tokens of negative advantage in sequences that the policy has moved away from (DeepSeek-V3.2).
+    """Mask tokens of negative advantage in sequences that have become much less likely (DeepSeek-V3.2).
 
     A sequence is masked if the mean over its tokens of rollout - current log-prob exceeds `threshold`, as by TRL's
     off_policy_mask_threshold and slime's OPSM. With old in place of rollout log-probs, this is GSPO's lower clip with

@@ -93,6 +93,6 @@ class TileShares(NamedTuple):
 class LiveTiles(NamedTuple):
     """The cells that the backward computes. Empty tensors: all columns of every row with a gradient."""
 
-    order: Tensor  # [N] int64: rows of the batch by falling mass; those without a gradient last
+    order: Tensor  # [N] int64: rows of the batch by decreasing mass, rows without a gradient last
     cells: Tensor  # [row blocks of `order`, tiles] bool: True for cells to compute
     counts: Tensor  # [2] int64: rows with a gradient; 1 if only `cells` are computed, 0 if all columns are

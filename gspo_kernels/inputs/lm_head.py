@@ -49,7 +49,7 @@ def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: T
     return function(hidden)
 
 
-_running = threading.local()  # `modules`: those inside whose forward this thread is, by `call_inside`
+_running = threading.local()  # its `modules` are those whose forward `call_inside` runs in this thread
 
 
 def _call_as(module: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:

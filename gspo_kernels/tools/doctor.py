@@ -41,14 +41,14 @@ class Diagnosis:
 
     @property
     def faults(self) -> list[str]:
-        """One text per device without a working default backend, and per check that is not "ok"."""
+        """Return a text per device on which backend="auto" fails, and per check that is not "ok"."""
         broken = [f"backend='auto' fails on {device.name}" for device in self.devices if device.auto is None]
         verb = {"wrong": "is wrong", "crashed": "crashes"}
         return broken + [f"{c.place} {verb[c.verdict]}" for c in self.checks if c.verdict != "ok"]
 
     @property
     def verdict(self) -> str:
-        """One line: the faults, or that there are none."""
+        """Return one line that lists the faults, or says that there are none."""
         if self.faults:
             return f"Do not train with this: {'; '.join(self.faults)}."
         return f"Good: all {len(self.checks)} checks agree with float64."

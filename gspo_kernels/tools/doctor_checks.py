@@ -52,7 +52,7 @@ class Check:
 
     @property
     def place(self) -> str:
-        """The backend, device and dtype, for messages."""
+        """Return backend, device and dtype as text."""
         return f"{self.backend} on {self.device} in {self.dtype}"
 
 

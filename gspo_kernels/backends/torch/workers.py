@@ -79,15 +79,15 @@ def run(function: Callable[[Task], None], tasks: Sequence[Task], threads: int, s
         for task in tasks:
             function(task)
         return
-    remaining, taking, stop, ended = iter(tasks), threading.Lock(), threading.Event(), threading.Semaphore(0)
+    iterator, iterator_lock, stop, ended = iter(tasks), threading.Lock(), threading.Event(), threading.Semaphore(0)
     inference, errors = torch.is_inference_mode_enabled(), list[BaseException]()
 
-    def work() -> None:
+    def take_tasks() -> None:
         try:
             with torch.inference_mode(inference), torch.no_grad():
                 while not stop.is_set():
-                    with taking:
-                        task = next(remaining, None)
+                    with iterator_lock:
+                        task = next(iterator, None)
                     if task is None:
                         return
                     function(task)
@@ -103,7 +103,7 @@ def run(function: Callable[[Task], None], tasks: Sequence[Task], threads: int, s
             sums.stop()
 
     for _ in range(jobs):
-        _jobs.put(work)
+        _jobs.put(take_tasks)
     waited = 0
     try:
         while waited < jobs:

@@ -7,7 +7,7 @@ additions is fixed: a row has the same bits alone and in any batch.
 
 Must match the torch backend's `forward.py`.
 """
-# Triton types its kernels' arguments in a language of its own.
+# Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 

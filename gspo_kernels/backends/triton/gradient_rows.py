@@ -66,7 +66,7 @@ def gradient_rows(
     Args:
         d_log_probs, d_entropy: [N], any value where masked.
         index: rows to gather, [n]; None: those with a gradient.
-        ascending: whether a given `index` ascends.
+        ascending: whether `index` ascends, if it is not None.
     """
     dtype = accumulator(head.hidden.dtype)
     d_log_probs = torch.where(head.mask, d_log_probs, 0).to(dtype)
@@ -180,9 +180,9 @@ def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
         return sums
     out = sums.view(-1).view(dtype)[: n_rows * width].view(n_rows, width)
     for start in range(0, n, chunk):
-        moved = sums[n_rows - n + start : n_rows - n + min(start + chunk, n)]
-        moved = moved.clone() if rows.boost is None else moved / rows.boost
-        out[rows.index[start : start + chunk]] = moved.to(dtype)
+        chunk_sums = sums[n_rows - n + start : n_rows - n + min(start + chunk, n)]
+        chunk_sums = chunk_sums.clone() if rows.boost is None else chunk_sums / rows.boost
+        out[rows.index[start : start + chunk]] = chunk_sums.to(dtype)
     if not rows.all_have_gradient:
         out.masked_fill_(~rows.has_gradient[:, None], 0)
     return out.clone() if dtype != sums.dtype and out.nbytes <= workspace_bytes() else out

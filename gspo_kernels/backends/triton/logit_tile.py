@@ -4,7 +4,7 @@ A kernel takes a head's tensors, strides and numbers as separate arguments. Fiel
 so floats would be fp32 and strides could not be int64. Inside a kernel they are grouped as `HeadArguments`. There are
 two compile-time constants: `HeadConstants` and `tuning.Config`.
 """
-# Triton types its kernels' arguments in a language of its own.
+# Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 

@@ -10,7 +10,7 @@ every time.
 
 Formulas: `objective.py`, and the torch backend's `sequence.py`, which this must match.
 """
-# Triton types its kernels' arguments in a language of its own.
+# Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 

@@ -2,7 +2,7 @@
 
 Formulas: the torch backend's `surrogates.py`, which this must match.
 """
-# Triton types its kernels' arguments in a language of its own.
+# Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 

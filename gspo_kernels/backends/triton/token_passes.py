@@ -4,7 +4,7 @@ Formulas: `objective.py`, and the torch backend's `sequence.py`, which this must
 the loss with respect to the log-ratio that the surrogate takes, d_log_prob the derivative with respect to the token's
 log-prob that does not flow through this log-ratio.
 """
-# Triton types its kernels' arguments in a language of its own.
+# Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 

@@ -2,7 +2,7 @@
 
 Must match `metrics.compute` and the sums of the torch backend's `sequence.py`.
 """
-# Triton types its kernels' arguments in a language of its own.
+# Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 

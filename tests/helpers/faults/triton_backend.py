@@ -125,14 +125,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "rows overwrite other rows": (
         "backends/triton/gradient_rows",
-        "in range(0, n, chunk):\n        moved",
-        "in reversed(range(0, n, chunk)):\n        moved",
+        "in range(0, n, chunk):\n        chunk_sums",
+        "in reversed(range(0, n, chunk)):\n        chunk_sums",
         "kernels::test_rows_move_to_their_places_inside_the_memory_of_their_sums",
     ),
     "power-of-two scale not removed": (
         "backends/triton/gradient_rows",
-        "moved.clone() if rows.boost is None else moved / rows.boost",
-        "moved.clone()",
+        "chunk_sums.clone() if rows.boost is None else chunk_sums / rows.boost",
+        "chunk_sums.clone()",
         f"{PARITY}[triton-plain-padded-fp16]",
     ),
     "masked tokens in the length": (

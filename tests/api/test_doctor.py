@@ -67,7 +67,7 @@ def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_all_is_well_here_and_the_json_says_so() -> None:
+def test_all_checks_pass_and_the_json_reports_it() -> None:
     code, found = run_json()
     assert code == 0 and found["ok"] is True
     assert found["verdict"] == f"Good: all {len(found['checks'])} checks agree with float64."
@@ -85,7 +85,7 @@ def test_all_is_well_here_and_the_json_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_the_text_says_the_same() -> None:
+def test_the_text_reports_the_same() -> None:
     code, out = run()
     assert code == 0
     assert "backend='auto' takes torch" in out and "checks agree with float64" in out
@@ -103,7 +103,7 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_batch_holds_every_decision_clear_of_the_bounds(dtype: str) -> None:
+def test_the_batch_has_every_clip_decision_far_from_the_bounds(dtype: str) -> None:
     batch = make_batch(DTYPES[dtype])
     truth = outputs(gspo_reference_loss, batch.in_dtype(torch.float64))
     assert decisions(truth.d_hidden).tolist() == [True, False, False, True, False, True, True]
@@ -116,7 +116,7 @@ def test_the_batch_holds_every_decision_clear_of_the_bounds(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_its_law_is_the_law_of_the_tests(dtype: torch.dtype) -> None:
+def test_its_tolerance_is_that_of_the_tests(dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
     truth = torch.randn(40, 30, generator=rng, dtype=torch.float64)
     same = truth.to(dtype)
@@ -132,7 +132,7 @@ def test_its_law_is_the_law_of_the_tests(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("truth", [0.0, 0.3, 40.0])
-def test_its_law_of_losses_is_that_of_the_tests(truth: float) -> None:
+def test_its_tolerance_of_losses_is_that_of_the_tests(truth: float) -> None:
     assert doctor_checks.LOSS_PER_ADVANTAGE == LOSS_PER_ADVANTAGE
     loss, advantages = torch.tensor(truth, dtype=torch.float64), torch.tensor([1.0, -3.0])
     limit = LOSS_PER_ADVANTAGE * max(2.0, truth)
@@ -191,7 +191,7 @@ def test_a_wrong_backend_is_named(name: str, monkeypatch: pytest.MonkeyPatch) ->
         assert f"torch on cpu in {dtype} is wrong" in found["verdict"]
 
 
-def test_a_wrong_clip_decision_is_wrong_however_small_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_clip_decision_is_wrong_at_any_size_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def barely_clipped(*arguments: Any) -> Any:  # a gradient of 1e-30 where there is none
         return tuple(None if g is None else torch.where(g == 0, 1e-30, g) for g in backward(*arguments))
 
@@ -203,7 +203,7 @@ def test_a_wrong_clip_decision_is_wrong_however_small_the_error(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("torch_alone")
-def test_what_is_not_finite_is_wrong_and_the_json_stays_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_gradients_are_wrong_and_the_json_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = wrong_backward(lambda g: g * math.nan if g.shape[0] == doctor_checks.VOCAB else g)
     monkeypatch.setattr(torch_backend, "head_backward", broken)
     code, found = run_json()
@@ -247,7 +247,7 @@ def test_auto_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_without_triton_it_works_and_says_so() -> None:
+def test_a_missing_triton_is_reported() -> None:
     code, found = run_process(before='sys.modules["triton"] = None')
     assert code == 0 and found["ok"]
     assert found["remarks"][0].startswith("Triton cannot be imported: ModuleNotFoundError")
@@ -258,7 +258,7 @@ def test_without_triton_it_works_and_says_so() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ["ImportError", "RuntimeError"])
-def test_with_a_broken_triton_it_works_and_says_so(error: str, tmp_path: Path) -> None:
+def test_a_broken_triton_is_reported(error: str, tmp_path: Path) -> None:
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(f'raise {error}("built for another libc")')
     code, found = run_process(PYTHONPATH=str(tmp_path))
@@ -312,7 +312,7 @@ def test_a_device_that_cannot_be_read_does_not_hide_the_others(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_interpreted_kernels_are_checked_by_a_child() -> None:
+def test_interpreted_kernels_are_checked_in_a_child_process() -> None:
     code, found = run_process("--interpret")
     assert code == 0 and found["ok"], found["verdict"]
     of_triton = [c for c in found["checks"] if c["backend"] == "triton" and c["device"] == "cpu"]
@@ -321,7 +321,7 @@ def test_interpreted_kernels_are_checked_by_a_child() -> None:
 
 
 @pytest.mark.usefixtures("torch_alone")
-def test_a_child_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_child_process_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho Segmentation fault >&2\nexit 139\n")
     python.chmod(0o755)
@@ -353,7 +353,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return asked
 
 
-def test_compiled_kernels_are_a_table(compiler: list[list[str]]) -> None:
+def test_compiled_kernels_are_listed(compiler: list[list[str]]) -> None:
     code, out = run("--compile", "--architecture", "sm_90", "--architecture", "sm_100")
     assert code == 0 and compiler == [["sm_90", "sm_100"]]
     assert all(text in out for text in ("forward_tile", "168", "98304", "wgmma 16", "Good: all 1 kernels compile"))
@@ -376,7 +376,7 @@ def test_without_triton_nothing_compiles() -> None:
 
 
 @pytest.mark.slow
-def test_the_real_kernels_are_compiled_for_a_gpu_that_is_not_here() -> None:
+def test_the_real_kernels_are_compiled_for_a_gpu_that_is_not_present() -> None:
     code, found = run_process("--compile", "--architecture", "sm_90")
     assert {row["architecture"] for row in found["rows"]} == {"sm_90"}
     assert {row["kernel"] for row in found["rows"]} >= {"forward_tile", "gradient_tile", "sequence_loss"}
@@ -391,11 +391,11 @@ def test_the_real_kernels_are_compiled_for_a_gpu_that_is_not_here() -> None:
         (["--architecture", "sm_90"], "requires --compile"),
     ],
 )
-def test_what_cannot_be_done_is_said(arguments: list[str], said: str) -> None:
+def test_options_that_exclude_each_other_are_named(arguments: list[str], said: str) -> None:
     code, out = run(*arguments)
     assert code == 2 and said in " ".join(out.split())
 
 
-def test_an_unknown_architecture_is_refused(compiler: list[list[str]]) -> None:
+def test_an_unknown_architecture_is_rejected(compiler: list[list[str]]) -> None:
     code, out = run("--compile", "--architecture", "sm_70")
     assert code == 2 and "choose from sm_80" in " ".join(out.split()) and not compiler

@@ -76,7 +76,7 @@ def test_a_nested_tensor_is_named_by_every_function() -> None:
 
 
 @pytest.mark.parametrize("in_module", [False, True])
-def test_a_head_whose_weight_is_made_of_other_tensors_is_named(in_module: bool) -> None:
+def test_a_quantised_weight_is_named(in_module: bool) -> None:
     # As torchao's quantised weights are, which no custom operator takes.
     weight = TwoTensor(torch.randn(V, H), torch.randn(V, H))
     head: Any = weight
@@ -97,7 +97,7 @@ def matmul_precision() -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", ["high", "medium", "highest"])
 @pytest.mark.usefixtures("matmul_precision")
-def test_pytorchs_own_questions_of_precision_are_answered_inside(precision: str) -> None:
+def test_pytorch_can_read_its_precision_settings_inside(precision: str) -> None:
     backends: Any = torch.backends
     torch.set_float32_matmul_precision(precision)
 
@@ -113,7 +113,7 @@ def test_pytorchs_own_questions_of_precision_are_answered_inside(precision: str)
 
 
 @pytest.mark.usefixtures("matmul_precision")
-def test_a_wish_per_backend_is_restored() -> None:
+def test_precision_settings_per_backend_are_restored() -> None:
     backends: Any = torch.backends
     backends.cuda.matmul.fp32_precision = "tf32"  # now get_float32_matmul_precision raises
     with exact_products(torch.device("cuda")):
@@ -122,7 +122,7 @@ def test_a_wish_per_backend_is_restored() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_process_forked_during_a_call_has_the_wish_of_before() -> None:
+def test_a_process_forked_during_a_call_has_the_original_precision() -> None:
     code = """
 import os, torch
 from gspo_kernels.backends.precision import exact_products

@@ -96,12 +96,12 @@ def assert_equals_the_module(
 @on_device
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_a_linear_module_is_computed_as_it_would_itself(bias: bool, dtype: str, backend: str) -> None:
+def test_a_linear_module_equals_its_forward(bias: bool, dtype: str, backend: str) -> None:
     torch.manual_seed(0)
     assert_equals_the_module(nn.Linear(H, V, bias=bias, dtype=DTYPES[dtype]), backend, DTYPES[dtype])
 
 
-def test_a_module_is_its_weight_and_bias_bitwise(backend: str) -> None:
+def test_a_module_equals_its_weight_and_bias_bitwise(backend: str) -> None:
     torch.manual_seed(0)
     head, (ids, mask), hidden = nn.Linear(H, V), targets_and_mask(), hidden_states()
     module = linear_log_probs(hidden, head, ids, mask=mask, backend=backend).log_probs
@@ -168,7 +168,7 @@ def test_tied_weights_add_up_the_gradients_of_embedding_and_head(dtype: str, bac
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_a_frozen_head_passes_the_same_gradient_on_and_gets_none(entropy: bool, backend: str) -> None:
+def test_a_frozen_head_gets_no_gradient_and_d_hidden_is_the_same(entropy: bool, backend: str) -> None:
     torch.manual_seed(0)
     head, (ids, mask) = nn.Linear(H, V), targets_and_mask()
     found = []
@@ -215,16 +215,14 @@ def adapter_parameters(head: Any) -> set[str]:
 @pytest.mark.parametrize("adapters", [1, 3])
 @pytest.mark.parametrize("base_bias", [False, True])
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_lora_on_the_head_is_computed_as_peft_would(
-    adapters: int, base_bias: bool, use_rslora: bool, backend: str
-) -> None:
+def test_lora_on_the_head_equals_peft(adapters: int, base_bias: bool, use_rslora: bool, backend: str) -> None:
     head = lora(adapters=adapters, base_bias=base_bias, use_rslora=use_rslora)
     grads = assert_equals_the_module(head, backend)
     assert set(grads) == {"hidden"} | adapter_parameters(head), "the base gets no gradient"
 
 
 @on_device
-def test_fp32_adapters_on_a_bf16_head_lose_nothing_to_bf16(backend: str) -> None:
+def test_fp32_adapters_on_a_bf16_head_are_not_rounded(backend: str) -> None:
     head = lora(torch.bfloat16, adapters=2, adapter_dtype=torch.float32)
     grads = assert_equals_the_module(head, backend, torch.bfloat16)
     assert {g.dtype for name, g in grads.items() if "lora_" in name} == {torch.float32}
@@ -288,7 +286,7 @@ def test_lora_dropout_drops_what_peft_drops(adapters: int, backend: str) -> None
     assert_equals_the_module(head, backend)
 
 
-def test_a_fused_loss_with_lora_equals_the_two_seams(backend: str) -> None:
+def test_a_fused_loss_with_lora_equals_the_chained_functions(backend: str) -> None:
     head, (ids, mask), advantages = lora(adapters=2), targets_and_mask(), torch.tensor([1.0, -0.5, 0.3])
     old = own_log_probs(head, hidden_states()).detach() - 1e-4
     options = {"mask": mask, "backend": backend}
@@ -349,7 +347,7 @@ def test_rows_that_peft_trains_are_in_the_weight(backend: str) -> None:
 
 
 @on_device
-def test_modules_to_save_are_the_copy_that_trains(backend: str) -> None:
+def test_modules_to_save_use_the_trained_copy(backend: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = nn.ModuleDict({"body": nn.Linear(H, H), "lm_head": nn.Linear(H, V)})
@@ -401,7 +399,7 @@ def add_adapter(head: Any, **config: Any) -> Any:
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_head_that_cannot_be_honoured_exactly_is_refused(kind: str, backend: str) -> None:
+def test_a_head_that_cannot_be_reproduced_is_rejected(kind: str, backend: str) -> None:
     head, (ids, mask) = REFUSED[kind](), targets_and_mask()
     with pytest.raises((TypeError, ValueError), match="lm_head must be"):
         linear_log_probs(hidden_states(), head, ids, mask=mask, backend=backend)
@@ -433,7 +431,7 @@ def test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else(bias
 
 
 @pytest.mark.parametrize("head_kind", ["linear", "lora"])
-def test_a_backward_inside_autocast_is_the_one_outside(head_kind: str, backend: str) -> None:
+def test_a_backward_inside_autocast_equals_one_outside(head_kind: str, backend: str) -> None:
     ids, mask = targets_and_mask()
     found = []
     for inside in (False, True):
@@ -542,7 +540,7 @@ AGGREGATIONS = ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
-def test_micro_batches_with_the_normalizer_of_all_are_one_big_batch(
+def test_micro_batches_with_a_common_normalizer_equal_one_batch(
     dtype: str, aggregation: str, as_tensor: bool, backend: str
 ) -> None:
     objective = replace(EVERYTHING, aggregation=aggregation, length_norm=12)
@@ -641,7 +639,7 @@ def matmul_precision() -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
 @pytest.mark.usefixtures("matmul_precision")
-def test_exact_products_are_asked_for_on_every_processor(precision: str) -> None:
+def test_exact_products_are_requested_on_every_processor(precision: str) -> None:
     """One without bf16 products gives fp32 ones whatever it is asked for: there the test below shows nothing."""
     torch.set_float32_matmul_precision(precision)
     with exact_products(torch.device("cpu")):
@@ -652,7 +650,9 @@ def test_exact_products_are_asked_for_on_every_processor(precision: str) -> None
 @pytest.mark.parametrize("precision", ["high", "medium"])
 @pytest.mark.parametrize("head_kind", ["linear", "lora"])
 @pytest.mark.usefixtures("matmul_precision")
-def test_a_global_wish_for_fast_products_changes_no_bit_and_stays(head_kind: str, precision: str, backend: str) -> None:
+def test_a_global_setting_of_fast_products_changes_no_bit_and_is_restored(
+    head_kind: str, precision: str, backend: str
+) -> None:
     """On a CPU with bf16 products, "medium" rounds the operands of every fp32 product."""
     width, vocab, ids = 64, 300, torch.arange(100)[None]
     found = []
@@ -692,7 +692,7 @@ def add_adapter_of_width(head: nn.Linear) -> Any:
 
 
 @pytest.mark.usefixtures("matmul_precision")
-def test_a_refused_call_restores_the_wish_for_fast_products(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_call_restores_the_setting_of_fast_products(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend != "torch":
         pytest.skip("reaches into the torch backend")
     from gspo_kernels.backends.torch import tiles as torch_tiles
@@ -710,9 +710,7 @@ def test_a_refused_call_restores_the_wish_for_fast_products(backend: str, monkey
 
 
 @pytest.mark.usefixtures("matmul_precision")
-def test_two_threads_at_once_keep_exact_products_and_restore_the_wish(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_threads_keep_exact_products_and_restore_the_setting(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend != "torch":
         pytest.skip("reaches into the torch backend")
     from gspo_kernels.backends.torch import tiles as torch_tiles
@@ -759,7 +757,7 @@ def test_two_threads_at_once_keep_exact_products_and_restore_the_wish(
     assert MKLDNN.matmul.fp32_precision == before
 
 
-def test_a_backward_in_another_thread_is_the_same(backend: str) -> None:
+def test_a_backward_in_another_thread_gives_the_same_gradients(backend: str) -> None:
     sample = make_sample(5, objective=EVERYTHING, bias=True)
     _, expected = run_fused(sample, backend)
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
@@ -814,7 +812,7 @@ def test_grad_mode_and_entropy_change_no_bit(dtype: str, packed: bool, backend: 
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_two_seams_run_without_gradients(mode: Any, backend: str) -> None:
+def test_log_probs_and_policy_loss_run_without_gradients(mode: Any, backend: str) -> None:
     ids, mask = targets_and_mask()
     for head in (nn.Linear(H, V), lora(adapters=2)):
         hidden = hidden_states()

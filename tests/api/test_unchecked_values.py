@@ -76,7 +76,7 @@ def assert_poisoned(given: dict[str, Any]) -> None:
 @on_device
 @pytest.mark.parametrize("name", BAD_VALUES)
 @pytest.mark.parametrize("packed", [False, True])
-def test_bad_values_are_counted_and_poison_the_loss(name: str, packed: bool) -> None:
+def test_bad_values_are_counted_and_make_the_loss_nan(name: str, packed: bool) -> None:
     given = arguments(packed)
     assert_poisoned({**given, **BAD_VALUES[name](given)})
 
@@ -89,14 +89,14 @@ def test_bad_offsets_are_counted_and_index_nothing_out_of_bounds(name: str) -> N
 
 
 @on_device
-def test_good_values_count_nothing() -> None:
+def test_valid_values_are_not_counted() -> None:
     for packed in (False, True):
         out = under_test.gspo_fused_loss(**arguments(packed))
         assert out.metrics["invalid"] == 0 and out.loss.isfinite()
 
 
 @on_device
-def test_a_bad_id_poisons_its_own_log_prob_only() -> None:
+def test_a_bad_id_makes_only_its_log_prob_nan() -> None:
     given = arguments()
     ids = first_token(given, "target_ids", 10**12)
     run = under_test.linear_log_probs
@@ -127,7 +127,7 @@ def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
             out.loss.item()
 
 
-def test_the_policy_forward_of_torch_reads_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_torch_policy_forward_reads_no_value_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's own body, which the test above does not enter."""
     from gspo_kernels import ops
     from gspo_kernels.backends.rows import PolicyRows
@@ -153,7 +153,7 @@ def test_the_policy_forward_of_torch_reads_nothing_either(monkeypatch: pytest.Mo
         assert policy_forward(log_probs, entropy, mask, rows, objective).loss.shape == ()
 
 
-def test_the_environment_variable_brings_the_checks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gspo_check_enables_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     accelerator = torch.device("cuda")
     assert not validation._values_are_checked(accelerator)

@@ -82,7 +82,7 @@ def test_uneven_groups_in_any_order_follow_the_formula(name: str, rewards: list[
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_groups_by_size_are_those_by_ids(name: str) -> None:
+def test_group_size_and_group_ids_give_the_same_advantages(name: str) -> None:
     rewards, options = torch.randn(12, generator=torch.Generator().manual_seed(0)), FORMULAS[name][1]
     ids = torch.arange(12) // 3
     by_size = group_advantages(rewards, 3, **options)
@@ -94,7 +94,7 @@ def test_groups_by_size_are_those_by_ids(name: str) -> None:
 
 @pytest.mark.parametrize("baseline", ["mean", "leave-one-out"])
 @pytest.mark.parametrize("scale", adv.SCALES)
-def test_a_group_of_one_and_one_of_equals_are_exactly_zero(baseline: str, scale: str) -> None:
+def test_advantages_of_single_and_equal_rewards_are_exactly_zero(baseline: str, scale: str) -> None:
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.7, 5.0])
     found = group_advantages(
         rewards, group_ids=torch.tensor([0, 0, 0, 1, 2]), baseline=baseline, scale=scale, eps=0.0, ddof=1
@@ -171,7 +171,7 @@ def test_returns_of_tokens(gamma: float, clip: float | None) -> None:
     close(ours, expected)
 
 
-def test_without_kl_and_discount_every_token_returns_the_reward() -> None:
+def test_without_kl_and_discount_every_return_is_the_reward() -> None:
     mask = torch.tensor([[True, False, True], [False, False, False]])
     assert torch.equal(token_returns(torch.tensor([2.0, 3.0]), mask), torch.tensor([[2.0, 0, 2.0], [0, 0, 0]]))
 
@@ -218,19 +218,19 @@ def test_a_bad_argument_is_named(kind: str) -> None:
 
 
 @pytest.mark.parametrize("ddof", [0, 1])
-def test_the_deviation_of_the_batch_has_the_degrees_of_freedom_that_are_asked_for(ddof: int) -> None:
+def test_ddof_applies_to_the_deviation_of_the_batch(ddof: int) -> None:
     rewards = torch.tensor([1.0, 2.0, 4.0, 9.0]).double()
     found = group_advantages(rewards, 2, scale="batch", baseline="none", ddof=ddof, eps=0.0)
     close(found, rewards / deviation(rewards.tolist(), ddof))
 
 
-def test_equal_rewards_of_a_batch_are_divided_by_nothing() -> None:
+def test_equal_rewards_of_a_batch_are_not_divided() -> None:
     """Their mean, (0.1 + 0.1 + 0.1) / 3, is rounded to another number."""
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
     assert torch.equal(group_advantages(rewards, 3, scale="batch", baseline="none"), rewards)
 
 
-def test_deviations_of_fp32_far_from_zero_are_those_of_fp64() -> None:
+def test_deviations_of_large_fp32_values_match_fp64() -> None:
     x = 10_000 + torch.randn(64, generator=torch.Generator().manual_seed(0)) / 50
     mean, std = x.double().mean(), x.double().std()
     scaled = group_advantages(x, 64, scale="batch", baseline="none", eps=0.0)

@@ -108,7 +108,7 @@ def test_log_probs_of_large_heads_are_near_float64(
         assert error.square().mean().sqrt() <= LOG_PROB_RMS_ON_TENSOR_CORES
 
 
-def test_the_gate_is_inclusive_and_taken_on_the_log_ratio(backend: str) -> None:
+def test_clip_bounds_are_inclusive_and_compared_with_the_log_ratio(backend: str) -> None:
     """u on the nearest float to a bound: one step inside has a gradient, one step outside has none."""
     for sign, bound in ((1.0, math.log1p(4e-4)), (-1.0, math.log1p(-3e-4))):
         on_bound = torch.tensor(bound, dtype=torch.float32)

@@ -140,7 +140,7 @@ def test_log_probs_without_tokens_give_zero(name: str, backend: str) -> None:
 
 
 @by_objective
-def test_empty_and_masked_sequences_change_nothing_for_the_others(name: str, backend: str) -> None:
+def test_empty_and_masked_sequences_do_not_change_the_others(name: str, backend: str) -> None:
     sample = make_sample(2, dtype=torch.float64, packed=True, objective=Objective(**OBJECTIVES[name]))
     expected = run_fused(sample, backend, entropy=True)
     offsets, rows, hidden = sample.options["cu_seqlens"], sample.target_ids.shape[0], sample.leaves["hidden"]
@@ -179,7 +179,7 @@ def test_empty_and_masked_sequences_change_nothing_for_the_others(name: str, bac
 
 @by_objective
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_batch_that_is_masked_entirely_gives_zero(name: str, packed: bool, backend: str) -> None:
+def test_a_fully_masked_batch_gives_zero(name: str, packed: bool, backend: str) -> None:
     sample = make_sample(2, packed=packed, objective=Objective(**OBJECTIVES[name]), token_weights=True)
     sample = sample.with_options(mask=torch.zeros_like(sample.options["mask"]))
     sample.leaves["hidden"].data.fill_(NAN)
@@ -324,7 +324,7 @@ def test_a_float64_batch_stays_float64(backend: str) -> None:
 @pytest.mark.parametrize("ceiling", [{}, {"dual_clip": 3.0}, {"delta": 2.0}])
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
 @pytest.mark.parametrize("log_ratio", [-200.0, -80.0, 80.0, 200.0])
-def test_enormous_ratios_are_what_float64_rounds_to(
+def test_enormous_ratios_match_float64(
     ratio: str, ceiling: dict[str, Any], advantage: float, log_ratio: float, backend: str
 ) -> None:
     objective = Objective(ratio=ratio, **ceiling)
@@ -390,7 +390,7 @@ def test_a_token_weight_of_zero_silences_an_infinite_ratio(ratio: str, backend: 
     assert (lp.grad[1] != 0).all()
 
 
-def test_an_infinite_ratio_times_no_divergence_adds_nothing(backend: str) -> None:
+def test_an_infinite_ratio_times_zero_kl_adds_nothing(backend: str) -> None:
     objective = Objective(kl_coef=0.1, kl_ratio_factor=True)
     lp = torch.zeros(1, 3, requires_grad=True)
     out = policy_loss(
@@ -452,7 +452,7 @@ def test_extreme_temperatures_equal_the_oracle(dtype: str, temperature: float, b
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["gspo", "everything"])
-def test_banned_columns_are_as_if_they_were_not_there(
+def test_banned_columns_do_not_change_results(
     dtype: str, name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_small_tiles(monkeypatch, columns=7)
@@ -492,7 +492,7 @@ def test_a_banned_target_has_log_prob_minus_infinity_and_a_finite_gradient(backe
     assert_all_zero(weight.grad[3])
 
 
-def test_the_only_token_that_is_not_banned_is_certain(backend: str) -> None:
+def test_the_only_allowed_token_is_certain(backend: str) -> None:
     for offset in (0.0, -1e4, 1e4):
         hidden, weight = torch.ones(1, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
         bias = torch.tensor([-INF, -INF, offset, -INF, -INF])
@@ -503,7 +503,7 @@ def test_the_only_token_that_is_not_banned_is_certain(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
-def test_peaked_rows_keep_the_relative_precision_of_what_is_left_to_learn(dtype: str, backend: str) -> None:
+def test_gradients_of_peaked_rows_keep_their_relative_precision(dtype: str, backend: str) -> None:
     """1 - p between 1e-9 and 1e-12, where p itself rounds to 1: the gradient of the target's column is 1 - p."""
     peaks = torch.arange(24, 32, dtype=torch.float64)
     vocab, rows, upstream = 33, len(peaks), 2.0**30  # upstream: 1e-12 is nothing in fp16
@@ -546,7 +546,7 @@ def test_advantages_of_zero_give_exactly_zero(name: str, backend: str) -> None:
     assert_all_zero(out.loss, *grads.values())
 
 
-def test_a_group_of_equal_rewards_teaches_nothing(backend: str) -> None:
+def test_a_group_of_equal_rewards_has_no_gradient(backend: str) -> None:
     rewards = torch.tensor([0.1] * 3 + [0.7] * 3 + [-1e30] * 3 + [0.0, 1.0, 1.0])
     advantages = group_advantages(rewards, 3)
     assert_all_zero(advantages[:9])
@@ -565,7 +565,7 @@ def test_a_group_of_equal_rewards_teaches_nothing(backend: str) -> None:
 @pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_a_nan_hidden_state_reaches_exactly_what_depends_on_it(
+def test_a_nan_hidden_state_reaches_only_dependent_outputs(
     on_policy: bool, ratio: str, bad: float, backend: str
 ) -> None:
     sample = make_sample(11, objective=Objective(ratio=ratio), on_policy=on_policy)
@@ -700,7 +700,7 @@ VIEWS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor], Callabl
 
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_how_operands_lie_in_memory_changes_no_bit_of_a_log_prob(name: str, dtype: str, backend: str) -> None:
+def test_the_memory_layout_of_operands_changes_no_bit_of_a_log_prob(name: str, dtype: str, backend: str) -> None:
     make_hidden, view_hidden, view_weight = VIEWS[name]
     torch.manual_seed(0)
     leaf_hidden, leaf_weight = make_hidden().to(DTYPES[dtype]), torch.randn(21, 8).to(DTYPES[dtype])
@@ -751,7 +751,7 @@ def test_strided_masks_ids_and_per_token_values_change_no_bit(backend: str) -> N
         assert_same_run(run_fused(changed, backend, entropy=True), expected)
 
 
-def test_every_dtype_of_a_mask_means_the_same(backend: str) -> None:
+def test_masks_of_every_dtype_give_the_same_result(backend: str) -> None:
     sample = make_sample(13, token_weights=True)
     expected = run_fused(sample, backend)
     kinds = [torch.int64, torch.int32, torch.int8, torch.uint8, torch.float32, torch.float64, torch.bfloat16]
@@ -760,7 +760,7 @@ def test_every_dtype_of_a_mask_means_the_same(backend: str) -> None:
         assert_same_run(run_fused(changed, backend), expected)
 
 
-def test_no_mask_means_ids_other_than_minus_100(backend: str) -> None:
+def test_without_a_mask_ids_of_minus_100_are_masked(backend: str) -> None:
     sample = make_sample(13)
     mask = sample.options["mask"]
     expected = run_fused(sample, backend)
@@ -770,7 +770,7 @@ def test_no_mask_means_ids_other_than_minus_100(backend: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["[B, 1]", "[B, T]"])
-def test_advantages_per_sequence_mean_the_same_in_every_shape(shape: str, backend: str) -> None:
+def test_advantages_per_sequence_of_every_shape_give_the_same_result(shape: str, backend: str) -> None:
     sample = make_sample(13)
     expected = run_fused(sample, backend)
     advantages = sample.advantages[:, None]
@@ -782,7 +782,7 @@ LEAVES = ("hidden", "weight", "bias")
 
 
 @pytest.mark.parametrize("trained", [c for n in range(4) for c in itertools.combinations(LEAVES, n)])
-def test_only_what_requires_a_gradient_gets_one_and_its_bits_depend_on_no_other(
+def test_gradients_are_computed_only_where_required_and_with_the_same_bits(
     trained: tuple[str, ...], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sample = make_sample(14, bias=True)
@@ -831,7 +831,7 @@ def test_only_what_requires_a_gradient_gets_one_and_its_bits_depend_on_no_other(
             assert tuple(sample.leaves["weight"].shape) not in shapes
 
 
-def test_token_weights_are_per_token_even_where_there_are_as_many_sequences(backend: str) -> None:
+def test_token_weights_are_per_token_even_if_there_are_as_many_sequences(backend: str) -> None:
     """N == S with an empty sequence: advantages are per sequence, weights stay per token."""
     given = {"cu_seqlens": torch.tensor([0, 0, 2], dtype=torch.int32), "backend": backend}
     log_probs = torch.zeros(2, requires_grad=True)
@@ -846,7 +846,7 @@ def test_token_weights_are_per_token_even_where_there_are_as_many_sequences(back
 @pytest.mark.parametrize("length", [256, 4096, 32_768])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
-def test_long_sequences_obey_the_law_too(length: int, packed: bool, ratio: str, backend: str) -> None:
+def test_long_sequences_meet_the_tolerance(length: int, packed: bool, ratio: str, backend: str) -> None:
     """Equal terms round the same way: a serial fp32 sum of 32,768 of them is off by 3e-4."""
     rng = torch.Generator().manual_seed(0)
     log_probs = -3 * torch.rand(2, length, generator=rng)

@@ -28,7 +28,7 @@ from gspo_kernels.backends.torch.surrogates import kl_and_slope
 
 @on_device
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
-def test_a_kl_term_with_another_aggregation_counts_its_own_normalizer(ratio: str, backend: str) -> None:
+def test_a_kl_term_with_another_aggregation_has_its_default_normalizer(ratio: str, backend: str) -> None:
     """A normalizer for the policy term alone: KL, averaged over tokens, is divided by their number."""
     objective = Objective(ratio=ratio, kl_coef=0.1, kl_aggregation="token-mean", clip_low=0.02, clip_high=0.03)
     sample = make_sample(6, lengths=(5, 3, 4), vocab=11, dtype=torch.float64, objective=objective)
@@ -40,7 +40,7 @@ def test_a_kl_term_with_another_aggregation_counts_its_own_normalizer(ratio: str
 
 
 @on_device
-def test_a_kl_term_has_a_length_norm_of_its_own_aggregation(backend: str) -> None:
+def test_length_norm_applies_to_the_aggregation_of_the_kl_term(backend: str) -> None:
     objective = Objective(kl_coef=0.1, kl_aggregation="seq-mean-token-sum-norm", length_norm=7)
     sample = make_sample(6, lengths=(5, 3, 4), vocab=11, dtype=torch.float64, objective=objective)
     truth, _ = run_oracle(sample)
@@ -62,7 +62,7 @@ BOUNDS = {  # an objective, the sign of the advantage, and a log-ratio that is e
 
 @on_device
 @pytest.mark.parametrize("name", BOUNDS)
-def test_a_ratio_on_a_bound_is_inside_it(name: str, backend: str) -> None:
+def test_a_ratio_on_a_bound_is_not_clipped(name: str, backend: str) -> None:
     objective, advantage, bound = BOUNDS[name]
     for beyond, fraction in ((0.0, 0.0), (math.copysign(1e-9, bound), 1.0)):
         log_probs = torch.full((1, 1), bound + beyond, dtype=torch.float64, requires_grad=True)
@@ -124,7 +124,7 @@ def test_log_probs_are_rounded_once(backend: str) -> None:
 @on_device
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 @pytest.mark.parametrize("log_ratio", [-0.5, 0.5])
-def test_an_empty_sequence_is_neither_the_least_nor_the_largest_ratio(
+def test_empty_sequences_do_not_change_the_smallest_and_largest_ratio(
     ratio: str, log_ratio: float, backend: str
 ) -> None:
     """Nor is a masked token: all ratios lie on one side of 1, which is that of nothing."""
@@ -140,7 +140,7 @@ def test_an_empty_sequence_is_neither_the_least_nor_the_largest_ratio(
 
 @on_device
 @pytest.mark.parametrize("masked", [False, True])
-def test_an_exploded_ratio_times_kl_leaves_masked_tokens_alone(masked: bool, backend: str) -> None:
+def test_an_infinite_ratio_times_kl_does_not_change_masked_tokens(masked: bool, backend: str) -> None:
     log_probs, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
     mask[0, 1] = not masked
     out = policy_loss(
@@ -158,7 +158,7 @@ def test_an_exploded_ratio_times_kl_leaves_masked_tokens_alone(masked: bool, bac
 
 
 @on_device
-def test_tokens_with_an_entropy_gradient_are_not_counted_as_without_one(backend: str) -> None:
+def test_tokens_with_only_an_entropy_gradient_count_as_having_a_gradient(backend: str) -> None:
     """All are past the clip, so that the bonus alone has a gradient."""
     log_probs, entropy = torch.ones(2, 3), torch.ones(2, 3)
     for bonus, share in ((0.0, 1.0), (0.1, 0.0)):
@@ -175,7 +175,7 @@ def test_tokens_with_an_entropy_gradient_are_not_counted_as_without_one(backend:
 
 @on_device
 @pytest.mark.parametrize("target", [70, 71, 127, 2**31, 2**32 + 3, -1, -(2**32) + 3])
-def test_an_id_outside_the_vocabulary_has_no_log_prob(target: int, backend: str) -> None:
+def test_the_log_prob_of_an_id_outside_the_vocabulary_is_nan(target: int, backend: str) -> None:
     """NaN, in its own row and in no other; accelerators do not check ids before."""
     head = head_rows(5, 24, 70)
     bad = head._replace(target_ids=head.target_ids.clone())
@@ -210,7 +210,7 @@ def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
 
 
 @pytest.mark.parametrize("upstream", [1.0, 1e-3])
-def test_half_gradients_of_a_small_slope_do_not_vanish(upstream: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_gradients_of_a_small_slope_do_not_underflow(upstream: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The power of two takes the slope in; the product of half operands is stood in for, as CUDA has it."""
     head = head_rows(4, 8, 40, logit_scale=1e-6)
     head = head._replace(hidden=head.hidden.half(), weight=(1e4 * head.weight).half())
@@ -232,24 +232,24 @@ def test_the_power_of_two_brings_the_largest_of_both_gradients_near_one() -> Non
         assert power_of_two(torch.full((3,), bad), None, counts) == 1
 
 
-def test_a_gradient_below_the_normal_numbers_is_brought_as_near_as_fp32_can() -> None:
+def test_the_power_of_two_for_subnormal_gradients_is_within_fp32() -> None:
     assert power_of_two(torch.tensor([1e-42]), None, torch.tensor([True])) == 2.0**126
 
 
 @on_device
-def test_an_infinite_logit_of_the_target_has_no_log_prob(backend: str) -> None:
+def test_the_log_prob_of_an_infinite_target_logit_is_nan(backend: str) -> None:
     weight, bias = torch.ones(5, 4), torch.tensor([0.0, math.inf, 0.0, 0.0, 0.0])
     out = linear_log_probs(torch.ones(1, 4), weight, torch.tensor([1]), bias=bias, backend=backend)
     assert out.log_probs.isnan().all()
 
 
-def test_a_divergence_that_is_no_number_has_no_slope_either() -> None:
+def test_the_slope_of_a_nan_kl_is_nan() -> None:
     nan = torch.tensor([math.nan])
     for estimator in ("k2", "k3", "k3+", "unbiased", "abs"):
         assert kl_and_slope(nan, nan, estimator)[1].isnan().all(), estimator
 
 
-def test_operands_are_half_where_their_product_is_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_are_half_precision_only_if_products_are_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA; PyTorch for ROCm has no half product with an fp32 result."""
     for version, expected in (("7.0", torch.float32), (None, torch.bfloat16)):
         monkeypatch.setattr(torch.version, "hip", version)

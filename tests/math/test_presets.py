@@ -182,7 +182,7 @@ def test_the_clip_fractions_are_those_of_the_surrogate(preset: str, backend: str
 @pytest.mark.parametrize("preset", ["cispo", "sapo", "reinforce", "gmpo"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("extreme", [200.0, -200.0, float("inf"), float("nan")])
-def test_a_ratio_beyond_floating_point_is_bound_or_seen(
+def test_an_infinite_ratio_is_clipped_or_reaches_the_loss(
     preset: str, advantage: float, extreme: float, backend: str
 ) -> None:
     """In float32 exp(200) is inf: a bound selects before it multiplies, and a NaN reaches the loss."""
@@ -204,7 +204,7 @@ def test_a_ratio_beyond_floating_point_is_bound_or_seen(
 
 @on_device
 @pytest.mark.parametrize("estimator", ["unbiased", "k3-ratio"])
-def test_a_ratio_that_is_no_number_is_seen_where_there_is_no_divergence(estimator: str, backend: str) -> None:
+def test_a_nan_ratio_reaches_the_loss_where_the_kl_is_zero(estimator: str, backend: str) -> None:
     kl = {"kl_estimator": "unbiased"} if estimator == "unbiased" else {"kl_ratio_factor": True}
     lp = -torch.ones(1, 2)
     for ratio, seen in ((float("nan"), True), (-float("inf"), False)):
@@ -223,7 +223,7 @@ def test_a_ratio_that_is_no_number_is_seen_where_there_is_no_divergence(estimato
 @on_device
 @pytest.mark.parametrize("estimator", KL)
 @pytest.mark.parametrize("d", [float("nan"), float("inf"), -float("inf")])
-def test_both_backends_have_the_same_slope_of_an_impossible_divergence(estimator: str, d: float) -> None:
+def test_both_backends_have_the_same_slope_of_a_non_finite_kl(estimator: str, d: float) -> None:
     found = []
     for backend in ("torch", "triton"):
         lp = -torch.ones(1, 2).requires_grad_()
@@ -239,7 +239,7 @@ def test_both_backends_have_the_same_slope_of_an_impossible_divergence(estimator
 
 @on_device
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_zero_advantage_and_a_masked_batch_give_nothing(name: str, backend: str) -> None:
+def test_zero_advantages_and_masked_batches_give_zero(name: str, backend: str) -> None:
     o = Objective.preset(name, **PRESETS[name])
     batch = rollout(o)
     for idle in (
@@ -251,11 +251,11 @@ def test_a_zero_advantage_and_a_masked_batch_give_nothing(name: str, backend: st
 
 
 @pytest.fixture
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "_warned", set())
 
 
-def test_a_sequence_ratio_weighted_by_length_is_warned_of_once(nothing_said: None) -> None:
+def test_weighting_sequence_ratios_by_length_warns_once(no_warnings_yet: None) -> None:
     with pytest.warns(UserWarning, match="LUSPO") as caught:
         for _ in range(2):
             Objective(aggregation="token-mean")
@@ -263,18 +263,18 @@ def test_a_sequence_ratio_weighted_by_length_is_warned_of_once(nothing_said: Non
     assert len(caught) == 1 and caught[0].filename == __file__
 
 
-def test_a_window_for_tokens_on_a_sequence_ratio_is_warned_of(nothing_said: None) -> None:
+def test_a_window_for_tokens_on_a_sequence_ratio_is_warned_of(no_warnings_yet: None) -> None:
     with pytest.warns(UserWarning, match="clip_low=0.2, clip_high=0.27"):
         Objective.preset("gspo", clip_low=0.2, clip_high=0.27)
 
 
-def test_the_window_of_luspo_is_warned_of_too(nothing_said: None) -> None:
+def test_a_token_window_with_the_preset_luspo_warns(no_warnings_yet: None) -> None:
     with pytest.warns(UserWarning, match="clip_low=0.2") as caught:
         Objective.preset("luspo", clip_low=0.2, clip_high=0.2)
     assert len(caught) == 1
 
 
-def test_what_is_meant_is_not_warned_of(nothing_said: None) -> None:
+def test_intended_settings_do_not_warn(no_warnings_yet: None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for name, changes in PRESETS.items():

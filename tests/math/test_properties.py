@@ -263,7 +263,7 @@ def near_a_bound(sample: Sample, log_ratio: Tensor) -> bool:
 
 
 @given(samples(dtype=torch.float64))
-def test_a_temperature_is_a_smaller_head(sample: Sample) -> None:
+def test_a_temperature_equals_a_smaller_head(sample: Sample) -> None:
     options = {k: v for k, v in sample.options.items() if k not in ("logit_softcap", "temperature", "logit_scale")}
     warm = Sample(
         sample.leaves, sample.target_ids, sample.advantages, sample.objective, {**options, "temperature": 2.0}

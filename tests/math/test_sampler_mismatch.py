@@ -49,7 +49,7 @@ def expected_weights(level: str, mode: str, low: float, high: float) -> tuple[li
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_weights_and_metrics_are_by_the_book(level: str, mode: str, packed: bool) -> None:
+def test_weights_and_metrics_match_plain_python(level: str, mode: str, packed: bool) -> None:
     low, high = 0.8, 1.3
     ours = importance_weights(**batch(packed), level=level, mode=mode, low=low, high=high)
     found, plain, bound = expected_weights(level, mode, low, high)
@@ -70,7 +70,7 @@ def test_weights_and_metrics_are_by_the_book(level: str, mode: str, packed: bool
         assert ours.metrics[name].ndim == 0
 
 
-def test_equal_log_probs_weigh_one() -> None:
+def test_equal_log_probs_have_weight_one() -> None:
     lp = torch.randn(2, 3)
     for level in LEVELS:
         found = importance_weights(lp, lp, torch.ones(2, 3), level=level)
@@ -135,7 +135,7 @@ def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, 
 
 @on_device
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_weight_that_is_no_number_or_exploded_weighs_nothing_on_nothing(level: str, backend: str) -> None:
+def test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero(level: str, backend: str) -> None:
     """Advantage 0, token weight 0, or clipped with an inf weight: no gradient and no NaN."""
     old = -torch.ones(2, 3)
     rollout = old.clone()
@@ -164,7 +164,7 @@ def test_a_weight_that_is_no_number_or_exploded_weighs_nothing_on_nothing(level:
     assert out.loss.isinf() and not gradient.any()
 
 
-def test_a_token_that_the_sampler_found_impossible_is_infinitely_far() -> None:
+def test_the_kl_of_a_token_of_sampler_probability_zero_is_infinite() -> None:
     old = -torch.ones(1, 2)
     found = importance_weights(old, torch.tensor([[-math.inf, -1.0]]), torch.ones(1, 2))
     assert found.weights.tolist() == [[2.0, 1.0]] and found.metrics["kl_sampler_trainer"] == math.inf
@@ -186,7 +186,7 @@ def test_the_off_policy_mask(packed: bool) -> None:
     assert found.metrics["masked_share"].item() == pytest.approx(1 - (expected.sum() / mask.sum()).item())
 
 
-def test_against_old_log_probs_it_is_the_lower_clip_of_gspo() -> None:
+def test_the_off_policy_mask_of_old_log_probs_is_the_lower_clip_of_gspo() -> None:
     rng = torch.Generator().manual_seed(1)
     old, noise = -torch.rand(64, 5, generator=rng), 1e-3 * torch.randn(64, 5, generator=rng)
     lp, advantages, threshold = (old + noise).requires_grad_(), -torch.ones(64), 3e-4
@@ -228,13 +228,13 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_weight_on_a_bound_is_within_it(level: str, mode: str) -> None:
+def test_a_weight_on_a_bound_is_not_changed(level: str, mode: str) -> None:
     lp, ones = -torch.rand(2, 3), torch.ones(2, 3)
     found = importance_weights(lp, lp, ones, level=level, mode=mode, low=1.0, high=1.0)
     assert torch.equal(found.weights, ones) and found.metrics["bound_share"] == 0
 
 
-def test_a_sequence_at_the_threshold_stays() -> None:
+def test_a_sequence_at_the_threshold_is_not_masked() -> None:
     lp, ones = -torch.ones(2, 3), torch.ones(2, 3)
     found = off_policy_mask(lp, lp + torch.tensor([[0.0], [0.5]]), -torch.ones(2), ones, threshold=0.0)
     assert found.weights.tolist() == [[1.0] * 3, [0.0] * 3]
@@ -242,7 +242,7 @@ def test_a_sequence_at_the_threshold_stays() -> None:
     assert torch.equal(found.weights, ones)
 
 
-def test_advantages_of_tokens_decide_by_token() -> None:
+def test_per_token_advantages_are_masked_per_token() -> None:
     lp, advantages = -torch.ones(1, 4), torch.tensor([[1.0, -1.0, 0.0, -2.0]])
     found = off_policy_mask(lp, lp + 1, advantages, torch.ones(1, 4), threshold=0.5)
     assert found.weights.tolist() == [[1.0, 0.0, 1.0, 0.0]] and found.metrics["masked_share"] == 0.5
@@ -267,7 +267,7 @@ OFFSETS = {
 
 @pytest.mark.parametrize("kind", OFFSETS)
 @pytest.mark.parametrize("function", [importance_weights, off_policy_mask])
-def test_offsets_that_are_no_sequences_are_refused(function: Any, kind: str) -> None:
+def test_invalid_offsets_are_rejected(function: Any, kind: str) -> None:
     offsets, expected = OFFSETS[kind]
     x, cu_seqlens = torch.zeros(6), torch.tensor(offsets, dtype=torch.int32)
     more: Any = {} if function is importance_weights else {"advantages": x, "threshold": 0.1}
@@ -275,14 +275,14 @@ def test_offsets_that_are_no_sequences_are_refused(function: Any, kind: str) -> 
         function(x, x, mask=torch.ones(6), cu_seqlens=cu_seqlens, **more)
 
 
-def test_advantages_that_are_no_numbers_are_refused_where_they_count() -> None:
+def test_non_finite_advantages_are_rejected_at_unmasked_tokens() -> None:
     x, advantages = torch.zeros(2, 3), torch.tensor([[1.0, torch.nan, 1], [1, 1, torch.inf]])
     with pytest.raises(ValueError, match="off_policy_mask: advantages must be finite where mask is true"):
         off_policy_mask(x, x, advantages, torch.ones(2, 3), threshold=0.1)
     off_policy_mask(x, x, advantages, advantages.isfinite(), threshold=0.1)
 
 
-def test_what_an_accelerator_does_not_look_at_makes_every_weight_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchecked_bad_values_make_all_weights_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "_values_are_checked", lambda device: False)
     x, ones = torch.zeros(6), torch.ones(6)
     for bad in ({"cu_seqlens": torch.tensor([0, 4])}, {"cu_seqlens": torch.tensor([0, 6]), "mask": 2 * ones}):

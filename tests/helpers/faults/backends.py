@@ -9,13 +9,13 @@ FAULTS: dict[str, Fault] = {
         "backends/precision",
         '_request_ieee("cuda" if device.type == "cuda" else "cpu")',
         "pass",
-        "heads::test_exact_products_are_asked_for_on_every_processor[medium]",
+        "heads::test_exact_products_are_requested_on_every_processor[medium]",
     ),
     "a thread restores the precision while another one computes": (
         "backends/precision",
         "if not _calls:\n                _restore",
         "if True:\n                _restore",
-        "heads::test_two_threads_at_once_keep_exact_products_and_restore_the_wish[torch]",
+        "heads::test_two_threads_keep_exact_products_and_restore_the_setting[torch]",
     ),
     "a weight of 0 times an infinite ratio is NaN": (
         "backends/precision",
@@ -113,7 +113,7 @@ FAULTS: dict[str, Fault] = {
         "backends/precision",
         ".clamp(-126, 126)",
         "",
-        "loss_faults::test_a_gradient_below_the_normal_numbers_is_brought_as_near_as_fp32_can",
+        "loss_faults::test_the_power_of_two_for_subnormal_gradients_is_within_fp32",
     ),
     "cells counted over rows without a gradient": (
         "backends/live_tiles",

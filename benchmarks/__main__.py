@@ -1,4 +1,4 @@
-"""The commands of this package: `python -m gspo_kernels.benchmarks step --help`."""
+"""Run a command of this package: `python -m gspo_kernels.benchmarks step --help`."""
 
 import sys
 from importlib import import_module
@@ -7,11 +7,8 @@ from gspo_kernels.extras import MissingExtraError, needs
 
 COMMANDS = {
     "step": "suites.step",
-    "vocab": "suites.vocab",
     "trainer": "suites.trainer",
     "sparsity": "suites.sparsity",
-    "overhead": "suites.overhead",
-    "busy": "suites.busy",
     "fidelity": "studies.fidelity",
     "policy": "studies.policy",
     "budgets": "studies.budgets",
@@ -22,7 +19,7 @@ COMMANDS = {
 
 
 def main() -> object:
-    """Run the command that the first argument names; the others are its own."""
+    """Run the command that the first argument names, with the other arguments."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         return print(f"usage: python -m {__package__} [{' | '.join(COMMANDS)}] [options]")
@@ -37,4 +34,4 @@ def main() -> object:
 
 
 if __name__ == "__main__":
-    sys.exit(main())  # pyright: ignore[reportArgumentType] - a status, or the text of an error
+    sys.exit(main())  # pyright: ignore[reportArgumentType] - an exit status or the text of an error

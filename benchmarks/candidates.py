@@ -1,14 +1,14 @@
-"""Who is measured. Each computes the same loss and the same two gradients of the same batch.
+"""The implementations that are measured. All compute the same loss and the same two gradients of the same batch.
 
-What a trainer does with log-probs is a few operations in PyTorch, the same for everyone who only makes log-probs; ours
-and Liger's GRPO loss are whole losses. How a peer is called stands in `peers.py`.
+Our loss and Liger's GRPO loss take hidden states. The others only compute log-probs, and `loss_of` adds the few PyTorch
+operations that a trainer applies to log-probs. `peers.py` calls the other packages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,45 +20,43 @@ from .measure import version
 from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Head, Old, Workload
 
 LogProbs = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]  # hidden [N, H], weight [V, H], ids [N], soft-cap
+Loss = Callable[[Workload, Old, Tensor, Tensor], Tensor]  # hidden [S, L, H], weight [V, H] -> scalar
 GRPO_CLIP = 0.2
 
 
 class Candidate(NamedTuple):
     name: str
-    against: str  # its name on the command line
+    against: str  # its name after --against
     log_probs: LogProbs
-    loss: Callable[[Workload, Old, Tensor, Tensor], Tensor]  # of hidden [S, L, H] and weight, to a scalar
-    package: str = "torch"  # what must be installed
+    loss: Loss
+    package: str = "torch"  # must be installed
     needs_cuda: bool = False
     takes_softcap: bool = True
     takes_fp32: bool = True
-    widths: int = 1  # H must be a multiple of it
-    in_triton: bool = False  # multiplies in kernels of its own, of which a profiler of PyTorch sees nothing
-    compiles: bool = False  # at its first call with new shapes
-    per_token: bool = False  # GRPO's ratio: another loss, with a truth of its own
+    width_multiple: int = 1  # H must be divisible by it
+    in_triton: bool = False  # multiplies in its own kernels, which PyTorch's profiler does not see
+    compiles: bool = False  # at the first call with new shapes
+    per_token: bool = False  # GRPO's ratio: another loss, compared with a float64 loss of its own
     budget: float = 0.0
 
     def absent(self, head: Head, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why it is not measured; None if it is."""
-        if version(self.package) is None:
-            return f"{self.package} is not installed"
-        if self.against == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-            return "needs torch 2.13"
-        if self.needs_cuda and device.type != "cuda":
-            return "its kernels need a GPU"
-        if head.softcap is not None and not self.takes_softcap:
-            return "knows no soft-cap of logits"
-        if dtype == torch.float32 and not self.takes_fp32:
-            return "takes bf16 and fp16 only"
-        if head.width % self.widths:
-            return f"takes widths that {self.widths} divides"
-        return None
+        """Return why it cannot be measured; None if it can."""
+        reasons = {
+            f"{self.package} is not installed": version(self.package) is None,
+            "needs torch 2.13": self.against == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"),
+            "its kernels need a GPU": self.needs_cuda and device.type != "cuda",
+            "does not support a soft-cap": head.softcap is not None and not self.takes_softcap,
+            "takes bf16 and fp16 only": dtype == torch.float32 and not self.takes_fp32,
+            f"takes only H divisible by {self.width_multiple}": head.width % self.width_multiple != 0,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def multiplies_unseen(self, device: torch.device) -> bool:
+        """Return whether the profiler misses its matrix products."""
         return self.in_triton or (self.against == "ours" and device.type == "cuda")
 
     def old(self, w: Workload) -> Old:
-        """Old and reference log-probs from its own forward, as a trainer takes them."""
+        """Return old and reference log-probs from its own forward, as a trainer computes them."""
         with torch.no_grad():
             log_probs = self.log_probs(w.hidden.flatten(0, 1), w.weight, w.target_ids.flatten(), w.softcap)
         log_probs = log_probs.float().view_as(w.target_ids)
@@ -68,7 +66,7 @@ class Candidate(NamedTuple):
         )
 
     def step(self, w: Workload, old: Old) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, d_hidden [S, L, H], d_weight [V, H]."""
+        """Return loss, d_hidden [S, L, H] and d_weight [V, H]."""
         hidden, weight = w.hidden.detach().requires_grad_(), w.weight.detach().requires_grad_()
         loss = self.loss(w, old, hidden, weight)
         d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
@@ -76,7 +74,7 @@ class Candidate(NamedTuple):
 
 
 def loss_of(log_probs: Tensor, w: Workload, old: Old, per_token: bool = False) -> Tensor:
-    """The loss of log-probs [S, L] as trainers write it: the paper's GSPO, or GRPO with its ratio per token."""
+    """Return the loss of log-probs [S, L] as trainers write it: the paper's GSPO, or GRPO with a ratio per token."""
     before = log_probs.detach() if old.log_probs is None else old.log_probs.to(log_probs.dtype)
     log_ratio = log_probs - before
     low, high = (GRPO_CLIP, GRPO_CLIP) if per_token else (CLIP_LOW, CLIP_HIGH)
@@ -85,23 +83,23 @@ def loss_of(log_probs: Tensor, w: Workload, old: Old, per_token: bool = False) -
     policy = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     loss = -policy.mean(1).mean()
     if old.ref_log_probs is not None:
-        apart = old.ref_log_probs.to(log_probs.dtype) - log_probs
-        loss = loss + KL_COEF * (apart.exp() - apart - 1).mean(1).mean()
+        drift = old.ref_log_probs.to(log_probs.dtype) - log_probs
+        loss = loss + KL_COEF * (drift.exp() - drift - 1).mean(1).mean()
     return loss
 
 
 def full_log_probs(
     hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, accumulator: torch.dtype = torch.float32
 ) -> Tensor:
-    """From full logits: in the model's dtype, as a head makes them, with an fp32 softmax."""
-    logits = (hidden @ weight.t()).to(accumulator)
+    """Return log-probs [N] from full logits: made in the dtype of the inputs, as by a head, cast for the softmax."""
+    logits = (hidden @ weight.t()).to(accumulator)  # [N, V]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
-def _on(log_probs: LogProbs, per_token: bool = False) -> Callable[[Workload, Old, Tensor, Tensor], Tensor]:
-    """The loss of what makes log-probs only."""
+def _loss_from(log_probs: LogProbs, per_token: bool = False) -> Loss:
+    """Return the loss of a candidate that only computes log-probs."""
 
     def loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
         token_log_probs = log_probs(hidden.flatten(0, 1), weight, w.target_ids.flatten(), w.softcap)
@@ -114,108 +112,51 @@ def _our_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float |
     return linear_log_probs(hidden[None], weight, ids[None], logit_softcap=softcap).log_probs[0]
 
 
-def _ours(budget: float) -> Callable[[Workload, Old, Tensor, Tensor], Tensor]:
-    def loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
-        return gspo_fused_loss(
-            hidden,
-            weight,
-            w.target_ids,
-            w.advantages,
-            old_log_probs=old.log_probs,
-            ref_log_probs=old.ref_log_probs,
-            logit_softcap=w.softcap,
-            objective=w.objective,
-            gradient_budget=budget,
-        ).loss
-
-    return loss
+def _our_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor, budget: float) -> Tensor:
+    return gspo_fused_loss(
+        hidden, weight, w.target_ids, w.advantages, old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs,
+        logit_softcap=w.softcap, objective=w.objective, gradient_budget=budget,
+    ).loss  # fmt: skip  # lines by subject
 
 
 def ours_at(budget: float, name: str) -> Candidate:
-    return Candidate(name, "ours", _our_log_probs, _ours(budget), "gspo-kernels", budget=budget)
+    """Return our fused loss with this gradient budget."""
+    return Candidate(name, "ours", _our_log_probs, partial(_our_loss, budget=budget), "gspo-kernels", budget=budget)
 
 
 @cache
-def _compiler() -> Callable[[Workload, Old, Tensor, Tensor], Tensor]:
-    return torch.compile(_on(full_log_probs))
+def _compiled_loss() -> Loss:
+    return torch.compile(_loss_from(full_log_probs))
 
 
 def _compiled(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
-    return _compiler()(w, old, hidden, weight)
+    return _compiled_loss()(w, old, hidden, weight)
 
 
-ALL = {
-    candidate.name: candidate
-    for candidate in (
-        Candidate("naive GSPO", "naive", full_log_probs, _on(full_log_probs)),
-        Candidate("naive GRPO", "naive", full_log_probs, _on(full_log_probs, per_token=True), per_token=True),
-        Candidate("naive GSPO, compiled", "compile", full_log_probs, _compiled, compiles=True),
-        Candidate("TRL fused head", "trl", peers.trl_log_probs, _on(peers.trl_log_probs), "trl"),
-        Candidate(
-            "Liger GRPO loss",
-            "liger",
-            peers.liger_log_probs,
-            peers.liger_loss,
-            "liger-kernel",
-            takes_softcap=False,
-            compiles=True,
-        ),
-        Candidate(
-            "Liger fused CE",
-            "liger",
-            peers.liger_cross_entropy,
-            _on(peers.liger_cross_entropy),
-            "liger-kernel",
-            needs_cuda=True,
-        ),
-        Candidate(
-            "cut-cross-entropy",
-            "cce",
-            peers.cut_log_probs,
-            _on(peers.cut_log_probs),
-            "cut-cross-entropy",
-            needs_cuda=True,
-            takes_fp32=False,
-            in_triton=True,
-        ),
-        Candidate(
-            "cut-cross-entropy, no filter",
-            "cce",
-            peers.uncut_log_probs,
-            _on(peers.uncut_log_probs),
-            "cut-cross-entropy",
-            needs_cuda=True,
-            takes_fp32=False,
-            in_triton=True,
-        ),
-        Candidate(
-            "verl torch head",
-            "verl",
-            peers.verl_torch_log_probs,
-            _on(peers.verl_torch_log_probs),
-            "verl",
-            takes_softcap=False,
-        ),
-        Candidate(
-            "verl Triton head",
-            "verl",
-            peers.verl_triton_log_probs,
-            _on(peers.verl_triton_log_probs),
-            "verl",
-            needs_cuda=True,
-            takes_softcap=False,
-            widths=128,
-            in_triton=True,
-        ),
-        Candidate(
-            "torch linear_cross_entropy",
-            "torch",
-            peers.torch_log_probs,
-            _on(peers.torch_log_probs),
-            takes_softcap=False,
-        ),
-        ours_at(0.0, "ours"),
-        ours_at(1e-3, "ours, budget 1e-3"),
-    )
-}
-AGAINST = tuple(dict.fromkeys(candidate.against for candidate in ALL.values() if candidate.against != "ours"))
+def _peer(name: str, against: str, log_probs: LogProbs, package: str = "torch", **limits: Any) -> Candidate:
+    return Candidate(name, against, log_probs, _loss_from(log_probs), package, **limits)
+
+
+LIGER, CCE = "liger-kernel", "cut-cross-entropy"
+CCE_LIMITS: dict[str, Any] = dict(needs_cuda=True, takes_fp32=False, in_triton=True)
+VERL_TRITON: dict[str, Any] = dict(needs_cuda=True, takes_softcap=False, width_multiple=128, in_triton=True)
+_CANDIDATES = (
+    _peer("naive GSPO", "naive", full_log_probs),
+    Candidate("naive GRPO", "naive", full_log_probs, _loss_from(full_log_probs, per_token=True), per_token=True),
+    Candidate("naive GSPO, compiled", "compile", full_log_probs, _compiled, compiles=True),
+    _peer("TRL fused head", "trl", peers.trl_log_probs, "trl"),
+    _peer("TRL cast_lm_head_to_fp32", "trl-fp32", peers.trl_fp32_log_probs, "trl"),
+    Candidate(
+        "Liger GRPO loss", "liger", peers.liger_log_probs, peers.liger_loss, LIGER, takes_softcap=False, compiles=True
+    ),
+    _peer("Liger fused CE", "liger", peers.liger_cross_entropy, LIGER, needs_cuda=True),
+    _peer("cut-cross-entropy", "cce", peers.cut_log_probs, CCE, **CCE_LIMITS),
+    _peer("cut-cross-entropy, no filter", "cce", peers.uncut_log_probs, CCE, **CCE_LIMITS),
+    _peer("verl torch head", "verl", peers.verl_torch_log_probs, "verl", takes_softcap=False),
+    _peer("verl Triton head", "verl", peers.verl_triton_log_probs, "verl", **VERL_TRITON),
+    _peer("torch linear_cross_entropy", "torch", peers.torch_log_probs, takes_softcap=False),
+    ours_at(0.0, "ours"),
+    ours_at(1e-3, "ours, budget 1e-3"),
+)
+ALL = {candidate.name: candidate for candidate in _CANDIDATES}
+AGAINST = tuple(dict.fromkeys(candidate.against for candidate in _CANDIDATES if candidate.against != "ours"))

@@ -1,7 +1,7 @@
-"""How anything here is measured: in turns, with medians, memory in a process of its own, and into one JSON file.
+"""Measure times in interleaved rounds and peak memory in a new process, and write results to a JSON file.
 
-Times of a CPU are worth comparing within one run only, so candidates take turns: each round runs all of them once, and
-what a busy machine does to a round it does to all.
+Times on a CPU are comparable within one run only. So each round runs every candidate once, and whatever slows the
+machine during a round slows all candidates alike.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +37,31 @@ KIB = 1024
 
 
 def machine(device: torch.device) -> Record:
-    """What a reader needs to know of where this ran."""
-    description: Record = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory GiB": _memory_total() >> 30}
-    if device.type == "cuda":
-        description["gpu"] = torch.cuda.get_device_name(device)
-    return description
+    """Return the processor, threads and memory of this machine, and the GPU if `device` is one."""
+    total = _kib(Path("/proc/meminfo"), "MemTotal") * KIB if sys.platform == "linux" else 0
+    description: Record = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory GiB": total >> 30}
+    return description | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
 
 
 def about(device: torch.device) -> Record:
-    """Machine, versions, commit: the head of every JSON file."""
+    """Return date, commit, machine and versions: the head of every JSON file."""
     now = _checkout()
     return {
         "date": date.today().isoformat(),
         "commit": now[0],
-        "uncommitted changes": now[1] or now != AT_START,  # a change while it ran is one too
+        "uncommitted changes": now[1] or now != AT_START,  # also if a source changed during the run
         "machine": machine(device),
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := version(p))}},
     }
 
 
 def load() -> float | None:
-    """How many processes wanted to run, over the last minute, per core; None where the system does not say."""
+    """Return the load average of the last minute per core; None where the system has none."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None
 
 
 def version(package: str) -> str | None:
-    """Of an installed package; None where it is not."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -69,13 +69,13 @@ def version(package: str) -> str | None:
 
 
 def place(suite: str, device: torch.device, trial: bool = False) -> Path:
-    """benchmarks/results/<suite>-<cpu or GPU>.json, which the report tells of; of a trial runs/trials/."""
+    """Return benchmarks/results/<suite>-<cpu or GPU>.json, which the report reads; runs/trials/ for a trial."""
     where = "cpu" if device.type != "cuda" else re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower())
     return (TRIALS if trial else RESULTS) / f"{suite}-{where}.json"
 
 
 def destination(suite: str, device: torch.device, path: Path | None, trial: bool = False) -> Path:
-    """`path`, or `place`. Stops with a line where nothing can be written there, before anything is measured."""
+    """Return `path`, or `place` if None. Exit with a line on stderr if no results can be written there."""
     path = path or place(suite, device, trial)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,59 +111,56 @@ def interleaved(
     runs: Mapping[str, Callable[[], object]],
     rounds: int,
     device: torch.device,
-    tick: Callable[[str], object] = lambda name: None,
+    tick: Callable[[str], object] = lambda what: None,
 ) -> dict[str, list[float]]:
-    """Seconds of every run of each in `turns`, without those of the warm-up; `tick` hears of each run."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    """Return the seconds of every timed run by name. `tick` is called before each run, with its name and round."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn, name in turns(list(runs), rounds):
-        tick(name)
-        seconds = _seconds(runs[name], device)
+        tick(f"{name}, {f'round {turn} of {rounds}' if turn else 'warm-up'}")
+        taken = _seconds(runs[name], device)
         if turn:
-            taken[name].append(seconds)
-    return taken
+            seconds[name].append(taken)
+    return seconds
 
 
-def turns(those: list[Any], rounds: int) -> Iterator[tuple[int, Any]]:
-    """All of them in every round, each round beginning with another one. Round 0 warms up."""
+def turns(names: list[Any], rounds: int) -> Iterator[tuple[int, Any]]:
+    """Yield (round, name) for every name in every round. Each round begins with another name; round 0 is a warm-up."""
     for turn in range(rounds + 1):
-        first = turn % max(len(those), 1)
-        for x in those[first:] + those[:first]:
-            yield turn, x
+        first = turn % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            yield turn, name
 
 
 def over(seconds: list[float], base: list[float]) -> Record:
-    """Of the ratios to another candidate's times, round by round: median, and 20th and 80th percentile."""
+    """Return median, 20th and 80th percentile of the ratios to the base's times, round by round."""
     ratios = spread([a / b for a, b in zip(seconds, base, strict=True)])
     return {"ratio": ratios["seconds"], "p20": ratios["p20"], "p80": ratios["p80"]}
 
 
 def spread(seconds: list[float]) -> Record:
-    """Median and 20th and 80th percentile, by linear interpolation; few runs are not hidden."""
-    if len(seconds) == 1:
-        return {"seconds": seconds[0], "p20": seconds[0], "p80": seconds[0], "runs": 1}
-    fifths = statistics.quantiles(seconds, n=5, method="inclusive")
+    """Return median, 20th and 80th percentile (by linear interpolation) and the number of runs."""
+    fifths = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds
     return {"seconds": statistics.median(seconds), "p20": fifths[0], "p80": fifths[-1], "runs": len(seconds)}
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait()
     return time.perf_counter() - start
 
 
 def memory_is_known(device: torch.device) -> bool:
-    """Whether `peak_bytes` works: of a CPU it reads /proc, which only Linux has."""
+    """Return whether `peak_bytes` works: on a CPU it reads /proc, which only Linux has."""
     return device.type == "cuda" or sys.platform == "linux"
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most memory a run takes beyond what is there before it. For a process of its own: see `fresh`.
+    """Return the most memory that a run takes beyond what is in use before it. Call it in a process of its own.
 
-    On CUDA what torch's allocator handed out, on a CPU resident memory.
+    On CUDA this is memory of torch's allocator, on a CPU resident memory.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -171,35 +168,32 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
-    before = _of_this_process("VmRSS")
+    status = Path("/proc/self/status")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
+    before = _kib(status, "VmRSS")
     run()
-    return _of_this_process("VmHWM") - before
+    return (_kib(status, "VmHWM") - before) * KIB
 
 
 def fresh(module: str, function: str, **arguments: Any) -> Any:
-    """`function(**arguments)` of a module of this package, in a new process; None where it ran out of memory.
+    """Return `function(**arguments)` of a module of this package, run in a new process; None if memory ran out there.
 
-    Arguments and result travel as JSON.
+    Arguments and result are sent as JSON.
     """
-    if torch.cuda.is_initialized():  # what this process only keeps for later would be missing there
+    if torch.cuda.is_initialized():  # leave the new process the memory that this one only caches
         gc.collect()
         torch.cuda.empty_cache()
-    # The same places to import from: `-m` would put the working directory before them.
-    start = (
-        f"import sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); from {__package__}.measure import child; "
-    )
-    command = [sys.executable, "-c", f"{start}sys.exit(child(*sys.argv[1:]))", os.pathsep.join(sys.path)]
-    command += [module, function, json.dumps(arguments)]
-    # glibc then hands every large block back as soon as it is free: resident memory is live memory.
+    # The new process gets this one's sys.path; `-m` would put the working directory before it.
+    start = f"import sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); "
+    start += f"from {__package__}.measure import child; sys.exit(child(*sys.argv[1:]))"
+    command = [sys.executable, "-c", start, os.pathsep.join(sys.path), module, function, json.dumps(arguments)]
+    # With this threshold glibc returns large freed blocks at once, so resident memory is live memory.
     env = os.environ | {"PYTHONWARNINGS": "ignore", "MALLOC_MMAP_THRESHOLD_": str(64 * KIB)}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode in (-9, _OUT_OF_MEMORY):
         return None
     if done.returncode:
-        raise RuntimeError(
-            f"{_error_in(done.stderr)}\nin a process of its own: {module}.{function}\n{done.stderr[-2000:]}"
-        )
+        raise RuntimeError(f"{_error_in(done.stderr)}\nin a new process: {module}.{function}\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -207,23 +201,22 @@ _OUT_OF_MEMORY = 77  # exit status
 
 
 def no_room(error: Exception) -> bool:
-    """Whether it says that memory ran out; torch's allocators say so in different words."""
-    said = "out of memory|not enough memory|can't allocate memory"
-    return isinstance(error, MemoryError) or bool(re.search(said, str(error), re.IGNORECASE))
+    """Return whether an error means that memory ran out; torch's allocators word it differently."""
+    pattern = "out of memory|not enough memory|can't allocate memory"
+    return isinstance(error, MemoryError) or bool(re.search(pattern, str(error), re.IGNORECASE))
 
 
 def _error_in(stderr: str) -> str:
-    """The line of a traceback that says what happened; some packages print advice after it."""
-    lines = [line for line in stderr.splitlines() if line.strip()] or ["it said nothing"]
+    """Return the error line of a traceback; some packages print advice after it."""
+    lines = [line for line in stderr.splitlines() if line.strip()] or ["no error message"]
     return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])
 
 
 def child(module: str, function: str, arguments: str) -> int:
-    """What `fresh` starts."""
+    """Run in the process that `fresh` starts; print the result and return the exit status."""
     stop_before_swapping()
-    run = getattr(importlib.import_module(f"{__package__}.{module}"), function)
     try:
-        result = run(**json.loads(arguments))
+        result = getattr(importlib.import_module(f"{__package__}.{module}"), function)(**json.loads(arguments))
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if no_room(error):
             return _OUT_OF_MEMORY
@@ -233,7 +226,7 @@ def child(module: str, function: str, arguments: str) -> int:
 
 
 def stop_before_swapping() -> None:
-    """Allocations beyond what is free fail at once, instead of taking the machine down."""
+    """Limit this process to the memory that is free now, so that allocations fail instead of making Linux swap."""
     if sys.platform == "linux":
         import resource
 
@@ -242,21 +235,13 @@ def stop_before_swapping() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (free if hard == resource.RLIM_INFINITY else min(free, hard), hard))
 
 
-def _of_this_process(name: str) -> int:
-    return _kib(Path("/proc/self/status"), name) * KIB
-
-
-def _memory_total() -> int:
-    return _kib(Path("/proc/meminfo"), "MemTotal") * KIB if sys.platform == "linux" else 0
-
-
 def _kib(path: Path, name: str) -> int:
-    """An entry of one of Linux's tables."""
+    """Return an entry of one of Linux's tables."""
     return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
 
 
 def _cpu() -> str:
-    """Its name and whether it multiplies bf16 itself."""
+    """Return the processor's name, with "(bf16)" if it multiplies bf16 natively."""
     name, flags = platform.processor() or platform.machine(), ""
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -266,14 +251,14 @@ def _cpu() -> str:
 
 
 def _checkout() -> tuple[str, bool]:
-    """The commit of this file's own repository, and whether sources differ from it. ("", False) outside of one."""
-    if Path(_git("rev-parse", "--show-toplevel") or "/") != ROOT:  # installed, perhaps inside somebody else's checkout
+    """Return this repository's commit and whether sources differ from it; ("", False) outside of a clone."""
+    if Path(_git("rev-parse", "--show-toplevel") or "/") != ROOT:  # installed, perhaps inside another repository
         return "", False
     return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--", "*.py", "*.toml", "Makefile"))
 
 
 def _git(*arguments: str) -> str:
-    """What git says of this checkout; nothing where there is none."""
+    """Return what git prints; "" if it fails or is not installed."""
     try:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""A synthetic policy as peaked as RL leaves one: half of all tokens under 0.01 nats, a fifth above 0.67.
+"""Make a synthetic policy as peaked as RL leaves one: half of its tokens under 0.01 nats, a fifth above 0.67.
 
-Every row has a few candidates, whose ids are log-uniform (Zipf-like: frequent tokens have small ids, as a BPE gives
-them), and its hidden state is the sum of their rows of the head, weighted so that the candidates get the logits wanted.
-All other ids get what a random head gives them: together the probability `tail`. Targets are sampled from the policy.
+Every row has a few candidate tokens with log-uniform ids (a BPE gives frequent tokens small ids). Its hidden state is a
+weighted sum of their rows of the head, with weights that give the candidates the wanted logits. All other ids get the
+logits of a random head, together the probability `tail`. Target ids are sampled from the policy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 CANDIDATES = 16
-DECAY = 0.8  # nats from one candidate to the next, after the second
+DECAY = 0.8  # nats between a candidate and the next, after the second
+FIRST_ID = 20  # ids are log-uniform from here on
 
 
 class Policy(NamedTuple):
@@ -25,64 +26,50 @@ class Policy(NamedTuple):
 
 
 def make(
-    rows: int,
-    width: int,
-    vocab: int,
-    tail: float = 1e-5,
-    seed: int = 0,
-    peaked: bool = True,
-    sure: float = 0.5,
-    softcap: float | None = None,
-    device: torch.device | str = "cpu",
-) -> Policy:
-    """`sure`: the share of tokens under 0.01 nats; of the others two in five are above 0.67.
+    rows: int, width: int, vocab: int, tail: float = 1e-5, seed: int = 0, peaked: bool = True, sure: float = 0.5,
+    softcap: float | None = None, device: torch.device | str = "cpu",
+) -> Policy:  # fmt: skip  # lines by subject
+    """Return a policy. `sure` is the share of tokens under 0.01 nats; two in five of the others are above 0.67.
 
-    `peaked=False`: the other extreme, a random head and random hidden states of unit logits.
-
-    A soft-cap is undone before the hidden states are made, so that the capped logits are those wanted; it must be
-    above the largest of them, about log(vocab / tail).
+    With `peaked=False` head and hidden states are random and logits have standard deviation 1. A soft-cap must be above
+    the largest logit, about log(vocab / tail); hidden states are made so that the capped logits are the wanted ones.
     """
     rng = torch.Generator(device).manual_seed(seed)
     with torch.device(device):
-        return _make(rows, width, vocab, tail, peaked, sure, softcap, rng)
+        weight = torch.randn(vocab, width, generator=rng) / width**0.5
+        if peaked:
+            hidden = _peaked_states(rows, weight, tail, sure, softcap, rng)
+        else:
+            hidden = torch.randn(rows, width, generator=rng)
+        return _sampled(hidden, weight, softcap, rng)
 
 
-def _make(
-    rows: int,
-    width: int,
-    vocab: int,
-    tail: float,
-    peaked: bool,
-    sure: float,
-    softcap: float | None,
-    rng: torch.Generator,
-) -> Policy:
-    weight = torch.randn(vocab, width, generator=rng) / width**0.5
-    if not peaked:
-        return _sampled(torch.randn(rows, width, generator=rng), weight, softcap, rng)
-    # The first candidate's logit `top` gives others N(0, top^2 / width): vocab exp(top^2 / 2 width - top) = tail.
+def _peaked_states(
+    rows: int, weight: Tensor, tail: float, sure: float, softcap: float | None, rng: torch.Generator
+) -> Tensor:
+    """Return hidden states [rows, H]."""
+    vocab, width = weight.shape
+    # A first candidate of logit `top` gives other ids N(0, top^2 / width): vocab exp(top^2 / 2 width - top) = tail.
     top = width - math.sqrt(width * (width - 2 * math.log(vocab / tail)))
-    kind = torch.rand(rows, generator=rng)
-    gap = torch.rand(rows, generator=rng)
+    kind, uniform = torch.rand(rows, generator=rng), torch.rand(rows, generator=rng)
     middle = sure + 0.6 * (1 - sure)
-    gap = torch.where(kind < sure, 8 + 4 * gap, torch.where(kind < middle, 2.5 + 5.5 * gap, 1.2 * gap))
+    gap = torch.where(kind < sure, 8 + 4 * uniform, torch.where(kind < middle, 2.5 + 5.5 * uniform, 1.2 * uniform))
     places = torch.arange(CANDIDATES).clamp(min=1) - 1
-    below = (gap[:, None] + DECAY * places).where(torch.arange(CANDIDATES) > 0, 0.0)
-    start = 20  # ids from here on are log-uniform
-    spread = torch.rand(rows, CANDIDATES, generator=rng) * math.log((vocab + start) / start)
-    ids = (start * spread.exp() - start).long().clamp(0, vocab - 1)
-    wanted = top - below
+    below = (gap[:, None] + DECAY * places).where(torch.arange(CANDIDATES) > 0, 0.0)  # [rows, CANDIDATES]
+    spread = torch.rand(rows, CANDIDATES, generator=rng) * math.log((vocab + FIRST_ID) / FIRST_ID)
+    ids = (FIRST_ID * spread.exp() - FIRST_ID).long().clamp(0, vocab - 1)
+    logits = top - below
     if softcap is not None:
-        wanted = softcap * torch.atanh(wanted / softcap)
-    # In parts: the candidates' rows of the head are 16 times the hidden states.
-    parts = [_mixed(weight[part], w) for part, w in zip(ids.split(4096), wanted.split(4096), strict=True)]
-    return _sampled(torch.cat(parts), weight, softcap, rng)
+        logits = softcap * torch.atanh(logits / softcap)
+    # In chunks of rows: the candidates' rows of the head take 16 times the memory of the hidden states.
+    pairs = zip(ids.split(4096), logits.split(4096), strict=True)
+    return torch.cat([_states_with_logits(weight[chunk], wanted) for chunk, wanted in pairs])
 
 
-def _mixed(chosen: Tensor, wanted: Tensor) -> Tensor:
-    """[n, CANDIDATES, H] and logits [n, CANDIDATES] -> the sums of rows that have these logits [n, H]."""
-    gram = chosen @ chosen.mT + 1e-3 * torch.eye(CANDIDATES)  # the same id twice makes it singular
-    return (chosen * torch.linalg.solve(gram, wanted[..., None])).sum(1)
+def _states_with_logits(candidates: Tensor, logits: Tensor) -> Tensor:
+    """Return sums [n, H] of head rows [n, CANDIDATES, H] that have these logits [n, CANDIDATES]."""
+    gram = candidates @ candidates.mT + 1e-3 * torch.eye(CANDIDATES)  # a repeated id would make it singular
+    return (candidates * torch.linalg.solve(gram, logits[..., None])).sum(1)
 
 
 def _sampled(hidden: Tensor, weight: Tensor, softcap: float | None, rng: torch.Generator) -> Policy:
@@ -97,19 +84,17 @@ def _sampled(hidden: Tensor, weight: Tensor, softcap: float | None, rng: torch.G
 
 
 def about(policy: Policy) -> dict[str, Any]:
-    """What the text promises, measured."""
+    """Return the entropies of a policy as `entropy_quantiles` does."""
     return entropy_quantiles(policy.entropy)
 
 
 def entropy_quantiles(entropy: Tensor) -> dict[str, Any]:
-    """Of entropies in nats, one per token."""
-    shares = {f"share under {x} nats": (entropy < x).double().mean().item() for x in (0.01, 0.1)}
-    above = (entropy > 0.67).double().mean().item()
-    at = (0.1, 0.25, 0.5, 0.75, 0.9)
-    quantiles = entropy.double().quantile(torch.tensor(at, dtype=torch.float64, device=entropy.device)).tolist()
+    """Return mean, shares and quantiles of entropies in nats, one per token."""
+    exact, at = entropy.double(), (0.1, 0.25, 0.5, 0.75, 0.9)
+    quantiles = exact.quantile(torch.tensor(at, dtype=torch.float64, device=entropy.device)).tolist()
     return {
-        "mean entropy": entropy.double().mean().item(),
-        **shares,
-        "share above 0.67 nats": above,
+        "mean entropy": exact.mean().item(),
+        **{f"share under {x} nats": (entropy < x).double().mean().item() for x in (0.01, 0.1)},
+        "share above 0.67 nats": (entropy > 0.67).double().mean().item(),
         "quantiles": dict(zip(map(str, at), quantiles, strict=True)),
     }

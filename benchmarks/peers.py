@@ -1,6 +1,6 @@
-"""How the others are called, as their own trainers call them. Each is imported when it is first measured.
+"""Call other packages as their own trainers do. Each package is imported when it is first measured.
 
-hidden [N, H], weight [V, H], ids [N] -> log-probs [N], unless said otherwise.
+Functions named `*_log_probs` take hidden [N, H], weight [V, H], ids [N] and a soft-cap, and return log-probs [N].
 """
 
 from __future__ import annotations
@@ -17,38 +17,39 @@ if TYPE_CHECKING:
 
 
 def trl_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """TRL's fused head without the entropy that its GRPO trainer logs: the least it can do."""
+    """Run TRL's fused head, without the entropy that its GRPO trainer also asks for and which costs more."""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as COLUMNS
 
     return ChunkedLogProbFunction.apply(hidden, weight, None, ids, 1.0, COLUMNS, softcap, 1.0, ())[0]
 
 
+def trl_fp32_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
+    """Run TRL's fused head on fp32 casts of its inputs, as `cast_lm_head_to_fp32=True` does in TRL 1.16.
+
+    No full logits are made (TRL 1.13 and earlier made them, in fp32). TRL casts the head once, when the trainer starts.
+    Here each call casts it: the fp32 copy counts as memory of the step, and the cast as time.
+    """
+    return trl_log_probs(hidden.float(), weight.float(), ids, softcap)
+
+
 def liger_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Liger's whole GRPO loss, as TRL's `use_liger_kernel` set it up until 1.13. It goes sequence by sequence."""
+    """Run Liger's GRPO loss as TRL's `use_liger_kernel` configured it until TRL 1.13. It loops over the sequences."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     loss = LigerFusedLinearGRPOLoss(
-        beta=0.0 if old.ref_log_probs is None else KL_COEF,
-        use_ref_model=old.ref_log_probs is not None,
-        epsilon_low=CLIP_LOW,
-        epsilon_high=CLIP_HIGH,
-        loss_type="grpo",
-        importance_sampling_level="sequence",
-    )
+        beta=0.0 if old.ref_log_probs is None else KL_COEF, use_ref_model=old.ref_log_probs is not None,
+        epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH, loss_type="grpo", importance_sampling_level="sequence",
+    )  # fmt: skip  # lines by subject
+    mask = torch.ones_like(w.target_ids)
     return loss(
-        hidden,
-        weight,
-        w.target_ids,
-        torch.ones_like(w.target_ids),
-        w.advantages,
-        ref_per_token_logps=old.ref_log_probs,
+        hidden, weight, w.target_ids, mask, w.advantages, ref_per_token_logps=old.ref_log_probs,
         old_per_token_logps=old.log_probs,
-    )[0]
+    )[0]  # fmt: skip  # lines by subject
 
 
 def liger_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """What Liger's GRPO loss computes inside, for the old log-probs that it wants to be given."""
+    """Run the log-prob function inside Liger's GRPO loss, which takes old log-probs as an input."""
     from liger_kernel.chunked_loss.fused_linear_ppo import _selective_logprob_forward
 
     return _selective_logprob_forward(hidden, weight, ids)[0]
@@ -58,26 +59,26 @@ def liger_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: fl
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     losses = liger_fused_linear_cross_entropy(hidden, weight, ids, reduction="none", softcap=softcap)
-    assert isinstance(losses, Tensor)  # nothing else was asked for
+    assert isinstance(losses, Tensor)  # a tuple only with further options
     return -losses
 
 
 def cut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """As it comes: its backward leaves out entries under a threshold of its own, a gradient budget of a kind."""
+    """Run cut-cross-entropy with its default filter, which skips gradient entries under a threshold."""
     from cut_cross_entropy import linear_cross_entropy
 
     return -linear_cross_entropy(hidden, weight, ids, softcap=softcap, reduction="none")
 
 
 def uncut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """The same with all entries."""
+    """Run cut-cross-entropy with all gradient entries."""
     from cut_cross_entropy import linear_cross_entropy
 
     return -linear_cross_entropy(hidden, weight, ids, softcap=softcap, reduction="none", filter_eps=None)
 
 
 def verl_torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """verl's `impl_backend: torch`. It computes entropies too, wanted or not."""
+    """Run verl's `impl_backend: torch`, which always computes entropies too."""
     from verl.utils.experimental.torch_functional import (  # pyright: ignore[reportMissingImports] - conflicts with .venv
         FusedLinearForPPOFunction,
     )
@@ -86,7 +87,7 @@ def verl_torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: f
 
 
 def verl_triton_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """verl's `impl_backend: triton`."""
+    """Run verl's `impl_backend: triton`."""
     from verl.utils.kernel.linear_cross_entropy import (  # pyright: ignore[reportMissingImports] - conflicts with .venv
         linear_cross_entropy,
     )
@@ -95,8 +96,10 @@ def verl_triton_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: 
 
 
 def torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """PyTorch's own (from 2.13 on). On a CPU in chunks as large as verl's: its automatic choice there is a few rows, of
-    which each reads the whole head."""
+    """Run PyTorch's own fused head, new in 2.13.
+
+    On a CPU it gets verl's chunk of 512 rows: its default there is a few rows, and each chunk reads the whole head.
+    """
     chunks = {} if hidden.is_cuda else {"batch_chunk_size": 512, "chunking_method": None}
     options = torch.nn.LinearCrossEntropyOptions(**chunks)
     return -torch.nn.functional.linear_cross_entropy(hidden, weight, ids, reduction="none", options=options)

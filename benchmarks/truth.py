@@ -1,4 +1,4 @@
-"""The same loss in float64 by plain autograd, some rows at a time, and how far a candidate is from it."""
+"""Compute the loss in float64 by plain autograd, and the errors of a candidate against it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor
 from .candidates import full_log_probs, loss_of
 from .workloads import Old, Workload
 
-ROWS = 256  # at a time: V x 256 logits in float64
-# Gradients count as wrong, and no speed is told, where their error (norm over norm) is over so many times that of naive
-# PyTorch in the same dtype and over the floor, or where their size is off by so much: an error of a few percent is what
-# bf16 logits cost, but it has no direction.
+ROWS = 256  # per chunk: a float64 logits tensor of 256 x V
+# A candidate is wrong, and is not timed, if a gradient's relative error (norm over norm) is above both FLOOR and
+# TIMES_NAIVE times the error of naive PyTorch in the same dtype, or if a gradient's size is off by more than SCALE. The
+# error of bf16 logits is a few percent but has no direction, so a gradient's size is known better than its entries.
 TIMES_NAIVE, FLOOR, SCALE = 3.0, 1e-4, 5e-3
-LOSS = 1e-4  # most that a loss may be off; advantages are about 1
+LOSS = 1e-4  # allowed error of the loss; advantages are about 1
+Result = tuple[Tensor, Tensor, Tensor]  # loss, d_hidden, d_weight
+Sizes = tuple[float, float, float]  # loss and norms of both gradients
 
 
 class Truth(NamedTuple):
@@ -26,103 +28,103 @@ class Truth(NamedTuple):
     d_weight: Tensor  # [V, H] float64
 
 
-def truth(w: Workload, per_token: bool = False) -> Truth:
-    """Loss and gradients of the inputs as they are, with old log-probs from the same float64 forward."""
-    hidden, weight, ids = w.hidden.flatten(0, 1), w.weight.double(), w.target_ids.flatten()
-    parts = torch.arange(w.rows, device=ids.device).split(ROWS)
-    with torch.no_grad():
-        outputs = [_full(hidden[rows].double(), weight, ids[rows], w.softcap) for rows in parts]
-    log_probs = torch.cat(outputs).view_as(ids.view(w.target_ids.shape)).requires_grad_()
-    detached = log_probs.detach()
-    old = Old(
-        None if w.log_ratio is None else detached - w.log_ratio.double()[:, None],
-        None if w.kl_drift is None else detached + w.kl_drift.double(),
-    )
-    loss = loss_of(log_probs, w, old, per_token)
-    (coefficient,) = torch.autograd.grad(loss, log_probs)
-    d_hidden, d_weight = torch.zeros_like(hidden, dtype=torch.float64), torch.zeros_like(weight)
-    for rows in parts:
-        upstream = coefficient.flatten()[rows]
-        if not upstream.any():
-            continue
-        leaves = hidden[rows].double().requires_grad_(), weight.detach().requires_grad_()
-        chunk = _full(*leaves, ids[rows], w.softcap)
-        d_hidden[rows], more = torch.autograd.grad(chunk, leaves, upstream)
-        d_weight += more
-    return Truth(loss.item(), d_hidden.view(w.hidden.shape), d_weight)
-
-
-def _full(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    return full_log_probs(hidden, weight, ids, softcap, torch.float64)
-
-
 class Errors(NamedTuple):
     loss: float  # absolute
     d_hidden: float  # relative, norm over norm
     d_weight: float
-    scale: float  # the worse gradient's component along the true one, less 1
+    scale: float  # the worse gradient's component along the true gradient, less 1
 
     @property
     def worst(self) -> float:
         return max(self.d_hidden, self.d_weight)
 
 
-def errors(result: tuple[Tensor, Tensor, Tensor], true: Truth) -> Errors:
-    apart, scales = [], []
-    for a, b in ((result[1], true.d_hidden), (result[2], true.d_weight)):
-        if a.shape != b.shape:
-            raise ValueError(f"a gradient has the shape {tuple(a.shape)}, not {tuple(b.shape)}")
-        square, along = _products(a, b)
-        size = max(b.square().sum().item(), 1e-300)
-        apart.append(math.sqrt(square / size))
+def truth(w: Workload, per_token: bool = False) -> Truth:
+    """Return loss and gradients for the inputs as they are, with old log-probs from the same float64 forward."""
+    hidden, weight, ids = w.hidden.flatten(0, 1), w.weight.double(), w.target_ids.flatten()
+    chunks = torch.arange(w.rows, device=ids.device).split(ROWS)
+
+    def log_probs_of(states: Tensor, head: Tensor, rows: Tensor) -> Tensor:
+        return full_log_probs(states, head, ids[rows], w.softcap, torch.float64)
+
+    with torch.no_grad():
+        outputs = [log_probs_of(hidden[rows].double(), weight, rows) for rows in chunks]
+    log_probs = torch.cat(outputs).view(w.target_ids.shape).requires_grad_()
+    detached = log_probs.detach()
+    old = Old(
+        None if w.log_ratio is None else detached - w.log_ratio.double()[:, None],
+        None if w.kl_drift is None else detached + w.kl_drift.double(),
+    )
+    loss = loss_of(log_probs, w, old, per_token)
+    (d_log_probs,) = torch.autograd.grad(loss, log_probs)
+    d_hidden, d_weight = torch.zeros_like(hidden, dtype=torch.float64), torch.zeros_like(weight)
+    for rows in chunks:
+        upstream = d_log_probs.flatten()[rows]
+        if upstream.any():
+            leaves = hidden[rows].double().requires_grad_(), weight.detach().requires_grad_()
+            d_hidden[rows], d_chunk = torch.autograd.grad(log_probs_of(*leaves, rows), leaves, upstream)
+            d_weight += d_chunk
+    return Truth(loss.item(), d_hidden.view(w.hidden.shape), d_weight)
+
+
+def errors(result: Result, true: Truth) -> Errors:
+    """Return the errors of a candidate's loss and gradients."""
+    relative, scales = [], []
+    for gradient, exact in ((result[1], true.d_hidden), (result[2], true.d_weight)):
+        if gradient.shape != exact.shape:
+            raise ValueError(f"a gradient has the shape {tuple(gradient.shape)}, expected {tuple(exact.shape)}")
+        square, along = _products(gradient, exact)
+        size = max(exact.square().sum().item(), 1e-300)
+        relative.append(math.sqrt(square / size))
         scales.append(along / size - 1)
-    return Errors(abs(result[0].item() - true.loss), apart[0], apart[1], max(scales, key=abs))
+    return Errors(abs(result[0].item() - true.loss), relative[0], relative[1], max(scales, key=abs))
 
 
-Sizes = tuple[float, float, float]
-
-
-def sizes(result: tuple[Tensor, Tensor, Tensor]) -> Sizes:
-    """Loss, and norms of both gradients: what is kept of a result to know it again."""
-    loss, d_hidden, d_weight = result
-    norms = (torch.linalg.vector_norm(x, dtype=torch.float32).item() for x in (d_hidden, d_weight))
-    return loss.item(), *norms
-
-
-def differ(a: Sizes, b: Sizes) -> bool:
-    """By more than a rounding here or there changes."""
-    return not all(abs(x - y) <= most for x, y, most in zip(a, b, (LOSS, SCALE * b[1], SCALE * b[2]), strict=True))
-
-
-def _products(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """|a - b|^2 and a b. Some rows at a time: a head in float64 is large enough without its difference."""
+def _products(gradient: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Return |gradient - exact|^2 and gradient . exact, in chunks of rows that save float64 memory."""
     square = along = 0.0
-    for x, y in zip(a.flatten(0, -2).split(8192), b.flatten(0, -2).split(8192), strict=True):
+    for x, y in zip(gradient.flatten(0, -2).split(8192), exact.flatten(0, -2).split(8192), strict=True):
         x = x.double()
         square += (x - y).square().sum().item()
         along += (x * y).sum().item()
     return square, along
 
 
-def verdict(ours: Errors, naive: Errors, budget: float) -> str | None:
-    """What is wrong with a candidate; None if nothing is.
+def sizes(result: Result) -> Sizes:
+    """Return loss and norms of both gradients, to compare a later result with."""
+    loss, d_hidden, d_weight = result
+    norms = (torch.linalg.vector_norm(x, dtype=torch.float32).item() for x in (d_hidden, d_weight))
+    return loss.item(), *norms
 
-    A gradient budget bounds the dropped share of the L1 mass of d_logits, not the error: ten times as much is allowed.
+
+def differ(a: Sizes, b: Sizes) -> bool:
+    """Return whether two results differ by more than rounding explains."""
+    return not all(abs(x - y) <= most for x, y, most in zip(a, b, (LOSS, SCALE * b[1], SCALE * b[2]), strict=True))
+
+
+def verdict(error: Errors, naive: Errors, budget: float) -> str | None:
+    """Return what is wrong with a candidate; None if nothing is.
+
+    A gradient budget bounds the dropped share of the L1 mass of d_logits and not the error, so ten times the budget is
+    added to the limits.
     """
     limit = max(TIMES_NAIVE * naive.worst, FLOOR) + 10 * budget
     checks = {
-        "d_hidden": (ours.d_hidden, limit),
-        "d_weight": (ours.d_weight, limit),
-        "the size of a gradient": (abs(ours.scale), SCALE + 10 * budget),
-        "the loss": (ours.loss, LOSS),
+        "d_hidden": (error.d_hidden, limit),
+        "d_weight": (error.d_weight, limit),
+        "the size of a gradient": (abs(error.scale), SCALE + 10 * budget),
+        "the loss": (error.loss, LOSS),
     }
-    over = {name: pair for name, pair in checks.items() if not pair[0] <= pair[1]}  # NaN is over
-    return ", ".join(f"{name} is off by {off:.1e} (limit {most:.1e})" for name, (off, most) in over.items()) or None
+    faults = {name: pair for name, pair in checks.items() if not pair[0] <= pair[1]}  # NaN is a fault
+    return ", ".join(f"{name} is off by {off:.1e} (limit {most:.1e})" for name, (off, most) in faults.items()) or None
 
 
 def product_operations(run: Callable[[], object]) -> float:
-    """Operations of the matrix products of a run, 2 m n k each, as the profiler sees them: inside custom operators and
-    compiled graphs too, but not inside Triton kernels. Runs with one thread: it sees the caller's only."""
+    """Return the operations of all matrix products of a run, 2 m n k each, as PyTorch's profiler sees them.
+
+    It sees products inside custom operators and compiled graphs, but not inside Triton kernels. It sees the calling
+    thread only, so the run has one thread.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -138,7 +140,7 @@ def product_operations(run: Callable[[], object]) -> float:
     return total
 
 
-# Which argument of an operator is the left factor; what an add-product adds to comes before it.
+# The index of the left factor among an operator's arguments; addmm and its kin take a summand before it.
 FIRST_FACTOR = {"aten::mm": 0, "aten::bmm": 0} | {
     f"aten::{name}": 1 for name in ("addmm", "addmm_", "baddbmm", "baddbmm_")
 }

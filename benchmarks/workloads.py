@@ -1,9 +1,8 @@
-"""What is measured on: heads of real models, and batches as GSPO meets them.
+"""Batches to measure on: heads of real models, and advantages and ratios as GSPO meets them.
 
-All sequences of a batch are equally long and no token is masked, so that nobody is charged for padding. Log-ratios are
-set, not left to chance: well inside the clip window or well outside it, so that every implementation should decide
-alike; each gets old log-probs from its own forward, as in a trainer. Which decisions rounding flips is another
-question, with a suite of its own (`fidelity`).
+All sequences of a batch have the same length and no token is masked, so no candidate pays for padding. Log-ratios are
+set well inside or well outside the clip window, so all candidates should take the same clip decisions. Each candidate
+gets old log-probs from its own forward, as in a trainer. Which decisions rounding changes is measured by `fidelity`.
 """
 
 from __future__ import annotations
@@ -33,33 +32,32 @@ MODELS = {
 
 
 class Scenario(NamedTuple):
-    """Shares of the sequences, and what else the loss has."""
+    """Shares of sequences without a gradient, and what else the loss has."""
 
     what: str
-    zero: float = 0.0  # of advantage 0: every answer of the group got the same reward
-    clipped: float = 0.0  # beyond the clip, of those with an advantage
+    zero: float = 0.0  # share of sequences with advantage 0, because all answers of their group got the same reward
+    clipped: float = 0.0  # share of the other sequences that lie outside the clip window
     kl: bool = False
     on_policy: bool = False  # no old log-probs: the ratio is exactly 1
-    long: bool = False  # two sequences, however many tokens
+    long: bool = False  # two sequences, whatever the number of tokens
 
 
-SCENARIOS = {  # shares are met as nearly as the number of sequences allows: see `counts`
-    "dense": Scenario("every token has a gradient: the worst case for us"),
-    "rl-like": Scenario("some sequences of zero advantage, some clipped", zero=0.3, clipped=0.15),
-    "on-policy": Scenario("no old log-probs, so nothing clipped; some of zero advantage", zero=0.3, on_policy=True),
-    "kl": Scenario("as rl-like with a k3 KL of 0.04, which keeps every row alive", zero=0.3, clipped=0.15, kl=True),
-    "long": Scenario("two sequences that share all tokens, both with a gradient", long=True),
+SCENARIOS = {
+    "dense": Scenario("every token has a gradient: our worst case"),
+    "rl-like": Scenario("some sequences have advantage 0, some are clipped", zero=0.3, clipped=0.15),
+    "on-policy": Scenario("no old log-probs, so no clipping; some advantages are 0", zero=0.3, on_policy=True),
+    "kl": Scenario("rl-like with a k3 KL of 0.04, so that every row has a gradient", zero=0.3, clipped=0.15, kl=True),
+    "long": Scenario("two sequences share all tokens, both have a gradient", long=True),
 }
-LENGTH = 1024  # tokens of a sequence, where there are enough for eight
-FEWEST = 8  # sequences
-INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios; the window ends at 3e-4 and 4e-4
+LENGTH, FEWEST = 1024, 8  # tokens per sequence, unless that makes fewer than 8 sequences
+INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 KL_COEF = 0.04
-BUDGETS = (0.0, 1e-4, 1e-3, 4e-3, 1e-2)  # gradient budgets that are tried
+BUDGETS = (0.0, 1e-4, 1e-3, 4e-3, 1e-2)  # gradient budgets that are measured
 
 
 class Spec(NamedTuple):
-    """A workload in words, which travel to other processes."""
+    """A workload by its parameters, which can be sent to another process."""
 
     head: Head
     tokens: int
@@ -74,8 +72,8 @@ class Workload(NamedTuple):
     weight: Tensor  # [V, H]
     target_ids: Tensor  # [S, L]
     advantages: Tensor  # [S] fp32
-    log_ratio: Tensor | None  # [S] fp32, of every sequence, what an update did; None: on-policy
-    kl_drift: Tensor | None  # [S, L] fp32: ref log-probs are a candidate's own plus this
+    log_ratio: Tensor | None  # [S] fp32, current less old log-prob per token; None: on-policy
+    kl_drift: Tensor | None  # [S, L] fp32, reference less current log-prob; None: no KL
     softcap: float | None
     entropy: Tensor  # [S, L] nats, before rounding to the dtype
 
@@ -89,12 +87,12 @@ class Workload(NamedTuple):
 
     @property
     def products(self) -> float:
-        """Operations of one pass: 2 N H V."""
+        """Operations of one matrix pass: 2 N H V."""
         return 2.0 * self.rows * self.weight.numel()
 
 
 class Old(NamedTuple):
-    """What a trainer keeps from before the update."""
+    """Log-probs from before the update."""
 
     log_probs: Tensor | None  # [S, L]; None: on-policy
     ref_log_probs: Tensor | None  # [S, L]; None: no KL
@@ -102,51 +100,44 @@ class Old(NamedTuple):
 
 class Counts(NamedTuple):
     sequences: int
-    zero: int  # of advantage 0
-    clipped: int  # of the others
+    zero: int  # sequences of advantage 0
+    clipped: int  # other sequences outside the clip window
 
 
 def counts(tokens: int, scenario: str) -> Counts:
-    """How many sequences share the tokens, and what they are."""
-    named = SCENARIOS[scenario]
-    if named.long:
+    """Return the number of sequences, and how many have no gradient; shares are rounded to whole sequences."""
+    shares = SCENARIOS[scenario]
+    if shares.long:
         return Counts(2, 0, 0)
     sequences = max(FEWEST, tokens // LENGTH)
-    zero = round(named.zero * sequences)
-    return Counts(sequences, zero, round(named.clipped * (sequences - zero)))
+    zero = round(shares.zero * sequences)
+    return Counts(sequences, zero, round(shares.clipped * (sequences - zero)))
 
 
 def length_of(tokens: int, scenario: str) -> int:
-    """Of each of the `counts` sequences; tokens are rounded down to so many."""
-    count = counts(tokens, scenario).sequences
-    if tokens < count:
-        raise ValueError(f"tokens: expected at least {count} for {scenario!r}, got {tokens}")
-    return tokens // count
+    """Return the tokens per sequence, rounded down."""
+    sequences = counts(tokens, scenario).sequences
+    if tokens < sequences:
+        raise ValueError(f"tokens: expected at least {sequences} for {scenario!r}, got {tokens}")
+    return tokens // sequences
 
 
 def make(spec: Spec, **policy: Any) -> Workload:
-    """The batch of a spec; the same one wherever it is made on the same kind of device.
-
-    Tokens are rounded down to equal sequences. `policy`: further arguments of `peaked.make`.
-    """
+    """Return the batch of a spec, the same one on every device of a kind. `policy`: arguments of `peaked.make`."""
     scenario, (count, zero, clipped) = SCENARIOS[spec.scenario], counts(spec.tokens, spec.scenario)
-    length = length_of(spec.tokens, spec.scenario)
-    head, device = spec.head, torch.device(spec.device)
-    peaked_policy = peaked.make(
+    length, head, device = length_of(spec.tokens, spec.scenario), spec.head, torch.device(spec.device)
+    source = peaked.make(
         count * length, head.width, head.vocab, seed=spec.seed, softcap=head.softcap, device=device, **policy
     )
-    drift = None
+    w = batch(source, count, zero, clipped, getattr(torch, spec.dtype))._replace(softcap=head.softcap)
     if scenario.kl:
         rng = torch.Generator().manual_seed(spec.seed + 1)
-        drift = 0.1 * torch.randn(count, length, generator=rng).to(device)
-    w = batch(peaked_policy, count, zero, clipped, getattr(torch, spec.dtype))._replace(
-        kl_drift=drift, softcap=head.softcap
-    )
+        w = w._replace(kl_drift=0.1 * torch.randn(count, length, generator=rng).to(device))
     return w._replace(log_ratio=None) if scenario.on_policy else w
 
 
 def batch(policy: peaked.Policy, count: int, zero: int, clipped: int, dtype: torch.dtype = torch.float32) -> Workload:
-    """`count` sequences of equal length, with the parts of `roles`."""
+    """Return `count` sequences of equal length with the advantages and log-ratios of `roles`."""
     advantages, log_ratio = roles(count, zero, clipped)
     device = policy.hidden.device
     return Workload(
@@ -162,9 +153,9 @@ def batch(policy: peaked.Policy, count: int, zero: int, clipped: int, dtype: tor
 
 
 def roles(count: int, zero: int, clipped: int) -> tuple[Tensor, Tensor]:
-    """Advantages [S] and log-ratios [S]: the first `zero` have advantage 0, the next `clipped` lie beyond the clip.
+    """Return advantages [S] and log-ratios [S]: the first `zero` have advantage 0, the next `clipped` are clipped.
 
-    Advantages change signs from one to the next, and lie between 0.5 and 1.5 in size.
+    Advantages alternate in sign and lie between 0.5 and 1.5 in size.
     """
     sign = torch.tensor([1.0, -1.0]).repeat(count)[:count]
     advantages = sign * torch.linspace(0.5, 1.5, count)
@@ -175,5 +166,5 @@ def roles(count: int, zero: int, clipped: int) -> tuple[Tensor, Tensor]:
 
 
 def spec_from(fields: list[Any]) -> Spec:
-    """Back from JSON, which knows no named tuples."""
+    """Return the Spec of its JSON form."""
     return Spec(Head(*fields[0]), *fields[1:])

@@ -1,136 +1,194 @@
-"""Time and memory of loss and gradients against the number of tokens, for everyone installed.
+"""Measure time and memory of loss and gradients for every installed candidate.
 
-    python -m gspo_kernels.benchmarks step --time        (80 minutes on two cores)
-    python -m gspo_kernels.benchmarks step --memory      of more tokens, until it runs out (an hour on two cores)
-    python -m gspo_kernels.benchmarks step --model qwen3-8b --tokens 4096 16384 65536
+    python -m gspo_kernels.benchmarks step --time      against the number of tokens (80 minutes on two cores)
+    python -m gspo_kernels.benchmarks step --memory    peak memory only, of more tokens (an hour on two cores)
+    python -m gspo_kernels.benchmarks step --vocab     against the size of the vocabulary (an hour on two cores)
+    python -m gspo_kernels.benchmarks step --busy      alone and beside a busy process (5 minutes on two cores)
+    python -m gspo_kernels.benchmarks step --time --scenario dense --dtype bfloat16    a part of the sweep
 
-Timed at every number of tokens as in training (`rl-like`); at the largest also where every token has a gradient
-(`dense`), the worst case for us, with few long sequences (`long`), because Liger's cost is per sequence, and on a CPU
-in bf16 too. With neither option both parts are measured; each keeps what the file has of the other.
+Without these options --time and --memory are measured; both are parts of one file, and each keeps the other part. The
+sweep of --time has `rl-like` batches, as in training, at every number of tokens. At the largest number it also has
+`dense` ones, our worst case, `long` ones, because Liger's loss has a cost per sequence, and on a CPU bf16 ones. Results
+of a part of the sweep, or of some candidates, go to runs/trials/.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
-from ..candidates import Candidate
-from ..measure import OUTPUT, Record, destination, results_in, save_part
-from ..workloads import MODELS, Spec, counts, length_of
+import torch
+from rich.console import Console
+
+from .. import table
+from ..candidates import ALL, Candidate
+from ..measure import Record, destination, interleaved, over, results_in, save, save_part, spread
+from ..workloads import MODELS, SCENARIOS, Head, Spec, counts, length_of, make
 from . import bench
-
-ON_CPU: dict[str, Any] = dict(model="qwen2.5-0.5b", tokens=[256, 512, 1024], memory_tokens=[4096, 16_384], rounds=5)
-ON_GPU: dict[str, Any] = dict(model="qwen3-8b", tokens=[4096, 16_384, 65_536], memory_tokens=[131_072], rounds=15)
+from .options import add_comparison, at_least, parser_of, positive, say, tokens_of, told  # noqa: F401 - for studies/
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that every suite of comparisons has."""
-    parser.add_argument("--against", help="as of `gspo bench` (default: what is installed)")
-    device = str(bench.device_of(None))
-    parser.add_argument("--device", type=told(bench.device_of), default=device, help=f"default {device}")
-    parser.add_argument("--dtype", choices=bench.DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--rounds", type=positive, help="timed runs of each, in turns")
-    parser.add_argument("--tiny", action="store_true", help="a trial with small shapes")
-    parser.add_argument("--output", type=Path, help=OUTPUT)
+class Sizes(NamedTuple):
+    model: str
+    tokens: list[int]
+    memory_tokens: list[int]
+    rounds: int
+    width: int  # H, tokens and vocabularies of --vocab
+    vocab_tokens: int
+    vocabs: tuple[int, ...]
 
 
-def told(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """For argparse, which keeps what an ArgumentTypeError says and drops the text of any other."""
-
-    def parsed(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """For argparse: a whole number that is not less."""
-
-    def parse(text: str) -> int:
-        if not text.strip().isdecimal() or int(text) < least:
-            raise ValueError(f"expected a whole number of at least {least}, got {text!r}")
-        return int(text)
-
-    return told(parse)
-
-
-positive = at_least(1)
-
-
-def chosen_by(parser: argparse.ArgumentParser, against: str | None) -> list[Candidate]:
-    """Who was asked for; stops with a line if that is nobody."""
-    try:
-        return bench.candidates(against)
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def say(what: str) -> None:
-    print(f"  {what}", flush=True)
+ON_CPU = Sizes("qwen2.5-0.5b", [256, 512, 1024], [4096, 16_384], 5, 896, 512, (2048, 8192, 32_768, 131_072))
+ON_GPU = Sizes("qwen3-8b", [4096, 16_384, 65_536], [131_072], 15, 4096, 16_384, (2048, 8192, 32_768, 131_072, 262_144))
+TINY = Sizes("tiny", [128], [512], 2, 64, 128, (1000, 2000))
+TINY_HEAD, TINY_AGAINST = Head(64, 2000), "torch"  # the other packages take long to import or compile
+BESIDE = (bench.NAIVE, "ours", "ours, budget 1e-3")  # the candidates of --busy
+CPU = torch.device("cpu")
+MOST = 1.2  # limit: a ratio to naive GSPO beside one busy process, over the same ratio alone
 
 
 def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Record]:
-    """One comparison after the other, each told on its own line."""
-    points = []
+    """Compare the candidates on one spec after the other, and print each table when it is measured."""
+    runs = []
     for spec in specs:
-        print(
-            f"{spec.scenario}, {spec.dtype}, {spec.tokens} tokens, H = {spec.head.width}, V = {spec.head.vocab}",
-            flush=True,
-        )
-        points.append(bench.compare(spec, chosen, rounds, say))
-    return points
+        head = f"{spec.scenario}, {spec.dtype}, {spec.tokens} tokens, H = {spec.head.width}, V = {spec.head.vocab}"
+        print(f"{head}: about {bench.minutes(chosen, spec, rounds):.1f} minutes", flush=True)
+        runs.append(bench.compare(spec, chosen, rounds, say))
+        table.show(runs[-1], Console(width=table.WIDE))
+    return runs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m gspo_kernels.benchmarks step", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument("--time", action="store_true", help="time, memory and passes at --tokens")
-    parser.add_argument("--memory", action="store_true", help="peak memory at --memory-tokens")
-    parser.add_argument("--model", choices=MODELS)
-    parser.add_argument("--tokens", type=told(bench.tokens_of), nargs="+", help="timed")
-    parser.add_argument("--memory-tokens", type=told(bench.tokens_of), nargs="+", help="measured for memory alone")
-    arguments(parser)
-    options = parser.parse_args()
-    chosen, device = chosen_by(parser, options.against), options.device
-    on_gpu = device.type == "cuda"
-    default = ON_GPU if on_gpu else ON_CPU
-    model, tokens, memory_tokens, rounds = (getattr(options, name) or default[name] for name in default)
-    dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
-    head = MODELS[model]
-    if options.tiny:
-        model, head, tokens, memory_tokens, rounds = "tiny", head._replace(width=64, vocab=2000), [128, 256], [512], 2
-    both, output = not (options.time or options.memory), destination("step", device, options.output, options.tiny)
-    kept = {
-        part: measured["model"] for part, measured in results_in(output).items() if not (both or getattr(options, part))
-    }
-    if other := {part: of for part, of in kept.items() if of != model}:
-        parser.error(f"--output: {output} would keep {other} beside {model}: expected a file of its own")
-    if options.time or both:
-        specs = [Spec(head, count, "rl-like", dtype, str(device)) for count in tokens]
-        specs += [Spec(head, max(tokens), scenario, dtype, str(device)) for scenario in ("dense", "long")]
-        if not on_gpu and dtype == "float32":
-            specs.append(Spec(head, max(tokens), "rl-like", "bfloat16", str(device)))
-        runs = sweep(specs, chosen, rounds)
-        print(save_part("step", device, "time", {"model": model, "runs": runs}, output))
-    if options.memory or both:
-        points = []
-        for count in memory_tokens:
-            try:
-                points.append(memory(Spec(head, count, "rl-like", dtype, str(device)), chosen))
-            except MemoryError as error:  # of the batch itself, or of ours
-                print(f"  the end: {error}", flush=True)
-                break
-        print(save_part("step", device, "memory", {"model": model, "points": points}, output))
+def timed_specs(options: argparse.Namespace, sizes: Sizes, head: Head) -> list[Spec]:
+    """Return the sweep over tokens, or the part of it that --scenario and --dtype ask for."""
+    most = max(sizes.tokens)
+    points = [(scenario, count, options.dtype) for scenario in options.scenario for count in sizes.tokens]
+    points = [point for point in points if point[0] == "rl-like" or point[1] == most]
+    if options.full_sweep and options.device.type == "cpu":
+        points.append(("rl-like", most, "bfloat16"))
+    return [Spec(head, count, scenario, dtype, str(options.device)) for scenario, count, dtype in points]
 
 
 def memory(spec: Spec, chosen: list[Candidate]) -> Record:
-    """Of everyone at one number of tokens."""
+    """Return the peak memory of every candidate at one number of tokens."""
     tokens = counts(spec.tokens, spec.scenario).sequences * length_of(spec.tokens, spec.scenario)
-    print(f"memory alone, {tokens} tokens", flush=True)
-    return {"tokens": tokens, "candidates": bench.costs(spec, chosen, say, passes=False)}
+    print(f"memory only, {tokens} tokens", flush=True)
+    records = bench.costs(spec, chosen, say, passes=False)
+    for record in records:
+        if "peak_bytes" in record or "does_not_fit" in record:
+            peak = f"{record['peak_bytes'] / 2**20:,.0f} MiB" if "peak_bytes" in record else record["does_not_fit"]
+            print(f"{record['name']}: {peak}", flush=True)
+    return {"tokens": tokens, "candidates": records}
+
+
+def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
+    """Return `memory` at every number of tokens, until the batch or our step does not fit."""
+    points = []
+    for spec in specs:
+        try:
+            points.append(memory(spec, chosen))
+        except MemoryError as error:
+            say(f"stopped: {error}")
+            break
+    return points
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep so many processes computing."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        time.sleep(0.5 if started else 0)  # until they compute
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def beside(spec: Spec, rounds: int) -> list[Record]:
+    """Return times and ratios to naive GSPO alone and beside a busy process.
+
+    The busy process takes time of one core. Threads that synchronise after every operation then wait for the slowest.
+    """
+    w = make(spec)
+    runs = {name: partial(ALL[name].step, w, ALL[name].old(w)) for name in BESIDE}
+    records = []
+    for processes in (0, 1):
+        with busy(processes):
+            seconds = interleaved(runs, rounds, CPU, say)
+        ratios = {name: over(taken, seconds[bench.NAIVE]) for name, taken in seconds.items()}
+        timed = {name: spread(taken) | {"over_naive": ratios[name]} for name, taken in seconds.items()}
+        records.append({"busy processes": processes, "candidates": timed})
+        for name, ratio in ratios.items():
+            print(f"beside {processes} busy processes, {name}: {ratio['ratio']:.2f} of naive GSPO's time", flush=True)
+    return records
+
+
+def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
+    """Return the command line's options, sizes and candidates; exit with a line on stderr for bad options."""
+    parser = parser_of("step", __doc__)
+    parser.add_argument("--time", action="store_true", help="time, memory and passes at --tokens")
+    parser.add_argument("--memory", action="store_true", help="peak memory at --memory-tokens")
+    parser.add_argument("--vocab", action="store_true", help="time, memory and passes against the vocabulary")
+    parser.add_argument("--busy", action="store_true", help="time alone and beside a busy process, on the CPU")
+    parser.add_argument("--model", choices=MODELS)
+    parser.add_argument("--tokens", type=told(tokens_of), nargs="+", help="timed")
+    parser.add_argument("--memory-tokens", type=told(tokens_of), nargs="+", help="measured for memory only")
+    parser.add_argument("--scenario", choices=SCENARIOS, nargs="+", help="of --time (default: rl-like dense long)")
+    add_comparison(parser)
+    options = parser.parse_args()
+    if not (options.time or options.memory or options.vocab or options.busy):
+        options.time = options.memory = True
+    on_gpu = options.device.type == "cuda"
+    sizes = TINY if options.tiny else ON_GPU if on_gpu else ON_CPU
+    if not options.tiny:
+        sizes = sizes._replace(**{name: x for name in sizes._fields if (x := getattr(options, name, None))})
+    try:
+        chosen = bench.candidates(options.against or (TINY_AGAINST if options.tiny else None))
+    except ValueError as error:
+        parser.error(str(error))
+    options.full_sweep = not (options.tiny or options.dtype or options.scenario)
+    place = partial(destination, path=options.output, trial=bool(options.against) or not options.full_sweep)
+    options.paths = {"step": place("step", options.device)} if options.time or options.memory else {}
+    options.paths |= {"vocab": place("vocab", options.device)} if options.vocab else {}
+    options.paths |= {"busy": place("busy", CPU)} if options.busy else {}
+    if len(options.paths) > 1 and options.output:
+        parser.error("--output: --vocab and --busy write files of their own: expected one of them, or --time, --memory")
+    earlier = results_in(options.paths["step"]) if "step" in options.paths else {}
+    kept = {x: earlier[x]["model"] for x in ("time", "memory") if x in earlier and not getattr(options, x)}
+    if any(model != sizes.model for model in kept.values()):
+        parser.error(f"--output: {options.paths['step']} would keep {kept} beside {sizes.model}: expected another file")
+    options.dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
+    options.scenario = options.scenario or (("rl-like",) if options.tiny else ("rl-like", "dense", "long"))
+    return options, sizes, chosen
+
+
+def main() -> None:
+    options, sizes, chosen = parsed()
+    device, paths = options.device, options.paths
+    head = TINY_HEAD if options.tiny else MODELS[sizes.model]
+    if options.time:
+        runs = sweep(timed_specs(options, sizes, head), chosen, sizes.rounds)
+        print(save_part("step", device, "time", {"model": sizes.model, "runs": runs}, paths["step"]))
+    if options.memory:
+        specs = [Spec(head, count, "rl-like", options.dtype, str(device)) for count in sizes.memory_tokens]
+        results = {"model": sizes.model, "points": memory_points(specs, chosen)}
+        print(save_part("step", device, "memory", results, paths["step"]))
+    if options.vocab:
+        heads = [Head(sizes.width, vocab) for vocab in sizes.vocabs]
+        specs = [Spec(head, sizes.vocab_tokens, "rl-like", options.dtype, str(device)) for head in heads]
+        print(save("vocab", device, {"runs": sweep(specs, chosen, sizes.rounds)}, paths["vocab"]))
+    if options.busy:
+        sizes, head = (TINY, TINY_HEAD) if options.tiny else (ON_CPU, MODELS[ON_CPU.model])
+        spec = Spec(head, max(sizes.tokens), "rl-like")
+        results = {
+            "on": spec._asdict() | {"head": head._asdict()},
+            "records": beside(spec, options.rounds or sizes.rounds),
+        }
+        print(save("busy", CPU, results, paths["busy"]))

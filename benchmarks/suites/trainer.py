@@ -1,22 +1,21 @@
-"""A whole optimizer step of a real model, and the share of it that the loss takes.
+"""Measure an optimizer step of a model, and the loss's share of it.
 
     python -m gspo_kernels.benchmarks trainer
 
-A Qwen2.5-0.5B of random weights (nothing is downloaded): body forward, loss and its gradients from the last hidden
-states, body backward, AdamW. Only the loss differs between candidates, and the body is by far the larger part: this is
-what changing the loss can and cannot do for a step. Random weights make a flat policy, so nothing could be dropped by a
-gradient budget, and none is tried.
+The model is a Qwen2.5-0.5B with random weights; nothing is downloaded. A step is the body's forward, loss and gradients
+of the last hidden states, the body's backward, and AdamW. Only the loss differs between candidates. Random weights make
+a flat policy, of which a gradient budget could drop nothing, so none is measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from .. import workloads
@@ -25,52 +24,46 @@ from ..measure import Record, destination, over, save, spread, turns
 from ..peaked import Policy
 from ..workloads import Head, Old, Workload
 from . import bench
-from .step import arguments, chosen_by, say, told
+from .options import add_comparison, parser_of, say, tokens_of, told
 
 PARTS = ("body forward", "loss", "body backward", "optimizer")
 QWEN25_05B: dict[str, Any] = dict(
-    vocab_size=151_936,
-    hidden_size=896,
-    intermediate_size=4864,
-    num_hidden_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-    max_position_embeddings=32_768,
-)
+    vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+    num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32_768,
+)  # fmt: skip  # numbers
 TINY = QWEN25_05B | dict(vocab_size=2000, hidden_size=56, intermediate_size=64, num_hidden_layers=2)
-SEQUENCES, ZERO, CLIPPED = 8, 2, 1  # of zero advantage, beyond the clip
+SEQUENCES, ZERO, CLIPPED = 8, 2, 1  # sequences, of them with advantage 0, of them clipped
 
 
 class Step:
-    """One model, one batch, one optimizer; every candidate takes its steps on them in turn."""
+    """One model, batch and optimizer, on which the candidates take steps in turn."""
 
     def __init__(self, config: dict[str, Any], tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
+        self.device = device
         self.model = Qwen2ForCausalLM(Qwen2Config(**config))
         self.model.to(device=device, dtype=dtype)  # pyright: ignore[reportCallIssue] - transformers hides its signature
         self.ids = torch.randint(config["vocab_size"], (SEQUENCES, tokens // SEQUENCES), device=device)
-        # A rate so small that the policy stays where the old log-probs were taken.
+        # With so small a rate the policy stays where the old log-probs were computed.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-12, weight_decay=0.0)
-        self.device = device
-        self.w = self.batch()
+        self.w = self._batch()
 
-    def batch(self) -> Workload:
+    def _batch(self) -> Workload:
         with torch.no_grad():
-            hidden = self.hidden()
-        flat, ids = hidden.flatten(0, 1), self.ids.flatten()
-        policy = Policy(flat, self.weight, ids, torch.zeros(len(flat), device=self.device))
+            hidden = self.hidden().flatten(0, 1)
+        policy = Policy(hidden, self.weight, self.ids.flatten(), torch.zeros(len(hidden), device=self.device))
         return workloads.batch(policy, SEQUENCES, ZERO, CLIPPED, hidden.dtype)
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         return self.model.lm_head.weight
 
-    def hidden(self) -> torch.Tensor:
+    def hidden(self) -> Tensor:
+        """Return the last hidden states [S, L, H]."""
         return self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state
 
     def run(self, candidate: Candidate, old: Old) -> dict[str, float]:
-        """Seconds of every part."""
+        """Take a step; return the seconds of every part."""
         taken: dict[str, float] = {}
 
         def timed(part: str, work: Callable[[], Any]) -> Any:
@@ -94,57 +87,55 @@ class Step:
 
 
 def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
-    """A record per candidate: errors of its gradients, seconds of the step and of its parts, and the loss's share. No
-    seconds of one whose gradients are wrong."""
-    w = step.w
-    head = Head(w.hidden.shape[-1], len(w.weight))
+    """Return a record per candidate: errors; unless they are too large also seconds by part, and the loss's share."""
+    w, head = step.w, Head(step.w.hidden.shape[-1], len(step.weight))
     present = [candidate for candidate in chosen if not candidate.absent(head, w.hidden.dtype, step.device)]
-    records: dict[str, Record] = {
-        candidate.name: {"name": candidate.name, "against": candidate.against} for candidate in present
-    }
+    records: dict[str, Record] = {c.name: {"name": c.name, "against": c.against} for c in present}
     olds = {candidate.name: candidate.old(w) for candidate in present}
     bench.check(w, present, olds, records, say, w)
-    right = [candidate for candidate in present if not records[candidate.name].keys() & bench.OUT]
+    right = [candidate for candidate in present if not records[candidate.name].keys() & {*bench.NOT_TIMED}]
     taken: dict[str, list[dict[str, float]]] = {candidate.name: [] for candidate in right}
     for turn, candidate in turns(right, rounds):
-        say(f"{'warm-up' if turn == 0 else f'round {turn}'}: {candidate.name}")
         parts = step.run(candidate, olds[candidate.name])
+        say(f"{candidate.name}, {f'round {turn} of {rounds}' if turn else 'warm-up'}: {sum(parts.values()):.2f} s")
         if turn:
             taken[candidate.name].append(parts)
-    step_seconds = {name: [sum(parts.values()) for parts in runs] for name, runs in taken.items()}
+    seconds = {name: [sum(parts.values()) for parts in runs] for name, runs in taken.items()}
     for name, runs in taken.items():
         parts = {part: spread([run[part] for run in runs]) for part in PARTS}
-        shares = [run["loss"] / seconds for run, seconds in zip(runs, step_seconds[name], strict=True)]
-        records[name] |= {**spread(step_seconds[name]), "parts": parts, "loss share": statistics.median(shares)}
-        if bench.NAIVE in step_seconds:
-            records[name]["over_naive"] = over(step_seconds[name], step_seconds[bench.NAIVE])
+        shares = [run["loss"] / total for run, total in zip(runs, seconds[name], strict=True)]
+        records[name] |= {**spread(seconds[name]), "parts": parts, "loss share": statistics.median(shares)}
+        if bench.NAIVE in seconds:
+            records[name]["over_naive"] = over(seconds[name], seconds[bench.NAIVE])
+            print(
+                f"{name}: {records[name]['over_naive']['ratio']:.2f} of naive GSPO's step, loss {shares[0]:.0%} of it"
+            )
     return list(records.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m gspo_kernels.benchmarks trainer", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument("--tokens", type=told(bench.tokens_of), help="of the batch")
-    arguments(parser)
+    parser = parser_of("trainer", __doc__)
+    parser.add_argument("--tokens", type=told(tokens_of), help="of the batch")
+    add_comparison(parser)
     options = parser.parse_args()
-    device = options.device
-    on_gpu = device.type == "cuda"
+    device, on_gpu = options.device, options.device.type == "cuda"
     tokens, rounds = options.tokens or (16_384 if on_gpu else 1024), options.rounds or (10 if on_gpu else 5)
-    config, output = QWEN25_05B, destination("trainer", device, options.output, options.tiny)
+    config, trial = QWEN25_05B, bool(options.tiny or options.against or options.dtype)
     if options.tiny:
         config, tokens, rounds = TINY, 64, 1
-    chosen = [
-        candidate
-        for candidate in chosen_by(parser, options.against)
-        if not candidate.per_token and not candidate.budget and candidate.against != "compile"
-    ]
+    try:
+        chosen = bench.candidates(options.against or ("torch" if options.tiny else None))
+    except ValueError as error:
+        parser.error(str(error))
+    chosen = [c for c in chosen if not (c.per_token or c.budget or c.against == "compile")]
+    output = destination("trainer", device, options.output, trial)
     step = Step(config, tokens, device, getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32")))
-    parameters = sum(p.numel() for p in step.model.parameters())
-    results = {"model": "Qwen2.5-0.5B" if config is QWEN25_05B else "tiny", "parameters": parameters}
-    results |= {
+    dtype = str(step.w.hidden.dtype).removeprefix("torch.")
+    results = {
+        "model": "tiny" if options.tiny else "Qwen2.5-0.5B",
+        "parameters": sum(p.numel() for p in step.model.parameters()),
         "tokens": step.w.rows,
-        "dtype": str(step.w.hidden.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "steps": measure(step, chosen, rounds),
     }
     print(save("trainer", device, results, output))

@@ -190,7 +190,9 @@ def bench(
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(help="Of naive, compile, trl, liger, cce, verl, torch; comma-separated. (default: all installed)"),
+        typer.Option(
+            help="Of naive, compile, trl, trl-fp32, liger, cce, verl, torch; comma-separated. (default: all installed)"
+        ),
     ] = None,
     scenario: Annotated[str, typer.Option(help="dense, rl-like, on-policy, kl or long.")] = "rl-like",
     dtype: Annotated[
@@ -216,6 +218,7 @@ def bench(
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # fixed, so that tables in a log do not wrap
+    typer.echo(benchmark.forecast(chosen, spec, rounds), err=True)
     to_stderr = redirect_stdout(sys.stderr) if as_json else nullcontext()  # a candidate may print when imported
     try:
         with to_stderr, table.progress(console, benchmark.steps(chosen, spec, rounds)) as tick:

@@ -1,0 +1,105 @@
+"""Command-line options that several commands share. Each parser raises ValueError with a line for the user."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..measure import OUTPUT
+from ..workloads import FEWEST, MODELS, Head
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def device_of(name: str | None) -> torch.device:
+    """Return the device of that name; for None a GPU if there is one, else the CPU."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+        raise ValueError(f"--device: expected a device that torch has here, such as cpu, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: expected cpu or cuda, got {name!r}")
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def head_of(text: str) -> Head:
+    """Return a model's head from its name or from "H,V"."""
+    if text in MODELS:
+        return MODELS[text]
+    expected = f"--model: expected one of {', '.join(MODELS)}, or H,V such as 896,151936"
+    try:
+        width, vocab = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{expected}; got {text!r}") from error
+    if not (64 <= width < 2**20 and 1000 <= vocab < 2**31):
+        raise ValueError(f"{expected} of at least 64,1000 and less than 2^20,2^31; got {text!r}")
+    return Head(width, vocab)
+
+
+def tokens_of(text: str) -> int:
+    """Return a number of tokens from "4096" or "4k"."""
+    try:
+        number = int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
+    except ValueError as error:
+        raise ValueError(f"--tokens: expected a number such as 4096 or 4k, got {text!r}") from error
+    if not FEWEST <= number < 2**31:
+        raise ValueError(f"--tokens: expected at least {FEWEST}, one per sequence, and less than 2^31; got {text!r}")
+    return number
+
+
+def told(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return `parse` for argparse, which shows the text of an ArgumentTypeError only."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers that are not less than `least`, for argparse."""
+
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise ValueError(f"expected a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return told(parse)
+
+
+positive = at_least(1)
+
+
+def parser_of(name: str, doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """Return the parser of a command, with the options that all suites have."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m gspo_kernels.benchmarks {name}", description=(doc or "").split("\n\n")[0]
+    )
+    said = "" if rounds is None else f" (default {rounds})"
+    parser.add_argument("--rounds", type=positive, default=rounds, help=f"timed runs of each, interleaved{said}")
+    parser.add_argument("--tiny", action="store_true", help="a trial with small shapes")
+    parser.add_argument("--output", type=Path, help=OUTPUT)
+    return parser
+
+
+def add_comparison(parser: argparse.ArgumentParser) -> None:
+    """Add the options of suites that compare implementations."""
+    device = str(device_of(None))
+    parser.add_argument("--against", help="as of `gspo bench` (default: all that are installed; with --tiny: torch)")
+    parser.add_argument("--device", type=told(device_of), default=device, help=f"default {device}")
+    parser.add_argument("--dtype", choices=DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")
+
+
+def say(what: str) -> None:
+    """Print a line of progress."""
+    print(f"  {what}", flush=True)

@@ -22,26 +22,26 @@ GSPO = {
 
 
 def trl_config(**settings: Any) -> Any:
-    """A GRPOConfig whose numbers are those of the stand-in for TRL's trainer."""
+    """Return a GRPOConfig with the sizes of the stand-in for TRL's trainer (`trl_losses`)."""
     trl = pytest.importorskip("trl", minversion="1.16")
-    own = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_completion_length": 32}
-    return trl.GRPOConfig(output_dir="unused", report_to=[], use_cpu=True, bf16=False, **(own | settings))
+    sizes = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_completion_length": 32}
+    return trl.GRPOConfig(output_dir="unused", report_to=[], use_cpu=True, bf16=False, **(sizes | settings))
 
 
-def dataclass_of(config: Any, more: Mapping[str, Any], without: str = "nothing") -> Any:
-    """The fields of a configuration, some of them less and some more, as another release might have them."""
-    values = {f.name: getattr(config, f.name) for f in fields(config) if without not in f.name} | {**more}
+def dataclass_of(config: Any, added: Mapping[str, Any], without: str = "nothing") -> Any:
+    """Return a configuration with fields added and left out, as another release might have them."""
+    values = {f.name: getattr(config, f.name) for f in fields(config) if without not in f.name} | {**added}
     return make_dataclass("Config", values)(**values)
 
 
 VERL: dict[str, tuple[dict[str, Any], Objective]] = {
     "gspo": (GSPO, Objective(ratio="sequence-token")),
-    "its defaults": ({}, Objective.preset("dapo", clip_high=0.2, dual_clip=3.0)),
-    "a bound": (
+    "defaults": ({}, Objective.preset("dapo", clip_high=0.2, dual_clip=3.0)),
+    "dual clip": (
         {"clip_ratio_c": 10.0, "loss_agg_mode": "seq-mean-token-sum"},
         Objective.preset("grpo", dual_clip=10.0, aggregation="seq-mean-token-sum"),
     ),
-    "one window": (
+    "clip_ratio for both bounds": (
         {"clip_ratio": 0.1, "clip_ratio_low": None, "clip_ratio_high": None},
         Objective.preset("dapo", clip_low=0.1, clip_high=0.1, dual_clip=3.0),
     ),
@@ -49,14 +49,14 @@ VERL: dict[str, tuple[dict[str, Any], Objective]] = {
         {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 32},
         Objective.preset("dr_grpo", length_norm=32, dual_clip=3.0),
     ),
-    "sums": ({"loss_agg_mode": "token-sum"}, Objective.preset("dapo", clip_high=0.2, dual_clip=3.0)),
-    "entropy": ({"entropy_coeff": 0.1}, Objective.preset("dapo", clip_high=0.2, dual_clip=3.0, entropy_coef=0.1)),
+    "token sum": ({"loss_agg_mode": "token-sum"}, Objective.preset("dapo", clip_high=0.2, dual_clip=3.0)),
+    "entropy bonus": ({"entropy_coeff": 0.1}, Objective.preset("dapo", clip_high=0.2, dual_clip=3.0, entropy_coef=0.1)),
     "cispo": ({"policy_loss": {"loss_mode": "cispo"}}, Objective.preset("cispo", clip_low=0.2, clip_high=0.2)),
     "sapo": (
         {"policy_loss": {"loss_mode": "sapo"}, "tau_neg": 1.1},
         Objective.preset("sapo", sapo_temperature_neg=1.1),
     ),
-    "sapo, its KL otherwise": (
+    "sapo with another KL mean": (
         {"policy_loss": {"loss_mode": "sapo"}, "use_kl_loss": True},
         Objective.preset("sapo", kl_coef=0.001, kl_aggregation="token-mean"),
     ),

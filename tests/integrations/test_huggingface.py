@@ -1,4 +1,4 @@
-"""Heads of transformers models: what is measured of them, and losses computed inside their own call."""
+"""fuse_head: measured options of transformers models, and losses computed at their heads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Configuration and model class, what the configuration has besides, and what that makes of the logits.
+# Configuration class, model class, additional configuration values, and the expected options.
 CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}, {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", EIGHT, {}),
@@ -123,14 +123,15 @@ CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def make(name: str, **more: Any) -> Any:
+def make(name: str, **changes: Any) -> Any:
+    """Return a small random model of CENSUS in evaluation mode."""
     config_name, model_name, options, _ = CENSUS[name]
     if not hasattr(transformers, config_name):
         pytest.skip(f"{config_name} is not in transformers {transformers.__version__}")
     torch.manual_seed(0)
-    config = getattr(transformers, config_name)(**{**SIZES, **options, **more})
+    config = getattr(transformers, config_name)(**{**SIZES, **options, **changes})
     model = getattr(transformers, model_name)(config)
-    with torch.no_grad():  # logits large enough for a soft-cap, and a bias that is not 0
+    with torch.no_grad():  # make logits large enough for a soft-cap, and the bias nonzero
         head = model.get_output_embeddings()
         head.weight.mul_(8)
         if getattr(head, "bias", None) is not None:
@@ -139,14 +140,15 @@ def make(name: str, **more: Any) -> Any:
 
 
 def batch() -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """(inputs, mask of completions, advantages) of three sequences."""
+    """Return inputs, completion mask [3, 8] and advantages [3] of three sequences."""
     ids = torch.randint(3, 96, (3, 9), generator=torch.Generator().manual_seed(1))
     attention = torch.ones_like(ids)
     mask = torch.arange(8)[None, :] >= torch.tensor([[3], [2], [4]])
     return {"input_ids": ids, "attention_mask": attention}, mask, torch.tensor([1.0, -0.5, 2.0])
 
 
-def own_log_probs(model: Any) -> Tensor:
+def dense_log_probs(model: Any) -> Tensor:
+    """Return log-probs [3, 8] computed from the model's own logits."""
     inputs, _, _ = batch()
     logits = model(**inputs, use_cache=False).logits[:, :-1]
     return logits.log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
@@ -170,11 +172,11 @@ def fused_loss(model: Any, old: Tensor) -> HeadOutput:
 
 
 @pytest.mark.parametrize("name", CENSUS)
-def test_a_models_own_forward_gives_the_loss_of_its_own_logits(name: str) -> None:
-    # Mixtral's experts have no float64, xLSTM's logits are float32 in any dtype.
+def test_loss_and_gradients_equal_those_of_the_models_logits(name: str) -> None:
+    # Mixtral's experts do not support float64. xLSTM's logits are always float32.
     exact = name not in ("mixtral", "xlstm")
     model = make(name).to(torch.float64 if exact else torch.float32)
-    lp = own_log_probs(model)
+    lp = dense_log_probs(model)
     _, mask, advantages = batch()
     old = (lp + 2e-4 * torch.randn(lp.shape, generator=torch.Generator().manual_seed(2)).to(lp.dtype)).detach()
     s = (torch.where(mask, lp - old, 0).sum(1) / mask.sum(1)).exp()
@@ -189,12 +191,12 @@ def test_a_models_own_forward_gives_the_loss_of_its_own_logits(name: str) -> Non
     out = fused_loss(model, old).result
     torch.testing.assert_close(out.loss, loss.detach())
     torch.testing.assert_close(torch.where(mask, lp.detach(), 0), out.log_probs)
-    found = torch.autograd.grad(out.loss, parameters, allow_unused=True)
-    for a, b in zip(found, expected, strict=True):
+    computed = torch.autograd.grad(out.loss, parameters, allow_unused=True)
+    for a, b in zip(computed, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
             assert (a - b).norm() <= MODEL_GRADIENT_RELATIVE[b.dtype] * b.norm() + 1e-12
-    again = own_log_probs(model)  # without `with_head` it is the model it was
+    again = dense_log_probs(model)  # without `with_head` the model is unchanged
     assert torch.equal(torch.where(mask, again, 0), torch.where(mask, lp, 0))
     head.remove()
     assert before == (set(vars(model)), set(vars(model.get_output_embeddings())))
@@ -210,14 +212,14 @@ def test_training_dtypes_pass_the_check(name: str, dtype: torch.dtype) -> None:
     assert (options.logit_softcap, options.vocab_size) == (expected["logit_softcap"], 96)
 
 
-def test_the_check_is_in_the_models_own_dtype_whatever_autocast_is_around() -> None:
+def test_the_check_ignores_an_outer_autocast() -> None:
     model = make("qwen3")
     with torch.autocast("cpu", torch.bfloat16):
         fuse_head(model)
     assert logit_options(model) == PLAIN
 
 
-def test_padded_columns_that_a_model_cuts_are_cut() -> None:
+def test_columns_that_the_model_cuts_are_left_out() -> None:
     model = make("qwen3").double()
     forward = model.forward
 
@@ -233,12 +235,12 @@ def test_padded_columns_that_a_model_cuts_are_cut() -> None:
     inputs = {**batch()[0]}
     logits = forward(**inputs).logits[:, :-1, :90]
     ids = inputs["input_ids"][:, 1:].clamp(max=89)
-    own = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    expected = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     real = mask & (inputs["input_ids"][:, 1:] < 90)
-    torch.testing.assert_close(lp[real], own[real])
+    torch.testing.assert_close(lp[real], expected[real])
 
 
-def test_it_is_installed_once_and_leaves_no_trace() -> None:
+def test_fuse_head_is_idempotent_and_removable() -> None:
     model = make("qwen3")
     state = torch.random.get_rng_state()
     mode = model.training
@@ -248,10 +250,10 @@ def test_it_is_installed_once_and_leaves_no_trace() -> None:
     assert all(p.grad is None for p in model.parameters())
     assert "input_ids" in inspect.signature(model.forward).parameters
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        other.get_output_embeddings().weight.zero_()
-    lp = fused_loss(other, torch.zeros(3, 8)).result.log_probs[batch()[1]]
+        copied.get_output_embeddings().weight.zero_()
+    lp = fused_loss(copied, torch.zeros(3, 8)).result.log_probs[batch()[1]]
     torch.testing.assert_close(lp, torch.full_like(lp, -torch.tensor(96.0).log().item()))
     assert not torch.equal(fused_loss(model, torch.zeros(3, 8)).result.log_probs[batch()[1]], lp)
     head.remove()
@@ -259,7 +261,7 @@ def test_it_is_installed_once_and_leaves_no_trace() -> None:
     assert logit_options(model) == PLAIN and "forward" not in vars(model)
 
 
-def test_what_wraps_the_forward_later_goes_first() -> None:
+def test_a_later_wrapper_must_be_removed_first() -> None:
     model = make("qwen3")
     head = fuse_head(model)
     ours = model.forward
@@ -270,7 +272,7 @@ def test_what_wraps_the_forward_later_goes_first() -> None:
     head.remove()
 
 
-def test_the_output_of_the_model_comes_along() -> None:
+def test_the_model_output_is_returned_too() -> None:
     model = make("mixtral", output_router_logits=True)
     fuse_head(model)
     out = fused_loss(model, torch.zeros(3, 8))
@@ -279,7 +281,7 @@ def test_the_output_of_the_model_comes_along() -> None:
 
 BODY = {"target_modules": ["q_proj"]}
 TOKENS = [3, 40, 95]
-PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {  # model, configuration of PEFT and what it says
+PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {  # model, class and values of PEFT's configuration
     "lora": ("qwen3", "LoraConfig", {"target_modules": ["lm_head", "q_proj"]}),
     "body": ("qwen3", "LoraConfig", BODY),
     "modules_to_save": ("qwen3", "LoraConfig", {**BODY, "modules_to_save": ["lm_head"]}),
@@ -305,7 +307,7 @@ PEFT: dict[str, tuple[str, str, dict[str, Any]]] = {  # model, configuration of 
 
 
 def adapted(name: str) -> Any:
-    """A model in PEFT, its adapters trained a little."""
+    """Return a model of PEFT with adapters that are not at their initial values."""
     peft = pytest.importorskip("peft")
     base, config_name, options = PEFT[name]
     config = getattr(peft, config_name)(**options, **({"r": 2} if config_name == "LoraConfig" else {}))
@@ -330,9 +332,9 @@ def fused_log_probs(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", PEFT)
-def test_peft(name: str) -> None:
+def test_peft_models_equal_their_logits_with_adapters_on_off_and_merged(name: str) -> None:
     model, mask = adapted(name), batch()[1]
-    lp = own_log_probs(model) * mask
+    lp = dense_log_probs(model) * mask
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = torch.autograd.grad(lp.sum(), trained)
     fuse_head(model)
@@ -341,28 +343,28 @@ def test_peft(name: str) -> None:
     for a, b in zip(torch.autograd.grad(fused.sum(), trained), expected, strict=True):
         assert b.norm() > 0 and (a - b).norm() <= MODEL_GRADIENT_RELATIVE[b.dtype] * b.norm()
     with model.disable_adapter():
-        base = own_log_probs(model) * mask
+        base = dense_log_probs(model) * mask
         assert not torch.equal(base, lp)
         torch.testing.assert_close(fused_log_probs(model), base)
     model.merge_adapter()
-    merged = own_log_probs(model) * mask
+    merged = dense_log_probs(model) * mask
     torch.testing.assert_close(fused_log_probs(model), merged)
 
 
 @pytest.mark.parametrize("name", ["lora", "tokens", "tokens, tied"])
-def test_an_active_adapter_that_is_not_on_the_head_leaves_the_base(name: str) -> None:
+def test_an_adapter_without_a_part_on_the_head_changes_nothing_there(name: str) -> None:
     peft = pytest.importorskip("peft")
     model, mask = adapted(name), batch()[1]
     fuse_head(model)
     with model.disable_adapter():
         base = fused_log_probs(model)
-    model.add_adapter("other", peft.LoraConfig(r=2, **BODY))  # which changes nothing yet
+    model.add_adapter("other", peft.LoraConfig(r=2, **BODY))  # at its initial values, so without effect
     model.set_adapter("other")
     torch.testing.assert_close(fused_log_probs(model), base)
-    torch.testing.assert_close(own_log_probs(model) * mask, base)
+    torch.testing.assert_close(dense_log_probs(model) * mask, base)
 
 
-def test_merged_rows_that_are_disabled_are_refused() -> None:
+def test_disabling_merged_token_rows_raises() -> None:
     model = adapted("tokens")
     fuse_head(model)
     model.merge_adapter()
@@ -370,7 +372,7 @@ def test_merged_rows_that_are_disabled_are_refused() -> None:
         fused_log_probs(model)
 
 
-def test_dora_is_refused_and_the_model_left_as_it_was() -> None:
+def test_dora_is_refused_and_the_model_is_unchanged() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
     model = peft.get_peft_model(make("qwen3"), config)
@@ -381,7 +383,7 @@ def test_dora_is_refused_and_the_model_left_as_it_was() -> None:
 
 
 class Odd(transformers.Qwen3ForCausalLM):
-    """Does to its logits what `how` says."""
+    """A model that applies the unsupported operation `how` to its logits."""
 
     how = "square"
 
@@ -399,7 +401,7 @@ class Odd(transformers.Qwen3ForCausalLM):
 
 
 @pytest.mark.parametrize(("how", "message"), [("square", "soft-cap"), ("shift", "soft-cap"), ("twice", "got 2 calls")])
-def test_a_model_that_does_something_else_is_refused(how: str, message: str) -> None:
+def test_a_model_with_other_operations_on_its_logits_is_refused(how: str, message: str) -> None:
     model = Odd(make("qwen3").config)
     model.how = how
     with pytest.raises(HeadError, match=message):
@@ -417,27 +419,27 @@ def test_a_model_that_does_not_call_its_head_is_refused() -> None:
         fuse_head(model)
 
 
-def test_an_error_inside_the_loss_leaves_a_model_that_works() -> None:
+def test_the_model_works_after_an_error_inside_the_loss() -> None:
     model = make("qwen3")
     fuse_head(model)
-    lp = own_log_probs(model)
+    lp = dense_log_probs(model)
     with pytest.raises(ZeroDivisionError):
         model(**batch()[0], with_head=lambda hidden, lm_head, **options: 1 / 0)
-    assert torch.equal(own_log_probs(model), lp)
+    assert torch.equal(dense_log_probs(model), lp)
 
 
 class Shifted(nn.Linear):
-    """Adds what is nothing while it is looked at."""
+    """A linear layer that adds `shift`, which is 0 when the model is measured."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) + self.shift  # type: ignore[operator]
 
 
-def assert_fused_is_own(model: Any) -> None:
-    torch.testing.assert_close(fused_log_probs(model), own_log_probs(model) * batch()[1])
+def assert_fused_equals_dense(model: Any) -> None:
+    torch.testing.assert_close(fused_log_probs(model), dense_log_probs(model) * batch()[1])
 
 
-def test_a_linear_with_a_forward_of_its_own_is_refused_inside_its_call_too() -> None:
+def test_a_linear_layer_with_another_forward_is_refused() -> None:
     model = make("qwen2")
     model.lm_head.__class__, model.lm_head.shift = Shifted, 0.0
     with pytest.raises(TypeError, match="Shifted with a custom forward"):
@@ -455,24 +457,24 @@ def is_resized(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("change", [gets_an_adapter, is_resized])
-def test_a_head_that_changes_is_measured_anew(change: Any) -> None:
+def test_a_changed_head_is_measured_again(change: Any) -> None:
     model = make("qwen3 tied").double()
     fuse_head(model)
     changed = change(model).eval()
-    assert_fused_is_own(changed)
+    assert_fused_equals_dense(changed)
 
 
-def test_a_hook_that_comes_later_is_found_by_the_next_call() -> None:
+def test_a_hook_added_later_is_noticed_by_the_next_call() -> None:
     model = make("qwen2").double()
     fuse_head(model)
     hook = model.lm_head.register_forward_hook(lambda module, args, output: 0.5 * output)
     with pytest.raises(HeadError):
         fused_log_probs(model)
     hook.remove()
-    assert_fused_is_own(model)
+    assert_fused_equals_dense(model)
 
 
-def test_what_accelerate_wraps_is_fused_and_unwrapped() -> None:
+def test_models_prepared_by_accelerate_are_fused_and_unwrapped() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = make("gemma2").float()
     with torch.no_grad():
@@ -482,13 +484,13 @@ def test_what_accelerate_wraps_is_fused_and_unwrapped() -> None:
     fuse_head(prepared)
     inputs, _, _ = batch()
     assert isinstance(prepared(**inputs, with_head=lambda hidden, head, **options: 1), HeadOutput)
-    whole = make("qwen2").float()
-    fuse_head(whole)
-    bare = accelerator.unwrap_model(accelerator.prepare(whole), keep_fp32_wrapper=False)
-    assert bare(**inputs).logits.shape[-1] == 96
+    model = make("qwen2").float()
+    fuse_head(model)
+    unwrapped = accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
+    assert unwrapped(**inputs).logits.shape[-1] == 96
 
 
-def test_dropout_of_an_adapter_does_not_disturb_the_check() -> None:
+def test_adapter_dropout_does_not_affect_the_check() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["lm_head"], lora_dropout=0.5, init_lora_weights=False)
     model = peft.get_peft_model(make("qwen2"), config).train()
@@ -496,21 +498,21 @@ def test_dropout_of_an_adapter_does_not_disturb_the_check() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_a_copy_is_a_model_of_its_own() -> None:
+def test_a_copied_model_has_its_own_fused_head() -> None:
     model = make("qwen2").double()
     fuse_head(model)
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        other.lm_head.weight.mul_(2)
-    assert_fused_is_own(other)
-    assert_fused_is_own(model)
-    fused = fuse_head(other)
+        copied.lm_head.weight.mul_(2)
+    assert_fused_equals_dense(copied)
+    assert_fused_equals_dense(model)
+    fused = fuse_head(copied)
     fused.remove()
     fused.remove()
-    assert "forward" not in vars(other) and "forward" in vars(model)
+    assert "forward" not in vars(copied) and "forward" in vars(model)
 
 
-def test_what_is_no_model_is_refused_before_anything_is_patched() -> None:
+def test_invalid_models_and_labels_raise() -> None:
     for wrong in (None, "Qwen/Qwen3-8B"):
         with pytest.raises(TypeError, match="model must be a transformers model"):
             fuse_head(wrong)  # type: ignore[arg-type]
@@ -525,10 +527,10 @@ def test_what_is_no_model_is_refused_before_anything_is_patched() -> None:
         model(**inputs, labels=inputs["input_ids"], with_head=lambda hidden, head, **options: 1)
 
 
-def test_an_error_inside_the_model_leaves_it_its_head() -> None:
+def test_the_head_is_restored_after_an_error_inside_the_model() -> None:
     model = make("qwen3")
     fuse_head(model)
-    head, lp = model.lm_head, own_log_probs(model)
+    head, lp = model.lm_head, dense_log_probs(model)
 
     def fail(module: Any, args: Any, output: Any) -> None:
         raise ZeroDivisionError
@@ -537,24 +539,24 @@ def test_an_error_inside_the_model_leaves_it_its_head() -> None:
     with pytest.raises(ZeroDivisionError):
         fused_log_probs(model)
     hook.remove()
-    assert model.lm_head is head and torch.equal(own_log_probs(model), lp)
+    assert model.lm_head is head and torch.equal(dense_log_probs(model), lp)
 
 
-def test_a_model_with_dropout_is_measured_without_a_trace_in_random_numbers() -> None:
+def test_the_measurement_keeps_the_random_state() -> None:
     model = make("gpt2", resid_pdrop=0.5).train()
     state = torch.random.get_rng_state()
     fuse_head(model)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_the_options_of_a_fused_model_leave_it_fused() -> None:
+def test_logit_options_keeps_a_fused_model_fused() -> None:
     model = make("qwen2").double()
     head = fuse_head(model)
     assert logit_options(model) == PLAIN and fuse_head(model) is head
-    assert_fused_is_own(model)
+    assert_fused_equals_dense(model)
 
 
-def test_a_head_without_numbers_is_refused() -> None:
+def test_a_head_with_nan_weights_is_refused() -> None:
     model = make("qwen2")
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
@@ -562,24 +564,24 @@ def test_a_head_without_numbers_is_refused() -> None:
         fuse_head(model)
 
 
-def test_a_negative_scale_and_one_that_no_configuration_has_are_measured() -> None:
+def test_negative_and_unlisted_scales_are_measured() -> None:
     assert fuse_head(make("cohere2", logit_scale=-0.3)).options.logit_scale == pytest.approx(-0.3)
     model = Odd(make("qwen3").config)
     model.how = "scale"
     assert fuse_head(model).options.logit_scale == pytest.approx(0.37)
 
 
-def test_numbers_of_the_text_configuration_are_known() -> None:
+def test_numbers_of_the_text_configuration_are_candidates() -> None:
     assert 5.0 in head_options._numbers(make("paligemma, text alone").config)
 
 
-def test_the_model_inside_torch_compile_is_the_model() -> None:
+def test_base_model_unwraps_torch_compile() -> None:
     model = make("qwen2")
     assert base_model(torch.compile(model)) is model
 
 
 class _PacksInEvaluation(nn.Linear):
-    """As bitsandbytes' 4-bit layers on a CPU: evaluated without a gradient, it packs its weight for inference alone."""
+    """Like bitsandbytes' 4-bit layers on a CPU: without a gradient in evaluation mode, it packs its weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -593,7 +595,7 @@ class _PacksInEvaluation(nn.Linear):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_fusing_packs_no_quantised_layer(training: bool) -> None:
+def test_fuse_head_does_not_pack_quantised_layers(training: bool) -> None:
     model = make("qwen2").train(training)
     layers = [layer.mlp for layer in model.model.layers]
     for mlp in layers:
@@ -605,7 +607,7 @@ def test_fusing_packs_no_quantised_layer(training: bool) -> None:
 
 
 def test_a_head_without_a_weight_tensor_is_refused() -> None:
-    class Quantised(nn.Module):  # as torch.ao's dynamic layers, whose weight is a method
+    class Quantised(nn.Module):  # like torch.ao's dynamic layers, its weight is a method
         def weight(self) -> Tensor:
             return torch.ones(96, 32)
 
@@ -626,7 +628,7 @@ def test_the_lines_of_the_integrations_page_have_the_gradient_of_dense_gspo() ->
     scope["gspo_loss"](model, *inputs.values(), mask, advantages, old, 3).backward()
     computed = model.get_input_embeddings().weight.grad.clone()
     model.zero_grad()
-    log_probs = own_log_probs(model)
+    log_probs = dense_log_probs(model)
     log_ratio = ((log_probs - log_probs.detach()) * mask).sum(1) / mask.sum(1)  # [B]
     (-(log_ratio.exp() * advantages).sum() / 3).backward()
     expected = model.get_input_embeddings().weight.grad

@@ -1,4 +1,4 @@
-"""Liger's chunked loss on hidden states and a head, uncompiled, and ours agree in float32."""
+"""Our fused loss against Liger's chunked loss, uncompiled, in float32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "dapo": (Objective.preset("dapo"), {"loss_type": "dapo"}),
     "bnpo": (Objective.preset("bnpo"), {"loss_type": "bnpo"}),
     "dr_grpo": (Objective.preset("dr_grpo", length_norm=LONGEST), {"loss_type": "dr_grpo"}),
-    # Not with token ratios: those Liger averages over padding too.
+    # With token ratios, Liger averages over padding too.
     "luspo": (Objective.preset("luspo"), {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
     "cispo": (Objective.preset("cispo", clip_high=0.5), {"loss_type": "cispo", "epsilon_high": 1.5}),
     "sapo": (Objective.preset("sapo"), {"loss_type": "sapo"}),
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_loss_is_ligers(name: str, temperature: float, backend: str) -> None:
+def test_loss_and_gradients_equal_ligers(name: str, temperature: float, backend: str) -> None:
     objective, config = CASES[name]
     batch: Rollout = rollout(objective)
     rng = torch.Generator().manual_seed(0)
@@ -46,10 +46,10 @@ def test_the_loss_is_ligers(name: str, temperature: float, backend: str) -> None
     hidden, weight = torch.randn(*size, HIDDEN, generator=rng), torch.randn(VOCAB, HIDDEN, generator=rng) / 5
     ids = torch.randint(0, VOCAB, size, generator=rng)
     lp, _ = token_log_probs(hidden.flatten(0, 1).double(), weight.double(), ids.flatten(), temperature=temperature)
-    # The batch's ratios around the log-probs of these hidden states.
+    # Old and reference log-probs with the batch's ratios to the log-probs of these hidden states.
     old = (lp.view(size) - (batch.log_probs - batch.old)).float()
     ref = (lp.view(size) - (batch.log_probs - batch.ref)).float()
-    theirs_h, theirs_w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    liger_hidden, liger_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     module = liger.LigerFusedLinearGRPOLoss(
         **{
             "beta": 0.0,
@@ -63,20 +63,20 @@ def test_the_loss_is_ligers(name: str, temperature: float, backend: str) -> None
             **config,
         }
     )
-    theirs, _ = module(
-        theirs_h,
-        theirs_w,
+    liger_loss, _ = module(
+        liger_hidden,
+        liger_weight,
         ids,
         batch.mask.float(),
         batch.advantages.float(),
         old_per_token_logps=old,
         ref_per_token_logps=ref,
     )
-    theirs.backward()
-    ours_h, ours_w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    liger_loss.backward()
+    our_hidden, our_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     out = gspo_fused_loss(
-        ours_h,
-        ours_w,
+        our_hidden,
+        our_weight,
         ids,
         batch.advantages.float(),
         mask=batch.mask,
@@ -87,7 +87,7 @@ def test_the_loss_is_ligers(name: str, temperature: float, backend: str) -> None
         backend=backend,
     )
     out.loss.backward()
-    check_loss(out.loss, theirs, batch.advantages)
-    for a, b in ((ours_h.grad, theirs_h.grad), (ours_w.grad, theirs_w.grad)):
+    check_loss(out.loss, liger_loss, batch.advantages)
+    for a, b in ((our_hidden.grad, liger_hidden.grad), (our_weight.grad, liger_weight.grad)):
         assert a is not None and b is not None
         assert (a - b).norm() <= LIGER_GRADIENT_RELATIVE * b.norm(), f"{(a - b).norm() / b.norm():.2e}"

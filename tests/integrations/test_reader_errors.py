@@ -1,4 +1,4 @@
-"""What the readers refuse and what they say of it: every setting is read, listed as ignored or as no loss, or named."""
+"""Errors of the readers. Every setting is read, listed in the Reading, or named in an error."""
 
 from __future__ import annotations
 
@@ -112,14 +112,14 @@ REFUSED: list[tuple[Callable[..., Reading], Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("read, settings, said", REFUSED)
-def test_what_cannot_be_read_is_named(read: Callable[..., Reading], settings: Any, said: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=said):
+@pytest.mark.parametrize("read, settings, message", REFUSED)
+def test_unsupported_settings_are_named(read: Callable[..., Reading], settings: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
         read(settings)
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, message",
     [
         ({"loss_type": "vespo"}, "loss_type must be one of 'grpo'.* got 'vespo'"),
         ({"top_entropy_quantile": 0.2}, r"top_entropy_quantile must be 1\.0 .* got 0\.2"),
@@ -133,13 +133,13 @@ def test_what_cannot_be_read_is_named(read: Callable[..., Reading], settings: An
         ({"delta": 1.1}, r"delta must be a number > 1 \+ clip_high = 1\.2.* got 1\.1"),
     ],
 )
-def test_what_cannot_be_read_of_trl_is_named(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_unsupported_trl_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         from_trl(trl_config(**settings))
 
 
 @pytest.mark.parametrize(
-    "algorithm, said",
+    "algorithm, message",
     [
         ({}, "adv_estimator must be one of 'grpo'.* got 'gae'"),
         ({"adv_estimator": "reinforce_plus_plus", "gamma": 0.9}, r"algorithm\.gamma must be 1\.0 .* got 0\.9"),
@@ -161,12 +161,12 @@ def test_what_cannot_be_read_of_trl_is_named(settings: dict[str, Any], said: str
         ({"adv_estimator": "grpo", "rollout_corection": {}}, r"got 'algorithm\.rollout_corection'"),
     ],
 )
-def test_what_cannot_be_read_of_verls_algorithm_is_named(algorithm: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_unsupported_settings_of_verls_algorithm_are_named(algorithm: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         from_verl(GSPO, algorithm)
 
 
-def test_what_contradicts_verls_losses_is_named() -> None:
+def test_contradictory_verl_settings_are_named() -> None:
     geo_mean = {"policy_loss": {"loss_mode": "geo_mean"}}
     with pytest.raises(ValueError, match=r"rollout_is must be 'sequence' or None with geo_mean.* got 'token'"):
         from_verl(geo_mean, {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}})
@@ -178,7 +178,7 @@ def test_what_contradicts_verls_losses_is_named() -> None:
     "read, settings, ignored",
     [
         (from_verl, {**GSPO, "clip_ratio_c": 10.0}, {"clip_ratio_c": 10.0}),  # verl's own GSPO recipe
-        (from_verl, {"clip_ratio": 3e-4}, {"clip_ratio": 3e-4}),  # low and high have values of their own
+        (from_verl, {"clip_ratio": 3e-4}, {"clip_ratio": 3e-4}),  # clip_ratio_low and clip_ratio_high have values
         (from_verl, {**GSPO, "kl_loss_coef": 0.1}, {"kl_loss_coef": 0.1}),
         (from_verl, {**GSPO, "policy_loss": {"loss_mode": "gspo", "dro_beta": 1.0}}, {"policy_loss.dro_beta": 1.0}),
         (from_roll, {**ROLL, "pg_clip": 0.1, "pg_clip_low": 3e-4}, {"pg_clip_low": 3e-4}),
@@ -195,7 +195,7 @@ def test_what_contradicts_verls_losses_is_named() -> None:
         ),
     ],
 )
-def test_what_the_trainer_ignores_is_named(
+def test_settings_that_the_trainer_ignores_are_named(
     read: Callable[..., Reading], settings: dict[str, Any], ignored: dict[str, Any]
 ) -> None:
     with pytest.warns(UserWarning, match=f"does not read .*{next(iter(ignored))}="):
@@ -203,13 +203,13 @@ def test_what_the_trainer_ignores_is_named(
     assert reading.ignored == ignored and not ignored.keys() & set(reading.not_the_loss)
 
 
-def test_what_trl_ignores_is_named() -> None:
+def test_settings_that_trl_ignores_are_named() -> None:
     with pytest.warns(UserWarning, match="sapo_temperature_pos=2.0"):
         reading = from_trl(trl_config(sapo_temperature_pos=2.0, vllm_importance_sampling_clip_max=5.0))
     assert reading.ignored == {"sapo_temperature_pos": 2.0, "vllm_importance_sampling_clip_max": 5.0}
 
 
-# Nothing is dropped
+# No setting is dropped
 
 Case = tuple[Callable[..., Reading], dict[str, Any], Mapping[str, Any], frozenset[str]]
 SYSTEMS: dict[str, Case] = {
@@ -221,17 +221,17 @@ SYSTEMS: dict[str, Case] = {
 
 
 def nested(settings: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """The settings with one of a dotted name."""
-    head, dot, rest = name.partition(".")
-    return {**settings, head: nested(settings.get(head) or {}, rest, value) if dot else value}
+    """Return the settings with a value added under a dotted name."""
+    section, dot, inner = name.partition(".")
+    return {**settings, section: nested(settings.get(section) or {}, inner, value) if dot else value}
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @given(name=st.text(min_size=1).filter(lambda name: "." not in name), value=st.none() | st.booleans() | st.floats())
 def test_an_unknown_key_is_always_named(system: str, name: str, value: Any) -> None:
-    read, settings, of_the_loss, others = SYSTEMS[system]
+    read, settings, of_the_loss, other_names = SYSTEMS[system]
     sections = {known.split(".")[0] for known in of_the_loss}
-    if name in others | of_the_loss.keys() | sections | tables.training_arguments():
+    if name in other_names | of_the_loss.keys() | sections | tables.training_arguments():
         return
     with pytest.raises(ValueError) as error:
         read({**settings, name: value})
@@ -239,7 +239,7 @@ def test_an_unknown_key_is_always_named(system: str, name: str, value: Any) -> N
 
 
 @given(name=st.from_regex("[a-z_]{1,20}", fullmatch=True))
-def test_an_unknown_field_of_trls_is_always_named(name: str) -> None:
+def test_an_unknown_trl_field_is_always_named(name: str) -> None:
     if keyword.iskeyword(name) or name in tables.TRL.keys() | tables.TRL_OTHERS | tables.training_arguments():
         return
     with pytest.raises(ValueError, match=f"got {name!r}"):
@@ -251,20 +251,19 @@ def plain_config() -> Any:
     return trl_config()
 
 
-def test_every_unknown_field_comes_with_the_nearest() -> None:
+def test_unknown_fields_are_listed_with_similar_names() -> None:
     with pytest.raises(ValueError, match=r"got 'epsilon_higher' \(is it 'epsilon_high'\?\), 'ours'"):
         from_trl(dataclass_of(trl_config(), {"epsilon_higher": 0.3, "ours": 1}))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_no_setting_of_the_loss_is_dropped(system: str) -> None:
-    """A value that nobody understands is refused where it is read, or listed; where it is not read, it is ignored."""
+    """An invalid value raises or is listed in `beside` if the setting is read; otherwise it is in `ignored`."""
     read, settings, of_the_loss, _ = SYSTEMS[system]
     for name in of_the_loss:
         value = ["?"]
-        given = nested(settings, name, value)
         try:
-            reading = read(given)
+            reading = read(nested(settings, name, value))
         except (ValueError, TypeError) as error:
             assert name in str(error)
         else:
@@ -274,8 +273,8 @@ def test_no_setting_of_the_loss_is_dropped(system: str) -> None:
 @pytest.mark.parametrize("system", SYSTEMS)
 @given(data=st.data())
 def test_other_settings_change_nothing_and_are_listed(system: str, data: st.DataObject) -> None:
-    read, settings, _, others = SYSTEMS[system]
-    plain = sorted(name for name in others if "." not in name and name != "num_generations")
+    read, settings, _, other_names = SYSTEMS[system]
+    plain = sorted(name for name in other_names if "." not in name and name != "num_generations")
     chosen = data.draw(st.dictionaries(st.sampled_from(plain), st.none() | st.integers() | st.text(), max_size=5))
     if "use_vllm" in chosen or "gradient_accumulation_steps" in chosen:
         return

@@ -1,4 +1,4 @@
-"""What other trainers are told, read: the objective, and what its loss needs besides, are what the trainer computes."""
+"""Readers of other trainers' settings: the Reading must describe the loss that the trainer computes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gspo_kernels.integrations.settings import (
 )
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
-# ROLL's GSPO page, as it stands there.
+# The settings on ROLL's GSPO page.
 ROLL_PAGE = """
 # GSPO related
 adv_estimator: "reinforce"
@@ -57,7 +57,7 @@ reward_scale: false
 # reward
 add_token_level_kl: false
 """
-# ms-swift's examples/train/grpo/internal/gspo.sh, with the options of its GSPO page.
+# ms-swift's examples/train/grpo/internal/gspo.sh with the options of its GSPO page.
 SWIFT = """--rlhf_type grpo --model Qwen/Qwen2.5-7B-Instruct --dataset AI-MO/NuminaMath-TIR#10000 --torch_dtype bfloat16
     --num_train_epochs 1 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --num_generations 16
     --train_type full --reward_funcs accuracy format --use_vllm true --vllm_mode colocate --max_completion_length 8192
@@ -71,15 +71,15 @@ ROWS = Normalizer("rows", "step")
 SEQUENCE = {"importance_sampling_level": "sequence"}
 PAPER = {**SEQUENCE, "epsilon": 3e-4, "epsilon_high": 4e-4}
 TRL: dict[str, tuple[dict[str, Any], Objective]] = {
-    "its defaults": ({}, Objective.preset("dapo", clip_high=0.2)),
+    "defaults": ({}, Objective.preset("dapo", clip_high=0.2)),
     "gspo": ({**PAPER, "loss_type": "grpo"}, Objective()),
     "gspo delta": ({**PAPER, "loss_type": "grpo", "delta": 1.0006}, Objective(delta=1.0006)),
     "gspo k3": ({**PAPER, "loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}, Objective(kl_coef=0.1)),
-    "gspo k3 as by default": (
+    "gspo k3, default bias correction": (
         {**PAPER, "loss_type": "grpo", "beta": 0.1},
         Objective(kl_coef=0.1, kl_ratio_factor=True),
     ),
-    "gspo by the default loss_type": (
+    "gspo, default loss_type": (
         PAPER,
         Objective.preset("luspo", clip_low=3e-4, clip_high=4e-4, aggregation="token-mean"),
     ),
@@ -91,12 +91,12 @@ TRL: dict[str, tuple[dict[str, Any], Objective]] = {
         {**SEQUENCE, "loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3},
         Objective.preset("luspo"),
     ),
-    "luspo of tokens": (
+    "luspo, token ratios": (
         {"loss_type": "luspo"},
         Objective.preset("grpo", aggregation="seq-mean-token-sum"),
     ),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.5}, Objective.preset("cispo", clip_high=0.5)),
-    "cispo of sequences": (
+    "cispo, sequence ratios": (
         {**SEQUENCE, "loss_type": "cispo", "epsilon_high": 1.5},
         Objective.preset("cispo", ratio="sequence", clip_high=0.5),
     ),
@@ -108,20 +108,20 @@ TRL: dict[str, tuple[dict[str, Any], Objective]] = {
 
 
 @pytest.mark.parametrize("name", TRL)
-def test_trls_settings_make_the_objective(name: str) -> None:
+def test_trl_settings_give_the_objective(name: str) -> None:
     settings, objective = TRL[name]
     assert from_trl(trl_config(**settings)).objective == objective
 
 
 @pytest.mark.parametrize("name", TRL)
-def test_what_was_read_is_what_trl_computes(name: str, backend: str) -> None:
+def test_a_reading_gives_the_loss_that_trl_computes(name: str, backend: str) -> None:
     config = trl_config(**TRL[name][0])
     reading = from_trl(config)
     from helpers.trl_losses import GRADIENT_STEPS, PER_GENERATION, trl_loss
 
     batch = rollout(reading.objective)
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    told = SimpleNamespace(
+    trl_settings = SimpleNamespace(
         clip_low=config.epsilon,
         clip_high=high,
         sapo_temperature_pos=config.sapo_temperature_pos,
@@ -129,16 +129,16 @@ def test_what_was_read_is_what_trl_computes(name: str, backend: str) -> None:
     )
     options = {"level": config.importance_sampling_level, "epsilon_high": high}
     options |= {n: getattr(config, n) for n in ("loss_type", "beta", "delta", "use_bias_correction_kl")}
-    loss, gradient, _ = trl_loss(batch, told, options)  # pyright: ignore[reportArgumentType]
+    loss, gradient, _ = trl_loss(batch, trl_settings, options)  # pyright: ignore[reportArgumentType]
     of, over, times = reading.normalizer
     count = {"rows": len(batch.mask), "tokens": int(batch.mask.sum())}[of] * (
         PER_GENERATION if over == "rollout" else 1
     )
-    found = ours(batch, reading.objective, backend, normalizer=count * times)
-    assert_agree(batch, found, loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
+    computed = ours(batch, reading.objective, backend, normalizer=count * times)
+    assert_agree(batch, computed, loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
 
 
-def test_what_trls_loss_needs_besides() -> None:
+def test_other_inputs_of_trls_loss_are_read() -> None:
     reading = from_trl(
         trl_config(
             **PAPER,
@@ -157,8 +157,8 @@ def test_what_trls_loss_needs_besides() -> None:
     assert reading.temperature == 0.7 and reading.normalizer == Normalizer("rows", "micro-batch", 2.0)
     assert reading.advantages == (Step("group_advantages", {"group_size": 4, "scale": "batch", "eps": 1e-4}),)
     assert reading.objective.rollout_correction == RolloutCorrection("sequence", "mask", 0.0, 3.0)
-    against = {"threshold": 0.5, "rollout_log_probs": "rollout_log_probs"}
-    assert reading.token_weights == (Step("off_policy_mask", against),)
+    mask_options = {"threshold": 0.5, "rollout_log_probs": "rollout_log_probs"}
+    assert reading.token_weights == (Step("off_policy_mask", mask_options),)
     assert reading.beside == {
         "mask_truncated_completions": True,
         "reward_weights": [1.0, 0.5],
@@ -173,7 +173,7 @@ def test_what_trls_loss_needs_besides() -> None:
 
 
 @pytest.mark.parametrize("level, mode", [("token", "truncate"), ("token", "mask"), ("sequence", "truncate")])
-def test_trls_correction_of_the_sampler(level: str, mode: str) -> None:
+def test_trls_sampler_correction_is_read(level: str, mode: str) -> None:
     name = "vllm_importance_sampling"
     options = {f"{name}_mode": f"{level}_{mode}", f"{name}_clip_min": 0.5, f"{name}_clip_max": None}
     read = from_trl(trl_config(use_vllm=True, **options)).objective.rollout_correction
@@ -182,13 +182,13 @@ def test_trls_correction_of_the_sampler(level: str, mode: str) -> None:
     assert from_trl(trl_config(use_vllm=True, **off)).objective.rollout_correction is None
 
 
-def test_gmpo_is_its_class() -> None:
+def test_trls_gmpo_config_is_recognised_by_its_class() -> None:
     config = pytest.importorskip("trl.experimental.gmpo").GMPOConfig
     read = from_trl(config(output_dir="unused", report_to=[], use_cpu=True, bf16=False, beta=0.1))
     assert read.objective == Objective.preset("gmpo", kl_coef=0.1)
 
 
-def test_older_releases_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_read_like_older_releases_of_trl_do(monkeypatch: pytest.MonkeyPatch) -> None:
     config = trl_config()
     assert from_trl(config).normalizer == Normalizer("tokens", "rollout", 0.5)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.9.2")
@@ -197,12 +197,12 @@ def test_older_releases_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
         from_trl(trl_config(**SEQUENCE, loss_type="luspo", beta=0.1))
     with pytest.raises(ValueError, match=r"use_liger_kernel must be False before TRL 1\.14.* got True"):
         from_trl(dataclass_of(config, {"use_liger_kernel": True}))
-    before = dataclass_of(trl_config(use_vllm=True), {"vllm_importance_sampling_cap": 2.0}, without="clip_max")
-    assert from_trl(before).objective.rollout_correction == RolloutCorrection("sequence", "mask", high=2.0)
+    older = dataclass_of(trl_config(use_vllm=True), {"vllm_importance_sampling_cap": 2.0}, without="clip_max")
+    assert from_trl(older).objective.rollout_correction == RolloutCorrection("sequence", "mask", high=2.0)
 
 
 def test_every_field_of_trls_config_is_classified() -> None:
-    """A newer TRL's own fields are named here: see what its loss does with them and put them into one of the tables."""
+    """If this fails with a newer TRL, find out whether its loss reads the new fields, and add them to one table."""
     known = tables.TRL.keys() | tables.TRL_OTHERS | tables.training_arguments()
     assert {f.name for f in fields(trl_config())} - known == set()
     assert not tables.TRL.keys() & (tables.TRL_OTHERS | tables.training_arguments())
@@ -210,28 +210,29 @@ def test_every_field_of_trls_config_is_classified() -> None:
 
 # verl
 
-for theirs, mine in {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3", "k1+": "k1+", "k3+": "k3+"}.items():
-    VERL[f"kl {theirs}"] = (
-        {**GSPO, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": theirs},
-        Objective(ratio="sequence-token", kl_coef=0.1, kl_estimator=mine),
+KL_ESTIMATORS = {"kl": "k1", "abs": "abs", "mse": "k2", "low_var_kl": "k3", "k1+": "k1+", "k3+": "k3+"}
+for verl_name, estimator in KL_ESTIMATORS.items():
+    VERL[f"kl {verl_name}"] = (
+        {**GSPO, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": verl_name},
+        Objective(ratio="sequence-token", kl_coef=0.1, kl_estimator=estimator),
     )
 
 
 @pytest.mark.parametrize("name", VERL)
-def test_verls_settings_make_the_objective(name: str) -> None:
+def test_verl_settings_give_the_objective(name: str) -> None:
     settings, objective = VERL[name]
     reading = from_verl(settings)
     assert reading.objective == objective
     assert (reading.temperature, reading.advantages) == (None, None)
     divisor = {"token-mean": "tokens", "token-sum": "one"}.get(settings.get("loss_agg_mode", "token-mean"), "rows")
-    own = name.startswith(("sapo", "gmpo"))
+    fixed_aggregation = name.startswith(("sapo", "gmpo"))  # verl does not read loss_agg_mode for the policy term
     over = "micro-batch" if name == "gmpo" else "step"
-    assert reading.normalizer == Normalizer("rows" if own else divisor, over)
-    assert reading.kl_normalizer == (Normalizer(divisor, "step") if name == "sapo, its KL otherwise" else None)
+    assert reading.normalizer == Normalizer("rows" if fixed_aggregation else divisor, over)
+    assert reading.kl_normalizer == (Normalizer(divisor, "step") if name == "sapo with another KL mean" else None)
 
 
 class Omega(Mapping[str, Any]):
-    """As OmegaConf's: a mapping that is no dict, of mappings."""
+    """A nested mapping that is not a dict, like OmegaConf's."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
@@ -247,7 +248,7 @@ class Omega(Mapping[str, Any]):
         return len(self._values)
 
 
-def test_verls_algorithm() -> None:
+def test_verls_algorithm_section_is_read() -> None:
     correction = {
         "rollout_is": "token",
         "rollout_is_threshold": "0.5_5.0",
@@ -268,12 +269,12 @@ def test_verls_algorithm() -> None:
     }.items():
         for step in steps:
             step.options.pop("eps", None)
-        given = {"adv_estimator": estimator, "use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.01}}
+        algorithm = {"adv_estimator": estimator, "use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.01}}
         subtract = Step("subtract_kl", {"kl_coef": 0.01, "kl_estimator": "k1"})
-        assert from_verl(GSPO, given).advantages == (subtract, *steps)
-    given = {"adv_estimator": "reinforce_plus_plus", "use_kl_in_reward": True, "rollout_correction": None}
+        assert from_verl(GSPO, algorithm).advantages == (subtract, *steps)
+    algorithm = {"adv_estimator": "reinforce_plus_plus", "use_kl_in_reward": True, "rollout_correction": None}
     returns = Step("token_returns", {"kl": "k1, old against reference", "kl_coef": 0.001})
-    assert from_verl(GSPO, given).advantages == (returns, Step("whiten", {}))
+    assert from_verl(GSPO, algorithm).advantages == (returns, Step("whiten", {}))
 
 
 def test_verls_bypass_mode_replaces_the_loss() -> None:
@@ -293,7 +294,7 @@ def test_verls_bypass_mode_replaces_the_loss() -> None:
 # ROLL, StateSet Agents, ms-swift
 
 
-def test_rolls_page(tmp_path: Path) -> None:
+def test_the_settings_of_rolls_page_are_read(tmp_path: Path) -> None:
     path = tmp_path / "gspo.yaml"
     path.write_text(ROLL_PAGE)
     clamp = lambda bound: Step("clamp", {"min": -bound, "max": bound})  # noqa: E731
@@ -364,7 +365,7 @@ def test_rolls_page(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_rolls_settings_make_the_objective(settings: dict[str, Any], objective: Objective) -> None:
+def test_roll_settings_give_the_objective(settings: dict[str, Any], objective: Objective) -> None:
     reading = from_roll(ROLL | settings)
     assert reading.objective == objective
     divisor = {"token-mean": "tokens", "seq-mean-token-sum-norm": "one"}.get(objective.aggregation, "sequences")
@@ -402,13 +403,13 @@ GROUPS = {"eps": 1e-6, "group_size": 8}
         ({"norm_mean_type": "group", "norm_std_type": "batch"}, Step("group_advantages", {**GROUPS, "scale": "batch"})),
     ],
 )
-def test_rolls_normalisation_of_rewards(settings: dict[str, Any], first: Step | None) -> None:
+def test_rolls_reward_normalisation_is_read(settings: dict[str, Any], first: Step | None) -> None:
     steps = from_roll(ROLL | {"num_return_sequences_in_group": 8} | settings).advantages
     assert steps == (*([] if first is None else [first]), Step("token_returns", {"gamma": 1.0}))
 
 
-def test_what_rolls_loss_needs_besides() -> None:
-    more = {
+def test_other_inputs_of_rolls_loss_are_read() -> None:
+    settings = {
         "add_token_level_kl": True,
         "init_kl_coef": 0.05,
         "kl_penalty": "mse",
@@ -416,7 +417,7 @@ def test_what_rolls_loss_needs_besides() -> None:
         "length_loss_weight": True,
         "defaults": ["../config/deepspeed_zero@_here_"],
     }
-    reading = from_roll(ROLL | more)
+    reading = from_roll(ROLL | settings)
     returns = {"gamma": 1.0, "kl": "k2, old against reference", "kl_coef": 0.05}
     assert reading.advantages == (Step("token_returns", returns),)
     assert reading.beside == {
@@ -430,7 +431,7 @@ def test_what_rolls_loss_needs_besides() -> None:
     }
 
 
-def test_statesets_guide() -> None:
+def test_the_settings_of_statesets_guide_are_read() -> None:
     guide = {
         "num_generations": 6,
         "clip_range_left": 2e-4,
@@ -456,7 +457,7 @@ def test_statesets_guide() -> None:
     assert token.objective == Objective(ratio="sequence-token") and token.old_log_probs == "rollout"
 
 
-def test_ms_swifts_command_line() -> None:
+def test_ms_swifts_command_line_is_read() -> None:
     flags = shlex.split(SWIFT)
     reading = from_ms_swift(flags)
     group = Step("group_advantages", {"group_size": 16, "scale": "group", "eps": 1e-4})
@@ -464,9 +465,14 @@ def test_ms_swifts_command_line() -> None:
     assert (reading.temperature, reading.advantages, reading.ignored) == (0.9, (group,), {})
     assert {"train_type", "deepspeed", "reward_funcs", "steps_per_generation"} <= set(reading.not_the_loss)
     assert from_ms_swift([f.replace("--beta", "--beta=0.04") for f in flags if f != "0"]).objective.kl_coef == 0.04
-    told = {"rlhf_type": "grpo", "importance_sampling_level": "sequence_token", "epsilon": 3e-4, "epsilon_high": 4e-4}
-    for settings in (told, make_dataclass("RLHFArguments", told)(**told)):
-        assert from_ms_swift(settings).objective == Objective(ratio="sequence-token", kl_coef=0.04)
+    settings = {
+        "rlhf_type": "grpo",
+        "importance_sampling_level": "sequence_token",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    }
+    for arguments in (settings, make_dataclass("RLHFArguments", settings)(**settings)):
+        assert from_ms_swift(arguments).objective == Objective(ratio="sequence-token", kl_coef=0.04)
 
 
 @pytest.mark.parametrize(
@@ -488,14 +494,14 @@ def test_ms_swifts_command_line() -> None:
         ),
     ],
 )
-def test_ms_swifts_settings_make_the_objective(settings: dict[str, Any], objective: Objective) -> None:
+def test_ms_swift_settings_give_the_objective(settings: dict[str, Any], objective: Objective) -> None:
     reading = from_ms_swift({"beta": 0.0} | settings)
     assert reading.objective == objective
     over = "rollout" if settings.get("loss_type") in ("dapo", "cispo") else "micro-batch"
     assert reading.normalizer == Normalizer("tokens" if objective.aggregation == "token-mean" else "rows", over)
 
 
-def test_what_ms_swifts_loss_needs_besides() -> None:
+def test_other_inputs_of_ms_swifts_loss_are_read() -> None:
     read = from_ms_swift({"advantage_estimator": "reinforce_plus_plus", "ref_model": "m", "overlong_filter": True})
     assert read.objective.kl_coef == 0 and read.beside == {"overlong_filter": True, "ref_model": "m"}
     assert read.advantages == (
@@ -508,10 +514,10 @@ def test_what_ms_swifts_loss_needs_besides() -> None:
     assert read.objective.kl_coef == 0.04 and read.advantages == (Step("group_advantages", group),)
 
 
-# What a reading is good for
+# Use of a Reading
 
 
-def test_every_step_is_a_call_that_there_is() -> None:
+def test_every_step_is_a_valid_call() -> None:
     readings = [from_verl(GSPO, {"adv_estimator": n}) for n in ("grpo", "rloo", "reinforce_plus_plus")]
     readings += [from_roll(ROLL | {"reward_norm": "batch", "add_token_level_kl": True}), from_stateset({})]
     readings += [from_ms_swift({"advantage_estimator": n}) for n in ("grpo", "rloo", "reinforce_plus_plus")]
@@ -519,12 +525,12 @@ def test_every_step_is_a_call_that_there_is() -> None:
     assert len(steps) > 8
     for call, options in steps:
         if call not in ("subtract_kl", "clamp"):
-            found = getattr(advantages, call, None) or getattr(sampler_mismatch, call)
-            inspect.signature(found).bind_partial(**options)
+            function = getattr(advantages, call, None) or getattr(sampler_mismatch, call)
+            inspect.signature(function).bind_partial(**options)
 
 
-def test_a_reading_carries_out_rolls_recipe() -> None:
-    """Its steps one after the other give what ROLL's own order gives, written out in test_recipes.py."""
+def test_the_steps_of_a_reading_compute_rolls_advantages() -> None:
+    """The steps in order compute the same as ROLL, whose pipeline test_recipes.py spells out."""
     batch = rollout(Objective())
     rewards = torch.arange(12, dtype=torch.float64) - 4
     x: Any = rewards

@@ -1,4 +1,4 @@
-"""The reference trainer: the loop's promises, its files, its errors, and (slow) that it learns."""
+"""The reference trainer: its loop, files and errors, and (slow) that it learns."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ KEYS |= {"tokens_per_second"}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A demo model on disk, with sampling defaults that would ruin training if they were followed."""
+    """Save a demo model whose sampling defaults would break training if they were used."""
     torch.manual_seed(0)
-    made = policy.demo_policy()
-    made.checkpoint_generation_config.update(do_sample=True, top_k=1, repetition_penalty=3.0)
+    demo = policy.demo_policy()
+    demo.checkpoint_generation_config.update(do_sample=True, top_k=1, repetition_penalty=3.0)
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    made.save(folder)
+    demo.save(folder)
     return folder
 
 
 # The files of a run
 
 
-def test_a_run_leaves_its_metrics_curves_and_models(tmp_path: Path) -> None:
+def test_a_run_writes_metrics_curves_and_models(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = train(small(tmp_path, seeds=(0, 1), save=True))
     rows = rows_of(tmp_path / "demo")
     for seed in (0, 1):
-        own = [row for row in rows if row["seed"] == seed]
-        assert [row["step"] for row in own] == [0, 1, 2, 3]
-        assert [row["step"] for row in own if "eval_reward" in row] == [0, 2, 3]
-        assert all(set(row) >= KEYS for row in own)
-        assert all(isinstance(row[key], float) for row in own[1:] for key in KEYS - {"step"})
+        rows_of_seed = [row for row in rows if row["seed"] == seed]
+        assert [row["step"] for row in rows_of_seed] == [0, 1, 2, 3]
+        assert [row["step"] for row in rows_of_seed if "eval_reward" in row] == [0, 2, 3]
+        assert all(set(row) >= KEYS for row in rows_of_seed)
+        assert all(isinstance(row[key], float) for row in rows_of_seed[1:] for key in KEYS - {"step"})
         assert policy.load_policy(str(tmp_path / "demo" / f"model-seed{seed}"))
     assert report.curves is not None and report.curves.read_bytes()[:4] == b"\x89PNG"
     assert [result.seed for result in report.results] == [0, 1]
     assert report.results[1].end_reward == rows[-1]["eval_reward"]
 
 
-def test_a_seed_gives_the_same_numbers_again(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_numbers(tmp_path: Path) -> None:
     def numbers(name: str, seed: int) -> list[dict]:
         train(small(tmp_path, name=name, seeds=(seed,)))
         return [{**row, "seed": None, "tokens_per_second": None} for row in rows_of(tmp_path / name)]
@@ -73,12 +73,12 @@ def test_a_seed_gives_the_same_numbers_again(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_survives_a_missing_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = builtins.__import__
+    import_module = builtins.__import__
 
-    def without_matplotlib(name: str, *rest: object) -> object:
+    def without_matplotlib(name: str, *args: object) -> object:
         if name.startswith("matplotlib"):
             raise ImportError(name)
-        return find(name, *rest)  # type: ignore[arg-type]
+        return import_module(name, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", without_matplotlib)
     report = train(small(tmp_path, steps=1))
@@ -87,7 +87,7 @@ def test_a_finished_run_survives_a_missing_matplotlib(tmp_path: Path, monkeypatc
     assert len(rows_of(tmp_path / "demo")) == 2
 
 
-def test_an_earlier_run_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
+def test_an_earlier_run_is_kept_without_overwrite(tmp_path: Path) -> None:
     train(small(tmp_path, steps=1, name="mine"))
     with pytest.raises(InputError, match="--overwrite"):
         train(small(tmp_path, steps=2, name="mine"))
@@ -100,9 +100,7 @@ def test_an_earlier_run_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 2}, {"bf16": True}, {"temperature": 0.7}])
-def test_the_first_update_has_ratio_exactly_one_and_later_ones_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict
-) -> None:
+def test_only_the_first_update_has_ratio_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict) -> None:
     log_ratios: list[torch.Tensor] = []
     fused = loop.gspo_fused_loss
 
@@ -118,30 +116,30 @@ def test_the_first_update_has_ratio_exactly_one_and_later_ones_do_not(
     assert all((log_ratio != 0).any() for log_ratio in log_ratios[first:])
 
 
-def test_micro_batches_add_up_to_the_update_they_split(tmp_path: Path) -> None:
+def test_micro_batches_add_up_to_one_update(tmp_path: Path) -> None:
     def trained(micro_batch_size: int) -> torch.Tensor:
         config = small(tmp_path, micro_batch_size=micro_batch_size, updates_per_rollout=1, max_grad_norm=1e9)
         torch.manual_seed(0)
-        made = policy.demo_policy()
-        rollout = sample(made, ["sort ba:"] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
-        slices = loop.make_micro_batches(config, made, rollout, group_advantages(torch.rand(16), 4))
-        loop.update(config, made, torch.optim.SGD(made.model.parameters(), lr=1.0), slices)
-        return torch.cat([weight.detach().flatten() for weight in made.model.parameters()])
+        demo = policy.demo_policy()
+        rollout = sample(demo, ["sort ba:"] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
+        micro_batches = loop.make_micro_batches(config, demo, rollout, group_advantages(torch.rand(16), 4))
+        loop.update(config, demo, torch.optim.SGD(demo.model.parameters(), lr=1.0), micro_batches)
+        return torch.cat([weight.detach().flatten() for weight in demo.model.parameters()])
 
     torch.testing.assert_close(trained(0), trained(4), rtol=0, atol=PARAMETER_ABSOLUTE)
 
 
-def test_a_gradient_budget_saves_passes_and_says_what_it_dropped(tmp_path: Path) -> None:
+def test_a_gradient_budget_saves_passes_and_reports_the_dropped_mass(tmp_path: Path) -> None:
     def first_step(budget: float) -> dict:
-        # One update of four blocks of rows: blocks of little mass can go, although the vocabulary is one tile.
+        # One update of four row blocks: blocks of little mass can be dropped, although the vocabulary is one tile.
         sizes = {"steps": 1, "group_size": 16, "updates_per_rollout": 1, "prompts_per_step": 8}
         train(small(tmp_path, name=f"budget-{budget}", gradient_budget=budget, **sizes))
         return rows_of(tmp_path / f"budget-{budget}")[1]
 
-    exact, some = first_step(0.0), first_step(0.9)
-    assert exact["dropped_gradient_mass"] == 0 < some["dropped_gradient_mass"] <= 0.9
-    assert 1 <= some["passes"] < exact["passes"] <= 4
-    assert some["reward"] == exact["reward"] and some["entropy"] == exact["entropy"]
+    exact, with_budget = first_step(0.0), first_step(0.9)
+    assert exact["dropped_gradient_mass"] == 0 < with_budget["dropped_gradient_mass"] <= 0.9
+    assert 1 <= with_budget["passes"] < exact["passes"] <= 4
+    assert with_budget["reward"] == exact["reward"] and with_budget["entropy"] == exact["entropy"]
 
 
 def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,30 +161,30 @@ def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch:
 # Sampling
 
 
-def test_the_mask_ends_with_the_first_end_of_sequence() -> None:
+def test_the_mask_ends_at_the_first_end_of_sequence_token() -> None:
     torch.manual_seed(1)
-    made = policy.demo_policy()
-    end = made.tokenizer.eos_token_id
-    rollout = sample(made, ["sort abc:", "sort fedcb:"], group_size=32, max_new_tokens=7, temperature=1.0)
+    demo = policy.demo_policy()
+    end = demo.tokenizer.eos_token_id
+    rollout = sample(demo, ["sort abc:", "sort fedcb:"], group_size=32, max_new_tokens=7, temperature=1.0)
     assert rollout.input_ids.shape[0] == len(rollout.texts) == 64
     lengths = set()
     for ids, mask, text in zip(rollout.answer_ids.tolist(), rollout.answer_mask.tolist(), rollout.texts, strict=True):
         length = ids.index(end) + 1 if end in ids else len(ids)
         assert mask == [True] * length + [False] * (len(ids) - length)
-        assert text == made.tokenizer.decode([token for token in ids[:length] if token != end])
+        assert text == demo.tokenizer.decode([token for token in ids[:length] if token != end])
         lengths.add(length)
     assert len(lengths) > 2
     assert rollout.attention_mask[:32, : rollout.prompt_width].sum(1).eq(9).all()  # "sort abc:", padded by two
     assert rollout.attention_mask[0, :2].eq(0).all()
 
 
-def test_sampling_ignores_the_checkpoints_own_sampling_defaults(checkpoint: Path) -> None:
+def test_sampling_ignores_the_checkpoints_sampling_defaults(checkpoint: Path) -> None:
     loaded = policy.load_policy(str(checkpoint))
     assert loaded.checkpoint_generation_config.top_k == 1
     weight = loaded.head.weight
     assert isinstance(weight, torch.Tensor)
     with torch.no_grad():
-        weight.mul_(4)  # logits large enough for a penalty to show
+        weight.mul_(4)  # make logits large enough for a penalty to have an effect
     rollout = sample(loaded, ["sort abc:"], group_size=512, max_new_tokens=1, temperature=1.0)
     ids, mask = encode(loaded, ["sort abc:"])
     with torch.no_grad():
@@ -196,24 +194,24 @@ def test_sampling_ignores_the_checkpoints_own_sampling_defaults(checkpoint: Path
 
 
 def test_left_padding_does_not_change_the_hidden_states() -> None:
-    # Learned positions, unlike rotary ones, show a shift.
+    # With learned position embeddings a shift changes the result, with rotary ones it would not.
     config = GPT2Config(vocab_size=15, n_positions=32, n_embd=16, n_layer=2, n_head=2)
-    made = policy.make_policy(GPT2LMHeadModel(config), policy.demo_policy().tokenizer)
-    policy.check_head(made, "auto")
-    ids, mask = encode(made, ["sort abc:", "sort fedcb:"])
-    alone, ones = encode(made, ["sort abc:"])
+    gpt2 = policy.make_policy(GPT2LMHeadModel(config), policy.demo_policy().tokenizer)
+    policy.check_head(gpt2, "auto")
+    ids, mask = encode(gpt2, ["sort abc:", "sort fedcb:"])
+    alone, ones = encode(gpt2, ["sort abc:"])
     with torch.no_grad():
-        padded = made.hidden_states(ids, mask, first=ids.shape[1] - 3)[0]
-        torch.testing.assert_close(padded, made.hidden_states(alone, ones, first=alone.shape[1] - 3)[0])
+        padded = gpt2.hidden_states(ids, mask, first=ids.shape[1] - 3)[0]
+        torch.testing.assert_close(padded, gpt2.hidden_states(alone, ones, first=alone.shape[1] - 3)[0])
 
 
-def test_the_chat_template_is_used_where_there_is_one() -> None:
-    made = policy.demo_policy()
-    made.tokenizer.chat_template = (
+def test_a_chat_template_is_used() -> None:
+    demo = policy.demo_policy()
+    demo.tokenizer.chat_template = (
         "{% for m in messages %}ab{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
     )
-    ids, _ = encode(made, ["cd"])
-    assert made.tokenizer.decode(ids[0]) == "abcd:"
+    ids, _ = encode(demo, ["cd"])
+    assert demo.tokenizer.decode(ids[0]) == "abcd:"
 
 
 # Tasks and rewards
@@ -229,14 +227,14 @@ def test_held_out_prompts_are_never_trained_on() -> None:
         Task(task.train, task.train[:1], letters_in_place)
 
 
-def test_jsonl_prompts_given_twice_do_not_cross_the_split(tmp_path: Path) -> None:
+def test_duplicate_jsonl_prompts_are_not_on_both_sides_of_the_split(tmp_path: Path) -> None:
     lines = [{"prompt": f"p{number % 10}", "answer": number} for number in range(100)]
     task = jsonl_task(write_jsonl(tmp_path / "data.jsonl", *lines), held_out=100)
     assert len(task.train) == 8 and len(task.held_out) == 2
     assert Example("p3", "3") in [*task.train, *task.held_out]
 
 
-def test_every_example_comes_once_per_round() -> None:
+def test_batches_contain_every_example_once_per_pass() -> None:
     examples = [Example(str(number), "") for number in range(10)]
     stream = batches(examples, 4, seed=0)
     drawn = [example for _ in range(5) for example in next(stream)]
@@ -244,7 +242,7 @@ def test_every_example_comes_once_per_round() -> None:
     assert drawn[:10] != drawn[10:]
 
 
-def test_rewards() -> None:
+def test_rewards_of_completions() -> None:
     assert letters_in_place("abc", "abc") == 1
     assert letters_in_place("abcc", "abc") == 3 / 4
     assert letters_in_place("ba", "abc") == 0 == letters_in_place("", "abc")
@@ -274,34 +272,34 @@ def test_a_saved_checkpoint_is_trained_from_the_command_line(tmp_path: Path, che
     assert result.exit_code == 0, result.output
     assert "Held-out reward" in result.output and str(tmp_path / "tiny" / "metrics.jsonl") in result.output
     assert len(rows_of(tmp_path / "tiny")) == 3
-    before, after = (policy.load_policy(str(at)) for at in (checkpoint, tmp_path / "tiny" / "model-seed0"))
+    before, after = (policy.load_policy(str(folder)) for folder in (checkpoint, tmp_path / "tiny" / "model-seed0"))
     weights: list[Any] = [before.head.weight, after.head.weight]
     assert not torch.equal(*weights)
-    assert after.checkpoint_generation_config.top_k == 1  # the checkpoint's own defaults come back
+    assert after.checkpoint_generation_config.top_k == 1  # the checkpoint's defaults are restored
 
 
-def test_a_head_that_does_more_than_its_matrix_is_refused() -> None:
-    made = policy.demo_policy()
-    policy.check_head(made, "auto")
-    made.head_options["logit_scale"] = 0.5
+def test_a_head_with_other_log_probs_than_its_model_is_refused() -> None:
+    demo = policy.demo_policy()
+    policy.check_head(demo, "auto")
+    demo.head_options["logit_scale"] = 0.5
     with pytest.raises(InputError, match="cannot be trained from hidden states"):
-        policy.check_head(made, "auto")
+        policy.check_head(demo, "auto")
 
 
-def test_answers_that_would_pass_the_models_positions_are_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+def test_answers_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--max-new-tokens 60: with the longest prompt \(11 tokens\).* 64 positions"):
         train(small(tmp_path, max_new_tokens=60))
     assert not (tmp_path / "demo").exists()
 
 
-def test_a_model_with_nothing_to_train_is_refused() -> None:
-    made = policy.demo_policy()
-    made.model.requires_grad_(False)
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    demo = policy.demo_policy()
+    demo.model.requires_grad_(False)
     with pytest.raises(InputError, match="no parameter is trainable"):
-        policy.make_policy(made.model, made.tokenizer)
+        policy.make_policy(demo.model, demo.tokenizer)
 
 
-def test_what_a_model_does_to_its_logits_reaches_the_loss() -> None:
+def test_logit_options_of_the_model_reach_the_loss() -> None:
     tokenizer = policy.demo_policy().tokenizer
     config: dict[str, Any] = dict(
         vocab_size=15,
@@ -314,23 +312,23 @@ def test_what_a_model_does_to_its_logits_reaches_the_loss() -> None:
         eos_token_id=1,
         bos_token_id=1,
     )
-    made = policy.make_policy(Gemma2ForCausalLM(Gemma2Config(**config, final_logit_softcapping=3.0)), tokenizer)
-    assert made.head_options == {"logit_scale": 1.0, "logit_softcap": 3.0, "vocab_size": 15}
-    policy.check_head(made, "auto")
+    gemma = policy.make_policy(Gemma2ForCausalLM(Gemma2Config(**config, final_logit_softcapping=3.0)), tokenizer)
+    assert gemma.head_options == {"logit_scale": 1.0, "logit_softcap": 3.0, "vocab_size": 15}
+    policy.check_head(gemma, "auto")
 
 
-def test_a_model_that_does_more_to_its_logits_is_refused() -> None:
-    made = policy.demo_policy()
-    forward = made.model.forward
+def test_a_model_with_unsupported_logit_operations_is_refused() -> None:
+    demo = policy.demo_policy()
+    forward = demo.model.forward
 
     def squared(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
         out.logits = out.logits**2
         return out
 
-    made.model.forward = squared
+    demo.model.forward = squared
     with pytest.raises(InputError, match=r"--model: .* a scale, a soft-cap and a cut of columns"):
-        policy.make_policy(made.model, made.tokenizer)
+        policy.make_policy(demo.model, demo.tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +350,7 @@ def test_a_model_that_does_more_to_its_logits_is_refused() -> None:
         (["--model", "x", "--data", "/no/such.jsonl"], "--data /no/such.jsonl: expected a jsonl file, got no file"),
     ],
 )
-def test_bad_options_get_one_clear_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_bad_options_print_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["train", "--output", str(tmp_path), *arguments])
     assert result.exit_code == 1
     assert message in result.stderr
@@ -361,7 +359,9 @@ def test_bad_options_get_one_clear_line(tmp_path: Path, arguments: list[str], me
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./models/mine", "no-such-model", "a/b/c"])
-def test_a_missing_model_folder_never_asks_a_hub(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_folder_does_not_access_a_hub(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(policy.AutoTokenizer, "from_pretrained", lambda *_: pytest.fail("asked transformers"))
     data = write_jsonl(tmp_path / "data.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2})
     with pytest.raises(InputError, match="there is no such folder") as caught:
@@ -369,7 +369,7 @@ def test_a_missing_model_folder_never_asks_a_hub(tmp_path: Path, model: str, mon
     assert model in str(caught.value)
 
 
-def test_a_hub_id_that_fails_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_failed_download_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*_: object) -> None:
         raise OSError("no connection\nand more lines")
 
@@ -393,26 +393,26 @@ def test_a_hub_id_that_fails_names_the_model(tmp_path: Path, monkeypatch: pytest
         ([{"prompt": "a", "answer": None}], 'line 1: "answer" must be text or a number'),
     ],
 )
-def test_bad_data_is_named_by_its_line(tmp_path: Path, lines: list[object], message: str) -> None:
+def test_the_error_of_bad_data_names_its_line(tmp_path: Path, lines: list[object], message: str) -> None:
     with pytest.raises(InputError) as caught:
         jsonl_task(write_jsonl(tmp_path / "data.jsonl", *lines), held_out=1)
     assert message in str(caught.value) and "data.jsonl" in str(caught.value)
 
 
-def test_the_command_line_answers_for_itself() -> None:
+def test_help_and_version_are_printed() -> None:
     assert CliRunner().invoke(app, ["--version"]).output.startswith("gspo-kernels ")
     assert "train" in CliRunner().invoke(app, ["--help"]).output
     options = CliRunner().invoke(app, ["train", "--help"]).output
     assert "--group-size" in options
-    options = " ".join(options.replace("│", " ").split())  # out of its box, whatever the terminal's width
-    assert "default: 200" in options and "default: 5e-4" in options  # rich would swallow them in square brackets
+    options = " ".join(options.replace("│", " ").split())  # remove rich's box and line breaks
+    assert "default: 200" in options and "default: 5e-4" in options  # rich would hide them in square brackets
 
 
 # Learning
 
 
 @pytest.mark.slow
-def test_the_demo_learns_and_its_clip_works(tmp_path: Path) -> None:
+def test_the_demo_learns_and_clips(tmp_path: Path) -> None:
     """One seed of the three that `make demo` trains."""
     (result,) = train(train_config(output=tmp_path, seeds=(0,))).results
     assert result.rise >= 0.4, result

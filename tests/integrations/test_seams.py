@@ -1,7 +1,8 @@
-"""Seams: each trainer's own GSPO, written out from its source in float64, beside ours behind the trainer's signature.
+"""Seams: our functions, called as each trainer calls them, against the trainer's GSPO formula in float64.
 
-The trainers are not installed: light fakes of what they pass stand for them. Where their formula has clamps (verl's
-exp(10) in SkyRL, 1e4 in prime-rl, k3 at 10 in ms-swift and slime), batches stay below, where they do nothing.
+The formulas were read in the trainers' sources. The trainers are not installed; simple fakes replace what they pass.
+Some formulas have clamps (exp(10) in SkyRL, 1e4 in prime-rl, k3 at 10 in ms-swift and slime). The batches stay below
+them.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from gspo_kernels import Objective
 from gspo_kernels.integrations import seams
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
-B, EMPTY = 12, 7  # rows, and which of them is masked
+B, EMPTY = 12, 7  # sequences, and the index of the one that is masked entirely
 GSPO = Objective()
 
 
 @pytest.fixture
 def batch() -> Rollout:
-    """Ragged lengths, holes, one token, advantage 0, ratios beyond both bounds; and a row that is masked entirely."""
-    made = rollout(GSPO)
-    made.mask[EMPTY] = False
-    return made
+    """Ragged lengths, holes, one token, advantage 0, ratios beyond both bounds, and an entirely masked sequence."""
+    batch = rollout(GSPO)
+    batch.mask[EMPTY] = False
+    return batch
 
 
 def engine(b: Rollout) -> Tensor:
-    """Log-probs of the sampler: some of its weights are cut off at 1.2."""
+    """Return log-probs [B, T] of the sampler. Some importance weights against it exceed 1.2."""
     return b.old + 0.15 * torch.randn(b.old.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
@@ -63,23 +64,23 @@ def k3(lp: Tensor, ref: Tensor) -> Tensor:
     return (ref - lp).exp() - (ref - lp) - 1
 
 
-def check(b: Rollout, seam: Callable[[Tensor], tuple[Tensor, Any]], trainers: Callable[[Tensor], Tensor]) -> Any:
-    """The same loss and gradient of both; returns what the seam gives besides."""
-    given, theirs = (b.log_probs.clone().requires_grad_() for _ in range(2))
-    loss, rest = seam(given)
+def check(b: Rollout, seam: Callable[[Tensor], tuple[Tensor, Any]], formula: Callable[[Tensor], Tensor]) -> Any:
+    """Assert that seam and formula have the same loss and gradient. Return the seam's second result."""
+    seam_input, formula_input = (b.log_probs.clone().requires_grad_() for _ in range(2))
+    loss, second_result = seam(seam_input)
     loss.backward()
-    expected = trainers(theirs)
-    (gradient,) = torch.autograd.grad(expected, theirs)
-    assert given.grad is not None and not given.grad[~b.mask].any()
-    assert_agree(b, (SimpleNamespace(loss=loss), given.grad), expected.detach(), gradient)
-    return rest
+    expected = formula(formula_input)
+    (gradient,) = torch.autograd.grad(expected, formula_input)
+    assert seam_input.grad is not None and not seam_input.grad[~b.mask].any()
+    assert_agree(b, (SimpleNamespace(loss=loss), seam_input.grad), expected.detach(), gradient)
+    return second_result
 
 
-# prime-rl: src/prime_rl/trainer/rl/loss.py. It has no GSPO; nearest is its PPO, of tokens.
+# prime-rl: src/prime_rl/trainer/rl/loss.py. It has no GSPO. Its PPO with token ratios is the most similar loss.
 
 
 def prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Any]:
-    """compute_loss: a function call per sequence, their sum over the sum of weights."""
+    """prime-rl's compute_loss: one call per sequence; their sum is divided by the sum of weights."""
     total, outs = lp.new_zeros(()), []
     scale = b.mask.sum() if weights is None else weights[b.mask].sum()
     for i in range(B):
@@ -97,7 +98,7 @@ def prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwargs: An
 
 
 def test_prime_rls_ppo_is_a_preset(batch: Rollout) -> None:
-    b = replace(batch, old=batch.log_probs - 100 * (batch.log_probs - batch.old))  # ratios of tokens leave 0.2
+    b = replace(batch, old=batch.log_probs - 100 * (batch.log_probs - batch.old))  # token ratios leave 0.2
 
     def ppo(lp: Tensor) -> Tensor:
         return (clipped((lp - b.old).exp(), per_token(b), 0.2, 0.2) * b.mask).sum() / b.mask.sum()
@@ -105,12 +106,12 @@ def test_prime_rls_ppo_is_a_preset(batch: Rollout) -> None:
     outs = check(b, lambda lp: prime_rl(b, lp, preset="grpo", aggregation="seq-mean-token-sum"), ppo)
     ratio = (b.log_probs - b.old).exp()
     beyond = (((ratio > 1.2) & (per_token(b) > 0)) | ((ratio < 0.8) & (per_token(b) < 0))) & b.mask
-    found = torch.stack([out.metrics["is_clipped"] for out in outs])  # as prime-rl stacks them
-    torch.testing.assert_close(found, beyond.sum(1) / lengths(b)[:, 0].double())
+    is_clipped = torch.stack([out.metrics["is_clipped"] for out in outs])  # prime-rl stacks them too
+    torch.testing.assert_close(is_clipped, beyond.sum(1) / lengths(b)[:, 0].double())
 
 
-def test_prime_rl_has_gspo_over_its_tokens(batch: Rollout) -> None:
-    """Given the mean length GSPO itself, as one answer counts as much as another."""
+def test_prime_rls_loss_is_gspo_divided_by_tokens(batch: Rollout) -> None:
+    """With mean_length set to the mean length, the loss is GSPO's."""
     b, answers = batch, B - 1
 
     def gspo(lp: Tensor, weights: Tensor | float = 1.0, kl: float = 0.0) -> Tensor:
@@ -152,11 +153,11 @@ SLIME: dict[str, Any] = dict(
 
 @pytest.fixture
 def slime_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """slime's module, whose logits are the log-probs themselves and whose entropies are their squares."""
+    """A fake of slime's module: its logits are log-probs, its entropies their squares."""
 
-    def get_log_probs_and_entropy(logits: Tensor, *, args: Any, with_entropy: bool, **given: Any) -> Any:
-        assert with_entropy and given["total_lengths"] == given["unconcat_tokens"] == [20] * B
-        rows = list(logits[0].split(given["response_lengths"]))
+    def get_log_probs_and_entropy(logits: Tensor, *, args: Any, with_entropy: bool, **inputs: Any) -> Any:
+        assert with_entropy and inputs["total_lengths"] == inputs["unconcat_tokens"] == [20] * B
+        rows = list(logits[0].split(inputs["response_lengths"]))
         return torch.empty(0), {"log_probs": rows, "entropy": [x.square() for x in rows]}
 
     module: Any = ModuleType("loss")
@@ -168,34 +169,34 @@ def slime_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 def slime(
     b: Rollout, lp: Tensor, objective: Objective = GSPO, denominators: Any = None, old: bool = True, **changes: Any
 ) -> Any:
-    own = b.mask.sum(1) if denominators is None else denominators
+    mask_sums = b.mask.sum(1) if denominators is None else denominators
     rows = lambda x: [*x]  # noqa: E731
-    given = {
+    slime_batch = {
         "unconcat_tokens": [20] * B,
         "total_lengths": [20] * B,
         "response_lengths": [16] * B,
-        "rollout_mask_sums": own,
+        "rollout_mask_sums": mask_sums,
         "loss_masks": rows(b.mask.int()),
         "advantages": rows(per_token(b)),
         "log_probs": rows(b.old) if old else [],
         "ref_log_probs": rows(b.ref),
         "rollout_log_probs": rows(engine(b)),
     }
-    mean = lambda x: ((x.view(B, 16) * b.mask).sum(1) / own.clamp(min=1)).sum()  # noqa: E731
+    mean = lambda x: ((x.view(B, 16) * b.mask).sum(1) / mask_sums.clamp(min=1)).sum()  # noqa: E731
     args = SimpleNamespace(**{**SLIME, **changes})
-    return seams.slime(args, given, lp.reshape(1, -1), mean, objective=objective)
+    return seams.slime(args, slime_batch, lp.reshape(1, -1), mean, objective=objective)
 
 
-def test_slimes_gspo(batch: Rollout, slime_loss: None) -> None:
+def test_slimes_loss_is_its_gspo(batch: Rollout, slime_loss: None) -> None:
     b = batch
     mean = lambda x: (x * b.mask / lengths(b)).sum()  # noqa: E731 - sum_of_sample_mean
 
-    def theirs(lp: Tensor, c: float | None = None, old: Tensor = b.old) -> Tensor:
+    def formula(lp: Tensor, c: float | None = None, old: Tensor = b.old) -> Tensor:
         ratio = sequence_ratio(lp, old, b)
         pg = clipped(ratio, per_token(b))
         return mean(pg if c is None else torch.where(per_token(b) < 0, torch.min(pg, -c * per_token(b)), pg))
 
-    logged = check(b, lambda lp: slime(b, lp, kl_loss_coef=0.1), theirs)  # which --use-kl-loss would switch on
+    logged = check(b, lambda lp: slime(b, lp, kl_loss_coef=0.1), formula)  # without --use-kl-loss it has no effect
     ratio = sequence_ratio(b.log_probs, b.old, b)
     beyond = ((ratio > 1.0004) & (per_token(b) > 0)) | ((ratio < 0.9996999) & (per_token(b) < 0))
     tokens = b.mask.sum() / (B - 1)
@@ -203,31 +204,31 @@ def test_slimes_gspo(batch: Rollout, slime_loss: None) -> None:
     torch.testing.assert_close(logged["ppo_kl"], ((b.old - b.log_probs) * b.mask).sum() / tokens)
     for name, x in (("entropy_loss", b.log_probs.square()), ("kl_loss", k3(b.log_probs, b.ref))):
         torch.testing.assert_close(logged[name], (x * b.mask).sum() / tokens)
-    check(b, lambda lp: slime(b, lp, Objective(dual_clip=1.0005), eps_clip_c=1.0005), partial(theirs, c=1.0005))
-    check(b, lambda lp: slime(b, lp, use_rollout_logprobs=True), partial(theirs, old=engine(b)))
+    check(b, lambda lp: slime(b, lp, Objective(dual_clip=1.0005), eps_clip_c=1.0005), partial(formula, c=1.0005))
+    check(b, lambda lp: slime(b, lp, use_rollout_logprobs=True), partial(formula, old=engine(b)))
     terms = Objective(kl_coef=0.1, entropy_coef=0.01)
-    more = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
-    rest = lambda lp, kl: theirs(lp) - 0.01 * mean(lp.square()) + 0.1 * mean(kl)  # noqa: E731
-    check(b, lambda lp: slime(b, lp, terms, **more), lambda lp: rest(lp, k3(lp, b.ref)))
+    flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
+    with_terms = lambda lp, kl: formula(lp) - 0.01 * mean(lp.square()) + 0.1 * mean(kl)  # noqa: E731
+    check(b, lambda lp: slime(b, lp, terms, **flags), lambda lp: with_terms(lp, k3(lp, b.ref)))
     unbiased = replace(terms, kl_estimator="unbiased")
     check(
         b,
-        lambda lp: slime(b, lp, unbiased, use_unbiased_kl=True, **more),
-        lambda lp: rest(lp, (lp - b.old).exp() * k3(lp, b.ref)),
+        lambda lp: slime(b, lp, unbiased, use_unbiased_kl=True, **flags),
+        lambda lp: with_terms(lp, (lp - b.old).exp() * k3(lp, b.ref)),
     )
 
 
-def test_slimes_truncated_weights(batch: Rollout, slime_loss: None) -> None:
-    """--use-tis weighs tokens after the ratio of the sequence was differentiated: the sequence form."""
+def test_slimes_truncated_importance_weights(batch: Rollout, slime_loss: None) -> None:
+    """--use-tis multiplies the sequence form by token weights."""
     b = batch
     ours = Objective(rollout_correction=RolloutCorrection(high=1.2))
 
-    def theirs(lp: Tensor, old: Tensor) -> Tensor:
+    def formula(lp: Tensor, old: Tensor) -> Tensor:
         weights = (old - engine(b)).exp().clamp(0, 1.2) * b.mask / lengths(b)
         return (clipped(sequence_ratio(lp, old, b), per_token(b)) * weights).sum()
 
-    check(b, lambda lp: slime(b, lp, ours), lambda lp: theirs(lp, b.old))
-    check(b, lambda lp: slime(b, lp, ours, old=False), lambda lp: theirs(lp, lp.detach()))  # not scored before
+    check(b, lambda lp: slime(b, lp, ours), lambda lp: formula(lp, b.old))
+    check(b, lambda lp: slime(b, lp, ours, old=False), lambda lp: formula(lp, lp.detach()))  # without old log-probs
 
 
 def test_a_rollout_of_several_samples_is_refused(batch: Rollout, slime_loss: None) -> None:
@@ -271,29 +272,31 @@ def skyrl(
     )
 
 
-def test_skyrls_gspo(batch: Rollout) -> None:
+def test_skyrls_loss_is_its_gspo(batch: Rollout) -> None:
     b = batch
 
-    def theirs(lp: Tensor, weights: Tensor | float = 1.0) -> Tensor:
+    def formula(lp: Tensor, weights: Tensor | float = 1.0) -> Tensor:
         ratio = (lp - lp.detach() + sequence_ratio(lp, b.old, b).log().detach()).clamp(max=10).exp()
         return (clipped(ratio, per_token(b) / (B * lengths(b))) * weights * b.mask).sum()
 
-    logged = check(b, lambda lp: skyrl(b, lp), theirs)
+    logged = check(b, lambda lp: skyrl(b, lp), formula)
     ratio = sequence_ratio(b.log_probs, b.old, b).expand_as(b.old)
     worse = ratio.clamp(1 - 3e-4, 1 + 4e-4) * per_token(b) < ratio * per_token(b)
     assert logged["clip_ratio"] == pytest.approx(worse[b.mask].double().mean().item())
     assert all(isinstance(x, float) for x in logged.values())
     halves = lambda lp: (skyrl(b, lp, slice(0, 5))[0] + skyrl(b, lp, slice(5, B))[0], None)  # noqa: E731
-    check(b, halves, theirs)
+    check(b, halves, formula)
     ours = Objective(ratio="sequence-token", rollout_correction=RolloutCorrection(high=1.2))
-    check(b, lambda lp: skyrl(b, lp, objective=ours), partial(theirs, weights=(b.old - engine(b)).exp().clamp(max=1.2)))
+    check(
+        b, lambda lp: skyrl(b, lp, objective=ours), partial(formula, weights=(b.old - engine(b)).exp().clamp(max=1.2))
+    )
 
 
 # ms-swift: swift/rlhf_trainers/grpo_trainer.py.
 
 
 class Trainer:
-    """What ms-swift's GRPOTrainer has of what is read."""
+    """The attributes of ms-swift's GRPOTrainer that `ms_swift` reads."""
 
     def __init__(self, lp: Tensor | None = None, model: Any = None, **changes: Any) -> None:
         self.args = SimpleNamespace(delta=None, log_entropy=False)
@@ -312,7 +315,7 @@ class Trainer:
 
 
 def swift_batch(b: Rollout, **changes: Any) -> Any:
-    given = {
+    fields = {
         "completion_mask": b.mask,
         "truncated_mask": ~b.mask.any(1),
         "advantages": per_token(b),
@@ -320,22 +323,22 @@ def swift_batch(b: Rollout, **changes: Any) -> Any:
         "ref_per_token_logps": None,
         "rollout_per_token_logps": engine(b),
     }
-    return SimpleNamespace(**{**given, **changes})
+    return SimpleNamespace(**{**fields, **changes})
 
 
-def test_ms_swifts_gspo(batch: Rollout) -> None:
+def test_ms_swifts_loss_is_its_gspo(batch: Rollout) -> None:
     b = batch
 
-    def theirs(lp: Tensor, delta: float = 1e9, weights: Tensor | float = 1.0, beta: float = 0.0) -> Tensor:
+    def formula(lp: Tensor, delta: float = 1e9, weights: Tensor | float = 1.0, beta: float = 0.0) -> Tensor:
         ratio, a = sequence_ratio(lp, b.old, b), per_token(b)
         loss = -torch.min(ratio.clamp(max=delta) * a, ratio.clamp(1 - 3e-4, 1 + 4e-4) * a) + beta * k3(lp, b.ref)
         return (loss * weights * b.mask / lengths(b)).sum(1).mean()
 
-    found = check(b, lambda lp: Trainer(lp).loss(None, {}, swift_batch(b)), theirs)
+    metrics = check(b, lambda lp: Trainer(lp).loss(None, {}, swift_batch(b)), formula)
     ratio, a = sequence_ratio(b.log_probs, b.old, b), per_token(b)
     low = ((ratio < 1 - 3e-4) & (a < 0))[b.mask].double().mean().item()
     high = ((ratio > 1 + 4e-4) & (a > 0))[b.mask].double().mean().item()
-    assert found["clipping"] == pytest.approx(
+    assert metrics["clipping"] == pytest.approx(
         {
             "low_clip_mean": 2 * low,
             "low_clip_min": low,
@@ -344,32 +347,32 @@ def test_ms_swifts_gspo(batch: Rollout) -> None:
             "region_clip_mean": 2 * (low + high),
         }
     )
-    assert found["mode"] == "train" and found["completion_token_count"] == b.mask.sum() and "kl" not in found
+    assert metrics["mode"] == "train" and metrics["completion_token_count"] == b.mask.sum() and "kl" not in metrics
 
     class WithKL(Trainer):
         loss = partialmethod(seams.ms_swift, objective=Objective(kl_coef=0.1, delta=1.0005))
 
     make = partial(WithKL, beta=0.1, args=SimpleNamespace(delta=1.0005, log_entropy=False))
-    found = check(
+    metrics = check(
         b,
         lambda lp: make(lp).loss(None, {}, swift_batch(b, ref_per_token_logps=b.ref)),
-        partial(theirs, delta=1.0005, beta=0.1),
+        partial(formula, delta=1.0005, beta=0.1),
     )
-    assert found["kl"] == pytest.approx(2 * k3(b.log_probs, b.ref)[b.mask].mean().item())
-    check(b, lambda lp: Trainer(lp, beta=0.1, kl_in_reward=True).loss(None, {}, swift_batch(b)), theirs)
-    whole = swift_batch(b, completion_mask=rollout(GSPO).mask)  # the filter takes the row out
-    check(b, lambda lp: Trainer(lp, overlong_filter=True).loss(None, {}, whole), theirs)
+    assert metrics["kl"] == pytest.approx(2 * k3(b.log_probs, b.ref)[b.mask].mean().item())
+    check(b, lambda lp: Trainer(lp, beta=0.1, kl_in_reward=True).loss(None, {}, swift_batch(b)), formula)
+    unfiltered = swift_batch(b, completion_mask=rollout(GSPO).mask)  # overlong_filter masks sequence EMPTY
+    check(b, lambda lp: Trainer(lp, overlong_filter=True).loss(None, {}, unfiltered), formula)
     weights = (((b.old - engine(b)) * b.mask).sum(1, keepdim=True) / lengths(b)).exp().clamp(max=1.01)
     ours = Objective(rollout_correction=RolloutCorrection(level="geometric", high=1.01))  # sequence_truncate
     check(
         b,
         lambda lp: seams.ms_swift(Trainer(lp), None, {}, swift_batch(b), objective=ours),
-        partial(theirs, weights=weights),
+        partial(formula, weights=weights),
     )
 
 
 def test_ms_swifts_log_probs_without_logits() -> None:
-    """_get_logps_via_local_forward on a tiny Gemma, whose soft-cap is found; temperature 0.7."""
+    """_get_logps_via_local_forward on a tiny Gemma with a soft-cap, at temperature 0.7."""
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
         vocab_size=24,
@@ -388,11 +391,11 @@ def test_ms_swifts_log_probs_without_logits() -> None:
     entropy = -(logits.exp() * logits).sum(-1)
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad((expected.exp() + 0.1 * entropy).sum(), parameters)
-    found, ours = seams.ms_swift_log_probs(Trainer(model=model), model, {"input_ids": ids}, keep, ids, True)
-    assert ours is not None
-    again = torch.autograd.grad((found.exp() + 0.1 * ours).sum(), parameters)
+    fused, fused_entropy = seams.ms_swift_log_probs(Trainer(model=model), model, {"input_ids": ids}, keep, ids, True)
+    assert fused_entropy is not None
+    fused_gradients = torch.autograd.grad((fused.exp() + 0.1 * fused_entropy).sum(), parameters)
     limit = MODEL_GRADIENT_RELATIVE[torch.float64]
-    for x, y in zip((found, ours, *again), (expected, entropy, *gradients), strict=True):
+    for x, y in zip((fused, fused_entropy, *fused_gradients), (expected, entropy, *gradients), strict=True):
         assert (x - y).norm() <= limit * y.norm()
     assert seams.ms_swift_log_probs(Trainer(model=model), model, {"input_ids": ids}, keep, ids)[1] is None
 
@@ -413,9 +416,9 @@ OPENRLHF: dict[str, Any] = dict(
 
 
 def openrlhf(b: Rollout, lp: Tensor, objective: Objective = GSPO, **changes: Any) -> tuple[Tensor, Any]:
-    """Of two ranks and two micro-batches in an optimizer step, as iter_grad_accum_global_norm counts."""
+    """Call our loss with the counts of two ranks and two micro-batches, as in iter_grad_accum_global_norm."""
     module = seams.OpenRLHFPolicyLoss(**{**OPENRLHF, **changes}, objective=objective)
-    loss, *rest = module(
+    loss, *metrics = module(
         lp,
         b.old,
         per_token(b),
@@ -425,13 +428,13 @@ def openrlhf(b: Rollout, lp: Tensor, objective: Objective = GSPO, **changes: Any
         batch_num_tokens=torch.tensor(99.0),
         global_batch_size=torch.tensor(17.5),
     )
-    return loss, rest
+    return loss, metrics
 
 
-def test_openrlhfs_gspo(batch: Rollout) -> None:
+def test_openrlhfs_loss_is_its_gspo(batch: Rollout) -> None:
     b = batch
 
-    def theirs(lp: Tensor, c: float | None = None, old: Tensor = b.old, weights: Tensor | float = 1.0) -> Tensor:
+    def formula(lp: Tensor, c: float | None = None, old: Tensor = b.old, weights: Tensor | float = 1.0) -> Tensor:
         ratio, a = sequence_ratio(lp, old, b) * b.mask, per_token(b)
         loss = clipped(ratio, a)
         if c is not None:
@@ -439,32 +442,32 @@ def test_openrlhfs_gspo(batch: Rollout) -> None:
         of_rows = (loss * weights * b.mask).sum(1) / (b.mask.sum(1) + 1e-8)
         return (of_rows * b.mask.any(1)).sum() / 17.5 * 2
 
-    clip_ratio, ppo_kl, vllm_kl, filtered = check(b, lambda lp: openrlhf(b, lp), theirs)
+    clip_ratio, ppo_kl, vllm_kl, filtered = check(b, lambda lp: openrlhf(b, lp), formula)
     ratio, a = sequence_ratio(b.log_probs, b.old, b), per_token(b)
     worse = (ratio.clamp(1 - 3e-4, 1 + 4e-4) * a < ratio * a)[b.mask]
     torch.testing.assert_close(clip_ratio, worse.double().mean())
     torch.testing.assert_close(ppo_kl, (b.old - b.log_probs)[b.mask].mean())
     assert vllm_kl is None and filtered is None
-    check(b, lambda lp: openrlhf(b, lp, Objective(dual_clip=1.0005), dual_clip=1.0005), partial(theirs, c=1.0005))
+    check(b, lambda lp: openrlhf(b, lp, Objective(dual_clip=1.0005), dual_clip=1.0005), partial(formula, c=1.0005))
     level: dict[str, Any] = {"is_correction_level": "seq"}
-    check(b, lambda lp: openrlhf(b, lp, **level), partial(theirs, old=engine(b)))
+    check(b, lambda lp: openrlhf(b, lp, **level), partial(formula, old=engine(b)))
     ours = Objective(rollout_correction=RolloutCorrection(high=1.2))
     weights = (b.old - engine(b)).exp().clamp(max=1.2)
-    check(b, lambda lp: openrlhf(b, lp, ours, **level), partial(theirs, weights=weights))
+    check(b, lambda lp: openrlhf(b, lp, ours, **level), partial(formula, weights=weights))
     module = seams.OpenRLHFPolicyLoss(**{**OPENRLHF, **level})
     with pytest.raises(ValueError, match="rollout_log_probs must be given"):
         module(b.log_probs, b.old, per_token(b), b.mask)
 
 
-def test_what_is_logged_has_no_gradient_and_the_dtype_of_the_loss(batch: Rollout, slime_loss: None) -> None:
-    """Trainers stack it."""
+def test_logged_metrics_have_no_gradient_and_the_dtype_of_the_loss(batch: Rollout, slime_loss: None) -> None:
+    """Trainers stack the metrics of several micro-batches."""
     lp = batch.log_probs.float().requires_grad_()
     b = replace(batch, log_probs=lp)
     for logged in (slime(b, lp)[1], prime_rl(b, lp)[1][0].metrics):
         assert not any(x.requires_grad for x in logged.values()) and {x.dtype for x in logged.values()} == {lp.dtype}
 
 
-def test_openrlhfs_mean_without_a_batch_size_is_over_the_answers(batch: Rollout) -> None:
+def test_openrlhfs_loss_without_a_batch_size_is_a_mean_over_answers(batch: Rollout) -> None:
     b, module = batch, seams.OpenRLHFPolicyLoss(**OPENRLHF)
 
     def mean(lp: Tensor) -> Tensor:
@@ -473,7 +476,7 @@ def test_openrlhfs_mean_without_a_batch_size_is_over_the_answers(batch: Rollout)
     check(b, lambda lp: (module(lp, b.old, per_token(b), b.mask)[0], None), mean)
 
 
-def test_ms_swift_says_whether_it_evaluates(batch: Rollout) -> None:
+def test_ms_swifts_mode_is_train_or_eval(batch: Rollout) -> None:
     for training, mode in ((True, "train"), (False, "eval")):
         trainer = Trainer(batch.log_probs, model=SimpleNamespace(training=training))
         assert seams.ms_swift(trainer, None, {}, swift_batch(batch))[1]["mode"] == mode
@@ -538,7 +541,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("seam", "changes", "message"), REFUSED, ids=lambda x: None if callable(x) else str(x)[:40])
-def test_a_setting_that_asks_for_another_loss_is_refused(
+def test_settings_of_another_loss_are_refused(
     seam: Callable[..., Any], changes: dict[str, Any], message: str, batch: Rollout, slime_loss: None
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -546,7 +549,7 @@ def test_a_setting_that_asks_for_another_loss_is_refused(
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, path: str, **contents: Any) -> Any:
-    """A module of a trainer's, in its parents."""
+    """Put a fake module of a trainer into sys.modules, with its parent packages."""
     module = sys.modules.get(path) or ModuleType(path)
     for name, x in contents.items():
         monkeypatch.setattr(module, name, x, raising=False)
@@ -555,7 +558,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, path: str, **contents: Any) -> Any:
     return fake(monkeypatch, parent, **{name: module}) if parent else module
 
 
-def test_the_lines_of_the_page(batch: Rollout, slime_loss: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_lines_of_each_trainer_run(
+    batch: Rollout, slime_loss: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings, table, runs = {}, {}, []
     fake(
         monkeypatch,
@@ -576,8 +581,8 @@ def test_the_lines_of_the_page(batch: Rollout, slime_loss: None, monkeypatch: py
     assert table == {"grpo": "__main__.GSPOTrainer"}
     trainer = scope["GSPOTrainer"]
     assert trainer._get_logps_via_local_forward is seams.ms_swift_log_probs
-    loss, found = trainer(batch.log_probs)._compute_loss_and_metrics(None, {}, swift_batch(batch))
-    assert torch.equal(loss, swift(batch, batch.log_probs)[0]) and found["mode"] == "train"
+    loss, metrics = trainer(batch.log_probs)._compute_loss_and_metrics(None, {}, swift_batch(batch))
+    assert torch.equal(loss, swift(batch, batch.log_probs)[0]) and metrics["mode"] == "train"
     assert scope["slime"].keywords["objective"].clip_low == 2e-4
     assert repr(scope["reading"].normalizer) in INTEGRATIONS
     for name in re.findall(r"gspo_kernels\.integrations\.seams\.(\w+)", INTEGRATIONS):

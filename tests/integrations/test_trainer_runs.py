@@ -1,4 +1,4 @@
-"""Runs of the reference trainer from outside: what they print, how they stop, what they refuse, what they warn of."""
+"""Runs of the reference trainer: printed lines, signals, refused settings, warnings, mixtures of experts."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_several_processes_are_refused_in_one_line(tmp_path: Path, monkeypatch: 
     assert len(result.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_exists_is_kept_and_the_message_offers_both_ways_out(tmp_path: Path) -> None:
+def test_an_existing_folder_is_kept_and_the_error_names_both_options(tmp_path: Path) -> None:
     earlier = tmp_path / "mine" / "model-seed0" / "model.safetensors"
     earlier.parent.mkdir(parents=True)
-    earlier.touch()  # without metrics.jsonl, as after a move
+    earlier.touch()  # without metrics.jsonl, as if that was moved
     with pytest.raises(InputError, match=r"mine exists already .* --overwrite .* --name"):
         train(small(tmp_path, steps=1, name="mine"))
     assert earlier.exists()
@@ -56,17 +56,17 @@ def test_a_folder_that_exists_is_kept_and_the_message_offers_both_ways_out(tmp_p
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_the_model_and_says_where(tmp_path: Path, number: int, status: int) -> None:
+def test_a_signal_saves_the_model_and_prints_its_folder(tmp_path: Path, number: int, status: int) -> None:
     arguments = [*SIZES, "--steps", "1000", "--output", str(tmp_path), "--name", "stopped", "--seeds", "0,1"]
     process = subprocess.Popen(
         [sys.executable, "-c", "from gspo_kernels.tools.cli import app; app()", "train", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # in a shell's background job it is ignored
     )
     assert process.stdout is not None
-    for line in process.stdout:  # lines reach a pipe while the run goes on
+    for line in process.stdout:  # a pipe receives lines during the run
         if "step 4 of 1000" in line:
             process.send_signal(number)
             break
@@ -80,21 +80,21 @@ def test_a_signal_saves_the_model_and_says_where(tmp_path: Path, number: int, st
 
 
 @pytest.mark.parametrize("save", [True, False])
-def test_from_python_an_interrupt_saves_and_propagates(
+def test_an_interrupt_in_python_saves_the_model_and_propagates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, save: bool
 ) -> None:
     weights: list[torch.Tensor] = []
     update = loop.update
 
-    def interrupted(config: Any, made: policy.Policy, *rest: Any) -> dict[str, float]:
+    def interrupted(config: Any, model: policy.Policy, *args: Any) -> dict[str, float]:
         if len(weights) == 6:
             signal.raise_signal(signal.SIGINT)
-        numbers = update(config, made, *rest)
-        weights.append(made.head.weight.detach().clone())  # type: ignore[union-attr]
+        numbers = update(config, model, *args)
+        weights.append(model.head.weight.detach().clone())  # type: ignore[union-attr]
         return numbers
 
     monkeypatch.setattr(loop, "update", interrupted)
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
@@ -107,7 +107,7 @@ def test_from_python_an_interrupt_saves_and_propagates(
         assert torch.equal(loaded.head.weight, weights[-1])  # type: ignore[arg-type]
 
 
-def test_a_save_that_is_stopped_leaves_no_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_no_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(_: policy.Policy, folder: Path) -> None:
         folder.mkdir()
         (folder / "config.json").touch()
@@ -134,7 +134,7 @@ def test_a_signal_waits_for_the_end_of_an_optimizer_step() -> None:
     assert finished == [True] and caught.value.code == 143
 
 
-def test_handlers_are_installed_over_defaults_in_the_main_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_handlers_replace_defaults_in_the_main_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = []
 
     def enter() -> None:
@@ -177,7 +177,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("screen", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
-def test_steps_without_a_signal_are_told_once(
+def test_steps_without_a_signal_are_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, screen: io.StringIO
 ) -> None:
     console = Console(file=screen, force_terminal=screen.isatty(), force_interactive=screen.isatty(), width=300)
@@ -193,11 +193,11 @@ def test_steps_without_a_signal_are_told_once(
 
 
 @pytest.mark.parametrize(("reward", "cause"), [(0.0, "Every reward was 0."), (1.0, "already solves these prompts")])
-def test_a_run_whose_rewards_are_all_equal_says_so_at_the_end(
+def test_a_run_with_equal_rewards_warns_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, cause: str
 ) -> None:
-    real = sorting_task(8)
-    monkeypatch.setattr(loop, "sorting_task", lambda _: Task(real.train, real.held_out, lambda *_: reward))
+    task = sorting_task(8)
+    monkeypatch.setattr(loop, "sorting_task", lambda _: Task(task.train, task.held_out, lambda *_: reward))
     arguments = ["train", "--output", str(tmp_path), "--steps", "3", "--seeds", "0", "--no-save", *SIZES]
     result = CliRunner().invoke(app, [*arguments, "--warn-after", "2"])
     assert result.exit_code == 0, result.output
@@ -207,7 +207,7 @@ def test_a_run_whose_rewards_are_all_equal_says_so_at_the_end(
     assert [row["groups_without_signal"] for row in rows_of(tmp_path / "demo")] == [None, 1.0, 1.0, 1.0]
 
 
-def test_groups_without_a_signal_are_those_of_equal_rewards() -> None:
+def test_groups_without_a_signal_have_equal_rewards() -> None:
     assert loop.share_of_equal_groups(torch.tensor([0.0, 0.0, 0.5, 0.5, 0.0, 1.0, 1.0, 1.0]), 2) == 0.75
 
 
@@ -237,30 +237,30 @@ def moe_checkpoint(folder: Path, **config: Any) -> Path:
 
 
 @pytest.mark.parametrize("asked_for", [True, False])
-def test_the_router_gradient_is_that_of_the_full_model_with_its_auxiliary_loss(tmp_path: Path, asked_for: bool) -> None:
-    made = policy.load_policy(str(moe_checkpoint(tmp_path, output_router_logits=asked_for)))
-    policy.check_head(made, "auto")
-    gates = [layer.mlp.gate.weight for layer in made.model.model.layers]
+def test_the_router_gradient_equals_that_of_the_model_with_auxiliary_loss(tmp_path: Path, asked_for: bool) -> None:
+    moe = policy.load_policy(str(moe_checkpoint(tmp_path, output_router_logits=asked_for)))
+    policy.check_head(moe, "auto")
+    gates = [layer.mlp.gate.weight for layer in moe.model.model.layers]
     config = small(tmp_path, prompts_per_step=2, micro_batch_size=4, updates_per_rollout=1, max_grad_norm=1e9)
-    rollout = sample(made, ["sort ba:", "sort fedcb:"], group_size=4, max_new_tokens=7, temperature=1.0)
+    rollout = sample(moe, ["sort ba:", "sort fedcb:"], group_size=4, max_new_tokens=7, temperature=1.0)
     advantages = torch.randn(8)
-    slices = loop.make_micro_batches(config, made, rollout, advantages)
-    numbers = loop.update(config, made, torch.optim.SGD(made.model.parameters(), lr=0.0), slices)
+    micro_batches = loop.make_micro_batches(config, moe, rollout, advantages)
+    numbers = loop.update(config, moe, torch.optim.SGD(moe.model.parameters(), lr=0.0), micro_batches)
     computed = [gate.grad.clone() for gate in gates]
 
-    made.model.zero_grad()
+    moe.model.zero_grad()
     router_losses = []
     for rows in (slice(0, 4), slice(4, 8)):
-        part = rollout.select(rows.start, rows.stop)
-        out = made.model(
-            input_ids=part.input_ids,
-            attention_mask=part.attention_mask,
-            position_ids=(part.attention_mask.cumsum(-1) - 1).clamp(min=0),
+        answers = rollout.select(rows.start, rows.stop)
+        out = moe.model(
+            input_ids=answers.input_ids,
+            attention_mask=answers.attention_mask,
+            position_ids=(answers.attention_mask.cumsum(-1) - 1).clamp(min=0),
             output_router_logits=True,
         )
-        logits = out.logits[:, part.prompt_width - 1 : -1]
-        log_probs = logits.log_softmax(-1).gather(-1, part.answer_ids[..., None])[..., 0] * part.answer_mask
-        log_ratio = (log_probs - log_probs.detach()).sum(1) / part.answer_mask.sum(1)
+        logits = out.logits[:, answers.prompt_width - 1 : -1]
+        log_probs = logits.log_softmax(-1).gather(-1, answers.answer_ids[..., None])[..., 0] * answers.answer_mask
+        log_ratio = (log_probs - log_probs.detach()).sum(1) / answers.answer_mask.sum(1)
         (-(log_ratio.exp() * advantages[rows]).sum() / 8 + 0.5 * out.aux_loss / 2).backward()
         router_losses.append(out.aux_loss.item())
     for gate, gradient in zip(gates, computed, strict=True):
@@ -270,7 +270,7 @@ def test_the_router_gradient_is_that_of_the_full_model_with_its_auxiliary_loss(t
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_a_mixture_of_experts_is_trained_and_says_whether_the_router_loss_is_counted(
+def test_training_a_mixture_of_experts_prints_whether_the_router_loss_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], counted: bool
 ) -> None:
     source = moe_checkpoint(tmp_path / "moe", router_aux_loss_coef=0.5 if counted else 0.0)
@@ -279,17 +279,17 @@ def test_a_mixture_of_experts_is_trained_and_says_whether_the_router_loss_is_cou
     train(train_config(model=str(source), data=data, **sizes))
     out = capsys.readouterr().out
     assert out.count("router auxiliary loss: ") == 1
-    says = "counted, times router_aux_loss_coef=0.5" if counted else "not counted, as the checkpoint's config has"
-    assert f"router auxiliary loss: {says}" in out
+    note = "counted, times router_aux_loss_coef=0.5" if counted else "not counted, as the checkpoint's config has"
+    assert f"router auxiliary loss: {note}" in out
     row = rows_of(tmp_path / "run")[1]
     assert row["router_aux_loss"] > 1 if counted else "router_aux_loss" not in row
     saved = json.loads((tmp_path / "run" / "model-seed0" / "config.json").read_text())
     assert not saved.get("output_router_logits", False)
 
 
-def test_a_router_loss_that_the_model_does_not_return_is_refused(tmp_path: Path) -> None:
-    made = policy.load_policy(str(moe_checkpoint(tmp_path, output_router_logits=True)))
-    forward = made.model.forward
-    made.model.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "output_router_logits": False})
+def test_a_model_that_returns_no_router_loss_is_refused(tmp_path: Path) -> None:
+    moe = policy.load_policy(str(moe_checkpoint(tmp_path, output_router_logits=True)))
+    forward = moe.model.forward
+    moe.model.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "output_router_logits": False})
     with pytest.raises(InputError, match="returns no aux_loss"):
-        policy.check_head(made, "auto")
+        policy.check_head(moe, "auto")

@@ -1,4 +1,4 @@
-"""TRL's own `_compute_loss`, on a stand-in for its trainer that hands it our log-probs, and ours agree."""
+"""Our loss against TRL's `_compute_loss`, which a stand-in for TRL's trainer calls with the same log-probs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from gspo_kernels import Objective
 from gspo_kernels.sampler_mismatch import off_policy_mask
 
-pytest.importorskip("trl", minversion="1.16")  # others normalise dapo otherwise
+pytest.importorskip("trl", minversion="1.16")  # earlier releases normalise dapo differently
 
 
-# Our objective, and what to set in GRPOConfig for it.
+# An objective, and the settings of GRPOConfig for it.
 CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "gspo": (Objective(), {"loss_type": "grpo", "level": SEQUENCE}),
     "gspo delta": (Objective(delta=1.0006), {"loss_type": "grpo", "level": SEQUENCE, "delta": 1.0006}),
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
         Objective(kl_coef=0.1, kl_ratio_factor=True),
         {"loss_type": "grpo", "level": SEQUENCE, "beta": 0.1, "use_bias_correction_kl": True},
     ),
-    "gspo with dapo's weights": (
+    "gspo with loss_type dapo": (
         Objective.preset("luspo", clip_low=3e-4, clip_high=4e-4, aggregation="token-mean"),
         {"loss_type": "dapo", "level": SEQUENCE},
     ),
@@ -41,12 +41,12 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "dr_grpo": (Objective.preset("dr_grpo", length_norm=LONGEST), {"loss_type": "dr_grpo"}),
     "luspo": (Objective.preset("luspo"), {"loss_type": "luspo", "level": SEQUENCE}),
     "cispo": (Objective.preset("cispo", clip_high=0.5), {"loss_type": "cispo", "epsilon_high": 1.5}),
-    "cispo of sequences": (
+    "cispo, sequence ratios": (
         Objective.preset("cispo", ratio="sequence", clip_high=4e-4),
         {"loss_type": "cispo", "epsilon_high": 1.0004, "level": SEQUENCE},
     ),
     "sapo": (Objective.preset("sapo"), {"loss_type": "sapo"}),
-    "sapo of sequences": (
+    "sapo, sequence ratios": (
         Objective.preset("sapo", ratio="sequence"),
         {"loss_type": "sapo", "level": SEQUENCE},
     ),
@@ -56,39 +56,40 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_loss_is_trls(name: str, backend: str) -> None:
+def test_loss_gradient_and_clip_fractions_equal_trls(name: str, backend: str) -> None:
     objective, config = CASES[name]
     batch = rollout(objective)
     loss, gradient, metrics = trl_loss(batch, objective, config)
-    found = ours(batch, objective, backend)
-    assert_agree(batch, found, loss, gradient)
+    computed = ours(batch, objective, backend)
+    assert_agree(batch, computed, loss, gradient)
     if config["loss_type"] not in ("gmpo", "cispo", "sapo") and "delta" not in config:
-        # Per sequence at sequence level, per token otherwise.
+        # TRL counts sequences at sequence level, tokens otherwise.
         share = "clip_fraction" if config.get("level") == SEQUENCE else "token_clip_fraction"
-        for theirs, name in {"low_mean": "_low", "high_mean": "_high", "region_mean": ""}.items():
-            assert metrics[f"clip_ratio/{theirs}"][0] == pytest.approx(found[0].metrics[share + name].item(), abs=1e-6)
+        for trl_name, suffix in {"low_mean": "_low", "high_mean": "_high", "region_mean": ""}.items():
+            expected = metrics[f"clip_ratio/{trl_name}"][0]
+            assert expected == pytest.approx(computed[0].metrics[share + suffix].item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("gmpo")])
-def test_importance_sampling_ratios_are_token_weights(name: str, backend: str) -> None:
+def test_trls_importance_sampling_ratios_are_token_weights(name: str, backend: str) -> None:
     objective, config = CASES[name]
     batch = rollout(objective, seed=3, weights=True)
     loss, gradient, _ = trl_loss(batch, objective, config)
     assert_agree(batch, ours(batch, objective, backend), loss, gradient)
 
 
-def test_the_off_policy_mask_is_token_weights(backend: str) -> None:
+def test_trls_off_policy_mask_is_token_weights(backend: str) -> None:
     objective = Objective.preset("grpo")
     batch = rollout(objective, seed=4)
     config = CASES["grpo"][1]
     loss, gradient, _ = trl_loss(batch, objective, config, threshold=0.01)
-    found = off_policy_mask(batch.log_probs, batch.old, batch.advantages, batch.mask, threshold=0.01)
-    assert 0 < found.metrics["masked_share"] < 1
-    assert_agree(batch, ours(replace(batch, weights=found.weights), objective, backend), loss, gradient)
+    kept = off_policy_mask(batch.log_probs, batch.old, batch.advantages, batch.mask, threshold=0.01)
+    assert 0 < kept.metrics["masked_share"] < 1
+    assert_agree(batch, ours(replace(batch, weights=kept.weights), objective, backend), loss, gradient)
 
 
 def test_the_normalizer_of_trls_default_is_the_generation_batch(backend: str) -> None:
-    """dapo divides by tokens per process of an accumulation window: give it as `normalizer` and gradients add up."""
+    """dapo divides by the tokens of an accumulation window per process. As `normalizer`, it makes gradients add up."""
     objective, config = CASES["dapo"]
     batch = rollout(objective)
     loss, gradient, _ = trl_loss(batch, objective, config)
@@ -98,8 +99,8 @@ def test_the_normalizer_of_trls_default_is_the_generation_batch(backend: str) ->
 
 
 def test_trls_luspo_is_gspo_times_length() -> None:
-    """The trap of trl#3823: the sequence level with loss_type dapo is LUSPO up to a constant."""
-    objective, config = CASES["gspo with dapo's weights"]
+    """trl#3823: a sequence-level ratio with loss_type dapo is LUSPO up to a constant."""
+    objective, config = CASES["gspo with loss_type dapo"]
     batch = rollout(objective)
     _, gradient, _ = trl_loss(batch, objective, config)
     lengths: Tensor = batch.mask.sum(1)

@@ -1,6 +1,6 @@
-"""verl's own settings, its dataclasses and the file it comes with, read: the objective computes verl's own loss.
+"""from_verl on verl's dataclasses and its default configuration file. The Reading must describe the loss verl computes.
 
-Like test_verl_parity.py this is for an environment with verl.
+Like test_verl_parity.py, this needs an environment with verl.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from verl.workers.config import ActorConfig, FSDPActorConfig, PolicyLossConfig
 SIZES = {"strategy": "fsdp", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 4}
 
 
-@pytest.mark.parametrize("name", [name for name in VERL if name != "entropy"])
-def test_what_was_read_is_what_verl_computes(name: str, backend: str) -> None:
+@pytest.mark.parametrize("name", [name for name in VERL if name != "entropy bonus"])
+def test_a_reading_gives_the_loss_that_verl_computes(name: str, backend: str) -> None:
     settings, objective = VERL[name]
     loss_mode = PolicyLossConfig(**settings.get("policy_loss", {}))
     config = ActorConfig(**SIZES | settings | {"policy_loss": loss_mode})
@@ -68,7 +68,7 @@ def test_what_was_read_is_what_verl_computes(name: str, backend: str) -> None:
     assert_agree(batch, ours(batch, reading.objective, backend, **options), loss.detach(), gradient)
 
 
-def test_the_file_that_verl_comes_with() -> None:
+def test_verls_default_configuration_file_is_read() -> None:
     config = OmegaConf.load(Path(str(verl.__file__)).parent / "trainer/config/_generated_ppo_trainer.yaml")
     assert OmegaConf.is_dict(config)
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
@@ -94,7 +94,7 @@ def test_the_file_that_verl_comes_with() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:from_verl")
-def test_the_presets_of_rollout_correction(preset: str, objective: Objective, old: str) -> None:
+def test_verls_presets_of_rollout_correction_are_read(preset: str, objective: Objective, old: str) -> None:
     loss: dict[str, Any] = {"policy_loss": PolicyLossConfig(loss_mode="gspo")}
     actor = FSDPActorConfig(**SIZES, **loss, clip_ratio_low=3e-4, clip_ratio_high=4e-4)
     algorithm = AlgoConfig(adv_estimator="grpo", rollout_correction=getattr(RolloutCorrectionConfig, preset)())

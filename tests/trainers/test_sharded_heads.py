@@ -1,4 +1,4 @@
-"""Heads that FSDP and DDP wrap, on two CPU processes: gradients are those of one process that has it all."""
+"""Heads wrapped by FSDP and DDP on two CPU processes. Gradients must equal those of a single process."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def shard(model: Any, how: str) -> Any:
         fully_shard(layer, mesh=mesh)
     if how == "tail":
         fully_shard([model.model.norm, model.lm_head], mesh=mesh)
-    elif how == "own":
+    elif how == "head":
         fully_shard(model.lm_head, mesh=mesh)
-    elif how == "own, resharded":
+    elif how == "head, resharded":
         fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=True)
     return fully_shard(model, mesh=mesh)
 
@@ -84,18 +84,18 @@ def rank_main(rank: int, folder: Path, how: str, tied: bool, first: bool) -> Non
         fuse_head(wrapped)
     for micro in range(2):  # gradients of micro-batches add up
         rows = slice(2 * rank + micro, 2 * rank + micro + 1)
-        # Gradients are averaged over ranks: the count of sequences is divided by them.
+        # Gradients are averaged over ranks, so the number of sequences is divided by the number of ranks.
         loss_of(wrapped, rows, normalizer=4 / RANKS).backward()
     fsdp1 = isinstance(wrapped, FullyShardedDataParallel)
     with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True) if fsdp1 else nullcontext():
-        whole = {
+        gradients = {
             name.replace("_fsdp_wrapped_module.", ""): (
                 p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
             )
             for name, p in model.named_parameters()
         }
     if rank == 0:
-        torch.save(whole, folder / "gradients.pt")
+        torch.save(gradients, folder / "gradients.pt")
 
 
 @pytest.mark.slow
@@ -106,20 +106,20 @@ def rank_main(rank: int, folder: Path, how: str, tied: bool, first: bool) -> Non
         ("root", True),
         ("root", False),
         ("tail", False),
-        ("own", False),
-        ("own, resharded", False),
+        ("head", False),
+        ("head, resharded", False),
         ("ddp", True),
         ("fsdp1, original parameters", False),
         ("fsdp1, original parameters", True),
     ],
 )
-def test_gradients_are_those_of_one_process(how: str, tied: bool, first: bool, tmp_path: Path) -> None:
+def test_gradients_equal_those_of_one_process(how: str, tied: bool, first: bool, tmp_path: Path) -> None:
     run_ranks(rank_main, RANKS, tmp_path, how, tied, first)
-    found = torch.load(tmp_path / "gradients.pt")
+    sharded = torch.load(tmp_path / "gradients.pt")
     model = make(tied)
     fuse_head(model)
     loss_of(model, slice(0, 4), normalizer=4.0).backward()
-    assert {n for n, _ in model.named_parameters()} == set(found)
+    assert {n for n, _ in model.named_parameters()} == set(sharded)
     for name, p in model.named_parameters():
         assert p.grad is not None
-        assert (found[name] - p.grad).norm() <= SHARDED_GRADIENT_RELATIVE * p.grad.norm(), name
+        assert (sharded[name] - p.grad).norm() <= SHARDED_GRADIENT_RELATIVE * p.grad.norm(), name

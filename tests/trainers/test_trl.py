@@ -1,4 +1,4 @@
-"""TRL's real trainer on a CPU, with its own log-probs and with ours: the same losses, metrics and parameters."""
+"""TRL's trainer on a CPU with its log-probs and with ours: losses, metrics and parameters must be equal."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ asks_the_model = hasattr(trl.trainer.utils, "add_fused_lm_head")
 CONFIGS: dict[str, dict[str, Any]] = {
     "gspo": SEQUENCE,
     "gspo, twenty steps": {**SEQUENCE, "max_steps": 20, "learning_rate": 0.01},
-    "gspo, four updates of a rollout": {**SEQUENCE, "num_iterations": 2, "gradient_accumulation_steps": 1},
+    "gspo, four updates per rollout": {**SEQUENCE, "num_iterations": 2, "gradient_accumulation_steps": 1},
     "gspo, delta, kl": {**SEQUENCE, "delta": 1.0006, "beta": 0.1, "use_bias_correction_kl": True},
-    "gspo, plain kl of a LoRA": {**SEQUENCE, "beta": 0.1, "use_bias_correction_kl": False, "lora": ["q_proj"]},
+    "gspo, plain kl, LoRA": {**SEQUENCE, "beta": 0.1, "use_bias_correction_kl": False, "lora": ["q_proj"]},
     "LoRA on the head": {**SEQUENCE, "lora": ["q_proj", "lm_head"]},
     "grpo": {"loss_type": "grpo"},
     "bnpo": {"loss_type": "bnpo"},
@@ -58,12 +58,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 KNOWN = {f.name for f in dataclasses.fields(GRPOConfig)} | {"lora", "mixin"}
 
 
-class Own(GRPOTrainer):
+class OverridesLogProbs(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class Tools:
-    """A tool has written every third token, and every token has an advantage of its own."""
+    """Every third token is a tool's, and every token has a different advantage."""
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         width = torch.arange(inputs["completion_ids"].shape[1])
@@ -73,12 +73,12 @@ class Tools:
 
 
 class Vllm:
-    """TRL's weights of old log-probs against those of a sampler whose log-probs are off by up to a half."""
+    """TRL's importance weights against a sampler whose log-probs differ by up to 0.5."""
 
     def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
         old = inputs["old_per_token_logps"]
         sampled = old + (inputs["completion_ids"] % 3 - 1) * 0.5
-        # As in `_generate_and_score_completions`, which does it for vLLM alone.
+        # The same as in `_generate_and_score_completions`, where only vLLM has these weights.
         difference = (old - sampled) * inputs["completion_mask"]
         sequence = self.vllm_importance_sampling_mode.startswith("sequence")
         weights = (difference.sum(-1, keepdim=True) if sequence else difference).exp()
@@ -87,10 +87,10 @@ class Vllm:
             weights = weights.clamp(max=cap)
         else:
             weights = weights.masked_fill(weights > cap, 0.0)
-        given = {**inputs, "importance_sampling_ratio": weights, "sampling_per_token_logps": sampled}
+        with_weights = {**inputs, "importance_sampling_ratio": weights, "sampling_per_token_logps": sampled}
         self.use_vllm = True
         try:
-            return super()._compute_loss(model, given)  # type: ignore[misc]
+            return super()._compute_loss(model, with_weights)  # type: ignore[misc]
         finally:
             self.use_vllm = False
 
@@ -106,7 +106,7 @@ def configuration(name: str) -> dict[str, Any]:
 
 
 def train(name: str, ours: bool, folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """(what was logged, the trained parameters) after a few steps of plain SGD."""
+    """Return the log history and the trained parameters after a few steps of plain SGD."""
     options = configuration(name)
     lora, mixin = options.pop("lora", None), options.pop("mixin", None)
     trainer_class = GSPOTrainer if ours else GRPOTrainer
@@ -128,7 +128,7 @@ def compare(logs: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
         for key in a:
             relative, absolute = TRAINER_LOG_RELATIVE, TRAINER_LOG_ABSOLUTE
             if key == "loss":
-                relative, absolute = 0.0, LOSS_PER_ADVANTAGE  # rewards are scaled: advantages are about 1
+                relative, absolute = 0.0, LOSS_PER_ADVANTAGE  # rewards are normalised, so advantages are about 1
             elif key == "grad_norm" and b["step"] <= 4:
                 relative, absolute = TRAINER_GRADIENT_RELATIVE, 0.0
             if "time" not in key and "per_second" not in key and "runtime" not in key:
@@ -137,7 +137,7 @@ def compare(logs: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_training_is_what_it_is_with_trls_own_log_probs(name: str, tmp_path: Path) -> None:
+def test_training_equals_training_with_trls_log_probs(name: str, tmp_path: Path) -> None:
     logs, parameters = train(name, False, tmp_path / "stock")
     ours, our_parameters = train(name, True, tmp_path / "ours")
     compare(logs, ours)
@@ -145,7 +145,7 @@ def test_training_is_what_it_is_with_trls_own_log_probs(name: str, tmp_path: Pat
         torch.testing.assert_close(our_parameters[key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
-def test_the_auxiliary_loss_of_experts_is_trls(tmp_path: Path) -> None:
+def test_the_auxiliary_loss_of_experts_equals_trls(tmp_path: Path) -> None:
     if "router_aux_loss_coef" not in KNOWN:
         pytest.skip(f"TRL {trl.__version__} does not train it")
     logs = []
@@ -167,7 +167,7 @@ def rank_main(rank: int, folder: Path, ours: bool) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_with_trls_own_log_probs(tmp_path: Path) -> None:
+def test_training_on_two_ranks_equals_training_with_trls_log_probs(tmp_path: Path) -> None:
     for name in ("stock", "ours"):
         (tmp_path / name).mkdir()
         run_ranks(rank_main, 2, tmp_path / name, name == "ours")
@@ -179,13 +179,13 @@ def test_two_ranks_train_as_with_trls_own_log_probs(tmp_path: Path) -> None:
         torch.testing.assert_close(our_parameters[key], p, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
-def test_the_config_is_the_papers() -> None:
+def test_gspo_config_has_the_papers_settings() -> None:
     config = GSPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[])
     assert (config.importance_sampling_level, config.loss_type) == ("sequence", "grpo")
     assert (config.epsilon, config.epsilon_high, config.beta) == (3e-4, 4e-4, 0.0)
 
 
-def test_an_existing_trainer_takes_one_line_and_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_trainer_changes_a_trainer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     fused = adapter.linear_log_probs
     monkeypatch.setattr(
@@ -201,9 +201,9 @@ def test_an_existing_trainer_takes_one_line_and_it_once(tmp_path: Path, monkeypa
     assert len(calls) >= 4
 
 
-@pytest.mark.skipif(not asks_the_model, reason="TRL 1.15 began to read heads itself")
-def test_a_head_that_trl_reads_wrongly_is_read_rightly(tmp_path: Path) -> None:
-    """RecurrentGemma's soft-cap has a name of its own, which TRL 1.16 does not know."""
+@pytest.mark.skipif(not asks_the_model, reason="needs TRL 1.15, which reads heads itself")
+def test_a_soft_cap_unknown_to_trl_is_applied(tmp_path: Path) -> None:
+    """TRL 1.16 does not know the name of RecurrentGemma's soft-cap."""
     torch.manual_seed(0)
     config = transformers.RecurrentGemmaConfig(
         vocab_size=10,
@@ -225,17 +225,17 @@ def test_a_head_that_trl_reads_wrongly_is_read_rightly(tmp_path: Path) -> None:
     trainer = make_trainer(GRPOTrainer, model, tmp_path, **SEQUENCE)
     ids = torch.randint(2, 10, (2, 7))
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    own = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     stock = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
-    assert (stock - own).abs().max() > 0.1
+    assert (stock - expected).abs().max() > 0.1
     accelerate_trainer(trainer)
     out = model(input_ids=ids, labels=ids, fused_lm_head=True)
-    torch.testing.assert_close(out.log_probs, own, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-    torch.testing.assert_close(out.loss, -own.mean(), rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+    torch.testing.assert_close(out.log_probs, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+    torch.testing.assert_close(out.loss, -expected.mean(), rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
     shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)
     again = model(input_ids=ids, shift_labels=shifted, fused_lm_head=True, num_items_in_batch=5)
-    torch.testing.assert_close(again.log_probs[:, :-1], own, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-    torch.testing.assert_close(again.loss, -own.sum() / 5, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+    torch.testing.assert_close(again.log_probs[:, :-1], expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+    torch.testing.assert_close(again.loss, -expected.sum() / 5, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
     assert not again.log_probs[:, -1].any() and not again.label_mask[:, -1].any()
     with pytest.raises(ValueError, match="labels must be given"):
         model(input_ids=ids, fused_lm_head=True)
@@ -248,23 +248,23 @@ def test_the_documented_lines_run(tmp_path: Path) -> None:
         "reward_funcs": lambda completions, **_: [0.0] * len(completions),
         "prompts": datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
     }
-    first, *rest = TRL_LINES.strip().splitlines()
+    first, *statements = TRL_LINES.strip().splitlines()
     exec(first, scope)
-    # On this machine, and not into the user's folder.
+    # Train on a CPU, and write to tmp_path.
     scope["GSPOConfig"] = lambda output_dir: GSPOConfig(str(tmp_path / output_dir), use_cpu=True, bf16=False)
-    exec("\n".join(rest), scope)
+    exec("\n".join(statements), scope)
     assert isinstance(scope["trainer"], GSPOTrainer) and scope["trainer"].epsilon_high == 4e-4
 
 
-def test_a_head_cast_to_fp32_is_refused_by_the_name_of_the_field(tmp_path: Path) -> None:
+def test_cast_lm_head_to_fp32_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path)
     trainer.args.cast_lm_head_to_fp32 = True
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32 must be False"):
         accelerate_trainer(trainer)
 
 
-@pytest.mark.skipif(not asks_the_model, reason="earlier ones train it by themselves: compared above")
-def test_an_adapter_on_the_head_which_trl_refuses_is_trained(tmp_path: Path) -> None:
+@pytest.mark.skipif(not asks_the_model, reason="earlier releases accept such adapters, see CONFIGS")
+def test_an_adapter_on_the_head_is_trained(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     with pytest.raises(ValueError, match="lm_head"):
@@ -275,32 +275,32 @@ def test_an_adapter_on_the_head_which_trl_refuses_is_trained(tmp_path: Path) -> 
     ids = torch.randint(2, 10, (2, 7))
     weight = torch.randn(2, 6)
     adapters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    own = trainer.model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
-    expected = torch.autograd.grad((own[..., 0] * weight).sum(), list(adapters.values()))
+    dense = trainer.model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
+    expected = torch.autograd.grad((dense[..., 0] * weight).sum(), list(adapters.values()))
     out = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True)
-    torch.testing.assert_close(out.log_probs, own[..., 0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-    found = torch.autograd.grad((out.log_probs * weight).sum(), list(adapters.values()))
-    for name, a, b in zip(adapters, found, expected, strict=True):
+    torch.testing.assert_close(out.log_probs, dense[..., 0], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+    computed = torch.autograd.grad((out.log_probs * weight).sum(), list(adapters.values()))
+    for name, a, b in zip(adapters, computed, expected, strict=True):
         assert b.norm() > 0 and (a - b).norm() <= TRAINER_ABSOLUTE * b.norm(), name
     before = {name: p.detach().clone() for name, p in adapters.items()}
     trainer.train()
     assert all(not torch.equal(p, before[name]) for name, p in adapters.items())
 
 
-@pytest.mark.skipif(asks_the_model, reason="of TRL before 1.15")
-def test_before_1_15_images_are_trls_and_what_cannot_be_served_is_named(tmp_path: Path) -> None:
+@pytest.mark.skipif(asks_the_model, reason="needs TRL before 1.15")
+def test_before_trl_1_15_images_stay_with_trl_and_unsupported_settings_raise(tmp_path: Path) -> None:
     trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path)
-    given = []
+    calls = []
     name = "_get_per_token_logps_and_entropies"
-    setattr(trainer, name, lambda *args, **kwargs: given.append(kwargs))
+    setattr(trainer, name, lambda *args, **kwargs: calls.append(kwargs))
     log_probs = adapter._LogProbs(trainer)
     ids = torch.randint(2, 10, (2, 7))
     with pytest.warns(UserWarning, match="TRL before 1.15 computes log-probs with pixel_values itself"):
         log_probs(trainer.model, ids, torch.ones_like(ids), 3, pixel_values=torch.ones(1), num_images=None)
-    assert given[0]["pixel_values"] is not None and given[0]["num_images"] is None
+    assert calls[0]["pixel_values"] is not None and calls[0]["num_images"] is None
 
-    with pytest.raises(ValueError, match="got an override in Own"):
-        accelerate_trainer(make_trainer(Own, checkpoint(tmp_path / "model"), tmp_path))
+    with pytest.raises(ValueError, match="got an override in OverridesLogProbs"):
+        accelerate_trainer(make_trainer(OverridesLogProbs, checkpoint(tmp_path / "model"), tmp_path))
     if hasattr(GRPOTrainer, "compute_liger_loss"):
         trainer.args.use_liger_kernel = True
         with pytest.raises(ValueError, match="use_liger_kernel must be False"):
@@ -308,17 +308,17 @@ def test_before_1_15_images_are_trls_and_what_cannot_be_served_is_named(tmp_path
 
 
 def test_answers_past_the_clip_cost_no_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's loss hands back zeros for them, and the backward recomputes no row of theirs."""
+    """TRL's loss gives their tokens a gradient of 0, so the backward recomputes none of their rows."""
     shares: list[float] = []
     backward = torch_backend.head_backward
 
-    def watched(head: Any, result: Any, d_log_probs: torch.Tensor, d_entropy: Any, *more: Any) -> Any:
-        assert d_entropy is None  # asked for, but only to be logged
+    def watched(head: Any, result: Any, d_log_probs: torch.Tensor, d_entropy: Any, *args: Any) -> Any:
+        assert d_entropy is None  # the entropy is only logged
         tokens, live = head.mask.view(4, -1), (d_log_probs != 0).view(4, -1)
-        for row, moved in zip(tokens, live, strict=True):
-            assert not moved.any() or torch.equal(row, moved)  # an answer as a whole
+        for mask, has_gradient in zip(tokens, live, strict=True):
+            assert not has_gradient.any() or torch.equal(mask, has_gradient)  # all tokens of an answer or none
         shares.append(live.sum().item() / tokens.sum().item())
-        return backward(head, result, d_log_probs, d_entropy, *more)
+        return backward(head, result, d_log_probs, d_entropy, *args)
 
     monkeypatch.setattr(torch_backend, "head_backward", watched)
     trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **SEQUENCE)
@@ -328,12 +328,12 @@ def test_answers_past_the_clip_cost_no_backward(tmp_path: Path, monkeypatch: pyt
     assert 0 < sum(shares) / 8 < 0.8
 
 
-def test_without_args_it_is_gspo_and_others_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+def test_default_args_are_gspo_and_token_ratios_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = []
 
     def config(output_dir: str) -> GSPOConfig:
-        made.append(GSPOConfig(str(tmp_path / output_dir), use_cpu=True, bf16=False))
-        return made[-1]
+        configs.append(GSPOConfig(str(tmp_path / output_dir), use_cpu=True, bf16=False))
+        return configs[-1]
 
     monkeypatch.setattr(adapter, "GSPOConfig", config)
     options: dict[str, Any] = {
@@ -341,7 +341,7 @@ def test_without_args_it_is_gspo_and_others_are_warned_of(tmp_path: Path, monkey
         "train_dataset": datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
     }
     trainer = GSPOTrainer(checkpoint(tmp_path / "model"), **options)
-    assert trainer.args is made[0] and trainer.importance_sampling_level == "sequence"
+    assert trainer.args is configs[0] and trainer.importance_sampling_level == "sequence"
     with pytest.warns(UserWarning, match="importance_sampling_level='token' is not GSPO"):
         make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path)
 
@@ -351,57 +351,59 @@ def test_a_second_trainer_of_a_model_is_accelerated_too(tmp_path: Path) -> None:
     first = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)
     second = make_trainer(GSPOTrainer, first.model, tmp_path, **SEQUENCE)
     ids = torch.randint(2, 10, (2, 7))
-    own = second.model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+    dense = second.model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     if asks_the_model:
-        found = second.model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+        fused = second.model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
     else:
-        found = second._get_per_token_logps_and_entropies(second.model, ids, torch.ones_like(ids), 6)[0]
-    expected = own.gather(-1, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(found, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+        fused = second._get_per_token_logps_and_entropies(second.model, ids, torch.ones_like(ids), 6)[0]
+    expected = dense.gather(-1, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(fused, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
-def test_autocast_to_bf16_with_a_reference_model(tmp_path: Path) -> None:
+def test_training_under_bf16_autocast_with_a_reference_model(tmp_path: Path) -> None:
     options = {**SEQUENCE, "bf16": True, "beta": 0.1}
     trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **options)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == 4 and all(log["grad_norm"] > 0 for log in logs)
-    assert logs[0]["kl"] < TRAINER_LOG_ABSOLUTE < max(log["kl"] for log in logs)  # one kernel for both
-    accelerate_trainer(trainer)  # after the fact: nothing happens
+    assert logs[0]["kl"] < TRAINER_LOG_ABSOLUTE < max(log["kl"] for log in logs)  # the same kernel computes both
+    accelerate_trainer(trainer)  # a second call does nothing
     torch.save(trainer.model, tmp_path / "model.pt")
 
 
-def test_what_is_no_trainer_or_goes_its_own_way_is_named(tmp_path: Path) -> None:
+def test_other_objects_raise_and_overridden_log_probs_are_warned_of(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="trainer must be a GRPOTrainer"):
         accelerate_trainer(checkpoint(tmp_path / "model"))  # type: ignore[arg-type]
 
     if asks_the_model:
-        with pytest.warns(UserWarning, match="is an override in Own"):
-            accelerate_trainer(make_trainer(Own, checkpoint(tmp_path / "model"), tmp_path))
+        with pytest.warns(UserWarning, match="is an override in OverridesLogProbs"):
+            accelerate_trainer(make_trainer(OverridesLogProbs, checkpoint(tmp_path / "model"), tmp_path))
 
 
-def test_log_probs_before_1_15_are_those_of_logits(tmp_path: Path) -> None:
-    """Of the last tokens, at the temperature, in batches; the entropy is detached unless a bonus reads it."""
+def test_log_probs_before_trl_1_15_equal_those_of_logits(tmp_path: Path) -> None:
+    """For the last tokens, with a temperature and in chunks. The entropy is detached unless a bonus reads it."""
     trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, temperature=0.7)
     model, keep = trainer.model, 3
     fuse_head(base_model(model))
     ids, attended = torch.randint(2, 10, (3, 7)), torch.ones(3, 7, dtype=torch.long)
     attended[0, -1] = attended[1, :2] = 0
     logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, -keep - 1 : -1] / 0.7
-    own = logits.log_softmax(-1)
+    dense = logits.log_softmax(-1)
     mask = attended[:, -keep:]
     for bonus in (False, True):
         trainer._entropy_bonus_enabled = bonus
-        found = adapter._LogProbs(trainer)(model, ids, attended, keep, batch_size=2, compute_entropy=True)
-        expected = own.gather(-1, ids[:, -keep:, None])[..., 0] * mask
-        torch.testing.assert_close(found[0], expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-        entropy = -(own.exp() * own).sum(-1) * mask
-        torch.testing.assert_close(found[1], entropy, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
-        assert found[0].requires_grad and found[1].requires_grad == bonus
+        log_probs, entropies, *_ = adapter._LogProbs(trainer)(
+            model, ids, attended, keep, batch_size=2, compute_entropy=True
+        )
+        expected = dense.gather(-1, ids[:, -keep:, None])[..., 0] * mask
+        torch.testing.assert_close(log_probs, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+        expected = -(dense.exp() * dense).sum(-1) * mask
+        torch.testing.assert_close(entropies, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
+        assert log_probs.requires_grad and entropies.requires_grad == bonus
 
 
-@pytest.mark.skipif(not asks_the_model, reason="TRL 1.15 began to ask models")
-def test_both_models_answer_and_the_loss_is_a_mean_over_labels(tmp_path: Path) -> None:
+@pytest.mark.skipif(not asks_the_model, reason="needs TRL 1.15, which calls model(fused_lm_head=True)")
+def test_policy_and_reference_model_return_a_mean_loss_over_labels(tmp_path: Path) -> None:
     trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, beta=0.1)
     accelerate_trainer(trainer)
     ids = torch.randint(2, 10, (2, 7))
@@ -416,8 +418,8 @@ def test_both_models_answer_and_the_loss_is_a_mean_over_labels(tmp_path: Path) -
         torch.testing.assert_close(out.loss, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
 
 
-@pytest.mark.skipif(not asks_the_model, reason="earlier ones allow adapters on the head")
-def test_trl_refuses_adapters_on_the_head_after_ours_as_before(tmp_path: Path) -> None:
+@pytest.mark.skipif(not asks_the_model, reason="earlier releases accept adapters on the head")
+def test_trls_check_of_adapters_is_restored(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["lm_head"])
     make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)

@@ -1,4 +1,4 @@
-"""How many updates a rollout gets from `GSPOConfig`, and the warnings of settings with which nothing is clipped."""
+"""Updates per rollout with `GSPOConfig`, and warnings about settings that never clip."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ON_A_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": []}
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "_warned", set())
 
 
@@ -36,13 +36,13 @@ def config(**options: Any) -> GSPOConfig:
     return GSPOConfig("unused", **ON_A_CPU, **options)
 
 
-def ours(caught: list[warnings.WarningMessage]) -> list[str]:
-    """Return the first setting that each warning of ours names."""
+def named_settings(caught: list[warnings.WarningMessage]) -> list[str]:
+    """Return the first setting that each of our warnings names."""
     texts = [str(w.message) for w in caught if str(w.message).startswith("gspo_kernels")]
     return [next(iter(re.findall(r"steps_per_generation|epsilon|train_dataset", text)), text) for text in texts]
 
 
-# Options (TRL's defaults: 8 completions per device, 8 generations), steps_per_generation, generation_batch_size.
+# Options, steps_per_generation, generation_batch_size. TRL's defaults: 8 completions per device, 8 generations.
 ARITHMETIC: list[tuple[dict[str, Any], int, int]] = [
     ({}, 4, 32),
     ({"gradient_accumulation_steps": 3}, 12, 96),
@@ -63,13 +63,13 @@ ARITHMETIC: list[tuple[dict[str, Any], int, int]] = [
 def test_a_rollout_gets_four_updates_unless_the_user_sets_their_number(
     options: dict[str, Any], steps: int, batch: int
 ) -> None:
-    made = config(**options)
-    assert (made.steps_per_generation, made.generation_batch_size) == (steps, batch)
-    updates = made.steps_per_generation * made.num_iterations / made.gradient_accumulation_steps
+    args = config(**options)
+    assert (args.steps_per_generation, args.generation_batch_size) == (steps, batch)
+    updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     assert updates == 4 or {"steps_per_generation", "generation_batch_size", "num_iterations"} & set(options)
 
 
-def test_processes_enter_the_size_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_rollout_counts_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GSPOConfig, "world_size", 2)
     assert (config().steps_per_generation, config().generation_batch_size) == (4, 64)
     assert config(generation_batch_size=64).steps_per_generation == 4
@@ -78,19 +78,19 @@ def test_processes_enter_the_size_of_a_rollout(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("options", [options for options, *_ in ARITHMETIC], ids=str)
-def test_a_config_survives_being_written_and_read(options: dict[str, Any], tmp_path: Path) -> None:
-    made = config(**options, learning_rate=1e-3)
-    given = made.to_dict()
-    assert GSPOConfig(**given).to_dict() == given
-    assert dataclasses.replace(made, learning_rate=1e-4).to_dict() == {**given, "learning_rate": 1e-4}
-    torch.save(made, tmp_path / "training_args.bin")
-    assert torch.load(tmp_path / "training_args.bin", weights_only=False).to_dict() == given
-    (tmp_path / "config.json").write_text(made.to_json_string())
+def test_a_config_can_be_saved_and_loaded(options: dict[str, Any], tmp_path: Path) -> None:
+    original = config(**options, learning_rate=1e-3)
+    values = original.to_dict()
+    assert GSPOConfig(**values).to_dict() == values
+    assert dataclasses.replace(original, learning_rate=1e-4).to_dict() == {**values, "learning_rate": 1e-4}
+    torch.save(original, tmp_path / "training_args.bin")
+    assert torch.load(tmp_path / "training_args.bin", weights_only=False).to_dict() == values
+    (tmp_path / "config.json").write_text(original.to_json_string())
     (read,) = transformers.HfArgumentParser(GSPOConfig).parse_json_file(tmp_path / "config.json")  # type: ignore[arg-type]
-    assert read.to_dict() == given
+    assert read.to_dict() == values
 
 
-def test_files_and_flags_are_read_like_arguments(tmp_path: Path) -> None:
+def test_files_and_flags_give_the_same_config_as_arguments(tmp_path: Path) -> None:
     parser = transformers.HfArgumentParser(GSPOConfig)  # type: ignore[arg-type]
     options = {"output_dir": "unused", **ON_A_CPU, "gradient_accumulation_steps": 3}
     (tmp_path / "config.json").write_text(json.dumps(options))  # JSON is YAML too
@@ -106,7 +106,7 @@ def test_files_and_flags_are_read_like_arguments(tmp_path: Path) -> None:
     assert read.steps_per_generation == 3
 
 
-def test_two_sizes_of_a_rollout_that_disagree_are_refused() -> None:
+def test_contradictory_rollout_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"generation_batch_size must be None or 32 .*= 8 \* 1 \* 4\), got 64"):
         config(steps_per_generation=4, generation_batch_size=64)
     with pytest.raises(ValueError, match="generation_batch_size must be None or 16"):
@@ -114,7 +114,7 @@ def test_two_sizes_of_a_rollout_that_disagree_are_refused() -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_default_clips_in_a_real_run(accumulation: int, tmp_path: Path) -> None:
+def test_default_settings_clip_in_training(accumulation: int, tmp_path: Path) -> None:
     rollouts = []
 
     def reward(completions: list[str], **_: Any) -> list[float]:
@@ -146,7 +146,7 @@ def test_the_default_clips_in_a_real_run(accumulation: int, tmp_path: Path) -> N
     assert max(first) == 0 and max(later) > 0.05, clipped
 
 
-def test_without_args_nothing_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_args_do_not_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "GSPOConfig", lambda output_dir: GSPOConfig(str(tmp_path / output_dir), **ON_A_CPU))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -156,10 +156,10 @@ def test_without_args_nothing_is_warned_of(tmp_path: Path, monkeypatch: pytest.M
             train_dataset=datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
         )
     settings: Any = trainer.args
-    assert not ours(caught) and settings.steps_per_generation == 4
+    assert not named_settings(caught) and settings.steps_per_generation == 4
 
 
-# gradient_accumulation_steps, steps_per_generation, num_iterations, and whether the ratio can leave 1.
+# gradient_accumulation_steps, steps_per_generation, num_iterations, and whether the ratio can differ from 1.
 RUNS = [
     (1, 1, 1, False),
     (2, 2, 1, False),
@@ -172,10 +172,10 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("accumulation", "steps", "iterations", "leaves"), RUNS)
+@pytest.mark.parametrize(("accumulation", "steps", "iterations", "can_differ"), RUNS)
 @pytest.mark.parametrize("kind", [GRPOTrainer, GSPOTrainer])
-def test_a_ratio_that_is_always_1_is_warned_of(
-    kind: type[GRPOTrainer], accumulation: int, steps: int, iterations: int, leaves: bool, tmp_path: Path
+def test_settings_whose_ratio_is_always_1_are_warned_of(
+    kind: type[GRPOTrainer], accumulation: int, steps: int, iterations: int, can_differ: bool, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {
         **SEQUENCE,
@@ -189,19 +189,19 @@ def test_a_ratio_that_is_always_1_is_warned_of(
         trainer = make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, **options)
         for _ in range(2):
             accelerate_trainer(trainer)
-    assert ours(caught) == ([] if leaves else ["steps_per_generation"])
+    assert named_settings(caught) == ([] if can_differ else ["steps_per_generation"])
     if kind is GSPOTrainer:
         trainer.train()
         logs = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "loss" in log]
-        assert len(logs) == 4 and (max(logs) > 0) == leaves, logs
+        assert len(logs) == 4 and (max(logs) > 0) == can_differ, logs
 
 
-def test_the_warnings_name_settings_and_the_line_of_the_caller(tmp_path: Path) -> None:
-    made = GRPOConfig(str(tmp_path), **ON_A_CPU, importance_sampling_level="sequence")
+def test_warnings_name_the_settings_and_the_callers_line(tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path), **ON_A_CPU, importance_sampling_level="sequence")
     arguments: dict[str, Any] = {
         "model": checkpoint(tmp_path / "model"),
         "reward_funcs": lambda completions, **_: [0.0] * len(completions),
-        "args": made,
+        "args": args,
         "train_dataset": datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
     }
     for kind in (GRPOTrainer, GSPOTrainer):
@@ -210,22 +210,22 @@ def test_the_warnings_name_settings_and_the_line_of_the_caller(tmp_path: Path) -
             warnings.simplefilter("always")
             line = sys._getframe().f_lineno + 1
             accelerate_trainer(kind(**arguments))
-        of_ours = [w for w in caught if str(w.message).startswith("gspo_kernels")]
-        assert ours(of_ours) == ["steps_per_generation", "epsilon"]
-        assert all((w.filename, w.lineno) == (__file__, line) for w in of_ours)
-        updates, window = (str(w.message) for w in of_ours)
+        our_warnings = [w for w in caught if str(w.message).startswith("gspo_kernels")]
+        assert named_settings(our_warnings) == ["steps_per_generation", "epsilon"]
+        assert all((w.filename, w.lineno) == (__file__, line) for w in our_warnings)
+        updates, window = (str(w.message) for w in our_warnings)
         assert "steps_per_generation=1, num_iterations=1" in updates and updates.endswith("steps_per_generation=4")
         assert "epsilon=0.2 and epsilon_high=0.2" in window and "epsilon=3e-4, epsilon_high=4e-4" in window
 
 
-# Whether the window is warned of.
+# Options, and whether a warning about the window is expected.
 WINDOWS: dict[str, tuple[dict[str, Any], bool]] = {
-    "one side": ({**SEQUENCE, "epsilon_high": 0.28}, True),
-    "epsilon_high left out": ({**SEQUENCE, "epsilon": 0.2, "epsilon_high": None}, True),
+    "one wide bound": ({**SEQUENCE, "epsilon_high": 0.28}, True),
+    "epsilon_high not set": ({**SEQUENCE, "epsilon": 0.2, "epsilon_high": None}, True),
     "luspo": ({**SEQUENCE, "loss_type": "luspo", "epsilon": 0.2}, True),
-    "luspo's own": ({**SEQUENCE, "loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3}, False),
-    "gspo's own": (SEQUENCE, False),
-    "tokens": ({}, False),
+    "luspo's window": ({**SEQUENCE, "loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3}, False),
+    "gspo's window": (SEQUENCE, False),
+    "token ratios": ({}, False),
     "cispo": ({**SEQUENCE, "loss_type": "cispo", "epsilon_high": 5.0}, False),
     "sapo": ({**SEQUENCE, "loss_type": "sapo", "epsilon": 0.2}, False),
 }
@@ -239,11 +239,11 @@ def test_a_window_for_tokens_on_a_sequence_ratio_is_warned_of(name: str, tmp_pat
         warnings.simplefilter("always")
         accelerate_trainer(trainer)
         accelerate_trainer(trainer)
-    assert ours(caught) == ["epsilon"] * warned
+    assert named_settings(caught) == ["epsilon"] * warned
 
 
 @pytest.mark.parametrize(("prompts", "warned"), [(3, True), (4, False)])
-def test_a_dataset_that_fills_no_rollout_is_warned_of(prompts: int, warned: bool, tmp_path: Path) -> None:
+def test_a_dataset_smaller_than_a_rollout_is_warned_of(prompts: int, warned: bool, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = GSPOTrainer(
@@ -254,5 +254,5 @@ def test_a_dataset_that_fills_no_rollout_is_warned_of(prompts: int, warned: bool
             processing_class=tokenizer(),
         )
         trainer.train()
-    assert ours(caught) == ["train_dataset"] * warned
+    assert named_settings(caught) == ["train_dataset"] * warned
     assert trainer.state.global_step == (0 if warned else 1)

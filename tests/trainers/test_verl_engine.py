@@ -1,4 +1,4 @@
-"""verl's own TrainingWorker on CPUs, with its FSDP2 engine and with ours: the same log-probs, losses, parameters.
+"""verl's TrainingWorker on CPUs with its FSDP2 engine and with ours: log-probs, losses and parameters must be equal.
 
 Part of `make test-trainers`, in verl's environment.
 """
@@ -22,7 +22,7 @@ from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker
 from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_GRADIENT_RELATIVE
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-if importlib.util.find_spec("verl") is None:  # imported in the ranks alone, after its environment variables are set
+if importlib.util.find_spec("verl") is None:  # only the ranks import verl, after setting its environment variables
     pytest.skip("verl is not installed", allow_module_level=True)
 
 CASES: dict[str, dict[str, Any]] = {
@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def step(worker: Any, rank: int, case: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Old and reference log-probs through the worker, then two updates of one batch."""
+    """Compute old and reference log-probs with the worker, then train three epochs on one batch."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import no_padding_2_padding
 
@@ -68,19 +68,19 @@ def step(worker: Any, rank: int, case: dict[str, Any], ranks: int) -> dict[str, 
 def rank_main(rank: int, folder: Path, case: dict[str, Any], ranks: int) -> None:
     os.environ.update(ENVIRONMENT)
     torch.distributed.init_process_group("gloo")
-    found = {}
+    results = {}
     for name in ("stock", "ours"):
         worker = make_worker(folder / f"{name}-{rank}", name == "ours", case)
         assert (type(worker.engine).__name__ == "GSPOEngine") == (name == "ours")
-        found[name] = step(worker, rank, case, ranks)
-    torch.save(found, folder / f"found-{rank}.pt")
+        results[name] = step(worker, rank, case, ranks)
+    torch.save(results, folder / f"results-{rank}.pt")
 
 
 def compare(folder: Path, case: dict[str, Any], ranks: int) -> None:
     run_ranks(rank_main, ranks, folder, case, ranks)
     for rank in range(ranks):
-        found = torch.load(folder / f"found-{rank}.pt", weights_only=False)
-        stock, ours = found["stock"], found["ours"]
+        results = torch.load(folder / f"results-{rank}.pt", weights_only=False)
+        stock, ours = results["stock"], results["ours"]
         for name in ("old", "entropy"):
             torch.testing.assert_close(ours[name], stock[name], rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
         assert ours["metrics"].keys() == stock["metrics"].keys()
@@ -100,16 +100,16 @@ def compare(folder: Path, case: dict[str, Any], ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_rank_trains_as_with_verls_own_engine(name: str, tmp_path: Path) -> None:
+def test_training_on_one_rank_equals_training_with_verls_engine(name: str, tmp_path: Path) -> None:
     compare(tmp_path, BASE | CASES[name], 1)
 
 
 @pytest.mark.parametrize("name", ["packed, untied", "padded, tied", "LoRA", "LoRA, untied, padded", "FSDP1"])
-def test_two_ranks_train_as_with_verls_own_engine(name: str, tmp_path: Path) -> None:
+def test_training_on_two_ranks_equals_training_with_verls_engine(name: str, tmp_path: Path) -> None:
     compare(tmp_path, BASE | CASES[name], 2)
 
 
-def found_main(rank: int, folder: Path, external: str) -> None:
+def registration_main(rank: int, folder: Path, external: str) -> None:
     os.environ.update(ENVIRONMENT, VERL_ENGINE_VENDOR="gspo")
     if external:
         os.environ["VERL_USE_EXTERNAL_MODULES"] += "," + external
@@ -125,7 +125,7 @@ def found_main(rank: int, folder: Path, external: str) -> None:
 
 @pytest.mark.parametrize("external", ["", "gspo_kernels.integrations.verl"], ids=["entry point", "environment"])
 def test_verl_finds_the_engine(external: str, tmp_path: Path) -> None:
-    run_ranks(found_main, 1, tmp_path, external)
+    run_ranks(registration_main, 1, tmp_path, external)
 
 
 def documented_lines_main(rank: int, folder: Path, lines: list[str]) -> None:
@@ -161,23 +161,23 @@ def refused_main(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
     with pytest.raises(ValueError, match=r"model.use_fused_kernels must be False .* got True"):
         make_worker(folder / "fused", True, BASE, use_fused_kernels=True)
-    # Distillation and the like need logits: verl's own.
+    # Losses that need logits, such as distillation, run through verl's code.
     from verl.utils import tensordict_utils as tu
 
     data, sums = batch(0, BASE), []
     for ours in (False, True):
         worker = make_worker(folder / f"sum-{ours}", ours, BASE)
-        given = data.copy()
-        tu.assign_non_tensor(given, compute_loss=False, calculate_sum_pi_squared=True)
-        sums.append(worker.infer_batch(given)["sum_pi_squared"].values())
+        copied = data.copy()
+        tu.assign_non_tensor(copied, compute_loss=False, calculate_sum_pi_squared=True)
+        sums.append(worker.infer_batch(copied)["sum_pi_squared"].values())
     assert torch.equal(*sums)
 
 
-def test_what_cannot_be_served_is_named_or_left_to_verl(tmp_path: Path) -> None:
+def test_unsupported_settings_raise_or_use_verls_code(tmp_path: Path) -> None:
     run_ranks(refused_main, 1, tmp_path)
 
 
-def test_what_is_no_response_is_not_computed(tmp_path: Path) -> None:
+def test_only_response_tokens_are_computed(tmp_path: Path) -> None:
     run_ranks(rows_main, 1, tmp_path)
 
 
@@ -197,15 +197,15 @@ def rows_main(rank: int, folder: Path) -> None:
 
     adapter.linear_log_probs = counted
     for packed in (True, False):
-        for whole in (False, True):
-            worker = make_worker(folder / f"{packed}-{whole}", True, {**BASE, "packed": packed})
+        for all_tokens in (False, True):
+            worker = make_worker(folder / f"{packed}-{all_tokens}", True, {**BASE, "packed": packed})
             data = batch(0, BASE)
-            tu.assign_non_tensor(data, compute_loss=False, return_model_output=whole)
+            tu.assign_non_tensor(data, compute_loss=False, return_model_output=all_tokens)
             worker.infer_batch(data)
-            assert rows.pop() == (27 if whole else 18)  # 9 tokens of prompts, 18 of responses
+            assert rows.pop() == (27 if all_tokens else 18)  # 9 prompt tokens, 18 response tokens
 
 
-def test_the_policy_loss_looks_at_no_masked_token_and_warns_of_weights_by_length(tmp_path: Path) -> None:
+def test_the_policy_loss_ignores_masked_tokens_and_warns_of_weights_by_length(tmp_path: Path) -> None:
     run_ranks(policy_main, 1, tmp_path)
 
 
@@ -219,7 +219,7 @@ def policy_main(rank: int, folder: Path) -> None:
     rng = torch.Generator().manual_seed(0)
     old, advantages = -torch.rand(3, 5, generator=rng), torch.randn(3, 1, generator=rng).expand(3, 5)
     mask = torch.arange(5)[None] < torch.tensor([5, 2, 0])[:, None]
-    values = (old + 0.001 * torch.randn(3, 5, generator=rng)).where(mask, torch.nan)
+    with_nan = (old + 0.001 * torch.randn(3, 5, generator=rng)).where(mask, torch.nan)
     sizes = {"dp_size": 2, "batch_num_tokens": 20, "global_batch_size": 6, "loss_scale_factor": 9}
     for mode in ("seq-mean-token-mean", "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
         config = ActorConfig(
@@ -232,8 +232,8 @@ def policy_main(rank: int, folder: Path) -> None:
         )
         config.global_batch_info.update(sizes)
         results = []
-        for loss, given in (("gspo", values.where(mask, 0)), ("gspo_kernels", values)):
-            log_probs = given.clone().requires_grad_()
+        for loss, values in (("gspo", with_nan.where(mask, 0)), ("gspo_kernels", with_nan)):
+            log_probs = values.clone().requires_grad_()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 value, metrics = get_policy_loss_fn(loss)(
@@ -245,8 +245,8 @@ def policy_main(rank: int, folder: Path) -> None:
                     config=config,
                 )
             if loss == "gspo_kernels":
-                said = [str(w.message) for w in caught if "weights answers by their length" in str(w.message)]
-                assert len(said) == (mode == "token-mean")  # the first, and once
+                texts = [str(w.message) for w in caught if "weights answers by their length" in str(w.message)]
+                assert len(texts) == (mode == "token-mean")  # it warns once, at the first such mode
             value.backward()
             results.append((value, log_probs.grad, metrics))
         (value, gradient, metrics), (our_value, our_gradient, our_metrics) = results
@@ -254,7 +254,7 @@ def policy_main(rank: int, folder: Path) -> None:
         torch.testing.assert_close(our_gradient, gradient, rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
         assert our_metrics == pytest.approx(metrics, abs=TRAINER_ABSOLUTE)
         assert our_gradient is not None and torch.isfinite(our_gradient).all() and (our_gradient != 0).any()
-    # A mini-batch without a token to train on, sizes that are missing, log-probs that are too coarse.
+    # A mini-batch without unmasked tokens, log-probs in bf16, a missing global batch size.
     config.global_batch_info.update(batch_num_tokens=0, global_batch_size=6)
     ours = functools.partial(
         get_policy_loss_fn("gspo_kernels"),
@@ -272,7 +272,7 @@ def policy_main(rank: int, folder: Path) -> None:
         ours(loss_agg_mode="seq-mean-token-mean")
 
 
-def test_the_policy_loss_has_each_bound_on_its_side_and_clip_ratio_for_one_that_is_missing(tmp_path: Path) -> None:
+def test_each_clip_bound_defaults_to_clip_ratio(tmp_path: Path) -> None:
     run_ranks(bounds_main, 1, tmp_path)
 
 
@@ -304,7 +304,7 @@ def bounds_main(rank: int, folder: Path) -> None:
         assert [not row.any() for row in gradient] == clipped, (low, high)
 
 
-def test_responses_without_padding_are_found(tmp_path: Path) -> None:
+def test_positions_of_nested_responses_are_masked_correctly(tmp_path: Path) -> None:
     run_ranks(nested_main, 1, tmp_path)
 
 
@@ -318,5 +318,5 @@ def nested_main(rank: int, folder: Path) -> None:
         return torch.nested.nested_tensor([torch.ones(n, dtype=torch.long) for n in lengths], layout=torch.jagged)
 
     data = TensorDict({"input_ids": nested(5, 7), "prompts": nested(2, 5), "responses": nested(3, 2)}, batch_size=2)
-    # The positions before the responses' tokens: 1 to 3 of 5, and 4 and 5 of 7.
+    # Positions that predict response tokens: 1 to 3 of the 5, and 4 and 5 of the 7.
     assert _predicts_response(data, 12).nonzero()[:, 0].tolist() == [1, 2, 3, 9, 10]

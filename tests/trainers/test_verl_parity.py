@@ -1,6 +1,6 @@
-"""verl's own policy losses, KL estimators, advantages and rollout weights agree with ours.
+"""Our policy losses, KL estimators, advantages and rollout weights against verl's.
 
-verl wants an older transformers than the tested one: `make test-trainers` runs this in an environment of its own.
+verl needs an older transformers than the one we test with, so `make test-trainers` runs this in a separate environment.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.workers.config import ActorConfig
 
-# Our objective, verl's name of the loss and its aggregation.
+# An objective, verl's name of the loss, and its aggregation.
 SEQUENCES = "seq-mean-token-mean"
 CASES: dict[str, tuple[Objective, str, str]] = {
     "gspo": (Objective(ratio="sequence-token"), "gspo", SEQUENCES),
-    "gspo, token-mean as by default": (
+    "gspo, default token-mean": (
         Objective.preset("luspo", ratio="sequence-token", clip_low=3e-4, clip_high=4e-4, aggregation="token-mean"),
         "gspo",
         "token-mean",
     ),
     "ppo": (Objective.preset("grpo", dual_clip=3.0), "vanilla", SEQUENCES),
     "dapo": (Objective.preset("dapo", dual_clip=3.0), "vanilla", "token-mean"),
-    "sums of tokens": (
+    "token sum": (
         Objective.preset("grpo", dual_clip=3.0, aggregation="seq-mean-token-sum"),
         "vanilla",
         "seq-mean-token-sum",
@@ -82,20 +82,22 @@ def verl_loss(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_loss_is_verls(name: str, backend: str) -> None:
+def test_loss_and_gradient_equal_verls(name: str, backend: str) -> None:
     objective, loss, aggregation = CASES[name]
     batch = rollout(objective)
     value, gradient, metrics = verl_loss(batch, objective, loss, aggregation)
-    found = ours(batch, objective, backend)
-    assert_agree(batch, found, value, gradient)
-    if loss == "gspo":  # its cispo counts tokens of advantage 0 too
-        assert metrics["actor/pg_clipfrac"] == pytest.approx(found[0].metrics["token_clip_fraction"].item(), abs=1e-6)
+    computed = ours(batch, objective, backend)
+    assert_agree(batch, computed, value, gradient)
+    if loss == "gspo":  # verl's cispo also counts tokens of advantage 0
+        assert metrics["actor/pg_clipfrac"] == pytest.approx(
+            computed[0].metrics["token_clip_fraction"].item(), abs=1e-6
+        )
     if "actor/ppo_kl" in metrics:
-        assert metrics["actor/ppo_kl"] == pytest.approx(found[0].metrics["kl_to_old"].item(), abs=1e-6)
+        assert metrics["actor/ppo_kl"] == pytest.approx(computed[0].metrics["kl_to_old"].item(), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "gmpo"])
-def test_rollout_weights_are_token_weights(name: str, backend: str) -> None:
+def test_verls_rollout_weights_are_token_weights(name: str, backend: str) -> None:
     objective, loss, aggregation = CASES[name]
     batch = rollout(objective, seed=2, weights=True)
     value, gradient, _ = verl_loss(batch, objective, loss, aggregation)
@@ -104,7 +106,7 @@ def test_rollout_weights_are_token_weights(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "gmpo"])
 def test_normalizers_of_the_global_batch(name: str, backend: str) -> None:
-    """verl multiplies by the ranks, whose gradients are averaged, and divides by what all of them have."""
+    """verl multiplies by the number of ranks, which averages gradients, and divides by the global batch size."""
     objective, loss, aggregation = CASES[name]
     batch = rollout(objective, seed=3)
     size = {"dp_size": 4, "batch_num_tokens": 301, "global_batch_size": 48}
@@ -114,29 +116,29 @@ def test_normalizers_of_the_global_batch(name: str, backend: str) -> None:
 
 
 def test_verls_gspo_is_the_token_form(backend: str) -> None:
-    """Equal to the sequence form with one weight per sequence, not with one per token."""
+    """It equals the sequence form with one weight per sequence, but not with token weights."""
     objective, loss, aggregation = CASES["gspo"]
-    whole = replace(objective, ratio="sequence")
+    sequence_form = replace(objective, ratio="sequence")
     batch = rollout(objective)
     value, gradient, _ = verl_loss(batch, objective, loss, aggregation)
-    assert_agree(batch, ours(batch, whole, backend), value, gradient)
+    assert_agree(batch, ours(batch, sequence_form, backend), value, gradient)
     batch = rollout(objective, weights=True)
     value, gradient, _ = verl_loss(batch, objective, loss, aggregation)
-    _, other = ours(batch, whole, backend)
-    assert (other - gradient).norm() > 0.1 * gradient.norm()
-    torch.testing.assert_close((other * batch.mask).sum(1), gradient.sum(1))
+    _, sequence_gradient = ours(batch, sequence_form, backend)
+    assert (sequence_gradient - gradient).norm() > 0.1 * gradient.norm()
+    torch.testing.assert_close((sequence_gradient * batch.mask).sum(1), gradient.sum(1))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "k1+", "k3+"])
-def test_estimators_of_kl_are_verls(estimator: str, backend: str) -> None:
+def test_kl_estimators_equal_verls(estimator: str, backend: str) -> None:
     objective = Objective(kl_coef=1.0, kl_estimator=estimator, kl_aggregation="token-mean")
     batch = rollout(objective)
-    idle = replace(batch, advantages=torch.zeros_like(batch.advantages))  # the KL alone
+    only_kl = replace(batch, advantages=torch.zeros_like(batch.advantages))
     log_probs = batch.log_probs.clone().requires_grad_()
     kl = core_algos.kl_penalty(log_probs, batch.ref, estimator)
     loss = core_algos.agg_loss(kl, batch.double_mask(), "token-mean")
     (gradient,) = torch.autograd.grad(loss, log_probs)
-    assert_agree(batch, ours(idle, objective, backend), loss.detach(), gradient)
+    assert_agree(batch, ours(only_kl, objective, backend), loss.detach(), gradient)
 
 
 Estimator = Callable[..., tuple[Tensor, Tensor]]
@@ -165,29 +167,29 @@ ADVANTAGES: dict[str, tuple[Estimator, dict[str, Any], Callable[[Tensor, Tensor,
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_advantages_are_verls(name: str) -> None:
-    theirs, options, mine = ADVANTAGES[name]
+def test_advantages_equal_verls(name: str) -> None:
+    verl_advantages, options, our_advantages = ADVANTAGES[name]
     rng = torch.Generator().manual_seed(0)
     ids = torch.tensor([4, 4, 4, 9, 9, 4, 0, 0, 9, 0, 0])
     rewards = torch.rand(11, generator=rng, dtype=torch.float64)
     mask = torch.arange(7)[None, :] < torch.randint(1, 8, (11, 1), generator=rng)
-    at_the_end = torch.zeros(11, 7, dtype=torch.float64)
-    at_the_end[:, 0] = rewards  # verl sums over the row
-    expected, _ = theirs(at_the_end, mask.double(), index=ids.numpy().astype(np.int64), **options)
-    torch.testing.assert_close(mine(rewards, ids, mask.double()), expected)
+    token_rewards = torch.zeros(11, 7, dtype=torch.float64)
+    token_rewards[:, 0] = rewards  # verl sums over the tokens
+    expected, _ = verl_advantages(token_rewards, mask.double(), index=ids.numpy().astype(np.int64), **options)
+    torch.testing.assert_close(our_advantages(rewards, ids, mask.double()), expected)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
-def test_rollout_weights_are_verls(level: str, mode: str) -> None:
+def test_rollout_weights_equal_verls(level: str, mode: str) -> None:
     batch = rollout(Objective.preset("grpo"))
     batch = replace(batch, old=batch.log_probs - 4 * (batch.log_probs - batch.old))
     threshold, low = (2.0, 0.0) if mode == "truncate" else ("0.5_2.0", 0.5)
     expected, metrics = compute_rollout_correction_weights(
         batch.log_probs - batch.old, batch.double_mask(), rollout_is=level, rollout_is_threshold=threshold
     )
-    found = importance_weights(batch.log_probs, batch.old, batch.mask, level=level, mode=mode, low=low, high=2.0)
-    torch.testing.assert_close(found.weights, expected)
-    assert 0 < found.metrics["bound_share"] < 1
-    # verl's is of the weights after truncation, its mean for a mask before.
-    assert found.metrics["effective_sample_size"] == pytest.approx(metrics["rollout_is_eff_sample_size"], abs=1e-5)
+    computed = importance_weights(batch.log_probs, batch.old, batch.mask, level=level, mode=mode, low=low, high=2.0)
+    torch.testing.assert_close(computed.weights, expected)
+    assert 0 < computed.metrics["bound_share"] < 1
+    # verl computes this after truncation. Its mean with a mask is computed before, so it is not compared.
+    assert computed.metrics["effective_sample_size"] == pytest.approx(metrics["rollout_is_eff_sample_size"], abs=1e-5)

@@ -1,4 +1,4 @@
-"""Warnings, in verl's own TrainingWorker, of settings with which nothing is clipped. Part of `make test-trainers`."""
+"""Warnings about settings that never clip, in verl's TrainingWorker. Part of `make test-trainers`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from helpers.ranks import run_ranks
 from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker
 
-if importlib.util.find_spec("verl") is None:  # imported in the ranks alone, after its environment variables are set
+if importlib.util.find_spec("verl") is None:  # only the ranks import verl, after setting its environment variables
     pytest.skip("verl is not installed", allow_module_level=True)
 
 UPDATES, WINDOW = "ppo_epochs", "actor.clip_ratio_low"  # the first setting that each warning names
-# What is unlike one update of four answers by verl's gspo with a window of 3e-4; and the warnings.
+# Differences from one update of four answers by verl's gspo with a window of 3e-4, and the expected warnings.
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "one update": ({}, [UPDATES]),
     "one update by our loss": ({"loss_mode": "gspo_kernels"}, [UPDATES]),
@@ -33,7 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "verl's window for tokens": ({"clip": 0.2, "epochs": 2, "loss_mode": "vanilla"}, []),
     "both": ({"clip": 0.2}, [UPDATES, WINDOW]),
 }
-# verl's own engine sees none of our code but the policy loss.
+# With verl's engine only the policy loss is our code.
 STOCK_CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "our loss": ({"clip": 0.2, "loss_mode": "gspo_kernels"}, [WINDOW]),
     "verl's loss": ({"clip": 0.2}, []),
@@ -48,7 +48,7 @@ def train_twice(
     epochs: int = 1,
     mini_batch_size: int = 4,
 ) -> tuple[list[str], list[float]]:
-    """The settings that our warnings name, and verl's clip fractions, of two rollouts."""
+    """Train on two rollouts. Return the settings that our warnings name, and verl's clip fractions."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
@@ -89,12 +89,12 @@ def rank_main(rank: int, folder: Path) -> None:
     for name, cases in (("ours", CASES), ("stock", STOCK_CASES)):
         worker = make_worker(folder / name, name == "ours", {**BASE, "micro": 2})
         for case, (options, expected) in cases.items():
-            said, clipped = train_twice(worker, **options)
-            assert said == expected, (name, case, said)
+            named, clipped = train_twice(worker, **options)
+            assert named == expected, (name, case, named)
             if name == "ours" and options.get("loss_mode") != "gpg" and options.get("clip", 0) < 0.2:
                 highest = torch.tensor(clipped, dtype=torch.float64).max()
                 assert (highest > 0) == bool({"epochs", "mini_batch_size"} & set(options)), (case, clipped)
 
 
-def test_what_never_clips_is_warned_of_once(tmp_path: Path) -> None:
+def test_settings_that_never_clip_are_warned_of_once(tmp_path: Path) -> None:
     run_ranks(rank_main, 1, tmp_path)

@@ -1,6 +1,6 @@
-"""Heads that DeepSpeed's ZeRO-3 partitions, on two CPU processes: gradients are those of one process that has it all.
+"""Heads partitioned by DeepSpeed's ZeRO-3 on two CPU processes. Gradients must equal those of a single process.
 
-`make test-trainers` runs them in an environment with DeepSpeed; without it they are skipped.
+`make test-trainers` runs these tests in an environment with DeepSpeed. Without DeepSpeed they are skipped.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from gspo_kernels import gspo_fused_loss, linear_log_probs, policy_loss
 from gspo_kernels.integrations.huggingface import HeadError, base_model, fuse_head, logit_options
 
-os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is first imported
+os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it on import
 deepspeed: Any = pytest.importorskip("deepspeed")
 
-RANKS, MICRO = 2, 4  # the third forward is the first that DeepSpeed prefetches for
+RANKS, MICRO = 2, 4  # DeepSpeed begins to prefetch in the third forward
 ZERO3 = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": MICRO,
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
-    # Every parameter is partitioned, and released as soon as it can be.
+    # Partition every parameter, and release it as early as possible.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0},
 }
 BODY = {"r": 2, "target_modules": ["q_proj"]}
@@ -37,7 +37,7 @@ HEADS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "lora": {"r": 2, "target_modules": ["lm_head", "q_proj"]},
     "modules_to_save": {**BODY, "modules_to_save": ["lm_head"]},
-    "tokens": {**BODY, "trainable_token_indices": [3, 7]},  # of the embeddings, so of a tied head too
+    "tokens": {**BODY, "trainable_token_indices": [3, 7]},  # rows of the embeddings, and so of a tied head
     "tokens of the head": {**BODY, "trainable_token_indices": {"lm_head": [3, 7]}},
 }
 CASES = [
@@ -74,14 +74,14 @@ def make(head: str, tied: bool) -> Any:
 
 
 def batch(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, mask of completions, advantages)"""
+    """Return ids [B, 7], completion mask [B, 6] and advantages [B]."""
     number, rng = RANKS * MICRO, torch.Generator().manual_seed(1)
     ids, advantages = torch.randint(0, 50, (number, 7), generator=rng), torch.randn(number, generator=rng)
     return ids[rows], (torch.arange(6) >= 2).expand(number, 6)[rows], advantages[rows]
 
 
 def fused_loss(engine: Any, row: int) -> Tensor:
-    """Of one sequence: the loss inside the head, or for odd ones log-probs there and the loss outside."""
+    """Compute the loss of a sequence at the head; if `row` is odd, only its log-probs there and the loss outside."""
     ids, mask, advantages = batch(slice(row, row + 1))
     if row % 2 == 0:
         return engine(
@@ -104,10 +104,10 @@ def gradients(rank: int, head: str, tied: bool, when: str) -> dict[str, Tensor]:
 
     with deepspeed.zero.Init(config_dict_or_path=ZERO3) if when == "built partitioned" else nullcontext():
         model = make(head, tied)
-    if when == "built partitioned":  # its values were drawn in pieces
-        for p, whole in zip(model.parameters(), make(head, tied).parameters(), strict=True):
+    if when == "built partitioned":  # ranks drew random values for their partitions
+        for p, value in zip(model.parameters(), make(head, tied).parameters(), strict=True):
             with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
-                p.copy_(whole)
+                p.copy_(value)
     if when != "partitioned first":
         fuse_head(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -124,17 +124,17 @@ def gradients(rank: int, head: str, tied: bool, when: str) -> dict[str, Tensor]:
         engine.backward(loss)
         if micro < MICRO - 1:
             engine.step()
-    found = {name: safe_get_full_grad(p) for name, p in trained.items()}
+    grads = {name: safe_get_full_grad(p) for name, p in trained.items()}
     engine.destroy()
-    return found
+    return grads
 
 
 def rank_main(rank: int, folder: Path) -> None:
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it compiles C++ first
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise it compiles C++
     deepspeed.init_distributed("gloo", verbose=False)
-    found = {case: gradients(rank, *case) for case in CASES}
+    results = {case: gradients(rank, *case) for case in CASES}
     if rank == 0:
-        torch.save(found, folder / "gradients.pt")
+        torch.save(results, folder / "gradients.pt")
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_are_those_of_one_process(case: tuple[str, bool, str], sharded: Any) -> None:
+def test_gradients_equal_those_of_one_process(case: tuple[str, bool, str], sharded: Any) -> None:
     model = make(*case[:2])
     ids, mask, advantages = batch(slice(None))
     logits = model(input_ids=ids).logits[:, :-1]

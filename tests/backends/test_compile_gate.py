@@ -1,7 +1,7 @@
-"""The kernels that are interpreted are the kernels that are compiled, and what the compilers make of them.
+"""Compiled kernels: spills, matrix instructions, golden counts, and that the interpreted kernels are the compiled ones.
 
-Interpretation and compilation exclude each other in one process, so everything is compiled in another. Run this file
-as a program to write the golden counts anew, and read the difference.
+A process can either interpret or compile, so a second process compiles. To rewrite the golden counts, run this file as
+a program, and read the difference.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def key(row: list[Any]) -> str:
 
 
 def compiled() -> list[list[Any]]:
-    """Every kernel and configuration on every gated architecture, compiled by a process that does not interpret."""
+    """Compile every kernel and configuration for every gated architecture, in a process that does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", SURVEY, *GATED]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -64,21 +64,21 @@ def rows() -> list[list[Any]]:
 
 
 @pytest.mark.slow
-def test_nothing_spills_and_every_matrix_kernel_uses_the_matrix_unit(rows: list[list[Any]]) -> None:
+def test_no_kernel_spills_and_matrix_kernels_use_matrix_instructions(rows: list[list[Any]]) -> None:
     assert {key(row): row[5] for row in rows if row[5]} == {}
 
 
 @pytest.mark.slow
-def test_the_counts_are_the_golden_ones(rows: list[list[Any]]) -> None:
+def test_counts_equal_the_golden_file(rows: list[list[Any]]) -> None:
     golden = json.loads(GOLDEN.read_text())
     if golden["triton"] != triton.__version__:
         pytest.skip(f"counts were taken with Triton {golden['triton']}")
-    found = {key(row): row[4] for row in rows}
-    assert set(found) == set(golden["kernels"])
-    assert {k: v for k, v in found.items() if v != golden["kernels"][k]} == {}
+    counts = {key(row): row[4] for row in rows}
+    assert set(counts) == set(golden["kernels"])
+    assert {k: v for k, v in counts.items() if v != golden["kernels"][k]} == {}
 
 
-def test_the_golden_file_is_of_these_kernels_and_has_no_fault() -> None:
+def test_the_golden_file_covers_all_kernels_without_spills() -> None:
     golden = json.loads(GOLDEN.read_text())["kernels"]
     assert {k.split(" | ")[1] for k in golden} == KERNELS
     assert {k.split(" | ")[0] for k in golden} == set(GATED)
@@ -90,8 +90,8 @@ def test_the_golden_file_is_of_these_kernels_and_has_no_fault() -> None:
             assert report["instructions"][unit[architecture]] > 0
 
 
-def wanted(architecture: str) -> set[tuple[str, Any]]:
-    """(kernel, configuration) of all that the gate compiles for an architecture."""
+def gated(architecture: str) -> set[tuple[str, Any]]:
+    """Return (kernel, configuration) of everything that the gate compiles for an architecture."""
     with tuning.assume(architecture), launches() as seen:
         for _name, _dtype, run in cases.runs():
             run()
@@ -103,23 +103,23 @@ def listed(seen: list[Launch]) -> set[tuple[str, Any]]:
 
 
 def table(architecture: str) -> set[tuple[str, Any]]:
-    """(kernel, configuration) of the whole tuning table."""
-    found: set[tuple[str, Any]] = {("reduce_rows", tuning.REDUCE_ROWS)}
-    found |= {(name, tuning.SEQUENCE) for name in ("count_tokens", "sequence_loss", "finish")}
-    found |= {(name, config) for name in PRODUCTS for config in tuning._PRODUCT.values()}
+    """Return (kernel, configuration) of the entire tuning table."""
+    entries: set[tuple[str, Any]] = {("reduce_rows", tuning.REDUCE_ROWS)}
+    entries |= {(name, tuning.SEQUENCE) for name in ("count_tokens", "sequence_loss", "finish")}
+    entries |= {(name, config) for name in PRODUCTS for config in tuning._PRODUCT.values()}
     for blocks in (tuning._HALF[architecture], tuning._SINGLE, tuning._DOUBLE):
-        found |= {("forward_tile", blocks.forward), ("forward_tile", blocks.heavy_forward)}
-        found |= {("gradient_tile", blocks.gradient), ("gradient_tile", blocks.heavy_gradient)}
-    return found
+        entries |= {("forward_tile", blocks.forward), ("forward_tile", blocks.heavy_forward)}
+        entries |= {("gradient_tile", blocks.gradient), ("gradient_tile", blocks.heavy_gradient)}
+    return entries
 
 
 @pytest.mark.parametrize("architecture", tuning.ARCHITECTURES)
-def test_the_gate_compiles_the_whole_table_and_nothing_else(architecture: str) -> None:
-    assert wanted(architecture) == table(architecture)
+def test_the_gate_compiles_exactly_the_tuning_table(architecture: str) -> None:
+    assert gated(architecture) == table(architecture)
 
 
 def small(head: HeadRows) -> HeadRows:
-    """The same head on the CPU with numbers in it: 40 rows, 601 columns, a hidden dimension with the same remainder."""
+    """Return a small random head on the CPU with the same options: 40 rows, 601 columns, H with the same remainder."""
     n, v, width = 40, 601, 64 + head.hidden.shape[1] % 64
 
     def like(x: torch.Tensor | None, *shape: int) -> torch.Tensor | None:
@@ -140,8 +140,8 @@ def small(head: HeadRows) -> HeadRows:
 
 
 @pytest.mark.slow
-def test_what_an_h200_would_run_is_what_is_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate's host calls, on real numbers under the interpreter: the same kernels, the same block shapes."""
+def test_the_interpreted_kernels_are_those_compiled_for_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate's calls with real numbers under the interpreter launch the same kernels with the same block shapes."""
     both_passes, loss, live_cells = cases.both_passes, cases.loss, cases.live_cells
     per_row = torch.empty
 
@@ -151,8 +151,8 @@ def test_what_an_h200_would_run_is_what_is_interpreted(monkeypatch: pytest.Monke
     monkeypatch.setattr(cases, "both_passes", lambda head: both_passes(small(head)))
     monkeypatch.setattr(cases, "live_cells", lambda head: live_cells(small(head)))
     monkeypatch.setattr(cases, "loss", lambda objective, dtype: loss(objective, dtype, 8, 2))
-    on_meta = wanted("sm_90")
-    with launches() as seen:  # on a CPU the table's row is Hopper's
+    on_meta = gated("sm_90")
+    with launches() as seen:  # on a CPU the block shapes are Hopper's
         for name, _dtype, run in list(cases.runs()):
             if name not in cases.CASES | cases.CELL_CASES:
                 monkeypatch.setattr(torch, "empty", on_cpu)
@@ -164,8 +164,8 @@ def test_what_an_h200_would_run_is_what_is_interpreted(monkeypatch: pytest.Monke
         assert all(not x.is_meta for x in launched.arguments.values() if isinstance(x, torch.Tensor))
 
 
-def test_interpretation_changes_the_dtype_of_operands_and_nothing_else() -> None:
-    """INTERPRETED and UPCAST stand where an operand's dtype is chosen, and nowhere else."""
+def test_interpretation_only_changes_the_dtype_of_operands() -> None:
+    """INTERPRETED and UPCAST appear only where the dtype of an operand is chosen."""
     places = []
     for path in sorted(Path(launch.__file__).parent.glob("*.py")):
         source = path.read_text()

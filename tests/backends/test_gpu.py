@@ -1,4 +1,4 @@
-"""What only a GPU shows: peak memory, captured graphs, streams, host synchronisation, torch.compile."""
+"""Tests that need a GPU: peak memory, captured graphs, streams, host synchronisation, torch.compile."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WORKSPACE = 256 * 2**20  # bytes, the default of GSPO_WORKSPACE_MIB
 
 
 def step(head: HeadRows, length: int, **options: Any) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a function of no arguments: on-policy GSPO of packed sequences of `length` tokens.
+    """Return a function without arguments that runs on-policy GSPO on packed sequences of `length` tokens.
 
-    It returns loss, log-probs, d_hidden and d_weight.
+    That function returns loss, log-probs, d_hidden and d_weight.
     """
     hidden, weight = head.hidden.detach().requires_grad_(), head.weight.detach().requires_grad_()
     rows = head.hidden.shape[0]
@@ -41,7 +41,7 @@ def step(head: HeadRows, length: int, **options: Any) -> Callable[[], tuple[Tens
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_peak_memory_is_within_the_formula(entropy: bool) -> None:
-    """Of forward and backward of the fused loss, beyond its inputs."""
+    """Peak memory of forward and backward of the fused loss, without its inputs."""
     rows, width = 32_768, SIZES.wide
     head = random_head(rows, width, masked=False)
     step(take_rows(head, slice(512)), 256, entropy=entropy)()  # loads kernels and the vendor library's workspace
@@ -59,8 +59,8 @@ def test_peak_memory_is_within_the_formula(entropy: bool) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_captured_step_replays_with_the_bits_of_the_eager_one(masked: bool) -> None:
-    """Also on new numbers in the same memory."""
+def test_a_captured_step_has_the_bits_of_the_eager_step(masked: bool) -> None:
+    """Also with new numbers in the same memory."""
     head = random_head(SIZES.rows, masked=masked)
     run = step(head, 64)
     on_side_stream(run)
@@ -76,7 +76,7 @@ def test_a_captured_step_replays_with_the_bits_of_the_eager_one(masked: bool) ->
         graph.replay()
         assert_same_bits(first, held, f"{numbers}, two replays")
         eager = run()
-        # Eager gathers the rows that have a gradient; where all have one, the products are the same calls.
+        # Eager gathers the rows with a gradient. If all rows have one, the products are the same calls.
         bitwise = 2 if masked else 4
         assert_same_bits(first[:bitwise], eager[:bitwise], f"{numbers}, eager")
         for ours, expected in zip(first[2:], eager[2:], strict=True):
@@ -92,15 +92,15 @@ def on_side_stream(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return results
 
 
-def test_a_second_stream_changes_no_bit() -> None:
-    """Work enqueued on the stream in use: what it reads is still being written when it is launched."""
+def test_a_second_stream_gives_the_same_bits() -> None:
+    """The step runs on the current stream: when it is launched, its inputs are still being written."""
     head = random_head(SIZES.batch)
     hidden, run = head.hidden.clone(), step(head, 512)
     expected = run()
     head.hidden.zero_()
 
     def refill_and_run() -> tuple[Tensor, ...]:
-        torch.cuda._sleep(10**8)  # about 50 ms of the device, during which everything else is enqueued
+        torch.cuda._sleep(10**8)  # about 50 ms, during which all other work is enqueued
         head.hidden.copy_(hidden)
         return run()
 
@@ -108,12 +108,12 @@ def test_a_second_stream_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
-def test_the_forward_and_the_backward_of_a_policy_loss_never_wait_for_the_device(ratio: str) -> None:
+def test_the_forward_and_policy_loss_backward_do_not_synchronise(ratio: str) -> None:
     objective = Objective(ratio=ratio, kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
     head = random_head(SIZES.rows)
     ids, mask, hidden = head.target_ids[None], head.mask[None], head.hidden[None].requires_grad_()
     old = torch.full(ids.shape, -1.0, device=ids.device)
-    given: dict[str, Any] = dict(
+    options: dict[str, Any] = dict(
         mask=mask,
         old_log_probs=old,
         ref_log_probs=old,
@@ -123,18 +123,18 @@ def test_the_forward_and_the_backward_of_a_policy_loss_never_wait_for_the_device
     )
     advantages = torch.ones(1, device=ids.device)
     try:
-        for mode in ("default", "error"):  # kernels are compiled and loaded in the first turn
+        for mode in ("default", "error"):  # the first turn compiles and loads the kernels
             torch.cuda.set_sync_debug_mode(mode)
-            gspo_fused_loss(hidden, head.weight, ids, advantages, **given)
+            gspo_fused_loss(hidden, head.weight, ids, advantages, **options)
             out = linear_log_probs(hidden, head.weight, ids, mask=mask, entropy=True, backend="triton")
             assert out.entropy is not None
             leaf = out.log_probs.detach().requires_grad_()
-            policy_loss(leaf, advantages, entropy=out.entropy.detach(), **given).loss.backward()
+            policy_loss(leaf, advantages, entropy=out.entropy.detach(), **options).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_compiled_by_inductor_without_a_graph_break_is_the_same_bitwise() -> None:
+def test_torch_compile_has_no_graph_break_and_the_same_bits() -> None:
     head = random_head(SIZES.rows)
     ids, mask = head.target_ids[None], head.mask[None]
     advantages = torch.ones(1, device=ids.device)

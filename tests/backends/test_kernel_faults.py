@@ -1,6 +1,6 @@
-"""Faults that other tests of the kernels let through: blocks of sequences, strides, far offsets, alignment, a barrier.
+"""Tests for kernel faults that other tests do not detect: sequence blocks, strides, far offsets, alignment, a barrier.
 
-`repo/test_mutations.py` seeds each fault and runs the test here that fails with it.
+`repo/test_mutations.py` seeds each fault and runs the test that must fail with it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from gspo_kernels.backends.rows import LiveTiles
 from gspo_kernels.backends.triton import gradient_rows, logit_tile, sequence, tuning
 from gspo_kernels.backends.triton.launch import Launch, launches
 
-# -- batches of more than a block, and tensors that are not contiguous
+# -- batches larger than a block, and non-contiguous tensors
 
 
-def test_a_batch_of_more_sequences_than_a_block_adds_up(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums and extremes over several blocks of sequences; the least and the largest ratio are in the first block."""
+def test_metrics_of_several_blocks_of_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums, minima and maxima over several blocks of sequences. The extreme ratios are in the first block."""
     monkeypatch.setattr(sequence, "SEQUENCE", tuning.Config(block_n=8))
     log_ratio = (0.2 * torch.randn(19, generator=torch.Generator().manual_seed(0))).double()
     log_ratio[:2] = torch.tensor([-3.0, 3.0])
@@ -51,20 +51,20 @@ def test_a_batch_of_more_sequences_than_a_block_adds_up(backend: str, monkeypatc
         torch.testing.assert_close(out.metrics[name], value, rtol=FLOAT64_RELATIVE, atol=0, msg=name)
 
 
-def test_packed_tokens_need_not_lie_next_to_each_other(backend: str) -> None:
+def test_packed_tensors_may_be_non_contiguous(backend: str) -> None:
     rng = torch.Generator().manual_seed(0)
     rows = -torch.rand(5, 24, generator=rng)
     rows[4] = 1 + rows[4]
     mask = torch.rand(24, generator=rng) > 0.3
     objective = Objective(ratio="token", kl_coef=0.1, entropy_coef=0.01, clip_low=0.2, clip_high=0.2)
 
-    def run(lie: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        lp, old, ref, entropy, weights = (lie(x) for x in rows)
+    def run(copy: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        lp, old, ref, entropy, weights = (copy(x) for x in rows)
         lp = lp.requires_grad_()
         out = policy_loss(
             lp,
-            lie(rows[1] + 0.5),
-            mask=lie(mask),
+            copy(rows[1] + 0.5),
+            mask=copy(mask),
             cu_seqlens=torch.tensor([0, 7, 24]),
             old_log_probs=old,
             ref_log_probs=ref,
@@ -75,8 +75,11 @@ def test_packed_tokens_need_not_lie_next_to_each_other(backend: str) -> None:
         )
         return out.loss, torch.autograd.grad(out.loss, lp)[0]
 
-    near, apart = run(torch.clone), run(lambda x: torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], 1)[:, 0])
-    assert torch.equal(near[0], apart[0]) and torch.equal(near[1], apart[1])
+    contiguous, strided = (
+        run(torch.clone),
+        run(lambda x: torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], 1)[:, 0]),
+    )
+    assert torch.equal(contiguous[0], strided[0]) and torch.equal(contiguous[1], strided[1])
 
 
 # -- offsets past 2^31
@@ -84,7 +87,7 @@ def test_packed_tokens_need_not_lie_next_to_each_other(backend: str) -> None:
 
 @pytest.mark.parametrize("width", [24, 40])
 def test_columns_of_the_head_past_two_to_the_31(width: int) -> None:
-    """H x stride of a transposed head over 2^31 elements, within a block of H and from one block to the next."""
+    """H x stride of a transposed head exceeds 2^31 elements, within a block of H and between blocks."""
     hidden = torch.randn(20, width, generator=torch.Generator().manual_seed(0)).half()
     weight = torch.randn(70, width, generator=torch.Generator().manual_seed(1)).half()
     stride = 2**27
@@ -96,13 +99,13 @@ def test_columns_of_the_head_past_two_to_the_31(width: int) -> None:
     assert torch.equal(near.log_probs, far.log_probs)
 
 
-FAR_CELL = 2**18  # d_logits of this cell begin at an offset of 2^31 elements or more
+FAR_CELL = 2**18  # the d_logits of this cell begin at an offset of at least 2^31 elements
 
 
 def sparse_launch(name: str) -> tuple[list[Launch], Launch, Tensor]:
-    """Launches of a sparse backward; the first one of the kernel `name`; its d_logits at cell FAR_CELL and after it.
+    """Return the launches of a sparse backward, the first one of the kernel `name`, and its d_logits moved to FAR_CELL.
 
-    The far d_logits take address space, but no memory beyond the pages that are touched.
+    Only the touched pages of the moved d_logits take memory.
     """
     sample = make_sample(3, lengths=(40, 31), vocab=601, logit_std=6.0).with_options(gradient_budget=0.1)
     with choices(), launches() as seen:
@@ -116,7 +119,7 @@ def sparse_launch(name: str) -> tuple[list[Launch], Launch, Tensor]:
 
 
 def products(seen: list[Launch], launched: Launch, **changes: Any) -> tuple[Tensor, Tensor]:
-    """The sums of a launch as it was, and with the changes."""
+    """Return the sums of a launch without and with changed arguments."""
     sums = torch.zeros(2, *launched.arguments["sums"].shape)
     relaunch(seen, launched.kernel.__name__, sums=sums[0])
     relaunch(seen, launched.kernel.__name__, sums=sums[1], **changes)
@@ -127,15 +130,15 @@ def products(seen: list[Launch], launched: Launch, **changes: Any) -> tuple[Tens
 def test_the_hidden_product_reads_cells_past_two_to_the_31() -> None:
     seen, launched, far = sparse_launch("hidden_product")
     place = launched.arguments["block_place"] + FAR_CELL
-    near, found = products(seen, launched, d_logits=far, block_place=place)
-    assert torch.equal(near, found)
+    near, far_sums = products(seen, launched, d_logits=far, block_place=place)
+    assert torch.equal(near, far_sums)
 
 
 def test_the_weight_product_reads_cells_past_two_to_the_31() -> None:
     seen, launched, far = sparse_launch("weight_product")
     begin, first = launched.arguments["tile_begin"] + FAR_CELL, launched.arguments["first_cell"] - FAR_CELL
-    near, found = products(seen, launched, d_logits=far, tile_begin=begin, first_cell=first)
-    assert torch.equal(near, found)
+    near, far_sums = products(seen, launched, d_logits=far, tile_begin=begin, first_cell=first)
+    assert torch.equal(near, far_sums)
 
 
 def test_the_hidden_product_reads_columns_of_the_head_past_two_to_the_31() -> None:
@@ -143,12 +146,12 @@ def test_the_hidden_product_reads_columns_of_the_head_past_two_to_the_31() -> No
     weight, stride = launched.arguments["weight"], 2**28
     apart = torch.empty((weight.shape[1] - 1) * stride + weight.shape[0], dtype=weight.dtype)
     apart = apart.as_strided(weight.shape, (1, stride)).copy_(weight)
-    near, found = products(seen, launched, weight=apart, stride_weight_row=1, stride_weight_column=stride)
-    assert torch.equal(near, found)
+    near, far_sums = products(seen, launched, weight=apart, stride_weight_row=1, stride_weight_column=stride)
+    assert torch.equal(near, far_sums)
 
 
-def test_gradients_of_cells_past_two_to_the_31_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The programs of FAR_CELL and after it, of a list of cells that begins so far before them."""
+def test_the_gradient_tile_writes_cells_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the programs from FAR_CELL on, with a list of cells that begins FAR_CELL entries earlier."""
     seen, launched, far = sparse_launch("gradient_tile")
     near = launched.arguments["d_logits"]
 
@@ -161,8 +164,8 @@ def test_gradients_of_cells_past_two_to_the_31_are_written(monkeypatch: pytest.M
     assert torch.equal(far[FAR_CELL:], near) and near.any()
 
 
-def test_a_slab_whose_first_chunk_has_no_cell_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so has one whose last chunk has none: one cell in each slab, in turns in the first and in the last rows."""
+def test_a_slab_without_a_cell_in_its_first_chunk_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slab has one cell, in turn in the first and in the last chunk of rows."""
     monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**16)
     monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
     head, coefficient = head_rows(128, 24, 601), torch.ones(128)
@@ -172,20 +175,20 @@ def test_a_slab_whose_first_chunk_has_no_cell_has_a_gradient(monkeypatch: pytest
     cells = torch.tensor([[False, True, False, True, False], [True, False, True, False, True]])
     live = LiveTiles(torch.arange(128), cells, torch.tensor([128, 1]))
     with launches() as seen:
-        found = triton_backend.head_backward(head, result, coefficient, None, NEEDS, live)
+        gradients = triton_backend.head_backward(head, result, coefficient, None, NEEDS, live)
     assert sum(x.kernel.__name__ == "weight_product" for x in seen) == 5
     chosen = Chosen(head, result, coefficient, live, cell, torch.empty(0))
     d = torch.where(kept(chosen), d_logits(chosen)[0], 0)
-    for gradient, truth in zip(found, (d @ head.weight.double(), d.t() @ head.hidden.double()), strict=False):
+    for gradient, truth in zip(gradients, (d @ head.weight.double(), d.t() @ head.hidden.double()), strict=False):
         assert gradient is not None
         assert (gradient.double() - truth).norm() <= KEPT_GRADIENT_RELATIVE[torch.float32] * truth.norm()
 
 
-# -- which route a head takes
+# -- heads without block-sparse sums
 
 
-def test_an_adapter_or_a_bias_has_no_cells_in_the_triton_backend() -> None:
-    """Their gradients have no block-sparse sums."""
+def test_heads_with_an_adapter_or_a_bias_have_no_cells_in_triton() -> None:
+    """The Triton backend has no block-sparse sums for their gradients."""
     head = head_rows(5, 24, 70)
     adapter = head._replace(adapter_hidden=torch.ones(5, 2), adapter_weight=torch.ones(70, 2))
     assert triton_backend.cell_shape(head) is not None
@@ -195,7 +198,7 @@ def test_an_adapter_or_a_bias_has_no_cells_in_the_triton_backend() -> None:
     )
 
 
-# -- what the copy engine may read
+# -- alignment for tensor descriptors
 
 
 def at_offset(offset: int) -> Tensor:
@@ -217,14 +220,14 @@ def at_offset(offset: int) -> Tensor:
     ids=["start", "16-bytes", "2-bytes", "8-bytes", "rows-apart", "ragged-rows", "transposed", "expanded"],
 )
 def test_rows_that_a_descriptor_cannot_read_are_copied(view: Callable[[], Tensor], copied: bool) -> None:
-    """A tensor descriptor needs a base address and a row stride that are multiples of 16 bytes, and rows apart."""
+    """A tensor descriptor needs an address and a row stride in multiples of 16 bytes, and a row stride above 0."""
     x = view()
     rows = logit_tile.gather_rows(x, None)
     assert (rows.data_ptr() != x.data_ptr()) == copied and torch.equal(rows, x)
     assert rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0 and rows.stride(1) == 1
 
 
-# -- what only compiled code shows
+# -- compiled code
 
 BARRIERS = """
 import re
@@ -262,8 +265,8 @@ for architecture in ("sm_80", "sm_90"):
 
 
 @pytest.mark.slow
-def test_a_barrier_stands_before_coefficients_are_read_again() -> None:
-    """A token-level ratio is used: with a sequence ratio, the reduction would put a barrier there anyway."""
+def test_there_is_a_barrier_before_coefficients_are_read_again() -> None:
+    """The ratio is token-level, because the reduction of a sequence ratio has a barrier in the same place anyway."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", BARRIERS], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""What only the Triton backend has to show: block shapes, memory, offsets past 2^31, compiled variants, routes."""
+"""Tests of the Triton backend alone: block shapes, memory, offsets past 2^31, compiled variants, backend selection."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from gspo_kernels.backends.triton import forward, gradient_rows, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools import compile_cases as cases
 
-# -- every shipped block shape is right
+# -- block shapes of every architecture
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("head", ["plain", "all"])
 @pytest.mark.parametrize("architecture", tuning.ARCHITECTURES)
 def test_block_shapes_of_every_architecture_equal_the_oracle(architecture: str, head: str, dtype: str) -> None:
-    """More rows, columns and hidden elements than a block has, ragged at all ends, targets in every tile."""
+    """More rows, columns and hidden elements than a block has, ragged ends, and targets in every tile."""
     sample = make_sample(
         2,
         lengths=(40, 31, 25, 52, 17, 29),
@@ -55,9 +55,10 @@ def test_block_shapes_of_every_architecture_equal_the_oracle(architecture: str, 
 EVERYTHING = Objective(clip_low=0.2, clip_high=0.2, kl_coef=0.1, entropy_coef=0.02)
 
 
-def head_and_upstream(n: int, v: int, seed: int = 0, **more: Any) -> tuple[HeadRows, HeadResult, Tensor]:
+def head_and_upstream(n: int, v: int, seed: int = 0, **changes: Any) -> tuple[HeadRows, HeadResult, Tensor]:
+    """Return a random head, its forward, and upstream gradients [n] of which some are 0."""
     rng = torch.Generator().manual_seed(seed)
-    head = head_rows(n, 24, v, mask=torch.rand(n, generator=rng) > 0.3, **more)
+    head = head_rows(n, 24, v, mask=torch.rand(n, generator=rng) > 0.3, **changes)
     d = torch.randn(n, generator=rng) * (torch.rand(n, generator=rng) > 0.4)
     return head, triton_backend.head_forward(head), d.to(DEVICE)
 
@@ -65,18 +66,18 @@ def head_and_upstream(n: int, v: int, seed: int = 0, **more: Any) -> tuple[HeadR
 @on_device
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_many_chunks_and_slabs_are_one(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A workspace that holds a few rows and columns at a time; rows move to their places across chunk boundaries."""
+def test_gradients_of_many_chunks_and_slabs_equal_those_of_one(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspace holds only a few rows and columns at a time. Rows are scattered across chunk boundaries."""
     head, result, d = head_and_upstream(700, 2000)
     head = head._replace(hidden=head.hidden.to(DTYPES[dtype]), weight=head.weight.to(DTYPES[dtype]))
-    whole = triton_backend.head_backward(head, result, d, None, NEEDS)
+    at_once = triton_backend.head_backward(head, result, d, None, NEEDS)
     monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**17)
     monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
     with launches() as seen:
-        parts = triton_backend.head_backward(head, result, d, None, NEEDS)
+        chunked = triton_backend.head_backward(head, result, d, None, NEEDS)
     tiles = [x for x in seen if x.kernel.__name__ == "gradient_tile"]
     assert len({x.arguments["low"] for x in tiles}) >= 3 and len(tiles) >= 3 * len({x.arguments["low"] for x in tiles})
-    for a, b in zip(whole[:2], parts[:2], strict=True):
+    for a, b in zip(at_once[:2], chunked[:2], strict=True):
         assert a is not None and b is not None and a.dtype == b.dtype == DTYPES[dtype]
         torch.testing.assert_close(b, a)
 
@@ -89,29 +90,30 @@ def test_gradients_of_bias_and_adapter_are_sums_over_chunks(monkeypatch: pytest.
     )
     head, result, d = head_and_upstream(300, 601, bias=torch.randn(601, generator=rng), **adapter)
     needs = NeedsGradient(*[True] * 5)
-    whole = triton_backend.head_backward(head, result, d, None, needs)
+    at_once = triton_backend.head_backward(head, result, d, None, needs)
     monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**17)
     monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
     with launches() as seen:
-        parts = triton_backend.head_backward(head, result, d, None, needs)
+        chunked = triton_backend.head_backward(head, result, d, None, needs)
     assert len({x.arguments["index"].data_ptr() for x in seen}) >= 2
-    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(chunked, at_once)
 
 
 @on_device
-def test_a_row_with_an_entropy_gradient_alone_has_a_gradient() -> None:
+def test_a_row_with_only_an_entropy_gradient_is_computed() -> None:
     head = head_rows(5, 24, 70, entropy=True)
     d, d_entropy = to_device((torch.zeros(5), torch.ones(5)))
     result = triton_backend.head_forward(head)
     d[0] = 1
-    parts = [backend.head_backward(head, result, d, d_entropy, NEEDS) for backend in (triton_backend, torch_backend)]
-    torch.testing.assert_close(*parts)
-    assert parts[0].hidden is not None and parts[0].hidden[1:].any(1).all()
+    backends = (triton_backend, torch_backend)
+    gradients = [backend.head_backward(head, result, d, d_entropy, NEEDS) for backend in backends]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].hidden is not None and gradients[0].hidden[1:].any(1).all()
 
 
 @on_device
-def test_a_route_that_reads_nothing_on_the_host_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under CUDA graph capture: all rows take part, those without a gradient as zeros, NaN among them or not."""
+def test_a_backward_without_host_reads_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under CUDA graph capture: all rows are computed; rows without a gradient become 0, also if they are NaN."""
     head, result, d = head_and_upstream(300, 601)
     hidden = head.hidden.clone()
     hidden[~head.mask] = torch.nan
@@ -119,8 +121,8 @@ def test_a_route_that_reads_nothing_on_the_host_gives_the_same(monkeypatch: pyte
     expected = triton_backend.head_backward(head, result, torch.where(head.mask, d, 0), None, NEEDS)
     monkeypatch.setattr(gradient_rows, "may_read", lambda x: False)
     monkeypatch.setattr(torch.Tensor, "nonzero", None)
-    found = triton_backend.head_backward(head._replace(hidden=hidden), result, d, None, NEEDS)
-    for a, b in zip(expected[:2], found[:2], strict=True):
+    gradients = triton_backend.head_backward(head._replace(hidden=hidden), result, d, None, NEEDS)
+    for a, b in zip(expected[:2], gradients[:2], strict=True):
         torch.testing.assert_close(b, a)
 
 
@@ -133,8 +135,8 @@ def test_two_runs_have_the_same_bits() -> None:
 
 
 @on_device
-def test_rows_that_do_not_count_are_no_work() -> None:
-    """Forward tiles of masked rows return at once: what they would have written stays as it was."""
+def test_masked_rows_are_not_computed() -> None:
+    """The kernels are launched for unmasked rows, and in the backward for rows with a gradient."""
     head, _, d = head_and_upstream(300, 601)
     with launches() as seen:
         result = triton_backend.head_forward(head)
@@ -146,7 +148,7 @@ def test_rows_that_do_not_count_are_no_work() -> None:
     assert torch.equal(gradient.arguments["index"], (head.mask & (d != 0)).nonzero()[:, 0])
 
 
-# -- memory, counted on tensors without storage at the real size
+# -- memory, counted with meta tensors of real sizes
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -164,14 +166,14 @@ def test_peak_memory_is_within_the_formula(n: int, h: int, v: int, entropy: bool
     gradients = 2 * n * h + 2 * v * h
     limit = gradients + 4 * n * tiles * (2 if entropy else 1) + 2 * n * h + 256 * 2**20
     assert max(forward, live.peak) <= limit, f"{max(forward, live.peak) / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
-    assert live.peak >= gradients  # the counter counts
-    assert max(forward, live.peak) < 2 * n * v / 4 + gradients + 2 * n * h + 256 * 2**20  # far from N x V
+    assert live.peak >= gradients  # the counter works
+    assert max(forward, live.peak) < 2 * n * v / 4 + gradients + 2 * n * h + 256 * 2**20  # far less than N x V
     assert out[0] is not None
 
 
 @pytest.mark.parametrize(("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 896, 151_936)])
 def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -> None:
-    """Choosing the cells, and the backward of a list of all of them."""
+    """Choose the cells, then run the backward of a list of all cells."""
     head = cases.meta_head(rows=n, width=h, vocab=v)
     with tuning.assume("sm_90"), LiveBytes() as live:
         result, tiles = triton_backend.forward_with_shares(head, wanted=True)
@@ -188,7 +190,7 @@ def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_small_workspace_is_kept_to(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_respects_a_small_workspace(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
     n, h, v = 2048, 64, 16_384
     head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)
@@ -203,14 +205,14 @@ def test_a_small_workspace_is_kept_to(dtype: torch.dtype, monkeypatch: pytest.Mo
 
 
 def far_view(shape: tuple[int, int], stride: int, like: Tensor) -> Tensor:
-    """The same numbers, a row every `stride` elements: address space, but no memory beyond the pages it touches."""
+    """Return a copy of `like` with rows `stride` elements apart. Only the pages that are touched take memory."""
     out = torch.empty((shape[0] - 1) * stride + shape[1], dtype=like.dtype).as_strided(shape, (stride, 1))
     return out.copy_(like)
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_rows_of_the_head_past_two_to_the_31(architecture: str) -> None:
-    """V x stride of the head over 2^31 elements, by pointers and by descriptors."""
+    """V x stride of the head exceeds 2^31 elements, for loads by pointers and by descriptors."""
     head, _, d = head_and_upstream(40, 601)
     head = head._replace(hidden=head.hidden.to(torch.float16), weight=head.weight.to(torch.float16))
     far = head._replace(weight=far_view((601, 24), 2**22, head.weight))
@@ -219,13 +221,13 @@ def test_rows_of_the_head_past_two_to_the_31(architecture: str) -> None:
         near_result, far_result = triton_backend.head_forward(head), triton_backend.head_forward(far)
         assert torch.equal(near_result.log_probs, far_result.log_probs)
         near = triton_backend.head_backward(head, near_result, d, None, NEEDS)
-        found = triton_backend.head_backward(far, far_result, d, None, NEEDS)
-    for a, b in zip(near[:2], found[:2], strict=True):
+        gradients = triton_backend.head_backward(far, far_result, d, None, NEEDS)
+    for a, b in zip(near[:2], gradients[:2], strict=True):
         assert a is not None and b is not None and torch.equal(a, b)
 
 
 def test_hidden_states_and_gradients_of_logits_past_two_to_the_31() -> None:
-    """N x H read and N x V written beyond 2^31: the recorded launch again, with rows far apart."""
+    """Relaunch a recorded kernel with rows far apart, so that reads of N x H and writes of N x V exceed 2^31."""
     head, result, d = head_and_upstream(300, 601)
     with tuning.assume("sm_80"), launches() as seen:
         triton_backend.head_forward(head)
@@ -240,16 +242,16 @@ def test_hidden_states_and_gradients_of_logits_past_two_to_the_31() -> None:
 
 
 def test_partial_results_past_two_to_the_31() -> None:
-    """tile x N beyond 2^31 where tiles are written and where they are added up."""
+    """tile x N exceeds 2^31 where partial results are written and where they are reduced."""
     head, _, _ = head_and_upstream(40, 1201)
     with launches() as seen:
         expected = triton_backend.head_forward(head)
-    far = 2**28  # rows, of which 40 are there: the tenth tile's begin past 2^31
+    far = 2**28  # rows, of which 40 exist; results of the tenth tile begin past 2^31
     tiles = next(x for x in seen if x.kernel.__name__ == "forward_tile").arguments["column_blocks"]
     assert (tiles - 1) * far > 2**31
     partial = {k: far_view((tiles, 40), far, torch.zeros(tiles, 40)) for k in ("tile_top", "tile_mass")}
     tile = next(x for x in seen if x.kernel.__name__ == "forward_tile").arguments
-    room = torch.zeros(128 - 40, 24), torch.zeros(128 - 40, dtype=torch.int64)  # a whole block of rows may be read
+    room = torch.zeros(128 - 40, 24), torch.zeros(128 - 40, dtype=torch.int64)  # a full block of rows may be read
     hidden, order = torch.cat([tile["hidden"], room[0]]), torch.cat([tile["order"], room[1]])
     relaunch(seen, "forward_tile", n_rows=far, hidden=hidden, order=order, **partial)
     log_probs = torch.zeros(40)
@@ -267,7 +269,7 @@ from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools import compile_cases as cases
 from gspo_kernels.tools.compile_gate import specialise
 random.seed(0)
-found = {}
+variants = {}
 with tuning.assume("sm_90"), launches() as seen:
     for _ in range(100):
         rows = random.choice([1, 2, 3, 16, 17, random.randrange(1, 200_000)])
@@ -282,13 +284,13 @@ with tuning.assume("sm_90"), launches() as seen:
 for x in seen:
     operand = x.arguments.get("hidden", x.arguments.get("log_probs", x.arguments.get("partials")))
     kind = str(getattr(operand, "dtype", getattr(getattr(operand, "base", None), "dtype", None)))
-    found.setdefault(f"{x.kernel.__name__} {kind}", set()).add(str(specialise(x)) + str(x.config))
-print(json.dumps({k: len(v) for k, v in found.items()}))
+    variants.setdefault(f"{x.kernel.__name__} {kind}", set()).add(str(specialise(x)) + str(x.config))
+print(json.dumps({k: len(v) for k, v in variants.items()}))
 """
 
 
 @pytest.mark.slow
-def test_few_variants_are_compiled_whatever_the_batch() -> None:
+def test_few_kernel_variants_are_compiled_for_all_batches() -> None:
     """100 random batch sizes, temperatures and clip bounds: at most 2 variants per kernel and dtype."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", VARIANTS], env=environment, capture_output=True, text=True)
@@ -298,7 +300,7 @@ def test_few_variants_are_compiled_whatever_the_batch() -> None:
     assert {k: n for k, n in counts.items() if n > 2} == {}
 
 
-def test_launches_are_listed_by_every_listener() -> None:
+def test_nested_recordings_see_every_launch() -> None:
     head = head_rows(5, 24, 70)
     with launches() as outer:
         with launches() as inner:
@@ -307,7 +309,7 @@ def test_launches_are_listed_by_every_listener() -> None:
     assert len(outer) == 2 * len(inner) == 4
 
 
-# -- which backend runs where
+# -- backend selection
 
 
 @pytest.mark.parametrize(
@@ -322,7 +324,7 @@ def test_launches_are_listed_by_every_listener() -> None:
         ((12, 0), "sm_89"),
     ],
 )
-def test_cuda_devices_find_their_row(
+def test_cuda_devices_select_their_block_shapes(
     capability: tuple[int, int], row: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
@@ -331,7 +333,7 @@ def test_cuda_devices_find_their_row(
 
 
 @pytest.mark.parametrize(("name", "row"), [("gfx942:sramecc+", "gfx942"), ("gfx950", "gfx942"), ("gfx1100", None)])
-def test_rocm_devices_find_their_row(name: str, row: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rocm_devices_select_their_block_shapes(name: str, row: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         gcnArchName = name
 
@@ -340,7 +342,7 @@ def test_rocm_devices_find_their_row(name: str, row: str | None, monkeypatch: py
     assert tuning.architecture(torch.device("cuda")) == row
 
 
-def test_auto_takes_triton_on_a_gpu_and_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_triton_on_a_gpu_and_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from gspo_kernels.validation import Call
 
     call = Call("test")
@@ -348,15 +350,15 @@ def test_auto_takes_triton_on_a_gpu_and_torch_on_a_cpu(monkeypatch: pytest.Monke
     assert dispatch.pick_backend(call, "auto", torch.device("cuda")) == "triton"
     assert dispatch.pick_backend(call, "auto", torch.device("cpu")) == "torch"
     assert dispatch.pick_backend(call, "triton", torch.device("cpu")) == "triton"
-    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: "of a reason")
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: "test obstacle")
     assert dispatch.pick_backend(call, "auto", torch.device("cuda")) == "torch"
-    with pytest.raises(ValueError, match="of a reason"):
+    with pytest.raises(ValueError, match="test obstacle"):
         dispatch.pick_backend(call, "triton", torch.device("cuda"))
     assert dispatch.implementation("torch") is torch_backend
 
 
 @pytest.mark.slow
-def test_triton_on_a_cpu_without_the_interpreter_is_refused_by_name() -> None:
+def test_triton_on_a_cpu_without_the_interpreter_is_refused() -> None:
     code = """
 import torch, gspo_kernels
 try:
@@ -371,7 +373,7 @@ except ValueError as error:
 
 @pytest.mark.parametrize("operand", ["hidden", "weight"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_gradients_of_transposed_operands_lie_as_the_fake_says(operand: str, backend: str) -> None:
+def test_strides_of_gradients_of_transposed_operands_equal_the_fake_kernels(operand: str, backend: str) -> None:
     from torch._subclasses import FakeTensorMode
 
     from gspo_kernels import ops
@@ -392,7 +394,7 @@ def test_gradients_of_transposed_operands_lie_as_the_fake_says(operand: str, bac
 @pytest.mark.parametrize("options", [{"temperature": torch.tensor(1e-5)}, {"logit_scale": 1e-6}], ids=["hot", "small"])
 @pytest.mark.parametrize("peak", [0.0, 12.0, 95.0])
 def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], peak: float) -> None:
-    """The power of two takes in slope and 1 - p, and stays a number where nothing is left to learn."""
+    """The power-of-two scale accounts for the slope and 1 - p, and stays finite where the gradient vanishes."""
     head = head_rows(3, 8, 40, **options)
     weight = torch.zeros(40, 8)
     weight[0, 0] = peak * float(options.get("temperature", 1)) / options.get("logit_scale", 1)
@@ -409,17 +411,17 @@ def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], pea
 
 
 @on_device
-def test_an_infinite_target_logit_is_not_certain(backend: str) -> None:
+def test_an_infinite_target_logit_has_a_nan_log_prob(backend: str) -> None:
     head = head_rows(2, 1, 3, hidden=torch.ones(2, 1), weight=torch.tensor([[0.0], [1.0], [torch.inf]]))
     head = head._replace(target_ids=torch.tensor([2, 1], device=DEVICE))
     assert dispatch.implementation(backend).head_forward(head).log_probs.isnan().all()
 
 
-# -- what a seeded fault in a kernel would spoil (test_mutations.py), and nothing above would notice
+# -- tests for seeded faults in kernels (test_mutations.py) that the tests above do not detect
 
 
-def test_programs_share_columns_in_groups_and_none_computes_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of programs is the order in which the interpreter runs them."""
+def test_programs_run_in_groups_of_columns_and_skip_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs the programs in their order."""
     tiles, logit_tile = [], forward.logit_tile
 
     def noted(*args: Any, **options: Any) -> Any:
@@ -428,13 +430,13 @@ def test_programs_share_columns_in_groups_and_none_computes_masked_rows(monkeypa
 
     monkeypatch.setattr(forward, "logit_tile", noted)
     monkeypatch.setattr(forward, "tile_config", lambda head, kernel: tuning.Config(16, 16, 16, group=2))
-    triton_backend.head_forward(head_rows(70, 16, 40, mask=torch.arange(70) % 4 != 0))  # 52 rows count: 4 of 5 blocks
+    triton_backend.head_forward(head_rows(70, 16, 40, mask=torch.arange(70) % 4 != 0))  # 52 rows, 4 blocks
     assert tiles == [(block, tile) for group in ((0, 1), (2, 3)) for tile in range(3) for block in group]
 
 
 @on_device
-def test_more_tiles_than_are_added_up_at_once() -> None:
-    """The last tile has the largest logits, so that what was added up before it must be scaled down."""
+def test_more_tiles_than_one_reduction_step() -> None:
+    """The last tile has the largest logits, so the sum of the earlier tiles must be rescaled."""
     head = head_rows(5, 24, 64 * (tuning.REDUCE_TILES + 1), entropy=True)
     head.weight[-64:] *= 4
     head = head._replace(hidden=head.hidden.double(), weight=head.weight.double())
@@ -445,43 +447,43 @@ def test_more_tiles_than_are_added_up_at_once() -> None:
 
 
 @on_device
-def test_more_hidden_elements_than_a_chain_has() -> None:
+def test_more_hidden_elements_than_one_chain() -> None:
     head = head_rows(5, 600, 40)
     head = head._replace(hidden=head.hidden / 25)
     assert 0 < tuning.tile_config(head, "forward").chain < 600
     d = torch.ones(5, device=DEVICE)
     ours, expected = triton_backend.head_forward(head), torch_backend.head_forward(head)
     torch.testing.assert_close(ours.log_probs, expected.log_probs)
-    found = triton_backend.head_backward(head, ours, d, None, NEEDS)
-    torch.testing.assert_close(found[:2], torch_backend.head_backward(head, expected, d, None, NEEDS)[:2])
+    gradients = triton_backend.head_backward(head, ours, d, None, NEEDS)
+    torch.testing.assert_close(gradients[:2], torch_backend.head_backward(head, expected, d, None, NEEDS)[:2])
 
 
 @on_device
 def test_a_row_has_the_same_bits_alone_and_in_any_batch() -> None:
     head = head_rows(200, 64, 601, entropy=True)
     head = head._replace(hidden=head.hidden.bfloat16(), weight=head.weight.bfloat16())
-    whole = triton_backend.head_forward(head)
+    full = triton_backend.head_forward(head)
     for rows in (slice(9, 10), slice(60, 150)):
-        part = head._replace(hidden=head.hidden[rows], target_ids=head.target_ids[rows], mask=head.mask[rows])
-        assert all(torch.equal(a, b[rows]) for a, b in zip(triton_backend.head_forward(part), whole, strict=True))
+        subset = head._replace(hidden=head.hidden[rows], target_ids=head.target_ids[rows], mask=head.mask[rows])
+        assert all(torch.equal(a, b[rows]) for a, b in zip(triton_backend.head_forward(subset), full, strict=True))
 
 
 @on_device
-def test_a_nan_row_without_gradient_is_zero_where_all_rows_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_rows_without_a_gradient_stay_zero_without_host_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     head, _, d = head_and_upstream(40, 100)
-    still = head.mask & (d == 0)
-    head.hidden[still] = torch.nan
+    no_gradient = head.mask & (d == 0)
+    head.hidden[no_gradient] = torch.nan
     result = triton_backend.head_forward(head)
-    assert result.log_probs[still].isnan().all() and still.any()
+    assert result.log_probs[no_gradient].isnan().all() and no_gradient.any()
     expected = triton_backend.head_backward(head, result, d, None, NEEDS)
     monkeypatch.setattr(gradient_rows, "may_read", lambda x: False)
-    found = triton_backend.head_backward(head, result, d, None, NEEDS)
-    torch.testing.assert_close(found[:2], expected[:2])
+    gradients = triton_backend.head_backward(head, result, d, None, NEEDS)
+    torch.testing.assert_close(gradients[:2], expected[:2])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("share", [0.3, 0.9])
-def test_rows_move_to_their_places_inside_the_memory_of_their_sums(share: float, dtype: str) -> None:
+def test_rows_are_scattered_in_place(share: float, dtype: str) -> None:
     live = torch.rand(50, generator=torch.Generator().manual_seed(0)) < share
     index, sums = live.nonzero()[:, 0], torch.arange(300.0).view(50, 6)
     expected = torch.zeros(50, 6, dtype=DTYPES[dtype])
@@ -494,14 +496,14 @@ def test_rows_move_to_their_places_inside_the_memory_of_their_sums(share: float,
 
 @on_device
 @pytest.mark.parametrize("name", ["gspo", "grpo", "everything"])
-@pytest.mark.parametrize("spoilt", [False, True])
-def test_metrics_are_those_of_torch(name: str, spoilt: bool) -> None:
-    """More tokens than a block holds, a sequence without any, and a NaN that no mean and no extreme may lose."""
+@pytest.mark.parametrize("has_nan", [False, True])
+def test_metrics_equal_those_of_the_torch_backend(name: str, has_nan: bool) -> None:
+    """More tokens than a block holds, an empty sequence, and a NaN that every mean, minimum and maximum must keep."""
     rng = torch.Generator().manual_seed(0)
     lp, old, ref, entropy = (-torch.rand(5, 700, generator=rng) for _ in range(4))
     mask = torch.rand(5, 700, generator=rng) > 0.3
     mask[2] = False
-    if spoilt:
+    if has_nan:
         mask[1, 0], old[1, 0] = True, torch.nan
     ours, expected = (
         policy_loss(
@@ -516,7 +518,7 @@ def test_metrics_are_those_of_torch(name: str, spoilt: bool) -> None:
         ).metrics
         for backend in ("triton", "torch")
     )
-    assert expected["ratio_min"].isnan() == spoilt
+    assert expected["ratio_min"].isnan() == has_nan
     for key, value in expected.items():
         torch.testing.assert_close(
             ours[key], value, rtol=METRIC_RELATIVE, atol=METRIC_ABSOLUTE, equal_nan=True, msg=key
@@ -524,15 +526,15 @@ def test_metrics_are_those_of_torch(name: str, spoilt: bool) -> None:
 
 
 @on_device
-def test_the_mean_of_equal_log_ratios_is_that_log_ratio() -> None:
-    """To the bit: fp32 sums of equal terms round one way, and the clip window is narrow."""
+def test_the_mean_of_equal_log_ratios_is_exact() -> None:
+    """Bitwise: fp32 sums of equal terms would round in one direction, and the clip window is narrow."""
     log_ratio = torch.linspace(1e-4, 9e-4, 8)
     lp = log_ratio[:, None].expand(8, 4096)
     out = policy_loss(lp, torch.ones(8), old_log_probs=torch.zeros(8, 4096), backend="triton")
     assert torch.equal(out.log_ratio, log_ratio)
 
 
-def test_an_empty_sequence_is_not_in_the_default_normalizer(backend: str) -> None:
+def test_empty_sequences_are_not_in_the_default_normalizer(backend: str) -> None:
     mask = torch.tensor([[True, True], [False, False], [True, False]])
     out = policy_loss(torch.zeros(3, 2), torch.tensor([1.0, 1.0, 2.0]), mask=mask, backend=backend)
     assert out.loss.item() == -1.5  # on-policy: minus the mean advantage

@@ -1,4 +1,4 @@
-"""Less work than dense: what a backward leaves out is what it says, and no more than the budget."""
+"""The gradient budget: the dropped mass is reported correctly, stays within the budget, and saves products."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gspo_kernels.metrics import work_metrics
 
 SHAPES = st.fixed_dictionaries(
     {
-        "logit_std": st.sampled_from([0.3, 3.0, 9.0]),  # flat, in between, peaked
+        "logit_std": st.sampled_from([0.3, 3.0, 9.0]),  # flat, medium, peaked
         "vocab": st.integers(7, 60),
         "hidden_size": st.integers(1, 24),
         "holes": st.booleans(),
@@ -55,7 +55,7 @@ BUDGETS = st.sampled_from([1e-6, 1e-3, 1e-2, 0.1, 0.5, 0.99])
 
 @on_device
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7).map(tuple), SHAPES, BUDGETS, st.integers(0, 10_000))
-def test_the_dropped_mass_is_the_one_reported_and_within_the_budget(
+def test_the_dropped_mass_is_reported_and_within_the_budget(
     lengths: tuple[int, ...], shape: dict[str, Any], budget: float, seed: int
 ) -> None:
     with small_tiles():
@@ -66,7 +66,9 @@ def test_the_dropped_mass_is_the_one_reported_and_within_the_budget(
 @pytest.mark.slow
 @settings(max_examples=12)
 @given(SHAPES, BUDGETS, st.integers(0, 10_000))
-def test_the_same_of_the_triton_kernels(shape: dict[str, Any], budget: float, seed: int) -> None:
+def test_triton_reports_the_dropped_mass_and_stays_within_the_budget(
+    shape: dict[str, Any], budget: float, seed: int
+) -> None:
     sample = make_sample(seed, lengths=(40, 31, 25, 52, 17, 29), **{**shape, "vocab": 601, "hidden_size": 24})
     assert_dropped_is_what_is_said(sample, budget, "triton")
 
@@ -74,15 +76,15 @@ def test_the_same_of_the_triton_kernels(shape: dict[str, Any], budget: float, se
 @on_device
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("head", ["plain", "tail", "padded"])
-def test_gradients_of_every_dtype_are_those_of_the_kept_entries(
+def test_gradients_of_every_dtype_equal_those_of_the_kept_entries(
     head: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several chunks of rows and slabs of columns, ragged at all ends."""
+    """Several chunks of rows and slabs of columns, with ragged ends."""
     from gspo_kernels.backends.triton import gradient_rows
 
     monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**19)
     monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 128)
-    tail: dict[str, Any] = {"tail": {"logit_softcap": 8.0, "temperature": "per-token"}, "padded": {"padded_vocab": 70}}
+    heads: dict[str, Any] = {"tail": {"logit_softcap": 8.0, "temperature": "per-token"}, "padded": {"padded_vocab": 70}}
     sample = make_sample(
         3,
         lengths=(40, 31, 85, 52, 17, 59, 60),
@@ -90,28 +92,29 @@ def test_gradients_of_every_dtype_are_those_of_the_kept_entries(
         vocab=1201,
         hidden_size=72,
         logit_std=6.0,
-        **tail.get(head, {}),
+        **heads.get(head, {}),
     )
     with launches() as seen:
         assert_dropped_is_what_is_said(sample, 0.05, backend)
     if backend == "triton":
-        parts = {(x.arguments["low"], x.arguments["first_cell"]) for x in seen if x.kernel.__name__ == "gradient_tile"}
-        assert len(parts) >= 3 and {x.kernel.__name__ for x in seen} >= {"hidden_product", "weight_product"}
+        launched = {
+            (x.arguments["low"], x.arguments["first_cell"]) for x in seen if x.kernel.__name__ == "gradient_tile"
+        }
+        assert len(launched) >= 3 and {x.kernel.__name__ for x in seen} >= {"hidden_product", "weight_product"}
 
 
 @on_device
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
-def test_a_gradient_that_nobody_wants_is_no_product(needs: tuple[bool, bool], backend: str) -> None:
+def test_gradients_that_are_not_needed_are_not_computed(needs: tuple[bool, bool], backend: str) -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601).with_options(gradient_budget=0.1)
     hidden, weight = (x.detach().requires_grad_(n) for x, n in zip(sample.leaves.values(), needs, strict=True))
-    wanted = Sample({"hidden": hidden, "weight": weight}, *list(vars(sample).values())[1:])
     with choices(), launches() as seen:
-        out = gspo_fused_loss(hidden, weight, wanted.target_ids, wanted.advantages, backend=backend, **wanted.options)
+        out = gspo_fused_loss(hidden, weight, sample.target_ids, sample.advantages, backend=backend, **sample.options)
         out.loss.backward()
-        everything = run_fused(sample, backend)[1]
-    found = {"hidden": hidden.grad, "weight": weight.grad}
-    for (name, grad), need in zip(found.items(), needs, strict=True):
-        assert torch.equal(grad, everything[name]) if need else grad is None  # pyright: ignore[reportArgumentType]
+        all_gradients = run_fused(sample, backend)[1]
+    gradients = {"hidden": hidden.grad, "weight": weight.grad}
+    for (name, grad), need in zip(gradients.items(), needs, strict=True):
+        assert torch.equal(grad, all_gradients[name]) if need else grad is None  # pyright: ignore[reportArgumentType]
     torch.testing.assert_close(out.metrics["passes"], 1 + 2 * out.metrics["live_tile_share"])
     assert backend == "torch" or seen
 
@@ -140,25 +143,25 @@ def test_budget_zero_has_the_bits_of_the_dense_backward_over_live_rows(backend: 
     )
     coefficient = torch.autograd.grad(*coefficients(sample, backend))[0].flatten()
     head, coefficient = to_device((head, coefficient))
-    found = implementation.head_backward(
+    dense = implementation.head_backward(
         head, implementation.head_forward(head), coefficient[live.to(DEVICE)], None, NEEDS
     )
-    found = to_device(found, "cpu")
-    assert found.hidden is not None and found.weight is not None
-    assert torch.equal(grads["hidden"].flatten(0, 1)[live], found.hidden) and torch.equal(grads["weight"], found.weight)
+    dense = to_device(dense, "cpu")
+    assert dense.hidden is not None and dense.weight is not None
+    assert torch.equal(grads["hidden"].flatten(0, 1)[live], dense.hidden) and torch.equal(grads["weight"], dense.weight)
     assert out.metrics["dropped_gradient_mass"] == 0
 
 
 def coefficients(sample: Sample, backend: str) -> tuple[Tensor, Tensor]:
-    """A loss and what it is a function of: its gradient is the coefficient of every token."""
+    """Return a loss and its log-probs [B, T]. The gradient of the loss is the coefficient of every token."""
     log_probs = run_fused(sample, backend)[0].log_probs.detach().requires_grad_()
     options = {k: v for k, v in sample.options.items() if k in ("mask", "old_log_probs", "ref_log_probs")}
     return policy_loss(log_probs, sample.advantages, backend=backend, **options).loss, log_probs
 
 
 @pytest.mark.parametrize("budget", [0.0, 1e-3, 0.3])
-def test_passes_are_the_products_made(budget: float) -> None:
-    """Counted at the dispatcher, where every product of the torch backend passes; whole tiles, so no padding."""
+def test_reported_passes_equal_the_counted_products(budget: float) -> None:
+    """Products are counted at PyTorch's dispatcher. All tiles are full, so there is no padding."""
     n, width, vocab = 64, 24, 48
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(n, width, generator=rng), 2 * torch.randn(vocab, width, generator=rng)
@@ -186,67 +189,69 @@ def test_passes_are_the_products_made(budget: float) -> None:
 
 
 @on_device
-def test_the_triton_kernels_launch_what_they_count() -> None:
+def test_triton_launches_one_program_per_counted_cell() -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=1201, logit_std=6.0).with_options(gradient_budget=0.1)
-    with choices() as made, launches() as seen:
+    with choices() as decisions, launches() as seen:
         run_fused(sample, "triton")
     tiles = sum(x.programs for x in seen if x.kernel.__name__ == "gradient_tile")
-    assert 0 < tiles == int(made[0].live.cells.sum()) < made[0].live.cells.numel()
+    assert 0 < tiles == int(decisions[0].live.cells.sum()) < decisions[0].live.cells.numel()
 
 
 @on_device
-def test_where_sparse_does_not_pay_everything_live_is_computed(backend: str) -> None:
+def test_nothing_is_dropped_where_sparse_is_not_cheaper(backend: str) -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, logit_std=6.0)
     exact, grads = run_fused(sample, backend)
     with choices(pays=False):
-        out, found = run_fused(sample.with_options(gradient_budget=0.3), backend)
+        out, with_budget = run_fused(sample.with_options(gradient_budget=0.3), backend)
     assert out.metrics["dropped_gradient_mass"] == 0
     for key in ("live_tile_share", "passes", "live_row_share"):
         torch.testing.assert_close(out.metrics[key], exact.metrics[key])
-    assert all(torch.equal(found[k], grads[k]) for k in grads)
+    assert all(torch.equal(with_budget[k], grads[k]) for k in grads)
 
 
-def test_the_cost_decides_by_share_and_width() -> None:
+def test_the_cost_model_depends_on_share_and_width() -> None:
     assert sparse_pays(1024, 896, 151_936, 0.05) and sparse_pays(1024, 4096, 151_936, 0.8)
     assert not sparse_pays(1024, 896, 151_936, 0.95) and not sparse_pays(1024, 8, 151_936, 0.5)
     assert not sparse_pays(0, 896, 151_936, 0.0)
     shares = torch.linspace(0, 1, 50)
     decided = sparse_pays(torch.tensor(1024), 896, 151_936, shares)
     assert decided.dtype == torch.bool and decided[0] and not decided[-1]
-    assert (decided.int().diff() <= 0).all()  # once dense is cheaper it stays so
+    assert (decided.int().diff() <= 0).all()  # dense stays cheaper for larger shares
 
 
 @on_device
 @pytest.mark.parametrize("budget", [0.0, 0.1])
-def test_with_nothing_live_gradients_are_zero(budget: float, backend: str) -> None:
+def test_gradients_are_zero_if_no_token_has_one(budget: float, backend: str) -> None:
     sample = make_sample(3)
-    still = Sample(sample.leaves, sample.target_ids, torch.zeros_like(sample.advantages), Objective(), sample.options)
+    zero = Sample(sample.leaves, sample.target_ids, torch.zeros_like(sample.advantages), Objective(), sample.options)
     with choices():
-        out, grads = run_fused(still.with_options(gradient_budget=budget), backend)
+        out, grads = run_fused(zero.with_options(gradient_budget=budget), backend)
     assert out.loss == 0 and not any(g.any() for g in grads.values())
     assert out.metrics["live_row_share"] == out.metrics["live_tile_share"] == 0 and out.metrics["passes"] == 1
 
 
 @on_device
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_no_number_is_not_dropped(bad: float, backend: str) -> None:
+def test_nan_and_infinite_gradients_are_not_dropped(bad: float, backend: str) -> None:
     sample = make_sample(3, vocab=601)
     sample.options["old_log_probs"][1, 0] = -bad
     assert sample.advantages[1] < 0  # an infinite ratio is not clipped there
-    with choices() as made:
+    with choices() as decisions:
         grads = run_fused(sample.with_options(gradient_budget=0.5), backend)[1]
-    assert not made[0].coefficient.isfinite().all()
-    rows = made[0].live.counts[0]
-    assert made[0].live.cells[: -(-int(rows) // made[0].cell[0])].all()
+    assert not decisions[0].coefficient.isfinite().all()
+    rows = decisions[0].live.counts[0]
+    assert decisions[0].live.cells[: -(-int(rows) // decisions[0].cell[0])].all()
     assert grads["hidden"].isnan().any()
 
 
 @on_device
-def test_two_runs_drop_the_same_and_have_the_same_bits(backend: str) -> None:
+def test_two_runs_drop_the_same_cells_and_have_the_same_bits(backend: str) -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, logit_std=6.0).with_options(gradient_budget=0.1)
-    with choices() as made:
+    with choices() as decisions:
         (a, first), (b, second) = run_fused(sample, backend), run_fused(sample, backend)
-    assert torch.equal(made[0].live.cells, made[1].live.cells) and torch.equal(made[0].live.order, made[1].live.order)
+    assert torch.equal(decisions[0].live.cells, decisions[1].live.cells) and torch.equal(
+        decisions[0].live.order, decisions[1].live.order
+    )
     assert all(torch.equal(first[k], second[k]) for k in first)
     assert torch.equal(a.metrics["dropped_gradient_mass"], b.metrics["dropped_gradient_mass"])
 
@@ -259,7 +264,7 @@ def test_the_forward_has_the_same_bits_with_a_budget(backend: str) -> None:
     assert torch.equal(a.log_probs, b.log_probs) and torch.equal(a.loss, b.loss) and torch.equal(a.entropy, b.entropy)  # pyright: ignore
 
 
-def test_the_host_of_triton_looks_once_and_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_reads_once_on_the_host_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, logit_std=6.0)
     head = HeadRows(
         sample.leaves["hidden"].detach().flatten(0, 1),
@@ -275,31 +280,31 @@ def test_the_host_of_triton_looks_once_and_in_the_backward(monkeypatch: pytest.M
         601,
         False,
     )
-    looks: list[str] = []
+    reads: list[str] = []
     for name in ("tolist", "item", "nonzero", "__bool__", "__int__", "__float__", "cpu", "numpy"):
         real = getattr(Tensor, name)
 
-        def looked(x: Tensor, *args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
-            looks.append(name)
+        def recorded(x: Tensor, *args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+            reads.append(name)
             return real(x, *args, **options)
 
-        monkeypatch.setattr(Tensor, name, looked)
+        monkeypatch.setattr(Tensor, name, recorded)
     monkeypatch.setattr("gspo_kernels.backends.triton.launch.launch", lambda *args, **options: None)
     for module in ("forward", "sparse_products", "gradient_rows"):
         monkeypatch.setattr(f"gspo_kernels.backends.triton.{module}.launch", lambda *args, **options: None)
     with choices():
         result, tiles = triton_backend.forward_with_shares(head, wanted=True)
         assert tiles is not None
-        tiles.share.fill_(1e-3)  # what a kernel would have written
+        tiles.share.fill_(1e-3)  # in place of the kernel's output
         result.log_probs.fill_(-1.0)
         live, _ = live_tiles.choose(head, result, head.mask.float(), tiles, 0.1)
-        assert looks == []
+        assert reads == []
         triton_backend.head_backward(head, result, head.mask.float(), None, NEEDS, live)
-    assert looks == ["tolist"]
+    assert reads == ["tolist"]
 
 
 @on_device
-def test_a_head_without_block_sparse_sums_in_triton_drops_nothing() -> None:
+def test_triton_drops_nothing_for_a_head_with_a_bias() -> None:
     sample = make_sample(3, vocab=601, bias=True)
     with choices():
         out, grads = run_fused(sample.with_options(gradient_budget=0.3), "triton")
@@ -309,12 +314,12 @@ def test_a_head_without_block_sparse_sums_in_triton_drops_nothing() -> None:
 
 
 @on_device
-def test_a_bias_and_its_gradient_take_part_in_the_torch_backend() -> None:
+def test_the_torch_backend_drops_cells_of_a_head_with_a_bias() -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, bias=True, logit_std=6.0)
-    with choices() as made:
+    with choices() as decisions:
         out, grads = run_fused(sample.with_options(gradient_budget=0.1), "torch")
     assert 0 < out.metrics["dropped_gradient_mass"] <= 0.1
-    truth = torch.where(kept(made[0]), d_logits(made[0])[0], 0).sum(0)
+    truth = torch.where(kept(decisions[0]), d_logits(decisions[0])[0], 0).sum(0)
     assert (grads["bias"].double() - truth).norm() <= KEPT_GRADIENT_RELATIVE[torch.float32] * truth.norm()
 
 
@@ -334,7 +339,7 @@ def test_small_empty_and_fully_masked_batches(lengths: tuple[int, ...], masked: 
 
 
 @on_device
-def test_without_autograd_there_is_one_pass() -> None:
+def test_a_forward_without_autograd_reports_one_pass() -> None:
     sample = make_sample(3)
     with torch.no_grad():
         out = gspo_fused_loss(
@@ -344,8 +349,8 @@ def test_without_autograd_there_is_one_pass() -> None:
 
 
 @on_device
-def test_a_last_tile_that_is_only_the_target_weighs_what_it_weighs(backend: str) -> None:
-    """And the other logits are so low that exp of the difference to a shift of nothing overflows."""
+def test_the_mass_of_a_last_tile_with_only_the_target_is_correct(backend: str) -> None:
+    """The other logits are very low: relative to the shift of a tile without other logits, exp would overflow."""
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(300, 64, generator=rng), torch.randn(513, 64, generator=rng) / 8
     hidden[:, 0], weight[:, 0] = 1, -20
@@ -359,8 +364,8 @@ def test_a_last_tile_that_is_only_the_target_weighs_what_it_weighs(backend: str)
         assert_dropped_is_what_is_said(sample, budget, backend)
 
 
-def test_a_head_with_lora_takes_part_in_the_torch_backend() -> None:
-    """Runs of cells that end where the vocabulary does, at no multiple of what columns are padded to."""
+def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
+    """Runs of cells end at the last column of the vocabulary, which is not a multiple of the padding."""
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(140, 16, generator=rng), 2 * torch.randn(1000, 16, generator=rng)
     weight[-100:] *= 1.5
@@ -381,16 +386,16 @@ def test_a_head_with_lora_takes_part_in_the_torch_backend() -> None:
     assert 0 < work.dropped <= 0.3 and live.cells[:, -1].any()
     chosen = Chosen(merged, result, coefficient, live, (tiles.block_rows, tiles.columns), tiles.share)
     d = torch.where(kept(chosen), d_logits(chosen)[0], 0)
-    found = torch_backend.head_backward(head, result, coefficient, None, needs, live)
+    gradients = torch_backend.head_backward(head, result, coefficient, None, needs, live)
     truth = (d @ weight.double(), d.t() @ hidden.double(), None, d @ right.double(), d.t() @ left.double())
-    for ours, x in zip(found, truth, strict=True):
+    for ours, x in zip(gradients, truth, strict=True):
         if x is not None:
             assert ours is not None
             assert (ours.double() - x).norm() <= KEPT_GRADIENT_RELATIVE[torch.float32] * x.norm()
 
 
-def test_cells_heavier_than_the_whole_and_more_than_an_integer_holds() -> None:
-    """With a soft-cap cells may weigh more than what the whole is sure to weigh."""
+def test_cells_heavier_than_the_total_and_overflowing_sums_are_not_dropped() -> None:
+    """With a soft-cap, a cell's bound may exceed the lower bound of the total mass."""
     total = torch.tensor(1e-3, dtype=torch.float64)
     dropped = live_tiles._lightest(torch.ones(512, 1024, dtype=torch.float64), total, 0.1)
     assert not dropped.any()
@@ -400,7 +405,7 @@ def test_cells_heavier_than_the_whole_and_more_than_an_integer_holds() -> None:
     assert dropped.sum() == 1 and dropped[3, 5]
 
 
-def test_a_workspace_that_changes_before_the_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changing_the_workspace_before_the_backward_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = make_sample(3, dtype=torch.float64, vocab=5000, logit_std=6.0).with_options(gradient_budget=0.3)
     with choices():
         monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")

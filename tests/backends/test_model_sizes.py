@@ -1,6 +1,6 @@
-"""Heads as large as a model's against float64: gradients, errors, clip decisions, offsets past 2^31, and equal bits.
+"""Heads of a model's size against float64: gradients, errors, clip decisions, offsets past 2^31, and equal bits.
 
-The CPU interprets the kernels on small heads, which only shows that these tests work.
+On a CPU the kernels are interpreted with small heads, which only checks the tests themselves.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def test_log_probs_and_gradients_equal_float64(shape: tuple[int, int, int], dtyp
 
 
 @pytest.mark.parametrize(("shape", "dtype", "options"), CELLS, ids=name_of)
-def test_the_gradients_of_all_cells_equal_float64(shape: tuple[int, int, int], dtype: str, options: str) -> None:
-    """The backward of a list of cells, with all of them in the list."""
+def test_gradients_of_a_list_of_all_cells_equal_float64(shape: tuple[int, int, int], dtype: str, options: str) -> None:
+    """The backward of a list of cells that contains every cell."""
     head = random_head(*shape, DTYPES[dtype], **OPTIONS[options])
     upstream = random_upstream(head)
     result, tiles = triton_backend.forward_with_shares(head, wanted=True)
@@ -84,23 +84,23 @@ def test_the_gradients_of_all_cells_equal_float64(shape: tuple[int, int, int], d
     cells = (torch.arange(live.cells.shape[0], device=blocks.device) < blocks)[:, None].expand_as(live.cells)
     every_cell = live._replace(cells=cells, counts=torch.stack([live.counts[0], torch.ones_like(live.counts[0])]))
     needs = NeedsGradient(True, True, False, False, False)
-    found = triton_backend.head_backward(head, result, upstream.d_log_probs, None, needs, every_cell)
+    gradients = triton_backend.head_backward(head, result, upstream.d_log_probs, None, needs, every_cell)
     truth, same_dtype = (by_torch(head, upstream, to) for to in (torch.float64, DTYPES[dtype]))
     names = ("d_hidden", "d_weight")
-    ours = {name: x for name, x in zip(names, found, strict=False) if x is not None}
+    ours = {name: x for name, x in zip(names, gradients, strict=False) if x is not None}
     assert_law(ours, {n: same_dtype[n] for n in names}, {n: truth[n] for n in names}, DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", TRAINED)
 @pytest.mark.parametrize("width", [SIZES.width, SIZES.wide])
 def test_log_probs_of_sampled_tokens_are_near_float64(width: int, dtype: str) -> None:
-    """Logits up to about 30, as those of a trained model."""
+    """Logits are as large as a trained model's, up to about 30."""
     hidden, weight, ids, truth = sampled(SIZES.batch // 4, width, dtype)
     assert_near(linear_log_probs(hidden, weight, ids, backend="triton").log_probs, truth)
 
 
 def sampled(rows: int, width: int, dtype: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return hidden, weight, ids sampled from their softmax, and the true log-probs of these."""
+    """Return hidden states, a weight, ids sampled from their softmax, and the ids' log-probs in float64."""
     head = random_head(rows, width, dtype=DTYPES[dtype], masked=False, std=5.0)
     rng = torch.Generator(head.hidden.device).manual_seed(2)
     weight, ids, log_probs = head.weight.double(), [], []
@@ -116,8 +116,8 @@ def sampled(rows: int, width: int, dtype: str) -> tuple[Tensor, Tensor, Tensor, 
 
 
 @pytest.mark.parametrize("dtype", TRAINED)
-def test_clip_decisions_are_those_of_float64(dtype: str) -> None:
-    """GSPO's own window and ratios about as wide: which sequences have a gradient?"""
+def test_clip_decisions_equal_those_of_float64(dtype: str) -> None:
+    """GSPO's window, and ratios with a similar spread. A sequence is clipped if it has no gradient."""
     lengths = torch.tensor([length for length, n in SIZES.lengths.items() for _ in range(n)])
     hidden, weight, ids, truth = sampled(int(lengths.sum()), SIZES.width, dtype)
     band = torch.tensor([decision_band(n) for n in lengths.tolist()]).to(truth)
@@ -139,27 +139,27 @@ def test_clip_decisions_are_those_of_float64(dtype: str) -> None:
         level = objective.clip_low * randn(band) - mean(noise)
         old = (truth - level.repeat_interleave(lengths) - noise).float()
         u, advantages = mean(truth - old.double()), randn(band)
-        given: dict[str, Any] = dict(cu_seqlens=offsets, old_log_probs=old, objective=objective, backend="triton")
-        if turn == 0:  # from hidden states; later only from the log-probs
+        options: dict[str, Any] = dict(cu_seqlens=offsets, old_log_probs=old, objective=objective, backend="triton")
+        if turn == 0:  # from hidden states; later turns start from log-probs
             leaf = hidden.detach().requires_grad_()
-            out = gspo_fused_loss(leaf, weight, ids, advantages.float(), **given)
+            out = gspo_fused_loss(leaf, weight, ids, advantages.float(), **options)
             has_gradient = torch.autograd.grad(out.loss * len(lengths), leaf)[0].any(1)
         else:
-            out = policy_loss(log_probs, advantages.float(), **given)
+            out = policy_loss(log_probs, advantages.float(), **options)
             has_gradient = torch.autograd.grad(out.loss, log_probs)[0] != 0
-        ours = segment_sum(has_gradient.double(), offsets) == 0  # a clipped sequence has exactly no gradient
+        ours = segment_sum(has_gradient.double(), offsets) == 0  # a clipped sequence has a gradient of exactly 0
         clipped = torch.where(advantages > 0, u > bounds[1], u < bounds[0])
         clear = (u[:, None] - bounds).abs().amin(1) > band
         assert not (clear & (ours != clipped)).any(), f"{int((clear & (ours != clipped)).sum())} decisions differ"
         assert ((out.log_ratio.double() - u).abs() <= band).all()
         shares.append(torch.stack([clear.double().mean(), clipped.double().mean()]))
     clear_share, clipped_share = torch.stack(shares).mean(0).tolist()
-    assert clear_share > 0.7 and 0.02 < clipped_share < 0.5  # the decisions are in question
+    assert clear_share > 0.7 and 0.02 < clipped_share < 0.5  # the test covers decisions of both kinds
 
 
 @pytest.mark.parametrize("dtype", TRAINED)
 @pytest.mark.parametrize("budget", [1e-3, 0.5])
-def test_a_gradient_budget_is_kept_and_drops_the_same_twice(budget: float, dtype: str, device: torch.device) -> None:
+def test_a_gradient_budget_is_respected_and_reproducible(budget: float, dtype: str, device: torch.device) -> None:
     """A peaked policy, a quarter of the sequences with advantage zero."""
     policy = peaked.make(SIZES.rows // 4 * 4, SIZES.width, max(SIZES.vocab, 2000))
     advantages = torch.tensor([1.0, 0.0, -1.0, 0.5], device=device)
@@ -193,8 +193,8 @@ def test_two_runs_have_the_same_bits(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TRAINED)
-def test_a_row_has_the_same_bits_in_any_batch(dtype: str) -> None:
-    """Alone, in other company, with other options and from other memory."""
+def test_log_probs_have_the_same_bits_in_every_batch_and_memory_layout(dtype: str) -> None:
+    """Alone, in other batches, with other options and with another memory layout."""
     head = random_head(SIZES.batch, dtype=DTYPES[dtype], masked=False)
     expected, rows = log_probs_of(head), torch.randperm(SIZES.batch)[:300].to(head.mask.device)
     mask = torch.zeros_like(head.mask)
@@ -206,7 +206,7 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: str) -> None:
     )
     with torch.no_grad():
         unrecorded = log_probs_of(head)
-    for what, ours, whole in (
+    for case, ours, expected_rows in (
         ("alone", log_probs_of(take_rows(head, rows[:1])), expected[rows[:1]]),
         ("with 299 others", log_probs_of(take_rows(head, rows)), expected[rows]),
         ("others masked", log_probs_of(head._replace(mask=mask))[rows], expected[rows]),
@@ -217,7 +217,7 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: str) -> None:
         ("transposed head", log_probs_of(transposed), expected),
         ("every other row", log_probs_of(take_rows(head, slice(None, None, 2))), expected[::2]),
     ):
-        assert_same_bits([ours], [whole], what)
+        assert_same_bits([ours], [expected_rows], case)
 
 
 def log_probs_of(head: HeadRows) -> Tensor:
@@ -233,7 +233,7 @@ def misaligned(x: Tensor) -> Tensor:
 # -- offsets past 2^31
 
 
-def test_more_logits_than_32_bits_count() -> None:
+def test_more_than_2_to_the_31_logits() -> None:
     head = random_head(SIZES.many_rows, masked=False)
     upstream = random_upstream(head)
     same_dtype, truth = (by_torch(head, upstream, to) for to in (torch.bfloat16, torch.float64))
@@ -241,19 +241,19 @@ def test_more_logits_than_32_bits_count() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_head_whose_last_rows_start_past_two_to_the_31(dtype: str) -> None:
+def test_a_head_with_rows_past_two_to_the_31(dtype: str) -> None:
     head = random_head(SIZES.rows, dtype=DTYPES[dtype])
     room = head.weight.new_empty(SIZES.vocab, SIZES.stride)
     apart = head._replace(weight=room[:, : SIZES.width].copy_(head.weight))
     upstream = random_upstream(head)
     near, far = by_kernels(head, upstream), by_kernels(apart, upstream)
     assert_same_bits([far["log_probs"]], [near["log_probs"]])
-    for name in ("d_hidden", "d_weight"):  # the vendor's product may add up in another order
+    for name in ("d_hidden", "d_weight"):  # the vendor's product may use another order of summation
         assert relative_rms(far[name], near[name]) <= RELATIVE_RMS[DTYPES[dtype]]
 
 
-def test_more_hidden_elements_than_32_bits_count() -> None:
-    """Of d_hidden the first and last rows are compared, and those around the boundary."""
+def test_more_than_2_to_the_31_hidden_elements() -> None:
+    """d_hidden is compared in the first rows, the last rows, and the rows around the boundary."""
     rows, width, vocab = SIZES.tall
     head = random_head(rows, width, vocab, masked=False)
     upstream = random_upstream(head)
@@ -272,18 +272,18 @@ def test_more_hidden_elements_than_32_bits_count() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_products_of_the_backward_are_added_up_in_fp32(dtype: str, device: torch.device) -> None:
-    """Half operands enter fp32 sums without being rounded to half in between."""
+def test_products_of_the_backward_are_accumulated_in_fp32(dtype: str, device: torch.device) -> None:
+    """Products of half-precision operands are accumulated in fp32, without rounding in between."""
     rows, vocab, width = SIZES.batch, SIZES.batch // 2, SIZES.width
     rng = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=rng, device=device)
 
-    d_logits = randn(rows, vocab + 8).to(DTYPES[dtype])[:, :vocab]  # padded rows, as the backward's are
+    d_logits = randn(rows, vocab + 8).to(DTYPES[dtype])[:, :vocab]  # padded rows, as in the backward
     hidden, weight = randn(rows, width).to(DTYPES[dtype]), randn(vocab, width).to(DTYPES[dtype])
     for a, b in ((d_logits, weight), (d_logits.T, hidden)):
-        total = 10 * randn(a.shape[0], width)  # so that a sum which is overwritten shows
+        total = 10 * randn(a.shape[0], width)  # so that an overwritten sum is detected
         truth = total.double() + a.double() @ b.double()
         add_product(total, a, b)
         assert relative_rms(total, truth) <= ACCUMULATED_IN_FP32

@@ -1,4 +1,4 @@
-"""What the torch backend computes and holds: the memory of the logits, the rows it multiplies, the metrics."""
+"""Memory and matrix products of the torch backend, and the metrics of the loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gspo_kernels.backends.torch import tiles as torch_tiles
     "options", [{}, {"logit_softcap": 5.0, "temperature": torch.ones(3000)}], ids=["plain", "tail"]
 )
 @pytest.mark.parametrize("entropy", [False, True])
-def test_logits_stay_inside_the_workspace(
+def test_logits_stay_within_the_workspace(
     mebibytes: int, options: dict[str, Any], entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", str(mebibytes))
@@ -32,14 +32,14 @@ def test_logits_stay_inside_the_workspace(
     rows, columns = 4 * (n + 256), 4 * v
     with LiveBytes() as forward:
         result = torch_backend.head_forward(head)
-    # Beside the logits: three partial results per row and slab, the gathered rows, a dozen vectors over rows.
+    # In addition to the logits: three partial results per row and slab, the gathered rows, a dozen vectors over rows.
     assert forward.peak <= workspace + rows * (3 * 3 * slabs + 2 * h + 24)
     with LiveBytes() as backward:
         d_entropy = torch.ones(n) if entropy else None
         torch_backend.head_backward(head, result, torch.ones(n), d_entropy, NEEDS)
     # d_hidden (twice: gathered and scattered), d_weight and one slab of it.
     assert backward.peak <= workspace + rows * (5 * h + 24) + columns * 2 * h
-    assert forward.peak < 4 * n * v / 8  # far from the full logits either way
+    assert forward.peak < 4 * n * v / 8  # far less than the full logits
 
 
 def test_masked_rows_are_never_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_rows_without_gradient_cost_no_backward(monkeypatch: pytest.MonkeyPatch)
             assert flops == passes * 2 * live * 8 * 48
 
 
-def test_clipped_and_zero_advantage_sequences_are_rows_without_gradient() -> None:
+def test_clipped_and_zero_advantage_sequences_have_no_gradient() -> None:
     sample = make_sample(0, holes=False)
     out, grads = run_fused(sample)
     live = grads["hidden"].flatten(1).any(1)
@@ -76,7 +76,7 @@ def test_clipped_and_zero_advantage_sequences_are_rows_without_gradient() -> Non
     torch.testing.assert_close(out.metrics["zero_coefficient_share"], share)
 
 
-def test_metrics_are_what_they_say() -> None:
+def test_metrics_equal_their_definitions() -> None:
     sample = make_sample(1)
     out, _ = run_fused(sample, entropy=True)
     mask, s = sample.options["mask"], out.log_ratio.exp().double()

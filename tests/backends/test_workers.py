@@ -1,4 +1,4 @@
-"""Threads of the torch backend: what they may not change, and what happens when one of them fails."""
+"""Threads of the torch backend: results do not depend on them, and their errors are raised."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ DEADLINE = 60  # seconds
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_afterwards() -> Iterator[None]:
+def _restore_one_thread() -> Iterator[None]:
     yield
     torch.set_num_threads(1)
 
 
 def results(threads: int, **options: Any) -> list[Tensor]:
-    """Loss, log-probs, entropy, metrics and gradients of one batch, computed with so many threads of PyTorch."""
+    """Return loss, log-probs, entropy, metrics and gradients of a batch, computed with `threads` PyTorch threads."""
     torch.set_num_threads(threads)
     dtype = options.pop("dtype", torch.float32)
     rng = torch.Generator().manual_seed(0)
@@ -66,8 +66,8 @@ def test_no_bit_depends_on_the_number_of_threads(name: str) -> None:
             assert a.dtype == b.dtype and torch.equal(a, b)
 
 
-def test_every_tile_is_computed_by_one_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    # An operation that PyTorch splits over threads waits for the slowest: beside a busy process that is a time slice.
+def test_every_tile_is_computed_by_a_single_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An operation that PyTorch splits over threads waits for the slowest thread, which a busy machine may delay.
     seen: list[tuple[str, int]] = []
     logits = torch_tiles.Tiles.logits
 
@@ -83,21 +83,21 @@ def test_every_tile_is_computed_by_one_thread_alone(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_other_threads_keep_their_number() -> None:
+def test_the_thread_count_of_other_threads_does_not_change() -> None:
     code = """
 import threading, torch
 from gspo_kernels.backends.torch import workers
 torch.set_num_threads(3)
 workers.run(lambda task: None, range(8), 4)
 numbers = [torch.get_num_threads()]
-other = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
-other.start(); other.join()
+thread = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
+thread.start(); thread.join()
 print(numbers)
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[3, 3]\n"
 
 
-def test_threads_that_do_not_fit_the_workspace_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_threads_are_used_if_the_workspace_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results(1)
     names = set()
     logits = torch_tiles.Tiles.logits
@@ -113,8 +113,8 @@ def test_threads_that_do_not_fit_the_workspace_are_not_used(monkeypatch: pytest.
     torch.testing.assert_close(small[0], expected[0])
 
 
-def test_copies_of_a_half_precision_head_count_for_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread upcasts its slab of the head: with as much memory, fewer threads fit than for an fp32 head."""
+def test_copies_of_a_half_precision_head_count_as_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread upcasts its slab of the head, so fewer threads fit into the same memory than for an fp32 head."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", "160")
     rows = torch.arange(4)
@@ -130,13 +130,13 @@ def test_copies_of_a_half_precision_head_count_for_the_workspace(monkeypatch: py
     assert threads[torch.bfloat16] != threads[torch.float32]
 
 
-def test_the_error_that_others_stopped_for_is_raised() -> None:
+def test_the_first_error_is_raised_and_not_that_of_waiting_threads() -> None:
     sums, waiting = workers.Sums(1, most_kept=0), threading.Event()
 
     def work(task: int) -> None:
         if task == 0:
             waiting.wait(DEADLINE)
-            time.sleep(0.05)  # until the other is inside `add`
+            time.sleep(0.05)  # until the other task is inside `add`
             raise MemoryError("of task 0")
         waiting.set()
         sums.add(0, task, lambda: None)  # waits for task 0
@@ -145,7 +145,7 @@ def test_the_error_that_others_stopped_for_is_raised() -> None:
         workers.run(work, range(2), 2, sums)
 
 
-def test_an_error_in_a_thread_is_raised_and_the_threads_go_on() -> None:
+def test_threads_can_be_used_after_an_error() -> None:
     sums = workers.Sums(1, most_kept=1)
     done = []
 
@@ -163,13 +163,13 @@ def test_an_error_in_a_thread_is_raised_and_the_threads_go_on() -> None:
 
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 4), st.integers(1, 5))
 @settings(max_examples=60)
-def test_terms_are_added_in_their_order(indices: list[int], most_kept: int, threads: int) -> None:
+def test_terms_are_added_in_order(indices: list[int], most_kept: int, threads: int) -> None:
     sums, added = workers.Sums(3, most_kept), [[], [], []]
     turns = [indices[:i].count(index) for i, index in enumerate(indices)]
 
     def work(task: int) -> None:
         if task % 3 == 0:
-            time.sleep(0.0005)  # so that later terms come first
+            time.sleep(0.0005)  # so that later terms arrive first
         index = indices[task]
         sums.add(index, turns[task], partial(added[index].append, turns[task]))
 
@@ -186,7 +186,7 @@ def test_inference_mode_gives_the_same_bits() -> None:
     assert inside.is_inference() and torch.equal(outside, inside)
 
 
-def test_with_fewer_threads_than_wanted_the_work_is_done_by_those_there_are() -> None:
+def test_all_work_is_done_if_some_threads_cannot_start() -> None:
     code = """
 import threading
 from gspo_kernels.backends.torch import workers
@@ -208,13 +208,13 @@ for most in (0, 2, 9):
     assert seen.splitlines() == [f"[0, 1, 2, 3] {started}" for started in (0, 2, 3)]
 
 
-def test_threads_work_while_the_process_ends() -> None:
+def test_threads_work_during_interpreter_shutdown() -> None:
     code = """
 import atexit, threading, time
 from gspo_kernels.backends.torch import workers
 
 def work():
-    time.sleep(0.2)  # until the main thread is through
+    time.sleep(0.2)  # until the main thread has ended
     workers.run(print, ["late"], 2)
 
 threading.Thread(target=work).start()
@@ -225,8 +225,8 @@ atexit.register(workers.run, print, ["at exit"], 2)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_starts_threads_of_its_own() -> None:
-    # No operation here is large enough for PyTorch's own threads, which do not survive a fork.
+def test_a_forked_process_starts_its_own_threads() -> None:
+    # The operations are too small for PyTorch's threads, which do not survive a fork.
     context = multiprocessing.get_context("fork")
     workers.run(lambda task: None, range(4), 2)
     answers = context.Queue()
@@ -245,7 +245,7 @@ def test_a_forked_process_starts_threads_of_its_own() -> None:
 
 FRESH = """
 import hashlib, os, sys
-import torch, torch._dynamo  # which PyTorch imports at the first call of an operator of ours: a second per process
+import torch, torch._dynamo  # PyTorch would import it at our first operator call, a second per process
 from gspo_kernels import gspo_fused_loss, linear_log_probs
 
 rng = torch.Generator().manual_seed(0)
@@ -257,7 +257,7 @@ def log_probs(rows):
     return linear_log_probs(hidden[rows], weight, ids[rows], backend="torch").log_probs
 
 
-def promises():
+def properties():
     first, again, alone = log_probs(slice(None)), log_probs(slice(None)), log_probs(slice(3, 4))
     out = gspo_fused_loss(hidden, weight, ids, advantages, old_log_probs=first, backend="torch")
     ratios = [out.metrics[name].item() for name in ("ratio_min", "ratio_max")]
@@ -266,24 +266,24 @@ def promises():
 
 for _ in range(int(sys.argv[1])):
     reader, writer = os.pipe()
-    child = os.fork()  # before anything was computed: functions are initialised in each child anew
+    child = os.fork()  # before any computation, so that each child initialises functions again
     if not child:
         torch.set_num_threads(2)
-        os.write(writer, promises().encode())
+        os.write(writer, properties().encode())
         os._exit(0)
     os.close(writer)
     print(os.read(reader, 1000).decode())
     os.close(reader)
     os.waitpid(child, 0)
 torch.set_num_threads(1)
-print(promises())
+print(properties())
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_bits_are_the_same_in_new_processes() -> None:
-    # Repeated, in another batch, with other threads, and a ratio of exactly 1: in 200 processes, at their first call.
+    # Each of 200 processes computes its first call, repeats it, computes a smaller batch, and a ratio of exactly 1.
     run = subprocess.run([sys.executable, "-c", FRESH, "200"], capture_output=True, text=True, timeout=10 * DEADLINE)
     seen = run.stdout.splitlines()
     assert len(seen) == 201 and set(seen) == {seen[-1]}, run.stderr[-2000:]

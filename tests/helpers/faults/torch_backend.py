@@ -173,25 +173,25 @@ FAULTS: dict[str, Fault] = {
         "backends/torch/backward",
         "index, cells = live_tiles.order[:count],",
         "index, cells = live_tiles.order[:count].sort().values,",
-        "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
+        "live_tiles::test_the_dropped_mass_is_reported_and_within_the_budget",
     ),
     "the last run of a slab left out": (
         "backends/torch/tiles",
         "for computed, group in itertools.groupby(cells[begin : -(-high // columns)]):",
         "for computed, group in itertools.groupby(cells[begin : high // columns]):",
-        "live_tiles::test_the_dropped_mass_is_the_one_reported_and_within_the_budget",
+        "live_tiles::test_the_dropped_mass_is_reported_and_within_the_budget",
     ),
     "our threads split operations into more threads": (
         "backends/torch/workers",
         "torch.set_num_threads(1)\n    ready",
         "ready",
-        "workers::test_every_tile_is_computed_by_one_thread_alone",
+        "workers::test_every_tile_is_computed_by_a_single_thread",
     ),
     "terms added in the order in which threads finish": (
         "backends/torch/workers",
         "pop(self._added[index], None)",
         "pop(min(self._kept[index], default=None), None)",
-        "workers::test_terms_are_added_in_their_order",
+        "workers::test_terms_are_added_in_order",
     ),
     "rounding error of a difference dropped": (
         "backends/torch/forward",
@@ -295,7 +295,7 @@ FAULTS: dict[str, Fault] = {
         "backends/torch/tiles",
         "fit = (workspace_bytes() - _SLAB_BYTES) // (tiles + copies)",
         "fit = (workspace_bytes() - _SLAB_BYTES) // tiles",
-        "workers::test_copies_of_a_half_precision_head_count_for_the_workspace",
+        "workers::test_copies_of_a_half_precision_head_count_as_workspace",
     ),
     "a NaN KL has a gradient of 0": (
         "backends/torch/surrogates",
@@ -307,7 +307,7 @@ FAULTS: dict[str, Fault] = {
         "backends/torch/workers",
         "sorted(errors, key=lambda error: isinstance(error, Stopped))",
         "sorted(errors, key=lambda error: not isinstance(error, Stopped))",
-        "workers::test_the_error_that_others_stopped_for_is_raised",
+        "workers::test_the_first_error_is_raised_and_not_that_of_waiting_threads",
     ),
     "threads leave the caller's inference mode": (
         "backends/torch/workers",

@@ -7,7 +7,7 @@ from helpers.faults.table import Fault
 PARITY = "parity::test_every_head_and_layout_equals_the_oracle"
 OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 BLOCKS = "kernels::test_block_shapes_of_every_architecture_equal_the_oracle"
-CELLS = "live_tiles::test_gradients_of_every_dtype_are_those_of_the_kept_entries"
+CELLS = "live_tiles::test_gradients_of_every_dtype_equal_those_of_the_kept_entries"
 FAULTS: dict[str, Fault] = {
     "padded columns counted as the last one": (
         "backends/triton/forward",
@@ -37,19 +37,19 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/forward",
         "if row_block.to(tl.int64) * BLOCK_N < unmasked:",
         "if True:",
-        "kernels::test_programs_share_columns_in_groups_and_none_computes_masked_rows",
+        "kernels::test_programs_run_in_groups_of_columns_and_skip_masked_rows",
     ),
     "programs in another order": (
         "backends/triton/logit_tile",
         "return group * GROUP + within % height, within // height",
         "return program // column_blocks, program % column_blocks",
-        "kernels::test_programs_share_columns_in_groups_and_none_computes_masked_rows",
+        "kernels::test_programs_run_in_groups_of_columns_and_skip_masked_rows",
     ),
     "mass not rescaled to the new maximum": (
         "backends/triton/reduce_rows",
         "mass *= tl.exp(largest - finite(new_largest))",
         "pass",
-        "kernels::test_more_tiles_than_are_added_up_at_once",
+        "kernels::test_more_tiles_than_one_reduction_step",
     ),
     "a tile's offset in 32 bits": (
         "backends/triton/reduce_rows",
@@ -79,7 +79,7 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/logit_tile",
         "z += chain",
         "z = chain",
-        "kernels::test_more_hidden_elements_than_a_chain_has",
+        "kernels::test_more_hidden_elements_than_one_chain",
     ),
     "descriptors stay at the first block of H": (
         "backends/triton/logit_tile",
@@ -115,19 +115,19 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/gradient_tile",
         "return tl.where(has_gradient[:, None], d, 0.0)",
         "return d * has_gradient[:, None].to(ACC)",
-        "kernels::test_a_nan_row_without_gradient_is_zero_where_all_rows_take_part",
+        "kernels::test_nan_rows_without_a_gradient_stay_zero_without_host_reads",
     ),
     "chunks overwrite each other": (
         "backends/triton/backward",
         "add_product(d_weight, d_z.t(), hidden)",
         "add_product(d_weight.zero_(), d_z.t(), hidden)",
-        "kernels::test_many_chunks_and_slabs_are_one[fp32]",
+        "kernels::test_gradients_of_many_chunks_and_slabs_equal_those_of_one[fp32]",
     ),
     "rows overwrite other rows": (
         "backends/triton/gradient_rows",
         "in range(0, n, chunk):\n        chunk_sums",
         "in reversed(range(0, n, chunk)):\n        chunk_sums",
-        "kernels::test_rows_move_to_their_places_inside_the_memory_of_their_sums",
+        "kernels::test_rows_are_scattered_in_place",
     ),
     "power-of-two scale not removed": (
         "backends/triton/gradient_rows",
@@ -151,7 +151,7 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/token_passes",
         "total += r.to(tl.float64)",
         "total = (total + r).to(ACC)",
-        "kernels::test_the_mean_of_equal_log_ratios_is_that_log_ratio",
+        "kernels::test_the_mean_of_equal_log_ratios_is_exact",
     ),
     "gmpo: clipped tokens in the gradient": (
         "backends/triton/token_passes",
@@ -175,13 +175,13 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/totals",
         "tl.where(ratio != ratio, ratio, tl.where(ratios > 0, smallest, 1.0))",
         "tl.where(ratios > 0, smallest, 1.0)",
-        "kernels::test_metrics_are_those_of_torch",
+        "kernels::test_metrics_equal_those_of_the_torch_backend",
     ),
     "a host read in the forward": (
         "backends/triton/forward",
         "n_unmasked=head.mask.sum().reshape(1)",
         "n_unmasked=torch.tensor([head.mask.sum().item()])",
-        "kernels::test_a_small_workspace_is_kept_to",
+        "kernels::test_peak_memory_respects_a_small_workspace",
     ),
     "block shapes depend on the batch size": (
         "backends/triton/tuning",
@@ -193,7 +193,7 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/forward",
         ".clamp_(max=0).exp_()",
         ".exp_()",
-        "live_tiles::test_a_last_tile_that_is_only_the_target_weighs_what_it_weighs[triton]",
+        "live_tiles::test_the_mass_of_a_last_tile_with_only_the_target_is_correct[triton]",
     ),
     "cells sorted by block for both products": (
         "backends/triton/cells",
@@ -253,7 +253,7 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/sequence",
         "tl.debug_barrier()",
         "pass",
-        "kernel_faults::test_a_barrier_stands_before_coefficients_are_read_again",
+        "kernel_faults::test_there_is_a_barrier_before_coefficients_are_read_again",
     ),
     "rounding error of a difference dropped, in Triton": (
         "backends/triton/reduce_rows",
@@ -265,7 +265,7 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/forward",
         "if head.bias is not None or head.adapter_weight is not None:\n        return None",
         "if head.bias is not None:\n        return None",
-        "kernel_faults::test_an_adapter_or_a_bias_has_no_cells_in_the_triton_backend",
+        "kernel_faults::test_heads_with_an_adapter_or_a_bias_have_no_cells_in_triton",
     ),
     "an id outside the vocabulary has a finite log-prob": (
         "backends/triton/forward",
@@ -325,7 +325,7 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/gradient_tile",
         "at = tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V)",
         "at = tl.program_id(0) * (BLOCK_N * BLOCK_V)",
-        "kernel_faults::test_gradients_of_cells_past_two_to_the_31_are_written",
+        "kernel_faults::test_the_gradient_tile_writes_cells_past_two_to_the_31",
     ),
     "an offset along H in 32 bits for d_hidden": (
         "backends/triton/sparse_products",
@@ -337,7 +337,7 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/sparse_backward",
         "if d_weight is not None and any(counts):",
         "if d_weight is not None and counts[0]:",
-        "kernel_faults::test_a_slab_whose_first_chunk_has_no_cell_has_a_gradient",
+        "kernel_faults::test_a_slab_without_a_cell_in_its_first_chunk_has_a_gradient",
     ),
     "entropy gradients not counted, in Triton": (
         "backends/triton/token_passes",
@@ -361,7 +361,7 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/sequence",
         "return None if x is None else x.contiguous()",
         "return x",
-        "kernel_faults::test_packed_tokens_need_not_lie_next_to_each_other[triton]",
+        "kernel_faults::test_packed_tensors_may_be_non_contiguous[triton]",
     ),
     "a ratio equal to the upper bound of dual_clip counted as clipped, in Triton": (
         "backends/triton/surrogates",
@@ -391,13 +391,13 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/totals",
         "        if REDUCTION == SUM:\n            total += x",
         "        if REDUCTION == SUM:\n            total = x",
-        "kernel_faults::test_a_batch_of_more_sequences_than_a_block_adds_up[triton]",
+        "kernel_faults::test_metrics_of_several_blocks_of_sequences[triton]",
     ),
     "minimum ratio of the last block of sequences only": (
         "backends/triton/totals",
         "total = tl.minimum(total, x)",
         "total = x",
-        "kernel_faults::test_a_batch_of_more_sequences_than_a_block_adds_up[triton]",
+        "kernel_faults::test_metrics_of_several_blocks_of_sequences[triton]",
     ),
     "the policy term's default normalizer used for KL": (
         "backends/triton/sequence",
@@ -433,19 +433,19 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/gradient_rows",
         "has_gradient = has_gradient | (d_entropy != 0)",
         "pass",
-        "kernels::test_a_row_with_an_entropy_gradient_alone_has_a_gradient",
+        "kernels::test_a_row_with_only_an_entropy_gradient_is_computed",
     ),
     "gradients of rows with only an entropy gradient set to 0": (
         "backends/triton/gradient_tile",
         "has_gradient |= d_h != 0.0",
         "pass",
-        "kernels::test_a_row_with_an_entropy_gradient_alone_has_a_gradient",
+        "kernels::test_a_row_with_only_an_entropy_gradient_is_computed",
     ),
     "an inner recording of launches ends the outer one": (
         "backends/triton/launch",
         "_listeners[:] = [x for x in _listeners if x is not recorded]",
         "_listeners.clear()",
-        "kernels::test_launches_are_listed_by_every_listener",
+        "kernels::test_nested_recordings_see_every_launch",
     ),
     "one temperature read as one per row": (
         "backends/triton/logit_tile",
@@ -457,13 +457,13 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/reduce_rows",
         'over_top = tl.where(target_z == float("inf"), float("nan"), over_top)',
         "pass",
-        "kernels::test_an_infinite_target_logit_is_not_certain[triton]",
+        "kernels::test_an_infinite_target_logit_has_a_nan_log_prob[triton]",
     ),
     "empty sequences in the default normalizer": (
         "backends/triton/sequence",
         "(lengths > 0).to(lengths.dtype)",
         "(lengths >= 0).to(lengths.dtype)",
-        "kernels::test_an_empty_sequence_is_not_in_the_default_normalizer[triton]",
+        "kernels::test_empty_sequences_are_not_in_the_default_normalizer[triton]",
     ),
     "every part begins at the first cell": (
         "backends/triton/sparse_backward",
@@ -493,12 +493,12 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/totals",
         "minus_log_ratio / tokens",
         "minus_log_ratio / filled_or_1",
-        "kernels::test_metrics_are_those_of_torch[False-gspo]",
+        "kernels::test_metrics_equal_those_of_the_torch_backend[False-gspo]",
     ),
     "newer devices use the A100's block shapes": (
         "backends/triton/tuning",
         '.get(capability[0], "sm_89")',
         '.get(capability[0], "sm_80")',
-        "kernels::test_cuda_devices_find_their_row",
+        "kernels::test_cuda_devices_select_their_block_shapes",
     ),
 }

@@ -11,7 +11,7 @@ from helpers.device import DEVICE, gspo_fused_loss, on_device, policy_loss, to_d
 from helpers.head_rows import NEEDS
 from helpers.oracle import DTYPES
 from helpers.samples import Sample, make_sample, run_fused
-from helpers.tile_choices import Chosen, assert_dropped_is_what_is_said, choices, d_logits, kept, small_tiles
+from helpers.tile_choices import Chosen, assert_dropped_mass_is_reported, choices, d_logits, kept, small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import KEPT_GRADIENT_RELATIVE
@@ -59,7 +59,7 @@ def test_the_dropped_mass_is_reported_and_within_the_budget(
     lengths: tuple[int, ...], shape: dict[str, Any], budget: float, seed: int
 ) -> None:
     with small_tiles():
-        assert_dropped_is_what_is_said(make_sample(seed, lengths=lengths, **shape), budget, "torch")
+        assert_dropped_mass_is_reported(make_sample(seed, lengths=lengths, **shape), budget, "torch")
 
 
 @on_device
@@ -70,7 +70,7 @@ def test_triton_reports_the_dropped_mass_and_stays_within_the_budget(
     shape: dict[str, Any], budget: float, seed: int
 ) -> None:
     sample = make_sample(seed, lengths=(40, 31, 25, 52, 17, 29), **{**shape, "vocab": 601, "hidden_size": 24})
-    assert_dropped_is_what_is_said(sample, budget, "triton")
+    assert_dropped_mass_is_reported(sample, budget, "triton")
 
 
 @on_device
@@ -95,7 +95,7 @@ def test_gradients_of_every_dtype_equal_those_of_the_kept_entries(
         **heads.get(head, {}),
     )
     with launches() as seen:
-        assert_dropped_is_what_is_said(sample, 0.05, backend)
+        assert_dropped_mass_is_reported(sample, 0.05, backend)
     if backend == "triton":
         launched = {
             (x.arguments["low"], x.arguments["first_cell"]) for x in seen if x.kernel.__name__ == "gradient_tile"
@@ -361,7 +361,7 @@ def test_the_mass_of_a_last_tile_with_only_the_target_is_correct(backend: str) -
     options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "temperature": 0.1, "mask": torch.ones_like(ids).bool()}
     sample = Sample(leaves, ids, torch.tensor([1.0, -1.0, 0.5]), Objective(), options)
     for budget in (1e-3, 0.3):
-        assert_dropped_is_what_is_said(sample, budget, backend)
+        assert_dropped_mass_is_reported(sample, budget, backend)
 
 
 def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:

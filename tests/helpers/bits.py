@@ -1,8 +1,8 @@
-"""Print a hash of every output bit of a fixed set of calls: equal files before and after a change mean no bit moved.
+"""Print hashes of all outputs of a fixed set of calls. If a change moves no bit, the hashes do not change.
 
     PYTHONPATH=tests TRITON_INTERPRET=1 python tests/helpers/bits.py > before.json
 
-Bits depend on the processor and the versions of its libraries, so only files of one machine can be compared.
+Bits depend on the processor and the versions of libraries, so compare only files of the same machine.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.flo
 
 
 def samples() -> Iterator[tuple[str, Sample]]:
-    """Every objective four times, with heads, layouts and dtypes in turn."""
+    """Yield every objective four times, with varying heads, layouts and dtypes."""
     for i in range(4 * len(OBJECTIVES)):
         objective, head = OBJECTIVES[i % len(OBJECTIVES)], HEADS[(i * 3 + i // 28) % len(HEADS)]
         layout, dtype = LAYOUTS[(i * 2 + i // 28) % len(LAYOUTS)], DTYPES[(i + i // 28) % len(DTYPES)]
@@ -82,6 +82,7 @@ def samples() -> Iterator[tuple[str, Sample]]:
 
 
 def digest(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
+    """Return a hash of the names, dtypes, shapes and bits of tensors."""
     state = hashlib.sha256()
     for name, x in tensors:
         state.update(name.encode())
@@ -92,9 +93,9 @@ def digest(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
     return state.hexdigest()[:16]
 
 
-def fused(sample: Sample, backend: str, **more: Any) -> dict[str, str]:
+def fused(sample: Sample, backend: str, **changes: Any) -> dict[str, str]:
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
-    options = {**sample.options, **more}
+    options = {**sample.options, **changes}
     out = gspo_fused_loss(
         leaves["hidden"],
         leaves["weight"],
@@ -118,7 +119,7 @@ def of_loss(out: Any, grads: dict[str, Tensor]) -> dict[str, str]:
 
 
 def seams(sample: Sample, backend: str) -> dict[str, str]:
-    """The same loss by `linear_log_probs` and `policy_loss`, with entropies."""
+    """Hash the results of `linear_log_probs` followed by `policy_loss`, with entropies."""
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
     head = ("logit_scale", "logit_softcap", "temperature", "vocab_size", "mask")
     out = linear_log_probs(
@@ -138,7 +139,7 @@ def seams(sample: Sample, backend: str) -> dict[str, str]:
 
 
 def adapter(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
-    """A head with LoRA, as PEFT builds it."""
+    """Hash the results of a head with LoRA, built by PEFT."""
     import peft
 
     sample = make_sample(seed, dtype=dtype)
@@ -155,7 +156,7 @@ def adapter(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
 
 
 def budgets(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
-    """A peaked policy over a vocabulary of many tiles, of which the backward drops cells."""
+    """Hash the results with a gradient budget: a peaked policy and a vocabulary of many tiles."""
     rng = torch.Generator().manual_seed(seed)
     n, width, vocab = 300, 64, 1500
     weight = torch.randn(vocab, width, generator=rng)

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made under this mode occupied at once.
+    """Count the bytes of tensors that are made under this mode: `now`, and `peak` at most.
 
-    A storage is known by its identity: that of a meta tensor has no address.
+    Storages are identified by their objects, because those of meta tensors have no address.
     """
 
     def __init__(self) -> None:
@@ -22,13 +22,13 @@ class LiveBytes(TorchDispatchMode):
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
-                if size and key not in given and key not in self.known:
+                if size and key not in inputs and key not in self.known:
                     self.known.add(key)
                     self.now += size
                     self.peak = max(self.peak, self.now)
@@ -58,7 +58,7 @@ class StepCounts(LiveBytes):
 
 
 def product_flops(fn: Any) -> int:
-    """Return 2 m n k of every matrix product of `fn()`, added up."""
+    """Return the sum of 2 m n k over all matrix products of `fn()`."""
     with StepCounts() as counter:
         fn()
     return 2 * counter.multiply_adds

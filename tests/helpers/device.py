@@ -1,7 +1,7 @@
-"""The public functions, called on the device under test: a GPU in a run of `pytest -m gpu`, else the CPU.
+"""Call the public functions on the device under test: a GPU in a run of `pytest -m gpu`, otherwise the CPU.
 
-Tests and the oracle compute on the CPU. The functions here move their arguments to the device and their results back,
-and autograd takes gradients the same way. On the CPU nothing is copied, so that every bit and every stride stays.
+Tests and the oracle compute on the CPU. The functions here move their arguments to the device and their results back.
+Autograd moves gradients in the same way. On the CPU nothing is copied, so bits and strides do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gspo_kernels import LogProbOutput, LossOutput
 
 DEVICE = torch.device(os.environ.get("GSPO_TEST_DEVICE", "cpu"))
 T = TypeVar("T")
-LIBRARY: Any = gspo_kernels  # it imports its public names lazily, which pyright does not follow
+LIBRARY: Any = gspo_kernels  # pyright does not see its lazily imported names
 on_device = pytest.mark.usefixtures("device")
 
 
@@ -31,7 +31,7 @@ def obstacle() -> str:
 
 
 def to_device(tree: T, device: torch.device | str = DEVICE) -> T:
-    """Move every tensor in nested tuples, lists and dicts; modules are moved in place."""
+    """Move all tensors in nested tuples, lists and dicts. Modules are moved in place."""
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor | nn.Module) else x, tree)
 
 

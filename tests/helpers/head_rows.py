@@ -1,4 +1,4 @@
-"""Random operands of the head on the device under test, as a backend receives them."""
+"""Random inputs of a backend on the device under test."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 NEEDS = NeedsGradient(hidden=True, weight=True, bias=False, adapter_hidden=False, adapter_weight=False)
 
 
-def head_rows(n: int, h: int, v: int, entropy: bool = False, **more: Any) -> HeadRows:
+def head_rows(n: int, h: int, v: int, entropy: bool = False, **changes: Any) -> HeadRows:
+    """Return random rows of a head: hidden [n, h], weight [v, h]. `changes` replace fields."""
     rng = torch.Generator().manual_seed(0)
-    given: dict[str, Any] = dict(
+    fields: dict[str, Any] = dict(
         hidden=torch.randn(n, h, generator=rng),
         weight=torch.randn(v, h, generator=rng),
         bias=None,
@@ -28,4 +29,4 @@ def head_rows(n: int, h: int, v: int, entropy: bool = False, **more: Any) -> Hea
         vocab_size=v,
         entropy=entropy,
     )
-    return to_device(HeadRows(**{**given, **more}))
+    return to_device(HeadRows(**{**fields, **changes}))

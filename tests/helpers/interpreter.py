@@ -6,10 +6,10 @@ import inspect
 
 
 def patch_language_once() -> None:
-    """Let the interpreter patch its language once per process.
+    """Make the interpreter patch Triton's language once per process.
 
-    It does so at every call of a device function, which is half of a test's time. In a process that only interprets,
-    once is enough.
+    By default it does so at every call of a device function, which takes half of a test's time. Once is enough in a
+    process that never compiles.
     """
     import triton.language as tl
     from triton.runtime import interpreter

@@ -82,19 +82,20 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 def assert_equals_oracle(sample: Sample, dtype: torch.dtype, backend: str) -> None:
+    """Assert that values and gradients of the fused loss are within the tolerance of the float64 oracle."""
     truth, true_grads = run_oracle(sample)
-    same, same_grads = run_plain(sample, dtype, truth, true_grads)
+    plain, plain_grads = run_plain(sample, dtype, truth, true_grads)
     out, grads = run_fused(sample, backend, entropy=True)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     check_loss(out.loss, truth.loss, sample.advantages)
     assert out.loss.dtype == out.log_probs.dtype == wide
     mask = sample.options["mask"]
-    check("log_probs", out.log_probs, same.log_probs, truth.log_probs, wide)
+    check("log_probs", out.log_probs, plain.log_probs, truth.log_probs, wide)
     assert out.entropy is not None
-    check("entropy", out.entropy, same.entropy, truth.entropy, wide)
+    check("entropy", out.entropy, plain.entropy, truth.entropy, wide)
     error = (out.log_ratio - truth.log_ratio)[mask if out.log_ratio.shape == mask.shape else ...].abs().max()
     assert error <= LOG_RATIO_RELATIVE[wide] * max(truth.log_probs.abs().max().item(), 1)
     for name, grad in grads.items():
         assert grad.dtype == dtype
         flat = lambda g: g.reshape(-1, g.shape[-1]) if g.ndim == 3 else g  # noqa: E731
-        check(f"d_{name}", flat(grad), flat(same_grads[name]), flat(true_grads[name]), dtype)
+        check(f"d_{name}", flat(grad), flat(plain_grads[name]), flat(true_grads[name]), dtype)

@@ -1,4 +1,4 @@
-"""A batch of log-probs to put before several trainers, and what it means that two of them agree."""
+"""A batch of log-probs for the losses of several trainers, and the comparison of two losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bnpo": {},
     "dr_grpo": {"length_norm": 32},
     "luspo": {},
-    "cispo": {"clip_high": 0.5},  # the preset's cap of 5 would never bind here
+    "cispo": {"clip_high": 0.5},  # the preset's bound of 5 never binds in these batches
     "sapo": {},
     "gmpo": {},
     "reinforce": {},
@@ -29,7 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Rollout:
-    """Float64, [B, T] or [B]; holes in the middle of sequences, one of a single token, one with advantage 0."""
+    """A batch in float64, [B, T] unless noted. With holes, a single-token sequence, and an advantage of 0."""
 
     log_probs: Tensor
     old: Tensor
@@ -43,7 +43,7 @@ class Rollout:
 
 
 def rollout(objective: Objective, seed: int = 0, weights: bool = False) -> Rollout:
-    """Ratios on both sides of the objective's window and inside it, for both signs of the advantage."""
+    """Make a batch with ratios below, inside and above the objective's window for both signs of the advantage."""
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([9, 1, 12, 7, 5, 11, 8, 6, 13, 4, 10, 3])
     shape = (len(lengths), 16)
@@ -73,7 +73,7 @@ def rollout(objective: Objective, seed: int = 0, weights: bool = False) -> Rollo
 
 
 def ours(batch: Rollout, objective: Objective, backend: str, **options: Any) -> tuple[Any, Tensor]:
-    """Our output and d(loss) / d(log_probs)."""
+    """Return our output and d(loss) / d(log_probs)."""
     log_probs = batch.log_probs.clone().requires_grad_()
     out = policy_loss(
         log_probs,
@@ -91,9 +91,10 @@ def ours(batch: Rollout, objective: Objective, backend: str, **options: Any) -> 
     return out, log_probs.grad
 
 
-def assert_agree(batch: Rollout, found: tuple[Any, Tensor], loss: Tensor, gradient: Tensor) -> None:
-    out, ours_gradient = found
+def assert_agree(batch: Rollout, computed: tuple[Any, Tensor], loss: Tensor, gradient: Tensor) -> None:
+    """Assert that our (output, gradient) equals the loss and gradient of another trainer."""
+    out, our_gradient = computed
     check_loss(out.loss, loss, batch.advantages)
     assert gradient.norm() > 0
-    difference = (ours_gradient.double() - gradient.double())[batch.mask].norm() / gradient[batch.mask].norm()
+    difference = (our_gradient.double() - gradient.double())[batch.mask].norm() / gradient[batch.mask].norm()
     assert difference <= PARITY_GRADIENT_RELATIVE, f"gradients differ by {difference:.2e} of their norm"

@@ -1,7 +1,7 @@
-"""Random heads as large as a model's, made on the device under test, and their gradients in float64.
+"""Random heads of a model's size on the device under test, and their gradients in float64.
 
-Plain PyTorch in float64 is the truth; in the dtype of the operands it is what the law of `tolerance.py` compares errors
-with. It runs over chunks of rows with all their logits, so it shares nothing with the kernels but its inputs.
+Plain PyTorch in float64 is the truth. `tolerance.py` compares our errors with those of plain PyTorch in the dtype of
+the operands. Plain PyTorch computes full logits for chunks of rows, so it shares only its inputs with the kernels.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
 LEAVES = ("hidden", "weight", "bias", "adapter_hidden", "adapter_weight")
 ROWS_AT_ONCE = 1024  # of full logits in float64
 
-Tensors = dict[str, Tensor]  # by name: outputs, and gradients as "d_" and the input's
+Tensors = dict[str, Tensor]  # outputs by name, and gradients by "d_" + the name of the input
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the batches of a run are."""
+    """Sizes of the batches of a run."""
 
     vocab: int  # V
     width: int  # H
-    wide: int  # H of the larger model
-    rows: int  # compared with float64
-    batch: int  # compared bitwise, and for the distribution of an error
+    wide: int  # H of a larger model
+    rows: int  # rows that are compared with float64
+    batch: int  # rows for bitwise comparisons and error distributions
     ragged: tuple[tuple[int, int, int], ...]  # N, H, V
-    lengths: dict[int, int]  # length of a sequence -> how many of them decide about clipping
-    rounds: int  # of decisions, each with other old log-probs
-    many_rows: int  # times vocab: logits past 2^31
-    stride: int  # times vocab: a head past 2^31
-    tall: tuple[int, int, int]  # N, H, V with N H past 2^31
+    lengths: dict[int, int]  # length of a sequence -> number of such sequences in the test of clip decisions
+    rounds: int  # repetitions of clip decisions with other old log-probs
+    many_rows: int  # many_rows * vocab exceeds 2^31 logits
+    stride: int  # stride * vocab exceeds 2^31 elements of the head
+    tall: tuple[int, int, int]  # N, H, V with N * H above 2^31
 
 
-# A model's on a GPU. On the CPU, where kernels are interpreted, only as large as shows that the tests themselves work.
+# A model's sizes on a GPU. On the CPU, where kernels are interpreted, small sizes that only check the tests.
 SIZES = (
     Sizes(
         vocab=300,
@@ -89,7 +89,7 @@ SIZES = (
 
 
 class Upstream(NamedTuple):
-    """What autograd hands to the backward; bf16 numbers, so that no dtype rounds them."""
+    """Upstream gradients. They are bf16 numbers, so that no dtype rounds them."""
 
     d_log_probs: Tensor  # [N]
     d_entropy: Tensor | None
@@ -111,7 +111,7 @@ def random_head(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
 ) -> HeadRows:
-    """Return a head with logits of standard deviation `std`. The target of every third row is its likeliest token."""
+    """Return a head whose logits have the standard deviation `std`. Every third target is the row's likeliest token."""
     rng = torch.Generator(DEVICE).manual_seed(0)
     wide, columns = accumulator(dtype), vocab - min(padding, vocab // 3)
 
@@ -119,12 +119,12 @@ def random_head(
         return (torch.randn(shape, generator=rng, device=DEVICE) * scale).to(to)
 
     hidden, weight = randn(rows, width), randn(vocab, width, scale=std / width**0.5)
-    weight[columns:] = 100  # would take all the probability
+    weight[columns:] = 100  # padding columns, which would take all the probability
     ids = torch.randint(columns, (rows,), generator=rng, device=DEVICE)
     ids[::3] = (hidden[::3] @ weight[:columns].T).argmax(1)
     ids[0] = columns - 1
     mask = torch.ones(rows, dtype=torch.bool, device=DEVICE)
-    if masked:  # and garbage in the masked rows
+    if masked:  # with garbage in the masked rows
         mask = torch.rand(rows, generator=rng, device=DEVICE) > 0.2
         mask[0] = True
         ids.masked_fill_(~mask, -100)
@@ -168,7 +168,7 @@ def take_rows(head: HeadRows, rows: Any) -> HeadRows:
 
 
 def by_kernels(head: HeadRows, upstream: Upstream) -> Tensors:
-    """Return outputs and gradients of the Triton kernels, through the operator and its autograd."""
+    """Return outputs and gradients of the Triton kernels, computed by the operator and its autograd."""
     leaves = {n: x.detach().requires_grad_() for n in LEAVES if (x := getattr(head, n)) is not None}
     result = ops.linear_log_probs(head._replace(**leaves), "triton")
     outputs = {"log_probs": result.log_probs} | ({"entropy": result.entropy} if head.entropy else {})
@@ -179,9 +179,9 @@ def by_kernels(head: HeadRows, upstream: Upstream) -> Tensors:
 
 
 def by_torch(head: HeadRows, upstream: Upstream, dtype: torch.dtype) -> Tensors:
-    """Return the same from full logits and autograd in `dtype`; masked rows stay 0.
+    """Return outputs and gradients from full logits and autograd in `dtype`. Masked rows are 0.
 
-    Chunks of rows are added up in the accumulator's dtype.
+    Gradients of chunks of rows are summed in the accumulator's dtype.
     """
 
     def leaf(x: Tensor) -> Tensor:
@@ -210,9 +210,9 @@ def by_torch(head: HeadRows, upstream: Upstream, dtype: torch.dtype) -> Tensors:
 
 
 def _log_probs_of(head: HeadRows, rows: Tensor, chunk: Tensors, of_head: Tensors, dtype: torch.dtype) -> Tensors:
-    """Return the outputs of some rows from their full logits."""
+    """Return the outputs of a chunk of rows from their full logits."""
     hidden, weight = chunk["hidden"], of_head["weight"]
-    if head.adapter_hidden is not None:  # a low-rank term is more columns of the same product
+    if head.adapter_hidden is not None:  # a low-rank term is additional columns of the same product
         hidden = torch.cat([hidden, chunk["adapter_hidden"]], 1)
         weight = torch.cat([weight, of_head["adapter_weight"]], 1)
     temperature: Tensor | float = 1.0
@@ -232,14 +232,14 @@ def _log_probs_of(head: HeadRows, rows: Tensor, chunk: Tensors, of_head: Tensors
 
 
 def assert_law(ours: Tensors, same_dtype: Tensors, truth: Tensors, dtype: torch.dtype) -> None:
-    """Assert the law of `tolerance.py` for every output and gradient."""
+    """Assert that every output and gradient is within the tolerance of `tolerance.py`."""
     assert ours.keys() == same_dtype.keys() == truth.keys()
     for name, x in ours.items():
         check(name, x, same_dtype[name], truth[name], dtype if name.startswith("d_") else accumulator(dtype))
 
 
 def assert_near(log_probs: Tensor, truth: Tensor) -> None:
-    """Assert that log-probs are as near to float64 as tensor cores have them."""
+    """Assert that the error of log-probs is within the limit for tensor cores."""
     error = (log_probs.double() - truth.double()).square().mean().sqrt().item()
     assert error <= LOG_PROB_RMS_ON_TENSOR_CORES, f"log-probs off by {error:.2e}"
 
@@ -249,10 +249,10 @@ def relative_rms(x: Tensor, truth: Tensor) -> float:
     return ((x.double() - truth).norm() / truth.norm().clamp(min=1e-300)).item()
 
 
-def assert_same_bits(ours: Iterable[Tensor], expected: Iterable[Tensor], what: str = "") -> None:
-    """Assert that no bit differs, those of NaN and of zeros included."""
+def assert_same_bits(ours: Iterable[Tensor], expected: Iterable[Tensor], case: str = "") -> None:
+    """Assert that no bit differs, including those of NaN and of signed zeros."""
     for i, (a, b) in enumerate(zip(ours, expected, strict=True)):
-        assert a.dtype == b.dtype and a.shape == b.shape, f"{what} {i}"
+        assert a.dtype == b.dtype and a.shape == b.shape, f"{case} {i}"
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
         differing = int((a.contiguous().view(bits) != b.contiguous().view(bits)).sum())
-        assert not differing, f"{what} {i}: {differing} of {a.numel()} elements differ"
+        assert not differing, f"{case} {i}: {differing} of {a.numel()} elements differ"

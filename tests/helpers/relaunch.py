@@ -8,6 +8,6 @@ from gspo_kernels.backends.triton import launch
 
 
 def relaunch(seen: list[launch.Launch], name: str, **changes: Any) -> None:
-    """A recorded launch once more, some of its arguments others."""
-    old = next(x for x in seen if x.kernel.__name__ == name)
-    launch.launch(old.kernel, old.programs, old.config, **{**old.arguments, **changes})
+    """Repeat the first recorded launch of the kernel `name` with changed arguments."""
+    recorded = next(x for x in seen if x.kernel.__name__ == name)
+    launch.launch(recorded.kernel, recorded.programs, recorded.config, **{**recorded.arguments, **changes})

@@ -1,4 +1,4 @@
-"""Batches whose clip branches are known to be populated, and both ways to compute them: the library and the oracle."""
+"""Batches that contain every clip case, and their computation by the library and by the oracle."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ CELLS = ("low", "inside", "high")
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of `gspo_fused_loss`. `leaves` are the tensors that get gradients."""
+    """The arguments of a call of `gspo_fused_loss`. `leaves` are the tensors with gradients."""
 
-    leaves: dict[str, Tensor]  # hidden, weight, and bias if there is one
+    leaves: dict[str, Tensor]  # hidden, weight, and optionally bias
     target_ids: Tensor
     advantages: Tensor
     objective: Objective
     options: dict[str, Any] = field(default_factory=dict)  # mask, cu_seqlens, old_log_probs, temperature, ...
 
     def cast(self, dtype: torch.dtype) -> Sample:
-        """The same numbers in another dtype (fp64 of bf16 inputs is the truth about those inputs)."""
+        """Return the same numbers in another dtype. (The truth about bf16 inputs is fp64 arithmetic on them.)"""
 
         def to(x: Any) -> Any:
             return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -41,8 +41,8 @@ class Sample:
         return replace(self, options={**self.options, **options})
 
 
-def run_fused(sample: Sample, backend: str = "auto", **more: Any) -> tuple[LossOutput, dict[str, Tensor]]:
-    """Values and gradients of the fused loss, computed on the device under test."""
+def run_fused(sample: Sample, backend: str = "auto", **options: Any) -> tuple[LossOutput, dict[str, Tensor]]:
+    """Compute values and gradients of the fused loss on the device under test."""
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
     out = gspo_fused_loss(
         leaves["hidden"],
@@ -53,7 +53,7 @@ def run_fused(sample: Sample, backend: str = "auto", **more: Any) -> tuple[LossO
         objective=sample.objective,
         backend=backend,
         **sample.options,
-        **more,
+        **options,
     )
     return out, gradients(out.loss, leaves)
 
@@ -61,7 +61,7 @@ def run_fused(sample: Sample, backend: str = "auto", **more: Any) -> tuple[LossO
 def run_oracle(
     sample: Sample, dtype: torch.dtype = torch.float64, order: int = 0
 ) -> tuple[ReferenceOutput, dict[str, Tensor]]:
-    """Values and gradients; another `order` adds a logit's terms in another order, which changes rounding alone."""
+    """Compute values and gradients by the oracle. `order` permutes the terms of each logit, changing only rounding."""
     sample = sample.cast(dtype)
     hidden, weight = sample.leaves["hidden"], sample.leaves["weight"]
     if order:
@@ -82,23 +82,23 @@ def run_oracle(
 def run_plain(
     sample: Sample, dtype: torch.dtype, truth: ReferenceOutput, true_grads: dict[str, Tensor]
 ) -> tuple[ReferenceOutput, dict[str, Tensor]]:
-    """The oracle in the dtype of the inputs: each output as in that one of PLAIN_ORDERS which errs most."""
+    """Run the oracle in the dtype of the inputs, in PLAIN_ORDERS orders. Return each output with its largest error."""
     runs = [run_oracle(sample, dtype, order) for order in range(PLAIN_ORDERS.get(dtype, 1))]
 
-    def worst(found: Iterable[Tensor], true: Tensor) -> Tensor:
-        errors = ((x, (x.double() - true)[true.isfinite()].abs()) for x in found)
+    def worst(results: Iterable[Tensor], true: Tensor) -> Tensor:
+        errors = ((x, (x.double() - true)[true.isfinite()].abs()) for x in results)
         return max(errors, key=lambda pair: pair[1].max().item() if pair[1].numel() else 0.0)[0]
 
     values = [worst((out[i] for out, _ in runs), true) for i, true in enumerate(truth)]
-    grads = {name: worst((found[name] for _, found in runs), true) for name, true in true_grads.items()}
+    grads = {name: worst((run_grads[name] for _, run_grads in runs), true) for name, true in true_grads.items()}
     return ReferenceOutput(*values), grads
 
 
 def gradients(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not loss.requires_grad:  # nothing but constants, as in an empty batch
+    if not loss.requires_grad:  # a constant, as in an empty batch
         return {name: torch.zeros_like(x) for name, x in leaves.items()}
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    pairs = zip(leaves.items(), found, strict=True)
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    pairs = zip(leaves.items(), grads, strict=True)
     return {name: torch.zeros_like(x) if g is None else g for (name, x), g in pairs}
 
 
@@ -112,7 +112,7 @@ def make_sample(
     packed: bool = False,
     holes: bool = True,
     bias: bool = False,
-    padded_vocab: int = 0,  # extra rows of the head that are no tokens
+    padded_vocab: int = 0,  # padding rows of the head
     per_token_advantages: bool = False,
     token_weights: bool = False,
     temperature: float | str = 1.0,  # "per-token" for one value per token
@@ -122,17 +122,17 @@ def make_sample(
     objective: Objective | None = None,
     **head: Any,  # logit_scale, logit_softcap
 ) -> Sample:
-    """A batch in which every (low, inside, high) x (advantage sign) cell is populated: asserted, not hoped.
+    """Make a batch that contains every combination of (below, inside, above the window) and advantage sign.
 
-    Sequence i is pushed to a chosen side of the window by choosing its old log-probs around the true ones; with
-    ratio="token" every token is. Masked positions hold garbage: ids outside the vocabulary, NaN and -inf log-probs.
+    This is asserted. The old log-probs put sequence i (with ratio="token" each token) on a chosen side of the window.
+    Masked positions hold garbage: ids outside the vocabulary, NaN and -inf log-probs.
     """
     objective = objective or Objective()
     rng = torch.Generator().manual_seed(seed)
     sequences, longest = len(lengths), max(lengths, default=0)
     shape = (sequences, longest)
     mask = torch.arange(longest)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
-    if holes:  # tool calls: tokens in the middle that do not count; every sequence keeps at least one token
+    if holes:  # masked tokens in the middle, as of tool calls; every sequence keeps at least one token
         keep = torch.rand(shape, generator=rng) > 0.25
         if longest:
             keep[:, 0] = True
@@ -170,12 +170,12 @@ def make_sample(
     with torch.no_grad():
         true_lp = run_oracle_forward(draft)
     if not on_policy:
-        # Cells go round by sequence in pairs, so that both advantage signs meet each of them.
+        # Pairs of sequences take turns on the sides of the window, so that each side has both advantage signs.
         side = (torch.arange(sequences) // 2) % 3 - 1
         u = torch.where(side < 0, -objective.clip_low * spread, objective.clip_high * spread) * side.abs()
         u = u + 0.1 * min(objective.clip_low, objective.clip_high) * randn(sequences)
         per_token = u[:, None].expand(shape)
-        if objective.surrogate == "gmpo":  # bounds tokens: some of each sequence, and not all
+        if objective.surrogate == "gmpo":  # its bounds act on tokens: some tokens of each sequence exceed them
             per_token = per_token * 1.5 * torch.rand(shape, generator=rng)
         elif objective.ratio == "token":
             per_token = per_token[:, torch.randperm(longest, generator=rng)] * (torch.rand(shape, generator=rng) + 0.5)
@@ -195,7 +195,7 @@ def make_sample(
 
 
 def run_oracle_forward(sample: Sample) -> Tensor:
-    """True log-probs, float64, [B, T]."""
+    """Return the log-probs [B, T] in float64."""
     plain = replace(sample, objective=Objective())
     plain = replace(
         plain, options={k: v for k, v in plain.options.items() if k not in ("old_log_probs", "ref_log_probs")}
@@ -230,7 +230,7 @@ def _garbage_where_masked(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _pack(sample: Sample, lengths: tuple[int, ...]) -> Sample:
-    """The same batch packed: rows past each length are cut, holes stay."""
+    """Return the batch in packed form. Positions beyond each length are removed, holes stay."""
     longest = sample.target_ids.shape[1]
     inside = torch.arange(longest)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
 

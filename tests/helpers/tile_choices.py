@@ -19,32 +19,32 @@ from gspo_kernels.backends.torch import tiles as torch_tiles
 
 
 class Chosen(NamedTuple):
-    """What one forward decided."""
+    """The decision of one forward: which cells the backward computes."""
 
     head: HeadRows
     result: HeadResult
     coefficient: Tensor
     live: LiveTiles
     cell: tuple[int, int]
-    shares: Tensor  # [tiles, N]: what each tile was said to have of a row's probability
+    shares: Tensor  # [tiles, N]: the reported share of each tile in a row's probability
 
 
 @contextmanager
 def choices(pays: bool = True) -> Iterator[list[Chosen]]:
-    """Every decision made inside; whether sparse pays is not left to sizes, which are small here."""
-    made: list[Chosen] = []
+    """Record every decision inside. `pays` replaces the cost model, which would reject such small batches."""
+    decisions: list[Chosen] = []
     choose, cost = live_tiles.choose, live_tiles.sparse_pays
 
-    def noted(head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: Any, budget: float) -> Any:
+    def record(head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: Any, budget: float) -> Any:
         live, work = choose(head, result, coefficient, tiles, budget)
         shares = tiles.share[:, torch.where(head.mask, tiles.place, 0)]
         chosen = Chosen(head, result, coefficient, live, (tiles.block_rows, tiles.columns), shares)
-        made.append(to_device(chosen, "cpu"))
+        decisions.append(to_device(chosen, "cpu"))
         return live, work
 
-    ops.choose, live_tiles.sparse_pays = noted, lambda rows, width, vocab, share: (share <= 1) & pays
+    ops.choose, live_tiles.sparse_pays = record, lambda rows, width, vocab, share: (share <= 1) & pays
     try:
-        yield made
+        yield decisions
     finally:
         ops.choose, live_tiles.sparse_pays = choose, cost
 
@@ -60,9 +60,9 @@ def small_tiles(rows: int = 8, columns: int = 6) -> Iterator[None]:
 
 
 def d_logits(chosen: Chosen) -> tuple[Tensor, Tensor]:
-    """d(loss) / d(h W' + bias) in float64 from the coefficients, [N, vocab]: by autograd, nothing of ours.
+    """Compute d(loss) / d(h W' + bias) [N, vocab] in float64 from the coefficients, by PyTorch's autograd.
 
-    And the same without a soft-cap's slope. That is 1 - tanh^2, which cancels (`softcap_slope`).
+    The second result lacks the slope of a soft-cap, 1 - tanh^2, which suffers from cancellation (`softcap_slope`).
     """
     head = chosen.head
     raw = head.hidden.double() @ head.weight[: head.vocab_size].double().t()
@@ -77,35 +77,36 @@ def d_logits(chosen: Chosen) -> tuple[Tensor, Tensor]:
     ids = torch.where(head.mask, head.target_ids, 0)
     log_probs = z.log_softmax(-1).gather(1, ids[:, None])[:, 0]
     live = head.mask & (chosen.coefficient != 0)
-    found = torch.where(live, chosen.coefficient.double(), 0) * log_probs
-    d, d_capped = torch.autograd.grad(found.sum(), (raw, capped))
+    weighted = torch.where(live, chosen.coefficient.double(), 0) * log_probs
+    d, d_capped = torch.autograd.grad(weighted.sum(), (raw, capped))
     return d, d_capped * head.logit_scale
 
 
 def kept(chosen: Chosen) -> Tensor:
-    """[N, vocab] bool: the entries of the cells that are computed."""
+    """Return a bool mask [N, vocab] of the entries in computed cells."""
     (rows, columns), (n, vocab) = chosen.cell, (chosen.head.hidden.shape[0], chosen.head.vocab_size)
     spread = chosen.live.cells.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:n, :vocab]
     return torch.zeros_like(spread).index_copy_(0, chosen.live.order, spread)
 
 
-def assert_dropped_is_what_is_said(sample: Sample, budget: float, backend: str) -> None:
+def assert_dropped_mass_is_reported(sample: Sample, budget: float, backend: str) -> None:
+    """Assert that the dropped gradient mass is reported correctly and that gradients are those of the kept entries."""
     sample = sample.with_options(gradient_budget=budget)
-    with choices() as made:
+    with choices() as decisions:
         out, grads = run_fused(sample, backend)
-    (chosen,) = made
+    (chosen,) = decisions
     (d, unsloped), keep = d_logits(chosen), kept(chosen)
     live = (chosen.head.mask & (chosen.coefficient != 0))[:, None]
-    known = chosen.shares.t()[live[:, 0]]
-    assert ((known >= 0) & (known <= 1 + DROPPED_MASS_RELATIVE)).all()
+    shares = chosen.shares.t()[live[:, 0]]
+    assert ((shares >= 0) & (shares <= 1 + DROPPED_MASS_RELATIVE)).all()
     total, dropped = d.abs().sum(), d.abs()[~keep & live].sum()
-    said = out.metrics["dropped_gradient_mass"].double()
+    reported = out.metrics["dropped_gradient_mass"].double()
     if total > 0:
         measured = dropped / total
         assert measured <= budget
-        assert measured <= said * (1 + DROPPED_MASS_RELATIVE) + 1e-12
+        assert measured <= reported * (1 + DROPPED_MASS_RELATIVE) + 1e-12
         if sample.options.get("logit_softcap") is None:
-            assert abs(measured - said) <= DROPPED_MASS_RELATIVE * said + 1e-9
+            assert abs(measured - reported) <= DROPPED_MASS_RELATIVE * reported + 1e-9
     counted = chosen.head.mask.sum().clamp(min=1) * chosen.head.vocab_size
     share = (keep & live).sum() / counted
     torch.testing.assert_close(
@@ -120,11 +121,11 @@ def assert_dropped_is_what_is_said(sample: Sample, budget: float, backend: str) 
     hidden = torch.where(live, hidden, 0)
     off = softcap_slope(chosen.head.logit_softcap, dtype) * torch.where(keep, unsloped, 0).abs()
     d = torch.where(keep, d, 0)
-    both = {
+    expected = {
         "hidden": (grads["hidden"].flatten(0, -2), d @ weight, off @ weight.abs()),
         "weight": (grads["weight"][: len(weight)], d.t() @ hidden, off.t() @ hidden.abs()),
     }
-    for name, (ours, truth, slope) in both.items():
+    for name, (ours, truth, slope) in expected.items():
         assert ours.dtype == dtype
         allowed = KEPT_GRADIENT_RELATIVE[dtype] * truth.norm() + slope.norm()
         assert (ours.double() - truth).norm() <= allowed + 1e-30, name

@@ -1,4 +1,4 @@
-"""TRL's `_compute_loss` on a stand-in for its trainer."""
+"""Call TRL's `_compute_loss` on a stand-in for its trainer."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ from helpers.other_trainers import Rollout
 
 from gspo_kernels import Objective
 
-pytest.importorskip("trl", minversion="1.16")  # others normalise dapo otherwise
+pytest.importorskip("trl", minversion="1.16")  # earlier releases normalise dapo differently
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
 LONGEST = 32
-
-
 SEQUENCE, TOKEN = "sequence", "token"
-
-
 GRADIENT_STEPS, PER_GENERATION, PROCESSES = 2, 4, 3
 
 
 def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float | None = None) -> tuple[Any, ...]:
-    """(loss, d(loss) / d(log_probs), TRL's metrics) of one micro-batch in training."""
+    """Return loss, d(loss) / d(log_probs) and TRL's metrics of a micro-batch in training."""
     log_probs = b.log_probs.clone().requires_grad_()
     args = SimpleNamespace(
         use_bias_correction_kl=config.get("use_bias_correction_kl", False),
@@ -67,7 +63,7 @@ def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float 
         "advantages": b.advantages,
         "old_per_token_logps": b.old,
         "ref_per_token_logps": b.ref,
-        # of the whole generation batch: here every process has PER_GENERATION micro-batches like this one
+        # Tokens of the generation batch: every process has PER_GENERATION micro-batches like this one.
         "num_items_in_batch": mask.sum() * PER_GENERATION * PROCESSES,
     }
     if b.weights is not None:
@@ -76,5 +72,5 @@ def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float 
     loss = trainer._compute_loss(stub, stub.model, inputs)
     loss.backward()
     assert log_probs.grad is not None
-    # TRL has divided by the micro-batches of an optimizer step.
+    # TRL divides by the number of micro-batches of an optimizer step.
     return loss.detach() * GRADIENT_STEPS, log_probs.grad * GRADIENT_STEPS, stub._metrics["train"]

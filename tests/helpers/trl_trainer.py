@@ -1,4 +1,4 @@
-"""TRL's trainer on a CPU with a small model."""
+"""TRL's trainer with a small model on a CPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trl import GRPOConfig, GRPOTrainer
 
 LETTERS = "abcdefgh"
-
-
 SEQUENCE = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4}
 
 
 def tokenizer() -> Any:
     vocabulary = {symbol: i for i, symbol in enumerate(["<pad>", "<eos>", *LETTERS])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
-    made.decoder = decoders.Fuse()  # type: ignore[assignment]
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
+    characters.decoder = decoders.Fuse()  # type: ignore[assignment]
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
 
 
 SHAPE: dict[str, Any] = {

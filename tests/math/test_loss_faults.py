@@ -12,7 +12,7 @@ import torch
 from helpers.device import linear_log_probs, on_device, policy_loss
 from helpers.head_rows import head_rows
 from helpers.samples import Sample, make_sample, run_fused, run_oracle
-from helpers.tile_choices import assert_dropped_is_what_is_said, choices, small_tiles
+from helpers.tile_choices import assert_dropped_mass_is_reported, choices, small_tiles
 from tolerance import FLOAT64_RELATIVE, LOG_PROB_UNIT_RMS, check
 
 from gspo_kernels import Objective, reference
@@ -266,7 +266,7 @@ def test_a_negative_scale_drops_as_much_as_a_positive_one() -> None:
     for scale in (1.5, -1.5):
         sample = make_sample(3, lengths=(40, 31, 25), vocab=60, logit_std=6.0, logit_scale=scale)
         with small_tiles():
-            assert_dropped_is_what_is_said(sample, 0.3, "torch")
+            assert_dropped_mass_is_reported(sample, 0.3, "torch")
             with choices():
                 out, _ = run_fused(sample.with_options(gradient_budget=0.3), "torch")
         shares.append(out.metrics["dropped_gradient_mass"].item())
@@ -283,7 +283,7 @@ def test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature() -> N
     options = {"logit_softcap": 6.0, "temperature": 3.0, "mask": torch.ones(2, 8, dtype=torch.bool)}
     sample = Sample(leaves, ids, torch.tensor([1.0, -0.5]), Objective(), options)
     with small_tiles():
-        assert_dropped_is_what_is_said(sample, 0.1, "torch")
+        assert_dropped_mass_is_reported(sample, 0.1, "torch")
 
 
 @on_device

@@ -89,7 +89,7 @@ def draw_candidates(
     right.set(title="peak memory, GiB")
     for size, records in sorted(memory.items()):
         if failed := [r["name"] for r in records if "does_not_fit" in r]:
-            text = f"out of memory at {size:,}:\n{', '.join(failed)}"
+            text = f"out of memory at {size:,} {label.split()[0]}:\n{', '.join(failed)}"
             right.annotate(text, (0.03, 0.97), xycoords="axes fraction", va="top", fontsize=8)
     save(figure, path, left)
 

@@ -177,9 +177,9 @@ def decisions(
             biased[:, at] += (passes_clip(u + mean + mean_error, positive) != right).sum(0)
     return {
         name: {
-            "wrong": (wrong[k] / sequences).tolist(),
+            "wrong": (wrong[k].double() / sequences).tolist(),
             "95 %": [interval(int(x), sequences, d) for x, d in zip(wrong[k], deviation[k].tolist(), strict=True)],
-            "wrong with the mean error": (biased[k] / sequences).tolist(),
+            "wrong with the mean error": (biased[k].double() / sequences).tolist(),
         }
         for k, name in enumerate(errors_of)
     }

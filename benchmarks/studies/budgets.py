@@ -30,7 +30,7 @@ from gspo_kernels.integrations.reference_trainer.report import read_rows
 
 from .. import measure
 from ..measure import Record
-from ..suites.step import positive
+from ..suites.options import positive
 from .policy import FOLDER as POLICY
 from .policy import digest
 

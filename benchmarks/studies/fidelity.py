@@ -32,8 +32,7 @@ from gspo_kernels import Objective
 from .. import candidates, measure, peaked
 from ..candidates import LogProbs
 from ..measure import Record
-from ..suites.bench import device_of
-from ..suites.step import at_least, told
+from ..suites.options import at_least, device_of, told
 from ..workloads import MODELS, Head
 
 HEAD = MODELS["qwen2.5-0.5b"]

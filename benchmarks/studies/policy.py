@@ -32,7 +32,7 @@ from gspo_kernels.integrations.reference_trainer.tasks import answer_found
 from .. import measure, peaked, workloads
 from ..measure import Record
 from ..suites import sparsity
-from ..suites.step import positive
+from ..suites.options import positive
 from ..workloads import BUDGETS
 from . import arithmetic
 from .arithmetic import END, PAD, Problem

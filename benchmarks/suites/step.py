@@ -31,7 +31,7 @@ from ..candidates import ALL, Candidate
 from ..measure import Record, destination, interleaved, over, results_in, save, save_part, spread
 from ..workloads import MODELS, SCENARIOS, Head, Spec, counts, length_of, make
 from . import bench
-from .options import add_comparison, at_least, parser_of, positive, say, tokens_of, told  # noqa: F401 - for studies/
+from .options import add_comparison, parser_of, say, tokens_of, told
 
 
 class Sizes(NamedTuple):

@@ -1,4 +1,4 @@
-"""Rewards to advantages, against the formula of each trainer written out over Python numbers."""
+"""Advantages from rewards, compared with each trainer's formula over Python numbers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ from gspo_kernels.advantages import RunningMoments, group_advantages, normalize_
 from gspo_kernels.advantages import whiten as whitened
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -3.0, 7.25]), min_size=1, max_size=24)
+Formula = Callable[[list[float], list[float]], list[float]]  # (rewards of a group, all rewards) -> advantages
 
 
-Formula = Callable[[list[float], list[float]], list[float]]  # of a group's rewards and of all
-
-
-def wide(x: list[float]) -> Tensor:
+def float64(x: list[float]) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
 def by_group(formula: Formula, rewards: list[float], ids: list[int]) -> Tensor:
-    """A formula of (a group's rewards, all rewards), group by group."""
-    found = [0.0] * len(rewards)
+    """Return the formula's advantages, [B], computed group by group."""
+    advantages = [0.0] * len(rewards)
     for group in set(ids):
         places = [i for i, g in enumerate(ids) if g == group]
         for i, x in zip(places, formula([rewards[i] for i in places], rewards), strict=True):
-            found[i] = x
-    return torch.tensor(found, dtype=torch.float64)
+            advantages[i] = x
+    return torch.tensor(advantages, dtype=torch.float64)
 
 
 def deviation(x: list[float], ddof: int = 1) -> float:
@@ -77,7 +75,7 @@ def close(ours: Tensor, truth: Tensor) -> None:
 def test_uneven_groups_in_any_order_follow_the_formula(name: str, rewards: list[float], data: st.DataObject) -> None:
     formula, options = FORMULAS[name]
     ids = data.draw(st.lists(st.sampled_from([7, -2, 2**40, 0]), min_size=len(rewards), max_size=len(rewards)))
-    ours = group_advantages(wide(rewards), group_ids=torch.tensor(ids), **options)
+    ours = group_advantages(float64(rewards), group_ids=torch.tensor(ids), **options)
     close(ours, by_group(formula, rewards, ids))
 
 
@@ -96,19 +94,19 @@ def test_group_size_and_group_ids_give_the_same_advantages(name: str) -> None:
 @pytest.mark.parametrize("scale", adv.SCALES)
 def test_advantages_of_single_and_equal_rewards_are_exactly_zero(baseline: str, scale: str) -> None:
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.7, 5.0])
-    found = group_advantages(
+    ours = group_advantages(
         rewards, group_ids=torch.tensor([0, 0, 0, 1, 2]), baseline=baseline, scale=scale, eps=0.0, ddof=1
     )
-    assert not found.any() and not found.isnan().any()
+    assert not ours.any() and not ours.isnan().any()
 
 
 @given(REWARDS, st.booleans(), st.booleans())
 def test_normalised_rewards(rewards: list[float], shift: bool, scale: bool) -> None:
-    x = wide(rewards)
+    x = float64(rewards)
 
-    def formula(group: list[float], everything: list[float]) -> list[float]:
-        top = centred(group) if shift else group
-        return [v / (deviation(group) + 1e-6) if scale and deviation(group) else v for v in top]
+    def formula(group: list[float], all_rewards: list[float]) -> list[float]:
+        shifted = centred(group) if shift else group
+        return [v / (deviation(group) + 1e-6) if scale and deviation(group) else v for v in shifted]
 
     ids = [i % 3 for i in range(len(rewards))]
     ours = normalize_rewards(x, "group", group_ids=torch.tensor(ids), shift=shift, scale=scale)
@@ -120,15 +118,15 @@ def test_normalised_rewards(rewards: list[float], shift: bool, scale: bool) -> N
 
 @given(st.lists(REWARDS, min_size=1, max_size=5))
 def test_running_moments_are_those_of_everything_so_far(batches: list[list[float]]) -> None:
-    state, seen = RunningMoments(), []
+    state, so_far = RunningMoments(), []
     for rewards in batches:
-        seen += rewards
-        ours = normalize_rewards(wide(rewards), state)
-        assert state.count == len(seen) and state.mean is not None
-        close(state.mean, torch.tensor(math.fsum(seen) / len(seen), dtype=torch.float64))
-        assert state.std.item() == pytest.approx(deviation(seen), abs=1e-9)
-        if deviation(seen) > 0:
-            truth = [(v - math.fsum(seen) / len(seen)) / (deviation(seen) + 1e-6) for v in rewards]
+        so_far += rewards
+        ours = normalize_rewards(float64(rewards), state)
+        assert state.count == len(so_far) and state.mean is not None
+        close(state.mean, torch.tensor(math.fsum(so_far) / len(so_far), dtype=torch.float64))
+        assert state.std.item() == pytest.approx(deviation(so_far), abs=1e-9)
+        if deviation(so_far) > 0:
+            truth = [(v - math.fsum(so_far) / len(so_far)) / (deviation(so_far) + 1e-6) for v in rewards]
             torch.testing.assert_close(ours, torch.tensor(truth, dtype=torch.float64))
 
 
@@ -144,7 +142,7 @@ def test_whitened_advantages_weigh_by_tokens() -> None:
     scaled = whitened(advantages, mask, shift=False)
     close(scaled, torch.where(mask != 0, expected + mean, 0))  # as ROLL's and verl's shift_mean=False
     bad = torch.full((3, 4), torch.nan).double().masked_scatter(mask != 0, torch.tensor(tokens).double())
-    close(whitened(bad, mask), expected)  # nothing of a masked token is read
+    close(whitened(bad, mask), expected)  # masked tokens are not read
     assert not whitened(advantages, torch.zeros(3, 4)).any()
     assert whitened(torch.ones(2), torch.ones(2, 3), eps=0.0).eq(0).all()
     assert whitened(torch.ones(2), torch.ones(2, 3), shift=False).eq(1).all()
@@ -164,9 +162,9 @@ def test_returns_of_tokens(gamma: float, clip: float | None) -> None:
         tokens = mask[i].nonzero()[:, 0].tolist()
         later = 0.0
         for t in reversed(range(11)):
-            own = -0.2 * kl[i, t].item() if mask[i, t] else 0.0
-            own += rewards[i].item() if tokens and t == tokens[-1] else 0.0
-            later = (own if clip is None else max(min(own, clip), -clip)) + gamma * later
+            reward = -0.2 * kl[i, t].item() if mask[i, t] else 0.0
+            reward += rewards[i].item() if tokens and t == tokens[-1] else 0.0
+            later = (reward if clip is None else max(min(reward, clip), -clip)) + gamma * later
             expected[i, t] = later if mask[i, t] else 0.0
     close(ours, expected)
 
@@ -178,19 +176,19 @@ def test_without_kl_and_discount_every_return_is_the_reward() -> None:
 
 def test_turns() -> None:
     ids = torch.tensor([[0, 0, -1, 1, 2], [5, 1, 1, 0, -100]])
-    found = turn_advantages(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), ids)
-    assert torch.equal(found, torch.tensor([[1.0, 1.0, 0.0, 2.0, 3.0], [0.0, 5.0, 5.0, 4.0, 0.0]]))
+    ours = turn_advantages(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), ids)
+    assert torch.equal(ours, torch.tensor([[1.0, 1.0, 0.0, 2.0, 3.0], [0.0, 5.0, 5.0, 4.0, 0.0]]))
 
 
 def test_empty_batches() -> None:
-    nothing = torch.zeros(0)
-    for found in (
-        group_advantages(nothing, 4),
-        normalize_rewards(nothing, "batch"),
-        normalize_rewards(nothing, RunningMoments()),
+    empty = torch.zeros(0)
+    for ours in (
+        group_advantages(empty, 4),
+        normalize_rewards(empty, "batch"),
+        normalize_rewards(empty, RunningMoments()),
     ):
-        assert found.shape == (0,)
-    assert token_returns(nothing, torch.zeros(0, 3)).shape == whitened(nothing, torch.zeros(0, 3)).shape == (0, 3)
+        assert ours.shape == (0,)
+    assert token_returns(empty, torch.zeros(0, 3)).shape == whitened(empty, torch.zeros(0, 3)).shape == (0, 3)
     assert token_returns(torch.ones(2), torch.zeros(2, 0)).shape == (2, 0)
 
 
@@ -220,12 +218,12 @@ def test_a_bad_argument_is_named(kind: str) -> None:
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_ddof_applies_to_the_deviation_of_the_batch(ddof: int) -> None:
     rewards = torch.tensor([1.0, 2.0, 4.0, 9.0]).double()
-    found = group_advantages(rewards, 2, scale="batch", baseline="none", ddof=ddof, eps=0.0)
-    close(found, rewards / deviation(rewards.tolist(), ddof))
+    ours = group_advantages(rewards, 2, scale="batch", baseline="none", ddof=ddof, eps=0.0)
+    close(ours, rewards / deviation(rewards.tolist(), ddof))
 
 
 def test_equal_rewards_of_a_batch_are_not_divided() -> None:
-    """Their mean, (0.1 + 0.1 + 0.1) / 3, is rounded to another number."""
+    """Their mean in floating point, (0.1 + 0.1 + 0.1) / 3, is not 0.1, so their computed deviation would not be 0."""
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
     assert torch.equal(group_advantages(rewards, 3, scale="batch", baseline="none"), rewards)
 

@@ -1,4 +1,4 @@
-"""Gradients against finite differences, and the contract of the operators."""
+"""Gradients compared with finite differences, and checks of the operators (opcheck, fake tensors, torch.compile)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 def gradcheck(fn: Any, inputs: Any, backend: str) -> bool:
-    """Every entry of the Jacobian; random projections of it for interpreted kernels, which are slow."""
+    """Check every entry of the Jacobian, or random projections for interpreted kernels, which are slow."""
     return torch.autograd.gradcheck(fn, inputs, fast_mode=backend == "triton")
 
 
@@ -68,7 +68,8 @@ def test_fused_loss_passes_gradcheck(name: str, head: str, backend: str) -> None
     if sample.objective.ratio != "sequence-token":
         assert gradcheck(loss, leaves, backend)
     else:
-        # GSPO-token's gradient is not that of its value (paper, eq. 13): the value is checked against the plain form's.
+        # GSPO-token's gradient is not the derivative of its value (paper, eq. 13). With one advantage per sequence, it
+        # equals the gradient of ratio="sequence".
         plain = make_sample(1, objective=Objective(**WIDE), spread=0.3, **SMALL, **HEADS[head])
         as_sequence = gspo_fused_loss(
             leaves[0],
@@ -125,11 +126,11 @@ def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
 
 
 class Captured(Exception):
-    """Carries the arguments of an operator out of a call."""
+    """Raised with the arguments of an operator."""
 
 
 def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
-    """The flat arguments with which the public function reaches its operator."""
+    """Return the flat arguments with which the public function calls its operator."""
     from gspo_kernels import ops
 
     def capture(*args: Any) -> None:
@@ -137,16 +138,16 @@ def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: An
 
     monkeypatch.setattr(ops, name, capture)
     sample = make_sample(3, **{**SMALL, "dtype": torch.float32}, **options)
-    leaves, rest = sample.leaves, dict(sample.options)
+    leaves, kwargs = sample.leaves, dict(sample.options)
     with pytest.raises(Captured) as caught:
         if name == "linear_log_probs":
-            rest = {k: v for k, v in rest.items() if not k.endswith("_log_probs")}
-            linear_log_probs(leaves["hidden"], leaves["weight"], sample.target_ids, bias=leaves.get("bias"), **rest)
+            kwargs = {k: v for k, v in kwargs.items() if not k.endswith("_log_probs")}
+            linear_log_probs(leaves["hidden"], leaves["weight"], sample.target_ids, bias=leaves.get("bias"), **kwargs)
         elif name == "policy_loss":
             lp = torch.randn(sample.target_ids.shape, requires_grad=True)
-            keep = {k: rest[k] for k in ("mask", "old_log_probs", "ref_log_probs")}
+            kwargs = {k: kwargs[k] for k in ("mask", "old_log_probs", "ref_log_probs")}
             entropy = torch.rand_like(lp) if sample.objective.entropy_coef else None
-            policy_loss(lp, sample.advantages, objective=sample.objective, entropy=entropy, **keep)
+            policy_loss(lp, sample.advantages, objective=sample.objective, entropy=entropy, **kwargs)
         else:
             gspo_fused_loss(
                 leaves["hidden"],
@@ -155,7 +156,7 @@ def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: An
                 sample.advantages,
                 bias=leaves.get("bias"),
                 objective=sample.objective,
-                **rest,
+                **kwargs,
             )
     monkeypatch.undo()
     return caught.value.args[0]
@@ -169,7 +170,7 @@ def test_operators_pass_opcheck(name: str, head: str, backend: str, monkeypatch:
 
     objective = Objective(kl_coef=0.1, ratio="token") if head == "plain" else Objective(clip_high=0.3)
     args = operator_arguments(name, monkeypatch, objective=objective, **HEADS[head])
-    # NaN garbage stands at masked positions on purpose; opcheck compares inputs to prove they are not written.
+    # The sample has NaN at masked positions. opcheck compares inputs before and after, and NaN is not equal to itself.
     args = tuple(x.nan_to_num() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
     args = tuple(
         x.detach().requires_grad_(y.requires_grad) if isinstance(x, Tensor) and isinstance(y, Tensor) else x
@@ -256,13 +257,15 @@ def test_compiled_without_a_graph_break_equals_eager_at_every_shape(
         ).with_options(temperature=torch.tensor(0.5 + seed / 10), normalizer=torch.tensor(1.0 + seed))
         for a, b in zip(run(loss, sample), run(compiled, sample), strict=True):
             assert torch.equal(a, b)
-    assert len(graphs) <= 5  # the first shape, any shape, and sizes of 1, which are special to the compiler
+    assert (
+        len(graphs) <= 5
+    )  # one for the first shape, one for any shape, and more for sizes of 1, which are specialised
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("preset", ["gspo", "cispo", "sapo", "gmpo", "reinforce"])
 def test_equal_objectives_share_a_graph(preset: str, dynamic: bool | None) -> None:
-    """Whichever object holds a number: by value, not by identity."""
+    """The compiler guards on the values of an objective's numbers, not on the identity of the objects."""
     graphs: list[Any] = []
 
     def count(module: Any, inputs: Any) -> Any:
@@ -271,15 +274,16 @@ def test_equal_objectives_share_a_graph(preset: str, dynamic: bool | None) -> No
 
     def loss(lp: Tensor, rollout: Tensor, objective: Objective) -> Tensor:
         old = lp.detach() - 0.1
-        given = {"old_log_probs": old, "rollout_log_probs": rollout, "objective": objective}
-        return gspo_kernels.policy_loss(lp, torch.ones(4), **given).loss
+        kwargs = {"old_log_probs": old, "rollout_log_probs": rollout, "objective": objective}
+        return gspo_kernels.policy_loss(lp, torch.ones(4), **kwargs).loss
 
     torch.compiler.reset()
     compiled = torch.compile(loss, fullgraph=True, backend=count, dynamic=dynamic)
     lp = -torch.rand(4, 5)
-    kept = []  # so that no number is freed and another takes its place
+    objectives = []  # keeps all numbers alive, so that no two have the same address
     for _ in range(10):
         correction = RolloutCorrection(high=float("2.5"))
-        kept.append(Objective.preset(preset, clip_high=float("0.03"), length_norm=9, rollout_correction=correction))
-        assert torch.equal(compiled(lp, lp - 0.2, kept[-1]), loss(lp, lp - 0.2, kept[-1]))
+        objective = Objective.preset(preset, clip_high=float("0.03"), length_norm=9, rollout_correction=correction)
+        objectives.append(objective)
+        assert torch.equal(compiled(lp, lp - 0.2, objective), loss(lp, lp - 0.2, objective))
     assert len(graphs) == 1

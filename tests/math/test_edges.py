@@ -1,4 +1,4 @@
-"""Where batches, shapes and numbers end: nothing to learn from, one of everything, inf and NaN in every place."""
+"""Edge cases: empty batches, sizes of one, zero gradients, enormous numbers, inf and NaN, and strided inputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def in_small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 8, columns: int 
 
 
 def assert_same(ours: Tensor, expected: Tensor) -> None:
-    """Bitwise, NaN included."""
+    """Assert bitwise equality, with NaN equal to NaN."""
     assert ours.shape == expected.shape and ours.dtype == expected.dtype
     assert torch.equal(ours.isnan(), expected.isnan())
     assert torch.equal(ours.nan_to_num(), expected.nan_to_num())
@@ -65,7 +65,7 @@ def assert_all_zero(*tensors: Tensor | None) -> None:
         assert x is not None and (x == 0).all()  # NaN is not 0
 
 
-# -- nothing there
+# -- batches without tokens
 
 
 @by_objective
@@ -74,15 +74,15 @@ def test_a_padded_batch_without_tokens_gives_zero(name: str, shape: tuple[int, i
     objective = Objective(**OBJECTIVES[name])
     hidden = torch.ones(*shape, 4, requires_grad=True)
     weight = torch.ones(5, 4, requires_grad=True)
-    nothing = torch.zeros(shape)
+    empty = torch.zeros(shape)
     out = gspo_fused_loss(
         hidden,
         weight,
         torch.zeros(shape, dtype=torch.int64),
         torch.ones(shape[0]),
-        old_log_probs=nothing,
-        ref_log_probs=nothing,
-        token_weights=nothing,
+        old_log_probs=empty,
+        ref_log_probs=empty,
+        token_weights=empty,
         entropy=True,
         objective=objective,
         backend=backend,
@@ -99,15 +99,15 @@ def test_a_padded_batch_without_tokens_gives_zero(name: str, shape: tuple[int, i
 def test_a_packed_batch_without_tokens_gives_zero(name: str, sequences: int, backend: str) -> None:
     objective = Objective(**OBJECTIVES[name])
     hidden, weight = torch.ones(0, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
-    nothing = torch.zeros(0)
+    empty = torch.zeros(0)
     out = gspo_fused_loss(
         hidden,
         weight,
         torch.zeros(0, dtype=torch.int64),
         torch.ones(sequences),
         cu_seqlens=torch.zeros(sequences + 1, dtype=torch.int32),
-        old_log_probs=nothing,
-        ref_log_probs=nothing,
+        old_log_probs=empty,
+        ref_log_probs=empty,
         entropy=True,
         objective=objective,
         backend=backend,
@@ -144,25 +144,25 @@ def test_empty_and_masked_sequences_do_not_change_the_others(name: str, backend:
     sample = make_sample(2, dtype=torch.float64, packed=True, objective=Objective(**OBJECTIVES[name]))
     expected = run_fused(sample, backend, entropy=True)
     offsets, rows, hidden = sample.options["cu_seqlens"], sample.target_ids.shape[0], sample.leaves["hidden"]
-    extra = 4  # a sequence of masked tokens at the end, and two without tokens
-    more = {
+    extra = 4  # masked tokens, in a sequence of their own at the end; two more sequences have no tokens
+    longer = {
         key: torch.cat([x, torch.zeros(extra, dtype=x.dtype)])
         for key, x in sample.options.items()
         if isinstance(x, Tensor) and x.shape == (rows,)
     }
-    grown = Sample(
+    changed = Sample(
         {**sample.leaves, "hidden": torch.cat([hidden.detach(), torch.ones(extra, hidden.shape[1]).double()])},
         torch.cat([sample.target_ids, torch.zeros(extra, dtype=torch.int64)]),
         torch.cat([sample.advantages[:1], torch.ones(1), sample.advantages[1:], torch.ones(2)]),
         sample.objective,
         {
             **sample.options,
-            **more,
+            **longer,
             "cu_seqlens": torch.cat([offsets[:2], offsets[1:], torch.tensor([rows, rows + extra]).int()]),
         },
     )
-    out, grads = run_fused(grown, backend, entropy=True)
-    # The sum over sequences has other terms, so it may round otherwise; nothing else may move by a bit.
+    out, grads = run_fused(changed, backend, entropy=True)
+    # The sum over sequences has more terms, so it may round differently. All other outputs keep their bits.
     check("loss", out.loss, expected[0].loss, expected[0].loss, torch.float64)
     assert_same(out.log_probs[:rows], expected[0].log_probs)
     assert_same(grads["weight"], expected[1]["weight"])
@@ -172,8 +172,8 @@ def test_empty_and_masked_sequences_do_not_change_the_others(name: str, backend:
         assert_all_zero(out.log_ratio[1], out.log_ratio[-2:])
     for key, value in expected[0].metrics.items():
         check(key, out.metrics[key], value, value, torch.float64)
-    truth, true_grads = run_oracle(grown)
-    check_loss(out.loss, truth.loss, grown.advantages)
+    truth, true_grads = run_oracle(changed)
+    check_loss(out.loss, truth.loss, changed.advantages)
     check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
 
 
@@ -204,21 +204,23 @@ def test_masked_tokens_have_exactly_zero_influence(name: str, packed: bool, back
     sample = make_sample(2, packed=packed, objective=Objective(**OBJECTIVES[name]), **options)
     mask = sample.options["mask"]
 
-    def with_garbage(value: float, token: int) -> tuple[LossOutput, dict[str, Tensor]]:
-        def spoil(x: Tensor, value: float = value) -> Tensor:
+    def with_masked(value: float, token: int) -> tuple[LossOutput, dict[str, Tensor]]:
+        """Run the loss with `value` at masked positions of floating-point inputs, and `token` at those of ids."""
+
+        def fill(x: Tensor, value: float = value) -> Tensor:
             x = x.detach().clone()
             x[~mask] = value
             return x
 
         keys = ("old_log_probs", "ref_log_probs", "token_weights", "temperature")
-        spoilt = {key: spoil(sample.options[key]) for key in keys}
-        leaves = {**sample.leaves, "hidden": spoil(sample.leaves["hidden"])}
+        filled = {key: fill(sample.options[key]) for key in keys}
+        leaves = {**sample.leaves, "hidden": fill(sample.leaves["hidden"])}
         changed = Sample(
             leaves,
-            spoil(sample.target_ids, token),
-            spoil(sample.advantages),
+            fill(sample.target_ids, token),
+            fill(sample.advantages),
             sample.objective,
-            {**sample.options, **spoilt},
+            {**sample.options, **filled},
         )
         out, grads = run_fused(changed, backend, entropy=True)
         assert_all_zero(out.log_probs[~mask], out.entropy[~mask], grads["hidden"][~mask])
@@ -226,16 +228,16 @@ def test_masked_tokens_have_exactly_zero_influence(name: str, packed: bool, back
             assert_all_zero(out.log_ratio[~mask])
         return out, grads
 
-    expected = with_garbage(1.0, 0)
+    expected = with_masked(1.0, 0)
     for value, token in ((NAN, -100), (INF, 2**62), (-INF, -(2**62)), (1e30, 37)):
-        assert_same_run(with_garbage(value, token), expected)
+        assert_same_run(with_masked(value, token), expected)
 
 
 def test_masked_entropies_and_log_probs_have_exactly_zero_influence(backend: str) -> None:
     objective = Objective(kl_coef=0.1, entropy_coef=0.02)
     sample = make_sample(2, objective=objective)
     mask = sample.options["mask"]
-    found = []
+    runs = []
     for garbage in (0.0, NAN, -INF):
         lp = torch.where(mask, torch.linspace(-3, -1e-3, mask.numel()).view_as(mask), garbage).requires_grad_()
         entropy = torch.where(mask, torch.linspace(0, 3, mask.numel()).view_as(mask), garbage).requires_grad_()
@@ -251,12 +253,12 @@ def test_masked_entropies_and_log_probs_have_exactly_zero_influence(backend: str
         )
         out.loss.backward()
         assert_all_zero(lp.grad[~mask], entropy.grad[~mask], out.entropy[~mask], out.log_probs[~mask])
-        found.append((out, {"log_probs": lp.grad, "entropy": entropy.grad}))
-    for other in found[1:]:
-        assert_same_run(other, found[0])
+        runs.append((out, {"log_probs": lp.grad, "entropy": entropy.grad}))
+    for other in runs[1:]:
+        assert_same_run(other, runs[0])
 
 
-# -- one of everything
+# -- sizes of one, and targets at the ends of tiles
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -312,12 +314,12 @@ def test_a_float64_batch_stays_float64(backend: str) -> None:
     sample = sample.cast(torch.float64)
     assert_equals_oracle(sample, torch.float64, backend)
     out, _ = run_fused(sample, backend, entropy=True)
-    real = [out.loss, out.log_probs, out.entropy, out.log_ratio]
-    real += [value for key, value in out.metrics.items() if key != "invalid"]
-    assert all(x.dtype == torch.float64 for x in real)
+    outputs = [out.loss, out.log_probs, out.entropy, out.log_ratio]
+    outputs += [value for key, value in out.metrics.items() if key != "invalid"]
+    assert all(x.dtype == torch.float64 for x in outputs)
 
 
-# -- numbers at their ends
+# -- enormous ratios and logits
 
 
 @pytest.mark.parametrize("ratio", ["sequence", "sequence-token", "token"])
@@ -352,7 +354,7 @@ def test_enormous_ratios_match_float64(
 
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 def test_an_enormous_ratio_stays_in_its_sequence(ratio: str, backend: str) -> None:
-    """Clipped, it does not touch the loss; unclipped it makes the loss inf, and no gradient but its own."""
+    """Clipped, it does not change the loss. Unclipped, it makes the loss inf and changes only its own gradient."""
     objective = Objective(ratio=ratio)
     sample = make_sample(7, objective=objective)
     old = sample.options["old_log_probs"].clone()
@@ -372,7 +374,7 @@ def test_an_enormous_ratio_stays_in_its_sequence(ratio: str, backend: str) -> No
 
 @pytest.mark.parametrize("ratio", ["sequence", "sequence-token", "token"])
 def test_a_token_weight_of_zero_silences_an_infinite_ratio(ratio: str, backend: str) -> None:
-    """Off-policy masks (TRL, verl) put 0 exactly where the ratio has exploded."""
+    """Off-policy masks (TRL, verl) have weight 0 where ratios are enormous."""
     objective = Objective(ratio=ratio)
     lp = torch.zeros(2, 3, requires_grad=True)
     old = torch.tensor([[-200.0], [1e-4]]).expand(2, 3)
@@ -406,12 +408,12 @@ def test_an_infinite_ratio_times_zero_kl_adds_nothing(backend: str) -> None:
     assert_all_zero(lp.grad)
 
 
-def whole_number_sample(size: float, dtype: torch.dtype, offset: float = 0.0, temperature: float = 1.0) -> Sample:
-    """Logits that are whole numbers up to about `size`, plus `offset`: every dtype holds the operands exactly."""
+def integer_logits_sample(size: float, dtype: torch.dtype, offset: float = 0.0, temperature: float = 1.0) -> Sample:
+    """Return a sample whose logits are integers up to about `size`, plus `offset`, with operands exact in any dtype."""
     sample = make_sample(8, on_policy=True, dtype=torch.float32, hidden_size=4, objective=Objective(entropy_coef=0.05))
     rng = torch.Generator().manual_seed(8)
     hidden = torch.randint(-2, 3, sample.leaves["hidden"].shape, generator=rng).to(dtype)
-    # Half of the columns lie near each other, so that the distributions are not all peaked.
+    # Half of the columns have similar logits, so that not all distributions are peaked.
     weight = torch.randint(-1, 2, (37, 4), generator=rng).to(dtype)
     weight[::2] *= round(size / 8)
     leaves = {"hidden": hidden, "weight": weight, "bias": torch.full((37,), offset, dtype=dtype)}
@@ -423,15 +425,15 @@ def whole_number_sample(size: float, dtype: torch.dtype, offset: float = 0.0, te
 @pytest.mark.parametrize("size", [8, 1e2, 1e4])
 def test_huge_logits_equal_the_oracle(size: float, dtype: str, backend: str) -> None:
     if dtype == "fp16" and size > 1e3:
-        size = 8e3  # whole numbers that fp16 holds
-    assert_equals_oracle(whole_number_sample(size, DTYPES[dtype]), DTYPES[dtype], backend)
+        size = 8e3  # integers that fp16 represents exactly
+    assert_equals_oracle(integer_logits_sample(size, DTYPES[dtype]), DTYPES[dtype], backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [-(2.0**13), 2.0**13, -(2.0**15), 2.0**15])
 def test_a_huge_common_offset_of_the_logits_changes_nothing(dtype: str, offset: float, backend: str) -> None:
-    expected, expected_grads = run_fused(whole_number_sample(8, DTYPES[dtype]), backend, entropy=True)
-    out, grads = run_fused(whole_number_sample(8, DTYPES[dtype], offset), backend, entropy=True)
+    expected, expected_grads = run_fused(integer_logits_sample(8, DTYPES[dtype]), backend, entropy=True)
+    out, grads = run_fused(integer_logits_sample(8, DTYPES[dtype], offset), backend, entropy=True)
     wide = torch.float64 if dtype == "fp64" else torch.float32
     check("log_probs", out.log_probs, expected.log_probs, expected.log_probs, wide)
     check("entropy", out.entropy, expected.entropy, expected.entropy, wide)
@@ -444,7 +446,7 @@ def test_a_huge_common_offset_of_the_logits_changes_nothing(dtype: str, offset: 
 @pytest.mark.parametrize("temperature", [2.0**-7, 2.0**7])
 def test_extreme_temperatures_equal_the_oracle(dtype: str, temperature: float, backend: str) -> None:
     for as_tensor in (False, True):
-        sample = whole_number_sample(8, DTYPES[dtype], temperature=temperature)
+        sample = integer_logits_sample(8, DTYPES[dtype], temperature=temperature)
         if as_tensor:
             sample = sample.with_options(temperature=torch.full(sample.target_ids.shape, temperature))
         assert_equals_oracle(sample, DTYPES[dtype], backend)
@@ -460,7 +462,7 @@ def test_banned_columns_do_not_change_results(
     truth, true_grads = run_oracle(sample)
     same, same_grads = run_plain(sample, DTYPES[dtype], truth, true_grads)
     vocab, width = sample.leaves["weight"].shape
-    # One whole tile, and single columns around and between.
+    # One full tile, and single columns before and after it.
     banned = torch.zeros(vocab + 12, dtype=torch.bool)
     banned[[0, 3, *range(14, 21), 25, 40, vocab + 11]] = True
     kept = (~banned).nonzero()[:, 0]
@@ -476,8 +478,8 @@ def test_banned_columns_do_not_change_results(
     check("log_probs", out.log_probs, same.log_probs, truth.log_probs, wide)
     check("entropy", out.entropy, same.entropy, truth.entropy, wide)
     assert_all_zero(grads["weight"][banned], grads["bias"][banned])
-    found = {"hidden": grads["hidden"], "weight": grads["weight"][kept], "bias": grads["bias"][kept]}
-    for key, grad in found.items():
+    ours = {"hidden": grads["hidden"], "weight": grads["weight"][kept], "bias": grads["bias"][kept]}
+    for key, grad in ours.items():
         check(f"d_{key}", grad, same_grads[key], true_grads[key], DTYPES[dtype])
 
 
@@ -504,32 +506,33 @@ def test_the_only_allowed_token_is_certain(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
 def test_gradients_of_peaked_rows_keep_their_relative_precision(dtype: str, backend: str) -> None:
-    """1 - p between 1e-9 and 1e-12, where p itself rounds to 1: the gradient of the target's column is 1 - p."""
+    """The gradient of the target's column is 1 - p. Here that is 1e-9 to 1e-12, although p rounds to 1 in fp32."""
     peaks = torch.arange(24, 32, dtype=torch.float64)
-    vocab, rows, upstream = 33, len(peaks), 2.0**30  # upstream: 1e-12 is nothing in fp16
+    vocab, rows, upstream = 33, len(peaks), 2.0**30  # the upstream gradient, because 1e-12 underflows in fp16
     targets, row = torch.arange(rows) * 4, torch.arange(rows)
     logits = torch.zeros(rows, vocab, dtype=torch.float64)
     logits[row, targets] = peaks
-    # Hidden states are unit vectors, so d_weight[target, row] is that row's alone.
+    # Hidden states are unit vectors, so d_weight[target, row] depends on that row only.
     hidden = torch.eye(rows, dtype=DTYPES[dtype])
     weight = logits.t().to(DTYPES[dtype]).requires_grad_()
 
     def relative(log_probs: Tensor) -> tuple[Tensor, Tensor]:
         (grad,) = torch.autograd.grad(log_probs.sum() * upstream, weight)
-        return grad[targets, row].double() / (left * upstream), log_probs.detach().double() / torch.log1p(-left)
+        return grad[targets, row].double() / (one_minus_p * upstream), log_probs.detach().double() / log_p
 
-    left = 1 / (1 + peaks.exp() / (vocab - 1))  # 1 - p
-    assert 1e-9 > left.min() > 1e-13 and left.max() < 2e-9
+    one_minus_p = 1 / (1 + peaks.exp() / (vocab - 1))
+    log_p = torch.log1p(-one_minus_p)
+    assert 1e-9 > one_minus_p.min() > 1e-13 and one_minus_p.max() < 2e-9
     ours = relative(linear_log_probs(hidden, weight, targets, backend=backend).log_probs)
     same = relative(torch.log_softmax(hidden @ weight.t(), 1)[row, targets])
     exact = torch.ones(rows, dtype=torch.float64)
     wide = torch.float64 if dtype == "fp64" else torch.float32
-    # Plain PyTorch has lost all of it (and in fp16 the upstream gradient too), so the limit on the RMS is what counts.
+    # Plain PyTorch loses 1 - p completely, and in fp16 the upstream gradient too. So the limit on the RMS decides.
     check("d_weight / (1 - p)", ours[0], same[0].nan_to_num(0, 0, 0), exact, DTYPES[dtype])
     check("log_probs / truth", ours[1], same[1].nan_to_num(0, 0, 0), exact, wide)
 
 
-# -- nothing to learn
+# -- zero gradients
 
 
 @by_objective
@@ -541,7 +544,7 @@ def test_advantages_of_zero_give_exactly_zero(name: str, backend: str) -> None:
     assert_all_zero(out.loss, *grads.values())
     assert out.metrics["zero_coefficient_share"] == 1
     old = sample.options["old_log_probs"].clone()
-    old[0, 0] = -INF  # a ratio of inf is nothing either
+    old[0, 0] = -INF  # a ratio of inf
     out, grads = run_fused(sample.with_options(old_log_probs=old), backend)
     assert_all_zero(out.loss, *grads.values())
 
@@ -559,7 +562,7 @@ def test_a_group_of_equal_rewards_has_no_gradient(backend: str) -> None:
     assert group_advantages(rewards[:0], 4).shape == (0,)
 
 
-# -- NaN and inf where they are somebody's fault
+# -- NaN and inf at unmasked tokens, and in upstream gradients
 
 
 @pytest.mark.parametrize("on_policy", [False, True])
@@ -620,17 +623,17 @@ def test_a_non_finite_upstream_gradient_leaves_rows_without_gradient_at_zero(ups
         **sample.options,
     )
     out.loss.backward(torch.tensor(upstream))
-    live = (expected["hidden"] != 0).any(-1)
-    assert live.any() and not live[sample.options["mask"]].all()
-    assert_all_zero(leaves["hidden"].grad[~live])
-    assert not leaves["hidden"].grad[live].isfinite().any()
+    has_gradient = (expected["hidden"] != 0).any(-1)
+    assert has_gradient.any() and not has_gradient[sample.options["mask"]].all()
+    assert_all_zero(leaves["hidden"].grad[~has_gradient])
+    assert not leaves["hidden"].grad[has_gradient].isfinite().any()
     assert not leaves["weight"].grad.isfinite().all()
 
 
 def test_a_nan_upstream_gradient_of_one_log_prob_stays_in_its_row(backend: str) -> None:
     sample = make_sample(12, packed=True)
     mask = sample.options["mask"]
-    counted, masked = int(mask.nonzero()[3]), int((~mask).nonzero()[0])
+    unmasked, masked = int(mask.nonzero()[3]), int((~mask).nonzero()[0])
 
     def hidden_gradient(upstream: Tensor) -> Tensor:
         hidden = sample.leaves["hidden"].detach().requires_grad_()
@@ -641,14 +644,14 @@ def test_a_nan_upstream_gradient_of_one_log_prob_stays_in_its_row(backend: str) 
 
     upstream = torch.linspace(-1, 1, len(mask))
     expected = hidden_gradient(upstream)
-    spoilt = upstream.clone()
-    spoilt[masked] = NAN
-    assert_same(hidden_gradient(spoilt), expected)
-    spoilt[counted] = NAN
-    found = hidden_gradient(spoilt)
-    others = torch.arange(len(mask)) != counted
-    assert_same(found[others], expected[others])
-    assert found[counted].isnan().all()
+    with_nan = upstream.clone()
+    with_nan[masked] = NAN
+    assert_same(hidden_gradient(with_nan), expected)
+    with_nan[unmasked] = NAN
+    d_hidden = hidden_gradient(with_nan)
+    others = torch.arange(len(mask)) != unmasked
+    assert_same(d_hidden[others], expected[others])
+    assert d_hidden[unmasked].isnan().all()
 
 
 @by_objective
@@ -676,14 +679,14 @@ def test_an_upstream_gradient_of_zero_gives_exactly_zero(name: str, backend: str
         backend=backend,
     )
     assert lp.entropy is not None
-    found = torch.autograd.grad((lp.log_probs + lp.entropy).sum() * 0, [leaves["hidden"], leaves["weight"]])
-    assert_all_zero(*found)
+    gradients = torch.autograd.grad((lp.log_probs + lp.entropy).sum() * 0, [leaves["hidden"], leaves["weight"]])
+    assert_all_zero(*gradients)
 
 
-# -- how operands lie in memory, and who needs a gradient
+# -- memory layout of operands, and which of them require a gradient
 
 VIEWS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    # leaf of hidden [6, 5, 8] and weight [21, 8], view of it
+    # make the leaf of hidden; view it as hidden [6, 5, 8]; make the weight [21, 8] of a leaf [21, 8]
     "hidden-sliced": (lambda: torch.randn(6, 6, 8), lambda h: h[:, :-1], lambda w: w),
     "hidden-every-second": (lambda: torch.randn(12, 5, 8), lambda h: h[::2], lambda w: w),
     "hidden-transposed": (lambda: torch.randn(5, 6, 8), lambda h: h.transpose(0, 1), lambda w: w),
@@ -722,7 +725,7 @@ def test_the_memory_layout_of_operands_changes_no_bit_of_a_log_prob(name: str, d
     ours, expected = run(False), run(True)
     for a, b in zip(ours[:3], expected[:3], strict=True):
         assert_same(a, b)
-    for a, b in zip(ours[3:], expected[3:], strict=True):  # products of another layout may round otherwise
+    for a, b in zip(ours[3:], expected[3:], strict=True):  # products of another layout may round differently
         torch.testing.assert_close(a, b)
 
 
@@ -739,13 +742,13 @@ def test_strided_masks_ids_and_per_token_values_change_no_bit(backend: str) -> N
     def every_second(x: Any) -> Any:
         return x.to(DEVICE).repeat_interleave(2, 1)[:, ::2] if isinstance(x, Tensor) and x.shape == shape else x
 
-    for relaid in (column_major, every_second):
+    for restride in (column_major, every_second):
         changed = Sample(
             sample.leaves,
-            relaid(sample.target_ids),
-            relaid(sample.advantages),
+            restride(sample.target_ids),
+            restride(sample.advantages),
             objective,
-            {key: relaid(x) for key, x in sample.options.items()},
+            {key: restride(x) for key, x in sample.options.items()},
         )
         assert not changed.target_ids.is_contiguous() and not changed.options["mask"].is_contiguous()
         assert_same_run(run_fused(changed, backend, entropy=True), expected)
@@ -796,9 +799,9 @@ def test_gradients_are_computed_only_where_required_and_with_the_same_bits(
         computed.append(tuple(x is not None for x in gradients[:3]))
         return gradients
 
-    def zeros(work: Any, *shape: int) -> Tensor:
+    def zeros(tiles: Any, *shape: int) -> Tensor:
         shapes.append(shape)
-        return make_zeros(work, *shape)
+        return make_zeros(tiles, *shape)
 
     if backend == "torch":
         monkeypatch.setattr(torch_backend, "head_backward", head_backward)
@@ -827,18 +830,18 @@ def test_gradients_are_computed_only_where_required_and_with_the_same_bits(
             assert leaf.grad is None
     if backend == "torch":
         assert computed == [tuple(name in trained for name in LEAVES)]
-        if "weight" not in trained:  # no buffer of a gradient nobody wants
+        if "weight" not in trained:  # no memory is allocated for d_weight
             assert tuple(sample.leaves["weight"].shape) not in shapes
 
 
 def test_token_weights_are_per_token_even_if_there_are_as_many_sequences(backend: str) -> None:
-    """N == S with an empty sequence: advantages are per sequence, weights stay per token."""
-    given = {"cu_seqlens": torch.tensor([0, 0, 2], dtype=torch.int32), "backend": backend}
+    """With N == S, because a sequence is empty, advantages are read per sequence and weights per token."""
+    kwargs = {"cu_seqlens": torch.tensor([0, 0, 2], dtype=torch.int32), "backend": backend}
     log_probs = torch.zeros(2, requires_grad=True)
     weights = torch.tensor([3.0, 0.0])
     objective = Objective(ratio="sequence-token")
     policy_loss(
-        log_probs, torch.tensor([5.0, 1.0]), token_weights=weights, objective=objective, **given
+        log_probs, torch.tensor([5.0, 1.0]), token_weights=weights, objective=objective, **kwargs
     ).loss.backward()
     assert log_probs.grad is not None and log_probs.grad.tolist() == [-1.5, 0.0]
 
@@ -847,7 +850,7 @@ def test_token_weights_are_per_token_even_if_there_are_as_many_sequences(backend
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 def test_long_sequences_meet_the_tolerance(length: int, packed: bool, ratio: str, backend: str) -> None:
-    """Equal terms round the same way: a serial fp32 sum of 32,768 of them is off by 3e-4."""
+    """An fp32 sum of equal terms rounds in the same direction every time: 32,768 terms have an error of 3e-4."""
     rng = torch.Generator().manual_seed(0)
     log_probs = -3 * torch.rand(2, length, generator=rng)
     old = log_probs - 1e-4
@@ -874,8 +877,8 @@ def test_long_sequences_meet_the_tolerance(length: int, packed: bool, ratio: str
                 backend=backend,
             ).loss
         else:
-            given = {"old_log_probs": o, "ref_log_probs": r, "objective": objective, "backend": backend}
-            loss = policy_loss(lp, a, **given).loss
+            kwargs = {"old_log_probs": o, "ref_log_probs": r, "objective": objective, "backend": backend}
+            loss = policy_loss(lp, a, **kwargs).loss
         return loss.detach(), torch.autograd.grad(loss, lp)[0]
 
     (loss, grad), (same, same_grad) = run(torch.float32, plain=False), run(torch.float32, plain=True)

@@ -1,6 +1,6 @@
-"""Faults that other tests of the loss and of its gradient let through: rare branches, metrics, the last rounding.
+"""Tests of faults that other tests of the loss do not detect: rare branches, metrics, the last rounding.
 
-`repo/test_mutations.py` seeds each fault and runs the test here that fails with it.
+`repo/test_mutations.py` seeds each fault and runs the test that must fail on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gspo_kernels.backends.torch.surrogates import kl_and_slope
 @on_device
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 def test_a_kl_term_with_another_aggregation_has_its_default_normalizer(ratio: str, backend: str) -> None:
-    """A normalizer for the policy term alone: KL, averaged over tokens, is divided by their number."""
+    """`normalizer` is for the policy term only: a KL term with token-mean is divided by the number of tokens."""
     objective = Objective(ratio=ratio, kl_coef=0.1, kl_aggregation="token-mean", clip_low=0.02, clip_high=0.03)
     sample = make_sample(6, lengths=(5, 3, 4), vocab=11, dtype=torch.float64, objective=objective)
     sample = sample.with_options(normalizer=17.0)
@@ -48,7 +48,7 @@ def test_length_norm_applies_to_the_aggregation_of_the_kl_term(backend: str) -> 
     check("loss", out.loss, truth.loss, truth.loss, torch.float64)
 
 
-BOUNDS = {  # an objective, the sign of the advantage, and a log-ratio that is exactly its bound
+BOUNDS = {  # objective, sign of the advantage, log-ratio exactly at the bound
     "top": (Objective(ratio="token", clip_high=0.2), 1.0, math.log1p(0.2)),
     "bottom": (Objective(ratio="token", clip_low=0.2), -1.0, math.log1p(-0.2)),
     "dual clip": (Objective(ratio="token", dual_clip=3.0), -1.0, math.log(3.0)),
@@ -88,7 +88,7 @@ def test_reinforce_clips_nothing(backend: str) -> None:
 @on_device
 @pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30])
 def test_a_small_sapo_temperature_has_a_slope_at_far_ratios(temperature: float, backend: str) -> None:
-    """The sigmoid bends where temperature * ratio is near 1: at log-ratios of 7, 28 and 69."""
+    """The sigmoid has its slope where temperature * ratio is near 1: at log-ratios of 7, 28 and 69."""
     objective = Objective(
         surrogate="sapo", ratio="token", sapo_temperature_pos=temperature, sapo_temperature_neg=temperature
     )
@@ -99,25 +99,25 @@ def test_a_small_sapo_temperature_has_a_slope_at_far_ratios(temperature: float, 
     (truth,) = torch.autograd.grad(expected, log_probs)
     old = torch.zeros_like(log_probs)
     out = policy_loss(log_probs, advantages, old_log_probs=old, objective=objective, backend=backend)
-    (found,) = torch.autograd.grad(out.loss, log_probs)
+    (gradient,) = torch.autograd.grad(out.loss, log_probs)
     torch.testing.assert_close(out.loss, expected, rtol=FLOAT64_RELATIVE, atol=0)
-    torch.testing.assert_close(found, truth, rtol=FLOAT64_RELATIVE, atol=0)
+    torch.testing.assert_close(gradient, truth, rtol=FLOAT64_RELATIVE, atol=0)
     assert (truth.abs() > truth.abs().max() / 100).all()
 
 
 @on_device
 def test_log_probs_are_rounded_once(backend: str) -> None:
-    """Errors in units of the last place; the two differences before the last rounding hand on what they round off."""
+    """Errors in units of the last place are those of one rounding: the errors of both differences are added back."""
     errors = []
     for seed in range(4):
         rng = torch.Generator().manual_seed(seed)
-        weight = 6 * torch.randn(300, 64, generator=rng)  # row i of the batch has the logits weight[:, i], exactly
+        weight = 6 * torch.randn(300, 64, generator=rng)  # row i of the batch has exactly the logits weight[:, i]
         head = head_rows(64, 64, 300, hidden=torch.eye(64), weight=weight)
         logits = weight.t().double()
         truth = logits.log_softmax(1).gather(1, head.target_ids.cpu()[:, None])[:, 0]
-        found = dispatch.implementation(backend).head_forward(head).log_probs.cpu()
+        ours = dispatch.implementation(backend).head_forward(head).log_probs.cpu()
         unit = torch.nextafter(truth.float().abs(), torch.tensor(math.inf)).double() - truth.float().abs().double()
-        errors.append((found.double() - truth) / unit)
+        errors.append((ours.double() - truth) / unit)
     assert torch.cat(errors).square().mean().sqrt() <= LOG_PROB_UNIT_RMS
 
 
@@ -127,7 +127,7 @@ def test_log_probs_are_rounded_once(backend: str) -> None:
 def test_empty_sequences_do_not_change_the_smallest_and_largest_ratio(
     ratio: str, log_ratio: float, backend: str
 ) -> None:
-    """Nor is a masked token: all ratios lie on one side of 1, which is that of nothing."""
+    """Masked tokens do not either. All ratios are on one side of 1, the ratio of an empty sequence."""
     log_probs, mask = torch.full((3, 4), log_ratio), torch.ones(3, 4, dtype=torch.bool)
     mask[1], mask[0, 2] = False, False
     objective = Objective(ratio=ratio, clip_low=0.9, clip_high=9.0)
@@ -159,7 +159,7 @@ def test_an_infinite_ratio_times_kl_does_not_change_masked_tokens(masked: bool, 
 
 @on_device
 def test_tokens_with_only_an_entropy_gradient_count_as_having_a_gradient(backend: str) -> None:
-    """All are past the clip, so that the bonus alone has a gradient."""
+    """All tokens are clipped, so that only the entropy bonus has a gradient."""
     log_probs, entropy = torch.ones(2, 3), torch.ones(2, 3)
     for bonus, share in ((0.0, 1.0), (0.1, 0.0)):
         out = policy_loss(
@@ -176,14 +176,14 @@ def test_tokens_with_only_an_entropy_gradient_count_as_having_a_gradient(backend
 @on_device
 @pytest.mark.parametrize("target", [70, 71, 127, 2**31, 2**32 + 3, -1, -(2**32) + 3])
 def test_the_log_prob_of_an_id_outside_the_vocabulary_is_nan(target: int, backend: str) -> None:
-    """NaN, in its own row and in no other; accelerators do not check ids before."""
+    """Only its own row is NaN. On accelerators, such ids are not rejected before."""
     head = head_rows(5, 24, 70)
     bad = head._replace(target_ids=head.target_ids.clone())
     bad.target_ids[2] = target
     implementation = dispatch.implementation(backend)
-    near, found = (implementation.head_forward(x).log_probs for x in (head, bad))
-    assert found.isnan().tolist() == [False, False, True, False, False]
-    assert torch.equal(found[found.isfinite()], near[found.isfinite()])
+    expected, ours = (implementation.head_forward(x).log_probs for x in (head, bad))
+    assert ours.isnan().tolist() == [False, False, True, False, False]
+    assert torch.equal(ours[ours.isfinite()], expected[ours.isfinite()])
 
 
 def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
@@ -197,13 +197,13 @@ def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
         adapter_weight=torch.randn(70, 3, generator=rng),
         temperature=torch.rand(9, generator=rng) + 0.5,
     )
-    apart = HeadRows._make(
+    strided = HeadRows._make(
         torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], -1)[..., 0] if isinstance(x, torch.Tensor) else x
         for x in head
     )
     implementation, d, needs = dispatch.implementation(backend), torch.ones(9), NeedsGradient(*[True] * 5)
     results = []
-    for x in (head, apart):
+    for x in (head, strided):
         result = implementation.head_forward(x)
         results.append((result.log_probs, *implementation.head_backward(x, result, d, None, needs)))
     torch.testing.assert_close(*results)
@@ -211,25 +211,25 @@ def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
 
 @pytest.mark.parametrize("upstream", [1.0, 1e-3])
 def test_fp16_gradients_of_a_small_slope_do_not_underflow(upstream: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The power of two takes the slope in; the product of half operands is stood in for, as CUDA has it."""
+    """The power of two includes the slope. Half-precision products with fp32 results, as on CUDA, are simulated."""
     head = head_rows(4, 8, 40, logit_scale=1e-6)
     head = head._replace(hidden=head.hidden.half(), weight=(1e4 * head.weight).half())
     d, needs = torch.full((4,), upstream), NeedsGradient(True, False, False, False, False)
     truth = torch_backend.head_backward(head, torch_backend.head_forward(head), d, None, needs)[0]
     monkeypatch.setattr(torch_tiles, "operand_dtype", lambda device, dtype: dtype)
     monkeypatch.setattr(torch_tiles, "_product", lambda a, b: a.float() @ b.float())
-    found = torch_backend.head_backward(head, torch_backend.head_forward(head), d, None, needs)[0]
+    ours = torch_backend.head_backward(head, torch_backend.head_forward(head), d, None, needs)[0]
     assert truth is not None and truth.abs().max() > 1e-6
-    torch.testing.assert_close(found, truth)
+    torch.testing.assert_close(ours, truth)
 
 
 def test_the_power_of_two_brings_the_largest_of_both_gradients_near_one() -> None:
-    counts = torch.tensor([True, True, False])
+    valid = torch.tensor([True, True, False])
     small, large = torch.tensor([1e-6, 0.0, 1e9]), torch.tensor([0.0, 100.0, 0.0])
-    assert power_of_two(small, None, counts) == 2.0**19
-    assert power_of_two(small, large, counts) == power_of_two(large, small, counts) == 2.0**-7
+    assert power_of_two(small, None, valid) == 2.0**19
+    assert power_of_two(small, large, valid) == power_of_two(large, small, valid) == 2.0**-7
     for bad in (torch.inf, torch.nan, 0.0):
-        assert power_of_two(torch.full((3,), bad), None, counts) == 1
+        assert power_of_two(torch.full((3,), bad), None, valid) == 1
 
 
 def test_the_power_of_two_for_subnormal_gradients_is_within_fp32() -> None:
@@ -250,7 +250,7 @@ def test_the_slope_of_a_nan_kl_is_nan() -> None:
 
 
 def test_operands_are_half_precision_only_if_products_are_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA; PyTorch for ROCm has no half product with an fp32 result."""
+    """PyTorch has half-precision products with an fp32 result on CUDA, but not on ROCm."""
     for version, expected in (("7.0", torch.float32), (None, torch.bfloat16)):
         monkeypatch.setattr(torch.version, "hip", version)
         assert torch_tiles.operand_dtype(torch.device("cuda"), torch.bfloat16) == expected
@@ -275,7 +275,7 @@ def test_a_negative_scale_drops_as_much_as_a_positive_one() -> None:
 
 @on_device
 def test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature() -> None:
-    """The heavier half of the columns, the targets among them, is at the cap and has no gradient; the lighter has."""
+    """The targets and half of the columns are at the soft-cap and have no gradient. The other columns have one."""
     weight = torch.zeros(60, 1)
     weight[:30] = 100
     leaves = {"hidden": torch.ones(2, 8, 1), "weight": weight}

@@ -1,4 +1,4 @@
-"""The fused loss equals the oracle, values and gradients, for every option, under the law of tolerance.py."""
+"""Values and gradients of the fused loss equal the oracle's within tolerance.py, for every option."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("device")
 def test_plain_pytorch_in_another_order_meets_the_tolerance() -> None:
     sample = make_sample(4, dtype=torch.float64, bias=True)
     (truth, true_grads), (again, grads) = run_oracle(sample), run_oracle(sample, order=1)
-    assert not torch.equal(again.log_probs, truth.log_probs)  # it does add in another order
+    assert not torch.equal(again.log_probs, truth.log_probs)  # the order of additions does differ
     for name, grad in grads.items():
         check(f"d_{name}", grad, true_grads[name], true_grads[name], grad.dtype)
 
@@ -38,7 +38,8 @@ def test_every_objective_equals_the_oracle_in_training_dtypes(name: str, dtype: 
     assert_equals_oracle(sample, DTYPES[dtype], backend)
 
 
-# Every pair in float64. In other dtypes only rounding differs: every layout with two heads, every head with a layout.
+# Every pair in float64. Other dtypes differ only in rounding: they run every layout with two heads, and every head
+# with one layout.
 PAIRS = [
     (head, layout, dtype)
     for head in HEADS
@@ -108,7 +109,7 @@ def test_log_probs_and_policy_loss_chained_equal_the_fused_loss_bitwise(name: st
 
 
 def test_several_tiles_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """Tiles smaller than the batch and the vocabulary, ragged at both ends, with targets in every slab."""
+    """Tiles are smaller than the batch and the vocabulary and ragged at both ends. Every slab has targets."""
     from gspo_kernels.backends.torch import tiles as torch_tiles
 
     monkeypatch.setattr(torch_tiles, "tile_shape", lambda device, dtype: (8, 7))
@@ -128,7 +129,7 @@ def test_multi_turn_batches_of_uneven_lengths(seed: int, backend: str) -> None:
 
 @pytest.fixture
 def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensor-core route with the product itself stood in for: half operands, fp32 result."""
+    """Multiply half-precision operands with fp32 results, as on tensor cores, on a CPU."""
     from gspo_kernels.backends.torch import tiles as torch_tiles
 
     monkeypatch.setattr(torch_tiles, "operand_dtype", lambda device, dtype: dtype)
@@ -141,7 +142,7 @@ def test_half_operands_with_fp32_results(dtype: str, tensor_cores: None) -> None
 
 
 def test_small_fp16_gradients_survive_the_product(tensor_cores: None) -> None:
-    """Where d_logits is far below what fp16 resolves and d_hidden is not, a power of two must carry it over."""
+    """d_logits underflows in fp16 unless it is multiplied by a power of two; d_hidden does not underflow."""
     sample = make_sample(12, dtype=torch.float16).with_options(normalizer=200.0, logit_scale=1 / 64)
     sample.leaves["weight"].data *= 64
     d_hidden, truth = (run(sample)[1]["hidden"].flatten(0, 1) for run in (run_fused, run_oracle))

@@ -1,4 +1,4 @@
-"""Every preset is the loss of the paper or trainer it is named for, written out here once more from that source."""
+"""Every preset equals the loss of the paper or trainer that it is named after, written out here from that source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Formula = Callable[[Tensor, Rollout, Objective], Tensor]
 
 
 def sequence_ratio(lp: Tensor, b: Rollout) -> Tensor:
-    """arXiv 2507.18071, eq. 7: (pi(y) / pi_old(y)) ^ (1 / |y|), [B]."""
+    """Return (pi(y) / pi_old(y)) ^ (1 / |y|), [B] (arXiv 2507.18071, eq. 7)."""
     m = b.double_mask()
     return (((lp - b.old) * m).sum(1) / m.sum(1)).exp()
 
@@ -28,12 +28,12 @@ def clipped_loss(ratio: Tensor, advantages: Tensor, o: Objective) -> Tensor:
 
 
 def gspo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """eq. 5."""
+    """arXiv 2507.18071, eq. 5."""
     return clipped_loss(sequence_ratio(lp, b), b.advantages, o).mean()
 
 
 def gspo_token(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """eq. 13-14."""
+    """arXiv 2507.18071, eq. 13-14."""
     s = sequence_ratio(lp, b).detach()[:, None] * (lp - lp.detach()).exp()
     m = b.double_mask()
     return ((clipped_loss(s, b.advantages[:, None], o) * m).sum(1) / m.sum(1)).mean()
@@ -49,7 +49,7 @@ def grpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
 
 
 def dapo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2503.14476: over the tokens of all answers; the BNPO of TRL is that per micro-batch."""
+    """arXiv 2503.14476: a mean over the tokens of all answers. TRL's BNPO is the same per micro-batch."""
     return token_losses(lp, b, o).sum() / b.double_mask().sum()
 
 
@@ -78,7 +78,7 @@ def sapo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
 
 
 def gmpo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2507.20673: a geometric mean of token ratios, each clipped in log space to its bad side."""
+    """arXiv 2507.20673: a geometric mean of token ratios, each bounded in log space on the side of the advantage."""
     sign = b.advantages.sign()[:, None]
     r = lp - b.old
     r = sign * torch.min(sign * r, sign * r.clamp(-o.clip_low, o.clip_high))
@@ -130,7 +130,7 @@ KL: dict[str, Callable[[Tensor, Rollout], Tensor]] = {
     "abs": lambda lp, b: (lp - b.ref).abs(),
     "k2": lambda lp, b: (lp - b.ref) ** 2 / 2,
     "k3": lambda lp, b: (b.ref - lp).exp() - (b.ref - lp) - 1,
-    # verl's core_algos.kl_penalty: the value of the estimator, the gradient of k2.
+    # verl's core_algos.kl_penalty: the value of the estimator with the gradient of k2.
     "k1+": lambda lp, b: (lp - b.ref).detach() + (lp.detach() - b.ref) * (lp - lp.detach()),
     "k3+": lambda lp, b: KL["k3"](lp.detach(), b) + (lp.detach() - b.ref) * (lp - lp.detach()),
     # arXiv 2512.02556
@@ -165,17 +165,17 @@ def test_the_clip_fractions_are_those_of_the_surrogate(preset: str, backend: str
     r = batch.log_probs - batch.old
     if preset == "gspo":
         r = (r * batch.double_mask()).sum(1, keepdim=True) / batch.double_mask().sum(1, keepdim=True)
-    least, most = (-0.4, 0.4) if preset == "gmpo" else (1 - o.clip_low, 1 + o.clip_high)
+    lower, upper = (-0.4, 0.4) if preset == "gmpo" else (1 - o.clip_low, 1 + o.clip_high)
     x = r if preset == "gmpo" else r.exp()
-    down, up = (batch.advantages[:, None] < 0, batch.advantages[:, None] > 0)
+    negative, positive = (batch.advantages[:, None] < 0, batch.advantages[:, None] > 0)
     if preset == "cispo":
-        down = up = batch.advantages[:, None] != 0
-    low, high = batch.mask & down & (x < least), batch.mask & up & (x > most)
+        negative = positive = batch.advantages[:, None] != 0
+    low, high = batch.mask & negative & (x < lower), batch.mask & positive & (x > upper)
     out, _ = ours(batch, o, backend)
     tokens, sequences = batch.mask.sum(), len(batch.advantages)
-    for name, found in {"_low": low, "_high": high, "": low | high}.items():
-        torch.testing.assert_close(out.metrics[f"token_clip_fraction{name}"], found.sum().double() / tokens)
-        torch.testing.assert_close(out.metrics[f"clip_fraction{name}"], found.any(1).sum().double() / sequences)
+    for name, clipped in {"_low": low, "_high": high, "": low | high}.items():
+        torch.testing.assert_close(out.metrics[f"token_clip_fraction{name}"], clipped.sum().double() / tokens)
+        torch.testing.assert_close(out.metrics[f"clip_fraction{name}"], clipped.any(1).sum().double() / sequences)
 
 
 @on_device
@@ -185,17 +185,17 @@ def test_the_clip_fractions_are_those_of_the_surrogate(preset: str, backend: str
 def test_an_infinite_ratio_is_clipped_or_reaches_the_loss(
     preset: str, advantage: float, extreme: float, backend: str
 ) -> None:
-    """In float32 exp(200) is inf: a bound selects before it multiplies, and a NaN reaches the loss."""
+    """exp(200) is inf in float32: where a bound binds it is not multiplied. A NaN ratio reaches the loss."""
     o = Objective.preset(preset)
     batch = rollout(Objective.preset("sapo"))
     old, advantages = batch.old.clone(), batch.advantages.abs() + 0.1
     old[0, 0], advantages[0] = batch.log_probs[0, 0] - extreme, advantage
     batch = replace(batch, old=old.float(), log_probs=batch.log_probs.float(), advantages=advantages)
     out, gradient = ours(batch, o, backend)
-    unbound = preset == "gmpo" and extreme * advantage < -100 and extreme == extreme  # gmpo has one bound per sign
+    unbounded = preset == "gmpo" and extreme * advantage < -100 and extreme == extreme  # gmpo has one bound per sign
     if extreme != extreme and preset != "reinforce" and advantage:
         assert out.loss.isnan()
-    elif not unbound:
+    elif not unbounded:
         assert out.loss.isfinite() and gradient.isfinite().all()
     if not advantage:
         assert not gradient[0].any()
@@ -207,8 +207,8 @@ def test_an_infinite_ratio_is_clipped_or_reaches_the_loss(
 def test_a_nan_ratio_reaches_the_loss_where_the_kl_is_zero(estimator: str, backend: str) -> None:
     kl = {"kl_estimator": "unbiased"} if estimator == "unbiased" else {"kl_ratio_factor": True}
     lp = -torch.ones(1, 2)
-    for ratio, seen in ((float("nan"), True), (-float("inf"), False)):
-        old = torch.tensor([[ratio, -1.0]])
+    for old_log_prob, loss_is_nan in ((float("nan"), True), (-float("inf"), False)):
+        old = torch.tensor([[old_log_prob, -1.0]])
         out = policy_loss(
             lp,
             torch.ones(1),
@@ -217,22 +217,22 @@ def test_a_nan_ratio_reaches_the_loss_where_the_kl_is_zero(estimator: str, backe
             backend=backend,
             objective=Objective.preset("reinforce", kl_coef=0.1, **kl),
         )
-        assert out.loss.isnan() == seen
+        assert out.loss.isnan() == loss_is_nan
 
 
 @on_device
 @pytest.mark.parametrize("estimator", KL)
 @pytest.mark.parametrize("d", [float("nan"), float("inf"), -float("inf")])
 def test_both_backends_have_the_same_slope_of_a_non_finite_kl(estimator: str, d: float) -> None:
-    found = []
+    results = []
     for backend in ("torch", "triton"):
         lp = -torch.ones(1, 2).requires_grad_()
         o = Objective.preset("grpo", kl_coef=0.1, kl_estimator=estimator)
         out = policy_loss(
             lp, torch.zeros(1), ref_log_probs=torch.tensor([[-1 - d, -1.0]]), objective=o, backend=backend
         )
-        found.append((out.loss.detach(), *torch.autograd.grad(out.loss, lp)))
-    for x, y in zip(*found, strict=True):
+        results.append((out.loss.detach(), *torch.autograd.grad(out.loss, lp)))
+    for x, y in zip(*results, strict=True):
         assert torch.equal(x.isnan(), y.isnan())
         torch.testing.assert_close(x, y, equal_nan=True)
 
@@ -242,11 +242,11 @@ def test_both_backends_have_the_same_slope_of_a_non_finite_kl(estimator: str, d:
 def test_zero_advantages_and_masked_batches_give_zero(name: str, backend: str) -> None:
     o = Objective.preset(name, **PRESETS[name])
     batch = rollout(o)
-    for idle in (
+    for changed in (
         replace(batch, advantages=torch.zeros_like(batch.advantages)),
         replace(batch, mask=torch.zeros_like(batch.mask)),
     ):
-        out, gradient = ours(idle, o, backend)
+        out, gradient = ours(changed, o, backend)
         assert out.loss == 0 and not gradient.any()
 
 
@@ -279,7 +279,7 @@ def test_intended_settings_do_not_warn(no_warnings_yet: None) -> None:
         warnings.simplefilter("error")
         for name, changes in PRESETS.items():
             o = Objective.preset(name, **changes)
-            ours(rollout(o), o, "torch")  # nor is its copy behind the operator
+            ours(rollout(o), o, "torch")  # the operator's copy of the objective does not warn either
 
 
 def test_a_preset_with_changes_is_checked() -> None:

@@ -1,4 +1,4 @@
-"""Promises that hold for every batch, searched by Hypothesis."""
+"""Properties of every batch, tested with examples from Hypothesis."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ def samples(draw: st.DrawFn, dtype: torch.dtype = torch.float32, **fixed: Any) -
 
 
 def same(a: Tensor, b: Tensor, scale: Tensor | None = None) -> None:
-    """Equal in float64 up to the order of sums."""
+    """Assert equality in float64 up to the order of sums."""
     largest = (b if scale is None else scale).abs().max().item() if b.numel() else 0.0
     assert torch.allclose(a, b, rtol=0, atol=FLOAT64_RELATIVE * max(largest, 1e-3))
 
 
 def lengths_of(sample: Sample) -> list[int]:
-    """Lengths up to the last token that counts: what packing must keep of a padded batch."""
+    """Return the length of each sequence up to its last unmasked token."""
     mask = sample.options["mask"]
     return [int(row.nonzero().max()) + 1 if row.any() else 0 for row in mask]
 
 
 def packed(sample: Sample) -> tuple[Sample, Tensor]:
-    """The same tokens packed, and which padded tokens they are."""
+    """Return the same tokens packed, and where they are in the padded batch, [B, T] bool."""
     lengths, (_, longest) = lengths_of(sample), sample.target_ids.shape
     inside = torch.arange(longest)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
 
@@ -85,7 +85,7 @@ def packed(sample: Sample) -> tuple[Sample, Tensor]:
 def test_packing_equals_padding_bitwise_per_token_and_per_sequence(sample: Sample) -> None:
     flat, inside = packed(sample)
     if flat.advantages.shape[0] == inside.shape[0] == flat.target_ids.shape[0] and sample.advantages.ndim == 2:
-        return  # N == S: the design reads [N] advantages as per sequence
+        return  # with N == S, advantages [N] are read per sequence
     a, grads = run_fused(sample)
     b, flat_grads = run_fused(flat)
     assert torch.equal(a.log_probs[inside], b.log_probs)
@@ -113,7 +113,7 @@ def test_masked_tokens_have_exactly_zero_influence(sample: Sample, seed: int) ->
         return x
 
     other = Sample(
-        # Only hidden: a head of V = B and H = T has the mask's shape and is no batch of tokens.
+        # Not the weight, which has the mask's shape if V = B and H = T.
         dict(sample.leaves, hidden=disturb(sample.leaves["hidden"])),
         disturb(sample.target_ids),
         disturb(sample.advantages),
@@ -188,23 +188,23 @@ def test_equal_policies_give_ratio_exactly_one_and_the_reinforce_gradient(sample
         **head,
     ).log_probs
     out, grads = run_fused(sample.with_options(old_log_probs=lp.detach()))
-    absent, absent_grads = run_fused(sample)
-    for found in (out, absent):
-        assert torch.equal(found.log_ratio, torch.zeros_like(found.log_ratio))
+    without_old, without_old_grads = run_fused(sample)
+    for result in (out, without_old):
+        assert torch.equal(result.log_ratio, torch.zeros_like(result.log_ratio))
         for name in ("ratio_mean", "ratio_min", "ratio_max"):
-            assert found.metrics[name] == 1, name
+            assert result.metrics[name] == 1, name
     mask = sample.options["mask"]
     lengths = mask.sum(1)
     weight = mask * (-sample.advantages / lengths.clamp(min=1))[:, None] / (lengths > 0).sum().clamp(min=1)
     reinforce = torch.autograd.grad((lp * weight).sum(), list(sample.leaves.values()))
     for name, expected in zip(sample.leaves, reinforce, strict=True):
         torch.testing.assert_close(grads[name], expected)
-        assert torch.equal(grads[name], absent_grads[name])
+        assert torch.equal(grads[name], without_old_grads[name])
 
 
 @given(samples(dtype=torch.float64, bias=False, vocab=12, padded_vocab=0))
 def test_with_an_identity_head_each_row_of_d_hidden_sums_to_zero(sample: Sample) -> None:
-    """d_logits sums to 0 over the vocabulary; with W = 1 it is d_hidden itself."""
+    """d_logits sums to 0 over the vocabulary, and equals d_hidden if the weight is the identity."""
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(*sample.target_ids.shape, 12, generator=rng, dtype=torch.float64)
     options = {k: v for k, v in sample.options.items() if k not in ("logit_softcap", "vocab_size")}
@@ -257,7 +257,7 @@ def test_shifting_all_logits_changes_nothing(sample: Sample, shift: float) -> No
 
 
 def near_a_bound(sample: Sample, log_ratio: Tensor) -> bool:
-    """A gate that rounding may flip: gradients then differ by right."""
+    """Return whether rounding may change a clip decision, and so gradients."""
     bounds = [1 - sample.objective.clip_low, 1 + sample.objective.clip_high, sample.objective.ceiling]
     return any(bool(((log_ratio.exp() - bound).abs() < FLOAT64_BOUND).any()) for bound in bounds)
 
@@ -271,7 +271,7 @@ def test_a_temperature_equals_a_smaller_head(sample: Sample) -> None:
     halved = {n: x.detach() / 2 if n in ("weight", "bias") else x.detach() for n, x in sample.leaves.items()}
     small = Sample(halved, sample.target_ids, sample.advantages, sample.objective, options)
     (a, grads), (b, other) = run_fused(warm), run_fused(small)
-    assert torch.equal(a.log_probs, b.log_probs)  # a factor of 2 rounds nothing
+    assert torch.equal(a.log_probs, b.log_probs)  # a factor of 2 is exact
     assert torch.equal(grads["hidden"], other["hidden"])
 
 

@@ -1,4 +1,4 @@
-"""What the documents on GSPO that users arrive with ask for, each step of it by hand and by our functions."""
+"""Recipes of published GSPO guides: each step computed by hand and by our functions."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def ratios(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("by", [None, "batch", "group", "running"])
 @pytest.mark.parametrize("in_reward_kl", [False, True])
 def test_rolls_gspo_recipe(by: str | None, in_reward_kl: bool, backend: str) -> None:
-    """ROLL's GSPO page: reward norm, reward clip, in-reward KL, whitening, advantage clip, then the actor's loss.
+    """ROLL's GSPO page: reward norm, reward clip, KL in the reward, whitening, advantage clip, then the actor's loss.
 
-    Its loss_agg_mode there is seq-mean-token-sum, its dual clip 1 + 2 pg_clip with pg_clip 0.2; the ratio of a sequence
-    is differentiated, also where a KL in the reward makes advantages differ by token.
+    There loss_agg_mode is seq-mean-token-sum, and the dual clip is 1 + 2 pg_clip with pg_clip 0.2. The gradient flows
+    through the sequence's ratio, even if a KL in the reward makes advantages differ between tokens.
     """
     objective = Objective.preset("luspo", clip_low=0.2, clip_high=0.2, dual_clip=1.4, kl_coef=0.001)
     b = rollout(Objective())
     mask, rng = b.double_mask(), torch.Generator().manual_seed(1)
     rewards = 8 * torch.rand(12, generator=rng, dtype=torch.float64)
 
-    # by hand
+    # The recipe by hand.
     std = lambda x: (x - x.mean()).square().sum().div(len(x) - 1).sqrt()  # noqa: E731
     x = rewards
     if by in ("batch", "running"):
@@ -62,25 +62,25 @@ def test_rolls_gspo_recipe(by: str | None, in_reward_kl: bool, backend: str) -> 
     loss = ((loss + 0.001 * k3) * mask).sum(1).mean()
     (gradient,) = torch.autograd.grad(loss, lp)
 
-    # by ours
-    normal = rewards
+    # The recipe by our functions.
+    x = rewards
     if by is not None:
-        normal = normalize_rewards(rewards, RunningMoments() if by == "running" else by, 4 if by == "group" else None)
-    normal = normal.clamp(-5, 5)
+        x = normalize_rewards(rewards, RunningMoments() if by == "running" else by, 4 if by == "group" else None)
+    x = x.clamp(-5, 5)
     options: dict[str, Any] = {"kl": kl, "kl_coef": 0.05} if in_reward_kl else {}
-    advantages = whiten(token_returns(normal, b.mask, reward_clip=5, **options), b.mask).clamp(-2, 2)
+    advantages = whiten(token_returns(x, b.mask, reward_clip=5, **options), b.mask).clamp(-2, 2)
     torch.testing.assert_close(advantages, expected)
-    given = b.log_probs.clone().requires_grad_()
+    leaf = b.log_probs.clone().requires_grad_()
     out = policy_loss(
-        given, advantages, mask=b.mask, old_log_probs=b.old, ref_log_probs=b.ref, objective=objective, backend=backend
+        leaf, advantages, mask=b.mask, old_log_probs=b.old, ref_log_probs=b.ref, objective=objective, backend=backend
     )
     out.loss.backward()
-    assert given.grad is not None
-    assert_agree(b, (out, given.grad), loss.detach(), gradient)
+    assert leaf.grad is not None
+    assert_agree(b, (out, leaf.grad), loss.detach(), gradient)
 
 
 def test_the_seven_steps_of_the_blog_on_answers_of_a_few_tokens(backend: str) -> None:
-    """z-scores in groups of G, one ratio per answer by its length in tokens, one clip; any G, any length from 1."""
+    """Z-scores in groups of G, one length-normalised ratio per answer, one clip; for G from 2 and lengths from 1."""
     for group in range(2, 9):
         rng = torch.Generator().manual_seed(group)
         rewards = torch.rand(2 * group, generator=rng, dtype=torch.float64)
@@ -93,16 +93,16 @@ def test_the_seven_steps_of_the_blog_on_answers_of_a_few_tokens(backend: str) ->
         lp = (-torch.rand(2 * group, 5, generator=rng, dtype=torch.float64)).requires_grad_()
         old = lp.detach() + 1e-3 * torch.randn(2 * group, 5, generator=rng, dtype=torch.float64)
         out = policy_loss(lp, advantages, mask=mask, old_log_probs=old, backend=backend)
-        (found,) = torch.autograd.grad(out.loss, lp)
+        (gradient,) = torch.autograd.grad(out.loss, lp)
         s = ratios(lp, old, mask)
         loss = -torch.min(s * advantages, s.clamp(1 - 3e-4, 1 + 4e-4) * advantages).mean()
         (expected,) = torch.autograd.grad(loss, lp)
         torch.testing.assert_close(out.loss, loss)
-        torch.testing.assert_close(found, expected, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
+        torch.testing.assert_close(gradient, expected, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
 
 
 def test_the_blogs_skeleton_is_not_this_loss() -> None:
-    """It multiplies the clipped objective, gradient included, by log-probs again: clipped answers keep being pushed."""
+    """The blog's code multiplies the clipped objective by log-probs again, so clipped answers keep a gradient."""
     objective = Objective(clip_low=0.4, clip_high=0.4, surrogate="clip")
     b = rollout(Objective())
     r = torch.where(b.advantages > 0, 0.6, -0.6)[:, None] * b.double_mask()  # every ratio beyond the window
@@ -111,14 +111,14 @@ def test_the_blogs_skeleton_is_not_this_loss() -> None:
     s = ratios(lp, b.log_probs - r, mask)
     w = torch.min(s * b.advantages, s.clamp(0.6, 1.4) * b.advantages)
     (skeleton,) = torch.autograd.grad(-(w[:, None] * lp * mask).sum() / mask.sum(), lp)
-    given = b.log_probs.clone().requires_grad_()
-    out = policy_loss(given, b.advantages, mask=b.mask, old_log_probs=b.log_probs - r, objective=objective)
-    (gradient,) = torch.autograd.grad(out.loss, given)
+    leaf = b.log_probs.clone().requires_grad_()
+    out = policy_loss(leaf, b.advantages, mask=b.mask, old_log_probs=b.log_probs - r, objective=objective)
+    (gradient,) = torch.autograd.grad(out.loss, leaf)
     assert skeleton.abs().max() > 1e-3 and not gradient.any()
 
 
 def test_the_gradients_of_gspo_and_grpo_weigh_tokens_as_the_paper_says(backend: str) -> None:
-    """Section 4.2: GSPO weighs an answer's tokens alike; GRPO each by its ratio, in (0, 1 + e] or [1 - e, inf)."""
+    """Section 4.2: GSPO weights all tokens of an answer equally, GRPO by their ratio in (0, 1 + e] or [1 - e, inf)."""
     grpo = Objective.preset("grpo")
     b = rollout(grpo)
     lengths = b.mask.sum(1, keepdim=True)
@@ -128,15 +128,15 @@ def test_the_gradients_of_gspo_and_grpo_weigh_tokens_as_the_paper_says(backend: 
     ratio = (b.log_probs - b.old).exp()
     positive, negative = (b.advantages > 0)[:, None] & b.mask, (b.advantages < 0)[:, None] & b.mask
     assert weight[positive].max() <= 1.2 and (weight[positive] > 1.1).any()
-    live = negative & (weight != 0)
-    assert weight[live].min() >= 0.8 and torch.allclose(weight[live], ratio[live])
+    free = negative & (weight != 0)
+    assert weight[free].min() >= 0.8 and torch.allclose(weight[free], ratio[free])
     b = rollout(Objective())
     _, gradient = ours(b, Objective(), backend)
     s = ratios(b.log_probs, b.old, b.double_mask())
     weight = gradient * -len(b.advantages) * lengths / b.advantages[:, None]
-    live = (gradient != 0).any(1)
-    assert 0 < live.sum() < len(live)
-    for i in live.nonzero()[:, 0].tolist():
+    unclipped = (gradient != 0).any(1)
+    assert 0 < unclipped.sum() < len(unclipped)
+    for i in unclipped.nonzero()[:, 0].tolist():
         torch.testing.assert_close(weight[i][b.mask[i]], s[i].expand(int(lengths[i])))
 
 
@@ -149,7 +149,7 @@ def test_dapo_and_grpo_differ_in_what_a_token_counts(backend: str) -> None:
 
 
 def test_log_probs_of_the_engine_as_old_ones(backend: str) -> None:
-    """The paper's 5.4: no second forward of the old policy. Against rescoring, the difference is in the metrics."""
+    """Section 5.4: the engine's log-probs replace a forward of the old policy. Metrics report the difference."""
     b = rollout(Objective())
     engine = b.old + 0.01 * torch.randn(b.old.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     correction = RolloutCorrection(level="geometric")
@@ -170,7 +170,7 @@ def test_log_probs_of_the_engine_as_old_ones(backend: str) -> None:
 
 
 def test_a_partial_rollout_of_two_policies_and_tool_output(backend: str) -> None:
-    """Each token's old log-prob is of the policy that sampled it; tool output is masked, in no mean and no gradient."""
+    """Old log-probs are of the policy that sampled each token. Tool output is masked: it has no effect on the loss."""
     b = rollout(Objective())
     later = b.old + 0.02
     first = torch.arange(16) < 5
@@ -197,7 +197,7 @@ def test_a_partial_rollout_of_two_policies_and_tool_output(backend: str) -> None
 
 @pytest.mark.parametrize("window", [(3e-4, 4e-4), (2e-4, 3e-4)])
 def test_the_windows_of_the_guides(window: tuple[float, float], backend: str) -> None:
-    """3e-4 / 4e-4 below a billion parameters, 2e-4 / 3e-4 above and for mixtures of experts, with a KL of 0 or 0.01."""
+    """Windows 3e-4 / 4e-4 below a billion parameters, 2e-4 / 3e-4 above and for MoE, with kl_coef 0 or 0.01."""
     objective = Objective(clip_low=window[0], clip_high=window[1], kl_coef=0.01)
     b = rollout(objective)
     s = ratios(b.log_probs, b.old, b.double_mask())

@@ -1,4 +1,4 @@
-"""Importance weights against the sampler, against their formulas over Python numbers."""
+"""Importance weights of rollouts, compared with their formulas over Python numbers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def batch(packed: bool) -> dict[str, Any]:
 
 
 def expected_weights(level: str, mode: str, low: float, high: float) -> tuple[list[list[float]], list[float], int]:
-    """(weights, the plain ones of tokens that count, how many a bound changed), by the book."""
+    """Return weights [5, 9], log rho of each unmasked token, and the number of weights that a bound changed."""
     old, roll, mask = (batch(False)[k].tolist() for k in ("old_log_probs", "rollout_log_probs", "mask"))
-    found, plain, bound = [[0.0] * 9 for _ in range(5)], [], 0
+    weights, log_rhos, bounded = [[0.0] * 9 for _ in range(5)], [], 0
     for i in range(5):
         tokens = [t for t in range(9) if mask[i][t]]
         logs = {t: old[i][t] - roll[i][t] for t in tokens}
@@ -40,10 +40,10 @@ def expected_weights(level: str, mode: str, low: float, high: float) -> tuple[li
             log = {"token": logs[t], "sequence": sum(logs.values()), "geometric": sum(logs.values()) / len(logs)}[level]
             rho = math.exp(log)
             inside = low <= rho <= high
-            bound += not inside
-            found[i][t] = rho if inside else 0.0 if mode == "mask" else min(max(rho, low), high)
-            plain.append(logs[t])
-    return found, plain, bound
+            bounded += not inside
+            weights[i][t] = rho if inside else 0.0 if mode == "mask" else min(max(rho, low), high)
+            log_rhos.append(logs[t])
+    return weights, log_rhos, bounded
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -52,17 +52,17 @@ def expected_weights(level: str, mode: str, low: float, high: float) -> tuple[li
 def test_weights_and_metrics_match_plain_python(level: str, mode: str, packed: bool) -> None:
     low, high = 0.8, 1.3
     ours = importance_weights(**batch(packed), level=level, mode=mode, low=low, high=high)
-    found, plain, bound = expected_weights(level, mode, low, high)
-    expected = torch.tensor(found, dtype=torch.float64)
+    weights, log_rhos, bounded = expected_weights(level, mode, low, high)
+    expected = torch.tensor(weights, dtype=torch.float64)
     torch.testing.assert_close(ours.weights.view(5, 9), expected, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
-    w, n = expected.flatten(), len(plain)
-    assert 0 < bound < n
+    w, n = expected.flatten(), len(log_rhos)
+    assert 0 < bounded < n
     metrics = {
         "weight_mean": w.sum() / n,
         "weight_max": w.max(),
-        "bound_share": bound / n,
+        "bound_share": bounded / n,
         "effective_sample_size": w.sum() ** 2 / (n * w.square().sum()),
-        "kl_sampler_trainer": sum(math.exp(d) - 1 - d for d in plain) / n,
+        "kl_sampler_trainer": sum(math.exp(d) - 1 - d for d in log_rhos) / n,
     }
     assert ours.metrics.keys() == metrics.keys()
     for name, value in metrics.items():
@@ -73,17 +73,17 @@ def test_weights_and_metrics_match_plain_python(level: str, mode: str, packed: b
 def test_equal_log_probs_have_weight_one() -> None:
     lp = torch.randn(2, 3)
     for level in LEVELS:
-        found = importance_weights(lp, lp, torch.ones(2, 3), level=level)
-        assert found.weights.eq(1).all() and found.metrics["effective_sample_size"] == 1
-        assert found.metrics["kl_sampler_trainer"] == found.metrics["bound_share"] == 0
+        result = importance_weights(lp, lp, torch.ones(2, 3), level=level)
+        assert result.weights.eq(1).all() and result.metrics["effective_sample_size"] == 1
+        assert result.metrics["kl_sampler_trainer"] == result.metrics["bound_share"] == 0
 
 
 def test_a_nan_reaches_the_loss_and_an_overflow_is_bounded() -> None:
     old, roll = torch.zeros(2, 3), torch.tensor([[0.0, torch.nan, 0.0], [-99.0, -99.0, 0.0]])
-    found = importance_weights(old, roll, torch.ones(2, 3), level="sequence", high=3.0)
-    assert found.weights[0].isnan().all() and found.weights[1].eq(3).all()
-    found = importance_weights(old, roll, torch.ones(2, 3), level="sequence", mode="mask", high=3.0)
-    assert found.weights[0].isnan().all() and found.weights[1].eq(0).all()
+    result = importance_weights(old, roll, torch.ones(2, 3), level="sequence", high=3.0)
+    assert result.weights[0].isnan().all() and result.weights[1].eq(3).all()
+    result = importance_weights(old, roll, torch.ones(2, 3), level="sequence", mode="mask", high=3.0)
+    assert result.weights[0].isnan().all() and result.weights[1].eq(0).all()
 
 
 def test_weights_enter_a_loss() -> None:
@@ -106,18 +106,18 @@ def test_weights_enter_a_loss() -> None:
 def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, packed: bool, backend: str) -> None:
     sample = make_sample(2, packed=packed, token_weights=True)
     mask, old = sample.options["mask"], sample.options["old_log_probs"]
-    away = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
-    rollout = torch.where(mask, old + away, torch.nan)
+    noise = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
+    rollout = torch.where(mask, old + noise, torch.nan)
     bounds: dict[str, Any] = {"level": level, "mode": "mask", "low": 0.8, "high": 1.3}
-    found = importance_weights(old, rollout, mask, cu_seqlens=sample.options.get("cu_seqlens"), **bounds)
-    both = torch.where(mask, sample.options["token_weights"] * found.weights, 0)
+    result = importance_weights(old, rollout, mask, cu_seqlens=sample.options.get("cu_seqlens"), **bounds)
+    both = torch.where(mask, sample.options["token_weights"] * result.weights, 0)
     expected, expected_grads = run_fused(sample.with_options(token_weights=both), backend)
     corrected = Sample(**{**vars(sample), "objective": Objective(rollout_correction=RolloutCorrection(**bounds))})
     out, grads = run_fused(corrected.with_options(rollout_log_probs=rollout), backend)
     assert torch.equal(out.loss, expected.loss)
     assert all(torch.equal(grads[name], g) for name, g in expected_grads.items())
     assert 0 < out.metrics["rollout_bound_share"] < 1
-    for name, value in found.metrics.items():
+    for name, value in result.metrics.items():
         assert torch.equal(out.metrics[f"rollout_{name}"], value)
     with_plain_log_probs = policy_loss(
         expected.log_probs,
@@ -136,7 +136,7 @@ def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, 
 @on_device
 @pytest.mark.parametrize("level", LEVELS)
 def test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero(level: str, backend: str) -> None:
-    """Advantage 0, token weight 0, or clipped with an inf weight: no gradient and no NaN."""
+    """With advantage 0, token weight 0, or an inf weight on a clipped token, there is no gradient and no NaN."""
     old = -torch.ones(2, 3)
     rollout = old.clone()
     rollout[0, 0] = torch.nan
@@ -145,15 +145,15 @@ def test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero(leve
         old, torch.tensor([0.0, 1.0]), old_log_probs=old, rollout_log_probs=rollout, objective=o, backend=backend
     )
     assert out.loss == -0.5
-    silent = torch.ones(2, 3)
-    silent[0] = 0
+    token_weights = torch.ones(2, 3)
+    token_weights[0] = 0
     out = policy_loss(
         old,
         torch.ones(2),
         old_log_probs=old,
         rollout_log_probs=rollout,
         objective=o,
-        token_weights=silent,
+        token_weights=token_weights,
         backend=backend,
     )
     assert out.loss == -0.5
@@ -166,8 +166,8 @@ def test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero(leve
 
 def test_the_kl_of_a_token_of_sampler_probability_zero_is_infinite() -> None:
     old = -torch.ones(1, 2)
-    found = importance_weights(old, torch.tensor([[-math.inf, -1.0]]), torch.ones(1, 2))
-    assert found.weights.tolist() == [[2.0, 1.0]] and found.metrics["kl_sampler_trainer"] == math.inf
+    result = importance_weights(old, torch.tensor([[-math.inf, -1.0]]), torch.ones(1, 2))
+    assert result.weights.tolist() == [[2.0, 1.0]] and result.metrics["kl_sampler_trainer"] == math.inf
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -175,15 +175,15 @@ def test_the_off_policy_mask(packed: bool) -> None:
     inputs = batch(packed)
     inputs["log_probs"] = inputs.pop("old_log_probs")
     advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0, -1.0])
-    found = off_policy_mask(**inputs, advantages=advantages, threshold=0.05)
+    result = off_policy_mask(**inputs, advantages=advantages, threshold=0.05)
     new, roll, mask = (inputs[k].view(5, 9) for k in ("log_probs", "rollout_log_probs", "mask"))
     expected = mask.double()
     for i in range(5):
         if mask[i].any() and advantages[i] < 0 and (roll[i] - new[i])[mask[i]].mean() > 0.05:
             expected[i] = 0
     assert 0 < expected.sum() < mask.sum()
-    assert torch.equal(found.weights.view(5, 9), expected)
-    assert found.metrics["masked_share"].item() == pytest.approx(1 - (expected.sum() / mask.sum()).item())
+    assert torch.equal(result.weights.view(5, 9), expected)
+    assert result.metrics["masked_share"].item() == pytest.approx(1 - (expected.sum() / mask.sum()).item())
 
 
 def test_the_off_policy_mask_of_old_log_probs_is_the_lower_clip_of_gspo() -> None:
@@ -221,39 +221,39 @@ def test_a_bad_argument_is_named(kind: str) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_empty_batches(shape: tuple[int, int]) -> None:
-    nothing: dict[str, Any] = {"old_log_probs": torch.ones(shape), "rollout_log_probs": torch.ones(shape)}
-    found = importance_weights(**nothing, mask=torch.ones(shape), level="sequence")
-    assert found.weights.shape == shape and all(x == 0 for x in found.metrics.values())
+    empty: dict[str, Any] = {"old_log_probs": torch.ones(shape), "rollout_log_probs": torch.ones(shape)}
+    result = importance_weights(**empty, mask=torch.ones(shape), level="sequence")
+    assert result.weights.shape == shape and all(x == 0 for x in result.metrics.values())
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_weight_on_a_bound_is_not_changed(level: str, mode: str) -> None:
     lp, ones = -torch.rand(2, 3), torch.ones(2, 3)
-    found = importance_weights(lp, lp, ones, level=level, mode=mode, low=1.0, high=1.0)
-    assert torch.equal(found.weights, ones) and found.metrics["bound_share"] == 0
+    result = importance_weights(lp, lp, ones, level=level, mode=mode, low=1.0, high=1.0)
+    assert torch.equal(result.weights, ones) and result.metrics["bound_share"] == 0
 
 
 def test_a_sequence_at_the_threshold_is_not_masked() -> None:
     lp, ones = -torch.ones(2, 3), torch.ones(2, 3)
-    found = off_policy_mask(lp, lp + torch.tensor([[0.0], [0.5]]), -torch.ones(2), ones, threshold=0.0)
-    assert found.weights.tolist() == [[1.0] * 3, [0.0] * 3]
-    found = off_policy_mask(lp, lp + 0.5, -torch.ones(2), ones, threshold=0.5)
-    assert torch.equal(found.weights, ones)
+    result = off_policy_mask(lp, lp + torch.tensor([[0.0], [0.5]]), -torch.ones(2), ones, threshold=0.0)
+    assert result.weights.tolist() == [[1.0] * 3, [0.0] * 3]
+    result = off_policy_mask(lp, lp + 0.5, -torch.ones(2), ones, threshold=0.5)
+    assert torch.equal(result.weights, ones)
 
 
 def test_per_token_advantages_are_masked_per_token() -> None:
     lp, advantages = -torch.ones(1, 4), torch.tensor([[1.0, -1.0, 0.0, -2.0]])
-    found = off_policy_mask(lp, lp + 1, advantages, torch.ones(1, 4), threshold=0.5)
-    assert found.weights.tolist() == [[1.0, 0.0, 1.0, 0.0]] and found.metrics["masked_share"] == 0.5
+    result = off_policy_mask(lp, lp + 1, advantages, torch.ones(1, 4), threshold=0.5)
+    assert result.weights.tolist() == [[1.0, 0.0, 1.0, 0.0]] and result.metrics["masked_share"] == 0.5
 
 
 def test_weights_and_masks_have_no_gradient() -> None:
     old, roll = (-torch.rand(2, 3).requires_grad_() for _ in range(2))
     weights = importance_weights(old, roll, torch.ones(2, 3))
     masked = off_policy_mask(old, roll, -torch.ones(2), torch.ones(2, 3), threshold=0.1)
-    for found in (weights, masked):
-        assert not any(x.requires_grad for x in (found.weights, *found.metrics.values()))
+    for result in (weights, masked):
+        assert not any(x.requires_grad for x in (result.weights, *result.metrics.values()))
 
 
 OFFSETS = {
@@ -270,9 +270,9 @@ OFFSETS = {
 def test_invalid_offsets_are_rejected(function: Any, kind: str) -> None:
     offsets, expected = OFFSETS[kind]
     x, cu_seqlens = torch.zeros(6), torch.tensor(offsets, dtype=torch.int32)
-    more: Any = {} if function is importance_weights else {"advantages": x, "threshold": 0.1}
+    kwargs: Any = {} if function is importance_weights else {"advantages": x, "threshold": 0.1}
     with pytest.raises(ValueError, match=f"{function.__name__}: cu_seqlens must be .*{expected}"):
-        function(x, x, mask=torch.ones(6), cu_seqlens=cu_seqlens, **more)
+        function(x, x, mask=torch.ones(6), cu_seqlens=cu_seqlens, **kwargs)
 
 
 def test_non_finite_advantages_are_rejected_at_unmasked_tokens() -> None:
@@ -286,8 +286,8 @@ def test_unchecked_bad_values_make_all_weights_nan(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(validation, "_values_are_checked", lambda device: False)
     x, ones = torch.zeros(6), torch.ones(6)
     for bad in ({"cu_seqlens": torch.tensor([0, 4])}, {"cu_seqlens": torch.tensor([0, 6]), "mask": 2 * ones}):
-        given: Any = {"mask": ones, **bad}
-        assert importance_weights(x, x, **given).weights.isnan().all()
-        assert off_policy_mask(x, x, ones, threshold=0.1, **given).weights.isnan().all()
+        kwargs: Any = {"mask": ones, **bad}
+        assert importance_weights(x, x, **kwargs).weights.isnan().all()
+        assert off_policy_mask(x, x, ones, threshold=0.1, **kwargs).weights.isnan().all()
     nan = off_policy_mask(x[None], x[None], torch.tensor([torch.nan]), ones[None], threshold=0.1)
     assert nan.weights.isnan().all()

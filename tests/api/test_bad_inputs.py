@@ -1,7 +1,7 @@
-"""A bad input gets a ValueError or TypeError that names the argument, what was expected and what came.
+"""Bad inputs raise a ValueError or TypeError that names the argument, what was expected and what came.
 
-One table, `KINDS`. A kind is tried on every public function that has the arguments it changes. Nothing a caller passes
-is ever written, by a refused call or by one that succeeds.
+`KINDS` lists bad inputs. Each is passed to every public function that has the arguments that it changes. Neither failed
+nor successful calls write to the caller's tensors.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ N, S = 5, 2  # packed
 NAN, INF = float("nan"), float("inf")
 CORRECTED = Objective(rollout_correction=RolloutCorrection())
 FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (gspo_fused_loss, linear_log_probs, policy_loss)}
-LONGEST_MESSAGE = 320  # characters; more is not read
+LONGEST_MESSAGE = 320  # characters
 
 
 def good_inputs(packed: bool = False) -> dict[str, Any]:
-    """Arguments of all three functions that every check accepts."""
+    """Return arguments of all three functions that pass every check."""
     rng = torch.Generator().manual_seed(0)
     shape, sequences = ((N,), S) if packed else ((B, T), B)
     log_probs = -torch.rand(shape, generator=rng)
@@ -56,6 +56,7 @@ def good_inputs(packed: bool = False) -> dict[str, Any]:
 
 
 def accepted(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `inputs` that are arguments of the function."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in inputs.items() if name in names}
 
@@ -65,7 +66,7 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class Kind:
-    """`change` replaces good arguments (MISSING takes one away); the message must hold `name`, `expected` and `got`."""
+    """A bad input: `change` replaces good arguments, or removes them if MISSING. The rest describes the error."""
 
     change: dict[str, Any]
     error: type[Exception]
@@ -73,7 +74,7 @@ class Kind:
     expected: str
     got: str
     packed: bool = False
-    functions: tuple[str, ...] = ()  # empty: all that have the arguments in `change`
+    functions: tuple[str, ...] = ()  # empty: all functions that have the arguments in `change`
     autocast: bool = False
 
     def inputs(self, function: Callable[..., Any]) -> dict[str, Any]:
@@ -87,7 +88,7 @@ class Kind:
 
 
 def ids(*values: int) -> Tensor:
-    """Target ids [B, T] that end in `values`."""
+    """Return target ids [B, T] whose last ones are `values`."""
     return torch.tensor([1] * (B * T - len(values)) + list(values)).view(B, T)
 
 
@@ -107,7 +108,7 @@ def linear(prepare: Callable[[Any], Any] = lambda module: None, bias: bool = Fal
 
 
 def replace_forward(module: nn.Linear) -> None:
-    module.forward = lambda input: input  # what accelerate's hooks do
+    module.forward = lambda input: input  # as accelerate's hooks do
 
 
 def sharded_away(module: nn.Linear) -> nn.Linear:
@@ -209,7 +210,7 @@ KINDS: dict[str, Kind] = {
     "bias-device": Kind({"bias": torch.ones(V, device=META)}, V_, "bias", "on cpu", "meta"),
     "bias-twice": Kind({"lm_head": linear(bias=True), "bias": torch.ones(V)}, V_, "bias", "lm_head has a bias", "[7]"),
     "bias-list-twice": Kind({"lm_head": linear(bias=True), "bias": [0.0]}, V_, "bias", "lm_head has a bias", ""),
-    # -- the rest of the head
+    # -- options of the head
     "scale-zero": Kind({"logit_scale": 0.0}, V_, "logit_scale", "other than 0", "0.0"),
     "scale-nan": Kind({"logit_scale": NAN}, V_, "logit_scale", "finite", "nan"),
     "scale-inf": Kind({"logit_scale": INF}, V_, "logit_scale", "finite", "inf"),
@@ -398,32 +399,36 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def everywhere() -> list[Any]:
-    found = []
+def cases() -> list[Any]:
+    """Return every kind with every function that it applies to."""
+    parameters = []
     for kind_id, kind in KINDS.items():
         for name, function in FUNCTIONS.items():
             if kind.applies_to(function):
-                found.append(pytest.param(kind, function, id=f"{kind_id}-{name}"))
-    return found
+                parameters.append(pytest.param(kind, function, id=f"{kind_id}-{name}"))
+    return parameters
 
 
 def fingerprint(*inputs: Any) -> list[Any]:
-    """The bytes and the version of every tensor and array within."""
-    found: list[Any] = []
+    """Return bytes and version of all tensors and arrays in `inputs`."""
+    values: list[Any] = []
     for x in inputs:
         if isinstance(x, dict):
-            found += fingerprint(*x.values())
+            values += fingerprint(*x.values())
         elif isinstance(x, nn.Module):
-            found += fingerprint(*x.parameters(), *x.buffers())
+            values += fingerprint(*x.parameters(), *x.buffers())
         elif isinstance(x, Tensor):
             data = None if x.device.type == "meta" else x.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
-            found.append((x._version, x.requires_grad, data))
+            values.append((x._version, x.requires_grad, data))
         else:
-            found.append(copy.deepcopy(x.tolist() if isinstance(x, np.ndarray) else repr(x)))
-    return found
+            values.append(copy.deepcopy(x.tolist() if isinstance(x, np.ndarray) else repr(x)))
+    return values
 
 
-def refused(error: type[Exception], place: str, name: str, expected: str, got: str, call: Callable[[], Any]) -> None:
+def assert_rejected(
+    error: type[Exception], place: str, name: str, expected: str, got: str, call: Callable[[], Any]
+) -> None:
+    """Assert that `call` raises `error` with a message of the common form that has these parts."""
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
     message = str(caught.value)
@@ -431,18 +436,18 @@ def refused(error: type[Exception], place: str, name: str, expected: str, got: s
     pattern = rf"{re.escape(place)}: {re.escape(name) or '.+'} must be (?P<expected>.+), got (?P<got>.+)"
     parts = re.fullmatch(pattern, message)
     assert parts, f"not of the form '<function>: <argument> must be <expected>, got <got>': {message}"
-    assert expected in parts["expected"], f"{expected!r} is not expected by: {message}"
-    assert got in parts["got"], f"{got!r} did not come in: {message}"
+    assert expected in parts["expected"], f"{expected!r} is not what is expected in: {message}"
+    assert got in parts["got"], f"{got!r} is not what came in: {message}"
     assert len(message) <= LONGEST_MESSAGE, f"{len(message)} characters: {message}"
 
 
-@pytest.mark.parametrize(("kind", "function"), everywhere())
+@pytest.mark.parametrize(("kind", "function"), cases())
 def test_a_bad_input_is_named_and_nothing_is_written(kind: Kind, function: Callable[..., Any]) -> None:
     inputs = kind.inputs(function)
     before = fingerprint(inputs)
-    under = torch.autocast("cpu", torch.bfloat16) if kind.autocast else contextlib.nullcontext()
-    with under:
-        refused(kind.error, function.__name__, kind.name, kind.expected, kind.got, partial(function, **inputs))
+    context = torch.autocast("cpu", torch.bfloat16) if kind.autocast else contextlib.nullcontext()
+    with context:
+        assert_rejected(kind.error, function.__name__, kind.name, kind.expected, kind.got, partial(function, **inputs))
     assert fingerprint(inputs) == before
 
 
@@ -496,14 +501,16 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
 @pytest.mark.parametrize("kind", OBJECTIVES)
 def test_a_bad_objective_is_named(kind: str) -> None:
     fields, error, name, expected, got = OBJECTIVES[kind]
-    refused(error, "Objective", name, expected, got, lambda: Objective(**fields))
+    assert_rejected(error, "Objective", name, expected, got, lambda: Objective(**fields))
 
 
 def test_an_unknown_preset_or_field_of_one_is_named() -> None:
     place = "Objective.preset"
-    refused(ValueError, place, "name", "'gspo', 'gspo-token'", "'gpso'", lambda: Objective.preset("gpso"))
-    refused(ValueError, place, "field", "'clip_low'", "'cliplow'", lambda: Objective.preset("gspo", cliplow=0.1))
-    refused(ValueError, "Objective", "length_norm", "number", "None", lambda: Objective.preset("dr_grpo"))
+    assert_rejected(ValueError, place, "name", "'gspo', 'gspo-token'", "'gpso'", lambda: Objective.preset("gpso"))
+    assert_rejected(
+        ValueError, place, "field", "'clip_low'", "'cliplow'", lambda: Objective.preset("gspo", cliplow=0.1)
+    )
+    assert_rejected(ValueError, "Objective", "length_norm", "number", "None", lambda: Objective.preset("dr_grpo"))
 
 
 GROUPS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
@@ -538,7 +545,7 @@ def test_a_bad_argument_of_group_advantages_is_named(kind: str) -> None:
     change, error, name, expected, got = GROUPS[kind]
     inputs = {"rewards": torch.tensor([1.0, 0.0, 0.5, 1.0]), "group_size": 2, **change}
     before = fingerprint(inputs)
-    refused(error, "group_advantages", name, expected, got, lambda: group_advantages(**inputs))
+    assert_rejected(error, "group_advantages", name, expected, got, lambda: group_advantages(**inputs))
     assert fingerprint(inputs) == before
 
 
@@ -557,7 +564,7 @@ def test_a_bad_workspace_limit_is_named(text: str, monkeypatch: pytest.MonkeyPat
 def device_mesh(tmp_path: Path) -> Iterator[Any]:
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available() or distributed.is_initialized():
-        pytest.skip("needs torch.distributed for itself")
+        pytest.skip("needs torch.distributed, not initialised by others")
     from torch.distributed.device_mesh import init_device_mesh
 
     store = distributed.FileStore(str(tmp_path / "store"), 1)
@@ -579,7 +586,7 @@ def test_a_sharded_head_is_rejected(device_mesh: Any, as_module: bool, autocast:
     for function in (gspo_fused_loss, linear_log_probs):
         inputs = accepted(function, {**good_inputs(), "lm_head": head})
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            refused(
+            assert_rejected(
                 TypeError,
                 function.__name__,
                 "lm_head",
@@ -595,7 +602,9 @@ def test_sharded_hidden_states_are_rejected(device_mesh: Any) -> None:
     inputs = good_inputs()
     inputs["hidden"] = distribute_tensor(inputs["hidden"], device_mesh, [Shard(0)])
     call = accepted(linear_log_probs, inputs)
-    refused(TypeError, "linear_log_probs", "hidden", "plain tensor", "DTensor", lambda: linear_log_probs(**call))
+    assert_rejected(
+        TypeError, "linear_log_probs", "hidden", "plain tensor", "DTensor", lambda: linear_log_probs(**call)
+    )
 
 
 def peft_head(**config: Any) -> Any:
@@ -647,7 +656,7 @@ def adalora() -> Any:
     return model["lm_head"]
 
 
-def lora_on_own_forward() -> Any:
+def lora_on_replaced_forward() -> Any:
     head = peft_head()
     head.base_layer.forward = lambda input: input
     return head
@@ -665,7 +674,7 @@ ADAPTERS: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "hook-on-dropout": (lambda: with_hook_inside("lora_dropout"), TypeError, "nn.Linear", "hook"),
     "hook-on-modules-to-save": (lambda: saved_with_hook(True), TypeError, "nn.Linear", "hook"),
     "hook-on-the-saved-module": (lambda: saved_with_hook(False), TypeError, "nn.Linear", "hook"),
-    "base-with-replaced-forward": (lora_on_own_forward, TypeError, "nn.Linear", "forward"),
+    "base-with-replaced-forward": (lora_on_replaced_forward, TypeError, "nn.Linear", "forward"),
 }
 
 
@@ -677,14 +686,14 @@ def test_an_unsupported_adapter_is_named(kind: str) -> None:
     for function in (gspo_fused_loss, linear_log_probs):
         inputs = accepted(function, {**good_inputs(), "lm_head": head})
         before = fingerprint(inputs)
-        refused(error, function.__name__, "lm_head", expected, got, partial(function, **inputs))
+        assert_rejected(error, function.__name__, "lm_head", expected, got, partial(function, **inputs))
         assert fingerprint(inputs) == before
 
 
 def test_hidden_states_of_the_wrong_width_for_an_adapter_are_named() -> None:
     head, inputs = peft_head(), good_inputs()
     call = accepted(linear_log_probs, {**inputs, "hidden": torch.ones(B, T, H + 1), "lm_head": head})
-    refused(ValueError, "linear_log_probs", "lm_head", "H = 5", "[7, 4]", lambda: linear_log_probs(**call))
+    assert_rejected(ValueError, "linear_log_probs", "lm_head", "H = 5", "[7, 4]", lambda: linear_log_probs(**call))
 
 
 def test_values_at_masked_positions_are_not_checked(backend: str) -> None:
@@ -732,18 +741,18 @@ def test_a_successful_call_and_its_backward_write_to_no_input(name: str, autocas
             out = gspo_fused_loss(**inputs)
             lp = linear_log_probs(**accepted(linear_log_probs, {**inputs, "entropy": True}))
             terms = {"log_probs": lp.log_probs, "entropy": lp.entropy}
-            both = fingerprint(terms)
-            seam = policy_loss(**accepted(policy_loss, {**inputs, **terms}))
+            terms_before = fingerprint(terms)
+            chained = policy_loss(**accepted(policy_loss, {**inputs, **terms}))
             upstream = torch.tensor(0.5, dtype=out.loss.dtype)
             out.loss.backward(upstream)
-            seam.loss.backward(upstream)
+            chained.loss.backward(upstream)
             assert upstream == 0.5
             assert fingerprint(inputs) == before
-            assert fingerprint(terms) == both
+            assert fingerprint(terms) == terms_before
 
 
-class Dual(torch.nn.Module):
-    """A loss as a function of its log-probs."""
+class LossOfLogProbs(torch.nn.Module):
+    """The loss as a function of log-probs only."""
 
     def forward(self, log_probs: Tensor) -> Tensor:
         return policy_loss(log_probs, torch.ones(B)).loss
@@ -751,8 +760,8 @@ class Dual(torch.nn.Module):
 
 def test_forward_mode_is_rejected() -> None:
     x = torch.full((B, T), -1.0)
-    call = partial(torch.func.jvp, Dual(), (x,), (torch.ones_like(x),))
-    refused(TypeError, "policy_loss", "log_probs", "reverse mode", "dual tensor", call)
+    call = partial(torch.func.jvp, LossOfLogProbs(), (x,), (torch.ones_like(x),))
+    assert_rejected(TypeError, "policy_loss", "log_probs", "reverse mode", "dual tensor", call)
 
 
 HUGE: dict[str, tuple[str, Any]] = {
@@ -772,19 +781,21 @@ def test_numbers_that_float32_cannot_hold_are_named(kind: str) -> None:
     name, value = HUGE[kind]
     inputs = accepted(gspo_fused_loss, good_inputs())
     call = partial(gspo_fused_loss, **inputs, **{name: value})
-    refused(ValueError, "gspo_fused_loss", name, "finite number", "e" if isinstance(value, float) else "int", call)
+    assert_rejected(
+        ValueError, "gspo_fused_loss", name, "finite number", "e" if isinstance(value, float) else "int", call
+    )
 
 
 def test_an_objective_of_huge_ints_is_rejected() -> None:
-    refused(ValueError, "Objective", "dual_clip", "> 1", "int", partial(Objective, dual_clip=10**400))
+    assert_rejected(ValueError, "Objective", "dual_clip", "> 1", "int", partial(Objective, dual_clip=10**400))
 
 
 def test_sparse_and_lazy_heads_are_named() -> None:
     inputs = accepted(linear_log_probs, good_inputs())
     sparse = {**inputs, "lm_head": inputs["lm_head"].to_sparse()}
-    refused(TypeError, "linear_log_probs", "lm_head", "dense", "sparse", partial(linear_log_probs, **sparse))
+    assert_rejected(TypeError, "linear_log_probs", "lm_head", "dense", "sparse", partial(linear_log_probs, **sparse))
     lazy = {**inputs, "lm_head": nn.LazyLinear(V)}
-    refused(ValueError, "linear_log_probs", "lm_head", "initialised", "lazy", partial(linear_log_probs, **lazy))
+    assert_rejected(ValueError, "linear_log_probs", "lm_head", "initialised", "lazy", partial(linear_log_probs, **lazy))
 
 
 def test_numpy_numbers_are_accepted() -> None:

@@ -1,4 +1,4 @@
-"""`gspo doctor`: it finds nothing wrong here, finds what is made wrong, and works where things are absent or broken."""
+"""`gspo doctor` passes here, detects seeded faults, and works if packages or devices are absent or broken."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from gspo_kernels.tools.doctor_checks import (
     outputs,
 )
 
-# Kernels are interpreted in the process of these tests, so the doctor finds the Triton backend on the CPU by itself.
+# Kernels are interpreted in this process, so the doctor checks the Triton backend on the CPU without --interpret.
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -48,7 +48,7 @@ def run_json(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def run_process(*arguments: str, before: str = "", **environment: str) -> tuple[int, dict[str, Any]]:
-    """In a process that does not interpret kernels, after some Python."""
+    """Run the doctor in a process that does not interpret kernels, after the Python code `before`."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = f"import sys\n{before}\nfrom gspo_kernels.tools.cli import app\napp()"
     command = [sys.executable, "-c", code, "doctor", "--json", *arguments]
@@ -59,29 +59,29 @@ def run_process(*arguments: str, before: str = "", **environment: str) -> tuple[
 
 @pytest.fixture
 def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted kernels left out: for tests of something else, which they would only slow down."""
+    """Skip the interpreted kernels, which are slow, in tests of something else."""
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: "the Triton kernels only compile")
 
 
-# Where everything is right
+# -- without faults
 
 
 @pytest.mark.slow
 def test_all_checks_pass_and_the_json_reports_it() -> None:
-    code, found = run_json()
-    assert code == 0 and found["ok"] is True
-    assert found["verdict"] == f"Good: all {len(found['checks'])} checks agree with float64."
-    assert set(found) == {"ok", "verdict", "versions", "devices", "checks", "remarks"}
-    assert found["versions"]["torch"] == torch.__version__
-    assert set(found["versions"]) >= {"gspo-kernels", "python", "cuda", "hip", "triton", "transformers", "trl", "verl"}
-    cpu = found["devices"][0]
+    code, report = run_json()
+    assert code == 0 and report["ok"] is True
+    assert report["verdict"] == f"Good: all {len(report['checks'])} checks agree with float64."
+    assert set(report) == {"ok", "verdict", "versions", "devices", "checks", "remarks"}
+    assert report["versions"]["torch"] == torch.__version__
+    assert set(report["versions"]) >= {"gspo-kernels", "python", "cuda", "hip", "triton", "transformers", "trl", "verl"}
+    cpu = report["devices"][0]
     assert cpu["name"] == "cpu" and cpu["auto"] == "torch" and "interpreted" in cpu["why"]
-    places = {(c["device"], c["backend"], c["dtype"]) for c in found["checks"]}
+    places = {(c["device"], c["backend"], c["dtype"]) for c in report["checks"]}
     assert places >= {("cpu", backend, dtype) for backend in ("torch", "triton") for dtype in DTYPES}
-    for one in found["checks"]:
-        assert one["verdict"] == "ok" and one["wrong_decisions"] == 0 and one["message"] == ""
-        assert set(one["ratios"]) == {"log_probs", "loss", "d_hidden", "d_weight"}
-        assert 0 < one["error_ratio"] == max(one["ratios"].values()) <= 1
+    for result in report["checks"]:
+        assert result["verdict"] == "ok" and result["wrong_decisions"] == 0 and result["message"] == ""
+        assert set(result["ratios"]) == {"log_probs", "loss", "d_hidden", "d_weight"}
+        assert 0 < result["error_ratio"] == max(result["ratios"].values()) <= 1
 
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: None)
-    found = doctor.describe(torch.device("cuda", 0))
-    assert found.name == "cuda:0" and found.description == "NVIDIA H200, compute capability 9.0, 140 GiB"
-    assert (found.block_shapes, found.auto, found.why) == ("sm_90", "triton", "the Triton kernels run here")
+    device = doctor.describe(torch.device("cuda", 0))
+    assert device.name == "cuda:0" and device.description == "NVIDIA H200, compute capability 9.0, 140 GiB"
+    assert (device.block_shapes, device.auto, device.why) == ("sm_90", "triton", "the Triton kernels run here")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,11 +108,12 @@ def test_the_batch_has_every_clip_decision_far_from_the_bounds(dtype: str) -> No
     truth = outputs(gspo_reference_loss, batch.in_dtype(torch.float64))
     assert decisions(truth.d_hidden).tolist() == [True, False, False, True, False, True, True]
     difference = truth.log_probs - batch.old_log_probs
-    counts = batch.target_ids != -100
-    assert not counts.all()
+    unmasked = batch.target_ids != -100
+    assert not unmasked.all()
     bounds = torch.tensor([math.log1p(-3e-4), math.log1p(4e-4)], dtype=torch.float64)
-    for part, keep in zip(difference.split(doctor_checks.LENGTHS), counts.split(doctor_checks.LENGTHS), strict=True):
-        assert (part[keep].mean() - bounds).abs().min() > 5 * decision_band(int(keep.sum()))
+    sequences = zip(difference.split(doctor_checks.LENGTHS), unmasked.split(doctor_checks.LENGTHS), strict=True)
+    for log_ratio, keep in sequences:
+        assert (log_ratio[keep].mean() - bounds).abs().min() > 5 * decision_band(int(keep.sum()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -143,7 +144,7 @@ def test_its_tolerance_of_losses_is_that_of_the_tests(truth: float) -> None:
         check_loss(loss + 1.1 * limit, loss, advantages)
 
 
-# Where results are wrong
+# -- wrong results
 
 
 FORWARD = "forward_with_shares"
@@ -153,8 +154,8 @@ def wrong_forward(change: Any) -> Any:
     forward = torch_backend.forward_with_shares
 
     def forward_with_shares(head: Any, wanted: bool = False) -> Any:
-        found, shares = forward(head, wanted)
-        return found._replace(log_probs=torch.where(head.mask, change(found.log_probs), 0)), shares
+        result, shares = forward(head, wanted)
+        return result._replace(log_probs=torch.where(head.mask, change(result.log_probs), 0)), shares
 
     return forward_with_shares
 
@@ -164,7 +165,7 @@ def wrong_backward(change: Any) -> Any:
     return lambda *arguments: tuple(None if g is None else change(g) for g in backward(*arguments))
 
 
-FAULTS: dict[str, tuple[str, Any, str, set[str]]] = {  # of which function, what, which output shows it, in which dtypes
+FAULTS: dict[str, tuple[str, Any, str, set[str]]] = {  # function, its replacement, wrong output, dtypes that detect it
     "gradients 0.1 % too large": ("head_backward", wrong_backward(lambda g: g * 1.001), "d_weight", {"float32"}),
     "gradients 5 % too large": ("head_backward", wrong_backward(lambda g: g * 1.05), "d_weight", set(DTYPES)),
     "bf16 log-probs": (
@@ -182,33 +183,34 @@ FAULTS: dict[str, tuple[str, Any, str, set[str]]] = {  # of which function, what
 def test_a_wrong_backend_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, broken, shown, dtypes = FAULTS[name]
     monkeypatch.setattr(torch_backend, function, broken)
-    code, found = run_json()
-    assert code == 1 and found["ok"] is False
-    of_torch = {c["dtype"]: c for c in found["checks"] if c["backend"] == "torch" and c["device"] == "cpu"}
+    code, report = run_json()
+    assert code == 1 and report["ok"] is False
+    of_torch = {c["dtype"]: c for c in report["checks"] if c["backend"] == "torch" and c["device"] == "cpu"}
     assert {dtype for dtype, c in of_torch.items() if c["verdict"] == "wrong"} == dtypes
     for dtype in dtypes:
         assert of_torch[dtype]["ratios"][shown] > 1
-        assert f"torch on cpu in {dtype} is wrong" in found["verdict"]
+        assert f"torch on cpu in {dtype} is wrong" in report["verdict"]
 
 
 def test_a_wrong_clip_decision_is_wrong_at_any_size_of_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def barely_clipped(*arguments: Any) -> Any:  # a gradient of 1e-30 where there is none
+    def barely_clipped(*arguments: Any) -> Any:
+        """Return gradients with 1e-30 in place of 0."""
         return tuple(None if g is None else torch.where(g == 0, 1e-30, g) for g in backward(*arguments))
 
     backward = torch_backend.head_backward
     monkeypatch.setattr(torch_backend, "head_backward", barely_clipped)
-    found = check(CPU, "torch", "float32")
-    assert found.verdict == "wrong" and found.wrong_decisions == 3
-    assert found.error_ratio is not None and found.error_ratio <= 1
+    result = check(CPU, "torch", "float32")
+    assert result.verdict == "wrong" and result.wrong_decisions == 3
+    assert result.error_ratio is not None and result.error_ratio <= 1
 
 
 @pytest.mark.usefixtures("torch_alone")
 def test_non_finite_gradients_are_wrong_and_the_json_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = wrong_backward(lambda g: g * math.nan if g.shape[0] == doctor_checks.VOCAB else g)
     monkeypatch.setattr(torch_backend, "head_backward", broken)
-    code, found = run_json()
+    code, report = run_json()
     assert code == 1
-    of_torch = next(c for c in found["checks"] if c["backend"] == "torch")
+    of_torch = next(c for c in report["checks"] if c["backend"] == "torch")
     assert of_torch["verdict"] == "wrong" and of_torch["error_ratio"] is None and of_torch["wrong_decisions"] == 0
     assert of_torch["ratios"]["d_weight"] is None and of_torch["ratios"]["d_hidden"] <= 1
     assert of_torch["message"] == "not finite: d_weight"
@@ -222,10 +224,10 @@ def test_a_crash_is_reported_and_the_rest_still_runs(monkeypatch: pytest.MonkeyP
         raise RuntimeError("out of\nluck [/]")
 
     monkeypatch.setattr(torch_backend, "head_backward", crash)
-    code, found = run_json()
-    assert code == 1 and "torch on cpu in float32 crashes" in found["verdict"]
-    assert "triton" not in found["verdict"]
-    of_torch, of_triton = ([c for c in found["checks"] if c["backend"] == name] for name in ("torch", "triton"))
+    code, report = run_json()
+    assert code == 1 and "torch on cpu in float32 crashes" in report["verdict"]
+    assert "triton" not in report["verdict"]
+    of_torch, of_triton = ([c for c in report["checks"] if c["backend"] == name] for name in ("torch", "triton"))
     assert all(c["verdict"] == "crashed" and c["message"] == "RuntimeError: out of luck [/]" for c in of_torch)
     assert all(c["verdict"] == "ok" for c in of_triton)
     code, out = run()
@@ -237,23 +239,23 @@ def test_auto_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no such driver")
 
     monkeypatch.setattr(dispatch, "triton_obstacle", broken)
-    code, found = run_json()
-    assert code == 1 and found["verdict"] == "Do not train with this: backend='auto' fails on cpu."
-    assert found["devices"][0]["auto"] is None and found["devices"][0]["why"] == "OSError: no such driver"
-    assert [c["verdict"] for c in found["checks"]] == ["ok"] * 3  # of backend="torch"
+    code, report = run_json()
+    assert code == 1 and report["verdict"] == "Do not train with this: backend='auto' fails on cpu."
+    assert report["devices"][0]["auto"] is None and report["devices"][0]["why"] == "OSError: no such driver"
+    assert [c["verdict"] for c in report["checks"]] == ["ok"] * 3  # backend="torch" still runs
 
 
-# Where something is absent or broken
+# -- absent or broken packages and devices
 
 
 @pytest.mark.slow
 def test_a_missing_triton_is_reported() -> None:
-    code, found = run_process(before='sys.modules["triton"] = None')
-    assert code == 0 and found["ok"]
-    assert found["remarks"][0].startswith("Triton cannot be imported: ModuleNotFoundError")
-    cpu = found["devices"][0]
+    code, report = run_process(before='sys.modules["triton"] = None')
+    assert code == 0 and report["ok"]
+    assert report["remarks"][0].startswith("Triton cannot be imported: ModuleNotFoundError")
+    cpu = report["devices"][0]
     assert cpu["auto"] == "torch" and "Triton cannot be imported" in cpu["why"]
-    assert [(c["backend"], c["verdict"]) for c in found["checks"] if c["device"] == "cpu"] == [("torch", "ok")] * 3
+    assert [(c["backend"], c["verdict"]) for c in report["checks"] if c["device"] == "cpu"] == [("torch", "ok")] * 3
 
 
 @pytest.mark.slow
@@ -261,15 +263,15 @@ def test_a_missing_triton_is_reported() -> None:
 def test_a_broken_triton_is_reported(error: str, tmp_path: Path) -> None:
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(f'raise {error}("built for another libc")')
-    code, found = run_process(PYTHONPATH=str(tmp_path))
-    assert f"Triton cannot be imported: {error}: built for another libc" in found["remarks"]
-    assert "built for another libc" in found["devices"][0]["why"]
-    verdicts = [c["verdict"] for c in found["checks"] if c["device"] == "cpu"]
+    code, report = run_process(PYTHONPATH=str(tmp_path))
+    assert f"Triton cannot be imported: {error}: built for another libc" in report["remarks"]
+    assert "built for another libc" in report["devices"][0]["why"]
+    verdicts = [c["verdict"] for c in report["checks"] if c["device"] == "cpu"]
     if error == "ImportError":
         assert code == 0 and verdicts == ["ok"] * 3
-    else:  # torch's own operators import Triton, and let nothing but an ImportError pass
+    else:  # torch's operators import Triton, and catch ImportError only
         assert code == 1 and verdicts == ["crashed"] * 3
-        assert found["checks"][0]["message"] == "RuntimeError: built for another libc"
+        assert report["checks"][0]["message"] == "RuntimeError: built for another libc"
 
 
 def raises(error: Exception) -> Any:
@@ -281,41 +283,41 @@ def raises(error: Exception) -> Any:
 
 @pytest.mark.usefixtures("torch_alone")
 @pytest.mark.parametrize(
-    ("is_available", "init", "said"),
+    ("is_available", "init", "remark"),
     [
         (raises(OSError("libcuda.so is truncated")), None, "finds no device: OSError: libcuda.so is truncated"),
         (lambda: False, raises(RuntimeError("Found no NVIDIA driver")), "RuntimeError: Found no NVIDIA driver"),
         (lambda: False, lambda: None, "torch is built for CUDA and finds no device"),
     ],
 )
-def test_a_broken_cuda_is_a_remark(is_available: Any, init: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_cuda_is_a_remark(is_available: Any, init: Any, remark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     monkeypatch.setattr(torch.cuda, "init", init)
-    code, found = run_json()
-    assert code == 0 and [d["name"] for d in found["devices"]] == ["cpu"]
-    assert any(remark.endswith(said) for remark in found["remarks"])
-    assert {c["device"] for c in found["checks"]} == {"cpu"}
+    code, report = run_json()
+    assert code == 0 and [d["name"] for d in report["devices"]] == ["cpu"]
+    assert any(x.endswith(remark) for x in report["remarks"])
+    assert {c["device"] for c in report["checks"]} == {"cpu"}
 
 
 @pytest.mark.usefixtures("torch_alone")
 def test_a_device_that_cannot_be_read_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_accelerators", lambda: ([torch.device("cuda", 7)], []))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: 1 / 0)
-    code, found = run_json()
-    assert code == 1 and "backend='auto' fails on cuda:7" in found["verdict"]
-    assert found["devices"][1]["why"] == "ZeroDivisionError: division by zero"
-    assert {c["device"]: c["verdict"] for c in found["checks"]} == {"cpu": "ok", "cuda:7": "crashed"}
+    code, report = run_json()
+    assert code == 1 and "backend='auto' fails on cuda:7" in report["verdict"]
+    assert report["devices"][1]["why"] == "ZeroDivisionError: division by zero"
+    assert {c["device"]: c["verdict"] for c in report["checks"]} == {"cpu": "ok", "cuda:7": "crashed"}
 
 
-# Interpreted, compiled
+# -- interpreted and compiled kernels
 
 
 @pytest.mark.slow
 def test_interpreted_kernels_are_checked_in_a_child_process() -> None:
-    code, found = run_process("--interpret")
-    assert code == 0 and found["ok"], found["verdict"]
-    of_triton = [c for c in found["checks"] if c["backend"] == "triton" and c["device"] == "cpu"]
+    code, report = run_process("--interpret")
+    assert code == 0 and report["ok"], report["verdict"]
+    of_triton = [c for c in report["checks"] if c["backend"] == "triton" and c["device"] == "cpu"]
     assert [c["dtype"] for c in of_triton] == list(DTYPES)
     assert all(c["verdict"] == "ok" and 0 < c["error_ratio"] <= 1 for c in of_triton)
 
@@ -326,9 +328,9 @@ def test_a_child_process_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch, t
     python.write_text("#!/bin/sh\necho Segmentation fault >&2\nexit 139\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    code, found = run_json("--interpret")
-    assert code == 1 and "triton on cpu in float32 crashes" in found["verdict"]
-    of_triton = [c for c in found["checks"] if c["backend"] == "triton"]
+    code, report = run_json("--interpret")
+    assert code == 1 and "triton on cpu in float32 crashes" in report["verdict"]
+    of_triton = [c for c in report["checks"] if c["backend"] == "triton"]
     assert [c["message"] for c in of_triton] == ["exit status 139: Segmentation fault"] * 3
 
 
@@ -340,17 +342,17 @@ BAD = GOOD._replace(kernel="gradient_tile", report=None, faults=["CompilationErr
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Stands in for the compiler: every kernel it is asked for is good, of sm_80 one is not."""
-    asked: list[list[str]] = []
+    """Replace the compiler: all kernels are good, except one for sm_80. Return the architectures of each call."""
+    calls: list[list[str]] = []
 
     def survey(architectures: Any, progress: Any = None) -> list[compile_gate.Row]:
-        asked.append(list(architectures))
+        calls.append(list(architectures))
         progress(1, 1)
         return [GOOD, BAD] if "sm_80" in architectures else [GOOD]
 
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setattr(compile_gate, "survey", survey)
-    return asked
+    return calls
 
 
 def test_compiled_kernels_are_listed(compiler: list[list[str]]) -> None:
@@ -363,37 +365,39 @@ def test_a_kernel_that_does_not_compile_is_a_failure(compiler: list[list[str]]) 
     code, out = run("--compile")
     assert code == 1 and "1 of 2 kernels fail." in out
     assert "sm_90 gradient_tile, bf16: CompilationError: [/] at 3:4" in out
-    code, found = run_json("--compile")
-    assert code == 1 and not found["ok"] and found["verdict"] == "1 of 2 kernels fail."
-    assert found["rows"][0]["report"]["registers"] == 168 and found["rows"][1]["report"] is None
-    assert found["rows"][1]["faults"] == BAD.faults
+    code, report = run_json("--compile")
+    assert code == 1 and not report["ok"] and report["verdict"] == "1 of 2 kernels fail."
+    assert report["rows"][0]["report"]["registers"] == 168 and report["rows"][1]["report"] is None
+    assert report["rows"][1]["faults"] == BAD.faults
     assert set(compiler[0]) == set(compile_gate.SHARED_MEMORY)  # without the option every architecture
 
 
 def test_without_triton_nothing_compiles() -> None:
-    code, found = run_process("--compile", before='sys.modules["triton"] = None')
-    assert code == 1 and not found["ok"] and found["verdict"].startswith("Nothing can be compiled: ModuleNotFoundError")
+    code, report = run_process("--compile", before='sys.modules["triton"] = None')
+    assert (
+        code == 1 and not report["ok"] and report["verdict"].startswith("Nothing can be compiled: ModuleNotFoundError")
+    )
 
 
 @pytest.mark.slow
 def test_the_real_kernels_are_compiled_for_a_gpu_that_is_not_present() -> None:
-    code, found = run_process("--compile", "--architecture", "sm_90")
-    assert {row["architecture"] for row in found["rows"]} == {"sm_90"}
-    assert {row["kernel"] for row in found["rows"]} >= {"forward_tile", "gradient_tile", "sequence_loss"}
-    assert code == any(row["faults"] for row in found["rows"])  # that there are none is the compile gate's to say
+    code, report = run_process("--compile", "--architecture", "sm_90")
+    assert {row["architecture"] for row in report["rows"]} == {"sm_90"}
+    assert {row["kernel"] for row in report["rows"]} >= {"forward_tile", "gradient_tile", "sequence_loss"}
+    assert code == any(row["faults"] for row in report["rows"])  # the compile gate asserts that there are none
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (["--compile"], "TRITON_INTERPRET is set"),  # as it is while these tests run
+        (["--compile"], "TRITON_INTERPRET is set"),  # it is set while these tests run
         (["--compile", "--interpret"], "not both"),
         (["--architecture", "sm_90"], "requires --compile"),
     ],
 )
-def test_options_that_exclude_each_other_are_named(arguments: list[str], said: str) -> None:
+def test_options_that_exclude_each_other_are_named(arguments: list[str], message: str) -> None:
     code, out = run(*arguments)
-    assert code == 2 and said in " ".join(out.split())
+    assert code == 2 and message in " ".join(out.split())
 
 
 def test_an_unknown_architecture_is_rejected(compiler: list[list[str]]) -> None:

@@ -1,4 +1,4 @@
-"""Tensors, heads, settings and missing packages of others: named in our own words, not by an error inside torch."""
+"""Unusual tensors and heads, global settings of PyTorch, and missing packages give our errors, not those of torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TENSORS = [name for name, x in fused_inputs().items() if isinstance(x, Tensor)]
 
 
 def nested(x: Tensor, layout: torch.layout) -> Tensor:
-    """Return a nested tensor of the same dtype and number of dimensions, as far as there are any."""
+    """Return a nested tensor of the dtype of `x`, with as many dimensions if `x` has two or more."""
     inner = x.new_zeros(2, *x.shape[2:]), x.new_zeros(3, *x.shape[2:])
     return torch.nested.nested_tensor(list(inner), layout=layout)
 
@@ -62,12 +62,12 @@ def test_a_nested_tensor_is_named(name: str, layout: torch.layout) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_named_by_every_function() -> None:
-    x, one = nested(torch.ones(B, T), torch.strided), torch.ones(B, T)
+    x, ones = nested(torch.ones(B, T), torch.strided), torch.ones(B, T)
     calls: list[tuple[str, Any]] = [
         ("log_probs", lambda: policy_loss(x, torch.ones(B))),
-        ("entropy", lambda: policy_loss(one, torch.ones(B), entropy=x, objective=Objective(entropy_coef=0.1))),
+        ("entropy", lambda: policy_loss(ones, torch.ones(B), entropy=x, objective=Objective(entropy_coef=0.1))),
         ("cu_seqlens", lambda: policy_loss(torch.ones(5), torch.ones(B), cu_seqlens=x.long())),
-        ("mask", lambda: importance_weights(one, one, x)),
+        ("mask", lambda: importance_weights(ones, ones, x)),
         ("rewards", lambda: group_advantages(x, 2)),
     ]
     for name, call in calls:
@@ -77,7 +77,7 @@ def test_a_nested_tensor_is_named_by_every_function() -> None:
 
 @pytest.mark.parametrize("in_module", [False, True])
 def test_a_quantised_weight_is_named(in_module: bool) -> None:
-    # As torchao's quantised weights are, which no custom operator takes.
+    # A tensor made of other tensors, as torchao's quantised weights are. Custom operators do not accept these.
     weight = TwoTensor(torch.randn(V, H), torch.randn(V, H))
     head: Any = weight
     if in_module:
@@ -137,8 +137,8 @@ with exact_products(torch.device("cpu")):
     print(torch.get_float32_matmul_precision(), flush=True)
     os._exit(0)
 """
-    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
-    assert seen.split() == ["high", "highest", "high"]
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
+    assert printed.split() == ["high", "highest", "high"]
 
 
 @pytest.mark.slow
@@ -158,8 +158,8 @@ try:
 except ModuleNotFoundError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == (
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.stdout == (
         f"gspo_kernels.integrations.{trainer} needs {trainer}, which is not installed: "
         f"pip install 'gspo-kernels[{trainer}]'\n"
     )

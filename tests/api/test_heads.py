@@ -1,4 +1,4 @@
-"""Every head a trainer may hand over is computed as the module itself would, in every mode it may be called in."""
+"""Every kind of head equals the module's own forward: plain, tied, frozen, PEFT, under autocast, in threads, ..."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gspo_kernels import LossOutput, Objective, gspo_fused_loss, linear_log_prob
 from gspo_kernels.backends.precision import exact_products
 from gspo_kernels.reference import gspo_reference_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+pytestmark = pytest.mark.filterwarnings("ignore:Already results a `peft_config`")
 
 B, T, H, V = 3, 6, 16, 41
 EVERYTHING = Objective(kl_coef=0.1, entropy_coef=0.02)
@@ -48,8 +48,8 @@ def upstream() -> Tensor:
     return torch.randn(B, T, generator=torch.Generator().manual_seed(3)).double()
 
 
-def own_log_probs(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """What the module says: its logits, log_softmax of them, the target's column; 0 where masked."""
+def plain_log_probs(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Return log-probs from the logits of the head's forward, 0 where masked."""
     ids, mask = targets_and_mask()
     log_p = torch.log_softmax(head(hidden), -1).gather(-1, ids.clamp(min=0)[..., None])[..., 0]
     return torch.where(mask, log_p, 0)
@@ -57,8 +57,8 @@ def own_log_probs(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
 
 def gradients(log_probs: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     total = (log_probs * upstream().to(log_probs.dtype)).sum()
-    found = torch.autograd.grad(total, list(tensors.values()), allow_unused=True)
-    return {name: g for name, g in zip(tensors, found, strict=True) if g is not None}
+    grads = torch.autograd.grad(total, list(tensors.values()), allow_unused=True)
+    return {name: g for name, g in zip(tensors, grads, strict=True) if g is not None}
 
 
 def trained(head: nn.Module) -> dict[str, Tensor]:
@@ -68,17 +68,17 @@ def trained(head: nn.Module) -> dict[str, Tensor]:
 def assert_equals_the_module(
     head: Any, backend: str, dtype: torch.dtype = torch.float32, log_probs_dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Log-probs and every gradient, under the law of tolerance.py; returns our gradients."""
+    """Compare log-probs and all gradients with those of the module's forward; return our gradients."""
     ids, mask = targets_and_mask()
     hidden = hidden_states(dtype)
     moved = to_device(copy.deepcopy(head))
     ours = under_test.linear_log_probs(hidden, moved, ids, mask=mask, backend=backend).log_probs
     grads = to_device(gradients(ours, {"hidden": hidden, **trained(moved)}), "cpu")
-    same = own_log_probs(head, hidden)
+    same = plain_log_probs(head, hidden)
     same_grads = gradients(same, {"hidden": hidden, **trained(head)})
     wide_head = copy.deepcopy(head).double()
     wide_hidden = hidden.detach().double().requires_grad_()
-    truth = own_log_probs(wide_head, wide_hidden)
+    truth = plain_log_probs(wide_head, wide_hidden)
     true_grads = gradients(truth, {"hidden": wide_hidden, **trained(wide_head)})
     check("log_probs", ours, same, truth, log_probs_dtype)
     assert grads.keys() == true_grads.keys()
@@ -109,8 +109,8 @@ def test_a_module_equals_its_weight_and_bias_bitwise(backend: str) -> None:
     assert torch.equal(module, tensors)
     no_bias = nn.Linear(H, V, bias=False)
     no_bias.weight = head.weight
-    given = linear_log_probs(hidden, no_bias, ids, mask=mask, bias=head.bias, backend=backend).log_probs
-    assert torch.equal(given, tensors)
+    separate = linear_log_probs(hidden, no_bias, ids, mask=mask, bias=head.bias, backend=backend).log_probs
+    assert torch.equal(separate, tensors)
     sources = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
     expected = gradients(tensors, sources)
     for name, grad in gradients(module, sources).items():
@@ -171,17 +171,17 @@ def test_tied_weights_add_up_the_gradients_of_embedding_and_head(dtype: str, bac
 def test_a_frozen_head_gets_no_gradient_and_d_hidden_is_the_same(entropy: bool, backend: str) -> None:
     torch.manual_seed(0)
     head, (ids, mask) = nn.Linear(H, V), targets_and_mask()
-    found = []
+    results = []
     for frozen in (False, True):
         head.requires_grad_(not frozen)
         hidden = hidden_states()
         out = linear_log_probs(hidden, head, ids, mask=mask, entropy=entropy, backend=backend)
         value = (out.log_probs * upstream().float()).sum() + (out.entropy.sum() if entropy else 0)
         value.backward()
-        found.append(hidden.grad)
+        results.append(hidden.grad)
         assert (head.weight.grad is None) == (head.bias.grad is None) == frozen
         head.weight.grad = head.bias.grad = None
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 # -- adapters
@@ -190,7 +190,7 @@ def test_a_frozen_head_gets_no_gradient_and_d_hidden_is_the_same(entropy: bool, 
 def lora(
     dtype: torch.dtype = torch.float32, adapters: int = 1, adapter_dtype: torch.dtype | None = None, **config: Any
 ) -> Any:
-    """A PEFT LoRA head whose adapters are all active and matter."""
+    """Return a PEFT LoRA head whose adapters are all active and not zero."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = nn.ModuleDict({"lm_head": nn.Linear(H, V, bias=config.pop("base_bias", False), dtype=dtype)})
@@ -255,7 +255,7 @@ def test_merged_adapters_are_counted_once(backend: str) -> None:
     head.merge()
     assert set(assert_equals_the_module(head, backend)) == {"hidden"}
     merged = linear_log_probs(hidden_states(), head, ids, mask=mask, backend=backend).log_probs
-    wide = own_log_probs(copy.deepcopy(head).double(), hidden_states(torch.float64))
+    wide = plain_log_probs(copy.deepcopy(head).double(), hidden_states(torch.float64))
     check("merged", before, merged, wide, torch.float32)
 
 
@@ -263,23 +263,23 @@ def test_merged_adapters_are_counted_once(backend: str) -> None:
 def test_lora_dropout_drops_what_peft_drops(adapters: int, backend: str) -> None:
     head = lora(adapters=adapters, lora_dropout=0.4).train()
     ids, mask = targets_and_mask()
-    found = []
-    for own in (False, True):
+    results = []
+    for plain in (False, True):
         torch.manual_seed(5)
         hidden = hidden_states()
-        lp = own_log_probs(head, hidden) if own else linear_log_probs(hidden, head, ids, mask=mask).log_probs
-        found.append({"log_probs": lp, **gradients(lp, {"hidden": hidden, **trained(head)})})
+        lp = plain_log_probs(head, hidden) if plain else linear_log_probs(hidden, head, ids, mask=mask).log_probs
+        results.append({"log_probs": lp, **gradients(lp, {"hidden": hidden, **trained(head)})})
     wide_head, wide_hidden = copy.deepcopy(head).double(), hidden_states().detach().double().requires_grad_()
     torch.manual_seed(5)
-    # Random numbers of the same dtype, so that the same elements are dropped.
+    # Draw the random numbers in fp32, so that the same elements are dropped.
     for name in wide_head.lora_dropout:
         drop = wide_head.lora_dropout[name]
         drop.forward = lambda x, p=drop.p: x * torch.dropout(torch.ones(x.shape), p, True).double()
-    truth = own_log_probs(wide_head, wide_hidden)
+    truth = plain_log_probs(wide_head, wide_hidden)
     wide = {"log_probs": truth, **gradients(truth, {"hidden": wide_hidden, **trained(wide_head)})}
     for name, true_value in wide.items():
         ours, same, truth = (
-            x.flatten(0, -2) if x.ndim == 3 else x for x in (found[0][name], found[1][name], true_value)
+            x.flatten(0, -2) if x.ndim == 3 else x for x in (results[0][name], results[1][name], true_value)
         )
         check(name, ours, same, truth, torch.float32)
     head.eval()
@@ -288,9 +288,9 @@ def test_lora_dropout_drops_what_peft_drops(adapters: int, backend: str) -> None
 
 def test_a_fused_loss_with_lora_equals_the_chained_functions(backend: str) -> None:
     head, (ids, mask), advantages = lora(adapters=2), targets_and_mask(), torch.tensor([1.0, -0.5, 0.3])
-    old = own_log_probs(head, hidden_states()).detach() - 1e-4
+    old = plain_log_probs(head, hidden_states()).detach() - 1e-4
     options = {"mask": mask, "backend": backend}
-    found = []
+    results = []
     for fused in (False, True):
         hidden = hidden_states()
         if fused:
@@ -298,8 +298,8 @@ def test_a_fused_loss_with_lora_equals_the_chained_functions(backend: str) -> No
         else:
             lp = linear_log_probs(hidden, head, ids, **options).log_probs
             loss = policy_loss(lp, advantages, old_log_probs=old, **options).loss
-        found.append([loss, *torch.autograd.grad(loss, [hidden, *trained(head).values()])])
-    for a, b in zip(*found, strict=True):
+        results.append([loss, *torch.autograd.grad(loss, [hidden, *trained(head).values()])])
+    for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
 
@@ -307,7 +307,7 @@ def test_a_fused_loss_with_lora_equals_the_chained_functions(backend: str) -> No
 def test_masked_tokens_have_exactly_zero_influence_on_an_adapter(garbage: float, backend: str) -> None:
     head, (ids, mask) = lora(adapters=2, base_bias=True), targets_and_mask()
     advantages = torch.tensor([1.0, -0.5, 0.3])
-    found = []
+    results = []
     for value in (0.0, garbage):
         hidden = hidden_states().detach()
         hidden[~mask] = value
@@ -315,8 +315,8 @@ def test_masked_tokens_have_exactly_zero_influence_on_an_adapter(garbage: float,
         out = gspo_fused_loss(hidden, head, ids, advantages, mask=mask, backend=backend)
         grads = torch.autograd.grad(out.loss, [hidden, *trained(head).values()])
         assert (grads[0][~mask] == 0).all()
-        found.append([out.loss, out.log_probs, *grads])
-    for ours, expected in zip(found[1], found[0], strict=True):
+        results.append([out.loss, out.log_probs, *grads])
+    for ours, expected in zip(results[1], results[0], strict=True):
         assert torch.equal(ours, expected)
 
 
@@ -351,7 +351,7 @@ def test_modules_to_save_use_the_trained_copy(backend: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = nn.ModuleDict({"body": nn.Linear(H, H), "lm_head": nn.Linear(H, V)})
-    model.forward = lambda hidden: model["lm_head"](hidden)  # PEFT wants one
+    model.forward = lambda hidden: model["lm_head"](hidden)  # PEFT requires one
     config = peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["lm_head"])
     wrapped = peft.get_peft_model(model, config)
     head: Any = model["lm_head"]
@@ -365,7 +365,7 @@ def test_modules_to_save_use_the_trained_copy(backend: str) -> None:
 
 
 class QuantizedLinear(nn.Linear):
-    """Stands for bitsandbytes' Linear4bit: a Linear whose weight is not what its forward multiplies by."""
+    """As bitsandbytes' Linear4bit, a Linear whose forward does not multiply by its weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.linear(input, self.weight / 16, self.bias)
@@ -377,7 +377,7 @@ def lora_on_a_quantized_head() -> Any:
     return head
 
 
-REFUSED: dict[str, Callable[[], Any]] = {
+REJECTED: dict[str, Callable[[], Any]] = {
     "dora": lambda: lora(use_dora=True),
     "dora-beside-plain-lora": lambda: add_adapter(lora(), use_dora=True),
     "lora-bias": lambda: lora(lora_bias=True),
@@ -397,10 +397,10 @@ def add_adapter(head: Any, **config: Any) -> Any:
     return head
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", REJECTED)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_head_that_cannot_be_reproduced_is_rejected(kind: str, backend: str) -> None:
-    head, (ids, mask) = REFUSED[kind](), targets_and_mask()
+    head, (ids, mask) = REJECTED[kind](), targets_and_mask()
     with pytest.raises((TypeError, ValueError), match="lm_head must be"):
         linear_log_probs(hidden_states(), head, ids, mask=mask, backend=backend)
     with pytest.raises((TypeError, ValueError), match="lm_head must be"):
@@ -433,12 +433,12 @@ def test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else(bias
 @pytest.mark.parametrize("head_kind", ["linear", "lora"])
 def test_a_backward_inside_autocast_equals_one_outside(head_kind: str, backend: str) -> None:
     ids, mask = targets_and_mask()
-    found = []
+    results = []
     for inside in (False, True):
         torch.manual_seed(0)
         head = lora(adapters=2) if head_kind == "lora" else nn.Linear(H, V)
         hidden = hidden_states()
-        old = own_log_probs(head, hidden).detach()
+        old = plain_log_probs(head, hidden).detach()
         with torch.autocast("cpu", torch.bfloat16):
             out = gspo_fused_loss(
                 hidden,
@@ -456,30 +456,30 @@ def test_a_backward_inside_autocast_equals_one_outside(head_kind: str, backend: 
         if not inside:
             out.loss.backward()
         assert out.loss.dtype == torch.float32
-        found.append([out.loss.detach(), hidden.grad, *(p.grad for p in trained(head).values())])
-    for a, b in zip(*found, strict=True):
+        results.append([out.loss.detach(), hidden.grad, *(p.grad for p in trained(head).values())])
+    for a, b in zip(*results, strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
 
 
 def test_autocast_leaves_an_fp32_adapter_unrounded(backend: str) -> None:
-    """The adapter's part of the logits is as exact as the rest: only the head's operands are cast."""
+    """Autocast casts the operands of the head, but not the adapter's term of the logits."""
     head, (ids, mask) = lora(adapters=2), targets_and_mask()
     hidden = hidden_states().detach()
     with torch.autocast("cpu", torch.bfloat16):
         ours = linear_log_probs(hidden, head, ids, mask=mask, backend=backend).log_probs
-        same = own_log_probs(head, hidden)
+        same = plain_log_probs(head, hidden)
     wide = copy.deepcopy(head).double()
     wide.base_layer.weight.data = head.base_layer.weight.data.bfloat16().double()
 
     def logits(x: Tensor) -> Tensor:
         return wide(x) - wide.base_layer(x) + wide.base_layer(x.bfloat16().double())
 
-    check("log_probs", ours, same, own_log_probs(logits, hidden.double()), torch.float32)
+    check("log_probs", ours, same, plain_log_probs(logits, hidden.double()), torch.float32)
 
 
 def test_autocast_does_not_reach_policy_loss(backend: str) -> None:
     sample = make_sample(3, objective=EVERYTHING)
-    found = []
+    results = []
     for enabled in (False, True):
         lp = torch.where(sample.options["mask"], sample.options["old_log_probs"] + 1e-4, 0).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -494,12 +494,12 @@ def test_autocast_does_not_reach_policy_loss(backend: str) -> None:
                 backend=backend,
             )
             out.loss.backward()
-        found.append((out.loss.detach(), lp.grad))
-    for a, b in zip(*found, strict=True):
+        results.append((out.loss.detach(), lp.grad))
+    for a, b in zip(*results, strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
 
 
-# -- what trainers wrap around the call
+# -- checkpointing, micro-batches, second derivatives, precision settings, threads
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -507,7 +507,7 @@ def test_autocast_does_not_reach_policy_loss(backend: str) -> None:
 def test_activation_checkpointing_changes_no_bit(use_reentrant: bool, head_kind: str, backend: str) -> None:
     ids, mask = targets_and_mask()
     head = lora(lora_dropout=0.3).train() if head_kind != "linear" else nn.Linear(H, V)
-    old = own_log_probs(head, hidden_states()).detach()
+    old = plain_log_probs(head, hidden_states()).detach()
 
     def loss(hidden: Tensor) -> Tensor:
         return gspo_fused_loss(
@@ -522,15 +522,15 @@ def test_activation_checkpointing_changes_no_bit(use_reentrant: bool, head_kind:
             backend=backend,
         ).loss
 
-    found = []
+    results = []
     for checkpointed in (False, True):
         torch.manual_seed(4)
         hidden = hidden_states()
         value = checkpoint(loss, hidden, use_reentrant=use_reentrant) if checkpointed else loss(hidden)
         head.zero_grad()
         value.backward()
-        found.append([value.detach(), hidden.grad, *(p.grad.clone() for p in trained(head).values())])
-    for a, b in zip(*found, strict=True):
+        results.append([value.detach(), hidden.grad, *(p.grad.clone() for p in trained(head).values())])
+    for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
 
@@ -548,11 +548,11 @@ def test_micro_batches_with_a_common_normalizer_equal_one_batch(
     mask = sample.options["mask"]
     number = mask.sum() if aggregation == "token-mean" else (mask.any(1).sum() if "norm" not in aggregation else 1)
     normalizer: Any = torch.as_tensor(number) if as_tensor else int(number)
-    big = sample.with_options(normalizer=normalizer)
-    expected, expected_grads = run_fused(big, backend)
-    if aggregation != "seq-mean-token-sum-norm":  # the default divides by what this batch holds
+    batch = sample.with_options(normalizer=normalizer)
+    expected, expected_grads = run_fused(batch, backend)
+    if aggregation != "seq-mean-token-sum-norm":  # the default normalizer is this count of the batch
         assert torch.equal(run_fused(sample, backend)[0].loss, expected.loss)
-    truth, true_grads = run_fused(big.cast(torch.float64), backend)
+    truth, true_grads = run_fused(batch.cast(torch.float64), backend)
     loss = torch.zeros((), dtype=expected.loss.dtype)
     grads: dict[str, Any] = {"hidden": [], "weight": 0}
     for rows in (slice(0, 1), slice(1, 6), slice(6, 12)):
@@ -565,12 +565,12 @@ def test_micro_batches_with_a_common_normalizer_equal_one_batch(
             cut(sample.target_ids),
             cut(sample.advantages),
             objective,
-            {k: cut(v) for k, v in big.options.items()},
+            {k: cut(v) for k, v in batch.options.items()},
         )
-        out, found = run_fused(micro, backend)
+        out, micro_grads = run_fused(micro, backend)
         loss += out.loss.detach()
-        grads["hidden"].append(found["hidden"])
-        grads["weight"] = grads["weight"] + found["weight"]
+        grads["hidden"].append(micro_grads["hidden"])
+        grads["weight"] = grads["weight"] + micro_grads["weight"]
     check_loss(loss, truth.loss, sample.advantages)
     d_hidden = torch.cat(grads["hidden"])
     same_hidden, true_hidden = expected_grads["hidden"].flatten(0, 1), true_grads["hidden"].flatten(0, 1)
@@ -640,7 +640,7 @@ def matmul_precision() -> Iterator[None]:
 @pytest.mark.parametrize("precision", ["high", "medium"])
 @pytest.mark.usefixtures("matmul_precision")
 def test_exact_products_are_requested_on_every_processor(precision: str) -> None:
-    """One without bf16 products gives fp32 ones whatever it is asked for: there the test below shows nothing."""
+    """A processor without bf16 products always computes fp32 products: there the next test cannot fail."""
     torch.set_float32_matmul_precision(precision)
     with exact_products(torch.device("cpu")):
         assert MKLDNN.matmul.fp32_precision == "ieee"
@@ -655,9 +655,9 @@ def test_a_global_setting_of_fast_products_changes_no_bit_and_is_restored(
 ) -> None:
     """On a CPU with bf16 products, "medium" rounds the operands of every fp32 product."""
     width, vocab, ids = 64, 300, torch.arange(100)[None]
-    found = []
-    for wish in ("highest", precision):
-        torch.set_float32_matmul_precision(wish)
+    results = []
+    for setting in ("highest", precision):
+        torch.set_float32_matmul_precision(setting)
         torch.manual_seed(0)
         hidden = torch.randn(1, 100, width, requires_grad=True)
         head: Any = nn.Linear(width, vocab)
@@ -675,11 +675,11 @@ def test_a_global_setting_of_fast_products_changes_no_bit_and_is_restored(
             backend=backend,
         )
         out.loss.backward()
-        assert torch.get_float32_matmul_precision() == wish
-        found.append([out.loss.detach(), out.log_probs, out.log_ratio])
+        assert torch.get_float32_matmul_precision() == setting
+        results.append([out.loss.detach(), out.log_probs, out.log_ratio])
         if head_kind == "linear":
-            found[-1] += [hidden.grad, head.weight.grad]
-    for a, b in zip(*found, strict=True):
+            results[-1] += [hidden.grad, head.weight.grad]
+    for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
 
@@ -694,7 +694,7 @@ def add_adapter_of_width(head: nn.Linear) -> Any:
 @pytest.mark.usefixtures("matmul_precision")
 def test_a_failed_call_restores_the_setting_of_fast_products(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend != "torch":
-        pytest.skip("reaches into the torch backend")
+        pytest.skip("patches the torch backend")
     from gspo_kernels.backends.torch import tiles as torch_tiles
 
     def out_of_memory(*_: Any) -> Any:
@@ -712,29 +712,29 @@ def test_a_failed_call_restores_the_setting_of_fast_products(backend: str, monke
 @pytest.mark.usefixtures("matmul_precision")
 def test_two_threads_keep_exact_products_and_restore_the_setting(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend != "torch":
-        pytest.skip("reaches into the torch backend")
+        pytest.skip("patches the torch backend")
     from gspo_kernels.backends.torch import tiles as torch_tiles
 
     compute, limit = torch_tiles.Tiles.logits, 20
-    second_is_in, first_is_out = threading.Event(), threading.Event()
-    seen: dict[str, str] = {}
+    second_has_entered, first_has_left = threading.Event(), threading.Event()
+    precisions: dict[str, str] = {}
 
-    def logits(work: Any, *args: Any) -> Tensor:
+    def logits(tiles: Any, *args: Any) -> Tensor:
         name = threading.current_thread().name
-        if name == "first":  # entered first, leaves while the second is still inside
-            assert second_is_in.wait(limit)
+        if name == "first":  # it enters first, and leaves while the second thread is inside
+            assert second_has_entered.wait(limit)
         else:
-            second_is_in.set()
-            assert first_is_out.wait(limit)
-            seen["second"] = MKLDNN.matmul.fp32_precision
-        return compute(work, *args)
+            second_has_entered.set()
+            assert first_has_left.wait(limit)
+            precisions["second"] = MKLDNN.matmul.fp32_precision
+        return compute(tiles, *args)
 
-    entered = threading.Event()
-    make_tiles = torch_tiles.Tiles.weight_slab
+    first_has_entered = threading.Event()
+    make_slab = torch_tiles.Tiles.weight_slab
 
-    def weight_slab(work: Any, *args: Any) -> Tensor:
-        entered.set()
-        return make_tiles(work, *args)
+    def weight_slab(tiles: Any, *args: Any) -> Tensor:
+        first_has_entered.set()
+        return make_slab(tiles, *args)
 
     monkeypatch.setattr(torch_tiles.Tiles, "logits", logits)
     monkeypatch.setattr(torch_tiles.Tiles, "weight_slab", weight_slab)
@@ -748,12 +748,12 @@ def test_two_threads_keep_exact_products_and_restore_the_setting(backend: str, m
 
     first, second = threading.Thread(target=run, name="first"), threading.Thread(target=run, name="second")
     first.start()
-    assert entered.wait(limit)
+    assert first_has_entered.wait(limit)
     second.start()
     first.join(limit)
-    first_is_out.set()
+    first_has_left.set()
     second.join(limit)
-    assert seen == {"second": "ieee"}
+    assert precisions == {"second": "ieee"}
     assert MKLDNN.matmul.fp32_precision == before
 
 
@@ -778,7 +778,7 @@ def test_a_backward_in_another_thread_gives_the_same_gradients(backend: str) -> 
         assert x.grad is not None and torch.equal(x.grad, expected[name])
 
 
-# -- modes that may not change a value
+# -- modes that must not change a value
 
 
 def outputs(out: LossOutput) -> list[Tensor]:
@@ -819,9 +819,9 @@ def test_log_probs_and_policy_loss_run_without_gradients(mode: Any, backend: str
         lp = linear_log_probs(hidden, head, ids, mask=mask, entropy=True, backend=backend)
         loss = policy_loss(lp.log_probs, torch.ones(B), mask=mask, backend=backend).loss
         with mode():
-            quiet = linear_log_probs(hidden, head, ids, mask=mask, backend=backend)
-            assert torch.equal(quiet.log_probs, lp.log_probs) and not quiet.log_probs.requires_grad
-            assert torch.equal(policy_loss(quiet.log_probs, torch.ones(B), mask=mask, backend=backend).loss, loss)
+            detached = linear_log_probs(hidden, head, ids, mask=mask, backend=backend)
+            assert torch.equal(detached.log_probs, lp.log_probs) and not detached.log_probs.requires_grad
+            assert torch.equal(policy_loss(detached.log_probs, torch.ones(B), mask=mask, backend=backend).loss, loss)
 
 
 def test_everything_but_the_loss_is_detached(backend: str) -> None:
@@ -830,9 +830,9 @@ def test_everything_but_the_loss_is_detached(backend: str) -> None:
     others = [out.log_probs, out.entropy, out.log_ratio, *out.metrics.values()]
     assert not any(x.requires_grad for x in others)
     lp = torch.zeros(2, 3, requires_grad=True)
-    seam = policy_loss(lp, torch.ones(2), entropy=torch.ones(2, 3, requires_grad=True), backend=backend)
-    assert seam.loss.requires_grad
-    others = [seam.log_probs, seam.entropy, seam.log_ratio, *seam.metrics.values()]
+    out = policy_loss(lp, torch.ones(2), entropy=torch.ones(2, 3, requires_grad=True), backend=backend)
+    assert out.loss.requires_grad
+    others = [out.log_probs, out.entropy, out.log_ratio, *out.metrics.values()]
     assert not any(x.requires_grad for x in others)
 
 
@@ -854,7 +854,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(head_kind: str, backend:
     hidden, ids = torch.randn(rows, width), torch.randint(0, vocab, (rows,))
     together = linear_log_probs(hidden, head, ids, backend=backend).log_probs
     for low, high in ((0, 1), (7, 8), (3, 40), (100, 300)):
-        some = linear_log_probs(hidden[low:high], head, ids[low:high], backend=backend).log_probs
-        assert torch.equal(some, together[low:high]), f"rows {low} to {high}"
+        alone = linear_log_probs(hidden[low:high], head, ids[low:high], backend=backend).log_probs
+        assert torch.equal(alone, together[low:high]), f"rows {low} to {high}"
     mask = torch.arange(rows) % 7 == 3
     assert torch.equal(linear_log_probs(hidden, head, ids, mask=mask, backend=backend).log_probs[mask], together[mask])

@@ -1,6 +1,6 @@
-"""On an accelerator nothing is read on the host: bad values are counted, poison the loss, and index nothing.
+"""On an accelerator no value is read on the host: bad values are counted, make the loss NaN, and are never indices.
 
-A CPU stands in for the accelerator: the eager value checks are switched off, as they are there.
+These tests run on a CPU with the value checks switched off, as they are on an accelerator.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def arguments(packed: bool = False) -> dict[str, Any]:
     }
 
 
-def first_token(given: dict[str, Any], name: str, value: float) -> Tensor:
-    x = given[name].clone()
-    x.view(-1)[0] = value  # the first token of every sample counts
+def first_token(inputs: dict[str, Any], name: str, value: float) -> Tensor:
+    x = inputs[name].clone()
+    x.view(-1)[0] = value  # the first token of every sample is unmasked
     return x
 
 
@@ -65,27 +65,27 @@ BAD_OFFSETS = {
 }
 
 
-def assert_poisoned(given: dict[str, Any]) -> None:
-    out = under_test.gspo_fused_loss(**given)
+def assert_loss_is_nan(inputs: dict[str, Any]) -> None:
+    out = under_test.gspo_fused_loss(**inputs)
     assert out.metrics["invalid"] >= 1
     assert out.loss.isnan()
     out.loss.backward()
-    assert given["lm_head"].grad.isnan().any()
+    assert inputs["lm_head"].grad.isnan().any()
 
 
 @on_device
 @pytest.mark.parametrize("name", BAD_VALUES)
 @pytest.mark.parametrize("packed", [False, True])
 def test_bad_values_are_counted_and_make_the_loss_nan(name: str, packed: bool) -> None:
-    given = arguments(packed)
-    assert_poisoned({**given, **BAD_VALUES[name](given)})
+    inputs = arguments(packed)
+    assert_loss_is_nan({**inputs, **BAD_VALUES[name](inputs)})
 
 
 @on_device
 @pytest.mark.parametrize("name", BAD_OFFSETS)
 def test_bad_offsets_are_counted_and_index_nothing_out_of_bounds(name: str) -> None:
-    given = arguments(packed=True)
-    assert_poisoned({**given, "cu_seqlens": BAD_OFFSETS[name](given["cu_seqlens"])})
+    inputs = arguments(packed=True)
+    assert_loss_is_nan({**inputs, "cu_seqlens": BAD_OFFSETS[name](inputs["cu_seqlens"])})
 
 
 @on_device
@@ -97,11 +97,11 @@ def test_valid_values_are_not_counted() -> None:
 
 @on_device
 def test_a_bad_id_makes_only_its_log_prob_nan() -> None:
-    given = arguments()
-    ids = first_token(given, "target_ids", 10**12)
+    inputs = arguments()
+    ids = first_token(inputs, "target_ids", 10**12)
     run = under_test.linear_log_probs
-    good = run(given["hidden"], given["lm_head"], given["target_ids"], mask=given["mask"]).log_probs
-    bad = run(given["hidden"], given["lm_head"], ids, mask=given["mask"], entropy=True).log_probs
+    good = run(inputs["hidden"], inputs["lm_head"], inputs["target_ids"], mask=inputs["mask"]).log_probs
+    bad = run(inputs["hidden"], inputs["lm_head"], ids, mask=inputs["mask"], entropy=True).log_probs
     assert bad.view(-1)[0].isnan()
     assert torch.equal(bad.view(-1)[1:], good.view(-1)[1:])
 
@@ -109,13 +109,13 @@ def test_a_bad_id_makes_only_its_log_prob_nan() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
-    """Fake tensors have no values: whoever asks for one raises."""
-    given = arguments(packed)
+    """Fake tensors have no values: reading one raises."""
+    inputs = arguments(packed)
     objective = Objective(ratio=ratio, kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
-    given = {name: x.detach() if isinstance(x, Tensor) else x for name, x in given.items()}
+    inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in inputs.items()}
     normalizer = torch.tensor(3.0)
     with FakeTensorMode() as mode, torch.no_grad():
-        fake: dict[str, Any] = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+        fake: dict[str, Any] = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         out = gspo_fused_loss(**fake, objective=objective, normalizer=mode.from_tensor(normalizer))
         assert out.loss.shape == ()
         lp = linear_log_probs(fake["hidden"], fake["lm_head"], fake["target_ids"], mask=fake["mask"], entropy=True)
@@ -128,25 +128,25 @@ def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
 
 
 def test_the_torch_policy_forward_reads_no_value_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator's own body, which the test above does not enter."""
+    """The test above does not run the operator's implementation."""
     from gspo_kernels import ops
     from gspo_kernels.backends.rows import PolicyRows
     from gspo_kernels.backends.torch.sequence import policy_forward
 
     objective = Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
     sample = make_sample(1)
-    caught: list[Any] = []
+    calls: list[Any] = []
 
-    def catch(*args: Any) -> Any:
-        caught.append(args)
+    def record(*args: Any) -> Any:
+        calls.append(args)
         zero = torch.zeros(())
         return ops.PolicyResult(zero, zero, zero, zero, torch.zeros(13))
 
-    monkeypatch.setattr(ops, "policy_loss", catch)
+    monkeypatch.setattr(ops, "policy_loss", record)
     lp = torch.randn(sample.target_ids.shape)
     keep = {name: sample.options[name] for name in ("mask", "old_log_probs", "ref_log_probs")}
     policy_loss(lp, sample.advantages, entropy=lp.abs(), objective=objective, **keep)
-    log_probs, entropy, mask, policy, objective, _ = caught[0]
+    log_probs, entropy, mask, policy, objective, _ = calls[0]
     with FakeTensorMode() as mode:
         log_probs, entropy, mask = (mode.from_tensor(x) for x in (log_probs, entropy, mask))
         rows = PolicyRows._make(None if x is None else mode.from_tensor(x) for x in policy)

@@ -1,4 +1,1 @@
-"""Times of the kernels on the GPU at hand, and the fastest block shapes.
-
-`python -m gspo_kernels.benchmarks gpu --help`. Whether kernels are right there: `python -m pytest -m gpu`.
-"""
+"""Time the kernels on the GPU at hand, and rank block shapes. `python -m pytest -m gpu` checks the kernels' results."""

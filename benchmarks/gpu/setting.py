@@ -1,4 +1,4 @@
-"""The device of a run, how large its batches are, and the heads that are timed."""
+"""The device of a run, the sizes of its batches, and the heads that are timed."""
 
 from __future__ import annotations
 
@@ -14,37 +14,29 @@ from gspo_kernels.backends.rows import HeadRows
 class Setting:
     device: torch.device
     vocab: int = 151_936  # V of Qwen
-    rows: int = 8192  # N where block shapes are ranked
-    tiny_width: int | None = None  # H of the only model of a dry run
+    rows: int = 8192  # N for ranking block shapes
+    dry_run_width: int | None = None  # H of the only model of a dry run
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type != "cpu"
 
     def head(self, rows: int, width: int) -> HeadRows:
-        """Return a bf16 head with logits of standard deviation 3, every row unmasked."""
+        """Return a bf16 head with logits of standard deviation 3 and every row unmasked."""
         rng = torch.Generator(self.device).manual_seed(0)
 
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=rng, device=self.device)
 
         ids = torch.randint(self.vocab, (rows,), generator=rng, device=self.device)
+        hidden, weight = randn(rows, width).bfloat16(), (randn(self.vocab, width) * (3 / width**0.5)).bfloat16()
         return HeadRows(
-            hidden=randn(rows, width).bfloat16(),
-            weight=(randn(self.vocab, width) * (3 / width**0.5)).bfloat16(),
-            bias=None,
-            adapter_hidden=None,
-            adapter_weight=None,
-            target_ids=ids,
-            mask=torch.ones_like(ids).bool(),
-            temperature=None,
-            logit_scale=1.0,
-            logit_softcap=None,
-            vocab_size=self.vocab,
-            entropy=False,
-        )
+            hidden=hidden, weight=weight, bias=None, adapter_hidden=None, adapter_weight=None, target_ids=ids,
+            mask=torch.ones_like(ids).bool(), temperature=None, logit_scale=1.0, logit_softcap=None,
+            vocab_size=self.vocab, entropy=False,
+        )  # fmt: skip  # lines by subject
 
 
 def tiny(device: torch.device) -> Setting:
-    """Return sizes for a dry run."""
-    return Setting(device, vocab=300, rows=150, tiny_width=64)
+    """Return the sizes of a dry run."""
+    return Setting(device, vocab=300, rows=150, dry_run_width=64)

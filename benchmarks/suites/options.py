@@ -80,13 +80,11 @@ def at_least(least: int) -> Callable[[str], int]:
 positive = at_least(1)
 
 
-def parser_of(name: str, doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command, with the options that all suites have."""
     parser = argparse.ArgumentParser(
         prog=f"python -m gspo_kernels.benchmarks {name}", description=(doc or "").split("\n\n")[0]
     )
-    said = "" if rounds is None else f" (default {rounds})"
-    parser.add_argument("--rounds", type=positive, default=rounds, help=f"timed runs of each, interleaved{said}")
     parser.add_argument("--tiny", action="store_true", help="a trial with small shapes")
     parser.add_argument("--output", type=Path, help=OUTPUT)
     return parser
@@ -95,6 +93,7 @@ def parser_of(name: str, doc: str | None, rounds: int | None = None) -> argparse
 def add_comparison(parser: argparse.ArgumentParser) -> None:
     """Add the options of suites that compare implementations."""
     device = str(device_of(None))
+    parser.add_argument("--rounds", type=positive, help="timed runs of each, interleaved")
     parser.add_argument("--against", help="as of `gspo bench` (default: all that are installed; with --tiny: torch)")
     parser.add_argument("--device", type=told(device_of), default=device, help=f"default {device}")
     parser.add_argument("--dtype", choices=DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")

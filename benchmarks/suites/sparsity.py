@@ -26,7 +26,7 @@ from ..candidates import ALL, Candidate, ours_at
 from ..measure import Record, destination, fresh, interleaved, over, peak_bytes, save_part, spread
 from ..workloads import BUDGETS, Old, Workload
 from . import bench
-from .options import parser_of, say
+from .options import parser_of, positive, say
 
 WIDTH, VOCAB = 896, 151_936  # Qwen2.5-0.5B
 CPU = torch.device("cpu")
@@ -139,7 +139,8 @@ def memory_of(name: str, rows: int, sizes: Record) -> int:
 
 
 def main() -> None:
-    parser = parser_of("sparsity", __doc__, rounds=5)
+    parser = parser_of("sparsity", __doc__)
+    parser.add_argument("--rounds", type=positive, default=5, help="of --time (default 5)")
     parser.add_argument("--passes", action="store_true", help="matrix passes and gradient errors")
     parser.add_argument("--time", action="store_true", help="time and memory over the naive loss")
     options = parser.parse_args()

@@ -37,9 +37,6 @@ class Unquoted(str):
         return str(self)
 
 
-Said = Unquoted
-
-
 def describe(x: object) -> str:
     """Describe a value in a message: a tensor by its shape, other values by their repr or, if long, their type."""
     if isinstance(x, Tensor):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.extras import needs
-from gspo_kernels.validation import Field, Said, warn_once
+from gspo_kernels.validation import Field, Unquoted, warn_once
 
 from .huggingface import base_model, fuse_head
 
@@ -117,7 +117,7 @@ def accelerate_trainer(trainer: GRPOTrainer) -> None:
 def _check(trainer: GRPOTrainer) -> None:
     check = Field("accelerate_trainer")
     if not isinstance(trainer, GRPOTrainer):
-        check.fail("trainer", "a GRPOTrainer", Said(f"a {type(trainer).__name__}"), TypeError)
+        check.fail("trainer", "a GRPOTrainer", Unquoted(f"a {type(trainer).__name__}"), TypeError)
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):
         check.fail("cast_lm_head_to_fp32", "False (our logits are fp32 whatever the head's dtype)", True)
     if hasattr(GRPOTrainer, "compute_liger_loss") and trainer.args.use_liger_kernel:
@@ -125,7 +125,7 @@ def _check(trainer: GRPOTrainer) -> None:
     if getattr(type(trainer), _METHOD) is not getattr(GRPOTrainer, _METHOD):
         override = f"an override in {type(trainer).__name__}"
         if not _ASKS_THE_MODEL:
-            check.fail(_METHOD, "GRPOTrainer's before TRL 1.15 (call linear_log_probs in yours)", Said(override))
+            check.fail(_METHOD, "GRPOTrainer's before TRL 1.15 (call linear_log_probs in yours)", Unquoted(override))
         warnings.warn(
             f"accelerate_trainer: {_METHOD} is {override}: log-probs that it computes from logits are not replaced",
             stacklevel=3,

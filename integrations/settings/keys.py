@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from gspo_kernels import Objective
-from gspo_kernels.validation import Field, Said
+from gspo_kernels.validation import Field, Unquoted
 
 Rule = tuple[str, Callable[[float], bool]]
 ANY: Rule = ("a number", lambda x: x == x)
@@ -134,7 +134,7 @@ class Keys:
         for key in settings:
             name, value = f"{prefix}{key}", settings[key]
             if name in self._values:
-                self.check.fail(name, "given once", Said("it twice"))
+                self.check.fail(name, "given once", Unquoted("it twice"))
             elif name not in sections:
                 self._values[name] = value
             elif value is not None:
@@ -234,7 +234,7 @@ def from_flags(check: Field, arguments: Sequence[Any]) -> dict[str, Any]:
             name, equals, value = text[2:].partition("=")
             name = name.replace("-", "_")
             if name in settings:
-                check.fail(f"--{name}", "given once", Said("it twice"))
+                check.fail(f"--{name}", "given once", Unquoted("it twice"))
             values = settings[name] = [value] if equals else []
         elif not isinstance(text, str) or values is None:
             check.fail("arguments", "flags that begin with --, each followed by its values", text)

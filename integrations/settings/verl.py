@@ -7,7 +7,7 @@ from typing import Any
 
 from gspo_kernels.objective import AGGREGATIONS
 from gspo_kernels.sampler_mismatch import RolloutCorrection
-from gspo_kernels.validation import Field, Said
+from gspo_kernels.validation import Field, Unquoted
 
 from . import tables
 from .keys import ABOVE_ONE, NOT_NEGATIVE, POSITIVE, Keys, Normalizer, Reading, Step, as_number
@@ -46,7 +46,7 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
     """
     # verl's dataclasses are mappings that do not support `in`, so list their keys.
     if isinstance(actor, Mapping) and "actor_rollout_ref" in list(actor):
-        got = Said("the whole configuration")
+        got = Unquoted("the whole configuration")
         Field("from_verl").fail("actor", "its actor_rollout_ref.actor (and algorithm its algorithm)", got)
     sections = {"algorithm": algorithm}
     keys = Keys("from_verl", actor, tables.VERL, tables.VERL_OTHERS, tables.VERL_SECTIONS, sections)

@@ -160,17 +160,18 @@ def draw_readme(results: Results, path: Path) -> None:
     figure, (axes,) = panels(1)
     study = results["sets"]["synthetic"]
     records, lengths = by_name(study["implementations"]), study["lengths"]
-    for name, width, style in ((NAIVE, 2, "-"), ("fp16 logits", 2, "-"), (OURS, 3, "-"), ("fp32 logits", 1.5, "--")):
-        colour = {"fp32 logits": BLACK, NAIVE: VERMILION, "fp16 logits": ORANGE}.get(name, BLUE)
-        axes.plot(lengths, [100 * x for x in records[name]["wrong"]], color=colour, lw=width, ls=style, clip_on=False)
     most = 100 * max(x for name in (OURS, "fp32 logits") for x in records[name]["wrong"])
-    for text, colour, place in (
-        ("bf16 logits: the default of TRL, verl and Liger", VERMILION, (100, 41)),
-        ("fp16 logits", ORANGE, (140, 12.5)),
-        (f"gspo_kernels: at most {most:.3f}%,\nwithout storing the logits", BLUE, (1500, 31)),
-        ("full fp32 logits: equally exact, but they\nneed tokens x vocabulary memory", BLACK, (1500, 24.5)),
+    ours = f"gspo_kernels: at most {most:.3f}%,\nwithout storing the logits"
+    full = "full fp32 logits: equally exact, but they\nneed tokens x vocabulary memory"
+    for name, colour, width, style, place, text in (
+        (NAIVE, VERMILION, 2, "-", (100, 41), "bf16 logits: the default of TRL, verl and Liger"),
+        ("fp16 logits", ORANGE, 2, "-", (140, 12.5), "fp16 logits"),
+        (OURS, BLUE, 3, "-", (1500, 31), ours),
+        ("fp32 logits", BLACK, 1.5, "--", (1500, 24.5), full),
     ):
-        axes.annotate(text, place, color=colour, fontsize=10, weight="bold" if colour == BLUE else "normal")
+        shares = [100 * x for x in records[name]["wrong"]]
+        axes.plot(lengths, shares, color=colour, lw=width, ls=style, clip_on=False)
+        axes.annotate(text, place, color=colour, fontsize=10, weight="bold" if name == OURS else "normal")
     axes.annotate("", (11_500, 0.4), (11_500, 24), arrowprops={"arrowstyle": "->", "color": DARK})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths[::2], [f"{length:,}" for length in lengths[::2]])
@@ -186,16 +187,14 @@ def draw_budgets(results: Results, path: Path) -> None:
     titles = {"reward": "reward", "entropy": "entropy, nats per token", "passes": "matrix passes per update"}
     figure, axes = panels(len(titles))
     updates = results["settings"]["steps"] * results["settings"]["updates_per_rollout"]
-    looks = zip((BLUE, VERMILION, GREEN, BLACK), ("-", "-", "-", ":"), strict=True)
+    looks = ((BLUE, "-"), (VERMILION, "-"), (GREEN, "-"), (BLACK, ":"))
     for (arm, runs), (colour, style) in zip(results["runs"].items(), looks, strict=True):
         for panel, (key, title) in zip(axes, titles.items(), strict=True):
             points = list(zip(*(run[key] for run in runs), strict=True))
             x = [updates * (at + 0.5) / len(points) for at in range(len(points))]
             panel.plot(x, [sum(p) / len(p) for p in points], color=colour, ls=style, lw=1.5, label=arm)
             panel.fill_between(x, [min(p) for p in points], [max(p) for p in points], color=colour, alpha=0.1, lw=0)
-            panel.set(
-                title=f"{title} ({len(runs)} seeds)", xlabel="optimizer updates", xlim=(0, updates), ylim=(0, None)
-            )
+            panel.set(title=f"{title} ({len(runs)} seeds)", xlabel="optimizer updates", ylim=(0, None))
     save(figure, path, axes[0])
 
 

@@ -164,7 +164,8 @@ def fidelity(results: Results) -> Texts:
         for r in study["implementations"]:
             errors = (f"{r['log-prob']['std']:.1e}" if "log-prob" in r else "-", f"{r['log-ratio']['std']:.1e}")
             wrong = [*(r["wrong"][i] for i in at), r["wrong with the mean error"][at[-1]]]
-            rows.append((shown(r["name"]), *errors, *map(percent, wrong)))
+            rounded = " (returns bf16)" if r["dtype"] == "bfloat16" else ""
+            rows.append((shown(r["name"]) + rounded, *errors, *map(percent, wrong)))
         header = ["", "log-prob error", "log-ratio error", *(f"{length:,} tokens" for length in LENGTHS)]
         texts[kind] = table([*header, f"{LENGTHS[-1]:,}, mean error kept"], rows)
         if measured := [r["correlation"] for r in study["implementations"] if r["correlation"]]:

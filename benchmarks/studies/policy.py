@@ -60,6 +60,7 @@ FULL = Size(33_280, 150_000, 40_000, 4, 256, 2000, 32, 2e-3, probe=128, sequence
 TINY = Size(600, 400, 400, 1, 64, 12, 8, 3e-3, probe=8, sequences=16, for_rl=16)
 ENOUGH = 0.5  # accuracy at which training ends, so that RL can still improve the policy
 PROBE_EVERY = 50  # steps
+Text = tuple[list[int], int]  # token ids, and how many at the start are not learned
 
 
 class States(NamedTuple):
@@ -87,26 +88,12 @@ def digest(folder: Path = FOLDER) -> str:
     return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
-class Text(NamedTuple):
-    ids: list[int]
-    prompt: int  # tokens at its start that are not learned
-
-
 def random_policy(size: Size, tokenizer: PreTrainedTokenizerFast) -> Policy:
     heads, entries = max(size.width // 64, 2), tokenizer.get_vocab()
-    config = Qwen3Config(
-        vocab_size=size.vocab,
-        hidden_size=size.width,
-        intermediate_size=3 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        head_dim=size.width // heads,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        eos_token_id=entries[END],
-        pad_token_id=entries[PAD],
-    )
+    options: Record = dict(vocab_size=size.vocab, hidden_size=size.width, intermediate_size=3 * size.width)
+    options |= dict(num_hidden_layers=size.layers, head_dim=size.width // heads, max_position_embeddings=256)
+    options |= dict(num_attention_heads=heads, num_key_value_heads=heads // 2, tie_word_embeddings=False)
+    config = Qwen3Config(**options, eos_token_id=entries[END], pad_token_id=entries[PAD])
     return make_policy(Qwen3ForCausalLM(config), tokenizer)
 
 
@@ -114,8 +101,8 @@ def tokenized(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], s
     """Tokenize what is learned: the solutions of problems, and stories from their second token on."""
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     solutions = tokenizer([p.solution + END for p in problems])["input_ids"]
-    texts = [Text(a + b, len(a)) for a, b in zip(prompts, solutions, strict=True)]
-    return texts + [Text(ids, 1) for ids in tokenizer([story + END for story in stories])["input_ids"]]
+    texts = [(a + b, len(a)) for a, b in zip(prompts, solutions, strict=True)]
+    return texts + [(ids, 1) for ids in tokenizer([story + END for story in stories])["input_ids"]]
 
 
 def batches(texts: Sequence[Text], size: int, seed: int) -> Iterator[list[Text]]:
@@ -149,9 +136,9 @@ def train(policy: Policy, texts: Sequence[Text], size: Size, accuracy: Callable[
 
 
 def cross_entropy(policy: Policy, batch: Sequence[Text]) -> Tensor:
-    length = max(len(text.ids) for text in batch)
-    ids = torch.tensor([text.ids + [0] * (length - len(text.ids)) for text in batch])
-    learned = torch.tensor([[text.prompt <= at < len(text.ids) for at in range(1, length)] for text in batch])
+    length = max(len(ids) for ids, _ in batch)
+    learned = torch.tensor([[prompt <= at < len(ids) for at in range(1, length)] for ids, prompt in batch])
+    ids = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in batch])
     with torch.autocast("cpu", torch.bfloat16):
         hidden = policy.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         logits = policy.head(hidden[learned])
@@ -197,12 +184,10 @@ def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tens
 def beside_the_formula(states: States) -> Record:
     """Measure the trained policy and `peaked.make` at the same N, H, V and sequence lengths."""
     hidden, ids = states.rows()
-    formula = peaked.make(hidden.shape[0], hidden.shape[1], states.weight.shape[0])
-    lengths = states.mask.sum(1)
-    return {
-        "trained": budgets_of(hidden, states.weight, ids, lengths, "trained"),
-        "formula": budgets_of(formula.hidden, formula.weight, formula.target_ids, lengths, "formula"),
-    }
+    formula, lengths = peaked.make(len(hidden), hidden.shape[1], len(states.weight)), states.mask.sum(1)
+    trained = budgets_of(hidden, states.weight, ids, lengths, "trained")
+    beside = budgets_of(formula.hidden, formula.weight, formula.target_ids, lengths, "formula")
+    return {"trained": trained, "formula": beside}
 
 
 def make(size: Size, folder: Path) -> Record:

@@ -39,7 +39,7 @@ EXACT, CONTROL = "budget 0", "budget 0, weights x (1 + 1e-6 noise)"
 ARMS: dict[str, float] = {EXACT: 0.0, "budget 1e-3": 1e-3, "budget 4e-3": 4e-3, CONTROL: 0.0}
 NOISE = 1e-6  # relative, of every initial weight of the control
 CURVES = ("reward", "entropy", "passes")
-TOTALS = ("passes", "dropped_gradient_mass", "clip_fraction")
+TOTALS = ("passes", "dropped_gradient_mass")
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of Student's t by the number of seeds
 END = 0.2  # share of the rollouts that are "the end"
 POINTS = 15  # of a curve that is kept
@@ -56,8 +56,8 @@ FULL_SEEDS, TINY_SEEDS = (0, 1, 2), (0, 1)
 def run(model: str, data: str, folder: str, name: str, seed: int, budget: float, options: dict[str, Any]) -> Record:
     """Train once, in a process of its own; return curves, their means and ends, and seconds."""
     started = time.perf_counter()
-    options |= dict(seeds=(seed,), gradient_budget=budget, device="cpu", threads=1, overwrite=True)
-    config = train_config(name=name, model=model, data=Path(data), output=Path(folder), **options)
+    machine: Record = dict(device="cpu", threads=1, overwrite=True, output=Path(folder), data=Path(data))
+    config = train_config(name=name, model=model, seeds=(seed,), gradient_budget=budget, **machine, **options)
     train(config)
     rows = read_rows(config.folder / "metrics.jsonl")
     held_out = [row["eval_reward"] for row in rows if "eval_reward" in row]

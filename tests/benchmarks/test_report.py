@@ -39,7 +39,7 @@ def test_files_hold_one_record_per_line(tmp_path: Path) -> None:
     records = [{"x": 1 / 3, "y": [1, 2], "z": {"nan": float("nan")}}, {"x": 1e-9 / 3}]
     text = measure.save("step", torch.device("cpu"), {"records": records}, tmp_path / "a.json").read_text()
     assert '\n   {"x": 0.333333, "y": [1, 2], "z": {"nan": null}},\n   {"x": 3.33333e-10}\n' in text
-    assert json.loads(text)["results"]["records"][0]["x"] == 0.333333
+    assert json.loads(text)["suite"] == "step"
     assert sum(len(path.read_text().splitlines()) for path in pages.RESULTS.glob("*.json")) < 2000
 
 
@@ -60,9 +60,8 @@ def test_a_changed_number_makes_page_and_figure_stale(copied: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"results": {}}', '{"machine": {}, "results": {"runs": [{}]}}'])
 def test_a_damaged_or_partial_file_is_refused_in_a_line(text: str, copied: Path) -> None:
     copied.write_text(text)
-    with pytest.raises(SystemExit, match=r"vocab-cpu\.json.*: expected the complete results of a suite") as refused:
+    with pytest.raises(SystemExit, match=r"^\S+vocab-cpu\.json: expected the complete results of a suite: .+\Z"):
         pages.texts()
-    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_the_readme_block_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

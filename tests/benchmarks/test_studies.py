@@ -42,7 +42,6 @@ def test_coarser_logits_and_log_probs_flip_more_decisions() -> None:
     runs = {name: runs[name] for name in (NAIVE, "fp16 logits", "fp32 logits", OURS)}
     runs["rounded"] = lambda *arguments: runs[OURS](*arguments).bfloat16()
     errors = fidelity.measured(fidelity.synthetic(256, Head(128, 4096), CPU), runs)
-    assert errors.dtypes[OURS] == "float32" and errors.dtypes["rounded"] == "bfloat16"
     share = {name: record["wrong"] for name, record in wrong(errors.of_log_ratios(), 64).items()}
     assert share[NAIVE] > 0.2 > share["fp16 logits"] > 0.02 < share["rounded"] and share[fidelity.OTHER_ENGINE] > 0.2
     assert share[OURS] < 2e-3 and share["fp32 logits"] < 2e-3
@@ -120,11 +119,9 @@ def test_differences_between_budgets_are_taken_seed_by_seed() -> None:
 
 
 def test_the_range_of_the_ratio_scales_with_the_root_of_the_length(tmp_path: Path) -> None:
-    points = run_tiny(ratio_range, tmp_path / "range.json")["points"]
-    free = [p for p in points if p["drift"] == 0]
+    free = [p for p in run_tiny(ratio_range, tmp_path / "range.json")["points"] if p["drift"] == 0]
     assert ratio_range.power(free) == pytest.approx(-0.5, abs=0.1)
     assert ratio_range.power(free, product=True) == pytest.approx(0.5, abs=0.1)
-    assert ratio_range.verdict(points).startswith("does not hold as stated")
 
 
 @pytest.mark.parametrize(("power", "start"), [(0, "holds: "), (-0.5, "does not hold as stated"), (0.5, "does not")])

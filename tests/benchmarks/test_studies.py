@@ -51,15 +51,15 @@ def test_wrong_decisions_of_known_errors() -> None:
     rng = torch.Generator().manual_seed(3)
     noise, u = torch.randn(2, 200_000, generator=rng, dtype=torch.float64)
     noise = noise[:4096] - noise[:4096].mean()
-    found = wrong({"none": 0 * noise, "shift": 0 * noise + 1, "noise": 1e-3 * noise}, 64)
-    assert found["none"]["wrong"] == found["none"]["wrong with the mean error"] == found["shift"]["wrong"] == 0
-    assert found["shift"]["wrong with the mean error"] > 0.4
+    shares = wrong({"none": 0 * noise, "shift": 0 * noise + 1, "noise": 1e-3 * noise}, 64)
+    assert shares["none"]["wrong"] == shares["none"]["wrong with the mean error"] == shares["shift"]["wrong"] == 0
+    assert shares["shift"]["wrong with the mean error"] > 0.4
     flips = []
     for positive in map(torch.tensor, (True, False)):  # the error of a mean of 64 tokens is normal
         error = 1e-3 / 8 * torch.randn(u.shape, generator=rng, dtype=torch.float64)
         true = fidelity.passes_clip(fidelity.SPREAD * u, positive)
         flips.append((fidelity.passes_clip(fidelity.SPREAD * u + error, positive) != true).double().mean())
-    low, high = found["noise"]["95 %"]
+    low, high = shares["noise"]["95 %"]
     assert low < sum(flips) / 2 < high < low + 0.03
     signs = [fidelity.passes_clip(torch.tensor([-3.1e-4, 0, 4.1e-4]), torch.tensor(sign)) for sign in (True, False)]
     assert [x.tolist() for x in signs] == [[True, True, False], [False, True, True]]
@@ -111,8 +111,8 @@ def test_a_policy_is_trained_and_other_studies_use_it(tmp_path: Path, monkeypatc
 def test_differences_between_budgets_are_taken_seed_by_seed() -> None:
     ends = {budgets.EXACT: [5.0, 15.0, 0.0], "budget 1e-3": [7.0, 17.0, 2.0], budgets.CONTROL: [5.0, 15.0, 0.0]}
     runs = {arm: [{"at the end": {"x": value}} for value in values] for arm, values in ends.items()}
-    found = budgets.differences(runs, "x")
-    assert found["budget 1e-3"] == {"mean": 2, "95 %": [2, 2]} and found[budgets.CONTROL]["mean"] == 0
+    differences = budgets.differences(runs, "x")
+    assert differences["budget 1e-3"] == {"mean": 2, "95 %": [2, 2]} and differences[budgets.CONTROL]["mean"] == 0
     low, high = budgets.about([1.0, 2.0, 3.0])["95 %"]
     assert (low, high) == pytest.approx((2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))
     assert budgets.thinned(list(range(75)))[:2] == [2, 7] and budgets.at_the_end(list(range(10))) == 8.5

@@ -54,10 +54,10 @@ class GSPOTrainer(GRPOTrainer):
         UserWarning: `args` does not select a sequence-level ratio; and the warnings of `accelerate_trainer`.
     """
 
-    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *more: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any) -> None:
         args = GSPOConfig(output_dir="gspo") if args is None else args
         with _head_adapters_allowed():
-            super().__init__(model, reward_funcs, args, *more, **kwargs)
+            super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.importance_sampling_level != "sequence":
             level = self.importance_sampling_level
             warnings.warn(
@@ -177,7 +177,7 @@ def _log_probs(
 
     kwargs["use_cache"] = False
     scores, output = forward(*args, with_head=score, **kwargs)
-    mask = targets != -100
+    mask = targets != -100  # [B, T - 1] or [B, T]
     loss = -scores.log_probs.sum() / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
     return utils.FusedCausalLMOutput(
         loss=loss,

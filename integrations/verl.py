@@ -203,6 +203,7 @@ def _predicts_response(micro_batch: Any, positions: int) -> Tensor:
     else:
         lengths = micro_batch["attention_mask"][:, prompts.shape[1] :].sum(1)
     # Position ends - lengths - 1 predicts the first token of the response. Position ends - 1 predicts nothing.
+    # `change` is +1 where a response begins to be predicted and -1 behind it, so its cumulative sum is the mask.
     change = torch.zeros(positions + 1, dtype=torch.long, device=input_ids.device)
     change.index_add_(0, (ends - lengths - 1).clamp(min=0), torch.ones_like(ends))
     change.index_add_(0, ends - 1, -torch.ones_like(ends))

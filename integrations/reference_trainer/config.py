@@ -28,7 +28,7 @@ class TrainConfig:
     prompts_per_step: int = 32
     group_size: int = 8  # answers per prompt
     updates_per_rollout: int = 4  # with 1 the ratio is always 1 and nothing is ever clipped
-    micro_batch_size: int = 0  # sequences per forward and backward; 0: a whole update at once
+    micro_batch_size: int = 0  # sequences per forward and backward; 0: all sequences of an update
     learning_rate: float = 5e-4
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0

@@ -63,11 +63,11 @@ def sample(
     if policy.counts_router_loss:
         sampling["output_router_logits"] = False  # routers' losses need all positions
     input_ids = policy.model.generate(prompt_ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, **sampling)
-    answers = input_ids[:, prompt_ids.shape[1] :]
+    answers = input_ids[:, prompt_ids.shape[1] :]  # [B, T]
     ends = torch.tensor(policy.model.generation_config.eos_token_id, device=answers.device)
     is_end = torch.isin(answers, ends)  # [B, T]
     ended_before = is_end.cumsum(-1) - is_end.long()  # [B, T], number of end tokens before each position
-    mask = torch.cat([prompt_mask, (ended_before == 0).long()], dim=1)
+    mask = torch.cat([prompt_mask, (ended_before == 0).long()], dim=1)  # [B, P + T]
     # Keep special tokens in the text. Otherwise a model could pad its answers with tokens that the reward cannot see.
     before_end = (ended_before == 0) & ~is_end
     answer_ids = [row[keep].tolist() for row, keep in zip(answers, before_end, strict=True)]

@@ -175,7 +175,7 @@ def train_step(
 
 def share_of_equal_groups(rewards: Tensor, group_size: int) -> float:
     """Return the share of groups whose rewards are all equal, so that their advantages are 0."""
-    groups = rewards.view(-1, group_size)
+    groups = rewards.view(-1, group_size)  # [prompts, group_size]
     return (groups == groups[:, :1]).all(1).float().mean().item()
 
 

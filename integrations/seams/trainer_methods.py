@@ -41,7 +41,7 @@ def slime(
         ValueError: a setting of slime disagrees with `objective`, or a rollout has several samples.
     """
     check_settings("slime", objective, _slime_settings(args, objective))
-    log_probs, entropy = _slime_log_probs(args, batch, logits)
+    log_probs, entropy = _slime_log_probs(args, batch, logits)  # [sum of R] each
     samples = sum(int(mask.any()) for mask in batch["loss_masks"])
     means_of_ones = sum_of_sample_mean(torch.ones_like(log_probs))
     if means_of_ones != samples:
@@ -136,7 +136,7 @@ def ms_swift(
         objective=objective,
     )
     names = ["token_clip_fraction_low", "token_clip_fraction_high", "token_clip_fraction", "kl"]
-    metrics = torch.stack([out.metrics[name] for name in names if name in out.metrics])
+    metrics = torch.stack([out.metrics[name] for name in names if name in out.metrics])  # [metrics]
     gathered = trainer.accelerator.gather_for_metrics(metrics[None])  # [processes, metrics]
     low, high, region, *kl = gathered.mean(0).tolist()
     clipping = {

@@ -92,7 +92,7 @@ class Keys:
         loss_defaults: all settings that can change the loss, with their defaults.
         other_names: all settings that cannot change the loss. (A reader may still read one.)
         sections: names of nested settings. A setting inside is called "section.name".
-        more: additional settings, such as a section from another place.
+        additional: additional settings, such as a section from another place.
 
     Raises:
         ValueError: neither table contains a setting. The message names all such settings with the most similar names.
@@ -106,7 +106,7 @@ class Keys:
         loss_defaults: Mapping[str, Any],
         other_names: Collection[str],
         sections: Collection[str] = (),
-        more: Mapping[str, Any] | None = None,
+        additional: Mapping[str, Any] | None = None,
     ) -> None:
         self.check = Field(reader)
         self._loss_defaults = loss_defaults
@@ -114,7 +114,7 @@ class Keys:
         self._values: dict[str, Any] = {}
         self._read: set[str] = set()
         self._add(settings, sections, "")
-        self._add(more or {}, sections, "")
+        self._add(additional or {}, sections, "")
         known = {*loss_defaults, *other_names}
         unknown = [name for name in self._values if name not in known]
         if unknown:
@@ -188,12 +188,12 @@ class Keys:
         values = {name: self.get(name) for name in names}
         return {name: value for name, value in values.items() if value not in (None, [], self._loss_defaults[name])}
 
-    def reading(self, fields: Mapping[str, Any], normalizer: Normalizer, luspo: bool = False, **more: Any) -> Reading:
+    def reading(self, fields: Mapping[str, Any], normalizer: Normalizer, luspo: bool = False, **extra: Any) -> Reading:
         """Make the Reading from an Objective's `fields`, and classify the settings that were not read.
 
         Args:
             luspo: `fields` describe LUSPO, so the Objective does not warn about weights by length.
-            more: other fields of the Reading.
+            extra: the other fields of the Reading.
 
         Raises:
             ValueError: `fields` are not valid for an Objective.
@@ -209,7 +209,7 @@ class Keys:
             listed = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
             warnings.warn(f"{self.check.place}: with these settings the trainer does not read {listed}", stacklevel=3)
         not_the_loss = tuple(name for name in unread if name not in ignored)
-        return Reading(objective, normalizer, ignored=ignored, not_the_loss=not_the_loss, **more)
+        return Reading(objective, normalizer, ignored=ignored, not_the_loss=not_the_loss, **extra)
 
 
 def as_number(value: Any) -> Any:

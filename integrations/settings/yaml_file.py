@@ -1,4 +1,4 @@
-"""Read settings from a YAML file. A module of its own, so that readers of mappings do not need PyYAML."""
+"""Read settings from a YAML file. It is a separate module, so that reading a mapping does not need PyYAML."""
 
 from __future__ import annotations
 

@@ -35,3 +35,9 @@ def test_named_tests_and_linked_files_exist(page: Path) -> None:
 def test_every_preset_has_a_row() -> None:
     table = PARITY.partition("| `Objective.preset` |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE) == list(_PRESETS)
+
+
+def test_measured_numbers_of_the_settings_page_are_on_the_benchmarks_page() -> None:
+    settings, benchmarks = ((ROOT / "docs" / name).read_text() for name in ("settings.md", "benchmarks.md"))
+    numbers = re.findall(r"\d\.\d\d \(\de-\d\d\)|(?<=\| )[\d.]+%(?= \|)", settings)
+    assert len(numbers) == 10 and [number for number in numbers if number not in benchmarks] == []

@@ -1,4 +1,4 @@
-"""Tests on several CPU processes that talk through gloo."""
+"""Run a function on several CPU processes that communicate through gloo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import torch.multiprocessing as mp
 
 
 def run_ranks(main: Callable[..., None], ranks: int, folder: Path, *args: Any, deadline: float = 240.0) -> None:
-    """main(rank, folder, *args) in processes of their own, with what `init_process_group` reads in the environment."""
+    """Run main(rank, folder, *args) in new processes, with the environment variables of `init_process_group`.
+
+    An exception in a rank is raised here. The test fails if the ranks take longer than `deadline` seconds.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -23,7 +26,7 @@ def run_ranks(main: Callable[..., None], ranks: int, folder: Path, *args: Any, d
         _run, args=(main, ranks, port, folder, args), nprocs=ranks, start_method="spawn", join=False
     )
     end = time.monotonic() + deadline
-    while not started.join(timeout=1):  # raises what a rank raised
+    while not started.join(timeout=1):  # it raises the exception of a rank
         if time.monotonic() > end:
             for process in started.processes:
                 process.kill()
@@ -36,7 +39,7 @@ def _run(rank: int, main: Callable[..., None], ranks: int, port: int, folder: Pa
     )
     torch.set_num_threads(1)
     main(rank, folder, *args)
-    # Gloo's threads may wait for each other for ever while they are taken down: once all are done, leave at once.
+    # Gloo's threads may deadlock during shutdown, so exit without it once all ranks are done.
     (folder / f"done-{rank}").touch()
     while len(list(folder.glob("done-*"))) < ranks:
         time.sleep(0.02)

@@ -1,5 +1,7 @@
-"""A CPU as verl's platform, so that its FSDP2 engine and worker run without a GPU; verl imports it by an environment
-variable, `VERL_USE_EXTERNAL_MODULES=helpers.verl_cpu`."""
+"""Register the CPU as a platform of verl, so that its FSDP2 engine and worker run without a GPU.
+
+verl imports this module because of the environment variable `VERL_USE_EXTERNAL_MODULES=helpers.verl_cpu`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 def _module() -> Any:
-    """torch.<device> of a CPU: what an accelerator's memory and streams would be asked is nothing."""
+    """Return torch.cpu with the functions of an accelerator's module. Those of memory and streams do nothing."""
     module = types.SimpleNamespace(**{name: getattr(torch.cpu, name) for name in dir(torch.cpu) if name[0] != "_"})
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(module, name, lambda *_: 0)
@@ -93,7 +95,7 @@ class Cpu(PlatformBase):
 
 
 def let_fsdp1_run() -> None:
-    """FSDP1 refuses to broadcast a CPU's parameters; the ranks of a test have read the same file."""
+    """Disable FSDP1's broadcast of parameters, which fails on a CPU. All ranks load the same file anyway."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from verl.workers.engine.fsdp import transformer_impl
 

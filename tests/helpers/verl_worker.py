@@ -1,4 +1,4 @@
-"""verl's TrainingWorker on CPUs with a small model."""
+"""verl's TrainingWorker with a small model on CPUs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ BASE: dict[str, Any] = {
 
 
 def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
+    """Save a small random model and a tokenizer; return their folder."""
     import transformers
     from tokenizers import Tokenizer, models
 
@@ -69,6 +70,7 @@ def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
 
 
 def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options: Any) -> Any:
+    """Return a TrainingWorker with our engine, or with verl's, for a case such as BASE."""
     from helpers import verl_cpu
     from verl.workers.config import (
         ActorConfig,
@@ -135,7 +137,7 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options:
 
 
 def batch(rank: int, case: dict[str, Any]) -> Any:
-    """Four answers of this rank, prompts padded on the left and responses on the right, one with a hole in its mask."""
+    """Return four answers of this rank. Prompts are padded left, responses right; one mask has a hole."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
@@ -143,9 +145,13 @@ def batch(rank: int, case: dict[str, Any]) -> Any:
     rng = torch.Generator().manual_seed(7 + rank)
     prompts, responses = 3, 6
     ids = torch.randint(2, 50, (4, prompts + responses), generator=rng)
-    before, after = torch.tensor([2, 3, 1, 3]), torch.tensor([6, 3, 5, 4])
+    prompt_lengths, response_lengths = torch.tensor([2, 3, 1, 3]), torch.tensor([6, 3, 5, 4])
     attention = torch.cat(
-        [torch.arange(prompts)[None] >= prompts - before[:, None], torch.arange(responses)[None] < after[:, None]], 1
+        [
+            torch.arange(prompts)[None] >= prompts - prompt_lengths[:, None],
+            torch.arange(responses)[None] < response_lengths[:, None],
+        ],
+        1,
     ).long()
     mask = attention[:, prompts:].clone()
     mask[2, 1] = 0

@@ -64,7 +64,7 @@ class Errors(NamedTuple):
     dtypes: dict[str, str]  # of the log-probs
 
     def of_log_ratios(self) -> dict[str, Tensor]:
-        """Errors of the log-ratios [N]; also with old log-probs from another engine, such as a sampler's."""
+        """Return errors of the log-ratios [N], also with old log-probs from another engine, such as a sampler's."""
         errors = {name: self.new[name] - self.old[name] for name in self.old}
         if {OURS, NAIVE} <= errors.keys():
             errors[OTHER_ENGINE] = self.new[OURS] - self.old[NAIVE]
@@ -127,7 +127,7 @@ def log_probs(run: LogProbs, hidden: Tensor, weight: Tensor, ids: Tensor, rows: 
 
 
 def float64_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Return the truth. `weight` is float64 already: for a large head that is a gigabyte."""
+    """Return float64 log-probs, the reference. `weight` is float64 already: for a large head that is a gigabyte."""
     return candidates.full_log_probs(hidden.double(), weight, ids, softcap, torch.float64)
 
 

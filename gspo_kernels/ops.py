@@ -141,7 +141,7 @@ def _fake_policy(
 
 
 class _LogProbs(NamedTuple):
-    """Saved for the backward of `policy_loss` only because `scale` takes it."""
+    """Log-probs, which the backward of `policy_loss` only passes to `scale`."""
 
     log_probs: Tensor  # [N]
 

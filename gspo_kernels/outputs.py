@@ -24,7 +24,7 @@ class LossOutput(NamedTuple):
     """The loss, and the log-probs, log-ratios and metrics that a trainer logs.
 
     Only `loss` is differentiable. To add terms of your own, use `linear_log_probs` and `policy_loss`. The other fields
-    are detached and must not be changed in place: the backward reads log_probs and entropy, and raises if they were.
+    are detached. Do not change them in place: the backward reads log_probs and entropy, and raises if they changed.
 
     `metrics` holds 0-dim tensors on the device; computing them reads nothing on the host. Shares and means over tokens
     are over unmasked tokens.

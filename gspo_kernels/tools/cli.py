@@ -87,7 +87,9 @@ def train(
     weight_decay: Annotated[float | None, typer.Option(help="Weight decay of AdamW. (default: 0)")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Largest norm of the gradient. (default: 1)")] = None,
     clip_low: Annotated[float | None, typer.Option(help="Ratios are clipped at 1 - clip_low. (default: 3e-4)")] = None,
-    clip_high: Annotated[float | None, typer.Option(help="Ratios are clipped at 1 + this. (default: 4e-4)")] = None,
+    clip_high: Annotated[
+        float | None, typer.Option(help="Ratios are clipped at 1 + clip_high. (default: 4e-4)")
+    ] = None,
     gradient_budget: Annotated[
         float | None,
         typer.Option(help="Share of the gradient's mass that the backward may leave out. (default: 0, exact)"),
@@ -107,7 +109,9 @@ def train(
     warn_after: Annotated[
         int | None, typer.Option(help="Warn after so many steps in which all rewards are equal. (default: 10)")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="(default: a GPU if there is one, else the CPU)")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device, such as cpu or cuda:1. (default: a GPU if there is one, else the CPU)")
+    ] = None,
     bf16: Annotated[bool | None, typer.Option(help="Use bf16 autocast; weights stay fp32. (default: no)")] = None,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads; 0: PyTorch's default. (default: 1; with --model 0)")
@@ -198,7 +202,9 @@ def bench(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16. (default: bfloat16 on a GPU, else float32)")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="(default: a GPU if there is one, else the CPU)")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device, such as cpu or cuda:1. (default: a GPU if there is one, else the CPU)")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs per candidate.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:

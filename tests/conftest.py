@@ -6,13 +6,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-# The interpreter multiplies by NumPy, and where OpenBLAS uses AVX2 it rounds a row by its place in a block, which no
-# GPU does. Read when NumPy is first imported; on other processors than x86 the name is unknown and changes nothing.
-os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"  # also where the machine asks for another
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in these tests may need a network
+# Triton's interpreter multiplies with NumPy. With OpenBLAS's AVX2 kernels, the rounding of a row depends on its place
+# in a block, which it does not on GPUs. The variable is read at the first import of NumPy, and ignored on processors
+# other than x86.
+os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
 pytest.register_assert_rewrite("helpers")
 
-# A run of CI repeats the same examples, so that it judges the change; everywhere else the search goes on.
+# In CI the examples are always the same, so that a failure is due to the change. Elsewhere they vary.
 settings.register_profile(
     "default",
     max_examples=200,
@@ -21,13 +22,13 @@ settings.register_profile(
     derandomize=os.environ.get("CI") == "true",
 )
 settings.register_profile("quick", settings.get_profile("default"), max_examples=10)
-# For seeded faults: that an example fails is enough.
+# For seeded faults a failing example is enough; it is not shrunk.
 settings.register_profile("fault", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("default")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Decide, before torch and Triton are imported, whether this process interprets kernels or runs them on a GPU."""
+    """Decide whether this process interprets kernels or runs them on a GPU, before torch and Triton are imported."""
     if config.option.markexpr.split()[:1] == ["gpu"]:
         os.environ.setdefault("GSPO_TEST_DEVICE", "cuda")
         os.environ.pop("TRITON_INTERPRET", None)
@@ -43,13 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
         patch_language_once()
     import torch
 
-    torch.set_num_threads(1)  # the shapes are tiny: threads would only wait for each other
+    torch.set_num_threads(1)  # shapes are so small that more threads are slower
     if config.getoption("--quick"):
         settings.load_profile("quick")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """`-m gpu` selects every test that can run on a GPU."""
+    """Mark every test that can run on a GPU, so that `-m gpu` selects it."""
     if os.environ["GSPO_TEST_DEVICE"] != "cpu" and "device" in getattr(item, "fixturenames", ()):
         item.add_marker("gpu")
 
@@ -69,7 +70,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def device() -> object:
-    """The torch.device under test. A test that takes it also runs on a GPU."""
+    """Return the torch.device under test. A test that takes this fixture also runs on a GPU."""
     from helpers.device import DEVICE
 
     return DEVICE
@@ -77,7 +78,7 @@ def device() -> object:
 
 @pytest.fixture
 def cached_memory_is_returned() -> Iterator[None]:
-    """Return what PyTorch caches of the GPU's memory after a test of large tensors: other processes share the GPU."""
+    """Release PyTorch's cached GPU memory after a test of large tensors, because other processes share the GPU."""
     yield
     import torch
 
@@ -89,7 +90,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --quick, keep the last case of each test and backend, of the torch backend also the first; no slow tests."""
+    """With --quick, keep the last case of each test and backend, for torch also the first one, and no slow tests."""
     if not config.getoption("--quick"):
         return
     cases: dict[tuple[str, object], list[pytest.Item]] = {}
@@ -100,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases.setdefault((item.nodeid.partition("[")[0], parameters.get("backend")), []).append(item)
     kept: set[int] = set()
     for (_, backend_name), group in cases.items():
-        # The last case often has every option. Interpreted kernels are slow: they get only that one.
+        # The last case often has all options. Interpreted kernels are slow, so they run only that one.
         kept |= {id(item) for item in (group[-1:] if backend_name == "triton" else (group[0], group[-1]))}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]

@@ -1,8 +1,9 @@
-"""Every limit the tests hold the library to, in one file. Loosening one takes its own commit and reason.
+"""All error limits of the tests. Loosening a limit takes a commit of its own, with the reason.
 
-The law: truth is float64. With r the error of the same computation in plain PyTorch in the same dtype (PLAIN_ORDERS)
-and floor = eps(dtype) * max|truth|, ours may err by at most 2 * (r + floor); besides, the relative RMS error has a
-limit per dtype, NaN and inf stand where they stand in the truth, and every row points where the true row points.
+`check` compares with float64, the truth. Let r be the error of the same computation in plain PyTorch in the same dtype
+(see PLAIN_ORDERS), and floor = eps(dtype) * max|truth|. Our error must be at most 2 * (r + floor). The relative RMS
+error has a limit per dtype, NaN and inf must be in the same places, and the cosine of each row with the true row must
+be at least ROW_COSINE.
 """
 
 from __future__ import annotations
@@ -10,85 +11,86 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# What plain fp32 errs by depends on the order in which a logit's terms are added: one gradient was off by 1.4 to 4.2
-# eps in six orders of the same numbers. Of one order r is a draw, which ours lost 7 times in 512 gradients, or 12 with
-# another NumPy's products, on every processor for other samples; to the largest r of four orders it never lost. Half
-# precision keeps one: of more orders some would take a wrong clip decision, and that excuses any gradient.
+# r is the largest error over this many orders of additions. The error of plain fp32 depends on the order in which a
+# logit's terms are added: a gradient was off by 1.4 to 4.2 eps in six orders of the same numbers. With r from one
+# order, 7 of 512 gradients failed, 12 with another NumPy, and other samples on each processor; with four orders, none.
+# Half precision uses one order: with more orders, one of them would take a wrong clip decision, and its large r would
+# allow any gradient.
 PLAIN_ORDERS = {torch.float32: 4}
 
 RELATIVE_RMS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-12}
 ROW_COSINE = 0.999
 
-# fp64 against the fp64 oracle: rounding in another order is all that may differ.
+# fp64 compared with the fp64 oracle: only the order of additions differs.
 FLOAT64_RELATIVE = 1e-11
 
-# Log-probs of the same inputs against float64, |logit| <= 30, H <= 4096, on CPU: per-token standard deviation and bias.
+# Error of log-probs on a CPU, for |logit| <= 30 and H <= 4096: standard deviation and bias per token.
 LOG_PROB_STD = 1e-5
 LOG_PROB_BIAS = 2e-6
-# The same on a GPU, root mean square: tensor cores truncate where they add.
+# RMS error of the same log-probs on a GPU, whose tensor cores truncate when they add.
 LOG_PROB_RMS_ON_TENSOR_CORES = 3e-5
-# A sum of half products, relative RMS: rounded to fp16 it errs by 2e-4 and to bf16 by 1.7e-3, in fp32 by far less.
+# Relative RMS error of sums of half-precision products. Rounded to fp16 it would be 2e-4, to bf16 1.7e-3.
 ACCUMULATED_IN_FP32 = 1e-4
-# Of exact logits, in units of the last place, root mean square: one rounding is 0.29, two are 0.41.
+# RMS error of log-probs from exact logits, in units of the last place: 0.29 for one rounding, 0.41 for two.
 LOG_PROB_UNIT_RMS = 0.35
 
-# fp32 advantages of rewards far from zero, against float64.
+# fp32 advantages of rewards far from zero, compared with float64.
 ADVANTAGE_RELATIVE = 1e-6
 
-# On-policy GSPO's loss is about 0, so losses are compared on the scale of the advantages.
+# On-policy, GSPO's loss is about 0, so errors of losses are relative to the mean |advantage|.
 LOSS_PER_ADVANTAGE = 1e-6
 
-# Gradients of two trainers on one batch, in float64 (some add 1e-8 to what they divide by), over their norm.
+# Gradients of two trainers for one batch in float64, norm over norm. Some trainers add 1e-8 to a divisor.
 PARITY_GRADIENT_RELATIVE = 1e-6
 
-# Another fp32 implementation from hidden states: two roundings of every logit.
+# Gradients of another fp32 implementation that starts from hidden states: every logit is rounded twice.
 LIGER_GRADIENT_RELATIVE = 1e-5
 
-# Gradients of a whole model, its own logits against its head fused, over their norm, by the model's dtype.
+# Gradients of a model with fused head and with its own logits, norm over norm, by the model's dtype.
 MODEL_GRADIENT_RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-5}
-# The same of one process and of several that share the model, in float64.
+# Gradients of one process and of several processes that shard the model, in float64.
 SHARDED_GRADIENT_RELATIVE = 1e-10
-# A trainer's log after a few steps of fp32 SGD with its own log-probs and with ours; its parameters and log-probs; its
-# gradient norm for the first four updates, past which both have drifted by rounding.
+# A trainer after a few steps of fp32 SGD, with its own log-probs and with ours: its log; parameters and log-probs; the
+# gradient norm of the first four updates, after which rounding has made both runs drift.
 TRAINER_LOG_RELATIVE, TRAINER_LOG_ABSOLUTE, TRAINER_ABSOLUTE = 1e-4, 2e-6, 1e-5
 TRAINER_GRADIENT_RELATIVE = 1e-6
 
-# A log-ratio is a difference of log-probs: its error is on their scale, per dtype of the accumulators.
+# Error of log-ratios relative to the log-probs that they are differences of, by dtype of the accumulators.
 LOG_RATIO_RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
-# Means over a batch, in fp32, against fp64.
+# Means over a batch in fp32, compared with fp64.
 METRIC_RELATIVE, METRIC_ABSOLUTE = 1e-5, 1e-7
 SHARE_ABSOLUTE = 1e-6
 
-# The L1 mass of d_logits that a gradient budget drops, in fp32, against fp64.
+# The L1 mass of d_logits that a gradient budget drops, in fp32, compared with fp64.
 DROPPED_MASS_RELATIVE = 1e-4
-# Norm of what a gradient of the kept entries is off, over its norm: which entries is in question, not rounding.
+# Gradients of the kept entries of d_logits, norm over norm. The limits detect wrong entries, not rounding.
 KEPT_GRADIENT_RELATIVE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5, torch.float64: 1e-11}
 
 # Parameters after the same few updates, in one batch or in micro-batches.
 PARAMETER_ABSOLUTE = 1e-6
 
-# How near a ratio may lie to a bound before fp64 rounding may move it across.
+# A ratio this close to a bound may be moved across it by fp64 rounding.
 FLOAT64_BOUND = 1e-9
 
-# What benchmarks compare: fp32 candidates against float64, gradients (norm over norm) and losses; two float64 losses.
+# Benchmarks: gradients (norm over norm) and losses of fp32 candidates compared with float64; two float64 losses.
 CANDIDATE_GRADIENT = 1e-5
 CANDIDATE_LOSS = 1e-6
 FLOAT64_LOSS_RELATIVE = 1e-12
 
 
 def softcap_slope(softcap: float | None, dtype: torch.dtype) -> float:
-    """What the slope of a soft-cap, 1 - tanh^2, may be off by, whatever its size: an eps of the accumulators' dtype."""
+    """Return the allowed absolute error of the slope of a soft-cap, 1 - tanh^2: eps of the accumulators' dtype."""
     return 0.0 if softcap is None else torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
 def decision_band(length: int) -> float:
-    """How near u may lie to a clip bound before its decision may differ from float64's."""
+    """Return how close to a clip bound u may be for its clip decision to differ from float64's."""
     return 3e-6 if length >= 1024 else 3e-6 + 6e-5 / length**0.5
 
 
 def check(name: str, ours: Tensor | None, same_dtype: Tensor | None, truth: Tensor | None, dtype: torch.dtype) -> float:
-    """Assert the law for one output; returns our error over the allowed one."""
+    """Assert that one output is within its limits (module docstring); return our error over the allowed error."""
     assert ours is not None and same_dtype is not None and truth is not None, f"{name} is absent"
     ours, same_dtype = ours.detach().double(), same_dtype.detach().double()
     truth = truth.detach().double()
@@ -116,13 +118,14 @@ def check(name: str, ours: Tensor | None, same_dtype: Tensor | None, truth: Tens
 
 
 def _check_rows(name: str, ours: Tensor, truth: Tensor, floor: float) -> None:
-    # One huge entry must not hide many wrong rows.
-    counts = truth.norm(dim=1) > floor * truth.shape[1] ** 0.5
-    cosine = torch.cosine_similarity(ours[counts], truth[counts], dim=1, eps=1e-300)
+    """Assert the direction of all rows above the rounding floor: one huge entry must not hide many wrong rows."""
+    above_floor = truth.norm(dim=1) > floor * truth.shape[1] ** 0.5
+    cosine = torch.cosine_similarity(ours[above_floor], truth[above_floor], dim=1, eps=1e-300)
     assert (cosine >= ROW_COSINE).all(), f"{name}: a row is off by cosine {cosine.min().item():.6f}"
 
 
 def check_loss(ours: Tensor, truth: Tensor, advantages: Tensor) -> None:
+    """Assert that a loss is within LOSS_PER_ADVANTAGE, relative to the mean |advantage| or the loss if larger."""
     limit = LOSS_PER_ADVANTAGE * max(advantages.abs().mean().item(), truth.abs().item(), 1e-12)
     difference = abs(ours.item() - truth.item())
     assert difference <= limit, f"loss off by {difference:.3e}, allowed {limit:.3e}"

@@ -82,7 +82,7 @@ def fuse_head(model: nn.Module) -> FusedHead:
 
 
 def base_model(model: Any) -> Any:
-    """Remove the wrappers of DDP, FSDP1, DeepSpeed, torch.compile and PEFT; return the transformers model inside."""
+    """Return the transformers model inside wrappers of DDP, FSDP1, DeepSpeed, torch.compile and PEFT."""
     while True:
         deepspeed = type(model).__module__.startswith("deepspeed.")
         if deepspeed or isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel):

@@ -72,7 +72,7 @@ class GSPOTrainer(GRPOTrainer):
 def _head_adapters_allowed() -> Iterator[None]:
     """Hide PEFT's BaseTunerLayer from TRL's constructor, which refuses a head of that class."""
     tuner_layer = getattr(grpo_trainer, "BaseTunerLayer", None)
-    if tuner_layer is None:  # no PEFT, or a TRL without that check
+    if tuner_layer is None:  # no PEFT, or this release of TRL has no such check
         yield
         return
     setattr(grpo_trainer, "BaseTunerLayer", type("NoInstances", (), {}))  # noqa: B010 - TRL does not export it

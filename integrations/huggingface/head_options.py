@@ -21,7 +21,7 @@ from gspo_kernels.inputs.lm_head import call_inside
 _PROBE_RANGE = 64.0  # logits of trained models lie within it, and every soft-cap in use is curved there
 _SCALE_ERROR = 1e-5  # relative error of a scale that is measured in fp32
 
-# A function that runs the model with a function of hidden states in place of its head, and returns the model's logits.
+# A probe runs the model with a function of hidden states in place of its head, and returns the model's logits.
 Probe = Callable[[Callable[[Tensor], Tensor]], Tensor]
 
 

@@ -61,7 +61,8 @@ def sample(
     else:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     if policy.counts_router_loss:
-        sampling["output_router_logits"] = False  # routers' losses need all positions
+        # The routers' loss needs all positions, but a cached generation step has only one.
+        sampling["output_router_logits"] = False
     input_ids = policy.model.generate(prompt_ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, **sampling)
     answers = input_ids[:, prompt_ids.shape[1] :]  # [B, T]
     ends = torch.tensor(policy.model.generation_config.eos_token_id, device=answers.device)

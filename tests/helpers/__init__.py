@@ -1,1 +1,1 @@
-"""What several tests share. Tests import from here, never from each other."""
+"""Code that several tests share. Test files import from here, never from each other."""

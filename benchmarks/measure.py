@@ -36,21 +36,17 @@ Record = dict[str, Any]
 KIB = 1024
 
 
-def machine(device: torch.device) -> Record:
-    """Return the processor, threads and memory of this machine, and the GPU if `device` is one."""
-    total = _kib(Path("/proc/meminfo"), "MemTotal") * KIB if sys.platform == "linux" else 0
-    description: Record = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory GiB": total >> 30}
-    return description | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
-
-
 def about(device: torch.device) -> Record:
     """Return date, commit, machine and versions: the head of every JSON file."""
     now = _checkout()
+    memory = _kib(Path("/proc/meminfo"), "MemTotal") * KIB if sys.platform == "linux" else 0
+    machine: Record = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory GiB": memory >> 30}
+    machine |= {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
     return {
         "date": date.today().isoformat(),
         "commit": now[0],
         "uncommitted changes": now[1] or now != AT_START,  # also if a source changed during the run
-        "machine": machine(device),
+        "machine": machine,
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := version(p))}},
     }
 
@@ -68,15 +64,13 @@ def version(package: str) -> str | None:
         return None
 
 
-def place(suite: str, device: torch.device, trial: bool = False) -> Path:
-    """Return benchmarks/results/<suite>-<cpu or GPU>.json, which the report reads; runs/trials/ for a trial."""
-    where = "cpu" if device.type != "cuda" else re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower())
-    return (TRIALS if trial else RESULTS) / f"{suite}-{where}.json"
-
-
 def destination(suite: str, device: torch.device, path: Path | None, trial: bool = False) -> Path:
-    """Return `path`, or `place` if None. Exit with a line on stderr if no results can be written there."""
-    path = path or place(suite, device, trial)
+    """Return `path`; if it is None, benchmarks/results/<suite>-<cpu or GPU>.json, or for a trial runs/trials/.
+
+    Exit with a line on stderr if no results can be written there.
+    """
+    where = "cpu" if device.type != "cuda" else re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower())
+    path = path or (TRIALS if trial else RESULTS) / f"{suite}-{where}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         results_in(path)

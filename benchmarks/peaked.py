@@ -83,11 +83,6 @@ def _sampled(hidden: Tensor, weight: Tensor, softcap: float | None, rng: torch.G
     return Policy(hidden, weight, torch.cat(ids), torch.cat(entropies))
 
 
-def about(policy: Policy) -> dict[str, Any]:
-    """Return the entropies of a policy as `entropy_quantiles` does."""
-    return entropy_quantiles(policy.entropy)
-
-
 def entropy_quantiles(entropy: Tensor) -> dict[str, Any]:
     """Return mean, shares and quantiles of entropies in nats, one per token."""
     exact, at = entropy.double(), (0.1, 0.25, 0.5, 0.75, 0.9)

@@ -32,7 +32,7 @@ from gspo_kernels import Objective
 from .. import candidates, measure, peaked
 from ..candidates import LogProbs
 from ..measure import Record
-from ..suites.options import at_least, device_of, told
+from ..suites.options import at_least, device_of
 from ..workloads import MODELS, Head
 
 HEAD = MODELS["qwen2.5-0.5b"]
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=at_least(64), default=3072, help="measured tokens per set (default 3072)")
     parser.add_argument("--sequences", type=at_least(1000), default=100_000, help="per length (default 100000)")
     parser.add_argument("--policy", type=Path, default=Path("runs/policy"), help="trained policy (default runs/policy)")
-    parser.add_argument("--device", type=told(device_of), default="cpu", help="default cpu")
+    parser.add_argument("--device", type=device_of, default="cpu", help="default cpu")
     parser.add_argument("--tiny", action="store_true", help="a trial of seconds: a head of 128 x 4096")
     parser.add_argument("--output", type=Path, help=measure.OUTPUT)
     options = parser.parse_args()

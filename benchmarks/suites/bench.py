@@ -6,6 +6,7 @@ gspo bench --model qwen2.5-0.5b --tokens 1k --against trl,liger --scenario rl-li
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from ..json_text import dumps
 from ..measure import Record
 from ..peaked import entropy_quantiles
 from ..workloads import SCENARIOS, Head, Old, Spec, Workload, counts, make, spec_from
-from .options import DTYPES, device_of, head_of, tokens_of
+from .options import DTYPES, BadOption, device_of, head_of, tokens_of
 
 NAIVE = "naive GSPO"  # always measured: errors and times are relative to it
 TOO_LARGE = "out of memory by the batch and its float64 gradients: fewer --tokens, or a smaller --model"
@@ -33,7 +34,7 @@ def candidates(against: str | None = None) -> list[Candidate]:
     """Return naive GSPO, ours and the candidates named in `against`, separated by commas; None: all."""
     names = AGAINST if against is None else [name.strip() for name in against.split(",") if name.strip()]
     if unknown := sorted({*names} - {"ours", *AGAINST}):
-        raise ValueError(f"--against: {', '.join(unknown)}: choose from {', '.join(AGAINST)}")
+        raise BadOption(f"--against: {', '.join(unknown)}: choose from {', '.join(AGAINST)}")
     return [candidate for candidate in ALL.values() if candidate.name == NAIVE or candidate.against in {"ours", *names}]
 
 
@@ -71,7 +72,7 @@ def minutes(chosen: list[Candidate], spec: Spec, rounds: int) -> float:
     device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
     a = torch.randn(512, spec.head.width, device=device).to(dtype)
     b = torch.randn(spec.head.width, 8192, device=device).to(dtype)
-    taken = min(measure.interleaved({"product": lambda: a @ b}, 3, device)["product"])
+    taken = statistics.median(measure.interleaved({"product": lambda: a @ b}, 5, device)["product"])
     step = operations / (2 * 512 * spec.head.width * 8192) * taken
     starts = sum(60 if candidate.compiles else 10 for candidate in here)
     return (step * (len(here) * (rounds + 7) + 8) + starts) / 60
@@ -227,13 +228,13 @@ def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
 def asked(
     model: str | None, tokens: str | None, against: str | None, scenario: str, dtype: str | None, device: str | None
 ) -> tuple[list[Candidate], Spec]:
-    """Return candidates and workload of a command line; raise ValueError with a line for the user."""
+    """Return candidates and workload of a command line; raise BadOption with a line for the user."""
     place = device_of(device)
     on_gpu = place.type == "cuda"
     dtype = dtype or ("bfloat16" if on_gpu else "float32")
     for option, value, values in (("dtype", dtype, DTYPES), ("scenario", scenario, SCENARIOS)):
         if value not in values:
-            raise ValueError(f"--{option}: expected one of {', '.join(values)}, got {value!r}")
+            raise BadOption(f"--{option}: expected one of {', '.join(values)}, got {value!r}")
     head = head_of(("qwen3-8b" if on_gpu else "qwen2.5-0.5b") if model is None else model)
     count = tokens_of(("16k" if on_gpu else "1k") if tokens is None else tokens)
     return candidates(against), Spec(head, count, scenario, dtype, str(place))

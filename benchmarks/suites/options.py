@@ -1,4 +1,4 @@
-"""Command-line options that several commands share. Each parser raises ValueError with a line for the user."""
+"""Command-line options that several commands share. A bad one is a `BadOption` with a line for the user."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from ..workloads import FEWEST, MODELS, Head
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+class BadOption(argparse.ArgumentTypeError, ValueError):
+    """For argparse, which prints the text of an ArgumentTypeError only, and for `gspo bench`."""
+
+
 def device_of(name: str | None) -> torch.device:
     """Return the device of that name; for None a GPU if there is one, else the CPU."""
     if name is None:
@@ -23,9 +27,9 @@ def device_of(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
-        raise ValueError(f"--device: expected a device that torch has here, such as cpu, got {name!r}") from error
+        raise BadOption(f"--device: expected a device that torch has here, such as cpu, got {name!r}") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: expected cpu or cuda, got {name!r}")
+        raise BadOption(f"--device: expected cpu or cuda, got {name!r}")
     return device if device.type == "cuda" else torch.device("cpu")
 
 
@@ -37,9 +41,9 @@ def head_of(text: str) -> Head:
     try:
         width, vocab = (int(part) for part in text.split(","))
     except ValueError as error:
-        raise ValueError(f"{expected}; got {text!r}") from error
+        raise BadOption(f"{expected}; got {text!r}") from error
     if not (64 <= width < 2**20 and 1000 <= vocab < 2**31):
-        raise ValueError(f"{expected} of at least 64,1000 and less than 2^20,2^31; got {text!r}")
+        raise BadOption(f"{expected} of at least 64,1000 and less than 2^20,2^31; got {text!r}")
     return Head(width, vocab)
 
 
@@ -48,33 +52,21 @@ def tokens_of(text: str) -> int:
     try:
         number = int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
     except ValueError as error:
-        raise ValueError(f"--tokens: expected a number such as 4096 or 4k, got {text!r}") from error
+        raise BadOption(f"--tokens: expected a number such as 4096 or 4k, got {text!r}") from error
     if not FEWEST <= number < 2**31:
-        raise ValueError(f"--tokens: expected at least {FEWEST}, one per sequence, and less than 2^31; got {text!r}")
+        raise BadOption(f"--tokens: expected at least {FEWEST}, one per sequence, and less than 2^31; got {text!r}")
     return number
 
 
-def told(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return `parse` for argparse, which shows the text of an ArgumentTypeError only."""
-
-    def parsed(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed
-
-
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers that are not less than `least`, for argparse."""
+    """Return a parser of whole numbers that are not less than `least`."""
 
     def parse(text: str) -> int:
         if not text.strip().isdecimal() or int(text) < least:
-            raise ValueError(f"expected a whole number of at least {least}, got {text!r}")
+            raise BadOption(f"expected a whole number of at least {least}, got {text!r}")
         return int(text)
 
-    return told(parse)
+    return parse
 
 
 positive = at_least(1)
@@ -90,12 +82,13 @@ def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def add_comparison(parser: argparse.ArgumentParser) -> None:
-    """Add the options of suites that compare implementations."""
+def add_comparison(parser: argparse.ArgumentParser, candidates: Callable[[str], Any]) -> None:
+    """Add the options of suites that compare implementations. `candidates` parses --against."""
     device = str(device_of(None))
     parser.add_argument("--rounds", type=positive, help="timed runs of each, interleaved")
-    parser.add_argument("--against", help="as of `gspo bench` (default: all that are installed; with --tiny: torch)")
-    parser.add_argument("--device", type=told(device_of), default=device, help=f"default {device}")
+    default = "default: all that are installed; with --tiny: torch"
+    parser.add_argument("--against", type=candidates, help=f"as of `gspo bench` ({default})")
+    parser.add_argument("--device", type=device_of, default=device, help=f"default {device}")
     parser.add_argument("--dtype", choices=DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")
 
 

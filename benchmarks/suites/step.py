@@ -31,7 +31,7 @@ from ..candidates import ALL, Candidate
 from ..measure import Record, destination, interleaved, over, results_in, save, save_part, spread
 from ..workloads import MODELS, SCENARIOS, Head, Spec, counts, length_of, make
 from . import bench
-from .options import add_comparison, parser_of, say, tokens_of, told
+from .options import add_comparison, parser_of, say, tokens_of
 
 
 class Sizes(NamedTuple):
@@ -47,10 +47,9 @@ class Sizes(NamedTuple):
 ON_CPU = Sizes("qwen2.5-0.5b", [256, 512, 1024], [4096, 16_384], 5, 896, 512, (2048, 8192, 32_768, 131_072))
 ON_GPU = Sizes("qwen3-8b", [4096, 16_384, 65_536], [131_072], 15, 4096, 16_384, (2048, 8192, 32_768, 131_072, 262_144))
 TINY = Sizes("tiny", [128], [512], 2, 64, 128, (1000, 2000))
-TINY_HEAD, TINY_AGAINST = Head(64, 2000), "torch"  # the other packages take long to import or compile
+TINY_HEAD = Head(64, 2000)
 BESIDE = (bench.NAIVE, "ours", "ours, budget 1e-3")  # the candidates of --busy
 CPU = torch.device("cpu")
-MOST = 1.2  # limit: a ratio to naive GSPO beside one busy process, over the same ratio alone
 
 
 def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Record]:
@@ -138,10 +137,10 @@ def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
     parser.add_argument("--vocab", action="store_true", help="time, memory and passes against the vocabulary")
     parser.add_argument("--busy", action="store_true", help="time alone and beside a busy process, on the CPU")
     parser.add_argument("--model", choices=MODELS)
-    parser.add_argument("--tokens", type=told(tokens_of), nargs="+", help="timed")
-    parser.add_argument("--memory-tokens", type=told(tokens_of), nargs="+", help="measured for memory only")
+    parser.add_argument("--tokens", type=tokens_of, nargs="+", help="timed")
+    parser.add_argument("--memory-tokens", type=tokens_of, nargs="+", help="measured for memory only")
     parser.add_argument("--scenario", choices=SCENARIOS, nargs="+", help="of --time (default: rl-like dense long)")
-    add_comparison(parser)
+    add_comparison(parser, bench.candidates)
     options = parser.parse_args()
     if not (options.time or options.memory or options.vocab or options.busy):
         options.time = options.memory = True
@@ -149,10 +148,7 @@ def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
     sizes = TINY if options.tiny else ON_GPU if on_gpu else ON_CPU
     if not options.tiny:
         sizes = sizes._replace(**{name: x for name in sizes._fields if (x := getattr(options, name, None))})
-    try:
-        chosen = bench.candidates(options.against or (TINY_AGAINST if options.tiny else None))
-    except ValueError as error:
-        parser.error(str(error))
+    chosen = options.against or bench.candidates("torch" if options.tiny else None)
     options.full_sweep = not (options.tiny or options.dtype or options.scenario)
     place = partial(destination, path=options.output, trial=bool(options.against) or not options.full_sweep)
     options.paths = {"step": place("step", options.device)} if options.time or options.memory else {}
@@ -187,8 +183,5 @@ def main() -> None:
     if options.busy:
         sizes, head = (TINY, TINY_HEAD) if options.tiny else (ON_CPU, MODELS[ON_CPU.model])
         spec = Spec(head, max(sizes.tokens), "rl-like")
-        results = {
-            "on": spec._asdict() | {"head": head._asdict()},
-            "records": beside(spec, options.rounds or sizes.rounds),
-        }
-        print(save("busy", CPU, results, paths["busy"]))
+        on, records = spec._asdict() | {"head": head._asdict()}, beside(spec, options.rounds or sizes.rounds)
+        print(save("busy", CPU, {"on": on, "records": records}, paths["busy"]))

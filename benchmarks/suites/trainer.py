@@ -24,7 +24,7 @@ from ..measure import Record, destination, over, save, spread, turns
 from ..peaked import Policy
 from ..workloads import Head, Old, Workload
 from . import bench
-from .options import add_comparison, parser_of, say, tokens_of, told
+from .options import add_comparison, parser_of, say, tokens_of
 
 PARTS = ("body forward", "loss", "body backward", "optimizer")
 QWEN25_05B: dict[str, Any] = dict(
@@ -115,18 +115,15 @@ def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
 
 def main() -> None:
     parser = parser_of("trainer", __doc__)
-    parser.add_argument("--tokens", type=told(tokens_of), help="of the batch")
-    add_comparison(parser)
+    parser.add_argument("--tokens", type=tokens_of, help="of the batch")
+    add_comparison(parser, bench.candidates)
     options = parser.parse_args()
     device, on_gpu = options.device, options.device.type == "cuda"
     tokens, rounds = options.tokens or (16_384 if on_gpu else 1024), options.rounds or (10 if on_gpu else 5)
     config, trial = QWEN25_05B, bool(options.tiny or options.against or options.dtype)
     if options.tiny:
         config, tokens, rounds = TINY, 64, 1
-    try:
-        chosen = bench.candidates(options.against or ("torch" if options.tiny else None))
-    except ValueError as error:
-        parser.error(str(error))
+    chosen = options.against or bench.candidates("torch" if options.tiny else None)
     chosen = [c for c in chosen if not (c.per_token or c.budget or c.against == "compile")]
     output = destination("trainer", device, options.output, trial)
     step = Step(config, tokens, device, getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32")))

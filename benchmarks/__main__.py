@@ -12,7 +12,6 @@ COMMANDS = {
     "fidelity": "studies.fidelity",
     "policy": "studies.policy",
     "budgets": "studies.budgets",
-    "ratio_range": "studies.ratio_range",
     "report": "report.pages",
     "gpu": "gpu.command",
 }

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from ..studies import ratio_range
 from ..workloads import BUDGETS
 
 Results = dict[str, Any]
@@ -203,17 +202,7 @@ def budgets(results: Results) -> Texts:
     }
 
 
-def claims(results: Results) -> Texts:
-    rows = [
-        (f"{r['drift']:g}", f"{r['length']:,}", interval([r["1 %"], r["99 %"]], "+.5f"),
-         interval([r["length"] * r["1 %"], r["length"] * r["99 %"]], "+.2f"))
-        for r in sorted(results["points"], key=lambda r: r["drift"])
-    ]  # fmt: skip  # a cell each
-    header = ("drift per token", "tokens", "log-ratio with length normalisation", "log-ratio without")
-    return {"range": ratio_range.verdict(results["points"]), "table": table(header, rows)}
-
-
 SECTIONS: dict[str, Callable[[Results], Texts]] = {
     "step": step, "vocab": vocab, "busy": busy, "trainer": trainer, "sparsity": sparsity, "policy": policy,
-    "fidelity": fidelity, "budgets": budgets, "ratio_range": claims,
+    "fidelity": fidelity, "budgets": budgets,
 }  # fmt: skip  # by suite

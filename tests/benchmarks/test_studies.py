@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils.logging import enable_progress_bar
 
 from gspo_kernels.benchmarks.report import figures
-from gspo_kernels.benchmarks.studies import budgets, fidelity, policy, ratio_range
+from gspo_kernels.benchmarks.studies import budgets, fidelity, policy
 from gspo_kernels.benchmarks.workloads import BUDGETS, Head
 
 CPU, NAIVE, OURS = torch.device("cpu"), fidelity.NAIVE, fidelity.OURS
@@ -116,16 +116,3 @@ def test_differences_between_budgets_are_taken_seed_by_seed() -> None:
     low, high = budgets.about([1.0, 2.0, 3.0])["95 %"]
     assert (low, high) == pytest.approx((2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))
     assert budgets.thinned(list(range(75)))[:2] == [2, 7] and budgets.at_the_end(list(range(10))) == 8.5
-
-
-def test_the_range_of_the_ratio_scales_with_the_root_of_the_length(tmp_path: Path) -> None:
-    free = [p for p in run_tiny(ratio_range, tmp_path / "range.json")["points"] if p["drift"] == 0]
-    assert ratio_range.power(free) == pytest.approx(-0.5, abs=0.1)
-    assert ratio_range.power(free, product=True) == pytest.approx(0.5, abs=0.1)
-
-
-@pytest.mark.parametrize(("power", "start"), [(0, "holds: "), (-0.5, "does not hold as stated"), (0.5, "does not")])
-def test_the_verdict_on_the_range_follows_the_points(power: float, start: str) -> None:
-    widths = [{"length": length, "1 %": -(length**power), "99 %": length**power} for length in (10, 100, 1000)]
-    points = [{**width, "drift": drift} for width in widths for drift in (0.0, 3e-4)]
-    assert ratio_range.verdict(points).startswith(start)

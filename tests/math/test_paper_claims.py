@@ -79,3 +79,16 @@ def test_gspo_weights_all_tokens_of_a_sequence_alike_and_grpo_does_not(backend: 
     for objective, varies in ((GSPO, False), (GRPO, True)):
         weights = weights_of(*samples(objective), objective, backend)
         assert ((weights.amax(1) - weights.amin(1) > 0) == varies).all()
+
+
+@on_device
+def test_the_range_of_the_log_ratio_shrinks_with_the_root_of_the_length(backend: str) -> None:
+    """Section 4.1 says that the range is unified. Over all signs of independent tokens the deviation is exact."""
+    size = 0.02  # nats: every token's log-ratio is +size or -size
+    for length in (1, 4, 9):
+        signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * length)
+        log_probs = size * signs.view(-1, length)  # [2^L, L]
+        old, advantages = torch.zeros_like(log_probs), torch.ones(len(log_probs), dtype=torch.float64)
+        out = policy_loss(log_probs, advantages, old_log_probs=old, objective=GSPO, backend=backend)
+        assert out.log_ratio.std(correction=0).item() == pytest.approx(size * length**-0.5, rel=1e-12)
+        assert (length * out.log_ratio).std(correction=0).item() == pytest.approx(size * length**0.5, rel=1e-12)

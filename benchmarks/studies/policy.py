@@ -3,8 +3,8 @@
     python -m gspo_kernels.benchmarks policy    10 minutes on one core; saves the policy in runs/policy
 
 Other benchmarks use a formula for peaked logits (`peaked.py`). This one checks it: a Qwen3 learns the worked problems
-of `arithmetic.py` until about half of its sampled answers are right, and is measured beside the formula at the same
-sizes. Its hidden states, head and sampled tokens are saved for the studies `fidelity` and `budgets`.
+of the reference trainer's `arithmetic.py` until about half of its sampled answers are right, and is measured beside the
+formula at the same sizes. Its hidden states, head and sampled tokens are saved for `fidelity` and `budgets`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from gspo_kernels import gspo_fused_loss, linear_log_probs
+from gspo_kernels.integrations.reference_trainer import arithmetic
+from gspo_kernels.integrations.reference_trainer.arithmetic import END, PAD, Problem
 from gspo_kernels.integrations.reference_trainer.policy import Policy, make_policy
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.tasks import answer_found
@@ -34,8 +36,6 @@ from ..measure import Record
 from ..suites import sparsity
 from ..suites.options import positive
 from ..workloads import BUDGETS
-from . import arithmetic
-from .arithmetic import END, PAD, Problem
 
 FOLDER = Path("runs") / "policy"
 ZERO, CLIPPED = 19 / 64, 7 / 64  # shares of sequences of zero advantage, and outside the clip window

@@ -5,6 +5,7 @@
     config      options
     policy      the model and its tokenizer
     tasks       prompts and rewards
+    arithmetic  problems with worked solutions, to pretrain a small model on
     sampling    rollouts
     report      files of a run
     progress    printed progress

@@ -1,5 +1,6 @@
-"""Arithmetic problems with worked solutions, filler text, and a byte-level BPE: what the small policy is trained on.
+"""Arithmetic problems with worked solutions and checkable answers, filler text, and a byte-level BPE.
 
+A small model can be pretrained on them and then improved by RL, as `python -m gspo_kernels.benchmarks policy` does.
 Problems have one or two steps with small numbers, so that a model learns them within minutes. The filler text uses the
 thousands of names, places, goods and brands that a vocabulary of 33,000 entries needs; `words.json` holds their parts.
 All text is made from a seed.

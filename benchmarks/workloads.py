@@ -163,8 +163,3 @@ def roles(count: int, zero: int, clipped: int) -> tuple[Tensor, Tensor]:
     log_ratio = INSIDE * torch.linspace(-1, 1, count)
     log_ratio[zero : zero + clipped] = OUTSIDE * sign[zero : zero + clipped]
     return advantages, log_ratio
-
-
-def spec_from(fields: list[Any]) -> Spec:
-    """Return the Spec of its JSON form."""
-    return Spec(Head(*fields[0]), *fields[1:])

@@ -19,8 +19,8 @@ from ..candidates import AGAINST, ALL, Candidate
 from ..json_text import dumps
 from ..measure import Record
 from ..peaked import entropy_quantiles
-from ..workloads import SCENARIOS, Head, Old, Spec, Workload, counts, make, spec_from
-from .options import DTYPES, BadOption, device_of, head_of, tokens_of
+from ..workloads import SCENARIOS, Head, Old, Spec, Workload, counts, make
+from .options import DTYPES, BadOption, device_of, head_of, say, tokens_of
 
 NAIVE = "naive GSPO"  # always measured: errors and times are relative to it
 TOO_LARGE = "out of memory by the batch and its float64 gradients: fewer --tokens, or a smaller --model"
@@ -202,9 +202,17 @@ def check(
     return sizes
 
 
+def checked(w: Workload, chosen: list[Candidate]) -> tuple[dict[str, Record], dict[str, Old]]:
+    """Return the records of `check` and old log-probs, by name, for suites with workloads of their own."""
+    olds = {candidate.name: candidate.old(w) for candidate in chosen}
+    records: dict[str, Record] = {c.name: {"name": c.name, "against": c.against} for c in chosen}
+    check(w, chosen, olds, records, say, w)
+    return records, olds
+
+
 def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
     """Return peak memory of a candidate's step and, if wanted, its matrix passes. Runs in a new process."""
-    parsed = spec_from(spec)
+    parsed = Spec(Head(*spec[0]), *spec[1:])  # JSON has lists for named tuples
     device, candidate = _set_device(parsed), ALL[name]
     tokens, width, vocab = SMALL
     small, w = make(parsed._replace(tokens=tokens, head=Head(width, vocab, parsed.head.softcap))), make(parsed)

@@ -1,7 +1,7 @@
 """Measure what zero coefficients save, and what a gradient budget saves and costs.
 
     python -m gspo_kernels.benchmarks sparsity --passes    matrix passes and gradient errors (15 minutes on two cores)
-    python -m gspo_kernels.benchmarks sparsity --time      time and peak memory over the naive loss (5 minutes)
+    python -m gspo_kernels.benchmarks sparsity --time      time and peak memory over the naive loss (10 minutes)
 
 Passes and errors depend on the machine only by its cell size; times are ratios within one run. Without these options
 both parts are measured; each keeps the file's other part.
@@ -117,10 +117,8 @@ def _candidate(name: str) -> Candidate:
 
 def _times(w: Workload, names: Sequence[str], rounds: int) -> Record:
     """Return times of the naive loss and of ours; raise RuntimeError if a gradient is wrong."""
-    chosen, old = [NAIVE, *map(_candidate, names)], ALL["ours"].old(w)
-    olds = {candidate.name: old for candidate in chosen} | {NAIVE.name: NAIVE.old(w)}
-    records: dict[str, Record] = {c.name: {"name": c.name, "against": c.against} for c in chosen}
-    bench.check(w, chosen, olds, records, say, w)
+    chosen = [NAIVE, *map(_candidate, names)]
+    records, olds = bench.checked(w, chosen)
     for name, record in records.items():
         for reason in record.keys() & {*bench.NOT_TIMED}:
             raise RuntimeError(f"{name}: {reason} gradients, {record[reason]}")

@@ -1,8 +1,8 @@
 """Measure time and memory of loss and gradients for every installed candidate.
 
-    python -m gspo_kernels.benchmarks step --time      against the number of tokens (80 minutes on two cores)
+    python -m gspo_kernels.benchmarks step --time      against the number of tokens (100 minutes on two cores)
     python -m gspo_kernels.benchmarks step --memory    peak memory only, of more tokens (an hour on two cores)
-    python -m gspo_kernels.benchmarks step --vocab     against the size of the vocabulary (an hour on two cores)
+    python -m gspo_kernels.benchmarks step --vocab     against the size of the vocabulary (half an hour)
     python -m gspo_kernels.benchmarks step --busy      alone and beside a busy process (5 minutes on two cores)
     python -m gspo_kernels.benchmarks step --time --scenario dense --dtype bfloat16    a part of the sweep
 

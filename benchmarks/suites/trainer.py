@@ -90,9 +90,7 @@ def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
     """Return a record per candidate: errors; unless they are too large also seconds by part, and the loss's share."""
     w, head = step.w, Head(step.w.hidden.shape[-1], len(step.weight))
     present = [candidate for candidate in chosen if not candidate.absent(head, w.hidden.dtype, step.device)]
-    records: dict[str, Record] = {c.name: {"name": c.name, "against": c.against} for c in present}
-    olds = {candidate.name: candidate.old(w) for candidate in present}
-    bench.check(w, present, olds, records, say, w)
+    records, olds = bench.checked(w, present)
     right = [candidate for candidate in present if not records[candidate.name].keys() & {*bench.NOT_TIMED}]
     taken: dict[str, list[dict[str, float]]] = {candidate.name: [] for candidate in right}
     for turn, candidate in turns(right, rounds):
@@ -107,9 +105,8 @@ def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
         records[name] |= {**spread(seconds[name]), "parts": parts, "loss share": statistics.median(shares)}
         if bench.NAIVE in seconds:
             records[name]["over_naive"] = over(seconds[name], seconds[bench.NAIVE])
-            print(
-                f"{name}: {records[name]['over_naive']['ratio']:.2f} of naive GSPO's step, loss {shares[0]:.0%} of it"
-            )
+            ratio, share = records[name]["over_naive"]["ratio"], records[name]["loss share"]
+            print(f"{name}: {ratio:.2f} of naive GSPO's step, {share:.0%} of it the loss")
     return list(records.values())
 
 

@@ -9,16 +9,14 @@ seeds, and the same seeds from weights that differ by a millionth.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import re
-import shutil
 import statistics
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,17 +28,16 @@ from gspo_kernels.integrations.reference_trainer.report import read_rows
 
 from .. import measure
 from ..measure import Record
-from ..suites.options import positive
+from ..suites.options import parser_of, positive
 from .policy import FOLDER as POLICY
 from .policy import digest
 
-FOLDER = Path("runs") / "budgets"
 EXACT, CONTROL = "budget 0", "budget 0, weights x (1 + 1e-6 noise)"
 ARMS: dict[str, float] = {EXACT: 0.0, "budget 1e-3": 1e-3, "budget 4e-3": 4e-3, CONTROL: 0.0}
 NOISE = 1e-6  # relative, of every initial weight of the control
 CURVES = ("reward", "entropy", "passes")
 TOTALS = ("passes", "dropped_gradient_mass")
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of Student's t by the number of seeds
+STUDENT = {2: 12.706, 3: 4.303}  # 97.5 % quantiles of Student's t by the number of seeds
 END = 0.2  # share of the rollouts that are "the end"
 POINTS = 15  # of a curve that is kept
 
@@ -54,8 +51,7 @@ FULL_SEEDS, TINY_SEEDS = (0, 1, 2), (0, 1)
 
 
 def run(model: str, data: str, folder: str, name: str, seed: int, budget: float, options: dict[str, Any]) -> Record:
-    """Train once, in a process of its own; return curves, their means and ends, and seconds."""
-    started = time.perf_counter()
+    """Train once, in a process of its own; return curves, their means and ends."""
     machine: Record = dict(device="cpu", threads=1, overwrite=True, output=Path(folder), data=Path(data))
     config = train_config(name=name, model=model, seeds=(seed,), gradient_budget=budget, **machine, **options)
     train(config)
@@ -64,7 +60,6 @@ def run(model: str, data: str, folder: str, name: str, seed: int, budget: float,
     values = {key: [row[key] for row in rows[1:]] for key in {*CURVES, *TOTALS}}
     return {
         "seed": seed,
-        "seconds": time.perf_counter() - started,
         "held-out reward": [held_out[0], held_out[-1]],
         "mean": {key: statistics.fmean(values[key]) for key in TOTALS},
         "at the end": {key: at_the_end(values[key]) for key in ("entropy", "reward")},
@@ -97,32 +92,30 @@ def trainings(
     options: Record, seeds: Sequence[int], model: Path, data: Path, folder: Path, workers: int
 ) -> dict[str, list[Record]]:
     """Train every arm with every seed, `workers` at a time; return records by arm, in the order of the seeds."""
-    records: dict[str, list[Record]] = {arm: [] for arm in ARMS}
-    pool = ThreadPoolExecutor(workers)
-    try:
-        waiting = {}
-        for seed, (arm, budget) in itertools.product(seeds, ARMS.items()):
-            start = moved(model, seed, folder) if arm == CONTROL else model
-            job: Record = dict(model=str(start), data=str(data), folder=str(folder), name=folder_name(arm, seed))
-            job |= dict(seed=seed, budget=budget, options=options)
-            waiting[pool.submit(measure.fresh, "studies.budgets", "run", **job)] = arm
-        for done in as_completed(waiting):
-            arm, record = waiting[done], done.result()
-            if record is None:
-                raise MemoryError(f"{arm}: out of memory; try --workers 1")
-            records[arm].append(record)
-            before, after = record["held-out reward"]
-            print(f"{arm}, seed {record['seed']}: held-out reward {before:.3f} -> {after:.3f}", flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)  # if a training fails, those that wait are not started
-    return {arm: sorted(runs, key=lambda record: record["seed"]) for arm, runs in records.items()}
+    jobs = list(itertools.product(seeds, ARMS))
+    starts = {seed: moved(model, seed, folder) for seed in seeds}
+
+    def train_one(job: tuple[int, str]) -> Record:
+        seed, arm = job
+        start = starts[seed] if arm == CONTROL else model
+        paths = dict(model=str(start), data=str(data), folder=str(folder), name=folder_name(arm, seed))
+        record = measure.fresh("studies.budgets", "run", seed=seed, budget=ARMS[arm], options=options, **paths)
+        if record is None:
+            raise MemoryError(f"{arm}: out of memory; try --workers 1")
+        before, after = record["held-out reward"]
+        print(f"{arm}, seed {seed}: held-out reward {before:.3f} -> {after:.3f}", flush=True)
+        return record
+
+    with ThreadPoolExecutor(workers) as pool:  # `map` starts no further trainings if one fails
+        records = dict(zip(jobs, pool.map(train_one, jobs), strict=True))
+    return {arm: [records[seed, arm] for seed in seeds] for arm in ARMS}
 
 
 def folder_name(arm: str, seed: int) -> str:
     return re.sub(r"[^\w.]+", "-", arm).strip("-") + f"-{seed}"
 
 
-def distance(a: Policy, b: Policy) -> float:
+def distance_of(a: Policy, b: Policy) -> float:
     pairs = zip(a.model.parameters(), b.model.parameters(), strict=True)
     return math.sqrt(sum((x.detach().double() - y.detach().double()).square().sum().item() for x, y in pairs))
 
@@ -134,21 +127,22 @@ def distances(seeds: Sequence[int], model: Path, folder: Path) -> Record:
         return load_policy(str(folder / folder_name(arm, seed) / f"model-seed{seed}"))
 
     exact, start = {seed: trained(EXACT, seed) for seed in seeds}, load_policy(str(model))
-    gone = {seed: distance(policy, start) for seed, policy in exact.items()}
+    gone = {seed: distance_of(policy, start) for seed, policy in exact.items()}
     if 0 in gone.values():  # no answer was rewarded, so that nothing was learned
         return {}
-    others = [distance(exact[a], exact[b]) / math.sqrt(gone[a] * gone[b]) for a, b in itertools.combinations(seeds, 2)]
+    others = [
+        distance_of(exact[a], exact[b]) / math.sqrt(gone[a] * gone[b]) for a, b in itertools.combinations(seeds, 2)
+    ]
     arms = [arm for arm in ARMS if arm != EXACT]
-    apart = {arm: [distance(trained(arm, seed), exact[seed]) / gone[seed] for seed in seeds] for arm in arms}
+    apart = {arm: [distance_of(trained(arm, seed), exact[seed]) / gone[seed] for seed in seeds] for arm in arms}
     return {**apart, "other seeds": others}
 
 
 def differences(runs: dict[str, list[Record]], key: str) -> Record:
-    """Return each arm's difference to budget 0 at the end, over the seeds, and how far apart the seeds are."""
+    """Return each arm's difference to budget 0 at the end, over the seeds."""
     ends = {arm: [record["at the end"][key] for record in records] for arm, records in runs.items()}
     base = ends.pop(EXACT)
-    apart = {arm: about([a - b for a, b in zip(values, base, strict=True)]) for arm, values in ends.items()}
-    return {**apart, "standard deviation of the seeds": statistics.stdev(base)}
+    return {arm: about([a - b for a, b in zip(values, base, strict=True)]) for arm, values in ends.items()}
 
 
 def about(values: Sequence[float]) -> Record:
@@ -158,34 +152,27 @@ def about(values: Sequence[float]) -> Record:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m gspo_kernels.benchmarks budgets", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument("--tiny", action="store_true", help="a trial of seconds; its numbers mean nothing")
+    parser = parser_of("budgets", __doc__)
     parser.add_argument("--policy", type=Path, help="to start from (default runs/policy, runs/tiny-policy)")
-    parser.add_argument("--folder", type=Path, help="of the trainings (default runs/budgets, runs/tiny-budgets)")
     parser.add_argument("--workers", type=positive, default=2, help="trainings at a time (default 2)")
-    parser.add_argument("--output", type=Path, help=measure.OUTPUT)
     asked = parser.parse_args()
     tiny = " --tiny" if asked.tiny else ""
     options, seeds = (TINY, TINY_SEEDS) if tiny else (FULL, FULL_SEEDS)
     policy = asked.policy or (POLICY.with_name("tiny-policy") if tiny else POLICY)
-    folder = asked.folder or (FOLDER.with_name("tiny-budgets") if tiny else FOLDER)
     if not (policy / "model").is_dir():
         parser.error(f"--policy: {policy} holds no policy: run `python -m gspo_kernels.benchmarks policy{tiny}` first")
     output = measure.destination("budgets", torch.device("cpu"), asked.output, asked.tiny)
     torch.set_num_threads(1)
     disable_progress_bar()  # of loading, which would write between our lines
-    runs = trainings(options, seeds, policy / "model", policy / "problems.jsonl", folder, asked.workers)
+    model = policy / "model"
+    with TemporaryDirectory(dir=policy, prefix="budgets-") as folder:  # for gigabytes of checkpoints
+        runs = trainings(options, seeds, model, policy / "problems.jsonl", Path(folder), asked.workers)
+        distance = distances(seeds, model, Path(folder))
     results = {
         "policy": digest(policy),
         "settings": options,
-        "noise": NOISE,
         "runs": runs,
-        "distance": distances(seeds, policy / "model", folder),
+        "distance": distance,
         "differences": {key: differences(runs, key) for key in ("entropy", "reward")},
     }
-    for seed in seeds:  # gigabytes of checkpoints that nothing else reads
-        for name in (f"start-{seed}", *(folder_name(arm, seed) for arm in ARMS)):
-            shutil.rmtree(folder / name)
     print(measure.save("budgets", torch.device("cpu"), results, output))

@@ -9,13 +9,12 @@ formula at the same sizes. Its hidden states, head and sampled tokens are saved 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from gspo_kernels.integrations.reference_trainer.tasks import answer_found
 from .. import measure, peaked, workloads
 from ..measure import Record
 from ..suites import sparsity
-from ..suites.options import positive
+from ..suites.options import parser_of
 from ..workloads import BUDGETS
 
 FOLDER = Path("runs") / "policy"
@@ -76,14 +75,14 @@ class States(NamedTuple):
         return self.hidden[self.mask], self.target_ids[self.mask]
 
 
-def load(folder: Path = FOLDER) -> States:
+def load(folder: Path) -> States:
     """Load the states that the last run saved. Raises FileNotFoundError with the command that makes them."""
     if not (folder / "states.pt").is_file():
         raise FileNotFoundError(f"{folder} holds no policy: run `python -m gspo_kernels.benchmarks policy` first")
     return States(**torch.load(folder / "states.pt", weights_only=True))
 
 
-def digest(folder: Path = FOLDER) -> str:
+def digest(folder: Path) -> str:
     """Return a digest of the policy's weights, by which results name the policy that they used."""
     return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
 
@@ -118,21 +117,21 @@ def train(policy: Policy, texts: Sequence[Text], size: Size, accuracy: Callable[
     model = policy.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
-    losses, recent, started, step = [], 0.0, time.perf_counter(), 0
-    for step, batch in enumerate(batches(texts, size.batch, seed=0), start=1):
-        loss = cross_entropy(policy, batch)
+    losses, batch = [], batches(texts, size.batch, seed=0)
+    while True:
+        loss = cross_entropy(policy, next(batch))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warm_up.step()
         losses.append(loss.item())
-        if step % PROBE_EVERY == 0 or step == size.steps:
-            recent, right = sum(losses[-PROBE_EVERY:]) / len(losses[-PROBE_EVERY:]), accuracy()
-            print(f"step {step}: loss {recent:.3f}, accuracy {right:.3f}", flush=True)
-            if right >= ENOUGH or step == size.steps:
-                break
-    return {"steps": step, "texts per step": size.batch, "seconds": time.perf_counter() - started, "loss": recent}
+        last = len(losses) == size.steps
+        if last or len(losses) % PROBE_EVERY == 0:
+            recent, share = fmean(losses[-PROBE_EVERY:]), accuracy()
+            print(f"step {len(losses)}: loss {recent:.3f}, accuracy {share:.3f}", flush=True)
+            if last or share >= ENOUGH:
+                return {"steps": len(losses), "loss": recent}
 
 
 def cross_entropy(policy: Policy, batch: Sequence[Text]) -> Tensor:
@@ -181,15 +180,6 @@ def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tens
     return {"entropy": peaked.entropy_quantiles(out.entropy), "budgets": sparsity.by_budget(run, BUDGETS, name)}
 
 
-def beside_the_formula(states: States) -> Record:
-    """Measure the trained policy and `peaked.make` at the same N, H, V and sequence lengths."""
-    hidden, ids = states.rows()
-    formula, lengths = peaked.make(len(hidden), hidden.shape[1], len(states.weight)), states.mask.sum(1)
-    trained = budgets_of(hidden, states.weight, ids, lengths, "trained")
-    beside = budgets_of(formula.hidden, formula.weight, formula.target_ids, lengths, "formula")
-    return {"trained": trained, "formula": beside}
-
-
 def make(size: Size, folder: Path) -> Record:
     """Train, sample, save in `folder` and measure."""
     torch.manual_seed(0)
@@ -198,7 +188,6 @@ def make(size: Size, folder: Path) -> Record:
     stories = list(arithmetic.stories(size.stories, seed=2))
     corpus = [*stories, *(p.prompt + p.solution + END for p in learned)]
     tokenizer = arithmetic.bpe(corpus, size.vocab)
-    used = {token for ids in tokenizer(corpus)["input_ids"] for token in ids}
     policy = random_policy(size, tokenizer)
     texts = tokenized(tokenizer, learned, stories[: len(learned) // 3])
     training = train(policy, texts, size, lambda: accuracy_of(policy, held_out[: size.probe]))
@@ -207,30 +196,26 @@ def make(size: Size, folder: Path) -> Record:
     lines = [json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in held_out]
     (folder / "problems.jsonl").write_text("".join(lines))
     torch.save({name: x.cpu() for name, x in states._asdict().items()}, folder / "states.pt")
-    merges = size.vocab - len(arithmetic.SPECIAL) - 256
+    hidden, ids = states.rows()
+    formula, lengths = peaked.make(len(hidden), size.width, size.vocab), states.mask.sum(1)
     return {
-        "model": {"layers": size.layers, "H": size.width, "V": size.vocab, "merges": merges},
+        "model": {"layers": size.layers, "H": size.width, "V": size.vocab},
         "digest": digest(folder),
-        "share of the vocabulary in the corpus": len(used) / len(tokenizer),
         "training": training,
         "accuracy of sampled answers": accuracy_of(policy, held_out[size.probe : 3 * size.probe]),
-        "sampled": {"sequences": states.mask.shape[0], "tokens": int(states.mask.sum())},
-        **beside_the_formula(states),
+        "sampled": {"sequences": len(lengths), "tokens": len(ids)},
+        "trained": budgets_of(hidden, states.weight, ids, lengths, "trained"),
+        "formula": budgets_of(formula.hidden, formula.weight, formula.target_ids, lengths, "formula"),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m gspo_kernels.benchmarks policy", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument("--tiny", action="store_true", help="a trial of seconds; its numbers mean nothing")
+    parser = parser_of("policy", __doc__)
     parser.add_argument("--folder", type=Path, help="for checkpoint and states (default runs/policy, runs/tiny-policy)")
-    parser.add_argument("--threads", type=positive, default=1, help="default 1")
-    parser.add_argument("--output", type=Path, help=measure.OUTPUT)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     disable_progress_bar()  # of saving, which would write between our lines
-    folder = options.folder or (FOLDER.with_name("tiny-policy") if options.tiny else FOLDER)
+    size, folder = (TINY, FOLDER.with_name("tiny-policy")) if options.tiny else (FULL, FOLDER)
     device = torch.device("cpu")
     output = measure.destination("policy", device, options.output, options.tiny)
-    print(measure.save("policy", device, make(TINY if options.tiny else FULL, folder), output))
+    print(measure.save("policy", device, make(size, options.folder or folder), output))

@@ -99,9 +99,8 @@ def test_a_policy_is_trained_and_other_studies_use_it(tmp_path: Path, monkeypatc
     assert torch.equal(fidelity.trained(tmp_path, 10_000, CPU).sequence.bincount(minlength=len(lengths)), lengths)
 
     monkeypatch.setattr(budgets.measure, "fresh", lambda *_, **job: budgets.run(**job))  # not in processes of their own
-    arguments = ("--policy", tmp_path, "--folder", tmp_path / "runs", "--workers", 1)
-    trained = run_tiny(budgets, tmp_path / "budgets.json", *arguments)
-    assert trained["policy"] == results["digest"] and not list((tmp_path / "runs").iterdir())
+    trained = run_tiny(budgets, tmp_path / "budgets.json", "--policy", tmp_path, "--workers", 1)
+    assert trained["policy"] == results["digest"] and not list(tmp_path.glob("budgets-*"))
     for records in trained["runs"].values():
         assert [r["seed"] for r in records] == list(budgets.TINY_SEEDS)
         assert all(len(r[key]) == budgets.TINY["steps"] for r in records for key in budgets.CURVES)

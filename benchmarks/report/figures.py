@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from .tables import BUDGET, NAIVE, OURS, Results, by_name, shown, worse
+from .tables import BUDGET, NAIVE, OURS, Results, by_name, shown
 
 BLACK, DARK, GREY = "#000000", "#595959", "#999999"
 BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
@@ -28,7 +28,6 @@ LOOKS = {
     "torch linear_cross_entropy": (SKY, "P"), OURS: (BLUE, "X"), BUDGET: (VERMILION, "*"),
     "fp16 logits": (VERMILION, "^"), "fp32 logits": (DARK, "h"), "old by bf16 logits, new by ours": (PURPLE, "s"),
 }  # fmt: skip  # by family
-SPARE = (BLUE, GREEN, ORANGE, PURPLE, GREY, SKY)  # for names that are not in LOOKS
 STYLE: Any = {"font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left"}
 STYLE |= {"legend.frameon": False, "grid.alpha": 0.25}
 SIZE = (9.0, 3.9)  # inches
@@ -113,26 +112,6 @@ def draw_vocab(results: Results, path: Path) -> None:
     draw_candidates(path, sizes, ratio, title, sizes, "entries in the vocabulary")
 
 
-def draw_sparsity(results: Results, path: Path) -> None:
-    """Draw matrix passes and gradient error against the budget, for each case."""
-    figure, (passes, errors) = panels(2)
-    cases = results["passes"]["cases"]
-    for colour, case in zip(SPARE, dict.fromkeys(r["case"] for r in cases), strict=True):
-        rows = [r for r in cases if r["case"] == case]
-        passes.plot([r["passes"] for r in rows], color=colour, marker="o", ms=4, label=case)
-        dropped = [(at, worse(r)) for at, r in enumerate(rows) if worse(r)]
-        errors.plot(*(zip(*dropped, strict=True) if dropped else ((), ())), color=colour, marker="o", ms=4)
-    ticks = [f"{r['budget']:g}" for r in cases if r["case"] == cases[0]["case"]]
-    errors.plot(range(1, len(ticks)), [float(t) for t in ticks[1:]], color=GREY, lw=1, ls=":")
-    errors.annotate("error = budget", (0.95, 1e-4), color=DARK, fontsize=8, ha="right", va="center")
-    for axes in (passes, errors):
-        axes.set_xticks(range(len(ticks)), ticks)
-        axes.set_xlabel("gradient budget")
-    passes.set(title="matrix passes (4 if nothing is left out)", ylim=(0, 4.2))
-    errors.set(title="relative error of the worse gradient", yscale="log")
-    save(figure, path, passes, columns=6)
-
-
 def draw_fidelity(results: Results, path: Path) -> None:
     """Draw wrong clip decisions against length, a panel per set of tokens. Equal errors are drawn as one line."""
     figure, axes = panels(len(results["sets"]))
@@ -198,7 +177,4 @@ def draw_budgets(results: Results, path: Path) -> None:
     save(figure, path, axes[0])
 
 
-DRAW: dict[str, Callable[[Results, Path], None]] = {
-    "step": draw_step, "vocab": draw_vocab, "sparsity": draw_sparsity, "fidelity": draw_fidelity,
-    "budgets": draw_budgets,
-}  # fmt: skip  # by suite
+DRAW = {"step": draw_step, "vocab": draw_vocab, "fidelity": draw_fidelity, "budgets": draw_budgets}  # by suite

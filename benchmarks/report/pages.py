@@ -39,8 +39,7 @@ def files(suite: str) -> list[Path]:
 
 def load(path: Path) -> Results:
     with naming(path):
-        measured = json.loads(path.read_text())
-        return {**measured, "machine": measured["machine"], "results": measured["results"]}
+        return json.loads(path.read_text())
 
 
 @contextmanager
@@ -60,27 +59,21 @@ def texts() -> dict[Path, str]:
     gpu = "" if any(len(files(suite)) > 1 for suite in SECTIONS) else NO_GPU
     common = {"gpu": gpu, "helps": summary.helps(first), "loses": summary.loses(first)}
     common["tolerance"] = summary.tolerance(first["fidelity"])
-    page = [unwrapped(introduction).format(**common)]
+    page = [introduction.format(**common)]
     for suite, _, prose in (section.partition(" -->\n") for section in sections):
         for path in files(suite):
             with naming(path):
-                page.append(unwrapped(prose).format(**common, **fields[path]))
+                page.append(prose.format(**common, **fields[path]))
     block = summary.readme(first)
     readme = BLOCK.sub(lambda match: f"{match[1]}{block}\n{match[2]}", README.read_text())
     return {README: readme, PAGE: "\n".join(page)}
 
 
-def unwrapped(prose: str) -> str:
-    """Put every paragraph and list item on one line."""
-    return re.sub(r"(?<![\n|])\n *(?=[\w`({*\[])", " ", prose)
-
-
 def fields_of(suite: str, path: Path) -> dict[str, Any]:
     """Return the placeholders of a suite's section for one file."""
     measured = load(path)
-    gpu = measured["machine"].get("gpu")
     with naming(path):
-        results = measured["results"]
+        gpu, results = measured["machine"].get("gpu"), measured["results"]
         heads = {f"{part}_conditions": conditions(x["measured"]) for part, x in parts(results).items()}
         heads |= {"on_gpu": f" ({gpu})" if gpu else "", "figure": f"figures/{path.stem}.png"}
         return {"r": results, "conditions": conditions(measured), **heads, **SECTIONS[suite](results)}
@@ -107,17 +100,16 @@ def stale_figures() -> list[str]:
     """Return the names of figures that were not drawn from their source as it is now."""
     from PIL import Image
 
-    names = []
-    for name, (source, _) in figures_by_name().items():
+    def drawn_from(name: str) -> str | None:
         path = FIGURES / f"{name}.png"
-        if not path.exists() or Image.open(path).info.get("Source") != digest(source):
-            names.append(name)
-    return names
+        return Image.open(path).info.get("Source") if path.exists() else None
+
+    return [name for name, (source, _) in figures_by_name().items() if drawn_from(name) != digest(source)]
 
 
 def stale() -> list[str]:
     """Return the files that are not what the JSON says."""
-    pages = [path.name for path, text in texts().items() if not path.exists() or path.read_text() != text]
+    pages = [path.name for path, text in texts().items() if path.read_text() != text]
     return pages + [f"docs/figures/{name}.png" for name in stale_figures()]
 
 
@@ -129,7 +121,6 @@ def draw(name: str) -> None:
     from .figures import STYLE
 
     path, (source, figure) = FIGURES / f"{name}.png", figures_by_name()[name]
-    path.parent.mkdir(parents=True, exist_ok=True)
     with naming(source), rc_context(STYLE):
         figure(load(source)["results"], path)
     text = PngImagePlugin.PngInfo()
@@ -140,9 +131,7 @@ def draw(name: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m gspo_kernels.benchmarks report", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m gspo_kernels.benchmarks report")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if anything differs")
     if parser.parse_args().check:
         differing = stale()

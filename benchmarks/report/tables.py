@@ -133,26 +133,27 @@ def trainer(results: Results) -> Texts:
     return {"table": candidates_table(columns), "left_out": left_out(results["steps"])}
 
 
+def budget_table(rows: dict[str, list[Results]], cell: Cell) -> str:
+    """Return a table with a column per gradient budget. `rows`: label -> records in the order of `BUDGETS`."""
+    header = ("", *(f"budget {b:g}" for b in BUDGETS))
+    return table(header, [(label, *map(cell, records)) for label, records in rows.items()])
+
+
 def sparsity(results: Results) -> Texts:
-    records, time = {(r["case"], r["budget"]): r for r in results["passes"]["cases"]}, results["time"]
-    cases = dict.fromkeys(case for case, _ in records)
-    rows = [(case, *(passes_and_error(records[case, b]) for b in BUDGETS)) for case in cases]
+    time, cases = results["time"], {}
+    for record in results["passes"]["cases"]:
+        cases.setdefault(record["case"], []).append(record)
     timed = [
         (name, over_naive_with_spread(r), mib({"peak_bytes": time["peak bytes"][name]}))
         for name, r in time["by budget"].items()
     ]
-    return {
-        "passes_table": table(("", *(f"budget {b:g}" for b in BUDGETS)), rows),
-        "time_table": table(("", "time over naive GSPO", "peak MiB"), timed),
-    }
+    times = table(("", "time over naive GSPO", "peak MiB"), timed)
+    return {"passes_table": budget_table(cases, passes_and_error), "time_table": times}
 
 
 def policy(results: Results) -> Texts:
-    rows = [
-        (kind, *(f"{r['live_tile_share']:.0%}, {passes_and_error(r)}" for r in results[kind]["budgets"]))
-        for kind in ("trained", "formula")
-    ]
-    return {"table": table(("", *(f"budget {b:g}" for b in BUDGETS)), rows)}
+    rows = {kind: results[kind]["budgets"] for kind in ("trained", "formula")}
+    return {"table": budget_table(rows, lambda r: f"{r['live_tile_share']:.0%}, {passes_and_error(r)}")}
 
 
 def fidelity(results: Results) -> Texts:

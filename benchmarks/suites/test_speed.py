@@ -1,4 +1,4 @@
-"""Time the public functions with pytest-benchmark: `pytest benchmarks --benchmark-only`.
+"""Time the public functions with pytest-benchmark: `python -m pytest benchmarks --benchmark-only`.
 
 The groups named "overhead" show what a call costs: their arithmetic takes microseconds. The last group has a real
 vocabulary, but few tokens: ours computes blocks of 128 rows, so 64 tokens cost as much as 128. Every call is a forward
@@ -20,13 +20,13 @@ from gspo_kernels.benchmarks.candidates import full_log_probs, loss_of
 from gspo_kernels.benchmarks.workloads import Head, Old, Spec, Workload, make
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL, REAL = Head(64, 1000), Head(896, 152_000)
-SMALL_SIZE, REAL_SIZE = "32 tokens, H = 64, V = 1,000", "64 tokens, H = 896, V = 152,000"
+SMALL, REAL = "32 tokens, H = 64, V = 1,000", "64 tokens, H = 896, V = 152,000"
 
 
 @cache
-def batch(head: Head, tokens: int) -> tuple[Workload, Old, Tensor]:
+def batch(real: bool) -> tuple[Workload, Old, Tensor]:
     """Return a batch whose inputs require gradients, its old log-probs and its current log-probs [S, L]."""
+    head, tokens = (Head(896, 152_000), 64) if real else (Head(64, 1000), 32)
     w = make(Spec(head, tokens, "dense", device=DEVICE))
     log_probs = plain_log_probs(w).detach()
     w.hidden.requires_grad_()
@@ -53,20 +53,20 @@ def from_log_probs(log_probs: Tensor, w: Workload, old: Old) -> Tensor:
 Function = Callable[[Workload, Old, Tensor], Tensor]
 # The gradients of the first function of a group are what the others must equal; GRPO is another loss.
 GROUPS: dict[str, dict[str, Function]] = {
-    f"overhead, hidden states to loss ({SMALL_SIZE})": {
+    f"overhead, hidden states to loss ({SMALL})": {
         "plain PyTorch": lambda w, old, _: loss_of(plain_log_probs(w), w, old),
         "gspo_fused_loss": fused,
         "linear_log_probs, policy_loss": lambda w, old, _: from_log_probs(our_log_probs(w), w, old),
     },
-    f"overhead, hidden states to log-probs ({SMALL_SIZE})": {
+    f"overhead, hidden states to log-probs ({SMALL})": {
         "plain PyTorch": lambda w, old, _: plain_log_probs(w).sum(),
         "linear_log_probs": lambda w, old, _: our_log_probs(w).sum(),
     },
-    f"overhead, log-probs to loss ({SMALL_SIZE})": {
+    f"overhead, log-probs to loss ({SMALL})": {
         "plain PyTorch": lambda w, old, log_probs: loss_of(log_probs, w, old),
         "policy_loss": lambda w, old, log_probs: from_log_probs(log_probs, w, old),
     },
-    f"real vocabulary, hidden states to loss ({REAL_SIZE})": {
+    f"real vocabulary, hidden states to loss ({REAL})": {
         "naive GSPO": lambda w, old, _: loss_of(plain_log_probs(w), w, old),
         "naive GRPO": lambda w, old, _: loss_of(plain_log_probs(w), w, old, per_token=True),
         "gspo_fused_loss": fused,
@@ -79,7 +79,8 @@ CASES = [
 
 @pytest.mark.parametrize(("group", "name"), CASES)
 def test_speed(group: str, name: str, benchmark: Any) -> None:
-    w, old, log_probs = batch(REAL, 64) if REAL_SIZE in group else batch(SMALL, 32)
+    real = REAL in group
+    w, old, log_probs = batch(real)
     inputs = (log_probs,) if "log-probs to loss" in group else (w.hidden, w.weight)
 
     def gradients(function: Function) -> tuple[Tensor, ...]:
@@ -92,4 +93,4 @@ def test_speed(group: str, name: str, benchmark: Any) -> None:
     for gradient, plain in zip(gradients(GROUPS[group][name]), gradients(first), strict=True):
         assert name == "naive GRPO" or (gradient - plain).norm() <= 1e-4 * plain.norm(), "a gradient is wrong"
     benchmark.group, benchmark.name = group, name
-    benchmark.pedantic(gradients, (GROUPS[group][name],), rounds=5 if REAL_SIZE in group else 200, warmup_rounds=2)
+    benchmark.pedantic(gradients, (GROUPS[group][name],), rounds=5 if real else 200, warmup_rounds=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
@@ -12,13 +13,12 @@ Results = dict[str, Any]
 Texts = dict[str, str]
 Cell = Callable[[Results], str]
 NAIVE, OURS, BUDGET = "naive GSPO", "ours", "ours, budget 1e-3"
-SHOWN = {OURS: "**gspo_kernels**", BUDGET: "**gspo_kernels**, budget 1e-3"}
 NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")
 LENGTHS = (64, 256, 1024, 4096, 16_384)  # of sequences
 
 
 def shown(name: str) -> str:
-    return SHOWN.get(name, name)
+    return re.sub("^ours", "**gspo_kernels**", name)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -140,14 +140,11 @@ def budget_table(rows: dict[str, list[Results]], cell: Cell) -> str:
 
 
 def sparsity(results: Results) -> Texts:
-    time, cases = results["time"], {}
+    cases: dict[str, list[Results]] = {}
     for record in results["passes"]["cases"]:
         cases.setdefault(record["case"], []).append(record)
-    timed = [
-        (name, over_naive_with_spread(r), mib({"peak_bytes": time["peak bytes"][name]}))
-        for name, r in time["by budget"].items()
-    ]
-    times = table(("", "time over naive GSPO", "peak MiB"), timed)
+    timed = results["time"]["candidates"]
+    times = candidates_table({"time over naive GSPO": (timed, over_naive_with_spread), "peak MiB": (timed, mib)})
     return {"passes_table": budget_table(cases, passes_and_error), "time_table": times}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import measure, truth
-from ..candidates import AGAINST, ALL, Candidate
+from ..candidates import AGAINST, ALL, BY_BUDGET, Candidate
 from ..json_text import dumps
 from ..measure import Record
 from ..peaked import entropy_quantiles
@@ -213,7 +213,7 @@ def checked(w: Workload, chosen: list[Candidate]) -> tuple[dict[str, Record], di
 def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
     """Return peak memory of a candidate's step and, if wanted, its matrix passes. Runs in a new process."""
     parsed = Spec(Head(*spec[0]), *spec[1:])  # JSON has lists for named tuples
-    device, candidate = _set_device(parsed), ALL[name]
+    device, candidate = _set_device(parsed), (ALL | BY_BUDGET)[name]
     tokens, width, vocab = SMALL
     small, w = make(parsed._replace(tokens=tokens, head=Head(width, vocab, parsed.head.softcap))), make(parsed)
     measured: Record = {}

@@ -1,7 +1,7 @@
 """Measure what zero coefficients save, and what a gradient budget saves and costs.
 
     python -m gspo_kernels.benchmarks sparsity --passes    matrix passes and gradient errors (15 minutes on two cores)
-    python -m gspo_kernels.benchmarks sparsity --time      time and peak memory over the naive loss (10 minutes)
+    python -m gspo_kernels.benchmarks sparsity --time      time and peak memory over the naive loss (about 10 minutes)
 
 Passes and errors depend on the machine only by its cell size; times are ratios within one run. Without these options
 both parts are measured; each keeps the file's other part.
@@ -9,7 +9,7 @@ both parts are measured; each keeps the file's other part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,13 +22,13 @@ from gspo_kernels import gspo_fused_loss
 from gspo_kernels.backends.torch import tiles as torch_tiles
 
 from .. import peaked, workloads
-from ..candidates import ALL, Candidate, ours_at
-from ..measure import Record, destination, fresh, interleaved, over, peak_bytes, save_part, spread
-from ..workloads import BUDGETS, Old, Workload
+from ..candidates import ALL, BY_BUDGET
+from ..measure import Record, destination, save_part
+from ..workloads import BUDGETS, MODELS, Head, Old, Spec, Workload
 from . import bench
-from .options import parser_of, positive, say
+from .options import parser_of, say
 
-WIDTH, VOCAB = 896, 151_936  # Qwen2.5-0.5B
+HEAD, TINY_HEAD = MODELS["qwen2.5-0.5b"], Head(64, 2000)
 CPU = torch.device("cpu")
 SEQUENCES = 64
 RL_LIKE: dict[str, Any] = dict(zero=19, clipped=7)  # of 64 sequences: 59.4 % of the rows have a gradient
@@ -40,18 +40,12 @@ CASES: dict[str, dict[str, Any]] = {
     "flat policy": RL_LIKE | dict(peaked=False),
     "cells of 128 x 256": RL_LIKE,  # as on Hopper; a CPU's are 128 x 168
 }
-TIMED: dict[str, Any] = dict(sequences=8, zero=2, clipped=1)  # `rl-like` of workloads.py
-NAIVE = ALL[bench.NAIVE]._replace(name="naive")
-NAMES = {"exact": 0.0} | {f"budget {b:g}": b for b in BUDGETS[1:]}
 DRIFT = 0.1  # standard deviation of reference less current log-probs
 
 
-def make(
-    rows: int, sequences: int = SEQUENCES, *, zero: int, clipped: int, kl: bool = False, **policy: Any
-) -> Workload:
+def make(rows: int, head: Head, *, zero: int, clipped: int, kl: bool = False, **policy: Any) -> Workload:
     """Return a batch of `rows` tokens. `policy`: arguments of `peaked.make`."""
-    width, vocab = policy.pop("width", WIDTH), policy.pop("vocab", VOCAB)
-    w = workloads.batch(peaked.make(rows, width, vocab, **policy), sequences, zero, clipped)
+    w = workloads.batch(peaked.make(rows, head.width, head.vocab, **policy), SEQUENCES, zero, clipped)
     if not kl:
         return w
     return w._replace(kl_drift=DRIFT * torch.randn(w.target_ids.shape, generator=torch.Generator().manual_seed(1)))
@@ -68,16 +62,15 @@ def ours(w: Workload, old: Old, budget: float) -> tuple[dict[str, Tensor], Tenso
     return out.metrics, d_hidden, d_weight
 
 
-def passes(rows: int, case: str, sizes: Record) -> list[Record]:
+def passes(rows: int, case: str, head: Head) -> list[Record]:
     """Return a record per budget: passes, dropped mass, and errors relative to the exact gradients."""
     with ExitStack() as stack:
         if case.startswith("cells"):
             stack.enter_context(patch.object(torch_tiles, "_TILE_ON_CPU", (128, 24 * 256)))
             stack.enter_context(patch.object(torch_tiles, "_CELL_ON_CPU", 256))
-        w = make(rows, **CASES[case], **sizes)
+        w = make(rows, head, **CASES[case])
         old = ALL["ours"].old(w)
-        records = by_budget(partial(ours, w, old), BUDGETS, case)
-    return [{"case": case, **record, **peaked.entropy_quantiles(w.entropy.flatten())} for record in records]
+        return [{"case": case, **record} for record in by_budget(partial(ours, w, old), BUDGETS, case)]
 
 
 def by_budget(
@@ -100,56 +93,18 @@ def by_budget(
     return records
 
 
-def times(rows: int, rounds: int, sizes: Record) -> Record:
-    """Return time over naive GSPO's, and peak memory, by budget."""
-    w = make(rows, **TIMED, **sizes)
-    by_name = _times(w, tuple(NAMES), rounds)
-    for name, timed in by_name.items():
-        print(f"{name}: {timed['over_naive']['ratio']:.2f} of the naive loss's time", flush=True)
-    how: Record = dict(rows=rows, sizes=sizes)
-    memory = {name: fresh("suites.sparsity", "memory_of", name=name, **how) for name in (NAIVE.name, *NAMES)}
-    return {"rows": rows, "sequences": TIMED, "by budget": by_name, "peak bytes": memory}
-
-
-def _candidate(name: str) -> Candidate:
-    return NAIVE if name == NAIVE.name else ours_at(NAMES[name], name)
-
-
-def _times(w: Workload, names: Sequence[str], rounds: int) -> Record:
-    """Return times of the naive loss and of ours; raise RuntimeError if a gradient is wrong."""
-    chosen = [NAIVE, *map(_candidate, names)]
-    records, olds = bench.checked(w, chosen)
-    for name, record in records.items():
-        for reason in record.keys() & {*bench.NOT_TIMED}:
-            raise RuntimeError(f"{name}: {reason} gradients, {record[reason]}")
-    runs = {candidate.name: partial(candidate.step, w, olds[candidate.name]) for candidate in chosen}
-    taken = interleaved(runs, rounds, CPU, say)
-    return {name: spread(s) | {"over_naive": over(s, taken[NAIVE.name])} for name, s in taken.items()}
-
-
-def memory_of(name: str, rows: int, sizes: Record) -> int:
-    """Return peak bytes beyond the inputs. Runs in a new process."""
-    candidate, small = _candidate(name), make(64, width=64, vocab=1000, **TIMED)
-    candidate.step(small, candidate.old(small))  # libraries allocate in their first call
-    w = make(rows, **TIMED, **sizes)
-    old = candidate.old(w)
-    return peak_bytes(lambda: candidate.step(w, old), CPU)
-
-
 def main() -> None:
     parser = parser_of("sparsity", __doc__)
-    parser.add_argument("--rounds", type=positive, default=5, help="of --time (default 5)")
     parser.add_argument("--passes", action="store_true", help="matrix passes and gradient errors")
     parser.add_argument("--time", action="store_true", help="time and memory over the naive loss")
     options = parser.parse_args()
     both = not (options.passes or options.time)
     output = destination("sparsity", CPU, options.output, options.tiny)
-    rows, timed_rows, rounds, sizes = 2048, 1024, options.rounds, {}
-    if options.tiny:
-        rows, timed_rows, rounds, sizes = 256, 64, 1, {"width": 64, "vocab": 2000}
-    head = {"width": WIDTH, "vocab": VOCAB, **sizes}
+    rows, tokens, rounds, head = (256, 64, 1, TINY_HEAD) if options.tiny else (2048, 1024, 5, HEAD)
     if options.passes or both:
-        cases = [record for case in CASES for record in passes(rows, case, sizes)]
-        print(save_part("sparsity", CPU, "passes", {**head, "rows": rows, "cases": cases}, output))
+        cases = [record for case in CASES for record in passes(rows, case, head)]
+        print(save_part("sparsity", CPU, "passes", {**head._asdict(), "rows": rows, "cases": cases}, output))
     if options.time or both:
-        print(save_part("sparsity", CPU, "time", {**head, **times(timed_rows, rounds, sizes)}, output))
+        chosen = [ALL[bench.NAIVE], ALL["ours"], *BY_BUDGET.values()]
+        results = bench.compare(Spec(head, tokens, "rl-like"), chosen, rounds, say)
+        print(save_part("sparsity", CPU, "time", results, output))

@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 
-from . import json_text
-
 ROOT = Path(__file__).resolve().parent.parent  # of the checkout
 RESULTS = Path(__file__).parent / "results"
 TRIALS = Path("runs") / "trials"
@@ -34,6 +32,7 @@ OUTPUT = "default benchmarks/results/<suite>-<cpu or GPU>.json, of a trial in ru
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "gspo-kernels")
 Record = dict[str, Any]
 KIB = 1024
+LONGEST_RECORD = 800  # characters on one line of a file
 
 
 def about(device: torch.device) -> Record:
@@ -97,8 +96,26 @@ def save(suite: str, device: torch.device, results: Any, path: Path) -> Path:
     A file that is there is replaced as a whole, or not at all if `results` cannot be written as JSON.
     """
     beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json_text.pretty({"suite": suite, **about(device), "results": results}))
+    beside.write_text(_lines(jsonable({"suite": suite, **about(device), "results": results}, digits=6)) + "\n")
     return beside.replace(path)
+
+
+def jsonable(value: Any, digits: int = 17) -> Any:
+    """Return what JSON can hold: floats rounded to significant digits, NaN and infinity as None."""
+    rounded: Callable[[str], float] = lambda text: float(f"{float(text):.{digits}g}")  # noqa: E731
+    return json.loads(json.dumps(value), parse_float=rounded, parse_constant=lambda _: None)
+
+
+def _lines(value: Any, indent: str = "") -> str:
+    """Format lists of records, and containers longer than `LONGEST_RECORD` that hold others, with an entry per line."""
+    flat, entries = json.dumps(value), value if isinstance(value, list) else []
+    if isinstance(value, dict):
+        entries = list(value.values())
+    if not any(isinstance(x, dict | list) for x in entries) or ("[{" not in flat and len(flat) <= LONGEST_RECORD):
+        return flat
+    names = [f"{json.dumps(name)}: " for name in value] if isinstance(value, dict) else [""] * len(entries)
+    lines = [f"{indent} {name}{_lines(x, indent + ' ')}" for name, x in zip(names, entries, strict=True)]
+    return "\n".join([flat[0], ",\n".join(lines), indent + flat[-1]])
 
 
 def interleaved(
@@ -215,7 +232,7 @@ def child(module: str, function: str, arguments: str) -> int:
         if no_room(error):
             return _OUT_OF_MEMORY
         raise
-    print(json_text.dumps(result))
+    print(json.dumps(result))
     return 0
 
 

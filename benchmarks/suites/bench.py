@@ -5,6 +5,7 @@ gspo bench --model qwen2.5-0.5b --tokens 1k --against trl,liger --scenario rl-li
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -16,7 +17,6 @@ import torch
 
 from .. import measure, truth
 from ..candidates import AGAINST, ALL, BY_BUDGET, Candidate
-from ..json_text import dumps
 from ..measure import Record
 from ..peaked import entropy_quantiles
 from ..workloads import SCENARIOS, Head, Old, Spec, Workload, counts, make
@@ -250,4 +250,4 @@ def asked(
 
 def as_json(results: Record, spec: Spec) -> str:
     """Return results with date, commit, machine and versions."""
-    return dumps({**measure.about(torch.device(spec.device)), **results})
+    return json.dumps(measure.jsonable({**measure.about(torch.device(spec.device)), **results}))

@@ -26,7 +26,8 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from .. import table
+from gspo_kernels.tools import bench_table
+
 from ..candidates import ALL, Candidate
 from ..measure import Record, destination, interleaved, over, results_in, save, save_part, spread
 from ..workloads import MODELS, SCENARIOS, Head, Spec, counts, length_of, make
@@ -59,7 +60,7 @@ def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Recor
         head = f"{spec.scenario}, {spec.dtype}, {spec.tokens} tokens, H = {spec.head.width}, V = {spec.head.vocab}"
         print(f"{head}: about {bench.minutes(chosen, spec, rounds):.1f} minutes", flush=True)
         runs.append(bench.compare(spec, chosen, rounds, say))
-        table.show(runs[-1], Console(width=table.WIDE))
+        bench_table.show(runs[-1], SCENARIOS[spec.scenario].what, Console(width=bench_table.WIDE))
     return runs
 
 

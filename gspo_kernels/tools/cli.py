@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from ..extras import MissingExtraError
+from . import bench_table
 from .doctor_report import compile_kernels, diagnose
 
 app = typer.Typer(
@@ -214,7 +215,6 @@ def bench(
     float64; candidates whose gradients are wrong are not timed. Timed runs alternate between candidates. Peak memory is
     measured in a separate process.
     """
-    from gspo_kernels.benchmarks import table
     from gspo_kernels.benchmarks.suites import bench as benchmark
 
     try:
@@ -227,11 +227,11 @@ def bench(
     typer.echo(benchmark.forecast(chosen, spec, rounds), err=True)
     to_stderr = redirect_stdout(sys.stderr) if as_json else nullcontext()  # a candidate may print when imported
     try:
-        with to_stderr, table.progress(console, benchmark.steps(chosen, spec, rounds)) as tick:
+        with to_stderr, bench_table.progress(console, benchmark.steps(chosen, spec, rounds)) as tick:
             results = benchmark.run(spec, chosen, rounds, tick)
     except MemoryError as error:
         fail(error)
-    table.show(results, console)
+    bench_table.show(results, benchmark.SCENARIOS[scenario].what, console)
     if as_json:
         typer.echo(benchmark.as_json(results, spec))
 

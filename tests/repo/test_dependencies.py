@@ -27,7 +27,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = sorted(
     ".".join(("gspo_kernels", *path.relative_to(FOLDER).with_suffix("").parts)).removesuffix(".__init__")
     for path in FOLDER.rglob("*.py")
-    if path.name not in ("cli.py", "doctor_report.py")  # imported by `gspo` once its extra is there
+    if path.name not in ("cli.py", "bench_table.py", "doctor_report.py")  # imported by `gspo` once its extra is there
 )
 INTEGRATIONS = [f"gspo_kernels.integrations.{name}" for name in ("huggingface", "seams", "settings")]
 # Absent modules, a command, what it says.

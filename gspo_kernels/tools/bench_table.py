@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .measure import Record
-from .workloads import SCENARIOS
-
+Record = dict[str, Any]
 SPREAD, WIDE = "p20 - p80", 110  # columns that need a wide terminal
 COLUMNS = ("", "time\nms", SPREAD, "over\nnaive", SPREAD, "peak\nMiB", "passes", "error", "over\nnaive's")
 REASONS = {
@@ -52,8 +51,8 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
         yield tick
 
 
-def show(results: Record, console: Console) -> None:
-    """Print the table, and below it why a candidate was not timed."""
+def show(results: Record, scenario: str, console: Console) -> None:
+    """Print the table with a description of the scenario, and below it why a candidate was not timed."""
     on, records = results["on"], results["candidates"]
     head = on["head"]
     softcap = f", logits capped at {head['softcap']:g}" if head["softcap"] else ""
@@ -61,7 +60,7 @@ def show(results: Record, console: Console) -> None:
     lines = [
         f"{on['tokens']} tokens in {on['sequences']} sequences ({on['zero']} with advantage 0, {on['clipped']} clipped"
         f"), H = {head['width']}, V = {head['vocab']}{softcap}, {on['dtype']}, {on['device']}; {on['scenario']}: "
-        f"{SCENARIOS[on['scenario']].what}",
+        f"{scenario}",
         f"synthetic policy, quantiles of its entropy in nats: {quantiles}",
     ]
     console.print(*lines, sep="\n", markup=False, soft_wrap=True)

@@ -27,13 +27,13 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # hidden [B, T, H], lm_head [V, H], target_ids [B, T], advantages [B]
 
 
-def times(setting: Setting, full: bool) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
+def times(setting: Setting) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
     """Yield the name of each measurement and the function that makes it."""
     yield "copy", lambda: [copy_bandwidth(setting)]
-    models, batches = MODELS, (8192, 32_768) if full else (8192,)
+    models, rows = MODELS, 8192
     if setting.dry_run_width is not None:
-        models, batches = {"interpreted": setting.dry_run_width}, (40,)
-    for (model, width), rows in itertools.product(models.items(), batches):
+        models, rows = {"interpreted": setting.dry_run_width}, 40
+    for model, width in models.items():
         yield f"{model} N={rows}", partial(time_model, setting, width, rows)
 
 
@@ -107,11 +107,9 @@ def time_model(setting: Setting, width: int, rows: int) -> list[Record]:
     """Time the vendor's three products, our passes and kernels, and the loss on full logits."""
     records = vendor_products(setting, width, rows)
     ceiling = {r["what"]: r["ms"] for r in records}
-    product = 2 * rows * width * setting.vocab  # operations of one product
-    forward, *backward = (ceiling[f"vendor {name}"] for name in ("h W'", "d_logits W", "d_logits' h"))
     # The forward needs one product; the backward computes the logits again and needs two more.
-    floor = {"forward": forward, "backward": forward + sum(backward), "both": 2 * forward + sum(backward)}
-    passes = {"forward": 1, "backward": 3, "both": 4}
+    needed = {"forward": ["h W'"], "backward": ["h W'", "d_logits W", "d_logits' h"]}
+    needed["both"] = needed["forward"] + needed["backward"]
     batch = _batch(setting, width, rows)
     for name, loss in (("ours", fused), ("full logits", full_logits)):
         for what, function in _passes(loss, batch).items():
@@ -121,8 +119,8 @@ def time_model(setting: Setting, width: int, rows: int) -> list[Record]:
                 if what == "both" and setting.on_gpu:
                     record["peak GiB"] = peak_bytes(function, setting.device) / 2**30  # gradients included
                 if name == "ours":
-                    record["TFLOP/s"] = passes[what] * product / record["ms"] / 1e9
-                    record["vendor share"] = floor[what] / record["ms"]
+                    record["TFLOP/s"] = len(needed[what]) * 2 * rows * width * setting.vocab / record["ms"] / 1e9
+                    record["vendor share"] = sum(ceiling[f"vendor {name}"] for name in needed[what]) / record["ms"]
             except torch.OutOfMemoryError:
                 record["ms"] = None  # does not fit
             records.append(record)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -65,7 +65,7 @@ def forced(config: Config) -> Iterator[None]:
         yield
 
 
-def tune(setting: Setting, kernel: str, width: int, minutes: float, say: Callable[[str], None]) -> list[Record]:
+def tune(setting: Setting, kernel: str, width: int, minutes: float) -> list[Record]:
     """Return the records of a kernel at one H, fastest first, failures last."""
     bench = KernelBench(setting, kernel, width)
     end, pool = time.monotonic() + 60 * minutes, shapes(setting.device)
@@ -79,25 +79,18 @@ def tune(setting: Setting, kernel: str, width: int, minutes: float, say: Callabl
             break
         records += bench.measure(pool[i : i + SHAPES_PER_BATCH])
         last = time.monotonic() - start
-        say(f"tune {kernel} H={width}: {len(records)} of {len(pool)} in {last:.0f} s, {_best(records)}")
+        print(f"tune {kernel} H={width}: {len(records)} of {len(pool)} in {last:.0f} s", flush=True)
     best = [Config(**r["config"]) for r in ranked(records)[:REFINED]]
     records += bench.measure([replace(c, group=group) for c in best for group in (4, 16, 32)])
     if kernel == "forward_tile":  # a head has the same shape with and without entropy
         for record in ranked(records)[:REFINED]:
             record["with entropy"] = bench.with_entropy(Config(**record["config"]))
-    say(f"tune {kernel} H={width}: {len(records)} measured, {_best(records)}")
     return ranked(records) + [r for r in records if r["fault"] is not None]
 
 
 def ranked(records: list[Record]) -> list[Record]:
     """Return the records without a fault, fastest first."""
     return sorted((r for r in records if r["fault"] is None), key=lambda r: r["ms"])
-
-
-def _best(records: list[Record]) -> str:
-    for r in ranked(records):
-        return f"best {r['TFLOP/s']:.0f} TFLOP/s with {shape_text(r['config'])}"
-    return "none works"
 
 
 class KernelBench:

@@ -32,7 +32,7 @@ def test_a_dry_run_times_everything(
     timed = [r for t in file["results"]["times"] for r in t["results"]]
     names = {"copy", "vendor h W'", "ours forward", "ours backward", "full logits both", "kernel finish"}
     assert names <= {r["what"] for r in timed} and all(r["ms"] > 0 for r in timed)
-    assert "complete in" in capsys.readouterr().out.splitlines()[-1]
+    assert "complete" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_failed_measurement_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_a_failed_measurement_fails_the_run(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", ["gpu", "--times", "--device", "cpu", "--output", str(tmp_path / "gpu.json")])
     assert command.main() == 1
     broken, copied = json.loads((tmp_path / "gpu.json").read_text())["results"]["times"]
-    assert "ZeroDivisionError" in broken["fault"] and copied["status"] == "measured"
+    assert "ZeroDivisionError" in broken["fault"] and copied["results"] and not copied["fault"]
 
 
 def test_block_shapes_are_ranked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +65,9 @@ def test_a_block_shape_with_wrong_results_is_a_fault(kernel: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a case asks for a device that is absent")
 def test_bad_options_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for options, message in {
-        "--times --only (": "--only: expected a regular expression",
-        "--times --device warp": "--device: expected cuda or cpu",
+        "--times --device warp": "--device: expected a device that torch has here",
         "--times --device xpu": "got 'xpu'",
-        "--times --device cuda": command.DRY_RUN,
+        "--times": "got 'cuda'",
         "": "give --times or --tune",
     }.items():
         monkeypatch.setattr(sys, "argv", ["gpu", *options.split()])

@@ -29,14 +29,14 @@ from rich.console import Console
 from gspo_kernels.tools import bench_table
 
 from ..candidates import ALL, Candidate
-from ..measure import Record, destination, interleaved, over, results_in, save, save_part, spread
+from ..measure import Record, destination, interleaved, over, save, save_part, spread
 from ..workloads import MODELS, SCENARIOS, Head, Spec, counts, length_of, make
 from . import bench
-from .options import add_comparison, parser_of, say, tokens_of
+from .options import add_comparison, parser_of, say
 
 
 class Sizes(NamedTuple):
-    model: str
+    head: Head
     tokens: list[int]
     memory_tokens: list[int]
     rounds: int
@@ -45,10 +45,10 @@ class Sizes(NamedTuple):
     vocabs: tuple[int, ...]
 
 
-ON_CPU = Sizes("qwen2.5-0.5b", [256, 512, 1024], [4096, 16_384], 5, 896, 512, (2048, 8192, 32_768, 131_072))
-ON_GPU = Sizes("qwen3-8b", [4096, 16_384, 65_536], [131_072], 15, 4096, 16_384, (2048, 8192, 32_768, 131_072, 262_144))
-TINY = Sizes("tiny", [128], [512], 2, 64, 128, (1000, 2000))
-TINY_HEAD = Head(64, 2000)
+VOCABS = (2048, 8192, 32_768, 131_072)
+ON_CPU = Sizes(MODELS["qwen2.5-0.5b"], [256, 512, 1024], [4096, 16_384], 5, 896, 512, VOCABS)
+ON_GPU = Sizes(MODELS["qwen3-8b"], [4096, 16_384, 65_536], [131_072], 15, 4096, 16_384, (*VOCABS, 262_144))
+TINY = Sizes(Head(64, 2000), [128], [512], 2, 64, 128, (1000, 2000))
 BESIDE = (bench.NAIVE, "ours", "ours, budget 1e-3")  # the candidates of --busy
 CPU = torch.device("cpu")
 
@@ -64,26 +64,21 @@ def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Recor
     return runs
 
 
-def timed_specs(options: argparse.Namespace, sizes: Sizes, head: Head) -> list[Spec]:
+def timed_specs(options: argparse.Namespace, sizes: Sizes) -> list[Spec]:
     """Return the sweep over tokens, or the part of it that --scenario and --dtype ask for."""
     most = max(sizes.tokens)
     points = [(scenario, count, options.dtype) for scenario in options.scenario for count in sizes.tokens]
     points = [point for point in points if point[0] == "rl-like" or point[1] == most]
     if options.full_sweep and options.device.type == "cpu":
         points.append(("rl-like", most, "bfloat16"))
-    return [Spec(head, count, scenario, dtype, str(options.device)) for scenario, count, dtype in points]
+    return [Spec(sizes.head, count, scenario, dtype, str(options.device)) for scenario, count, dtype in points]
 
 
 def memory(spec: Spec, chosen: list[Candidate]) -> Record:
     """Return the peak memory of every candidate at one number of tokens."""
     tokens = counts(spec.tokens, spec.scenario).sequences * length_of(spec.tokens, spec.scenario)
     print(f"memory only, {tokens} tokens", flush=True)
-    records = bench.costs(spec, chosen, say, passes=False)
-    for record in records:
-        if "peak_bytes" in record or "does_not_fit" in record:
-            peak = f"{record['peak_bytes'] / 2**20:,.0f} MiB" if "peak_bytes" in record else record["does_not_fit"]
-            print(f"{record['name']}: {peak}", flush=True)
-    return {"tokens": tokens, "candidates": records}
+    return {"tokens": tokens, "candidates": bench.costs(spec, chosen, say, passes=False)}
 
 
 def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
@@ -133,13 +128,10 @@ def beside(spec: Spec, rounds: int) -> list[Record]:
 def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
     """Return the command line's options, sizes and candidates; exit with a line on stderr for bad options."""
     parser = parser_of("step", __doc__)
-    parser.add_argument("--time", action="store_true", help="time, memory and passes at --tokens")
-    parser.add_argument("--memory", action="store_true", help="peak memory at --memory-tokens")
+    parser.add_argument("--time", action="store_true", help="time, memory and passes against the number of tokens")
+    parser.add_argument("--memory", action="store_true", help="peak memory of more tokens")
     parser.add_argument("--vocab", action="store_true", help="time, memory and passes against the vocabulary")
     parser.add_argument("--busy", action="store_true", help="time alone and beside a busy process, on the CPU")
-    parser.add_argument("--model", choices=MODELS)
-    parser.add_argument("--tokens", type=tokens_of, nargs="+", help="timed")
-    parser.add_argument("--memory-tokens", type=tokens_of, nargs="+", help="measured for memory only")
     parser.add_argument("--scenario", choices=SCENARIOS, nargs="+", help="of --time (default: rl-like dense long)")
     add_comparison(parser, bench.candidates)
     options = parser.parse_args()
@@ -147,8 +139,7 @@ def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
         options.time = options.memory = True
     on_gpu = options.device.type == "cuda"
     sizes = TINY if options.tiny else ON_GPU if on_gpu else ON_CPU
-    if not options.tiny:
-        sizes = sizes._replace(**{name: x for name in sizes._fields if (x := getattr(options, name, None))})
+    sizes = sizes._replace(rounds=options.rounds or sizes.rounds)
     chosen = options.against or bench.candidates("torch" if options.tiny else None)
     options.full_sweep = not (options.tiny or options.dtype or options.scenario)
     place = partial(destination, path=options.output, trial=bool(options.against) or not options.full_sweep)
@@ -157,10 +148,6 @@ def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
     options.paths |= {"busy": place("busy", CPU)} if options.busy else {}
     if len(options.paths) > 1 and options.output:
         parser.error("--output: --vocab and --busy write files of their own: expected one of them, or --time, --memory")
-    earlier = results_in(options.paths["step"]) if "step" in options.paths else {}
-    kept = {x: earlier[x]["model"] for x in ("time", "memory") if x in earlier and not getattr(options, x)}
-    if any(model != sizes.model for model in kept.values()):
-        parser.error(f"--output: {options.paths['step']} would keep {kept} beside {sizes.model}: expected another file")
     options.dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
     options.scenario = options.scenario or (("rl-like",) if options.tiny else ("rl-like", "dense", "long"))
     return options, sizes, chosen
@@ -169,20 +156,18 @@ def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
 def main() -> None:
     options, sizes, chosen = parsed()
     device, paths = options.device, options.paths
-    head = TINY_HEAD if options.tiny else MODELS[sizes.model]
     if options.time:
-        runs = sweep(timed_specs(options, sizes, head), chosen, sizes.rounds)
-        print(save_part("step", device, "time", {"model": sizes.model, "runs": runs}, paths["step"]))
+        runs = sweep(timed_specs(options, sizes), chosen, sizes.rounds)
+        print(save_part("step", device, "time", {"runs": runs}, paths["step"]))
     if options.memory:
-        specs = [Spec(head, count, "rl-like", options.dtype, str(device)) for count in sizes.memory_tokens]
-        results = {"model": sizes.model, "points": memory_points(specs, chosen)}
-        print(save_part("step", device, "memory", results, paths["step"]))
+        specs = [Spec(sizes.head, count, "rl-like", options.dtype, str(device)) for count in sizes.memory_tokens]
+        print(save_part("step", device, "memory", {"points": memory_points(specs, chosen)}, paths["step"]))
     if options.vocab:
         heads = [Head(sizes.width, vocab) for vocab in sizes.vocabs]
         specs = [Spec(head, sizes.vocab_tokens, "rl-like", options.dtype, str(device)) for head in heads]
         print(save("vocab", device, {"runs": sweep(specs, chosen, sizes.rounds)}, paths["vocab"]))
     if options.busy:
-        sizes, head = (TINY, TINY_HEAD) if options.tiny else (ON_CPU, MODELS[ON_CPU.model])
-        spec = Spec(head, max(sizes.tokens), "rl-like")
-        on, records = spec._asdict() | {"head": head._asdict()}, beside(spec, options.rounds or sizes.rounds)
+        sizes = TINY if options.tiny else ON_CPU
+        spec = Spec(sizes.head, max(sizes.tokens), "rl-like")
+        on, records = spec._asdict() | {"head": sizes.head._asdict()}, beside(spec, options.rounds or sizes.rounds)
         print(save("busy", CPU, {"on": on, "records": records}, paths["busy"]))

@@ -38,13 +38,13 @@ def test_a_trial_and_a_part_of_the_sweep_do_not_replace_published_results(
 def test_a_part_of_the_sweep_has_only_the_asked_scenarios_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     def points(*options: str) -> list[tuple[str, int, str]]:
         asked, sizes, _ = parsed(monkeypatch, "--device", "cpu", *options)
-        return [(spec.scenario, spec.tokens, spec.dtype) for spec in step.timed_specs(asked, sizes, step.TINY_HEAD)]
+        return [(spec.scenario, spec.tokens, spec.dtype) for spec in step.timed_specs(asked, sizes)]
 
     full = [("rl-like", n, "float32") for n in (256, 512, 1024)]
     full += [("dense", 1024, "float32"), ("long", 1024, "float32"), ("rl-like", 1024, "bfloat16")]
     assert points() == full
     assert points("--scenario", "dense", "kl") == [("dense", 1024, "float32"), ("kl", 1024, "float32")]
-    assert points("--dtype", "bfloat16", "--scenario", "rl-like", "--tokens", "64") == [("rl-like", 64, "bfloat16")]
+    assert points("--dtype", "bfloat16", "--scenario", "kl") == [("kl", 1024, "bfloat16")]
 
 
 def test_a_file_that_cannot_be_written_or_read_is_refused(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_written_or_read_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("suite", "options", "message"),
     [
-        ("step", ["--tokens", "5"], "--tokens: expected at least 8"),
+        ("trainer", ["--tokens", "5"], "--tokens: expected at least 8"),
         ("step", ["--rounds", "0"], "--rounds: expected a whole number of at least 1, got '0'"),
         ("step", ["--device", "zz"], "--device: expected a device that torch has here, such as cpu, got 'zz'"),
         ("step", ["--time", "--vocab", "--output", "a.json"], "--output: --vocab and --busy write files of their own"),
@@ -81,16 +81,6 @@ def test_bad_options_are_refused_before_anything_is_measured(
     assert message in capsys.readouterr().err
 
 
-def test_a_file_is_about_one_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = measure.save_part("step", CPU, "time", {"model": "qwen3-8b", "runs": []}, tmp_path / "step.json")
-    before = path.read_text()
-    with pytest.raises(SystemExit):
-        parsed(monkeypatch, "--memory", "--tiny", "--output", str(path))
-    assert "would keep {'time': 'qwen3-8b'} beside tiny" in capsys.readouterr().err and path.read_text() == before
-
-
 def test_memory_stops_where_the_batch_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def costs(spec: step.Spec, *_: Any, **__: Any) -> list[Any]:
         if spec.tokens > 100:
@@ -98,7 +88,7 @@ def test_memory_stops_where_the_batch_does_not_fit(monkeypatch: pytest.MonkeyPat
         return []
 
     monkeypatch.setattr(step.bench, "costs", costs)
-    specs = [step.Spec(step.TINY_HEAD, tokens, "rl-like") for tokens in (15, 128, 64)]
+    specs = [step.Spec(step.TINY.head, tokens, "rl-like") for tokens in (15, 128, 64)]
     assert step.memory_points(specs, []) == [{"tokens": 8, "candidates": []}]
 
 

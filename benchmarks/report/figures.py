@@ -7,7 +7,6 @@ readers, and greys. There are fewer colours than names; names that share a colou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ LOOKS = {
 STYLE: Any = {"font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left"}
 STYLE |= {"legend.frameon": False, "grid.alpha": 0.25}
 SIZE = (9.0, 3.9)  # inches
-Value = Callable[[Results], float | None]
 
 
 def panels(columns: int) -> tuple[Figure, list[Axes]]:
@@ -55,10 +53,10 @@ def plain(name: str) -> str:
     return shown(name).replace("**", "")
 
 
-def candidate_lines(axes: Axes, by_size: dict[int, list[Results]], value: Value) -> None:
+def candidate_lines(axes: Axes, by_size: dict[int, list[Results]], key: str, unit: float) -> None:
     for name, (colour, marker) in LOOKS.items():
-        values = {size: value(r) for size, records in by_size.items() for r in records if r["name"] == name}
-        points = sorted((size, y) for size, y in values.items() if y is not None)
+        values = {size: r.get(key) for size, records in by_size.items() for r in records if r["name"] == name}
+        points = sorted((size, value / unit) for size, value in values.items() if value is not None)
         if points:
             width = 2.2 if name.startswith(OURS) else 1.1
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, ms=5, lw=width, label=plain(name))
@@ -75,41 +73,28 @@ def log_axes(axes: Axes, sizes: list[int], label: str) -> None:
     axes.set_xlabel(label)
 
 
-def draw_candidates(
-    path: Path, timed: dict[int, list[Results]], value: Value, title: str, memory: dict[int, list[Results]], label: str
-) -> None:
-    """Draw time and peak memory against a size. Candidates that ran out of memory are named in the panel."""
-    figure, (left, right) = panels(2)
-    candidate_lines(left, timed, value)
-    candidate_lines(right, memory, lambda r: r["peak_bytes"] / 2**30 if "peak_bytes" in r else None)
-    for axes, sizes in ((left, timed), (right, memory)):
-        log_axes(axes, sorted(sizes), label)
-    left.set(title=title)
-    right.set(title="peak memory, GiB")
-    for size, records in sorted(memory.items()):
-        if failed := [r["name"] for r in records if "does_not_fit" in r]:
-            text = f"out of memory at {size:,} {label.split()[0]}:\n{', '.join(failed)}"
-            right.annotate(text, (0.03, 0.97), xycoords="axes fraction", va="top", fontsize=8)
-    save(figure, path, left)
-
-
 def draw_step(results: Results, path: Path) -> None:
-    """Draw time and peak memory against tokens, for the scenario and dtype of the first run."""
+    """Draw time and peak memory against tokens, for the scenario and dtype of the first run.
+
+    Candidates that ran out of memory are named in the panel.
+    """
     first = results["time"]["runs"][0]["on"]
     runs = [r for r in results["time"]["runs"] if all(r["on"][key] == first[key] for key in ("scenario", "dtype"))]
     timed = {run["on"]["tokens"]: run["candidates"] for run in runs}
     memory = timed | {point["tokens"]: point["candidates"] for point in results["memory"]["points"]}
+    figure, (left, right) = panels(2)
+    candidate_lines(left, timed, "seconds", 1)
+    candidate_lines(right, memory, "peak_bytes", 2**30)
+    for axes, sizes in ((left, timed), (right, memory)):
+        log_axes(axes, sorted(sizes), "tokens in the batch")
     where = f"V = {first['head']['vocab']:,}, {first['scenario']}, {first['dtype']}, {first['device']}"
-    title = f"loss and gradients, seconds ({where})"
-    draw_candidates(path, timed, lambda r: r.get("seconds"), title, memory, "tokens in the batch")
-
-
-def draw_vocab(results: Results, path: Path) -> None:
-    """Draw time over naive GSPO and peak memory against the vocabulary."""
-    sizes, on = {run["on"]["head"]["vocab"]: run["candidates"] for run in results["runs"]}, results["runs"][0]["on"]
-    title = f"time over naive GSPO ({on['tokens']:,} tokens, {on['scenario']}, {on['dtype']}, {on['device']})"
-    ratio: Value = lambda r: r.get("over_naive", {}).get("ratio")  # noqa: E731
-    draw_candidates(path, sizes, ratio, title, sizes, "entries in the vocabulary")
+    left.set(title=f"loss and gradients, seconds ({where})")
+    right.set(title="peak memory, GiB")
+    for size, records in sorted(memory.items()):
+        if failed := [r["name"] for r in records if "does_not_fit" in r]:
+            text = f"out of memory at {size:,} tokens:\n{', '.join(failed)}"
+            right.annotate(text, (0.03, 0.97), xycoords="axes fraction", va="top", fontsize=8)
+    save(figure, path, left)
 
 
 def draw_fidelity(results: Results, path: Path) -> None:
@@ -177,4 +162,4 @@ def draw_budgets(results: Results, path: Path) -> None:
     save(figure, path, axes[0])
 
 
-DRAW = {"step": draw_step, "vocab": draw_vocab, "fidelity": draw_fidelity, "budgets": draw_budgets}  # by suite
+DRAW = {"step": draw_step, "fidelity": draw_fidelity, "budgets": draw_budgets}  # by suite

@@ -18,7 +18,6 @@ errors, over that of token errors. Independent errors give 1.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,11 +31,11 @@ from gspo_kernels import Objective
 from .. import candidates, measure, peaked
 from ..candidates import LogProbs
 from ..measure import Record
-from ..suites.options import at_least, device_of
+from ..suites.options import device_of, parser_of
 from ..workloads import MODELS, Head
 
-HEAD = MODELS["qwen2.5-0.5b"]
-TINY = 256, 2000, Head(128, 4096)  # tokens, sequences and head of a trial
+FULL = 3072, 100_000, MODELS["qwen2.5-0.5b"]  # measured tokens per set, sequences per length, and head
+TINY = 256, 2000, Head(128, 4096)
 LENGTHS = tuple(2**k for k in range(6, 15))
 UPDATE = 0.03  # nats by which an update moves a logit
 ROWS = 512  # of each call of an implementation
@@ -240,29 +239,20 @@ def study(tokens: Tokens, sequences: int) -> tuple[Record, dict[str, str]]:
     wrong = decisions(of_ratios, LENGTHS, sequences, tokens.sequence)
     records = []
     for name, ratio in of_ratios.items():
-        record: Record = {"name": name, "dtype": errors.dtypes.get(name)}
+        record: Record = {"name": name, "dtype": errors.dtypes.get(name), "log-ratio": {"std": ratio.std().item()}}
         if name in runs:
-            both = torch.cat([errors.old[name], errors.new[name]])
-            largest = both.abs().max().item()
-            record["log-prob"] = {"std": both.std().item(), "mean": both.mean().item(), "largest": largest}
-        record["log-ratio"] = {"std": ratio.std().item(), "mean": ratio.mean().item()}
+            record["log-prob"] = {"std": torch.cat([errors.old[name], errors.new[name]]).std().item()}
         records.append(record | {"correlation": correlation(ratio, tokens.sequence), **wrong[name]})
     sizes = {"tokens": len(tokens.target_ids), "width": width, "vocab": vocab, "lengths": LENGTHS}
     return {**sizes, "implementations": records}, absent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m gspo_kernels.benchmarks fidelity", description=(__doc__ or "").split("\n\n")[0]
-    )
-    parser.add_argument("--tokens", type=at_least(64), default=3072, help="measured tokens per set (default 3072)")
-    parser.add_argument("--sequences", type=at_least(1000), default=100_000, help="per length (default 100000)")
+    parser = parser_of("fidelity", __doc__)
     parser.add_argument("--policy", type=Path, default=Path("runs/policy"), help="trained policy (default runs/policy)")
     parser.add_argument("--device", type=device_of, default="cpu", help="default cpu")
-    parser.add_argument("--tiny", action="store_true", help="a trial of seconds: a head of 128 x 4096")
-    parser.add_argument("--output", type=Path, help=measure.OUTPUT)
     options = parser.parse_args()
-    count, sequences, head = (options.tokens, options.sequences, HEAD) if not options.tiny else TINY
+    count, sequences, head = TINY if options.tiny else FULL
     output = measure.destination("fidelity", options.device, options.output, options.tiny)
     results, absent = study(synthetic(count, head, options.device), sequences)
     sets = {"synthetic": results}
@@ -270,7 +260,6 @@ def main() -> None:
         sets["trained"] = study(trained(options.policy, count, options.device), sequences)[0]
     except FileNotFoundError as missing:
         absent["trained policy"] = str(missing)
-    for name, why in absent.items():
-        print(f"not measured: {name} ({why})", flush=True)
     about = {"sequences": sequences, "spread of log-ratios": SPREAD, "not measured": absent}
-    print(f"wrote {measure.save('fidelity', options.device, {**about, 'sets': sets}, output)}")
+    print(f"not measured: {absent}")
+    print(measure.save("fidelity", options.device, {**about, "sets": sets}, output))

@@ -58,18 +58,11 @@ def tokens_of(text: str) -> int:
     return number
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers that are not less than `least`."""
-
-    def parse(text: str) -> int:
-        if not text.strip().isdecimal() or int(text) < least:
-            raise BadOption(f"expected a whole number of at least {least}, got {text!r}")
-        return int(text)
-
-    return parse
-
-
-positive = at_least(1)
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise BadOption(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:

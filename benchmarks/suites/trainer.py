@@ -24,7 +24,7 @@ from ..measure import Record, destination, over, save, spread, turns
 from ..peaked import Policy
 from ..workloads import Head, Old, Workload
 from . import bench
-from .options import add_comparison, parser_of, say, tokens_of
+from .options import add_comparison, parser_of, say
 
 PARTS = ("body forward", "loss", "body backward", "optimizer")
 QWEN25_05B: dict[str, Any] = dict(
@@ -112,24 +112,22 @@ def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
 
 def main() -> None:
     parser = parser_of("trainer", __doc__)
-    parser.add_argument("--tokens", type=tokens_of, help="of the batch")
     add_comparison(parser, bench.candidates)
     options = parser.parse_args()
     device, on_gpu = options.device, options.device.type == "cuda"
-    tokens, rounds = options.tokens or (16_384 if on_gpu else 1024), options.rounds or (10 if on_gpu else 5)
-    config, trial = QWEN25_05B, bool(options.tiny or options.against or options.dtype)
+    config, tokens, rounds = (QWEN25_05B, 16_384, 10) if on_gpu else (QWEN25_05B, 1024, 5)
     if options.tiny:
         config, tokens, rounds = TINY, 64, 1
     chosen = options.against or bench.candidates("torch" if options.tiny else None)
     chosen = [c for c in chosen if not (c.per_token or c.budget or c.against == "compile")]
+    trial = bool(options.tiny or options.against or options.dtype)
     output = destination("trainer", device, options.output, trial)
     step = Step(config, tokens, device, getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32")))
-    dtype = str(step.w.hidden.dtype).removeprefix("torch.")
     results = {
         "model": "tiny" if options.tiny else "Qwen2.5-0.5B",
         "parameters": sum(p.numel() for p in step.model.parameters()),
         "tokens": step.w.rows,
-        "dtype": dtype,
-        "steps": measure(step, chosen, rounds),
+        "dtype": str(step.w.hidden.dtype).removeprefix("torch."),
+        "steps": measure(step, chosen, options.rounds or rounds),
     }
     print(save("trainer", device, results, output))

@@ -45,22 +45,22 @@ def test_files_hold_one_record_per_line(tmp_path: Path) -> None:
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Read the results from a copy; return the copy of `vocab`."""
+    """Read the results from a copy; return the copy of `step`."""
     for path in pages.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    return tmp_path / "vocab-cpu.json"
+    return tmp_path / "step-cpu.json"
 
 
 def test_a_changed_number_makes_page_and_figure_stale(copied: Path) -> None:
     copied.write_text(copied.read_text().replace('"ratio": 1.0,', '"ratio": 1.5,', 1))
-    assert pages.stale() == ["benchmarks.md", "docs/figures/vocab-cpu.png"]
+    assert pages.stale() == ["benchmarks.md", "docs/figures/step-cpu.png"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"results": {}}', '{"machine": {}, "results": {"runs": [{}]}}'])
 def test_a_damaged_or_partial_file_is_refused_in_a_line(text: str, copied: Path) -> None:
     copied.write_text(text)
-    with pytest.raises(SystemExit, match=r"^\S+vocab-cpu\.json: expected the complete results of a suite: .+\Z"):
+    with pytest.raises(SystemExit, match=r"^\S+step-cpu\.json: expected the complete results of a suite: .+\Z"):
         pages.texts()
 
 

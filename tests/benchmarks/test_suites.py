@@ -63,7 +63,6 @@ def test_a_file_that_cannot_be_written_or_read_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("suite", "options", "message"),
     [
-        ("trainer", ["--tokens", "5"], "--tokens: expected at least 8"),
         ("step", ["--rounds", "0"], "--rounds: expected a whole number of at least 1, got '0'"),
         ("step", ["--device", "zz"], "--device: expected a device that torch has here, such as cpu, got 'zz'"),
         ("step", ["--time", "--vocab", "--output", "a.json"], "--output: --vocab and --busy write files of their own"),

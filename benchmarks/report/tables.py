@@ -116,12 +116,6 @@ def vocab(results: Results) -> Texts:
     return {"table": candidates_table(time | memory)}
 
 
-def busy(results: Results) -> Texts:
-    groups = [[{"name": name, **r} for name, r in x["candidates"].items()] for x in results["records"]]
-    cell: Cell = lambda r: f"{1e3 * r['seconds']:,.0f} ms, {over_naive(r)}"  # noqa: E731
-    return {"table": candidates_table({"alone": (groups[0], cell), "beside": (groups[1], cell)})}
-
-
 def trainer(results: Results) -> Texts:
     cells: dict[str, Cell] = {
         "step, s": lambda r: f"{r['seconds']:.1f}", "over naive": over_naive_with_spread,
@@ -201,6 +195,6 @@ def budgets(results: Results) -> Texts:
 
 
 SECTIONS: dict[str, Callable[[Results], Texts]] = {
-    "step": step, "vocab": vocab, "busy": busy, "trainer": trainer, "sparsity": sparsity, "policy": policy,
+    "step": step, "vocab": vocab, "trainer": trainer, "sparsity": sparsity, "policy": policy,
     "fidelity": fidelity, "budgets": budgets,
 }  # fmt: skip  # by suite

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from gspo_kernels import gspo_fused_loss, linear_log_probs
+from gspo_kernels import linear_log_probs
 from gspo_kernels.integrations.reference_trainer import arithmetic
 from gspo_kernels.integrations.reference_trainer.arithmetic import END, PAD, Problem
 from gspo_kernels.integrations.reference_trainer.policy import Policy, make_policy
@@ -34,7 +34,6 @@ from .. import measure, peaked, workloads
 from ..measure import Record
 from ..suites import sparsity
 from ..suites.options import parser_of
-from ..workloads import BUDGETS
 
 FOLDER = Path("runs") / "policy"
 ZERO, CLIPPED = 19 / 64, 7 / 64  # shares of sequences of zero advantage, and outside the clip window
@@ -170,14 +169,8 @@ def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tens
     assert out.entropy is not None
     old, cu_seqlens = out.log_probs - log_ratio.repeat_interleave(lengths), F.pad(lengths.cumsum(0), (1, 0))
 
-    def run(budget: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        options: Record = dict(cu_seqlens=cu_seqlens, old_log_probs=old, gradient_budget=budget)
-        out = gspo_fused_loss(h, w, target_ids, advantages, **options)
-        d_hidden, d_weight = torch.autograd.grad(out.loss, (h, w))
-        return out.metrics, d_hidden, d_weight
-
-    return {"entropy": peaked.entropy_quantiles(out.entropy), "budgets": sparsity.by_budget(run, BUDGETS, name)}
+    budgets = sparsity.by_budget(name, hidden, weight, target_ids, advantages, cu_seqlens=cu_seqlens, old_log_probs=old)
+    return {"entropy": peaked.entropy_quantiles(out.entropy), "budgets": budgets}
 
 
 def make(size: Size, folder: Path) -> Record:

@@ -9,9 +9,7 @@ both parts are measured; each keeps the file's other part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +22,7 @@ from gspo_kernels.backends.torch import tiles as torch_tiles
 from .. import peaked, workloads
 from ..candidates import ALL, BY_BUDGET
 from ..measure import Record, destination, save_part
-from ..workloads import BUDGETS, MODELS, Head, Old, Spec, Workload
+from ..workloads import BUDGETS, MODELS, Head, Spec, Workload
 from . import bench
 from .options import parser_of, say
 
@@ -51,17 +49,6 @@ def make(rows: int, head: Head, *, zero: int, clipped: int, kl: bool = False, **
     return w._replace(kl_drift=DRIFT * torch.randn(w.target_ids.shape, generator=torch.Generator().manual_seed(1)))
 
 
-def ours(w: Workload, old: Old, budget: float) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return metrics and both gradients of our loss."""
-    hidden, weight = w.hidden.detach().requires_grad_(), w.weight.detach().requires_grad_()
-    out = gspo_fused_loss(
-        hidden, weight, w.target_ids, w.advantages, old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs,
-        objective=w.objective, gradient_budget=budget,
-    )  # fmt: skip  # lines by subject
-    d_hidden, d_weight = torch.autograd.grad(out.loss, (hidden, weight))
-    return out.metrics, d_hidden, d_weight
-
-
 def passes(rows: int, case: str, head: Head) -> list[Record]:
     """Return a record per budget: passes, dropped mass, and errors relative to the exact gradients."""
     with ExitStack() as stack:
@@ -70,24 +57,28 @@ def passes(rows: int, case: str, head: Head) -> list[Record]:
             stack.enter_context(patch.object(torch_tiles, "_CELL_ON_CPU", 256))
         w = make(rows, head, **CASES[case])
         old = ALL["ours"].old(w)
-        return [{"case": case, **record} for record in by_budget(partial(ours, w, old), BUDGETS, case)]
+        options = dict(old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs, objective=w.objective)
+        records = by_budget(case, w.hidden, w.weight, w.target_ids, w.advantages, **options)
+    return [{"case": case, **record} for record in records]
 
 
 def by_budget(
-    run: Callable[[float], tuple[dict[str, Tensor], Tensor, Tensor]], budgets: tuple[float, ...], name: str
+    name: str, hidden: Tensor, weight: Tensor, target_ids: Tensor, advantages: Tensor, **options: Any
 ) -> list[Record]:
-    """Return a record per budget: what is left to compute, and errors relative to the first budget's gradients.
+    """Return a record per budget: what is left to compute, and errors relative to the gradients of budget 0.
 
-    `run` maps a budget to metrics and both gradients; the first budget is 0. Each record is printed after `name`.
+    The tensors and `options` are arguments of `gspo_fused_loss`. Each record is printed after `name`.
     """
     records: list[Record] = []
-    exact: list[Tensor] = []
-    for budget in budgets:
-        metrics, *gradients = run(budget)
+    exact: tuple[Tensor, ...] = ()
+    for budget in BUDGETS:
+        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        out = gspo_fused_loss(*leaves, target_ids, advantages, gradient_budget=budget, **options)
+        gradients = torch.autograd.grad(out.loss, leaves)
         exact = exact or gradients
         errors = [((g - e).norm() / e.norm()).item() for g, e in zip(gradients, exact, strict=True)]
         names = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
-        record: Record = {"budget": budget, **{k: metrics[k].item() for k in names}}
+        record: Record = {"budget": budget, **{k: out.metrics[k].item() for k in names}}
         records.append(record | {"d_hidden error": errors[0], "d_weight error": errors[1]})
         print(name, {k: float(f"{v:.4g}") for k, v in records[-1].items()}, flush=True)
     return records

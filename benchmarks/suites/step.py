@@ -3,7 +3,6 @@
     python -m gspo_kernels.benchmarks step --time      against the number of tokens (100 minutes on two cores)
     python -m gspo_kernels.benchmarks step --memory    peak memory only, of more tokens (an hour on two cores)
     python -m gspo_kernels.benchmarks step --vocab     against the size of the vocabulary (half an hour)
-    python -m gspo_kernels.benchmarks step --busy      alone and beside a busy process (5 minutes on two cores)
     python -m gspo_kernels.benchmarks step --time --scenario dense --dtype bfloat16    a part of the sweep
 
 Without these options --time and --memory are measured; both are parts of one file, and each keeps the other part. The
@@ -15,22 +14,16 @@ of a part of the sweep, or of some candidates, go to runs/trials/.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from rich.console import Console
 
 from gspo_kernels.tools import bench_table
 
-from ..candidates import ALL, Candidate
-from ..measure import Record, destination, interleaved, over, save, save_part, spread
-from ..workloads import MODELS, SCENARIOS, Head, Spec, counts, length_of, make
+from ..candidates import Candidate
+from ..measure import Record, destination, save, save_part
+from ..workloads import MODELS, SCENARIOS, Head, Spec, counts, length_of
 from . import bench
 from .options import add_comparison, parser_of, say
 
@@ -49,8 +42,6 @@ VOCABS = (2048, 8192, 32_768, 131_072)
 ON_CPU = Sizes(MODELS["qwen2.5-0.5b"], [256, 512, 1024], [4096, 16_384], 5, 896, 512, VOCABS)
 ON_GPU = Sizes(MODELS["qwen3-8b"], [4096, 16_384, 65_536], [131_072], 15, 4096, 16_384, (*VOCABS, 262_144))
 TINY = Sizes(Head(64, 2000), [128], [512], 2, 64, 128, (1000, 2000))
-BESIDE = (bench.NAIVE, "ours", "ours, budget 1e-3")  # the candidates of --busy
-CPU = torch.device("cpu")
 
 
 def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Record]:
@@ -93,49 +84,16 @@ def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
     return points
 
 
-@contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """Keep so many processes computing."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
-    try:
-        time.sleep(0.5 if started else 0)  # until they compute
-        yield
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def beside(spec: Spec, rounds: int) -> list[Record]:
-    """Return times and ratios to naive GSPO alone and beside a busy process.
-
-    The busy process takes time of one core. Threads that synchronise after every operation then wait for the slowest.
-    """
-    w = make(spec)
-    runs = {name: partial(ALL[name].step, w, ALL[name].old(w)) for name in BESIDE}
-    records = []
-    for processes in (0, 1):
-        with busy(processes):
-            seconds = interleaved(runs, rounds, CPU, say)
-        ratios = {name: over(taken, seconds[bench.NAIVE]) for name, taken in seconds.items()}
-        timed = {name: spread(taken) | {"over_naive": ratios[name]} for name, taken in seconds.items()}
-        records.append({"busy processes": processes, "candidates": timed})
-        for name, ratio in ratios.items():
-            print(f"beside {processes} busy processes, {name}: {ratio['ratio']:.2f} of naive GSPO's time", flush=True)
-    return records
-
-
 def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
     """Return the command line's options, sizes and candidates; exit with a line on stderr for bad options."""
     parser = parser_of("step", __doc__)
     parser.add_argument("--time", action="store_true", help="time, memory and passes against the number of tokens")
     parser.add_argument("--memory", action="store_true", help="peak memory of more tokens")
     parser.add_argument("--vocab", action="store_true", help="time, memory and passes against the vocabulary")
-    parser.add_argument("--busy", action="store_true", help="time alone and beside a busy process, on the CPU")
     parser.add_argument("--scenario", choices=SCENARIOS, nargs="+", help="of --time (default: rl-like dense long)")
     add_comparison(parser, bench.candidates)
     options = parser.parse_args()
-    if not (options.time or options.memory or options.vocab or options.busy):
+    if not (options.time or options.memory or options.vocab):
         options.time = options.memory = True
     on_gpu = options.device.type == "cuda"
     sizes = TINY if options.tiny else ON_GPU if on_gpu else ON_CPU
@@ -145,9 +103,8 @@ def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
     place = partial(destination, path=options.output, trial=bool(options.against) or not options.full_sweep)
     options.paths = {"step": place("step", options.device)} if options.time or options.memory else {}
     options.paths |= {"vocab": place("vocab", options.device)} if options.vocab else {}
-    options.paths |= {"busy": place("busy", CPU)} if options.busy else {}
     if len(options.paths) > 1 and options.output:
-        parser.error("--output: --vocab and --busy write files of their own: expected one of them, or --time, --memory")
+        parser.error("--output: --vocab writes a file of its own: expected --vocab alone, or --time, --memory")
     options.dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
     options.scenario = options.scenario or (("rl-like",) if options.tiny else ("rl-like", "dense", "long"))
     return options, sizes, chosen
@@ -166,8 +123,3 @@ def main() -> None:
         heads = [Head(sizes.width, vocab) for vocab in sizes.vocabs]
         specs = [Spec(head, sizes.vocab_tokens, "rl-like", options.dtype, str(device)) for head in heads]
         print(save("vocab", device, {"runs": sweep(specs, chosen, sizes.rounds)}, paths["vocab"]))
-    if options.busy:
-        sizes = TINY if options.tiny else ON_CPU
-        spec = Spec(sizes.head, max(sizes.tokens), "rl-like")
-        on, records = spec._asdict() | {"head": sizes.head._asdict()}, beside(spec, options.rounds or sizes.rounds)
-        print(save("busy", CPU, {"on": on, "records": records}, paths["busy"]))

@@ -31,8 +31,8 @@ def test_a_trial_and_a_part_of_the_sweep_do_not_replace_published_results(
     trial = Path("runs/trials/step-cpu.json")
     for options in (["--tiny"], ["--scenario", "kl"], ["--dtype", "float32"], ["--against", "trl"]):
         assert parsed(monkeypatch, "--device", "cpu", *options)[0].paths == {"step": trial}
-    paths = parsed(monkeypatch, "--device", "cpu", "--time", "--vocab", "--busy")[0].paths
-    assert paths == {suite: measure.RESULTS / f"{suite}-cpu.json" for suite in ("step", "vocab", "busy")}
+    paths = parsed(monkeypatch, "--device", "cpu", "--time", "--vocab")[0].paths
+    assert paths == {suite: measure.RESULTS / f"{suite}-cpu.json" for suite in ("step", "vocab")}
 
 
 def test_a_part_of_the_sweep_has_only_the_asked_scenarios_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_written_or_read_is_refused(tmp_path: Path) -> Non
     [
         ("step", ["--rounds", "0"], "--rounds: expected a whole number of at least 1, got '0'"),
         ("step", ["--device", "zz"], "--device: expected a device that torch has here, such as cpu, got 'zz'"),
-        ("step", ["--time", "--vocab", "--output", "a.json"], "--output: --vocab and --busy write files of their own"),
+        ("step", ["--time", "--vocab", "--output", "a.json"], "--output: --vocab writes a file of its own"),
         ("trainer", ["--against", "nobody"], "--against: nobody: choose from naive"),
         ("fidelity", ["--device", "meta"], "--device: expected cpu or cuda, got 'meta'"),
         ("budgets", ["--policy", "nowhere"], "--policy: nowhere holds no policy"),

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from .rows import HeadResult, HeadRows, LiveTiles, TileShares
 
-# A product over scattered cells reaches SPARSE_EFFICIENCY times the operations per second of one over slabs, and costs
-# CELL_OVERHEAD elements of H more per cell (benchmarks/NOTES.md).
-SPARSE_EFFICIENCY, CELL_OVERHEAD = 0.85, 32
+# A product over scattered cells reaches this share of the operations per second of one over slabs, by device type:
+# measured on a CPU, elsewhere estimated from instruction counts. It costs CELL_OVERHEAD elements of H more per cell
+# (benchmarks/NOTES.md).
+SPARSE_EFFICIENCY, ESTIMATED_EFFICIENCY, CELL_OVERHEAD = {"cpu": 0.85}, 0.5, 32
 # Masses are rounded up to integers, in units of total / _UNITS. Integer sums are exact in any order of additions.
 _UNITS = 2.0**44
 _MARGIN = 1 - 1e-4  # the budget must not be exceeded, and fp32 masses have a relative error of up to 1e-4
@@ -44,13 +45,14 @@ class Work(NamedTuple):
     tiles: Tensor  # share of all (unmasked row, column) pairs that the backward computes
 
 
-def sparse_pays(rows: Any, width: int, vocab: int, share: Any) -> Any:
+def sparse_pays(rows: Any, width: int, vocab: int, share: Any, device: str) -> Any:
     """Return whether computing a `share` of [rows, vocab] cell by cell is faster than all of it slab by slab.
 
-    Takes numbers or tensors; `width` is H. False for an empty batch.
+    Takes numbers or tensors; `width` is H, `device` the device type. False for an empty batch.
     """
+    efficiency = SPARSE_EFFICIENCY.get(device, ESTIMATED_EFFICIENCY)
     dense = rows * vocab * width
-    sparse = share * rows * vocab * (width + CELL_OVERHEAD) / SPARSE_EFFICIENCY
+    sparse = share * rows * vocab * (width + CELL_OVERHEAD) / efficiency
     return sparse < dense
 
 
@@ -95,7 +97,7 @@ def choose(
     all_cells = (height > 0)[:, None].expand_as(mass)  # those with a row that has a gradient
     kept = all_cells & ~_lightest(mass.double(), total, budget)
     share = (size * kept).sum() / (rows * vocab).clamp(min=1)
-    pays = sparse_pays(rows, head.hidden.shape[1], vocab, share) & (not _captured(mass))
+    pays = sparse_pays(rows, head.hidden.shape[1], vocab, share, mass.device.type) & (not _captured(mass))
     cells = torch.where(pays, kept, all_cells)
     dropped = torch.where(cells | ~all_cells, 0, mass.double()).sum() / torch.where(total > 0, total, 1)
     unmasked = head.mask.sum().clamp(min=1)

@@ -24,9 +24,9 @@ _restore: list[Callable[[], None]] = []  # called when the last context closes
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Disable autocast, and TF32 or bf16 in fp32 matrix products, inside this context.
+    """Disable autocast, TF32 or bf16 in fp32 matrix products, and bf16 sums in bf16 products, inside this context.
 
-    The precision of fp32 products is a setting of the process. The first open context saves it and the last one to
+    The precision of products is a setting of the process. The first open context saves it and the last one to
     close restores it, so that contexts in several threads do not interfere.
     """
     global _calls
@@ -63,6 +63,10 @@ def _request_ieee(kind: str) -> None:
             saved = [partial(setattr, x, "fp32_precision", x.fp32_precision) for x in backends.values()]
             torch.set_float32_matmul_precision("highest")
             saved.insert(0, partial(torch.set_float32_matmul_precision, precision))
+    if kind == "cuda" and kind not in _requested:  # a split product in bf16 would be summed in bf16
+        matmul, name = torch_backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
+        saved.append(partial(setattr, matmul, name, getattr(matmul, name)))
+        matmul.allow_bf16_reduced_precision_reduction = False
     for name in kinds:
         backends[name].fp32_precision = "ieee"
     _requested.update(kinds)
@@ -112,6 +116,16 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
     else:
         out.addmm_(a.to(out.dtype), b.to(out.dtype))
+
+
+def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write a @ b to `out` in half precision, accumulated in fp32 and rounded once."""
+    if out.is_meta:
+        return
+    if out.device.type == "cpu":
+        out.copy_(a.float() @ b.float())
+    else:
+        torch.mm(a, b, out=out)
 
 
 def power_of_two(gradients: Tensor, entropy_gradients: Tensor | None, valid: Tensor) -> Tensor:

@@ -161,6 +161,9 @@ def doctor(
     architecture: Annotated[
         list[str] | None, typer.Option(help="With --compile: an architecture such as sm_90. May be repeated.")
     ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="With --compile: H,V of your head, such as 4096,151936. (default: many shapes)")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Report what is installed, which backend runs on each device, and whether its results are correct.
@@ -170,12 +173,13 @@ def doctor(
     """
     if compile_ and interpret:
         raise typer.BadParameter("kernels are compiled or interpreted, not both", param_hint="--interpret")
-    if architecture and not compile_:
-        raise typer.BadParameter("requires --compile", param_hint="--architecture")
+    for option, value in (("--architecture", architecture), ("--shape", shape)):
+        if value and not compile_:
+            raise typer.BadParameter("requires --compile", param_hint=option)
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # fixed, so that tables in a log do not wrap
-    verdict, ok, details = compile_kernels(architecture, console) if compile_ else diagnose(interpret, console)
+    verdict, ok, details = compile_kernels(architecture, shape, console) if compile_ else diagnose(interpret, console)
     console.print(verdict, style="bold green" if ok else "bold red", markup=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps({"ok": ok, "verdict": verdict, **details}, allow_nan=False))

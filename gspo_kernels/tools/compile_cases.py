@@ -31,6 +31,9 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 adapter": dict(rank=64),
     "bf16 everything": dict(entropy=True, rank=64, **_TAIL),
     "bf16 ragged": dict(width=2881, vocab=50_257),
+    "bf16 whole tiles": dict(entropy=True, vocab=131_072),
+    "bf16 odd vocabulary": dict(vocab=50_257),
+    "bf16 small": dict(width=896, vocab=128_256),
     "fp16": dict(dtype=torch.float16),
     "fp16 everything": dict(dtype=torch.float16, entropy=True, rank=64, **_TAIL),
     "fp32": dict(dtype=torch.float32),
@@ -42,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
 CELL_CASES: dict[str, dict[str, Any]] = {
     "bf16 cells": {},
     "bf16 cells tail": dict(logit_softcap=30.0, temperature=True),
+    "bf16 cells small": dict(width=896, vocab=50_257),
     "fp16 cells": dict(dtype=torch.float16),
     "fp32 cells": dict(dtype=torch.float32),
     "fp64 cells": dict(dtype=torch.float64),
@@ -58,15 +62,21 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def runs() -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
-    """Yield (name, dtype, host call on meta tensors) of every case."""
-    for name, options in CASES.items():
+# The heads that `gspo doctor --compile --shape` compiles.
+SHAPE_CASES = ("bf16", "bf16 entropy", "fp16", "fp32", "bf16 cells", "fp16 cells")
+
+
+def runs(shape: tuple[int, int] | None = None) -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
+    """Yield (name, dtype, host call on meta tensors) of every case; with `shape` (H, V), of heads of that shape."""
+    heads = [(name, options, both_passes) for name, options in CASES.items()]
+    heads += [(name, options, live_cells) for name, options in CELL_CASES.items()]
+    if shape is not None:
+        of_shape: dict[str, Any] = dict(width=shape[0], vocab=shape[1])
+        heads = [(name, options | of_shape, run) for name, options, run in heads if name in SHAPE_CASES]
+    for name, options, run in heads:
         head = meta_head(**options)
-        yield name, head.hidden.dtype, partial(both_passes, head)
-    for name, options in CELL_CASES.items():
-        head = meta_head(**options)
-        yield name, head.hidden.dtype, partial(live_cells, head)
-    for name, objective in OBJECTIVES.items():
+        yield name, head.hidden.dtype, partial(run, head)
+    for name, objective in OBJECTIVES.items() if shape is None else ():
         for kind, dtype in (("fp32", torch.float32), ("fp64", torch.float64)):
             yield f"{name} {kind}", dtype, partial(loss, objective, dtype)
 

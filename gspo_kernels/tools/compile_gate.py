@@ -22,8 +22,9 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.triton.launch import Launch, launches
-from ..backends.triton.tuning import SHARED_MEMORY, assume
+from ..backends.triton.tuning import SAME_AS, SHARED_MEMORY, assume
 from .compile_cases import runs
+from .machine_code import disassemble, epilogue_instructions, narrow_accesses
 
 _POINTEE = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
@@ -44,6 +45,8 @@ _COUNTED = {
 }  # fmt: skip  # a table
 # In kernels without a matrix product, ptxas spills a register to fit one more block. Bytes of stack that this takes:
 ONE_REGISTER = 16
+_MATRIX_UNIT = {"sm_80": "mma", "sm_89": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+_MATRIX_UNIT |= {name: _MATRIX_UNIT[other] for name, other in SAME_AS.items()}
 MATRIX_KERNELS = ("forward_tile", "gradient_tile", "hidden_product", "weight_product")
 
 
@@ -55,13 +58,16 @@ class Report:
     spilled_bytes: int  # stack frame or scratch
     shared_bytes: int
     blocks_per_multiprocessor: int  # limited by registers, shared memory and threads; at least 1
+    narrow_accesses: int  # loads and stores of global memory of at most two bytes
+    epilogue: int | None  # instructions of a thread after the main loop, see `machine_code`; None if not known
     instructions: dict[str, int]  # counts by the names in `_COUNTED`
 
-    def faults(self, architecture: str, matrix: bool, dtype: torch.dtype) -> list[str]:
-        """Describe faults: spills, too much shared memory, no matrix instruction, tf32 in fp32 kernels.
+    def faults(self, architecture: str, matrix: bool, dtype: torch.dtype, aligned: bool) -> list[str]:
+        """Describe faults: spills, too much shared memory, no matrix instruction, tf32 in fp32, narrow accesses.
 
         Args:
             matrix: whether the kernel computes matrix products.
+            aligned: whether the rows of all matrices start at multiples of 16 bytes.
         """
         faults = []
         if self.spilled_bytes > (0 if matrix else ONE_REGISTER):
@@ -70,9 +76,10 @@ class Report:
             faults.append(f"shared memory {self.shared_bytes} of {SHARED_MEMORY[architecture]} bytes")
         if self.instructions["tf32"] and dtype == torch.float32:
             faults.append("tf32 in an fp32 kernel")
-        expected = {"sm_80": "mma", "sm_89": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
-        if matrix and dtype.itemsize == 2 and not self.instructions[expected[architecture]]:
-            faults.append(f"no {expected[architecture]} instruction")
+        if matrix and dtype.itemsize == 2 and not self.instructions[_MATRIX_UNIT[architecture]]:
+            faults.append(f"no {_MATRIX_UNIT[architecture]} instruction")
+        if matrix and aligned and self.narrow_accesses:
+            faults.append(f"{self.narrow_accesses} loads or stores of at most two bytes")
         return faults
 
 
@@ -87,12 +94,19 @@ class Row(NamedTuple):
     faults: list[str]
 
 
-def survey(architectures: Sequence[str], progress: Callable[[int, int], None] | None = None) -> list[Row]:
-    """Compile every kernel variant that the library launches; `progress` is called with (done, total)."""
+def survey(
+    architectures: Sequence[str],
+    progress: Callable[[int, int], None] | None = None,
+    shape: tuple[int, int] | None = None,
+) -> list[Row]:
+    """Compile every kernel variant that the library launches; `progress` is called with (done, total).
+
+    With `shape` (H, V), only the kernels of heads of that shape.
+    """
     variants: dict[Any, tuple[str, str, torch.dtype, Launch]] = {}
     for architecture in architectures:
         with assume(architecture):
-            for case, dtype, run in runs():
+            for case, dtype, run in runs(shape):
                 with launches() as recorded:
                     run()
                 for launch in recorded:
@@ -116,7 +130,7 @@ def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch) -> Ro
         report = inspect(compile_launch(launch, architecture), architecture, config.warps)
     except Exception as error:  # any exception of the compiler is this row's fault
         return Row(architecture, name, case, text, None, [f"{type(error).__name__}: {str(error).strip()[:300]}"])
-    faults = report.faults(architecture, name in MATRIX_KERNELS, dtype)
+    faults = report.faults(architecture, name in MATRIX_KERNELS, dtype, _aligned(launch))
     return Row(architecture, name, case, text, report, faults)
 
 
@@ -166,25 +180,33 @@ def compile_launch(launch: Launch, architecture: str) -> Any:
     return triton.compile(source, target=target(architecture), options=options)
 
 
+def _aligned(launch: Launch) -> bool:
+    """Return whether the rows of a launch's matrices start at multiples of 16 bytes."""
+    matrices = [x for x in launch.arguments.values() if isinstance(x, torch.Tensor) and x.ndim == 2]
+    return all(x.stride(0) * x.itemsize % 16 == 0 for x in matrices)
+
+
 def inspect(compiled: Any, architecture: str, warps: int) -> Report:
     """Return registers, spills, shared memory and instruction counts of a compiled kernel."""
+    shared = compiled.metadata.shared
     if architecture.startswith("gfx"):
         text, counted = compiled.asm["amdgcn"], _COUNTED["hip"]
         usage = {k: int(v) for k, v in re.findall(r"\.(\w+):\s+(\d+)\s*$", text, re.M)}
         registers, spilled = usage["vgpr_count"], usage["private_segment_fixed_size"]
-        blocks = _blocks_that_fit(
-            512 // _round_up(registers, 8) * 4 // warps, 65_536, compiled.metadata.shared, 32 // warps
-        )
+        total, by_registers, by_threads = 65_536, 512 // _round_up(registers, 8) * 4 // warps, 32 // warps
+        narrow, epilogue = len(re.findall(r"\b(?:global|buffer)_(?:load|store)_[su]?(?:short|byte)", text)), None
     else:
         text, counted = compiled.asm["ptx"], _COUNTED["cuda"]
         registers, spilled = _resources(compiled.asm["cubin"])
-        total = {"sm_80": 167_936, "sm_89": 102_400}.get(architecture, 233_472)
-        limit = {"sm_89": 48}.get(architecture, 64)
-        blocks = _blocks_that_fit(
-            65_536 // (_round_up(registers, 8) * 32 * warps), total, compiled.metadata.shared + 1024, limit // warps
-        )
+        like = SAME_AS.get(architecture, architecture)
+        total, limit = {"sm_80": 167_936, "sm_89": 102_400}.get(like, 233_472), {"sm_89": 48}.get(like, 64)
+        by_registers, by_threads = 65_536 // (_round_up(registers, 8) * 32 * warps), limit // warps
+        shared += 1024
+        sass = disassemble(compiled.asm["cubin"])
+        narrow, epilogue = narrow_accesses(sass), epilogue_instructions(sass)
+    blocks = _blocks_that_fit(by_registers, total, shared, by_threads)
     instructions = {name: len(re.findall(pattern, text)) for name, pattern in counted.items()}
-    return Report(registers, spilled, compiled.metadata.shared, blocks, instructions)
+    return Report(registers, spilled, compiled.metadata.shared, blocks, narrow, epilogue, instructions)
 
 
 def _blocks_that_fit(by_registers: int, memory: int, per_block: int, by_threads: int) -> int:

@@ -40,8 +40,13 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
     return diagnosis.verdict, not diagnosis.faults, asdict(diagnosis)
 
 
-def compile_kernels(architectures: list[str] | None, console: Console) -> tuple[str, bool, dict[str, Any]]:
-    """Compile every Triton kernel and print its resources. Return values: as `diagnose`."""
+def compile_kernels(
+    architectures: list[str] | None, shape: str | None, console: Console
+) -> tuple[str, bool, dict[str, Any]]:
+    """Compile every Triton kernel, of heads of the shape "H,V" if given, and print its resources.
+
+    Return values: as `diagnose`.
+    """
     try:
         from triton import knobs
 
@@ -53,21 +58,26 @@ def compile_kernels(architectures: list[str] | None, console: Console) -> tuple[
         raise typer.BadParameter("TRITON_INTERPRET is set, so kernels are interpreted, not compiled: unset it")
     if unknown := ", ".join(sorted(set(architectures or ()) - set(ARCHITECTURES))):
         raise typer.BadParameter(f"{unknown}: choose from {', '.join(ARCHITECTURES)}", param_hint="--architecture")
+    sizes_of_head = None if shape is None else _width_and_vocabulary(shape)
     with console.status("compiling") as status:
         rows = survey(
-            architectures or ARCHITECTURES, lambda done, total: status.update(f"compiling: {done} of {total} kernels")
+            architectures or ARCHITECTURES,
+            lambda done, total: status.update(f"compiling: {done} of {total} kernels"),
+            sizes_of_head,
         )
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("", "case", "blocks", "regis-\nters", "spilled\nbytes", "shared\nbytes", "blocks\nper SM"):
+    columns = ("", "case", "blocks", "regis-\nters", "spilled\nbytes", "shared\nbytes", "blocks\nper SM")
+    for column in (*columns, "2-byte\naccesses", "epi-\nlogue"):
         table.add_column(column, no_wrap=True)
     table.add_column("instructions")
     for row in rows:
-        cells = ("-",) * 5
+        cells: tuple[Any, ...] = ("-",) * 7
         if row.report:
             report = row.report
             counts = ", ".join(f"{name} {count}" for name, count in report.instructions.items() if count)
             sizes = (report.registers, report.spilled_bytes, report.shared_bytes)
-            cells = (*sizes, report.blocks_per_multiprocessor, counts)
+            epilogue = "-" if report.epilogue is None else report.epilogue
+            cells = (*sizes, report.blocks_per_multiprocessor, report.narrow_accesses, epilogue, counts)
         table.add_row(f"{row.architecture} {row.kernel}", row.case, row.config, *map(str, cells))
     console.print(table)
     failed = [row for row in rows if row.faults]
@@ -77,7 +87,20 @@ def compile_kernels(architectures: list[str] | None, console: Console) -> tuple[
     verdict = (
         f"{len(failed)} of {len(rows)} kernels fail."
         if failed
-        else f"Good: all {len(rows)} kernels compile, and no kernel with a matrix product spills registers."
+        else f"Good: all {len(rows)} kernels compile. No matrix kernel spills registers or has 2-byte accesses."
     )
     details = [{**row._asdict(), "report": asdict(row.report) if row.report else None} for row in rows]
     return verdict, not failed, {"rows": details}
+
+
+def _width_and_vocabulary(shape: str) -> tuple[int, int]:
+    """Parse "H,V"."""
+    try:
+        width, vocab = (int(part) for part in shape.split(","))
+    except ValueError:
+        width = vocab = 0
+    if not (1 <= width < 2**20 and 2 <= vocab < 2**31):
+        raise typer.BadParameter(
+            f"expected H,V such as 4096,151936, with H below 2^20 and V below 2^31, got {shape!r}", param_hint="--shape"
+        )
+    return width, vocab

@@ -335,7 +335,7 @@ def test_a_child_process_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch, t
 
 
 GOOD = compile_gate.Row(
-    "sm_90", "forward_tile", "bf16", "128x256x64 8w 4s", compile_gate.Report(168, 0, 98_304, 2, {"wgmma": 16}), []
+    "sm_90", "forward_tile", "bf16", "128x256x64", compile_gate.Report(168, 0, 98_304, 2, 0, 714, {"wgmma": 16}), []
 )
 BAD = GOOD._replace(kernel="gradient_tile", report=None, faults=["CompilationError: [/] at 3:4"])
 
@@ -345,8 +345,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Replace the compiler: all kernels are good, except one for sm_80. Return the architectures of each call."""
     calls: list[list[str]] = []
 
-    def survey(architectures: Any, progress: Any = None) -> list[compile_gate.Row]:
-        calls.append(list(architectures))
+    def survey(architectures: Any, progress: Any, shape: Any) -> list[compile_gate.Row]:
+        calls.append([*architectures, *([shape] if shape else [])])
         progress(1, 1)
         return [GOOD, BAD] if "sm_80" in architectures else [GOOD]
 
@@ -372,6 +372,21 @@ def test_a_kernel_that_does_not_compile_is_a_failure(compiler: list[list[str]]) 
     assert set(compiler[0]) == set(compile_gate.SHARED_MEMORY)  # without the option every architecture
 
 
+def test_the_shape_of_a_head_is_compiled(compiler: list[list[str]]) -> None:
+    code, out = run("--compile", "--architecture", "sm_90", "--shape", "3584,152064")
+    assert code == 0 and compiler == [["sm_90", (3584, 152_064)]] and "714" in out
+    for bad in ("3584", "a,b", "0,100", "64,1", f"{2**20},100"):
+        code, out = run("--compile", "--shape", bad)
+        assert code == 2 and f"got '{bad}'" in " ".join(out.split()) and len(compiler) == 1
+
+
+@pytest.mark.slow
+def test_kernels_of_a_head_that_the_blocks_do_not_divide_compile() -> None:
+    code, report = run_process("--compile", "--architecture", "sm_90", "--shape", "2880,201001")
+    assert code == 0, report["verdict"]
+    assert {row["kernel"] for row in report["rows"]} >= {"forward_tile", "hidden_product"}
+
+
 def test_without_triton_nothing_compiles() -> None:
     code, report = run_process("--compile", before='sys.modules["triton"] = None')
     assert (
@@ -393,6 +408,7 @@ def test_the_real_kernels_are_compiled_for_a_gpu_that_is_not_present() -> None:
         (["--compile"], "TRITON_INTERPRET is set"),  # it is set while these tests run
         (["--compile", "--interpret"], "not both"),
         (["--architecture", "sm_90"], "requires --compile"),
+        (["--shape", "64,1000"], "requires --compile"),
     ],
 )
 def test_options_that_exclude_each_other_are_named(arguments: list[str], message: str) -> None:

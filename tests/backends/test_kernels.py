@@ -321,7 +321,9 @@ def test_nested_recordings_see_every_launch() -> None:
         ((8, 9), "sm_89"),
         ((9, 0), "sm_90"),
         ((10, 0), "sm_100"),
-        ((12, 0), "sm_89"),
+        ((10, 3), "sm_103"),
+        ((12, 0), "sm_120"),
+        ((12, 1), "sm_120"),
     ],
 )
 def test_cuda_devices_select_their_block_shapes(
@@ -332,7 +334,7 @@ def test_cuda_devices_select_their_block_shapes(
     assert tuning.architecture(torch.device("cuda")) == row
 
 
-@pytest.mark.parametrize(("name", "row"), [("gfx942:sramecc+", "gfx942"), ("gfx950", "gfx942"), ("gfx1100", None)])
+@pytest.mark.parametrize(("name", "row"), [("gfx942:sramecc+", "gfx942"), ("gfx950", "gfx950"), ("gfx1100", None)])
 def test_rocm_devices_select_their_block_shapes(name: str, row: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         gcnArchName = name

@@ -210,13 +210,14 @@ def test_nothing_is_dropped_where_sparse_is_not_cheaper(backend: str) -> None:
 
 
 def test_the_cost_model_depends_on_share_and_width() -> None:
-    assert sparse_pays(1024, 896, 151_936, 0.05) and sparse_pays(1024, 4096, 151_936, 0.8)
-    assert not sparse_pays(1024, 896, 151_936, 0.95) and not sparse_pays(1024, 8, 151_936, 0.5)
-    assert not sparse_pays(0, 896, 151_936, 0.0)
+    assert sparse_pays(1024, 896, 151_936, 0.05, "cpu") and sparse_pays(1024, 4096, 151_936, 0.8, "cpu")
+    assert not sparse_pays(1024, 896, 151_936, 0.95, "cpu") and not sparse_pays(1024, 8, 151_936, 0.5, "cpu")
+    assert not sparse_pays(0, 896, 151_936, 0.0, "cpu")
     shares = torch.linspace(0, 1, 50)
-    decided = sparse_pays(torch.tensor(1024), 896, 151_936, shares)
+    decided = sparse_pays(torch.tensor(1024), 896, 151_936, shares, "cpu")
     assert decided.dtype == torch.bool and decided[0] and not decided[-1]
     assert (decided.int().diff() <= 0).all()  # dense stays cheaper for larger shares
+    assert not sparse_pays(1024, 4096, 151_936, 0.6, "cuda") and sparse_pays(1024, 4096, 151_936, 0.4, "cuda")
 
 
 @on_device

@@ -42,7 +42,7 @@ def choices(pays: bool = True) -> Iterator[list[Chosen]]:
         decisions.append(to_device(chosen, "cpu"))
         return live, work
 
-    ops.choose, live_tiles.sparse_pays = record, lambda rows, width, vocab, share: (share <= 1) & pays
+    ops.choose, live_tiles.sparse_pays = record, lambda rows, width, vocab, share, device: (share <= 1) & pays
     try:
         yield decisions
     finally:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..precision import add_product, exact_products
+from ..precision import add_product, exact_products, write_product
 from ..rows import HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
 from .gradient_rows import (
     GradientRows,
@@ -81,7 +81,10 @@ class _Gradients:
         self.d_aw = self._zeros(rows_of_weight, rank) if needs.adapter_weight else None  # of adapter_weight
         # Gathered rows are summed in the last rows of d_hidden. `scatter_in_place` moves them to their places.
         self.gathered = None if self.d_hidden is None else self.d_hidden[self.d_hidden.shape[0] - self.n :]  # [n, H]
-        self.chunk, self.slab = chunk_and_slab(head, self.n, config, self.unrounded)
+        # The product of the only chunk is rounded by itself. fp16 gradients are divided by their boost first.
+        direct = head.weight.dtype == torch.bfloat16
+        self.chunk, self.slab = chunk_and_slab(head, self.n, config, self.unrounded, direct)
+        self.direct = direct and self.n <= self.chunk
         self.hidden = rows.hidden(slice(0, self.n)) if self.n <= self.chunk else None  # [n, H] if there is one chunk
 
     def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -91,7 +94,7 @@ class _Gradients:
         """Compute d_logits of columns low to high, and add their terms to all gradients."""
         d_weight = None if self.d_weight is None else self.d_weight[low:high]
         total = d_weight  # the sum over chunks in full precision; it is rounded and written once
-        if d_weight is not None and d_weight.dtype != self.dtype:
+        if d_weight is not None and d_weight.dtype != self.dtype and not self.direct:
             total = self._zeros(high - low, self.width)
         for start in range(0, self.n, self.chunk):
             self._add_chunk(slice(start, min(start + self.chunk, self.n)), low, high, total)
@@ -114,7 +117,9 @@ class _Gradients:
             d_z = round_to_operands(d_z, rows)
         if self.gathered is not None:
             add_product(self.gathered[chunk], d_z, head.weight[low:high])
-        if d_weight is not None:
+        if d_weight is not None and self.direct:
+            write_product(d_weight, d_z.t(), hidden)
+        elif d_weight is not None:
             add_product(d_weight, d_z.t(), hidden)
 
     def scattered(self) -> HeadGradients:
@@ -124,7 +129,7 @@ class _Gradients:
         return HeadGradients(
             hidden=None if self.d_hidden is None else scatter_in_place(self.d_hidden, rows, self.chunk),
             weight=self.d_weight,
-            bias=None if d_bias is None or head.bias is None else d_bias.to(head.bias.dtype),
+            bias=None if d_bias is None or head.bias is None else d_bias.to(head.weight.dtype),
             adapter_hidden=None
             if d_ah is None or head.adapter_hidden is None
             else scatter(d_ah, rows, head.adapter_hidden),

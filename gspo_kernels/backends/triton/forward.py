@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ...layout import accumulator
 from ..rows import HeadResult, HeadRows, TileShares
-from .elementary import LOG_OF_NOTHING, at_least, finite
+from .elementary import LOG_OF_NOTHING, at_least, fast_exp, finite
 from .launch import launch
 from .logit_tile import (
     HeadArguments,
@@ -104,33 +104,38 @@ def forward_tile(
             logit_scale=logit_scale,
             logit_softcap=logit_softcap,
         )
+        first_column = tile * BLOCK_V
+        target = target_column(target=tl.load(target_ids + rows), V=V)  # before the product, which hides the load
+        has_target = (target >= first_column) & (target < first_column + BLOCK_V)
+        tile_has_target = tl.max(has_target.to(tl.int32), 0) > 0
         z = logit_tile(
             head,
             rows,
             first_row=row_block * BLOCK_N,
-            first_column=tile * BLOCK_V,
+            first_column=first_column,
             n_rows=n_rows,
             HEAD=HEAD,
             CONFIG=CONFIG,
         )
-        columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        target = target_column(target=tl.load(target_ids + rows), V=V)
-        is_target = columns[None, :] == target[:, None]
-        target_z = tl.sum(tl.where(is_target, z, 0.0), 1)
-        z = tl.where(is_target | (columns[None, :] >= V), float("-inf"), z)
+        columns = first_column + tl.arange(0, BLOCK_V)
+        valid = n < unmasked
+        if tile_has_target:
+            is_target = columns[None, :] == target[:, None]
+            tl.store(target_logit + n, tl.sum(tl.where(is_target, z, 0.0), 1), mask=valid & has_target)
+            z = tl.where(is_target, float("-inf"), z)
+        if V % BLOCK_V != 0:
+            if first_column + BLOCK_V > V:
+                z = tl.where(columns[None, :] >= V, float("-inf"), z)
         top = finite(tl.max(z, 1))
         z -= top[:, None]
-        weights = tl.exp(z)
+        weights = fast_exp(z)
         mass = tl.sum(weights, 1)
-        valid = n < unmasked
         at = tile.to(tl.int64) * n_rows + n
         tl.store(tile_top + at, top, mask=valid)
         tl.store(tile_mass + at, mass, mask=valid)
         if tile_entropy is not None:
             mean = tl.sum(weights * at_least(z, LOG_OF_NOTHING), 1)
             tl.store(tile_entropy + at, tl.where(mass > 0, tl.log(mass) - mean / mass, mass), mask=valid)
-        has_target = (target >= tile * BLOCK_V) & (target < tile * BLOCK_V + BLOCK_V)
-        tl.store(target_logit + n, target_z, mask=valid & has_target)
 
 
 def head_forward(head: HeadRows) -> HeadResult:

@@ -6,9 +6,11 @@ A slab is a range of vocabulary columns, a chunk a range of rows. `cells.py` def
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...layout import accumulator
 from ..precision import power_of_two
@@ -77,6 +79,8 @@ def gradient_rows(
     n = has_gradient.shape[0]
     if index is None:
         index = has_gradient.nonzero()[:, 0] if may_read(has_gradient) else torch.arange(n, device=has_gradient.device)
+    if not may_read(has_gradient):  # all rows take part, and those without a gradient may hold NaN
+        head = _zero_dead_rows(head, has_gradient)
     boost = None
     if head.hidden.dtype == torch.float16:
         # |d_log_prob| (1 - p) slope bounds the entries of a row, except for the entropy's term.
@@ -84,6 +88,16 @@ def gradient_rows(
         boost = power_of_two(d_log_probs * torch.expm1(result.log_probs) * slope, d_entropy, has_gradient)
     all_have_gradient = ascending and may_read(has_gradient) and index.shape[0] == n
     return GradientRows(head, result, d_log_probs, d_entropy, has_gradient, index, all_have_gradient, boost)
+
+
+def _zero_dead_rows(head: HeadRows, has_gradient: Tensor) -> HeadRows:
+    """Return the head with a finite temperature and adapter in rows without a gradient."""
+    temperature, adapter_hidden = head.temperature, head.adapter_hidden
+    if temperature is not None and temperature.ndim:
+        temperature = torch.where(has_gradient, temperature, 1)
+    if adapter_hidden is not None:
+        adapter_hidden = torch.where(has_gradient[:, None], adapter_hidden, 0)
+    return head._replace(temperature=temperature, adapter_hidden=adapter_hidden)
 
 
 def torch_rounds(head: HeadRows) -> bool:
@@ -96,19 +110,32 @@ def may_read(x: Tensor) -> bool:
     return not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool) -> tuple[int, int]:
-    """Return (rows of a chunk, columns of a slab) whose tensors fit the workspace.
+def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, direct: bool = False) -> tuple[int, int]:
+    """Return (rows of a chunk, columns of a slab) whose tensors fit the workspace, in equal shares of n rows and V.
 
-    `n` rows are gathered in all; `unrounded` as in `gradient_of_tiles`.
+    `n` rows are gathered in all; `unrounded` as in `gradient_of_tiles`. `direct`: with one chunk of rows, no slab of
+    d_weight is summed in fp32.
     """
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
-    space = workspace_bytes() * 15 // 16  # the remainder is for vectors over rows
+    space = workspace_bytes() * 7 // 8  # the remainder is for vectors over rows
     per_element = size if size >= 4 or not unrounded else 4 + size  # bytes of d_logits, before and after rounding
-    rows = min(space // 4 // (width * size), space // 2 // (config.block_v * per_element))
-    rows = max(min(rows // config.block_n * config.block_n, _ROWS_AT_ONCE, n), min(config.block_n, n), 1)
-    per_column = rows * per_element + (4 * width if size == 2 else 0)  # d_logits, and the slab of d_weight
-    columns = (space - rows * width * size) // per_column // config.block_v * config.block_v
-    return rows, max(columns, config.block_v)
+    most = min(space // 3 // (width * size), space // 2 // (config.block_v * per_element), _ROWS_AT_ONCE)
+    chunks = _shares(-(-n // config.block_n), most // config.block_n)
+    rows = max(min(chunks.size * config.block_n, n), 1)
+    slab_of_weight = 4 * width if size == 2 and not (direct and chunks.number == 1) else 0
+    tiles = (space - rows * width * size) // (rows * per_element + slab_of_weight) // config.block_v
+    return rows, _shares(-(-head.vocab_size // config.block_v), tiles).size * config.block_v
+
+
+class _Shares(NamedTuple):
+    number: int
+    size: int  # of all but the last
+
+
+def _shares(total: int, most: int) -> _Shares:
+    """Divide `total` blocks into as few shares as possible, of at most `most` blocks each, of nearly equal size."""
+    number = max(-(-total // max(most, 1)), 1)
+    return _Shares(number, max(-(-total // number), 1))
 
 
 def gradient_of_tiles(
@@ -133,7 +160,7 @@ def gradient_of_tiles(
     head, result, columns = rows.head, rows.result, high - low
     n, dtype = hidden.shape[0], rows.d_log_probs.dtype if unrounded else hidden.dtype
     row_blocks, column_blocks = -(-n // config.block_n), -(-columns // config.block_v)
-    shape = (n, -(-columns // 8) * 8) if part is None else (part.cells, config.block_n, config.block_v)
+    shape = (n, -(-columns // 16) * 16) if part is None else (part.cells, config.block_n, config.block_v)
     d_logits = torch.empty(shape, dtype=dtype, device=hidden.device)
     launch(
         gradient_tile,
@@ -149,7 +176,9 @@ def gradient_of_tiles(
         entropy=None if rows.d_entropy is None else result.entropy,
         d_entropy=rows.d_entropy,
         boost=None if unrounded else rows.boost,
-        d_logits=d_logits,
+        d_logits=TensorDescriptor.from_tensor(d_logits, [config.block_n, config.block_v])
+        if config.descriptors and part is None
+        else d_logits,
         row_blocks=row_blocks,
         column_blocks=column_blocks,
         low=low,
@@ -158,6 +187,7 @@ def gradient_of_tiles(
         by_tile=None if part is None else part.lists.by_tile,
         first_cell=0 if part is None else part.first_cell,
         part_row_blocks=0 if part is None else part.lists.row_blocks,
+        ROUNDED=d_logits.dtype.itemsize == 2,
     )
     return d_logits[:, :columns] if part is None else d_logits
 

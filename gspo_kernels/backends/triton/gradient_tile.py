@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .elementary import LOG_OF_NOTHING, at_least, expm1
+from .elementary import LOG2_E, LOG_OF_NOTHING, at_least, expm1, fast_exp
 from .logit_tile import HeadArguments, HeadStrides, grouped, logit_tile, target_column
 
 
@@ -35,7 +35,6 @@ class RowInputs(NamedTuple):
         "column_blocks",
         "low",
         "high",
-        "width",
         "first_cell",
         "part_row_blocks",
         "stride_temperature",
@@ -80,6 +79,7 @@ def gradient_tile(
     logit_softcap: tl.float64,
     HEAD: tl.constexpr,
     CONFIG: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     """Write d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail.
 
@@ -130,30 +130,38 @@ def gradient_tile(
         boost=boost,
     )
     d = _gradient_of_logits(
-        z=z, head=head, rows=rows, first_column=first_column, row_inputs=row_inputs, HEAD=HEAD, BLOCK_V=BLOCK_V
+        z=z,
+        head=head,
+        rows=rows,
+        first_column=first_column,
+        row_inputs=row_inputs,
+        ROUNDED=ROUNDED,
+        HEAD=HEAD,
+        BLOCK_V=BLOCK_V,
     )
-    columns = first_column + tl.arange(0, BLOCK_V)
-    inside = (n[:, None] < n_rows) & (columns[None, :] < high)
+    if first_column + BLOCK_V > high:  # padding of the slab, and of cells beyond the vocabulary
+        d = tl.where((first_column + tl.arange(0, BLOCK_V))[None, :] < high, d, 0.0)
+    column = tl.arange(0, BLOCK_V)[None, :]
     if by_tile is not None:  # block-sparse products read all entries of a cell
-        _store_cell(d_logits, d, inside, BLOCK_N=BLOCK_N, BLOCK_V=BLOCK_V)
+        at = tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_V + column
+        if (row_block + 1).to(tl.int64) * BLOCK_N > n_rows:
+            d = tl.where(n[:, None] < n_rows, d, 0.0)
+        tl.store(d_logits + at, d.to(d_logits.dtype.element_ty))
+    elif CONFIG.descriptors:
+        d_logits.store([row_block * BLOCK_N, tile * BLOCK_V], d.to(d_logits.dtype))
     else:
-        at = n[:, None] * width + (columns - low)[None, :]
-        tl.store(d_logits + at, d.to(d_logits.dtype.element_ty), mask=inside)
+        column = tile * BLOCK_V + column
+        at = d_logits + n[:, None] * width + column
+        tl.store(at, d.to(d_logits.dtype.element_ty), mask=(n[:, None] < n_rows) & (column < width))
 
 
 @triton.jit
-def _store_cell(d_logits, d, inside, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Write `d`, with 0 outside the batch and the slab, to the program's cell of [cells, BLOCK_N, BLOCK_V]."""
-    at = tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V)
-    at += tl.arange(0, BLOCK_N)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    tl.store(d_logits + at, tl.where(inside, d, 0.0).to(d_logits.dtype.element_ty))
-
-
-@triton.jit
-def _gradient_of_logits(z, head, rows, first_column, row_inputs, HEAD: tl.constexpr, BLOCK_V: tl.constexpr):
+def _gradient_of_logits(
+    z, head, rows, first_column, row_inputs, ROUNDED: tl.constexpr, HEAD: tl.constexpr, BLOCK_V: tl.constexpr
+):
     """Return d_logits of a tile of logits `z`, 0 in rows without a gradient."""
     ACC: tl.constexpr = HEAD.ACC
-    d_log_p, log_p = tl.load(row_inputs.d_log_probs + rows), tl.load(row_inputs.log_probs + rows)
+    d_log_p = tl.load(row_inputs.d_log_probs + rows)
     has_gradient = d_log_p != 0.0
     if HEAD.HAS_SOFTCAP:
         capped = z / tl.full([], head.logit_softcap, ACC)  # tanh of the logits before the soft-cap
@@ -166,23 +174,30 @@ def _gradient_of_logits(z, head, rows, first_column, row_inputs, HEAD: tl.conste
             capped *= temperature[:, None]
     if row_inputs.boost is not None:
         slope *= tl.load(row_inputs.boost)
-    z = (z - tl.load(row_inputs.shift + rows)[:, None]) - tl.load(row_inputs.log_total + rows)[:, None]
-    d_target = d_log_p * -expm1(log_p)  # d_log_prob (1 - p) without cancellation
-    d_log_p *= slope
     if row_inputs.d_entropy is not None:
         d_h, h = tl.load(row_inputs.d_entropy + rows), tl.load(row_inputs.entropy + rows)
-        log_p = at_least(log_p, LOG_OF_NOTHING)
-        d_target -= d_h * tl.exp(log_p) * (log_p + h)
         has_gradient |= d_h != 0.0
-        d_h *= slope
-        z = at_least(z, LOG_OF_NOTHING)
-        d = tl.exp(z) * (-d_log_p[:, None] - d_h[:, None] * (z + h[:, None]))
+        h = tl.where(has_gradient, h, 0.0)
+    # A row without a gradient may hold NaN. Its probabilities become 0: a select per row, not per entry.
+    log_total = tl.where(has_gradient, tl.load(row_inputs.log_total + rows), float("inf"))
+    z -= tl.where(has_gradient, tl.load(row_inputs.shift + rows), 0.0)[:, None]
+    if row_inputs.d_entropy is not None:
+        z = at_least(z - log_total[:, None], LOG_OF_NOTHING)
+        d = fast_exp(z) * (-(d_log_p * slope)[:, None] - (d_h * slope)[:, None] * (z + h[:, None]))
+    elif ROUNDED:  # one rounding of log_total in base 2 costs less than the rounding of d_logits
+        d = tl.exp2(tl.fma(z, LOG2_E, -log_total[:, None] * LOG2_E)) * -(d_log_p * slope)[:, None]
     else:
-        d = tl.exp(z) * -d_log_p[:, None]
-    d_target *= slope
-    columns = first_column + tl.arange(0, BLOCK_V)
+        d = fast_exp(z - log_total[:, None]) * -(d_log_p * slope)[:, None]
     target = target_column(target=tl.load(row_inputs.target_ids + rows), V=HEAD.V)
-    d = tl.where(columns[None, :] == target[:, None], d_target[:, None], d)
+    has_target = (target >= first_column) & (target < first_column + BLOCK_V)
+    if tl.max(has_target.to(tl.int32), 0) > 0:
+        log_p = tl.where(has_gradient, tl.load(row_inputs.log_probs + rows), 0.0)
+        d_target = d_log_p * -expm1(log_p)  # d_log_prob (1 - p), nothing cancels
+        if row_inputs.d_entropy is not None:
+            log_p = at_least(log_p, LOG_OF_NOTHING)
+            d_target -= d_h * tl.exp(log_p) * (log_p + h)
+        columns = first_column + tl.arange(0, BLOCK_V)
+        d = tl.where(columns[None, :] == target[:, None], (d_target * slope)[:, None], d)
     if HEAD.HAS_SOFTCAP:
         d *= 1.0 - capped * capped
-    return tl.where(has_gradient[:, None], d, 0.0)
+    return d

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...layout import accumulator
 from ..rows import HeadRows
 from .elementary import INTERPRETED, operands, tanh
 from .tuning import Config
@@ -72,6 +73,7 @@ class HeadConstants(NamedTuple):
     R: int  # rank of the adapter, 0 without
     V: int  # vocabulary, without padding
     ACC: tl.dtype  # dtype of sums: fp32 or fp64
+    HAS_SCALE: bool  # logit_scale is not 1
     HAS_SOFTCAP: bool
 
 
@@ -109,7 +111,8 @@ def logit_tile(
         z = _add_adapter(head=head, z=z, rows=rows, columns=columns, HEAD=HEAD, BLOCK_R=CONFIG.block_r)
     if head.bias is not None:
         z += tl.load(head.bias + columns * head.strides.bias)[None, :].to(ACC)
-    z *= tl.full([], head.logit_scale, ACC)
+    if HEAD.HAS_SCALE:
+        z *= tl.full([], head.logit_scale, ACC)
     if HEAD.HAS_SOFTCAP:
         cap = tl.full([], head.logit_softcap, ACC)
         z = cap * tanh(z / cap)
@@ -219,9 +222,10 @@ def _aligned(x: Tensor) -> bool:
 
 
 def straighten(head: HeadRows, config: Config) -> HeadRows:
-    """Make target ids contiguous, and align the rows of a weight that is read by descriptors."""
+    """Make target ids contiguous, align the rows of a weight that is read by descriptors, and widen a 16-bit bias."""
     weight = gather_rows(head.weight[: head.vocab_size], None) if config.descriptors else head.weight
-    return head._replace(weight=weight, target_ids=head.target_ids.contiguous())
+    bias = None if head.bias is None else head.bias.to(accumulator(head.bias.dtype))  # loads of two bytes are slow
+    return head._replace(weight=weight, bias=bias, target_ids=head.target_ids.contiguous())
 
 
 def tile_arguments(head: HeadRows, hidden: Tensor, config: Config) -> dict[str, Any]:
@@ -260,6 +264,7 @@ def tile_arguments(head: HeadRows, hidden: Tensor, config: Config) -> dict[str, 
             R=0 if head.adapter_weight is None else head.adapter_weight.shape[1],
             V=head.vocab_size,
             ACC=triton_type(hidden.dtype),
+            HAS_SCALE=head.logit_scale != 1.0,
             HAS_SOFTCAP=head.logit_softcap is not None,
         ),
         CONFIG=config,

@@ -23,6 +23,15 @@ from .logit_tile import triton_type
 from .tuning import product_config
 
 
+@triton.jit
+def load_columns(at, h, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Load a tile with the columns `h`, 0 beyond H. Clamped column numbers would split the load into elements."""
+    if H % BLOCK_H == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=h[None, :] < H, other=0.0)
+
+
 @triton.jit(do_not_specialize=["n_rows", "low", "first_cell", "begin_at"])
 def hidden_product(
     d_logits,  # [cells of the part, ROWS, COLUMNS]
@@ -57,7 +66,7 @@ def hidden_product(
     k = tl.arange(0, BLOCK_K)
     begin, end = tl.load(block_begin + begin_at + block), tl.load(block_begin + begin_at + block + 1)
     if begin < end:
-        left = tl.minimum(h, H - 1).to(tl.int64) * stride_weight_column
+        left = h.to(tl.int64)[None, :] * stride_weight_column
         steps: tl.constexpr = COLUMNS // BLOCK_K
         acc = tl.zeros([BLOCK_N, BLOCK_H], ACC)
         for i in range(begin * steps, end * steps):
@@ -65,7 +74,7 @@ def hidden_product(
             place, tile = tl.load(block_place + j).to(tl.int64), tl.load(block_tile + j)
             v = tl.minimum(low + tile * COLUMNS + start + k, V - 1).to(tl.int64)  # d_logits are 0 from column V on
             a = tl.load(d_logits + (place * ROWS + n)[:, None] * COLUMNS + (start + k)[None, :])
-            b = tl.load(weight + v[:, None] * stride_weight_row + left[None, :])
+            b = load_columns(weight + v[:, None] * stride_weight_row + left, h, H=H, BLOCK_H=BLOCK_H)
             a, b = operands(a, b, ACC)
             if a.dtype == ACC:  # without tensor cores: a sum of shorter sums rounds less than one long sum
                 acc += tl.dot(a, b, input_precision="ieee", out_dtype=ACC)
@@ -110,20 +119,19 @@ def weight_product(
     k = tl.arange(0, BLOCK_K)
     begin, end = tl.load(tile_begin + begin_at + tile), tl.load(tile_begin + begin_at + tile + 1)
     if begin < end:
-        right = tl.minimum(h, H - 1)[None, :]
         steps: tl.constexpr = ROWS // BLOCK_K
         acc = tl.zeros([BLOCK_V, BLOCK_H], ACC)
         for i in range(begin * steps, end * steps):
             j, start = i // steps, (i % steps) * BLOCK_K
             block = tl.load(by_tile + first_cell + j) % part_row_blocks
             row = tl.minimum(block * ROWS + start + k, n_rows - 1).to(tl.int64)  # d_logits are 0 from row n_rows on
-            a = tl.load(d_logits + (j * ROWS + start + k).to(tl.int64)[:, None] * COLUMNS + v[None, :])
-            b = tl.load(hidden + row[:, None] * stride_hidden_row + right)
+            a = tl.load(d_logits + v[:, None] + (j * ROWS + start + k).to(tl.int64)[None, :] * COLUMNS)
+            b = load_columns(hidden + row[:, None] * stride_hidden_row + h[None, :], h, H=H, BLOCK_H=BLOCK_H)
             a, b = operands(a, b, ACC)
             if a.dtype == ACC:
-                acc += tl.dot(tl.trans(a), b, input_precision="ieee", out_dtype=ACC)
+                acc += tl.dot(a, b, input_precision="ieee", out_dtype=ACC)
             else:
-                acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee", out_dtype=ACC)
+                acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
         column = tile * COLUMNS + v
         at = sums + column.to(tl.int64)[:, None] * stride_sums_row + h[None, :]
         inside = (column[:, None] < columns) & (h[None, :] < H)

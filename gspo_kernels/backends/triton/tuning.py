@@ -15,9 +15,12 @@ import torch
 
 from ..rows import HeadRows
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+# Architectures that take the block shapes of another.
+SAME_AS = {"sm_103": "sm_100", "sm_120": "sm_89", "gfx950": "gfx942"}
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", *SAME_AS)
 # Shared memory that one block may use, in bytes.
 SHARED_MEMORY = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+SHARED_MEMORY |= {name: SHARED_MEMORY[other] for name, other in SAME_AS.items()}
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ _HALF = {
     ),
     "gfx942": _Blocks(*[Config(128, 256, 64, 8, 2)] * 2, *[Config(128, 128, 64, 8, 2)] * 2),
 }
+_HALF |= {name: _HALF[other] for name, other in SAME_AS.items()}
 _SINGLE = _Blocks(*[Config(64, 128, 32, 8, 2, chain=256)] * 4)
 _DOUBLE = _Blocks(*[Config(64, 64, 16, 8, 2)] * 4)
 
@@ -106,13 +110,13 @@ def architecture(device: torch.device) -> str | None:
         return None
     if torch.version.hip is not None:
         name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-        return "gfx942" if name in ("gfx942", "gfx950") else None
+        return name if name in ("gfx942", "gfx950") else None
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return None
-    if capability == (8, 0):
-        return "sm_80"
-    return {9: "sm_90", 10: "sm_100"}.get(capability[0], "sm_89")  # 8.6, 8.9, 12.x: 99 KiB of shared memory
+    exact = {(8, 0): "sm_80", (10, 0): "sm_100"}
+    family = {8: "sm_89", 9: "sm_90", 10: "sm_103"}
+    return exact.get(capability) or family.get(capability[0], "sm_120")  # 12.1, and what comes later
 
 
 def product_config(dtype: torch.dtype) -> Config:

@@ -93,8 +93,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "cells dropped while a graph is captured": (
         "backends/live_tiles",
-        "pays = sparse_pays(rows, head.hidden.shape[1], vocab, share) & (not _captured(mass))",
-        "pays = sparse_pays(rows, head.hidden.shape[1], vocab, share) & (not False)",
+        "pays = sparse_pays(rows, head.hidden.shape[1], vocab, share, mass.device.type) & (not _captured(mass))",
+        "pays = sparse_pays(rows, head.hidden.shape[1], vocab, share, mass.device.type) & (not False)",
         "loss_faults::test_nothing_is_dropped_while_a_graph_is_captured[torch]",
     ),
     "a budget exceeded by rounding": (

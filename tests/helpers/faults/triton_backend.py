@@ -11,14 +11,14 @@ CELLS = "live_tiles::test_gradients_of_every_dtype_equal_those_of_the_kept_entri
 FAULTS: dict[str, Fault] = {
     "padded columns counted as the last one": (
         "backends/triton/forward",
-        "is_target | (columns[None, :] >= V)",
-        "is_target",
+        'z = tl.where(columns[None, :] >= V, float("-inf"), z)',
+        "pass",
         f"{PARITY}[triton-plain-padded-fp32]",
     ),
     "the target's logit counted among the other logits": (
         "backends/triton/forward",
-        "is_target | (columns[None, :] >= V)",
-        "columns[None, :] >= V",
+        'z = tl.where(is_target, float("-inf"), z)',
+        "pass",
         f"{PARITY}[triton-plain-padded-fp32]",
     ),
     "last ragged tile dropped": (
@@ -113,8 +113,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "rows without gradient multiplied": (
         "backends/triton/gradient_tile",
-        "return tl.where(has_gradient[:, None], d, 0.0)",
-        "return d * has_gradient[:, None].to(ACC)",
+        'tl.where(has_gradient, tl.load(row_inputs.log_total + rows), float("inf"))',
+        "tl.load(row_inputs.log_total + rows)",
         "kernels::test_nan_rows_without_a_gradient_stay_zero_without_host_reads",
     ),
     "chunks overwrite each other": (
@@ -207,11 +207,23 @@ FAULTS: dict[str, Fault] = {
         "place[..., 0]",
         f"{CELLS}[triton-plain-fp32]",
     ),
-    "ragged ends of a cell not zero": (
+    "rows beyond the last in a cell not zero": (
         "backends/triton/gradient_tile",
-        "tl.where(inside, d, 0.0)",
-        "d",
+        "d = tl.where(n[:, None] < n_rows, d, 0.0)",
+        "pass",
         f"{CELLS}[triton-plain-fp32]",
+    ),
+    "columns beyond the vocabulary in a cell not zero": (
+        "backends/triton/gradient_tile",
+        "d = tl.where((first_column + tl.arange(0, BLOCK_V))[None, :] < high, d, 0.0)",
+        "pass",
+        f"{CELLS}[triton-plain-fp32]",
+    ),
+    "each chunk of rows overwrites d_weight": (
+        "backends/triton/backward",
+        "self.direct = direct and self.n <= self.chunk",
+        "self.direct = direct",
+        "kernels::test_gradients_of_many_chunks_and_slabs_equal_those_of_one[bf16]",
     ),
     "sums of earlier slabs overwritten": (
         "backends/triton/sparse_products",
@@ -329,8 +341,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "an offset along H in 32 bits for d_hidden": (
         "backends/triton/sparse_products",
-        "left = tl.minimum(h, H - 1).to(tl.int64) * stride_weight_column",
-        "left = tl.minimum(h, H - 1) * stride_weight_column",
+        "left = h.to(tl.int64)[None, :] * stride_weight_column",
+        "left = h[None, :] * stride_weight_column",
         "kernel_faults::test_the_hidden_product_reads_columns_of_the_head_past_two_to_the_31",
     ),
     "a slab without a cell in its first chunk": (
@@ -425,8 +437,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "earlier tiles write a target's logit": (
         "backends/triton/forward",
-        "(target >= tile * BLOCK_V) & (target < tile * BLOCK_V + BLOCK_V)",
-        "target < tile * BLOCK_V + BLOCK_V",
+        "has_target = (target >= first_column) & (target < first_column + BLOCK_V)",
+        "has_target = target < first_column + BLOCK_V",
         f"{BLOCKS}[sm_90-plain-fp32]",
     ),
     "rows with only an entropy gradient left out": (
@@ -497,8 +509,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "newer devices use the A100's block shapes": (
         "backends/triton/tuning",
-        '.get(capability[0], "sm_89")',
-        '.get(capability[0], "sm_80")',
+        'family = {8: "sm_89"',
+        'family = {8: "sm_80"',
         "kernels::test_cuda_devices_select_their_block_shapes",
     ),
 }

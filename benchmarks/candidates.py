@@ -151,7 +151,7 @@ _CANDIDATES = (
     ),
     _peer("Liger fused CE", "liger", peers.liger_cross_entropy, LIGER, needs_cuda=True),
     _peer("cut-cross-entropy", "cce", peers.cut_log_probs, CCE, **CCE_LIMITS),
-    _peer("cut-cross-entropy, no filter", "cce", peers.uncut_log_probs, CCE, **CCE_LIMITS),
+    _peer("cut-cross-entropy, no filter", "cce", partial(peers.cut_log_probs, filter_eps=None), CCE, **CCE_LIMITS),
     _peer("verl torch head", "verl", peers.verl_torch_log_probs, "verl", takes_softcap=False),
     _peer("verl Triton head", "verl", peers.verl_triton_log_probs, "verl", **VERL_TRITON),
     _peer("torch linear_cross_entropy", "torch", peers.torch_log_probs, takes_softcap=False),

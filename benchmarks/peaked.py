@@ -26,34 +26,31 @@ class Policy(NamedTuple):
 
 
 def make(
-    rows: int, width: int, vocab: int, tail: float = 1e-5, seed: int = 0, peaked: bool = True, sure: float = 0.5,
-    softcap: float | None = None, device: torch.device | str = "cpu",
+    rows: int, width: int, vocab: int, tail: float = 1e-5, peaked: bool = True, softcap: float | None = None,
+    device: torch.device | str = "cpu",
 ) -> Policy:  # fmt: skip  # lines by subject
-    """Return a policy. `sure` is the share of tokens under 0.01 nats; two in five of the others are above 0.67.
+    """Return a policy.
 
     With `peaked=False` head and hidden states are random and logits have standard deviation 1. A soft-cap must be above
     the largest logit, about log(vocab / tail); hidden states are made so that the capped logits are the wanted ones.
     """
-    rng = torch.Generator(device).manual_seed(seed)
+    rng = torch.Generator(device).manual_seed(0)
     with torch.device(device):
         weight = torch.randn(vocab, width, generator=rng) / width**0.5
         if peaked:
-            hidden = _peaked_states(rows, weight, tail, sure, softcap, rng)
+            hidden = _peaked_states(rows, weight, tail, softcap, rng)
         else:
             hidden = torch.randn(rows, width, generator=rng)
         return _sampled(hidden, weight, softcap, rng)
 
 
-def _peaked_states(
-    rows: int, weight: Tensor, tail: float, sure: float, softcap: float | None, rng: torch.Generator
-) -> Tensor:
+def _peaked_states(rows: int, weight: Tensor, tail: float, softcap: float | None, rng: torch.Generator) -> Tensor:
     """Return hidden states [rows, H]."""
     vocab, width = weight.shape
     # A first candidate of logit `top` gives other ids N(0, top^2 / width): vocab exp(top^2 / 2 width - top) = tail.
     top = width - math.sqrt(width * (width - 2 * math.log(vocab / tail)))
     kind, uniform = torch.rand(rows, generator=rng), torch.rand(rows, generator=rng)
-    middle = sure + 0.6 * (1 - sure)
-    gap = torch.where(kind < sure, 8 + 4 * uniform, torch.where(kind < middle, 2.5 + 5.5 * uniform, 1.2 * uniform))
+    gap = torch.where(kind < 0.5, 8 + 4 * uniform, torch.where(kind < 0.8, 2.5 + 5.5 * uniform, 1.2 * uniform))
     places = torch.arange(CANDIDATES).clamp(min=1) - 1
     below = (gap[:, None] + DECAY * places).where(torch.arange(CANDIDATES) > 0, 0.0)  # [rows, CANDIDATES]
     spread = torch.rand(rows, CANDIDATES, generator=rng) * math.log((vocab + FIRST_ID) / FIRST_ID)

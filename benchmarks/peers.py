@@ -5,7 +5,7 @@ Functions named `*_log_probs` take hidden [N, H], weight [V, H], ids [N] and a s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -63,18 +63,11 @@ def liger_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: fl
     return -losses
 
 
-def cut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Run cut-cross-entropy with its default filter, which skips gradient entries under a threshold."""
+def cut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, **options: Any) -> Tensor:
+    """Run cut-cross-entropy. By default its filter skips gradient entries under a threshold."""
     from cut_cross_entropy import linear_cross_entropy
 
-    return -linear_cross_entropy(hidden, weight, ids, softcap=softcap, reduction="none")
-
-
-def uncut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Run cut-cross-entropy with all gradient entries."""
-    from cut_cross_entropy import linear_cross_entropy
-
-    return -linear_cross_entropy(hidden, weight, ids, softcap=softcap, reduction="none", filter_eps=None)
+    return -linear_cross_entropy(hidden, weight, ids, softcap=softcap, reduction="none", **options)
 
 
 def verl_torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:

@@ -53,6 +53,7 @@ LENGTH, FEWEST = 1024, 8  # tokens per sequence, unless that makes fewer than 8 
 INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 KL_COEF = 0.04
+DRIFT = 0.1  # standard deviation of reference less current log-probs
 BUDGETS = (0.0, 1e-4, 1e-3, 4e-3, 1e-2)  # gradient budgets that are measured
 
 
@@ -64,7 +65,6 @@ class Spec(NamedTuple):
     scenario: str
     dtype: str = "float32"
     device: str = "cpu"
-    seed: int = 0
 
 
 class Workload(NamedTuple):
@@ -126,27 +126,24 @@ def make(spec: Spec, **policy: Any) -> Workload:
     """Return the batch of a spec, the same one on every device of a kind. `policy`: arguments of `peaked.make`."""
     scenario, (count, zero, clipped) = SCENARIOS[spec.scenario], counts(spec.tokens, spec.scenario)
     length, head, device = length_of(spec.tokens, spec.scenario), spec.head, torch.device(spec.device)
-    source = peaked.make(
-        count * length, head.width, head.vocab, seed=spec.seed, softcap=head.softcap, device=device, **policy
-    )
-    w = batch(source, count, zero, clipped, getattr(torch, spec.dtype))._replace(softcap=head.softcap)
-    if scenario.kl:
-        rng = torch.Generator().manual_seed(spec.seed + 1)
-        w = w._replace(kl_drift=0.1 * torch.randn(count, length, generator=rng).to(device))
+    source = peaked.make(count * length, head.width, head.vocab, softcap=head.softcap, device=device, **policy)
+    w = batch(source, count, zero, clipped, scenario.kl, getattr(torch, spec.dtype))._replace(softcap=head.softcap)
     return w._replace(log_ratio=None) if scenario.on_policy else w
 
 
-def batch(policy: peaked.Policy, count: int, zero: int, clipped: int, dtype: torch.dtype = torch.float32) -> Workload:
+def batch(
+    policy: peaked.Policy, count: int, zero: int, clipped: int, kl: bool = False, dtype: torch.dtype = torch.float32
+) -> Workload:
     """Return `count` sequences of equal length with the advantages and log-ratios of `roles`."""
     advantages, log_ratio = roles(count, zero, clipped)
-    device = policy.hidden.device
+    device, rng = policy.hidden.device, torch.Generator().manual_seed(1)
     return Workload(
         hidden=policy.hidden.to(dtype).view(count, -1, policy.hidden.shape[-1]),
         weight=policy.weight.to(dtype),
         target_ids=policy.target_ids.view(count, -1),
         advantages=advantages.to(device),
         log_ratio=log_ratio.to(device),
-        kl_drift=None,
+        kl_drift=DRIFT * torch.randn(count, len(policy.hidden) // count, generator=rng).to(device) if kl else None,
         softcap=None,
         entropy=policy.entropy.view(count, -1),
     )

@@ -24,8 +24,7 @@ from gspo_kernels.backends.dispatch import triton_obstacle
 
 from ..measure import destination, save
 from ..suites.options import device_of, parser_of
-from .setting import Setting, tiny
-from .times import Record, times
+from .times import Record, Setting, times, tiny
 from .tune import KERNELS, shape_text, tune
 
 

@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,12 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import gspo_fused_loss
+from gspo_kernels.backends.rows import HeadRows
 from gspo_kernels.backends.triton.launch import Launch, launch, launches
 
 from ..candidates import full_log_probs
 from ..measure import peak_bytes
-from .setting import Setting
 
-MODELS = {"qwen2.5-0.5b": 896, "qwen3-4b": 2560, "qwen3-8b": 4096}  # H; V is the setting's
 LENGTH = 1024  # tokens per sequence
 SECONDS = 0.3  # spent on one time
 Record = dict[str, Any]
@@ -27,14 +27,40 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # hidden [B, T, H], lm_head [V, H], target_ids [B, T], advantages [B]
 
 
+@dataclass(frozen=True)
+class Setting:
+    device: torch.device
+    widths: tuple[int, ...] = (896, 2560, 4096)  # H of Qwen2.5-0.5B, Qwen3-4B and Qwen3-8B
+    vocab: int = 151_936  # V of Qwen
+    rows: int = 8192  # N
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type != "cpu"
+
+    def head(self, width: int) -> HeadRows:
+        """Return a bf16 head with logits of standard deviation 3 and every row unmasked."""
+        rng = torch.Generator(self.device).manual_seed(0)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=rng, device=self.device)
+
+        ids = torch.randint(self.vocab, (self.rows,), generator=rng, device=self.device)
+        hidden, weight = randn(self.rows, width).bfloat16(), (randn(self.vocab, width) * (3 / width**0.5)).bfloat16()
+        mask = torch.ones_like(ids).bool()
+        return HeadRows(hidden, weight, None, None, None, ids, mask, None, 1.0, None, self.vocab, entropy=False)
+
+
+def tiny(device: torch.device) -> Setting:
+    """Return the sizes of a dry run."""
+    return Setting(device, (64,), vocab=300, rows=150)
+
+
 def times(setting: Setting) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
     """Yield the name of each measurement and the function that makes it."""
     yield "copy", lambda: [copy_bandwidth(setting)]
-    models, rows = MODELS, 8192
-    if setting.dry_run_width is not None:
-        models, rows = {"interpreted": setting.dry_run_width}, 40
-    for model, width in models.items():
-        yield f"{model} N={rows}", partial(time_model, setting, width, rows)
+    for width in setting.widths:
+        yield f"H={width} V={setting.vocab} N={setting.rows}", partial(time_model, setting, width)
 
 
 def clock(function: Callable[[], Any], on_gpu: bool, seconds: float = SECONDS) -> Record:
@@ -73,9 +99,9 @@ def copy_bandwidth(setting: Setting) -> Record:
     return {"what": "copy", **record, "TB/s": 2 * source.nbytes / record["ms"] / 1e9}
 
 
-def vendor_products(setting: Setting, width: int, rows: int) -> list[Record]:
+def vendor_products(setting: Setting, width: int) -> list[Record]:
     """Time the three products of a step, with results in bf16 and, on a GPU, in fp32."""
-    vocab = setting.vocab
+    rows, vocab = setting.rows, setting.vocab
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device=setting.device, dtype=torch.bfloat16)
@@ -103,14 +129,14 @@ def fused(hidden: Tensor, lm_head: Tensor, target_ids: Tensor, advantages: Tenso
     return gspo_fused_loss(hidden, lm_head, target_ids, advantages, backend="triton").loss
 
 
-def time_model(setting: Setting, width: int, rows: int) -> list[Record]:
+def time_model(setting: Setting, width: int) -> list[Record]:
     """Time the vendor's three products, our passes and kernels, and the loss on full logits."""
-    records = vendor_products(setting, width, rows)
+    records = vendor_products(setting, width)
     ceiling = {r["what"]: r["ms"] for r in records}
     # The forward needs one product; the backward computes the logits again and needs two more.
     needed = {"forward": ["h W'"], "backward": ["h W'", "d_logits W", "d_logits' h"]}
     needed["both"] = needed["forward"] + needed["backward"]
-    batch = _batch(setting, width, rows)
+    batch = _batch(setting, width)
     for name, loss in (("ours", fused), ("full logits", full_logits)):
         for what, function in _passes(loss, batch).items():
             record: Record = {"what": f"{name} {what}"}
@@ -119,7 +145,9 @@ def time_model(setting: Setting, width: int, rows: int) -> list[Record]:
                 if what == "both" and setting.on_gpu:
                     record["peak GiB"] = peak_bytes(function, setting.device) / 2**30  # gradients included
                 if name == "ours":
-                    record["TFLOP/s"] = len(needed[what]) * 2 * rows * width * setting.vocab / record["ms"] / 1e9
+                    record["TFLOP/s"] = (
+                        len(needed[what]) * 2 * setting.rows * width * setting.vocab / record["ms"] / 1e9
+                    )
                     record["vendor share"] = sum(ceiling[f"vendor {name}"] for name in needed[what]) / record["ms"]
             except torch.OutOfMemoryError:
                 record["ms"] = None  # does not fit
@@ -129,11 +157,11 @@ def time_model(setting: Setting, width: int, rows: int) -> list[Record]:
     return records + time_kernels(setting, batch)
 
 
-def _batch(setting: Setting, width: int, rows: int) -> Batch:
+def _batch(setting: Setting, width: int) -> Batch:
     """Return sequences in which every token has a gradient."""
-    head, length = setting.head(rows, width), min(LENGTH, rows // 2)
+    head, length = setting.head(width), min(LENGTH, setting.rows // 2)
     hidden, weight = head.hidden.view(-1, length, width).requires_grad_(), head.weight.requires_grad_()
-    return hidden, weight, head.target_ids.view(-1, length), torch.randn(rows // length, device=setting.device)
+    return hidden, weight, head.target_ids.view(-1, length), torch.randn(setting.rows // length, device=setting.device)
 
 
 def _both(loss: Loss, batch: Batch) -> Callable[[], object]:

@@ -24,8 +24,7 @@ from gspo_kernels.backends.triton.launch import Launch, launches
 from gspo_kernels.backends.triton.tuning import SHARED_MEMORY, Config, architecture, assume, tile_config
 from gspo_kernels.tools.compile_gate import specialise
 
-from .setting import Setting
-from .times import Record, clock, replay
+from .times import Record, Setting, clock, replay
 
 KERNELS = {"forward_tile": forward, "gradient_tile": backward}
 SHAPES_PER_BATCH = 32  # compiled together
@@ -98,7 +97,7 @@ class KernelBench:
 
     def __init__(self, setting: Setting, kernel: str, width: int) -> None:
         self.setting, self.kernel, self.width = setting, kernel, width
-        self.head = setting.head(setting.rows, width)
+        self.head = setting.head(width)
         tensors = {name: x.to("meta") for name, x in self.head._asdict().items() if isinstance(x, Tensor)}
         self.meta_head = self.head._replace(**tensors)
         self.result = forward.head_forward(self.head)

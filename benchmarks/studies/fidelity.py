@@ -103,7 +103,7 @@ def updated(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tokens:
 
 
 def synthetic(count: int, head: Head, device: torch.device) -> Tokens:
-    policy = peaked.make(count, head.width, head.vocab, seed=0, device=device)
+    policy = peaked.make(count, head.width, head.vocab, device=device)
     return updated(policy.hidden, policy.weight, policy.target_ids)
 
 

@@ -65,19 +65,14 @@ def timed_specs(options: argparse.Namespace, sizes: Sizes) -> list[Spec]:
     return [Spec(sizes.head, count, scenario, dtype, str(options.device)) for scenario, count, dtype in points]
 
 
-def memory(spec: Spec, chosen: list[Candidate]) -> Record:
-    """Return the peak memory of every candidate at one number of tokens."""
-    tokens = counts(spec.tokens, spec.scenario).sequences * length_of(spec.tokens, spec.scenario)
-    print(f"memory only, {tokens} tokens", flush=True)
-    return {"tokens": tokens, "candidates": bench.costs(spec, chosen, say, passes=False)}
-
-
 def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
-    """Return `memory` at every number of tokens, until the batch or our step does not fit."""
+    """Return the candidates' peak memory at every number of tokens, until the batch or our step does not fit."""
     points = []
     for spec in specs:
+        tokens = counts(spec.tokens, spec.scenario).sequences * length_of(spec.tokens, spec.scenario)
+        print(f"memory only, {tokens} tokens", flush=True)
         try:
-            points.append(memory(spec, chosen))
+            points.append({"tokens": tokens, "candidates": bench.costs(spec, chosen, say, passes=False)})
         except MemoryError as error:
             say(f"stopped: {error}")
             break

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from ..workloads import Head, Old, Workload
 from . import bench
 from .options import add_comparison, parser_of, say
 
-PARTS = ("body forward", "loss", "body backward", "optimizer")
 QWEN25_05B: dict[str, Any] = dict(
     vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
     num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32_768,
@@ -52,7 +50,7 @@ class Step:
         with torch.no_grad():
             hidden = self.hidden().flatten(0, 1)
         policy = Policy(hidden, self.weight, self.ids.flatten(), torch.zeros(len(hidden), device=self.device))
-        return workloads.batch(policy, SEQUENCES, ZERO, CLIPPED, hidden.dtype)
+        return workloads.batch(policy, SEQUENCES, ZERO, CLIPPED, dtype=hidden.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -62,23 +60,18 @@ class Step:
         """Return the last hidden states [S, L, H]."""
         return self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state
 
-    def run(self, candidate: Candidate, old: Old) -> dict[str, float]:
-        """Take a step; return the seconds of every part."""
-        taken: dict[str, float] = {}
-
-        def timed(part: str, work: Callable[[], Any]) -> Any:
-            start = self._now()
-            result = work()
-            taken[part] = self._now() - start
-            return result
-
+    def run(self, candidate: Candidate, old: Old) -> tuple[float, float]:
+        """Take a step; return its seconds and those of the loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        hidden = timed("body forward", self.hidden)
+        start = self._now()
+        hidden = self.hidden()
         leaf = hidden.detach().requires_grad_()
-        timed("loss", lambda: candidate.loss(self.w, old, leaf, self.weight).backward())
-        timed("body backward", lambda: hidden.backward(leaf.grad))
-        timed("optimizer", self.optimizer.step)
-        return taken
+        before = self._now()
+        candidate.loss(self.w, old, leaf, self.weight).backward()
+        loss = self._now() - before
+        hidden.backward(leaf.grad)
+        self.optimizer.step()
+        return self._now() - start, loss
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -87,26 +80,24 @@ class Step:
 
 
 def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
-    """Return a record per candidate: errors; unless they are too large also seconds by part, and the loss's share."""
+    """Return a record per candidate: errors; unless they are too large also seconds, and the loss's part of them."""
     w, head = step.w, Head(step.w.hidden.shape[-1], len(step.weight))
     present = [candidate for candidate in chosen if not candidate.absent(head, w.hidden.dtype, step.device)]
     records, olds = bench.checked(w, present)
     right = [candidate for candidate in present if not records[candidate.name].keys() & {*bench.NOT_TIMED}]
-    taken: dict[str, list[dict[str, float]]] = {candidate.name: [] for candidate in right}
+    taken: dict[str, list[tuple[float, float]]] = {candidate.name: [] for candidate in right}
     for turn, candidate in turns(right, rounds):
-        parts = step.run(candidate, olds[candidate.name])
-        say(f"{candidate.name}, {f'round {turn} of {rounds}' if turn else 'warm-up'}: {sum(parts.values()):.2f} s")
+        seconds = step.run(candidate, olds[candidate.name])
+        say(f"{candidate.name}, {f'round {turn} of {rounds}' if turn else 'warm-up'}: {seconds[0]:.2f} s")
         if turn:
-            taken[candidate.name].append(parts)
-    seconds = {name: [sum(parts.values()) for parts in runs] for name, runs in taken.items()}
+            taken[candidate.name].append(seconds)
+    totals = {name: [total for total, _ in runs] for name, runs in taken.items()}
     for name, runs in taken.items():
-        parts = {part: spread([run[part] for run in runs]) for part in PARTS}
-        shares = [run["loss"] / total for run, total in zip(runs, seconds[name], strict=True)]
-        records[name] |= {**spread(seconds[name]), "parts": parts, "loss share": statistics.median(shares)}
-        if bench.NAIVE in seconds:
-            records[name]["over_naive"] = over(seconds[name], seconds[bench.NAIVE])
-            ratio, share = records[name]["over_naive"]["ratio"], records[name]["loss share"]
-            print(f"{name}: {ratio:.2f} of naive GSPO's step, {share:.0%} of it the loss")
+        share, loss = statistics.median(loss / total for total, loss in runs), spread([loss for _, loss in runs])
+        records[name] |= {**spread(totals[name]), "parts": {"loss": loss}, "loss share": share}
+        if bench.NAIVE in totals:
+            ratio = records[name]["over_naive"] = over(totals[name], totals[bench.NAIVE])
+            print(f"{name}: {ratio['ratio']:.2f} of naive GSPO's step, {share:.0%} of it the loss")
     return list(records.values())
 
 

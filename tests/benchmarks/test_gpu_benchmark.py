@@ -12,7 +12,7 @@ import torch
 from tolerance import LOG_PROB_RMS_ON_TENSOR_CORES, RELATIVE_RMS
 
 from gspo_kernels.benchmarks.gpu import command, times, tune
-from gspo_kernels.benchmarks.gpu.setting import tiny
+from gspo_kernels.benchmarks.gpu.times import tiny
 
 CPU = torch.device("cpu")
 

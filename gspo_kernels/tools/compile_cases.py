@@ -1,6 +1,7 @@
-"""Cases of the compile gate: heads and objectives that together launch every kernel with every flag.
+"""What the compile gate compiles: heads and objectives that together launch every kernel with every flag.
 
-The host code runs on meta tensors of a real model's sizes, so it launches the kernels that it would launch on a GPU.
+The gate (`compile_gate.py`) compiles kernels without a GPU. It runs the host code on meta tensors of a real model's
+sizes and records the launches, which are those of a run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from ..backends.triton.tuning import tile_config
 from ..objective import Objective
 
 # Options of `meta_head`, beyond hidden states and weights of Qwen3-8B's shape.
-_TAIL = dict(bias=True, logit_softcap=30.0, temperature=True)
+_LOGIT_OPTIONS = dict(bias=True, logit_softcap=30.0, temperature=True)
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "bf16 entropy": dict(entropy=True),
     "bf16 temperature": dict(entropy=True, temperature=True),
-    "bf16 tail": dict(entropy=True, **_TAIL),
+    "bf16 tail": dict(entropy=True, **_LOGIT_OPTIONS),
     "bf16 adapter": dict(rank=64),
-    "bf16 everything": dict(entropy=True, rank=64, **_TAIL),
+    "bf16 everything": dict(entropy=True, rank=64, **_LOGIT_OPTIONS),
     "bf16 ragged": dict(width=2881, vocab=50_257),
     "bf16 whole tiles": dict(entropy=True, vocab=131_072),
     "bf16 odd vocabulary": dict(vocab=50_257),
     "bf16 small": dict(width=896, vocab=128_256),
     "fp16": dict(dtype=torch.float16),
-    "fp16 everything": dict(dtype=torch.float16, entropy=True, rank=64, **_TAIL),
+    "fp16 everything": dict(dtype=torch.float16, entropy=True, rank=64, **_LOGIT_OPTIONS),
     "fp32": dict(dtype=torch.float32),
-    "fp32 everything": dict(dtype=torch.float32, entropy=True, rank=64, **_TAIL),
+    "fp32 everything": dict(dtype=torch.float32, entropy=True, rank=64, **_LOGIT_OPTIONS),
     "fp64": dict(dtype=torch.float64),
-    "fp64 everything": dict(dtype=torch.float64, entropy=True, rank=64, **_TAIL),
+    "fp64 everything": dict(dtype=torch.float64, entropy=True, rank=64, **_LOGIT_OPTIONS),
 }
-# The same for backwards of selected cells.
+# Options of `meta_head` for the cases that run the backward of selected cells.
 CELL_CASES: dict[str, dict[str, Any]] = {
     "bf16 cells": {},
     "bf16 cells tail": dict(logit_softcap=30.0, temperature=True),
@@ -68,7 +69,7 @@ SHAPE_CASES = ("bf16", "bf16 entropy", "fp16", "fp32", "bf16 cells", "fp16 cells
 
 def runs(shape: tuple[int, int] | None = None) -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
     """Yield (name, dtype, host call on meta tensors) of every case; with `shape` (H, V), of heads of that shape."""
-    heads = [(name, options, both_passes) for name, options in CASES.items()]
+    heads = [(name, options, forward_and_backward) for name, options in CASES.items()]
     heads += [(name, options, live_cells) for name, options in CELL_CASES.items()]
     if shape is not None:
         of_shape: dict[str, Any] = dict(width=shape[0], vocab=shape[1])
@@ -114,7 +115,7 @@ def meta_head(
     )
 
 
-def both_passes(head: HeadRows) -> None:
+def forward_and_backward(head: HeadRows) -> None:
     """Run forward and backward."""
     result = head_forward(head)
     d_entropy = torch.empty_like(result.entropy) if head.entropy else None
@@ -126,21 +127,20 @@ def both_passes(head: HeadRows) -> None:
 
 def live_cells(head: HeadRows) -> None:
     """Run forward, and the backward of selected cells with all cells selected."""
-    result, tiles = forward_with_shares(head, wanted=True)
-    assert tiles is not None
+    result, shares = forward_with_shares(head, wanted=True)
+    assert shares is not None
     config, device = tile_config(head, "gradient"), head.hidden.device
-    blocks, columns = -(-head.hidden.shape[0] // tiles.block_rows), tiles.share.shape[0]
-    lists, width, chunk = parts_of(head, torch.ones(blocks, columns, dtype=torch.bool, device=device), config)
+    blocks, n_tiles = -(-head.hidden.shape[0] // shares.block_rows), shares.share.shape[0]
+    all_cells = torch.ones(blocks, n_tiles, dtype=torch.bool, device=device)
+    lists, slab_columns, chunk = parts_of(head, all_cells, config)
     slabs, chunks = lists.first.shape
-    of_slab, of_chunk = width // config.block_v, chunk // config.block_n
-    counts = [
-        [min(of_slab, columns - s * of_slab) * min(of_chunk, blocks - c * of_chunk) for c in range(chunks)]
-        for s in range(slabs)
-    ]
+    tiles_of_slab, blocks_of_chunk = slab_columns // config.block_v, chunk // config.block_n
+    tiles = [min(tiles_of_slab, n_tiles - s * tiles_of_slab) for s in range(slabs)]  # of each slab
+    counts = [[t * min(blocks_of_chunk, blocks - c * blocks_of_chunk) for c in range(chunks)] for t in tiles]
     order = torch.arange(head.hidden.shape[0], device=device)
     rows = gradient_rows(straighten(head, config), result, torch.ones_like(result.log_probs), None, order, False)
     needs = NeedsGradient(True, True, False, False, False)
-    plan = CellPlan(len(order), True, lists, counts, width, chunk)
+    plan = CellPlan(len(order), True, lists, counts, slab_columns, chunk)
     cell_backward(rows, head.vocab_size, config, needs, plan)
 
 

@@ -152,13 +152,13 @@ def small(head: HeadRows) -> HeadRows:
 @pytest.mark.slow
 def test_the_interpreted_kernels_are_those_compiled_for_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate's calls with real numbers under the interpreter launch the same kernels with the same block shapes."""
-    both_passes, loss, live_cells = cases.both_passes, cases.loss, cases.live_cells
+    both, loss, live_cells = cases.forward_and_backward, cases.loss, cases.live_cells
     per_row = torch.empty
 
     def on_cpu(*shape: Any, **options: Any) -> torch.Tensor:
         return per_row(*shape, **{**options, "device": "cpu"}).zero_()
 
-    monkeypatch.setattr(cases, "both_passes", lambda head: both_passes(small(head)))
+    monkeypatch.setattr(cases, "forward_and_backward", lambda head: both(small(head)))
     monkeypatch.setattr(cases, "live_cells", lambda head: live_cells(small(head)))
     monkeypatch.setattr(cases, "loss", lambda objective, dtype: loss(objective, dtype, 8, 2))
     on_meta = gated("sm_90")

@@ -276,7 +276,7 @@ with tuning.assume("sm_90"), launches() as seen:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             heat = random.random() < 0.5
             head = cases.meta_head(dtype=dtype, rows=rows, width=512, vocab=8192, temperature=heat)
-            cases.both_passes(head._replace(logit_scale=random.random()))
+            cases.forward_and_backward(head._replace(logit_scale=random.random()))
         objective = Objective(
             clip_low=random.random(), clip_high=random.random(), dual_clip=random.choice([None, 2 + random.random()])
         )
@@ -491,7 +491,7 @@ def test_rows_are_scattered_in_place(share: float, dtype: str) -> None:
     expected = torch.zeros(50, 6, dtype=DTYPES[dtype])
     expected[live] = sums[50 - len(index) :].to(expected.dtype)
     rows: Any = SimpleNamespace(
-        head=SimpleNamespace(hidden=expected), index=index, has_gradient=live, all_have_gradient=False, boost=None
+        head=SimpleNamespace(hidden=expected), index=index, has_gradient=live, index_is_all_rows=False, boost=None
     )
     assert torch.equal(gradient_rows.scatter_in_place(sums, rows, 4), expected)
 

@@ -179,7 +179,7 @@ def at_real_size(budget: bool = False, **head: Any) -> Record:
     A recorded launch keeps its tensors alive, so bytes cannot be counted in the run that records launches.
     """
     meta = cases.meta_head(**head)
-    run = partial(cases.live_cells if budget else cases.both_passes, meta)
+    run = partial(cases.live_cells if budget else cases.forward_and_backward, meta)
     with tuning.assume("sm_90"), StepCounts() as counts:
         if budget:
             result, tiles = triton_backend.forward_with_shares(meta, wanted=True)
@@ -197,7 +197,7 @@ def variants(batches: int) -> dict[str, int]:
     with tuning.assume("sm_90"), launches() as seen:
         for rows, sequences, low, high in VARIED[:batches]:
             for head in cases.CASES.values():
-                cases.both_passes(cases.meta_head(rows=rows, **head))
+                cases.forward_and_backward(cases.meta_head(rows=rows, **head))
             for head in cases.CELL_CASES.values():
                 cases.live_cells(cases.meta_head(rows=rows, **head))
             for objective in cases.OBJECTIVES.values():

@@ -111,7 +111,9 @@ class _Gradients:
         if self.d_ah is not None and head.adapter_weight is not None:
             self.d_ah[chunk].addmm_(d_z, head.adapter_weight[low:high].to(self.dtype))
         if self.d_aw is not None and head.adapter_hidden is not None:
-            adapter_hidden = rows.zero_without_gradient(head.adapter_hidden[rows.index[chunk]].to(self.dtype), chunk)
+            adapter_hidden = rows.zero_rows_without_gradient(
+                head.adapter_hidden[rows.index[chunk]].to(self.dtype), chunk
+            )
             self.d_aw[low:high].addmm_(d_z.t(), adapter_hidden)
         if self.unrounded:
             d_z = round_to_operands(d_z, rows)

@@ -1,4 +1,4 @@
-"""Code of both backwards, dense and of selected cells: gather rows with a gradient, compute d_logits, scatter rows.
+"""Steps of the dense backward and of the one of selected cells: gather rows, compute d_logits, scatter rows.
 
 A slab is a range of vocabulary columns, a chunk a range of rows. `cells.py` defines cells and parts.
 """
@@ -22,7 +22,7 @@ from .launch import launch
 from .logit_tile import INTERPRETED, gather_rows, tile_arguments
 from .tuning import Config
 
-# Largest chunk. With it, adding up d_weight over chunks costs 3 % of the products (benchmarks/NOTES.md).
+# Largest chunk. At this size, accumulating d_weight over chunks adds 3 % to the time of the products (NOTES.md).
 _ROWS_AT_ONCE = 8192
 
 
@@ -38,20 +38,21 @@ class GradientRows:
     d_log_probs: Tensor  # [N], 0 where masked
     d_entropy: Tensor | None  # [N]
     has_gradient: Tensor  # [N] bool
-    # [n] rows to gather: those with a gradient, or all; in the order of their mass for selected cells, else ascending.
-    index: Tensor
-    all_have_gradient: bool  # False if the host does not know
+    index: Tensor  # [n] rows to gather. It ascends, except for selected cells, whose rows are ordered by mass
+    index_is_all_rows: bool  # True only if the host knows that index is 0 ... N - 1
     boost: Tensor | None  # [] power of two that lifts fp16 gradients above fp16's smallest exponent
 
     def hidden(self, rows: slice) -> Tensor:
         """Gather the hidden states of a chunk, `index[rows]`, [rows, H]."""
-        if self.all_have_gradient:
+        if self.index_is_all_rows:
             return gather_rows(self.head.hidden[rows], None)
-        return self.zero_without_gradient(gather_rows(self.head.hidden, self.index[rows]), rows)
+        return self.zero_rows_without_gradient(gather_rows(self.head.hidden, self.index[rows]), rows)
 
-    def zero_without_gradient(self, x: Tensor, rows: slice) -> Tensor:
-        """Zero rows of a gathered chunk that have no gradient, in place: they may hold NaN."""
-        # If the host may read values, no such rows are gathered.
+    def zero_rows_without_gradient(self, x: Tensor, rows: slice) -> Tensor:
+        """Set gathered rows without a gradient to 0, in place, because they may hold NaN.
+
+        Such rows are gathered only where the host must not read values.
+        """
         return x if may_read(x) else x.masked_fill_(~self.has_gradient[self.index[rows], None], 0)
 
 
@@ -86,8 +87,8 @@ def gradient_rows(
         # |d_log_prob| (1 - p) slope bounds the entries of a row, except for the entropy's term.
         slope = head.logit_scale / (1 if head.temperature is None else head.temperature)
         boost = power_of_two(d_log_probs * torch.expm1(result.log_probs) * slope, d_entropy, has_gradient)
-    all_have_gradient = ascending and may_read(has_gradient) and index.shape[0] == n
-    return GradientRows(head, result, d_log_probs, d_entropy, has_gradient, index, all_have_gradient, boost)
+    index_is_all_rows = ascending and may_read(has_gradient) and index.shape[0] == n
+    return GradientRows(head, result, d_log_probs, d_entropy, has_gradient, index, index_is_all_rows, boost)
 
 
 def _zero_dead_rows(head: HeadRows, has_gradient: Tensor) -> HeadRows:
@@ -198,27 +199,27 @@ def round_to_operands(d_logits: Tensor, rows: GradientRows) -> Tensor:
 
 
 def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
-    """Return d_hidden [N, H] in the dtype of hidden, inside the memory of its sums.
+    """Return d_hidden [N, H] in the dtype of hidden, written over `sums`.
 
     The sums of the n gathered rows are the last n rows of `sums` [N, H]. Gathered row k goes to row index[k] from row
-    N - n + k, and index[k] <= N - n + k because the index ascends. Moved in this order, no row overwrites one that has
-    not been moved. A result in a narrower dtype is copied if it fits the workspace, which frees the larger memory of
-    the sums.
+    N - n + k, and index[k] <= N - n + k because the index ascends. If rows move in ascending k, none overwrites a row
+    that has not moved yet. A result in a narrower dtype is copied if it fits the workspace, so that the larger memory of
+    `sums` can be freed.
     """
     dtype, (n_rows, width), n = rows.head.hidden.dtype, sums.shape, rows.index.shape[0]
-    if dtype == sums.dtype and rows.all_have_gradient:
+    if dtype == sums.dtype and rows.index_is_all_rows:
         return sums
     out = sums.view(-1).view(dtype)[: n_rows * width].view(n_rows, width)
     for start in range(0, n, chunk):
         chunk_sums = sums[n_rows - n + start : n_rows - n + min(start + chunk, n)]
         chunk_sums = chunk_sums.clone() if rows.boost is None else chunk_sums / rows.boost
         out[rows.index[start : start + chunk]] = chunk_sums.to(dtype)
-    if not rows.all_have_gradient:
+    if not rows.index_is_all_rows:
         out.masked_fill_(~rows.has_gradient[:, None], 0)
     return out.clone() if dtype != sums.dtype and out.nbytes <= workspace_bytes() else out
 
 
 def scatter(x: Tensor, rows: GradientRows, like: Tensor) -> Tensor:
-    """Scatter gathered rows: [n, ...] -> [N, ...] in shape and dtype of `like`, zeros at other rows."""
+    """Scatter gathered rows: [n, ...] -> [N, ...] in the shape and dtype of `like`, 0 in the other rows."""
     out = torch.zeros_like(like, memory_format=torch.contiguous_format)
     return out.index_put_((rows.index,), x.to(like.dtype))

@@ -131,8 +131,7 @@ def live_cells(head: HeadRows) -> None:
     assert shares is not None
     config, device = tile_config(head, "gradient"), head.hidden.device
     blocks, n_tiles = -(-head.hidden.shape[0] // shares.block_rows), shares.share.shape[0]
-    all_cells = torch.ones(blocks, n_tiles, dtype=torch.bool, device=device)
-    lists, slab_columns, chunk = parts_of(head, all_cells, config)
+    lists, slab_columns, chunk = parts_of(head, torch.ones(blocks, n_tiles, dtype=torch.bool, device=device), config)
     slabs, chunks = lists.first.shape
     tiles_of_slab, blocks_of_chunk = slab_columns // config.block_v, chunk // config.block_n
     tiles = [min(tiles_of_slab, n_tiles - s * tiles_of_slab) for s in range(slabs)]  # of each slab

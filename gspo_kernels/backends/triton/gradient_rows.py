@@ -84,7 +84,7 @@ def gradient_rows(
         head = _zero_dead_rows(head, has_gradient)
     boost = None
     if head.hidden.dtype == torch.float16:
-        # |d_log_prob| (1 - p) slope bounds the entries of a row, except for the entropy's term.
+        # Entries of d_logits are at most |d_log_prob| (1 - p) slope, the entropy term aside.
         slope = head.logit_scale / (1 if head.temperature is None else head.temperature)
         boost = power_of_two(d_log_probs * torch.expm1(result.log_probs) * slope, d_entropy, has_gradient)
     index_is_all_rows = ascending and may_read(has_gradient) and index.shape[0] == n
@@ -119,6 +119,7 @@ def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, dire
     """
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
     space = workspace_bytes() * 7 // 8  # the remainder is for vectors over rows
+    # At most a third for gathered hidden states, and half for d_logits of one tile of columns.
     per_element = size if size >= 4 or not unrounded else 4 + size  # bytes of d_logits, before and after rounding
     most = min(space // 3 // (width * size), space // 2 // (config.block_v * per_element), _ROWS_AT_ONCE)
     chunks = _shares(-(-n // config.block_n), most // config.block_n)
@@ -203,8 +204,7 @@ def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
 
     The sums of the n gathered rows are the last n rows of `sums` [N, H]. Gathered row k goes to row index[k] from row
     N - n + k, and index[k] <= N - n + k because the index ascends. If rows move in ascending k, none overwrites a row
-    that has not moved yet. A result in a narrower dtype is copied if it fits the workspace, so that the larger memory of
-    `sums` can be freed.
+    that has not moved yet. A result in a narrower dtype is copied if it fits the workspace, which frees `sums`.
     """
     dtype, (n_rows, width), n = rows.head.hidden.dtype, sums.shape, rows.index.shape[0]
     if dtype == sums.dtype and rows.index_is_all_rows:

@@ -42,57 +42,59 @@ def gspo_fused_loss(
 ) -> LossOutput:
     """Compute the GSPO loss, or the loss of any other `Objective`, from hidden states and sampled tokens.
 
-    The result is that of `policy_loss(linear_log_probs(...).log_probs, ...)`, from one operator. The forward computes
+    One operator computes the same loss as `policy_loss(linear_log_probs(...).log_probs, ...)`. The forward computes
     log-probs tile by tile, then the loss and every token's coefficient, d(loss)/d(log_prob). The backward recomputes
-    logits only for rows whose coefficient is not 0: masked tokens, sequences with advantage 0 and clipped sequences
+    logits only for rows whose coefficient is not 0. So masked tokens, sequences with advantage 0 and clipped sequences
     cost no backward.
 
-    Gradients flow to hidden states, head, bias and LoRA adapter, each in its own dtype. Operands that do not require a
-    gradient cost nothing. A second derivative raises.
+    Hidden states, head, bias and LoRA adapter receive gradients, each in its dtype. Gradients that are not required
+    are not computed. Double backward raises an error.
 
     Args:
         hidden: hidden states, [B, T, H] padded, or [N, H] packed with cu_seqlens; fp32, bf16, fp16 or fp64. hidden[t]
             predicts target_ids[t]: for a causal model pass last_hidden_state[:, :-1] and input_ids[:, 1:]. Under
             autocast, hidden and lm_head are cast as F.linear would cast them.
-        lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` in PEFT's LoRA,
-            modules_to_save or trainable_token_indices. The last one costs a copy of the weight.
+        lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
+            modules_to_save or trainable_token_indices). trainable_token_indices costs a copy of the weight.
         target_ids: sampled tokens, [B, T] or [N] int64. Masked positions may hold any value.
-        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. If packed input has N == S, they are
-            read per sequence. With per-token advantages, ratio="sequence" spreads a sequence's gradient evenly over
-            its tokens, and ratio="sequence-token" gives each token the gradient of its own advantage.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. Packed advantages are per sequence if
+            N == S. With per-token advantages, ratio="sequence" spreads a sequence's gradient evenly over its tokens,
+            and ratio="sequence-token" gives each token the gradient of its own advantage. No gradient.
         mask: unmasked tokens are True or 1, [B, T] or [N], bool or 0/1. None: target_ids != -100.
-        cu_seqlens: [S + 1] int32 or int64, for packed input only: sequence i is rows cu_seqlens[i] to
-            cu_seqlens[i + 1].
+        cu_seqlens: [S + 1] int32 or int64, for packed input only: sequence i is rows cu_seqlens[i] up to, but not
+            including, cu_seqlens[i + 1].
         old_log_probs: log-probs of the policy before this round of updates, in the shape of target_ids, fp32 or fp64.
-            None: on-policy, all ratios are exactly 1. No gradient flows to them, to advantages or to ref_log_probs.
+            None: on-policy, all ratios are exactly 1. No gradient.
         ref_log_probs: log-probs of the reference policy, in the shape of target_ids, fp32 or fp64; required if
-            objective.kl_coef > 0.
+            objective.kl_coef > 0. No gradient.
         rollout_log_probs: log-probs that the sampler reported, fp32 or fp64; required by
             objective.rollout_correction, and allowed only with it.
-        token_weights: [B, 1], [B, T] or [N]; detached; multiply the policy term, not KL and not entropy.
+        token_weights: [B, 1], [B, T] or [N]; they multiply the policy term, but not the KL term and not the entropy.
+            No gradient.
         bias, logit_scale, logit_softcap, temperature, vocab_size: further options of the head, see `linear_log_probs`.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
-        normalizer, kl_normalizer: divisors of the sums, see `policy_loss`. With the count of a full optimizer step,
-            the gradients of its micro-batches add up to those of one large batch.
-        entropy: also return entropies. They are always computed if objective.entropy_coef != 0.
+        normalizer, kl_normalizer: divisors of the sums, see `policy_loss`. If the normalizer counts the sequences (or
+            tokens) of a full optimizer step, the gradients of its micro-batches add up to those of one large batch.
+        entropy: also return entropies. They are also returned if objective.entropy_coef != 0.
         gradient_budget: share of the L1 mass of d_logits that the backward may leave out, in [0, 1). 0 is exact.
-            Otherwise rows are sorted by their mass, and the lightest cells (a block of rows times a tile of the
-            vocabulary: 128 x 168 on a CPU, mostly 128 x 256 with Triton) are left out while their sum, known from the
-            forward, stays within the budget. Nothing is left out if that would not save time: it saves time from about
-            a fifth of the cells on. The error is a bias, not noise: it affects the rows that the policy is most certain
-            of, and the tokens that it finds least likely. The relative error of a gradient may exceed the budget
-            (README). Not allowed with objective.entropy_coef, because that mass does not bound the entropy's gradient.
-            The Triton backend leaves nothing out for a head with a bias or an adapter. No backend does while a CUDA
-            graph is captured.
+            Otherwise rows are sorted by the L1 mass of their d_logits. The lightest cells (a block of rows times a tile
+            of the vocabulary: 128 x 168 on a CPU, mostly 128 x 256 with Triton) are left out, as long as their total
+            mass, known from the forward, is within the budget. Cells are left out only if that saves time: if at
+            least about a fifth of them can be left out on a CPU, about half on a GPU. The error is a bias, not noise.
+            It falls on rows where the policy is most certain, and on tokens that it finds least likely. The budget
+            does not bound the error of a gradient (docs/benchmarks.md). A budget is not allowed with
+            objective.entropy_coef, because the mass does not bound the gradient of the entropy. The Triton backend
+            leaves nothing out for a head with a bias or an adapter. While a CUDA graph is captured, no backend leaves
+            anything out.
         backend: "triton", "torch" or "auto". An explicit choice never falls back.
 
     Returns:
         LossOutput. `loss` [] is differentiable; `log_probs`, `entropy`, `log_ratio` and `metrics` are detached.
 
     Raises:
-        ValueError, TypeError: with the argument, what was expected and what came. Values of tensors on accelerators
-            are not checked unless GSPO_CHECK=1: `metrics["invalid"]` counts bad values, and any of them makes the loss
-            NaN.
+        ValueError, TypeError: The message names the argument, the expected value and the value received. Values of
+            tensors on a GPU raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts the bad values, and the
+            loss is NaN if there are any.
     """
     call = Call("gspo_fused_loss")
     call.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)

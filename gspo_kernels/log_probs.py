@@ -30,22 +30,22 @@ def linear_log_probs(
     """Compute the log-prob of each target id under `softmax(softcap(logit_scale * (h W^T + bias)) / temperature)`.
 
     The result is differentiable with respect to hidden states, head, bias and LoRA adapter. The backward recomputes
-    the logits of the rows whose upstream gradient is not 0. All bits of a row's log-prob are independent of the other
-    rows, of `entropy` and of whether autograd records. A second derivative raises.
+    the logits only of rows whose upstream gradient is not 0. The bits of a row's log-prob depend neither on the other
+    rows, nor on `entropy`, nor on whether autograd records. Double backward raises an error.
 
     Args:
         hidden: hidden states, [B, T, H] or [N, H], fp32, bf16, fp16 or fp64. hidden[t] predicts target_ids[t]: this
             function shifts nothing. Under autocast, hidden and lm_head are cast as F.linear would cast them.
-        lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` in PEFT's LoRA,
-            modules_to_save or trainable_token_indices. The last one costs a copy of the weight.
+        lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
+            modules_to_save or trainable_token_indices). trainable_token_indices costs a copy of the weight.
         target_ids: [B, T] or [N] int64. Masked positions may hold any value, which is never used as an index.
         mask: unmasked tokens are True or 1, [B, T] or [N], bool or 0/1. None: target_ids != -100. Masked rows cost
             nothing.
-        bias: [V]; None if the module has it.
+        bias: [V], for a head passed as a weight. A module's bias is read from the module; then pass None.
         logit_scale: multiplies the logits (Cohere, Granite).
         logit_softcap: c in c * tanh(logits / c) (Gemma 2); None: no soft-cap.
         temperature: divides the capped logits; a number, a tensor with no dimension, or one value per token.
-        vocab_size: number of columns that are not padding; the columns after them get probability 0. None: all V.
+        vocab_size: number of logits per row that are not padding; all later ones get probability 0. None: all V.
         entropy: also return the entropy of each row's distribution, in nats, differentiable.
         backend: "triton", "torch" or "auto". An explicit choice never falls back.
 
@@ -53,8 +53,8 @@ def linear_log_probs(
         LogProbOutput.
 
     Raises:
-        ValueError, TypeError: with the argument, what was expected and what came. Values of tensors on accelerators
-            are not checked unless GSPO_CHECK=1: the log-prob of an id out of range is NaN there.
+        ValueError, TypeError: The message names the argument, the expected value and the value received. Values of
+            tensors on a GPU raise only if GSPO_CHECK=1. Otherwise an id out of range has the log-prob NaN.
     """
     call = Call("linear_log_probs")
     arguments = HeadArguments(

@@ -2,16 +2,17 @@
 
 The loss of every objective is a sum over the unmasked tokens t of all sequences i:
 
-    sum_it c_it [ o_it l(u, A_it) - entropy_coef H_it ] + kl_coef sum_it c'_it k(lp_it - ref_it) [ s ]
+    sum_it c_it (o_it l(u, A_it) - entropy_coef H_it) + kl_coef sum_it c'_it k(lp_it - ref_it) s
 
     u       log-ratio: per sequence, or per token for ratio="token"; the ratio is s = exp(u)
     A_it    advantage
-    l       surrogate, as a function of u and A
+    l       surrogate, a function of u and A
     o_it    the caller's token weight
-    c_it    weight of the aggregation over the normalizer; c'_it: that of the KL term
+    c_it    the aggregation's weight of the token, divided by `normalizer`
+    c'_it   the weight of the token in the KL term's aggregation, divided by `kl_normalizer`
     H_it    entropy of the token's distribution
-    k       KL estimator, as a function of log-prob minus reference log-prob
-    [ s ]   factor with kl_ratio_factor only
+    k       KL estimator, a function of log-prob minus reference log-prob
+    s       in the KL term: present only if kl_ratio_factor=True
 
 The backends' `surrogates.py` compute l and k, and their `sequence.py` the sums and the derivatives.
 """
@@ -31,8 +32,8 @@ SURROGATES = ("clip", "none", "cispo", "sapo", "gmpo", "reinforce")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "unbiased")
 # A clip window at least this wide is meant for token ratios. A sequence ratio is the exponential of a mean over L
-# tokens, so it deviates from 1 about sqrt(L) times less than a token ratio: 30 times at 1,000 tokens. GSPO clips at
-# 3e-4, LUSPO at 2e-3.
+# tokens, so its distance from 1 is about sqrt(L) times smaller than a token ratio's: 30 times at 1,000 tokens. GSPO
+# clips at 3e-4, LUSPO at 2e-3.
 TOKEN_WINDOW = 0.04
 
 _PPO = {"ratio": "token", "clip_low": 0.2, "clip_high": 0.2}
@@ -55,7 +56,9 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Objective:
-    """Ratio, surrogate, clip window, aggregation, KL term and entropy bonus of a loss. The defaults are GSPO's paper.
+    """Ratio, surrogate, clip window, aggregation, KL term and entropy bonus of a loss.
+
+    The defaults are those of the GSPO paper (arXiv 2507.18071).
 
     Formulas: the docstring of this module.
 
@@ -65,39 +68,43 @@ class Objective:
         surrogate: "clip": -min(s A, clip(s) A). "none": -s A. "cispo": -clip(s) A log p, without a gradient through
             the ratio (MiniMax-M1). "sapo": a sigmoid gate instead of a clip (SAPO). "gmpo": -q A, where q is the
             geometric mean of the tokens' bounded ratios (GMPO); needs ratio="sequence". "reinforce": -A log p.
-        clip_low: the clip window is [1 - clip_low, 1 + clip_high], bounds included. 0 <= clip_low < 1; for cispo also
-            1, which is no lower bound. For gmpo, a token's log-ratio is bounded by clip_high from above if the
-            advantage is positive, and by -clip_low from below if it is negative; clip_low may then be any number >= 0.
-        clip_high: see clip_low; >= 0. For cispo, TRL's epsilon_high is the bound itself, 1 + clip_high.
+        clip_low: the ratio is clipped to [1 - clip_low, 1 + clip_high]; 0 <= clip_low < 1. Two surrogates differ.
+            "cispo" also accepts clip_low=1, which means no lower bound.
+            "gmpo" clips the log-ratio of each token, at clip_high if the advantage is positive and at -clip_low if it
+            is negative. It accepts any finite clip_low >= 0.
+        clip_high: see clip_low; >= 0. TRL's epsilon_high for cispo bounds the ratio itself, so pass
+            clip_high = epsilon_high - 1.
         dual_clip: upper bound > 1 on the ratio where the advantage is negative (arXiv 1912.09729); None: no bound. For
             surrogate="clip" only.
-        delta: TRL's name for such a bound (INTELLECT-2); must exceed 1 + clip_high. If both are set, the smaller one
-            applies. For surrogate="clip" only.
-        aggregation: weight of a token before division by the normalizer. "seq-mean-token-mean": 1 / L_i, with L_i the
-            number of unmasked tokens of its sequence (GSPO). "token-mean", "seq-mean-token-sum": 1.
-            "seq-mean-token-sum-norm": 1 / length_norm.
+        delta: TRL's option for the same bound (INTELLECT-2); must exceed 1 + clip_high. If dual_clip is also set, the
+            smaller of the two applies. For surrogate="clip" only.
+        aggregation: weight of a token, before division by the normalizer. "seq-mean-token-mean": 1 / L_i, where L_i is
+            the number of unmasked tokens in the token's sequence (GSPO). "token-mean" and "seq-mean-token-sum": 1.
+            "seq-mean-token-sum-norm": 1 / length_norm. The default normalizer of "token-mean" is the number of
+            unmasked tokens; that of all others is the number of non-empty sequences.
         length_norm: the constant of "seq-mean-token-sum-norm", usually the longest completion allowed, in tokens.
         kl_coef: weight of the KL term against `ref_log_probs`, >= 0.
         kl_estimator: with d = log_prob - ref_log_prob, "k1": d. "k2": d^2 / 2. "k3": exp(-d) + d - 1. "abs": |d|.
             "k1+", "k3+": the same values with the gradient of k2 (verl). "unbiased": k3 times the token's ratio, with
             the gradient of both factors (DeepSeek-V3.2).
-        kl_aggregation: aggregation of the KL term; None: that of the policy term.
-        kl_ratio_factor: multiply the KL of each token by the ratio s of the objective, with the gradient of both
-            factors (TRL's `use_bias_correction_kl`). For ratio="sequence", s is the ratio of the sequence.
-        entropy_coef: weight of the entropy bonus: entropy_coef times the aggregated entropy is subtracted.
-        sapo_temperature_pos: slope of sapo's sigmoid where the advantage is positive, > 0.
-        sapo_temperature_neg: the same where the advantage is not positive.
-        rollout_correction: a `gspo_kernels.sampler_mismatch.RolloutCorrection`. The loss then computes importance
-            weights from old_log_probs and rollout_log_probs, both required, and multiplies the policy term by them, as
-            by token_weights.
+        kl_aggregation: aggregation of the KL term; None: `aggregation`.
+        kl_ratio_factor: multiply the KL of each token by the ratio s of the objective, and differentiate both factors
+            (TRL's `use_bias_correction_kl`). For ratio="sequence", s is the ratio of the sequence.
+        entropy_coef: the loss is reduced by entropy_coef times the aggregated entropy.
+        sapo_temperature_pos: tau in sapo's gate, sigmoid(tau (s - 1)), where the advantage is positive; >= 1e-30.
+        sapo_temperature_neg: tau where the advantage is zero or negative; >= 1e-30.
+        rollout_correction: a `gspo_kernels.sampler_mismatch.RolloutCorrection`. The loss then requires old_log_probs
+            and rollout_log_probs, computes importance weights from them, and multiplies the policy term by these
+            weights, just as by token_weights.
 
     Raises:
-        ValueError, TypeError: with the field, what was expected and what came.
+        ValueError, TypeError: The message names the field, the expected value and the value received.
 
     Warns, once each:
-        UserWarning: if sequence ratios are combined with an aggregation that weights sequences by their length, which
-            is LUSPO and not GSPO; if the clip window of a length-normalised ratio is at least 0.04, a hundred times
-            GSPO's, because it hardly ever binds.
+        UserWarning:
+        - Sequence ratios are combined with an aggregation that weights sequences by their length. That loss is LUSPO.
+        - The clip window of a length-normalised ratio is 0.04 or wider, a hundred times GSPO's. Such a ratio hardly
+          ever leaves this window, so almost nothing is clipped.
     """
 
     ratio: str = "sequence"
@@ -186,7 +193,7 @@ class Objective:
         """Return a named objective, with any field changed: `Objective.preset("dapo", clip_high=0.3)`.
 
         Names: gspo, gspo-token, grpo, dapo, bnpo, dr_grpo (which needs `length_norm`), luspo, cispo, sapo, gmpo,
-        reinforce. docs/parity.md lists which trainer computes which of them.
+        reinforce. docs/parity.md lists the objectives of each trainer.
         """
         validation.Field("Objective.preset").choice("name", name, tuple(_PRESETS))
         known = {f.name for f in fields(cls)}
@@ -200,7 +207,10 @@ class Objective:
 
     @classmethod
     def restored(cls, values: Iterable[Any]) -> Objective:
-        """Return an objective from `values` of its first fields, in order, without checks; the inverse of `values`."""
+        """Return the objective whose first fields have these values, in order; later fields get their defaults.
+
+        Nothing is checked. For the list that `values()` returns, this is the inverse, except for `rollout_correction`.
+        """
         objective = object.__new__(cls)
         iterator = iter(values)
         for f in fields(cls):
@@ -208,23 +218,31 @@ class Objective:
         return objective
 
     def values(self) -> list[Any]:
-        """Return, in order, the values of the fields that a kernel reads: all but the last. Inverse: `restored`."""
-        # dataclasses.astuple copies values, and torch.compile guards on the identity of the copies.
+        """Return the values of all fields except `rollout_correction`, in order. Kernels read these fields only."""
+        # Not dataclasses.astuple: it copies values. torch.compile guards on the identity of the copies, so it would
+        # recompile at each call.
         return [getattr(self, f.name) for f in fields(self)[:-1]]
 
     @property
     def ceiling(self) -> float:
-        """Return the upper bound on the ratio for negative advantages: the smaller of dual_clip and delta, or inf."""
+        """Return the upper bound on the ratio for negative advantages: the smaller of dual_clip and delta.
+
+        It is inf if neither is set.
+        """
         return min((c for c in (self.dual_clip, self.delta) if c is not None), default=math.inf)
 
     @property
     def log_window(self) -> tuple[float, float]:
-        """Return the bounds (low, high) on log-ratios: of tokens for gmpo, else of sequences or tokens, as `ratio`."""
+        """Return the bounds (low, high) on log-ratios.
+
+        For gmpo they bound token log-ratios, otherwise sequence or token log-ratios, depending on `ratio`.
+        """
         if self.surrogate == "gmpo":
             return -self.clip_low, self.clip_high
         return math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf, math.log1p(self.clip_high)
 
 
 def _valid_sapo_temperature(x: float) -> bool:
-    # With a smaller one, sapo's sigmoid would still have a slope at ratios that are not finite.
+    # The backends cut log-ratios off at 80 for sapo. With a temperature below 1e-30, the sigmoid would not be flat
+    # there, and the cut-off would change the loss.
     return 1e-30 <= x <= validation.LARGEST

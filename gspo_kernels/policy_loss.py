@@ -34,38 +34,40 @@ def policy_loss(
 
     Args:
         log_probs: log-probs of the current policy, [B, T], or [N] with cu_seqlens; fp32 or fp64, differentiable.
-            Masked positions may hold any value, NaN included. NaN at an unmasked token is not rejected, in
-            old_log_probs and ref_log_probs neither: it propagates to the loss.
-        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. If packed input has N == S, they are
-            read per sequence.
+            Masked positions may hold any value, NaN included. NaN at an unmasked token raises no error, but makes the
+            loss NaN. This also holds for old_log_probs and ref_log_probs.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. Packed advantages are per sequence if
+            N == S. No gradient.
         mask: unmasked tokens are True or 1, bool or 0/1, in the shape of log_probs. None: all tokens.
-        cu_seqlens: [S + 1] int32 or int64, for packed input only: sequence i is tokens cu_seqlens[i] to
-            cu_seqlens[i + 1].
+        cu_seqlens: [S + 1] int32 or int64, for packed input only: sequence i is tokens cu_seqlens[i] up to, but not
+            including, cu_seqlens[i + 1].
         old_log_probs: log-probs of the policy in the ratio's denominator, in the shape of log_probs. None: on-policy,
-            all ratios are exactly 1. No gradient flows to them, to advantages or to ref_log_probs.
-        ref_log_probs: log-probs of the reference policy; required if objective.kl_coef > 0. With kl_coef 0, the KL is
-            only reported.
+            all ratios are exactly 1. No gradient.
+        ref_log_probs: log-probs of the reference policy, in the shape of log_probs; required if objective.kl_coef > 0.
+            If kl_coef is 0, the KL is a metric and not part of the loss. No gradient.
         rollout_log_probs: log-probs that the sampler reported, fp32 or fp64; required by
             objective.rollout_correction, and allowed only with it.
-        token_weights: [B, 1], [B, T] or [N]; detached; multiply the policy term, not KL and not entropy.
-        entropy: per token, in the shape of log_probs; required if objective.entropy_coef != 0, and then
-            differentiable.
+        token_weights: [B, 1], [B, T] or [N]; they multiply the policy term, but not the KL term and not the entropy.
+            No gradient.
+        entropy: entropy of each token's distribution, in the shape of log_probs; required if objective.entropy_coef
+            != 0, and then differentiable.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
-        normalizer: divides the sum over tokens; a number, or a tensor with no dimension, whose value is checked on a
-            CPU only. For example the number of sequences in all ranks and micro-batches, divided by the number of
-            ranks if gradients are averaged over ranks, as DDP and FSDP do. None: the number of non-empty sequences of
-            this batch, or of unmasked tokens for aggregation="token-mean".
-        kl_normalizer: the same for the KL term. None: `normalizer` if the KL term has the aggregation of the policy
-            term, else this batch's count.
+        normalizer: divisor of the sum over tokens; a number, or a tensor with no dimension. The value of a tensor is
+            checked only on a CPU, or if GSPO_CHECK=1. Usually it counts the sequences (or tokens) of a full optimizer
+            step: of all ranks and micro-batches, divided by the number of ranks if gradients are averaged over ranks,
+            as DDP and FSDP do. None: the number of unmasked tokens of this batch for aggregation="token-mean", and of
+            non-empty sequences for all others.
+        kl_normalizer: divisor of the KL term. None: `normalizer` if the KL term and the policy term have the same
+            aggregation, otherwise the number of sequences or tokens of this batch.
         backend: "triton", "torch" or "auto". An explicit choice never falls back.
 
     Returns:
         LossOutput. `loss` [] is differentiable; the other fields are detached.
 
     Raises:
-        ValueError, TypeError: with the argument, what was expected and what came. Values of tensors on accelerators
-            are not checked unless GSPO_CHECK=1: `metrics["invalid"]` counts bad values, and any of them makes the loss
-            NaN.
+        ValueError, TypeError: The message names the argument, the expected value and the value received. Values of
+            tensors on a GPU raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts the bad values, and the
+            loss is NaN if there are any.
     """
     call = Call("policy_loss")
     packed = cu_seqlens is not None

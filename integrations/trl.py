@@ -3,13 +3,13 @@
     trainer = GSPOTrainer(model, reward_funcs, args=GSPOConfig(...), train_dataset=...)
     accelerate_trainer(trainer)  # instead, for an existing trainer of any subclass of GRPOTrainer
 
-Old, reference and new log-probs come from `linear_log_probs`, called at the model's head. The same kernel computes all
-three, in fp32 and without storing logits. Tokens to which the loss gives no gradient cost no backward. The loss, its
-options and its metrics remain TRL's code, so all of TRL's options work.
+`linear_log_probs`, called at the model's head, computes old, reference and new log-probs with the same kernel, in fp32
+and without storing logits. Tokens whose log-prob gets no gradient from the loss cost no backward. TRL's own code
+computes the loss and its metrics, so all of TRL's options work.
 
 TRL 1.15 and later asks the model for log-probs (`model(..., fused_lm_head=True)`), so we wrap the model's forward. TRL
-0.29 to 1.14 computes them from logits in the trainer's `_get_per_token_logps_and_entropies`, so we replace that method
-on the instance.
+0.29 to 1.14 computes log-probs from logits in the trainer's method `_get_per_token_logps_and_entropies`, so we replace
+that method on the instance.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _METHOD = "_get_per_token_logps_and_entropies"
 class GSPOTrainer(GRPOTrainer):
     """A GRPOTrainer whose log-probs come from `linear_log_probs`. Arguments are TRL's; `args` defaults to a GSPOConfig.
 
-    The head may have a LoRA adapter. (TRL 1.15 and later refuses one in its constructor, because its own log-probs
-    would ignore it.)
+    The head may have a LoRA adapter. (The constructor of TRL 1.15 and later refuses such a head, because TRL's own
+    log-probs would ignore the adapter.)
 
     Warns:
-        UserWarning: `args` does not select a sequence-level ratio; and the warnings of `accelerate_trainer`.
+        UserWarning: `args` does not select a sequence-level ratio. The warnings of `accelerate_trainer` also apply.
     """
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any) -> None:
@@ -70,9 +70,9 @@ class GSPOTrainer(GRPOTrainer):
 
 @contextlib.contextmanager
 def _head_adapters_allowed() -> Iterator[None]:
-    """Hide PEFT's BaseTunerLayer from TRL's constructor, which refuses a head of that class."""
+    """Hide PEFT's BaseTunerLayer from TRL's constructor, so that TRL accepts a head of that class."""
     tuner_layer = getattr(grpo_trainer, "BaseTunerLayer", None)
-    if tuner_layer is None:  # no PEFT, or this release of TRL has no such check
+    if tuner_layer is None:  # PEFT is missing, or this release of TRL does not check the head
         yield
         return
     setattr(grpo_trainer, "BaseTunerLayer", type("NoInstances", (), {}))  # noqa: B010 - TRL does not export it
@@ -85,21 +85,21 @@ def _head_adapters_allowed() -> Iterator[None]:
 def accelerate_trainer(trainer: GRPOTrainer) -> None:
     """Compute the log-probs of the trainer's model and reference model with `linear_log_probs`.
 
-    A second call changes nothing. Before TRL 1.15, TRL's own code computes the log-probs of inputs with images, and a
-    warning says so.
+    A second call changes nothing. Before TRL 1.15, TRL's own code still computes the log-probs of inputs with images,
+    and a UserWarning is issued.
 
     Raises:
         TypeError: `trainer` is not a GRPOTrainer.
         ValueError: `cast_lm_head_to_fp32` is set, so that head and hidden states have different dtypes; before TRL
-            1.14, `use_liger_kernel` is set, whose loss reads no log-probs; before TRL 1.15, a subclass overrides
+            1.14, `use_liger_kernel` is set (Liger's loss reads no log-probs); before TRL 1.15, a subclass overrides
             `_get_per_token_logps_and_entropies`.
         HeadError, TypeError, ValueError: `fuse_head` does not support the model or its head.
 
     Warns:
-        UserWarning: from TRL 1.15, a subclass overrides `_get_per_token_logps_and_entropies`. We cannot replace the
-            log-probs that it computes from logits.
+        UserWarning: with TRL 1.15 or later, a subclass overrides `_get_per_token_logps_and_entropies`. Log-probs that
+            the override computes from logits are not replaced.
         UserWarning, once each: every rollout gets a single update, so the importance ratio is always 1; a
-            sequence-level ratio has a clip window for token ratios, such as TRL's default of 0.2; the dataset is
+            sequence-level ratio has a clip window made for token ratios, such as TRL's default of 0.2; the dataset is
             smaller than a rollout.
     """
     _check(trainer)
@@ -133,9 +133,9 @@ def _check(trainer: GRPOTrainer) -> None:
 
 
 def _is_wrapped(model: Any) -> bool:
-    """Return whether the model's outermost forward is that of `_wrap_forward`, ignoring accelerate's autocast."""
+    """Return whether `_wrap_forward` made the model's outermost forward. A wrapper of accelerate does not count."""
     wrapper = vars(model).get(_ATTRIBUTE)
-    # accelerate keeps the forward that it wraps as `_original_forward`.
+    # accelerate stores the forward inside its wrapper as `_original_forward`.
     return wrapper is not None and wrapper in (model.forward, vars(model).get("_original_forward"))
 
 
@@ -162,7 +162,7 @@ def _log_probs(
     num_items_in_batch: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Compute TRL's FusedCausalLMOutput. Its log-probs are [B, T - 1] from `labels`, [B, T] from `shift_labels`.
+    """Compute TRL's FusedCausalLMOutput. Log-probs are [B, T - 1] with `labels` and [B, T] with `shift_labels`.
 
     Raises:
         ValueError: neither `labels` nor `shift_labels` is given.
@@ -189,7 +189,7 @@ def _log_probs(
 
 
 class _LogProbs:
-    """Replacement of `_get_per_token_logps_and_entropies` in TRL before 1.15. Inputs with images go to TRL's method.
+    """Replacement of `_get_per_token_logps_and_entropies` before TRL 1.15. Inputs with images go to TRL's method.
 
     A call with ids [B, T] returns the same as TRL's method: log-probs of the last C = logits_to_keep tokens, [B, C]
     fp32; their entropies, [B, C] fp32, or None; and since TRL 1.7 the auxiliary loss of a mixture of experts, or None.
@@ -238,7 +238,8 @@ class _LogProbs:
             out = linear_log_probs(
                 states, lm_head, targets, mask=mask, temperature=self.trainer.temperature, entropy=entropy, **options
             )
-            # Only an entropy bonus needs the gradient. Releases without the bonus log the entropy without detaching it.
+            # Only an entropy bonus needs the entropy's gradient. TRL releases without the bonus log the entropy
+            # without detaching it, so detach it here.
             bonus = getattr(self.trainer, "_entropy_bonus_enabled", False)
             return out if bonus or out.entropy is None else out._replace(entropy=out.entropy.detach())
 

@@ -12,7 +12,7 @@ from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Field, warn_once
 
 UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four mini-batches
-# These clip the ratio to [1 - epsilon, 1 + epsilon_high]. For cispo, epsilon_high is the bound itself.
+# These loss types clip the ratio to [1 - epsilon, 1 + epsilon_high]. With cispo, the upper bound is epsilon_high.
 CLIPPING_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
@@ -20,26 +20,27 @@ CLIPPING_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 class GSPOConfig(GRPOConfig):
     """GRPOConfig with the settings of GSPO's paper (arXiv 2507.18071, section 5.1).
 
-    One ratio per sequence, equal weight for every sequence, a clip window of 3e-4 and 4e-4, and four updates per
-    rollout. In contrast, GRPOConfig(importance_sampling_level="sequence") means LUSPO (loss_type="dapo"), a window of
-    0.2, and one update per rollout: the ratio is then always 1 and nothing is clipped.
+    The settings are one ratio per sequence, equal weight for every sequence, a clip window of 3e-4 and 4e-4, and four
+    updates per rollout. In contrast, GRPOConfig(importance_sampling_level="sequence") means LUSPO (loss_type="dapo"), a
+    clip window of 0.2, and one update per rollout. With one update the ratio is always 1 and nothing is clipped.
 
     The four updates come from `steps_per_generation`, which defaults to 4 * gradient_accumulation_steps. A rollout is
     therefore four times as large as GRPOConfig's, and each update trains on a quarter of it. A rollout is generated at
-    once, from generation_batch_size / num_generations prompts. TRL drops prompts at the end of an epoch that do not
-    fill a rollout. This default applies only if nothing else sets the number of updates:
+    once, from generation_batch_size / num_generations prompts. At the end of an epoch, TRL drops prompts that do not
+    fill a rollout. The default for `steps_per_generation` depends on other settings:
 
     - With `steps_per_generation` or `generation_batch_size`, TRL's arithmetic is unchanged.
     - With `num_iterations` above 1, steps_per_generation defaults to gradient_accumulation_steps, as in GRPOConfig:
       each completion is trained on `num_iterations` times.
 
-    For one update per rollout, set steps_per_generation=gradient_accumulation_steps. The trainer then warns once.
+    For one update per rollout, set steps_per_generation=gradient_accumulation_steps. The trainer then warns once that
+    nothing is clipped.
 
     GRPOConfig refuses `generation_batch_size` together with `steps_per_generation`. GSPOConfig accepts both if they
     agree, so `GSPOConfig(**config.to_dict())` and `dataclasses.replace(config, ...)` work.
 
     Raises:
-        ValueError: GRPOConfig raises it; or `generation_batch_size` and `steps_per_generation` disagree.
+        ValueError: GRPOConfig refuses a setting, or `generation_batch_size` and `steps_per_generation` disagree.
     """
 
     importance_sampling_level: str = field(default="sequence", metadata={"help": "One ratio per sequence."})
@@ -75,14 +76,14 @@ def warn_of_settings_that_never_clip(trainer: GRPOTrainer, stacklevel: int) -> N
     """Warn, once each, if the dataset fills no rollout, the importance ratio is always 1, or a clip bound is too wide.
 
     Args:
-        stacklevel: as in warnings.warn, counted from `warn_once`, so that 3 is the caller of this function.
+        stacklevel: as in warnings.warn, counted from `warn_once`: 3 is the caller of this function.
     """
     args: Any = trainer.args
     steps, iterations = args.steps_per_generation, args.num_iterations
     accumulation = args.gradient_accumulation_steps
     _warn_of_few_prompts(trainer, stacklevel + 1)
-    # Under this condition TRL uses the current log-probs as the old ones. With vLLM it may still compute old ones, but
-    # with the same weights.
+    # Under this condition TRL uses the current log-probs as the old log-probs. With vLLM, TRL may compute the old
+    # log-probs separately, but it computes them with the same weights.
     if accumulation % (steps * iterations) == 0:
         warn_once(
             f"gspo_kernels: with steps_per_generation={steps}, num_iterations={iterations} and "

@@ -5,15 +5,16 @@
     actor_rollout_ref.actor.policy_loss.loss_mode=gspo_kernels  # optional: selects the policy loss
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
 
-(If the environment variable is set, verl also loads the engine through the package's entry point. The second line is
-then not needed.)
+(If the environment variable is set, external_lib may be omitted: verl then loads the engine through the entry point of
+this package.)
 
 The engine is verl's with one difference. At the model's head, `linear_log_probs` computes the log-probs of the
-responses, and their entropies on request, without making logits. Training, old and reference log-probs all come from
-this one kernel. verl's policy losses, KL terms and metrics use them unchanged.
+responses, and the entropies on request, without making logits. New, old and reference log-probs all come from this one
+kernel. verl's policy losses, KL terms and metrics use these log-probs unchanged.
 
-The policy loss is GSPO's token form in one operator, like verl's `gspo`. Unlike verl's, it does not clamp the
-log-ratio, and it never reads values where the mask is 0. With verl's own engines it works too: set `external_lib` only.
+The policy loss is GSPO's token form in one operator. It differs from verl's `gspo` in two ways: it does not clamp the
+log-ratio, and it never reads values where the mask is 0. To use it with one of verl's own engines, set `external_lib`
+and `loss_mode`, but not the environment variable.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ NO_RATIO_MODES = ("gpg",)  # losses without an importance ratio
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="gspo")
 class GSPOEngine(FSDPEngineWithLMHead):
-    """verl's FSDP engine, but log-probs are computed without making logits. VERL_ENGINE_VENDOR=gspo selects it.
+    """verl's FSDP engine with log-probs computed without logits. VERL_ENGINE_VENDOR=gspo selects this engine.
 
-    verl's own code computes the batches whose loss needs logits (top-k distillation, sum_pi_squared).
+    Batches whose loss needs logits (top-k distillation, sum_pi_squared) run verl's own code.
 
     Raises:
         ValueError: `use_fused_kernels` is set.
@@ -55,7 +56,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
 
     Warns, once each:
         UserWarning: every rollout gets a single update, so the importance ratio is always 1; the policy loss `gspo` or
-            `gspo_kernels` has a clip window for token ratios.
+            `gspo_kernels` has a clip window made for token ratios.
     """
 
     _updates = 0  # updates of the current rollout so far
@@ -87,14 +88,14 @@ class GSPOEngine(FSDPEngineWithLMHead):
         self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Any]:
         if isinstance(output, HeadOutput):
-            # verl then treats the result as log-probs of its own fused kernels: it removes padding and gathers.
+            # With use_fused_kernels, verl expects log-probs instead of logits, removes their padding and gathers them.
             output, micro_batch = output.result, micro_batch.copy()
             tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
 
 
 def _needs_logits(micro_batch: Any) -> bool:
-    """Return whether verl's loss of this batch reads the logits themselves, not only log-probs and entropies."""
+    """Return whether verl's loss of this batch reads the logits, not only log-probs and entropies."""
     return any(
         tu.get_non_tensor_data(data=micro_batch, key=key, default=False)
         for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
@@ -124,7 +125,7 @@ def _warn_of_settings_that_never_clip(data: Any, loss_function: Any, only_update
 
 
 def _old_log_probs_are_the_samplers(data: Any) -> bool:
-    """Return whether old_log_probs equal rollout_log_probs, as in verl's `bypass_mode`. The ratio can then leave 1."""
+    """Return whether old_log_probs are rollout_log_probs (verl's `bypass_mode`). If so, ratios can differ from 1."""
     if "rollout_log_probs" not in data:
         return False
     old, sampled = (x.values() if x.is_nested else x for x in (data["old_log_probs"], data["rollout_log_probs"]))
@@ -144,12 +145,12 @@ def _warn_of_wide_window(low: float, high: float, stacklevel: int) -> None:
             f"gspo_kernels: actor.clip_ratio_low={low:g}, actor.clip_ratio_high={high:g} is a clip window for token "
             "ratios (verl's default). A sequence ratio hardly ever leaves it. GSPO's paper: 3e-4 and 4e-4",
             stacklevel,
-            kind="clip_low",  # the kind of Objective's warning, which is then not repeated for the same window
+            kind="clip_low",  # the same kind as Objective's warning, so that only one of the two is shown
         )
 
 
 class _Score:
-    """A `with_head` that computes the log-probs of one micro-batch: [1, N] if verl packs it, otherwise padded [B, T].
+    """A `with_head` that computes the log-probs of one micro-batch: [1, N] if packed, [B, T] if padded.
 
     Args:
         args: the second result of verl's `prepare_model_inputs`.
@@ -193,7 +194,7 @@ def _predicts_response(micro_batch: Any, positions: int) -> Tensor:
     """
     input_ids = micro_batch["input_ids"]
     return_all = tu.get_non_tensor_data(data=micro_batch, key="return_model_output", default=False)
-    # Sequence parallelism pads the packed batch or splits it over ranks. Its positions then differ from input_ids.
+    # Sequence parallelism pads the packed batch or splits it over ranks, so positions do not match input_ids.
     has_responses = "responses" in micro_batch and "prompts" in micro_batch
     if return_all or not has_responses or positions != len(input_ids.values()):
         return torch.ones(positions, dtype=torch.bool, device=input_ids.device)
@@ -203,7 +204,8 @@ def _predicts_response(micro_batch: Any, positions: int) -> Tensor:
     else:
         lengths = micro_batch["attention_mask"][:, prompts.shape[1] :].sum(1)
     # Position ends - lengths - 1 predicts the first token of the response. Position ends - 1 predicts nothing.
-    # `change` is +1 where a response begins to be predicted and -1 behind it, so its cumulative sum is the mask.
+    # `change` is +1 at the first position that predicts a token of the response, and -1 after the last such position.
+    # Its cumulative sum is the mask.
     change = torch.zeros(positions + 1, dtype=torch.long, device=input_ids.device)
     change.index_add_(0, (ends - lengths - 1).clamp(min=0), torch.ones_like(ends))
     change.index_add_(0, ends - 1, -torch.ones_like(ends))
@@ -224,9 +226,10 @@ def gspo_policy_loss(
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: [B, R]; the mask is bool or 0/1.
-        loss_agg_mode: "seq-mean-token-mean" is GSPO's. verl 0.9.1's default, "token-mean", weights answers by length.
+        loss_agg_mode: GSPO's is "seq-mean-token-mean". The default of verl 0.9.1, "token-mean", weights answers by
+            length.
         config: verl's ActorConfig with its global_batch_info. clip_ratio_low and clip_ratio_high set the clip window.
-        rollout_is_weights: [B, R], multiplies the policy term.
+        rollout_is_weights: [B, R], factors of the policy term.
 
     Returns:
         The loss [], and the metrics that verl's policy losses return. verl adds the KL term and the entropy bonus.
@@ -266,7 +269,7 @@ def gspo_policy_loss(
             "token-mean" if loss_agg_mode == "token-sum" else loss_agg_mode,
             float(batch.get("loss_scale_factor") or response_mask.shape[1]) if norm else None,
         ),
-        # verl averages gradients over ranks. With a total of 0 every term is 0, whatever it is divided by.
+        # Divide by ranks because verl averages gradients over them. If the total is 0, every term of the loss is 0.
         normalizer=None if total is None else max(float(total), 1.0) / ranks,
     )
     return out.loss, {
@@ -284,7 +287,7 @@ def _objective(clip_low: float, clip_high: float, aggregation: str, length_norm:
             "uses actor.loss_agg_mode=seq-mean-token-mean, which is not verl 0.9.1's default",
             stacklevel=4,
         )
-    # The preset "luspo" does not warn about weights by length a second time.
+    # Use the preset "luspo" because it does not repeat the warning about weights by length.
     window = {"clip_low": clip_low, "clip_high": clip_high}
     return Objective.preset("luspo", ratio="sequence-token", aggregation=aggregation, length_norm=length_norm, **window)
 

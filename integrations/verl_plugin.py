@@ -1,7 +1,8 @@
 """Load the engine for verl if VERL_ENGINE_VENDOR=gspo. Every `import verl` imports this entry point (`verl.plugins`).
 
-verl silently skips a plug-in whose import fails, so this one warns first. The alternatives `model.external_lib` and
-VERL_USE_EXTERNAL_MODULES name `gspo_kernels.integrations.verl` itself, and there a failing import raises.
+verl silently skips a plug-in whose import fails, so this module warns before it raises. The settings
+`model.external_lib` and VERL_USE_EXTERNAL_MODULES name `gspo_kernels.integrations.verl` directly. With them, a failing
+import raises in verl.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Call a loss at the head of a transformers model, or compute log-probs there, without making logits.
 
-    head = fuse_head(model)  # measures and checks the head; head.remove() undoes it
+    head = fuse_head(model)  # measures and checks the head; head.remove() restores the model
     out = model(input_ids=ids, attention_mask=mask, with_head=lambda hidden, lm_head, **options: gspo_fused_loss(
         hidden[:, :-1], lm_head, ids[:, 1:], advantages, **options)).result
 
-The model's forward runs unchanged up to its head. There `with_head` is called with three things: the hidden states, the
-head module, and the operations that the model would apply to the logits (`head_options.py`). No logits are made.
+The model's forward runs unchanged up to the head. In place of the head, it calls `with_head` with three things: the
+hidden states, the head module, and the operations that the model would apply to the logits (`head_options.py`). No
+logits are made.
 
-`with_head` runs as the head module's forward. So the hooks of that module (DDP's, FSDP2's, ZeRO-3's) gather the weight,
-gather it again for the backward, and reduce its gradient.
+`with_head` runs as the head module's forward, so the hooks of the head (DDP's, FSDP2's, ZeRO-3's) fire. They gather the
+weight for the forward and again for the backward, and reduce the weight's gradient.
 """
 
 from __future__ import annotations
@@ -40,23 +41,24 @@ class HeadOutput(NamedTuple):
 def fuse_head(model: nn.Module) -> FusedHead:
     """Add the keyword argument `with_head` to the model's forward, and return its FusedHead.
 
-    A second call returns the FusedHead of the first. If the head is replaced, resized or hooked later, the next call of
-    the model measures and checks it again.
+    A second call returns the same FusedHead. If the head is replaced, resized or hooked later, the next call of the
+    model with `with_head` measures and checks the head again.
 
     Args:
         model: a causal language model of transformers, plain or wrapped by PEFT, DistributedDataParallel, FSDP or
             DeepSpeed's engine.
 
-    With FSDP (1 and 2), call this on every rank, before or after sharding. Parameters that ZeRO-3 has partitioned exist
-    only during the engine's calls, so the first call with `with_head` measures, checks and raises instead. If PEFT
-    trains rows of the head (trainable_token_indices), each call copies the weight [V, H], and its backward makes a
-    gradient of that size. Two threads must not call the same model at the same time.
+    With FSDP (1 and 2), call this on every rank, before or after sharding. If ZeRO-3 has already partitioned the
+    parameters, they exist only during the engine's calls. `fuse_head` then leaves the measurement and the checks to
+    the first call with `with_head`, which may raise the errors below. If PEFT trains single tokens of the head
+    (trainable_token_indices), each call copies the weight [V, H], and the backward makes a gradient [V, H]. Two threads
+    must not call the same model at the same time.
 
     Raises:
-        HeadError: the model applies something other than a scale, a soft-cap or a cut of columns to its logits; its
-            forward does not call its output embeddings; or the fused log-probs differ from the model's. The model is
-            then unchanged.
-        TypeError, ValueError: `model` is not a module; or `linear_log_probs` does not support its head (DoRA, a sharded
+        HeadError: between the head and the logits, the model does something other than scale, soft-cap or drop the last
+            columns; its forward does not call its output embeddings once; or the fused log-probs differ from the
+            model's. In each case the model is unchanged.
+        TypeError, ValueError: `model` is not a module; or `linear_log_probs` does not support the head (DoRA, a sharded
             weight).
     """
     if not isinstance(model, nn.Module):
@@ -73,7 +75,7 @@ def fuse_head(model: nn.Module) -> FusedHead:
     fused = FusedHead(base, head)
     try:
         if not any(hasattr(p, "ds_id") for p in head.parameters()):  # ZeRO-3 has partitioned a parameter with a ds_id
-            # Only FSDP1's wrapper gathers the parameters, so it must be the module that is called.
+            # Under FSDP1, call the wrapper: only the wrapper gathers the parameters.
             fused.measure(model if isinstance(model, FullyShardedDataParallel) else base)
     except BaseException:
         fused.remove()
@@ -96,7 +98,7 @@ def base_model(model: Any) -> Any:
 
 
 class FusedHead:
-    """A model whose forward takes `with_head`. Its head module is replaced only while such a call runs."""
+    """A model whose forward takes `with_head`. The head module is replaced only during calls with `with_head`."""
 
     def __init__(self, model: Any, head: Any) -> None:
         self.model, self.head = model, head
@@ -107,7 +109,8 @@ class FusedHead:
         # `generate` and Trainer inspect the signature of forward. accelerate unwraps forward and binds it again.
         @functools.wraps(type(model).forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return vars(self)[_ATTRIBUTE]._call(*args, **kwargs)  # self: a copy of a model has its own FusedHead
+            # Look the FusedHead up in `self`, because a copy of the model has a FusedHead of its own.
+            return vars(self)[_ATTRIBUTE]._call(*args, **kwargs)
 
         self._wrapped = types.MethodType(forward, model)
         model.forward = self._wrapped
@@ -115,7 +118,7 @@ class FusedHead:
 
     @property
     def options(self) -> LogitOptions:
-        """The operations that the model applies to its logits; HeadError before the first measurement."""
+        """The operations that the model applies to its logits. Raise a HeadError before the first measurement."""
         if self._options is None:
             raise HeadError(
                 "FusedHead.options: model must be fused before ZeRO-3 partitions it, or called once with `with_head`, "
@@ -142,7 +145,7 @@ class FusedHead:
         """Restore the model's forward. A second call does nothing.
 
         Raises:
-            HeadError: someone has wrapped the forward since; remove that wrapper first.
+            HeadError: the forward has another wrapper around `fuse_head`'s. Remove the outer wrapper first.
         """
         if _ATTRIBUTE not in vars(self.model):
             return
@@ -164,7 +167,7 @@ class FusedHead:
         self.head = self.model.get_output_embeddings()
         options = self._options
         if options is None or self._measured_head != identity(self.head):
-            options = self.measure(self._call)  # not self.model, whose hooks are already running around this call
+            options = self.measure(self._call)  # calling self.model would run its hooks a second time
         captured: list[Tensor] = []
 
         def capture(hidden: Tensor) -> Tensor:
@@ -194,9 +197,9 @@ class FusedHead:
         return output
 
     def _probe(self, call: Callable[..., Any], function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run the model on two tokens with `function` in place of its head; return its logits [1, 2, columns].
+        """Run the model on two tokens with `function` in place of its head; return the model's logits [1, 2, columns].
 
-        Gradients, random number generators and quantised weights keep their state.
+        Gradients, random number generators and quantised weights do not change.
         """
         device = next(self.model.parameters()).device
         ids = torch.arange(2, device=device)[None]  # [1, 2]
@@ -214,13 +217,13 @@ class FusedHead:
 
 
 class _Probe(NamedTuple):
-    """A `with_head` that replaces the head, so that the model's output has the logits made of its result."""
+    """A `with_head` for measurements: the model makes its logits from the result of `function`."""
 
     function: Callable[[Tensor], Tensor]
 
 
 class _StandIn(nn.Module):
-    """A module that replaces the head: its forward is `function`, its other attributes are the head's."""
+    """A replacement of the head module. Its forward is `function`. Its other attributes are those of the head."""
 
     def __init__(self, head: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -237,8 +240,8 @@ class _StandIn(nn.Module):
 def logit_options(model: nn.Module) -> Mapping[str, Any]:
     """Return the operations that `model` applies to its logits, as keyword arguments of the losses.
 
-    For training loops that take the hidden states from the model themselves. Arguments and errors are those of
-    `fuse_head`. A model that was not fused before is not fused after the call.
+    For training loops that compute the hidden states without `with_head`. Arguments and errors are those of
+    `fuse_head`. Afterwards the model is fused only if it was fused before.
     """
     was_fused = _ATTRIBUTE in vars(base_model(model))
     fused = fuse_head(model)

@@ -1,7 +1,7 @@
-"""Measure which operations a transformers model applies to its logits, and check them against the model's own logits.
+"""Measure which operations a transformers model applies to its logits, and check the result against its own logits.
 
-No model is looked up by name. The head is replaced by a function that returns known numbers x. The model's output must
-then be softcap(scale * x) over the first columns. `fused_head.py` calls the model.
+No model is looked up by name. The head is replaced by a function that returns known numbers x. The model must turn them
+into softcap(scale * x) over the first columns. `fused_head.py` calls the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from gspo_kernels import linear_log_probs
 from gspo_kernels.inputs.lm_head import call_inside
 
-_PROBE_RANGE = 64.0  # logits of trained models lie within it, and every soft-cap in use is curved there
+_PROBE_RANGE = 64.0  # logits of trained models lie in -64 ... 64, where every soft-cap in use is clearly curved
 _SCALE_ERROR = 1e-5  # relative error of a scale that is measured in fp32
 
 # A probe runs the model with a function of hidden states in place of its head, and returns the model's logits.
@@ -26,7 +26,7 @@ Probe = Callable[[Callable[[Tensor], Tensor]], Tensor]
 
 
 class HeadError(ValueError):
-    """The model applies an operation between hidden states and logits that cannot be fused."""
+    """Between hidden states and logits, the model applies an operation that cannot be fused."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class LogitOptions:
 def measure(model: Any, head: Any, probe: Probe) -> LogitOptions:
     """Measure the scale, the soft-cap and the number of columns of the model's logits.
 
-    Three probes replace the head: small numbers show the scale, large numbers the soft-cap, and a ramp checks both.
+    Three probes replace the head. Small numbers show the scale, large numbers show the soft-cap, and a ramp of numbers
+    checks both.
 
     Raises:
         HeadError: the model's logits are not softcap(scale * x) over the first columns.
@@ -87,7 +88,7 @@ def measure(model: Any, head: Any, probe: Probe) -> LogitOptions:
 
 
 def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
-    """Check fused log-probs against those of the model's own logits. Each row's target is the token it finds likeliest.
+    """Check fused log-probs against those of the model's own logits. Each target is the model's likeliest token.
 
     Raises:
         HeadError: the log-probs differ by more than rounding explains.
@@ -95,7 +96,8 @@ def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
     fused_results: list[Any] = []
 
     def with_fused(hidden: Tensor) -> Tensor:
-        # The head and `linear_log_probs` must round alike and have no dropout, whatever the model's forward sets.
+        # Switch off what the model's forward may have set: with autocast or dropout, the head and `linear_log_probs`
+        # would not compute the same.
         with torch.autocast(hidden.device.type, enabled=False), _evaluated(head):
             hidden = hidden.to(_logits_dtype(head))
             logits = head(hidden)
@@ -130,8 +132,8 @@ def _evaluated(head: Any) -> Iterator[None]:
 def packing_prevented(model: Any) -> Iterator[None]:
     """Keep bitsandbytes' 4-bit layers in training mode.
 
-    On a CPU such a layer packs its weight for inference when it is called in evaluation mode without a gradient. This
-    cannot be undone: its backward fails afterwards, or returns no gradient.
+    On a CPU such a layer packs its weight for inference when it is called in evaluation mode without a gradient.
+    Packing cannot be undone, and the layer's backward then fails or returns no gradient.
     """
     with _in_mode([module for module in model.modules() if _packs_in_evaluation(module)], training=True):
         yield
@@ -167,7 +169,7 @@ def _hooks(head: Any) -> Iterator[Any]:
 
 
 def _columns(head: Any) -> int:
-    """Return the number of rows V of the head's weight [V, H]. A sharded weight reports its full shape."""
+    """Return V of the head's weight [V, H]. A sharded weight reports its full shape."""
     weight = _weight(head)
     return weight.shape[0] if weight.ndim == 2 else getattr(head, "original_module", head).out_features
 
@@ -178,7 +180,7 @@ def _logits_dtype(head: Any) -> torch.dtype:
 
 
 def _weight(head: Any) -> Tensor:
-    """Return the weight of the head. If PEFT wraps the head, return that of the layer inside."""
+    """Return the weight of the head. If PEFT wraps the head, return the weight of the wrapped layer."""
     layer = getattr(head, "original_module", head)
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
@@ -190,7 +192,7 @@ def _weight(head: Any) -> Tensor:
 
 
 def _numbers(config: Any) -> list[float]:
-    """Return the positive numbers of a configuration and of its text part. Measured values are rounded to these."""
+    """Return the positive numbers of a configuration and of its text part: candidates for `_snap`."""
     values = dict(config.to_dict())
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     values |= text.to_dict() if text is not None else {}

@@ -1,9 +1,9 @@
 """Arithmetic problems with worked solutions and checkable answers, filler text, and a byte-level BPE.
 
-A small model can be pretrained on them and then improved by RL, as `python -m gspo_kernels.benchmarks policy` does.
-Problems have one or two steps with small numbers, so that a model learns them within minutes. The filler text uses the
-thousands of names, places, goods and brands that a vocabulary of 33,000 entries needs; `words.json` holds their parts.
-All text is made from a seed.
+`python -m gspo_kernels.benchmarks policy` pretrains a small model on the problems and the filler text, and then
+improves the model by RL. Problems have one or two steps with small numbers, so that a model learns them within minutes.
+A vocabulary of 33,000 entries needs thousands of different words, so the filler text has names, places, goods and
+brands composed of the parts in `words.json`. All text is made from a seed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FIRST, FAMILY, TOWNS, GOODS, BRANDS = map(_joined, ("first", "family", "towns", 
 
 
 def common(words: Sequence[str], rng: random.Random) -> str:
-    """Draw a word; early words are more frequent."""
+    """Draw a word. Words early in the list are more frequent."""
     return words[int(len(words) * rng.random() ** 1.5)]
 
 

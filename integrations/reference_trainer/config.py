@@ -14,7 +14,7 @@ class InputError(ValueError):
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The options of one run. The defaults are those of the demo; `train_config` knows those of a checkpoint.
+    """The options of one run. The defaults here are for the demo. `train_config` has the defaults for a checkpoint.
 
     Sizes count sequences or tokens. Clip bounds are distances of the sequence ratio from 1.
     """
@@ -27,7 +27,7 @@ class TrainConfig:
     steps: int = 200  # rollouts
     prompts_per_step: int = 32
     group_size: int = 8  # answers per prompt
-    updates_per_rollout: int = 4  # with 1 the ratio is always 1 and nothing is ever clipped
+    updates_per_rollout: int = 4  # with one update the ratio is always 1 and nothing is clipped
     micro_batch_size: int = 0  # sequences per forward and backward; 0: all sequences of an update
     learning_rate: float = 5e-4
     weight_decay: float = 0.0
@@ -37,7 +37,7 @@ class TrainConfig:
     gradient_budget: float = 0.0  # share of the gradient's L1 mass that the backward may drop; 0: exact
     temperature: float = 1.0
     max_new_tokens: int = 7
-    eval_every: int = 25  # steps; also at step 0 and at the end
+    eval_every: int = 25  # steps between evaluations; step 0 and the last step are always evaluated
     eval_prompts: int = 128  # held out, never trained on
     warn_after: int = 10  # consecutive steps in which no group has different rewards
     device: str = "auto"
@@ -125,8 +125,8 @@ def train_config(**options: Any) -> TrainConfig:
     """Make a TrainConfig from `options`. Missing options take the defaults of a checkpoint or of the demo.
 
     The defaults of a checkpoint apply if `model` or `data` is set. An option of None counts as missing. The demo
-    replaces its earlier run. It uses one CPU thread: its model is too small to gain from more, and on a busy machine
-    threads wait for each other.
+    overwrites the files of its earlier run. The demo uses one CPU thread: its model is too small to gain from several
+    threads, and on a busy machine threads wait for each other.
 
     Raises:
         InputError: the value of an option cannot be used, or options contradict each other.

@@ -65,22 +65,22 @@ class Policy:
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the hidden states, and the routers' load-balancing loss [] over all unmasked tokens.
 
-        The load-balancing loss is not yet multiplied by `router_loss_weight`. It is None if it is not counted.
+        The load-balancing loss is not yet multiplied by `router_loss_weight`. It is None unless `counts_router_loss`.
         """
         # Positions count unmasked tokens, so that left padding does not shift a prompt.
         positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # [B, width]
         inputs = dict(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
         if not self.counts_router_loss:
             return self.model.base_model(**inputs).last_hidden_state[:, first - 1 : -1], None
-        # The load-balancing loss is computed outside the base model, so run the full forward and return the hidden
-        # states at its head.
+        # The full model computes the load-balancing loss, its base model does not. So run the full forward, and take
+        # the hidden states at the head.
         inputs["output_router_logits"] = True
         hidden, output = self.model(**inputs, with_head=lambda hidden, head, **options: hidden)
         return hidden[:, first - 1 : -1], output.aux_loss
 
     @property
     def router_note(self) -> str:
-        """A line that tells whether a mixture of experts counts its routers' loss; "" for other models."""
+        """A line that says whether the routers' loss of a mixture of experts is counted; "" for other models."""
         if self.counts_router_loss:
             return f"router auxiliary loss: counted, times router_aux_loss_coef={self.router_loss_weight:g}"
         if hasattr(decoder_config(self.model), "output_router_logits"):
@@ -98,7 +98,7 @@ class Policy:
 
 
 def make_policy(model: Any, tokenizer: Any) -> Policy:
-    """Check that a model and a tokenizer can be trained, and prepare them for it.
+    """Check a model and a tokenizer, and prepare them for training.
 
     Raises:
         InputError: the tokenizer has no end-of-sequence token, no parameter is trainable, or `fuse_head` does not
@@ -110,12 +110,12 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
         raise InputError("--model: no parameter is trainable (merge a PEFT adapter into its model first)")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so any id works
-    # No dropout, not even in training: with dropout, the ratio of a policy to itself would differ from 1.
+    # Train without dropout: with dropout, the ratio of a policy to itself would differ from 1.
     model.eval()
     checkpoint_config = model.generation_config
     ends = checkpoint_config.eos_token_id if checkpoint_config.eos_token_id is not None else []
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    # With the checkpoint's top_k, penalties and so on, sampling would use another distribution than the loss.
+    # Drop the checkpoint's top_k, penalties and so on, so that sampling uses the same distribution as the loss.
     model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id)
     router_loss_weight = get_router_loss_weight(model)
     try:
@@ -128,14 +128,14 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
 
 
 def decoder_config(model: Any) -> Any:
-    """Return the configuration of the language model, even if it is part of a larger model."""
+    """Return the configuration of the language model, which may be part of a larger model."""
     return model.config.get_text_config(decoder=True)
 
 
 def get_router_loss_weight(model: Any) -> float:
     """Return the factor of the routers' loss, or 0 for a model without routers. TRL 1.16 has the same rule.
 
-    A model can return its router logits if its configuration has `output_router_logits`, even if its value is False.
+    A model has routers if its configuration has the entry `output_router_logits`, True or False.
     """
     config = decoder_config(model)
     return float(getattr(config, "router_aux_loss_coef", 0)) if hasattr(config, "output_router_logits") else 0.0
@@ -145,8 +145,8 @@ def check_head(policy: Policy, backend: str) -> None:
     """Compare log-probs computed from hidden states with those of the model's own logits.
 
     Raises:
-        InputError: they differ by more than 1e-2 nats, so training would use wrong numbers; the loss does not support
-            the model, device and backend; or the routers' loss is counted, but the model does not return it.
+        InputError: the log-probs differ by more than 1e-2 nats, so training would use wrong numbers; the loss does not
+            support the model, device and backend; or the routers' loss is counted, but the model does not return it.
     """
     vocab_size = decoder_config(policy.model).vocab_size
     ids = torch.arange(8, device=policy.model.device)[None] % vocab_size  # [1, 8]
@@ -175,7 +175,7 @@ def check_head(policy: Policy, backend: str) -> None:
 
 
 def check_room(policy: Policy, prompts: Iterable[str], max_new_tokens: int) -> None:
-    """Raise an InputError if the longest prompt and an answer together exceed the model's positions."""
+    """Raise an InputError if the longest prompt and an answer of `max_new_tokens` exceed the model's positions."""
     positions = getattr(decoder_config(policy.model), "max_position_embeddings", None)
     longest = max(len(ids) for ids in policy.tokenizer(list(prompts))["input_ids"])
     if positions is not None and longest + max_new_tokens > positions:

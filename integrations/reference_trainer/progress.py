@@ -10,7 +10,7 @@ from .report import Row, lacks_signal, likely_cause
 
 
 class TrainingProgress:
-    """The printed progress. A bar shows the latest reward, clip fraction and held-out reward of a seed."""
+    """The printed progress of a run. Each bar shows one seed's latest reward, clip fraction and held-out reward."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
@@ -40,11 +40,11 @@ class TrainingProgress:
         self._progress.stop()
 
     def say(self, line: str, style: str | None = None) -> None:
-        """Print a line immediately, above the bar if there is one."""
+        """Print a line immediately. If there is a bar, print above it."""
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def start(self, seed: int, row: Row) -> None:
-        """Show that a seed begins. `row` is its row 0 of metrics.jsonl."""
+        """Show that a seed begins. `row` has the seed's metrics of step 0."""
         self._seed, self._held_out = seed, row["eval_reward"]
         self._since_evaluation, self._without_signal, self._warned = [], [], False
         self._bar = self._progress.add_task("", total=self._config.steps, seed=seed, numbers=self._numbers(0, 0))
@@ -52,7 +52,7 @@ class TrainingProgress:
             self.say(self._evaluation(row))
 
     def advance(self, row: Row) -> None:
-        """Show that a step is done. `row` is its row of metrics.jsonl."""
+        """Show that a step is done. `row` has the metrics of the step."""
         assert self._bar is not None
         self._held_out = row.get("eval_reward", self._held_out)
         numbers = self._numbers(row["reward"], row["clip_fraction"])

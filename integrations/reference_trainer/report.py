@@ -29,12 +29,12 @@ Row = dict[str, Any]  # one line of metrics.jsonl
 
 
 def lacks_signal(row: Row) -> bool:
-    """Return whether every advantage of a step was 0, because no group had answers with different rewards."""
+    """Return whether all answers to each prompt had the same reward in a step, so that every advantage was 0."""
     return row["groups_without_signal"] == 1
 
 
 def likely_cause(rows: list[Row]) -> str:
-    """Explain why all answers to each prompt had the same reward in these steps."""
+    """Return the likely cause of the same reward for all answers to each prompt in these steps."""
     rewards = {row["reward"] for row in rows}
     if rewards == {0.0}:
         return (
@@ -62,7 +62,7 @@ class SeedResult:
 
     @classmethod
     def from_rows(cls, seed: int, rows: list[Row], seconds: float) -> SeedResult:
-        """Summarise one seed's rows of metrics.jsonl, starting with row 0."""
+        """Summarise the metrics of one seed. `rows` has one entry per step, from step 0 on."""
         steps = rows[1:]
         first_half = steps[: (len(steps) + 1) // 2]
         clip_fraction = sum(row["clip_fraction"] for row in first_half) / len(first_half)
@@ -111,12 +111,12 @@ class RunReport:
 
 
 class RunFolder:
-    """The folder of a run. Each row is flushed, so a run that is stopped keeps its metrics."""
+    """The folder of a run. Each step's metrics are flushed, so a run that is stopped keeps its metrics."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = config.folder
         self.metrics = self.path / "metrics.jsonl"
-        self.latest_seed: int | None = None  # the seed of the last row written
+        self.latest_seed: int | None = None  # the seed whose metrics were written last
         self._file: IO[str] | None = None
         if not config.overwrite and self.path.is_dir() and any(self.path.iterdir()):
             raise InputError(
@@ -132,14 +132,14 @@ class RunFolder:
             self._file.close()
 
     def write(self, seed: int, row: Row) -> None:
-        """Append the metrics of one step of one seed. Missing metrics, as in row 0, are null."""
+        """Append the metrics of one step of one seed. Missing metrics are null, as most are at step 0."""
         file = self._file = self._file or self._open()
         file.write(json.dumps({"seed": seed, "step": row["step"], **dict.fromkeys(STEP_KEYS), **row}) + "\n")
         file.flush()
         self.latest_seed = seed
 
     def save_model(self, policy: Policy, seed: int) -> Path:
-        """Write the model of a seed and return its folder. The folder appears only when it is complete."""
+        """Write the model of a seed and return the model's folder. The folder appears only when it is complete."""
         folder = self.path / f"model-seed{seed}"
         partial = folder.with_name(f"{folder.name}.partial")
         try:
@@ -153,11 +153,11 @@ class RunFolder:
     def _open(self) -> IO[str]:
         """Make the folder, remove an earlier run, and open metrics.jsonl.
 
-        `write` calls this for the first row, so a run that cannot start does not remove the earlier one.
+        Called by the first `write`, so a run that cannot start does not remove the earlier run.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # A plot or a model of the earlier run would not belong to the new metrics.
+            # Remove the plot and the models of the earlier run, because they do not belong to the new metrics.
             (self.path / "curves.png").unlink(missing_ok=True)
             for model in self.path.glob("model-seed*"):
                 shutil.rmtree(model)
@@ -177,7 +177,7 @@ class RunFolder:
 
 
 def read_rows(metrics: Path) -> list[Row]:
-    """Read the rows of a metrics.jsonl."""
+    """Read a metrics.jsonl, one entry per line."""
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 

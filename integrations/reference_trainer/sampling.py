@@ -27,11 +27,11 @@ class Rollout:
 
     @property
     def answer_mask(self) -> Tensor:
-        """True up to and including an answer's first end-of-sequence token, [B, T] bool."""
+        """The tokens of each answer up to and including its first end-of-sequence token, [B, T] bool."""
         return self.attention_mask[:, self.prompt_width :].bool()
 
     def select(self, start: int, stop: int) -> Rollout:
-        """Return answers start to stop - 1, with the same padded width."""
+        """Return the answers `start` to `stop` - 1, with the same padded width."""
         return Rollout(
             self.input_ids[start:stop],
             self.attention_mask[start:stop],
@@ -61,7 +61,7 @@ def sample(
     else:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     if policy.counts_router_loss:
-        # The routers' loss needs all positions, but a cached generation step has only one.
+        # The routers' loss needs all positions, but a generation step with a cache sees only one position.
         sampling["output_router_logits"] = False
     input_ids = policy.model.generate(prompt_ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, **sampling)
     answers = input_ids[:, prompt_ids.shape[1] :]  # [B, T]

@@ -14,8 +14,8 @@ class StopSignals:
     """A context in which SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143).
 
     If a signal arrives during a step of the watched optimizer, the exception is raised after the step. Handlers are
-    installed in the main thread only, and they replace only Python's default handlers: signals that the caller handles,
-    or that this process ignores, do not change. The previous handlers are restored at the end.
+    installed in the main thread only. They replace only Python's default handlers, so signals that the caller handles
+    or that this process ignores keep their effect. The previous handlers are restored at the end.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class StopSignals:
 
     def _step_ends(self, *_: object) -> None:
         self._stepping = False
-        self._stop()  # also if an exception was lost before, for example in a finalizer
+        self._stop()  # raises again if the first exception was lost, for example in a finalizer
 
     def _stop(self) -> None:
         if self._received == signal.SIGINT:

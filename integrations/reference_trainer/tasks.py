@@ -1,7 +1,7 @@
 """Tasks: prompts with known answers, and a reward that a program can compute.
 
-A random model can learn the `sorting_task` from rewards alone. `jsonl_task` reads the user's own file. Training and
-held-out prompts never overlap: a Task with a shared prompt raises a ValueError.
+A model with random weights can learn the `sorting_task` from rewards alone. `jsonl_task` reads the user's own file. A
+Task raises a ValueError if a prompt is both trained on and held out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPLIT_SEED = 0  # fixed, so that runs with different seeds are evaluated on the 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and the answer with the full reward."""
+    """A prompt and the answer that gets the full reward."""
 
     prompt: str
     answer: str
@@ -30,7 +30,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """Training and held-out examples, and a reward function of (completion, answer) with values from 0 to 1."""
+    """Training and held-out examples, and a reward function: reward(completion, answer) is from 0 to 1."""
 
     train: Sequence[Example]
     held_out: Sequence[Example]
@@ -51,16 +51,16 @@ def sorting_task(held_out: int) -> Task:
     examples: list[Example] = []
     for length in (3, 4, 5):
         words = ["".join(letters) for letters in itertools.product(LETTERS, repeat=length)]
-        # Take equally many words of each length. Otherwise nearly all would have the greatest length.
+        # Take equally many words of each length. Otherwise nearly all words would have the greatest length.
         words = generator.sample(words, len(LETTERS) ** 3)
         examples += [Example(f"sort {word}:", "".join(sorted(word))) for word in words]
     return Task(*split(examples, held_out), letters_in_place)
 
 
 def letters_in_place(completion: str, answer: str) -> float:
-    """Return the share of correct letters: their number over the length of the longer of completion and answer.
+    """Return the number of letters in the right place, divided by the longer length of completion and answer.
 
-    A long completion costs as much as a short one, so the model must learn to stop.
+    Surplus letters cost as much as missing letters, so the model must learn to stop.
     """
     correct = sum(letter == expected for letter, expected in zip(completion, answer, strict=False))
     return correct / max(len(completion), len(answer))
@@ -73,7 +73,7 @@ def jsonl_task(path: Path, held_out: int) -> Task:
     kept for evaluation. The reward is `answer_found`.
 
     Raises:
-        InputError: the file or a line cannot be used. The message names both.
+        InputError: the file or a line cannot be used. The message names the file, and the line if it is at fault.
     """
     by_prompt: dict[str, Example] = {}
     for number, line in read_lines(path):
@@ -88,7 +88,7 @@ def jsonl_task(path: Path, held_out: int) -> Task:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank, with line numbers from 1. Raise an InputError if there are none."""
+    """Yield the non-blank lines with their line numbers, from 1. Raise an InputError if there are none."""
     if not path.is_file():
         raise InputError(f"--data {path}: expected a jsonl file, got {'a folder' if path.is_dir() else 'no file'}")
     try:

@@ -1,8 +1,8 @@
 """The training loop: sample groups of answers, reward them, compute old log-probs, update four times, evaluate.
 
-Old log-probs are those of the policy that sampled, so they are computed before the first update. They use the same
-micro-batches and the same padding as the updates. The first update of a rollout then has a ratio of exactly 1, and
-later ratios measure only the updates, not rounding that depends on the batch shape.
+Old log-probs belong to the policy that sampled, so they are computed before the first update. They are computed with
+the same micro-batches and the same padding as the updates. So the first update of a rollout has a ratio of exactly 1,
+and later ratios measure only the updates, not rounding that depends on the batch shape.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The b answers of one forward and backward."""
+    """The b answers that one forward and one backward process."""
 
     rollout: Rollout
     advantages: Tensor  # [b]
@@ -132,7 +132,7 @@ def train_seed(
     progress: TrainingProgress,
     stop: StopSignals,
 ) -> SeedResult:
-    """Train one seed. Write one row of metrics per step. Row 0 has the held-out reward before training."""
+    """Train one seed. Write the metrics of each step. Step 0 has the held-out reward before training."""
     started = time.perf_counter()
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     stop.watch(optimizer)
@@ -153,7 +153,7 @@ def train_seed(
 def train_step(
     config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, task: Task, examples: list[Example]
 ) -> dict[str, float]:
-    """Sample one rollout and train on it. Return its metrics; those of the loss are means over the updates."""
+    """Sample one rollout and train on it. Return the step's metrics. Metrics of the loss are means over the updates."""
     started = time.perf_counter()
     rollout, reward_list = collect(config, policy, task, examples, config.group_size, config.temperature)
     rewards = torch.tensor(reward_list, device=rollout.input_ids.device)  # [B]
@@ -174,7 +174,7 @@ def train_step(
 
 
 def share_of_equal_groups(rewards: Tensor, group_size: int) -> float:
-    """Return the share of groups whose rewards are all equal, so that their advantages are 0."""
+    """Return the share of groups whose rewards are all equal and whose advantages are therefore 0."""
     groups = rewards.view(-1, group_size)  # [prompts, group_size]
     return (groups == groups[:, :1]).all(1).float().mean().item()
 

@@ -1,4 +1,4 @@
-"""`policy_loss` with the signatures of five other trainers' loss functions. These trainers pass log-probs.
+"""`policy_loss` with the signatures of the loss functions of five trainers that compute the log-probs themselves.
 
     prime-rl   [trainer.loss] type = "custom", import_path = "gspo_kernels.integrations.seams.prime_rl"
     slime      --loss-type custom_loss --custom-loss-function-path gspo_kernels.integrations.seams.slime
@@ -6,11 +6,13 @@
     ms-swift   _compute_loss_and_metrics = ms_swift, in a subclass of its GRPOTrainer
     OpenRLHF   openrlhf.models.PolicyLoss = OpenRLHFPolicyLoss, in every worker
 
-docs/integrations.md has the complete lines, and the versions whose sources were read. This package imports no trainer.
+docs/integrations.md has the complete lines, and the versions of the trainers that these functions were written for.
+This package imports no trainer.
 
-The argument `objective` defaults to GSPO as in its paper. To change it, use `functools.partial`, or `partialmethod` in
-a class. The trainer's own settings of the loss must agree with it, otherwise a ValueError names the setting and its
-value. Except for prime-rl, Objective.aggregation must be "seq-mean-token-mean": every answer has the same weight.
+The argument `objective` defaults to the settings of GSPO's paper. To change `objective`, use `functools.partial`, or
+`partialmethod` in a class. If one of the trainer's own settings contradicts `objective`, a ValueError names the setting
+and its value. Except for prime-rl, Objective.aggregation must be "seq-mean-token-mean": every answer has the same
+weight.
 """
 
 from .losses import OpenRLHFPolicyLoss, PrimeRLInputs, PrimeRLOutputs, prime_rl, skyrl

@@ -24,7 +24,7 @@ def check_settings(seam: str, objective: Objective, settings: Mapping[str, tuple
         settings: the name of each setting as the user writes it, its value, and the value that `objective` requires.
 
     Raises:
-        ValueError: a setting does not agree. The message names the first one.
+        ValueError: a setting does not agree. The message names the first such setting.
     """
     aggregation = {"objective.aggregation": (objective.aggregation, "seq-mean-token-mean")}
     for name, (value, expected) in {**settings, **aggregation}.items():
@@ -46,10 +46,10 @@ def offsets(lengths: Sequence[int], like: Tensor) -> Tensor:
 
 
 def logged_metrics(out: LossOutput, **trainer_names: str) -> dict[str, Tensor]:
-    """Return all metrics as "gspo/<name>" in the loss's dtype, and some of them also under the trainer's names.
+    """Return all metrics as "gspo/<name>" in the loss's dtype, and those of `trainer_names` under a second name.
 
     Args:
-        trainer_names: the trainer's name of a metric = its name in `out.metrics`. Metrics that are absent are left out.
+        trainer_names: the trainer's name for a metric = the name in `out.metrics`. Names absent there are left out.
     """
     metrics = {name: x.to(out.loss.dtype) for name, x in out.metrics.items()}
     renamed = {trainer_name: metrics[name] for trainer_name, name in trainer_names.items() if name in metrics}

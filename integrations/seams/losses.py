@@ -1,4 +1,4 @@
-"""Policy losses for prime-rl, SkyRL and OpenRLHF, which call them with their log-probs."""
+"""Policy losses for prime-rl, SkyRL and OpenRLHF, which pass their log-probs as arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PrimeRLInputs(Protocol):
 
 
 class PrimeRLOutputs(NamedTuple):
-    """The fields of prime-rl's LossOutputs that prime-rl reads. Each tensor is []."""
+    """The fields of LossOutputs that prime-rl reads. Each tensor is []."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -36,15 +36,16 @@ class PrimeRLOutputs(NamedTuple):
 def prime_rl(inputs: PrimeRLInputs, preset: str = "gspo", mean_length: float = 1.0, **changes: Any) -> PrimeRLOutputs:
     """Compute the GSPO loss of one sequence, as prime-rl's custom loss.
 
-    The ratio is against the engine's log-probs (GSPO's paper, section 5.4). prime-rl divides the sum over sequences by
-    the number of tokens of the step (or by the sum of loss_weights), where GSPO divides by the number of sequences.
-    Sequences still have equal weight, but the gradient is GSPO's divided by the mean length of the step.
+    The old log-probs are those of the sampling engine (GSPO's paper, section 5.4). prime-rl divides the sum over
+    sequences by the number of tokens of the step (or by the sum of loss_weights). GSPO divides by the number of
+    sequences. So sequences have equal weight, but the gradient is GSPO's gradient divided by the step's mean length.
 
     Args:
         inputs: loss_weights multiply the policy term. kl_coef > 0 requires ref_logprobs.
-        preset: a name of `Objective.preset`. `changes` are its fields. Both are keys of [trainer.loss.kwargs].
-        mean_length: a factor of the loss. Set it to the mean length that you expect, in tokens: gradients then have
-            GSPO's size, on which gradient clipping depends. Leave it at 1 for an aggregation that sums tokens, where
+        preset, changes: a name of `Objective.preset`, and the fields that differ from the preset. Set them in
+            [trainer.loss.kwargs].
+        mean_length: a factor of the loss. Set it to the mean length that you expect, in tokens, so that gradients have
+            GSPO's size and gradient clipping acts as with GSPO. Leave it at 1 for an aggregation that sums tokens:
             prime-rl's division turns the sum into a mean.
     """
     Field("prime_rl").number("mean_length", mean_length, "a number of tokens > 0", positive)
@@ -76,12 +77,12 @@ def skyrl(
     """Compute the GSPO loss of a micro-batch, as SkyRL's policy loss.
 
     The loss is a sum, because SkyRL has already divided the advantages. SkyRL adds the KL term and the entropy bonus.
-    SkyRL's own GSPO is the token form, ratio="sequence-token". Both forms are equal if all tokens of an answer have the
-    same advantage and the same weight.
+    SkyRL's own GSPO is the token form, ratio="sequence-token". The default here is the sequence form. The two are equal
+    if all tokens of an answer have the same advantage and the same weight.
 
     Args:
         log_probs, old_log_probs, rollout_logprobs, loss_mask: [B, T], fp32.
-        advantages: [B, T], divided by (sequences of the mini-batch * unmasked tokens of the row), as SkyRL does with
+        advantages: [B, T], divided by (sequences of the mini-batch * unmasked tokens of the answer), as SkyRL does with
             loss_reduction="sequence_mean".
         config: SkyRL's AlgorithmConfig.
 
@@ -121,9 +122,9 @@ def skyrl(
 class OpenRLHFPolicyLoss(nn.Module):
     """A replacement of OpenRLHF's PolicyLoss for --actor.policy_loss_type gspo, with the same arguments and results.
 
-    OpenRLHF adds the KL term and the entropy bonus. As in its own GSPO, an is_correction_level selects vLLM's log-probs
-    as the old ones, and token_level_loss, is_correction_mode, is_correction_gating and is_correction_threshold are
-    ignored. With Objective(rollout_correction=...), vLLM's log-probs are used for that correction instead.
+    OpenRLHF adds the KL term and the entropy bonus. As in OpenRLHF's own GSPO, token_level_loss, is_correction_mode,
+    is_correction_gating and is_correction_threshold are ignored, and any is_correction_level but "off" makes vLLM's
+    log-probs the old log-probs. With Objective(rollout_correction=...), vLLM's log-probs serve only that correction.
 
     Raises:
         ValueError: a setting of OpenRLHF disagrees with `objective`.
@@ -172,7 +173,7 @@ class OpenRLHFPolicyLoss(nn.Module):
         mean over answers.
 
         Raises:
-            ValueError: an is_correction_level is set, but rollout_log_probs are missing.
+            ValueError: is_correction_level is not "off", but rollout_log_probs are missing.
         """
         old = rollout_log_probs if self.old_from_engine else old_log_probs
         if old is None:

@@ -1,4 +1,4 @@
-"""Losses that ask the trainer for log-probs: slime's custom loss, and methods of ms-swift's GRPOTrainer."""
+"""Losses that call the trainer's code for log-probs: slime's custom loss, and methods of ms-swift's GRPOTrainer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def slime(
     Args:
         args, batch: slime's arguments. Each list in batch has one tensor [R] per sample, R response tokens.
         logits: [1, T, V / tensor-parallel size], fp32.
-        sum_of_sample_mean: slime's function of one value per response token, [sum of R].
+        sum_of_sample_mean: slime's function that takes one value per response token, [sum of R], and returns the sum
+            of the samples' means, [].
 
     Returns:
         The loss [], and tensors [] for slime's log: means over tokens times the number of samples.
@@ -94,7 +95,7 @@ def _slime_settings(args: Any, objective: Objective) -> dict[str, tuple[Any, Any
 
 def _slime_log_probs(args: Any, batch: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return slime's log-probs and entropies of the response tokens, [sum of R] each."""
-    slime_loss = sys.modules["slime.backends.megatron_utils.loss"]  # already imported, as it calls this loss
+    slime_loss = sys.modules["slime.backends.megatron_utils.loss"]  # the caller of this loss, so it is imported
     inputs = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
     inputs |= slime_loss.get_rollout_top_p_logprob_kwargs(args, batch)
     _, per_sample = slime_loss.get_log_probs_and_entropy(logits, args=args, with_entropy=True, **inputs)
@@ -106,7 +107,8 @@ def ms_swift(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute the GSPO loss, as the method `_compute_loss_and_metrics` of ms-swift's GRPOTrainer.
 
-    The loss is a mean over all rows, including entirely masked rows, as in ms-swift. The KL term is the objective's.
+    As in ms-swift, the loss is a mean over all answers, including entirely masked answers. The KL term is the
+    objective's.
 
     Args:
         trainer: the GRPOTrainer, which is `self` if this function is a method of its class.
@@ -188,7 +190,7 @@ def ms_swift_log_probs(
     ms-swift calls this method for old, reference and new log-probs.
 
     Args:
-        model: a transformers model, plain or wrapped by PEFT or DDP. `fuse_head` is called on it and may raise.
+        model: a transformers model, plain or wrapped by PEFT or DDP. Errors are those of `fuse_head`.
         input_ids: [B, L], or [1, total] without padding.
 
     Returns:

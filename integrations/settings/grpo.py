@@ -43,11 +43,11 @@ _MODES = {f"{level}_{mode}": (level, mode) for level in ("token", "sequence") fo
 def from_trl(config: Any) -> Reading:
     """Read the `GRPOConfig` of TRL 0.29 to 1.16, or the `GMPOConfig` of `trl.experimental.gmpo`.
 
-    Settings are interpreted like the installed release of TRL does.
+    The settings mean what they mean in the installed release of TRL.
 
     Raises:
         TypeError: `config` is not a dataclass instance.
-        ValueError: no Objective can express a field, or this reader does not know it. The message names the field.
+        ValueError: no Objective can express a field, or this reader does not know the field. The message names it.
     """
     if not is_dataclass(config):
         Field("from_trl").fail("config", "a GRPOConfig", config, TypeError)
@@ -95,7 +95,7 @@ def from_trl(config: Any) -> Reading:
 def _weights(keys: Keys, loss: _Loss, fields: dict[str, Any]) -> tuple[Step, ...]:
     """Add the entropy bonus and the sampler correction to `fields`. Return the steps of the off-policy mask.
 
-    TRL's GMPO trainer has none of the three.
+    TRL's GMPO trainer has no entropy bonus, no sampler correction and no off-policy mask.
     """
     keys.must("use_adaptive_entropy", False, why="the entropy coefficient of an Objective is constant")
     fields["entropy_coef"] = keys.number("entropy_coef")
@@ -124,14 +124,15 @@ def from_ms_swift(arguments: Any) -> Reading:
 
     Raises:
         TypeError: `arguments` has another type.
-        ValueError: no Objective can express an argument, or this reader does not know it. The message names it.
+        ValueError: no Objective can express an argument, or this reader does not know the argument. The message names
+            it.
     """
     if isinstance(arguments, str):
         arguments = shlex.split(arguments)
     if isinstance(arguments, Sequence):
         arguments = {"rlhf_type": "dpo", **from_flags(Field("from_ms_swift"), arguments)}  # ms-swift's default
     other_names = tables.SWIFT_OTHERS | tables.training_arguments()
-    if is_dataclass(arguments):  # it inherits all of TRL's fields, but ms-swift reads only those in SWIFT
+    if is_dataclass(arguments):  # the class inherits all of TRL's fields, but ms-swift reads only those in SWIFT
         other_names = other_names | tables.TRL.keys() | tables.TRL_OTHERS
     keys = Keys("from_ms_swift", arguments, tables.SWIFT, other_names)
     keys.must("rlhf_type", "grpo", why="GSPO is a setting of its GRPO trainer; ms-swift's default is dpo")
@@ -157,7 +158,7 @@ def from_ms_swift(arguments: Any) -> Reading:
     if keys.flag("use_vllm", False) and keys.get("rollout_importance_sampling_mode") is not None:
         if fields.get("kl_coef"):
             keys.refuse("rollout_importance_sampling_mode", "None with a KL term, as ms-swift weights that too")
-        # Not sequence_mask: in the answers that it keeps, ms-swift weights each token separately.
+        # sequence_mask is not supported: ms-swift weights each token of the kept answers separately.
         modes = {n: m for n, m in _MODES.items() if m[0] == "token"} | {"sequence_truncate": ("geometric", "truncate")}
         level, mode = keys.choice("rollout_importance_sampling_mode", modes)
         high = keys.number("rollout_importance_sampling_threshold", POSITIVE)
@@ -173,7 +174,7 @@ def from_ms_swift(arguments: Any) -> Reading:
 
 
 def _swift_advantages(keys: Keys) -> tuple[str, list[Step]]:
-    """Return the name of the advantage estimator and its steps."""
+    """Return the name of the advantage estimator, and the steps that compute the advantages."""
     default_scales = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
     estimator = keys.choice("advantage_estimator", {name: name for name in default_scales})
     scale = keys.choice("scale_rewards", {**_SCALES, None: default_scales[estimator]})
@@ -188,10 +189,10 @@ def _swift_advantages(keys: Keys) -> tuple[str, list[Step]]:
 
 
 def _policy(keys: Keys, loss: _Loss, positive: str, negative: str) -> dict[str, Any]:
-    """Return the Objective's fields of the policy term.
+    """Return the fields of the Objective that set the policy term.
 
     Args:
-        positive, negative: the names of the settings of SAPO's temperatures.
+        positive, negative: the names of the two settings with SAPO's temperatures.
     """
     fields: dict[str, Any] = {"surrogate": loss.surrogate, "aggregation": loss.aggregation}
     if loss.surrogate != "gmpo":

@@ -1,7 +1,7 @@
 """`Keys` gives a reader access to settings by name. `Reading` is the result of a reader.
 
-`Keys` records which settings were read. So each setting ends in exactly one place: a field of the `Reading`, its
-`ignored`, its `not_the_loss`, or an error.
+`Keys` records which settings were read. So each setting ends in exactly one place: in a field of the `Reading` that
+describes the loss, in `Reading.ignored`, in `Reading.not_the_loss`, or in an error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Step(NamedTuple):
     """One call in the computation of advantages or token weights.
 
     call: the name of a function of `gspo_kernels.advantages` or `gspo_kernels.sampler_mismatch`; "clamp" for
-        torch.clamp; or "subtract_kl": subtract kl_coef times the KL of an answer from its reward. This KL is the sum of
-        kl_estimator over the answer's tokens, old against reference log-probs.
+        torch.clamp; or "subtract_kl": subtract kl_coef times the KL of an answer from the answer's reward. This KL is
+        kl_estimator of the old against the reference log-probs, summed over the answer's tokens.
     options: the keyword arguments. For a tensor argument, a string describes which tensor to pass.
     """
 
@@ -52,7 +52,7 @@ class Normalizer(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """The loss that a trainer's settings describe. A setting that changes the loss is in a field, or the reader raised.
+    """The loss that a trainer's settings describe. Every setting that changes the loss is in one of the fields.
 
     objective: the loss.
     normalizer: the divisor of the loss.
@@ -60,14 +60,14 @@ class Reading:
     temperature: the divisor of the logits in the loss, which may differ from the sampling temperature. None: the
         settings do not contain it.
     advantages: the calls that turn rewards into advantages, in order. None: the settings do not contain them.
-    token_weights: calls whose results, multiplied, are the argument `token_weights`.
+    token_weights: calls. The product of their results is the argument `token_weights`.
     old_log_probs: "trainer" (the trainer computes them with the policy before the first update of a rollout), "rollout"
         (the sampling engine's) or "current" (log_probs.detach()).
     beside: other settings that act on the loss, with the trainer's names and values. They mask tokens, weight answers
-        or rewards, update the reference model (by default the policy before training) or add a loss term. The caller
-        must apply them.
-    ignored: settings of the loss that differ from their defaults, but that the trainer does not read in combination
-        with the others. A UserWarning names them too.
+        or rewards, update the reference model (which otherwise is the policy before training) or add a loss term. The
+        caller must apply them.
+    ignored: settings of the loss that differ from their defaults, but that the trainer does not read because of other
+        settings. A UserWarning also names them.
     not_the_loss: the names of all other settings. The loss does not depend on them.
     """
 
@@ -90,12 +90,12 @@ class Keys:
         reader: the name of the reader, for messages.
         settings: a mapping or a dataclass instance.
         loss_defaults: all settings that can change the loss, with their defaults.
-        other_names: all settings that cannot change the loss. (A reader may still read one.)
+        other_names: all settings that cannot change the loss. (A reader may still read such a setting.)
         sections: names of nested settings. A setting inside is called "section.name".
         additional: additional settings, such as a section from another place.
 
     Raises:
-        ValueError: neither table contains a setting. The message names all such settings with the most similar names.
+        ValueError: a setting is in neither table. The message names all such settings and the most similar known names.
         TypeError: `settings` is neither a mapping nor a dataclass instance.
     """
 
@@ -149,7 +149,7 @@ class Keys:
         return self._values.get(name, self._loss_defaults.get(name, default))
 
     def number(self, name: str, rule: Rule = ANY, default: float | None = None) -> float:
-        """Return a number, parsing a string if necessary. Refuse other values and numbers that break the rule."""
+        """Return a number, parsing a string if necessary. Refuse anything else, and numbers that break the rule."""
         value = self.get(name, default)
         return self.check.number(name, as_number(value), *rule)
 
@@ -184,7 +184,7 @@ class Keys:
         self.check.fail(name, expected, self.get(name))
 
     def beside(self, *names: str) -> dict[str, Any]:
-        """Return these settings for `Reading.beside`, without those that are empty or have their default value."""
+        """Return those of these settings that belong in `Reading.beside`: not empty and not at their default."""
         values = {name: self.get(name) for name in names}
         return {name: value for name, value in values.items() if value not in (None, [], self._loss_defaults[name])}
 
@@ -192,7 +192,7 @@ class Keys:
         """Make the Reading from an Objective's `fields`, and classify the settings that were not read.
 
         Args:
-            luspo: `fields` describe LUSPO, so the Objective does not warn about weights by length.
+            luspo: whether `fields` describe LUSPO. If so, the Objective does not warn about weights by length.
             extra: the other fields of the Reading.
 
         Raises:
@@ -225,7 +225,7 @@ def as_number(value: Any) -> Any:
 def from_flags(check: Field, arguments: Sequence[Any]) -> dict[str, Any]:
     """Parse flags such as ["--beta", "0", "--use_vllm", "true"] into a dict of settings.
 
-    Numbers and booleans are converted. A flag with several values becomes a list, a flag without a value True.
+    Numbers and booleans are converted. A flag with several values becomes a list. A flag without a value becomes True.
     """
     settings: dict[str, list[Any]] = {}
     values: list[Any] | None = None

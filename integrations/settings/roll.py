@@ -29,7 +29,8 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
 
     Raises:
         TypeError: `settings` has another type.
-        ValueError: no Objective can express a setting, or this reader does not know it. The message names its key.
+        ValueError: no Objective can express a setting, or this reader does not know the setting. The message names its
+            key.
     """
     if isinstance(settings, str | Path):
         if "\n" in str(settings):
@@ -59,7 +60,7 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
     low, high = ("pg_clip_low", "pg_clip_high") if keys.flag("use_pg_clip_range") else ("pg_clip", "pg_clip")
     fields |= {"clip_low": keys.number(low, NOT_NEGATIVE), "clip_high": keys.number(high, NOT_NEGATIVE)}
     if keys.flag("dual_clip_loss"):
-        fields["dual_clip"] = 1 + 2 * keys.number("pg_clip", POSITIVE)  # also with use_pg_clip_range
+        fields["dual_clip"] = 1 + 2 * keys.number("pg_clip", POSITIVE)  # even with use_pg_clip_range
     if keys.flag("use_kl_loss"):
         fields["kl_coef"] = keys.number("kl_loss_coef", NOT_NEGATIVE)
     if keys.flag("train_infer_correction.is_weight.enabled"):
@@ -132,7 +133,7 @@ def _roll_normalisation(keys: Keys) -> Step | None:
 
 
 def _normalised(keys: Keys, mean: Any, deviation: Any) -> Step | None:
-    """Return the step that subtracts a mean and divides by a standard deviation. None if both are off.
+    """Return the step that subtracts a mean and divides by a standard deviation. Return None if both are off.
 
     Args:
         mean, deviation: "group", "batch", "running" or None.

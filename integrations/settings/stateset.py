@@ -11,11 +11,11 @@ from .keys import NOT_NEGATIVE, Keys, Normalizer, Reading, Step
 def from_stateset(config: Any) -> Reading:
     """Read StateSet Agents' `GSPOConfig`, or a mapping of its fields.
 
-    Its loss does not divide logits by a temperature, so `Reading.temperature` is 1.
+    The trainer's loss does not divide logits by a temperature, so `Reading.temperature` is 1.
 
     Raises:
         TypeError: `config` has another type.
-        ValueError: no Objective can express a field, or this reader does not know it. The message names the field.
+        ValueError: no Objective can express a field, or this reader does not know the field. The message names it.
     """
     keys = Keys("from_stateset", config, tables.STATESET, tables.STATESET_OTHERS)
     for name in ("objective", "objective_overrides"):

@@ -4,8 +4,8 @@
     X_OTHERS     the names of all settings that cannot change the loss
     X_SECTIONS   the names of nested settings
 
-Releases: TRL 1.16.0, verl 0.9.1, ROLL of July 2026 with its earlier keys, StateSet Agents 0.69.0, ms-swift 4.6.0. TRL's
-and ms-swift's settings also inherit the settings of transformers (`training_arguments`).
+Releases: TRL 1.16.0, verl 0.9.1, ROLL of July 2026 and the keys of earlier versions, StateSet Agents 0.69.0, ms-swift
+4.6.0. TRL's and ms-swift's settings include those of transformers (`training_arguments`).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ SWIFT: dict[str, Any] = {
     "teacher_model": None, "teacher_model_server": None, "chord_sft_dataset": None, "use_liger_kernel": False,
     "real_tau": 0.5, "fipo_decay_rate": 32.0, "fipo_clip_range": 0.2, "fipo_clip_high_only": True,
     "fipo_safety_threshold": 4.0,
-    # Of its PPO.
+    # Settings of ms-swift's PPO trainer.
     "kl_coef": 0.05, "cliprange": 0.2, "gamma": 1.0, "lam": 0.95, "whiten_rewards": False,
 }  # fmt: skip  # a table
 SWIFT_OTHERS = frozenset(

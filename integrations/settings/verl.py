@@ -34,15 +34,15 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
 
     Args:
         actor: an `ActorConfig`, or `actor_rollout_ref.actor` as an OmegaConf or a dict.
-        algorithm: the section `algorithm` of the same configuration, with the advantages and the rollout correction.
-            With rollout_correction.bypass_mode, verl replaces the loss that `actor` selects, and so does this reader.
+        algorithm: the section `algorithm` of the same configuration. It sets the advantages and the rollout correction.
+            With rollout_correction.bypass_mode, verl replaces the loss that `actor` selects. This reader does the same.
 
     Returns:
-        A Reading without a temperature. verl has it in `actor_rollout_ref.rollout.temperature`.
+        A Reading without a temperature. verl's temperature is in `actor_rollout_ref.rollout.temperature`.
 
     Raises:
         TypeError: an argument is neither a mapping nor a dataclass instance.
-        ValueError: no Objective can express a setting, or this reader does not know it. The message names the setting.
+        ValueError: no Objective can express a setting, or this reader does not know the setting. The message names it.
     """
     # verl's dataclasses are mappings that do not support `in`, so list their keys.
     if isinstance(actor, Mapping) and "actor_rollout_ref" in list(actor):
@@ -70,7 +70,8 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
     if name == "sapo":
         fields |= {f"sapo_temperature_{side}": keys.number(f"tau_{side}", POSITIVE) for side in ("pos", "neg")}
     normalizer, kl_normalizer = _divisors(keys, name, fields)
-    if (bypass and old == "current") or not bypass:  # the ratio of "ppo_clip" already is against the sampler
+    # In bypass mode, the ratio of "ppo_clip" has the sampler's log-probs as old ones and needs no correction.
+    if (bypass and old == "current") or not bypass:
         fields["rollout_correction"] = _correction(keys, correction, name)
     rejected = keys.beside(f"{correction}.rollout_rs")
     return keys.reading(
@@ -84,7 +85,7 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
 
 
 def _divisors(keys: Keys, name: str, fields: dict[str, Any]) -> tuple[Normalizer, Normalizer | None]:
-    """Add aggregation, KL term and entropy bonus to `fields`. Return the normalizers of the policy and the KL term."""
+    """Add aggregation, KL term and entropy bonus to `fields`. Return the normalizers of policy term and KL term."""
     bonus = fields["entropy_coef"] = keys.number("entropy_coeff")
     kl, fixed_aggregation = keys.flag("use_kl_loss"), fields.get("aggregation")
     if kl:
@@ -92,7 +93,7 @@ def _divisors(keys: Keys, name: str, fields: dict[str, Any]) -> tuple[Normalizer
         fields["kl_estimator"] = keys.choice("kl_loss_type", _KL)
     normalizer = Normalizer("rows", "micro-batch") if name == "geo_mean" else _ROWS
     if fixed_aggregation is not None and not kl and not bonus:
-        return normalizer, None  # verl does not read loss_agg_mode
+        return normalizer, None  # for these losses, verl does not read loss_agg_mode
     aggregation = keys.choice("loss_agg_mode", _AGGREGATIONS)
     if aggregation == "seq-mean-token-sum-norm":
         if keys.get("loss_scale_factor") is None:
@@ -111,7 +112,7 @@ def _divisors(keys: Keys, name: str, fields: dict[str, Any]) -> tuple[Normalizer
 
 
 def _correction(keys: Keys, section: str, name: str) -> RolloutCorrection | None:
-    """Return the correction that `rollout_is` of a section sets for the loss `name`. Return None if it is off."""
+    """Return the sampler correction that the section's `rollout_is` sets for the loss `name`, or None if it is off."""
     level = keys.choice(f"{section}.rollout_is", {None: None, "token": "token", "sequence": "sequence"})
     threshold = f"{section}.rollout_is_threshold"
     if level is None or keys.get(threshold) is None:

@@ -1,4 +1,4 @@
-"""Read settings from a YAML file. It is a separate module, so that reading a mapping does not need PyYAML."""
+"""Read settings from a YAML file. Only this module imports PyYAML, so reading a mapping does not need it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gspo_kernels.validation import Field, Unquoted
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file. Raise a ValueError for a duplicate key, of which PyYAML would silently keep the last."""
+    """Read a YAML file. Raise a ValueError for a duplicate key: PyYAML would silently keep its last value."""
     return yaml.load(path.read_text(), _UniqueKeyLoader)
 
 

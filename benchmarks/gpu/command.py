@@ -1,10 +1,11 @@
-"""Time the kernels on the GPU at hand, and rank block shapes.
+"""Time the Triton kernels on this machine's GPU, and rank block shapes by speed.
 
-    python -m gspo_kernels.benchmarks gpu --times             beside a copy, the vendor's products and full logits
+    python -m gspo_kernels.benchmarks gpu --times             time the loss and its kernels; for comparison also a copy,
+                                                              the vendor's matrix products and the loss on full logits
     python -m gspo_kernels.benchmarks gpu --tune --minutes 8  rank block shapes
 
-The JSON file is written anew after every result; a short table comes last. The exit status is 1 if a measurement
-failed. This is a dry run without a GPU, with interpreted kernels:
+The results are saved to a JSON file after each measurement, and printed as a table at the end. The exit status is 1 if
+a measurement failed. Without a GPU, this command makes a dry run with interpreted kernels:
 `TRITON_INTERPRET=1 python -m gspo_kernels.benchmarks gpu --times --tiny --device cpu`.
 """
 
@@ -54,10 +55,10 @@ def main() -> int:
 def parsed() -> argparse.Namespace:
     """Return the command line's options; exit with a line on stderr for bad ones."""
     parser = parser_of("gpu", __doc__)
-    parser.add_argument("--times", action="store_true", help="time passes, kernels and their ceilings")
-    parser.add_argument("--tune", action="store_true", help="rank block shapes")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for --tune altogether (default 8)")
-    parser.add_argument("--widths", type=int, nargs="+", default=[4096, 896], help="H, for --tune (default 4096 896)")
+    parser.add_argument("--times", action="store_true", help="time the loss, its kernels, and comparisons")
+    parser.add_argument("--tune", action="store_true", help="rank the kernels' block shapes by speed")
+    parser.add_argument("--minutes", type=float, default=8.0, help="total minutes of --tune (default 8)")
+    parser.add_argument("--widths", type=int, nargs="+", default=[4096, 896], help="H for --tune (default 4096 896)")
     parser.add_argument("--device", type=device_of, default="cuda", help="cuda, or cpu for a dry run (default cuda)")
     options = parser.parse_args()
     if not (options.times or options.tune):
@@ -68,23 +69,23 @@ def parsed() -> argparse.Namespace:
 
 
 def measured(name: str, measurement: Callable[[], list[Record]]) -> Record:
-    """Return the record of a measurement. If it raises, the record has a fault, and the other measurements follow."""
+    """Run a measurement and return its record. If the measurement raises, the record holds the traceback as `fault`."""
     start = time.monotonic()
     record: Record = {"name": name, "results": [], "fault": ""}
     try:
         record["results"] = measurement()
-    except Exception:  # of any kind: the file gets its message and frames
+    except Exception:  # any error: later measurements still run, and the JSON file holds the traceback
         record["fault"] = traceback.format_exc(limit=-6)
     record["seconds"] = time.monotonic() - start
     print(f"{record['seconds']:6.1f} s  {name}  {record['fault']}", flush=True)
     gc.collect()
     if torch.cuda.is_available() and not record["fault"]:
-        torch.cuda.empty_cache()  # memory outside PyTorch's allocator is needed too
+        torch.cuda.empty_cache()  # the next measurement may need memory outside PyTorch's allocator
     return record
 
 
 def properties_of(device: torch.device) -> Record:
-    """Return what the speed of a GPU depends on."""
+    """Return the GPU's name, properties, driver version, clocks and power limit."""
     if device.type != "cuda":
         return {"name": "cpu, interpreted"}
     properties = torch.cuda.get_device_properties(device)
@@ -97,7 +98,7 @@ def properties_of(device: torch.device) -> Record:
 
 
 def print_table(results: Record) -> None:
-    """Print times, and the ranking of block shapes."""
+    """Print the measured times, and the ten fastest block shapes of each kernel and hidden size."""
     for record in results["times"]:
         print(f"\n{record['name']}: {'FAILED' if record['fault'] else ''}")
         for r in record["results"]:

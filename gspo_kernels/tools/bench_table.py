@@ -14,7 +14,7 @@ from rich.table import Table
 
 Record = dict[str, Any]
 SPREAD, WIDE = "p20 - p80", 110  # columns that need a wide terminal
-COLUMNS = ("", "time\nms", SPREAD, "over\nnaive", SPREAD, "peak\nMiB", "passes", "error", "over\nnaive's")
+COLUMNS = ("", "time\nms", SPREAD, "time /\nnaive's", SPREAD, "peak\nMiB", "passes", "error", "error /\nnaive's")
 REASONS = {
     "absent": "not measured, ",
     "does_not_fit": "",
@@ -23,20 +23,28 @@ REASONS = {
 }
 BUSY = 0.5  # processes per core
 BUSY_MACHINE = (
-    "These cores were in use in the minute before. Other processes slow many small products (fused heads) more than "
-    "few large ones (full logits), in all rounds alike. Measure on free cores, or with OMP_NUM_THREADS=1."
+    "Other processes used these cores in the minute before the measurement. They slow candidates with many small "
+    "matrix products (fused heads) more than candidates with few large products (full logits), in every round. "
+    "Measure on free cores, or with OMP_NUM_THREADS=1."
 )
 EXPLAINED = (
-    "time: loss and both gradients, median of interleaved runs. over naive: median of the ratios to naive GSPO in the "
-    "same round. peak: memory beyond the inputs, in a process of its own. passes: matrix products over 2 N H V; ours "
-    "skips blocks of 128 rows without a gradient, and a part of a block costs as much as the block. error: of the "
-    "worse gradient against float64, norm over norm; then over that of naive PyTorch. naive GRPO is another loss."
+    "time: loss and both gradients, median of interleaved runs. "
+    "time / naive's: time divided by naive GSPO's in the same round; median. "
+    "p20 - p80: 20th and 80th percentile of the column to the left. "
+    "peak: memory beyond the inputs, measured in a separate process. "
+    "passes: operations of matrix products, divided by 2 N H V. 'ours' skips rows without a gradient, but "
+    "computes blocks of 128 rows: a partly filled block costs as much as a full one. "
+    "error: relative error (norms) of the less accurate gradient against float64. "
+    "error / naive's: error divided by that of plain PyTorch. naive GRPO computes a different loss."
 )
 
 
 @contextmanager
 def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar; yield a function to call with what is measured next. Without a terminal it prints a line instead."""
+    """Show a progress bar. Yield a function that takes the description of the next measurement and advances the bar.
+
+    Without a terminal, each description is printed as a line on stderr.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     seen: set[str] = set()
     with Progress(*columns, console=console, transient=True) as bar:
@@ -52,7 +60,7 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def show(results: Record, scenario: str, console: Console) -> None:
-    """Print the table with a description of the scenario, and below it why a candidate was not timed."""
+    """Print a description of the batch, the table, the reason for each candidate that was not timed, and a legend."""
     on, records = results["on"], results["candidates"]
     head = on["head"]
     softcap = f", logits capped at {head['softcap']:g}" if head["softcap"] else ""
@@ -73,7 +81,7 @@ def show(results: Record, scenario: str, console: Console) -> None:
             cells = _cells(record)
             table.add_row(*(cells[at] for at in shown))
     console.print(table)
-    lines = [f"{r['name']}: {said}{r[kind]}" for r in records for kind, said in REASONS.items() if kind in r]
+    lines = [f"{r['name']}: {label}{r[kind]}" for r in records for kind, label in REASONS.items() if kind in r]
     busy = on["device"] == "cpu" and (results.get("load per core before") or 0) > BUSY
     console.print(*lines, EXPLAINED, *([BUSY_MACHINE] if busy else []), sep="\n", markup=False, soft_wrap=True)
 
@@ -88,5 +96,5 @@ def _cells(record: Record) -> tuple[str, ...]:
 
 
 def _short(x: float) -> str:
-    """Format with at least two digits."""
+    """Format with about two significant digits."""
     return f"{x:.0f}" if x >= 10 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"

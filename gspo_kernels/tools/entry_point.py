@@ -8,7 +8,13 @@ from ..extras import MissingExtraError, needs
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run `gspo` with arguments, by default those of the process. Exit with one line if an extra is missing."""
+    """Run the command `gspo`.
+
+    If the packages of the extra `cli` are not installed, exit with one line that says how to install them.
+
+    Args:
+        arguments: the command's arguments; None: `sys.argv[1:]`.
+    """
     try:
         with needs("gspo", "cli", "typer", "rich"):
             from .cli import app

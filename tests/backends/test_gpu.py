@@ -1,4 +1,4 @@
-"""Tests that need a GPU: peak memory, captured graphs, streams, host synchronisation, torch.compile."""
+"""Tests that need a GPU: peak memory, CUDA graphs, streams, host synchronisation, torch.compile."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WORKSPACE = 256 * 2**20  # bytes, the default of GSPO_WORKSPACE_MIB
 
 
 def step(head: HeadRows, length: int, **options: Any) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a function without arguments that runs on-policy GSPO on packed sequences of `length` tokens.
+    """Return a function that runs forward and backward of on-policy GSPO on packed sequences of `length` tokens.
 
-    That function returns loss, log-probs, d_hidden and d_weight.
+    The function takes no arguments, and returns loss, log-probs, d_hidden and d_weight.
     """
     hidden, weight = head.hidden.detach().requires_grad_(), head.weight.detach().requires_grad_()
     rows = head.hidden.shape[0]
@@ -41,10 +41,10 @@ def step(head: HeadRows, length: int, **options: Any) -> Callable[[], tuple[Tens
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_peak_memory_is_within_the_formula(entropy: bool) -> None:
-    """Peak memory of forward and backward of the fused loss, without its inputs."""
+    """Measures forward and backward of the fused loss; the inputs are not counted."""
     rows, width = 32_768, SIZES.wide
     head = random_head(rows, width, masked=False)
-    step(take_rows(head, slice(512)), 256, entropy=entropy)()  # loads kernels and the vendor library's workspace
+    step(take_rows(head, slice(512)), 256, entropy=entropy)()  # loads the kernels and allocates cuBLAS's workspace
     run = step(head, 1024, entropy=entropy)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -60,7 +60,7 @@ def test_peak_memory_is_within_the_formula(entropy: bool) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_captured_step_has_the_bits_of_the_eager_step(masked: bool) -> None:
-    """Also with new numbers in the same memory."""
+    """The captured graph is replayed with the inputs of the capture, and with new inputs in the same memory."""
     head = random_head(SIZES.rows, masked=masked)
     run = step(head, 64)
     on_side_stream(run)
@@ -76,7 +76,8 @@ def test_a_captured_step_has_the_bits_of_the_eager_step(masked: bool) -> None:
         graph.replay()
         assert_same_bits(first, held, f"{numbers}, two replays")
         eager = run()
-        # Eager gathers the rows with a gradient. If all rows have one, the products are the same calls.
+        # The eager step gathers the rows that have a gradient, the captured step computes all rows. If all rows have a
+        # gradient, both make the same matrix products, so their gradients have the same bits.
         bitwise = 2 if masked else 4
         assert_same_bits(first[:bitwise], eager[:bitwise], f"{numbers}, eager")
         for ours, expected in zip(first[2:], eager[2:], strict=True):
@@ -93,7 +94,7 @@ def on_side_stream(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def test_a_second_stream_gives_the_same_bits() -> None:
-    """The step runs on the current stream: when it is launched, its inputs are still being written."""
+    """All kernels must run on the current stream: when they are launched, that stream is still writing the inputs."""
     head = random_head(SIZES.batch)
     hidden, run = head.hidden.clone(), step(head, 512)
     expected = run()
@@ -123,7 +124,7 @@ def test_the_forward_and_policy_loss_backward_do_not_synchronise(ratio: str) -> 
     )
     advantages = torch.ones(1, device=ids.device)
     try:
-        for mode in ("default", "error"):  # the first turn compiles and loads the kernels
+        for mode in ("default", "error"):  # the first iteration compiles and loads the kernels
             torch.cuda.set_sync_debug_mode(mode)
             gspo_fused_loss(hidden, head.weight, ids, advantages, **options)
             out = linear_log_probs(hidden, head.weight, ids, mask=mask, entropy=True, backend="triton")

@@ -1,6 +1,6 @@
-"""verl's TrainingWorker on CPUs with its FSDP2 engine and with ours: log-probs, losses and parameters must be equal.
+"""Train with verl's TrainingWorker on CPUs, with verl's FSDP engines and with ours.
 
-Part of `make test-trainers`, in verl's environment.
+Log-probs, losses, metrics and trained parameters must be equal. Part of `make test-trainers`, in verl's environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker
 from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_GRADIENT_RELATIVE
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-if importlib.util.find_spec("verl") is None:  # only the ranks import verl, after setting its environment variables
+if importlib.util.find_spec("verl") is None:  # only ranks import verl, once its variables are set
     pytest.skip("verl is not installed", allow_module_level=True)
 
 CASES: dict[str, dict[str, Any]] = {
@@ -142,7 +142,7 @@ def documented_lines_main(rank: int, folder: Path, lines: list[str]) -> None:
 
     with initialize_config_dir(str(Path(str(verl.__file__)).parent / "trainer" / "config"), version_base=None):
         config = compose("ppo_trainer", overrides=overrides).actor_rollout_ref
-    import_external_libs(config.model.external_lib)  # as a worker's HFModelConfig does
+    import_external_libs(config.model.external_lib)  # the HFModelConfig of a worker makes this call
     actor = config.actor
     for strategy in (actor.strategy, config.ref.strategy):
         assert EngineRegistry.get_engine_cls("language_model", strategy).__name__ == "GSPOEngine"
@@ -161,7 +161,7 @@ def refused_main(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
     with pytest.raises(ValueError, match=r"model.use_fused_kernels must be False .* got True"):
         make_worker(folder / "fused", True, BASE, use_fused_kernels=True)
-    # Losses that need logits, such as distillation, run through verl's code.
+    # Batches whose loss needs logits, such as distillation, run through verl's code in both engines.
     from verl.utils import tensordict_utils as tu
 
     data, sums = batch(0, BASE), []
@@ -202,7 +202,7 @@ def rows_main(rank: int, folder: Path) -> None:
             data = batch(0, BASE)
             tu.assign_non_tensor(data, compute_loss=False, return_model_output=all_tokens)
             worker.infer_batch(data)
-            assert rows.pop() == (27 if all_tokens else 18)  # 9 prompt tokens, 18 response tokens
+            assert rows.pop() == (27 if all_tokens else 18)  # the batch has 9 prompt tokens and 18 response tokens
 
 
 def test_the_policy_loss_ignores_masked_tokens_and_warns_of_weights_by_length(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def policy_main(rank: int, folder: Path) -> None:
                 )
             if loss == "gspo_kernels":
                 texts = [str(w.message) for w in caught if "weights answers by their length" in str(w.message)]
-                assert len(texts) == (mode == "token-mean")  # it warns once, at the first such mode
+                assert len(texts) == (mode == "token-mean")  # the second mode; later modes do not repeat the warning
             value.backward()
             results.append((value, log_probs.grad, metrics))
         (value, gradient, metrics), (our_value, our_gradient, our_metrics) = results
@@ -254,7 +254,7 @@ def policy_main(rank: int, folder: Path) -> None:
         torch.testing.assert_close(our_gradient, gradient, rtol=TRAINER_ABSOLUTE, atol=LOSS_PER_ADVANTAGE)
         assert our_metrics == pytest.approx(metrics, abs=TRAINER_ABSOLUTE)
         assert our_gradient is not None and torch.isfinite(our_gradient).all() and (our_gradient != 0).any()
-    # A mini-batch without unmasked tokens, log-probs in bf16, a missing global batch size.
+    # Three special cases: a mini-batch without unmasked tokens, bf16 log-probs, and no global batch size.
     config.global_batch_info.update(batch_num_tokens=0, global_batch_size=6)
     ours = functools.partial(
         get_policy_loss_fn("gspo_kernels"),
@@ -318,5 +318,6 @@ def nested_main(rank: int, folder: Path) -> None:
         return torch.nested.nested_tensor([torch.ones(n, dtype=torch.long) for n in lengths], layout=torch.jagged)
 
     data = TensorDict({"input_ids": nested(5, 7), "prompts": nested(2, 5), "responses": nested(3, 2)}, batch_size=2)
-    # Positions that predict response tokens: 1 to 3 of the 5, and 4 and 5 of the 7.
+    # Response tokens are predicted at positions 1 to 3 of the first sequence, and at 4 and 5 of the second, whose
+    # first position is 5 in the packed batch.
     assert _predicts_response(data, 12).nonzero()[:, 0].tolist() == [1, 2, 3, 9, 10]

@@ -50,11 +50,6 @@ def about(device: torch.device) -> Record:
     }
 
 
-def load() -> float | None:
-    """Return the load average of the last minute per core; None where the system has none."""
-    return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None
-
-
 def version(package: str) -> str | None:
     """Return the version of an installed package; None if it is not installed."""
     try:
@@ -161,11 +156,6 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     run()
     wait()
     return time.perf_counter() - start
-
-
-def memory_is_known(device: torch.device) -> bool:
-    """Return whether `peak_bytes` works: on a CPU it reads /proc, which only Linux has."""
-    return device.type == "cuda" or sys.platform == "linux"
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:

@@ -29,10 +29,10 @@ def make(
     rows: int, width: int, vocab: int, tail: float = 1e-5, peaked: bool = True, softcap: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Policy:  # fmt: skip  # lines by subject
-    """Return a policy.
+    """Return a policy; with `peaked=False` head and hidden states are random and logits have standard deviation 1.
 
-    With `peaked=False` head and hidden states are random and logits have standard deviation 1. A soft-cap must be above
-    the largest logit, about log(vocab / tail); hidden states are made so that the capped logits are the wanted ones.
+    A soft-cap must be above the largest logit, about log(vocab / tail); hidden states are made so that the capped
+    logits are the wanted ones.
     """
     rng = torch.Generator(device).manual_seed(0)
     with torch.device(device):

@@ -114,18 +114,10 @@ def counts(tokens: int, scenario: str) -> Counts:
     return Counts(sequences, zero, round(shares.clipped * (sequences - zero)))
 
 
-def length_of(tokens: int, scenario: str) -> int:
-    """Return the tokens per sequence, rounded down."""
-    sequences = counts(tokens, scenario).sequences
-    if tokens < sequences:
-        raise ValueError(f"tokens: expected at least {sequences} for {scenario!r}, got {tokens}")
-    return tokens // sequences
-
-
 def make(spec: Spec, **policy: Any) -> Workload:
     """Return the batch of a spec, the same one on every device of a kind. `policy`: arguments of `peaked.make`."""
     scenario, (count, zero, clipped) = SCENARIOS[spec.scenario], counts(spec.tokens, spec.scenario)
-    length, head, device = length_of(spec.tokens, spec.scenario), spec.head, torch.device(spec.device)
+    length, head, device = spec.tokens // count, spec.head, torch.device(spec.device)
     source = peaked.make(count * length, head.width, head.vocab, softcap=head.softcap, device=device, **policy)
     w = batch(source, count, zero, clipped, scenario.kl, getattr(torch, spec.dtype))._replace(softcap=head.softcap)
     return w._replace(log_ratio=None) if scenario.on_policy else w

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import subprocess
 import time
 import traceback
@@ -110,5 +109,4 @@ def print_table(results: Record) -> None:
         works = [r for r in records if r["fault"] is None]
         print(f"\n{kernel} H={width}, fastest first; {len(records) - len(works)} of {len(records)} do not work")
         for r in works[:10]:
-            entropy = f", with entropy {r['with entropy'].get('ms', math.nan):.3f} ms" if "with entropy" in r else ""
-            print(f"  {shape_text(r['config']):44}{r['ms']:9.3f} ms {r['TFLOP/s']:6.0f} TFLOP/s{entropy}")
+            print(f"  {shape_text(r['config']):44}{r['ms']:9.3f} ms {r['TFLOP/s']:6.0f} TFLOP/s")

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from gspo_kernels.backends.rows import HeadRows, NeedsGradient
+from gspo_kernels.backends.rows import NeedsGradient
 from gspo_kernels.backends.triton import backward, forward
 from gspo_kernels.backends.triton.launch import Launch, launches
 from gspo_kernels.backends.triton.tuning import SHARED_MEMORY, Config, architecture, assume, tile_config
@@ -81,9 +81,6 @@ def tune(setting: Setting, kernel: str, width: int, minutes: float) -> list[Reco
         print(f"tune {kernel} H={width}: {len(records)} of {len(pool)} in {last:.0f} s", flush=True)
     best = [Config(**r["config"]) for r in ranked(records)[:REFINED]]
     records += bench.measure([replace(c, group=group) for c in best for group in (4, 16, 32)])
-    if kernel == "forward_tile":  # a head has the same shape with and without entropy
-        for record in ranked(records)[:REFINED]:
-            record["with entropy"] = bench.with_entropy(Config(**record["config"]))
     return ranked(records) + [r for r in records if r["fault"] is not None]
 
 
@@ -103,25 +100,22 @@ class KernelBench:
         self.result = forward.head_forward(self.head)
         self.d_log_probs = torch.randn(setting.rows, device=setting.device)
         with forced(tile_config(self.head, kernel.removesuffix("_tile"))):
-            self.expected, _ = self.run(self.head)
+            self.expected, _ = self.run()
 
-    def run(self, head: HeadRows) -> tuple[Tensor, list[Launch]]:
+    def run(self) -> tuple[Tensor, list[Launch]]:
         """Return the kernel's result and its launches."""
         with launches() as seen:
             if self.kernel == "forward_tile":
-                out = forward.head_forward(head).log_probs
+                out = forward.head_forward(self.head).log_probs
             else:
-                out = backward.head_backward(head, self.result, self.d_log_probs, None, D_HIDDEN)[0]
+                out = backward.head_backward(self.head, self.result, self.d_log_probs, None, D_HIDDEN)[0]
         assert out is not None
         return out, [x for x in seen if x.kernel.__name__ == self.kernel]
 
     def measure(self, configs: list[Config]) -> list[Record]:
         """Return a record per shape."""
         failures = self._compile(configs) if self.setting.on_gpu else {}
-        return [self._measure(config, self.head, failures.get(config)) for config in configs]
-
-    def with_entropy(self, config: Config) -> Record:
-        return self._measure(config, self.head._replace(entropy=True), None)
+        return [self._measure(config, failures.get(config)) for config in configs]
 
     def _compile(self, configs: list[Config]) -> dict[Config, str]:
         """Compile on all cores, as the JIT would; return the shapes that do not compile, and why."""
@@ -137,13 +131,13 @@ class KernelBench:
             failures = zip(distinct.values(), pool.map(_compile_failure, distinct.values()), strict=True)
             return {x.config: failure for x, failure in failures if failure}
 
-    def _measure(self, config: Config, head: HeadRows, failure: str | None) -> Record:
+    def _measure(self, config: Config, failure: str | None) -> Record:
         record: Record = {"kernel": self.kernel, "width": self.width, "config": asdict(config), "fault": failure}
         if failure:
             return record
         try:
             with forced(config):
-                out, seen = self.run(head)
+                out, seen = self.run()
             record |= self._error(out)
             record |= clock(replay(seen, self.setting.on_gpu), self.setting.on_gpu, SECONDS)
             operations = 2 * self.setting.rows * self.width * self.setting.vocab

@@ -38,8 +38,7 @@ def files(suite: str) -> list[Path]:
 
 
 def load(path: Path) -> Results:
-    with naming(path):
-        return json.loads(path.read_text())
+    return json.loads(path.read_text())
 
 
 @contextmanager
@@ -71,8 +70,8 @@ def texts() -> dict[Path, str]:
 
 def fields_of(suite: str, path: Path) -> dict[str, Any]:
     """Return the placeholders of a suite's section for one file."""
-    measured = load(path)
     with naming(path):
+        measured = load(path)
         gpu, results = measured["machine"].get("gpu"), measured["results"]
         heads = {f"{part}_conditions": conditions(x["measured"]) for part, x in parts(results).items()}
         heads |= {"on_gpu": f" ({gpu})" if gpu else "", "figure": f"figures/{path.stem}.png"}

@@ -55,21 +55,6 @@ class Tokens(NamedTuple):
     sequence: Tensor  # [N] on the CPU: which answer a token belongs to; all different for independent tokens
 
 
-class Errors(NamedTuple):
-    """Errors of every implementation against float64, on the CPU."""
-
-    old: dict[str, Tensor]  # [N] of the log-probs before the update
-    new: dict[str, Tensor]  # [N] of the log-probs after it
-    dtypes: dict[str, str]  # of the log-probs
-
-    def of_log_ratios(self) -> dict[str, Tensor]:
-        """Return errors of the log-ratios [N], also with old log-probs from another engine, such as a sampler's."""
-        errors = {name: self.new[name] - self.old[name] for name in self.old}
-        if {OURS, NAIVE} <= errors.keys():
-            errors[OTHER_ENGINE] = self.new[OURS] - self.old[NAIVE]
-        return errors
-
-
 def implementations(head: Head, device: torch.device) -> tuple[dict[str, LogProbs], dict[str, str]]:
     """Return what can run here, and why the others cannot. Candidates with equal log-probs are measured once."""
     runs: dict[str, LogProbs] = {}
@@ -79,7 +64,8 @@ def implementations(head: Head, device: torch.device) -> tuple[dict[str, LogProb
             absent[name] = why
         elif candidate.log_probs not in runs.values():
             runs[name] = candidate.log_probs
-    return {**runs, "fp16 logits": fp16_logits, "fp32 logits": fp32_logits}, absent
+    fp32: LogProbs = lambda h, w, *rest: candidates.full_log_probs(h.float(), w.float(), *rest)  # noqa: E731
+    return {**runs, "fp16 logits": fp16_logits, "fp32 logits": fp32}, absent
 
 
 def fp16_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
@@ -87,10 +73,6 @@ def fp16_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | No
     assert softcap is None
     logits = (hidden.float() @ weight.float().t()).half().float()
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-
-
-def fp32_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    return candidates.full_log_probs(hidden.float(), weight.float(), ids, softcap)
 
 
 def updated(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tokens:
@@ -130,16 +112,24 @@ def float64_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float |
     return candidates.full_log_probs(hidden.double(), weight, ids, softcap, torch.float64)
 
 
-def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> Errors:
+def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return errors of the log-probs before and after the update [2, N], on the CPU, and dtypes, by implementation."""
     weight, ids, states = tokens.weight, tokens.target_ids, (tokens.old_hidden, tokens.new_hidden)
-    true_old, true_new = (log_probs(float64_logits, h, weight.double(), ids, rows=64) for h in states)
-    errors = Errors({}, {}, {})
+    true = torch.stack([log_probs(float64_logits, h, weight.double(), ids, rows=64) for h in states])
+    errors, dtypes = {}, {}
     for name, run in runs.items():
-        before, after = (log_probs(run, h, weight, ids) for h in states)
-        errors.old[name], errors.new[name] = before.double() - true_old, after.double() - true_new
-        errors.dtypes[name] = str(after.dtype).removeprefix("torch.")
-        print(f"  {name}: error {errors.new[name].std().item():.2g} nats per token", flush=True)
-    return errors
+        result = torch.stack([log_probs(run, h, weight, ids) for h in states])
+        errors[name], dtypes[name] = result.double() - true, str(result.dtype).removeprefix("torch.")
+        print(f"  {name}: error {errors[name][1].std().item():.2g} nats per token", flush=True)
+    return errors, dtypes
+
+
+def of_log_ratios(errors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return errors of the log-ratios [N], also with old log-probs from another engine, such as a sampler's."""
+    ratios = {name: new - old for name, (old, new) in errors.items()}
+    if {OURS, NAIVE} <= errors.keys():
+        ratios[OTHER_ENGINE] = errors[OURS][1] - errors[NAIVE][0]
+    return ratios
 
 
 def correlation(errors: Tensor, sequence: Tensor) -> float | None:
@@ -234,14 +224,14 @@ def study(tokens: Tokens, sequences: int) -> tuple[Record, dict[str, str]]:
     """Measure one set of tokens; return its results, and who was not measured and why."""
     vocab, width = tokens.weight.shape
     runs, absent = implementations(Head(width, vocab), tokens.weight.device)
-    errors = measured(tokens, runs)
-    of_ratios = errors.of_log_ratios()
-    wrong = decisions(of_ratios, LENGTHS, sequences, tokens.sequence)
+    errors, dtypes = measured(tokens, runs)
+    ratios = of_log_ratios(errors)
+    wrong = decisions(ratios, LENGTHS, sequences, tokens.sequence)
     records = []
-    for name, ratio in of_ratios.items():
-        record: Record = {"name": name, "dtype": errors.dtypes.get(name), "log-ratio": {"std": ratio.std().item()}}
+    for name, ratio in ratios.items():
+        record: Record = {"name": name, "dtype": dtypes.get(name), "log-ratio": {"std": ratio.std().item()}}
         if name in runs:
-            record["log-prob"] = {"std": torch.cat([errors.old[name], errors.new[name]]).std().item()}
+            record["log-prob"] = {"std": errors[name].std().item()}
         records.append(record | {"correlation": correlation(ratio, tokens.sequence), **wrong[name]})
     sizes = {"tokens": len(tokens.target_ids), "width": width, "vocab": vocab, "lengths": LENGTHS}
     return {**sizes, "implementations": records}, absent
@@ -254,12 +244,12 @@ def main() -> None:
     options = parser.parse_args()
     count, sequences, head = TINY if options.tiny else FULL
     output = measure.destination("fidelity", options.device, options.output, options.tiny)
-    results, absent = study(synthetic(count, head, options.device), sequences)
-    sets = {"synthetic": results}
+    sets: dict[str, Record] = {}
+    sets["synthetic"], absent = study(synthetic(count, head, options.device), sequences)
     try:
         sets["trained"] = study(trained(options.policy, count, options.device), sequences)[0]
     except FileNotFoundError as missing:
         absent["trained policy"] = str(missing)
-    about = {"sequences": sequences, "spread of log-ratios": SPREAD, "not measured": absent}
+    results = {"sequences": sequences, "spread of log-ratios": SPREAD, "not measured": absent, "sets": sets}
     print(f"not measured: {absent}")
-    print(measure.save("fidelity", options.device, {**about, "sets": sets}, output))
+    print(measure.save("fidelity", options.device, results, output))

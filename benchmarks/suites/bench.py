@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +22,7 @@ from ..candidates import AGAINST, ALL, BY_BUDGET, Candidate
 from ..measure import Record
 from ..peaked import entropy_quantiles
 from ..workloads import SCENARIOS, Head, Old, Spec, Workload, counts, make
-from .options import DTYPES, BadOption, device_of, head_of, say, tokens_of
+from .options import DTYPES, BadOption, device_of, head_of, tokens_of
 
 NAIVE = "naive GSPO"  # always measured: errors and times are relative to it
 TOO_LARGE = "out of memory by the batch and its float64 gradients: fewer --tokens, or a smaller --model"
@@ -42,7 +44,8 @@ def run(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick) -> Record:
     """Run `compare` in the memory that is free; raise MemoryError with a line for the user if it does not suffice."""
     if spec.device == "cpu":
         measure.stop_before_swapping()
-    before = measure.load()  # without the load of this measurement
+    # Per core, in the minute before; Windows has no load average.
+    before = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None
     try:
         return compare(spec, chosen, rounds, tick) | {"load per core before": before}
     except (MemoryError, RuntimeError) as error:
@@ -202,14 +205,6 @@ def check(
     return sizes
 
 
-def checked(w: Workload, chosen: list[Candidate]) -> tuple[dict[str, Record], dict[str, Old]]:
-    """Return the records of `check` and old log-probs, by name, for suites with workloads of their own."""
-    olds = {candidate.name: candidate.old(w) for candidate in chosen}
-    records: dict[str, Record] = {c.name: {"name": c.name, "against": c.against} for c in chosen}
-    check(w, chosen, olds, records, say, w)
-    return records, olds
-
-
 def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
     """Return peak memory of a candidate's step and, if wanted, its matrix passes. Runs in a new process."""
     parsed = Spec(Head(*spec[0]), *spec[1:])  # JSON has lists for named tuples
@@ -222,7 +217,7 @@ def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
         old = candidate.old(w)
         if candidate.compiles:
             candidate.step(w, old)  # leave out the compiler's memory
-        if measure.memory_is_known(device):
+        if device.type == "cuda" or sys.platform == "linux":  # resident memory is known from Linux's /proc only
             measured["peak_bytes"] = measure.peak_bytes(lambda: candidate.step(w, old), device)
         if passes and not candidate.multiplies_unseen(device):
             measured["passes"] = truth.product_operations(lambda: candidate.step(w, old)) / w.products

@@ -30,15 +30,14 @@ HEAD, TINY_HEAD = MODELS["qwen2.5-0.5b"], Head(64, 2000)
 CPU = torch.device("cpu")
 SEQUENCES = 64
 RL_LIKE = dict(zero=19, clipped=7)  # of 64 sequences: 59.4 % of the rows have a gradient
-CASES: dict[str, dict[str, Any]] = {
-    "rl-like": RL_LIKE,
-    "heavier tail": RL_LIKE,
-    "no zero rows": dict(zero=0, clipped=0),
-    "KL on": RL_LIKE | dict(kl=True),
-    "flat policy": RL_LIKE,
-    "cells of 128 x 256": RL_LIKE,  # as on Hopper; a CPU's are 128 x 168
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # arguments of `workloads.batch` and of `peaked.make`
+    "rl-like": (RL_LIKE, {}),
+    "heavier tail": (RL_LIKE, {"tail": 1e-3}),
+    "no zero rows": (dict(zero=0, clipped=0), {}),
+    "KL on": (RL_LIKE | dict(kl=True), {}),
+    "flat policy": (RL_LIKE, {"peaked": False}),
+    "cells of 128 x 256": (RL_LIKE, {}),  # as on Hopper; a CPU's are 128 x 168
 }
-POLICIES: dict[str, dict[str, Any]] = {"heavier tail": dict(tail=1e-3), "flat policy": dict(peaked=False)}
 
 
 def passes(rows: int, case: str, head: Head) -> list[Record]:
@@ -47,8 +46,8 @@ def passes(rows: int, case: str, head: Head) -> list[Record]:
         if case.startswith("cells"):
             stack.enter_context(patch.object(torch_tiles, "_TILE_ON_CPU", (128, 24 * 256)))
             stack.enter_context(patch.object(torch_tiles, "_CELL_ON_CPU", 256))
-        policy = peaked.make(rows, head.width, head.vocab, **POLICIES.get(case, {}))
-        w = workloads.batch(policy, SEQUENCES, **CASES[case])
+        roles, policy = CASES[case]
+        w = workloads.batch(peaked.make(rows, head.width, head.vocab, **policy), SEQUENCES, **roles)
         old = ALL["ours"].old(w)
         options = dict(old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs, objective=w.objective)
         records = by_budget(case, w.hidden, w.weight, w.target_ids, w.advantages, **options)

@@ -23,7 +23,7 @@ from gspo_kernels.tools import bench_table
 
 from ..candidates import Candidate
 from ..measure import Record, destination, save, save_part
-from ..workloads import MODELS, SCENARIOS, Head, Spec, counts, length_of
+from ..workloads import MODELS, SCENARIOS, Head, Spec, counts
 from . import bench
 from .options import add_comparison, parser_of, say
 
@@ -33,15 +33,14 @@ class Sizes(NamedTuple):
     tokens: list[int]
     memory_tokens: list[int]
     rounds: int
-    width: int  # H, tokens and vocabularies of --vocab
-    vocab_tokens: int
+    vocab_tokens: int  # tokens and vocabularies of --vocab
     vocabs: tuple[int, ...]
 
 
 VOCABS = (2048, 8192, 32_768, 131_072)
-ON_CPU = Sizes(MODELS["qwen2.5-0.5b"], [256, 512, 1024], [4096, 16_384], 5, 896, 512, VOCABS)
-ON_GPU = Sizes(MODELS["qwen3-8b"], [4096, 16_384, 65_536], [131_072], 15, 4096, 16_384, (*VOCABS, 262_144))
-TINY = Sizes(Head(64, 2000), [128], [512], 2, 64, 128, (1000, 2000))
+ON_CPU = Sizes(MODELS["qwen2.5-0.5b"], [256, 512, 1024], [4096, 16_384], 5, 512, VOCABS)
+ON_GPU = Sizes(MODELS["qwen3-8b"], [4096, 16_384, 65_536], [131_072], 15, 16_384, (*VOCABS, 262_144))
+TINY = Sizes(Head(64, 2000), [128], [512], 2, 128, (1000, 2000))
 
 
 def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Record]:
@@ -69,7 +68,7 @@ def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
     """Return the candidates' peak memory at every number of tokens, until the batch or our step does not fit."""
     points = []
     for spec in specs:
-        tokens = counts(spec.tokens, spec.scenario).sequences * length_of(spec.tokens, spec.scenario)
+        tokens = spec.tokens - spec.tokens % counts(spec.tokens, spec.scenario).sequences
         print(f"memory only, {tokens} tokens", flush=True)
         try:
             points.append({"tokens": tokens, "candidates": bench.costs(spec, chosen, say, passes=False)})
@@ -115,6 +114,6 @@ def main() -> None:
         specs = [Spec(sizes.head, count, "rl-like", options.dtype, str(device)) for count in sizes.memory_tokens]
         print(save_part("step", device, "memory", {"points": memory_points(specs, chosen)}, paths["step"]))
     if options.vocab:
-        heads = [Head(sizes.width, vocab) for vocab in sizes.vocabs]
+        heads = [Head(sizes.head.width, vocab) for vocab in sizes.vocabs]
         specs = [Spec(head, sizes.vocab_tokens, "rl-like", options.dtype, str(device)) for head in heads]
         print(save("vocab", device, {"runs": sweep(specs, chosen, sizes.rounds)}, paths["vocab"]))

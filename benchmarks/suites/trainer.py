@@ -21,7 +21,7 @@ from .. import workloads
 from ..candidates import Candidate
 from ..measure import Record, destination, over, save, spread, turns
 from ..peaked import Policy
-from ..workloads import Head, Old, Workload
+from ..workloads import Head, Old
 from . import bench
 from .options import add_comparison, parser_of, say
 
@@ -44,17 +44,11 @@ class Step:
         self.ids = torch.randint(config["vocab_size"], (SEQUENCES, tokens // SEQUENCES), device=device)
         # With so small a rate the policy stays where the old log-probs were computed.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-12, weight_decay=0.0)
-        self.w = self._batch()
-
-    def _batch(self) -> Workload:
+        self.weight: Tensor = self.model.lm_head.weight
         with torch.no_grad():
             hidden = self.hidden().flatten(0, 1)
-        policy = Policy(hidden, self.weight, self.ids.flatten(), torch.zeros(len(hidden), device=self.device))
-        return workloads.batch(policy, SEQUENCES, ZERO, CLIPPED, dtype=hidden.dtype)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.model.lm_head.weight
+        policy = Policy(hidden, self.weight, self.ids.flatten(), torch.zeros(len(hidden), device=device))
+        self.w = workloads.batch(policy, SEQUENCES, ZERO, CLIPPED, dtype=dtype)
 
     def hidden(self) -> Tensor:
         """Return the last hidden states [S, L, H]."""
@@ -83,7 +77,9 @@ def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
     """Return a record per candidate: errors; unless they are too large also seconds, and the loss's part of them."""
     w, head = step.w, Head(step.w.hidden.shape[-1], len(step.weight))
     present = [candidate for candidate in chosen if not candidate.absent(head, w.hidden.dtype, step.device)]
-    records, olds = bench.checked(w, present)
+    olds = {candidate.name: candidate.old(w) for candidate in present}
+    records: dict[str, Record] = {c.name: {"name": c.name, "against": c.against} for c in present}
+    bench.check(w, present, olds, records, say, w)
     right = [candidate for candidate in present if not records[candidate.name].keys() & {*bench.NOT_TIMED}]
     taken: dict[str, list[tuple[float, float]]] = {candidate.name: [] for candidate in right}
     for turn, candidate in turns(right, rounds):

@@ -41,8 +41,8 @@ def test_coarser_logits_and_log_probs_flip_more_decisions() -> None:
     runs, _ = fidelity.implementations(Head(128, 4096), CPU)
     runs = {name: runs[name] for name in (NAIVE, "fp16 logits", "fp32 logits", OURS)}
     runs["rounded"] = lambda *arguments: runs[OURS](*arguments).bfloat16()
-    errors = fidelity.measured(fidelity.synthetic(256, Head(128, 4096), CPU), runs)
-    share = {name: record["wrong"] for name, record in wrong(errors.of_log_ratios(), 64).items()}
+    errors, _ = fidelity.measured(fidelity.synthetic(256, Head(128, 4096), CPU), runs)
+    share = {name: record["wrong"] for name, record in wrong(fidelity.of_log_ratios(errors), 64).items()}
     assert share[NAIVE] > 0.2 > share["fp16 logits"] > 0.02 < share["rounded"] and share[fidelity.OTHER_ENGINE] > 0.2
     assert share[OURS] < 2e-3 and share["fp32 logits"] < 2e-3
 

@@ -1,4 +1,4 @@
-"""Print hashes of all outputs of a fixed set of calls. If a change moves no bit, the hashes do not change.
+"""Print hashes of all outputs of a fixed set of calls. Equal hashes before and after a change mean equal bits.
 
     PYTHONPATH=tests TRITON_INTERPRET=1 python tests/helpers/bits.py > before.json
 
@@ -73,7 +73,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.flo
 
 
 def samples() -> Iterator[tuple[str, Sample]]:
-    """Yield every objective four times, with varying heads, layouts and dtypes."""
+    """Yield named samples: each objective four times, with varying heads, layouts and dtypes."""
     for i in range(4 * len(OBJECTIVES)):
         objective, head = OBJECTIVES[i % len(OBJECTIVES)], HEADS[(i * 3 + i // 28) % len(HEADS)]
         layout, dtype = LAYOUTS[(i * 2 + i // 28) % len(LAYOUTS)], DTYPES[(i + i // 28) % len(DTYPES)]
@@ -156,7 +156,7 @@ def adapter(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
 
 
 def budgets(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
-    """Hash the results with a gradient budget: a peaked policy and a vocabulary of many tiles."""
+    """Hash the results with a gradient budget, for a peaked policy and a vocabulary of many tiles."""
     rng = torch.Generator().manual_seed(seed)
     n, width, vocab = 300, 64, 1500
     weight = torch.randn(vocab, width, generator=rng)

@@ -1,4 +1,4 @@
-"""Count what a training step costs: matrix products, bytes, kernel launches, compiled kernels. Nothing is timed.
+"""Count the matrix products, bytes, kernel launches and compiled kernels of a training step. Nothing is timed.
 
     PYTHONPATH=tests python -m helpers.costs            print the counts that differ from the golden file
     PYTHONPATH=tests python -m helpers.costs --write    also rewrite tests/backends/golden_costs.json
@@ -48,7 +48,7 @@ Record = dict[str, Any]
 def counted() -> Iterator[StepCounts]:
     """Count the work of the torch backend.
 
-    The mode sees each of our operators as a single call, so it is entered again inside them.
+    Outside our operators, the dispatch mode sees each operator as one call. So it is entered again inside them.
     """
     mode = StepCounts()
 
@@ -91,10 +91,11 @@ def work(
     rows: int = ROWS, zero: int = 0, clipped: int = 0, prompt: int = 0, frozen: tuple[str, ...] = (),
     objective: Objective = GSPO, entropy: bool = False, budget: float = 0.0, peaked: bool = True,
 ) -> Record:  # fmt: skip  # lines by subject
-    """Count products and bytes of a forward and a backward; add the metrics that the library reports.
+    """Count products and bytes of a forward and a backward. Return them with the metrics that the library reports.
 
-    All sequences have the same length. The first `zero` have advantage 0, the next `clipped` lie outside the clip
-    window, and the first `prompt` tokens of each are masked. `frozen` names the tensors that need no gradient.
+    All sequences have the same length. The first `zero` sequences have advantage 0, the next `clipped` sequences lie
+    outside the clip window, and the first `prompt` tokens of each sequence are masked. `frozen` names the tensors that
+    need no gradient.
     """
     policy, shape = make_policy(rows, WIDTH, VOCAB, peaked=peaked), (SEQUENCES, rows // SEQUENCES)
     advantages, log_ratio = roles(SEQUENCES, zero, clipped)
@@ -158,7 +159,7 @@ def interpreted() -> Record:
     return {"launches": {name: {f"{s} x {n}": launched(name, s, n) for s, n in BATCHES} for name in LAUNCHING}}
 
 
-# What an H200 would run, on meta tensors.
+# Calls whose launches are recorded on meta tensors, with the block shapes of an H200.
 REAL: dict[str, Record] = {
     "8,192 x 4,096 x 151,936": dict(rows=8192),
     "8,192 x 4,096 x 151,936, entropy": dict(rows=8192, entropy=True),
@@ -166,7 +167,7 @@ REAL: dict[str, Record] = {
     "8,192 x 2,304 x 256,000, soft-cap": dict(rows=8192, width=2304, vocab=256_000, logit_softcap=30.0),
     "131,072 x 4,096 x 262,144": dict(rows=131_072, vocab=262_144),
 }
-# (rows, sequences, clip_low, clip_high): what changes between the batches of a run, and between runs.
+# (rows, sequences, clip_low, clip_high). These values change between the batches of a run, and between runs.
 VARIED = (
     (8192, 16, 3e-4, 4e-4), (1000, 7, 2e-4, 5e-4), (4097, 8, 1e-3, 1e-3), (513, 3, 3e-3, 4e-3), (30001, 64, 0.01, 0.02),
     (2048, 1, 5e-4, 5e-4),
@@ -174,9 +175,9 @@ VARIED = (
 
 
 def at_real_size(budget: bool = False, **head: Any) -> Record:
-    """Count bytes and launches of the head's forward and backward, each in a run of its own.
+    """Count bytes and launches of the head's forward and backward.
 
-    A recorded launch keeps its tensors alive, so bytes cannot be counted in the run that records launches.
+    Recorded launches keep their tensors alive. So one run counts bytes, and another run records launches.
     """
     meta = cases.meta_head(**head)
     run = partial(cases.live_cells if budget else cases.forward_and_backward, meta)
@@ -185,7 +186,7 @@ def at_real_size(budget: bool = False, **head: Any) -> Record:
             result, tiles = triton_backend.forward_with_shares(meta, wanted=True)
             assert tiles is not None
             live_tiles.choose(meta, result, result.log_probs, tiles, 1e-3)
-            del result, tiles  # `run` makes them again
+            del result, tiles  # `run` makes new ones
         run()
     with tuning.assume("sm_90"), launches() as seen:
         run()
@@ -206,9 +207,9 @@ def variants(batches: int) -> dict[str, int]:
 
 
 def _jit_key(x: Launch) -> tuple[Any, ...]:
-    """Return the kernel's name and what Triton's JIT specialises it for."""
+    """Return the kernel's name and the properties of arguments for which Triton's JIT compiles separate kernels."""
     signature, constants, divisible = specialise(x)
-    # specialise() takes meta tensors for aligned, but a view may begin at any address.
+    # specialise() assumes that meta tensors are aligned, but a view may begin at any address.
     tensors = {name: value for name, value in x.arguments.items() if isinstance(value, Tensor)}
     unaligned = {name for name, value in tensors.items() if value.storage_offset() * value.itemsize % 16}
     aligned = tuple(name for name in divisible if name not in unaligned)
@@ -223,7 +224,7 @@ def compiled() -> Record:
 
 
 def in_new_process(function: str) -> Record:
-    """Return `interpreted()` or `compiled()`. Triton reads TRITON_INTERPRET once, so each needs its own process."""
+    """Return `interpreted()` or `compiled()`. Triton reads TRITON_INTERPRET once, so each runs in a new process."""
     code = f"import json; from helpers import costs; print(json.dumps(costs.{function}()))"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
@@ -242,7 +243,7 @@ def collect() -> Record:
 
 
 def flat(counts: Any, path: str = "") -> Record:
-    """Return every number by its path: {"a": {"b": 1}} -> {"a | b": 1}."""
+    """Flatten nested counts to numbers by path: {"a": {"b": 1}} -> {"a | b": 1}."""
     if not isinstance(counts, dict):
         return {path: counts}
     parts = [flat(value, f"{path} | {key}".removeprefix(" | ")) for key, value in counts.items()]

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of tensors that are made under this mode: `now`, and `peak` at most.
+    """Count the live bytes of tensors that are made under this mode: `now` at present, `peak` at most.
 
-    Storages are identified by their objects, because those of meta tensors have no address.
+    Storages are identified by their Python objects, because storages of meta tensors have no address.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class StepCounts(LiveBytes):
-    """Also count the multiply-adds of matrix products, in place or not."""
+    """Count live bytes and the multiply-adds of matrix products, including in-place products."""
 
     def __init__(self) -> None:
         super().__init__()

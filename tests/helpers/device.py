@@ -1,7 +1,8 @@
 """Call the public functions on the device under test: a GPU in a run of `pytest -m gpu`, otherwise the CPU.
 
 Tests and the oracle compute on the CPU. The functions here move their arguments to the device and their results back.
-Autograd moves gradients in the same way. On the CPU nothing is copied, so bits and strides do not change.
+Autograd moves gradients in the same way. If the device is the CPU, nothing is copied, so bits and strides do not
+change.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ on_device = pytest.mark.usefixtures("device")
 
 
 def obstacle() -> str:
-    """Return why a test for GPUs cannot run in this process, or an empty string."""
+    """Return the reason why a test for GPUs cannot run in this process, or "" if it can."""
     if DEVICE.type == "cpu":
         return "needs a GPU: python -m pytest -m gpu"
     return "" if torch.cuda.is_available() else "PyTorch sees no GPU"
 
 
 def to_device(tree: T, device: torch.device | str = DEVICE) -> T:
-    """Move all tensors in nested tuples, lists and dicts. Modules are moved in place."""
+    """Move all tensors in nested tuples, lists and dicts to the device. Modules are moved in place."""
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor | nn.Module) else x, tree)
 
 

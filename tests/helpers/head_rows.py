@@ -13,7 +13,7 @@ NEEDS = NeedsGradient(hidden=True, weight=True, bias=False, adapter_hidden=False
 
 
 def head_rows(n: int, h: int, v: int, entropy: bool = False, **changes: Any) -> HeadRows:
-    """Return random rows of a head: hidden [n, h], weight [v, h]. `changes` replace fields."""
+    """Return a random HeadRows with hidden [n, h] and weight [v, h]. `changes` replace fields."""
     rng = torch.Generator().manual_seed(0)
     fields: dict[str, Any] = dict(
         hidden=torch.randn(n, h, generator=rng),

@@ -8,8 +8,8 @@ import inspect
 def patch_language_once() -> None:
     """Make the interpreter patch Triton's language once per process.
 
-    By default it does so at every call of a device function, which takes half of a test's time. Once is enough in a
-    process that never compiles.
+    By default the interpreter patches the language at every call of a device function, which takes half of a test's
+    time. Patching once is enough in a process that never compiles a kernel.
     """
     import triton.language as tl
     from triton.runtime import interpreter

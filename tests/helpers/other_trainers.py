@@ -20,7 +20,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bnpo": {},
     "dr_grpo": {"length_norm": 32},
     "luspo": {},
-    "cispo": {"clip_high": 0.5},  # the preset's bound of 5 never binds in these batches
+    "cispo": {"clip_high": 0.5},  # no ratio in these batches reaches the preset's bound of 5
     "sapo": {},
     "gmpo": {},
     "reinforce": {},
@@ -29,7 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Rollout:
-    """A batch in float64, [B, T] unless noted. With holes, a single-token sequence, and an advantage of 0."""
+    """A batch in float64, [B, T] unless noted. It has masked holes, a single-token sequence and an advantage of 0."""
 
     log_probs: Tensor
     old: Tensor

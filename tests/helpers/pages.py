@@ -9,7 +9,7 @@ INTEGRATIONS = (Path(__file__).parent.parent.parent / "docs" / "integrations.md"
 
 
 def code_blocks(language: str, text: str = "") -> list[str]:
-    """Return the page's code blocks in a language that contain `text`, in order."""
+    """Return the page's code blocks in `language` that contain `text`, in the order of the page."""
     blocks = re.findall(rf"```{language}\n(.*?)```", INTEGRATIONS, re.DOTALL)
     return [block for block in blocks if text in block]
 

@@ -1,7 +1,7 @@
 """Random heads of a model's size on the device under test, and their gradients in float64.
 
 Plain PyTorch in float64 is the truth. `tolerance.py` compares our errors with those of plain PyTorch in the dtype of
-the operands. Plain PyTorch computes full logits for chunks of rows, so it shares only its inputs with the kernels.
+the operands. Plain PyTorch computes full logits for chunks of rows. It shares its inputs with the kernels, but no code.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bias": dict(bias=True),
     "temperature": dict(temperature="scalar"),
     "temperature-per-token": dict(temperature="token"),
-    "padded-vocab": dict(padding=267),  # Qwen's: 151,669 tokens in a head of 151,936 rows
+    "padded-vocab": dict(padding=267),  # as in Qwen: 151,669 tokens, and a head with V = 151,936
     "adapter": dict(rank=16),
     "everything": dict(
         entropy=True, logit_softcap=30.0, logit_scale=0.7, bias=True, temperature="token", padding=267, rank=16
     ),
 }
 LEAVES = ("hidden", "weight", "bias", "adapter_hidden", "adapter_weight")
-ROWS_AT_ONCE = 1024  # of full logits in float64
+ROWS_AT_ONCE = 1024  # rows whose full logits in float64 fit into memory
 
 Tensors = dict[str, Tensor]  # outputs by name, and gradients by "d_" + the name of the input
 
@@ -45,18 +45,18 @@ class Sizes:
 
     vocab: int  # V
     width: int  # H
-    wide: int  # H of a larger model
+    wide: int  # H of a second, larger model
     rows: int  # rows that are compared with float64
     batch: int  # rows for bitwise comparisons and error distributions
     ragged: tuple[tuple[int, int, int], ...]  # N, H, V
     lengths: dict[int, int]  # length of a sequence -> number of such sequences in the test of clip decisions
-    rounds: int  # repetitions of clip decisions with other old log-probs
+    rounds: int  # repetitions of the test of clip decisions, each with new old log-probs
     many_rows: int  # many_rows * vocab exceeds 2^31 logits
     stride: int  # stride * vocab exceeds 2^31 elements of the head
     tall: tuple[int, int, int]  # N, H, V with N * H above 2^31
 
 
-# A model's sizes on a GPU. On the CPU, where kernels are interpreted, small sizes that only check the tests.
+# Sizes of a model on a GPU. On the CPU, kernels are interpreted and the sizes are small: they only check the tests.
 SIZES = (
     Sizes(
         vocab=300,
@@ -111,7 +111,10 @@ def random_head(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
 ) -> HeadRows:
-    """Return a head whose logits have the standard deviation `std`. Every third target is the row's likeliest token."""
+    """Return a head whose logits have the standard deviation `std`.
+
+    Every third target is the likeliest token of its row.
+    """
     rng = torch.Generator(DEVICE).manual_seed(0)
     wide, columns = accumulator(dtype), vocab - min(padding, vocab // 3)
 
@@ -119,7 +122,7 @@ def random_head(
         return (torch.randn(shape, generator=rng, device=DEVICE) * scale).to(to)
 
     hidden, weight = randn(rows, width), randn(vocab, width, scale=std / width**0.5)
-    weight[columns:] = 100  # padding columns, which would take all the probability
+    weight[columns:] = 100  # padding columns, which would get all the probability if they were not ignored
     ids = torch.randint(columns, (rows,), generator=rng, device=DEVICE)
     ids[::3] = (hidden[::3] @ weight[:columns].T).argmax(1)
     ids[0] = columns - 1
@@ -150,7 +153,7 @@ def random_head(
 
 
 def random_upstream(head: HeadRows) -> Upstream:
-    """Return gradients of the outputs, zero for a fifth of the rows."""
+    """Return upstream gradients of the outputs. They are zero for a fifth of the rows."""
     rows = head.hidden.shape[0]
     rng = torch.Generator(DEVICE).manual_seed(1)
 
@@ -179,7 +182,7 @@ def by_kernels(head: HeadRows, upstream: Upstream) -> Tensors:
 
 
 def by_torch(head: HeadRows, upstream: Upstream, dtype: torch.dtype) -> Tensors:
-    """Return outputs and gradients from full logits and autograd in `dtype`. Masked rows are 0.
+    """Return outputs and gradients, computed in `dtype` from full logits by autograd. Masked rows are 0.
 
     Gradients of chunks of rows are summed in the accumulator's dtype.
     """
@@ -212,7 +215,7 @@ def by_torch(head: HeadRows, upstream: Upstream, dtype: torch.dtype) -> Tensors:
 def _log_probs_of(head: HeadRows, rows: Tensor, chunk: Tensors, of_head: Tensors, dtype: torch.dtype) -> Tensors:
     """Return the outputs of a chunk of rows from their full logits."""
     hidden, weight = chunk["hidden"], of_head["weight"]
-    if head.adapter_hidden is not None:  # a low-rank term is additional columns of the same product
+    if head.adapter_hidden is not None:  # compute the low-rank term by extending H with R columns
         hidden = torch.cat([hidden, chunk["adapter_hidden"]], 1)
         weight = torch.cat([weight, of_head["adapter_weight"]], 1)
     temperature: Tensor | float = 1.0
@@ -232,7 +235,7 @@ def _log_probs_of(head: HeadRows, rows: Tensor, chunk: Tensors, of_head: Tensors
 
 
 def assert_law(ours: Tensors, same_dtype: Tensors, truth: Tensors, dtype: torch.dtype) -> None:
-    """Assert that every output and gradient is within the tolerance of `tolerance.py`."""
+    """Assert that the error of every output and gradient is within the limit of `tolerance.py`."""
     assert ours.keys() == same_dtype.keys() == truth.keys()
     for name, x in ours.items():
         check(name, x, same_dtype[name], truth[name], dtype if name.startswith("d_") else accumulator(dtype))

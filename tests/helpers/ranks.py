@@ -15,9 +15,9 @@ import torch.multiprocessing as mp
 
 
 def run_ranks(main: Callable[..., None], ranks: int, folder: Path, *args: Any, deadline: float = 240.0) -> None:
-    """Run main(rank, folder, *args) in new processes, with the environment variables of `init_process_group`.
+    """Run main(rank, folder, *args) in new processes, with the environment variables that `init_process_group` reads.
 
-    An exception in a rank is raised here. The test fails if the ranks take longer than `deadline` seconds.
+    An exception in a rank is raised in the caller. The test fails if the ranks take longer than `deadline` seconds.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -26,7 +26,7 @@ def run_ranks(main: Callable[..., None], ranks: int, folder: Path, *args: Any, d
         _run, args=(main, ranks, port, folder, args), nprocs=ranks, start_method="spawn", join=False
     )
     end = time.monotonic() + deadline
-    while not started.join(timeout=1):  # it raises the exception of a rank
+    while not started.join(timeout=1):  # `join` raises the exception of a rank
         if time.monotonic() > end:
             for process in started.processes:
                 process.kill()
@@ -39,7 +39,7 @@ def _run(rank: int, main: Callable[..., None], ranks: int, port: int, folder: Pa
     )
     torch.set_num_threads(1)
     main(rank, folder, *args)
-    # Gloo's threads may deadlock during shutdown, so exit without it once all ranks are done.
+    # Gloo's threads may deadlock during an orderly shutdown, so exit abruptly once all ranks are done.
     (folder / f"done-{rank}").touch()
     while len(list(folder.glob("done-*"))) < ranks:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The README, the code blocks in it, and the example that it shows."""
+"""The README, its code blocks, and the example script whose code it shows."""
 
 from __future__ import annotations
 

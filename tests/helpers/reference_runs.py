@@ -11,12 +11,12 @@ SMALL = {"steps": 3, "prompts_per_step": 4, "group_size": 4, "eval_every": 2, "e
 
 
 def small(tmp_path: Path, **changes: object) -> TrainConfig:
-    """Return the options of a run of a few seconds."""
+    """Return the options of a run that takes a few seconds."""
     return train_config(**{"output": tmp_path, "seeds": (0,), "save": False, **SMALL, **changes})
 
 
 def rows_of(folder: Path) -> list[dict]:
-    """Read the rows of metrics.jsonl."""
+    """Read metrics.jsonl, one entry per line."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

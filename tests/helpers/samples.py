@@ -1,4 +1,4 @@
-"""Batches that contain every clip case, and their computation by the library and by the oracle."""
+"""Make batches that contain every clip case, and compute their loss by the library and by the oracle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sample:
     options: dict[str, Any] = field(default_factory=dict)  # mask, cu_seqlens, old_log_probs, temperature, ...
 
     def cast(self, dtype: torch.dtype) -> Sample:
-        """Return the same numbers in another dtype. (The truth about bf16 inputs is fp64 arithmetic on them.)"""
+        """Return the sample cast to another dtype. (The truth for bf16 inputs is fp64 arithmetic on their values.)"""
 
         def to(x: Any) -> Any:
             return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -82,7 +82,10 @@ def run_oracle(
 def run_plain(
     sample: Sample, dtype: torch.dtype, truth: ReferenceOutput, true_grads: dict[str, Tensor]
 ) -> tuple[ReferenceOutput, dict[str, Tensor]]:
-    """Run the oracle in the dtype of the inputs, in PLAIN_ORDERS orders. Return each output with its largest error."""
+    """Run the oracle in `dtype`, with the logits summed in PLAIN_ORDERS[dtype] different orders.
+
+    For each output, return the result with the largest error.
+    """
     runs = [run_oracle(sample, dtype, order) for order in range(PLAIN_ORDERS.get(dtype, 1))]
 
     def worst(results: Iterable[Tensor], true: Tensor) -> Tensor:
@@ -112,7 +115,7 @@ def make_sample(
     packed: bool = False,
     holes: bool = True,
     bias: bool = False,
-    padded_vocab: int = 0,  # padding rows of the head
+    padded_vocab: int = 0,  # padding columns of the logits
     per_token_advantages: bool = False,
     token_weights: bool = False,
     temperature: float | str = 1.0,  # "per-token" for one value per token
@@ -124,8 +127,9 @@ def make_sample(
 ) -> Sample:
     """Make a batch that contains every combination of (below, inside, above the window) and advantage sign.
 
-    This is asserted. The old log-probs put sequence i (with ratio="token" each token) on a chosen side of the window.
-    Masked positions hold garbage: ids outside the vocabulary, NaN and -inf log-probs.
+    The function asserts that all combinations occur. The old log-probs put each sequence (with ratio="token", each
+    token) on a chosen side of the window. Masked positions hold garbage: ids outside the vocabulary, NaN and -inf
+    log-probs.
     """
     objective = objective or Objective()
     rng = torch.Generator().manual_seed(seed)
@@ -170,7 +174,7 @@ def make_sample(
     with torch.no_grad():
         true_lp = run_oracle_forward(draft)
     if not on_policy:
-        # Pairs of sequences take turns on the sides of the window, so that each side has both advantage signs.
+        # Two consecutive sequences get the same side of the window, so that each side has both advantage signs.
         side = (torch.arange(sequences) // 2) % 3 - 1
         u = torch.where(side < 0, -objective.clip_low * spread, objective.clip_high * spread) * side.abs()
         u = u + 0.1 * min(objective.clip_low, objective.clip_high) * randn(sequences)

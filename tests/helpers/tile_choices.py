@@ -19,19 +19,22 @@ from gspo_kernels.backends.torch import tiles as torch_tiles
 
 
 class Chosen(NamedTuple):
-    """The decision of one forward: which cells the backward computes."""
+    """The cells that the backward computes, as one forward chose them."""
 
     head: HeadRows
     result: HeadResult
     coefficient: Tensor
     live: LiveTiles
     cell: tuple[int, int]
-    shares: Tensor  # [tiles, N]: the reported share of each tile in a row's probability
+    shares: Tensor  # [tiles, N]: the share of a row's probability that the forward reports for each tile
 
 
 @contextmanager
 def choices(pays: bool = True) -> Iterator[list[Chosen]]:
-    """Record every decision inside. `pays` replaces the cost model, which would reject such small batches."""
+    """Record the cells that forwards inside this context choose.
+
+    `pays` replaces the result of the cost model, which would compute all cells of such small batches.
+    """
     decisions: list[Chosen] = []
     choose, cost = live_tiles.choose, live_tiles.sparse_pays
 
@@ -62,7 +65,8 @@ def small_tiles(rows: int = 8, columns: int = 6) -> Iterator[None]:
 def d_logits(chosen: Chosen) -> tuple[Tensor, Tensor]:
     """Compute d(loss) / d(h W' + bias) [N, vocab] in float64 from the coefficients, by PyTorch's autograd.
 
-    The second result lacks the slope of a soft-cap, 1 - tanh^2, which suffers from cancellation (`softcap_slope`).
+    The second result is not multiplied by the slope of a soft-cap. The slope, 1 - tanh^2, suffers from cancellation
+    (`softcap_slope`).
     """
     head = chosen.head
     raw = head.hidden.double() @ head.weight[: head.vocab_size].double().t()
@@ -90,7 +94,7 @@ def kept(chosen: Chosen) -> Tensor:
 
 
 def assert_dropped_mass_is_reported(sample: Sample, budget: float, backend: str) -> None:
-    """Assert that the dropped gradient mass is reported correctly and that gradients are those of the kept entries."""
+    """Assert that the reported dropped mass is right, and that the gradients contain exactly the kept entries."""
     sample = sample.with_options(gradient_budget=budget)
     with choices() as decisions:
         out, grads = run_fused(sample, backend)

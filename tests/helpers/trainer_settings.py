@@ -29,7 +29,7 @@ def trl_config(**settings: Any) -> Any:
 
 
 def dataclass_of(config: Any, added: Mapping[str, Any], without: str = "nothing") -> Any:
-    """Return a configuration with fields added and left out, as another release might have them."""
+    """Return a configuration with fields added and left out, like that of another release."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if without not in f.name} | {**added}
     return make_dataclass("Config", values)(**values)
 

@@ -12,7 +12,7 @@ from helpers.other_trainers import Rollout
 
 from gspo_kernels import Objective
 
-pytest.importorskip("trl", minversion="1.16")  # earlier releases normalise dapo differently
+pytest.importorskip("trl", minversion="1.16")  # releases before 1.16 normalise dapo differently
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
@@ -22,7 +22,7 @@ GRADIENT_STEPS, PER_GENERATION, PROCESSES = 2, 4, 3
 
 
 def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float | None = None) -> tuple[Any, ...]:
-    """Return loss, d(loss) / d(log_probs) and TRL's metrics of a micro-batch in training."""
+    """Return the loss of a training micro-batch, its derivative with respect to the log-probs, and TRL's metrics."""
     log_probs = b.log_probs.clone().requires_grad_()
     args = SimpleNamespace(
         use_bias_correction_kl=config.get("use_bias_correction_kl", False),
@@ -72,5 +72,5 @@ def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float 
     loss = trainer._compute_loss(stub, stub.model, inputs)
     loss.backward()
     assert log_probs.grad is not None
-    # TRL divides by the number of micro-batches of an optimizer step.
+    # TRL divides the loss by the number of micro-batches of an optimizer step. Undo that.
     return loss.detach() * GRADIENT_STEPS, log_probs.grad * GRADIENT_STEPS, stub._metrics["train"]

@@ -15,7 +15,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 def _module() -> Any:
-    """Return torch.cpu with the functions of an accelerator's module. Those of memory and streams do nothing."""
+    """Return torch.cpu with the functions of an accelerator's module. Functions of memory and streams do nothing."""
     module = types.SimpleNamespace(**{name: getattr(torch.cpu, name) for name in dir(torch.cpu) if name[0] != "_"})
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(module, name, lambda *_: 0)
@@ -95,7 +95,7 @@ class Cpu(PlatformBase):
 
 
 def let_fsdp1_run() -> None:
-    """Disable FSDP1's broadcast of parameters, which fails on a CPU. All ranks load the same file anyway."""
+    """Disable FSDP1's broadcast of parameters, which fails on a CPU and is not needed: all ranks load the same file."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from verl.workers.engine.fsdp import transformer_impl
 

@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
 
 
 def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
-    """Save a small random model and a tokenizer; return their folder."""
+    """Save a small random model and a tokenizer. Return the folder."""
     import transformers
     from tokenizers import Tokenizer, models
 
@@ -70,7 +70,7 @@ def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
 
 
 def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options: Any) -> Any:
-    """Return a TrainingWorker with our engine, or with verl's, for a case such as BASE."""
+    """Return a TrainingWorker with our engine or with verl's. `case` has the entries of BASE."""
     from helpers import verl_cpu
     from verl.workers.config import (
         ActorConfig,
@@ -137,7 +137,7 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options:
 
 
 def batch(rank: int, case: dict[str, Any]) -> Any:
-    """Return four answers of this rank. Prompts are padded left, responses right; one mask has a hole."""
+    """Return a batch of four answers for this rank. Prompts are padded left, responses right. One mask has a hole."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding

@@ -1,4 +1,4 @@
-"""What must be installed for what: the core takes torch and Triton, and a missing package is named with its extra."""
+"""The core needs only torch and Triton. Everything else names a missing package and the extra that installs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import gspo_kernels
 
 if sys.version_info >= (3, 11):
     import tomllib
-else:  # a dependency of pytest there
+else:  # before Python 3.11, pytest depends on tomli
     import tomli as tomllib
 
 CORE = ("torch", "triton")
@@ -27,10 +27,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = sorted(
     ".".join(("gspo_kernels", *path.relative_to(FOLDER).with_suffix("").parts)).removesuffix(".__init__")
     for path in FOLDER.rglob("*.py")
-    if path.name not in ("cli.py", "bench_table.py", "doctor_report.py")  # imported by `gspo` once its extra is there
+    if path.name not in ("cli.py", "bench_table.py", "doctor_report.py")  # they need the extra "cli"
 )
 INTEGRATIONS = [f"gspo_kernels.integrations.{name}" for name in ("huggingface", "seams", "settings")]
-# Absent modules, a command, what it says.
+# (the absent module, a command, the line that the command prints)
 COMMANDS = [
     ("typer", "gspo", "gspo needs typer, which is not installed: pip install 'gspo-kernels[cli]'"),
     ("rich", "gspo", "gspo needs rich, which is not installed: pip install 'gspo-kernels[cli]'"),
@@ -69,7 +69,7 @@ class Hiding:
 
 
 def needed(package: str) -> set[str]:
-    """The names of a package and of everything that it requires without an extra."""
+    """Return the names of a package and of everything that it requires without an extra."""
     names, ahead = set(), [package]
     while ahead:
         name = canonicalize_name(ahead.pop())
@@ -77,14 +77,14 @@ def needed(package: str) -> set[str]:
             names.add(name)
             try:
                 lines = [Requirement(line) for line in requires(name) or ()]
-            except PackageNotFoundError:  # of another platform
+            except PackageNotFoundError:  # a requirement on another platform
                 continue
             ahead += [line.name for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
     return names
 
 
 def absent_from_a_core_installation() -> list[str]:
-    """The importable names of this environment that `pip install gspo-kernels` would not bring."""
+    """Return the modules of this environment that `pip install gspo-kernels` would not install."""
     present = {"gspo-kernels", "pip"}.union(*map(needed, CORE))
     names: dict[bool, set[str]] = {True: set(), False: set()}
     for package in distributions():
@@ -94,17 +94,17 @@ def absent_from_a_core_installation() -> list[str]:
 
 
 def run_without(modules: list[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run code where importing `modules` fails as it does when they are not installed."""
+    """Run code in a process in which importing `modules` fails, as if they were not installed."""
     code = f"{HIDE}sys.meta_path[:] = [Hiding(finder, {modules!r}) for finder in sys.meta_path]\n{code}"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # it needs NumPy
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # needs NumPy
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
 
 
-def test_the_core_requires_torch_and_triton_alone() -> None:
+def test_the_core_requires_only_torch_and_triton() -> None:
     assert [Requirement(line).name for line in PROJECT["dependencies"]] == list(CORE)
 
 
-def test_the_core_imports_torch_and_triton_alone() -> None:
+def test_the_core_imports_only_torch_and_triton() -> None:
     absent = absent_from_a_core_installation()
     assert {"typer", "rich", "yaml", "transformers", "trl", "matplotlib", "pytest"} <= set(absent)
     assert not {"torch", "triton", "sympy", "gspo_kernels"} & set(absent)
@@ -113,13 +113,13 @@ def test_the_core_imports_torch_and_triton_alone() -> None:
 
 
 @pytest.mark.parametrize(("absent", "command", "line"), COMMANDS, ids=[f"{c} without {a}" for a, c, _ in COMMANDS])
-def test_a_command_without_its_extra_says_so_in_a_line(absent: str, command: str, line: str) -> None:
+def test_a_command_without_its_extra_prints_the_extra(absent: str, command: str, line: str) -> None:
     program, *arguments = command.split()
     done = run_without([absent], RUN[program], *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{line}\n")
 
 
-def test_only_a_settings_file_needs_a_yaml_package(tmp_path: Path) -> None:
+def test_reading_settings_needs_pyyaml_only_for_a_file(tmp_path: Path) -> None:
     code = """
 from gspo_kernels.integrations.settings import from_roll
 for settings in ({"loss_agg_mode": "token-mean"}, sys.argv[1]):
@@ -134,7 +134,7 @@ for settings in ({"loss_agg_mode": "token-mean"}, sys.argv[1]):
     assert by_file.endswith("needs yaml, which is not installed: pip install 'gspo-kernels[cli]'")
 
 
-def test_an_installed_package_that_lacks_a_module_is_not_called_missing() -> None:
+def test_an_installed_package_without_a_module_is_not_reported_missing() -> None:
     code = """
 from gspo_kernels.extras import needs
 with needs("this", "cli", "json"):
@@ -143,7 +143,7 @@ with needs("this", "cli", "json"):
     assert run_without([], code).stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'json.no_such_module'"
 
 
-def test_every_extra_that_is_named_exists() -> None:
+def test_every_extra_named_in_the_code_exists() -> None:
     files = [
         path for folder in ("gspo_kernels", "integrations", "benchmarks") for path in ROOT.glob(f"{folder}/**/*.py")
     ]

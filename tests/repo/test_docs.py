@@ -1,4 +1,4 @@
-"""The pages in docs/ name existing tests, files and presets."""
+"""The pages in docs/ name existing tests, files and presets, and all presets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gspo_kernels.objective import _PRESETS
 
 ROOT = Path(__file__).parent.parent.parent
 PARITY = (ROOT / "docs" / "parity.md").read_text()
-FEATURES = {"ROLL": 13, "blog": 6, "StateSet": 5, "review": 4}  # features of each document that users start from
+FEATURES = {"ROLL": 13, "blog": 6, "StateSet": 5, "review": 4}  # document -> number of its features in docs/parity.md
 
 
-def test_every_feature_of_the_users_documents_names_a_test() -> None:
+def test_the_page_names_a_test_for_every_feature_of_the_documents() -> None:
     table = PARITY.partition("| document | feature |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (\w+) \|.*\| (.+?) \|$", table, re.MULTILINE)
     assert Counter(document for document, _ in rows) == FEATURES
@@ -32,7 +32,7 @@ def test_named_tests_and_linked_files_exist(page: Path) -> None:
         assert (page.parent / link).exists(), link
 
 
-def test_every_preset_has_a_row() -> None:
+def test_every_preset_is_in_the_table_of_presets() -> None:
     table = PARITY.partition("| `Objective.preset` |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE) == list(_PRESETS)
 

@@ -1,4 +1,4 @@
-"""CI and the commit hooks run what the Makefile and pyproject.toml say."""
+"""CI and the commit hooks agree with the Makefile and pyproject.toml."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
 
 
-def test_the_hooks_take_the_pinned_linter() -> None:
+def test_the_commit_hooks_run_the_pinned_linter() -> None:
     (pin,) = re.findall(r'"(ruff==[\d.]+)"', PROJECT)
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     pins = {hook["id"]: hook["additional_dependencies"] for hook in local["hooks"] if hook["id"].startswith("ruff")}
@@ -30,6 +30,6 @@ def test_ci_runs_targets_of_the_makefile() -> None:
     assert "inputs.gpu" in JOBS["gpu"]["if"]
 
 
-def test_ci_covers_every_python_that_is_promised() -> None:
+def test_ci_runs_every_python_version_of_the_classifiers() -> None:
     promised = re.findall(r"Programming Language :: Python :: (3\.\d+)", PROJECT)
     assert JOBS["full"]["strategy"]["matrix"]["python"] == promised

@@ -1,4 +1,7 @@
-"""The import law: every import runs down a floor, there is no circle, and each file has one import name."""
+"""Imports run only from later to earlier entries of HOUSE and BACKENDS, without cycles. Each file has one import name.
+
+A "room" is a module or a folder directly inside a package. A "floor" is one entry of HOUSE or BACKENDS.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("gspo_kernels", "integrations", "benchmarks")
-# Top floor last. A module or a folder imports only from floors below its own.
+# From the lowest floor to the highest. A room imports only from floors below its own.
 HOUSE = (
     {"extras", "layout", "reference", "validation"},
     {"groups", "metrics", "sampler_mismatch"},
@@ -19,14 +22,14 @@ HOUSE = (
     {"inputs", "ops"},
     {"outputs"},
     {"fused_loss", "log_probs", "policy_loss"},
-    {"", "tools"},  # "" is the package itself, which hands on the public names
+    {"", "tools"},  # "" is the package's __init__.py, which exports the public names
 )
 BACKENDS = ({"precision", "rows", "workspace"}, {"live_tiles", "torch", "triton"}, {"adapter", "dispatch"})
 MOST_FLOORS = 8
 
 
 def import_name(path: Path) -> str:
-    """The one name under which a file is imported: those of integrations/ and benchmarks/ are inside the package."""
+    """Return the name under which a file is imported. Names of integrations/ and benchmarks/ begin with the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts if parts[0] == "gspo_kernels" else ("gspo_kernels", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -36,7 +39,7 @@ FILES = {import_name(path): path for package in PACKAGES for path in sorted((ROO
 
 
 def imported(name: str) -> set[str]:
-    """The files of ours that a file imports, wherever in it the import stands."""
+    """Return the names of our files that the file `name` imports, at its top or inside functions."""
     path, names = FILES[name], set()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -46,7 +49,7 @@ def imported(name: str) -> set[str]:
             above = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, [above, node.module]))
             names |= {f"{module}.{alias.name}" if f"{module}.{alias.name}" in FILES else module for alias in node.names}
-    # A package that hands on names of its own files is not what those files import.
+    # `name` itself is in the list if an __init__.py imports from its own package.
     return {x for x in names if x in FILES and x != name}
 
 
@@ -54,7 +57,7 @@ IMPORTS = {name: imported(name) for name in FILES}
 
 
 def rooms(inside: str) -> dict[str, set[str]]:
-    """What each module or folder of a package imports of the others, by name: "ops" -> {"backends", ...}."""
+    """Return which other rooms each room of the package `inside` imports: "ops" -> {"backends", ...}."""
 
     def room(name: str) -> str | None:
         if name == inside:
@@ -71,24 +74,24 @@ def rooms(inside: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(("inside", "floors"), [("gspo_kernels", HOUSE), ("gspo_kernels.backends", BACKENDS)])
-def test_every_import_runs_down(inside: str, floors: tuple[set[str], ...]) -> None:
+def test_every_room_imports_only_from_lower_floors(inside: str, floors: tuple[set[str], ...]) -> None:
     level = {room: i for i, floor in enumerate(floors) for room in floor}
     graph = rooms(inside)
     graph.pop("", None) if inside != "gspo_kernels" else None
-    assert graph.keys() == level.keys(), "every room stands on a floor"
+    assert graph.keys() == level.keys(), "every room is on a floor"
     upward = [(a, b) for a, others in graph.items() for b in others if level[b] >= level[a]]
     assert upward == []
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_imports_between_files_have_no_cycle() -> None:
     try:
         TopologicalSorter({name: others for name, others in IMPORTS.items()}).prepare()
     except CycleError as error:
-        pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
+        pytest.fail(f"a cycle: {' -> '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("inside", ["gspo_kernels", *(f"gspo_kernels.{x}" for x in ("integrations", "benchmarks"))])
-def test_no_folders_import_each_other_in_a_circle(inside: str) -> None:
+def test_imports_between_folders_have_no_cycle(inside: str) -> None:
     for package in [inside, *(name for name in FILES if name.startswith(f"{inside}.") and is_package(name))]:
         graph = rooms(package)
         graph.pop("", None)
@@ -100,7 +103,7 @@ def is_package(name: str) -> bool:
 
 
 @pytest.mark.parametrize("inside", [name for name in FILES if is_package(name)])
-def test_no_package_has_more_floors_than_a_reader_keeps_in_mind(inside: str) -> None:
+def test_no_package_has_more_than_eight_floors(inside: str) -> None:
     floor: dict[str, int] = {}
     graph = rooms(inside)
     for room in TopologicalSorter(graph).static_order():
@@ -108,13 +111,13 @@ def test_no_package_has_more_floors_than_a_reader_keeps_in_mind(inside: str) -> 
     assert max(floor.values()) <= MOST_FLOORS
 
 
-def test_the_backends_know_nothing_of_each_other() -> None:
+def test_the_backends_do_not_import_each_other() -> None:
     for a, b in (("torch", "triton"), ("triton", "torch")):
         inside = [name for name in FILES if name.startswith(f"gspo_kernels.backends.{a}")]
         assert not [x for name in inside for x in IMPORTS[name] if x.startswith(f"gspo_kernels.backends.{b}")]
 
 
-def test_only_the_command_line_knows_what_stands_around_the_library() -> None:
+def test_in_the_library_only_the_command_line_imports_integrations_and_benchmarks() -> None:
     around = {"gspo_kernels.integrations", "gspo_kernels.benchmarks"}
     for name, others in IMPORTS.items():
         outside = {".".join(x.split(".")[:2]) for x in others} & around
@@ -124,7 +127,7 @@ def test_only_the_command_line_knows_what_stands_around_the_library() -> None:
 
 @pytest.mark.parametrize("folder", ["integrations", "benchmarks"])
 def test_a_file_has_one_import_name(folder: str) -> None:
-    """`benchmarks.x` beside `gspo_kernels.benchmarks.x` would be a second copy of every class and every setting."""
+    """Imported as both `benchmarks.x` and `gspo_kernels.benchmarks.x`, a file would run twice and define all twice."""
     for path in [*FILES.values(), *(ROOT / "tests").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

@@ -1,4 +1,4 @@
-"""The README does what it says."""
+"""The README's code runs, and its commands, links, versions and numbers are right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gspo_kernels import LossOutput
 from gspo_kernels.metrics import NAMES
 
 
-def test_the_quick_start_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quick_start_prints_the_output_in_its_comment(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, comment = QUICK_START.rpartition("\n# ")
     scope: dict[str, Any] = {}
     exec(code, scope)
@@ -34,7 +34,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 120
 
 
-def test_the_commands_it_names_exist() -> None:
+def test_commands_in_the_readme_exist() -> None:
     targets = re.findall(r"^make ([\w-]+)", README, re.MULTILINE)
     makefile = (ROOT / "Makefile").read_text()
     assert targets == ["demo", "test"]
@@ -43,7 +43,7 @@ def test_the_commands_it_names_exist() -> None:
     assert {"make test", "make test-trainers"} <= set((ROOT / ".ci" / "run").read_text().splitlines())
 
 
-def test_files_it_names_exist_and_links_work_on_a_package_index() -> None:
+def test_files_in_the_readme_exist_and_links_work_on_a_package_index() -> None:
     for path in re.findall(r"`((?:docs|examples)/[\w./]+|[A-Z]+\.md)`", README):
         assert (ROOT / path).exists(), path
     images, links = re.findall(r"!\[[^]]*\]\(([^)]+)\)", README), re.findall(r"(?<!!)\[[^]]*\]\(([^)]+)\)", README)
@@ -51,7 +51,7 @@ def test_files_it_names_exist_and_links_work_on_a_package_index() -> None:
     assert all(link.startswith("https://") for link in links)
 
 
-def test_the_tested_versions_are_the_installed_ones() -> None:
+def test_the_versions_in_the_readme_are_installed() -> None:
     pins = [Requirement(line) for line in CONSTRAINTS.splitlines() if not line.startswith("#")]
     pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
     assert len(pins) == 8
@@ -59,6 +59,6 @@ def test_the_tested_versions_are_the_installed_ones() -> None:
         assert pin.specifier.contains(version(pin.name).split("+")[0]), pin
 
 
-def test_the_number_of_faults_is_that_of_the_tests() -> None:
+def test_the_number_of_seeded_faults_in_the_readme_is_right() -> None:
     (number,) = re.findall(r"More than (\d+) seeded faults", README)
     assert int(number) < len(FAULTS)

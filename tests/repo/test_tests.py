@@ -1,4 +1,4 @@
-"""How the tests are laid out."""
+"""No test imports from another test file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent.parent
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
 def test_nothing_is_imported_from_a_test_file(path: Path) -> None:
-    """What two tests share stands in tests/helpers/."""
+    """Code that several test files use belongs in tests/helpers/."""
     modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from helpers.faults.table import Fault
 
 FAULTS: dict[str, Fault] = {
-    "matrix products in the precision of the process": (
+    "matrix products in the precision that the process has set": (
         "backends/precision",
         '_request_ieee("cuda" if device.type == "cuda" else "cpu")',
         "pass",
         "heads::test_exact_products_are_requested_on_every_processor[medium]",
     ),
-    "a thread restores the precision while another one computes": (
+    "a thread restores the precision while another thread computes": (
         "backends/precision",
         "if not _calls:\n                _restore",
         "if True:\n                _restore",
@@ -133,7 +133,7 @@ FAULTS: dict[str, Fault] = {
         "    if True:\n        for rows",
         "heads::test_autocast_leaves_an_fp32_adapter_unrounded[torch]",
     ),
-    "an explicit backend falls back to another": (
+    "an explicitly named backend falls back to another backend": (
         "backends/dispatch",
         'if backend == "triton" and obstacle:',
         "if False:",

@@ -18,7 +18,7 @@ FAULTS: dict[str, Fault] = {
         "coefficient",
         "parity::test_log_probs_and_policy_loss_chained_equal_the_fused_loss_bitwise[torch-False-gspo]",
     ),
-    "upper bound from clip_low": (
+    "upper clip bound taken from clip_low": (
         "objective",
         "math.log1p(self.clip_high)",
         "math.log1p(self.clip_low)",
@@ -60,7 +60,7 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "bad_inputs::test_an_unsupported_adapter_is_named[hook-on-lora-a]",
     ),
-    "token rows trained by PEFT ignored": (
+    "tokens of the head trained by PEFT ignored": (
         "inputs/lm_head",
         "if tokens is not None and _adapts(call, tokens):",
         "if False:",

@@ -48,7 +48,7 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "huggingface::test_numbers_of_the_text_configuration_are_candidates",
     ),
-    "nearest number of the configuration for any scale": (
+    "every scale rounded to the nearest number of the configuration": (
         "integrations/huggingface/head_options",
         "return nearest if abs(nearest - measured) <= _SCALE_ERROR * abs(measured) else measured",
         "return nearest",
@@ -78,13 +78,13 @@ FAULTS: dict[str, Fault] = {
         "normalizer = 1.0 if global_batch_size is None else",
         "seams::test_openrlhfs_loss_without_a_batch_size_is_a_mean_over_answers",
     ),
-    "TRL's loss over all positions": (
+    "TRL's mean loss divided by all positions": (
         "integrations/trl",
         "(mask.sum().clamp(min=1) if num_items",
         "(mask.numel() if num_items",
         "trainers/trl::test_policy_and_reference_model_return_a_mean_loss_over_labels",
     ),
-    "reference model left to TRL": (
+    "log-probs of the reference model left to TRL": (
         "integrations/trl",
         'for model in (trainer.model, getattr(trainer, "ref_model", None)):',
         "for model in (trainer.model,):",

@@ -13,7 +13,7 @@ import pytest
 from helpers.faults.table import Fault
 
 ROOT = Path(__file__).parent.parent.parent.parent
-# Exit codes of a Python process in which a kernel has written out of bounds.
+# Exit codes of a Python process that crashes because a kernel wrote out of bounds.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 # Each fault runs in a new process, forked from a server that has already imported the slow modules.
 FORKS = multiprocessing.get_context("forkserver")
@@ -33,7 +33,7 @@ FORKS.set_forkserver_preload(
 def is_killed(fault: Fault, folder: Path) -> bool:
     """Return whether the fault's test fails. pytest's output goes to `folder / "log"`.
 
-    A fault in a kernel may also crash the process.
+    For a fault in a kernel, a crash of the process counts as a failed test.
     """
     code = run_with_fault(fault, folder)
     return code == 1 or (fault[0].startswith("backends/triton/") and code in CRASHES)
@@ -53,7 +53,7 @@ def run_with_fault(fault: Fault, folder: Path) -> int | None:
     else:
         (copy / "integrations").symlink_to(ROOT / "integrations")
     (copy / f"{module}.py").write_text(changed.read_text().replace(text, wrong))
-    os.utime(copy / f"{module}.py", (0, 0))  # older than any compiled file, so that Python uses none of them
+    os.utime(copy / f"{module}.py", (0, 0))  # no compiled file has this time, so that Python compiles the copy
     for name in ("tests", "pyproject.toml", "README.md", "constraints.txt", "docs"):
         (folder / name).symlink_to(ROOT / name)
     suite, _, name = test.partition("::")
@@ -70,9 +70,9 @@ def source_of(module: str) -> Path:
 
 
 def overlay(source: Path, copy: Path, changed: Path) -> None:
-    """Link every entry of the folder `source` into the folder `copy`, except the file `changed` and its parents."""
+    """Link the entries of the folder `source` into the folder `copy`, but not the file `changed` and its parents."""
     for entry in source.iterdir():
-        if entry == changed or entry.is_symlink():  # the caller adds linked folders itself
+        if entry == changed or entry.is_symlink():  # the caller adds the linked folders
             continue
         if entry in changed.parents:
             (copy / entry.name).mkdir()
@@ -87,8 +87,8 @@ def _run_test(folder: Path, test: str) -> None:
     os.dup2(log, 2)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
-    gc.freeze()  # pytest collects garbage ten times; skip everything that was imported before the fork
-    sys.dont_write_bytecode = True  # compiled files would go into the checkout
+    gc.freeze()  # keep pytest's ten garbage collections from visiting everything imported before the fork
+    sys.dont_write_bytecode = True  # keep compiled files out of the checkout, to which the folders are linked
     plugins = [f"no:{name}" for name in ("cacheprovider", "xdist", "benchmark", "anyio")]
     code = pytest.main(
         ["-x", "-q", "--tb=line", "--hypothesis-profile=fault", *(f"-p{name}" for name in plugins), test]

@@ -181,7 +181,7 @@ FAULTS: dict[str, Fault] = {
         "for computed, group in itertools.groupby(cells[begin : high // columns]):",
         "live_tiles::test_the_dropped_mass_is_reported_and_within_the_budget",
     ),
-    "our threads split operations into more threads": (
+    "worker threads split operations over further threads": (
         "backends/torch/workers",
         "torch.set_num_threads(1)\n    ready",
         "ready",
@@ -205,7 +205,7 @@ FAULTS: dict[str, Fault] = {
         "self.boost = power_of_two(self.at_target, self.d_entropy, is_row)",
         "loss_faults::test_fp16_gradients_of_a_small_slope_do_not_underflow[1.0]",
     ),
-    "half operands on ROCm": (
+    "half-precision operands on ROCm": (
         "backends/torch/tiles",
         'tensor_cores = device.type == "cuda" and torch.version.hip is None',
         'tensor_cores = device.type == "cuda"',
@@ -273,7 +273,7 @@ FAULTS: dict[str, Fault] = {
         "    return _share_of_token(mask, sequence, lengths, aggregation, objective.length_norm, normalizer)",
         "parity::test_every_objective_equals_the_oracle_in_float64[torch-padded-k3-token-mean]",
     ),
-    "empty sequences among the ratios": (
+    "empty sequences counted in the ratio metrics": (
         "backends/torch/sequence",
         "log_ratio_mask=mask if by_token else lengths > 0,",
         "log_ratio_mask=mask if by_token else lengths >= 0,",
@@ -303,7 +303,7 @@ FAULTS: dict[str, Fault] = {
         "d.sign()",
         "loss_faults::test_the_slope_of_a_nan_kl_is_nan",
     ),
-    "a worker's error hidden by those that wait for it": (
+    "a worker's error hidden by errors of waiting workers": (
         "backends/torch/workers",
         "sorted(errors, key=lambda error: isinstance(error, Stopped))",
         "sorted(errors, key=lambda error: not isinstance(error, Stopped))",

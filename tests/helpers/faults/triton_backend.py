@@ -9,7 +9,7 @@ OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 BLOCKS = "kernels::test_block_shapes_of_every_architecture_equal_the_oracle"
 CELLS = "live_tiles::test_gradients_of_every_dtype_equal_those_of_the_kept_entries"
 FAULTS: dict[str, Fault] = {
-    "padded columns counted as the last one": (
+    "padding columns counted as copies of the last column": (
         "backends/triton/forward",
         'z = tl.where(columns[None, :] >= V, float("-inf"), z)',
         "pass",
@@ -261,7 +261,7 @@ FAULTS: dict[str, Fault] = {
         "",
         "kernel_faults::test_rows_that_a_descriptor_cannot_read_are_copied[2-bytes]",
     ),
-    "no barrier before coefficients are read again": (
+    "no barrier between writing and reading coefficients": (
         "backends/triton/sequence",
         "tl.debug_barrier()",
         "pass",
@@ -459,7 +459,7 @@ FAULTS: dict[str, Fault] = {
         "_listeners.clear()",
         "kernels::test_nested_recordings_see_every_launch",
     ),
-    "one temperature read as one per row": (
+    "a single temperature read as one temperature per row": (
         "backends/triton/logit_tile",
         "tl.load(head.temperature + rows * head.strides.temperature)",
         "tl.load(head.temperature + rows)",
@@ -483,7 +483,7 @@ FAULTS: dict[str, Fault] = {
         "pass",
         f"{CELLS}[triton-plain-fp32]",
     ),
-    "blocks of every part begin where the first part's do": (
+    "blocks of every part begin at the blocks of the first part": (
         "backends/triton/sparse_products",
         "begin_at=part.number * lists.block_begin.shape[2]",
         "begin_at=0",

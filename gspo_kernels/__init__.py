@@ -7,6 +7,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import advantages as advantages
+    from . import reference as reference
+    from . import sampler_mismatch as sampler_mismatch
     from .fused_loss import gspo_fused_loss
     from .log_probs import linear_log_probs
     from .objective import Objective
@@ -34,7 +37,12 @@ _MODULES = {
 }
 
 
+_SUBMODULES = ("advantages", "reference", "sampler_mismatch")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f".{name}", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{_MODULES[name]}", __name__), name)
@@ -42,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
 class _Package(ModuleType):

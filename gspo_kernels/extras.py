@@ -22,5 +22,7 @@ def needs(user: str, extra: str, *packages: str) -> Iterator[None]:
         if isinstance(error, MissingExtraError) or error.name not in packages:
             raise
         raise MissingExtraError(
-            f"{user} needs {error.name}, which is not installed: pip install 'gspo-kernels[{extra}]'", name=error.name
+            f"{user} needs {error.name}, which is not installed: pip install 'gspo-kernels[{extra}]', "
+            f"or '.[{extra}]' in a clone",
+            name=error.name,
         ) from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .tables import BUDGET, NAIVE, OURS, Results, by_name, error_of, mib, over_naive, percent, shown, table
+from .tables import BUDGET, NAIVE, OURS, Results, by_name, error_of, mib, over_naive, percent, shown, table, worse
 
 README_ROWS = {
     NAIVE: "PyTorch, full logits",
@@ -17,7 +17,7 @@ README_ROWS = {
     "verl torch head": "verl, torch head",
     "torch linear_cross_entropy": "PyTorch, `linear_cross_entropy`",
     OURS: "**gspo_kernels**",
-    BUDGET: "**gspo_kernels**, `gradient_budget=1e-3`",
+    BUDGET: "**gspo_kernels**, `gradient_budget=1e-3` (`gspo_fused_loss` only)",
 }
 SAME_LOG_PROBS = {BUDGET: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # measured under the other name
 SAME_IN_FLOAT32 = {"TRL cast_lm_head_to_fp32": "TRL fused head"}  # nothing is cast there
@@ -113,8 +113,15 @@ def readme(first: Results) -> str:
         cells = [over_naive(rl_like.get(timed, {})), over_naive(dense.get(timed, {})), mib(rl_like.get(timed, {}))]
         cells.append(percent(wrong[name] / 100) if name in wrong else "-")
         rows.append((label, *(cell.replace("-", "not measured") for cell in cells)))
-    header = ("", "time, RL-like batch", "time, every token has a gradient", "peak MiB", "wrong clip decisions")
+    header = (
+        "",
+        "time, RL-like batch",
+        "time, every token has a gradient",
+        "peak MiB",
+        "wrong clip decisions, bf16 weights",
+    )
     on, machine = runs[0]["on"], first["step"]["time"]["measured"]["machine"]
     text, idle = Path(__file__).with_name("readme.md").read_text().strip(), on["zero"] + on["clipped"]
-    error = error_of(rl_like[BUDGET])
-    return text.format(table=table(header, rows), on=on, machine=machine, idle=idle, error=error)
+    (budget,) = (record for record in first["policy"]["trained"]["budgets"] if record["budget"] == 1e-3)
+    errors = dict(error=error_of(rl_like[BUDGET]), trained=f"{worse(budget):.1e}")
+    return text.format(table=table(header, rows), on=on, machine=machine, idle=idle, **errors)

@@ -161,5 +161,5 @@ except ModuleNotFoundError as error:
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.stdout == (
         f"gspo_kernels.integrations.{trainer} needs {trainer}, which is not installed: "
-        f"pip install 'gspo-kernels[{trainer}]'\n"
+        f"pip install 'gspo-kernels[{trainer}]', or '.[{trainer}]' in a clone\n"
     )

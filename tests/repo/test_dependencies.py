@@ -116,7 +116,8 @@ def test_the_core_imports_only_torch_and_triton() -> None:
 def test_a_command_without_its_extra_prints_the_extra(absent: str, command: str, line: str) -> None:
     program, *arguments = command.split()
     done = run_without([absent], RUN[program], *arguments)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{line}\n")
+    extra = line[line.index("[") : -1]
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{line}, or '.{extra}' in a clone\n")
 
 
 def test_reading_settings_needs_pyyaml_only_for_a_file(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ for settings in ({"loss_agg_mode": "token-mean"}, sys.argv[1]):
     done = run_without(["yaml"], code, str(tmp_path / "gspo.yaml"))
     by_mapping, by_file = done.stdout.splitlines()
     assert by_mapping.startswith("ValueError")
-    assert by_file.endswith("needs yaml, which is not installed: pip install 'gspo-kernels[cli]'")
+    assert by_file.endswith("not installed: pip install 'gspo-kernels[cli]', or '.[cli]' in a clone")
 
 
 def test_an_installed_package_without_a_module_is_not_reported_missing() -> None:

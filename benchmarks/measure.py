@@ -27,7 +27,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent  # of the checkout
 RESULTS = Path(__file__).parent / "results"
-TRIALS = Path("runs") / "trials"
 OUTPUT = "default benchmarks/results/<suite>-<cpu or GPU>.json, of a trial in runs/trials/"
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "gspo-kernels")
 Record = dict[str, Any]
@@ -64,7 +63,7 @@ def destination(suite: str, device: torch.device, path: Path | None, trial: bool
     Exit with a line on stderr if no results can be written there.
     """
     where = "cpu" if device.type != "cuda" else re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower())
-    path = path or (TRIALS if trial else RESULTS) / f"{suite}-{where}.json"
+    path = path or (Path("runs/trials") if trial else RESULTS) / f"{suite}-{where}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         results_in(path)

@@ -29,11 +29,10 @@ LOOKS = {
 }  # fmt: skip  # by family
 STYLE: Any = {"font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left"}
 STYLE |= {"legend.frameon": False, "grid.alpha": 0.25}
-SIZE = (9.0, 3.9)  # inches
 
 
 def panels(columns: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure(figsize=(9.0, 3.9), layout="constrained")  # inches
     axes = list(figure.subplots(1, columns, squeeze=False).flat)
     for panel in axes:
         panel.grid(lw=0.5)

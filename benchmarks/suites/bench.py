@@ -5,7 +5,6 @@ gspo bench --model qwen2.5-0.5b --tokens 1k --against trl,liger --scenario rl-li
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -41,17 +40,21 @@ def candidates(against: str | None = None) -> list[Candidate]:
 
 
 def run(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick) -> Record:
-    """Run `compare` in the memory that is free; raise MemoryError with a line for the user if it does not suffice."""
+    """Run `compare` in the memory that is free; return what JSON can hold, with date, commit, machine and versions.
+
+    Raise MemoryError with a line for the user if the memory does not suffice.
+    """
     if spec.device == "cpu":
         measure.stop_before_swapping()
     # Per core, in the minute before; Windows has no load average.
     before = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None
     try:
-        return compare(spec, chosen, rounds, tick) | {"load per core before": before}
+        results = compare(spec, chosen, rounds, tick) | {"load per core before": before}
     except (MemoryError, RuntimeError) as error:
         if not measure.no_room(error):
             raise
         raise MemoryError(TOO_LARGE) from error
+    return measure.jsonable(measure.about(torch.device(spec.device)) | results)
 
 
 def present(spec: Spec, chosen: list[Candidate]) -> list[Candidate]:
@@ -241,8 +244,3 @@ def asked(
     head = head_of(("qwen3-8b" if on_gpu else "qwen2.5-0.5b") if model is None else model)
     count = tokens_of(("16k" if on_gpu else "1k") if tokens is None else tokens)
     return candidates(against), Spec(head, count, scenario, dtype, str(place))
-
-
-def as_json(results: Record, spec: Spec) -> str:
-    """Return results with date, commit, machine and versions."""
-    return json.dumps(measure.jsonable({**measure.about(torch.device(spec.device)), **results}))

@@ -237,7 +237,7 @@ def bench(
         fail(error)
     bench_table.show(results, benchmark.SCENARIOS[scenario].what, console)
     if as_json:
-        typer.echo(benchmark.as_json(results, spec))
+        typer.echo(json.dumps(results))
 
 
 if __name__ == "__main__":

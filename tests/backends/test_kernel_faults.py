@@ -30,8 +30,8 @@ from gspo_kernels.backends.triton.launch import Launch, launches
 # -- batches larger than a block, and non-contiguous tensors
 
 
-def test_metrics_of_several_blocks_of_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums, minima and maxima over several blocks of sequences. The extreme ratios are in the first block."""
+def test_metrics_combine_several_blocks_of_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extreme ratios are in the first block, so that a minimum or maximum of the last block alone is wrong."""
     monkeypatch.setattr(sequence, "SEQUENCE", tuning.Config(block_n=8))
     log_ratio = (0.2 * torch.randn(19, generator=torch.Generator().manual_seed(0))).double()
     log_ratio[:2] = torch.tensor([-3.0, 3.0])
@@ -86,8 +86,8 @@ def test_packed_tensors_may_be_non_contiguous(backend: str) -> None:
 
 
 @pytest.mark.parametrize("width", [24, 40])
-def test_columns_of_the_head_past_two_to_the_31(width: int) -> None:
-    """H x stride of a transposed head exceeds 2^31 elements, within a block of H and between blocks."""
+def test_columns_of_the_head_past_two_to_the_31_are_read(width: int) -> None:
+    """H x stride of a transposed head exceeds 2^31 elements, within a block of H or in a later block."""
     hidden = torch.randn(20, width, generator=torch.Generator().manual_seed(0)).half()
     weight = torch.randn(70, width, generator=torch.Generator().manual_seed(1)).half()
     stride = 2**27
@@ -103,9 +103,10 @@ FAR_CELL = 2**18  # the d_logits of this cell begin at an offset of at least 2^3
 
 
 def sparse_launch(name: str) -> tuple[list[Launch], Launch, Tensor]:
-    """Return the launches of a sparse backward, the first one of the kernel `name`, and its d_logits moved to FAR_CELL.
+    """Record a sparse backward.
 
-    Only the touched pages of the moved d_logits take memory.
+    Return all launches, the first launch of the kernel `name`, and the d_logits of that launch moved to FAR_CELL. Only
+    the touched pages of the moved d_logits take memory.
     """
     sample = make_sample(3, lengths=(40, 31), vocab=601, logit_std=6.0).with_options(gradient_budget=0.1)
     with choices(), launches() as seen:
@@ -119,7 +120,7 @@ def sparse_launch(name: str) -> tuple[list[Launch], Launch, Tensor]:
 
 
 def products(seen: list[Launch], launched: Launch, **changes: Any) -> tuple[Tensor, Tensor]:
-    """Return the sums of a launch without and with changed arguments."""
+    """Return the sums that a recorded launch computes, first as recorded, then with changed arguments."""
     sums = torch.zeros(2, *launched.arguments["sums"].shape)
     relaunch(seen, launched.kernel.__name__, sums=sums[0])
     relaunch(seen, launched.kernel.__name__, sums=sums[1], **changes)
@@ -151,7 +152,7 @@ def test_the_hidden_product_reads_columns_of_the_head_past_two_to_the_31() -> No
 
 
 def test_the_gradient_tile_writes_cells_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the programs from FAR_CELL on, with a list of cells that begins FAR_CELL entries earlier."""
+    """The launch begins at program FAR_CELL. The list of cells is moved, so that this program reads the first cell."""
     seen, launched, far = sparse_launch("gradient_tile")
     near = launched.arguments["d_logits"]
 
@@ -165,7 +166,7 @@ def test_the_gradient_tile_writes_cells_past_two_to_the_31(monkeypatch: pytest.M
 
 
 def test_a_slab_without_a_cell_in_its_first_chunk_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slab has one cell, in turn in the first and in the last chunk of rows."""
+    """Each slab has one cell: alternately in the first and in the last chunk of rows."""
     monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**16)
     monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
     head, coefficient = head_rows(128, 24, 601), torch.ones(128)
@@ -184,11 +185,11 @@ def test_a_slab_without_a_cell_in_its_first_chunk_has_a_gradient(monkeypatch: py
         assert (gradient.double() - truth).norm() <= KEPT_GRADIENT_RELATIVE[torch.float32] * truth.norm()
 
 
-# -- heads without block-sparse sums
+# -- heads without a block-sparse backward
 
 
 def test_heads_with_an_adapter_or_a_bias_have_no_cells_in_triton() -> None:
-    """The Triton backend has no block-sparse sums for their gradients."""
+    """The Triton backend cannot compute gradients of a bias or an adapter from a list of cells."""
     head = head_rows(5, 24, 70)
     adapter = head._replace(adapter_hidden=torch.ones(5, 2), adapter_weight=torch.ones(70, 2))
     assert triton_backend.cell_shape(head) is not None
@@ -265,8 +266,8 @@ for architecture in ("sm_80", "sm_90"):
 
 
 @pytest.mark.slow
-def test_there_is_a_barrier_before_coefficients_are_read_again() -> None:
-    """The ratio is token-level, because the reduction of a sequence ratio has a barrier in the same place anyway."""
+def test_there_is_a_barrier_between_writing_and_reading_coefficients() -> None:
+    """The test needs a token-level ratio: the reduction of a sequence ratio always has a barrier in this place."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", BARRIERS], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]

@@ -36,7 +36,7 @@ from gspo_kernels.tools import compile_cases as cases
 @pytest.mark.parametrize("head", ["plain", "all"])
 @pytest.mark.parametrize("architecture", tuning.ARCHITECTURES)
 def test_block_shapes_of_every_architecture_equal_the_oracle(architecture: str, head: str, dtype: str) -> None:
-    """More rows, columns and hidden elements than a block has, ragged ends, and targets in every tile."""
+    """The head has more rows, columns and hidden elements than a block, ragged ends, and targets in every tile."""
     sample = make_sample(
         2,
         lengths=(40, 31, 25, 52, 17, 29),
@@ -56,7 +56,7 @@ EVERYTHING = Objective(clip_low=0.2, clip_high=0.2, kl_coef=0.1, entropy_coef=0.
 
 
 def head_and_upstream(n: int, v: int, seed: int = 0, **changes: Any) -> tuple[HeadRows, HeadResult, Tensor]:
-    """Return a random head, its forward, and upstream gradients [n] of which some are 0."""
+    """Return a random head, the result of its forward, and upstream gradients [n], some of which are 0."""
     rng = torch.Generator().manual_seed(seed)
     head = head_rows(n, 24, v, mask=torch.rand(n, generator=rng) > 0.3, **changes)
     d = torch.randn(n, generator=rng) * (torch.rand(n, generator=rng) > 0.4)
@@ -113,7 +113,7 @@ def test_a_row_with_only_an_entropy_gradient_is_computed() -> None:
 
 @on_device
 def test_a_backward_without_host_reads_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under CUDA graph capture: all rows are computed; rows without a gradient become 0, also if they are NaN."""
+    """As under CUDA graph capture, the kernels compute all rows. Rows without a gradient become 0, even if NaN."""
     head, result, d = head_and_upstream(300, 601)
     hidden = head.hidden.clone()
     hidden[~head.mask] = torch.nan
@@ -166,14 +166,14 @@ def test_peak_memory_is_within_the_formula(n: int, h: int, v: int, entropy: bool
     gradients = 2 * n * h + 2 * v * h
     limit = gradients + 4 * n * tiles * (2 if entropy else 1) + 2 * n * h + 256 * 2**20
     assert max(forward, live.peak) <= limit, f"{max(forward, live.peak) / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
-    assert live.peak >= gradients  # the counter works
+    assert live.peak >= gradients  # the counter sees at least the gradients
     assert max(forward, live.peak) < 2 * n * v / 4 + gradients + 2 * n * h + 256 * 2**20  # far less than N x V
     assert out[0] is not None
 
 
 @pytest.mark.parametrize(("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 896, 151_936)])
 def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -> None:
-    """Choose the cells, then run the backward of a list of all cells."""
+    """The cells are chosen, and then the backward runs with a list of all cells."""
     head = cases.meta_head(rows=n, width=h, vocab=v)
     with tuning.assume("sm_90"), LiveBytes() as live:
         result, tiles = triton_backend.forward_with_shares(head, wanted=True)
@@ -205,14 +205,14 @@ def test_peak_memory_respects_a_small_workspace(dtype: torch.dtype, monkeypatch:
 
 
 def far_view(shape: tuple[int, int], stride: int, like: Tensor) -> Tensor:
-    """Return a copy of `like` with rows `stride` elements apart. Only the pages that are touched take memory."""
+    """Return a copy of `like` with rows `stride` elements apart. Only touched pages take memory."""
     out = torch.empty((shape[0] - 1) * stride + shape[1], dtype=like.dtype).as_strided(shape, (stride, 1))
     return out.copy_(like)
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_rows_of_the_head_past_two_to_the_31(architecture: str) -> None:
-    """V x stride of the head exceeds 2^31 elements, for loads by pointers and by descriptors."""
+def test_a_head_past_two_to_the_31_elements_is_read(architecture: str) -> None:
+    """V x stride exceeds 2^31 elements. sm_80 loads by pointers, sm_90 by descriptors."""
     head, _, d = head_and_upstream(40, 601)
     head = head._replace(hidden=head.hidden.to(torch.float16), weight=head.weight.to(torch.float16))
     far = head._replace(weight=far_view((601, 24), 2**22, head.weight))
@@ -226,8 +226,8 @@ def test_rows_of_the_head_past_two_to_the_31(architecture: str) -> None:
         assert a is not None and b is not None and torch.equal(a, b)
 
 
-def test_hidden_states_and_gradients_of_logits_past_two_to_the_31() -> None:
-    """Relaunch a recorded kernel with rows far apart, so that reads of N x H and writes of N x V exceed 2^31."""
+def test_the_gradient_tile_reads_and_writes_rows_past_two_to_the_31() -> None:
+    """A recorded kernel runs again with rows far apart, so that offsets of hidden and d_logits exceed 2^31."""
     head, result, d = head_and_upstream(300, 601)
     with tuning.assume("sm_80"), launches() as seen:
         triton_backend.head_forward(head)
@@ -241,12 +241,12 @@ def test_hidden_states_and_gradients_of_logits_past_two_to_the_31() -> None:
     assert torch.equal(d_logits, tile["d_logits"][:, :601]) and d_logits.any()
 
 
-def test_partial_results_past_two_to_the_31() -> None:
-    """tile x N exceeds 2^31 where partial results are written and where they are reduced."""
+def test_partial_results_past_two_to_the_31_are_written_and_reduced() -> None:
+    """The offset tile x N of a partial result exceeds 2^31."""
     head, _, _ = head_and_upstream(40, 1201)
     with launches() as seen:
         expected = triton_backend.head_forward(head)
-    far = 2**28  # rows, of which 40 exist; results of the tenth tile begin past 2^31
+    far = 2**28  # number of rows that the kernels are told; 40 exist. Results of the tenth tile begin past 2^31.
     tiles = next(x for x in seen if x.kernel.__name__ == "forward_tile").arguments["column_blocks"]
     assert (tiles - 1) * far > 2**31
     partial = {k: far_view((tiles, 40), far, torch.zeros(tiles, 40)) for k in ("tile_top", "tile_mass")}
@@ -291,7 +291,7 @@ print(json.dumps({k: len(v) for k, v in variants.items()}))
 
 @pytest.mark.slow
 def test_few_kernel_variants_are_compiled_for_all_batches() -> None:
-    """100 random batch sizes, temperatures and clip bounds: at most 2 variants per kernel and dtype."""
+    """100 random batch sizes, temperatures and clip bounds need at most 2 variants per kernel and dtype."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", VARIANTS], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -396,14 +396,14 @@ def test_strides_of_gradients_of_transposed_operands_equal_the_fake_kernels(oper
 @pytest.mark.parametrize("options", [{"temperature": torch.tensor(1e-5)}, {"logit_scale": 1e-6}], ids=["hot", "small"])
 @pytest.mark.parametrize("peak", [0.0, 12.0, 95.0])
 def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], peak: float) -> None:
-    """The power-of-two scale accounts for the slope and 1 - p, and stays finite where the gradient vanishes."""
+    """The power-of-two scale includes the slope and 1 - p, and is finite if the gradient vanishes."""
     head = head_rows(3, 8, 40, **options)
     weight = torch.zeros(40, 8)
     weight[0, 0] = peak * float(options.get("temperature", 1)) / options.get("logit_scale", 1)
     ids = torch.zeros(3, dtype=torch.int64)
     head = to_device(head._replace(hidden=torch.eye(3, 8).half(), weight=weight.half(), target_ids=ids))
     if not head.weight.isfinite().all():
-        return  # fp16 has no such head
+        return  # the weights of this head exceed the range of fp16
     result = triton_backend.head_forward(head)
     d = torch.ones(3, device=DEVICE)
     d_hidden = triton_backend.head_backward(head, result, d, None, NEEDS)[0]
@@ -419,11 +419,11 @@ def test_an_infinite_target_logit_has_a_nan_log_prob(backend: str) -> None:
     assert dispatch.implementation(backend).head_forward(head).log_probs.isnan().all()
 
 
-# -- tests for seeded faults in kernels (test_mutations.py) that the tests above do not detect
+# -- tests that detect further seeded faults in kernels (test_mutations.py)
 
 
 def test_programs_run_in_groups_of_columns_and_skip_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs the programs in their order."""
+    """The interpreter runs programs in the order of their ids, so the test can record the tiles."""
     tiles, logit_tile = [], forward.logit_tile
 
     def noted(*args: Any, **options: Any) -> Any:
@@ -437,8 +437,8 @@ def test_programs_run_in_groups_of_columns_and_skip_masked_rows(monkeypatch: pyt
 
 
 @on_device
-def test_more_tiles_than_one_reduction_step() -> None:
-    """The last tile has the largest logits, so the sum of the earlier tiles must be rescaled."""
+def test_reduction_steps_after_the_first_rescale_the_sum() -> None:
+    """The last tile has the largest logits, so the last step must rescale the sum of the earlier tiles."""
     head = head_rows(5, 24, 64 * (tuning.REDUCE_TILES + 1), entropy=True)
     head.weight[-64:] *= 4
     head = head._replace(hidden=head.hidden.double(), weight=head.weight.double())
@@ -449,7 +449,7 @@ def test_more_tiles_than_one_reduction_step() -> None:
 
 
 @on_device
-def test_more_hidden_elements_than_one_chain() -> None:
+def test_sums_over_several_chains_of_hidden_elements_are_complete() -> None:
     head = head_rows(5, 600, 40)
     head = head._replace(hidden=head.hidden / 25)
     assert 0 < tuning.tile_config(head, "forward").chain < 600
@@ -500,7 +500,7 @@ def test_rows_are_scattered_in_place(share: float, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["gspo", "grpo", "everything"])
 @pytest.mark.parametrize("has_nan", [False, True])
 def test_metrics_equal_those_of_the_torch_backend(name: str, has_nan: bool) -> None:
-    """More tokens than a block holds, an empty sequence, and a NaN that every mean, minimum and maximum must keep."""
+    """The batch has more tokens than a block, an empty sequence, and a NaN that all metrics of ratios must keep."""
     rng = torch.Generator().manual_seed(0)
     lp, old, ref, entropy = (-torch.rand(5, 700, generator=rng) for _ in range(4))
     mask = torch.rand(5, 700, generator=rng) > 0.3
@@ -529,7 +529,7 @@ def test_metrics_equal_those_of_the_torch_backend(name: str, has_nan: bool) -> N
 
 @on_device
 def test_the_mean_of_equal_log_ratios_is_exact() -> None:
-    """Bitwise: fp32 sums of equal terms would round in one direction, and the clip window is narrow."""
+    """Sums in fp32 would round equal terms in one direction, by an amount that matters in GSPO's clip window."""
     log_ratio = torch.linspace(1e-4, 9e-4, 8)
     lp = log_ratio[:, None].expand(8, 4096)
     out = policy_loss(lp, torch.ones(8), old_log_probs=torch.zeros(8, 4096), backend="triton")

@@ -55,7 +55,7 @@ BUDGETS = st.sampled_from([1e-6, 1e-3, 1e-2, 0.1, 0.5, 0.99])
 
 @on_device
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7).map(tuple), SHAPES, BUDGETS, st.integers(0, 10_000))
-def test_the_dropped_mass_is_reported_and_within_the_budget(
+def test_torch_reports_the_dropped_mass_and_stays_within_the_budget(
     lengths: tuple[int, ...], shape: dict[str, Any], budget: float, seed: int
 ) -> None:
     with small_tiles():
@@ -79,7 +79,7 @@ def test_triton_reports_the_dropped_mass_and_stays_within_the_budget(
 def test_gradients_of_every_dtype_equal_those_of_the_kept_entries(
     head: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several chunks of rows and slabs of columns, with ragged ends."""
+    """The batch has several chunks of rows and slabs of columns, with ragged ends."""
     from gspo_kernels.backends.triton import gradient_rows
 
     monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**19)
@@ -153,7 +153,7 @@ def test_budget_zero_has_the_bits_of_the_dense_backward_over_live_rows(backend: 
 
 
 def coefficients(sample: Sample, backend: str) -> tuple[Tensor, Tensor]:
-    """Return a loss and its log-probs [B, T]. The gradient of the loss is the coefficient of every token."""
+    """Return a loss and its log-probs [B, T]. The gradient of the loss with respect to them are the coefficients."""
     log_probs = run_fused(sample, backend)[0].log_probs.detach().requires_grad_()
     options = {k: v for k, v in sample.options.items() if k in ("mask", "old_log_probs", "ref_log_probs")}
     return policy_loss(log_probs, sample.advantages, backend=backend, **options).loss, log_probs
@@ -161,7 +161,7 @@ def coefficients(sample: Sample, backend: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("budget", [0.0, 1e-3, 0.3])
 def test_reported_passes_equal_the_counted_products(budget: float) -> None:
-    """Products are counted at PyTorch's dispatcher. All tiles are full, so there is no padding."""
+    """Products are counted at PyTorch's dispatcher. All tiles are full, so the count includes no padding."""
     n, width, vocab = 64, 24, 48
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(n, width, generator=rng), 2 * torch.randn(vocab, width, generator=rng)
@@ -198,7 +198,7 @@ def test_triton_launches_one_program_per_counted_cell() -> None:
 
 
 @on_device
-def test_nothing_is_dropped_where_sparse_is_not_cheaper(backend: str) -> None:
+def test_nothing_is_dropped_if_the_sparse_backward_is_not_cheaper(backend: str) -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601, logit_std=6.0)
     exact, grads = run_fused(sample, backend)
     with choices(pays=False):
@@ -216,7 +216,7 @@ def test_the_cost_model_depends_on_share_and_width() -> None:
     shares = torch.linspace(0, 1, 50)
     decided = sparse_pays(torch.tensor(1024), 896, 151_936, shares, "cpu")
     assert decided.dtype == torch.bool and decided[0] and not decided[-1]
-    assert (decided.int().diff() <= 0).all()  # dense stays cheaper for larger shares
+    assert (decided.int().diff() <= 0).all()  # if dense is cheaper for a share, it is cheaper for larger shares
     assert not sparse_pays(1024, 4096, 151_936, 0.6, "cuda") and sparse_pays(1024, 4096, 151_936, 0.4, "cuda")
 
 
@@ -236,7 +236,7 @@ def test_gradients_are_zero_if_no_token_has_one(budget: float, backend: str) -> 
 def test_nan_and_infinite_gradients_are_not_dropped(bad: float, backend: str) -> None:
     sample = make_sample(3, vocab=601)
     sample.options["old_log_probs"][1, 0] = -bad
-    assert sample.advantages[1] < 0  # an infinite ratio is not clipped there
+    assert sample.advantages[1] < 0  # with a negative advantage, an infinite ratio is not clipped
     with choices() as decisions:
         grads = run_fused(sample.with_options(gradient_budget=0.5), backend)[1]
     assert not decisions[0].coefficient.isfinite().all()
@@ -327,7 +327,9 @@ def test_the_torch_backend_drops_cells_of_a_head_with_a_bias() -> None:
 @on_device
 @pytest.mark.parametrize("lengths", [(), (0, 0), (1,), (3, 0, 2)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_small_empty_and_fully_masked_batches(lengths: tuple[int, ...], masked: bool, backend: str) -> None:
+def test_a_budget_is_respected_in_small_empty_and_fully_masked_batches(
+    lengths: tuple[int, ...], masked: bool, backend: str
+) -> None:
     sample = make_sample(3, lengths=lengths, vocab=300)
     if masked:
         sample = sample.with_options(mask=torch.zeros_like(sample.options["mask"]))
@@ -351,7 +353,7 @@ def test_a_forward_without_autograd_reports_one_pass() -> None:
 
 @on_device
 def test_the_mass_of_a_last_tile_with_only_the_target_is_correct(backend: str) -> None:
-    """The other logits are very low: relative to the shift of a tile without other logits, exp would overflow."""
+    """All other logits are very low. Shifted as in a tile without other logits, their exp would overflow."""
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(300, 64, generator=rng), torch.randn(513, 64, generator=rng) / 8
     hidden[:, 0], weight[:, 0] = 1, -20

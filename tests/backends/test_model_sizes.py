@@ -1,6 +1,6 @@
 """Heads of a model's size against float64: gradients, errors, clip decisions, offsets past 2^31, and equal bits.
 
-On a CPU the kernels are interpreted with small heads, which only checks the tests themselves.
+On a CPU the heads are small and the kernels are interpreted. Such a run only checks the tests themselves.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_log_probs_and_gradients_equal_float64(shape: tuple[int, int, int], dtyp
 
 @pytest.mark.parametrize(("shape", "dtype", "options"), CELLS, ids=name_of)
 def test_gradients_of_a_list_of_all_cells_equal_float64(shape: tuple[int, int, int], dtype: str, options: str) -> None:
-    """The backward of a list of cells that contains every cell."""
+    """The sparse backward runs with a list of all cells."""
     head = random_head(*shape, DTYPES[dtype], **OPTIONS[options])
     upstream = random_upstream(head)
     result, tiles = triton_backend.forward_with_shares(head, wanted=True)
@@ -94,7 +94,7 @@ def test_gradients_of_a_list_of_all_cells_equal_float64(shape: tuple[int, int, i
 @pytest.mark.parametrize("dtype", TRAINED)
 @pytest.mark.parametrize("width", [SIZES.width, SIZES.wide])
 def test_log_probs_of_sampled_tokens_are_near_float64(width: int, dtype: str) -> None:
-    """Logits are as large as a trained model's, up to about 30."""
+    """Logits reach about 30, as in trained models."""
     hidden, weight, ids, truth = sampled(SIZES.batch // 4, width, dtype)
     assert_near(linear_log_probs(hidden, weight, ids, backend="triton").log_probs, truth)
 
@@ -117,7 +117,7 @@ def sampled(rows: int, width: int, dtype: str) -> tuple[Tensor, Tensor, Tensor, 
 
 @pytest.mark.parametrize("dtype", TRAINED)
 def test_clip_decisions_equal_those_of_float64(dtype: str) -> None:
-    """GSPO's window, and ratios with a similar spread. A sequence is clipped if it has no gradient."""
+    """The clip window is GSPO's, and ratios have a similar spread. A clipped sequence is one without a gradient."""
     lengths = torch.tensor([length for length, n in SIZES.lengths.items() for _ in range(n)])
     hidden, weight, ids, truth = sampled(int(lengths.sum()), SIZES.width, dtype)
     band = torch.tensor([decision_band(n) for n in lengths.tolist()]).to(truth)
@@ -140,7 +140,7 @@ def test_clip_decisions_equal_those_of_float64(dtype: str) -> None:
         old = (truth - level.repeat_interleave(lengths) - noise).float()
         u, advantages = mean(truth - old.double()), randn(band)
         options: dict[str, Any] = dict(cu_seqlens=offsets, old_log_probs=old, objective=objective, backend="triton")
-        if turn == 0:  # from hidden states; later turns start from log-probs
+        if turn == 0:  # the first turn starts from hidden states, later turns from log-probs
             leaf = hidden.detach().requires_grad_()
             out = gspo_fused_loss(leaf, weight, ids, advantages.float(), **options)
             has_gradient = torch.autograd.grad(out.loss * len(lengths), leaf)[0].any(1)
@@ -160,7 +160,7 @@ def test_clip_decisions_equal_those_of_float64(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", TRAINED)
 @pytest.mark.parametrize("budget", [1e-3, 0.5])
 def test_a_gradient_budget_is_respected_and_reproducible(budget: float, dtype: str, device: torch.device) -> None:
-    """A peaked policy, a quarter of the sequences with advantage zero."""
+    """The policy is peaked, and a quarter of the sequences have advantage zero."""
     policy = peaked.make(SIZES.rows // 4 * 4, SIZES.width, max(SIZES.vocab, 2000))
     advantages = torch.tensor([1.0, 0.0, -1.0, 0.5], device=device)
     runs = []
@@ -194,7 +194,7 @@ def test_two_runs_have_the_same_bits(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", TRAINED)
 def test_log_probs_have_the_same_bits_in_every_batch_and_memory_layout(dtype: str) -> None:
-    """Alone, in other batches, with other options and with another memory layout."""
+    """Rows are computed alone, in other batches, with other options and with other memory layouts."""
     head = random_head(SIZES.batch, dtype=DTYPES[dtype], masked=False)
     expected, rows = log_probs_of(head), torch.randperm(SIZES.batch)[:300].to(head.mask.device)
     mask = torch.zeros_like(head.mask)
@@ -233,7 +233,7 @@ def misaligned(x: Tensor) -> Tensor:
 # -- offsets past 2^31
 
 
-def test_more_than_2_to_the_31_logits() -> None:
+def test_gradients_of_more_than_two_to_the_31_logits_equal_float64() -> None:
     head = random_head(SIZES.many_rows, masked=False)
     upstream = random_upstream(head)
     same_dtype, truth = (by_torch(head, upstream, to) for to in (torch.bfloat16, torch.float64))
@@ -241,19 +241,19 @@ def test_more_than_2_to_the_31_logits() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_a_head_with_rows_past_two_to_the_31(dtype: str) -> None:
+def test_a_head_with_offsets_past_two_to_the_31_has_the_same_results(dtype: str) -> None:
     head = random_head(SIZES.rows, dtype=DTYPES[dtype])
     room = head.weight.new_empty(SIZES.vocab, SIZES.stride)
     apart = head._replace(weight=room[:, : SIZES.width].copy_(head.weight))
     upstream = random_upstream(head)
     near, far = by_kernels(head, upstream), by_kernels(apart, upstream)
     assert_same_bits([far["log_probs"]], [near["log_probs"]])
-    for name in ("d_hidden", "d_weight"):  # the vendor's product may use another order of summation
+    for name in ("d_hidden", "d_weight"):  # the vendor's product may sum in another order for another layout
         assert relative_rms(far[name], near[name]) <= RELATIVE_RMS[DTYPES[dtype]]
 
 
-def test_more_than_2_to_the_31_hidden_elements() -> None:
-    """d_hidden is compared in the first rows, the last rows, and the rows around the boundary."""
+def test_gradients_of_more_than_two_to_the_31_hidden_elements_equal_float64() -> None:
+    """d_hidden is compared in the first rows, the last rows, and the rows around offset 2^31."""
     rows, width, vocab = SIZES.tall
     head = random_head(rows, width, vocab, masked=False)
     upstream = random_upstream(head)
@@ -273,7 +273,7 @@ def test_more_than_2_to_the_31_hidden_elements() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_products_of_the_backward_are_accumulated_in_fp32(dtype: str, device: torch.device) -> None:
-    """Products of half-precision operands are accumulated in fp32, without rounding in between."""
+    """Products of half-precision operands are accumulated in fp32, without rounding partial sums."""
     rows, vocab, width = SIZES.batch, SIZES.batch // 2, SIZES.width
     rng = torch.Generator(device).manual_seed(0)
 
@@ -283,7 +283,7 @@ def test_products_of_the_backward_are_accumulated_in_fp32(dtype: str, device: to
     d_logits = randn(rows, vocab + 8).to(DTYPES[dtype])[:, :vocab]  # padded rows, as in the backward
     hidden, weight = randn(rows, width).to(DTYPES[dtype]), randn(vocab, width).to(DTYPES[dtype])
     for a, b in ((d_logits, weight), (d_logits.T, hidden)):
-        total = 10 * randn(a.shape[0], width)  # so that an overwritten sum is detected
+        total = 10 * randn(a.shape[0], width)  # not 0, so that the test detects an overwritten sum
         truth = total.double() + a.double() @ b.double()
         add_product(total, a, b)
         assert relative_rms(total, truth) <= ACCUMULATED_IN_FP32

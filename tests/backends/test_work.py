@@ -32,12 +32,12 @@ def test_logits_stay_within_the_workspace(
     rows, columns = 4 * (n + 256), 4 * v
     with LiveBytes() as forward:
         result = torch_backend.head_forward(head)
-    # In addition to the logits: three partial results per row and slab, the gathered rows, a dozen vectors over rows.
+    # Beside the workspace: three partial results per row and slab, the gathered rows, and a dozen vectors over rows.
     assert forward.peak <= workspace + rows * (3 * 3 * slabs + 2 * h + 24)
     with LiveBytes() as backward:
         d_entropy = torch.ones(n) if entropy else None
         torch_backend.head_backward(head, result, torch.ones(n), d_entropy, NEEDS)
-    # d_hidden (twice: gathered and scattered), d_weight and one slab of it.
+    # d_hidden (twice: gathered and scattered), d_weight, and one slab of d_weight.
     assert backward.peak <= workspace + rows * (5 * h + 24) + columns * 2 * h
     assert forward.peak < 4 * n * v / 8  # far less than the full logits
 
@@ -71,7 +71,7 @@ def test_clipped_and_zero_advantage_sequences_have_no_gradient() -> None:
     live = grads["hidden"].flatten(1).any(1)
     mask = sample.options["mask"]
     share = (mask & ~live[:, None]).sum() / mask.sum()
-    assert 0.2 < share < 0.8  # the sample has both kinds
+    assert 0.2 < share < 0.8  # the sample has rows with and without a gradient
     assert not live[sample.advantages == 0].any()
     torch.testing.assert_close(out.metrics["zero_coefficient_share"], share)
 

@@ -1,4 +1,4 @@
-"""Threads of the torch backend: results do not depend on them, and their errors are raised."""
+"""Results of the torch backend do not depend on its threads, and errors in threads are raised in the caller."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
 from gspo_kernels.backends.torch import tiles as torch_tiles
 from gspo_kernels.backends.torch import workers
 
-VOCAB = 9000  # more columns than one tile has: the work is shared
+VOCAB = 9000  # more columns than one tile, so that threads share the work
 DEADLINE = 60  # seconds
 
 
@@ -130,7 +130,7 @@ def test_copies_of_a_half_precision_head_count_as_workspace(monkeypatch: pytest.
     assert threads[torch.bfloat16] != threads[torch.float32]
 
 
-def test_the_first_error_is_raised_and_not_that_of_waiting_threads() -> None:
+def test_the_first_error_is_raised_and_errors_of_waiting_threads_are_not() -> None:
     sums, waiting = workers.Sums(1, most_kept=0), threading.Event()
 
     def work(task: int) -> None:

@@ -1,4 +1,4 @@
-"""`gspo bench`: wrong gradients are not timed, failures are recorded, memory is measured in a new process."""
+"""`gspo bench` does not time wrong gradients, records failures, and measures memory in a new process."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_trl_with_an_fp32_head_has_fp32_errors_in_bf16() -> None:
     assert errors[0] < 1e-5 < 1e-3 < errors[1]
 
 
-def test_the_error_of_a_budget_is_seen() -> None:
+def test_a_gradient_budget_increases_the_measured_error() -> None:
     w = workloads.make(Spec(Head(256, 16_000), 512, "rl-like"))
     true = truth.truth(w)
     exact, dropped = (truth.errors(ALL[n].step(w, ALL[n].old(w)), true) for n in ("ours", "ours, budget 1e-3"))
     assert exact.worst < CANDIDATE_GRADIENT < 1e-4 < dropped.worst < 1e-2
 
 
-def test_the_truth_in_chunks_is_that_of_one_float64_graph() -> None:
+def test_the_truth_computed_in_chunks_equals_one_float64_graph() -> None:
     w = workloads.make(SMALL._replace(scenario="kl", tokens=600))  # three chunks
     hidden, weight = w.hidden.double().requires_grad_(), w.weight.double().requires_grad_()
     log_probs = (hidden @ weight.t()).log_softmax(-1).gather(-1, w.target_ids[..., None])[..., 0]
@@ -106,7 +106,9 @@ def test_wrong_gradients_are_not_timed(dtype: str, monkeypatch: pytest.MonkeyPat
     for candidate, (key, reason) in expected.items():
         record = records[candidate.name]
         assert reason in record[key] and not {"seconds", "over_naive"} & record.keys()
-    with pytest.raises(RuntimeError, match="no such kernel"):  # our own failure is not one among others
+    with pytest.raises(
+        RuntimeError, match="no such kernel"
+    ):  # only failures of other libraries are recorded; ours is raised
         bench.compare(SMALL, [NAIVE, ALL["ours"]._replace(loss=fails)], rounds=1)
 
 
@@ -143,7 +145,7 @@ def test_a_new_process_reports_its_failures_and_stays_within_the_free_memory() -
         measure.fresh("suites.bench", "costs_of", name="nobody", spec=SMALL, passes=False)
 
 
-def test_runs_take_turns_and_ratios_are_of_the_same_round() -> None:
+def test_candidates_take_turns_and_ratios_compare_runs_of_one_round() -> None:
     order: list[str] = []
     seconds = measure.interleaved({name: lambda name=name: order.append(name) for name in "ab"}, 2, CPU)
     assert order == list("abbaab") and {len(taken) for taken in seconds.values()} == {2}  # round 0 is a warm-up
@@ -153,7 +155,9 @@ def test_runs_take_turns_and_ratios_are_of_the_same_round() -> None:
 
 def test_the_command_forecasts_and_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "fresh", lambda *_, **__: {"peak_bytes": 1, "passes": 3.0})
-    monkeypatch.setattr(measure, "stop_before_swapping", lambda: None)  # the limit would stay for later tests
+    monkeypatch.setattr(
+        measure, "stop_before_swapping", lambda: None
+    )  # its memory limit would also apply to later tests
     options = ["--model", "64,1000", "--tokens", "64", "--against", "torch,cce", "--rounds", "1", "--json"]
     done = CliRunner().invoke(app, ["bench", *options])
     assert done.exit_code == 0, done.output
@@ -178,7 +182,7 @@ def test_the_command_forecasts_and_prints_one_json_object(monkeypatch: pytest.Mo
         (["--device", "warp"], "--device: expected a device that torch has here"),
     ],
 )
-def test_bad_options_are_refused_in_a_line(options: list[str], message: str) -> None:
+def test_bad_options_are_refused_with_a_one_line_message(options: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", *options])
     assert done.exit_code == 1 and message in done.output and len(done.output.strip().splitlines()) == 1
 

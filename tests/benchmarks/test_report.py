@@ -1,4 +1,4 @@
-"""The committed pages and figures are what the committed results say, and faulty results are refused."""
+"""The committed pages and figures agree with the committed results, and damaged results are refused."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def results_of(suite: str) -> dict[str, Any]:
     return pages.load(pages.RESULTS / f"{suite}-cpu.json")["results"]
 
 
-def test_pages_and_figures_are_what_the_json_says() -> None:
+def test_pages_and_figures_agree_with_the_results() -> None:
     assert pages.stale() == [] and pages.README.read_text().count(BLOCK) == 1
     assert {path.stem for path in pages.FIGURES.glob("*.png")} == pages.figures_by_name().keys()
 
 
-def test_every_file_has_a_section_and_was_measured_from_a_clean_commit() -> None:
+def test_every_result_has_a_section_and_was_measured_from_a_clean_commit() -> None:
     known = [path for suite in tables.SECTIONS for path in pages.files(suite)]
     assert set(known) == set(pages.RESULTS.glob("*.json")) and len(known) >= len(tables.SECTIONS)
     for path in known:
@@ -35,7 +35,7 @@ def test_every_file_has_a_section_and_was_measured_from_a_clean_commit() -> None
     assert results_of("budgets")["policy"] == results_of("policy")["digest"]
 
 
-def test_files_hold_one_record_per_line(tmp_path: Path) -> None:
+def test_result_files_have_one_record_per_line(tmp_path: Path) -> None:
     records = [{"x": 1 / 3, "y": [1, 2], "z": {"nan": float("nan")}}, {"x": 1e-9 / 3}]
     text = measure.save("step", torch.device("cpu"), {"records": records}, tmp_path / "a.json").read_text()
     assert '\n   {"x": 0.333333, "y": [1, 2], "z": {"nan": null}},\n   {"x": 3.33333e-10}\n' in text
@@ -45,7 +45,7 @@ def test_files_hold_one_record_per_line(tmp_path: Path) -> None:
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Read the results from a copy; return the copy of `step`."""
+    """Make `pages` read copies of the results, and return the copy of step-cpu.json."""
     for path in pages.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
@@ -58,7 +58,7 @@ def test_a_changed_number_makes_page_and_figure_stale(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"results": {}}', '{"machine": {}, "results": {"runs": [{}]}}'])
-def test_a_damaged_or_partial_file_is_refused_in_a_line(text: str, copied: Path) -> None:
+def test_a_damaged_or_partial_file_is_refused_with_a_one_line_message(text: str, copied: Path) -> None:
     copied.write_text(text)
     with pytest.raises(SystemExit, match=r"^\S+step-cpu\.json: expected the complete results of a suite: .+\Z"):
         pages.texts()
@@ -73,7 +73,7 @@ def test_the_readme_block_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 8 + 2 == sum(line.startswith("|") for line in text.splitlines())
 
 
-def test_every_candidate_has_a_look_of_its_own() -> None:
+def test_every_candidate_has_its_own_colour_and_marker() -> None:
     assert candidates.ALL.keys() <= figures.LOOKS.keys()
     assert len({figures.LOOKS[name] for name in candidates.ALL}) == len(candidates.ALL)
 
@@ -86,7 +86,7 @@ def test_no_timed_candidate_has_wrong_gradients() -> None:
     assert tables.error_of({"error": {"worst": None}}) == "-"
 
 
-def test_losses_of_time_and_memory_are_listed() -> None:
+def test_the_page_lists_where_others_take_less_time_or_memory() -> None:
     def run(ours: float, mib: int) -> dict[str, Any]:
         ratios = {"naive GSPO": (1.0, 100), "naive GRPO": (0.1, 1), "quick": (0.8, 100), "ours": (ours, mib)}
         on = {"scenario": "dense", "dtype": "float32", "tokens": 1024, "head": {"vocab": 5000}}
@@ -105,15 +105,15 @@ def test_losses_of_time_and_memory_are_listed() -> None:
     assert rows(run(0.5, 101)) == [f"| peak MiB: {where} | 101 | 100 (naive GSPO) | 1.01 |"]
 
 
-def test_drift_is_seen_only_beyond_zero_and_the_control() -> None:
+def test_an_interval_with_zero_or_the_mean_of_the_control_is_no_drift() -> None:
     intervals = {"control": (-0.01, 0.03), "up": (0.02, 0.04), "none": (-0.02, 0.05), "as the control": (0.005, 0.02)}
     differences = {arm: {"mean": sum(ends) / 2, "95 %": ends} for arm, ends in intervals.items()}
     assert [arm for arm in ("up", "none", "as the control") if tables.drifts(differences, arm, "control")] == ["up"]
 
 
-def test_the_verdict_on_precision_follows_the_upper_ends_of_the_intervals() -> None:
-    def said(high: float) -> str:
+def test_the_verdict_on_precision_depends_on_the_upper_ends_of_the_intervals() -> None:
+    def verdict(high: float) -> str:
         records = [{"name": "a", "95 %": [[0, 0.001]]}, {"name": "b", "95 %": [[0, 0.001], [0, high]]}]
         return summary.tolerance({"sets": {"synthetic": {"implementations": records}}})
 
-    assert said(0.009).endswith("with a, b; not with none") and said(0.011).endswith("with a; not with b")
+    assert verdict(0.009).endswith("with a, b; not with none") and verdict(0.011).endswith("with a; not with b")

@@ -1,4 +1,4 @@
-"""The studies measure what they say, on small sizes, and their verdicts can be negative."""
+"""The studies run at small sizes, and their statistics find known errors and differences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU, NAIVE, OURS = torch.device("cpu"), fidelity.NAIVE, fidelity.OURS
 
 
 def run_tiny(study: Any, output: Path, *arguments: object) -> dict[str, Any]:
-    """Run the trial of a study and return its results."""
+    """Run a study with small sizes (--tiny) and return its results."""
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["study", "--tiny", "--output", *map(str, (output, *arguments))])
@@ -31,7 +31,7 @@ def run_tiny(study: Any, output: Path, *arguments: object) -> dict[str, Any]:
 
 
 def wrong(errors: dict[str, Tensor], length: int, sequence: Tensor | None = None) -> dict[str, Any]:
-    """Return the decisions of each implementation for one length."""
+    """Return the record of wrong decisions of each implementation, for sequences of `length` tokens."""
     alone = torch.arange(len(next(iter(errors.values()))))
     records = fidelity.decisions(errors, (length,), 20_000, alone if sequence is None else sequence)
     return {name: {key: values[0] for key, values in record.items()} for name, record in records.items()}
@@ -47,7 +47,7 @@ def test_coarser_logits_and_log_probs_flip_more_decisions() -> None:
     assert share[OURS] < 2e-3 and share["fp32 logits"] < 2e-3
 
 
-def test_wrong_decisions_of_known_errors() -> None:
+def test_known_errors_flip_the_expected_share_of_decisions() -> None:
     rng = torch.Generator().manual_seed(3)
     noise, u = torch.randn(2, 200_000, generator=rng, dtype=torch.float64)
     noise = noise[:4096] - noise[:4096].mean()
@@ -55,7 +55,7 @@ def test_wrong_decisions_of_known_errors() -> None:
     assert shares["none"]["wrong"] == shares["none"]["wrong with the mean error"] == shares["shift"]["wrong"] == 0
     assert shares["shift"]["wrong with the mean error"] > 0.4
     flips = []
-    for positive in map(torch.tensor, (True, False)):  # the error of a mean of 64 tokens is normal
+    for positive in map(torch.tensor, (True, False)):  # the mean error of 64 tokens is nearly normal
         error = 1e-3 / 8 * torch.randn(u.shape, generator=rng, dtype=torch.float64)
         true = fidelity.passes_clip(fidelity.SPREAD * u, positive)
         flips.append((fidelity.passes_clip(fidelity.SPREAD * u + error, positive) != true).double().mean())
@@ -65,8 +65,8 @@ def test_wrong_decisions_of_known_errors() -> None:
     assert [x.tolist() for x in signs] == [[True, True, False], [False, True, True]]
 
 
-def test_intervals_cover_the_choice_of_whole_answers() -> None:
-    """16 tokens of an answer with equal errors are worth one token, so the interval is wider."""
+def test_intervals_are_wider_if_errors_within_answers_are_equal() -> None:
+    """16 tokens with equal errors tell as much as one token."""
     rng = torch.Generator().manual_seed(0)
     errors = 1e-2 * torch.randn(64, generator=rng, dtype=torch.float64).repeat_interleave(16)
     answers = torch.arange(64).repeat_interleave(16)
@@ -76,7 +76,7 @@ def test_intervals_cover_the_choice_of_whole_answers() -> None:
     assert fidelity.correlation(errors, torch.arange(1024)) is None
 
 
-def test_fidelity_runs_without_a_trained_policy_and_says_so(tmp_path: Path) -> None:
+def test_fidelity_reports_a_missing_trained_policy_and_measures_the_rest(tmp_path: Path) -> None:
     results = run_tiny(fidelity, tmp_path / "results.json", "--policy", tmp_path / "none")
     assert list(results["sets"]) == ["synthetic"]
     assert "run `python -m gspo_kernels.benchmarks policy` first" in results["not measured"]["trained policy"]
@@ -98,7 +98,7 @@ def test_a_policy_is_trained_and_other_studies_use_it(tmp_path: Path, monkeypatc
     lengths = policy.load(tmp_path).mask.sum(1)
     assert torch.equal(fidelity.trained(tmp_path, 10_000, CPU).sequence.bincount(minlength=len(lengths)), lengths)
 
-    monkeypatch.setattr(budgets.measure, "fresh", lambda *_, **job: budgets.run(**job))  # not in processes of their own
+    monkeypatch.setattr(budgets.measure, "fresh", lambda *_, **job: budgets.run(**job))  # run in this process
     trained = run_tiny(budgets, tmp_path / "budgets.json", "--policy", tmp_path, "--workers", 1)
     assert trained["policy"] == results["digest"] and not list(tmp_path.glob("budgets-*"))
     for records in trained["runs"].values():
@@ -107,7 +107,7 @@ def test_a_policy_is_trained_and_other_studies_use_it(tmp_path: Path, monkeypatc
     figures.draw_budgets(trained, tmp_path / "budgets.png")
 
 
-def test_differences_between_budgets_are_taken_seed_by_seed() -> None:
+def test_differences_between_budgets_are_means_over_pairs_with_the_same_seed() -> None:
     ends = {budgets.EXACT: [5.0, 15.0, 0.0], "budget 1e-3": [7.0, 17.0, 2.0], budgets.CONTROL: [5.0, 15.0, 0.0]}
     runs = {arm: [{"at the end": {"x": value}} for value in values] for arm, values in ends.items()}
     differences = budgets.differences(runs, "x")

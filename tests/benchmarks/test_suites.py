@@ -1,4 +1,4 @@
-"""The suites: where results go, which options are refused, and trials."""
+"""The suites write results to the right files, refuse bad options, and run with --tiny."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *options: str) -> Any:
     return step.parsed()
 
 
-def test_a_trial_and_a_part_of_the_sweep_do_not_replace_published_results(
+def test_trials_and_parts_of_the_sweep_do_not_replace_published_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -35,7 +35,7 @@ def test_a_trial_and_a_part_of_the_sweep_do_not_replace_published_results(
     assert paths == {suite: measure.RESULTS / f"{suite}-cpu.json" for suite in ("step", "vocab")}
 
 
-def test_a_part_of_the_sweep_has_only_the_asked_scenarios_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_the_sweep_has_only_the_requested_scenarios_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     def points(*options: str) -> list[tuple[str, int, str]]:
         asked, sizes, _ = parsed(monkeypatch, "--device", "cpu", *options)
         return [(spec.scenario, spec.tokens, spec.dtype) for spec in step.timed_specs(asked, sizes)]
@@ -80,7 +80,7 @@ def test_bad_options_are_refused_before_anything_is_measured(
     assert message in capsys.readouterr().err
 
 
-def test_memory_stops_where_the_batch_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_sweep_stops_when_the_batch_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def costs(spec: step.Spec, *_: Any, **__: Any) -> list[Any]:
         if spec.tokens > 100:
             raise MemoryError("the batch")

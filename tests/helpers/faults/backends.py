@@ -27,7 +27,7 @@ FAULTS: dict[str, Fault] = {
         "backends/live_tiles",
         "int(budget * _MARGIN * _UNITS)",
         "int(2 * budget * _MARGIN * _UNITS)",
-        "live_tiles::test_the_dropped_mass_is_reported_and_within_the_budget",
+        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
     "the heaviest cells dropped": (
         "backends/live_tiles",
@@ -39,13 +39,13 @@ FAULTS: dict[str, Fault] = {
         "backends/live_tiles",
         "mass[at] += torch.where(has_mass, at_target[padded_order], 0)",
         "pass",
-        "live_tiles::test_the_dropped_mass_is_reported_and_within_the_budget",
+        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
     "a slope of 1 for every soft-cap": (
         "backends/live_tiles",
         "if head.logit_softcap is None:",
         "if True:",
-        "live_tiles::test_the_dropped_mass_is_reported_and_within_the_budget",
+        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
     "a sum of masses overflows its integer": (
         "backends/live_tiles",
@@ -57,7 +57,7 @@ FAULTS: dict[str, Fault] = {
         "backends/live_tiles",
         "(size * cells).sum() / (unmasked * vocab)",
         "(size * cells).sum() / (unmasked * vocab) / 2",
-        "live_tiles::test_the_dropped_mass_is_reported_and_within_the_budget",
+        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
     "matrix products in autocast's dtype": (
         "backends/precision",
@@ -119,7 +119,7 @@ FAULTS: dict[str, Fault] = {
         "backends/live_tiles",
         "height = (rows - torch.arange(",
         "height = (n - torch.arange(",
-        "live_tiles::test_the_dropped_mass_is_reported_and_within_the_budget",
+        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
     "a workspace of 0 MiB accepted": (
         "backends/workspace",

@@ -173,13 +173,13 @@ FAULTS: dict[str, Fault] = {
         "backends/torch/backward",
         "index, cells = live_tiles.order[:count],",
         "index, cells = live_tiles.order[:count].sort().values,",
-        "live_tiles::test_the_dropped_mass_is_reported_and_within_the_budget",
+        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
     "the last run of a slab left out": (
         "backends/torch/tiles",
         "for computed, group in itertools.groupby(cells[begin : -(-high // columns)]):",
         "for computed, group in itertools.groupby(cells[begin : high // columns]):",
-        "live_tiles::test_the_dropped_mass_is_reported_and_within_the_budget",
+        "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
     "worker threads split operations over further threads": (
         "backends/torch/workers",
@@ -307,7 +307,7 @@ FAULTS: dict[str, Fault] = {
         "backends/torch/workers",
         "sorted(errors, key=lambda error: isinstance(error, Stopped))",
         "sorted(errors, key=lambda error: not isinstance(error, Stopped))",
-        "workers::test_the_first_error_is_raised_and_not_that_of_waiting_threads",
+        "workers::test_the_first_error_is_raised_and_errors_of_waiting_threads_are_not",
     ),
     "threads leave the caller's inference mode": (
         "backends/torch/workers",

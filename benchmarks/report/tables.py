@@ -68,10 +68,13 @@ def passes_of(record: Results) -> str:
     return f"{record['passes']:.2f}" if "passes" in record else "-"
 
 
+def worse(record: Results) -> float:
+    """Return the error of the worse gradient of a record by budget."""
+    return max(record["d_hidden error"], record["d_weight error"])
+
+
 def passes_and_error(record: Results) -> str:
-    """Format passes and, unless nothing was dropped, the error of the worse gradient of a record by budget."""
-    worse = max(record["d_hidden error"], record["d_weight error"])
-    return passes_of(record) + (f" ({worse:.0e})" if worse else "")
+    return passes_of(record) + (f" ({worse(record):.0e})" if worse(record) else "")
 
 
 def by_name(records: Iterable[Results]) -> dict[str, Results]:

@@ -1,4 +1,4 @@
-"""GSPO loss and gradients from hidden states, precise enough for the clip window, without materialising the logits."""
+"""Compute the GSPO loss and its gradients from hidden states, without materialising the logits."""
 
 import os.path
 import sys
@@ -54,7 +54,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The package. It keeps `gspo_kernels.policy_loss` a function when the module of that name is imported."""
+    """The package's class. Keeps `gspo_kernels.policy_loss` a function when the module of the same name is imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_module = name == "policy_loss" and isinstance(value, ModuleType)
@@ -63,7 +63,8 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 
-# In a checkout that is not installed, integrations/ and benchmarks/ are next to this folder.
+# In a checkout that is not installed, integrations/ and benchmarks/ lie next to this folder. An installed package
+# contains them.
 _CHECKOUT = os.path.dirname(os.path.dirname(__file__))
 if all(
     os.path.isfile(os.path.join(_CHECKOUT, *file)) for file in (["pyproject.toml"], ["integrations", "__init__.py"])

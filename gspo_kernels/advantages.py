@@ -1,15 +1,17 @@
-"""Advantages from rewards, on the device of the rewards; nothing is read on the host.
+"""Compute advantages from rewards, on the device of the rewards; the host reads no values.
 
 The advantages of common trainers (R: rewards of a group of n answers to one prompt):
 
-    GSPO, GRPO in ROLL, verl, slime   (R - mean) / (std + 1e-6)      group_advantages(R, n)
-    TRL                               the same with eps=1e-4         ... eps=1e-4; scale="batch" for its scale_rewards
-    Dr. GRPO                          R - mean                       ... scale="none"
-    RLOO                              R - mean of the other answers  ... baseline="leave-one-out", scale="none"
-    StateSet                          population std, 0 where std is ... ddof=0, eps=0.0
-    REINFORCE without baseline        R itself, then whiten(R, mask)
+    GSPO, GRPO in ROLL, verl, slime   (R - mean) / (std + 1e-6)        group_advantages(R, n)
+    TRL                               (R - mean) / (std + 1e-4)        group_advantages(R, n, eps=1e-4)
+    TRL, scale_rewards="batch"        (R - mean) / (batch std + 1e-4)  ... eps=1e-4, scale="batch"
+    Dr. GRPO                          R - mean                         ... scale="none"
+    RLOO                              R - mean of the other answers    ... baseline="leave-one-out", scale="none"
+    StateSet                          (R - mean) / population std      ... ddof=0, eps=0.0
+    REINFORCE without baseline        R                                whiten(R, mask)
 
-`normalize_rewards` or a clamp may come before, `whiten` over tokens or `Tensor.clamp` (an advantage clip) after.
+Before, rewards may be clamped or passed through `normalize_rewards`. Afterwards, advantages may be passed through
+`whiten` or clamped.
 """
 
 from __future__ import annotations
@@ -42,20 +44,22 @@ def group_advantages(
 
     Args:
         rewards: [B].
-        group_size: answers per prompt, adjacent in the batch; divides B. Give either this or group_ids.
+        group_size: answers per prompt, a divisor of B. The answers to a prompt must be adjacent in the batch. Pass
+            either group_size or group_ids.
         group_ids: [B] int64 or int32: answers with the same id form a group. Groups may differ in size, and their
             answers need not be adjacent.
         baseline: "mean" of the group, "leave-one-out" (mean of the other answers, RLOO) or "none".
         scale: divide by the standard deviation of the "group" or of the "batch"; "none": do not divide (Dr. GRPO).
-        ddof: 1 for the standard deviation of a sample, 0 for that of a population.
+        ddof: 1 for the sample standard deviation, 0 for the population standard deviation.
         eps: added to the standard deviation, >= 0.
 
     Returns:
-        [B] fp32 (fp64 for fp64 rewards). With a baseline, exactly 0 in a group of one and in a group of equal rewards.
-        Without a baseline, the unchanged reward where the deviation is 0. A NaN reward makes its group NaN.
+        [B] fp32 (fp64 for fp64 rewards). With a baseline, advantages are exactly 0 in a group of one answer and in a
+        group of equal rewards. Without a baseline, they are the rewards where the standard deviation is 0. If a reward
+        is NaN, the advantages of its group are NaN.
 
     Raises:
-        ValueError, TypeError: with the argument, what was expected and what came.
+        ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
     call = Call("group_advantages")
     groups = Groups(call, rewards, group_size, group_ids)
@@ -82,7 +86,7 @@ def group_advantages(
 
 @dataclass
 class RunningMoments:
-    """Mean and variance of all rewards so far, which `normalize_rewards` updates. Fields are fp64, 0-dim."""
+    """Mean and variance of all rewards so far, updated by `normalize_rewards`. Fields are 0-dim fp64 tensors."""
 
     count: Tensor | None = None
     mean: Tensor | None = None
@@ -105,7 +109,7 @@ class RunningMoments:
 
     @property
     def std(self) -> Tensor:
-        """Return the standard deviation of a sample, []; 0 for a single reward."""
+        """Return the sample standard deviation, []; 0 for a single reward."""
         assert self.count is not None and self.variance is not None, "no rewards yet: call update first"
         return (self.variance * self.count / (self.count - 1).clamp(min=1)).sqrt()
 
@@ -124,17 +128,18 @@ def normalize_rewards(
 
     Args:
         rewards: [B].
-        by: source of mean and deviation: "batch"; "group", with group_size or group_ids as in `group_advantages`; or a
-            `RunningMoments` of all rewards so far, which is first updated with these.
+        by: rewards whose mean and standard deviation are used: "batch"; "group", with group_size or group_ids as in
+            `group_advantages`; or a `RunningMoments`, which holds those of all rewards so far. This call first adds
+            `rewards` to it.
         shift: subtract the mean.
-        scale: divide by the standard deviation of a sample plus eps.
+        scale: divide by the sample standard deviation plus eps.
         eps: added to the standard deviation, >= 0.
 
     Returns:
-        [B] fp32 (fp64 for fp64 rewards). Not divided where the deviation is 0.
+        [B] fp32 (fp64 for fp64 rewards). Rewards are not divided where the standard deviation is 0.
 
     Raises:
-        ValueError, TypeError: with the argument, what was expected and what came.
+        ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
     call = Call("normalize_rewards")
     running = isinstance(by, RunningMoments)
@@ -155,7 +160,7 @@ def normalize_rewards(
         x = rewards.to(accumulator(rewards.dtype))
         if isinstance(by, RunningMoments):
             by.update(rewards)
-            if by.mean is None:  # an empty batch, and none before it
+            if by.mean is None:  # no reward so far
                 return x
             mean, std = by.mean.to(x.dtype), by.std.to(x.dtype)
         else:
@@ -168,16 +173,17 @@ def whiten(advantages: Tensor, mask: Tensor, *, shift: bool = True, eps: float =
     """Return (A - mean) / sqrt(var + eps) over unmasked tokens (ROLL's whiten_advantages, verl's masked_whiten).
 
     Args:
-        advantages: [B, T] per token, or [B] or [B, 1] per sequence. A sequence weighs as much as its unmasked tokens.
+        advantages: [B, T] per token, or [B] or [B, 1] per sequence. An advantage per sequence counts once for each
+            unmasked token of the sequence.
         mask: [B, T] bool or 0/1: unmasked tokens are True or 1.
-        shift: False adds the mean back at the end, as shift_mean=False does in ROLL and verl.
-        eps: added to the variance of a sample, >= 0.
+        shift: subtract the mean. If False, the mean is added back at the end, like ROLL's and verl's shift_mean=False.
+        eps: added to the sample variance, >= 0.
 
     Returns:
         [B, T] in the dtype of `group_advantages`, 0 where masked.
 
     Raises:
-        ValueError, TypeError: with the argument, what was expected and what came.
+        ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
     call = Call("whiten")
     shape = _mask_shape(call, mask)
@@ -203,10 +209,11 @@ def token_returns(
     gamma: float = 1.0,
     reward_clip: float | None = None,
 ) -> Tensor:
-    """Return discounted sums of token rewards: the sequence's reward at its last token, minus kl_coef times each KL.
+    """Return the discounted sum of token rewards from each token to the end of its sequence.
 
-    This is the KL in the reward of ROLL's add_token_level_kl, and of verl's use_kl_in_reward with REINFORCE++ (with
-    grpo and rloo, verl first adds up a sequence's token rewards). The returns differ by token. Pass them as per-token
+    The reward of a token is -kl_coef times its KL. The last unmasked token also receives the reward of its sequence.
+    ROLL's add_token_level_kl and verl's use_kl_in_reward with REINFORCE++ compute these returns. With grpo and rloo,
+    verl first adds up the token rewards of a sequence. The returns differ by token, so pass them as per-token
     advantages with ratio="sequence-token" (GSPO-token).
 
     Args:
@@ -214,14 +221,14 @@ def token_returns(
         mask: [B, T] bool or 0/1: unmasked tokens are True or 1. A sequence without unmasked tokens has returns 0.
         kl: [B, T], the KL of each token, for example old_log_probs - ref_log_probs (k1); required if kl_coef > 0.
         kl_coef: weight of `kl`, >= 0.
-        gamma: discount per position, in [0, 1]. Masked positions inside a sequence count (verl skips them).
+        gamma: discount per position, in [0, 1]. Masked positions inside a sequence are discounted too; verl skips them.
         reward_clip: clamp each token reward, KL included, to [-reward_clip, reward_clip]; None: no clamp.
 
     Returns:
         [B, T] fp32 (fp64 for fp64 rewards), 0 where masked.
 
     Raises:
-        ValueError, TypeError: with the argument, what was expected and what came.
+        ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
     call = Call("token_returns")
     shape = _mask_shape(call, mask)
@@ -251,14 +258,14 @@ def turn_advantages(advantages: Tensor, turn_ids: Tensor) -> Tensor:
     """Return per-token advantages from one advantage per turn of a conversation.
 
     Args:
-        advantages: [B, K], of each of K turns.
-        turn_ids: [B, T] int64, the turn of each token, 0 to K - 1. Tokens with another id get advantage 0.
+        advantages: [B, K], one advantage for each of K turns.
+        turn_ids: [B, T] int64, the turn of each token, 0 to K - 1. A token with any other id gets advantage 0.
 
     Returns:
         [B, T] in the dtype of `group_advantages`.
 
     Raises:
-        ValueError, TypeError: with the argument, what was expected and what came.
+        ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
     call = Call("turn_advantages")
     call.tensor("advantages", advantages, dtypes=FLOATS, shapes=[(None, None)], shape_text="[B, K]")

@@ -1,7 +1,7 @@
 """torch.library operators whose parameters and results are named tuples.
 
-An operator's schema allows only tensors and scalars. `Operator` derives the schema of a function from the fields of its
-tuples, flattens arguments before the call, and rebuilds the result afterwards.
+The schema of an operator allows only tensors and scalars. `Operator` derives the schema from the fields of the named
+tuples in a function's signature. It flattens arguments before the call, and rebuilds the result afterwards.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ def _group(kind: Any) -> Group:
     """Return the group of a parameter or result with type hint `kind`."""
     if kind in _SCHEMA_TYPES:
         return Group(kind, {"": _SCHEMA_TYPES[kind]})
-    # Fields of other types are left out: an Objective's rollout correction reaches the loss as token weights.
+    # Fields of other types are left out. The only one is an Objective's rollout correction, which is already part of
+    # the token weights.
     hints = get_type_hints(kind).items()
     return Group(kind, {name: _SCHEMA_TYPES[hint] for name, hint in hints if hint in _SCHEMA_TYPES})
 
 
 class Operator(Generic[P, R]):
-    """The operator `gspo_kernels::<name of the function>`, made of a function.
+    """The operator `gspo_kernels::<name of the function>`, made from a function.
 
-    The function's parameters are tensors, scalars, named tuples of those, or an `Objective`. Its result is a named
-    tuple of tensors, or of such tuples. In the schema, the field `mask` of the parameter `head` is named `head_mask`.
+    The parameters of the function are tensors, scalars, named tuples of tensors and scalars, or an `Objective`. The
+    result is a named tuple of tensors, or of named tuples of tensors. Names in the schema join parameter and field: the
+    field `mask` of the parameter `head` is `head_mask`.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -75,7 +77,7 @@ class Operator(Generic[P, R]):
         return self._result_of(self.op(*flatten(args)))
 
     def fake(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Register a function of the same parameters that returns empty tensors of the right shapes and dtypes."""
+        """Register a function with the same parameters that returns empty tensors of the right shapes and dtypes."""
         self.op.register_fake(self._of_flat(function))
         return function
 
@@ -88,8 +90,8 @@ class Operator(Generic[P, R]):
 
         Args:
             setup: setup(ctx, inputs, result), called after the forward.
-            backward: backward(ctx, upstream, needs) with the gradients of the result, which may be None, and a dict
-                that says by argument name which gradients are needed. Returns gradients by argument name.
+            backward: backward(ctx, upstream, needs). `upstream` holds the gradients of the result, which may be None.
+                `needs` says which gradients are needed, by argument name. Returns gradients by argument name.
         """
 
         def setup_flat(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -122,7 +124,7 @@ def save(ctx: Any, *tuples: tuple[Any, ...]) -> None:
 
 
 def restore(ctx: Any) -> list[Any]:
-    """Return the tuples passed to `save`."""
+    """Return the tuples that were passed to `save`."""
     tensors = iter(ctx.saved_tensors)
     values = zip(ctx.scalars, ctx.are_tensors, strict=True)
     return _grouped(tuple(next(tensors) if is_tensor else scalar for scalar, is_tensor in values), ctx.groups)

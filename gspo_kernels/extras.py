@@ -1,4 +1,7 @@
-"""Errors that name the extra of a missing package. Imports only the standard library, so that `gspo` always starts."""
+"""Errors for missing packages, which name the extra that installs the package.
+
+This module imports only the standard library, so that `gspo` always starts.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,13 @@ class MissingExtraError(ModuleNotFoundError):
 
 @contextmanager
 def needs(user: str, extra: str, *packages: str) -> Iterator[None]:
-    """Wrap imports of optional `packages`. If one is not installed, raise an error that names the extra.
+    """Wrap imports of optional `packages`. If one of them is not installed, raise an error that names the extra.
 
-    Other import errors propagate: an installed package whose own imports fail is a different problem.
+    Other import errors propagate unchanged, such as those of an installed package with a missing dependency.
+
+    Args:
+        user: what needs the packages, for the error message.
+        extra: the extra that installs them.
     """
     try:
         yield

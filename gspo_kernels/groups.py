@@ -1,4 +1,4 @@
-"""Sums and means of rewards by group. Groups may differ in size and have any order; no value is read on the host."""
+"""Sums and means of rewards by group. Groups may differ in size, in any order. The host reads no values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .validation import FLOATS, Call, Unquoted
 
 
 class Groups:
-    """Rewards [B] and the group of each. Sums are computed in fp64, in the order of the rewards of a group."""
+    """Rewards [B] and the group of each reward. A group's rewards are added in fp64, in the order of the batch."""
 
     def __init__(self, call: Call, rewards: Tensor, group_size: Any, group_ids: Any) -> None:
         check_rewards(call, rewards)
@@ -35,8 +35,8 @@ class Groups:
             if group_size < 1 or batch % group_size:
                 call.fail("group_size", f">= 1 and a divisor of the {batch} rewards", group_size)
             group_ids = torch.arange(batch, device=rewards.device) // group_size
-        # The host does not know the number of groups: tensors over groups have length B, and groups past the last are
-        # empty.
+        # The host does not know the number of groups. So tensors over groups have length B, and groups past the last
+        # are empty.
         self.rewards = rewards.to(accumulator(rewards.dtype))  # [B]
         self.order = group_ids.argsort(stable=True)  # [B]: rewards sorted by group
         sorted_ids = group_ids[self.order]
@@ -49,16 +49,16 @@ class Groups:
         self.counts = counts.to(self.rewards.dtype)  # [B]: rewards in each group
 
     def per_reward(self, x: Tensor) -> Tensor:
-        """Return the value of each reward's group, [B], from one value per group."""
+        """Return for each reward the value of its group, [B], from one value per group."""
         return x[self.group]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of each group, from one value per reward, [B]."""
+        """Return the sum over each group, [B], of one value per reward, [B]."""
         return segment_sum(x[self.order], self.offsets)
 
     def centred(self) -> Tensor:
         """Return rewards minus the mean of their group, [B]: exactly 0 in a group of equal rewards."""
-        # The mean of equal rewards may be rounded, so their difference from it need not be 0.
+        # The mean of equal rewards may be rounded, so subtracting it need not give 0.
         x = self.rewards[self.order]
         smallest = torch.segment_reduce(x, "min", offsets=self.offsets, initial=float("inf"))
         largest = torch.segment_reduce(x, "max", offsets=self.offsets, initial=float("-inf"))
@@ -67,7 +67,7 @@ class Groups:
 
 
 def check_rewards(call: Call, rewards: Any, batch: int | None = None) -> None:
-    """Check that rewards are a floating-point tensor [B], with B = `batch` if it is given."""
+    """Check that rewards are a floating-point tensor [B]; B must equal `batch` unless that is None."""
     text = "[B]" if batch is None else f"[{batch}]"
     call.tensor("rewards", rewards, dtypes=FLOATS, shapes=[(batch,)], shape_text=text)
 
@@ -82,5 +82,6 @@ def variance_of(x: Tensor, ddof: int) -> Tensor:
 
 
 def over_deviation(x: Tensor, std: Tensor, eps: float) -> Tensor:
-    """Return x / (std + eps), or x where the deviation is 0: divided by eps alone, x would be multiplied by 1e6."""
+    """Return x / (std + eps), or x where the standard deviation is 0."""
+    # With std = 0, dividing by an eps of 1e-6 would multiply x by 1e6.
     return torch.where((x == 0) | (std == 0), x, x / torch.where(std == 0, 1, std + eps))

@@ -1,4 +1,4 @@
-"""Padded and packed batches as rows: one row per token, and sequences as offsets into the rows."""
+"""Padded and packed batches as rows. Each token is a row, and a sequence is a range of rows, given by offsets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of each sequence's tokens. Padded [B, T]: N = B * T rows, S = B sequences. Packed [N]: N rows."""
+    """The rows of each sequence. A padded batch [B, T] has N = B * T rows and S = B sequences."""
 
     shape: tuple[int, ...]  # the caller's token shape: (B, T) or (N,)
-    offsets: Tensor  # [S + 1] int64: sequence i is rows offsets[i] to offsets[i + 1]
+    offsets: Tensor  # [S + 1] int64: sequence i is rows offsets[i] to offsets[i + 1] - 1
 
     @property
     def rows(self) -> int:
@@ -27,15 +27,15 @@ class Layout:
 
     @property
     def padded(self) -> bool:
-        """Return whether the batch is padded, [B, T], and not packed, [N]."""
+        """Return True for a padded batch [B, T], False for a packed one [N]."""
         return len(self.shape) == 2
 
     def flatten(self, x: Tensor) -> Tensor:
-        """Return [N] from [B, T], [N], or [B, 1] of a padded batch, which is expanded over T."""
+        """Flatten [B, T] or [N] to [N]. [B, 1] of a padded batch is first expanded to [B, T]."""
         return x.expand(self.shape).reshape(-1)
 
     def per_row(self, x: Tensor) -> Tensor:
-        """Return one value per row, [N], from one per sequence ([B], [B, 1], [S]) or per token ([B, T], [N])."""
+        """Return a value for each row, [N], from values per sequence ([B], [B, 1], [S]) or per token ([B, T], [N])."""
         if self.padded:
             return self.flatten(x[:, None] if x.ndim == 1 else x)
         return x[self.sequence_of_row()] if x.shape[0] == self.sequences else x
@@ -46,14 +46,14 @@ class Layout:
 
 
 def padded_layout(shape: tuple[int, int], device: torch.device) -> Layout:
-    """Return the layout of a padded batch of token shape (B, T)."""
+    """Return the layout of a padded batch of shape (B, T)."""
     batch, length = shape
     return Layout((batch, length), torch.arange(batch + 1, device=device) * length)
 
 
 def packed_layout(rows: int, cu_seqlens: Tensor) -> Layout:
-    """Return the layout of N = `rows` packed rows. Offsets are clamped into order and range."""
-    # `validation` reports bad offsets. On an accelerator they get here, and must not index out of bounds.
+    """Return the layout of N = `rows` packed rows. Offsets that are out of order or range are clamped."""
+    # On a GPU, bad offsets raise no error. They must not index out of bounds.
     if cu_seqlens.shape[0] == 1:  # no sequences
         return Layout((rows,), torch.zeros(1, dtype=torch.int64, device=cu_seqlens.device))
     inner = cu_seqlens.to(torch.int64).clamp(0, rows)[1:-1].cummax(0).values  # [S - 1]
@@ -70,9 +70,9 @@ def sequence_of_row(offsets: Tensor, rows: int) -> Tensor:
 def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
     """Return the sum of each sequence's rows, [N] -> [S]. Its bits are independent of other sequences and of padding.
 
-    The sum is computed in fp64. On a CPU the reduction is serial, and the terms of a sequence are often equal (its
-    coefficients are): an fp32 sum of equal terms rounds in the same direction every time, which costs 3e-4 of the
-    gradient at 32,000 tokens.
+    The sum is computed in fp64. On a CPU the reduction is serial, and the terms of a sequence are often equal, for
+    example its coefficients. In fp32, every addition of equal terms rounds in the same direction. At 32,000 tokens this
+    changes the gradient by 3e-4.
     """
     return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Metrics of a loss, as 0-dim tensors on the device: the host never waits for them."""
+"""Metrics of a loss, as 0-dim tensors on the device. The host does not wait for them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from .layout import segment_sum
 
 NAMES = (
-    "clip_fraction",  # share of non-empty sequences with a token at which the clip binds
-    "clip_fraction_low",  # ... at 1 - clip_low (negative advantage)
+    "clip_fraction",  # share of non-empty sequences that have a clipped token
+    "clip_fraction_low",  # ... a token clipped at 1 - clip_low (negative advantage)
     "clip_fraction_high",  # ... at 1 + clip_high (positive advantage), or at dual_clip / delta (negative advantage)
-    "token_clip_fraction",  # the same three as shares of unmasked tokens (the paper's "fraction of clipped tokens")
+    "token_clip_fraction",  # share of clipped tokens among unmasked tokens (the paper's "fraction of clipped tokens")
     "token_clip_fraction_low",
     "token_clip_fraction_high",
-    "ratio_mean",  # of s over non-empty sequences, or over tokens for ratio="token"; 1 if there are none
+    "ratio_mean",  # mean of s over non-empty sequences, or over tokens for ratio="token"; 1 if there are none
     "ratio_min",
     "ratio_max",
     "kl_to_old",  # mean over tokens of old - lp: k1 estimate of KL(old || policy) on samples of the old policy, nats
@@ -39,7 +39,7 @@ def compute(
     kl: Tensor | None,  # [N]
     entropy: Tensor | None,  # [N]
 ) -> Tensor:
-    """Return the metrics in the order of `NAMES`, [len(NAMES)]; those of an absent `kl` or `entropy` are 0."""
+    """Return the metrics in the order of `NAMES`, [len(NAMES)]. If `kl` or `entropy` is None, its metric is 0."""
     dtype = token_log_ratio.dtype
     tokens = mask.sum().clamp(min=1).to(dtype)
     sequences = (segment_sum(mask.to(dtype), offsets) > 0).sum().clamp(min=1)
@@ -80,7 +80,7 @@ def _extreme(ratio: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], ne
 
 
 def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict[str, Tensor]:
-    """Return the metrics by name, with "invalid": the number of ids, advantages, offsets, ... that are invalid."""
+    """Return the metrics by name, and as "invalid" the number of invalid ids, advantages, offsets, ..."""
     named: dict[str, Tensor] = dict(zip(NAMES, values.unbind(), strict=True))
     if not kl:
         del named["kl"]
@@ -91,11 +91,11 @@ def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict
 
 
 def work_metrics(work: Tensor, products: int) -> dict[str, Tensor]:
-    """Return the metrics of the backward's work: `live_tiles.Work` by name, and the matrix passes.
+    """Return the metrics that say how much the backward computes.
 
     Args:
         work: [3], the fields of `live_tiles.Work`.
-        products: matrix products that the backward computes per live tile.
+        products: number of matrix products that the backward computes per live tile.
     """
     dropped, rows, tiles = work.unbind()
     passes = 1 + products * tiles

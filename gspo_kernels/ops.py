@@ -1,13 +1,13 @@
 """The torch.library operators and their autograd.
 
-Each public function calls one differentiable operator. Two more operators are called only by backwards:
+Each public function calls one differentiable operator. The backwards call two more operators:
 
     linear_log_probs            hidden states, head -> log-probs, entropies     (backward: head_backward)
     policy_loss                 log-probs -> loss                               (backward: scale)
-    fused_loss                  both in one                                     (backward: head_backward)
+    fused_loss                  hidden states, head -> loss                     (backward: head_backward)
 
-Backwards are in closed form. `head_backward` and `scale` have no derivative, so a second derivative raises. LoRA's
-h A^T is a further operator, in `backends/adapter.py`.
+Backwards are in closed form. `head_backward` and `scale` have no derivative, so double backward raises an error.
+LoRA's h A^T has an operator in `backends/adapter.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Gradients = dict[str, Tensor | None]  # by the name of the operator's argument
 
 @Operator
 def linear_log_probs(head: HeadRows, backend: str) -> HeadResult:
-    """Compute log-probs and entropies of rows; both are differentiable."""
+    """Compute log-probs and entropies of rows. Both are differentiable."""
     return implementation(backend).head_forward(head)
 
 
@@ -53,7 +53,7 @@ def _save_linear_log_probs(ctx: Any, inputs: tuple[HeadRows, str], result: HeadR
 
 
 def _differentiate_linear_log_probs(ctx: Any, upstream: HeadResult, needs: dict[str, bool]) -> Gradients:
-    """Compute the gradients of the head's operands from those of log-probs and entropies."""
+    """Compute the gradients of the head's operands from the gradients of log-probs and entropies."""
     head, result = restore(ctx)
     d_log_probs = torch.zeros_like(result.log_probs) if upstream.log_probs is None else upstream.log_probs
     d_entropy = upstream.entropy if head.entropy else None
@@ -76,7 +76,7 @@ def head_backward(
     needs: NeedsGradient,
     backend: str,
 ) -> HeadGradients:
-    """Compute the gradients of a head's operands; those not needed are empty tensors."""
+    """Compute the gradients of a head's operands. Gradients that are not needed are empty tensors."""
     gradients = implementation(backend).head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles)
     return HeadGradients(*(head.hidden.new_empty(0) if x is None else x for x in gradients))
 
@@ -121,7 +121,7 @@ def _head_gradients(
 def policy_loss(
     log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective, backend: str
 ) -> PolicyResult:
-    """Compute the loss of rows; only the loss is differentiable."""
+    """Compute the loss of rows, and its coefficients and metrics. Only the loss is differentiable."""
     with torch.autocast(log_probs.device.type, enabled=False):
         return implementation(backend).policy_forward(log_probs, entropy, mask, policy, objective)
 
@@ -141,13 +141,13 @@ def _fake_policy(
 
 
 class _LogProbs(NamedTuple):
-    """Log-probs, which the backward of `policy_loss` only passes to `scale`."""
+    """Log-probs that the backward of `policy_loss` passes to `scale`. Nothing else reads them."""
 
     log_probs: Tensor  # [N]
 
 
 class _Coefficients(NamedTuple):
-    """Derivatives of the loss, which its backward scales by the upstream gradient."""
+    """Derivatives of the loss. The backward multiplies them by the upstream gradient."""
 
     coefficient: Tensor  # [N] d(loss)/d(log_prob)
     entropy_coefficient: Tensor  # [N] d(loss)/d(entropy), or [0]
@@ -161,7 +161,7 @@ def _save_policy_loss(ctx: Any, inputs: tuple[Any, ...], result: PolicyResult) -
 
 
 def _differentiate_policy_loss(ctx: Any, upstream: PolicyResult, needs: dict[str, bool]) -> Gradients:
-    """Compute the gradients of log-probs and entropies from that of the loss."""
+    """Compute the gradients of log-probs and entropies from the gradient of the loss."""
     if upstream.loss is None:
         return {}
     (log_probs,), (coefficient, entropy_coefficient) = restore(ctx)
@@ -187,8 +187,8 @@ class ScaledCoefficients(NamedTuple):
 def scale(log_probs: Tensor, coefficient: Tensor, entropy_coefficient: Tensor, d_loss: Tensor) -> ScaledCoefficients:
     """Multiply the coefficients by the upstream gradient.
 
-    `log_probs` is unused. As a parameter it makes this operator, which has no derivative, part of the graph of a second
-    derivative, which then raises. Without it, a second derivative would silently lack a term.
+    `log_probs` is not used. Because it is a parameter, the graph of a double backward contains this operator, which has
+    no derivative, so that the double backward raises an error. Otherwise its result would silently lack a term.
     """
     return ScaledCoefficients(_times(coefficient, d_loss), _times(entropy_coefficient, d_loss))
 
@@ -201,7 +201,7 @@ def _fake_scale(
 
 
 def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
-    """Multiply coefficients by the upstream gradient. A coefficient of 0 gives exactly 0, even if d_loss is inf."""
+    """Multiply coefficients by the upstream gradient. A coefficient of 0 gives 0, even if d_loss is inf."""
     return multiply_no_nan(coefficient, d_loss.to(coefficient.dtype))
 
 
@@ -209,7 +209,7 @@ def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
 
 
 class FusedResult(NamedTuple):
-    """Results of both halves, the tiles that the backward computes, and its work."""
+    """Results of both halves, the tiles that the backward computes, and the backward's work."""
 
     head: HeadResult
     policy: PolicyResult
@@ -221,7 +221,7 @@ class FusedResult(NamedTuple):
 def fused_loss(
     head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, backend: str
 ) -> FusedResult:
-    """Compute log-probs and loss of rows, and choose the tiles of the backward; only the loss is differentiable."""
+    """Compute log-probs and loss of rows, and choose the tiles of the backward. Only the loss is differentiable."""
     kernels = implementation(backend)
     result, shares = kernels.forward_with_shares(head, wanted=gradient_budget > 0)
     entropy = result.entropy if head.entropy else None
@@ -262,7 +262,7 @@ def _save_fused_loss(ctx: Any, inputs: tuple[Any, ...], result: FusedResult) -> 
 
 
 def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, bool]) -> Gradients:
-    """Compute the gradients of the head's operands from that of the loss."""
+    """Compute the gradients of the head's operands from the gradient of the loss."""
     d_loss = upstream.policy.loss
     if d_loss is None:
         return {}

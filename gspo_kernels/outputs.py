@@ -24,35 +24,41 @@ class LossOutput(NamedTuple):
     """The loss, and the log-probs, log-ratios and metrics that a trainer logs.
 
     Only `loss` is differentiable. To add terms of your own, use `linear_log_probs` and `policy_loss`. The other fields
-    are detached. Do not change them in place: the backward reads log_probs and entropy, and raises if they changed.
+    are detached. Do not change them in place: the backward reads log_probs and entropy, and raises an error if they
+    have changed.
 
-    `metrics` holds 0-dim tensors on the device; computing them reads nothing on the host. Shares and means over tokens
-    are over unmasked tokens.
-        clip_fraction: share of non-empty sequences with a token at which the clip binds. clip_fraction_low counts
-            bounds at 1 - clip_low, clip_fraction_high those at 1 + clip_high, dual_clip or delta.
-        token_clip_fraction, token_clip_fraction_low, token_clip_fraction_high: the same as shares of tokens. Which
-            bound binds depends on the sign of the advantage, except for cispo. For gmpo the bounds are per token.
-        ratio_mean, ratio_min, ratio_max: of the ratio s over non-empty sequences, or over tokens for ratio="token".
+    `metrics` holds 0-dim tensors on the device; the host does not wait for them. Shares and means over tokens are over
+    unmasked tokens.
+        clip_fraction: share of non-empty sequences that have a clipped token. clip_fraction_low counts sequences with a
+            token clipped at 1 - clip_low, clip_fraction_high those with a token clipped at 1 + clip_high, dual_clip or
+            delta.
+        token_clip_fraction, token_clip_fraction_low, token_clip_fraction_high: shares of clipped tokens, with the same
+            bounds. The sign of the advantage decides which bound applies, except for cispo. For gmpo, token ratios are
+            clipped.
+        ratio_mean, ratio_min, ratio_max: mean, smallest and largest ratio s of the non-empty sequences, or of the
+            tokens for ratio="token".
         kl_to_old: mean over tokens of old - new log-prob, in nats. It estimates KL(old || new) from samples and may be
             negative.
         zero_coefficient_share: share of tokens that cost no backward.
         live_row_share: share of tokens that have a gradient, 1 - zero_coefficient_share. This and the next three
             metrics come only from `gspo_fused_loss`.
-        live_tile_share: share of all (token, vocabulary column) pairs that a backward computes.
+        live_tile_share: share of all (token, vocabulary column) pairs that the backward computes.
         dropped_gradient_mass: share of the L1 mass of d_logits that the backward leaves out, at most gradient_budget.
-            With a soft-cap, an upper bound of that share: the share may be half of it or less.
-        passes: matrix passes of 2 N H V operations in forward and backward, for N unmasked tokens; padding of tiles is
-            not counted. 4 with a full backward for d_hidden and d_weight, 3 for one of them, 1 without autograd.
+            With a soft-cap this is an upper bound; the true share may be half of it or less.
+        passes: operations of the matrix products in forward and backward, divided by 2 N H V, for N unmasked tokens.
+            Padding of tiles is not counted. 4 if the backward computes d_hidden and d_weight for every row, 3 if it
+            computes only one of them, 1 without autograd.
         kl: mean over tokens of the objective's KL estimator, in nats; only with ref_log_probs.
         entropy: mean over tokens, in nats; only if entropies are computed.
         rollout_weight_mean, ...: metrics of `sampler_mismatch.Correction`; only with objective.rollout_correction.
-        invalid: number of invalid values (ids out of range, NaN advantages, ...). If it is not 0, the loss is NaN.
+        invalid: number of invalid values (ids out of range, NaN advantages, ...). If there are any, the loss is NaN.
     """
 
     loss: Tensor  # []
     log_probs: Tensor  # [B, T] or [N], fp32 (fp64 for fp64 inputs), 0 at masked positions
     entropy: Tensor | None  # [B, T] or [N], in nats
-    # u = log s: per sequence [B] or [S], for gmpo the mean of bounded log-ratios; per token for ratio="token".
+    # u = log s. Per sequence, [B] or [S]; for gmpo the mean of the bounded token log-ratios. Per token, in the shape of
+    # target_ids, for ratio="token".
     log_ratio: Tensor
     metrics: dict[str, Tensor]
 

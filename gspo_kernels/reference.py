@@ -1,12 +1,12 @@
 """The mathematics in plain PyTorch, written to be read: start here.
 
-Each function computes one step of the loss on full logits, one sequence at a time, with autograd. It imports nothing
-else from this library. With float64 inputs this is the oracle that both backends are tested against.
+Each function computes one step of the loss on full logits, one sequence at a time, with autograd. This file imports
+nothing else from the library. With float64 inputs it is the oracle for the tests of both backends.
 
 The policy in training gives each sampled token a log-prob `lp`; the policy that sampled it gave `old`. For one answer
 y_i of L_i tokens, GSPO (arXiv 2507.18071, eq. 5-7) forms one importance ratio
 
-    u_i = mean over its tokens of (lp - old),        s_i = exp(u_i) = (p_new(y_i) / p_old(y_i)) ^ (1 / L_i)
+    u_i = mean over the tokens of y_i of (lp - old),        s_i = exp(u_i) = (p_new(y_i) / p_old(y_i)) ^ (1 / L_i)
 
 and minimises, over answers with advantage A_i,
 
@@ -58,15 +58,17 @@ def token_log_probs(
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
-    """Return -min(s A, clip(s) A) per element for s = exp(log_ratio); for "none", "gmpo": -s A; for "sapo": its gate.
+    """Return the surrogate per element, for the ratio s = exp(log_ratio).
 
-    The clip binds above 1 + clip_high if the advantage is positive. If it is negative, the clip binds below
-    1 - clip_low, and above dual_clip or delta. Where it binds, exp(log_ratio) may be inf, so the log-ratio is replaced
-    before exp: autograd would compute 0 * inf = NaN. A token with advantage 0 contributes exactly 0.
+    "clip": -min(s A, clip(s) A). "none" and "gmpo": -s A. "sapo": -4 / tau sigmoid(tau (s - 1)) A.
+
+    For "clip", a positive advantage clips ratios above 1 + clip_high. A negative advantage clips ratios below
+    1 - clip_low, and above dual_clip or delta. The exp of a clipped log-ratio may be inf, and autograd would then
+    compute 0 * inf = NaN. So the log-ratio is replaced before exp. A token with advantage 0 contributes exactly 0.
     """
     ratio = log_ratio.exp()
     if objective.surrogate == "sapo":
-        # At a log-ratio of 80 the sigmoid is flat; far beyond, exp would overflow in fp32.
+        # The sigmoid is flat from a log-ratio of 80 on, and exp overflows fp32 above 88.
         ratio = torch.where(advantages == 0, 0.0, log_ratio).clamp(max=80).exp()
         tau = torch.full_like(ratio, objective.sapo_temperature_neg)
         tau = tau.masked_fill(advantages > 0, objective.sapo_temperature_pos)
@@ -87,7 +89,7 @@ def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
 def score(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, objective: Any) -> Tensor:
     """Return -weight A log p per element, for surrogates whose gradient flows through the log-prob, not the ratio.
 
-    The weight has no gradient: 1 for "reinforce", the ratio clamped to the window for "cispo" (arXiv 2506.13585).
+    The weight has no gradient. It is 1 for "reinforce", and the clipped ratio for "cispo" (arXiv 2506.13585).
     """
     weight = torch.ones_like(log_ratio)
     if objective.surrogate == "cispo":
@@ -96,9 +98,9 @@ def score(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, objective: A
 
 
 def bounded(token_log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
-    """Return GMPO's bounded token log-ratios: from above for a positive advantage, from below for a negative one.
+    """Return GMPO's token log-ratios, clamped from above where A > 0 and from below where A < 0 (arXiv 2507.20673).
 
-    Their mean over a sequence is its log-ratio (arXiv 2507.20673).
+    The log-ratio of a sequence is the mean of these values.
     """
     capped = token_log_ratio.clamp(max=objective.clip_high)
     raised = token_log_ratio.clamp(min=-objective.clip_low)
@@ -116,7 +118,7 @@ def log_ratios_of_sequence(
         return token_log_ratio, u, token_log_ratio
     if objective.ratio == "sequence":
         return token_log_ratio, u, u.expand(len(averaged))
-    # sequence-token: the value is u, the gradient that of the token's log-prob (eq. 13-14).
+    # sequence-token: the value is u, and the gradient is that of the token's log-prob (eq. 13-14).
     return token_log_ratio, u, u.detach() + log_probs - log_probs.detach()
 
 
@@ -144,7 +146,7 @@ def aggregation_weight(aggregation: str, length: int, length_norm: float | None)
 
 
 def default_normalizer(aggregation: str, lengths: list[int]) -> float:
-    """Return the number of non-empty sequences, or of tokens for "token-mean"; at least 1."""
+    """Return the number of unmasked tokens for "token-mean", else the number of non-empty sequences; at least 1."""
     if aggregation == "token-mean":
         return max(sum(lengths), 1)
     return max(sum(length > 0 for length in lengths), 1)

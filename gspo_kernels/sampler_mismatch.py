@@ -1,7 +1,7 @@
 """Importance weights and masks for rollouts whose sampler computes other log-probs than the trainer.
 
-Let pi be the trainer's policy in the ratio's denominator (`old_log_probs`), mu the sampler, and rho_t =
-pi(y_t) / mu(y_t). The settings of other trainers:
+Let pi be the trainer's policy in the ratio's denominator (`old_log_probs`), and mu the sampler. The ratio of a token is
+rho_t = pi(y_t) / mu(y_t). Other trainers compute these weights:
 
     trainer                                   here
     TRL token_truncate, verl token, slime     level="token", mode="truncate": rho_t
@@ -11,8 +11,8 @@ pi(y_t) / mu(y_t). The settings of other trainers:
 
 Pass the weights to a loss as `token_weights`, which multiply the policy term, but neither KL nor entropy. Or set
 `Objective(rollout_correction=RolloutCorrection(...))`: the loss then computes the weights and reports their metrics. To
-use the sampler's log-probs in place of the old ones (GSPO's paper, 5.4; verl's bypass mode), pass them as
-`old_log_probs`. Nothing is read on the host, and results have no gradient.
+use the sampler's log-probs instead of recomputed ones (GSPO's paper, section 5.4; verl's bypass mode), pass them as
+`old_log_probs`; no weights are needed then. The host reads no values, and results have no gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODES = ("truncate", "mask")
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Settings of `Objective.rollout_correction`. The fields are arguments of `importance_weights`.
+    """Settings of `Objective.rollout_correction`. The fields are the arguments of `importance_weights`.
 
     TRL 1.16's default is level="sequence", mode="mask", high=3.0. IcePop is mode="mask" with both bounds.
     """
@@ -52,8 +52,8 @@ class Correction(NamedTuple):
     """Token weights, and metrics for the trainer's log.
 
     `metrics` holds 0-dim tensors on the device, over unmasked tokens:
-        weight_mean, weight_max: of the weights.
-        effective_sample_size: (sum w)^2 / (n sum w^2) with n tokens, a share.
+        weight_mean, weight_max: mean and largest weight.
+        effective_sample_size: (sum w)^2 / (n sum w^2) for n tokens, between 0 and 1.
         bound_share: share of tokens whose weight a bound changed.
         kl_sampler_trainer: mean of rho - 1 - log rho in nats per token, an estimate of KL(sampler || trainer) that is
             never negative.
@@ -74,7 +74,7 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Correction:
-    """Compute pi / mu per token, per sequence (product over its tokens) or as a geometric mean, within two bounds.
+    """Compute importance weights pi / mu, per token or per sequence, limited by two bounds.
 
     Args:
         old_log_probs: log-probs of the sampled tokens under the trainer's policy, [B, T], or [N] with cu_seqlens; fp32
@@ -83,17 +83,18 @@ def importance_weights(
         mask: unmasked tokens are True or 1, bool or 0/1, in the same shape. Log-probs at masked positions may hold any
             value.
         cu_seqlens: [S + 1] int32 or int64, for packed input.
-        level: "token"; "sequence", the product over the tokens; or "geometric", their geometric mean.
+        level: "token": each token has its ratio as weight. "sequence": all tokens of a sequence have the product of its
+            token ratios. "geometric": all tokens of a sequence have the geometric mean of its token ratios.
         mode: "truncate" clamps weights to [low, high]; "mask" sets weights outside [low, high] to 0.
         low, high: bounds, 0 <= low <= high.
 
     Returns:
-        Correction. NaN weights propagate to the loss. vLLM reports NaN for tokens that it cannot score. TRL takes the
-        ratio of those as 1; for that, pass torch.where(rollout.isnan(), old, rollout).
+        Correction. NaN weights propagate to the loss. vLLM reports NaN log-probs for tokens that it cannot score. TRL
+        sets the ratio of such tokens to 1. To do the same, pass torch.where(rollout.isnan(), old, rollout).
 
     Raises:
-        ValueError, TypeError: with the argument, what was expected and what came. Values of mask and cu_seqlens on
-            accelerators are not checked unless GSPO_CHECK=1: any bad value makes all weights NaN.
+        ValueError, TypeError: The message names the argument, the expected value and the value received. Values of
+            mask and cu_seqlens on a GPU raise only if GSPO_CHECK=1. Otherwise any bad value makes all weights NaN.
     """
     call = Call("importance_weights")
     layout, unmasked, invalid = _layout(call, mask, cu_seqlens)
@@ -143,25 +144,26 @@ def off_policy_mask(
     threshold: float,
     cu_seqlens: Tensor | None = None,
 ) -> Correction:
-    """Mask tokens of negative advantage in sequences that have become much less likely (DeepSeek-V3.2).
+    """Mask tokens with negative advantage in sequences that have become much less likely (DeepSeek-V3.2).
 
-    A sequence is masked if the mean over its tokens of rollout - current log-prob exceeds `threshold`, as by TRL's
-    off_policy_mask_threshold and slime's OPSM. With old in place of rollout log-probs, this is GSPO's lower clip with
-    clip_low = 1 - exp(-threshold).
+    These tokens are masked if the mean of rollout minus current log-probs over the sequence exceeds `threshold`. TRL's
+    off_policy_mask_threshold and slime's OPSM do the same. If you pass old log-probs as rollout_log_probs, the masked
+    tokens are those that GSPO clips at the lower bound with clip_low = 1 - exp(-threshold).
 
     Args:
         log_probs: log-probs of the current policy, [B, T], or [N] with cu_seqlens; fp32 or fp64.
         rollout_log_probs: log-probs that the sampler reported, in the same shape.
-        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. Per token, only the tokens of negative
-            advantage are masked.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. With advantages per token, the other
+            tokens of the sequence keep weight 1.
         mask, cu_seqlens: as in `importance_weights`.
         threshold: in nats per token, >= 0.
 
     Returns:
-        Correction with weights 0 and 1. Its only metric is masked_share, the share of unmasked tokens of weight 0.
+        Correction with weights 0 and 1. The only metric is masked_share: the share of tokens with weight 0 among the
+        tokens where `mask` is true.
 
     Raises:
-        ValueError, TypeError: as `importance_weights`, and for advantages that are not finite where mask is true.
+        ValueError, TypeError: as in `importance_weights`, and if an advantage is not finite where `mask` is true.
     """
     call = Call("off_policy_mask")
     layout, unmasked, invalid = _layout(call, mask, cu_seqlens)
@@ -208,7 +210,7 @@ def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout
 
 
 def _correction(layout: Layout, weights: Tensor, metrics: dict[str, Tensor], invalid: Tensor) -> Correction:
-    """Return weights [N] in the caller's shape, all NaN if `invalid`, the number of invalid values, is not 0."""
+    """Return weights [N] in the caller's shape. If the number of `invalid` values is not 0, all weights are NaN."""
     return Correction(torch.where(invalid > 0, torch.nan, weights).view(layout.shape), metrics)
 
 
@@ -222,7 +224,7 @@ def _difference(call: Call, layout: Layout, unmasked: Tensor, **log_probs: Tenso
 
 
 def _reduce_sequences(x: Tensor, unmasked: Tensor, layout: Layout, mean: bool) -> Tensor:
-    """Return, for each row, the sum of x over its sequence, or the mean over unmasked tokens; [N]."""
+    """Return for each row the sum, or the mean over unmasked rows, of `x` over the row's sequence, [N]."""
     total = segment_sum(x, layout.offsets)  # [S]
     if mean:
         total = total / segment_sum(unmasked.to(x.dtype), layout.offsets).clamp(min=1)

@@ -1,8 +1,8 @@
-"""Checks of arguments. Error messages have one form: the argument, what was expected and what came.
+"""Checks of arguments. Every error message names the argument, the expected value and the value received.
 
 Types, shapes, dtypes and devices are always checked. Values (target ids in range, finite advantages, ordered offsets)
-are checked on a CPU. On an accelerator that would make the host wait, so bad values are counted in `metrics["invalid"]`
-and make the loss NaN; with GSPO_CHECK=1 they raise there too.
+raise errors on a CPU. On a GPU the host would have to wait for them, so bad values are counted in `metrics["invalid"]`
+and make the loss NaN. With GSPO_CHECK=1 they raise errors on a GPU too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)
 WIDE = (torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# Text of a message, or a function that makes it: under torch.compile sizes may be symbols, which only a failing check
-# may print.
+# Text of a message, or a function that returns it. Under torch.compile sizes may be symbols, which must not be
+# printed unless a check fails.
 Text = str | Callable[[], str]
 # The smallest normal and the largest finite float32.
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -46,7 +46,7 @@ def describe(x: object) -> str:
 
 
 def up_to_five(wrong: Tensor) -> list[float]:
-    """Return up to five distinct values of the first 1,000, or [NaN] if any is NaN."""
+    """Return at most five distinct values out of the first 1,000 of `wrong`, or [NaN] if any value is NaN."""
     return list(dict.fromkeys(wrong[:1000].tolist()))[:5] if not wrong.isnan().any() else [math.nan]
 
 
@@ -59,7 +59,10 @@ _warned: set[str] = set()
 
 
 def warn_once(text: str, stacklevel: int, kind: str = "") -> None:
-    """Emit a UserWarning once per kind, by default the text up to "=". stacklevel 2 is the caller."""
+    """Emit a UserWarning once per `kind`, which defaults to the text before the first "=".
+
+    `stacklevel` is that of `warnings.warn`; 2 is the caller of this function.
+    """
     kind = kind or text.split("=")[0]
     if kind not in _warned:
         _warned.add(kind)
@@ -67,7 +70,7 @@ def warn_once(text: str, stacklevel: int, kind: str = "") -> None:
 
 
 class Field:
-    """Checks of plain values. Messages begin with `place`, the function or class that received them."""
+    """Checks of plain values. Messages begin with `place`, the function or class that received the value."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -116,7 +119,7 @@ class Call(Field):
         if not isinstance(x, Tensor):
             got = None if x is None else Unquoted(f"a {type(x).__name__}")
             self.fail(name, f"a tensor {_text_of(shape_text)}", got, TypeError)
-        if x.is_nested:  # a nested tensor raises if its shape is read
+        if x.is_nested:  # checked first, because reading the shape of a nested tensor raises an error
             fixes = "torch.nested.to_padded_tensor, or packed with cu_seqlens"
             expected = f"a dense tensor {_text_of(shape_text)} ({fixes})"
             self.fail(name, expected, Unquoted("a nested tensor"), TypeError)
@@ -146,8 +149,9 @@ class Call(Field):
         self.tensor(name, x, dtypes=WIDE, **expected)
 
     def unsharded(self, weight: Any) -> None:
-        """Check that a head's weight is a plain, initialised tensor with elements: not sharded, not quantised."""
-        # Called before other checks of a head: ZeRO-3 and FSDP add hooks, and the error must not blame those.
+        """Check that a head's weight is a plain, initialised, non-empty tensor, neither sharded nor quantised."""
+        # Called before the other checks of a head. ZeRO-3 and FSDP add hooks, and without this order the error would
+        # name the hooks as the reason.
         expected = (
             "an unsharded weight [V, H] (under ZeRO-3 or FSDP call inside the module's own forward, or gather it)"
         )
@@ -218,9 +222,10 @@ class Call(Field):
             self.fail("temperature", "without gradient (it is a constant of the loss)", Unquoted("requires_grad=True"))
 
     def normalizer(self, name: str, value: Any, mask: Tensor) -> Tensor | int:
-        """Check a normalizer, a number or a tensor []; return 1 if it is not finite and > 0, else 0.
+        """Check a normalizer, a number or a tensor []. Return 1 if a tensor is invalid, else 0.
 
-        A tensor may be 0 if all tokens are masked: it may hold the number of unmasked tokens.
+        Valid values are finite and > 0. If all tokens are masked, a tensor may also be 0, because it may hold the
+        number of unmasked tokens.
         """
         expected = "a finite number > 0, within float32, a tensor with no dimension that holds one, or None"
         if value is None:
@@ -259,7 +264,7 @@ class Call(Field):
 
 
 def valid_bound(x: float) -> bool:
-    """Return whether an upper bound is within float32, or inf for no bound."""
+    """Return whether an upper bound is within the range of float32, or inf, which means no bound."""
     return x <= LARGEST or x == math.inf
 
 

@@ -16,7 +16,7 @@ from .lm_head import resolve
 
 
 class HeadArguments(NamedTuple):
-    """Arguments that determine log-probs, as the caller passed them; documented in `linear_log_probs`."""
+    """Arguments that determine log-probs, as the caller passed them. `linear_log_probs` documents them."""
 
     hidden: Tensor
     lm_head: Tensor | nn.Module
@@ -32,7 +32,7 @@ class HeadArguments(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """The arguments, checked, cast as autocast would cast them, and flattened."""
+    """The arguments after they are checked, cast as autocast would cast them, and flattened."""
 
     rows: HeadRows
     backend: str  # "torch" or "triton"
@@ -40,7 +40,7 @@ class HeadInputs(NamedTuple):
 
 
 def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
-    """Check, cast and flatten the arguments; `call` names the public function in error messages."""
+    """Check, cast and flatten the arguments. `call` names the public function in error messages."""
     hidden, target_ids = arguments.hidden, arguments.target_ids
     text = "[B, T, H] or [N, H]"
     call.tensor("hidden", hidden, dtypes=FLOATS, shapes=[(None, None, None), (None, None)], shape_text=text)
@@ -96,7 +96,10 @@ def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.devi
 def _temperature(
     call: Call, temperature: float | Tensor, mask: Tensor, hidden: Tensor
 ) -> tuple[Tensor | None, Tensor | int]:
-    """Return the temperature as a tensor [] or [N], None for 1, and the number of values not finite and > 0."""
+    """Return the temperature and the number of invalid values.
+
+    The temperature is a tensor [] or [N], or None if it is 1. Values that are not finite and > 0 are invalid.
+    """
     if not isinstance(temperature, Tensor):
         dtype = accumulator(hidden.dtype)
         return None if temperature == 1 else hidden.new_full((), float(temperature), dtype=dtype), 0
@@ -108,7 +111,7 @@ def _temperature(
         "finite and > 0 where mask is true",
         lambda: up_to_five(temperature.expand_as(mask)[wrong]),
     )
-    # On an accelerator, where values are not checked, a bad temperature gives NaN log-probs, as a bad id does.
+    # On a GPU bad values raise no error. A bad temperature gives NaN log-probs, like a bad id.
     return torch.where(temperature > 0, temperature, torch.nan).reshape(-1 if temperature.ndim else ()), bad
 
 
@@ -120,7 +123,7 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     dtype = torch.get_autocast_dtype(kind)
 
     def cast(x: Any) -> Any:
-        """Return `x` in autocast's dtype, or unchanged if autocast leaves it alone or `Call.head` will reject it."""
+        """Cast a floating-point tensor to autocast's dtype. fp64 and other objects are returned unchanged."""
         eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
         return x.to(dtype) if eligible else x
 

@@ -1,8 +1,8 @@
 """Take the tensors out of a head: a weight, an `nn.Linear`, or one of PEFT's wrappers around an `nn.Linear`.
 
-Modules that we cannot fully reproduce are rejected, with the reason in the error: a forward other than
-`hidden @ weight.T + bias`, hooks, a LoRA variant, a sharded weight. `call_inside` runs a function as the module's
-forward, so that its hooks fire. Inside it, hooks are accepted.
+Modules that we cannot fully reproduce are rejected: those with a forward other than `hidden @ weight.T + bias`, with
+hooks, with a LoRA variant, or with a sharded weight. The error names the reason. `call_inside` runs a function as the
+module's forward, so that the module's hooks fire. Inside that call, hooks are accepted.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class HeadModules(NamedTuple):
     """The modules of a head."""
 
     linear: Any  # the innermost layer
-    lora: Any  # PEFT's LoRA layer around it, or None
-    tokens: Any  # PEFT's layer that trains a few of its rows, or None
+    lora: Any  # PEFT's LoRA layer around `linear`, or None
+    tokens: Any  # PEFT's layer that trains a few rows of the weight of `linear`, or None
     called: list[Any]  # every module that runs in the head's forward, the head itself first
 
 
 def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """Run `function` as the module's forward, so that its hooks fire, and return the module's output.
+    """Run `function` as the module's forward, so that the module's hooks fire, and return the module's output.
 
-    ZeRO-3 also adds hooks to the layers inside a PEFT head, for the parameters of each: those hooks fire too.
+    ZeRO-3 also adds hooks to the layers inside a PEFT head, which gather the parameters of these layers. They fire too.
     """
     for module in reversed(take_apart(lm_head).called):
         if module is lm_head or _hooked_by_zero(module):
@@ -49,7 +49,7 @@ def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: T
     return function(hidden)
 
 
-_running = threading.local()  # its `modules` are those whose forward `call_inside` runs in this thread
+_running = threading.local()  # `modules`: the modules whose forward `call_inside` is running in this thread
 
 
 def _call_as(module: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
@@ -75,14 +75,17 @@ def _call_as(module: nn.Module, function: Callable[[Tensor], Any], hidden: Tenso
 
 
 def _hooked_by_zero(module: nn.Module) -> bool:
-    """Return whether the module has hooks and all are DeepSpeed's, which gather parameters and reduce gradients."""
+    """Return whether the module has hooks, and all of them are DeepSpeed's.
+
+    DeepSpeed's hooks gather parameters and reduce gradients.
+    """
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     owners = [str(hook.__module__) for kind in kinds for hook in kind.values()]
     return bool(owners) and all(owner.startswith("deepspeed.") for owner in owners)
 
 
 def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask: Tensor) -> Head:
-    """Return the tensors of a weight or a module, for rows `hidden` [N, H] with `mask` [N]."""
+    """Return the tensors of a head that is a weight or a module, for `hidden` [N, H] with `mask` [N]."""
     if not isinstance(lm_head, nn.Module):
         return Head(lm_head, bias)
     module, lora, tokens, called = take_apart(lm_head)
@@ -158,7 +161,8 @@ def _trained_rows(call: Call, tokens: Any) -> tuple[Tensor, Tensor | None]:
         call.unsharded(tokens.trainable_tokens_delta[name])
     weight, bias = tokens.get_merged_weights(active), tokens.base_layer.bias
     if bias is not None:
-        # PEFT 0.21 drops the bias (peft #3649), a later version may not. Its output for zeros is the bias it uses.
+        # PEFT 0.21 drops the bias (peft #3649), and a later version may not. The layer's output for zeros is the bias
+        # that the installed version uses.
         bias = tokens.forward_adapters(weight.new_zeros(1, weight.shape[1]), active)[0]
     return weight, bias
 
@@ -185,7 +189,10 @@ def _reasons_to_reject(module: Any, called: list[Any]) -> Iterator[str]:
 
 
 def _low_rank_term(call: Call, lora: Any, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return LoRA's term of the logits: scaled h A^T [N, R] and B [V, R]; R is the sum of active adapters' ranks."""
+    """Return the factors of LoRA's term of the logits: scaled h A^T [N, R] and B [V, R].
+
+    R is the sum of the ranks of all active adapters.
+    """
     hidden_parts, weight_parts = [], []
     for name in _active(lora):
         variant = getattr(lora, "lora_variant", {}).get(name)

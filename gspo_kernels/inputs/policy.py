@@ -1,4 +1,4 @@
-"""Check and flatten the arguments that determine the loss beside log-probs: `PolicyArguments` to `PolicyRows`."""
+"""Check and flatten the arguments of a loss other than its log-probs: `PolicyArguments` to `PolicyRows`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..validation import FLOATS, Call, Unquoted, up_to_five
 
 
 class PolicyArguments(NamedTuple):
-    """Arguments of a loss, as the caller passed them; documented in `gspo_fused_loss`."""
+    """Arguments of a loss, as the caller passed them. `gspo_fused_loss` documents them."""
 
     advantages: Tensor
     cu_seqlens: Tensor | None
@@ -34,7 +34,7 @@ class PolicyInputs(NamedTuple):
 
     rows: PolicyRows
     layout: Layout
-    rollout_metrics: dict[str, Tensor]  # of the rollout correction, by their names in `LossOutput.metrics`
+    rollout_metrics: dict[str, Tensor]  # metrics of the rollout correction, by their names in `LossOutput.metrics`
     invalid: Tensor  # [] int64: number of invalid values
 
 
@@ -96,7 +96,7 @@ def _layout(call: Call, cu_seqlens: Tensor | None, mask: Tensor) -> tuple[Layout
 def _advantages(
     call: Call, advantages: Tensor, layout: Layout, unmasked: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the advantage of each row [N], and the number that are not finite."""
+    """Return the advantage of each row [N], and the number of advantages that are not finite."""
     shape, sequences = layout.shape, layout.sequences
     if layout.padded:
         shapes: list[tuple[int, ...]] = [(sequences,), (sequences, 1), shape]
@@ -122,7 +122,7 @@ def _log_probs(call: Call, name: str, x: Tensor | None, layout: Layout, dtype: t
 def _token_weights(
     call: Call, weights: Tensor | None, layout: Layout, unmasked: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | int]:
-    """Return the weight of each row [N], and the number that are negative or not finite."""
+    """Return the weight of each row [N], and the number of weights that are negative or not finite."""
     if weights is None:
         return None, 0
     shape = layout.shape
@@ -137,7 +137,7 @@ def _token_weights(
 
 
 def _rollout_correction(call: Call, arguments: PolicyArguments, layout: Layout, unmasked: Tensor) -> Correction | None:
-    """Return the importance weights of the sampler's log-probs, None if the objective has no correction."""
+    """Return the importance weights that correct for the sampler, or None if the objective has no correction."""
     correction, rollout, old = (
         arguments.objective.rollout_correction,
         arguments.rollout_log_probs,
@@ -156,7 +156,7 @@ def _rollout_correction(call: Call, arguments: PolicyArguments, layout: Layout, 
 
 
 def _as_scalar(value: float | Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Return a number or a tensor [] as a detached tensor [] of `dtype`; None for None."""
+    """Return a number or a tensor [] as a detached tensor [] of `dtype`, and None unchanged."""
     if value is None or isinstance(value, Tensor):
         return None if value is None else value.detach().to(dtype)
     return torch.full((), float(value), dtype=dtype, device=device)

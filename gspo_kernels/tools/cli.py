@@ -80,13 +80,13 @@ def train(
         int | None, typer.Option(help="Mini-batch updates per rollout; with 1 nothing is ever clipped. (default: 4)")
     ] = None,
     micro_batch_size: Annotated[
-        int | None, typer.Option(help="Answers per forward and backward; 0: all of an update at once. (default: 0)")
+        int | None, typer.Option(help="Answers per forward and backward; 0: all answers of an update. (default: 0)")
     ] = None,
     learning_rate: Annotated[
         float | None, typer.Option(help="Constant learning rate of AdamW. (default: 5e-4; with --model 1e-6)")
     ] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Weight decay of AdamW. (default: 0)")] = None,
-    max_grad_norm: Annotated[float | None, typer.Option(help="Largest norm of the gradient. (default: 1)")] = None,
+    max_grad_norm: Annotated[float | None, typer.Option(help="Gradient clipping norm. (default: 1)")] = None,
     clip_low: Annotated[float | None, typer.Option(help="Ratios are clipped at 1 - clip_low. (default: 3e-4)")] = None,
     clip_high: Annotated[
         float | None, typer.Option(help="Ratios are clipped at 1 + clip_high. (default: 4e-4)")
@@ -102,13 +102,13 @@ def train(
         int | None, typer.Option(help="Longest answer, in tokens. (default: 7; with --model 512)")
     ] = None,
     eval_every: Annotated[
-        int | None, typer.Option(help="Steps between evaluations; first and last step always. (default: 25)")
+        int | None, typer.Option(help="Steps between evaluations, besides the first and last step. (default: 25)")
     ] = None,
     eval_prompts: Annotated[
         int | None, typer.Option(help="Held-out prompts, at most a fifth of --data. (default: 128)")
     ] = None,
     warn_after: Annotated[
-        int | None, typer.Option(help="Warn after so many steps in which all rewards are equal. (default: 10)")
+        int | None, typer.Option(help="Warn after this many steps in which all rewards are equal. (default: 10)")
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="Device, such as cpu or cuda:1. (default: a GPU if there is one, else the CPU)")
@@ -123,12 +123,12 @@ def train(
 ) -> None:
     """Train a model with GSPO and report metrics.
 
-    Without options it runs the demo: a tiny random model learns to sort letters from rewards alone, once per seed. It
-    replaces the demo's earlier run.
+    Without options, this runs the demo: a tiny random model learns to sort letters from rewards alone, once per seed.
+    The results replace those of the demo's earlier run.
 
-    With --model and --data it trains your checkpoint on your prompts. The reward is 1 if the answer equals the expected
-    one or ends in it, else 0. Metrics, curves and the model are written to runs/<name>. Ctrl-C and SIGTERM save the
-    model as it is.
+    With --model and --data, this trains your checkpoint on your prompts. The reward is 1 if the answer equals the
+    expected answer or ends in it, else 0. Metrics, curves and the model are written to runs/<name>. Ctrl-C and SIGTERM
+    stop the training and save the model as it is.
     """
     options = {**locals(), "seeds": None if seeds is None else parse_seeds(seeds)}
     try:
@@ -156,7 +156,7 @@ def doctor(
         bool, typer.Option("--interpret", help="Also check the Triton kernels on the CPU, with Triton's interpreter.")
     ] = False,
     compile_: Annotated[
-        bool, typer.Option("--compile", help="Only compile all Triton kernels. The GPUs need not be present.")
+        bool, typer.Option("--compile", help="Compile all Triton kernels, and check nothing else. Needs no GPU.")
     ] = False,
     architecture: Annotated[
         list[str] | None, typer.Option(help="With --compile: an architecture such as sm_90. May be repeated.")
@@ -172,7 +172,7 @@ def doctor(
     or a computation crashes. A missing Triton or GPU is reported, but is not an error.
     """
     if compile_ and interpret:
-        raise typer.BadParameter("kernels are compiled or interpreted, not both", param_hint="--interpret")
+        raise typer.BadParameter("kernels can be compiled or interpreted, but not both", param_hint="--interpret")
     for option, value in (("--architecture", architecture), ("--shape", shape)):
         if value and not compile_:
             raise typer.BadParameter("requires --compile", param_hint=option)
@@ -200,7 +200,8 @@ def bench(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Of naive, compile, trl, trl-fp32, liger, cce, verl, torch; comma-separated. (default: all installed)"
+            help="Any of naive, compile, trl, trl-fp32, liger, cce, verl, torch, separated by commas. (default: all "
+            "that are installed)"
         ),
     ] = None,
     scenario: Annotated[str, typer.Option(help="dense, rl-like, on-policy, kl or long.")] = "rl-like",
@@ -215,9 +216,9 @@ def bench(
 ) -> None:
     """Measure time and memory of loss and gradients, and compare with other implementations.
 
-    All candidates compute the same loss and gradients of the same batch. First their gradients are compared with
-    float64; candidates whose gradients are wrong are not timed. Timed runs alternate between candidates. Peak memory is
-    measured in a separate process.
+    All candidates compute the same loss and gradients from the same batch, except naive GRPO, whose loss is another.
+    Their gradients are first compared with float64. Candidates with wrong gradients are not timed. Timed runs alternate
+    between candidates. Peak memory is measured in a separate process.
     """
     from gspo_kernels.benchmarks.suites import bench as benchmark
 

@@ -1,6 +1,6 @@
 """The diagnosis of `gspo doctor`: what is installed, which backend runs on each device, and whether it is correct.
 
-Anything absent or broken is reported, and the remaining checks (`doctor_checks.py`) still run.
+If something is absent or broken, it is reported, and the other checks (`doctor_checks.py`) still run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Device:
 
     name: str  # "cpu", "cuda:0"
     description: str
-    block_shapes: str | None  # the architecture whose block shapes the Triton kernels use there
-    auto: str | None  # the backend that "auto" picks, None if it raises
+    block_shapes: str | None  # the architecture whose block shapes the Triton kernels use on this device
+    auto: str | None  # the backend that "auto" picks, None if "auto" raises an error
     why: str  # the reason for `auto`
 
 
@@ -37,11 +37,11 @@ class Diagnosis:
     versions: dict[str, str | None]
     devices: list[Device]
     checks: list[Check]
-    remarks: list[str]  # absent or unusual things that are not faults
+    remarks: list[str]  # what is absent or unusual, but no fault
 
     @property
     def faults(self) -> list[str]:
-        """Return a text per device on which backend="auto" fails, and per check that is not "ok"."""
+        """Return one text for each device on which backend="auto" fails, and for each check that is not "ok"."""
         broken = [f"backend='auto' fails on {device.name}" for device in self.devices if device.auto is None]
         verb = {"wrong": "is wrong", "crashed": "crashes"}
         return broken + [f"{c.place} {verb[c.verdict]}" for c in self.checks if c.verdict != "ok"]
@@ -78,7 +78,7 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
 
 
 def _installed(name: str) -> str | None:
-    """Return the installed version of a package, None if it is not installed."""
+    """Return the installed version of a package, or None if the package is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -86,14 +86,14 @@ def _installed(name: str) -> str | None:
 
 
 def _versions(triton: str | None) -> dict[str, str | None]:
-    """Return the versions of this package and of packages that it works with, None if not installed."""
+    """Return the versions of this package, Python, PyTorch and the packages we integrate; None if not installed."""
     versions = {"gspo-kernels": _installed("gspo-kernels"), "python": platform.python_version()}
     versions |= {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "triton": triton}
     return versions | {name: _installed(name) for name in ("transformers", "trl", "verl", "liger-kernel")}
 
 
 def _triton() -> tuple[str | None, list[str]]:
-    """Return Triton's version, and remarks. A broken Triton may raise any exception."""
+    """Return Triton's version, and remarks. Catches every exception, because a broken Triton may raise any."""
     try:
         import triton
         from triton import knobs
@@ -104,7 +104,10 @@ def _triton() -> tuple[str | None, list[str]]:
 
 
 def _accelerators() -> tuple[list[torch.device], list[str]]:
-    """Return the CUDA or ROCm devices, and remarks if there are none. A broken driver may raise any exception."""
+    """Return the CUDA or ROCm devices, and remarks if there are none.
+
+    Catches every exception, because a broken driver may raise any.
+    """
     built = "ROCm" if torch.version.hip else "CUDA" if torch.version.cuda else None
     if built is None:
         return [], ["torch is built for CPUs only"]
@@ -118,7 +121,7 @@ def _accelerators() -> tuple[list[torch.device], list[str]]:
 
 
 def _obstacle(device: torch.device) -> str | None:
-    """Return why the Triton kernels cannot run on a device, None if they can."""
+    """Return the reason why the Triton kernels cannot run on a device, or None if they can."""
     try:
         return dispatch.triton_obstacle(device)
     except Exception as error:
@@ -126,7 +129,7 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def describe(device: torch.device) -> Device:
-    """Describe a device and the backend that "auto" picks there. After an exception, `auto` is None."""
+    """Describe a device and the backend that "auto" picks there. If that raises, `auto` is None."""
     description, block_shapes = f"{platform.machine()}, {torch.get_num_threads()} threads", None
     obstacle = _obstacle(device)
     try:
@@ -148,5 +151,6 @@ def describe(device: torch.device) -> Device:
 
 
 if __name__ == "__main__":
-    # `python -m gspo_kernels.tools.doctor` is `gspo doctor`. The command imports this module, so it is imported here.
+    # `python -m gspo_kernels.tools.doctor` runs `gspo doctor`. The command imports this module, so the command is
+    # imported here and not at the top.
     import_module(".entry_point", __package__).main(["doctor", *sys.argv[1:]])

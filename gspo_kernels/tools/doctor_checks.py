@@ -1,7 +1,7 @@
 """The checks of `gspo doctor`: the fused loss of one backend on one device against the oracle in float64.
 
-Triton decides at import whether kernels are interpreted. So a process that compiles them checks the interpreted ones in
-a child process, which runs this module.
+Triton decides at import whether kernels are compiled or interpreted. So the interpreted kernels are checked in a child
+process, which runs this module.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ..reference import gspo_reference_loss, token_log_probs
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The batch: lengths, log-ratios and advantages of packed sequences. The clip window is -3e-4 to 4e-4: the second and
-# third sequence are clipped, the fifth has advantage 0, and the fourth and sixth are outside the window on the side
-# that is not clipped.
+# The batch: lengths, log-ratios and advantages of packed sequences. The clip window is -3e-4 to 4e-4. The second and
+# third sequence are clipped. The fourth and sixth lie outside the window too, but their advantages have the sign that
+# does not clip there. The fifth has advantage 0.
 LENGTHS = (24, 18, 31, 13, 22, 25, 17)
 LOG_RATIOS = (1e-4, -6e-4, 8e-4, -6e-4, 0.0, 8e-4, -1e-4)
 ADVANTAGES = (1.2, -0.8, 0.7, 0.9, 0.0, -1.1, 0.6)
-HIDDEN, VOCAB = 72, 601  # not multiples of a tile; more than two tiles of the vocabulary
+HIDDEN, VOCAB = 72, 601  # not multiples of a tile's sizes; the vocabulary has more than two tiles
 
-# Allowed error of a loss relative to the mean |advantage|, because terms of both signs nearly cancel in the loss.
+# Allowed error of a loss, relative to the mean |advantage|. Not relative to the loss, in which terms of both signs
+# nearly cancel.
 LOSS_PER_ADVANTAGE = 1e-6
 
 
@@ -46,7 +47,7 @@ class Check:
     dtype: str
     verdict: str  # "ok", "wrong" or "crashed"
     error_ratio: float | None = None  # the largest of `ratios`; at most 1 if all outputs are right
-    ratios: dict[str, float | None] | None = None  # error over allowed error, by output; None if not finite
+    ratios: dict[str, float | None] | None = None  # error divided by allowed error, by output; None if not finite
     wrong_decisions: int | None = None  # number of sequences whose clip decision differs from float64
     message: str = ""
 
@@ -83,7 +84,7 @@ class Outputs(NamedTuple):
 def make_batch(dtype: torch.dtype) -> Batch:
     """Return the same batch at every call, with hidden states and weight in `dtype`.
 
-    Log-ratios are so far from the clip bounds that no rounding changes a clip decision.
+    Log-ratios are far enough from the clip bounds that rounding changes no clip decision.
     """
     rng, n = torch.Generator().manual_seed(0), sum(LENGTHS)
     hidden = torch.randn(n, HIDDEN, generator=rng).to(dtype)
@@ -116,16 +117,17 @@ def decisions(d_hidden: Tensor) -> Tensor:
 
 
 def error_ratio(ours: Tensor, same_dtype: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """Return our largest error over the allowed error: 2 (r + eps max|truth|), where r is PyTorch's largest error.
+    """Return our largest error divided by the allowed error.
 
-    tests/tolerance.py has the same rule.
+    Allowed is 2 (r + eps max|truth|), where r is the largest error of PyTorch in `same_dtype`. tests/tolerance.py has
+    the same rule.
     """
     r = (same_dtype.double() - truth).abs().max()
     return ((ours.double() - truth).abs().max() / (2 * (r + torch.finfo(dtype).eps * truth.abs().max()))).item()
 
 
 def loss_error_ratio(ours: Tensor, truth: Tensor, advantages: Tensor) -> float:
-    """Return the error of a loss over the allowed error, by the rule of tests/tolerance.py for losses."""
+    """Return the error of a loss divided by the allowed error, by the rule for losses in tests/tolerance.py."""
     allowed = LOSS_PER_ADVANTAGE * torch.maximum(advantages.double().abs().mean(), truth.abs())
     return ((ours.double() - truth).abs() / allowed).item()
 
@@ -133,8 +135,9 @@ def loss_error_ratio(ours: Tensor, truth: Tensor, advantages: Tensor) -> float:
 def check(device: torch.device, backend: str, dtype: str) -> Check:
     """Compare the fused loss with the reference loss of the same inputs in float64 on the CPU.
 
-    The allowed error comes from PyTorch's error: that of the reference in fp32, with gradients rounded to the dtype of
-    the inputs. The reference in half precision makes wrong clip decisions, so its error would allow any gradient.
+    The allowed error is derived from the error of the reference in fp32, with gradients rounded to the dtype of the
+    inputs. The reference in half precision would not do: it makes wrong clip decisions, and its error would allow any
+    gradient.
     """
     try:
         batch = make_batch(DTYPES[dtype])
@@ -164,8 +167,8 @@ def one_line(error: Exception) -> str:
 
 def interpreted_checks() -> list[Check]:
     """Check the Triton kernels on the CPU in a child process that interprets them."""
-    # The interpreter multiplies with NumPy. With OpenBLAS's AVX2 kernels, rounding depends on a row's position in the
-    # batch, which it does not on GPUs.
+    # The interpreter multiplies with NumPy. In OpenBLAS's AVX2 kernels, rounding depends on the position of a row in
+    # the batch. The Sandybridge kernels round every row alike, as GPUs do.
     environment = {**os.environ, "OPENBLAS_CORETYPE": "Sandybridge", "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-m", __name__], env=environment, capture_output=True, text=True)
     try:

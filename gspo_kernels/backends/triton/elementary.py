@@ -75,7 +75,7 @@ def tanh(x):
         near = tl.abs(x) < 0.625
         series = 2.06390887954e-2 - y * 5.70498872745e-3
         series = -3.33332819422e-1 + y * (1.33314422036e-1 + y * (-5.37397155531e-2 + y * series))
-    e = tl.exp(-2.0 * tl.abs(x))
+    e = fast_exp(-2.0 * tl.abs(x))
     far = 1.0 - 2.0 * e / (1.0 + e)
     return tl.where(near, x + x * (y * series), tl.where(x < 0, -far, far))
 

@@ -4,9 +4,8 @@
                                                               the vendor's matrix products and the loss on full logits
     python -m gspo_kernels.benchmarks gpu --tune --minutes 8  rank block shapes
 
-The results are saved to a JSON file after each measurement, and printed as a table at the end. The exit status is 1 if
-a measurement failed. Without a GPU, this command makes a dry run with interpreted kernels:
-`TRITON_INTERPRET=1 python -m gspo_kernels.benchmarks gpu --times --tiny --device cpu`.
+Results are saved to a JSON file after each measurement and printed at the end. The exit status is 1 if one failed.
+A dry run: `TRITON_INTERPRET=1 python -m gspo_kernels.benchmarks gpu --times --tiny --device cpu`.
 """
 
 from __future__ import annotations

@@ -113,15 +113,9 @@ def readme(first: Results) -> str:
         cells = [over_naive(rl_like.get(timed, {})), over_naive(dense.get(timed, {})), mib(rl_like.get(timed, {}))]
         cells.append(percent(wrong[name] / 100) if name in wrong else "-")
         rows.append((label, *(cell.replace("-", "not measured") for cell in cells)))
-    header = (
-        "",
-        "time, RL-like batch",
-        "time, every token has a gradient",
-        "peak MiB",
-        "wrong clip decisions, bf16 weights",
-    )
+    header = "|time, RL-like batch|time, every token has a gradient|peak MiB|wrong decisions, bf16 weights".split("|")
     on, machine = runs[0]["on"], first["step"]["time"]["measured"]["machine"]
     text, idle = Path(__file__).with_name("readme.md").read_text().strip(), on["zero"] + on["clipped"]
     (budget,) = (record for record in first["policy"]["trained"]["budgets"] if record["budget"] == 1e-3)
-    errors = dict(error=error_of(rl_like[BUDGET]), trained=f"{worse(budget):.1e}")
-    return text.format(table=table(header, rows), on=on, machine=machine, idle=idle, **errors)
+    here, trained = error_of(rl_like[BUDGET]), f"{worse(budget):.1e}"
+    return text.format(table=table(header, rows), on=on, machine=machine, idle=idle, error=here, trained=trained)

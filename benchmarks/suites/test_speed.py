@@ -72,9 +72,7 @@ GROUPS: dict[str, dict[str, Function]] = {
         "gspo_fused_loss": fused,
     },
 }
-CASES = [
-    pytest.param(group, name, id=f"{group.split(' (')[0]}: {name}") for group, names in GROUPS.items() for name in names
-]
+CASES = [(group, name) for group, names in GROUPS.items() for name in names]
 
 
 @pytest.mark.parametrize(("group", "name"), CASES)

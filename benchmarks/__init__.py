@@ -1,1 +1,1 @@
-"""Measurements. `gspo bench` runs anywhere, the rest from a clone: `python -m gspo_kernels.benchmarks --help`."""
+"""Measurements. `gspo bench` needs no clone, all others do: `python -m gspo_kernels.benchmarks --help`."""

@@ -23,7 +23,7 @@ def main() -> object:
     if name in ("-h", "--help"):
         return print(f"usage: python -m {__package__} [{' | '.join(COMMANDS)}] [options]")
     if name not in COMMANDS:
-        return f"{name!r} is no command: choose from {', '.join(COMMANDS)}"
+        return f"{name!r} is not a command: choose from {', '.join(COMMANDS)}"
     sys.argv = [f"{__package__} {name}", *arguments]
     try:
         with needs(sys.argv[0], "bench", "rich", "transformers", "tokenizers", "matplotlib"):

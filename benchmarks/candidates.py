@@ -1,7 +1,7 @@
-"""The implementations that are measured. All compute the same loss and the same two gradients of the same batch.
+"""The implementations that are measured. All but naive GRPO compute the same loss and gradients of the same batch.
 
-Our loss and Liger's GRPO loss take hidden states. The others only compute log-probs, and `loss_of` adds the few PyTorch
-operations that a trainer applies to log-probs. `peers.py` calls the other packages.
+Our loss and Liger's GRPO loss take hidden states. The other candidates only compute log-probs, and `loss_of` adds the
+few PyTorch operations that a trainer applies to log-probs. `peers.py` calls the other packages.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ GRPO_CLIP = 0.2
 
 class Candidate(NamedTuple):
     name: str
-    against: str  # its name after --against
+    against: str  # the candidate's name after --against
     log_probs: LogProbs
     loss: Loss
-    package: str = "torch"  # must be installed
+    package: str = "torch"  # the package that must be installed
     needs_cuda: bool = False
     takes_softcap: bool = True
     takes_fp32: bool = True
-    width_multiple: int = 1  # H must be divisible by it
-    in_triton: bool = False  # multiplies in its own kernels, which PyTorch's profiler does not see
-    compiles: bool = False  # at the first call with new shapes
-    per_token: bool = False  # GRPO's ratio: another loss, compared with a float64 loss of its own
+    width_multiple: int = 1  # a number that must divide H
+    in_triton: bool = False  # PyTorch's profiler does not see the matrix products, as Triton kernels compute them
+    compiles: bool = False  # compiles at the first call with new shapes
+    per_token: bool = False  # has GRPO's ratio per token, and is compared with GRPO's loss in float64
     budget: float = 0.0
 
     def absent(self, head: Head, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Return why it cannot be measured; None if it can."""
+        """Return the reason why this candidate cannot be measured, or None if it can."""
         reasons = {
             f"{self.package} is not installed": version(self.package) is None,
             "needs torch 2.13": self.against == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"),
@@ -52,11 +52,11 @@ class Candidate(NamedTuple):
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def multiplies_unseen(self, device: torch.device) -> bool:
-        """Return whether the profiler misses its matrix products."""
+        """Return whether the profiler does not see this candidate's matrix products."""
         return self.in_triton or (self.against == "ours" and device.type == "cuda")
 
     def old(self, w: Workload) -> Old:
-        """Return old and reference log-probs from its own forward, as a trainer computes them."""
+        """Return old and reference log-probs, computed by this candidate's forward, as in a trainer."""
         with torch.no_grad():
             log_probs = self.log_probs(w.hidden.flatten(0, 1), w.weight, w.target_ids.flatten(), w.softcap)
         log_probs = log_probs.float().view_as(w.target_ids)
@@ -74,7 +74,7 @@ class Candidate(NamedTuple):
 
 
 def loss_of(log_probs: Tensor, w: Workload, old: Old, per_token: bool = False) -> Tensor:
-    """Return the loss of log-probs [S, L] as trainers write it: the paper's GSPO, or GRPO with a ratio per token."""
+    """Return the loss of log-probs [S, L] in the PyTorch of trainers: GSPO, or GRPO if `per_token`."""
     before = log_probs.detach() if old.log_probs is None else old.log_probs.to(log_probs.dtype)
     log_ratio = log_probs - before
     low, high = (GRPO_CLIP, GRPO_CLIP) if per_token else (CLIP_LOW, CLIP_HIGH)
@@ -91,7 +91,7 @@ def loss_of(log_probs: Tensor, w: Workload, old: Old, per_token: bool = False) -
 def full_log_probs(
     hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, accumulator: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return log-probs [N] from full logits: made in the dtype of the inputs, as by a head, cast for the softmax."""
+    """Return log-probs [N] from full logits. Logits have the dtype of the inputs and are cast for the softmax."""
     logits = (hidden @ weight.t()).to(accumulator)  # [N, V]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

@@ -1,6 +1,6 @@
 """Measure times in interleaved rounds and peak memory in a new process, and write results to a JSON file.
 
-Times on a CPU are comparable within one run only. So each round runs every candidate once, and whatever slows the
+Times on a CPU are comparable only within one run. So each round runs every candidate once, and anything that slows the
 machine during a round slows all candidates alike.
 """
 
@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent  # of the checkout
+ROOT = Path(__file__).resolve().parent.parent  # the checkout
 RESULTS = Path(__file__).parent / "results"
-OUTPUT = "default benchmarks/results/<suite>-<cpu or GPU>.json, of a trial in runs/trials/"
+OUTPUT = "default benchmarks/results/<suite>-<cpu or GPU>.json; for a trial, a file in runs/trials/"
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "gspo-kernels")
 Record = dict[str, Any]
 KIB = 1024
@@ -35,7 +35,7 @@ LONGEST_RECORD = 800  # characters on one line of a file
 
 
 def about(device: torch.device) -> Record:
-    """Return date, commit, machine and versions: the head of every JSON file."""
+    """Return the head of every JSON file: date, commit, machine and versions."""
     now = _checkout()
     memory = _kib(Path("/proc/meminfo"), "MemTotal") * KIB if sys.platform == "linux" else 0
     machine: Record = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory GiB": memory >> 30}
@@ -43,7 +43,7 @@ def about(device: torch.device) -> Record:
     return {
         "date": date.today().isoformat(),
         "commit": now[0],
-        "uncommitted changes": now[1] or now != AT_START,  # also if a source changed during the run
+        "uncommitted changes": now[1] or now != AT_START,  # True even if a source changed only during the run
         "machine": machine,
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := version(p))}},
     }
@@ -58,9 +58,9 @@ def version(package: str) -> str | None:
 
 
 def destination(suite: str, device: torch.device, path: Path | None, trial: bool = False) -> Path:
-    """Return `path`; if it is None, benchmarks/results/<suite>-<cpu or GPU>.json, or for a trial runs/trials/.
+    """Return `path`, or by default benchmarks/results/<suite>-<cpu or GPU>.json; for a trial, a file in runs/trials/.
 
-    Exit with a line on stderr if no results can be written there.
+    Exit with a line on stderr if the file cannot hold the results.
     """
     where = "cpu" if device.type != "cuda" else re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower())
     path = path or (Path("runs/trials") if trial else RESULTS) / f"{suite}-{where}.json"
@@ -68,9 +68,9 @@ def destination(suite: str, device: torch.device, path: Path | None, trial: bool
         path.parent.mkdir(parents=True, exist_ok=True)
         results_in(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"--output: expected a file to make, or results of an earlier run, got {path}: {error!r}")
+        sys.exit(f"--output: expected a new file, or results of an earlier run, got {path}: {error!r}")
     if not os.access(path.parent, os.W_OK):
-        sys.exit(f"--output: nothing can be written in {path.parent}")
+        sys.exit(f"--output: expected a writable folder, got {path.parent}")
     return path
 
 
@@ -80,14 +80,14 @@ def results_in(path: Path) -> Record:
 
 
 def save_part(suite: str, device: torch.device, part: str, results: Record, path: Path) -> Path:
-    """Write one part of a suite's results with a "measured" head of its own; keep the file's other parts."""
+    """Write one part of a suite's results, with its own head as "measured". Keep the file's other parts."""
     return save(suite, device, results_in(path) | {part: {"measured": about(device), **results}}, path)
 
 
 def save(suite: str, device: torch.device, results: Any, path: Path) -> Path:
-    """Write `results` with machine, versions and commit: one record per line, floats rounded to 6 significant digits.
+    """Write `results` and the head: one record per line, floats rounded to 6 significant digits.
 
-    A file that is there is replaced as a whole, or not at all if `results` cannot be written as JSON.
+    An existing file does not change if `results` cannot be written as JSON.
     """
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(_lines(jsonable({"suite": suite, **about(device), "results": results}, digits=6)) + "\n")
@@ -95,13 +95,13 @@ def save(suite: str, device: torch.device, results: Any, path: Path) -> Path:
 
 
 def jsonable(value: Any, digits: int = 17) -> Any:
-    """Return what JSON can hold: floats rounded to significant digits, NaN and infinity as None."""
+    """Return `value` for JSON: floats are rounded to `digits` significant digits, NaN and infinity become None."""
     rounded: Callable[[str], float] = lambda text: float(f"{float(text):.{digits}g}")  # noqa: E731
     return json.loads(json.dumps(value), parse_float=rounded, parse_constant=lambda _: None)
 
 
 def _lines(value: Any, indent: str = "") -> str:
-    """Format lists of records, and containers longer than `LONGEST_RECORD` that hold others, with an entry per line."""
+    """Format JSON. Lists of records, and nested containers longer than `LONGEST_RECORD`, have an entry per line."""
     flat, entries = json.dumps(value), value if isinstance(value, list) else []
     if isinstance(value, dict):
         entries = list(value.values())
@@ -129,7 +129,7 @@ def interleaved(
 
 
 def turns(names: list[Any], rounds: int) -> Iterator[tuple[int, Any]]:
-    """Yield (round, name) for every name in every round. Each round begins with another name; round 0 is a warm-up."""
+    """Yield (round, name) for every name in every round. Rounds begin with different names. Round 0 is a warm-up."""
     for turn in range(rounds + 1):
         first = turn % max(len(names), 1)
         for name in names[first:] + names[:first]:
@@ -137,7 +137,7 @@ def turns(names: list[Any], rounds: int) -> Iterator[tuple[int, Any]]:
 
 
 def over(seconds: list[float], base: list[float]) -> Record:
-    """Return median, 20th and 80th percentile of the ratios to the base's times, round by round."""
+    """Return median, 20th and 80th percentile of seconds / base, where each ratio is of one round."""
     ratios = spread([a / b for a, b in zip(seconds, base, strict=True)])
     return {"ratio": ratios["seconds"], "p20": ratios["p20"], "p80": ratios["p80"]}
 
@@ -158,9 +158,9 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return the most memory that a run takes beyond what is in use before it. Call it in a process of its own.
+    """Return the peak memory of a run, less the memory in use before. Call this in a new process.
 
-    On CUDA this is memory of torch's allocator, on a CPU resident memory.
+    On CUDA, count the memory of torch's allocator; on a CPU, count resident memory.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -176,14 +176,14 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def fresh(module: str, function: str, **arguments: Any) -> Any:
-    """Return `function(**arguments)` of a module of this package, run in a new process; None if memory ran out there.
+    """Return `function(**arguments)` of a module of this package, run in a new process, or None if memory ran out.
 
     Arguments and result are sent as JSON.
     """
-    if torch.cuda.is_initialized():  # leave the new process the memory that this one only caches
+    if torch.cuda.is_initialized():  # free this process's cached memory for the new process
         gc.collect()
         torch.cuda.empty_cache()
-    # The new process gets this one's sys.path; `-m` would put the working directory before it.
+    # The new process must have the same sys.path. `-m` would add the working directory in front.
     start = f"import sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); "
     start += f"from {__package__}.measure import child; sys.exit(child(*sys.argv[1:]))"
     command = [sys.executable, "-c", start, os.pathsep.join(sys.path), module, function, json.dumps(arguments)]
@@ -201,19 +201,19 @@ _OUT_OF_MEMORY = 77  # exit status
 
 
 def no_room(error: Exception) -> bool:
-    """Return whether an error means that memory ran out; torch's allocators word it differently."""
+    """Return whether an error means that memory ran out. The message depends on torch's allocator."""
     pattern = "out of memory|not enough memory|can't allocate memory"
     return isinstance(error, MemoryError) or bool(re.search(pattern, str(error), re.IGNORECASE))
 
 
 def _error_in(stderr: str) -> str:
-    """Return the error line of a traceback; some packages print advice after it."""
+    """Return the error line of a traceback, which need not be last: some packages print advice after it."""
     lines = [line for line in stderr.splitlines() if line.strip()] or ["no error message"]
     return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])
 
 
 def child(module: str, function: str, arguments: str) -> int:
-    """Run in the process that `fresh` starts; print the result and return the exit status."""
+    """Run the function in the process that `fresh` has started, print the result, and return the exit status."""
     stop_before_swapping()
     try:
         result = getattr(importlib.import_module(f"{__package__}.{module}"), function)(**json.loads(arguments))
@@ -236,7 +236,7 @@ def stop_before_swapping() -> None:
 
 
 def _kib(path: Path, name: str) -> int:
-    """Return an entry of one of Linux's tables."""
+    """Return an entry, in KiB, of a file such as /proc/meminfo."""
     return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
 
 
@@ -251,8 +251,8 @@ def _cpu() -> str:
 
 
 def _checkout() -> tuple[str, bool]:
-    """Return this repository's commit and whether sources differ from it; ("", False) outside of a clone."""
-    if Path(_git("rev-parse", "--show-toplevel") or "/") != ROOT:  # installed, perhaps inside another repository
+    """Return the clone's commit and whether sources differ from that commit; ("", False) outside of a clone."""
+    if Path(_git("rev-parse", "--show-toplevel") or "/") != ROOT:  # an installed package, or another repository
         return "", False
     return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--", "*.py", "*.toml", "Makefile"))
 

@@ -1,8 +1,8 @@
-"""Make a synthetic policy as peaked as RL leaves one: half of its tokens under 0.01 nats, a fifth above 0.67.
+"""Make a synthetic policy as peaked as after RL: half of the tokens have less than 0.01 nats, a fifth over 0.67.
 
-Every row has a few candidate tokens with log-uniform ids (a BPE gives frequent tokens small ids). Its hidden state is a
-weighted sum of their rows of the head, with weights that give the candidates the wanted logits. All other ids get the
-logits of a random head, together the probability `tail`. Target ids are sampled from the policy.
+Every row has a few candidate ids, which are log-uniform (a BPE gives frequent tokens small ids). Its hidden state is a
+weighted sum of the candidates' vectors in the head, with weights that give the candidates the logits we want. All other
+ids have the logits of a random head, and together the probability `tail`. Target ids are sampled from the policy.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 CANDIDATES = 16
-DECAY = 0.8  # nats between a candidate and the next, after the second
-FIRST_ID = 20  # ids are log-uniform from here on
+DECAY = 0.8  # nats between consecutive candidates, from the second candidate on
+FIRST_ID = 20  # id + FIRST_ID is log-uniform
 
 
 class Policy(NamedTuple):
     hidden: Tensor  # [N, H] fp32
-    weight: Tensor  # [V, H] fp32, rows of norm 1 on average
+    weight: Tensor  # [V, H] fp32, vectors of norm 1 on average
     target_ids: Tensor  # [N]
     entropy: Tensor  # [N] nats
 
@@ -29,10 +29,10 @@ def make(
     rows: int, width: int, vocab: int, tail: float = 1e-5, peaked: bool = True, softcap: float | None = None,
     device: torch.device | str = "cpu",
 ) -> Policy:  # fmt: skip  # lines by subject
-    """Return a policy; with `peaked=False` head and hidden states are random and logits have standard deviation 1.
+    """Return a policy. With `peaked=False`, head and hidden states are random and logits have standard deviation 1.
 
-    A soft-cap must be above the largest logit, about log(vocab / tail); hidden states are made so that the capped
-    logits are the wanted ones.
+    A soft-cap must be above the largest logit, which is about log(vocab / tail). Hidden states are chosen so that the
+    candidates' logits are right after the soft-cap.
     """
     rng = torch.Generator(device).manual_seed(0)
     with torch.device(device):
@@ -58,14 +58,14 @@ def _peaked_states(rows: int, weight: Tensor, tail: float, softcap: float | None
     logits = top - below
     if softcap is not None:
         logits = softcap * torch.atanh(logits / softcap)
-    # In chunks of rows: the candidates' rows of the head take 16 times the memory of the hidden states.
+    # Compute chunks of rows, because the candidates' vectors take 16 times the memory of the hidden states.
     pairs = zip(ids.split(4096), logits.split(4096), strict=True)
     return torch.cat([_states_with_logits(weight[chunk], wanted) for chunk, wanted in pairs])
 
 
 def _states_with_logits(candidates: Tensor, logits: Tensor) -> Tensor:
-    """Return sums [n, H] of head rows [n, CANDIDATES, H] that have these logits [n, CANDIDATES]."""
-    gram = candidates @ candidates.mT + 1e-3 * torch.eye(CANDIDATES)  # a repeated id would make it singular
+    """Return weighted sums [n, H] of vectors [n, CANDIDATES, H] so that the vectors' logits are [n, CANDIDATES]."""
+    gram = candidates @ candidates.mT + 1e-3 * torch.eye(CANDIDATES)  # not singular if an id is repeated
     return (candidates * torch.linalg.solve(gram, logits[..., None])).sum(1)
 
 
@@ -81,7 +81,7 @@ def _sampled(hidden: Tensor, weight: Tensor, softcap: float | None, rng: torch.G
 
 
 def entropy_quantiles(entropy: Tensor) -> dict[str, Any]:
-    """Return mean, shares and quantiles of entropies in nats, one per token."""
+    """Return mean, shares and quantiles of the tokens' entropies in nats."""
     exact, at = entropy.double(), (0.1, 0.25, 0.5, 0.75, 0.9)
     quantiles = exact.quantile(torch.tensor(at, dtype=torch.float64, device=entropy.device)).tolist()
     return {

@@ -1,4 +1,4 @@
-"""Call other packages as their own trainers do. Each package is imported when it is first measured.
+"""Call other packages as trainers call them. Each package is imported when it is first measured.
 
 Functions named `*_log_probs` take hidden [N, H], weight [V, H], ids [N] and a soft-cap, and return log-probs [N].
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def trl_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Run TRL's fused head, without the entropy that its GRPO trainer also asks for and which costs more."""
+    """Run TRL's fused head without entropies. (TRL's GRPO trainer computes entropies too, which costs more.)"""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as COLUMNS
 
@@ -28,13 +28,13 @@ def trl_fp32_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: flo
     """Run TRL's fused head on fp32 casts of its inputs, as `cast_lm_head_to_fp32=True` does in TRL 1.16.
 
     No full logits are made (TRL 1.13 and earlier made them, in fp32). TRL casts the head once, when the trainer starts.
-    Here each call casts it: the fp32 copy counts as memory of the step, and the cast as time.
+    Here each call casts the head, so the step's memory includes the fp32 copy and its time includes the cast.
     """
     return trl_log_probs(hidden.float(), weight.float(), ids, softcap)
 
 
 def liger_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Run Liger's GRPO loss as TRL's `use_liger_kernel` configured it until TRL 1.13. It loops over the sequences."""
+    """Run Liger's GRPO loss, configured as by `use_liger_kernel` until TRL 1.13. The loss loops over the sequences."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     loss = LigerFusedLinearGRPOLoss(
@@ -49,7 +49,7 @@ def liger_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def liger_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Run the log-prob function inside Liger's GRPO loss, which takes old log-probs as an input."""
+    """Run the log-prob function inside Liger's GRPO loss, to compute the old log-probs that the loss takes."""
     from liger_kernel.chunked_loss.fused_linear_ppo import _selective_logprob_forward
 
     return _selective_logprob_forward(hidden, weight, ids)[0]
@@ -59,19 +59,19 @@ def liger_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: fl
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     losses = liger_fused_linear_cross_entropy(hidden, weight, ids, reduction="none", softcap=softcap)
-    assert isinstance(losses, Tensor)  # a tuple only with further options
+    assert isinstance(losses, Tensor)  # with other options the result would be a tuple
     return -losses
 
 
 def cut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, **options: Any) -> Tensor:
-    """Run cut-cross-entropy. By default its filter skips gradient entries under a threshold."""
+    """Run cut-cross-entropy. By default it skips gradient entries below a threshold (`filter_eps`)."""
     from cut_cross_entropy import linear_cross_entropy
 
     return -linear_cross_entropy(hidden, weight, ids, softcap=softcap, reduction="none", **options)
 
 
 def verl_torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Run verl's `impl_backend: torch`, which always computes entropies too."""
+    """Run verl's `impl_backend: torch`, which always computes entropies as well."""
     from verl.utils.experimental.torch_functional import (  # pyright: ignore[reportMissingImports] - conflicts with .venv
         FusedLinearForPPOFunction,
     )
@@ -91,7 +91,7 @@ def verl_triton_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: 
 def torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
     """Run PyTorch's own fused head, new in 2.13.
 
-    On a CPU it gets verl's chunk of 512 rows: its default there is a few rows, and each chunk reads the whole head.
+    On a CPU the default chunk is a few rows, and each chunk reads the whole head. So chunks have 512 rows, as in verl.
     """
     chunks = {} if hidden.is_cuda else {"batch_chunk_size": 512, "chunking_method": None}
     options = torch.nn.LinearCrossEntropyOptions(**chunks)

@@ -12,10 +12,10 @@ from torch import Tensor
 from .candidates import full_log_probs, loss_of
 from .workloads import Old, Workload
 
-ROWS = 256  # per chunk: a float64 logits tensor of 256 x V
-# A candidate is wrong, and is not timed, if a gradient's relative error (norm over norm) is above both FLOOR and
-# TIMES_NAIVE times the error of naive PyTorch in the same dtype, or if a gradient's size is off by more than SCALE. The
-# error of bf16 logits is a few percent but has no direction, so a gradient's size is known better than its entries.
+ROWS = 256  # rows per chunk, so that float64 logits are [256, V]
+# A candidate is wrong, and is not timed, in two cases: a gradient's relative error (norm over norm) is above both FLOOR
+# and TIMES_NAIVE times the error of naive PyTorch in the same dtype; or a gradient's size is off by more than SCALE.
+# The limit on the size is tighter, because the error of bf16 logits is a few percent but has no direction.
 TIMES_NAIVE, FLOOR, SCALE = 3.0, 1e-4, 5e-3
 LOSS = 1e-4  # allowed error of the loss; advantages are about 1
 Result = tuple[Tensor, Tensor, Tensor]  # loss, d_hidden, d_weight
@@ -32,7 +32,7 @@ class Errors(NamedTuple):
     loss: float  # absolute
     d_hidden: float  # relative, norm over norm
     d_weight: float
-    scale: float  # the worse gradient's component along the true gradient, less 1
+    scale: float  # component along the true gradient, relative to it, less 1; of the worse gradient
 
     @property
     def worst(self) -> float:
@@ -40,7 +40,7 @@ class Errors(NamedTuple):
 
 
 def truth(w: Workload, per_token: bool = False) -> Truth:
-    """Return loss and gradients for the inputs as they are, with old log-probs from the same float64 forward."""
+    """Return loss and gradients in float64 of the batch's values, with old log-probs from the same float64 forward."""
     hidden, weight, ids = w.hidden.flatten(0, 1), w.weight.double(), w.target_ids.flatten()
     chunks = torch.arange(w.rows, device=ids.device).split(ROWS)
 
@@ -81,7 +81,7 @@ def errors(result: Result, true: Truth) -> Errors:
 
 
 def _products(gradient: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Return |gradient - exact|^2 and gradient . exact, in chunks of rows that save float64 memory."""
+    """Return |gradient - exact|^2 and gradient . exact. Compute chunks of rows to save float64 memory."""
     square = along = 0.0
     for x, y in zip(gradient.flatten(0, -2).split(8192), exact.flatten(0, -2).split(8192), strict=True):
         x = x.double()
@@ -91,7 +91,7 @@ def _products(gradient: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def sizes(result: Result) -> Sizes:
-    """Return loss and norms of both gradients, to compare a later result with."""
+    """Return loss and norms of both gradients, for comparison with a later result."""
     loss, d_hidden, d_weight = result
     norms = (torch.linalg.vector_norm(x, dtype=torch.float32).item() for x in (d_hidden, d_weight))
     return loss.item(), *norms
@@ -103,10 +103,10 @@ def differ(a: Sizes, b: Sizes) -> bool:
 
 
 def verdict(error: Errors, naive: Errors, budget: float) -> str | None:
-    """Return what is wrong with a candidate; None if nothing is.
+    """Return what is wrong with a candidate, or None if it is right.
 
-    A gradient budget bounds the dropped share of the L1 mass of d_logits and not the error, so ten times the budget is
-    added to the limits.
+    A gradient budget bounds the dropped share of the L1 mass of d_logits. It does not bound the error, so ten times the
+    budget is added to the limits.
     """
     limit = max(TIMES_NAIVE * naive.worst, FLOOR) + 10 * budget
     checks = {
@@ -120,10 +120,10 @@ def verdict(error: Errors, naive: Errors, budget: float) -> str | None:
 
 
 def product_operations(run: Callable[[], object]) -> float:
-    """Return the operations of all matrix products of a run, 2 m n k each, as PyTorch's profiler sees them.
+    """Return the operations, 2 m n k each, of the matrix products of a run that PyTorch's profiler sees.
 
-    It sees products inside custom operators and compiled graphs, but not inside Triton kernels. It sees the calling
-    thread only, so the run has one thread.
+    The profiler sees products inside custom operators and compiled graphs, but not inside Triton kernels. It sees only
+    the calling thread, so the run has one thread.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -140,7 +140,7 @@ def product_operations(run: Callable[[], object]) -> float:
     return total
 
 
-# The index of the left factor among an operator's arguments; addmm and its kin take a summand before it.
+# The index of the left factor among an operator's arguments. addmm and similar operators take a summand first.
 FIRST_FACTOR = {"aten::mm": 0, "aten::bmm": 0} | {
     f"aten::{name}": 1 for name in ("addmm", "addmm_", "baddbmm", "baddbmm_")
 }

@@ -1,8 +1,8 @@
-"""Batches to measure on: heads of real models, and advantages and ratios as GSPO meets them.
+"""Batches for measurements: heads of real models, and advantages and ratios as in training with GSPO.
 
 All sequences of a batch have the same length and no token is masked, so no candidate pays for padding. Log-ratios are
-set well inside or well outside the clip window, so all candidates should take the same clip decisions. Each candidate
-gets old log-probs from its own forward, as in a trainer. Which decisions rounding changes is measured by `fidelity`.
+well inside or well outside the clip window, so all candidates should make the same clip decisions. Each candidate gets
+old log-probs from its own forward, as in a trainer. `fidelity` measures which decisions rounding changes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MODELS = {
 
 
 class Scenario(NamedTuple):
-    """Shares of sequences without a gradient, and what else the loss has."""
+    """Shares of sequences without a gradient, and options of the loss and the batch."""
 
     what: str
     zero: float = 0.0  # share of sequences with advantage 0, because all answers of their group got the same reward
     clipped: float = 0.0  # share of the other sequences that lie outside the clip window
     kl: bool = False
     on_policy: bool = False  # no old log-probs: the ratio is exactly 1
-    long: bool = False  # two sequences, whatever the number of tokens
+    long: bool = False  # two sequences, for any number of tokens
 
 
 SCENARIOS = {
@@ -49,8 +49,8 @@ SCENARIOS = {
     "kl": Scenario("rl-like with a k3 KL of 0.04, so that every row has a gradient", zero=0.3, clipped=0.15, kl=True),
     "long": Scenario("two sequences share all tokens, both have a gradient", long=True),
 }
-LENGTH, FEWEST = 1024, 8  # tokens per sequence, unless that makes fewer than 8 sequences
-INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios
+LENGTH, FEWEST = 1024, 8  # tokens per sequence, and least number of sequences, which shortens the sequences
+INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios inside and outside the clip window
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 KL_COEF = 0.04
 DRIFT = 0.1  # standard deviation of reference less current log-probs
@@ -105,7 +105,7 @@ class Counts(NamedTuple):
 
 
 def counts(tokens: int, scenario: str) -> Counts:
-    """Return the number of sequences, and how many have no gradient; shares are rounded to whole sequences."""
+    """Return the number of sequences, and how many have no gradient. Shares are rounded to entire sequences."""
     shares = SCENARIOS[scenario]
     if shares.long:
         return Counts(2, 0, 0)
@@ -115,7 +115,7 @@ def counts(tokens: int, scenario: str) -> Counts:
 
 
 def make(spec: Spec, **policy: Any) -> Workload:
-    """Return the batch of a spec, the same one on every device of a kind. `policy`: arguments of `peaked.make`."""
+    """Return the batch of a spec, equal on all devices of a kind. `policy` has arguments of `peaked.make`."""
     scenario, (count, zero, clipped) = SCENARIOS[spec.scenario], counts(spec.tokens, spec.scenario)
     length, head, device = spec.tokens // count, spec.head, torch.device(spec.device)
     source = peaked.make(count * length, head.width, head.vocab, softcap=head.softcap, device=device, **policy)
@@ -142,9 +142,9 @@ def batch(
 
 
 def roles(count: int, zero: int, clipped: int) -> tuple[Tensor, Tensor]:
-    """Return advantages [S] and log-ratios [S]: the first `zero` have advantage 0, the next `clipped` are clipped.
+    """Return advantages [S] and log-ratios [S]. The first `zero` have advantage 0, the next `clipped` are clipped.
 
-    Advantages alternate in sign and lie between 0.5 and 1.5 in size.
+    The other advantages alternate in sign, and their absolute values are from 0.5 to 1.5.
     """
     sign = torch.tensor([1.0, -1.0]).repeat(count)[:count]
     advantages = sign * torch.linspace(0.5, 1.5, count)

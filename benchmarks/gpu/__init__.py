@@ -1,1 +1,1 @@
-"""Time the kernels on the GPU at hand, and rank block shapes. `python -m pytest -m gpu` checks the kernels' results."""
+"""Time the kernels on this machine's GPU, and rank block shapes. `python -m pytest -m gpu` checks the results."""

@@ -1,4 +1,4 @@
-"""Time the fused loss beside a copy, the vendor's products of the same shapes, and the loss on full logits."""
+"""Time the fused loss and, for comparison, a copy, the vendor's matrix products, and the loss on full logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..candidates import full_log_probs
 from ..measure import peak_bytes
 
 LENGTH = 1024  # tokens per sequence
-SECONDS = 0.3  # spent on one time
+SECONDS = 0.3  # duration of one measurement
 Record = dict[str, Any]
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # hidden [B, T, H], lm_head [V, H], target_ids [B, T], advantages [B]
@@ -63,9 +63,9 @@ def times(setting: Setting) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
 
 
 def clock(function: Callable[[], Any], on_gpu: bool, seconds: float = SECONDS) -> Record:
-    """Return median, 20th and 80th percentile in ms of a warm function; on a GPU measured by CUDA events.
+    """Return median, 20th and 80th percentile in ms of a function after warm-up. CUDA events measure GPU times.
 
-    The timed functions read more than the caches hold, so it does not matter that runs repeat the same data.
+    Runs repeat the same data. The timed functions read more data than the caches hold, so the caches do not help.
     """
     function()
     first = _time_once(function, on_gpu)
@@ -115,7 +115,7 @@ def vendor_products(setting: Setting, width: int) -> list[Record]:
 
 
 def full_logits(hidden: Tensor, lm_head: Tensor, target_ids: Tensor, advantages: Tensor) -> Tensor:
-    """Return the on-policy GSPO loss as trainers write it: bf16 logits, an fp32 softmax, autograd."""
+    """Return the on-policy GSPO loss in the PyTorch of trainers: bf16 logits, an fp32 softmax, autograd."""
     log_probs = full_log_probs(hidden.flatten(0, 1), lm_head, target_ids.flatten(), None).view_as(target_ids)
     ratio = (log_probs - log_probs.detach()).mean(1).exp()
     clipped = ratio.clamp(1 - 3e-4, 1 + 4e-4)
@@ -140,12 +140,12 @@ def time_model(setting: Setting, width: int) -> list[Record]:
             try:
                 record |= clock(function, setting.on_gpu)
                 if what == "both" and setting.on_gpu:
-                    record["peak GiB"] = peak_bytes(function, setting.device) / 2**30  # gradients included
+                    record["peak GiB"] = peak_bytes(function, setting.device) / 2**30  # including gradients
                 if name == "ours":
                     record["TFLOP/s"] = len(needed[what]) * product / record["ms"] / 1e9
                     record["vendor share"] = sum(ceiling[f"vendor {name}"] for name in needed[what]) / record["ms"]
             except torch.OutOfMemoryError:
-                record["ms"] = None  # does not fit
+                record["ms"] = None  # out of memory
             records.append(record)
     half = (*batch[:3], batch[3] * (torch.arange(len(batch[3]), device=setting.device) % 2))
     records.append({"what": "ours both, half of it advantage 0"} | clock(_both(fused, half), setting.on_gpu))
@@ -153,7 +153,7 @@ def time_model(setting: Setting, width: int) -> list[Record]:
 
 
 def _batch(setting: Setting, width: int) -> Batch:
-    """Return sequences in which every token has a gradient."""
+    """Return a batch in which every token has a gradient."""
     head, length = setting.head(width), min(LENGTH, setting.rows // 2)
     hidden, weight = head.hidden.view(-1, length, width).requires_grad_(), head.weight.requires_grad_()
     return hidden, weight, head.target_ids.view(-1, length), torch.randn(setting.rows // length, device=setting.device)
@@ -165,7 +165,7 @@ def _both(loss: Loss, batch: Batch) -> Callable[[], object]:
 
 def _passes(loss: Loss, batch: Batch) -> dict[str, Callable[[], object]]:
     """Return forward, backward and both as functions without arguments."""
-    graph: list[Tensor] = []  # the loss that `backward` differentiates repeatedly
+    graph: list[Tensor] = []  # holds the loss that `backward` differentiates again and again
 
     def backward() -> object:
         if not graph:
@@ -191,7 +191,7 @@ def time_kernels(setting: Setting, batch: Batch) -> list[Record]:
     for name in dict.fromkeys(x.kernel.__name__ for x in seen):
         of_kernel = [x for x in seen if x.kernel.__name__ == name]
         once = clock(replay(of_kernel, setting.on_gpu), setting.on_gpu, SECONDS / 10)
-        repeats = 1 if once["ms"] > 1 or not setting.on_gpu else 20  # events are too coarse for one small kernel
+        repeats = 1 if once["ms"] > 1 or not setting.on_gpu else 20  # CUDA events are coarse for a small kernel
         record = clock(replay(repeats * of_kernel, setting.on_gpu), setting.on_gpu, SECONDS / 3)
         record |= {key: record[key] / repeats for key in ("ms", "p20", "p80")}
         records.append({"what": f"kernel {name}", **record, "launches": len(of_kernel)})
@@ -201,7 +201,7 @@ def time_kernels(setting: Setting, batch: Batch) -> list[Record]:
 def replay(seen: list[Launch], on_gpu: bool) -> Callable[[], object]:
     """Return a function that repeats the launches.
 
-    On a GPU it replays a captured graph: launching a small kernel takes longer than running it.
+    On a GPU the function replays a captured graph, because launching a small kernel takes longer than the kernel.
     """
 
     def run() -> None:

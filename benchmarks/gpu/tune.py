@@ -1,6 +1,6 @@
-"""Rank block shapes by speed. Every shape is compiled, compared with the result of the tuning table's shape, and timed.
+"""Rank block shapes by speed. Each shape is compiled, timed, and its result compared with that of the tuning table's.
 
-A reader enters the winners in `gspo_kernels/backends/triton/tuning.py` by hand.
+The fastest shapes must be entered in `gspo_kernels/backends/triton/tuning.py` by hand.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from gspo_kernels.tools.compile_gate import specialise
 from .times import Record, Setting, clock, replay
 
 KERNELS = {"forward_tile": forward, "gradient_tile": backward}
-SHAPES_PER_BATCH = 32  # compiled together
-REFINED = 4  # the fastest shapes, which are tried with other group sizes
-SECONDS = 0.1  # spent on one time
+SHAPES_PER_BATCH = 32  # shapes that are compiled together
+REFINED = 4  # number of fastest shapes that are also tried with other group sizes
+SECONDS = 0.1  # duration of one measurement
 # Allowed errors of log-probs (root mean square) and bf16 gradients (relative): the tests' limits.
 LOG_PROB_RMS, GRADIENT_RELATIVE_RMS = 3e-5, 4e-3
 D_HIDDEN = NeedsGradient(hidden=True, weight=False, bias=False, adapter_hidden=False, adapter_weight=False)
 
 
 def shapes(device: torch.device) -> list[Config]:
-    """Return shapes whose operands fit the shared memory and whose logits fit the registers, largest tiles first."""
+    """Return shapes whose operands fit in shared memory and whose logits fit in registers, largest tiles first."""
     grid = itertools.product((64, 128, 256), (64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4, 5), (True, False))
     available = SHARED_MEMORY[architecture(device) or ""]
     fitting = [
@@ -44,7 +44,7 @@ def shapes(device: torch.device) -> list[Config]:
         for n, v, h, warps, stages, descriptors in grid
         if stages * (n + v) * h * 2 <= available and 32 <= n * v // (32 * warps) <= 128
     ]
-    # A tile that reads fewer bytes per operation is likely to be faster, and so is a deeper pipeline.
+    # A tile that reads fewer bytes per operation is likely to be faster. A deeper pipeline is likely to be faster too.
     return sorted(fitting, key=lambda c: (1 / c.block_n + 1 / c.block_v, not c.descriptors, -c.stages * c.block_h))
 
 
@@ -69,7 +69,7 @@ def tune(setting: Setting, kernel: str, width: int, minutes: float) -> list[Reco
     bench = KernelBench(setting, kernel, width)
     end, pool = time.monotonic() + 60 * minutes, shapes(setting.device)
     if not setting.on_gpu:
-        pool = pool[-2:]  # a dry run only shows that tuning works
+        pool = pool[-2:]  # a dry run only checks that tuning works
     records: list[Record] = []
     last = 0.0
     for i in range(0, len(pool), SHAPES_PER_BATCH):
@@ -90,7 +90,7 @@ def ranked(records: list[Record]) -> list[Record]:
 
 
 class KernelBench:
-    """A kernel, a head, and the result of the tuning table's block shape."""
+    """A kernel, a head, and the kernel's result with the tuning table's block shape."""
 
     def __init__(self, setting: Setting, kernel: str, width: int) -> None:
         self.setting, self.kernel, self.width = setting, kernel, width
@@ -118,13 +118,13 @@ class KernelBench:
         return [self._measure(config, failures.get(config)) for config in configs]
 
     def _compile(self, configs: list[Config]) -> dict[Config, str]:
-        """Compile on all cores, as the JIT would; return the shapes that do not compile, and why."""
+        """Compile on all cores, as the JIT would. Return the shapes that do not compile, with the error."""
         distinct: dict[tuple[Config, str], Launch] = {}
         for config in configs:
             with forced(config), assume(architecture(self.setting.device) or ""), launches() as seen:
-                result = forward.head_forward(self.meta_head)  # meta tensors: launches are recorded, and nothing runs
+                result = forward.head_forward(self.meta_head)  # with meta tensors, launches are only recorded
                 if self.kernel == "gradient_tile":
-                    none = D_HIDDEN._replace(hidden=False)  # the same kernel without the products after it
+                    none = D_HIDDEN._replace(hidden=False)  # the same kernel, without the products that follow
                     backward.head_backward(self.meta_head, result, torch.empty_like(result.log_probs), None, none)
             distinct |= {(x.config, str(specialise(x))): x for x in seen if x.kernel.__name__ == self.kernel}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -142,12 +142,12 @@ class KernelBench:
             record |= clock(replay(seen, self.setting.on_gpu), self.setting.on_gpu, SECONDS)
             operations = 2 * self.setting.rows * self.width * self.setting.vocab
             record["TFLOP/s"] = operations / record["ms"] / 1e9
-        except Exception as error:  # of any kind, mostly too much shared memory
+        except Exception as error:  # any error, mostly too much shared memory
             record["fault"] = _one_line(error)
         return record
 
     def _error(self, out: Tensor) -> Record:
-        """Return the difference to the result of the table's shape, and a fault if it is too large."""
+        """Return the error against the result of the table's shape, and a fault if the error is too large."""
         difference, expected = out.double() - self.expected.double(), self.expected.double()
         if self.kernel == "forward_tile":
             error, limit = difference.square().mean().sqrt().item(), LOG_PROB_RMS
@@ -159,7 +159,7 @@ class KernelBench:
 def _compile_failure(x: Launch) -> str:
     try:
         x.kernel.warmup(**x.arguments, grid=(x.programs,), num_warps=x.config.warps, num_stages=x.config.stages)
-    except Exception as error:  # of any kind: too much shared memory, a failing compiler pass
+    except Exception as error:  # any error, such as too much shared memory or a failing compiler pass
         return _one_line(error)
     return ""
 

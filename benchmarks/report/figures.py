@@ -1,7 +1,7 @@
 """The figures of docs/benchmarks.md and of the README, drawn from results alone.
 
-A name has one colour and marker in all figures. The colours are Okabe and Ito's, which are safe for colour-blind
-readers, and greys. There are fewer colours than names; names that share a colour differ in the marker.
+A candidate has the same colour and marker in all figures. The colours are greys and those of Okabe and Ito, which are
+safe for colour-blind readers. Some candidates share a colour and differ in the marker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def panels(columns: int) -> tuple[Figure, list[Axes]]:
 
 
 def save(figure: Figure, path: Path, legend: Axes | None = None, columns: int = 4) -> None:
-    """Save with a legend of one panel's lines below all panels."""
+    """Save a figure. If `legend` is a panel, add a legend of that panel's lines below all panels."""
     if legend:
         figure.legend(*legend.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def draw_step(results: Results, path: Path) -> None:
 
 
 def draw_fidelity(results: Results, path: Path) -> None:
-    """Draw wrong clip decisions against length, a panel per set of tokens. Equal errors are drawn as one line."""
+    """Draw wrong clip decisions against length, one panel per set of tokens. Equal errors share one line."""
     figure, axes = panels(len(results["sets"]))
     for panel, (kind, study) in zip(axes, results["sets"].items(), strict=True):
         records = by_name(study["implementations"])
@@ -119,7 +119,7 @@ def draw_fidelity(results: Results, path: Path) -> None:
 
 
 def draw_readme(results: Results, path: Path) -> None:
-    """Draw wrong clip decisions against length, with labels that need no caption."""
+    """Draw wrong clip decisions against length for the README, with labels at the lines."""
     figure, (axes,) = panels(1)
     study = results["sets"]["synthetic"]
     records, lengths = by_name(study["implementations"]), study["lengths"]
@@ -146,7 +146,7 @@ def draw_readme(results: Results, path: Path) -> None:
 
 
 def draw_budgets(results: Results, path: Path) -> None:
-    """Draw reward, entropy and passes against updates: the mean over the seeds, in a band from lowest to highest."""
+    """Draw reward, entropy and passes against updates: the mean over seeds, and a band from lowest to highest seed."""
     titles = {"reward": "reward", "entropy": "entropy, nats per token", "passes": "matrix passes per update"}
     figure, axes = panels(len(titles))
     updates = results["settings"]["steps"] * results["settings"]["updates_per_rollout"]

@@ -1,11 +1,11 @@
 """Write every number and figure of README.md and docs/benchmarks.md from the committed JSON.
 
-    python -m gspo_kernels.benchmarks report            writes them
-    python -m gspo_kernels.benchmarks report --check    lists what differs, and exits with 1 if anything does
+    python -m gspo_kernels.benchmarks report            writes pages and figures
+    python -m gspo_kernels.benchmarks report --check    lists stale pages and figures, and exits with 1 if there are any
 
-`page.md` holds the prose of docs/benchmarks.md and placeholders: {r[...]} is a value of a suite's results, and the
-others are the texts of `tables.py`. README.md has the block `<!-- measured: results -->` ... `<!-- end -->`. A figure
-carries the digest of the JSON file that it was drawn from, so that a stale one is found without drawing it.
+`page.md` holds the prose of docs/benchmarks.md and placeholders. {r[...]} is a value of a suite's results; the other
+placeholders are texts of `tables.py`. In README.md, the block `<!-- measured: results -->` ... `<!-- end -->` is
+written. A figure contains the digest of its JSON file, so that a stale figure is found without drawing it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_GPU = "**Nothing here was measured on a GPU.** "
 
 
 def files(suite: str) -> list[Path]:
-    """Return the committed files of a suite, that of a CPU first. Exit with a line if there are none."""
+    """Return the committed files of a suite, beginning with that of a CPU. Exit with a line if there are none."""
     paths = sorted(RESULTS.glob(f"{suite}-*.json"), key=lambda path: (not path.stem.endswith("-cpu"), path))
     return paths or sys.exit(f"{RESULTS}: expected {suite}-cpu.json, found no results of {suite}")
 
@@ -51,7 +51,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def texts() -> dict[Path, str]:
-    """Return what README.md and docs/benchmarks.md should hold."""
+    """Return the texts of README.md and docs/benchmarks.md, made from the results."""
     introduction, *sections = TEMPLATE.read_text().split("\n<!-- suite: ")
     fields = {path: fields_of(suite, path) for suite in SECTIONS for path in files(suite)}
     first = {suite: fields[files(suite)[0]]["r"] for suite in SECTIONS}
@@ -84,7 +84,7 @@ def parts(results: Results) -> dict[str, Results]:
 
 
 def figures_by_name() -> dict[str, tuple[Path, Draw]]:
-    """Return the source and the function of every figure."""
+    """Return the JSON file and the drawing function of every figure."""
     from . import figures  # matplotlib takes a second to import
 
     every = {path.stem: (path, draw) for suite, draw in figures.DRAW.items() for path in files(suite)}
@@ -96,7 +96,7 @@ def digest(path: Path) -> str:
 
 
 def stale_figures() -> list[str]:
-    """Return the names of figures that were not drawn from their source as it is now."""
+    """Return the names of figures that were not drawn from the present contents of their JSON files."""
     from PIL import Image
 
     def drawn_from(name: str) -> str | None:
@@ -107,13 +107,13 @@ def stale_figures() -> list[str]:
 
 
 def stale() -> list[str]:
-    """Return the files that are not what the JSON says."""
+    """Return the pages and figures that do not agree with the JSON files."""
     pages = [path.name for path, text in texts().items() if path.read_text() != text]
     return pages + [f"docs/figures/{name}.png" for name in stale_figures()]
 
 
 def draw(name: str) -> None:
-    """Draw a figure and store the digest of its source in it."""
+    """Draw a figure and store the digest of its JSON file in it."""
     from matplotlib import rc_context
     from PIL import Image, PngImagePlugin
 
@@ -134,10 +134,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if anything differs")
     if parser.parse_args().check:
         differing = stale()
-        lines = [f"{name} is not what the JSON says: python -m gspo_kernels.benchmarks report" for name in differing]
-        print("\n".join(lines or [f"{README.name}, {PAGE.name} and every figure are what the JSON says"]))
+        lines = [f"{name} is stale: run python -m gspo_kernels.benchmarks report" for name in differing]
+        print("\n".join(lines or [f"{README.name}, {PAGE.name} and every figure agree with the JSON files"]))
         return 1 if differing else 0
-    written = texts()  # all of it before anything is changed
+    written = texts()  # make all texts before writing the first file
     for name in stale_figures():
         draw(name)
         print(f"docs/figures/{name}.png")

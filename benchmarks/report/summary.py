@@ -1,6 +1,6 @@
-"""The tables that compare across suites: where the library helps, where it loses, and the README's results.
+"""The tables that use several suites: where the library helps, where it loses, and the README's results.
 
-`first` maps the name of a suite to the results of its first file, that of a CPU.
+`first` maps the name of a suite to the results of the suite's first file, which is of a CPU.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ README_ROWS = {
     OURS: "**gspo_kernels**",
     BUDGET: "**gspo_kernels**, `gradient_budget=1e-3` (`gspo_fused_loss` only)",
 }
-SAME_LOG_PROBS = {BUDGET: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # measured under the other name
-SAME_IN_FLOAT32 = {"TRL cast_lm_head_to_fp32": "TRL fused head"}  # nothing is cast there
-OTHER_LOSS = "naive GRPO"  # a ratio per token: not compared
+SAME_LOG_PROBS = {BUDGET: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # equal clip decisions
+SAME_IN_FLOAT32 = {"TRL cast_lm_head_to_fp32": "TRL fused head"}  # nothing is cast in float32
+OTHER_LOSS = "naive GRPO"  # has a ratio per token, so it is not compared
 LENGTH = 1024  # tokens of a sequence, for clip decisions
 LIMIT = 0.01  # share of wrong decisions
 Values = dict[str, float]
@@ -56,7 +56,7 @@ def best_other(values: Values, *without: str) -> str:
 
 
 def helps(first: Results) -> str:
-    """Return the table of what the library is for, with the best other candidate beside it."""
+    """Return the table of what the library improves, with the best other candidate."""
     rl_like = run_of(first, "rl-like")
     large = max(first["step"]["memory"]["points"], key=lambda point: point["tokens"])
     comparisons: list[tuple[str, Values, str]] = [
@@ -95,7 +95,7 @@ def loses(first: Results) -> str:
 
 
 def tolerance(fidelity: Results) -> str:
-    """Say with which implementations fewer than 1 % of decisions are wrong at every length, by 95 % intervals."""
+    """Name the implementations whose 95 % intervals are below 1 % of wrong decisions at every length."""
     exact: dict[bool, list[str]] = {True: [], False: []}
     for record in fidelity["sets"]["synthetic"]["implementations"]:
         exact[max(high for _, high in record["95 %"]) < LIMIT].append(shown(record["name"]))

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md: a function per suite, from its committed results to texts for `page.md`."""
+"""The tables of docs/benchmarks.md. Each suite has a function that turns committed results into texts of `page.md`."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def worse(record: Results) -> float:
 
 
 def passes_and_error(record: Results) -> str:
+    """Format the passes of a budget and, if anything was dropped, the error of the worse gradient."""
     return passes_of(record) + (f" ({worse(record):.0e})" if worse(record) else "")
 
 
@@ -90,7 +91,7 @@ def candidates_table(columns: dict[str, tuple[list[Results], Cell]]) -> str:
 
 
 def left_out(records: Iterable[Results]) -> str:
-    """Name the candidates without a time, and why; "none" if there are none."""
+    """Return the names of candidates without a time, with the reasons, or "none"."""
     return ", ".join(f"{r['name']} ({r[why]})" for r in records for why in NOT_TIMED if why in r) or "none"
 
 

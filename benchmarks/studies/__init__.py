@@ -1,1 +1,1 @@
-"""Experiments on what the loss does to a policy, and the claims of the GSPO paper."""
+"""Experiments: rounding errors and clip decisions, a trained policy, and training with gradient budgets."""

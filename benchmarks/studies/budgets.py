@@ -1,10 +1,10 @@
-"""Train the policy of `policy.py` with gradient budgets, and compare with exact gradients.
+"""Train the policy of `policy.py` with gradient budgets, and compare with training by exact gradients.
 
     python -m gspo_kernels.benchmarks budgets    12 trainings of 300 updates, two at a time, one thread each
 
 A budget drops the gradients of likely tokens, which is a bias. So rewards, entropies and final parameters are compared
-with those of budget 0, seed by seed. Sampling amplifies any difference, so there are two controls at budget 0: other
-seeds, and the same seeds from weights that differ by a millionth.
+with those of budget 0 and the same seed. Sampling may amplify any difference, so there are two controls at budget 0:
+other seeds, and the same seeds from weights that differ by a millionth.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .policy import digest
 
 EXACT, CONTROL = "budget 0", "budget 0, weights x (1 + 1e-6 noise)"
 ARMS: dict[str, float] = {EXACT: 0.0, "budget 1e-3": 1e-3, "budget 4e-3": 4e-3, CONTROL: 0.0}
-NOISE = 1e-6  # relative, of every initial weight of the control
+NOISE = 1e-6  # relative change of every initial weight of the control
 CURVES = ("reward", "entropy", "passes")
 TOTALS = ("passes", "dropped_gradient_mass")
 STUDENT = {2: 12.706, 3: 4.303}  # 97.5 % quantiles of Student's t by the number of seeds
 END = 0.2  # share of the rollouts that are "the end"
-POINTS = 15  # of a curve that is kept
+POINTS = 15  # of each saved curve
 
-# Tried with seed 0: over 15 rollouts 2e-5 has a mean reward of 0.653, and 1e-4 on the same prompts 0.688. After 24
-# rollouts 1e-4 has kept its held-out reward of 0.875, and 3e-4, in smaller rollouts, has fallen to 0.69.
+# Learning rates tried with seed 0: over 15 rollouts of the same prompts, the mean reward is 0.653 at 2e-5 and 0.688 at
+# 1e-4. After 24 rollouts, the held-out reward is still 0.875 at 1e-4, and 0.69 at 3e-4 (in smaller rollouts).
 FULL: Record = dict(steps=75, prompts_per_step=6, group_size=8, updates_per_rollout=4, max_new_tokens=24)
 FULL |= dict(learning_rate=1e-4, eval_every=25, eval_prompts=128)
 TINY: Record = dict(steps=2, prompts_per_step=2, group_size=4, updates_per_rollout=2, max_new_tokens=4)
@@ -51,7 +51,7 @@ FULL_SEEDS, TINY_SEEDS = (0, 1, 2), (0, 1)
 
 
 def run(model: str, data: str, folder: str, name: str, seed: int, budget: float, options: dict[str, Any]) -> Record:
-    """Train once, in a process of its own; return curves, their means and ends."""
+    """Train once, in a new process. Return curves, their means, and their values at the end."""
     machine: Record = dict(device="cpu", threads=1, overwrite=True, output=Path(folder), data=Path(data))
     config = train_config(name=name, model=model, seeds=(seed,), gradient_budget=budget, **machine, **options)
     train(config)
@@ -72,13 +72,13 @@ def at_the_end(curve: Sequence[float]) -> float:
 
 
 def thinned(curve: Sequence[float]) -> list[float]:
-    """Return the means of at most `POINTS` consecutive parts."""
+    """Divide a curve into at most `POINTS` consecutive parts, and return their means."""
     size = math.ceil(len(curve) / POINTS)
     return [statistics.fmean(curve[at : at + size]) for at in range(0, len(curve), size)]
 
 
 def moved(model: Path, seed: int, folder: Path) -> Path:
-    """Save the same checkpoint with every weight moved by about a millionth; return its folder."""
+    """Save a copy of the checkpoint with every weight changed by about a millionth. Return its folder."""
     torch.manual_seed(seed)
     policy = load_policy(str(model))
     with torch.no_grad():
@@ -91,7 +91,7 @@ def moved(model: Path, seed: int, folder: Path) -> Path:
 def trainings(
     options: Record, seeds: Sequence[int], model: Path, data: Path, folder: Path, workers: int
 ) -> dict[str, list[Record]]:
-    """Train every arm with every seed, `workers` at a time; return records by arm, in the order of the seeds."""
+    """Train every arm with every seed, `workers` at a time. Return records by arm, in the order of the seeds."""
     jobs = list(itertools.product(seeds, ARMS))
     starts = {seed: moved(model, seed, folder) for seed in seeds}
 
@@ -121,14 +121,14 @@ def distance_of(a: Policy, b: Policy) -> float:
 
 
 def distances(seeds: Sequence[int], model: Path, folder: Path) -> Record:
-    """Return distances of final parameters from budget 0 with the same seed, over its distance from the start."""
+    """Return distances of final parameters from those of budget 0, relative to the distance that budget 0 moved."""
 
     def trained(arm: str, seed: int) -> Policy:
         return load_policy(str(folder / folder_name(arm, seed) / f"model-seed{seed}"))
 
     exact, start = {seed: trained(EXACT, seed) for seed in seeds}, load_policy(str(model))
     gone = {seed: distance_of(policy, start) for seed, policy in exact.items()}
-    if 0 in gone.values():  # no answer was rewarded, so that nothing was learned
+    if 0 in gone.values():  # a run did not move, because no answer was rewarded
         return {}
     others = [
         distance_of(exact[a], exact[b]) / math.sqrt(gone[a] * gone[b]) for a, b in itertools.combinations(seeds, 2)
@@ -139,7 +139,7 @@ def distances(seeds: Sequence[int], model: Path, folder: Path) -> Record:
 
 
 def differences(runs: dict[str, list[Record]], key: str) -> Record:
-    """Return each arm's difference to budget 0 at the end, over the seeds."""
+    """Return each arm's difference to budget 0 at the end, averaged over pairs of runs with the same seed."""
     ends = {arm: [record["at the end"][key] for record in records] for arm, records in runs.items()}
     base = ends.pop(EXACT)
     return {arm: about([a - b for a, b in zip(values, base, strict=True)]) for arm, values in ends.items()}
@@ -153,7 +153,7 @@ def about(values: Sequence[float]) -> Record:
 
 def main() -> None:
     parser = parser_of("budgets", __doc__)
-    parser.add_argument("--policy", type=Path, help="to start from (default runs/policy, runs/tiny-policy)")
+    parser.add_argument("--policy", type=Path, help="the initial policy (default runs/policy, runs/tiny-policy)")
     parser.add_argument("--workers", type=positive, default=2, help="trainings at a time (default 2)")
     asked = parser.parse_args()
     tiny = " --tiny" if asked.tiny else ""
@@ -163,9 +163,9 @@ def main() -> None:
         parser.error(f"--policy: {policy} holds no policy: run `python -m gspo_kernels.benchmarks policy{tiny}` first")
     output = measure.destination("budgets", torch.device("cpu"), asked.output, asked.tiny)
     torch.set_num_threads(1)
-    disable_progress_bar()  # of loading, which would write between our lines
+    disable_progress_bar()  # transformers' bar for loading would write between our lines
     model = policy / "model"
-    with TemporaryDirectory(dir=policy, prefix="budgets-") as folder:  # for gigabytes of checkpoints
+    with TemporaryDirectory(dir=policy, prefix="budgets-") as folder:  # holds gigabytes of checkpoints
         runs = trainings(options, seeds, model, policy / "problems.jsonl", Path(folder), asked.workers)
         distance = distances(seeds, model, Path(folder))
     results = {

@@ -1,4 +1,4 @@
-"""Errors of token log-probs, and the clip decisions that they flip, by implementation and sequence length.
+"""Measure errors of token log-probs and the clip decisions that they flip, by implementation and sequence length.
 
     python -m gspo_kernels.benchmarks fidelity          about 4 minutes on two cores
 
@@ -6,14 +6,14 @@ Hidden states and head are rounded to bf16, and the truth is float64 of exactly 
 states, which are rounded again. Every implementation computes log-probs before and after the update.
 
 A sequence is L of the measured tokens, drawn with replacement. Its true log-ratio is drawn from N(0, 3.4e-4), so that
-at every length about 15 % of the sequences are outside the clip window of 3e-4 / 4e-4. A decision is wrong if it is not
-float64's. The mean error of the measured tokens is subtracted first: a few thousand tokens determine it poorly, and it
-would shift every long sequence. "wrong with the mean error" leaves it in.
+at every length about 15 % of the sequences are outside the clip window of 3e-4 / 4e-4. A decision is wrong if float64
+decides otherwise. First, the mean error of the measured tokens is subtracted: it would shift every long sequence, and a
+few thousand tokens determine it poorly. "wrong with the mean error" counts decisions without this subtraction.
 
-The 95 % intervals cover the drawing of sequences and the choice of tokens (a bootstrap, of whole answers where there
-are any). They cover no other policy, and no correlation of errors within a sequence, because drawing single tokens
-removes it. For a trained policy "correlation" measures it: sqrt(L) times the standard deviation of the answers' mean
-errors, over that of token errors. Independent errors give 1.
+The 95 % intervals cover the drawing of sequences and the choice of tokens (a bootstrap, of entire answers if there are
+any). They do not cover other policies, or a correlation of errors within a sequence, because drawing single tokens
+removes the correlation. For a trained policy it is measured as "correlation": sqrt(L) times the standard deviation of
+the answers' mean errors, divided by the standard deviation of token errors. Independent errors give 1.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ FULL = 3072, 100_000, MODELS["qwen2.5-0.5b"]  # measured tokens per set, sequenc
 TINY = 256, 2000, Head(128, 4096)
 LENGTHS = tuple(2**k for k in range(6, 15))
 UPDATE = 0.03  # nats by which an update moves a logit
-ROWS = 512  # of each call of an implementation
+ROWS = 512  # rows per call of an implementation
 SPREAD = 3.4e-4  # standard deviation of the true log-ratios of sequences
-CHUNK = 2000  # sequences drawn at once
+CHUNK = 2000  # number of sequences drawn at once
 Z, T = 1.959964, 2.022691  # 97.5 % quantiles: normal, and Student's t with REDRAWS - 1 degrees of freedom
 REDRAWS, FRACTION = 40, 10  # bootstrap samples of the tokens; each uses one in FRACTION of the sequences
 OURS, NAIVE = "ours", "naive GSPO"
@@ -52,11 +52,11 @@ class Tokens(NamedTuple):
     new_hidden: Tensor  # [N, H] bf16
     weight: Tensor  # [V, H] bf16
     target_ids: Tensor  # [N], sampled before the update
-    sequence: Tensor  # [N] on the CPU: which answer a token belongs to; all different for independent tokens
+    sequence: Tensor  # [N] on the CPU: number of each token's answer; all different for independent tokens
 
 
 def implementations(head: Head, device: torch.device) -> tuple[dict[str, LogProbs], dict[str, str]]:
-    """Return what can run here, and why the others cannot. Candidates with equal log-probs are measured once."""
+    """Return the implementations that can run here, and the reasons why others cannot. No two have equal log-probs."""
     runs: dict[str, LogProbs] = {}
     absent: dict[str, str] = {}
     for name, candidate in candidates.ALL.items():
@@ -69,14 +69,14 @@ def implementations(head: Head, device: torch.device) -> tuple[dict[str, LogProb
 
 
 def fp16_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Accumulate logits in fp32 and round them to fp16 before the softmax, as some GPU kernels do."""
+    """Return log-probs from logits that are summed in fp32 and rounded to fp16, as in some GPU kernels."""
     assert softcap is None
     logits = (hidden.float() @ weight.float().t()).half().float()
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
 def updated(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tokens:
-    """Apply an update that moves every logit by about `UPDATE`."""
+    """Return tokens whose update moves every logit by about `UPDATE`."""
     rng = torch.Generator(hidden.device).manual_seed(1)
     noise = torch.randn(hidden.shape, generator=rng, device=hidden.device)
     scale = UPDATE / weight.float().square().sum(1).mean().sqrt()
@@ -90,7 +90,7 @@ def synthetic(count: int, head: Head, device: torch.device) -> Tokens:
 
 
 def trained(folder: Path, count: int, device: torch.device) -> Tokens:
-    """Load the answers of a trained policy. Raises FileNotFoundError with the command that trains one."""
+    """Load the answers of a trained policy. Without one, raise a FileNotFoundError that names the command to run."""
     from . import policy  # needs transformers
 
     states = policy.load(folder)
@@ -108,12 +108,12 @@ def log_probs(run: LogProbs, hidden: Tensor, weight: Tensor, ids: Tensor, rows: 
 
 
 def float64_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Return float64 log-probs, the reference. `weight` is float64 already: for a large head that is a gigabyte."""
+    """Return the reference log-probs in float64. `weight` is float64: the caller casts it once, to a gigabyte."""
     return candidates.full_log_probs(hidden.double(), weight, ids, softcap, torch.float64)
 
 
 def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return errors of the log-probs before and after the update [2, N], on the CPU, and dtypes, by implementation."""
+    """Return by implementation: errors of the log-probs before and after the update [2, N], on the CPU; and dtypes."""
     weight, ids, states = tokens.weight, tokens.target_ids, (tokens.old_hidden, tokens.new_hidden)
     true = torch.stack([log_probs(float64_logits, h, weight.double(), ids, rows=64) for h in states])
     errors, dtypes = {}, {}
@@ -125,7 +125,7 @@ def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> tuple[dict[str, Tenso
 
 
 def of_log_ratios(errors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return errors of the log-ratios [N], also with old log-probs from another engine, such as a sampler's."""
+    """Return errors of the log-ratios [N], including a case with old log-probs from another engine."""
     ratios = {name: new - old for name, (old, new) in errors.items()}
     if {OURS, NAIVE} <= errors.keys():
         ratios[OTHER_ENGINE] = errors[OURS][1] - errors[NAIVE][0]
@@ -133,7 +133,7 @@ def of_log_ratios(errors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def correlation(errors: Tensor, sequence: Tensor) -> float | None:
-    """Return the "correlation" of the module's docstring; None where every token is a sequence of its own."""
+    """Return the "correlation" of the module's docstring, or None if every token is an answer of its own."""
     if sequence.unique().numel() == sequence.numel():
         return None
     centred = errors - errors.mean()
@@ -141,7 +141,7 @@ def correlation(errors: Tensor, sequence: Tensor) -> float | None:
 
 
 def passes_clip(u: Tensor, positive: Tensor) -> Tensor:
-    """Return whether a sequence of log-ratio u keeps its gradient, by the sign of its advantage."""
+    """Return whether sequences of log-ratio u and advantages of this sign are not clipped."""
     low, high = Objective().log_window
     return torch.where(positive, u <= high, u >= low)
 
@@ -149,7 +149,7 @@ def passes_clip(u: Tensor, positive: Tensor) -> Tensor:
 def decisions(
     errors_of: dict[str, Tensor], lengths: tuple[int, ...], sequences: int, sequence: Tensor
 ) -> dict[str, Record]:
-    """Return shares of wrong decisions by implementation, a number per length. All share the same draws."""
+    """Return shares of wrong decisions by implementation and length. All implementations have the same sequences."""
     rng = torch.Generator().manual_seed(0)
     errors = torch.stack(list(errors_of.values()), 1)  # [N, K]
     deviation = _bootstrap(errors, sequence, lengths, sequences // FRACTION, rng)
@@ -173,7 +173,7 @@ def decisions(
 
 
 def interval(hits: int, count: int, deviation: float = 0.0) -> tuple[float, float]:
-    """Return a 95 % interval of a share: Wilson's, widened by another source of this standard deviation."""
+    """Return Wilson's 95 % interval of a share, widened by a second error with this standard deviation."""
     share, scale = hits / count, 1 + Z * Z / count
     middle = (share + Z * Z / (2 * count)) / scale
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count)) / scale
@@ -183,7 +183,7 @@ def interval(hits: int, count: int, deviation: float = 0.0) -> tuple[float, floa
 
 
 def _means(errors: Tensor, count: int, lengths: tuple[int, ...], rng: torch.Generator) -> Iterator[Tensor]:
-    """Yield mean errors [count, K] of drawn sequences for each length. A longer sequence extends the shorter one."""
+    """Draw sequences, and yield their mean errors [count, K] for each length. Longer sequences extend shorter ones."""
     table, total, before = errors.float(), torch.zeros(count, errors.shape[1], dtype=torch.float64), 0
     for length in lengths:
         drawn = torch.randint(len(errors), (count, length - before), generator=rng)
@@ -197,12 +197,12 @@ def _bootstrap(
 ) -> Tensor:
     """Return the standard deviations [K, lengths] of wrong shares over redrawn sets of tokens.
 
-    True log-ratios are integrated, not drawn, so that few sequences suffice; their own noise stays in.
+    True log-ratios are integrated and not drawn, so that few sequences suffice. The noise of the sequences remains.
     """
     sizes = sequence.unique_consecutive(return_counts=True)[1]
     tables = []
     for _ in range(REDRAWS):
-        chunk = torch.randint(len(sizes), (4 * len(sizes),), generator=rng)  # more than needed: lengths differ
+        chunk = torch.randint(len(sizes), (4 * len(sizes),), generator=rng)  # more than needed, because lengths differ
         shift = (sizes.cumsum(0)[chunk] - sizes[chunk].cumsum(0)).repeat_interleave(sizes[chunk])
         tables.append(errors[(shift + torch.arange(len(shift)))[: errors.shape[0]]])
     every = torch.cat(tables, 1)  # [N, REDRAWS * K]
@@ -214,14 +214,14 @@ def _bootstrap(
 
 
 def flip_chance(error: Tensor) -> Tensor:
-    """Return the chance that an error flips a decision, over true log-ratios and both signs of the advantage."""
+    """Return the probability that an error flips a decision, for random true log-ratios and signs of the advantage."""
     cdf = torch.special.ndtr
     sides = [cdf((end - error) / SPREAD) - cdf(error.new_tensor(end / SPREAD)) for end in Objective().log_window]
     return 0.5 * (sides[0].abs() + sides[1].abs())
 
 
 def study(tokens: Tokens, sequences: int) -> tuple[Record, dict[str, str]]:
-    """Measure one set of tokens; return its results, and who was not measured and why."""
+    """Measure one set of tokens. Return the results, and the reasons why some implementations were not measured."""
     vocab, width = tokens.weight.shape
     runs, absent = implementations(Head(width, vocab), tokens.weight.device)
     errors, dtypes = measured(tokens, runs)

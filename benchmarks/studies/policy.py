@@ -2,8 +2,8 @@
 
     python -m gspo_kernels.benchmarks policy    10 minutes on one core; saves the policy in runs/policy
 
-Other benchmarks use a formula for peaked logits (`peaked.py`). This one checks it: a Qwen3 learns the worked problems
-of the reference trainer's `arithmetic.py` until about half of its sampled answers are right, and is measured beside the
+Other benchmarks use a formula for peaked logits (`peaked.py`). This one checks the formula: a Qwen3 learns the problems
+of the reference trainer's `arithmetic.py` until about half of its sampled answers are right, and is compared with the
 formula at the same sizes. Its hidden states, head and sampled tokens are saved for `fidelity` and `budgets`.
 """
 
@@ -36,33 +36,33 @@ from ..suites import sparsity
 from ..suites.options import parser_of
 
 FOLDER = Path("runs") / "policy"
-ZERO, CLIPPED = 19 / 64, 7 / 64  # shares of sequences of zero advantage, and outside the clip window
+ZERO, CLIPPED = 19 / 64, 7 / 64  # shares of the sequences with zero advantage, and of those outside the clip window
 ANSWER = 24  # tokens
 
 
 class Size(NamedTuple):
     vocab: int
     stories: int  # sentences of filler text
-    problems: int  # to learn from
+    problems: int  # problems for training
     layers: int
     width: int
-    steps: int  # at most
+    steps: int  # most steps
     batch: int  # texts per step, a quarter of them stories
     learning_rate: float
     probe: int  # problems per measurement of the accuracy
-    sequences: int  # answers that are sampled and saved
-    for_rl: int  # problems that are saved for RL
+    sequences: int  # number of answers that are sampled and saved
+    for_rl: int  # number of problems that are saved for RL
 
 
 FULL = Size(33_280, 150_000, 40_000, 4, 256, 2000, 32, 2e-3, probe=128, sequences=160, for_rl=2048)
 TINY = Size(600, 400, 400, 1, 64, 12, 8, 3e-3, probe=8, sequences=16, for_rl=16)
 ENOUGH = 0.5  # accuracy at which training ends, so that RL can still improve the policy
 PROBE_EVERY = 50  # steps
-Text = tuple[list[int], int]  # token ids, and how many at the start are not learned
+Text = tuple[list[int], int]  # token ids, and the number of tokens at the start that are not learned
 
 
 class States(NamedTuple):
-    """The states from which a policy predicted its own answers: S sequences, padded to L tokens."""
+    """Hidden states from which a policy predicts its own answers: S sequences, padded to L tokens."""
 
     hidden: Tensor  # [S, L, H] fp32
     weight: Tensor  # [V, H] fp32
@@ -75,14 +75,14 @@ class States(NamedTuple):
 
 
 def load(folder: Path) -> States:
-    """Load the states that the last run saved. Raises FileNotFoundError with the command that makes them."""
+    """Load the states that the last run saved. Without any, raise a FileNotFoundError that names the command to run."""
     if not (folder / "states.pt").is_file():
         raise FileNotFoundError(f"{folder} holds no policy: run `python -m gspo_kernels.benchmarks policy` first")
     return States(**torch.load(folder / "states.pt", weights_only=True))
 
 
 def digest(folder: Path) -> str:
-    """Return a digest of the policy's weights, by which results name the policy that they used."""
+    """Return a digest of the policy's weights. Results contain it to identify the policy."""
     return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
@@ -96,7 +96,7 @@ def random_policy(size: Size, tokenizer: PreTrainedTokenizerFast) -> Policy:
 
 
 def tokenized(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], stories: Sequence[str]) -> list[Text]:
-    """Tokenize what is learned: the solutions of problems, and stories from their second token on."""
+    """Tokenize problems and stories. Solutions are learned, and stories from their second token on."""
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     solutions = tokenizer([p.solution + END for p in problems])["input_ids"]
     texts = [(a + b, len(a)) for a, b in zip(prompts, solutions, strict=True)]
@@ -158,7 +158,7 @@ def states_of(policy: Policy, problems: Sequence[Problem]) -> States:
 
 
 def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tensor, name: str) -> Record:
-    """Measure passes and gradient errors by budget, in a batch with zero advantages and clipped sequences.
+    """Measure passes and gradient errors per budget, for a batch with zero advantages and clipped sequences.
 
     hidden [N, H], weight [V, H], target_ids [N], lengths [S].
     """
@@ -174,9 +174,9 @@ def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tens
 
 
 def make(size: Size, folder: Path) -> Record:
-    """Train, sample, save in `folder` and measure."""
+    """Train a policy, sample from it, save both in `folder`, and measure them."""
     torch.manual_seed(0)
-    held_out = arithmetic.problems(size.for_rl, seed=1)  # never learned: for RL and for every accuracy
+    held_out = arithmetic.problems(size.for_rl, seed=1)  # not for training, but for RL and accuracies
     learned = arithmetic.problems(size.problems, seed=0, without=frozenset(p.prompt for p in held_out))
     stories = list(arithmetic.stories(size.stories, seed=2))
     corpus = [*stories, *(p.prompt + p.solution + END for p in learned)]
@@ -204,10 +204,10 @@ def make(size: Size, folder: Path) -> Record:
 
 def main() -> None:
     parser = parser_of("policy", __doc__)
-    parser.add_argument("--folder", type=Path, help="for checkpoint and states (default runs/policy, runs/tiny-policy)")
+    parser.add_argument("--folder", type=Path, help="checkpoint and states (default runs/policy, runs/tiny-policy)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    disable_progress_bar()  # of saving, which would write between our lines
+    disable_progress_bar()  # transformers' bar for saving would write between our lines
     size, folder = (TINY, FOLDER.with_name("tiny-policy")) if options.tiny else (FULL, FOLDER)
     device = torch.device("cpu")
     output = measure.destination("policy", device, options.output, options.tiny)

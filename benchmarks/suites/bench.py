@@ -1,4 +1,4 @@
-"""Compare implementations: first their gradients, then memory, then times in interleaved rounds.
+"""Compare implementations: first gradients, then memory, then times in interleaved rounds.
 
 gspo bench --model qwen2.5-0.5b --tokens 1k --against trl,liger --scenario rl-like
 """
@@ -24,15 +24,15 @@ from ..workloads import SCENARIOS, Head, Old, Spec, Workload, counts, make
 from .options import DTYPES, BadOption, device_of, head_of, tokens_of
 
 NAIVE = "naive GSPO"  # always measured: errors and times are relative to it
-TOO_LARGE = "out of memory by the batch and its float64 gradients: fewer --tokens, or a smaller --model"
-FEW = 256  # tokens for naive PyTorch's errors if full logits of the batch do not fit
-SMALL = (64, 128, 1000)  # tokens, H, V of the call in which libraries initialise
-Tick = Callable[[str], object]  # called with what is measured next
-NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")  # keys of the reason
+TOO_LARGE = "the batch and its float64 gradients do not fit in memory: use fewer --tokens, or a smaller --model"
+FEW = 256  # tokens for measuring naive PyTorch's errors if full logits of the batch do not fit
+SMALL = (64, 128, 1000)  # tokens, H, V of a first call, in which libraries initialise
+Tick = Callable[[str], object]  # is called with the name of the next measurement
+NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")  # keys that hold the reason why a candidate has no time
 
 
 def candidates(against: str | None = None) -> list[Candidate]:
-    """Return naive GSPO, ours and the candidates named in `against`, separated by commas; None: all."""
+    """Return naive GSPO, ours, and the candidates named in `against`, separated by commas. None means all."""
     names = AGAINST if against is None else [name.strip() for name in against.split(",") if name.strip()]
     if unknown := sorted({*names} - {"ours", *AGAINST}):
         raise BadOption(f"--against: {', '.join(unknown)}: choose from {', '.join(AGAINST)}")
@@ -40,13 +40,13 @@ def candidates(against: str | None = None) -> list[Candidate]:
 
 
 def run(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick) -> Record:
-    """Run `compare` in the memory that is free; return what JSON can hold, with date, commit, machine and versions.
+    """Run `compare` within the free memory. Return results for JSON, with date, commit, machine and versions.
 
-    Raise MemoryError with a line for the user if the memory does not suffice.
+    Raise a MemoryError with a line for the user if the memory does not suffice.
     """
     if spec.device == "cpu":
         measure.stop_before_swapping()
-    # Per core, in the minute before; Windows has no load average.
+    # The load per core in the last minute. Windows has no load average.
     before = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None
     try:
         results = compare(spec, chosen, rounds, tick) | {"load per core before": before}
@@ -63,15 +63,15 @@ def present(spec: Spec, chosen: list[Candidate]) -> list[Candidate]:
 
 
 def steps(chosen: list[Candidate], spec: Spec, rounds: int) -> int:
-    """Return how often `compare` calls `tick` if nothing fails."""
+    """Return the number of calls of `tick` by `compare` if nothing fails."""
     return len(present(spec, chosen)) * (rounds + 4) + 1
 
 
 def minutes(chosen: list[Candidate], spec: Spec, rounds: int) -> float:
     """Estimate the minutes of `compare` from the speed of one matrix product here.
 
-    A step is 4 passes of 2 N H V operations. A candidate makes rounds + 7 steps, the last in one thread, and starts a
-    process: 10 s, or 60 s if it compiles. float64 takes as long as 8 steps.
+    A step has 4 passes of 2 N H V operations. A candidate makes rounds + 7 steps, the last in one thread, and starts a
+    process, which takes 10 s, or 60 s if the candidate compiles. float64 takes as long as 8 steps.
     """
     here = present(spec, chosen)
     operations = 8.0 * spec.tokens * spec.head.width * spec.head.vocab
@@ -85,7 +85,7 @@ def minutes(chosen: list[Candidate], spec: Spec, rounds: int) -> float:
 
 
 def forecast(chosen: list[Candidate], spec: Spec, rounds: int) -> str:
-    """Return a line on what will be measured and how long that takes."""
+    """Return a line with the estimated minutes and the candidates."""
     names = ", ".join(candidate.name for candidate in present(spec, chosen))
     return f"This takes about {math.ceil(minutes(chosen, spec, rounds))} min: {rounds} rounds of {names}"
 
@@ -93,11 +93,11 @@ def forecast(chosen: list[Candidate], spec: Spec, rounds: int) -> str:
 def compare(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick = lambda what: None) -> Record:
     """Return the workload's description and a record per candidate.
 
-    A record has a key of `NOT_TIMED` with the reason, or errors, peak memory beyond the inputs (gradients included) and
-    times of loss and both gradients. `over_naive` holds ratios to naive GSPO's time in the same round.
+    A record has a key of `NOT_TIMED` with the reason; or it has errors, peak memory beyond the inputs (gradients
+    included) and times of loss and both gradients. `over_naive` holds ratios to naive GSPO's time in the same round.
     """
     device = _set_device(spec)
-    torch._dynamo.reset()  # else the second size would run a graph compiled for dynamic shapes
+    torch._dynamo.reset()  # otherwise the second size would run a graph for dynamic shapes
     records = {record["name"]: record for record in costs(spec, chosen, tick)}
 
     def remaining() -> list[Candidate]:
@@ -118,7 +118,7 @@ def compare(spec: Spec, chosen: list[Candidate], rounds: int, tick: Tick = lambd
 
     runs = {candidate.name: partial(timed, candidate) for candidate in remaining()}
     seconds = measure.interleaved(runs, rounds, device, lambda what: tick(f"time of {what}"))
-    for candidate in remaining():  # a graph or kernel may have been compiled anew during the timed runs
+    for candidate in remaining():  # a graph or kernel may have been compiled again during the timed runs
         tick(f"gradients of {candidate.name} again")
         with _failure_recorded(records[candidate.name]):
             if truth.differ(truth.sizes(candidate.step(w, olds[candidate.name])), sizes[candidate.name]):
@@ -152,12 +152,12 @@ def costs(spec: Spec, chosen: list[Candidate], tick: Tick = lambda what: None, p
 
 
 def absent(candidate: Candidate, spec: Spec) -> str | None:
-    """Return why a candidate cannot run here; None if it can."""
+    """Return the reason why a candidate cannot run here, or None if it can."""
     return candidate.absent(spec.head, getattr(torch, spec.dtype), torch.device(spec.device))
 
 
 def _set_device(spec: Spec) -> torch.device:
-    """Return the device, made the current one: some peers launch kernels there wherever their tensors are."""
+    """Make the spec's device current and return it. Some peers launch kernels on the current device only."""
     device = torch.device(spec.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -166,7 +166,7 @@ def _set_device(spec: Spec) -> torch.device:
 
 @contextmanager
 def _failure_recorded(record: Record) -> Iterator[None]:
-    """Record the failure of a peer, so that the others are still measured. Our failure and naive GSPO's are raised."""
+    """Record the failure of a peer, so that other candidates are still measured. Raise ours and naive GSPO's."""
     try:
         yield
     except Exception as error:
@@ -181,9 +181,9 @@ def check(
 ) -> dict[str, truth.Sizes]:
     """Record every candidate's errors against float64, and `wrong` if they are too large. Return sizes of the results.
 
-    The limit depends on naive PyTorch's errors in the same dtype, which are measured on `small`: fewer tokens of the
-    same head if full logits do not fit. GRPO and GSPO are compared one after the other, because the float64 gradient of
-    the head is large.
+    The limit depends on naive PyTorch's errors in the same dtype. They are measured on the batch, or if full logits do
+    not fit, on fewer tokens with the same head (`small`). GRPO and GSPO are compared one after the other, because the
+    float64 gradient of the head is large.
     """
     sizes = {}
     for per_token in (False, True):
@@ -209,8 +209,8 @@ def check(
 
 
 def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
-    """Return peak memory of a candidate's step and, if wanted, its matrix passes. Runs in a new process."""
-    parsed = Spec(Head(*spec[0]), *spec[1:])  # JSON has lists for named tuples
+    """Return peak memory of a candidate's step and, if `passes`, its matrix passes. Runs in a new process."""
+    parsed = Spec(Head(*spec[0]), *spec[1:])  # JSON turned the named tuples into lists
     device, candidate = _set_device(parsed), (ALL | BY_BUDGET)[name]
     tokens, width, vocab = SMALL
     small, w = make(parsed._replace(tokens=tokens, head=Head(width, vocab, parsed.head.softcap))), make(parsed)
@@ -219,8 +219,8 @@ def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
         candidate.step(small, candidate.old(small))  # libraries allocate in their first call
         old = candidate.old(w)
         if candidate.compiles:
-            candidate.step(w, old)  # leave out the compiler's memory
-        if device.type == "cuda" or sys.platform == "linux":  # resident memory is known from Linux's /proc only
+            candidate.step(w, old)  # compile first, because the compiler takes memory
+        if device.type == "cuda" or sys.platform == "linux":  # only Linux's /proc has the peak of resident memory
             measured["peak_bytes"] = measure.peak_bytes(lambda: candidate.step(w, old), device)
         if passes and not candidate.multiplies_unseen(device):
             measured["passes"] = truth.product_operations(lambda: candidate.step(w, old)) / w.products
@@ -234,7 +234,7 @@ def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
 def asked(
     model: str | None, tokens: str | None, against: str | None, scenario: str, dtype: str | None, device: str | None
 ) -> tuple[list[Candidate], Spec]:
-    """Return candidates and workload of a command line; raise BadOption with a line for the user."""
+    """Return the candidates and the workload of a command line. Raise BadOption with a line for the user."""
     place = device_of(device)
     on_gpu = place.type == "cuda"
     dtype = dtype or ("bfloat16" if on_gpu else "float32")

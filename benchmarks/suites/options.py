@@ -1,4 +1,4 @@
-"""Command-line options that several commands share. A bad one is a `BadOption` with a line for the user."""
+"""Command-line options that several commands share. A bad option raises `BadOption` with a line for the user."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class BadOption(argparse.ArgumentTypeError, ValueError):
-    """For argparse, which prints the text of an ArgumentTypeError only, and for `gspo bench`."""
+    """A bad option of argparse, which prints the text only of an ArgumentTypeError, or of `gspo bench`."""
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of that name; for None a GPU if there is one, else the CPU."""
+    """Return the device of that name. None means a GPU if there is one, otherwise the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -78,9 +78,9 @@ def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
 def add_comparison(parser: argparse.ArgumentParser, candidates: Callable[[str], Any]) -> None:
     """Add the options of suites that compare implementations. `candidates` parses --against."""
     device = str(device_of(None))
-    parser.add_argument("--rounds", type=positive, help="timed runs of each, interleaved")
+    parser.add_argument("--rounds", type=positive, help="interleaved timed runs of each candidate")
     default = "default: all that are installed; with --tiny: torch"
-    parser.add_argument("--against", type=candidates, help=f"as of `gspo bench` ({default})")
+    parser.add_argument("--against", type=candidates, help=f"as in `gspo bench` ({default})")
     parser.add_argument("--device", type=device_of, default=device, help=f"default {device}")
     parser.add_argument("--dtype", choices=DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")
 

@@ -3,8 +3,8 @@
     python -m gspo_kernels.benchmarks sparsity --passes    matrix passes and gradient errors (15 minutes on two cores)
     python -m gspo_kernels.benchmarks sparsity --time      time and peak memory over the naive loss (about 10 minutes)
 
-Passes and errors depend on the machine only by its cell size; times are ratios within one run. Without these options
-both parts are measured; each keeps the file's other part.
+Passes and errors depend on the machine only by its cell size. Times are ratios within one run. Without these options
+both parts are measured. With one option, the file's other part stays.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def passes(rows: int, case: str, head: Head) -> list[Record]:
 def by_budget(
     name: str, hidden: Tensor, weight: Tensor, target_ids: Tensor, advantages: Tensor, **options: Any
 ) -> list[Record]:
-    """Return a record per budget: what is left to compute, and errors relative to the gradients of budget 0.
+    """Return a record per budget: share of the cells, passes, and errors relative to the gradients of budget 0.
 
     The tensors and `options` are arguments of `gspo_fused_loss`. Each record is printed after `name`.
     """
@@ -79,7 +79,7 @@ def by_budget(
 def main() -> None:
     parser = parser_of("sparsity", __doc__)
     parser.add_argument("--passes", action="store_true", help="matrix passes and gradient errors")
-    parser.add_argument("--time", action="store_true", help="time and memory over the naive loss")
+    parser.add_argument("--time", action="store_true", help="time and memory relative to the naive loss")
     options = parser.parse_args()
     both = not (options.passes or options.time)
     output = destination("sparsity", CPU, options.output, options.tiny)

@@ -5,10 +5,10 @@
     python -m gspo_kernels.benchmarks step --vocab     against the size of the vocabulary (half an hour)
     python -m gspo_kernels.benchmarks step --time --scenario dense --dtype bfloat16    a part of the sweep
 
-Without these options --time and --memory are measured; both are parts of one file, and each keeps the other part. The
-sweep of --time has `rl-like` batches, as in training, at every number of tokens. At the largest number it also has
-`dense` ones, our worst case, `long` ones, because Liger's loss has a cost per sequence, and on a CPU bf16 ones. Results
-of a part of the sweep, or of some candidates, go to runs/trials/.
+Without these options --time and --memory are measured. Both are parts of one file; with one option, the other part
+stays. The sweep of --time has `rl-like` batches, as in training, at every number of tokens. At the largest number it
+adds `dense` batches (our worst case), `long` batches (because Liger's loss has a cost per sequence), and on a CPU bf16
+batches. Results of a part of the sweep, or of only some candidates, go to runs/trials/.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TINY = Sizes(Head(64, 2000), [128], [512], 2, 128, (1000, 2000))
 
 
 def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Record]:
-    """Compare the candidates on one spec after the other, and print each table when it is measured."""
+    """Compare the candidates on one spec after the other. Print each table as soon as it is measured."""
     runs = []
     for spec in specs:
         head = f"{spec.scenario}, {spec.dtype}, {spec.tokens} tokens, H = {spec.head.width}, V = {spec.head.vocab}"
@@ -55,7 +55,7 @@ def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Recor
 
 
 def timed_specs(options: argparse.Namespace, sizes: Sizes) -> list[Spec]:
-    """Return the sweep over tokens, or the part of it that --scenario and --dtype ask for."""
+    """Return the sweep over tokens, or the part that --scenario and --dtype select."""
     most = max(sizes.tokens)
     points = [(scenario, count, options.dtype) for scenario in options.scenario for count in sizes.tokens]
     points = [point for point in points if point[0] == "rl-like" or point[1] == most]
@@ -79,12 +79,12 @@ def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
 
 
 def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
-    """Return the command line's options, sizes and candidates; exit with a line on stderr for bad options."""
+    """Return the command line's options, sizes and candidates. Exit with a line on stderr for bad options."""
     parser = parser_of("step", __doc__)
     parser.add_argument("--time", action="store_true", help="time, memory and passes against the number of tokens")
     parser.add_argument("--memory", action="store_true", help="peak memory of more tokens")
     parser.add_argument("--vocab", action="store_true", help="time, memory and passes against the vocabulary")
-    parser.add_argument("--scenario", choices=SCENARIOS, nargs="+", help="of --time (default: rl-like dense long)")
+    parser.add_argument("--scenario", choices=SCENARIOS, nargs="+", help="for --time (default: rl-like dense long)")
     add_comparison(parser, bench.candidates)
     options = parser.parse_args()
     if not (options.time or options.memory or options.vocab):

@@ -1,8 +1,8 @@
 """Time the public functions with pytest-benchmark: `python -m pytest benchmarks --benchmark-only`.
 
-The groups named "overhead" show what a call costs: their arithmetic takes microseconds. The last group has a real
-vocabulary, but few tokens: ours computes blocks of 128 rows, so 64 tokens cost as much as 128. Every call is a forward
-and a backward. A gradient that differs from plain PyTorch's fails the test, and the call is not timed.
+The groups named "overhead" show the cost of a call: their arithmetic takes only microseconds. The last group has the
+vocabulary of a real model, but few tokens. Our loss computes blocks of 128 rows, so 64 tokens cost as much as 128.
+Every call is a forward and a backward. If a gradient differs from plain PyTorch's, the test fails without timing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def from_log_probs(log_probs: Tensor, w: Workload, old: Old) -> Tensor:
 
 
 Function = Callable[[Workload, Old, Tensor], Tensor]
-# The gradients of the first function of a group are what the others must equal; GRPO is another loss.
+# The gradients of all functions of a group must equal those of the first, except for GRPO, which is another loss.
 GROUPS: dict[str, dict[str, Function]] = {
     f"overhead, hidden states to loss ({SMALL})": {
         "plain PyTorch": lambda w, old, _: loss_of(plain_log_probs(w), w, old),

@@ -2,9 +2,9 @@
 
     python -m gspo_kernels.benchmarks trainer
 
-The model is a Qwen2.5-0.5B with random weights; nothing is downloaded. A step is the body's forward, loss and gradients
-of the last hidden states, the body's backward, and AdamW. Only the loss differs between candidates. Random weights make
-a flat policy, of which a gradient budget could drop nothing, so none is measured.
+The model is a Qwen2.5-0.5B with random weights. Nothing is downloaded. A step is the body's forward, the loss and the
+gradients of the last hidden states, the body's backward, and AdamW. Only the loss differs between candidates. Random
+weights make a flat policy. A gradient budget could drop nothing, so no budget is measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QWEN25_05B: dict[str, Any] = dict(
     num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32_768,
 )  # fmt: skip  # numbers
 TINY = QWEN25_05B | dict(vocab_size=2000, hidden_size=56, intermediate_size=64, num_hidden_layers=2)
-SEQUENCES, ZERO, CLIPPED = 8, 2, 1  # sequences, of them with advantage 0, of them clipped
+SEQUENCES, ZERO, CLIPPED = 8, 2, 1  # 8 sequences, of which 2 have advantage 0 and 1 is clipped
 
 
 class Step:
@@ -42,7 +42,7 @@ class Step:
         self.model = Qwen2ForCausalLM(Qwen2Config(**config))
         self.model.to(device=device, dtype=dtype)  # pyright: ignore[reportCallIssue] - transformers hides its signature
         self.ids = torch.randint(config["vocab_size"], (SEQUENCES, tokens // SEQUENCES), device=device)
-        # With so small a rate the policy stays where the old log-probs were computed.
+        # The learning rate is so small that the policy remains the one that computed the old log-probs.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-12, weight_decay=0.0)
         self.weight: Tensor = self.model.lm_head.weight
         with torch.no_grad():
@@ -55,7 +55,7 @@ class Step:
         return self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state
 
     def run(self, candidate: Candidate, old: Old) -> tuple[float, float]:
-        """Take a step; return its seconds and those of the loss."""
+        """Take a step. Return the seconds of the step, and the seconds of the loss in it."""
         self.optimizer.zero_grad(set_to_none=True)
         start = self._now()
         hidden = self.hidden()
@@ -74,7 +74,7 @@ class Step:
 
 
 def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
-    """Return a record per candidate: errors; unless they are too large also seconds, and the loss's part of them."""
+    """Return a record per candidate: errors and, unless they are too large, seconds of the step and of the loss."""
     w, head = step.w, Head(step.w.hidden.shape[-1], len(step.weight))
     present = [candidate for candidate in chosen if not candidate.absent(head, w.hidden.dtype, step.device)]
     olds = {candidate.name: candidate.old(w) for candidate in present}

@@ -51,7 +51,7 @@ def test_a_file_that_cannot_be_written_or_read_is_refused(tmp_path: Path) -> Non
     (tmp_path / "notes.json").write_text("mine")
     (tmp_path / "other.json").write_text('{"a": 1}')
     for bad in (tmp_path, tmp_path / "notes.json", tmp_path / "other.json", tmp_path / "notes.json" / "a.json"):
-        with pytest.raises(SystemExit, match="--output: expected a file to make, or results of an earlier run"):
+        with pytest.raises(SystemExit, match="--output: expected a new file, or results of an earlier run"):
             measure.destination("step", CPU, bad)
     good = measure.destination("step", CPU, tmp_path / "new" / "a.json")
     before = measure.save("step", CPU, {"a": 1}, good).read_text()

@@ -625,7 +625,7 @@ def test_the_lines_of_the_integrations_page_have_the_gradient_of_dense_gspo() ->
     scope: dict[str, Any] = {"model": model}
     exec(HUGGINGFACE_LINES, scope)
     old = scope["head_log_probs"](model, *inputs.values(), mask)
-    scope["gspo_loss"](model, *inputs.values(), mask, advantages, old, 3).backward()
+    scope["gspo"](model, *inputs.values(), mask, advantages, old, 3).loss.backward()
     computed = model.get_input_embeddings().weight.grad.clone()
     model.zero_grad()
     log_probs = dense_log_probs(model)

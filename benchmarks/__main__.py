@@ -30,6 +30,10 @@ def main() -> object:
             return import_module(f".{COMMANDS[name]}", __package__).main()
     except MissingExtraError as error:
         return str(error)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith(f"{__package__}."):
+            return f"{name}: expected a clone of the repository, got an installed package"
+        raise
 
 
 if __name__ == "__main__":

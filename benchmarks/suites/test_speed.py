@@ -38,10 +38,6 @@ def plain_log_probs(w: Workload) -> Tensor:
     return full_log_probs(w.hidden.flatten(0, 1), w.weight, w.target_ids.flatten(), None).view_as(w.target_ids)
 
 
-def our_log_probs(w: Workload) -> Tensor:
-    return linear_log_probs(w.hidden, w.weight, w.target_ids).log_probs
-
-
 def fused(w: Workload, old: Old, _: Tensor) -> Tensor:
     return gspo_fused_loss(w.hidden, w.weight, w.target_ids, w.advantages, old_log_probs=old.log_probs).loss
 
@@ -56,11 +52,9 @@ GROUPS: dict[str, dict[str, Function]] = {
     f"overhead, hidden states to loss ({SMALL})": {
         "plain PyTorch": lambda w, old, _: loss_of(plain_log_probs(w), w, old),
         "gspo_fused_loss": fused,
-        "linear_log_probs, policy_loss": lambda w, old, _: from_log_probs(our_log_probs(w), w, old),
-    },
-    f"overhead, hidden states to log-probs ({SMALL})": {
-        "plain PyTorch": lambda w, old, _: plain_log_probs(w).sum(),
-        "linear_log_probs": lambda w, old, _: our_log_probs(w).sum(),
+        "linear_log_probs, policy_loss": lambda w, old, _: from_log_probs(
+            linear_log_probs(w.hidden, w.weight, w.target_ids).log_probs, w, old
+        ),
     },
     f"overhead, log-probs to loss ({SMALL})": {
         "plain PyTorch": lambda w, old, log_probs: loss_of(log_probs, w, old),

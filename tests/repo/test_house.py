@@ -109,11 +109,15 @@ def test_a_wheel_holds_the_integrations_and_the_type_marker(tmp_path: Path) -> N
     assert (site / "gspo_kernels" / "py.typed").exists()
     for name in ("gspo_kernels", "integrations", "benchmarks"):  # pyproject.toml lists every folder
         inside = site if name == "gspo_kernels" else site / "gspo_kernels"
-        missing = [x for x in (ROOT / name).rglob("*.py") if not (inside / x.relative_to(ROOT)).exists()]
-        assert missing == []
+        files = [x.relative_to(ROOT) for x in (ROOT / name).rglob("*.py")]
+        absent = {str(x.parent) for x in files if not (inside / x).exists()}
+        assert absent == ({"benchmarks/studies", "benchmarks/report"} if name == "benchmarks" else set())
     # The import of arithmetic.py fails if the wheel lacks words.json.
     code = "import gspo_kernels.integrations.reference_trainer.arithmetic as r, gspo_kernels.benchmarks.suites.bench"
     code += "; print(r.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert str(site) in run.stdout, run.stderr
+    study = [sys.executable, "-m", "gspo_kernels.benchmarks", "fidelity"]
+    run = subprocess.run(study, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.stderr == "fidelity: expected a clone of the repository, got an installed package\n"

@@ -53,7 +53,8 @@ def token_log_probs(
         temperature = temperature[:, None]
     logits = (logits / temperature)[:, :vocab_size]  # columns past the real vocabulary are padding
     log_p = torch.log_softmax(logits, dim=-1)
-    entropy = -torch.where(log_p == -math.inf, 0.0, log_p.exp() * log_p).sum(-1)
+    # Selected before the product: autograd would compute 0 * inf = NaN.
+    entropy = -(log_p.exp() * torch.where(log_p == -math.inf, 0.0, log_p)).sum(-1)
     return log_p.gather(-1, target_ids[:, None])[:, 0], entropy
 
 

@@ -174,7 +174,7 @@ def doctor(
     if compile_ and interpret:
         raise typer.BadParameter("kernels can be compiled or interpreted, but not both", param_hint="--interpret")
     for option, value in (("--architecture", architecture), ("--shape", shape)):
-        if value and not compile_:
+        if value not in (None, []) and not compile_:
             raise typer.BadParameter("requires --compile", param_hint=option)
     console = Console(quiet=as_json)
     if not console.is_terminal:

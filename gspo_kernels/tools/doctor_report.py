@@ -56,8 +56,10 @@ def compile_kernels(
         return f"Nothing can be compiled: {type(error).__name__}: {error}", False, {"rows": []}
     if knobs.runtime.interpret:
         raise typer.BadParameter("TRITON_INTERPRET is set, so kernels are interpreted, not compiled: unset it")
-    if unknown := ", ".join(sorted(set(architectures or ()) - set(ARCHITECTURES))):
-        raise typer.BadParameter(f"{unknown}: choose from {', '.join(ARCHITECTURES)}", param_hint="--architecture")
+    if unknown := sorted(set(architectures or ()) - set(ARCHITECTURES)):
+        raise typer.BadParameter(
+            f"{', '.join(map(repr, unknown))}: choose from {', '.join(ARCHITECTURES)}", param_hint="--architecture"
+        )
     sizes_of_head = None if shape is None else _width_and_vocabulary(shape)
     with console.status("compiling") as status:
         rows = survey(
@@ -99,8 +101,9 @@ def _width_and_vocabulary(shape: str) -> tuple[int, int]:
         width, vocab = (int(part) for part in shape.split(","))
     except ValueError:
         width = vocab = 0
-    if not (1 <= width < 2**20 and 2 <= vocab < 2**31):
+    if not (1 <= width <= 2**16 and 2 <= vocab <= 2**22):
         raise typer.BadParameter(
-            f"expected H,V such as 4096,151936, with H below 2^20 and V below 2^31, got {shape!r}", param_hint="--shape"
+            f"expected H,V such as 4096,151936, with H of 1 to 65,536 and V of 2 to 4,194,304, got {shape!r}",
+            param_hint="--shape",
         )
     return width, vocab

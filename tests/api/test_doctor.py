@@ -375,7 +375,7 @@ def test_a_kernel_that_does_not_compile_is_a_failure(compiler: list[list[str]]) 
 def test_the_shape_of_a_head_is_compiled(compiler: list[list[str]]) -> None:
     code, out = run("--compile", "--architecture", "sm_90", "--shape", "3584,152064")
     assert code == 0 and compiler == [["sm_90", (3584, 152_064)]] and "714" in out
-    for bad in ("3584", "a,b", "0,100", "64,1", f"{2**20},100"):
+    for bad in ("3584", "a,b", "0,100", "64,1", f"{2**20},100", "64,2147483647"):
         code, out = run("--compile", "--shape", bad)
         assert code == 2 and f"got '{bad}'" in " ".join(out.split()) and len(compiler) == 1
 
@@ -409,6 +409,7 @@ def test_the_real_kernels_are_compiled_for_a_gpu_that_is_not_present() -> None:
         (["--compile", "--interpret"], "not both"),
         (["--architecture", "sm_90"], "requires --compile"),
         (["--shape", "64,1000"], "requires --compile"),
+        (["--shape", ""], "requires --compile"),
     ],
 )
 def test_options_that_exclude_each_other_are_named(arguments: list[str], message: str) -> None:
@@ -417,5 +418,6 @@ def test_options_that_exclude_each_other_are_named(arguments: list[str], message
 
 
 def test_an_unknown_architecture_is_rejected(compiler: list[list[str]]) -> None:
+    assert run("--compile", "--architecture", "")[0] == 2
     code, out = run("--compile", "--architecture", "sm_70")
     assert code == 2 and "choose from sm_80" in " ".join(out.split()) and not compiler

@@ -13,7 +13,7 @@ import torch
 from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs, policy_loss
 from helpers.oracle import DTYPES, assert_equals_oracle
 from helpers.samples import Sample, make_sample, run_fused, run_oracle, run_plain
-from tolerance import check, check_loss
+from tolerance import RELATIVE_RMS, check, check_loss
 from torch import Tensor
 
 from gspo_kernels import LossOutput, Objective
@@ -530,6 +530,26 @@ def test_gradients_of_peaked_rows_keep_their_relative_precision(dtype: str, back
     # Plain PyTorch loses 1 - p completely, and in fp16 the upstream gradient too. So the limit on the RMS decides.
     check("d_weight / (1 - p)", ours[0], same[0].nan_to_num(0, 0, 0), exact, DTYPES[dtype])
     check("log_probs / truth", ours[1], same[1].nan_to_num(0, 0, 0), exact, wide)
+
+
+@pytest.mark.parametrize(("vocab", "scale", "std"), [(300, 2.0**-14, 0.25), (5, 2.0**18, 1.0)])
+def test_fp16_gradients_of_an_entropy_bonus_fit_whatever_the_logit_scale(
+    vocab: int, scale: float, std: float, backend: str
+) -> None:
+    """Advantages are 0, so that the entropy's gradient alone decides the power of two that lifts d_logits."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 9, 16, generator=rng).half()
+    weight = (torch.randn(vocab, 16, generator=rng) * std / scale).half()
+    targets, objective = torch.randint(0, vocab, (1, 9), generator=rng), Objective(entropy_coef=1.0)
+
+    def d_hidden(dtype: torch.dtype, name: str) -> Tensor:
+        x = hidden.to(dtype).requires_grad_()
+        options: dict[str, Any] = dict(objective=objective, logit_scale=scale, backend=name)
+        out = gspo_fused_loss(x, weight.to(dtype), targets, torch.zeros(1), **options)
+        return torch.autograd.grad(out.loss, x)[0].double()
+
+    truth = d_hidden(torch.float64, "torch")
+    assert (d_hidden(torch.float16, backend) - truth).norm() <= RELATIVE_RMS[torch.float16] * truth.norm()
 
 
 # -- zero gradients

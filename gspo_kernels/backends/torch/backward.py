@@ -133,7 +133,8 @@ class LogitGradients:
         if tiles.operand_dtype == torch.float16:
             slope = tiles.head.logit_scale / (1 if tiles.temperature is None else tiles.temperature)
             is_row = self.shift < math.inf  # False for padding rows
-            self.boost = power_of_two(self.at_target * slope, self.d_entropy, is_row)
+            d_entropy = None if self.d_entropy is None else self.d_entropy * slope
+            self.boost = power_of_two(self.at_target * slope, d_entropy, is_row)
 
     def d_logits(self, rows: slice, weight: Tensor, low: int, high: int) -> Tensor:
         """Return d(loss) / d(h W^T + bias) of one tile, [rows, high - low]; `weight` has its columns, or its slab's."""

@@ -84,9 +84,10 @@ def gradient_rows(
         head = _zero_dead_rows(head, has_gradient)
     boost = None
     if head.hidden.dtype == torch.float16:
-        # Entries of d_logits are at most |d_log_prob| (1 - p) slope, the entropy term aside.
+        # Entries of d_logits are at most |d_log_prob| (1 - p) slope, and of the entropy term about |d_entropy| slope.
         slope = head.logit_scale / (1 if head.temperature is None else head.temperature)
-        boost = power_of_two(d_log_probs * torch.expm1(result.log_probs) * slope, d_entropy, has_gradient)
+        entropy_term = None if d_entropy is None else d_entropy * slope
+        boost = power_of_two(d_log_probs * torch.expm1(result.log_probs) * slope, entropy_term, has_gradient)
     index_is_all_rows = ascending and may_read(has_gradient) and index.shape[0] == n
     return GradientRows(head, result, d_log_probs, d_entropy, has_gradient, index, index_is_all_rows, boost)
 

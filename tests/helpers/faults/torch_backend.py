@@ -201,8 +201,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "power-of-two scale without the soft-cap's slope": (
         "backends/torch/backward",
-        "self.boost = power_of_two(self.at_target * slope, self.d_entropy, is_row)",
-        "self.boost = power_of_two(self.at_target, self.d_entropy, is_row)",
+        "self.boost = power_of_two(self.at_target * slope, d_entropy, is_row)",
+        "self.boost = power_of_two(self.at_target, d_entropy, is_row)",
         "loss_faults::test_fp16_gradients_of_a_small_slope_do_not_underflow[1.0]",
     ),
     "half-precision operands on ROCm": (

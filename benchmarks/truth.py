@@ -13,9 +13,10 @@ from .candidates import full_log_probs, loss_of
 from .workloads import Old, Workload
 
 ROWS = 256  # rows per chunk, so that float64 logits are [256, V]
-# A candidate is wrong, and is not timed, in two cases: a gradient's relative error (norm over norm) is above both FLOOR
-# and TIMES_NAIVE times the error of naive PyTorch in the same dtype; or a gradient's size is off by more than SCALE.
-# The limit on the size is tighter, because the error of bf16 logits is a few percent but has no direction.
+# A candidate is wrong, and is not timed, in three cases: the relative error of a gradient (norm over norm) is above
+# FLOOR and TIMES_NAIVE times that of naive PyTorch in the same dtype; the size of a gradient is off by more than SCALE;
+# the loss is off by more than LOSS. SCALE is tighter: bf16 logits change a gradient by a few percent, but in random
+# directions, which hardly changes its component along the true gradient.
 TIMES_NAIVE, FLOOR, SCALE = 3.0, 1e-4, 5e-3
 LOSS = 1e-4  # allowed error of the loss; advantages are about 1
 Result = tuple[Tensor, Tensor, Tensor]  # loss, d_hidden, d_weight
@@ -32,7 +33,7 @@ class Errors(NamedTuple):
     loss: float  # absolute
     d_hidden: float  # relative, norm over norm
     d_weight: float
-    scale: float  # component along the true gradient, relative to it, less 1; of the worse gradient
+    scale: float  # (gradient . exact) / |exact|^2 - 1, of the gradient where it is further from 0
 
     @property
     def worst(self) -> float:
@@ -40,7 +41,7 @@ class Errors(NamedTuple):
 
 
 def truth(w: Workload, per_token: bool = False) -> Truth:
-    """Return loss and gradients in float64 of the batch's values, with old log-probs from the same float64 forward."""
+    """Compute loss and gradients in float64. Old and reference log-probs are offsets from the float64 log-probs."""
     hidden, weight, ids = w.hidden.flatten(0, 1), w.weight.double(), w.target_ids.flatten()
     chunks = torch.arange(w.rows, device=ids.device).split(ROWS)
 
@@ -52,8 +53,8 @@ def truth(w: Workload, per_token: bool = False) -> Truth:
     log_probs = torch.cat(outputs).view(w.target_ids.shape).requires_grad_()
     detached = log_probs.detach()
     old = Old(
-        None if w.log_ratio is None else detached - w.log_ratio.double()[:, None],
-        None if w.kl_drift is None else detached + w.kl_drift.double(),
+        None if w.log_ratio is None else detached - w.log_ratio.double()[:, None],  # old log-probs
+        None if w.kl_drift is None else detached + w.kl_drift.double(),  # reference log-probs
     )
     loss = loss_of(log_probs, w, old, per_token)
     (d_log_probs,) = torch.autograd.grad(loss, log_probs)
@@ -120,7 +121,7 @@ def verdict(error: Errors, naive: Errors, budget: float) -> str | None:
 
 
 def product_operations(run: Callable[[], object]) -> float:
-    """Return the operations, 2 m n k each, of the matrix products of a run that PyTorch's profiler sees.
+    """Count the operations (2 m n k per product) of those matrix products in `run` that PyTorch's profiler sees.
 
     The profiler sees products inside custom operators and compiled graphs, but not inside Triton kernels. It sees only
     the calling thread, so the run has one thread.

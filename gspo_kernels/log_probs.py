@@ -53,8 +53,8 @@ def linear_log_probs(
         LogProbOutput.
 
     Raises:
-        ValueError, TypeError: The message names the argument, the expected value and the value received. Values of
-            tensors on a GPU raise only if GSPO_CHECK=1. Otherwise an id out of range has the log-prob NaN.
+        ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
+            inside GPU tensors raise only if GSPO_CHECK=1. Without it, an id out of range gives the log-prob NaN.
     """
     call = Call("linear_log_probs")
     arguments = HeadArguments(

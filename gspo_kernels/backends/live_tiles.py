@@ -9,8 +9,9 @@ L1 mass of d_logits is known before the backward. With f = |d_log_prob| scale / 
     mass of the target's tile   f (P + 1 - p(target))
     mass of a row               2 f (1 - p(target))
 
-With a soft-cap, whose slope is at most 1, the mass of a tile is an upper bound. The total is then replaced by a lower
-bound, the mass of the targets' entries, whose slope is known. So the reported dropped share is never too small.
+With a soft-cap (slope at most 1), these formulas give upper bounds. So the total mass of all rows is replaced by a
+lower bound: the mass of the target entries alone, where the soft-cap's slope is known. The reported dropped share is
+then never too small.
 
 Rows are sorted by their mass, so that light rows share row blocks. Then the lightest cells (row block x tile) are
 dropped while the sum of their masses fits the budget.
@@ -28,9 +29,9 @@ from torch import Tensor
 
 from .rows import HeadResult, HeadRows, LiveTiles, TileShares
 
-# A product over scattered cells reaches this share of the operations per second of one over slabs, by device type:
-# measured on a CPU, elsewhere estimated from instruction counts. It costs CELL_OVERHEAD elements of H more per cell
-# (benchmarks/NOTES.md).
+# SPARSE_EFFICIENCY: throughput of products over scattered cells relative to products over slabs, by device type
+# (measured on a CPU). ESTIMATED_EFFICIENCY: the same for other devices, from instruction counts. Each cell also costs
+# as much as if H were CELL_OVERHEAD larger (benchmarks/NOTES.md).
 SPARSE_EFFICIENCY, ESTIMATED_EFFICIENCY, CELL_OVERHEAD = {"cpu": 0.85}, 0.5, 32
 # Masses are rounded up to integers, in units of total / _UNITS. Integer sums are exact in any order of additions.
 _UNITS = 2.0**44
@@ -63,7 +64,7 @@ def all_columns(device: torch.device) -> LiveTiles:
 
 
 def exact_work(head: HeadRows, has_gradient: Tensor) -> Work:
-    """Return the work of an exact backward, for rows that have a gradient or not, [N] bool."""
+    """Return the work of an exact backward. `has_gradient` [N] bool says which rows have a gradient."""
     share = (has_gradient & head.mask).sum().double() / head.mask.sum().clamp(min=1)
     return Work(torch.zeros_like(share), share, share)
 
@@ -110,7 +111,8 @@ def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor
     if head.logit_softcap is None:
         return 2 * at_target.double().sum()
     logit = (result.log_probs + result.log_total + result.shift) * (1 if head.temperature is None else head.temperature)
-    slope = (1 - (logit / head.logit_softcap).square() - 1e-5).clamp(min=0)  # 1e-5: a bound despite fp32 rounding
+    # Subtract 1e-5, so that this stays a lower bound despite fp32 rounding.
+    slope = (1 - (logit / head.logit_softcap).square() - 1e-5).clamp(min=0)
     return torch.where(at_target == 0, 0, at_target * slope).double().sum()
 
 
@@ -120,9 +122,10 @@ def _captured(x: Tensor) -> bool:
 
 
 def _lightest(mass: Tensor, total: Tensor, budget: float) -> Tensor:
-    """Return which cells are the lightest whose masses sum to at most `budget` times the total, as bool like `mass`.
+    """Return a bool mask like `mass`, True for the lightest cells.
 
-    Cells whose mass is not finite are never among them.
+    As many are True as have masses that sum to at most `budget` times `total`. Cells whose mass is not finite are
+    never among them.
     """
     finite = mass.isfinite() & total.isfinite() & (total > 0)
     units = torch.where(finite, mass / total * _UNITS, 2 * _UNITS).ceil().clamp(max=2 * _UNITS)

@@ -94,8 +94,8 @@ def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask:
         call.fail(
             "lm_head",
             "a weight [V, H], or an nn.Linear (plain, or in PEFT's LoRA Linear, ModulesToSaveWrapper or "
-            "TrainableTokensWrapper) without hooks or a custom forward; if it only computes "
-            "hidden @ weight.T + bias, pass weight and bias",
+            "TrainableTokensWrapper) without hooks or a custom forward; if yours is only "
+            "hidden @ weight.T + bias, pass its weight and bias",
             Unquoted(reason),
             TypeError,
         )
@@ -149,7 +149,9 @@ def _adapts(call: Call, layer: Any) -> bool:
     """Return whether PEFT's layer has an active adapter that is not merged into the weight of the layer inside."""
     if layer.merged and layer.disable_adapters:
         call.fail(
-            "lm_head", "an adapter that is unmerged before it is disabled", Unquoted("merged and disabled weights")
+            "lm_head",
+            "a head whose adapter is unmerged before it is disabled",
+            Unquoted("a disabled adapter that is still merged into the weight"),
         )
     return not (layer.merged or layer.disable_adapters) and bool(_active(layer))
 
@@ -168,7 +170,10 @@ def _trained_rows(call: Call, tokens: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _reasons_to_reject(module: Any, called: list[Any]) -> Iterator[str]:
-    """Yield a description of everything in the head's forward that is not a plain linear layer."""
+    """Yield each reason to reject the head.
+
+    Reasons: an innermost layer that is no nn.Linear, a custom or replaced forward, hooks.
+    """
 
     def name(x: Any) -> str:
         return f"{type(x).__module__}.{type(x).__name__}"

@@ -1,7 +1,8 @@
 """Measure which operations a transformers model applies to its logits, and check the result against its own logits.
 
-No model is looked up by name. The head is replaced by a function that returns known numbers x. The model must turn them
-into softcap(scale * x) over the first columns. `fused_head.py` calls the model.
+This works for any model: there is no table of model names. The head is replaced by a function that returns known
+numbers x. The model must turn them into softcap(scale * x) over the first columns. The probes that call the model are
+in `fused_head.py`.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ def measure(model: Any, head: Any, probe: Probe) -> LogitOptions:
     if not (same_shape and torch.allclose(from_ramp, expected, rtol=rtol, atol=atol)):
         column = int((from_ramp - expected).abs().argmax()) if same_shape else 0
         raise HeadError(
-            f"fuse_head: the logits of {type(model).__name__} must be its head's output after a scale, a soft-cap and "
-            f"a cut of columns, got something else (column {column}: from {ramp[column]:g} the model makes "
-            f"{from_ramp[column]:g}, the measured scale and soft-cap make {expected[column]:g})"
+            f"fuse_head: the logits of {type(model).__name__} must be softcap(scale * x) over the first columns of its "
+            f"head's output x, got other logits (column {column}: for x = {ramp[column]:g} the model returns "
+            f"{from_ramp[column]:g}, but the measured scale and soft-cap give {expected[column]:g})"
         )
     return options
 

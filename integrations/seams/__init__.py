@@ -1,5 +1,7 @@
 """`policy_loss` with the signatures of the loss functions of five trainers that compute the log-probs themselves.
 
+A seam is the place where a trainer accepts a loss function from outside.
+
     prime-rl   [trainer.loss] type = "custom", import_path = "gspo_kernels.integrations.seams.prime_rl"
     slime      --loss-type custom_loss --custom-loss-function-path gspo_kernels.integrations.seams.slime
     SkyRL      PolicyLossRegistry.register("gspo_kernels", skyrl)
@@ -11,8 +13,8 @@ This package imports no trainer.
 
 The argument `objective` defaults to the settings of GSPO's paper. To change `objective`, use `functools.partial`, or
 `partialmethod` in a class. If one of the trainer's own settings contradicts `objective`, a ValueError names the setting
-and its value. Except for prime-rl, Objective.aggregation must be "seq-mean-token-mean": every answer has the same
-weight.
+and its value. For all but prime-rl, Objective.aggregation must be "seq-mean-token-mean", which gives every answer the
+same weight. `prime_rl` accepts every aggregation; its docstring says how prime-rl divides the loss.
 """
 
 from .losses import OpenRLHFPolicyLoss, PrimeRLInputs, PrimeRLOutputs, prime_rl, skyrl

@@ -665,7 +665,7 @@ def lora_on_replaced_forward() -> Any:
 ADAPTERS: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "dora": (lambda: peft_head(use_dora=True), ValueError, "plain LoRA", "Dora"),
     "lora-bias": (lambda: peft_head(lora_bias=True), ValueError, "no LoRA bias", "LoRA bias"),
-    "merged-and-disabled": (merged_and_disabled, ValueError, "unmerged before it is disabled", "merged and disabled"),
+    "merged-and-disabled": (merged_and_disabled, ValueError, "unmerged before it is disabled", "still merged"),
     "ia3": (ia3, TypeError, "LoRA", "ia3"),
     "adalora": (adalora, TypeError, "LoRA", "SVDLinear"),
     "hook-on-the-wrapper": (lambda: with_hook(peft_head()), TypeError, "nn.Linear", "hook"),

@@ -28,7 +28,10 @@ class Sample:
     options: dict[str, Any] = field(default_factory=dict)  # mask, cu_seqlens, old_log_probs, temperature, ...
 
     def cast(self, dtype: torch.dtype) -> Sample:
-        """Return the sample cast to another dtype. (The truth for bf16 inputs is fp64 arithmetic on their values.)"""
+        """Return the sample cast to another dtype.
+
+        Used to compute the truth: bf16 inputs are cast to fp64, and the arithmetic is fp64.
+        """
 
         def to(x: Any) -> Any:
             return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -120,16 +123,16 @@ def make_sample(
     token_weights: bool = False,
     temperature: float | str = 1.0,  # "per-token" for one value per token
     on_policy: bool = False,
-    spread: float = 2.0,  # how far outside the window clipped ratios lie, in windows
+    spread: float = 2.0,  # log-ratio of clipped sequences, as a multiple of clip_low or clip_high
     logit_std: float = 3.0,
     objective: Objective | None = None,
     **head: Any,  # logit_scale, logit_softcap
 ) -> Sample:
-    """Make a batch that contains every combination of (below, inside, above the window) and advantage sign.
+    """Make a batch of sequences below, inside and above the clip window, with advantages of both signs.
 
-    The function asserts that all combinations occur. The old log-probs put each sequence (with ratio="token", each
-    token) on a chosen side of the window. Masked positions hold garbage: ids outside the vocabulary, NaN and -inf
-    log-probs.
+    With at least 12 sequences, off-policy and surrogate "clip", contain every combination of (below, inside, above the
+    window) and advantage sign, and assert it. The old log-probs put each sequence (with ratio="token", each token) on a
+    chosen side of the window. Masked positions hold garbage: ids outside the vocabulary, NaN and -inf log-probs.
     """
     objective = objective or Objective()
     rng = torch.Generator().manual_seed(seed)

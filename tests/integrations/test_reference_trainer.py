@@ -327,7 +327,7 @@ def test_a_model_with_unsupported_logit_operations_is_refused() -> None:
         return out
 
     demo.model.forward = squared
-    with pytest.raises(InputError, match=r"--model: .* a scale, a soft-cap and a cut of columns"):
+    with pytest.raises(InputError, match=r"--model: .* softcap\(scale \* x\) over the first columns"):
         policy.make_policy(demo.model, demo.tokenizer)
 
 

@@ -21,15 +21,21 @@ from ..workspace import workspace_bytes
 
 LOG_OF_NOTHING = -1000.0  # log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 times it is 0, not NaN
 _TILES_IN_MEMORY = 4  # at most, per thread: logits, probabilities, factor of the soft-cap, one temporary
-_TILE_ON_CPU = (128, 4032)  # (rows, columns): enough rows for each read of a slab, columns that stay in the caches
+# (rows, columns): enough rows to be worth reading a slab once, few enough columns for the tile to stay in the caches
+_TILE_ON_CPU = (128, 4032)
 _TILE_ELSEWHERE = (2048, 65536)
-_SLABS = 12  # on a CPU, at least so many if the vocabulary has more than one tile
+# The number of slabs to aim for on a CPU if the vocabulary has more than one tile. A slab's width is rounded up to full
+# cells, so there can be fewer slabs: 10 for V = 5000.
+_SLABS = 12
 _SLAB_BYTES = 16 * 2**20  # on a CPU, limit of a slab's fp32 copy, and of all products that wait to be added
 _CELL_ON_CPU, _CELL_ELSEWHERE = 168, 1024  # columns of a cell
 
 
 def tile_shape(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
-    """Return (rows, columns) of a tile of logits, so that all tiles in memory together fit the workspace."""
+    """Return (rows, columns) of a tile of logits, so that the tiles of one thread fit the workspace.
+
+    A thread holds at most _TILES_IN_MEMORY tiles. `_threads` limits the number of threads.
+    """
     elements = workspace_bytes() // (_TILES_IN_MEMORY * dtype.itemsize)
     rows, columns = _TILE_ON_CPU if device.type == "cpu" else _TILE_ELSEWHERE
     multiple = COLUMN_MULTIPLE if device.type == "cpu" else 1
@@ -43,10 +49,10 @@ def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def slab_columns(head: HeadRows) -> int:
-    """Return the columns of a slab, which are those of a tile: as `tile_shape` says, or fewer on a CPU.
+    """Return the number of columns of a slab.
 
-    CPU threads divide the work by slabs. Narrower slabs are enough for all threads, and keep fp32 copies of
-    half-precision slabs small.
+    Tiles have the same number: that of `tile_shape`, or fewer on a CPU. CPU threads divide the work by slabs. Narrower
+    slabs give enough slabs to occupy all threads, and keep fp32 copies of half-precision slabs small.
     """
     device, dtype = head.hidden.device, accumulator(head.hidden.dtype)
     columns = tile_shape(device, dtype)[1]
@@ -90,9 +96,10 @@ class Tiles:
             self.rank = self.adapter_weight.shape[1]
 
     def _threads(self) -> int:
-        """Return how many threads compute tiles: PyTorch's number of threads, or as many as fit the workspace.
+        """Return how many threads compute tiles: PyTorch's number, or fewer if the workspace is too small.
 
-        1 on other devices than a CPU and for a single slab: PyTorch then splits each operation over its own threads.
+        Return 1 if the device is not a CPU or there is only one slab; PyTorch then splits each operation over its own
+        threads.
         """
         if self.device.type != "cpu" or self.head.vocab_size <= self.tile_columns:
             return 1
@@ -175,7 +182,10 @@ class Tiles:
         return z
 
     def tail_slope(self, rows: slice, z: Tensor) -> Tensor | float | None:
-        """Return d(logit) / d(h W^T + bias) for logits `z`: [rows, columns], [rows, 1], [], a number, or None for 1."""
+        """Return the slope of the head's tail (scale, soft-cap, temperature), d(logit)/d(h W^T + bias), at logits `z`.
+
+        The result is a tensor [rows, columns], [rows, 1] or [], a number, or None for a slope of 1.
+        """
         head = self.head
         slope: Tensor | float = head.logit_scale
         if head.logit_softcap is not None:
@@ -251,7 +261,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def product_of_tile(a: Tensor, b: Tensor, boost: Tensor | None) -> Tensor:
-    """Return a @ b in fp32 (fp64 for fp64); of half-precision operands divided by `boost`, unless it is None."""
+    """Return a @ b in fp32 (fp64 for fp64).
+
+    If the operands are half precision and `boost` is not None, divide the product by `boost`, the factor by which
+    d_logits were multiplied before rounding.
+    """
     product = _product(a, b)
     return product if boost is None or a.dtype.itemsize != 2 else product / boost
 

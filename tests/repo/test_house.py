@@ -118,6 +118,14 @@ def test_a_wheel_holds_the_integrations_and_the_type_marker(tmp_path: Path) -> N
     environment = {**os.environ, "PYTHONPATH": str(site)}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert str(site) in run.stdout, run.stderr
-    study = [sys.executable, "-m", "gspo_kernels.benchmarks", "fidelity"]
-    run = subprocess.run(study, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.stderr == "fidelity: expected a clone of the repository, got an installed package\n"
+    study = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if not finder.__module__.startswith("__editable__")]
+sys.argv[1:] = ["fidelity"]
+from gspo_kernels.benchmarks.__main__ import main
+print(main())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", study], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "fidelity: expected a clone of the repository, got an installed package\n", run.stderr

@@ -1,1 +1,1 @@
-"""Measurements. `gspo bench` needs no clone, all others do: `python -m gspo_kernels.benchmarks --help`."""
+"""Measurements: `gspo bench`, and `python -m gspo_kernels.benchmarks` (its studies and report need a clone)."""

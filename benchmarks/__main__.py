@@ -18,7 +18,7 @@ COMMANDS = {
 
 
 def main() -> object:
-    """Run the command that the first argument names, with the other arguments."""
+    """Run the command that the first argument names. Pass it the other arguments."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         return print(f"usage: python -m {__package__} [{' | '.join(COMMANDS)}] [options]")

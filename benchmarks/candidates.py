@@ -1,7 +1,7 @@
-"""The implementations that are measured. All but naive GRPO compute the same loss and gradients of the same batch.
+"""The implementations that are measured. All except naive GRPO compute the same loss and gradients of the same batch.
 
-Our loss and Liger's GRPO loss take hidden states. The other candidates only compute log-probs, and `loss_of` adds the
-few PyTorch operations that a trainer applies to log-probs. `peers.py` calls the other packages.
+Our loss and Liger's GRPO loss take hidden states. The other candidates only compute log-probs; `loss_of` then computes
+the loss from them, with the PyTorch operations of a trainer. `peers.py` calls the other packages.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ GRPO_CLIP = 0.2
 
 class Candidate(NamedTuple):
     name: str
-    against: str  # the candidate's name after --against
+    against: str  # the value of `gspo bench --against` that selects this candidate; several can share it
     log_probs: LogProbs
     loss: Loss
     package: str = "torch"  # the package that must be installed
     needs_cuda: bool = False
     takes_softcap: bool = True
     takes_fp32: bool = True
-    width_multiple: int = 1  # a number that must divide H
-    in_triton: bool = False  # PyTorch's profiler does not see the matrix products, as Triton kernels compute them
+    width_multiple: int = 1  # H must be divisible by this
+    in_triton: bool = False  # Triton kernels compute the matrix products, so PyTorch's profiler does not see them
     compiles: bool = False  # compiles at the first call with new shapes
-    per_token: bool = False  # has GRPO's ratio per token, and is compared with GRPO's loss in float64
+    per_token: bool = False  # computes GRPO's loss, with a ratio per token, and is compared with this loss in float64
     budget: float = 0.0
 
     def absent(self, head: Head, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -51,12 +51,8 @@ class Candidate(NamedTuple):
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def multiplies_unseen(self, device: torch.device) -> bool:
-        """Return whether the profiler does not see this candidate's matrix products."""
-        return self.in_triton or (self.against == "ours" and device.type == "cuda")
-
     def old(self, w: Workload) -> Old:
-        """Return old and reference log-probs, computed by this candidate's forward, as in a trainer."""
+        """Return old and reference log-probs: this candidate's log-probs minus `w.log_ratio`, and plus `w.kl_drift`."""
         with torch.no_grad():
             log_probs = self.log_probs(w.hidden.flatten(0, 1), w.weight, w.target_ids.flatten(), w.softcap)
         log_probs = log_probs.float().view_as(w.target_ids)
@@ -74,7 +70,7 @@ class Candidate(NamedTuple):
 
 
 def loss_of(log_probs: Tensor, w: Workload, old: Old, per_token: bool = False) -> Tensor:
-    """Return the loss of log-probs [S, L] in the PyTorch of trainers: GSPO, or GRPO if `per_token`."""
+    """Compute the loss from log-probs [S, L] in plain PyTorch, as trainers do: GSPO, or GRPO if `per_token`."""
     before = log_probs.detach() if old.log_probs is None else old.log_probs.to(log_probs.dtype)
     log_ratio = log_probs - before
     low, high = (GRPO_CLIP, GRPO_CLIP) if per_token else (CLIP_LOW, CLIP_HIGH)
@@ -91,7 +87,7 @@ def loss_of(log_probs: Tensor, w: Workload, old: Old, per_token: bool = False) -
 def full_log_probs(
     hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, accumulator: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return log-probs [N] from full logits. Logits have the dtype of the inputs and are cast for the softmax."""
+    """Return log-probs [N] from full logits. Logits have the inputs' dtype, and are cast for the softmax."""
     logits = (hidden @ weight.t()).to(accumulator)  # [N, V]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -116,21 +112,17 @@ def _our_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor, budget: flo
     return gspo_fused_loss(
         hidden, weight, w.target_ids, w.advantages, old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs,
         logit_softcap=w.softcap, objective=w.objective, gradient_budget=budget,
-    ).loss  # fmt: skip  # lines by subject
+    ).loss  # fmt: skip  # related arguments share a line
 
 
 def ours_at(budget: float, name: str) -> Candidate:
-    """Return our fused loss with this gradient budget."""
+    """Return the candidate that runs our fused loss with this gradient budget."""
     return Candidate(name, "ours", _our_log_probs, partial(_our_loss, budget=budget), "gspo-kernels", budget=budget)
 
 
 @cache
 def _compiled_loss() -> Loss:
     return torch.compile(_loss_from(full_log_probs))
-
-
-def _compiled(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
-    return _compiled_loss()(w, old, hidden, weight)
 
 
 def _peer(name: str, against: str, log_probs: LogProbs, package: str = "torch", **limits: Any) -> Candidate:
@@ -143,7 +135,7 @@ VERL_TRITON: dict[str, Any] = dict(needs_cuda=True, takes_softcap=False, width_m
 _CANDIDATES = (
     _peer("naive GSPO", "naive", full_log_probs),
     Candidate("naive GRPO", "naive", full_log_probs, _loss_from(full_log_probs, per_token=True), per_token=True),
-    Candidate("naive GSPO, compiled", "compile", full_log_probs, _compiled, compiles=True),
+    Candidate("naive GSPO, compiled", "compile", full_log_probs, lambda *args: _compiled_loss()(*args), compiles=True),
     _peer("TRL fused head", "trl", peers.trl_log_probs, "trl"),
     _peer("TRL cast_lm_head_to_fp32", "trl-fp32", peers.trl_fp32_log_probs, "trl"),
     Candidate(

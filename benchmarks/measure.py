@@ -1,7 +1,7 @@
-"""Measure times in interleaved rounds and peak memory in a new process, and write results to a JSON file.
+"""Measure times in interleaved rounds, measure peak memory in a new process, and write results to a JSON file.
 
-Times on a CPU are comparable only within one run. So each round runs every candidate once, and anything that slows the
-machine during a round slows all candidates alike.
+Times on a CPU are comparable only within one run. So each round runs every candidate once: what slows the machine for
+a whole round slows all candidates alike.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent  # the checkout
+ROOT = Path(__file__).resolve().parent.parent  # root of the repository
 RESULTS = Path(__file__).parent / "results"
-OUTPUT = "default benchmarks/results/<suite>-<cpu or GPU>.json; for a trial, a file in runs/trials/"
+OUTPUT = "JSON file (default benchmarks/results/<suite>-<cpu or GPU>.json, and for a trial runs/trials/ with that name)"
 PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "verl", "gspo-kernels")
 Record = dict[str, Any]
+Tick = Callable[[str], object]  # called before each measurement with a description of it
 KIB = 1024
-LONGEST_RECORD = 800  # characters on one line of a file
+LONGEST_RECORD = 800  # most characters of a nested container on one line
 
 
 def about(device: torch.device) -> Record:
-    """Return the head of every JSON file: date, commit, machine and versions."""
+    """Return the header of a JSON file: date, commit, machine and versions."""
     now = _checkout()
     memory = _kib(Path("/proc/meminfo"), "MemTotal") * KIB if sys.platform == "linux" else 0
     machine: Record = {"cpu": _cpu(), "threads": torch.get_num_threads(), "memory GiB": memory >> 30}
@@ -43,7 +44,7 @@ def about(device: torch.device) -> Record:
     return {
         "date": date.today().isoformat(),
         "commit": now[0],
-        "uncommitted changes": now[1] or now != AT_START,  # True even if a source changed only during the run
+        "uncommitted changes": now[1] or now != AT_START,  # a source may change during the run
         "machine": machine,
         "versions": {"python": platform.python_version(), **{p: v for p in PACKAGES if (v := version(p))}},
     }
@@ -58,9 +59,9 @@ def version(package: str) -> str | None:
 
 
 def destination(suite: str, device: torch.device, path: Path | None, trial: bool = False) -> Path:
-    """Return `path`, or by default benchmarks/results/<suite>-<cpu or GPU>.json; for a trial, a file in runs/trials/.
+    """Return `path`, or if None the file <suite>-<cpu or GPU>.json in benchmarks/results/ (a trial: runs/trials/).
 
-    Exit with a line on stderr if the file cannot hold the results.
+    Exit with a line on stderr if the folder is not writable, or if the file exists and holds no results.
     """
     where = "cpu" if device.type != "cuda" else re.sub(r"\W+", "-", torch.cuda.get_device_name(device).lower())
     path = path or (Path("runs/trials") if trial else RESULTS) / f"{suite}-{where}.json"
@@ -75,61 +76,58 @@ def destination(suite: str, device: torch.device, path: Path | None, trial: bool
 
 
 def results_in(path: Path) -> Record:
-    """Return the results of an earlier run; {} if there is no file."""
+    """Return the results that an earlier run wrote to the file, or {} if there is no file."""
     return json.loads(path.read_text())["results"] if path.exists() else {}
 
 
 def save_part(suite: str, device: torch.device, part: str, results: Record, path: Path) -> Path:
-    """Write one part of a suite's results, with its own head as "measured". Keep the file's other parts."""
+    """Write one part of a suite's results, with a header as its entry "measured". Keep the other parts of the file."""
     return save(suite, device, results_in(path) | {part: {"measured": about(device), **results}}, path)
 
 
 def save(suite: str, device: torch.device, results: Any, path: Path) -> Path:
-    """Write `results` and the head: one record per line, floats rounded to 6 significant digits.
+    """Write the header and `results`: one record per line, floats rounded to 6 significant digits.
 
-    An existing file does not change if `results` cannot be written as JSON.
+    If `results` cannot be written as JSON, an existing file does not change.
     """
     beside = path.with_name(f"{path.name}.new")
-    beside.write_text(_lines(jsonable({"suite": suite, **about(device), "results": results}, digits=6)) + "\n")
+    beside.write_text(formatted(jsonable({"suite": suite, **about(device), "results": results}, digits=6)) + "\n")
     return beside.replace(path)
 
 
 def jsonable(value: Any, digits: int = 17) -> Any:
-    """Return `value` for JSON: floats are rounded to `digits` significant digits, NaN and infinity become None."""
+    """Return `value` for JSON: floats rounded to `digits` significant digits, and None for NaN and infinity."""
     rounded: Callable[[str], float] = lambda text: float(f"{float(text):.{digits}g}")  # noqa: E731
     return json.loads(json.dumps(value), parse_float=rounded, parse_constant=lambda _: None)
 
 
-def _lines(value: Any, indent: str = "") -> str:
-    """Format JSON. Lists of records, and nested containers longer than `LONGEST_RECORD`, have an entry per line."""
+def formatted(value: Any, indent: str = "") -> str:
+    """Format JSON. Lists of records, and nested containers longer than `LONGEST_RECORD`, get a line per entry."""
     flat, entries = json.dumps(value), value if isinstance(value, list) else []
     if isinstance(value, dict):
         entries = list(value.values())
     if not any(isinstance(x, dict | list) for x in entries) or ("[{" not in flat and len(flat) <= LONGEST_RECORD):
         return flat
     names = [f"{json.dumps(name)}: " for name in value] if isinstance(value, dict) else [""] * len(entries)
-    lines = [f"{indent} {name}{_lines(x, indent + ' ')}" for name, x in zip(names, entries, strict=True)]
+    lines = [f"{indent} {name}{formatted(x, indent + ' ')}" for name, x in zip(names, entries, strict=True)]
     return "\n".join([flat[0], ",\n".join(lines), indent + flat[-1]])
 
 
 def interleaved(
-    runs: Mapping[str, Callable[[], object]],
-    rounds: int,
-    device: torch.device,
-    tick: Callable[[str], object] = lambda what: None,
+    runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, tick: Tick = lambda what: None
 ) -> dict[str, list[float]]:
-    """Return the seconds of every timed run by name. `tick` is called before each run, with its name and round."""
+    """Return the seconds of the timed runs by name. Before each run, call `tick` with the run's name and round."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn, name in turns(list(runs), rounds):
         tick(f"{name}, {f'round {turn} of {rounds}' if turn else 'warm-up'}")
-        taken = _seconds(runs[name], device)
+        taken = timed(runs[name], device)
         if turn:
             seconds[name].append(taken)
     return seconds
 
 
 def turns(names: list[Any], rounds: int) -> Iterator[tuple[int, Any]]:
-    """Yield (round, name) for every name in every round. Rounds begin with different names. Round 0 is a warm-up."""
+    """Yield (round, name) for every name in every round. Each round starts one name later. Round 0 is a warm-up."""
     for turn in range(rounds + 1):
         first = turn % max(len(names), 1)
         for name in names[first:] + names[:first]:
@@ -137,7 +135,7 @@ def turns(names: list[Any], rounds: int) -> Iterator[tuple[int, Any]]:
 
 
 def over(seconds: list[float], base: list[float]) -> Record:
-    """Return median, 20th and 80th percentile of seconds / base, where each ratio is of one round."""
+    """Return median, 20th and 80th percentile of seconds / base. Each ratio compares two runs of the same round."""
     ratios = spread([a / b for a, b in zip(seconds, base, strict=True)])
     return {"ratio": ratios["seconds"], "p20": ratios["p20"], "p80": ratios["p80"]}
 
@@ -148,7 +146,8 @@ def spread(seconds: list[float]) -> Record:
     return {"seconds": statistics.median(seconds), "p20": fifths[0], "p80": fifths[-1], "runs": len(seconds)}
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a run."""
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -158,7 +157,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return the peak memory of a run, less the memory in use before. Call this in a new process.
+    """Return the peak memory of a run minus the memory in use before it. Call this in a new process.
 
     On CUDA, count the memory of torch's allocator; on a CPU, count resident memory.
     """
@@ -176,18 +175,18 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def fresh(module: str, function: str, **arguments: Any) -> Any:
-    """Return `function(**arguments)` of a module of this package, run in a new process, or None if memory ran out.
+    """Run `function(**arguments)` of a module of this package in a new process. Return None if memory ran out.
 
     Arguments and result are sent as JSON.
     """
     if torch.cuda.is_initialized():  # free this process's cached memory for the new process
         gc.collect()
         torch.cuda.empty_cache()
-    # The new process must have the same sys.path. `-m` would add the working directory in front.
+    # The new process must have the same sys.path. With `-m`, Python would add the working directory in front.
     start = f"import sys; sys.path[:] = sys.argv.pop(1).split({os.pathsep!r}); "
     start += f"from {__package__}.measure import child; sys.exit(child(*sys.argv[1:]))"
     command = [sys.executable, "-c", start, os.pathsep.join(sys.path), module, function, json.dumps(arguments)]
-    # With this threshold glibc returns large freed blocks at once, so resident memory is live memory.
+    # With this threshold glibc returns large freed blocks to the system at once, so resident memory is memory in use.
     env = os.environ | {"PYTHONWARNINGS": "ignore", "MALLOC_MMAP_THRESHOLD_": str(64 * KIB)}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode in (-9, _OUT_OF_MEMORY):
@@ -201,19 +200,19 @@ _OUT_OF_MEMORY = 77  # exit status
 
 
 def no_room(error: Exception) -> bool:
-    """Return whether an error means that memory ran out. The message depends on torch's allocator."""
+    """Return whether an error means that memory ran out. Each of torch's allocators has its own message."""
     pattern = "out of memory|not enough memory|can't allocate memory"
     return isinstance(error, MemoryError) or bool(re.search(pattern, str(error), re.IGNORECASE))
 
 
 def _error_in(stderr: str) -> str:
-    """Return the error line of a traceback, which need not be last: some packages print advice after it."""
+    """Return the line of a traceback that names the error. Some packages print advice after it."""
     lines = [line for line in stderr.splitlines() if line.strip()] or ["no error message"]
     return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), lines[-1])
 
 
 def child(module: str, function: str, arguments: str) -> int:
-    """Run the function in the process that `fresh` has started, print the result, and return the exit status."""
+    """Run the function in the process that `fresh` has started. Print its result, and return the exit status."""
     stop_before_swapping()
     try:
         result = getattr(importlib.import_module(f"{__package__}.{module}"), function)(**json.loads(arguments))
@@ -226,7 +225,7 @@ def child(module: str, function: str, arguments: str) -> int:
 
 
 def stop_before_swapping() -> None:
-    """Limit this process to the memory that is free now, so that allocations fail instead of making Linux swap."""
+    """Limit this process to the memory that is free now, so that allocations fail and Linux does not swap."""
     if sys.platform == "linux":
         import resource
 
@@ -236,7 +235,7 @@ def stop_before_swapping() -> None:
 
 
 def _kib(path: Path, name: str) -> int:
-    """Return an entry, in KiB, of a file such as /proc/meminfo."""
+    """Return an entry of a file such as /proc/meminfo, in KiB."""
     return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name}:"))
 
 
@@ -251,7 +250,7 @@ def _cpu() -> str:
 
 
 def _checkout() -> tuple[str, bool]:
-    """Return the clone's commit and whether sources differ from that commit; ("", False) outside of a clone."""
+    """Return the clone's commit, and whether sources differ from it. Outside of a clone, return ("", False)."""
     if Path(_git("rev-parse", "--show-toplevel") or "/") != ROOT:  # an installed package, or another repository
         return "", False
     return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain", "--", "*.py", "*.toml", "Makefile"))

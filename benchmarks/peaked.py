@@ -1,8 +1,8 @@
-"""Make a synthetic policy as peaked as after RL: half of the tokens have less than 0.01 nats, a fifth over 0.67.
+"""Make a synthetic policy as peaked as after RL: half of the entropies are below 0.01 nats, a fifth above 0.67 nats.
 
-Every row has a few candidate ids, which are log-uniform (a BPE gives frequent tokens small ids). Its hidden state is a
-weighted sum of the candidates' vectors in the head, with weights that give the candidates the logits we want. All other
-ids have the logits of a random head, and together the probability `tail`. Target ids are sampled from the policy.
+Every row has 16 candidate ids. They are log-uniform, because a BPE gives frequent tokens small ids. The row's hidden
+state is a weighted sum of the candidates' vectors in the head, with weights that give each candidate a chosen logit.
+All other ids get random logits, with a total probability of `tail`. Target ids are sampled from the policy.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 CANDIDATES = 16
-DECAY = 0.8  # nats between consecutive candidates, from the second candidate on
-FIRST_ID = 20  # id + FIRST_ID is log-uniform
+DECAY = 0.8  # nats from each candidate's logit to the next, from the second candidate on
+FIRST_ID = 20  # id + FIRST_ID has a log-uniform distribution
 
 
 class Policy(NamedTuple):
     hidden: Tensor  # [N, H] fp32
-    weight: Tensor  # [V, H] fp32, vectors of norm 1 on average
+    weight: Tensor  # [V, H] fp32, rows of norm about 1
     target_ids: Tensor  # [N]
     entropy: Tensor  # [N] nats
 
@@ -28,11 +28,10 @@ class Policy(NamedTuple):
 def make(
     rows: int, width: int, vocab: int, tail: float = 1e-5, peaked: bool = True, softcap: float | None = None,
     device: torch.device | str = "cpu",
-) -> Policy:  # fmt: skip  # lines by subject
+) -> Policy:  # fmt: skip  # related arguments share a line
     """Return a policy. With `peaked=False`, head and hidden states are random and logits have standard deviation 1.
 
-    A soft-cap must be above the largest logit, which is about log(vocab / tail). Hidden states are chosen so that the
-    candidates' logits are right after the soft-cap.
+    The chosen logits are those after the soft-cap. So the soft-cap must be above the largest, about log(vocab / tail).
     """
     rng = torch.Generator(device).manual_seed(0)
     with torch.device(device):
@@ -47,7 +46,8 @@ def make(
 def _peaked_states(rows: int, weight: Tensor, tail: float, softcap: float | None, rng: torch.Generator) -> Tensor:
     """Return hidden states [rows, H]."""
     vocab, width = weight.shape
-    # A first candidate of logit `top` gives other ids N(0, top^2 / width): vocab exp(top^2 / 2 width - top) = tail.
+    # If the first candidate has the logit `top`, the logits of other ids are distributed as N(0, top^2 / width). Their
+    # probability relative to this candidate's is vocab * exp(top^2 / (2 width) - top), which has to be `tail`.
     top = width - math.sqrt(width * (width - 2 * math.log(vocab / tail)))
     kind, uniform = torch.rand(rows, generator=rng), torch.rand(rows, generator=rng)
     gap = torch.where(kind < 0.5, 8 + 4 * uniform, torch.where(kind < 0.8, 2.5 + 5.5 * uniform, 1.2 * uniform))
@@ -58,14 +58,14 @@ def _peaked_states(rows: int, weight: Tensor, tail: float, softcap: float | None
     logits = top - below
     if softcap is not None:
         logits = softcap * torch.atanh(logits / softcap)
-    # Compute chunks of rows, because the candidates' vectors take 16 times the memory of the hidden states.
+    # Chunks of rows, because the candidates' vectors take 16 times the memory of the hidden states.
     pairs = zip(ids.split(4096), logits.split(4096), strict=True)
     return torch.cat([_states_with_logits(weight[chunk], wanted) for chunk, wanted in pairs])
 
 
 def _states_with_logits(candidates: Tensor, logits: Tensor) -> Tensor:
-    """Return weighted sums [n, H] of vectors [n, CANDIDATES, H] so that the vectors' logits are [n, CANDIDATES]."""
-    gram = candidates @ candidates.mT + 1e-3 * torch.eye(CANDIDATES)  # not singular if an id is repeated
+    """Return hidden states [n, H] that give vectors [n, CANDIDATES, H] the logits [n, CANDIDATES]."""
+    gram = candidates @ candidates.mT + 1e-3 * torch.eye(CANDIDATES)  # not singular if a row has an id twice
     return (candidates * torch.linalg.solve(gram, logits[..., None])).sum(1)
 
 
@@ -81,7 +81,7 @@ def _sampled(hidden: Tensor, weight: Tensor, softcap: float | None, rng: torch.G
 
 
 def entropy_quantiles(entropy: Tensor) -> dict[str, Any]:
-    """Return mean, shares and quantiles of the tokens' entropies in nats."""
+    """Describe the tokens' entropies: mean and quantiles in nats, and shares below and above limits."""
     exact, at = entropy.double(), (0.1, 0.25, 0.5, 0.75, 0.9)
     quantiles = exact.quantile(torch.tensor(at, dtype=torch.float64, device=entropy.device)).tolist()
     return {

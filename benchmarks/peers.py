@@ -1,23 +1,21 @@
 """Call other packages as trainers call them. Each package is imported when it is first measured.
 
-Functions named `*_log_probs` take hidden [N, H], weight [V, H], ids [N] and a soft-cap, and return log-probs [N].
+All functions but `liger_loss` take hidden [N, H], weight [V, H], ids [N] and a soft-cap, and return log-probs [N].
+Those of Liger's GRPO loss, verl and PyTorch ignore the soft-cap; they are not measured on heads that have one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Workload
-
-if TYPE_CHECKING:
-    from .workloads import Old
+from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Old, Workload
 
 
 def trl_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Run TRL's fused head without entropies. (TRL's GRPO trainer computes entropies too, which costs more.)"""
+    """Run TRL's fused head without entropies. TRL's GRPO trainer also computes entropies, which costs more."""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as COLUMNS
 
@@ -27,29 +25,29 @@ def trl_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | 
 def trl_fp32_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
     """Run TRL's fused head on fp32 casts of its inputs, as `cast_lm_head_to_fp32=True` does in TRL 1.16.
 
-    No full logits are made (TRL 1.13 and earlier made them, in fp32). TRL casts the head once, when the trainer starts.
-    Here each call casts the head, so the step's memory includes the fp32 copy and its time includes the cast.
+    TRL 1.13 and earlier made full fp32 logits; the fused head does not. TRL casts the head once, when the trainer
+    starts. Here each call casts it, so the measured time includes the cast, and the measured memory the fp32 copy.
     """
     return trl_log_probs(hidden.float(), weight.float(), ids, softcap)
 
 
 def liger_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Run Liger's GRPO loss, configured as by `use_liger_kernel` until TRL 1.13. The loss loops over the sequences."""
+    """Run Liger's GRPO loss as TRL up to 1.13 did for `use_liger_kernel=True`. It loops over the sequences."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     loss = LigerFusedLinearGRPOLoss(
         beta=0.0 if old.ref_log_probs is None else KL_COEF, use_ref_model=old.ref_log_probs is not None,
         epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH, loss_type="grpo", importance_sampling_level="sequence",
-    )  # fmt: skip  # lines by subject
+    )  # fmt: skip  # related arguments share a line
     mask = torch.ones_like(w.target_ids)
     return loss(
         hidden, weight, w.target_ids, mask, w.advantages, ref_per_token_logps=old.ref_log_probs,
         old_per_token_logps=old.log_probs,
-    )[0]  # fmt: skip  # lines by subject
+    )[0]  # fmt: skip  # related arguments share a line
 
 
 def liger_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Run the log-prob function inside Liger's GRPO loss, to compute the old log-probs that the loss takes."""
+    """Run the log-prob function that Liger's GRPO loss uses internally. It computes the old log-probs for the loss."""
     from liger_kernel.chunked_loss.fused_linear_ppo import _selective_logprob_forward
 
     return _selective_logprob_forward(hidden, weight, ids)[0]
@@ -64,15 +62,15 @@ def liger_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: fl
 
 
 def cut_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, **options: Any) -> Tensor:
-    """Run cut-cross-entropy. By default it skips gradient entries below a threshold (`filter_eps`)."""
+    """Run cut-cross-entropy. By default it leaves out gradient entries below a threshold (`filter_eps`)."""
     from cut_cross_entropy import linear_cross_entropy
 
     return -linear_cross_entropy(hidden, weight, ids, softcap=softcap, reduction="none", **options)
 
 
 def verl_torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Run verl's `impl_backend: torch`, which always computes entropies as well."""
-    from verl.utils.experimental.torch_functional import (  # pyright: ignore[reportMissingImports] - conflicts with .venv
+    """Run the head that verl uses with `impl_backend: torch`. It always computes entropies as well."""
+    from verl.utils.experimental.torch_functional import (  # pyright: ignore[reportMissingImports] - verl's requirements conflict with .venv's
         FusedLinearForPPOFunction,
     )
 
@@ -80,8 +78,8 @@ def verl_torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: f
 
 
 def verl_triton_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Run verl's `impl_backend: triton`."""
-    from verl.utils.kernel.linear_cross_entropy import (  # pyright: ignore[reportMissingImports] - conflicts with .venv
+    """Run the head that verl uses with `impl_backend: triton`."""
+    from verl.utils.kernel.linear_cross_entropy import (  # pyright: ignore[reportMissingImports] - verl's requirements conflict with .venv's
         linear_cross_entropy,
     )
 
@@ -89,9 +87,9 @@ def verl_triton_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: 
 
 
 def torch_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Run PyTorch's own fused head, new in 2.13.
+    """Run `linear_cross_entropy` of PyTorch 2.13 and later.
 
-    On a CPU the default chunk is a few rows, and each chunk reads the whole head. So chunks have 512 rows, as in verl.
+    Its default chunks on a CPU have a few rows, and each chunk reads the entire head. We set 512 rows, as verl does.
     """
     chunks = {} if hidden.is_cuda else {"batch_chunk_size": 512, "chunking_method": None}
     options = torch.nn.LinearCrossEntropyOptions(**chunks)

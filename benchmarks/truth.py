@@ -1,4 +1,4 @@
-"""Compute the loss in float64 by plain autograd, and the errors of a candidate against it."""
+"""Compute the loss and its gradients in float64 by plain autograd, and a candidate's errors relative to them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .candidates import full_log_probs, loss_of
 from .workloads import Old, Workload
 
 ROWS = 256  # rows per chunk, so that float64 logits are [256, V]
-# A candidate is wrong, and is not timed, in three cases: the relative error of a gradient (norm over norm) is above
-# FLOOR and TIMES_NAIVE times that of naive PyTorch in the same dtype; the size of a gradient is off by more than SCALE;
-# the loss is off by more than LOSS. SCALE is tighter: bf16 logits change a gradient by a few percent, but in random
-# directions, which hardly changes its component along the true gradient.
+# A candidate is wrong, and is not timed, in three cases: the relative error of a gradient (norm of the error divided by
+# the exact norm) exceeds both FLOOR and TIMES_NAIVE times the error of naive PyTorch in the same dtype; the size of a
+# gradient is off by more than SCALE; the loss is off by more than LOSS. SCALE can be tight: bf16 logits change a
+# gradient by a few percent, but in random directions, which hardly changes its component along the true gradient.
 TIMES_NAIVE, FLOOR, SCALE = 3.0, 1e-4, 5e-3
 LOSS = 1e-4  # allowed error of the loss; advantages are about 1
 Result = tuple[Tensor, Tensor, Tensor]  # loss, d_hidden, d_weight
-Sizes = tuple[float, float, float]  # loss and norms of both gradients
+Sizes = tuple[float, float, float]  # loss, norm of d_hidden, norm of d_weight
 
 
 class Truth(NamedTuple):
@@ -31,9 +31,9 @@ class Truth(NamedTuple):
 
 class Errors(NamedTuple):
     loss: float  # absolute
-    d_hidden: float  # relative, norm over norm
-    d_weight: float
-    scale: float  # (gradient . exact) / |exact|^2 - 1, of the gradient where it is further from 0
+    d_hidden: float  # norm of the error divided by the norm of the exact gradient
+    d_weight: float  # likewise
+    scale: float  # (gradient . exact) / |exact|^2 - 1, for the gradient where this is further from 0
 
     @property
     def worst(self) -> float:
@@ -41,7 +41,7 @@ class Errors(NamedTuple):
 
 
 def truth(w: Workload, per_token: bool = False) -> Truth:
-    """Compute loss and gradients in float64. Old and reference log-probs are offsets from the float64 log-probs."""
+    """Compute loss and gradients in float64. Old and reference log-probs are computed from the float64 log-probs."""
     hidden, weight, ids = w.hidden.flatten(0, 1), w.weight.double(), w.target_ids.flatten()
     chunks = torch.arange(w.rows, device=ids.device).split(ROWS)
 
@@ -82,7 +82,7 @@ def errors(result: Result, true: Truth) -> Errors:
 
 
 def _products(gradient: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Return |gradient - exact|^2 and gradient . exact. Compute chunks of rows to save float64 memory."""
+    """Return |gradient - exact|^2 and gradient . exact. Compute them in chunks of rows, to save float64 memory."""
     square = along = 0.0
     for x, y in zip(gradient.flatten(0, -2).split(8192), exact.flatten(0, -2).split(8192), strict=True):
         x = x.double()
@@ -92,22 +92,22 @@ def _products(gradient: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def sizes(result: Result) -> Sizes:
-    """Return loss and norms of both gradients, for comparison with a later result."""
+    """Return the loss and the norms of both gradients, which `differ` compares with those of another result."""
     loss, d_hidden, d_weight = result
     norms = (torch.linalg.vector_norm(x, dtype=torch.float32).item() for x in (d_hidden, d_weight))
     return loss.item(), *norms
 
 
 def differ(a: Sizes, b: Sizes) -> bool:
-    """Return whether two results differ by more than rounding explains."""
+    """Return whether the sizes of two results differ by more than rounding explains."""
     return not all(abs(x - y) <= most for x, y, most in zip(a, b, (LOSS, SCALE * b[1], SCALE * b[2]), strict=True))
 
 
 def verdict(error: Errors, naive: Errors, budget: float) -> str | None:
     """Return what is wrong with a candidate, or None if it is right.
 
-    A gradient budget bounds the dropped share of the L1 mass of d_logits. It does not bound the error, so ten times the
-    budget is added to the limits.
+    A gradient budget bounds the share of the L1 mass of d_logits that is left out. It does not bound the error of the
+    gradients, which can be several times larger. So ten times the budget is added to the limits for gradients.
     """
     limit = max(TIMES_NAIVE * naive.worst, FLOOR) + 10 * budget
     checks = {
@@ -121,10 +121,10 @@ def verdict(error: Errors, naive: Errors, budget: float) -> str | None:
 
 
 def product_operations(run: Callable[[], object]) -> float:
-    """Count the operations (2 m n k per product) of those matrix products in `run` that PyTorch's profiler sees.
+    """Count the operations of the matrix products in `run` that PyTorch's profiler sees: 2 m n k per product.
 
     The profiler sees products inside custom operators and compiled graphs, but not inside Triton kernels. It sees only
-    the calling thread, so the run has one thread.
+    the calling thread, so `run` is executed with one thread.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -141,7 +141,7 @@ def product_operations(run: Callable[[], object]) -> float:
     return total
 
 
-# The index of the left factor among an operator's arguments. addmm and similar operators take a summand first.
+# Index of the left factor among an operator's arguments. The first argument of addmm and baddbmm is a summand.
 FIRST_FACTOR = {"aten::mm": 0, "aten::bmm": 0} | {
     f"aten::{name}": 1 for name in ("addmm", "addmm_", "baddbmm", "baddbmm_")
 }

@@ -1,8 +1,8 @@
 """Batches for measurements: heads of real models, and advantages and ratios as in training with GSPO.
 
-All sequences of a batch have the same length and no token is masked, so no candidate pays for padding. Log-ratios are
-well inside or well outside the clip window, so all candidates should make the same clip decisions. Each candidate gets
-old log-probs from its own forward, as in a trainer. `fidelity` measures which decisions rounding changes.
+All sequences of a batch have the same length and no token is masked, so no candidate pays for padding. Each candidate
+gets old log-probs from its own forward, as in a trainer. Log-ratios are well inside or well outside the clip window, so
+all candidates should make the same clip decisions. `fidelity` measures which decisions rounding changes.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ MODELS = {
 
 
 class Scenario(NamedTuple):
-    """Shares of sequences without a gradient, and options of the loss and the batch."""
+    """The shares of sequences without a gradient, and options of the loss and the batch."""
 
     what: str
     zero: float = 0.0  # share of sequences with advantage 0, because all answers of their group got the same reward
-    clipped: float = 0.0  # share of the other sequences that lie outside the clip window
+    clipped: float = 0.0  # share of the remaining sequences that are clipped
     kl: bool = False
     on_policy: bool = False  # no old log-probs: the ratio is exactly 1
-    long: bool = False  # two sequences, for any number of tokens
+    long: bool = False  # the batch has only two sequences, however many tokens it has
 
 
 SCENARIOS = {
     "dense": Scenario("every token has a gradient: our worst case"),
     "rl-like": Scenario("some sequences have advantage 0, some are clipped", zero=0.3, clipped=0.15),
     "on-policy": Scenario("no old log-probs, so no clipping; some advantages are 0", zero=0.3, on_policy=True),
-    "kl": Scenario("rl-like with a k3 KL of 0.04, so that every row has a gradient", zero=0.3, clipped=0.15, kl=True),
-    "long": Scenario("two sequences share all tokens, both have a gradient", long=True),
+    "kl": Scenario("rl-like, plus 0.04 times k3 KL, so every token has a gradient", zero=0.3, clipped=0.15, kl=True),
+    "long": Scenario("only two long sequences; every token has a gradient", long=True),
 }
-LENGTH, FEWEST = 1024, 8  # tokens per sequence, and least number of sequences, which shortens the sequences
+LENGTH, FEWEST = 1024, 8  # tokens per sequence; least number of sequences (small batches have shorter sequences)
 INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios inside and outside the clip window
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 KL_COEF = 0.04
-DRIFT = 0.1  # standard deviation of reference less current log-probs
+DRIFT = 0.1  # standard deviation of reference minus current log-probs
 BUDGETS = (0.0, 1e-4, 1e-3, 4e-3, 1e-2)  # gradient budgets that are measured
 
 
 class Spec(NamedTuple):
-    """A workload by its parameters, which can be sent to another process."""
+    """The parameters from which `make` builds a workload. Unlike a workload, they can be sent to a process as JSON."""
 
     head: Head
     tokens: int
@@ -72,10 +72,10 @@ class Workload(NamedTuple):
     weight: Tensor  # [V, H]
     target_ids: Tensor  # [S, L]
     advantages: Tensor  # [S] fp32
-    log_ratio: Tensor | None  # [S] fp32, current less old log-prob per token; None: on-policy
-    kl_drift: Tensor | None  # [S, L] fp32, reference less current log-prob; None: no KL
+    log_ratio: Tensor | None  # [S] fp32, current minus old log-prob of every token; None: on-policy
+    kl_drift: Tensor | None  # [S, L] fp32, reference minus current log-prob; None: no KL
     softcap: float | None
-    entropy: Tensor  # [S, L] nats, before rounding to the dtype
+    entropy: Tensor  # [S, L] nats, of the policy before it was rounded to the dtype
 
     @property
     def objective(self) -> Objective:
@@ -87,7 +87,7 @@ class Workload(NamedTuple):
 
     @property
     def products(self) -> float:
-        """Operations of one matrix pass: 2 N H V."""
+        """Return the operations of one matrix pass: 2 N H V."""
         return 2.0 * self.rows * self.weight.numel()
 
 
@@ -101,11 +101,11 @@ class Old(NamedTuple):
 class Counts(NamedTuple):
     sequences: int
     zero: int  # sequences of advantage 0
-    clipped: int  # other sequences outside the clip window
+    clipped: int  # sequences that are clipped; their advantage is not 0
 
 
 def counts(tokens: int, scenario: str) -> Counts:
-    """Return the number of sequences, and how many have no gradient. Shares are rounded to entire sequences."""
+    """Return the number of sequences, how many of them have advantage 0, and how many are clipped."""
     shares = SCENARIOS[scenario]
     if shares.long:
         return Counts(2, 0, 0)
@@ -115,7 +115,7 @@ def counts(tokens: int, scenario: str) -> Counts:
 
 
 def make(spec: Spec, **policy: Any) -> Workload:
-    """Return the batch of a spec, equal on all devices of a kind. `policy` has arguments of `peaked.make`."""
+    """Return the batch of a spec. It is equal on all devices of a kind. `policy` holds arguments of `peaked.make`."""
     scenario, (count, zero, clipped) = SCENARIOS[spec.scenario], counts(spec.tokens, spec.scenario)
     length, head, device = spec.tokens // count, spec.head, torch.device(spec.device)
     source = peaked.make(count * length, head.width, head.vocab, softcap=head.softcap, device=device, **policy)
@@ -144,7 +144,7 @@ def batch(
 def roles(count: int, zero: int, clipped: int) -> tuple[Tensor, Tensor]:
     """Return advantages [S] and log-ratios [S]. The first `zero` have advantage 0, the next `clipped` are clipped.
 
-    The other advantages alternate in sign, and their absolute values are from 0.5 to 1.5.
+    Advantages other than 0 alternate in sign, and their absolute values are from 0.5 to 1.5.
     """
     sign = torch.tensor([1.0, -1.0]).repeat(count)[:count]
     advantages = sign * torch.linspace(0.5, 1.5, count)

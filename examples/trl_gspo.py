@@ -1,6 +1,7 @@
-"""Train a language model by GSPO with TRL to sort three letters.
+"""Train a language model by GSPO in TRL to sort three letters.
 
-Give a causal language model by hub id or folder. Without one, a tiny random model is trained, in seconds on a CPU.
+Pass the hub id or folder of a causal language model as the first argument. Without it, the script trains a tiny random
+model, which takes a few minutes on a CPU.
 """
 
 import sys

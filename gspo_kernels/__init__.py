@@ -26,7 +26,8 @@ __all__ = [
     "linear_log_probs",
     "policy_loss",
 ]
-# The module of each public name. A name is imported at its first use, so that `gspo --help` works without PyTorch.
+# The module that defines each public name. It is imported when the name is first used, so that `gspo --help` works
+# without PyTorch.
 _MODULES = {
     "LogProbOutput": "outputs",
     "LossOutput": "outputs",
@@ -54,7 +55,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """The package's class. Keeps `gspo_kernels.policy_loss` a function when the module of the same name is imported."""
+    """The class of this package. It keeps `gspo_kernels.policy_loss` the function.
+
+    Without it, an import of the module `gspo_kernels.policy_loss` would replace the function by the module.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_module = name == "policy_loss" and isinstance(value, ModuleType)
@@ -63,8 +67,8 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 
-# In a checkout that is not installed, integrations/ and benchmarks/ lie next to this folder. An installed package
-# contains them.
+# In a checkout that is not installed, integrations/ and benchmarks/ lie next to this folder, so submodules are also
+# searched in the parent folder. An installed package contains both.
 _CHECKOUT = os.path.dirname(os.path.dirname(__file__))
 if all(
     os.path.isfile(os.path.join(_CHECKOUT, *file)) for file in (["pyproject.toml"], ["integrations", "__init__.py"])

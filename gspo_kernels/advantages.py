@@ -1,17 +1,17 @@
 """Compute advantages from rewards, on the device of the rewards; the host reads no values.
 
-The advantages of common trainers (R: rewards of a group of n answers to one prompt):
+The advantages of common trainers (R: rewards, with groups of n answers to one prompt):
 
-    GSPO, GRPO in ROLL, verl, slime   (R - mean) / (std + 1e-6)        group_advantages(R, n)
-    TRL                               (R - mean) / (std + 1e-4)        group_advantages(R, n, eps=1e-4)
-    TRL, scale_rewards="batch"        (R - mean) / (batch std + 1e-4)  ... eps=1e-4, scale="batch"
-    Dr. GRPO                          R - mean                         ... scale="none"
-    RLOO                              R - mean of the other answers    ... baseline="leave-one-out", scale="none"
-    StateSet                          (R - mean) / population std      ... ddof=0, eps=0.0
-    REINFORCE without baseline        R                                whiten(R, mask)
+    GSPO, and GRPO of ROLL, verl, slime   (R - mean) / (std + 1e-6)        group_advantages(R, n)
+    TRL                                   (R - mean) / (std + 1e-4)        group_advantages(R, n, eps=1e-4)
+    TRL, scale_rewards="batch"            (R - mean) / (batch std + 1e-4)  ... eps=1e-4, scale="batch"
+    Dr. GRPO                              R - mean                         ... scale="none"
+    RLOO                                  R - mean of the other answers    ... baseline="leave-one-out", scale="none"
+    StateSet                              (R - mean) / population std      ... ddof=0, eps=0.0
+    REINFORCE without group baseline      (R - mean) / std, over tokens    whiten(R, mask)
 
-Before, rewards may be clamped or passed through `normalize_rewards`. Afterwards, advantages may be passed through
-`whiten` or clamped.
+Before you call these functions, you may clamp rewards or pass them through `normalize_rewards`. Afterwards you may pass
+advantages through `whiten` or clamp them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def group_advantages(
 
     Args:
         rewards: [B].
-        group_size: answers per prompt, a divisor of B. The answers to a prompt must be adjacent in the batch. Pass
+        group_size: answers per prompt, a divisor of B; the answers to a prompt must be adjacent in the batch. Pass
             either group_size or group_ids.
         group_ids: [B] int64 or int32: answers with the same id form a group. Groups may differ in size, and their
             answers need not be adjacent.
@@ -55,8 +55,9 @@ def group_advantages(
 
     Returns:
         [B] fp32 (fp64 for fp64 rewards). With a baseline, advantages are exactly 0 in a group of one answer and in a
-        group of equal rewards. Without a baseline, they are the rewards where the standard deviation is 0. If a reward
-        is NaN, the advantages of its group are NaN.
+        group of equal rewards. Nothing is divided where the standard deviation is 0. A NaN reward makes the advantages
+        of its group NaN, and with scale="batch" those of the batch. There are two exceptions: an advantage that is 0
+        before the division stays 0, and with baseline="none", scale="none" no other advantage becomes NaN.
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
@@ -86,7 +87,10 @@ def group_advantages(
 
 @dataclass
 class RunningMoments:
-    """Mean and variance of all rewards so far, updated by `normalize_rewards`. Fields are 0-dim fp64 tensors."""
+    """Mean and variance of all rewards so far, updated by `normalize_rewards`.
+
+    Fields are 0-dim fp64 tensors, or None before the first reward.
+    """
 
     count: Tensor | None = None
     mean: Tensor | None = None
@@ -128,9 +132,8 @@ def normalize_rewards(
 
     Args:
         rewards: [B].
-        by: rewards whose mean and standard deviation are used: "batch"; "group", with group_size or group_ids as in
-            `group_advantages`; or a `RunningMoments`, which holds those of all rewards so far. This call first adds
-            `rewards` to it.
+        by: where mean and standard deviation come from. "batch"; "group" (pass group_size or group_ids, as in
+            `group_advantages`); or a `RunningMoments` over all rewards so far, to which this call first adds `rewards`.
         shift: subtract the mean.
         scale: divide by the sample standard deviation plus eps.
         eps: added to the standard deviation, >= 0.
@@ -148,8 +151,9 @@ def normalize_rewards(
     call.boolean("shift", shift)
     call.boolean("scale", scale)
     call.number("eps", eps, "a number >= 0", lambda x: x >= 0)
-    if by != "group" and (group_size is not None or group_ids is not None):
-        call.fail("group_size" if group_ids is None else "group_ids", "given with by='group' only", group_size)
+    for name, value in (("group_size", group_size), ("group_ids", group_ids)):
+        if by != "group" and value is not None:
+            call.fail(name, "None unless by='group'", value)
     if by == "group":
         groups = Groups(call, rewards, group_size, group_ids)
         centred, n = groups.centred(), groups.per_reward(groups.counts)  # [B] each
@@ -170,17 +174,19 @@ def normalize_rewards(
 
 
 def whiten(advantages: Tensor, mask: Tensor, *, shift: bool = True, eps: float = 1e-8) -> Tensor:
-    """Return (A - mean) / sqrt(var + eps) over unmasked tokens (ROLL's whiten_advantages, verl's masked_whiten).
+    """Return (A - mean) / sqrt(var + eps), with mean and variance of the unmasked tokens.
+
+    ROLL's whiten_advantages and verl's masked_whiten do the same.
 
     Args:
         advantages: [B, T] per token, or [B] or [B, 1] per sequence. An advantage per sequence counts once for each
             unmasked token of the sequence.
-        mask: [B, T] bool or 0/1: unmasked tokens are True or 1.
+        mask: [B, T] bool or 0/1, True or 1 at unmasked tokens.
         shift: subtract the mean. If False, the mean is added back at the end, like ROLL's and verl's shift_mean=False.
         eps: added to the sample variance, >= 0.
 
     Returns:
-        [B, T] in the dtype of `group_advantages`, 0 where masked.
+        [B, T] fp32 (fp64 for fp64 advantages), 0 where masked.
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
@@ -212,16 +218,16 @@ def token_returns(
     """Return the discounted sum of token rewards from each token to the end of its sequence.
 
     The reward of a token is -kl_coef times its KL. The last unmasked token also receives the reward of its sequence.
-    ROLL's add_token_level_kl and verl's use_kl_in_reward with REINFORCE++ compute these returns. With grpo and rloo,
-    verl first adds up the token rewards of a sequence. The returns differ by token, so pass them as per-token
-    advantages with ratio="sequence-token" (GSPO-token).
+    ROLL's add_token_level_kl and verl's use_kl_in_reward with REINFORCE++ compute these returns. With the advantage
+    estimators grpo and rloo, verl instead sums the token rewards to one reward per sequence; use `group_advantages` for
+    these. The returns differ by token, so pass them as per-token advantages with ratio="sequence-token" (GSPO-token).
 
     Args:
         rewards: [B].
-        mask: [B, T] bool or 0/1: unmasked tokens are True or 1. A sequence without unmasked tokens has returns 0.
+        mask: [B, T] bool or 0/1, True or 1 at unmasked tokens. A sequence without unmasked tokens has returns 0.
         kl: [B, T], the KL of each token, for example old_log_probs - ref_log_probs (k1); required if kl_coef > 0.
         kl_coef: weight of `kl`, >= 0.
-        gamma: discount per position, in [0, 1]. Masked positions inside a sequence are discounted too; verl skips them.
+        gamma: discount per position, in [0, 1]. Masked positions inside a sequence count; verl skips them.
         reward_clip: clamp each token reward, KL included, to [-reward_clip, reward_clip]; None: no clamp.
 
     Returns:
@@ -248,7 +254,7 @@ def token_returns(
     if reward_clip is not None:
         returns = returns.clamp(-reward_clip, reward_clip)
     step = 1
-    while step < shape[1]:  # afterwards each position holds the sum over the 2 * step positions that start at it
+    while step < shape[1]:  # each pass extends the sum of a position from `step` positions to 2 * step
         returns = torch.cat([returns[:, :-step] + gamma**step * returns[:, step:], returns[:, -step:]], 1)
         step *= 2
     return torch.where(unmasked, returns, 0)
@@ -262,19 +268,19 @@ def turn_advantages(advantages: Tensor, turn_ids: Tensor) -> Tensor:
         turn_ids: [B, T] int64, the turn of each token, 0 to K - 1. A token with any other id gets advantage 0.
 
     Returns:
-        [B, T] in the dtype of `group_advantages`.
+        [B, T] fp32 (fp64 for fp64 advantages).
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
     call = Call("turn_advantages")
     call.tensor("advantages", advantages, dtypes=FLOATS, shapes=[(None, None)], shape_text="[B, K]")
-    shape = (advantages.shape[0], None)
-    call.tensor("turn_ids", turn_ids, dtypes=(torch.int64,), shapes=[shape], shape_text="[B, T] like advantages' B")
+    shape, text = (advantages.shape[0], None), "[B, T] with the B of advantages"
+    call.tensor("turn_ids", turn_ids, dtypes=(torch.int64,), shapes=[shape], shape_text=text)
     turns = advantages.shape[1]
     inside = (turn_ids >= 0) & (turn_ids < turns)
     x = advantages.to(accumulator(advantages.dtype))
-    x = torch.cat([x, x.new_zeros(x.shape[0], 1)], 1)  # [B, K + 1]: the last column is for tokens of no turn
+    x = torch.cat([x, x.new_zeros(x.shape[0], 1)], 1)  # [B, K + 1]: the last column is for tokens outside all turns
     return x.gather(1, torch.where(inside, turn_ids, turns))
 
 

@@ -1,6 +1,6 @@
 """torch.library operators whose parameters and results are named tuples.
 
-The schema of an operator allows only tensors and scalars. `Operator` derives the schema from the fields of the named
+The schema of an operator allows no named tuples. `Operator` derives the schema from the fields of the named
 tuples in a function's signature. It flattens arguments before the call, and rebuilds the result afterwards.
 """
 
@@ -18,32 +18,32 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _SCHEMA_TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", float | None: "float?", int: "int", bool: "bool",
-    str: "str", str | None: "str?",
+    str: "str",
+    # One string, because the time that PyTorch takes for a call grows with the square of the number of arguments. The
+    # rollout correction is left out: it is already part of the token weights.
+    Objective: "str",
 }  # fmt: skip  # a table
 
 
 class Group(NamedTuple):
-    """One parameter or result: a tuple, an `Objective` or a single value."""
+    """One parameter or result: a tuple, or a single value such as an `Objective`."""
 
-    kind: Any  # the class
-    fields: dict[str, str]  # schema type of each flat value, by name; "" is the name of a single value
+    kind: Any  # its type
+    fields: dict[str, str]  # schema type of each field, by name; a single value has the name ""
 
 
 def _group(kind: Any) -> Group:
     """Return the group of a parameter or result with type hint `kind`."""
     if kind in _SCHEMA_TYPES:
         return Group(kind, {"": _SCHEMA_TYPES[kind]})
-    # Fields of other types are left out. The only one is an Objective's rollout correction, which is already part of
-    # the token weights.
-    hints = get_type_hints(kind).items()
-    return Group(kind, {name: _SCHEMA_TYPES[hint] for name, hint in hints if hint in _SCHEMA_TYPES})
+    return Group(kind, {name: _SCHEMA_TYPES[hint] for name, hint in get_type_hints(kind).items()})
 
 
 class Operator(Generic[P, R]):
     """The operator `gspo_kernels::<name of the function>`, made from a function.
 
     The parameters of the function are tensors, scalars, named tuples of tensors and scalars, or an `Objective`. The
-    result is a named tuple of tensors, or of named tuples of tensors. Names in the schema join parameter and field: the
+    result is a named tuple of tensors and named tuples of tensors. Names in the schema join parameter and field: the
     field `mask` of the parameter `head` is `head_mask`.
     """
 
@@ -90,8 +90,8 @@ class Operator(Generic[P, R]):
 
         Args:
             setup: setup(ctx, inputs, result), called after the forward.
-            backward: backward(ctx, upstream, needs). `upstream` holds the gradients of the result, which may be None.
-                `needs` says which gradients are needed, by argument name. Returns gradients by argument name.
+            backward: backward(ctx, upstream, needs). `upstream` holds the gradient of each tensor of the result, or
+                None. `needs` says which gradients are needed, by argument name. Returns gradients by argument name.
         """
 
         def setup_flat(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -137,7 +137,7 @@ def flatten(values: Iterable[Any]) -> list[Any]:
         if isinstance(value, tuple):
             flat.extend(flatten(value))
         elif isinstance(value, Objective):
-            flat.extend(value.values())
+            flat.append(value.text)
         else:
             flat.append(value)
     return flat
@@ -148,9 +148,11 @@ def _grouped(flat: tuple[Any, ...], groups: list[Group]) -> list[Any]:
     tuples, start = [], 0
     for kind, fields in groups:
         values = flat[start : start + len(fields)]
-        if "" in fields:
+        if kind is Objective:
+            tuples.append(Objective.from_text(*values))
+        elif "" in fields:
             tuples.extend(values)
         else:
-            tuples.append(kind.restored(values) if kind is Objective else kind(*values))
+            tuples.append(kind(*values))
         start += len(fields)
     return tuples

@@ -17,11 +17,11 @@ class MissingExtraError(ModuleNotFoundError):
 def needs(user: str, extra: str, *packages: str) -> Iterator[None]:
     """Wrap imports of optional `packages`. If one of them is not installed, raise an error that names the extra.
 
-    Other import errors propagate unchanged, such as those of an installed package with a missing dependency.
+    Other import errors propagate unchanged, for example if an installed package lacks a dependency.
 
     Args:
-        user: what needs the packages, for the error message.
-        extra: the extra that installs them.
+        user: what needs the packages; the error message begins with it.
+        extra: the extra that installs the packages.
     """
     try:
         yield

@@ -44,8 +44,8 @@ def gspo_fused_loss(
 
     One operator computes the same loss as `policy_loss(linear_log_probs(...).log_probs, ...)`. The forward computes
     log-probs tile by tile, then the loss and every token's coefficient, d(loss)/d(log_prob). The backward recomputes
-    logits only for rows whose coefficient is not 0. So masked tokens, sequences with advantage 0 and clipped sequences
-    cost no backward.
+    logits only for rows with a gradient. So masked tokens cost no backward. Without a KL term and an entropy bonus,
+    neither do sequences with advantage 0, nor what is clipped (except with cispo).
 
     Hidden states, head, bias and LoRA adapter receive gradients, each in its dtype. Gradients that are not required
     are not computed. Double backward raises an error.
@@ -57,10 +57,11 @@ def gspo_fused_loss(
         lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
             modules_to_save or trainable_token_indices). trainable_token_indices costs a copy of the weight.
         target_ids: sampled tokens, [B, T] or [N] int64. Masked positions may hold any value.
-        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. Packed advantages are per sequence if
-            N == S. With per-token advantages, ratio="sequence" spreads a sequence's gradient evenly over its tokens,
-            and ratio="sequence-token" gives each token the gradient of its own advantage. No gradient.
-        mask: unmasked tokens are True or 1, [B, T] or [N], bool or 0/1. None: target_ids != -100.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. If a packed batch has as many sequences
+            as tokens (N == S), advantages are read as per sequence. With per-token advantages, ratio="sequence" spreads
+            a sequence's gradient evenly over its tokens, and ratio="sequence-token" gives each token the gradient of
+            its own advantage. No gradient.
+        mask: True or 1 at unmasked tokens, [B, T] or [N], bool or 0/1. None: target_ids != -100.
         cu_seqlens: [S + 1] int32 or int64, for packed input only: sequence i is rows cu_seqlens[i] up to, but not
             including, cu_seqlens[i + 1].
         old_log_probs: log-probs of the policy before this round of updates, in the shape of target_ids, fp32 or fp64.
@@ -69,32 +70,34 @@ def gspo_fused_loss(
             objective.kl_coef > 0. No gradient.
         rollout_log_probs: log-probs that the sampler reported, fp32 or fp64; required by
             objective.rollout_correction, and allowed only with it.
-        token_weights: [B, 1], [B, T] or [N]; they multiply the policy term, but not the KL term and not the entropy.
+        token_weights: [B, 1], [B, T] or [N]; they multiply the policy term, but neither the KL term nor the entropy.
             No gradient.
         bias, logit_scale, logit_softcap, temperature, vocab_size: further options of the head, see `linear_log_probs`.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
         normalizer, kl_normalizer: divisors of the sums, see `policy_loss`. If the normalizer counts the sequences (or
-            tokens) of a full optimizer step, the gradients of its micro-batches add up to those of one large batch.
-        entropy: also return entropies. They are also returned if objective.entropy_coef != 0.
-        gradient_budget: share of the L1 mass of d_logits that the backward may leave out, in [0, 1). 0 is exact.
-            Otherwise rows are sorted by the L1 mass of their d_logits. The lightest cells (a block of rows times a tile
-            of the vocabulary: 128 x 168 on a CPU, mostly 128 x 256 with Triton) are left out, as long as their total
-            mass, known from the forward, is within the budget. Cells are left out only if that saves time: if at
-            least about a fifth of them can be left out on a CPU, about half on a GPU. The error is a bias, not noise.
-            It falls on rows where the policy is most certain, and on tokens that it finds least likely. The budget
-            does not bound the error of a gradient (docs/benchmarks.md). A budget is not allowed with
-            objective.entropy_coef, because the mass does not bound the gradient of the entropy. The Triton backend
-            leaves nothing out for a head with a bias or an adapter. While a CUDA graph is captured, no backend leaves
-            anything out.
-        backend: "triton", "torch" or "auto". An explicit choice never falls back.
+            tokens) of a full optimizer step, the gradients of the step's micro-batches add up to those of one large
+            batch.
+        entropy: also return entropies. They are always returned if objective.entropy_coef != 0.
+        gradient_budget: the backward may leave out this share of the L1 mass (sum of absolute values) of the logits'
+            gradient, in [0, 1). 0 is exact. Otherwise rows are sorted by the L1 mass of their logits' gradient, which
+            is known from the forward. The lightest cells are left out, as long as their total mass is within the
+            budget. A cell is a block of rows times a tile of the vocabulary: 128 x 168 on a CPU, mostly 128 x 256 with
+            Triton. Cells are left out only if this saves time: on a CPU if about a fifth of them can be left out, on
+            a GPU about half. The error is a bias, not noise. It affects the rows where the policy is most certain, and
+            the vocabulary entries that it finds least likely. The budget does not bound the error of d_hidden or
+            d_weight (docs/benchmarks.md). A budget is not allowed with objective.entropy_coef, because the mass does
+            not bound the gradient of the entropy. The Triton backend leaves nothing out for a head with a bias or an
+            adapter. While a CUDA graph is captured, no backend leaves anything out.
+        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
+            that you name cannot run, an error is raised.
 
     Returns:
         LossOutput. `loss` [] is differentiable; `log_probs`, `entropy`, `log_ratio` and `metrics` are detached.
 
     Raises:
-        ValueError, TypeError: The message names the argument, the expected value and the value received. Values of
-            tensors on a GPU raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts the bad values, and the
-            loss is NaN if there are any.
+        ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
+            inside GPU tensors raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts them, and the loss is
+            NaN if there are any.
     """
     call = Call("gspo_fused_loss")
     call.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
@@ -133,14 +136,13 @@ def gspo_fused_loss(
     policy = policy_rows(call, arguments, unmasked, accumulator(head.rows.hidden.dtype))
     result = ops.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), head.backend)
     entropies = result.head.entropy if head.rows.entropy else None
-    invalid = head.invalid + policy.invalid
-    out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective, invalid)
-    work = work_metrics(result.work.detach(), _products(head.rows))
+    out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective)
+    work = work_metrics(result.work.detach(), out.metrics["zero_coefficient_share"], _products(head.rows))
     return out._replace(metrics=out.metrics | work)
 
 
 def _products(head: HeadRows) -> int:
-    """Return how many matrix products the backward computes per live tile: logits, d_hidden, d_weight."""
+    """Return how many matrix products the backward computes per live tile: 0 to 3 of logits, d_hidden, d_weight."""
     gradients = head.hidden.requires_grad + head.weight.requires_grad if torch.is_grad_enabled() else 0
     others = (head.bias, head.adapter_hidden, head.adapter_weight)
     recomputes = gradients > 0 or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in others))

@@ -1,4 +1,7 @@
-"""Sums and means of rewards by group. Groups may differ in size, in any order. The host reads no values."""
+"""Sums and means of rewards by group. The host reads no values.
+
+Groups may differ in size, and the rewards of a group need not be adjacent.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,10 @@ class Groups:
         self.rewards = rewards.to(accumulator(rewards.dtype))  # [B]
         self.order = group_ids.argsort(stable=True)  # [B]: rewards sorted by group
         sorted_ids = group_ids[self.order]
-        starts = torch.ones(batch, dtype=torch.bool, device=rewards.device)  # [B]: first reward of a group
+        starts = torch.ones(batch, dtype=torch.bool, device=rewards.device)  # [B], sorted: True where a group begins
         starts[1:] = sorted_ids[1:] != sorted_ids[:-1]
-        self.group = torch.empty_like(self.order).index_copy_(0, self.order, starts.cumsum(0) - 1)  # [B]: 0, 1, ...
+        # [B]: number of each reward's group, from 0 in the order of ids
+        self.group = torch.empty_like(self.order).index_copy_(0, self.order, starts.cumsum(0) - 1)
         counts = torch.zeros(batch, dtype=torch.int64, device=rewards.device)
         counts = counts.index_add_(0, self.group, torch.ones_like(self.group))
         self.offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B + 1]
@@ -58,7 +62,7 @@ class Groups:
 
     def centred(self) -> Tensor:
         """Return rewards minus the mean of their group, [B]: exactly 0 in a group of equal rewards."""
-        # The mean of equal rewards may be rounded, so subtracting it need not give 0.
+        # The mean of equal rewards may be rounded, so subtracting it may not give 0. Compare the rewards instead.
         x = self.rewards[self.order]
         smallest = torch.segment_reduce(x, "min", offsets=self.offsets, initial=float("inf"))
         largest = torch.segment_reduce(x, "max", offsets=self.offsets, initial=float("-inf"))
@@ -67,13 +71,13 @@ class Groups:
 
 
 def check_rewards(call: Call, rewards: Any, batch: int | None = None) -> None:
-    """Check that rewards are a floating-point tensor [B]; B must equal `batch` unless that is None."""
+    """Check that rewards are a floating-point tensor [B]. If `batch` is not None, B must equal it."""
     text = "[B]" if batch is None else f"[{batch}]"
     call.tensor("rewards", rewards, dtypes=FLOATS, shapes=[(batch,)], shape_text=text)
 
 
 def variance_of(x: Tensor, ddof: int) -> Tensor:
-    """Return the variance of all of `x`, []; exactly 0 if all values are equal."""
+    """Return the variance of all values of `x`, with the divisor count - ddof, []; exactly 0 if they are equal."""
     if x.numel() == 0:
         return x.new_zeros(())
     wide = x.double()

@@ -30,8 +30,8 @@ def linear_log_probs(
     """Compute the log-prob of each target id under `softmax(softcap(logit_scale * (h W^T + bias)) / temperature)`.
 
     The result is differentiable with respect to hidden states, head, bias and LoRA adapter. The backward recomputes
-    the logits only of rows whose upstream gradient is not 0. The bits of a row's log-prob depend neither on the other
-    rows, nor on `entropy`, nor on whether autograd records. Double backward raises an error.
+    logits only for rows whose upstream gradient is not 0. The bits of a row's log-prob do not depend on other rows, on
+    `entropy`, or on whether autograd records. Double backward raises an error.
 
     Args:
         hidden: hidden states, [B, T, H] or [N, H], fp32, bf16, fp16 or fp64. hidden[t] predicts target_ids[t]: this
@@ -39,22 +39,23 @@ def linear_log_probs(
         lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
             modules_to_save or trainable_token_indices). trainable_token_indices costs a copy of the weight.
         target_ids: [B, T] or [N] int64. Masked positions may hold any value, which is never used as an index.
-        mask: unmasked tokens are True or 1, [B, T] or [N], bool or 0/1. None: target_ids != -100. Masked rows cost
+        mask: True or 1 at unmasked tokens, [B, T] or [N], bool or 0/1. None: target_ids != -100. Masked rows cost
             nothing.
-        bias: [V], for a head passed as a weight. A module's bias is read from the module; then pass None.
+        bias: [V]. If lm_head is a module with a bias, that bias is used, and this argument must be None.
         logit_scale: multiplies the logits (Cohere, Granite).
         logit_softcap: c in c * tanh(logits / c) (Gemma 2); None: no soft-cap.
         temperature: divides the capped logits; a number, a tensor with no dimension, or one value per token.
-        vocab_size: number of logits per row that are not padding; all later ones get probability 0. None: all V.
+        vocab_size: number of vocabulary columns that are not padding; later columns get probability 0. None: all V.
         entropy: also return the entropy of each row's distribution, in nats, differentiable.
-        backend: "triton", "torch" or "auto". An explicit choice never falls back.
+        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
+            that you name cannot run, an error is raised.
 
     Returns:
         LogProbOutput.
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
-            inside GPU tensors raise only if GSPO_CHECK=1. Without it, an id out of range gives the log-prob NaN.
+            inside GPU tensors raise only if GSPO_CHECK=1. Otherwise an id out of range gives the log-prob NaN.
     """
     call = Call("linear_log_probs")
     arguments = HeadArguments(

@@ -11,16 +11,16 @@ from .layout import segment_sum
 
 NAMES = (
     "clip_fraction",  # share of non-empty sequences that have a clipped token
-    "clip_fraction_low",  # ... a token clipped at 1 - clip_low (negative advantage)
-    "clip_fraction_high",  # ... at 1 + clip_high (positive advantage), or at dual_clip / delta (negative advantage)
+    "clip_fraction_low",  # the same, for tokens clipped at 1 - clip_low (negative advantage)
+    "clip_fraction_high",  # at 1 + clip_high (positive advantage), or at dual_clip or delta (negative advantage)
     "token_clip_fraction",  # share of clipped tokens among unmasked tokens (the paper's "fraction of clipped tokens")
     "token_clip_fraction_low",
     "token_clip_fraction_high",
     "ratio_mean",  # mean of s over non-empty sequences, or over tokens for ratio="token"; 1 if there are none
     "ratio_min",
     "ratio_max",
-    "kl_to_old",  # mean over tokens of old - lp: k1 estimate of KL(old || policy) on samples of the old policy, nats
-    "zero_coefficient_share",  # share of unmasked tokens that need no backward
+    "kl_to_old",  # mean over tokens of old - new log-prob, nats: the k1 estimate of KL(old || new)
+    "zero_coefficient_share",  # share of unmasked tokens without a gradient, which cost no backward; 1 without tokens
     "kl",  # mean over tokens of the objective's estimator against ref_log_probs, nats; only with ref_log_probs
     "entropy",  # mean over tokens, nats; only if entropies are computed
 )
@@ -66,7 +66,7 @@ def compute(
         torch.where(count > 0, _extreme(ratio, log_ratio_mask, torch.amin, torch.inf), 1),
         torch.where(count > 0, _extreme(ratio, log_ratio_mask, torch.amax, -torch.inf), 1),
         token_mean(-token_log_ratio),
-        token_mean((~has_gradient).to(dtype)),
+        torch.where(mask.any(), token_mean((~has_gradient).to(dtype)), 1),
         zero if kl is None else token_mean(kl),
         zero if entropy is None else token_mean(entropy),
     ]
@@ -80,7 +80,7 @@ def _extreme(ratio: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], ne
 
 
 def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict[str, Tensor]:
-    """Return the metrics by name, and as "invalid" the number of invalid ids, advantages, offsets, ..."""
+    """Return the metrics by name. "invalid" is the number of invalid ids, advantages, offsets, ..."""
     named: dict[str, Tensor] = dict(zip(NAMES, values.unbind(), strict=True))
     if not kl:
         del named["kl"]
@@ -90,14 +90,20 @@ def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict
     return named
 
 
-def work_metrics(work: Tensor, products: int) -> dict[str, Tensor]:
+def work_metrics(work: Tensor, zero_coefficient_share: Tensor, products: int) -> dict[str, Tensor]:
     """Return the metrics that say how much the backward computes.
 
     Args:
-        work: [3], the fields of `live_tiles.Work`.
+        work: [3], the fields of `live_tiles.Work`; [0] if the backward is exact.
+        zero_coefficient_share: [], the metric.
         products: number of matrix products that the backward computes per live tile.
     """
-    dropped, rows, tiles = work.unbind()
-    passes = 1 + products * tiles
+    if work.numel() == 0:
+        rows = tiles = 1 - zero_coefficient_share
+        dropped = torch.zeros_like(rows)
+        passes = torch.rsub(zero_coefficient_share, 1 + products, alpha=products)  # 1 + products * tiles
+    else:
+        dropped, rows, tiles = work.unbind()
+        passes = 1 + products * tiles
     names = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
     return dict(zip(names, (dropped, rows, tiles, passes), strict=True))

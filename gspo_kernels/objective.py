@@ -4,23 +4,25 @@ The loss of every objective is a sum over the unmasked tokens t of all sequences
 
     sum_it c_it (o_it l(u, A_it) - entropy_coef H_it) + kl_coef sum_it c'_it k(lp_it - ref_it) s
 
-    u       log-ratio: per sequence, or per token for ratio="token"; the ratio is s = exp(u)
+    lp_it   log-prob of the token
+    ref_it  log-prob of the token under the reference policy
+    u       log-ratio, lp_it minus old log-prob: its mean over the sequence, or for ratio="token" the token's
+    s       ratio, exp(u); in the KL term this factor is present only if kl_ratio_factor=True
     A_it    advantage
-    l       surrogate, a function of u and A
+    l       surrogate, a function of u and A (for "cispo" and "reinforce" also of lp_it)
     o_it    the caller's token weight
     c_it    the aggregation's weight of the token, divided by `normalizer`
-    c'_it   the weight of the token in the KL term's aggregation, divided by `kl_normalizer`
+    c'_it   the same weight in the KL term's aggregation, divided by `kl_normalizer`
     H_it    entropy of the token's distribution
-    k       KL estimator, a function of log-prob minus reference log-prob
-    s       in the KL term: present only if kl_ratio_factor=True
+    k       KL estimator, a function of lp_it - ref_it (for "unbiased" also of the token's ratio)
 
-The backends' `surrogates.py` compute l and k, and their `sequence.py` the sums and the derivatives.
+In each backend, `surrogates.py` computes l and k, and `sequence.py` the sums and the derivatives.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -80,14 +82,14 @@ class Objective:
             smaller of the two applies. For surrogate="clip" only.
         aggregation: weight of a token, before division by the normalizer. "seq-mean-token-mean": 1 / L_i, where L_i is
             the number of unmasked tokens in the token's sequence (GSPO). "token-mean" and "seq-mean-token-sum": 1.
-            "seq-mean-token-sum-norm": 1 / length_norm. The default normalizer of "token-mean" is the number of
-            unmasked tokens; that of all others is the number of non-empty sequences.
+            "seq-mean-token-sum-norm": 1 / length_norm. By default, the normalizer is the number of unmasked tokens for
+            "token-mean", and the number of non-empty sequences for all others.
         length_norm: the constant of "seq-mean-token-sum-norm", usually the longest completion allowed, in tokens.
         kl_coef: weight of the KL term against `ref_log_probs`, >= 0.
         kl_estimator: with d = log_prob - ref_log_prob, "k1": d. "k2": d^2 / 2. "k3": exp(-d) + d - 1. "abs": |d|.
             "k1+", "k3+": the same values with the gradient of k2 (verl). "unbiased": k3 times the token's ratio, with
             the gradient of both factors (DeepSeek-V3.2).
-        kl_aggregation: aggregation of the KL term; None: `aggregation`.
+        kl_aggregation: aggregation of the KL term; None: the same as `aggregation`.
         kl_ratio_factor: multiply the KL of each token by the ratio s of the objective, and differentiate both factors
             (TRL's `use_bias_correction_kl`). For ratio="sequence", s is the ratio of the sequence.
         entropy_coef: the loss is reduced by entropy_coef times the aggregated entropy.
@@ -102,9 +104,10 @@ class Objective:
 
     Warns, once each:
         UserWarning:
-        - Sequence ratios are combined with an aggregation that weights sequences by their length. That loss is LUSPO.
-        - The clip window of a length-normalised ratio is 0.04 or wider, a hundred times GSPO's. Such a ratio hardly
-          ever leaves this window, so almost nothing is clipped.
+        - Sequence ratios are combined with an aggregation that weights sequences by their length. This loss is LUSPO
+          up to a constant factor.
+        - With sequence ratios, clip_low or clip_high is 0.04 or more, a hundred times GSPO's. A ratio normalised by
+          length hardly ever leaves such a window, so almost nothing is clipped.
     """
 
     ratio: str = "sequence"
@@ -126,7 +129,12 @@ class Objective:
 
     def __post_init__(self) -> None:
         self._check()
-        self._warn(stacklevel=5)  # the line that calls the __init__ that dataclass generates
+        self._warn(stacklevel=5)  # the warning names the line that constructs the Objective
+        self._write_text()
+
+    def _write_text(self) -> None:
+        # Plain strings, because torch.compile cannot trace json.
+        object.__setattr__(self, "_text", ";".join([repr(getattr(self, f.name)) for f in fields(self)[:-1]]))
 
     def _check(self) -> None:
         check = validation.Field("Objective")
@@ -177,13 +185,13 @@ class Objective:
             return
         if self.aggregation != "seq-mean-token-mean" and not luspo:
             validation.warn_once(
-                f"aggregation={self.aggregation!r} weights sequences by their length, which with one ratio per "
-                "sequence is LUSPO; GSPO has 'seq-mean-token-mean' (for LUSPO take Objective.preset('luspo'))",
+                f"aggregation={self.aggregation!r} weights sequences by their length. With one ratio per sequence, "
+                "that loss is LUSPO's. For GSPO use 'seq-mean-token-mean', for LUSPO Objective.preset('luspo')",
                 stacklevel,
             )
         if self.surrogate == "clip" and max(self.clip_low, self.clip_high) >= TOKEN_WINDOW:
             validation.warn_once(
-                f"clip_low={self.clip_low:g}, clip_high={self.clip_high:g} is a window for token ratios: a ratio "
+                f"clip_low={self.clip_low:g}, clip_high={self.clip_high:g} is a window for token ratios. A ratio "
                 "normalised by length hardly ever leaves it (GSPO's paper: 3e-4 and 4e-4)",
                 stacklevel,
             )
@@ -200,28 +208,23 @@ class Objective:
         for key in changes:
             validation.Field("Objective.preset").choice("field", key, tuple(sorted(known)))
         values = {**_PRESETS[name], **changes}
-        objective = cls.restored(values.get(f.name, f.default) for f in fields(cls))
+        objective = object.__new__(cls)
+        for f in fields(cls):
+            object.__setattr__(objective, f.name, values.get(f.name, f.default))
         objective._check()
         objective._warn(stacklevel=4, luspo=name == "luspo")
+        objective._write_text()
         return objective
+
+    @property
+    def text(self) -> str:
+        """Return the values of all fields except `rollout_correction`. Operators take an objective as this string."""
+        return self._text  # pyright: ignore[reportAttributeAccessIssue] - set in __post_init__
 
     @classmethod
-    def restored(cls, values: Iterable[Any]) -> Objective:
-        """Return the objective whose first fields have these values, in order; later fields get their defaults.
-
-        Nothing is checked. For the list that `values()` returns, this is the inverse, except for `rollout_correction`.
-        """
-        objective = object.__new__(cls)
-        iterator = iter(values)
-        for f in fields(cls):
-            object.__setattr__(objective, f.name, next(iterator, f.default))
-        return objective
-
-    def values(self) -> list[Any]:
-        """Return the values of all fields except `rollout_correction`, in order. Kernels read these fields only."""
-        # Not dataclasses.astuple: it copies values. torch.compile guards on the identity of the copies, so it would
-        # recompile at each call.
-        return [getattr(self, f.name) for f in fields(self)[:-1]]
+    def from_text(cls, text: str) -> Objective:
+        """Return the objective with this `text`, without a rollout correction. Nothing is checked."""
+        return _from_text(text)
 
     @property
     def ceiling(self) -> float:
@@ -240,6 +243,19 @@ class Objective:
         if self.surrogate == "gmpo":
             return -self.clip_low, self.clip_high
         return math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf, math.log1p(self.clip_high)
+
+
+_CONSTANTS = {"None": None, "True": True, "False": False}
+
+
+@functools.lru_cache(maxsize=256)
+def _from_text(text: str) -> Objective:
+    objective = object.__new__(Objective)
+    values = [_CONSTANTS[x] if x in _CONSTANTS else x[1:-1] if x[0] == "'" else float(x) for x in text.split(";")]
+    for f, value in zip(fields(Objective), [*values, None], strict=True):
+        object.__setattr__(objective, f.name, value)
+    object.__setattr__(objective, "_text", text)
+    return objective
 
 
 def _valid_sapo_temperature(x: float) -> bool:

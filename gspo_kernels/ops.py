@@ -1,13 +1,14 @@
 """The torch.library operators and their autograd.
 
-Each public function calls one differentiable operator. The backwards call two more operators:
+Each public function calls one differentiable operator. The operators' backwards call two more, `head_backward` and
+`scale`:
 
     linear_log_probs            hidden states, head -> log-probs, entropies     (backward: head_backward)
     policy_loss                 log-probs -> loss                               (backward: scale)
     fused_loss                  hidden states, head -> loss                     (backward: head_backward)
 
-Backwards are in closed form. `head_backward` and `scale` have no derivative, so double backward raises an error.
-LoRA's h A^T has an operator in `backends/adapter.py`.
+Gradients are computed by formulas, not by autograd. `head_backward` and `scale` have no derivative, so double backward
+raises an error. LoRA's product h A^T is another operator, in `backends/adapter.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from . import metrics
 from .backends.dispatch import implementation
-from .backends.live_tiles import all_columns, choose, exact_work
+from .backends.live_tiles import all_columns
 from .backends.precision import multiply_no_nan
 from .backends.rows import HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient, PolicyResult, PolicyRows
 from .custom_op import Operator, restore, save
@@ -187,8 +188,8 @@ class ScaledCoefficients(NamedTuple):
 def scale(log_probs: Tensor, coefficient: Tensor, entropy_coefficient: Tensor, d_loss: Tensor) -> ScaledCoefficients:
     """Multiply the coefficients by the upstream gradient.
 
-    `log_probs` is not used. Because it is a parameter, the graph of a double backward contains this operator, which has
-    no derivative, so that the double backward raises an error. Otherwise its result would silently lack a term.
+    `log_probs` is not used. As a parameter, it puts this operator, which has no derivative, into the graph of a double
+    backward, which therefore raises an error. Without it, a double backward would silently lack a term.
     """
     return ScaledCoefficients(_times(coefficient, d_loss), _times(entropy_coefficient, d_loss))
 
@@ -209,31 +210,27 @@ def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
 
 
 class FusedResult(NamedTuple):
-    """Results of both halves, the tiles that the backward computes, and the backward's work."""
+    """Results of head and policy loss, the cells that the backward computes, and the work of the backward."""
 
     head: HeadResult
     policy: PolicyResult
     live_tiles: LiveTiles
-    work: Tensor  # [3]: the fields of `live_tiles.Work`
+    work: Tensor  # [3]: the fields of `live_tiles.Work`; [0] if the backward is exact
 
 
 @Operator
 def fused_loss(
     head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, backend: str
 ) -> FusedResult:
-    """Compute log-probs and loss of rows, and choose the tiles of the backward. Only the loss is differentiable."""
+    """Compute log-probs and loss of rows, and choose the cells of the backward. Only the loss is differentiable."""
     kernels = implementation(backend)
     result, shares = kernels.forward_with_shares(head, wanted=gradient_budget > 0)
     entropy = result.entropy if head.entropy else None
     with torch.autocast(head.hidden.device.type, enabled=False):
         loss = kernels.policy_forward(result.log_probs, entropy, head.mask, policy, objective)
     if shares is None:
-        has_gradient = loss.coefficient != 0
-        if objective.entropy_coef != 0:
-            has_gradient |= loss.entropy_coefficient != 0
-        live_tiles, work = all_columns(head.hidden.device), exact_work(head, has_gradient)
-    else:
-        live_tiles, work = choose(head, result, loss.coefficient, shares, gradient_budget)
+        return FusedResult(result, loss, all_columns(head.hidden.device), loss.loss.new_empty(0))
+    live_tiles, work = kernels.choose(head, result, loss.coefficient, shares, gradient_budget)
     return FusedResult(result, loss, live_tiles, torch.stack(work).to(loss.loss.dtype))
 
 
@@ -249,7 +246,7 @@ def _fake_fused(
         (rows, columns), n = cell, head.hidden.shape[0]
         cells = live_tiles.cells.new_empty(-(-n // rows), -(-head.vocab_size // columns))
         live_tiles = LiveTiles(live_tiles.order.new_empty(n), cells, live_tiles.counts.new_empty(2))
-    return FusedResult(result, loss, live_tiles, result.log_probs.new_empty(3))
+    return FusedResult(result, loss, live_tiles, result.log_probs.new_empty(3 if cell else 0))
 
 
 def _save_fused_loss(ctx: Any, inputs: tuple[Any, ...], result: FusedResult) -> None:

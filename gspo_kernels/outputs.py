@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import metrics
@@ -23,30 +22,29 @@ class LogProbOutput(NamedTuple):
 class LossOutput(NamedTuple):
     """The loss, and the log-probs, log-ratios and metrics that a trainer logs.
 
-    Only `loss` is differentiable. To add terms of your own, use `linear_log_probs` and `policy_loss`. The other fields
-    are detached. Do not change them in place: the backward reads log_probs and entropy, and raises an error if they
-    have changed.
+    Only `loss` is differentiable; the other fields are detached. To add terms of your own to the loss, use
+    `linear_log_probs` and `policy_loss`. Do not change the fields in place: the backward reads log_probs and entropy,
+    and raises an error if they have changed.
 
-    `metrics` holds 0-dim tensors on the device; the host does not wait for them. Shares and means over tokens are over
-    unmasked tokens.
+    `metrics` holds 0-dim tensors on the device; the host does not wait for them. "Tokens" are unmasked tokens here.
         clip_fraction: share of non-empty sequences that have a clipped token. clip_fraction_low counts sequences with a
-            token clipped at 1 - clip_low, clip_fraction_high those with a token clipped at 1 + clip_high, dual_clip or
-            delta.
+            token clipped at 1 - clip_low, clip_fraction_high sequences with a token clipped at 1 + clip_high, dual_clip
+            or delta.
         token_clip_fraction, token_clip_fraction_low, token_clip_fraction_high: shares of clipped tokens, with the same
             bounds. The sign of the advantage decides which bound applies, except for cispo. For gmpo, token ratios are
             clipped.
         ratio_mean, ratio_min, ratio_max: mean, smallest and largest ratio s of the non-empty sequences, or of the
-            tokens for ratio="token".
+            tokens for ratio="token"; 1 if there are none.
         kl_to_old: mean over tokens of old - new log-prob, in nats. It estimates KL(old || new) from samples and may be
             negative.
-        zero_coefficient_share: share of tokens that cost no backward.
-        live_row_share: share of tokens that have a gradient, 1 - zero_coefficient_share. This and the next three
-            metrics come only from `gspo_fused_loss`.
+        zero_coefficient_share: share of tokens without a gradient, which cost no backward; 1 if there are no tokens.
+        live_row_share: share of tokens with a gradient, 1 - zero_coefficient_share. Only `gspo_fused_loss` returns this
+            and the next three metrics.
         live_tile_share: share of all (token, vocabulary column) pairs that the backward computes.
-        dropped_gradient_mass: share of the L1 mass of d_logits that the backward leaves out, at most gradient_budget.
-            With a soft-cap this is an upper bound; the true share may be half of it or less.
-        passes: operations of the matrix products in forward and backward, divided by 2 N H V, for N unmasked tokens.
-            Padding of tiles is not counted. 4 if the backward computes d_hidden and d_weight for every row, 3 if it
+        dropped_gradient_mass: share of the L1 mass of the logits' gradient that the backward leaves out, at most
+            gradient_budget. With a soft-cap this is an upper bound; the true share may be half of it or less.
+        passes: operations of the matrix products in forward and backward, divided by 2 N H V, for N tokens. Padding of
+            tiles is not counted. The value is 4 if the backward computes d_hidden and d_weight for every row, 3 if it
             computes only one of them, 1 without autograd.
         kl: mean over tokens of the objective's KL estimator, in nats; only with ref_log_probs.
         entropy: mean over tokens, in nats; only if entropies are computed.
@@ -57,8 +55,8 @@ class LossOutput(NamedTuple):
     loss: Tensor  # []
     log_probs: Tensor  # [B, T] or [N], fp32 (fp64 for fp64 inputs), 0 at masked positions
     entropy: Tensor | None  # [B, T] or [N], in nats
-    # u = log s. Per sequence, [B] or [S]; for gmpo the mean of the bounded token log-ratios. Per token, in the shape of
-    # target_ids, for ratio="token".
+    # u = log s of each sequence, [B] or [S]; for ratio="token" of each token, in the shape of target_ids. For gmpo, u
+    # is the mean of the bounded token log-ratios.
     log_ratio: Tensor
     metrics: dict[str, Tensor]
 
@@ -69,15 +67,13 @@ def loss_output(
     log_probs: Tensor,
     entropy: Tensor | None,
     objective: Objective,
-    invalid: Tensor,
 ) -> LossOutput:
-    """Return a backend's result in the caller's shapes. Invalid values make the loss, and so its gradient, NaN."""
+    """Return a backend's result in the caller's shapes."""
     shape = policy.layout.shape  # (B, T) or (N,)
-    loss = result.loss * torch.where(invalid > 0, torch.nan, 1.0).to(result.loss.dtype)
     has_kl = policy.rows.ref_log_probs is not None
-    named = metrics.as_dict(result.metrics, invalid, kl=has_kl, entropy=entropy is not None)
+    named = metrics.as_dict(result.metrics, policy.rows.invalid, kl=has_kl, entropy=entropy is not None)
     return LossOutput(
-        loss,
+        result.loss,
         log_probs.view(shape),
         None if entropy is None else entropy.detach().view(shape),
         result.log_ratio.view(shape) if objective.ratio == "token" else result.log_ratio,

@@ -35,45 +35,46 @@ def policy_loss(
     Args:
         log_probs: log-probs of the current policy, [B, T], or [N] with cu_seqlens; fp32 or fp64, differentiable.
             Masked positions may hold any value, NaN included. NaN at an unmasked token raises no error, but makes the
-            loss NaN. This also holds for old_log_probs and ref_log_probs.
-        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. Packed advantages are per sequence if
-            N == S. No gradient.
-        mask: unmasked tokens are True or 1, bool or 0/1, in the shape of log_probs. None: all tokens.
+            loss NaN, except in terms whose advantage or token weight is 0. The same holds for old_log_probs.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. If a packed batch has as many sequences
+            as tokens (N == S), advantages are read as per sequence. No gradient.
+        mask: True or 1 at unmasked tokens, bool or 0/1, in the shape of log_probs. None: all tokens are unmasked.
         cu_seqlens: [S + 1] int32 or int64, for packed input only: sequence i is tokens cu_seqlens[i] up to, but not
             including, cu_seqlens[i + 1].
         old_log_probs: log-probs of the policy in the ratio's denominator, in the shape of log_probs. None: on-policy,
             all ratios are exactly 1. No gradient.
-        ref_log_probs: log-probs of the reference policy, in the shape of log_probs; required if objective.kl_coef > 0.
-            If kl_coef is 0, the KL is a metric and not part of the loss. No gradient.
+        ref_log_probs: log-probs of the reference policy, in the shape of log_probs. They are required if
+            objective.kl_coef > 0, and in this case NaN at an unmasked token makes the loss NaN. If kl_coef is 0, the KL
+            is only a metric. No gradient.
         rollout_log_probs: log-probs that the sampler reported, fp32 or fp64; required by
             objective.rollout_correction, and allowed only with it.
-        token_weights: [B, 1], [B, T] or [N]; they multiply the policy term, but not the KL term and not the entropy.
+        token_weights: [B, 1], [B, T] or [N]; they multiply the policy term, but neither the KL term nor the entropy.
             No gradient.
-        entropy: entropy of each token's distribution, in the shape of log_probs; required if objective.entropy_coef
-            != 0, and then differentiable.
+        entropy: entropy of each token's distribution, in the shape of log_probs. If objective.entropy_coef != 0, it is
+            required and differentiable.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
-        normalizer: divisor of the sum over tokens; a number, or a tensor with no dimension. The value of a tensor is
-            checked only on a CPU, or if GSPO_CHECK=1. Usually it counts the sequences (or tokens) of a full optimizer
-            step: of all ranks and micro-batches, divided by the number of ranks if gradients are averaged over ranks,
-            as DDP and FSDP do. None: the number of unmasked tokens of this batch for aggregation="token-mean", and of
-            non-empty sequences for all others.
+        normalizer: divisor of the sum over tokens; a number, or a tensor with no dimension. Usually this is the number
+            of non-empty sequences (for aggregation="token-mean", of unmasked tokens) in a full optimizer step, counted
+            over all ranks and micro-batches. If gradients are averaged over ranks, as by DDP and FSDP, divide this
+            number by the number of ranks. None: the number in this batch.
         kl_normalizer: divisor of the KL term. None: `normalizer` if the KL term and the policy term have the same
-            aggregation, otherwise the number of sequences or tokens of this batch.
-        backend: "triton", "torch" or "auto". An explicit choice never falls back.
+            aggregation, otherwise the number of tokens or sequences in this batch, as for `normalizer`.
+        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
+            that you name cannot run, an error is raised.
 
     Returns:
         LossOutput. `loss` [] is differentiable; the other fields are detached.
 
     Raises:
-        ValueError, TypeError: The message names the argument, the expected value and the value received. Values of
-            tensors on a GPU raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts the bad values, and the
-            loss is NaN if there are any.
+        ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
+            inside GPU tensors raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts them, and the loss is
+            NaN if there are any.
     """
     call = Call("policy_loss")
     packed = cu_seqlens is not None
     text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
     call.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
-    unmasked, bad_mask = token_mask(call, mask, log_probs, log_probs.device)
+    unmasked = token_mask(call, mask, log_probs, log_probs.device)
     arguments = PolicyArguments(
         advantages,
         cu_seqlens,
@@ -102,4 +103,4 @@ def policy_loss(
     )
     log_probs_out = torch.where(unmasked, log_probs.detach(), 0)
     entropy_out = None if entropy is None else torch.where(unmasked, entropy.detach(), 0)
-    return loss_output(result, policy, log_probs_out, entropy_out, objective, policy.invalid + bad_mask)
+    return loss_output(result, policy, log_probs_out, entropy_out, objective)

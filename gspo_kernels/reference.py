@@ -12,7 +12,8 @@ and minimises, over answers with advantage A_i,
 
     l_i = -min(s_i * A_i,  clip(s_i, 1 - clip_low, 1 + clip_high) * A_i).
 
-The clip window is [1 - 3e-4, 1 + 4e-4], so u_i must be accurate to a few 1e-6. Logits rounded to bf16 are not.
+The clip window is [1 - 3e-4, 1 + 4e-4], so u_i must be accurate to a few 1e-6. Log-probs from logits that were rounded
+to bf16 are too coarse for this.
 """
 
 from __future__ import annotations
@@ -53,23 +54,25 @@ def token_log_probs(
         temperature = temperature[:, None]
     logits = (logits / temperature)[:, :vocab_size]  # columns past the real vocabulary are padding
     log_p = torch.log_softmax(logits, dim=-1)
-    # Selected before the product: autograd would compute 0 * inf = NaN.
+    # Replace -inf before the product, because 0 * -inf is NaN.
     entropy = -(log_p.exp() * torch.where(log_p == -math.inf, 0.0, log_p)).sum(-1)
     return log_p.gather(-1, target_ids[:, None])[:, 0], entropy
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
-    """Return the surrogate per element, for the ratio s = exp(log_ratio).
+    """Return the surrogate per element, for the ratio s = exp(log_ratio) and the advantage A.
 
-    "clip": -min(s A, clip(s) A). "none" and "gmpo": -s A. "sapo": -4 / tau sigmoid(tau (s - 1)) A.
+    "clip": -min(s A, clip(s) A). "none" and "gmpo": -s A. "sapo": -(4 / tau) sigmoid(tau (s - 1)) A, where tau depends
+    on the sign of A.
 
     For "clip", a positive advantage clips ratios above 1 + clip_high. A negative advantage clips ratios below
-    1 - clip_low, and above dual_clip or delta. The exp of a clipped log-ratio may be inf, and autograd would then
-    compute 0 * inf = NaN. So the log-ratio is replaced before exp. A token with advantage 0 contributes exactly 0.
+    1 - clip_low, and ratios above the smaller of dual_clip and delta. The exp of a clipped log-ratio may be inf, and
+    autograd would compute 0 * inf = NaN from it. So clipped log-ratios are replaced by 0 before exp. A token with
+    advantage 0 contributes exactly 0.
     """
     ratio = log_ratio.exp()
     if objective.surrogate == "sapo":
-        # The sigmoid is flat from a log-ratio of 80 on, and exp overflows fp32 above 88.
+        # Cut off at 80: above it the sigmoid is flat, and above 88 exp overflows fp32.
         ratio = torch.where(advantages == 0, 0.0, log_ratio).clamp(max=80).exp()
         tau = torch.full_like(ratio, objective.sapo_temperature_neg)
         tau = tau.masked_fill(advantages > 0, objective.sapo_temperature_pos)
@@ -99,9 +102,9 @@ def score(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, objective: A
 
 
 def bounded(token_log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
-    """Return GMPO's token log-ratios, clamped from above where A > 0 and from below where A < 0 (arXiv 2507.20673).
+    """Return GMPO's bounded token log-ratios (arXiv 2507.20673), whose mean is the log-ratio of the sequence.
 
-    The log-ratio of a sequence is the mean of these values.
+    They are at most clip_high where A > 0, and at least -clip_low where A < 0.
     """
     capped = token_log_ratio.clamp(max=objective.clip_high)
     raised = token_log_ratio.clamp(min=-objective.clip_low)
@@ -111,7 +114,10 @@ def bounded(token_log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tens
 def log_ratios_of_sequence(
     log_probs: Tensor, old_log_probs: Tensor | None, advantages: Tensor, objective: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-ratio of each token [L], their mean u [], and the log-ratio that the surrogate takes [L]."""
+    """Return the log-ratio of each token [L], their mean u [], and the log-ratio that the surrogate takes [L].
+
+    For gmpo, u is the mean of the `bounded` log-ratios.
+    """
     token_log_ratio = log_probs - (log_probs.detach() if old_log_probs is None else old_log_probs)
     averaged = bounded(token_log_ratio, advantages, objective) if objective.surrogate == "gmpo" else token_log_ratio
     u = averaged.sum() / max(len(averaged), 1)
@@ -119,14 +125,14 @@ def log_ratios_of_sequence(
         return token_log_ratio, u, token_log_ratio
     if objective.ratio == "sequence":
         return token_log_ratio, u, u.expand(len(averaged))
-    # sequence-token: the value is u, and the gradient is that of the token's log-prob (eq. 13-14).
+    # sequence-token: each token has the value u, and a gradient with respect to its log-prob only (eq. 13-14).
     return token_log_ratio, u, u.detach() + log_probs - log_probs.detach()
 
 
 def kl_to_reference(log_probs: Tensor, ref_log_probs: Tensor, token_log_ratio: Tensor, estimator: str) -> Tensor:
     """Return an estimate of KL(policy || reference) per token (Schulman, "Approximating KL divergence").
 
-    "k1+" and "k3+" have the values of k1 and k3 and the gradient of k2. "unbiased" is k3 times the token's ratio.
+    "k1+" and "k3+" have the values of k1 and k3, but the gradient of k2. "unbiased" is k3 times the token's ratio.
     """
     d = log_probs - ref_log_probs
     k2, k3 = 0.5 * d**2, torch.expm1(-d) + d
@@ -173,7 +179,7 @@ def gspo_reference_loss(
     normalizer: float | None = None,
     kl_normalizer: float | None = None,
 ) -> ReferenceOutput:
-    """Compute `gspo_kernels.gspo_fused_loss` from full logits with autograd, in the dtype of `hidden`."""
+    """Compute the same as `gspo_kernels.gspo_fused_loss`, from full logits with autograd, in the dtype of `hidden`."""
     mask = target_ids != -100 if mask is None else mask.bool()
     if cu_seqlens is None:
         spans: list[Any] = list(range(target_ids.shape[0]))  # x[i] is sequence i of a padded batch
@@ -210,7 +216,8 @@ def gspo_reference_loss(
 
         # 2. The policy term, weighted per token, the entropy bonus, and the KL term.
         if weights is not None:
-            # Weights are >= 0, so this equals weight * surrogate, without computing 0 * inf.
+            # Weighting the advantage equals weighting the surrogate, because weights are >= 0. It also avoids
+            # 0 * inf, because the surrogate of an advantage of 0 is exactly 0.
             advantage = advantage * weights
         if objective.surrogate in ("cispo", "reinforce"):
             per_token = score(log_ratio, advantage, lp, objective)

@@ -1,7 +1,7 @@
 """Importance weights and masks for rollouts whose sampler computes other log-probs than the trainer.
 
 Let pi be the trainer's policy in the ratio's denominator (`old_log_probs`), and mu the sampler. The ratio of a token is
-rho_t = pi(y_t) / mu(y_t). Other trainers compute these weights:
+rho_t = pi(y_t) / mu(y_t). These settings compute the weights of other trainers:
 
     trainer                                   here
     TRL token_truncate, verl token, slime     level="token", mode="truncate": rho_t
@@ -12,7 +12,7 @@ rho_t = pi(y_t) / mu(y_t). Other trainers compute these weights:
 Pass the weights to a loss as `token_weights`, which multiply the policy term, but neither KL nor entropy. Or set
 `Objective(rollout_correction=RolloutCorrection(...))`: the loss then computes the weights and reports their metrics. To
 use the sampler's log-probs instead of recomputed ones (GSPO's paper, section 5.4; verl's bypass mode), pass them as
-`old_log_probs`; no weights are needed then. The host reads no values, and results have no gradient.
+`old_log_probs`. In this case no weights are needed. The host reads no values, and results have no gradient.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def importance_weights(
         old_log_probs: log-probs of the sampled tokens under the trainer's policy, [B, T], or [N] with cu_seqlens; fp32
             or fp64.
         rollout_log_probs: log-probs that the sampler reported, in the same shape.
-        mask: unmasked tokens are True or 1, bool or 0/1, in the same shape. Log-probs at masked positions may hold any
+        mask: True or 1 at unmasked tokens, bool or 0/1, in the same shape. Log-probs at masked positions may hold any
             value.
         cu_seqlens: [S + 1] int32 or int64, for packed input.
-        level: "token": each token has its ratio as weight. "sequence": all tokens of a sequence have the product of its
-            token ratios. "geometric": all tokens of a sequence have the geometric mean of its token ratios.
+        level: "token": the weight of a token is its ratio. "sequence": the weight of all tokens of a sequence is the
+            product of their ratios. "geometric": it is the geometric mean of their ratios.
         mode: "truncate" clamps weights to [low, high]; "mask" sets weights outside [low, high] to 0.
         low, high: bounds, 0 <= low <= high.
 
@@ -93,20 +93,20 @@ def importance_weights(
         sets the ratio of such tokens to 1. To do the same, pass torch.where(rollout.isnan(), old, rollout).
 
     Raises:
-        ValueError, TypeError: The message names the argument, the expected value and the value received. Values of
-            mask and cu_seqlens on a GPU raise only if GSPO_CHECK=1. Otherwise any bad value makes all weights NaN.
+        ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
+            in mask and cu_seqlens on a GPU raise only if GSPO_CHECK=1. Otherwise they make all weights NaN.
     """
     call = Call("importance_weights")
-    layout, unmasked, invalid = _layout(call, mask, cu_seqlens)
+    layout, unmasked = _layout(call, mask, cu_seqlens)
     difference = _difference(call, layout, unmasked, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
     low, high = _bounds(call, level, mode, low, high)
-    return _weigh(layout, unmasked, difference, RolloutCorrection(level, mode, low, high), invalid)
+    return _weigh(layout, unmasked, difference, RolloutCorrection(level, mode, low, high), call.invalid(mask.device))
 
 
 def rollout_weights(
     call: Call, layout: Layout, unmasked: Tensor, old: Tensor, rollout: Tensor, correction: RolloutCorrection
 ) -> Correction:
-    """Run `importance_weights` for a loss whose batch is checked already; `unmasked` [N] bool is its mask."""
+    """Run `importance_weights` for a loss that has checked its mask, `unmasked` [N] bool, and its offsets."""
     difference = _difference(call, layout, unmasked, old_log_probs=old, rollout_log_probs=rollout)
     return _weigh(layout, unmasked, difference, correction, unmasked.new_zeros((), dtype=torch.int64))
 
@@ -153,8 +153,8 @@ def off_policy_mask(
     Args:
         log_probs: log-probs of the current policy, [B, T], or [N] with cu_seqlens; fp32 or fp64.
         rollout_log_probs: log-probs that the sampler reported, in the same shape.
-        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. With advantages per token, the other
-            tokens of the sequence keep weight 1.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. With advantages per token, tokens whose
+            advantage is not negative keep weight 1.
         mask, cu_seqlens: as in `importance_weights`.
         threshold: in nats per token, >= 0.
 
@@ -166,7 +166,7 @@ def off_policy_mask(
         ValueError, TypeError: as in `importance_weights`, and if an advantage is not finite where `mask` is true.
     """
     call = Call("off_policy_mask")
-    layout, unmasked, invalid = _layout(call, mask, cu_seqlens)
+    layout, unmasked = _layout(call, mask, cu_seqlens)
     difference = _difference(call, layout, unmasked, log_probs=log_probs, rollout_log_probs=rollout_log_probs)
     call.number("threshold", threshold, "a number >= 0", lambda x: x >= 0)
     sequences = layout.sequences
@@ -175,12 +175,12 @@ def off_policy_mask(
     call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=mask.device)
     per_row = layout.per_row(advantages.detach())
     wrong = unmasked & ~per_row.isfinite()
-    invalid = invalid + call.flag("advantages", wrong, "finite where mask is true", lambda: up_to_five(per_row[wrong]))
+    call.flag("advantages", wrong, "finite where mask is true", lambda: up_to_five(per_row[wrong]))
     far = -_reduce_sequences(difference, unmasked, layout, mean=True) > threshold  # [N] bool
     dropped = far & (per_row < 0) & unmasked
     weights = torch.where(unmasked & ~dropped, 1.0, 0.0).to(difference.dtype)
     share = dropped.sum() / unmasked.sum().clamp(min=1)
-    return _correction(layout, weights, {"masked_share": share.to(difference.dtype)}, invalid)
+    return _correction(layout, weights, {"masked_share": share.to(difference.dtype)}, call.invalid(mask.device))
 
 
 def _k3(difference: Tensor) -> Tensor:
@@ -197,20 +197,20 @@ def _bounds(check: Field, level: str, mode: str, low: float, high: float) -> tup
     return low, check.number("high", high, expected, lambda x: x >= low and valid_bound(x))
 
 
-def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor, Tensor]:
-    """Return the layout, the mask as bool [N], and how many values of mask and offsets are invalid."""
+def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
+    """Return the layout, and the mask as bool [N]."""
     shape, text = ((None, None), "[B, T]") if cu_seqlens is None else ((None,), "[N], with cu_seqlens")
-    unmasked, invalid = call.mask(mask, shapes=[shape], shape_text=text)
+    unmasked = call.mask(mask, shapes=[shape], shape_text=text)
     if cu_seqlens is None:
         layout = padded_layout((mask.shape[0], mask.shape[1]), mask.device)
     else:
-        invalid = invalid + call.offsets(cu_seqlens, mask.shape[0], mask.device)
+        call.offsets(cu_seqlens, mask.shape[0], mask.device)
         layout = packed_layout(mask.shape[0], cu_seqlens)
-    return layout, unmasked.reshape(-1), invalid
+    return layout, unmasked.reshape(-1)
 
 
 def _correction(layout: Layout, weights: Tensor, metrics: dict[str, Tensor], invalid: Tensor) -> Correction:
-    """Return weights [N] in the caller's shape. If the number of `invalid` values is not 0, all weights are NaN."""
+    """Return weights [N] in the caller's shape. If `invalid`, the number of bad values, is not 0, all are NaN."""
     return Correction(torch.where(invalid > 0, torch.nan, weights).view(layout.shape), metrics)
 
 
@@ -224,7 +224,7 @@ def _difference(call: Call, layout: Layout, unmasked: Tensor, **log_probs: Tenso
 
 
 def _reduce_sequences(x: Tensor, unmasked: Tensor, layout: Layout, mean: bool) -> Tensor:
-    """Return for each row the sum, or the mean over unmasked rows, of `x` over the row's sequence, [N]."""
+    """Return for each row the sum of `x` over the row's sequence, or the mean over its unmasked rows, [N]."""
     total = segment_sum(x, layout.offsets)  # [S]
     if mean:
         total = total / segment_sum(unmasked.to(x.dtype), layout.offsets).clamp(min=1)

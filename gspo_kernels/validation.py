@@ -1,8 +1,9 @@
 """Checks of arguments. Every error message names the argument, the expected value and the value received.
 
-Types, shapes, dtypes and devices are always checked. Values (target ids in range, finite advantages, ordered offsets)
-raise errors on a CPU. On a GPU the host would have to wait for them, so bad values are counted in `metrics["invalid"]`
-and make the loss NaN. With GSPO_CHECK=1 they raise errors on a GPU too.
+Types, shapes, dtypes and devices are always checked. Bad values (target ids out of range, NaN advantages, unordered
+offsets) raise errors on a CPU. On a GPU this check would make the host wait, so bad values are counted in
+`metrics["invalid"]` and make the loss NaN. GSPO_CHECK=1 raises errors on a GPU as well. Under torch.compile, bad values
+are only counted, on any device.
 """
 
 from __future__ import annotations
@@ -23,11 +24,9 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)
 WIDE = (torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# Text of a message, or a function that returns it. Under torch.compile sizes may be symbols, which must not be
-# printed unless a check fails.
+# A message, or a function that returns it: under torch.compile, sizes may be symbols that only a failing check prints.
 Text = str | Callable[[], str]
-# The smallest normal and the largest finite float32.
-SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # normal and finite float32
 
 
 class Unquoted(str):
@@ -61,7 +60,7 @@ _warned: set[str] = set()
 def warn_once(text: str, stacklevel: int, kind: str = "") -> None:
     """Emit a UserWarning once per `kind`, which defaults to the text before the first "=".
 
-    `stacklevel` is that of `warnings.warn`; 2 is the caller of this function.
+    `stacklevel` is used as by `warnings.warn`: 2 is the caller of this function.
     """
     kind = kind or text.split("=")[0]
     if kind not in _warned:
@@ -74,6 +73,7 @@ class Field:
 
     def __init__(self, place: str) -> None:
         self.place = place
+        self._wrong: list[Tensor] = []  # bool, for `Call.invalid`
 
     def fail(self, name: str, expected: Text, got: object, error: type[Exception] = ValueError) -> NoReturn:
         """Raise "<place>: <name> must be <expected>, got <got>"."""
@@ -124,7 +124,7 @@ class Call(Field):
             expected = f"a dense tensor {_text_of(shape_text)} ({fixes})"
             self.fail(name, expected, Unquoted("a nested tensor"), TypeError)
         if type(x).__name__ == "DTensor":
-            expected = "a plain tensor (gather a sharded one, or call inside the module that owns it)"
+            expected = "a plain tensor (gather a sharded one, or call inside the forward of its module)"
             self.fail(name, expected, Unquoted("a DTensor"), TypeError)
         if not any(_matches(x.shape, shape) for shape in shapes):
             self.fail(name, f"a tensor {_text_of(shape_text)}", x)
@@ -153,7 +153,7 @@ class Call(Field):
         # Called before the other checks of a head. ZeRO-3 and FSDP add hooks, and without this order the error would
         # name the hooks as the reason.
         expected = (
-            "an unsharded weight [V, H] (under ZeRO-3 or FSDP call inside the module's own forward, or gather it)"
+            "an unsharded weight [V, H] (under ZeRO-3 or FSDP, call inside the module's forward, or gather the weight)"
         )
         if type(weight).__name__ == "DTensor":
             self.fail("lm_head", f"a plain tensor and {expected}", Unquoted("a DTensor"), TypeError)
@@ -166,13 +166,14 @@ class Call(Field):
         if isinstance(weight, Tensor) and not weight.is_nested and weight.numel() == 0:
             self.fail("lm_head", expected, Unquoted(f"an empty tensor {list(weight.shape)}"))
 
-    def mask(self, x: Any, **expected: Any) -> tuple[Tensor, Tensor]:
-        """Check a mask; return it as bool, and the number of values that are neither 0 nor 1."""
+    def mask(self, x: Any, **expected: Any) -> Tensor:
+        """Check a mask, whose values are 0 and 1. Return it as bool."""
         self.tensor("mask", x, dtypes=(torch.bool, *FLOATS, *INTEGERS), **expected)
         if x.dtype == torch.bool:
-            return x, torch.zeros((), dtype=torch.int64, device=x.device)
+            return x
         wrong = (x != 0) & (x != 1)
-        return x != 0, self.flag("mask", wrong, "0 or 1", lambda: up_to_five(x[wrong]))
+        self.flag("mask", wrong, "0 or 1", lambda: up_to_five(x[wrong]))
+        return x != 0
 
     def weight(self, weight: Any, hidden: Tensor) -> None:
         """Check the weight of a head, [V, H]."""
@@ -199,7 +200,7 @@ class Call(Field):
             self.tensor("bias", bias, dtypes=dtypes, shapes=[(vocab,)], shape_text=text, device=device)
 
     def logit_options(self, logit_scale: Any, logit_softcap: Any, vocab_size: Any, columns: int) -> None:
-        """Check the scalar options of a head with a weight of `columns` rows."""
+        """Check the scalar options of a head whose weight has `columns` rows, one per vocabulary column."""
         expected = "a finite number other than 0, within float32"
         self.number("logit_scale", logit_scale, expected, lambda x: SMALLEST <= abs(x) <= LARGEST)
         if logit_softcap is not None:
@@ -221,46 +222,49 @@ class Call(Field):
         if temperature.requires_grad:
             self.fail("temperature", "without gradient (it is a constant of the loss)", Unquoted("requires_grad=True"))
 
-    def normalizer(self, name: str, value: Any, mask: Tensor) -> Tensor | int:
-        """Check a normalizer, a number or a tensor []. Return 1 if a tensor is invalid, else 0.
+    def normalizer(self, name: str, value: Any, mask: Tensor) -> None:
+        """Check a normalizer: a number, a tensor [] or None.
 
         Valid values are finite and > 0. If all tokens are masked, a tensor may also be 0, because it may hold the
         number of unmasked tokens.
         """
-        expected = "a finite number > 0, within float32, a tensor with no dimension that holds one, or None"
-        if value is None:
-            return 0
+        expected = "a finite number > 0 within float32, or a tensor with no dimension of such a value, or None"
         if not isinstance(value, Tensor):
-            self.number(name, value, expected, positive)
-            return 0
+            if value is not None:
+                self.number(name, value, expected, positive)
+            return
         dtypes = (*FLOATS, *INTEGERS)
         self.tensor(name, value, dtypes=dtypes, shapes=[()], shape_text="with no dimension", device=mask.device)
-        x = value.float() if value.dtype in HALF else value  # half precision cannot represent these bounds
+        x = value.float() if value.dtype in HALF else value  # half precision cannot represent SMALLEST and LARGEST
         is_valid = (x >= SMALLEST) & (x <= LARGEST) if x.is_floating_point() else x > 0
-        return self.flag(name, ~is_valid & ((x != 0) | mask.any()), expected, value.item)
+        self.flag(name, ~is_valid & ((x != 0) | mask.any()), expected, value.item)
 
-    def offsets(self, cu_seqlens: Any, rows: int, device: torch.device) -> Tensor:
-        """Check offsets [S + 1] of sequences in `rows` rows; return the number of invalid ones."""
+    def offsets(self, cu_seqlens: Any, rows: int, device: torch.device) -> None:
+        """Check offsets [S + 1] of sequences in `rows` rows."""
         dtypes = (torch.int32, torch.int64)
         self.tensor("cu_seqlens", cu_seqlens, dtypes=dtypes, shapes=[(None,)], shape_text="[S + 1]", device=device)
-        if cu_seqlens.shape[0] == 0:
-            self.fail("cu_seqlens", "[S + 1] values, so at least the leading 0", Unquoted("an empty tensor"))
+        if cu_seqlens.shape[0] < (2 if rows else 1):
+            self.fail("cu_seqlens", lambda: f"[S + 1] values, starting with 0 and ending at N = {rows}", cu_seqlens)
 
         def values() -> str:
             x = cu_seqlens.tolist()
             return Unquoted(x if len(x) <= 8 else f"{x[:4]} ... {x[-3:]}")
 
-        backwards = self.flag("cu_seqlens", cu_seqlens[1:] < cu_seqlens[:-1], "non-decreasing offsets", values)
-        start = self.flag("cu_seqlens", cu_seqlens[:1] != 0, "offsets starting at 0", values)
-        end = self.flag("cu_seqlens", cu_seqlens[-1:] != rows, lambda: f"offsets ending at N = {rows}", values)
-        return backwards + start + end
+        self.flag("cu_seqlens", cu_seqlens[1:] < cu_seqlens[:-1], "non-decreasing offsets", values)
+        self.flag("cu_seqlens", cu_seqlens[:1] != 0, "offsets starting at 0", values)
+        self.flag("cu_seqlens", cu_seqlens[-1:] != rows, lambda: f"offsets ending at N = {rows}", values)
 
-    def flag(self, name: str, wrong: Tensor, expected: Text, got: Callable[[], object]) -> Tensor:
-        """Return the number of true entries of `wrong`. If there are any, raise on a CPU or with GSPO_CHECK=1."""
-        count = wrong.sum()
-        if _values_are_checked(wrong.device) and type(count).__name__ != "FakeTensor" and count.item():
+    def flag(self, name: str, wrong: Tensor, expected: Text, got: Callable[[], object]) -> None:
+        """Raise if `wrong` (bool) has a true entry, on a CPU or with GSPO_CHECK=1. Elsewhere `invalid` counts them."""
+        if not _values_are_checked(wrong.device) or type(wrong).__name__ == "FakeTensor":
+            self._wrong.append(wrong)
+        elif wrong.any().item():
             self.fail(name, expected, got())
-        return count
+
+    def invalid(self, device: torch.device) -> Tensor:
+        """Return the number of invalid values that were not checked on the host, [] int64."""
+        wrong = [x.reshape(-1) for x in self._wrong]
+        return torch.cat(wrong).sum() if wrong else torch.zeros((), dtype=torch.int64, device=device)
 
 
 def valid_bound(x: float) -> bool:

@@ -1,11 +1,11 @@
-"""Compute the log-probs of TRL's GRPOTrainer with `gspo_kernels`: one class or one function call.
+"""Compute the log-probs of TRL's GRPOTrainer with `gspo_kernels`. Use either the class or the function:
 
     trainer = GSPOTrainer(model, reward_funcs, args=GSPOConfig(...), train_dataset=...)
-    accelerate_trainer(trainer)  # instead, for an existing trainer of any subclass of GRPOTrainer
+    accelerate_trainer(trainer)  # for an existing trainer of any subclass of GRPOTrainer
 
 `linear_log_probs`, called at the model's head, computes old, reference and new log-probs with the same kernel, in fp32
-and without storing logits. Tokens whose log-prob gets no gradient from the loss cost no backward. TRL's own code
-computes the loss and its metrics, so all of TRL's options work.
+and without storing logits. The backward of the head skips tokens whose log-prob gets no gradient from the loss. TRL's
+own code computes the loss and its metrics, so all of TRL's options work.
 
 TRL 1.15 and later asks the model for log-probs (`model(..., fused_lm_head=True)`), so we wrap the model's forward. TRL
 0.29 to 1.14 computes log-probs from logits in the trainer's method `_get_per_token_logps_and_entropies`, so we replace
@@ -45,10 +45,10 @@ _METHOD = "_get_per_token_logps_and_entropies"
 
 
 class GSPOTrainer(GRPOTrainer):
-    """A GRPOTrainer whose log-probs come from `linear_log_probs`. Arguments are TRL's; `args` defaults to a GSPOConfig.
+    """A GRPOTrainer whose log-probs come from `linear_log_probs`.
 
-    The head may have a LoRA adapter. (The constructor of TRL 1.15 and later refuses such a head, because TRL's own
-    log-probs would ignore the adapter.)
+    The arguments are those of GRPOTrainer, but `args` defaults to a GSPOConfig. The head may have a LoRA adapter. From
+    TRL 1.15 on, GRPOTrainer refuses such a head, because TRL's own log-probs would ignore the adapter.
 
     Warns:
         UserWarning: `args` does not select a sequence-level ratio. The warnings of `accelerate_trainer` also apply.
@@ -70,12 +70,13 @@ class GSPOTrainer(GRPOTrainer):
 
 @contextlib.contextmanager
 def _head_adapters_allowed() -> Iterator[None]:
-    """Hide PEFT's BaseTunerLayer from TRL's constructor, so that TRL accepts a head of that class."""
+    """Hide PEFT's BaseTunerLayer from GRPOTrainer's constructor, which refuses a head of that class."""
     tuner_layer = getattr(grpo_trainer, "BaseTunerLayer", None)
     if tuner_layer is None:  # PEFT is missing, or this release of TRL does not check the head
         yield
         return
-    setattr(grpo_trainer, "BaseTunerLayer", type("NoInstances", (), {}))  # noqa: B010 - TRL does not export it
+    # Use setattr, because TRL does not export the name and type checkers would refuse an assignment.
+    setattr(grpo_trainer, "BaseTunerLayer", type("NoInstances", (), {}))  # noqa: B010
     try:
         yield
     finally:
@@ -85,8 +86,8 @@ def _head_adapters_allowed() -> Iterator[None]:
 def accelerate_trainer(trainer: GRPOTrainer) -> None:
     """Compute the log-probs of the trainer's model and reference model with `linear_log_probs`.
 
-    A second call changes nothing. Before TRL 1.15, TRL's own code still computes the log-probs of inputs with images,
-    and a UserWarning is issued.
+    A second call changes nothing. With TRL before 1.15, TRL's own code still computes the log-probs of inputs with
+    images, and a UserWarning says so.
 
     Raises:
         TypeError: `trainer` is not a GRPOTrainer.
@@ -125,15 +126,17 @@ def _check(trainer: GRPOTrainer) -> None:
     if getattr(type(trainer), _METHOD) is not getattr(GRPOTrainer, _METHOD):
         override = f"an override in {type(trainer).__name__}"
         if not _ASKS_THE_MODEL:
-            check.fail(_METHOD, "GRPOTrainer's before TRL 1.15 (call linear_log_probs in yours)", Unquoted(override))
+            expected = "GRPOTrainer's own before TRL 1.15 (instead, call linear_log_probs in your override)"
+            check.fail(_METHOD, expected, Unquoted(override))
         warnings.warn(
-            f"accelerate_trainer: {_METHOD} is {override}: log-probs that it computes from logits are not replaced",
+            f"accelerate_trainer: {_METHOD} is {override}. If the override computes log-probs from logits, they are "
+            "not replaced",
             stacklevel=3,
         )
 
 
 def _is_wrapped(model: Any) -> bool:
-    """Return whether `_wrap_forward` made the model's outermost forward. A wrapper of accelerate does not count."""
+    """Return whether the model's forward is that of `_wrap_forward`, directly or inside accelerate's wrapper."""
     wrapper = vars(model).get(_ATTRIBUTE)
     # accelerate stores the forward inside its wrapper as `_original_forward`.
     return wrapper is not None and wrapper in (model.forward, vars(model).get("_original_forward"))
@@ -169,7 +172,7 @@ def _log_probs(
     """
     targets = shift_labels if shift_labels is not None else None if labels is None else labels[:, 1:]
     if targets is None:
-        raise ValueError("fused_lm_head: labels must be given, got None")
+        raise ValueError("fused_lm_head: labels or shift_labels must be given, got neither")
 
     def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
         states = hidden if shift_labels is not None else hidden[:, :-1]
@@ -212,7 +215,10 @@ class _LogProbs:
         images = [name for name, x in options.items() if x is not None and name != "compute_aux_loss"]
         if images:
             names = ", ".join(images)
-            warn_once(f"accelerate_trainer: TRL before 1.15 computes log-probs with {names} itself", stacklevel=4)
+            warn_once(
+                f"accelerate_trainer: TRL before 1.15 computes the log-probs of inputs with {names} with its own code",
+                stacklevel=4,
+            )
             options |= {"batch_size": batch_size, "compute_entropy": compute_entropy}
             return self.trl_method(model, input_ids, attention_mask, logits_to_keep, **options)
         want_aux_loss = options.get("compute_aux_loss", False)
@@ -231,7 +237,7 @@ class _LogProbs:
         return log_probs, entropy, torch.stack(aux_losses).mean() if want_aux_loss else None
 
     def _score(self, targets: Tensor, mask: Tensor, entropy: bool) -> Callable[..., Any]:
-        """Return a `with_head` that computes the log-probs of targets [B, C] at the nonzero entries of mask [B, C]."""
+        """Return a function for `with_head`: it computes the log-probs of targets [B, C] where mask [B, C] is not 0."""
 
         def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
             states = hidden[:, :-1][:, -targets.shape[1] :]  # [B, C, H]

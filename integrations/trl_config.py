@@ -12,7 +12,7 @@ from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Field, warn_once
 
 UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four mini-batches
-# These loss types clip the ratio to [1 - epsilon, 1 + epsilon_high]. With cispo, the upper bound is epsilon_high.
+# These loss types clip the ratio to [1 - epsilon, 1 + epsilon_high]. cispo is missing: its upper bound is epsilon_high.
 CLIPPING_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
@@ -29,9 +29,9 @@ class GSPOConfig(GRPOConfig):
     once, from generation_batch_size / num_generations prompts. At the end of an epoch, TRL drops prompts that do not
     fill a rollout. The default for `steps_per_generation` depends on other settings:
 
-    - With `steps_per_generation` or `generation_batch_size`, TRL's arithmetic is unchanged.
-    - With `num_iterations` above 1, steps_per_generation defaults to gradient_accumulation_steps, as in GRPOConfig:
-      each completion is trained on `num_iterations` times.
+    - If you set `steps_per_generation` or `generation_batch_size`, your value is used, as in GRPOConfig.
+    - If you set `num_iterations` above 1, steps_per_generation defaults to gradient_accumulation_steps, as in
+      GRPOConfig. Each completion is trained on `num_iterations` times.
 
     For one update per rollout, set steps_per_generation=gradient_accumulation_steps. The trainer then warns once that
     nothing is clipped.
@@ -45,8 +45,10 @@ class GSPOConfig(GRPOConfig):
 
     importance_sampling_level: str = field(default="sequence", metadata={"help": "One ratio per sequence."})
     loss_type: str = field(default="grpo", metadata={"help": "A mean over tokens, then over sequences."})
-    epsilon: float = field(default=3e-4, metadata={"help": "Lower clip bound (GSPO paper, section 5.1)."})
-    epsilon_high: float | None = field(default=4e-4, metadata={"help": "Upper clip bound (GSPO paper, section 5.1)."})
+    epsilon: float = field(default=3e-4, metadata={"help": "1 minus the lower clip bound (GSPO paper, section 5.1)."})
+    epsilon_high: float | None = field(
+        default=4e-4, metadata={"help": "Upper clip bound minus 1 (GSPO paper, section 5.1)."}
+    )
     steps_per_generation: int | None = field(
         default=None,
         metadata={
@@ -58,7 +60,7 @@ class GSPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         batch_size = self.generation_batch_size
         if self.steps_per_generation is not None:
-            self.generation_batch_size = None  # TRL computes it; it is compared with batch_size below
+            self.generation_batch_size = None  # TRL computes a value, which is compared with batch_size below
         elif batch_size is None and self.num_iterations == 1:
             self.steps_per_generation = UPDATES_PER_ROLLOUT * self.gradient_accumulation_steps
         super().__post_init__()
@@ -83,7 +85,7 @@ def warn_of_settings_that_never_clip(trainer: GRPOTrainer, stacklevel: int) -> N
     accumulation = args.gradient_accumulation_steps
     _warn_of_few_prompts(trainer, stacklevel + 1)
     # Under this condition TRL uses the current log-probs as the old log-probs. With vLLM, TRL may compute the old
-    # log-probs separately, but it computes them with the same weights.
+    # log-probs separately, but with the same weights. In both cases every ratio is 1.
     if accumulation % (steps * iterations) == 0:
         warn_once(
             f"gspo_kernels: with steps_per_generation={steps}, num_iterations={iterations} and "
@@ -99,8 +101,8 @@ def warn_of_settings_that_never_clip(trainer: GRPOTrainer, stacklevel: int) -> N
     wide = [f"{name}={bound:g}" for name, bound in bounds.items() if bound >= TOKEN_WINDOW]
     if clips_sequences and wide:
         warn_once(
-            f"gspo_kernels: {' and '.join(wide)}: a clip window for token ratios. The sequence ratio of "
-            f"importance_sampling_level={level!r} hardly ever gets that far from 1. GSPO's paper: epsilon=3e-4, "
+            f"gspo_kernels: {', '.join(wide)} is a clip window for token ratios. The sequence ratio of "
+            f"importance_sampling_level={level!r} hardly ever gets that far from 1. GSPO's paper uses epsilon=3e-4 and "
             "epsilon_high=4e-4",
             stacklevel,
             kind="epsilon",

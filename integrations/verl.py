@@ -5,16 +5,15 @@
     actor_rollout_ref.actor.policy_loss.loss_mode=gspo_kernels  # optional: selects the policy loss
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
 
-(If the environment variable is set, external_lib may be omitted: verl then loads the engine through the entry point of
-this package.)
+With the environment variable set, you may omit external_lib: verl finds the engine by the package's entry point.
 
-The engine is verl's with one difference. At the model's head, `linear_log_probs` computes the log-probs of the
-responses, and the entropies on request, without making logits. New, old and reference log-probs all come from this one
-kernel. verl's policy losses, KL terms and metrics use these log-probs unchanged.
+The engine is verl's FSDP engine with one difference. At the model's head, `linear_log_probs` computes the log-probs of
+the responses, and the entropies on request, without making logits. New, old and reference log-probs all come from this
+one kernel. verl's policy losses, KL terms and metrics do not change.
 
-The policy loss is GSPO's token form in one operator. It differs from verl's `gspo` in two ways: it does not clamp the
-log-ratio, and it never reads values where the mask is 0. To use it with one of verl's own engines, set `external_lib`
-and `loss_mode`, but not the environment variable.
+The policy loss is GSPO's token form (`Objective(ratio="sequence-token")`) in one operator. Unlike verl's `gspo`, it
+does not clamp the log-ratio, and ignores values where the mask is 0, even NaN. To use it with one of verl's own
+engines, set `external_lib` and `loss_mode`, but not the environment variable.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         self._updates += 1
-        # verl steps the learning rate in the last update of each rollout.
+        # verl sets this flag in the last update of each rollout.
         is_last = tu.get_non_tensor_data(data=data, key="update_lr_scheduler", default=False)
         if "old_log_probs" in data:  # not SFT
             _warn_of_settings_that_never_clip(data, loss_function, only_update=is_last and self._updates == 1)
@@ -88,7 +87,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
         self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Any]:
         if isinstance(output, HeadOutput):
-            # With use_fused_kernels, verl expects log-probs instead of logits, removes their padding and gathers them.
+            # If a batch has use_fused_kernels, verl takes log-probs instead of logits, unpads them and gathers them.
             output, micro_batch = output.result, micro_batch.copy()
             tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
@@ -108,7 +107,7 @@ def _warn_of_settings_that_never_clip(data: Any, loss_function: Any, only_update
     Args:
         only_update: the batch is the only update of its rollout.
     """
-    # The worker's loss is functools.partial(ppo_loss, config=ActorConfig).
+    # The worker's loss is functools.partial(ppo_loss, config=...) with an ActorConfig.
     config: Any = getattr(loss_function, "keywords", {}).get("config")
     loss_mode = config.policy_loss.get("loss_mode") if hasattr(config, "policy_loss") else None
     if only_update and loss_mode not in NO_RATIO_MODES and not _old_log_probs_are_the_samplers(data):
@@ -125,7 +124,7 @@ def _warn_of_settings_that_never_clip(data: Any, loss_function: Any, only_update
 
 
 def _old_log_probs_are_the_samplers(data: Any) -> bool:
-    """Return whether old_log_probs are rollout_log_probs (verl's `bypass_mode`). If so, ratios can differ from 1."""
+    """Return whether old_log_probs equal rollout_log_probs (verl's `bypass_mode`). If so, ratios can differ from 1."""
     if "rollout_log_probs" not in data:
         return False
     old, sampled = (x.values() if x.is_nested else x for x in (data["old_log_probs"], data["rollout_log_probs"]))
@@ -143,14 +142,14 @@ def _warn_of_wide_window(low: float, high: float, stacklevel: int) -> None:
     if max(low, high) >= TOKEN_WINDOW:
         warn_once(
             f"gspo_kernels: actor.clip_ratio_low={low:g}, actor.clip_ratio_high={high:g} is a clip window for token "
-            "ratios (verl's default). A sequence ratio hardly ever leaves it. GSPO's paper: 3e-4 and 4e-4",
+            "ratios (verl's default is 0.2). A sequence ratio hardly ever leaves it. GSPO's paper uses 3e-4 and 4e-4",
             stacklevel,
             kind="clip_low",  # the same kind as Objective's warning, so that only one of the two is shown
         )
 
 
 class _Score:
-    """A `with_head` that computes the log-probs of one micro-batch: [1, N] if packed, [B, T] if padded.
+    """A function for `with_head`: it computes the log-probs of one micro-batch, [1, N] if packed, [B, T] if padded.
 
     Args:
         args: the second result of verl's `prepare_model_inputs`.
@@ -190,11 +189,12 @@ class _Score:
 def _predicts_response(micro_batch: Any, positions: int) -> Tensor:
     """Return a bool mask [positions] of the positions that predict a token of a response.
 
-    All positions are True if the batch does not contain prompts and responses, or if the caller asks for all log-probs.
+    All positions are True in three cases: the batch does not contain prompts and responses; the caller asks for all
+    log-probs; or sequence parallelism pads the packed batch or splits it over ranks, so that positions do not match
+    input_ids.
     """
     input_ids = micro_batch["input_ids"]
     return_all = tu.get_non_tensor_data(data=micro_batch, key="return_model_output", default=False)
-    # Sequence parallelism pads the packed batch or splits it over ranks, so positions do not match input_ids.
     has_responses = "responses" in micro_batch and "prompts" in micro_batch
     if return_all or not has_responses or positions != len(input_ids.values()):
         return torch.ones(positions, dtype=torch.bool, device=input_ids.device)
@@ -203,9 +203,9 @@ def _predicts_response(micro_batch: Any, positions: int) -> Tensor:
         lengths = responses.offsets().diff()
     else:
         lengths = micro_batch["attention_mask"][:, prompts.shape[1] :].sum(1)
-    # Position ends - lengths - 1 predicts the first token of the response. Position ends - 1 predicts nothing.
-    # `change` is +1 at the first position that predicts a token of the response, and -1 after the last such position.
-    # Its cumulative sum is the mask.
+    # A sequence ends before the index `ends`. Position ends - lengths - 1 predicts the first token of its response, and
+    # position ends - 1 predicts nothing. `change` is +1 at the first position that predicts a token of the response,
+    # and -1 after the last such position. The cumulative sum of `change` is the mask.
     change = torch.zeros(positions + 1, dtype=torch.long, device=input_ids.device)
     change.index_add_(0, (ends - lengths - 1).clamp(min=0), torch.ones_like(ends))
     change.index_add_(0, ends - 1, -torch.ones_like(ends))
@@ -269,7 +269,7 @@ def gspo_policy_loss(
             "token-mean" if loss_agg_mode == "token-sum" else loss_agg_mode,
             float(batch.get("loss_scale_factor") or response_mask.shape[1]) if norm else None,
         ),
-        # Divide by ranks because verl averages gradients over them. If the total is 0, every term of the loss is 0.
+        # verl averages gradients over ranks. If the total is 0, every term of the loss is 0, whatever the divisor.
         normalizer=None if total is None else max(float(total), 1.0) / ranks,
     )
     return out.loss, {
@@ -287,13 +287,14 @@ def _objective(clip_low: float, clip_high: float, aggregation: str, length_norm:
             "uses actor.loss_agg_mode=seq-mean-token-mean, which is not verl 0.9.1's default",
             stacklevel=4,
         )
-    # Use the preset "luspo" because it does not repeat the warning about weights by length.
+    # The preset "luspo" omits Objective's warning about weights by length, which would repeat the one above.
     window = {"clip_low": clip_low, "clip_high": clip_high}
     return Objective.preset("luspo", ratio="sequence-token", aggregation=aggregation, length_norm=length_norm, **window)
 
 
 if os.environ.get("VERL_ENGINE_VENDOR") != "gspo":
     logging.getLogger(__name__).warning(
-        "VERL_ENGINE_VENDOR is %r, not 'gspo': only the policy loss of gspo_kernels is available, log-probs are verl's",
+        "VERL_ENGINE_VENDOR is %r, not 'gspo', so verl computes the log-probs. Only the policy loss of gspo_kernels is "
+        "available",
         os.environ.get("VERL_ENGINE_VENDOR"),
     )

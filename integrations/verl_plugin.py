@@ -1,8 +1,8 @@
-"""Load the engine for verl if VERL_ENGINE_VENDOR=gspo. Every `import verl` imports this entry point (`verl.plugins`).
+"""Load the engine for verl if VERL_ENGINE_VENDOR=gspo. This module is an entry point that `import verl` imports.
 
-verl silently skips a plug-in whose import fails, so this module warns before it raises. The settings
-`model.external_lib` and VERL_USE_EXTERNAL_MODULES name `gspo_kernels.integrations.verl` directly. With them, a failing
-import raises in verl.
+verl silently skips an entry point (`verl.plugins`) whose import fails, so this module warns before it raises. The
+settings `model.external_lib` and VERL_USE_EXTERNAL_MODULES name `gspo_kernels.integrations.verl` instead. verl does not
+hide errors of that import.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A package, so that spawned processes import these tests and not the `tests` that verl's wheel installs."""
+"""Make the tests a package: spawned processes import it, and not the package `tests` that verl's wheel installs."""

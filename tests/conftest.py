@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-# Triton's interpreter multiplies with NumPy. With OpenBLAS's AVX2 kernels, the rounding of a row depends on its place
-# in a block, which it does not on GPUs. The variable is read at the first import of NumPy, and ignored on processors
-# other than x86.
+# Triton's interpreter multiplies with NumPy. In OpenBLAS's AVX2 kernels, unlike on GPUs, the rounding of a row depends
+# on its place in a block. So these kernels are switched off. NumPy reads the variable at its first import; processors
+# other than x86 ignore it.
 os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may need a network
 pytest.register_assert_rewrite("helpers")
 
-# In CI the examples are always the same, so that a failure is due to the change. Elsewhere they vary.
+# In CI, Hypothesis always draws the same examples, so that a failure is due to the change. Elsewhere they vary.
 settings.register_profile(
     "default",
     max_examples=200,
@@ -22,7 +22,7 @@ settings.register_profile(
     derandomize=os.environ.get("CI") == "true",
 )
 settings.register_profile("quick", settings.get_profile("default"), max_examples=10)
-# For seeded faults a failing example is enough; it is not shrunk.
+# For a seeded fault it is enough that an example fails, so the example is not shrunk.
 settings.register_profile("fault", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("default")
 
@@ -86,11 +86,11 @@ def cached_memory_is_returned() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="no slow tests, at most two cases of a test per backend")
+    parser.addoption("--quick", action="store_true", help="run no slow tests, and at most two cases of a test")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --quick, keep the last case of each test and backend, for torch also the first one, and no slow tests."""
+    """With --quick, keep no slow tests, and of other tests the first and last case (with Triton, only the last)."""
     if not config.getoption("--quick"):
         return
     cases: dict[tuple[str, object], list[pytest.Item]] = {}
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases.setdefault((item.nodeid.partition("[")[0], parameters.get("backend")), []).append(item)
     kept: set[int] = set()
     for (_, backend_name), group in cases.items():
-        # The last case often has all options. Interpreted kernels are slow, so they run only that one.
+        # The last case often has all options. Interpreted kernels are slow, so they run only the last case.
         kept |= {id(item) for item in (group[-1:] if backend_name == "triton" else (group[0], group[-1]))}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]

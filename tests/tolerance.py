@@ -1,9 +1,11 @@
-"""All error limits of the tests. Loosening a limit takes a commit of its own, with the reason.
+"""All error limits of the tests. To loosen a limit, make a separate commit that gives the reason.
 
-`check` compares with float64, the truth. Let r be the error of the same computation in plain PyTorch in the same dtype
-(see PLAIN_ORDERS), and floor = eps(dtype) * max|truth|. Our error must be at most 2 * (r + floor). The relative RMS
+`check` compares with float64, the truth. Let r be the largest error of plain PyTorch in the same dtype (see
+PLAIN_ORDERS), and floor = eps(dtype) * max|truth|. Our largest error must be at most 2 * (r + floor). The relative RMS
 error has a limit per dtype, NaN and inf must be in the same places, and the cosine of each row with the true row must
 be at least ROW_COSINE.
+
+The relative error of a gradient is the norm of the difference divided by the norm of the gradient.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# r is the largest error over this many orders of additions. The error of plain fp32 depends on the order in which a
-# logit's terms are added: a gradient was off by 1.4 to 4.2 eps in six orders of the same numbers. With r from one
-# order, 7 of 512 gradients failed, 12 with another NumPy, and other samples on each processor; with four orders, none.
-# Half precision uses one order: with more orders, one of them would take a wrong clip decision, and its large r would
-# allow any gradient.
+# Plain PyTorch runs in this many orders of additions, and r is the largest error. In fp32 the error depends on the
+# order in which a logit's terms are added: a gradient was off by 1.4 to 4.2 eps in six orders of the same numbers. With
+# one order, 7 of 512 gradients failed the check, 12 failed with another NumPy, and each processor had other failures.
+# With four orders, none failed. Half precision uses one order: with more orders, one of them would take a wrong clip
+# decision, and its large r would allow any gradient.
 PLAIN_ORDERS = {torch.float32: 4}
 
 RELATIVE_RMS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-12}
@@ -27,35 +29,38 @@ FLOAT64_RELATIVE = 1e-11
 # Error of log-probs on a CPU, for |logit| <= 30 and H <= 4096: standard deviation and bias per token.
 LOG_PROB_STD = 1e-5
 LOG_PROB_BIAS = 2e-6
-# RMS error of the same log-probs on a GPU, whose tensor cores truncate when they add.
+# RMS error of such log-probs on a GPU, whose tensor cores truncate when they add.
 LOG_PROB_RMS_ON_TENSOR_CORES = 3e-5
-# Relative RMS error of sums of half-precision products. Rounded to fp16 it would be 2e-4, to bf16 1.7e-3.
+# Relative RMS error of sums of half-precision products that are accumulated in fp32. Sums rounded to fp16 would have an
+# error of 2e-4, and sums rounded to bf16 an error of 1.7e-3.
 ACCUMULATED_IN_FP32 = 1e-4
-# RMS error of log-probs from exact logits, in units of the last place: 0.29 for one rounding, 0.41 for two.
+# RMS error of log-probs computed from exact logits, in units in the last place. One rounding has an error of 0.29, two
+# roundings of 0.41.
 LOG_PROB_UNIT_RMS = 0.35
 
-# fp32 advantages of rewards far from zero, compared with float64.
+# Error of fp32 advantages of rewards far from zero, compared with float64.
 ADVANTAGE_RELATIVE = 1e-6
 
 # On-policy, GSPO's loss is about 0, so errors of losses are relative to the mean |advantage|.
 LOSS_PER_ADVANTAGE = 1e-6
 
-# Gradients of two trainers for one batch in float64, norm over norm. Some trainers add 1e-8 to a divisor.
+# Gradients of our loss and of another trainer's, for the same batch in float64. Some trainers add 1e-8 to a divisor.
 PARITY_GRADIENT_RELATIVE = 1e-6
 
-# Gradients of another fp32 implementation that starts from hidden states: every logit is rounded twice.
+# Gradients of our loss and of Liger's, from the same hidden states in fp32. Both round every logit.
 LIGER_GRADIENT_RELATIVE = 1e-5
 
-# Gradients of a model with fused head and with its own logits, norm over norm, by the model's dtype.
+# Gradients of a model with a fused head and with materialised logits, by the model's dtype.
 MODEL_GRADIENT_RELATIVE = {torch.float64: 1e-7, torch.float32: 1e-5}
 # Gradients of one process and of several processes that shard the model, in float64.
 SHARDED_GRADIENT_RELATIVE = 1e-10
-# A trainer after a few steps of fp32 SGD, with its own log-probs and with ours: its log; parameters and log-probs; the
-# gradient norm of the first four updates, after which rounding has made both runs drift.
+# Two runs of a trainer for a few steps of fp32 SGD, with its own log-probs and with ours. The first two limits are for
+# the trainer's log, the third for parameters and log-probs.
 TRAINER_LOG_RELATIVE, TRAINER_LOG_ABSOLUTE, TRAINER_ABSOLUTE = 1e-4, 2e-6, 1e-5
+# Gradient norms of the first four updates in such runs. After four updates, rounding has made the runs drift apart.
 TRAINER_GRADIENT_RELATIVE = 1e-6
 
-# Error of log-ratios relative to the log-probs that they are differences of, by dtype of the accumulators.
+# Error of log-ratios relative to the largest |log-prob|, by dtype of the accumulators.
 LOG_RATIO_RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 # Means over a batch in fp32, compared with fp64.
@@ -64,18 +69,19 @@ SHARE_ABSOLUTE = 1e-6
 
 # The L1 mass of d_logits that a gradient budget drops, in fp32, compared with fp64.
 DROPPED_MASS_RELATIVE = 1e-4
-# Gradients of the kept entries of d_logits, norm over norm. The limits detect wrong entries, not rounding.
+# Gradients computed from the kept entries of d_logits, by dtype. The limits detect wrong entries, not rounding.
 KEPT_GRADIENT_RELATIVE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5, torch.float64: 1e-11}
 
-# Parameters after the same few updates, in one batch or in micro-batches.
+# Parameters after a few updates, each from one batch or from the same batch in micro-batches.
 PARAMETER_ABSOLUTE = 1e-6
 
-# A ratio this close to a bound may be moved across it by fp64 rounding.
+# Rounding in fp64 may move a ratio that is this close to a bound across the bound.
 FLOAT64_BOUND = 1e-9
 
-# Benchmarks: gradients (norm over norm) and losses of fp32 candidates compared with float64; two float64 losses.
+# Benchmarks: gradients and losses of fp32 candidates, compared with float64.
 CANDIDATE_GRADIENT = 1e-5
 CANDIDATE_LOSS = 1e-6
+# Benchmarks: two computations of a loss in float64.
 FLOAT64_LOSS_RELATIVE = 1e-12
 
 
@@ -85,12 +91,12 @@ def softcap_slope(softcap: float | None, dtype: torch.dtype) -> float:
 
 
 def decision_band(length: int) -> float:
-    """Return how close to a clip bound u may be for its clip decision to differ from float64's."""
+    """Return the distance of the log-ratio u from a clip bound within which our decision may differ from float64's."""
     return 3e-6 if length >= 1024 else 3e-6 + 6e-5 / length**0.5
 
 
 def check(name: str, ours: Tensor | None, same_dtype: Tensor | None, truth: Tensor | None, dtype: torch.dtype) -> float:
-    """Assert that one output is within its limits (module docstring); return our error over the allowed error."""
+    """Assert that an output is within its limits (module docstring); return our error divided by the allowed error."""
     assert ours is not None and same_dtype is not None and truth is not None, f"{name} is absent"
     ours, same_dtype = ours.detach().double(), same_dtype.detach().double()
     truth = truth.detach().double()
@@ -118,14 +124,14 @@ def check(name: str, ours: Tensor | None, same_dtype: Tensor | None, truth: Tens
 
 
 def _check_rows(name: str, ours: Tensor, truth: Tensor, floor: float) -> None:
-    """Assert the direction of all rows above the rounding floor: one huge entry must not hide many wrong rows."""
+    """Assert the direction of every row above the rounding floor, so that a huge entry cannot hide wrong rows."""
     above_floor = truth.norm(dim=1) > floor * truth.shape[1] ** 0.5
     cosine = torch.cosine_similarity(ours[above_floor], truth[above_floor], dim=1, eps=1e-300)
-    assert (cosine >= ROW_COSINE).all(), f"{name}: a row is off by cosine {cosine.min().item():.6f}"
+    assert (cosine >= ROW_COSINE).all(), f"{name}: a row has cosine {cosine.min().item():.6f} with the true row"
 
 
 def check_loss(ours: Tensor, truth: Tensor, advantages: Tensor) -> None:
-    """Assert that a loss is within LOSS_PER_ADVANTAGE, relative to the mean |advantage| or the loss if larger."""
+    """Assert that a loss is off by at most LOSS_PER_ADVANTAGE times the larger of mean |advantage| and |loss|."""
     limit = LOSS_PER_ADVANTAGE * max(advantages.abs().mean().item(), truth.abs().item(), 1e-12)
     difference = abs(ours.item() - truth.item())
     assert difference <= limit, f"loss off by {difference:.3e}, allowed {limit:.3e}"

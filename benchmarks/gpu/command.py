@@ -1,111 +1,149 @@
-"""Time the Triton kernels on this machine's GPU, and rank block shapes by speed.
+"""Measure the Triton kernels on this machine's GPU.
 
-    python -m gspo_kernels.benchmarks gpu --times             time the loss and its kernels; for comparison also a copy,
-                                                              the vendor's matrix products and the loss on full logits
-    python -m gspo_kernels.benchmarks gpu --tune --minutes 8  rank block shapes
+    python -m gspo_kernels.benchmarks gpu            the groups of measurements for ten minutes of a GPU
+    python -m gspo_kernels.benchmarks gpu --plan     list the groups with estimated seconds; needs no GPU
+    python -m gspo_kernels.benchmarks gpu A rl       only these groups; rl stands for rl-4k and rl-8k
+    python -m gspo_kernels.benchmarks gpu tune       rank block shapes
 
-Results are saved to a JSON file after each measurement and printed at the end. The exit status is 1 if one failed.
-A dry run: `TRITON_INTERPRET=1 python -m gspo_kernels.benchmarks gpu --times --tiny --device cpu`.
+Each group runs in a process of its own until a deadline, so that a crash ends one group only. Results are written to
+runs/gpu.json after each measurement. A second run skips groups that have a record without a fault. A dry run:
+`TRITON_INTERPRET=1 python -m gspo_kernels.benchmarks gpu --tiny --device cpu`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
+import os
+import signal
 import subprocess
+import sys
 import time
-import traceback
-from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from gspo_kernels.backends.dispatch import triton_obstacle
 
-from ..measure import destination, save
-from ..suites.options import device_of, parser_of
-from .times import Record, Setting, times, tiny
-from .tune import KERNELS, shape_text, tune
+from ..measure import RESULTS, ROOT, Record, about, destination, results_in, save
+from ..suites.options import parser_of
+from .groups import DEFAULT, GROUPS, UNFINISHED, missing, run_group
+from .times import FULL, TINY
+from .tune import ranked, shape_text
+
+CPU = torch.device("cpu")
+PREDICTION = RESULTS / "prediction-gpu.json"  # written by tests/helpers/predictions.py
+SHORTEST = 20.0  # seconds; no group is started if less time is left
 
 
 def main() -> int:
     options = parsed()
-    setting = tiny(options.device) if options.tiny else Setting(options.device)
-    path = destination("gpu", options.device, options.output, options.tiny)
-    results: Record = {"gpu": properties_of(options.device), "times": [], "tuning": []}
-
-    def add(part: str, records: list[Record]) -> None:
-        results[part] += records
-        save("gpu", options.device, results, path)
-
-    if options.times:
-        for name, measurement in times(setting):
-            add("times", [measured(name, measurement)])
-    if options.tune:
-        pairs = [(width, kernel) for width in options.widths for kernel in KERNELS]
-        for width, kernel in pairs:
-            add("tuning", tune(setting, kernel, width, options.minutes / len(pairs)))
-    print_table(results)
-    failed = any(record["fault"] for record in results["times"])
-    print(f"{path}: {'FAILED' if failed else 'complete'}")
-    return int(failed)
+    if options.plan:
+        print(planned(options.groups))
+        return 0
+    if options.in_process:
+        place = torch.device(options.device)
+        setting = (TINY if options.tiny else FULL)._replace(device=place, minutes=options.minutes)
+        return max(run_group(name, setting, options.output) for name in options.groups)
+    end = time.monotonic() + 60 * options.minutes
+    for i, name in enumerate(options.groups):
+        left, kept = end - time.monotonic(), results_in(options.output).get(name)
+        if kept and not kept["fault"] and not options.again:
+            print(f"{name}: kept, measured at commit {kept['measured']['commit'][:7]}")
+        elif why := missing(name):
+            print(f"{name}: skipped, because {why}")
+        elif left < SHORTEST:
+            print(f"{name}: not started, because {left:.0f} s are left")
+        else:
+            limit = left / (len(options.groups) - i) if name.startswith("tune") else min(left, GROUPS[name].deadline)
+            print(f"{name}: {run_apart(name, options, limit) or 'complete'}", flush=True)
+    results = results_in(options.output)
+    print_results(results)
+    faulty = [name for name in options.groups if results.get(name, {}).get("fault")]
+    print(f"\n{options.output}: {'FAILED: ' + ', '.join(faulty) if faulty else 'no faults'}")
+    return int(bool(faulty))
 
 
 def parsed() -> argparse.Namespace:
-    """Return the command line's options; exit with a line on stderr for bad ones."""
+    """Return the command line's options; exit with a line on stderr for bad ones. This makes no CUDA context."""
     parser = parser_of("gpu", __doc__)
-    parser.add_argument("--times", action="store_true", help="time the loss, its kernels, and comparisons")
-    parser.add_argument("--tune", action="store_true", help="rank the kernels' block shapes by speed")
-    parser.add_argument("--minutes", type=float, default=8.0, help="total minutes of --tune (default 8)")
-    parser.add_argument("--widths", type=int, nargs="+", default=[4096, 896], help="H for --tune (default 4096 896)")
-    parser.add_argument("--device", type=device_of, default="cuda", help="cuda, or cpu for a dry run (default cuda)")
+    parser.add_argument("groups", nargs="*", help="groups to measure (default: all but tune)")
+    parser.add_argument("--plan", action="store_true", help="list the groups with estimated seconds, measure nothing")
+    parser.add_argument("--again", action="store_true", help="repeat groups that have a record")
+    parser.add_argument("--minutes", type=float, default=9.5, help="end after so many minutes (default 9.5)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run (default cuda)")
+    parser.add_argument("--in-process", action="store_true", help="run the groups in this process, for a debugger")
     options = parser.parse_args()
-    if not (options.times or options.tune):
-        parser.error("nothing to do: give --times or --tune")
-    if obstacle := triton_obstacle(options.device):
-        parser.error(obstacle)
+    chosen = {word: [name for name in GROUPS if f"{name}-".startswith(f"{word}-")] for word in options.groups}
+    if unknown := [word for word, names in chosen.items() if not names]:
+        parser.error(f"groups: expected names such as {', '.join(GROUPS)}, got {unknown[0]!r}")
+    options.groups = [name for names in chosen.values() for name in names] or DEFAULT
+    if not options.plan:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            parser.error("--device: PyTorch sees no GPU; see --plan, or give --device cpu for a dry run")
+        if options.device == "cpu" and (obstacle := triton_obstacle(CPU)):
+            parser.error(obstacle)
+        output = options.output or (None if options.tiny else Path("runs") / "gpu.json")
+        options.output = destination("gpu", CPU, output, options.tiny).resolve()
     return options
 
 
-def measured(name: str, measurement: Callable[[], list[Record]]) -> Record:
-    """Run a measurement and return its record. If the measurement raises, the record holds the traceback as `fault`."""
-    start = time.monotonic()
-    record: Record = {"name": name, "results": [], "fault": ""}
-    try:
-        record["results"] = measurement()
-    except Exception:  # any error: later measurements still run, and the JSON file holds the traceback
-        record["fault"] = traceback.format_exc(limit=-6)
-    record["seconds"] = time.monotonic() - start
-    print(f"{record['seconds']:6.1f} s  {name}  {record['fault']}", flush=True)
-    gc.collect()
-    if torch.cuda.is_available() and not record["fault"]:
-        torch.cuda.empty_cache()  # the next measurement may need memory outside PyTorch's allocator
-    return record
+def planned(names: list[str]) -> str:
+    """Return a table of the groups with estimated seconds."""
+    chosen = {name: GROUPS[name] for name in names}
+    lines = [f"{name:27}{x.seconds:5.0f} s, at most {x.deadline:4.0f} s: {x.what}" for name, x in chosen.items()]
+    total = sum(group.seconds for group in chosen.values())
+    return "\n".join([*lines, f"{'':27}{total:5.0f} s, estimated from counted operations for an H200; not measured"])
 
 
-def properties_of(device: torch.device) -> Record:
-    """Return the GPU's name, properties, driver version, clocks and power limit."""
-    if device.type != "cuda":
-        return {"name": "cpu, interpreted"}
-    properties = torch.cuda.get_device_properties(device)
-    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
-    try:
-        clocks = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        clocks = None
-    return {"name": properties.name, "properties": str(properties), "driver, clocks and power limit": clocks}
+def run_apart(name: str, options: argparse.Namespace, seconds: float) -> str:
+    """Run a group in a new process, and kill it after `seconds`. Return what is wrong with its record, or ""."""
+    unfinished: Record = {"measured": about(CPU), "fault": UNFINISHED, "results": []}
+    save("gpu", CPU, results_in(options.output) | {name: unfinished}, options.output)
+    with options.output.with_suffix(".log").open("a+") as log:
+        begin = log.seek(0, os.SEEK_END)
+        command = command_of(name, options, seconds)
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, preexec_fn=os.setpgrp)
+        try:
+            reason = f"exit status {process.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            reason = f"killed after {seconds:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
+            process.wait()
+        log.seek(begin)
+        printed = log.read()
+    results = results_in(options.output)
+    if results[name]["fault"] == UNFINISHED:
+        results[name]["fault"] = f"{reason}: {printed[-600:].strip()}"
+        save("gpu", CPU, results, options.output)
+    return results[name]["fault"]
 
 
-def print_table(results: Record) -> None:
-    """Print the measured times, and the ten fastest block shapes of each kernel and hidden size."""
-    for record in results["times"]:
-        print(f"\n{record['name']}: {'FAILED' if record['fault'] else ''}")
-        for r in record["results"]:
-            ms = "does not fit" if r["ms"] is None else f"{r['ms']:10.3f} ms"
-            numbers = [f"{r[k]:.4g} {k}" for k in ("TFLOP/s", "TB/s", "vendor share", "peak GiB") if k in r]
-            print(f"  {r['what']:34}{ms}  {', '.join(numbers)}")
-    for kernel, width in dict.fromkeys((r["kernel"], r["width"]) for r in results["tuning"]):
-        records = [r for r in results["tuning"] if (r["kernel"], r["width"]) == (kernel, width)]
-        works = [r for r in records if r["fault"] is None]
-        print(f"\n{kernel} H={width}, fastest first; {len(records) - len(works)} of {len(records)} do not work")
-        for r in works[:10]:
-            print(f"  {shape_text(r['config']):44}{r['ms']:9.3f} ms {r['TFLOP/s']:6.0f} TFLOP/s")
+def command_of(name: str, options: argparse.Namespace, seconds: float) -> list[str]:
+    """Return the command that runs a group in the process that executes it."""
+    command = [sys.executable, "-m", "gspo_kernels.benchmarks", "gpu", name, "--in-process"]
+    command += ["--minutes", f"{seconds / 60}", "--device", options.device, "--output", str(options.output)]
+    return command + ["--tiny"] * options.tiny
+
+
+def print_results(results: Record) -> None:
+    """Print every group's records beside the predicted times, and the ten fastest block shapes of each kernel."""
+    records = json.loads(PREDICTION.read_text())["results"]["milliseconds"] if PREDICTION.exists() else []
+    predicted = {(r["shape"], r["batch"], r["what"]): r for r in records}
+    for name, group in results.items():
+        gpu, works = group["measured"]["machine"].get("gpu", "").split(), ranked(group["results"])
+        tried = sum("config" in r for r in group["results"])
+        shapes = f", {len(works)} of {tried} block shapes work, the fastest:" if tried else ""
+        print(f"\n{name}: {GROUPS[name].what}{', FAILED' if group['fault'] else ''}{shapes}")
+        for r in works[:10] + [r for r in group["results"] if "config" not in r]:
+            shape, batch, what = (r.get(key, "") for key in ("shape", "batch", "what"))
+            guess = next((ms for chip, ms in predicted.get((shape, batch, what), {}).items() if chip in gpu), None)
+            notes = [f"{1e3 * r['seconds']:10.3f} ms"] if "seconds" in r else []
+            notes += [f"{r[k]:.4g} {k}" for k in ("TFLOP/s", "TB/s") if k in r]
+            notes += [f"gradient error {r['error']['worst']:.1e}"] if "error" in r else []
+            notes += [f"predicted {guess:.3f} ms, measured {1e3 * r['seconds'] / guess:.2f} of it"] if guess else []
+            notes += [r[k] for k in ("absent", "does_not_fit", "failed", "fault") if r.get(k)]
+            print(f"  {batch or shape:21} {shape_text(r['config']) if 'config' in r else what:44}", ", ".join(notes))

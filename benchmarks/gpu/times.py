@@ -1,204 +1,219 @@
-"""Time the fused loss and, for comparison, a copy, the vendor's matrix products, and the loss on full logits."""
+"""What the groups measure: the loss, its kernels, products of cells, the vendor's products, and other packages."""
 
 from __future__ import annotations
 
-import statistics
-import time
+import csv
+import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import gspo_fused_loss
-from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.rows import HeadRows, LiveTiles, NeedsGradient
+from gspo_kernels.backends.triton import backward, forward
 from gspo_kernels.backends.triton.launch import Launch, launch, launches
 
-from ..candidates import full_log_probs
-from ..measure import peak_bytes
+from .. import peaked, workloads
+from ..candidates import ALL, Candidate
+from ..measure import ROOT, Record, spread, timed
+from ..suites import bench
+from ..suites.options import say
+from ..workloads import Head, Spec, Workload
 
-LENGTH = 1024  # tokens per sequence
 SECONDS = 0.3  # duration of one measurement
-Record = dict[str, Any]
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # hidden [B, T, H], lm_head [V, H], target_ids [B, T], advantages [B]
+ROUNDS = 5  # interleaved runs of each package
+SHARES = (0.07, 0.3, 1.0)  # of the cells, in the backward of selected cells
+BOTH = NeedsGradient(hidden=True, weight=True, bias=False, adapter_hidden=False, adapter_weight=False)
+PRODUCTS = ("h W'", "d_logits W", "d_logits' h")  # of N x H x V
+Measurement = tuple[str, Callable[[], list[Record]]]  # name, and the function that measures
+Step = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Setting:
+class Shape(NamedTuple):
+    rows: int  # N
+    width: int  # H
+    vocab: int  # V
+
+    @property
+    def operations(self) -> float:
+        """Operations of a pass, 2 N H V."""
+        return 2.0 * math.prod(self)
+
+
+class Setting(NamedTuple):
     device: torch.device
-    widths: tuple[int, ...] = (896, 2560, 4096)  # H of Qwen2.5-0.5B, Qwen3-4B and Qwen3-8B
-    vocab: int = 151_936  # V of Qwen
-    rows: int = 8192  # N
+    shapes: dict[str, Shape]  # V of A is a multiple of 256, that of B and C is not
+    roles: tuple[int, int, int]  # sequences of an RL-like batch: all, of advantage 0, and clipped
+    tokens: tuple[int, int]  # of the batches on which packages are compared
+    minutes: float = 1.0  # for the group
 
     @property
     def on_gpu(self) -> bool:
         return self.device.type != "cpu"
 
-    def head(self, width: int) -> HeadRows:
-        """Return a bf16 head with logits of standard deviation 3 and every row unmasked."""
-        rng = torch.Generator(self.device).manual_seed(0)
-
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=rng, device=self.device)
-
-        ids = torch.randint(self.vocab, (self.rows,), generator=rng, device=self.device)
-        hidden, weight = randn(self.rows, width).bfloat16(), (randn(self.vocab, width) * (3 / width**0.5)).bfloat16()
-        mask = torch.ones_like(ids).bool()
-        return HeadRows(hidden, weight, None, None, None, ids, mask, None, 1.0, None, self.vocab, entropy=False)
+    def head(self, shape: Shape) -> HeadRows:
+        """Return a bf16 head that is made on the device, with every row unmasked."""
+        hidden, weight, ids, _ = peaked.make(*shape, device=self.device)
+        operands = hidden.bfloat16(), weight.bfloat16(), None, None, None, ids, torch.ones_like(ids).bool()
+        return HeadRows(*operands, None, 1.0, None, shape.vocab, entropy=False)
 
 
-def tiny(device: torch.device) -> Setting:
-    """Return the sizes of a dry run."""
-    return Setting(device, (64,), vocab=300, rows=150)
+SHAPES = {"A": Shape(4096, 4096, 131_072), "B": Shape(8192, 2560, 151_936), "C": Shape(4096, 896, 151_936)}
+FULL = Setting(torch.device("cuda"), SHAPES, (64, 19, 7), (4096, 8192))
+SMALL = {"A": Shape(128, 64, 512), "B": Shape(128, 64, 300), "C": Shape(64, 64, 300)}
+TINY = Setting(torch.device("cpu"), SMALL, (4, 1, 1), (64, 128))
 
 
-def times(setting: Setting) -> Iterator[tuple[str, Callable[[], list[Record]]]]:
-    """Yield the name of each measurement and the function that makes it."""
-    yield "copy", lambda: [copy_bandwidth(setting)]
-    for width in setting.widths:
-        yield f"H={width} V={setting.vocab} N={setting.rows}", partial(time_model, setting, width)
-
-
-def clock(function: Callable[[], Any], on_gpu: bool, seconds: float = SECONDS) -> Record:
-    """Return median, 20th and 80th percentile in ms of a function after warm-up. CUDA events measure GPU times.
+def clock(function: Step, on_gpu: bool, seconds: float = SECONDS) -> Record:
+    """Return median, 20th and 80th percentile of a function's seconds. A GPU's times are those of CUDA events.
 
     Runs repeat the same data. The timed functions read more data than the caches hold, so the caches do not help.
     """
-    function()
-    first = _time_once(function, on_gpu)
-    runs = int(min(max(seconds / (first / 1e3), 7), 100)) if on_gpu else 1
-    durations = sorted(_time_once(function, on_gpu) for _ in range(runs))
-    fifth = len(durations) // 5
-    return {"ms": statistics.median(durations), "p20": durations[fifth], "p80": durations[-1 - fifth], "runs": runs}
-
-
-def _time_once(function: Callable[[], Any], on_gpu: bool) -> float:
-    """Return the time of a run in ms."""
     if not on_gpu:
-        start = time.perf_counter()
+        return spread([timed(function, torch.device("cpu"))])
+
+    def run() -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
         function()
-        return (time.perf_counter() - start) * 1e3
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    begin.record()
-    function()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    run()  # compiles
+    return spread([run() for _ in range(int(min(max(seconds / run(), 7), 100)))])
 
 
-def copy_bandwidth(setting: Setting) -> Record:
-    """Time a copy from the device to itself."""
-    source = torch.randn(2**30 if setting.on_gpu else 2**20, device=setting.device)
-    target = torch.empty_like(source)
-    record = clock(lambda: target.copy_(source), setting.on_gpu)
-    return {"what": "copy", **record, "TB/s": 2 * source.nbytes / record["ms"] / 1e9}
-
-
-def vendor_products(setting: Setting, width: int) -> list[Record]:
-    """Time the three products of a step."""
-    rows, vocab = setting.rows, setting.vocab
+def ceilings(setting: Setting) -> Iterator[Measurement]:
+    """Measure a copy from the device to itself, and the vendor's products of every shape."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device=setting.device, dtype=torch.bfloat16)
 
-    hidden, weight, d_logits = randn(rows, width), randn(vocab, width), randn(rows, vocab)
-    products = {"h W'": (hidden, weight.T), "d_logits W": (d_logits, weight), "d_logits' h": (d_logits.T, hidden)}
-    records = []
-    for name, (a, b) in products.items():
-        record = clock(partial(torch.mm, a, b), setting.on_gpu)
-        records.append({"what": f"vendor {name}", **record, "TFLOP/s": 2 * rows * width * vocab / record["ms"] / 1e9})
-    return records
+    def copy() -> list[Record]:
+        source = randn(2**31 if setting.on_gpu else 2**20)
+        record = clock(partial(torch.empty_like(source).copy_, source), setting.on_gpu)
+        return [{"what": "copy", **record, "TB/s": 2 * source.nbytes / record["seconds"] / 1e12}]
+
+    def products(name: str) -> list[Record]:
+        n, h, v = shape = setting.shapes[name]
+        hidden, weight, d_logits = randn(n, h), randn(v, h), randn(n, v)
+        factors = (hidden, weight.T), (d_logits, weight), (d_logits.T, hidden)
+        times = [clock(partial(torch.mm, *pair), setting.on_gpu) for pair in factors]
+        return [
+            {"shape": name, "what": f"vendor {what}", **time, "TFLOP/s": shape.operations / time["seconds"] / 1e12}
+            for what, time in zip(PRODUCTS, times, strict=True)
+        ]
+
+    yield "copy", copy
+    yield from ((f"products, shape {name}", partial(products, name)) for name in setting.shapes)
 
 
-def full_logits(hidden: Tensor, lm_head: Tensor, target_ids: Tensor, advantages: Tensor) -> Tensor:
-    """Return the on-policy GSPO loss in the PyTorch of trainers: bf16 logits, an fp32 softmax, autograd."""
-    log_probs = full_log_probs(hidden.flatten(0, 1), lm_head, target_ids.flatten(), None).view_as(target_ids)
-    ratio = (log_probs - log_probs.detach()).mean(1).exp()
-    clipped = ratio.clamp(1 - 3e-4, 1 + 4e-4)
-    return -torch.minimum(ratio * advantages, clipped * advantages).mean()
+def steps(setting: Setting, name: str) -> Iterator[Measurement]:
+    """Measure passes and kernels of a dense and an RL-like batch, then errors and times beside full logits."""
+    shape = setting.shapes[name]
+    policy = peaked.make(*shape, device=setting.device)
+    count, *idle = setting.roles
+    for batch, (zero, clipped) in (("dense", (0, 0)), ("rl-like", idle)):
+        w, live = workloads.batch(policy, count, zero, clipped, dtype=torch.bfloat16), 1 - (zero + clipped) / count
+        operations = {"forward_tile": shape.operations, "gradient_tile": live * shape.operations}
+        yield batch, partial(time_step, setting, w, {"shape": name, "batch": batch}, operations)
+    del policy
+    yield compared(setting, name, shape.rows, "dense", [ALL[bench.NAIVE], ALL["ours"]])
 
 
-def fused(hidden: Tensor, lm_head: Tensor, target_ids: Tensor, advantages: Tensor) -> Tensor:
-    return gspo_fused_loss(hidden, lm_head, target_ids, advantages, backend="triton").loss
+def time_step(setting: Setting, w: Workload, tags: Record, operations: dict[str, float]) -> list[Record]:
+    """Time forward, backward, both, and every kernel of a step."""
+    old = ALL["ours"].old(w).log_probs
+    leaves = w.hidden.requires_grad_(), w.weight.requires_grad_()
 
-
-def time_model(setting: Setting, width: int) -> list[Record]:
-    """Time the vendor's three products, our passes and kernels, and the loss on full logits."""
-    records = vendor_products(setting, width)
-    ceiling, product = {r["what"]: r["ms"] for r in records}, 2 * setting.rows * width * setting.vocab
-    # The forward needs one product; the backward computes the logits again and needs two more.
-    needed = {"forward": ["h W'"], "backward": ["h W'", "d_logits W", "d_logits' h"]}
-    needed["both"] = needed["forward"] + needed["backward"]
-    batch = _batch(setting, width)
-    for name, loss in (("ours", fused), ("full logits", full_logits)):
-        for what, function in _passes(loss, batch).items():
-            record: Record = {"what": f"{name} {what}"}
-            try:
-                record |= clock(function, setting.on_gpu)
-                if what == "both" and setting.on_gpu:
-                    record["peak GiB"] = peak_bytes(function, setting.device) / 2**30  # including gradients
-                if name == "ours":
-                    record["TFLOP/s"] = len(needed[what]) * product / record["ms"] / 1e9
-                    record["vendor share"] = sum(ceiling[f"vendor {name}"] for name in needed[what]) / record["ms"]
-            except torch.OutOfMemoryError:
-                record["ms"] = None  # out of memory
-            records.append(record)
-    half = (*batch[:3], batch[3] * (torch.arange(len(batch[3]), device=setting.device) % 2))
-    records.append({"what": "ours both, half of it advantage 0"} | clock(_both(fused, half), setting.on_gpu))
-    return records + time_kernels(setting, batch)
-
-
-def _batch(setting: Setting, width: int) -> Batch:
-    """Return a batch in which every token has a gradient."""
-    head, length = setting.head(width), min(LENGTH, setting.rows // 2)
-    hidden, weight = head.hidden.view(-1, length, width).requires_grad_(), head.weight.requires_grad_()
-    return hidden, weight, head.target_ids.view(-1, length), torch.randn(setting.rows // length, device=setting.device)
-
-
-def _both(loss: Loss, batch: Batch) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(loss(*batch), batch[:2])
-
-
-def _passes(loss: Loss, batch: Batch) -> dict[str, Callable[[], object]]:
-    """Return forward, backward and both as functions without arguments."""
-    graph: list[Tensor] = []  # holds the loss that `backward` differentiates again and again
-
-    def backward() -> object:
-        if not graph:
-            graph.append(loss(*batch))
-        return torch.autograd.grad(graph[0], batch[:2], retain_graph=True)
-
-    def forward() -> object:
-        graph.clear()
-        return loss(*batch)
+    def loss() -> Tensor:
+        return gspo_fused_loss(*leaves, w.target_ids, w.advantages, old_log_probs=old, backend="triton").loss
 
     def both() -> object:
-        graph.clear()
-        return _both(loss, batch)()
+        return torch.autograd.grad(loss(), leaves)
 
-    return {"forward": forward, "backward": backward, "both": both}
+    backward = partial(torch.autograd.grad, loss(), leaves, retain_graph=True)
+    passes: dict[str, Step] = {"forward": loss, "backward": backward, "both": both}
+    records = [{**tags, "what": f"ours {what}", **clock(run, setting.on_gpu)} for what, run in passes.items()]
+    return records + time_kernels(setting, both, tags, operations)
 
 
-def time_kernels(setting: Setting, batch: Batch) -> list[Record]:
-    """Time each kernel alone: all its launches of one step, repeated with the same arguments."""
+def compared(setting: Setting, name: str, tokens: int, scenario: str, chosen: list[Candidate]) -> Measurement:
+    """Return the measurement of implementations: errors against float64, and times in interleaved rounds."""
+    head, batch = Head(*setting.shapes[name][1:]), f"{scenario}, {tokens} tokens"
+    spec = Spec(head, tokens, scenario, "bfloat16", str(setting.device))
+
+    def compare() -> list[Record]:
+        rounds = ROUNDS if setting.on_gpu else 1
+        records = bench.compare(spec, chosen, rounds, say, memory=False)["candidates"]
+        faults = [r.get("wrong", "") if r["against"] == "ours" else "" for r in records]
+        tags = [{"shape": name, "batch": batch, "what": r["name"]} for r in records]
+        return [{**tag, "fault": fault, **r} for tag, fault, r in zip(tags, faults, records, strict=True)]
+
+    return batch, compare
+
+
+def packages(setting: Setting, size: int) -> Iterator[Measurement]:
+    """Measure ours, exact and with a gradient budget, beside the installed packages on an RL-like batch."""
+    chosen = [c for c in ALL.values() if not (c.per_token or c.against == "compile")]
+    if not setting.on_gpu:  # a dry run imports no other package
+        chosen = [c for c in chosen if c.against in ("naive", "ours")]
+    yield compared(setting, "A", setting.tokens[size], "rl-like", chosen)
+
+
+def cells(setting: Setting, name: str) -> Iterator[Measurement]:
+    """Measure the backward of selected cells and its kernels at several shares of cells."""
+    shape = setting.shapes[name]
+    head = setting.head(shape)
+    result, d_log_probs = forward.head_forward(head), torch.randn(shape.rows, device=setting.device) / shape.rows
+
+    def run(share: float) -> list[Record]:
+        choice, tags = selected(head, shape.rows, share, setting.device), {"shape": name, "batch": f"cells {share:g}"}
+        step = partial(backward.head_backward, head, result, d_log_probs, None, BOTH, choice)
+        kernels = ("gradient_tile", "hidden_product", "weight_product")
+        operations = {kernel: share * shape.operations for kernel in kernels}
+        record = {**tags, "what": "ours backward", **clock(step, setting.on_gpu)}
+        return [record, *time_kernels(setting, step, tags, operations)]
+
+    yield from ((f"cells {share:g}", partial(run, share)) for share in SHARES)
+
+
+def selected(head: HeadRows, rows: int, share: float | None, device: torch.device | str) -> LiveTiles:
+    """Return the choice of the first `rows` rows and a random share of their cells; None: all their columns."""
+    cell, rng = forward.cell_shape(head), torch.Generator().manual_seed(0)
+    assert cell is not None
+    size = -(-len(head.mask) // cell[0]), -(-head.vocab_size // cell[1])
+    cells = torch.rand(size, generator=rng) < (1.0 if share is None else share)
+    cells[0, 0], cells[-(-rows // cell[0]) :] = True, False
+    choice = LiveTiles(torch.arange(len(head.mask)), cells, torch.tensor([rows, int(share is not None)]))
+    return LiveTiles(*(x.to(device) for x in choice))
+
+
+def time_kernels(setting: Setting, step: Step, tags: Record, operations: dict[str, float]) -> list[Record]:
+    """Time each kernel alone: all its launches in a step. `operations`: those on tensor cores, by kernel."""
     with launches() as seen:
-        _both(fused, batch)()
+        step()
     records = []
     for name in dict.fromkeys(x.kernel.__name__ for x in seen):
         of_kernel = [x for x in seen if x.kernel.__name__ == name]
-        once = clock(replay(of_kernel, setting.on_gpu), setting.on_gpu, SECONDS / 10)
-        repeats = 1 if once["ms"] > 1 or not setting.on_gpu else 20  # CUDA events are coarse for a small kernel
+        repeats = 20 if setting.on_gpu and name not in operations else 1  # CUDA events are coarse for a small kernel
         record = clock(replay(repeats * of_kernel, setting.on_gpu), setting.on_gpu, SECONDS / 3)
-        record |= {key: record[key] / repeats for key in ("ms", "p20", "p80")}
-        records.append({"what": f"kernel {name}", **record, "launches": len(of_kernel)})
+        record |= {key: record[key] / repeats for key in ("seconds", "p20", "p80")}
+        if name in operations:
+            record["TFLOP/s"] = operations[name] / record["seconds"] / 1e12
+        records.append({**tags, "what": f"kernel {name}", **record, "launches": len(of_kernel)})
     return records
 
 
-def replay(seen: list[Launch], on_gpu: bool) -> Callable[[], object]:
+def replay(seen: list[Launch], on_gpu: bool) -> Step:
     """Return a function that repeats the launches.
 
     On a GPU the function replays a captured graph, because launching a small kernel takes longer than the kernel.
@@ -216,3 +231,35 @@ def replay(seen: list[Launch], on_gpu: bool) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         run()
     return graph.replay
+
+
+def profile(setting: Setting) -> Iterator[Measurement]:
+    """Read the profiler's counters of a forward tile of shape A: tensor cores, L2 cache and memory."""
+    options = "--csv --clock-control none --kernel-name forward_tile --launch-count 1 --kill yes --print-details all"
+    for section in ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis"):
+        options += f" --section {section}"
+
+    def counters() -> list[Record]:
+        with TemporaryDirectory() as folder:
+            group_a = ["gspo_kernels.benchmarks", "gpu", "A", "--in-process", "--output", f"{folder}/gpu.json"]
+            command = ["ncu", *options.split(), sys.executable, "-m", *group_a]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        print(done.stdout, done.stderr)
+        rows = list(csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"')))
+        names = ("Section Name", "Metric Name", "Metric Value", "Metric Unit")
+        fault = "" if rows else f"exit status {done.returncode}, no counters"
+        return [{"what": "ncu", "fault": fault}, *({"what": ", ".join(row[x] for x in names)} for row in rows)]
+
+    yield "profile", counters
+
+
+def checks(setting: Setting) -> Iterator[Measurement]:
+    """Run the tests that need a GPU. Their output is printed."""
+    options = "-n 8 --dist loadfile" if setting.on_gpu else "--collect-only tests/backends/test_gpu.py"
+
+    def run() -> list[Record]:
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *options.split()]
+        status = subprocess.run(command, cwd=ROOT).returncode
+        return [{"what": "pytest -m gpu", "fault": f"exit status {status}" if status else ""}]
+
+    yield "checks", run

@@ -10,41 +10,45 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from gspo_kernels.backends.rows import NeedsGradient
-from gspo_kernels.backends.triton import backward, forward
-from gspo_kernels.backends.triton.launch import Launch, launches
-from gspo_kernels.backends.triton.tuning import SHARED_MEMORY, Config, architecture, assume, tile_config
-from gspo_kernels.tools.compile_gate import specialise
+from gspo_kernels.backends.rows import HeadResult, HeadRows
+from gspo_kernels.backends.triton import backward, cells, forward, sparse_products
+from gspo_kernels.backends.triton.launch import Launch, launch_options, launches
+from gspo_kernels.backends.triton.tuning import SHARED_MEMORY, Config, architecture, assume
 
-from .times import Record, Setting, clock, replay
+from ..measure import Record
+from .times import BOTH, Measurement, Setting, clock, replay, selected
 
-KERNELS = {"forward_tile": forward, "gradient_tile": backward}
+TILES, PRODUCTS = ("forward_tile", "gradient_tile"), ("hidden_product", "weight_product")
+KERNELS = TILES + PRODUCTS
+SHARE = 0.3  # of the cells, for the products
 SHAPES_PER_BATCH = 32  # shapes that are compiled together
 REFINED = 4  # number of fastest shapes that are also tried with other group sizes
 SECONDS = 0.1  # duration of one measurement
-# Allowed errors of log-probs (root mean square) and bf16 gradients (relative): the tests' limits.
+# Allowed differences of log-probs (root mean square) and bf16 gradients (relative): the tests' limits.
 LOG_PROB_RMS, GRADIENT_RELATIVE_RMS = 3e-5, 4e-3
-D_HIDDEN = NeedsGradient(hidden=True, weight=False, bias=False, adapter_hidden=False, adapter_weight=False)
 
 
-def shapes(device: torch.device) -> list[Config]:
-    """Return shapes whose operands fit in shared memory and whose logits fit in registers, largest tiles first."""
+def shapes(device: torch.device, kernel: str) -> list[Config]:
+    """Return shapes whose operands fit in shared memory and whose sums fit in registers, largest blocks first."""
     grid = itertools.product((64, 128, 256), (64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4, 5), (True, False))
     available = SHARED_MEMORY[architecture(device) or ""]
     fitting = [
         Config(n, v, h, warps, stages, descriptors=descriptors)
         for n, v, h, warps, stages, descriptors in grid
         if stages * (n + v) * h * 2 <= available and 32 <= n * v // (32 * warps) <= 128
+        if kernel in TILES or (n <= 128 and not descriptors)  # cells have 128 rows, and products use pointers
     ]
-    # A tile that reads fewer bytes per operation is likely to be faster. A deeper pipeline is likely to be faster too.
+    # A block that reads fewer bytes per operation is likely to be faster. A deeper pipeline is likely to be faster too.
     return sorted(fitting, key=lambda c: (1 / c.block_n + 1 / c.block_v, not c.descriptors, -c.stages * c.block_h))
 
 
@@ -56,113 +60,94 @@ def shape_text(config: dict[str, Any]) -> str:
 
 
 @contextmanager
-def forced(config: Config) -> Iterator[None]:
-    """Use this block shape for all heads."""
+def forced(config: Config, kernel: str) -> Iterator[None]:
+    """Use this block shape for all tiles, or for all products of cells."""
     with ExitStack() as stack:
-        for module in KERNELS.values():
-            stack.enter_context(mock.patch.object(module, "tile_config", lambda head, kernel: config))
+        for module in (sparse_products,) if kernel in PRODUCTS else (forward, backward):
+            name = "product_config" if kernel in PRODUCTS else "tile_config"
+            stack.enter_context(patch.object(module, name, lambda *_: config))
         yield
 
 
-def tune(setting: Setting, kernel: str, width: int, minutes: float) -> list[Record]:
-    """Return the records of a kernel at one H, fastest first, failures last."""
-    bench = KernelBench(setting, kernel, width)
-    end, pool = time.monotonic() + 60 * minutes, shapes(setting.device)
-    if not setting.on_gpu:
-        pool = pool[-2:]  # a dry run only checks that tuning works
-    records: list[Record] = []
-    last = 0.0
+def tune(setting: Setting, kernel: str, width: int) -> Iterator[Measurement]:
+    """Measure a kernel's block shapes at one H, in batches, then the fastest tiles with other group sizes."""
+    bench, pool = KernelBench(setting, kernel, width), shapes(setting.device, kernel)
+    pool = pool if setting.on_gpu else pool[-2:]  # a dry run only checks that tuning works
+    end, last = time.monotonic() + 48 * setting.minutes, 0.0  # four fifths of the time
     for i in range(0, len(pool), SHAPES_PER_BATCH):
         start = time.monotonic()
         if start + 1.5 * last > end:
             break
-        records += bench.measure(pool[i : i + SHAPES_PER_BATCH])
+        yield f"{i} of {len(pool)} shapes", partial(bench.measure, pool[i : i + SHAPES_PER_BATCH])
         last = time.monotonic() - start
-        print(f"tune {kernel} H={width}: {len(records)} of {len(pool)} in {last:.0f} s", flush=True)
-    best = [Config(**r["config"]) for r in ranked(records)[:REFINED]]
-    records += bench.measure([replace(c, group=group) for c in best for group in (4, 16, 32)])
-    return ranked(records) + [r for r in records if r["fault"] is not None]
+    best = [Config(**r["config"]) for r in ranked(bench.records)[:REFINED] if kernel in TILES]
+    yield "group sizes", partial(bench.measure, [replace(c, group=group) for c in best for group in (4, 16, 32)])
 
 
 def ranked(records: list[Record]) -> list[Record]:
-    """Return the records without a fault, fastest first."""
-    return sorted((r for r in records if r["fault"] is None), key=lambda r: r["ms"])
+    """Return the records of block shapes that work, fastest first."""
+    return sorted((r for r in records if "config" in r and not r["failure"]), key=lambda r: r["seconds"])
 
 
 class KernelBench:
     """A kernel, a head, and the kernel's result with the tuning table's block shape."""
 
     def __init__(self, setting: Setting, kernel: str, width: int) -> None:
-        self.setting, self.kernel, self.width = setting, kernel, width
-        self.head = setting.head(width)
-        tensors = {name: x.to("meta") for name, x in self.head._asdict().items() if isinstance(x, Tensor)}
-        self.meta_head = self.head._replace(**tensors)
-        self.result = forward.head_forward(self.head)
-        self.d_log_probs = torch.randn(setting.rows, device=setting.device)
-        with forced(tile_config(self.head, kernel.removesuffix("_tile"))):
-            self.expected, _ = self.run()
+        shape = setting.shapes["B"]._replace(width=width)
+        self.device, self.on_gpu, self.kernel = setting.device, setting.on_gpu, kernel
+        self.operations = shape.operations * (SHARE if kernel in PRODUCTS else 1.0)
+        head = setting.head(shape)
+        self.inputs = head, forward.head_forward(head), torch.randn(shape.rows, device=setting.device)
+        self.expected = self.run(*self.inputs)[0].double()
+        self.records: list[Record] = []
 
-    def run(self) -> tuple[Tensor, list[Launch]]:
-        """Return the kernel's result and its launches."""
+    def run(self, head: HeadRows, result: HeadResult, d_log_probs: Tensor) -> tuple[Tensor, list[Launch]]:
+        """Return the kernel's result and its launches. With meta tensors, launches are only recorded."""
+        needs = BOTH._replace(hidden=self.kernel != "weight_product", weight=self.kernel == "weight_product")
+        place = "cpu" if d_log_probs.is_meta else self.device  # the host reads the number of cells
+        choice = selected(head, len(d_log_probs), SHARE, place) if self.kernel in PRODUCTS else None
         with launches() as seen:
             if self.kernel == "forward_tile":
-                out = forward.head_forward(self.head).log_probs
+                out = forward.head_forward(head).log_probs
             else:
-                out = backward.head_backward(self.head, self.result, self.d_log_probs, None, D_HIDDEN)[0]
+                gradients = backward.head_backward(head, result, d_log_probs, None, needs, choice)
+                out = gradients.hidden if needs.hidden else gradients.weight
         assert out is not None
         return out, [x for x in seen if x.kernel.__name__ == self.kernel]
 
     def measure(self, configs: list[Config]) -> list[Record]:
         """Return a record per shape."""
-        failures = self._compile(configs) if self.setting.on_gpu else {}
-        return [self._measure(config, failures.get(config)) for config in configs]
+        if self.on_gpu:
+            self._compile(configs)
+        records = [{"what": self.kernel, "config": asdict(config), **self._measure(config)} for config in configs]
+        self.records += records
+        return records
 
-    def _compile(self, configs: list[Config]) -> dict[Config, str]:
-        """Compile on all cores, as the JIT would. Return the shapes that do not compile, with the error."""
-        distinct: dict[tuple[Config, str], Launch] = {}
+    def _compile(self, configs: list[Config]) -> None:
+        """Compile on all cores, as the JIT would."""
+        meta, first = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, self.inputs), []
         for config in configs:
-            with forced(config), assume(architecture(self.setting.device) or ""), launches() as seen:
-                result = forward.head_forward(self.meta_head)  # with meta tensors, launches are only recorded
-                if self.kernel == "gradient_tile":
-                    none = D_HIDDEN._replace(hidden=False)  # the same kernel, without the products that follow
-                    backward.head_backward(self.meta_head, result, torch.empty_like(result.log_probs), None, none)
-            distinct |= {(x.config, str(specialise(x))): x for x in seen if x.kernel.__name__ == self.kernel}
+            with forced(config, self.kernel), assume(architecture(self.device) or ""), patch.object(cells, "launch"):
+                first.append(self.run(*meta)[1][0])  # the other launches run the same compiled kernel
+
+        def compile_one(x: Launch) -> None:
+            with suppress(Exception):  # any error: `_measure` meets it again and records it
+                x.kernel.warmup(**x.arguments, **launch_options(x.config), grid=(1,))
+
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            failures = zip(distinct.values(), pool.map(_compile_failure, distinct.values()), strict=True)
-            return {x.config: failure for x, failure in failures if failure}
+            list(pool.map(compile_one, first))
 
-    def _measure(self, config: Config, failure: str | None) -> Record:
-        record: Record = {"kernel": self.kernel, "width": self.width, "config": asdict(config), "fault": failure}
-        if failure:
-            return record
+    def _measure(self, config: Config) -> Record:
+        """Return times, and a failure if it raises or its result is too far from that of the table's shape."""
         try:
-            with forced(config):
-                out, seen = self.run()
-            record |= self._error(out)
-            record |= clock(replay(seen, self.setting.on_gpu), self.setting.on_gpu, SECONDS)
-            operations = 2 * self.setting.rows * self.width * self.setting.vocab
-            record["TFLOP/s"] = operations / record["ms"] / 1e9
+            with forced(config, self.kernel):
+                out, seen = self.run(*self.inputs)
+            time = clock(replay(seen, self.on_gpu), self.on_gpu, SECONDS)
         except Exception as error:  # any error, mostly too much shared memory
-            record["fault"] = _one_line(error)
-        return record
-
-    def _error(self, out: Tensor) -> Record:
-        """Return the error against the result of the table's shape, and a fault if the error is too large."""
-        difference, expected = out.double() - self.expected.double(), self.expected.double()
+            return {"failure": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+        scale, limit = self.expected.norm(), GRADIENT_RELATIVE_RMS
         if self.kernel == "forward_tile":
-            error, limit = difference.square().mean().sqrt().item(), LOG_PROB_RMS
-        else:
-            error, limit = (difference.norm() / expected.norm()).item(), GRADIENT_RELATIVE_RMS
-        return {"error": error, "fault": None if error <= limit else f"off by {error:.2g}, allowed {limit:.2g}"}
-
-
-def _compile_failure(x: Launch) -> str:
-    try:
-        x.kernel.warmup(**x.arguments, grid=(x.programs,), num_warps=x.config.warps, num_stages=x.config.stages)
-    except Exception as error:  # any error, such as too much shared memory or a failing compiler pass
-        return _one_line(error)
-    return ""
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()[:300]}"
+            scale, limit = len(self.expected) ** 0.5, LOG_PROB_RMS
+        off = ((out.double() - self.expected).norm() / scale).item()
+        failure = "" if off <= limit else f"off by {off:.2g}, allowed {limit:.2g}"
+        return {"failure": failure, **time, "TFLOP/s": self.operations / time["seconds"] / 1e12}

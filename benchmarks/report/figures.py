@@ -1,7 +1,7 @@
-"""The figures of docs/benchmarks.md and of the README, drawn from results alone.
+"""Draw the figures of docs/benchmarks.md and README.md from the JSON files of results.
 
-A candidate has the same colour and marker in all figures. The colours are greys and those of Okabe and Ito, which are
-safe for colour-blind readers. Some candidates share a colour and differ in the marker.
+In docs/benchmarks.md, a candidate has the same colour and marker in every figure. Some candidates share a colour and
+differ in the marker. The colours are greys and those of Okabe and Ito, which colour-blind readers can tell apart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def panels(columns: int) -> tuple[Figure, list[Axes]]:
 
 
 def save(figure: Figure, path: Path, legend: Axes | None = None, columns: int = 4) -> None:
-    """Save a figure. If `legend` is a panel, add a legend of that panel's lines below all panels."""
+    """Save a figure. If `legend` is a panel, add a legend of its lines below all panels, in `columns` columns."""
     if legend:
         figure.legend(*legend.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,10 +73,7 @@ def log_axes(axes: Axes, sizes: list[int], label: str) -> None:
 
 
 def draw_step(results: Results, path: Path) -> None:
-    """Draw time and peak memory against tokens, for the scenario and dtype of the first run.
-
-    Candidates that ran out of memory are named in the panel.
-    """
+    """Draw time and peak memory against tokens, for the first run's scenario and dtype. Name who ran out of memory."""
     first = results["time"]["runs"][0]["on"]
     runs = [r for r in results["time"]["runs"] if all(r["on"][key] == first[key] for key in ("scenario", "dtype"))]
     timed = {run["on"]["tokens"]: run["candidates"] for run in runs}
@@ -97,7 +94,7 @@ def draw_step(results: Results, path: Path) -> None:
 
 
 def draw_fidelity(results: Results, path: Path) -> None:
-    """Draw wrong clip decisions against length, one panel per set of tokens. Equal errors share one line."""
+    """Draw wrong clip decisions against length, a panel per set of tokens. All that use bf16 logits share a line."""
     figure, axes = panels(len(results["sets"]))
     for panel, (kind, study) in zip(axes, results["sets"].items(), strict=True):
         records = by_name(study["implementations"])
@@ -119,7 +116,7 @@ def draw_fidelity(results: Results, path: Path) -> None:
 
 
 def draw_readme(results: Results, path: Path) -> None:
-    """Draw wrong clip decisions against length for the README, with labels at the lines."""
+    """Draw the README's figure: wrong clip decisions against length, with a label at each line."""
     figure, (axes,) = panels(1)
     study = results["sets"]["synthetic"]
     records, lengths = by_name(study["implementations"]), study["lengths"]
@@ -146,7 +143,7 @@ def draw_readme(results: Results, path: Path) -> None:
 
 
 def draw_budgets(results: Results, path: Path) -> None:
-    """Draw reward, entropy and passes against updates: the mean over seeds, and a band from lowest to highest seed."""
+    """Draw reward, entropy and passes against updates: the mean over the seeds, and a band from lowest to highest."""
     titles = {"reward": "reward", "entropy": "entropy, nats per token", "passes": "matrix passes per update"}
     figure, axes = panels(len(titles))
     updates = results["settings"]["steps"] * results["settings"]["updates_per_rollout"]

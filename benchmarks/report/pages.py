@@ -1,11 +1,11 @@
-"""Write every number and figure of README.md and docs/benchmarks.md from the committed JSON.
+"""Write docs/benchmarks.md, the results of README.md and all figures from the committed JSON.
 
     python -m gspo_kernels.benchmarks report            writes pages and figures
     python -m gspo_kernels.benchmarks report --check    lists stale pages and figures, and exits with 1 if there are any
 
-`page.md` holds the prose of docs/benchmarks.md and placeholders. {r[...]} is a value of a suite's results; the other
-placeholders are texts of `tables.py`. In README.md, the block `<!-- measured: results -->` ... `<!-- end -->` is
-written. A figure contains the digest of its JSON file, so that a stale figure is found without drawing it.
+`page.md` holds the prose of docs/benchmarks.md and placeholders: {r[...]} is a value of a JSON file, and the others are
+texts from `tables.py` and `summary.py`. In README.md, only the text between the lines `<!-- measured: results -->` and
+`<!-- end -->` is written. A figure contains the digest of its JSON file, so `--check` need not draw it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_GPU = "**Nothing here was measured on a GPU.** "
 
 
 def files(suite: str) -> list[Path]:
-    """Return the committed files of a suite, beginning with that of a CPU. Exit with a line if there are none."""
+    """Return the JSON files of a suite, the CPU's first. If there are none, exit with a message."""
     paths = sorted(RESULTS.glob(f"{suite}-*.json"), key=lambda path: (not path.stem.endswith("-cpu"), path))
     return paths or sys.exit(f"{RESULTS}: expected {suite}-cpu.json, found no results of {suite}")
 
@@ -43,7 +43,7 @@ def load(path: Path) -> Results:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn an error about the contents of a file into one line that names the file."""
+    """Turn an error caused by a file's contents into an exit with a line that names the file."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, StopIteration) as error:
@@ -51,7 +51,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def texts() -> dict[Path, str]:
-    """Return the texts of README.md and docs/benchmarks.md, made from the results."""
+    """Return the new texts of README.md and docs/benchmarks.md."""
     introduction, *sections = TEMPLATE.read_text().split("\n<!-- suite: ")
     fields = {path: fields_of(suite, path) for suite in SECTIONS for path in files(suite)}
     first = {suite: fields[files(suite)[0]]["r"] for suite in SECTIONS}
@@ -69,9 +69,11 @@ def texts() -> dict[Path, str]:
 
 
 def fields_of(suite: str, path: Path) -> dict[str, Any]:
-    """Return the placeholders of a suite's section for one file."""
+    """Return the values of the placeholders in a suite's section, from one JSON file."""
     with naming(path):
         measured = load(path)
+        if suite == "prediction":  # has no date and machine
+            return {"r": measured["results"], **SECTIONS[suite](measured["results"])}
         gpu, results = measured["machine"].get("gpu"), measured["results"]
         heads = {f"{part}_conditions": conditions(x["measured"]) for part, x in parts(results).items()}
         heads |= {"on_gpu": f" ({gpu})" if gpu else "", "figure": f"figures/{path.stem}.png"}
@@ -79,7 +81,7 @@ def fields_of(suite: str, path: Path) -> dict[str, Any]:
 
 
 def parts(results: Results) -> dict[str, Results]:
-    """Return the parts of a suite that were measured separately."""
+    """Return the parts of a suite's results that were measured separately, each with a header "measured"."""
     return {name: part for name, part in results.items() if isinstance(part, dict) and "measured" in part}
 
 
@@ -96,7 +98,7 @@ def digest(path: Path) -> str:
 
 
 def stale_figures() -> list[str]:
-    """Return the names of figures that were not drawn from the present contents of their JSON files."""
+    """Return the names of figures that are absent or were drawn from other contents of their JSON files."""
     from PIL import Image
 
     def drawn_from(name: str) -> str | None:
@@ -131,7 +133,7 @@ def draw(name: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m gspo_kernels.benchmarks report")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if anything differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page or figure is stale")
     if parser.parse_args().check:
         differing = stale()
         lines = [f"{name} is stale: run python -m gspo_kernels.benchmarks report" for name in differing]

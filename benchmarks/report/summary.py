@@ -1,6 +1,6 @@
 """The tables that use several suites: where the library helps, where it loses, and the README's results.
 
-`first` maps the name of a suite to the results of the suite's first file, which is of a CPU.
+In every function, `first` maps the name of a suite to the results in its first JSON file, which is a CPU's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ README_ROWS = {
     OURS: "**gspo_kernels**",
     BUDGET: "**gspo_kernels**, `gradient_budget=1e-3` (`gspo_fused_loss` only)",
 }
-SAME_LOG_PROBS = {BUDGET: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # equal clip decisions
-SAME_IN_FLOAT32 = {"TRL cast_lm_head_to_fp32": "TRL fused head"}  # nothing is cast in float32
-OTHER_LOSS = "naive GRPO"  # has a ratio per token, so it is not compared
-LENGTH = 1024  # tokens of a sequence, for clip decisions
-LIMIT = 0.01  # share of wrong decisions
+SAME_LOG_PROBS = {BUDGET: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # name -> a name with equal log-probs
+SAME_IN_FLOAT32 = {"TRL cast_lm_head_to_fp32": "TRL fused head"}  # in float32 it casts nothing
+OTHER_LOSS = "naive GRPO"  # not compared, because its loss is another
+LENGTH = 1024  # tokens per sequence, for wrong clip decisions
+LIMIT = 0.01  # upper end of the 95 % interval of wrong decisions, for an implementation that counts as precise
 Values = dict[str, float]
 
 
 def run_of(first: Results, scenario: str) -> Results:
-    """Return the timed fp32 run of a scenario with the most tokens."""
+    """Return the timed fp32 run of the scenario. Of several, return the run with the most tokens."""
     runs = first["step"]["time"]["runs"]
     kind = (scenario, "float32")
     return max((r for r in runs if (r["on"]["scenario"], r["on"]["dtype"]) == kind), key=lambda r: r["on"]["tokens"])
@@ -56,16 +56,16 @@ def best_other(values: Values, *without: str) -> str:
 
 
 def helps(first: Results) -> str:
-    """Return the table of what the library improves, with the best other candidate."""
+    """Return the table "Where it helps"."""
     rl_like = run_of(first, "rl-like")
     large = max(first["step"]["memory"]["points"], key=lambda point: point["tokens"])
     comparisons: list[tuple[str, Values, str]] = [
-        ("time over naive GSPO, RL-like", times(rl_like["candidates"]), ".2f"),
-        ("time over naive GSPO, every token has a gradient", times(run_of(first, "dense")["candidates"]), ".2f"),
+        ("time / naive GSPO's, some tokens without a gradient", times(rl_like["candidates"]), ".2f"),
+        ("time / naive GSPO's, every token has a gradient", times(run_of(first, "dense")["candidates"]), ".2f"),
         (f"peak MiB, {rl_like['on']['tokens']:,} tokens", peaks(rl_like["candidates"]), ",.0f"),
         (f"peak MiB, {large['tokens']:,} tokens", peaks(large["candidates"]), ",.0f"),
-        ("time of an optimizer step over naive GSPO's", times(first["trainer"]["steps"]), ".2f"),
-        (f"wrong clip decisions in %, {LENGTH:,} tokens, bf16 weights", wrong_decisions(first["fidelity"]), ".2g"),
+        ("time of an optimizer step / naive GSPO's", times(first["trainer"]["steps"]), ".2f"),
+        (f"wrong clip decisions in %, sequences of {LENGTH:,} tokens", wrong_decisions(first["fidelity"]), ".2g"),
     ]
     rows = []
     for what, values, form in comparisons:
@@ -77,12 +77,12 @@ def helps(first: Results) -> str:
 
 
 def loses(first: Results) -> str:
-    """Return the table of situations in which another candidate's exact gradients take less time or memory."""
+    """Return the table "Where we lose": measurements in which another candidate takes less time or memory than ours."""
     comparisons: list[tuple[str, Values, str]] = []
     for run in first["step"]["time"]["runs"] + first["vocab"]["runs"]:
         on = run["on"]
         where = f"{on['scenario']}, {on['dtype']}, {on['tokens']:,} tokens, V = {on['head']['vocab']:,}"
-        comparisons.append((f"time over naive GSPO: {where}", times(run["candidates"]), ".2f"))
+        comparisons.append((f"time / naive GSPO's: {where}", times(run["candidates"]), ".2f"))
         comparisons.append((f"peak MiB: {where}", peaks(run["candidates"]), ",.0f"))
     parts = {r["name"]: r["parts"]["loss"]["seconds"] for r in first["trainer"]["steps"] if "seconds" in r}
     comparisons.append(("seconds of the loss in an optimizer step", parts, ".1f"))
@@ -95,16 +95,16 @@ def loses(first: Results) -> str:
 
 
 def tolerance(fidelity: Results) -> str:
-    """Name the implementations whose 95 % intervals are below 1 % of wrong decisions at every length."""
+    """Say for which implementations the paper's claim holds that sequence likelihoods tolerate imprecise log-probs."""
     exact: dict[bool, list[str]] = {True: [], False: []}
     for record in fidelity["sets"]["synthetic"]["implementations"]:
         exact[max(high for _, high in record["95 %"]) < LIMIT].append(shown(record["name"]))
-    holds, fails = (", ".join(names) or "none" for names in exact.values())
-    return f"fewer than {LIMIT:.0%} of clip decisions are wrong at every length with {holds}; not with {fails}"
+    holds, fails = ("; ".join(names) or "none" for names in exact.values())
+    return f"holds (fewer than {LIMIT:.0%} of decisions wrong at every length) for {holds}. Does not hold for {fails}"
 
 
 def readme(first: Results) -> str:
-    """Return the README's table with its conditions."""
+    """Return the README's table and the text below it, from `readme.md`."""
     runs, wrong = [run_of(first, scenario) for scenario in ("rl-like", "dense")], wrong_decisions(first["fidelity"])
     rl_like, dense = (by_name(run["candidates"]) for run in runs)
     rows = []

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md. Each suite has a function that turns committed results into texts of `page.md`."""
+"""The tables of docs/benchmarks.md. `SECTIONS` has a function per suite that makes texts for `page.md` from results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Texts = dict[str, str]
 Cell = Callable[[Results], str]
 NAIVE, OURS, BUDGET = "naive GSPO", "ours", "ours, budget 1e-3"
 NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")
-LENGTHS = (64, 256, 1024, 4096, 16_384)  # of sequences
+LENGTHS = (64, 256, 1024, 4096, 16_384)  # tokens per sequence
 
 
 def shown(name: str) -> str:
@@ -53,13 +53,13 @@ def over_naive(record: Results) -> str:
 
 
 def over_naive_with_spread(record: Results) -> str:
-    """Format the median of the ratios to naive GSPO's time, and their 20th and 80th percentile."""
+    """Format the ratios to naive GSPO's time: median (20th to 80th percentile)."""
     ratio = record.get("over_naive")
     return f"{ratio['ratio']:.2f} ({interval([ratio['p20'], ratio['p80']])})" if ratio else "-"
 
 
 def error_of(record: Results) -> str:
-    """Format the error of the worse gradient; "-" if it was not measured or is not a number."""
+    """Format the error of the worse gradient, or "-" if it was not measured or is NaN."""
     worst = record["error"]["worst"] if "error" in record else None
     return "-" if worst is None else f"{worst:.1e}"
 
@@ -69,12 +69,12 @@ def passes_of(record: Results) -> str:
 
 
 def worse(record: Results) -> float:
-    """Return the error of the worse gradient of a record by budget."""
+    """Return the error of the worse gradient, from a record of `sparsity.by_budget`."""
     return max(record["d_hidden error"], record["d_weight error"])
 
 
 def passes_and_error(record: Results) -> str:
-    """Format the passes of a budget and, if anything was dropped, the error of the worse gradient."""
+    """Format passes and, if cells were left out, the error of the worse gradient in brackets."""
     return passes_of(record) + (f" ({worse(record):.0e})" if worse(record) else "")
 
 
@@ -83,7 +83,7 @@ def by_name(records: Iterable[Results]) -> dict[str, Results]:
 
 
 def candidates_table(columns: dict[str, tuple[list[Results], Cell]]) -> str:
-    """Return a table with a row per candidate that was measured. `columns`: header -> records and cell."""
+    """Return a table with a row per measured candidate. `columns`: header -> (records, function that formats one)."""
     (first, _), *_ = columns.values()
     names = [r["name"] for r in first if not r.keys() & {"absent", "failed", "wrong"}]
     groups = [(by_name(records), cell) for records, cell in columns.values()]
@@ -91,8 +91,8 @@ def candidates_table(columns: dict[str, tuple[list[Results], Cell]]) -> str:
 
 
 def left_out(records: Iterable[Results]) -> str:
-    """Return the names of candidates without a time, with the reasons, or "none"."""
-    return ", ".join(f"{r['name']} ({r[why]})" for r in records for why in NOT_TIMED if why in r) or "none"
+    """Return the names of candidates without a time, each with the reason, or "none"."""
+    return "; ".join(f"{r['name']} ({r[why]})" for r in records for why in NOT_TIMED if why in r) or "none"
 
 
 def step(results: Results) -> Texts:
@@ -119,9 +119,9 @@ def vocab(results: Results) -> Texts:
 
 def trainer(results: Results) -> Texts:
     cells: dict[str, Cell] = {
-        "step, s": lambda r: f"{r['seconds']:.1f}", "over naive": over_naive_with_spread,
+        "step, s": lambda r: f"{r['seconds']:.1f}", "step / naive's": over_naive_with_spread,
         "loss alone, s": lambda r: f"{r['parts']['loss']['seconds']:.1f}",
-        "share of the loss": lambda r: f"{r['loss share']:.0%}", "error": error_of,
+        "loss, share of the step": lambda r: f"{r['loss share']:.0%}", "error": error_of,
     }  # fmt: skip  # a column each
     timed = [r for r in results["steps"] if "seconds" in r]
     columns = {label: (timed, cell) for label, cell in cells.items()}
@@ -139,7 +139,7 @@ def sparsity(results: Results) -> Texts:
     for record in results["passes"]["cases"]:
         cases.setdefault(record["case"], []).append(record)
     timed = results["time"]["candidates"]
-    times = candidates_table({"time over naive GSPO": (timed, over_naive_with_spread), "peak MiB": (timed, mib)})
+    times = candidates_table({"time / naive GSPO's": (timed, over_naive_with_spread), "peak MiB": (timed, mib)})
     return {"passes_table": budget_table(cases, passes_and_error), "time_table": times}
 
 
@@ -159,15 +159,15 @@ def fidelity(results: Results) -> Texts:
             rounded = " (returns bf16)" if r["dtype"] == "bfloat16" else ""
             rows.append((shown(r["name"]) + rounded, *errors, *map(percent, wrong)))
         header = ["", "log-prob error", "log-ratio error", *(f"{length:,} tokens" for length in LENGTHS)]
-        texts[kind] = table([*header, f"{LENGTHS[-1]:,}, mean error kept"], rows)
+        texts[kind] = table([*header, f"{LENGTHS[-1]:,} tokens, mean error kept"], rows)
         if measured := [r["correlation"] for r in study["implementations"] if r["correlation"]]:
             texts["correlation"] = interval([min(measured), max(measured)])
-    texts["left_out"] = ", ".join(f"{name} ({why})" for name, why in results["not measured"].items()) or "none"
+    texts["left_out"] = "; ".join(f"{name} ({why})" for name, why in results["not measured"].items()) or "none"
     return {"trained": "Not measured.", **texts}
 
 
 def drifts(differences: Results, arm: str, control: str) -> bool:
-    """Return whether the 95 % interval of an arm's difference holds neither 0 nor the control's mean difference."""
+    """Return whether the 95 % interval of an arm's difference includes neither 0 nor the control's mean difference."""
     low, high = differences[arm]["95 %"]
     return not any(low <= x <= high for x in (0.0, differences[control]["mean"]))
 
@@ -184,7 +184,7 @@ def budgets(results: Results) -> Texts:
             f"{fmean(r['held-out reward'][1] for r in records):.3f}",
             ", ".join(f"{x:.2g}" for x in results["distance"].get(arm, [])) or "-",
         ))  # fmt: skip  # a cell each
-    header = ("", "passes", "dropped mass", "entropy, nats", "reward", "held-out reward", "distance of parameters")
+    header = ("", "passes", "mass left out", "entropy", "reward", "held-out reward", "distance of parameters")
     drifting = [f"the {key} of {arm}" for key in apart for arm in arms if drifts(apart[key], arm, control)]
     widest = max((high - low) / 2 for low, high in (apart["entropy"][arm]["95 %"] for arm in arms))
     return {
@@ -197,5 +197,5 @@ def budgets(results: Results) -> Texts:
 
 SECTIONS: dict[str, Callable[[Results], Texts]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "sparsity": sparsity, "policy": policy,
-    "fidelity": fidelity, "budgets": budgets,
+    "fidelity": fidelity, "budgets": budgets, "prediction": lambda results: {},
 }  # fmt: skip  # by suite

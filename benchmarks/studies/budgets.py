@@ -1,10 +1,10 @@
-"""Train the policy of `policy.py` with gradient budgets, and compare with training by exact gradients.
+"""Train the policy of `policy.py` with gradient budgets, and compare with training at budget 0.
 
-    python -m gspo_kernels.benchmarks budgets    12 trainings of 300 updates, two at a time, one thread each
+    python -m gspo_kernels.benchmarks budgets    12 trainings of 300 updates, two at a time with one thread each
 
-A budget drops the gradients of likely tokens, which is a bias. So rewards, entropies and final parameters are compared
-with those of budget 0 and the same seed. Sampling may amplify any difference, so there are two controls at budget 0:
-other seeds, and the same seeds from weights that differ by a millionth.
+A budget mostly leaves out gradients of likely tokens, which is a bias. So rewards, entropies and final parameters are
+compared with those of the run at budget 0 with the same seed. Sampling may amplify any difference, so there are two
+controls at budget 0: runs with other seeds, and runs with the same seeds whose initial weights differ by a millionth.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .policy import digest
 
 EXACT, CONTROL = "budget 0", "budget 0, weights x (1 + 1e-6 noise)"
 ARMS: dict[str, float] = {EXACT: 0.0, "budget 1e-3": 1e-3, "budget 4e-3": 4e-3, CONTROL: 0.0}
-NOISE = 1e-6  # relative change of every initial weight of the control
+NOISE = 1e-6  # standard deviation of the relative change of each initial weight, for CONTROL
 CURVES = ("reward", "entropy", "passes")
 TOTALS = ("passes", "dropped_gradient_mass")
-STUDENT = {2: 12.706, 3: 4.303}  # 97.5 % quantiles of Student's t by the number of seeds
-END = 0.2  # share of the rollouts that are "the end"
-POINTS = 15  # of each saved curve
+STUDENT = {2: 12.706, 3: 4.303}  # number of seeds -> 97.5 % quantile of Student's t
+END = 0.2  # the last fifth of the rollouts is "the end"
+POINTS = 15  # most points of a saved curve
 
-# Learning rates tried with seed 0: over 15 rollouts of the same prompts, the mean reward is 0.653 at 2e-5 and 0.688 at
-# 1e-4. After 24 rollouts, the held-out reward is still 0.875 at 1e-4, and 0.69 at 3e-4 (in smaller rollouts).
+# Why 1e-4: with seed 0 and the same prompts, the mean reward of 15 rollouts was 0.653 at 2e-5 and 0.688 at 1e-4. After
+# 24 rollouts, the held-out reward was still 0.875 at 1e-4. At 3e-4, tried with smaller rollouts, it was 0.69.
 FULL: Record = dict(steps=75, prompts_per_step=6, group_size=8, updates_per_rollout=4, max_new_tokens=24)
 FULL |= dict(learning_rate=1e-4, eval_every=25, eval_prompts=128)
 TINY: Record = dict(steps=2, prompts_per_step=2, group_size=4, updates_per_rollout=2, max_new_tokens=4)
@@ -51,7 +51,7 @@ FULL_SEEDS, TINY_SEEDS = (0, 1, 2), (0, 1)
 
 
 def run(model: str, data: str, folder: str, name: str, seed: int, budget: float, options: dict[str, Any]) -> Record:
-    """Train once, in a new process. Return curves, their means, and their values at the end."""
+    """Train once. Return curves, their means, and their values at the end. `trainings` runs this in a new process."""
     machine: Record = dict(device="cpu", threads=1, overwrite=True, output=Path(folder), data=Path(data))
     config = train_config(name=name, model=model, seeds=(seed,), gradient_budget=budget, **machine, **options)
     train(config)
@@ -72,13 +72,13 @@ def at_the_end(curve: Sequence[float]) -> float:
 
 
 def thinned(curve: Sequence[float]) -> list[float]:
-    """Divide a curve into at most `POINTS` consecutive parts, and return their means."""
+    """Divide a curve into at most `POINTS` consecutive parts. Return the mean of each part."""
     size = math.ceil(len(curve) / POINTS)
     return [statistics.fmean(curve[at : at + size]) for at in range(0, len(curve), size)]
 
 
 def moved(model: Path, seed: int, folder: Path) -> Path:
-    """Save a copy of the checkpoint with every weight changed by about a millionth. Return its folder."""
+    """Save a copy of the checkpoint in which every weight is changed by about a millionth. Return the copy's folder."""
     torch.manual_seed(seed)
     policy = load_policy(str(model))
     with torch.no_grad():
@@ -106,7 +106,7 @@ def trainings(
         print(f"{arm}, seed {seed}: held-out reward {before:.3f} -> {after:.3f}", flush=True)
         return record
 
-    with ThreadPoolExecutor(workers) as pool:  # `map` starts no further trainings if one fails
+    with ThreadPoolExecutor(workers) as pool:  # if one fails, `map` cancels the waiting ones
         records = dict(zip(jobs, pool.map(train_one, jobs), strict=True))
     return {arm: [records[seed, arm] for seed in seeds] for arm in ARMS}
 
@@ -121,7 +121,7 @@ def distance_of(a: Policy, b: Policy) -> float:
 
 
 def distances(seeds: Sequence[int], model: Path, folder: Path) -> Record:
-    """Return distances of final parameters from those of budget 0, relative to the distance that budget 0 moved."""
+    """Return the distances of final parameters from those at budget 0, divided by the change that budget 0 made."""
 
     def trained(arm: str, seed: int) -> Policy:
         return load_policy(str(folder / folder_name(arm, seed) / f"model-seed{seed}"))
@@ -139,7 +139,7 @@ def distances(seeds: Sequence[int], model: Path, folder: Path) -> Record:
 
 
 def differences(runs: dict[str, list[Record]], key: str) -> Record:
-    """Return each arm's difference to budget 0 at the end, averaged over pairs of runs with the same seed."""
+    """Return each arm's value at the end minus budget 0's with the same seed: mean and 95 % interval over the seeds."""
     ends = {arm: [record["at the end"][key] for record in records] for arm, records in runs.items()}
     base = ends.pop(EXACT)
     return {arm: about([a - b for a, b in zip(values, base, strict=True)]) for arm, values in ends.items()}
@@ -153,8 +153,8 @@ def about(values: Sequence[float]) -> Record:
 
 def main() -> None:
     parser = parser_of("budgets", __doc__)
-    parser.add_argument("--policy", type=Path, help="the initial policy (default runs/policy, runs/tiny-policy)")
-    parser.add_argument("--workers", type=positive, default=2, help="trainings at a time (default 2)")
+    parser.add_argument("--policy", type=Path, help="the initial policy (default runs/policy or runs/tiny-policy)")
+    parser.add_argument("--workers", type=positive, default=2, help="trainings that run at the same time (default 2)")
     asked = parser.parse_args()
     tiny = " --tiny" if asked.tiny else ""
     options, seeds = (TINY, TINY_SEEDS) if tiny else (FULL, FULL_SEEDS)
@@ -163,7 +163,7 @@ def main() -> None:
         parser.error(f"--policy: {policy} holds no policy: run `python -m gspo_kernels.benchmarks policy{tiny}` first")
     output = measure.destination("budgets", torch.device("cpu"), asked.output, asked.tiny)
     torch.set_num_threads(1)
-    disable_progress_bar()  # transformers' bar for loading would write between our lines
+    disable_progress_bar()  # transformers' progress bar would write between our lines
     model = policy / "model"
     with TemporaryDirectory(dir=policy, prefix="budgets-") as folder:  # holds gigabytes of checkpoints
         runs = trainings(options, seeds, model, policy / "problems.jsonl", Path(folder), asked.workers)

@@ -1,19 +1,21 @@
-"""Measure errors of token log-probs and the clip decisions that they flip, by implementation and sequence length.
+"""Measure errors of token log-probs, and the clip decisions that they change, by implementation and sequence length.
 
     python -m gspo_kernels.benchmarks fidelity          about 4 minutes on two cores
 
-Hidden states and head are rounded to bf16, and the truth is float64 of exactly these values. An update moves the hidden
-states, which are rounded again. Every implementation computes log-probs before and after the update.
+Hidden states and head are rounded to bf16, and the reference is float64 of exactly these values. A synthetic update
+moves the hidden states, which are rounded again. Every implementation computes log-probs before and after the update.
 
-A sequence is L of the measured tokens, drawn with replacement. Its true log-ratio is drawn from N(0, 3.4e-4), so that
-at every length about 15 % of the sequences are outside the clip window of 3e-4 / 4e-4. A decision is wrong if float64
-decides otherwise. First, the mean error of the measured tokens is subtracted: it would shift every long sequence, and a
-few thousand tokens determine it poorly. "wrong with the mean error" counts decisions without this subtraction.
+The error of a sequence is the mean error of L measured tokens, drawn with replacement. It is added to a true log-ratio
+that is drawn independently of the tokens, from a normal distribution with standard deviation 3.4e-4. So at every length
+about 31 % of the sequences are outside the clip window of 3e-4 / 4e-4. About 15 % are clipped, because an advantage is
+clipped on one side only. A decision is wrong if float64 decides otherwise. Before decisions are made, the mean error of
+all measured tokens is subtracted from each error: it would shift every long sequence, and a few thousand tokens are too
+few to estimate it. "wrong with the mean error" counts decisions without this subtraction.
 
-The 95 % intervals cover the drawing of sequences and the choice of tokens (a bootstrap, of entire answers if there are
-any). They do not cover other policies, or a correlation of errors within a sequence, because drawing single tokens
-removes the correlation. For a trained policy it is measured as "correlation": sqrt(L) times the standard deviation of
-the answers' mean errors, divided by the standard deviation of token errors. Independent errors give 1.
+The 95 % intervals include two errors: of drawing sequences (Wilson's interval), and of choosing tokens (a bootstrap,
+which redraws entire answers if the tokens come from answers). They do not cover other policies, or a correlation of
+errors within a sequence, because drawing single tokens removes it. For a trained policy "correlation" measures it:
+sqrt(length of an answer) * std(mean errors of answers) / std(errors of tokens), which is 1 for independent errors.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from ..measure import Record
 from ..suites.options import device_of, parser_of
 from ..workloads import MODELS, Head
 
-FULL = 3072, 100_000, MODELS["qwen2.5-0.5b"]  # measured tokens per set, sequences per length, and head
+FULL = 3072, 100_000, MODELS["qwen2.5-0.5b"]  # tokens that are measured, sequences drawn from them per length, and head
 TINY = 256, 2000, Head(128, 4096)
 LENGTHS = tuple(2**k for k in range(6, 15))
-UPDATE = 0.03  # nats by which an update moves a logit
+UPDATE = 0.03  # standard deviation, in nats, of the change of a logit by the update
 ROWS = 512  # rows per call of an implementation
 SPREAD = 3.4e-4  # standard deviation of the true log-ratios of sequences
 CHUNK = 2000  # number of sequences drawn at once
@@ -52,11 +54,11 @@ class Tokens(NamedTuple):
     new_hidden: Tensor  # [N, H] bf16
     weight: Tensor  # [V, H] bf16
     target_ids: Tensor  # [N], sampled before the update
-    sequence: Tensor  # [N] on the CPU: number of each token's answer; all different for independent tokens
+    sequence: Tensor  # [N] on the CPU: index of each token's answer; a different one for every independent token
 
 
 def implementations(head: Head, device: torch.device) -> tuple[dict[str, LogProbs], dict[str, str]]:
-    """Return the implementations that can run here, and the reasons why others cannot. No two have equal log-probs."""
+    """Return the implementations that can run here, and why others cannot. Those with equal log-probs count as one."""
     runs: dict[str, LogProbs] = {}
     absent: dict[str, str] = {}
     for name, candidate in candidates.ALL.items():
@@ -69,14 +71,14 @@ def implementations(head: Head, device: torch.device) -> tuple[dict[str, LogProb
 
 
 def fp16_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Return log-probs from logits that are summed in fp32 and rounded to fp16, as in some GPU kernels."""
+    """Return log-probs [N] from logits that are summed in fp32 and rounded to fp16, as in some GPU kernels."""
     assert softcap is None
     logits = (hidden.float() @ weight.float().t()).half().float()
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
 def updated(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tokens:
-    """Return tokens whose update moves every logit by about `UPDATE`."""
+    """Return the tokens in bf16, with new hidden states after a random update of size `UPDATE`."""
     rng = torch.Generator(hidden.device).manual_seed(1)
     noise = torch.randn(hidden.shape, generator=rng, device=hidden.device)
     scale = UPDATE / weight.float().square().sum(1).mean().sqrt()
@@ -90,7 +92,7 @@ def synthetic(count: int, head: Head, device: torch.device) -> Tokens:
 
 
 def trained(folder: Path, count: int, device: torch.device) -> Tokens:
-    """Load the answers of a trained policy. Without one, raise a FileNotFoundError that names the command to run."""
+    """Load the answers of a trained policy. If there is none, the FileNotFoundError names the command to run."""
     from . import policy  # needs transformers
 
     states = policy.load(folder)
@@ -102,20 +104,21 @@ def trained(folder: Path, count: int, device: torch.device) -> Tokens:
 
 @torch.no_grad()
 def log_probs(run: LogProbs, hidden: Tensor, weight: Tensor, ids: Tensor, rows: int = ROWS) -> Tensor:
-    """Return log-probs [N] on the CPU, in the dtype that the implementation returns."""
+    """Run an implementation on `rows` rows at a time. Return log-probs [N] on the CPU, in its dtype."""
     parts = [run(h, weight, i, None) for h, i in zip(hidden.split(rows), ids.split(rows), strict=True)]
     return torch.cat(parts).cpu()
 
 
-def float64_logits(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Return the reference log-probs in float64. `weight` is float64: the caller casts it once, to a gigabyte."""
+def float64_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
+    """Return the reference log-probs. `weight` must already be float64: callers cast it once, to 1 GB for `FULL`."""
     return candidates.full_log_probs(hidden.double(), weight, ids, softcap, torch.float64)
 
 
 def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return by implementation: errors of the log-probs before and after the update [2, N], on the CPU; and dtypes."""
+    """Return by implementation: errors of old and new log-probs, [2, N] on the CPU, and the dtype that it returns."""
     weight, ids, states = tokens.weight, tokens.target_ids, (tokens.old_hidden, tokens.new_hidden)
-    true = torch.stack([log_probs(float64_logits, h, weight.double(), ids, rows=64) for h in states])
+    exact = weight.double()  # cast once
+    true = torch.stack([log_probs(float64_log_probs, h, exact, ids, rows=64) for h in states])
     errors, dtypes = {}, {}
     for name, run in runs.items():
         result = torch.stack([log_probs(run, h, weight, ids) for h in states])
@@ -125,7 +128,7 @@ def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> tuple[dict[str, Tenso
 
 
 def of_log_ratios(errors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return errors of the log-ratios [N], including a case with old log-probs from another engine."""
+    """Return errors of the log-ratios [N], by implementation. `OTHER_ENGINE` combines two of them."""
     ratios = {name: new - old for name, (old, new) in errors.items()}
     if {OURS, NAIVE} <= errors.keys():
         ratios[OTHER_ENGINE] = errors[OURS][1] - errors[NAIVE][0]
@@ -133,7 +136,7 @@ def of_log_ratios(errors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def correlation(errors: Tensor, sequence: Tensor) -> float | None:
-    """Return the "correlation" of the module's docstring, or None if every token is an answer of its own."""
+    """Return the "correlation" of the module's docstring, or None if the tokens do not come from answers."""
     if sequence.unique().numel() == sequence.numel():
         return None
     centred = errors - errors.mean()
@@ -141,7 +144,7 @@ def correlation(errors: Tensor, sequence: Tensor) -> float | None:
 
 
 def passes_clip(u: Tensor, positive: Tensor) -> Tensor:
-    """Return whether sequences of log-ratio u and advantages of this sign are not clipped."""
+    """Return whether sequences with log-ratio u are not clipped. `positive`: whether their advantage is positive."""
     low, high = Objective().log_window
     return torch.where(positive, u <= high, u >= low)
 
@@ -149,9 +152,9 @@ def passes_clip(u: Tensor, positive: Tensor) -> Tensor:
 def decisions(
     errors_of: dict[str, Tensor], lengths: tuple[int, ...], sequences: int, sequence: Tensor
 ) -> dict[str, Record]:
-    """Return shares of wrong decisions by implementation and length. All implementations have the same sequences."""
+    """Return shares of wrong decisions by implementation and length. All implementations get the same sequences."""
     rng = torch.Generator().manual_seed(0)
-    errors = torch.stack(list(errors_of.values()), 1)  # [N, K]
+    errors = torch.stack(list(errors_of.values()), 1)  # [N, K implementations]
     deviation = _bootstrap(errors, sequence, lengths, sequences // FRACTION, rng)
     mean_error = errors.mean(0)
     wrong, biased = torch.zeros(2, errors.shape[1], len(lengths), dtype=torch.int64)
@@ -173,7 +176,7 @@ def decisions(
 
 
 def interval(hits: int, count: int, deviation: float = 0.0) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share, widened by a second error with this standard deviation."""
+    """Return Wilson's 95 % interval of hits / count, widened for a second error of standard deviation `deviation`."""
     share, scale = hits / count, 1 + Z * Z / count
     middle = (share + Z * Z / (2 * count)) / scale
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count)) / scale
@@ -183,7 +186,7 @@ def interval(hits: int, count: int, deviation: float = 0.0) -> tuple[float, floa
 
 
 def _means(errors: Tensor, count: int, lengths: tuple[int, ...], rng: torch.Generator) -> Iterator[Tensor]:
-    """Draw sequences, and yield their mean errors [count, K] for each length. Longer sequences extend shorter ones."""
+    """Draw `count` sequences that grow from length to length. At each length, yield their mean errors [count, K]."""
     table, total, before = errors.float(), torch.zeros(count, errors.shape[1], dtype=torch.float64), 0
     for length in lengths:
         drawn = torch.randint(len(errors), (count, length - before), generator=rng)
@@ -195,9 +198,9 @@ def _means(errors: Tensor, count: int, lengths: tuple[int, ...], rng: torch.Gene
 def _bootstrap(
     errors: Tensor, sequence: Tensor, lengths: tuple[int, ...], sequences: int, rng: torch.Generator
 ) -> Tensor:
-    """Return the standard deviations [K, lengths] of wrong shares over redrawn sets of tokens.
+    """Return the standard deviation, over redrawn sets of tokens, of the share of wrong decisions: [K, lengths].
 
-    True log-ratios are integrated and not drawn, so that few sequences suffice. The noise of the sequences remains.
+    `flip_chance` averages over the true log-ratios, so few sequences suffice. Drawing them adds noise to the result.
     """
     sizes = sequence.unique_consecutive(return_counts=True)[1]
     tables = []
@@ -214,14 +217,14 @@ def _bootstrap(
 
 
 def flip_chance(error: Tensor) -> Tensor:
-    """Return the probability that an error flips a decision, for random true log-ratios and signs of the advantage."""
+    """Return the probability that an error makes a decision wrong. True log-ratio and advantage's sign are random."""
     cdf = torch.special.ndtr
     sides = [cdf((end - error) / SPREAD) - cdf(error.new_tensor(end / SPREAD)) for end in Objective().log_window]
     return 0.5 * (sides[0].abs() + sides[1].abs())
 
 
 def study(tokens: Tokens, sequences: int) -> tuple[Record, dict[str, str]]:
-    """Measure one set of tokens. Return the results, and the reasons why some implementations were not measured."""
+    """Measure one set of tokens. Return the results, and why implementations were not measured, by name."""
     vocab, width = tokens.weight.shape
     runs, absent = implementations(Head(width, vocab), tokens.weight.device)
     errors, dtypes = measured(tokens, runs)
@@ -240,7 +243,7 @@ def study(tokens: Tokens, sequences: int) -> tuple[Record, dict[str, str]]:
 def main() -> None:
     parser = parser_of("fidelity", __doc__)
     parser.add_argument("--policy", type=Path, default=Path("runs/policy"), help="trained policy (default runs/policy)")
-    parser.add_argument("--device", type=device_of, default="cpu", help="default cpu")
+    parser.add_argument("--device", type=device_of, default="cpu", help="where to compute (default cpu)")
     options = parser.parse_args()
     count, sequences, head = TINY if options.tiny else FULL
     output = measure.destination("fidelity", options.device, options.output, options.tiny)

@@ -2,9 +2,9 @@
 
     python -m gspo_kernels.benchmarks policy    10 minutes on one core; saves the policy in runs/policy
 
-Other benchmarks use a formula for peaked logits (`peaked.py`). This one checks the formula: a Qwen3 learns the problems
-of the reference trainer's `arithmetic.py` until about half of its sampled answers are right, and is compared with the
-formula at the same sizes. Its hidden states, head and sampled tokens are saved for `fidelity` and `budgets`.
+Other benchmarks use a synthetic policy, made by the formula in `peaked.py`. This one checks the formula: a Qwen3 learns
+the problems of the reference trainer's `arithmetic.py` until about half of its sampled answers are right, and is
+compared with a synthetic policy of the same sizes. `fidelity` and `budgets` load what it saves.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ..suites import sparsity
 from ..suites.options import parser_of
 
 FOLDER = Path("runs") / "policy"
-ZERO, CLIPPED = 19 / 64, 7 / 64  # shares of the sequences with zero advantage, and of those outside the clip window
-ANSWER = 24  # tokens
+ZERO, CLIPPED = 19 / 64, 7 / 64  # shares of the sequences that have advantage 0, and that are clipped
+ANSWER = 24  # most tokens of a sampled answer
 
 
 class Size(NamedTuple):
@@ -46,8 +46,8 @@ class Size(NamedTuple):
     problems: int  # problems for training
     layers: int
     width: int
-    steps: int  # most steps
-    batch: int  # texts per step, a quarter of them stories
+    steps: int  # most training steps
+    batch: int  # texts per step, about a quarter of them stories
     learning_rate: float
     probe: int  # problems per measurement of the accuracy
     sequences: int  # number of answers that are sampled and saved
@@ -56,9 +56,9 @@ class Size(NamedTuple):
 
 FULL = Size(33_280, 150_000, 40_000, 4, 256, 2000, 32, 2e-3, probe=128, sequences=160, for_rl=2048)
 TINY = Size(600, 400, 400, 1, 64, 12, 8, 3e-3, probe=8, sequences=16, for_rl=16)
-ENOUGH = 0.5  # accuracy at which training ends, so that RL can still improve the policy
+ENOUGH = 0.5  # training ends at this accuracy, so that RL can still improve the policy
 PROBE_EVERY = 50  # steps
-Text = tuple[list[int], int]  # token ids, and the number of tokens at the start that are not learned
+Text = tuple[list[int], int]  # token ids, and how many of them, at the start, are not learned
 
 
 class States(NamedTuple):
@@ -75,14 +75,14 @@ class States(NamedTuple):
 
 
 def load(folder: Path) -> States:
-    """Load the states that the last run saved. Without any, raise a FileNotFoundError that names the command to run."""
+    """Load the states that the last run saved. If there are none, the FileNotFoundError names the command to run."""
     if not (folder / "states.pt").is_file():
         raise FileNotFoundError(f"{folder} holds no policy: run `python -m gspo_kernels.benchmarks policy` first")
     return States(**torch.load(folder / "states.pt", weights_only=True))
 
 
 def digest(folder: Path) -> str:
-    """Return a digest of the policy's weights. Results contain it to identify the policy."""
+    """Return a digest of the policy's weights, which identifies the policy in JSON files."""
     return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
@@ -96,7 +96,7 @@ def random_policy(size: Size, tokenizer: PreTrainedTokenizerFast) -> Policy:
 
 
 def tokenized(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], stories: Sequence[str]) -> list[Text]:
-    """Tokenize problems and stories. Solutions are learned, and stories from their second token on."""
+    """Tokenize problems and stories. Of a problem, the solution is learned; of a story, all but the first token."""
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     solutions = tokenizer([p.solution + END for p in problems])["input_ids"]
     texts = [(a + b, len(a)) for a, b in zip(prompts, solutions, strict=True)]
@@ -104,7 +104,7 @@ def tokenized(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], s
 
 
 def batches(texts: Sequence[Text], size: int, seed: int) -> Iterator[list[Text]]:
-    """Yield batches without end, in a new order for each epoch."""
+    """Yield batches without end. Every epoch has a new order."""
     rng = random.Random(seed)
     while True:
         order = rng.sample(texts, len(texts))
@@ -112,7 +112,7 @@ def batches(texts: Sequence[Text], size: int, seed: int) -> Iterator[list[Text]]
 
 
 def train(policy: Policy, texts: Sequence[Text], size: Size, accuracy: Callable[[], float]) -> Record:
-    """Train until the accuracy of sampled answers is `ENOUGH`, or for `size.steps` steps."""
+    """Train until the accuracy of sampled answers reaches `ENOUGH`, at most for `size.steps` steps."""
     model = policy.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
@@ -144,7 +144,7 @@ def cross_entropy(policy: Policy, batch: Sequence[Text]) -> Tensor:
 
 
 def accuracy_of(policy: Policy, problems: Sequence[Problem]) -> float:
-    """Return the share of right answers, sampled at temperature 1."""
+    """Sample one answer to each problem, at temperature 1. Return the share of right answers."""
     texts = sample(policy, [p.prompt for p in problems], max_new_tokens=ANSWER, temperature=1.0).texts
     return sum(answer_found(text, p.answer) for text, p in zip(texts, problems, strict=True)) / len(problems)
 
@@ -158,9 +158,9 @@ def states_of(policy: Policy, problems: Sequence[Problem]) -> States:
 
 
 def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tensor, name: str) -> Record:
-    """Measure passes and gradient errors per budget, for a batch with zero advantages and clipped sequences.
+    """Measure entropies, and passes and gradient errors per budget. Some sequences have advantage 0 or are clipped.
 
-    hidden [N, H], weight [V, H], target_ids [N], lengths [S].
+    hidden [N, H], weight [V, H], target_ids [N], lengths [S]. `name` is printed with the results.
     """
     count = lengths.shape[0]
     advantages, log_ratio = workloads.roles(count, round(ZERO * count), round(CLIPPED * count))
@@ -176,7 +176,7 @@ def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tens
 def make(size: Size, folder: Path) -> Record:
     """Train a policy, sample from it, save both in `folder`, and measure them."""
     torch.manual_seed(0)
-    held_out = arithmetic.problems(size.for_rl, seed=1)  # not for training, but for RL and accuracies
+    held_out = arithmetic.problems(size.for_rl, seed=1)  # for RL and for accuracies, not for training
     learned = arithmetic.problems(size.problems, seed=0, without=frozenset(p.prompt for p in held_out))
     stories = list(arithmetic.stories(size.stories, seed=2))
     corpus = [*stories, *(p.prompt + p.solution + END for p in learned)]
@@ -204,11 +204,10 @@ def make(size: Size, folder: Path) -> Record:
 
 def main() -> None:
     parser = parser_of("policy", __doc__)
-    parser.add_argument("--folder", type=Path, help="checkpoint and states (default runs/policy, runs/tiny-policy)")
+    parser.add_argument("--folder", type=Path, help="where to save (default runs/policy or runs/tiny-policy)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    disable_progress_bar()  # transformers' bar for saving would write between our lines
+    disable_progress_bar()  # transformers' progress bar would write between our lines
     size, folder = (TINY, FOLDER.with_name("tiny-policy")) if options.tiny else (FULL, FOLDER)
-    device = torch.device("cpu")
-    output = measure.destination("policy", device, options.output, options.tiny)
-    print(measure.save("policy", device, make(size, options.folder or folder), output))
+    output = measure.destination("policy", torch.device("cpu"), options.output, options.tiny)
+    print(measure.save("policy", torch.device("cpu"), make(size, options.folder or folder), output))

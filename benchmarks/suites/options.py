@@ -1,4 +1,4 @@
-"""Command-line options that several commands share. A bad option raises `BadOption` with a line for the user."""
+"""Command-line options that several commands share. A bad option raises `BadOption` with a message for the user."""
 
 from __future__ import annotations
 
@@ -10,52 +10,26 @@ from typing import Any
 import torch
 
 from ..measure import OUTPUT
-from ..workloads import FEWEST, MODELS, Head
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 class BadOption(argparse.ArgumentTypeError, ValueError):
-    """A bad option of argparse, which prints the text only of an ArgumentTypeError, or of `gspo bench`."""
+    """A bad option. argparse prints the message only of an ArgumentTypeError; `gspo bench` catches a ValueError."""
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of that name. None means a GPU if there is one, otherwise the CPU."""
+    """Return the device called `name`. None means a GPU if there is one, otherwise the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without this device
         raise BadOption(f"--device: expected a device that torch has here, such as cpu, got {name!r}") from error
     if device.type not in ("cpu", "cuda"):
         raise BadOption(f"--device: expected cpu or cuda, got {name!r}")
     return device if device.type == "cuda" else torch.device("cpu")
-
-
-def head_of(text: str) -> Head:
-    """Return a model's head from its name or from "H,V"."""
-    if text in MODELS:
-        return MODELS[text]
-    expected = f"--model: expected one of {', '.join(MODELS)}, or H,V such as 896,151936"
-    try:
-        width, vocab = (int(part) for part in text.split(","))
-    except ValueError as error:
-        raise BadOption(f"{expected}; got {text!r}") from error
-    if not (64 <= width < 2**20 and 1000 <= vocab < 2**31):
-        raise BadOption(f"{expected} of at least 64,1000 and less than 2^20,2^31; got {text!r}")
-    return Head(width, vocab)
-
-
-def tokens_of(text: str) -> int:
-    """Return a number of tokens from "4096" or "4k"."""
-    try:
-        number = int(text[:-1]) * 1024 if text.lower().endswith("k") else int(text)
-    except ValueError as error:
-        raise BadOption(f"--tokens: expected a number such as 4096 or 4k, got {text!r}") from error
-    if not FEWEST <= number < 2**31:
-        raise BadOption(f"--tokens: expected at least {FEWEST}, one per sequence, and less than 2^31; got {text!r}")
-    return number
 
 
 def positive(text: str) -> int:
@@ -66,7 +40,7 @@ def positive(text: str) -> int:
 
 
 def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command, with the options that all suites have."""
+    """Return a parser with the options of all measuring commands, described by the first paragraph of `doc`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m gspo_kernels.benchmarks {name}", description=(doc or "").split("\n\n")[0]
     )
@@ -76,11 +50,11 @@ def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_comparison(parser: argparse.ArgumentParser, candidates: Callable[[str], Any]) -> None:
-    """Add the options of suites that compare implementations. `candidates` parses --against."""
+    """Add the options of commands that compare implementations. `candidates` parses the value of --against."""
     device = str(device_of(None))
     parser.add_argument("--rounds", type=positive, help="interleaved timed runs of each candidate")
     default = "default: all that are installed; with --tiny: torch"
-    parser.add_argument("--against", type=candidates, help=f"as in `gspo bench` ({default})")
+    parser.add_argument("--against", type=candidates, help=f"libraries to compare with, such as trl,liger ({default})")
     parser.add_argument("--device", type=device_of, default=device, help=f"default {device}")
     parser.add_argument("--dtype", choices=DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")
 

@@ -1,10 +1,10 @@
-"""Measure what zero coefficients save, and what a gradient budget saves and costs.
+"""Measure what rows without a gradient save, and what a gradient budget saves and costs.
 
     python -m gspo_kernels.benchmarks sparsity --passes    matrix passes and gradient errors (15 minutes on two cores)
-    python -m gspo_kernels.benchmarks sparsity --time      time and peak memory over the naive loss (about 10 minutes)
+    python -m gspo_kernels.benchmarks sparsity --time      time and peak memory relative to the naive loss (10 minutes)
 
-Passes and errors depend on the machine only by its cell size. Times are ratios within one run. Without these options
-both parts are measured. With one option, the file's other part stays.
+Passes and errors depend on the machine only through the size of its cells. Times are ratios within one run. Without
+these options, both parts are measured. With one option, only that part of the JSON file of results is replaced.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # arguments of `wor
     "no zero rows": (dict(zero=0, clipped=0), {}),
     "KL on": (RL_LIKE | dict(kl=True), {}),
     "flat policy": (RL_LIKE, {"peaked": False}),
-    "cells of 128 x 256": (RL_LIKE, {}),  # as on Hopper; a CPU's are 128 x 168
+    "cells of 128 x 256": (RL_LIKE, {}),  # as on Hopper; cells on a CPU are 128 x 168
 }
 
 
 def passes(rows: int, case: str, head: Head) -> list[Record]:
-    """Return a record per budget: passes, dropped mass, and errors relative to the exact gradients."""
+    """Make the batch of a case in `CASES`. Return the records of `by_budget` for it."""
     with ExitStack() as stack:
         if case.startswith("cells"):
             stack.enter_context(patch.object(torch_tiles, "_TILE_ON_CPU", (128, 24 * 256)))
@@ -57,9 +57,9 @@ def passes(rows: int, case: str, head: Head) -> list[Record]:
 def by_budget(
     name: str, hidden: Tensor, weight: Tensor, target_ids: Tensor, advantages: Tensor, **options: Any
 ) -> list[Record]:
-    """Return a record per budget: share of the cells, passes, and errors relative to the gradients of budget 0.
+    """Return a record per budget: dropped share of the L1 mass of d_logits, shares computed, passes and errors.
 
-    The tensors and `options` are arguments of `gspo_fused_loss`. Each record is printed after `name`.
+    Errors are relative to the gradients of budget 0. Tensors and `options` are arguments of `gspo_fused_loss`.
     """
     records: list[Record] = []
     exact: tuple[Tensor, ...] = ()

@@ -1,14 +1,14 @@
 """Measure time and memory of loss and gradients for every installed candidate.
 
-    python -m gspo_kernels.benchmarks step --time      against the number of tokens (100 minutes on two cores)
-    python -m gspo_kernels.benchmarks step --memory    peak memory only, of more tokens (an hour on two cores)
-    python -m gspo_kernels.benchmarks step --vocab     against the size of the vocabulary (half an hour)
-    python -m gspo_kernels.benchmarks step --time --scenario dense --dtype bfloat16    a part of the sweep
+    python -m gspo_kernels.benchmarks step --time      for several numbers of tokens (100 minutes on two cores)
+    python -m gspo_kernels.benchmarks step --memory    peak memory only, for more tokens (an hour on two cores)
+    python -m gspo_kernels.benchmarks step --vocab     for several vocabularies (half an hour)
+    python -m gspo_kernels.benchmarks step --time --scenario dense --dtype bfloat16    a part of --time
 
-Without these options --time and --memory are measured. Both are parts of one file; with one option, the other part
-stays. The sweep of --time has `rl-like` batches, as in training, at every number of tokens. At the largest number it
-adds `dense` batches (our worst case), `long` batches (because Liger's loss has a cost per sequence), and on a CPU bf16
-batches. Results of a part of the sweep, or of only some candidates, go to runs/trials/.
+Without these options, --time and --memory are measured. Both are parts of one JSON file; with one option, only that
+part is replaced. --time measures `rl-like` batches, as in training, for every number of tokens. For the largest number
+it also measures `dense` batches (our worst case), `long` batches (because Liger's loss has a cost per sequence) and, on
+a CPU, bf16 batches. With --tiny, --scenario, --dtype or --against, the results go to runs/trials/.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Sizes(NamedTuple):
     tokens: list[int]
     memory_tokens: list[int]
     rounds: int
-    vocab_tokens: int  # tokens and vocabularies of --vocab
-    vocabs: tuple[int, ...]
+    vocab_tokens: int  # number of tokens for --vocab
+    vocabs: tuple[int, ...]  # sizes of the vocabulary for --vocab
 
 
 VOCABS = (2048, 8192, 32_768, 131_072)
@@ -44,7 +44,7 @@ TINY = Sizes(Head(64, 2000), [128], [512], 2, 128, (1000, 2000))
 
 
 def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Record]:
-    """Compare the candidates on one spec after the other. Print each table as soon as it is measured."""
+    """Compare the candidates on each spec in turn. Print each table as soon as it is measured."""
     runs = []
     for spec in specs:
         head = f"{spec.scenario}, {spec.dtype}, {spec.tokens} tokens, H = {spec.head.width}, V = {spec.head.vocab}"
@@ -55,7 +55,7 @@ def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Recor
 
 
 def timed_specs(options: argparse.Namespace, sizes: Sizes) -> list[Spec]:
-    """Return the sweep over tokens, or the part that --scenario and --dtype select."""
+    """Return the batches of --time, or the part of them that --scenario and --dtype select."""
     most = max(sizes.tokens)
     points = [(scenario, count, options.dtype) for scenario in options.scenario for count in sizes.tokens]
     points = [point for point in points if point[0] == "rl-like" or point[1] == most]
@@ -65,7 +65,7 @@ def timed_specs(options: argparse.Namespace, sizes: Sizes) -> list[Spec]:
 
 
 def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
-    """Return the candidates' peak memory at every number of tokens, until the batch or our step does not fit."""
+    """Return the peak memory at every number of tokens. Stop at the first for which the batch does not fit."""
     points = []
     for spec in specs:
         tokens = spec.tokens - spec.tokens % counts(spec.tokens, spec.scenario).sequences
@@ -79,11 +79,11 @@ def memory_points(specs: list[Spec], chosen: list[Candidate]) -> list[Record]:
 
 
 def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
-    """Return the command line's options, sizes and candidates. Exit with a line on stderr for bad options."""
+    """Return the options of the command line, the sizes and the candidates. For a bad option, exit with a message."""
     parser = parser_of("step", __doc__)
-    parser.add_argument("--time", action="store_true", help="time, memory and passes against the number of tokens")
-    parser.add_argument("--memory", action="store_true", help="peak memory of more tokens")
-    parser.add_argument("--vocab", action="store_true", help="time, memory and passes against the vocabulary")
+    parser.add_argument("--time", action="store_true", help="time, memory and passes for several numbers of tokens")
+    parser.add_argument("--memory", action="store_true", help="peak memory for more tokens")
+    parser.add_argument("--vocab", action="store_true", help="time, memory and passes for several vocabularies")
     parser.add_argument("--scenario", choices=SCENARIOS, nargs="+", help="for --time (default: rl-like dense long)")
     add_comparison(parser, bench.candidates)
     options = parser.parse_args()
@@ -98,7 +98,7 @@ def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
     options.paths = {"step": place("step", options.device)} if options.time or options.memory else {}
     options.paths |= {"vocab": place("vocab", options.device)} if options.vocab else {}
     if len(options.paths) > 1 and options.output:
-        parser.error("--output: --vocab writes a file of its own: expected --vocab alone, or --time, --memory")
+        parser.error("--output: --vocab writes another file than --time and --memory: expected --vocab without them")
     options.dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
     options.scenario = options.scenario or (("rl-like",) if options.tiny else ("rl-like", "dense", "long"))
     return options, sizes, chosen

@@ -1,10 +1,10 @@
-"""Measure an optimizer step of a model, and the loss's share of it.
+"""Measure the time of an optimizer step of a model, and the share of the loss in it.
 
     python -m gspo_kernels.benchmarks trainer
 
-The model is a Qwen2.5-0.5B with random weights. Nothing is downloaded. A step is the body's forward, the loss and the
-gradients of the last hidden states, the body's backward, and AdamW. Only the loss differs between candidates. Random
-weights make a flat policy. A gradient budget could drop nothing, so no budget is measured.
+The model is a Qwen2.5-0.5B with random weights, so nothing is downloaded. A step is the forward of the transformer, the
+loss with its gradients of last hidden states and head, the transformer's backward, and AdamW. Candidates differ only in
+the loss. Random weights give nearly uniform probabilities. A gradient budget could leave out nothing, so none is used.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Step:
         return self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state
 
     def run(self, candidate: Candidate, old: Old) -> tuple[float, float]:
-        """Take a step. Return the seconds of the step, and the seconds of the loss in it."""
+        """Take a step. Return its seconds, and the seconds of loss, d_hidden and d_weight."""
         self.optimizer.zero_grad(set_to_none=True)
         start = self._now()
         hidden = self.hidden()
@@ -74,7 +74,7 @@ class Step:
 
 
 def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
-    """Return a record per candidate: errors and, unless they are too large, seconds of the step and of the loss."""
+    """Return a record per candidate: errors and, unless they are too large, the seconds of the step and of the loss."""
     w, head = step.w, Head(step.w.hidden.shape[-1], len(step.weight))
     present = [candidate for candidate in chosen if not candidate.absent(head, w.hidden.dtype, step.device)]
     olds = {candidate.name: candidate.old(w) for candidate in present}
@@ -93,7 +93,7 @@ def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
         records[name] |= {**spread(totals[name]), "parts": {"loss": loss}, "loss share": share}
         if bench.NAIVE in totals:
             ratio = records[name]["over_naive"] = over(totals[name], totals[bench.NAIVE])
-            print(f"{name}: {ratio['ratio']:.2f} of naive GSPO's step, {share:.0%} of it the loss")
+            print(f"{name}: {ratio['ratio']:.2f} times naive GSPO's step; the loss takes {share:.0%} of it")
     return list(records.values())
 
 

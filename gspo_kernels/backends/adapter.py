@@ -1,7 +1,7 @@
 """LoRA's h A^T as an operator, for both backends.
 
-Like logits, the product is never rounded, does not depend on masked rows, and has the same bits for a row in any batch.
-F.linear guarantees none of these.
+The product has three properties that F.linear does not guarantee. It is not rounded to half precision, it does not
+depend on masked rows, and a row has the same bits in any batch. Logits have the same properties.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
     out = x.new_zeros(x.shape[0], lora_a.shape[0])  # [N, R]
     # Every product has the same number of rows, because products of other shapes may round differently.
     tile = x.new_zeros(tile_rows, x.shape[1])
-    right = pad_columns(lora_a).t()  # [H, R], R padded
+    right = pad_columns(lora_a).t()  # [H, R padded]
     with exact_products(x.device):
         for rows in index.split(tile_rows):
             tile[: len(rows)], tile[len(rows) :] = x[rows], 0

@@ -1,4 +1,4 @@
-"""The interface of a backend, and the choice of one: Triton kernels on GPUs, torch on any device."""
+"""The interface of a backend, and the choice of a backend: Triton kernels on GPUs, torch on any device."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..objective import Objective
 from ..validation import Call
 from . import torch as torch_backend
+from .live_tiles import Work
 from .rows import (
     HeadGradients,
     HeadResult,
@@ -33,7 +34,7 @@ class Backend(Protocol):
     def forward_with_shares(self, head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
         """Run `head_forward`; if wanted, also return the probability mass of each vocabulary tile.
 
-        The shares are None if not wanted, or if this backend leaves out no cells for this head.
+        `TileShares` is None if not wanted, or if this backend leaves out no cells for this head.
         """
         ...
 
@@ -46,10 +47,16 @@ class Backend(Protocol):
         needs: NeedsGradient,
         live_tiles: LiveTiles | None = None,
     ) -> HeadGradients:
-        """Compute the gradients of the head's operands from those of log-probs [N] and entropies [N].
+        """Compute the gradients of the head's operands from the gradients of log-probs [N] and entropies [N].
 
-        `live_tiles` None: every row with a gradient, and all columns.
+        If `live_tiles` is None, all columns of every row with a gradient are computed.
         """
+        ...
+
+    def choose(
+        self, head: HeadRows, result: HeadResult, coefficient: Tensor, shares: TileShares, budget: float
+    ) -> tuple[LiveTiles, Work]:
+        """Choose the cells to compute, so that at most a share `budget` of the L1 mass of d_logits is dropped."""
         ...
 
     def policy_forward(
@@ -59,7 +66,10 @@ class Backend(Protocol):
         ...
 
     def cell_shape(self, head: HeadRows) -> tuple[int, int] | None:
-        """Return (rows, columns) of a cell, the unit that a backward may leave out; None if it leaves out none."""
+        """Return (rows, columns) of a cell, the unit that the backward may leave out.
+
+        Return None if this backend leaves out no cells for this head.
+        """
         ...
 
 
@@ -73,7 +83,7 @@ def implementation(backend: str) -> Backend:
 
 
 def pick_backend(call: Call, backend: str, device: torch.device) -> str:
-    """Return the name of the backend that runs on `device`. An explicit choice never falls back."""
+    """Return the name of the backend that runs on `device`. If `backend` names one that cannot run, raise an error."""
     call.choice("backend", backend, ("auto", "torch", "triton"))
     if backend == "torch":
         return "torch"
@@ -85,12 +95,12 @@ def pick_backend(call: Call, backend: str, device: torch.device) -> str:
 
 
 def triton_obstacle(device: torch.device) -> str | None:
-    """Return why the Triton kernels cannot run on `device`, None if they can."""
+    """Return why the Triton kernels cannot run on `device`, or None if they can."""
     return _triton_obstacle(device)
 
 
-# This is what torch.compiler.assume_constant_result does, without importing the compiler, which takes seconds. Without
-# this attribute, torch.compile would trace the import of Triton.
+# torch.compiler.assume_constant_result sets the same attribute, but imports the compiler, which takes seconds. Without
+# the attribute, torch.compile would trace the import of Triton.
 triton_obstacle._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

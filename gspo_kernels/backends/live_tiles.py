@@ -3,25 +3,27 @@
 Without a budget, a backward computes all columns of every row with a gradient.
 
 For every row, the forward knows the probability P of every tile of the vocabulary, the target's column excluded. So the
-L1 mass of d_logits is known before the backward. With f = |d_log_prob| scale / temperature of a row:
+L1 mass (sum of absolute values) of d_logits is known before the backward. With f = |d_log_prob logit_scale| /
+temperature of a row:
 
     mass of a tile              f P
     mass of the target's tile   f (P + 1 - p(target))
     mass of a row               2 f (1 - p(target))
 
-With a soft-cap (slope at most 1), these formulas give upper bounds. So the total mass of all rows is replaced by a
-lower bound: the mass of the target entries alone, where the soft-cap's slope is known. The reported dropped share is
-then never too small.
+The dropped share is the mass of the dropped cells divided by the total mass of all rows. With a soft-cap, whose slope
+is at most 1, the formulas above are upper bounds. There the total is replaced by a lower bound, so that the reported
+share is never too small: the mass in the columns of the targets, where the slope is known.
 
-Rows are sorted by their mass, so that light rows share row blocks. Then the lightest cells (row block x tile) are
-dropped while the sum of their masses fits the budget.
+Rows are sorted by their mass, so that light rows share row blocks. Afterwards the lightest cells (row block x tile) are
+dropped, as many as fit into the budget.
 
-This is plain torch on any device, with a fixed order of additions. Nothing is read on the host.
+`choose` is plain torch on any device, with a fixed order of additions. The host reads no values. The Triton backend has
+kernels for it (`triton/live_tiles.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +31,13 @@ from torch import Tensor
 
 from .rows import HeadResult, HeadRows, LiveTiles, TileShares
 
-# SPARSE_EFFICIENCY: throughput of products over scattered cells relative to products over slabs, by device type
-# (measured on a CPU). ESTIMATED_EFFICIENCY: the same for other devices, from instruction counts. Each cell also costs
-# as much as if H were CELL_OVERHEAD larger (benchmarks/NOTES.md).
+# SPARSE_EFFICIENCY: throughput of products of scattered cells divided by the throughput of products of slabs, measured.
+# ESTIMATED_EFFICIENCY: the same for other device types, estimated from instruction counts. In addition, a cell costs as
+# much as if H were larger by CELL_OVERHEAD (benchmarks/NOTES.md).
 SPARSE_EFFICIENCY, ESTIMATED_EFFICIENCY, CELL_OVERHEAD = {"cpu": 0.85}, 0.5, 32
-# Masses are rounded up to integers, in units of total / _UNITS. Integer sums are exact in any order of additions.
+# Masses are rounded up to integers, in units of total / _UNITS. Sums of integers are the same in any order.
 _UNITS = 2.0**44
-_MARGIN = 1 - 1e-4  # the budget must not be exceeded, and fp32 masses have a relative error of up to 1e-4
+MARGIN = 1 - 1e-4  # the budget must not be exceeded, and fp32 masses have a relative error of up to 1e-4
 
 
 class Work(NamedTuple):
@@ -46,27 +48,24 @@ class Work(NamedTuple):
     tiles: Tensor  # share of all (unmasked row, column) pairs that the backward computes
 
 
-def sparse_pays(rows: Any, width: int, vocab: int, share: Any, device: str) -> Any:
-    """Return whether computing a `share` of [rows, vocab] cell by cell is faster than all of it slab by slab.
+def break_even(width: int, device: torch.device) -> float:
+    """Return the share of d_logits below which computing cells is faster than computing slabs; `width` is H.
 
-    Takes numbers or tensors; `width` is H, `device` the device type. False for an empty batch.
+    It is 0 while a CUDA graph is captured, because then the host cannot read the number of cells.
     """
-    efficiency = SPARSE_EFFICIENCY.get(device, ESTIMATED_EFFICIENCY)
-    dense = rows * vocab * width
-    sparse = share * rows * vocab * (width + CELL_OVERHEAD) / efficiency
-    return sparse < dense
+    if _captured(device):
+        return 0.0
+    return SPARSE_EFFICIENCY.get(device.type, ESTIMATED_EFFICIENCY) * width / (width + CELL_OVERHEAD)
+
+
+def _captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def all_columns(device: torch.device) -> LiveTiles:
     """Return the LiveTiles of an exact backward: every row with a gradient, and all columns."""
     order, counts = (torch.empty(0, dtype=torch.int64, device=device) for _ in range(2))
     return LiveTiles(order, torch.empty(0, 0, dtype=torch.bool, device=device), counts)
-
-
-def exact_work(head: HeadRows, has_gradient: Tensor) -> Work:
-    """Return the work of an exact backward. `has_gradient` [N] bool says which rows have a gradient."""
-    share = (has_gradient & head.mask).sum().double() / head.mask.sum().clamp(min=1)
-    return Work(torch.zeros_like(share), share, share)
 
 
 def choose(
@@ -95,10 +94,10 @@ def choose(
     height = (rows - torch.arange(blocks, device=order.device) * shares.block_rows).clamp(0, shares.block_rows)
     first = torch.arange(mass.shape[1], device=order.device) * shares.columns
     size = height[:, None].double() * (vocab - first).clamp(max=shares.columns)  # (row, column) pairs of each cell
-    all_cells = (height > 0)[:, None].expand_as(mass)  # those with a row that has a gradient
+    all_cells = (height > 0)[:, None].expand_as(mass)  # the cells with a row that has a gradient
     kept = all_cells & ~_lightest(mass.double(), total, budget)
     share = (size * kept).sum() / (rows * vocab).clamp(min=1)
-    pays = sparse_pays(rows, head.hidden.shape[1], vocab, share, mass.device.type) & (not _captured(mass))
+    pays = (rows > 0) & (share < break_even(head.hidden.shape[1], mass.device))
     cells = torch.where(pays, kept, all_cells)
     dropped = torch.where(cells | ~all_cells, 0, mass.double()).sum() / torch.where(total > 0, total, 1)
     unmasked = head.mask.sum().clamp(min=1)
@@ -107,7 +106,7 @@ def choose(
 
 
 def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor:
-    """Return the L1 mass of d_logits over all rows, or a lower bound of it if the head has a soft-cap."""
+    """Return the L1 mass of d_logits of all rows; with a soft-cap, a lower bound of this mass."""
     if head.logit_softcap is None:
         return 2 * at_target.double().sum()
     logit = (result.log_probs + result.log_total + result.shift) * (1 if head.temperature is None else head.temperature)
@@ -116,20 +115,14 @@ def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor
     return torch.where(at_target == 0, 0, at_target * slope).double().sum()
 
 
-def _captured(x: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured. Then the host cannot read the number of cells to compute."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def _lightest(mass: Tensor, total: Tensor, budget: float) -> Tensor:
     """Return a bool mask like `mass`, True for the lightest cells.
 
-    As many are True as have masses that sum to at most `budget` times `total`. Cells whose mass is not finite are
-    never among them.
+    They are as many as together have a mass of at most `budget * total`. Cells whose mass is not finite are never True.
     """
     finite = mass.isfinite() & total.isfinite() & (total > 0)
     units = torch.where(finite, mass / total * _UNITS, 2 * _UNITS).ceil().clamp(max=2 * _UNITS)
     light, index = units.to(torch.int64).flatten().sort(stable=True)
-    over = light.cumsum(0) > int(budget * _MARGIN * _UNITS)
-    dropped = over.cumsum(0) == 0  # only up to the first cell over the budget: later sums may overflow
+    over = light.cumsum(0) > int(budget * MARGIN * _UNITS)
+    dropped = over.cumsum(0) == 0  # cells before the first over the budget: later sums may overflow
     return torch.empty_like(dropped).index_copy_(0, index, dropped).view_as(mass)

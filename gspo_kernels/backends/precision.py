@@ -1,4 +1,4 @@
-"""Products that keep their precision: fp32 matrix products without TF32, and elementwise products with 0 * inf = 0."""
+"""Precise products: fp32 matrix products without TF32, and elementwise products in which 0 * inf is 0."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ AUTOCAST_DEVICES = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if t
 
 _lock = threading.Lock()
 _calls = 0  # number of `exact_products` contexts that are open
-_requested: set[str] = set()  # device types whose products they keep in fp32
+_requested: set[str] = set()  # device types whose products these contexts keep in fp32
 _restore: list[Callable[[], None]] = []  # called when the last context closes
 
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Disable autocast, TF32 or bf16 in fp32 matrix products, and bf16 sums in bf16 products, inside this context.
+    """Disable autocast and reduced precision of matrix products inside this context.
 
-    The precision of products is a setting of the process. The first open context saves it and the last one to
-    close restores it, so that contexts in several threads do not interfere.
+    fp32 products use neither TF32 nor bf16, and bf16 products on CUDA are never summed in bf16. These are settings of
+    the process. The first context that opens saves them and the last one to close restores them, so that contexts in
+    several threads do not interfere.
     """
     global _calls
     with _lock:
@@ -56,14 +57,14 @@ def _request_ieee(kind: str) -> None:
     if not _requested:
         try:
             precision = torch.get_float32_matmul_precision()
-        except RuntimeError:  # only the settings per backend were changed, so the other has its default
+        except RuntimeError:  # only settings per backend were changed, so the one for all backends has its default
             precision = "highest"
         if precision != "highest":  # set for all backends
             kinds = set(backends)
             saved = [partial(setattr, x, "fp32_precision", x.fp32_precision) for x in backends.values()]
             torch.set_float32_matmul_precision("highest")
             saved.insert(0, partial(torch.set_float32_matmul_precision, precision))
-    if kind == "cuda" and kind not in _requested:  # a split product in bf16 would be summed in bf16
+    if kind == "cuda" and kind not in _requested:  # otherwise the parts of a split bf16 product are added in bf16
         matmul, name = torch_backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
         saved.append(partial(setattr, matmul, name, getattr(matmul, name)))
         matmul.allow_bf16_reduced_precision_reduction = False
@@ -82,7 +83,7 @@ def _restore_requests() -> None:
 
 
 def _leave_calls_of_the_parent() -> None:
-    """Restore the settings in a forked process: the threads that would do so do not exist in it."""
+    """Restore the settings in a forked process, because the threads with open contexts do not exist in it."""
     global _lock, _calls
     _lock, _calls = threading.Lock(), 0
     _restore_requests()
@@ -96,26 +97,30 @@ COLUMN_MULTIPLE = 24  # columns of a matrix product on a CPU, see `pad_columns`
 
 
 def pad_columns(weight: Tensor) -> Tensor:
-    """Return `weight` [C, H] for the product h W^T, on a CPU padded with zero rows to a multiple of COLUMN_MULTIPLE.
+    """Return W = `weight` [C, H] for the product h W^T; on a CPU, add zero rows up to a multiple of COLUMN_MULTIPLE.
 
-    MKL computes the last C % 24 columns of a product with an order of additions that depends on a row's position in h
-    (seen on Zen 4: in fp32 with fewer than 12 such columns, in fp64 with any number). Padded, a row has the same bits
-    at any position.
+    In the last C % 24 columns of the product, MKL adds in an order that depends on a row's position in h (seen on
+    Zen 4: in fp32 if there are fewer than 12 such columns, in fp64 with any number). With padding, a row has the same
+    bits at any position.
     """
     padding = -weight.shape[0] % COLUMN_MULTIPLE if weight.device.type == "cpu" else 0
     return F.pad(weight, (0, 0, 0, padding)) if padding else weight
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `out`, accumulated in out's dtype. CUDA multiplies half-precision operands without a cast."""
+def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """Add a @ b to `out`, accumulated in out's dtype; write it if it is the `first` product.
+
+    CUDA multiplies half-precision operands without a cast.
+    """
     if out.is_meta:  # not every version of torch supports the product below on meta tensors
         return
+    beta = 0 if first else 1  # with 0, `out` is not read
     if a.dtype == out.dtype:
-        out.addmm_(a, b)
+        out.addmm_(a, b, beta=beta)
     elif a.is_cuda and torch.version.hip is None:
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
     else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)
 
 
 def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -128,22 +133,25 @@ def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         torch.mm(a, b, out=out)
 
 
-def power_of_two(gradients: Tensor, entropy_gradients: Tensor | None, valid: Tensor) -> Tensor:
-    """Return the power of two [] that brings the largest gradient near 1; 1 if it is 0 or not finite.
+def power_of_two(gradients: Tensor, entropy_gradients: Tensor | None, valid: Tensor, slope: Tensor | float) -> Tensor:
+    """Return the power of two [] that scales the largest gradient times `slope` to near 1.
 
-    Gradients are multiplied by it before they are rounded to fp16, which has no exponents below 2^-24.
+    d_logits are multiplied by it before they are rounded to fp16, in which values below 2^-25 become 0. If the largest
+    value is 0 or not finite, the result is 1.
 
     Args:
         gradients: [N].
         entropy_gradients: [N], or None.
         valid: [N] bool; rows where it is False are ignored.
+        slope: logit_scale / temperature, [N] or a number, a factor of d_logits.
     """
     size = gradients.abs() if entropy_gradients is None else torch.maximum(gradients.abs(), entropy_gradients.abs())
+    size = size * abs(slope)
     largest = torch.cat([torch.where(valid, size, 0), size.new_zeros(1)]).amax()
     exponent = -largest.log2().ceil().clamp(-126, 126)
     return torch.where((largest > 0) & largest.isfinite(), exponent.exp2(), 1.0)
 
 
 def multiply_no_nan(x: Tensor, y: Tensor) -> Tensor:
-    """Return x * y, exactly 0 where either factor is 0, even if the other is inf (an overflown ratio) or NaN."""
-    return torch.where((x == 0) | (y == 0), 0, x * y)
+    """Return x * y, exactly 0 where a factor is 0, even if the other factor is NaN or inf (a ratio that overflowed)."""
+    return torch.where(torch.logical_and(x, y), x * y, 0)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 class HeadRows(NamedTuple):
-    """A head and its inputs. Logits: z = softcap(logit_scale * (h W^T + a B^T + bias)) / temperature."""
+    """A head and its inputs. Its logits are z = softcap(logit_scale * (h W^T + a B^T + bias)) / temperature."""
 
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
-    adapter_hidden: Tensor | None  # [N, R]: a, LoRA's scaled h A^T, any float dtype
+    adapter_hidden: Tensor | None  # [N, R]: a = LoRA's scaled h A^T, any float dtype
     adapter_weight: Tensor | None  # [V, R]: LoRA's B
     target_ids: Tensor  # [N] int64, any value where masked
     mask: Tensor  # [N] bool, True at unmasked rows
@@ -60,15 +60,16 @@ class HeadGradients(NamedTuple):
 
 
 class PolicyRows(NamedTuple):
-    """Inputs of the loss beside log-probs, entropies and mask."""
+    """Inputs of the loss besides log-probs, entropies and mask."""
 
-    offsets: Tensor  # [S + 1] int64: sequence i is rows offsets[i] to offsets[i + 1]
+    offsets: Tensor  # [S + 1] int64: sequence i is rows offsets[i] to offsets[i + 1] - 1
     advantages: Tensor  # [N]
     old_log_probs: Tensor | None  # [N]; None: the detached log-probs
     ref_log_probs: Tensor | None  # [N]
     token_weights: Tensor | None  # [N]
     normalizer: Tensor | None  # []
     kl_normalizer: Tensor | None  # []
+    invalid: Tensor  # [] int64: number of invalid values; if it is not 0, the loss and its gradient are NaN
 
 
 class PolicyResult(NamedTuple):
@@ -84,8 +85,8 @@ class PolicyResult(NamedTuple):
 class TileShares(NamedTuple):
     """Probability of every tile of the vocabulary, for every row, the target's column excluded."""
 
-    share: Tensor  # [tiles, n]: n gathered rows of the forward
-    place: Tensor  # [N] int64: index of each row of the batch among the n; any index for a masked row
+    share: Tensor  # [tiles, n], for the n rows that the forward gathered
+    place: Tensor  # [N] int64: index of each row of the batch among the n rows; any index for a masked row
     block_rows: int  # rows of a cell
     columns: int  # columns of a tile
 
@@ -93,6 +94,6 @@ class TileShares(NamedTuple):
 class LiveTiles(NamedTuple):
     """The cells that the backward computes. Empty tensors: all columns of every row with a gradient."""
 
-    order: Tensor  # [N] int64: rows of the batch by decreasing mass, rows without a gradient last
+    order: Tensor  # [N] int64: rows of the batch by decreasing L1 mass of d_logits, rows without a gradient last
     cells: Tensor  # [row blocks of `order`, tiles] bool: True for cells to compute
-    counts: Tensor  # [2] int64: rows with a gradient; 1 if only `cells` are computed, 0 if all columns are
+    counts: Tensor  # [2] int64: number of rows with a gradient; 1 if only `cells` are computed, 0 if all columns are

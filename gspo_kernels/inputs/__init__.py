@@ -1,1 +1,1 @@
-"""Checks, casts and flattening of the caller's arguments to rows."""
+"""Check and cast the arguments of the public functions, and flatten them to rows."""

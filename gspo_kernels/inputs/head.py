@@ -36,7 +36,6 @@ class HeadInputs(NamedTuple):
 
     rows: HeadRows
     backend: str  # "torch" or "triton"
-    invalid: Tensor  # [] int64: number of invalid values
 
 
 def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
@@ -47,7 +46,7 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
     shape, device = hidden.shape[:-1], hidden.device
     like_hidden = lambda: f"{list(shape)} like hidden"  # noqa: E731
     call.tensor("target_ids", target_ids, dtypes=[torch.int64], shapes=[shape], shape_text=like_hidden, device=device)
-    mask, bad_mask = token_mask(call, arguments.mask, target_ids, device)
+    mask = token_mask(call, arguments.mask, target_ids, device)
     call.boolean("entropy", arguments.entropy)
     backend = pick_backend(call, arguments.backend, device)
     if hidden.shape[-1] == 0:
@@ -59,9 +58,9 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
     softcap, vocab_size = arguments.logit_softcap, arguments.vocab_size
     call.logit_options(arguments.logit_scale, softcap, vocab_size, weight.shape[0])
     columns = weight.shape[0] if vocab_size is None else int(vocab_size)
-    bad_ids = _count_bad_ids(call, target_ids, mask, columns)
+    _check_ids(call, target_ids, mask, columns)
     call.temperature(arguments.temperature, shape, device)
-    temperature, bad_temperature = _temperature(call, arguments.temperature, mask, rows)
+    temperature = _temperature(call, arguments.temperature, mask, rows)
     checked = HeadRows(
         hidden=rows,
         weight=weight,
@@ -76,43 +75,41 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
         vocab_size=columns,
         entropy=arguments.entropy,
     )
-    return HeadInputs(checked, backend, bad_mask + bad_ids + bad_temperature)
+    return HeadInputs(checked, backend)
 
 
-def _count_bad_ids(call: Call, target_ids: Tensor, mask: Tensor, columns: int) -> Tensor:
-    """Return the number of unmasked ids outside 0 to columns - 1."""
-    wrong = mask & ((target_ids < 0) | (target_ids >= columns))
+def _check_ids(call: Call, target_ids: Tensor, mask: Tensor, columns: int) -> None:
+    """Check that unmasked ids are in 0 to columns - 1."""
+    wrong = mask & (target_ids != target_ids.clamp(0, columns - 1))
     expected = lambda: f"between 0 and {columns - 1} where mask is true"  # noqa: E731
-    return call.flag("target_ids", wrong, expected, lambda: sorted(set(target_ids[wrong].tolist()))[:5])
+    call.flag("target_ids", wrong, expected, lambda: sorted(set(target_ids[wrong].tolist()))[:5])
 
 
-def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the mask as bool, in the shape of `like`, and the number of its values that are neither 0 nor 1."""
+def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
+    """Check the mask. Return it as bool, in the shape of `like`.
+
+    `like` holds target ids or log-probs. Without a mask, ids other than -100 and all log-probs are unmasked.
+    """
     if mask is None:
         mask = like != -100 if like.dtype == torch.int64 else torch.ones_like(like, dtype=torch.bool)
     return call.mask(mask, shapes=[like.shape], shape_text=lambda: str(list(like.shape)), device=device)
 
 
-def _temperature(
-    call: Call, temperature: float | Tensor, mask: Tensor, hidden: Tensor
-) -> tuple[Tensor | None, Tensor | int]:
-    """Return the temperature and the number of invalid values.
-
-    The temperature is a tensor [] or [N], or None if it is 1. Values that are not finite and > 0 are invalid.
-    """
+def _temperature(call: Call, temperature: float | Tensor, mask: Tensor, hidden: Tensor) -> Tensor | None:
+    """Return the temperature: a tensor [] or [N], or None if it is 1. Values must be finite and > 0."""
     if not isinstance(temperature, Tensor):
         dtype = accumulator(hidden.dtype)
-        return None if temperature == 1 else hidden.new_full((), float(temperature), dtype=dtype), 0
+        return None if temperature == 1 else hidden.new_full((), float(temperature), dtype=dtype)
     temperature = temperature.to(accumulator(hidden.dtype))
     wrong = mask & ~((temperature > 0) & temperature.isfinite())
-    bad = call.flag(
+    call.flag(
         "temperature",
         wrong,
         "finite and > 0 where mask is true",
         lambda: up_to_five(temperature.expand_as(mask)[wrong]),
     )
-    # On a GPU bad values raise no error. A bad temperature gives NaN log-probs, like a bad id.
-    return torch.where(temperature > 0, temperature, torch.nan).reshape(-1 if temperature.ndim else ()), bad
+    # On a GPU bad values raise no error. A temperature that is not > 0 gives NaN log-probs, like a bad id.
+    return torch.where(temperature > 0, temperature, torch.nan).reshape(-1 if temperature.ndim else ())
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

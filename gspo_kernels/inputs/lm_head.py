@@ -1,8 +1,8 @@
-"""Take the tensors out of a head: a weight, an `nn.Linear`, or one of PEFT's wrappers around an `nn.Linear`.
+"""Return the tensors of a head: of a weight, an `nn.Linear`, or one of PEFT's wrappers around an `nn.Linear`.
 
 Modules that we cannot fully reproduce are rejected: those with a forward other than `hidden @ weight.T + bias`, with
 hooks, with a LoRA variant, or with a sharded weight. The error names the reason. `call_inside` runs a function as the
-module's forward, so that the module's hooks fire. Inside that call, hooks are accepted.
+module's forward, so that the module's hooks fire. While it runs, a module with hooks is accepted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class HeadModules(NamedTuple):
 def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
     """Run `function` as the module's forward, so that the module's hooks fire, and return the module's output.
 
-    ZeRO-3 also adds hooks to the layers inside a PEFT head, which gather the parameters of these layers. They fire too.
+    ZeRO-3 also adds hooks to the layers inside a PEFT head, to gather the parameters of these layers. These hooks fire
+    as well.
     """
     for module in reversed(take_apart(lm_head).called):
         if module is lm_head or _hooked_by_zero(module):
@@ -112,7 +113,7 @@ def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask:
 
 
 def take_apart(lm_head: nn.Module) -> HeadModules:
-    """Return the layer inside PEFT's wrappers, and every module that runs in the head's forward."""
+    """Return the innermost layer, PEFT's layer around it, and every module that runs in the head's forward."""
     module: Any = lm_head
     called, lora, tokens = [module], None, None
     if _peft_name(module) == "ModulesToSaveWrapper":
@@ -163,8 +164,8 @@ def _trained_rows(call: Call, tokens: Any) -> tuple[Tensor, Tensor | None]:
         call.unsharded(tokens.trainable_tokens_delta[name])
     weight, bias = tokens.get_merged_weights(active), tokens.base_layer.bias
     if bias is not None:
-        # PEFT 0.21 drops the bias (peft #3649), and a later version may not. The layer's output for zeros is the bias
-        # that the installed version uses.
+        # PEFT 0.21 drops the bias (peft #3649), but a later version may add it. So take the bias from the layer itself:
+        # it is the layer's output for a row of zeros.
         bias = tokens.forward_adapters(weight.new_zeros(1, weight.shape[1]), active)[0]
     return weight, bias
 
@@ -172,7 +173,7 @@ def _trained_rows(call: Call, tokens: Any) -> tuple[Tensor, Tensor | None]:
 def _reasons_to_reject(module: Any, called: list[Any]) -> Iterator[str]:
     """Yield each reason to reject the head.
 
-    Reasons: an innermost layer that is no nn.Linear, a custom or replaced forward, hooks.
+    Reasons: the innermost layer is not an nn.Linear; a module has a custom or replaced forward, or hooks.
     """
 
     def name(x: Any) -> str:

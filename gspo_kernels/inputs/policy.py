@@ -1,4 +1,4 @@
-"""Check and flatten the arguments of a loss other than its log-probs: `PolicyArguments` to `PolicyRows`."""
+"""Check and flatten all arguments of a loss except log-probs, entropies and mask: `PolicyArguments` to `PolicyRows`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class PolicyArguments(NamedTuple):
 
 
 class PolicyInputs(NamedTuple):
-    """The arguments, checked and flattened."""
+    """The arguments after they are checked and flattened."""
 
     rows: PolicyRows
     layout: Layout
     rollout_metrics: dict[str, Tensor]  # metrics of the rollout correction, by their names in `LossOutput.metrics`
-    invalid: Tensor  # [] int64: number of invalid values
 
 
 def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: torch.dtype) -> PolicyInputs:
@@ -50,14 +49,14 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
     objective = arguments.objective
     if not isinstance(objective, Objective):
         call.fail("objective", "an Objective", Unquoted(f"a {type(objective).__name__}"), TypeError)
-    layout, bad_offsets = _layout(call, arguments.cu_seqlens, mask)
+    layout = _layout(call, arguments.cu_seqlens, mask)
     unmasked = mask.reshape(-1)
-    advantages, bad_advantages = _advantages(call, arguments.advantages, layout, unmasked, dtype)
+    advantages = _advantages(call, arguments.advantages, layout, unmasked, dtype)
     old = _log_probs(call, "old_log_probs", arguments.old_log_probs, layout, dtype)
     ref = _log_probs(call, "ref_log_probs", arguments.ref_log_probs, layout, dtype)
     if objective.kl_coef > 0 and ref is None:
         call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
-    weights, bad_weights = _token_weights(call, arguments.token_weights, layout, unmasked, dtype)
+    weights = _token_weights(call, arguments.token_weights, layout, unmasked, dtype)
     correction = _rollout_correction(call, arguments, layout, unmasked)
     rollout_metrics = {}
     if correction is not None:
@@ -65,9 +64,8 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
         rollout = correction.weights.reshape(-1).to(dtype)
         # A token weight of 0 gives 0, even if the rollout weight is NaN.
         weights = rollout if weights is None else multiply_no_nan(weights, rollout)
-    invalid = torch.zeros((), dtype=torch.int64, device=mask.device) + bad_offsets + bad_advantages + bad_weights
-    invalid = invalid + call.normalizer("normalizer", arguments.normalizer, mask)
-    invalid = invalid + call.normalizer("kl_normalizer", arguments.kl_normalizer, mask)
+    call.normalizer("normalizer", arguments.normalizer, mask)
+    call.normalizer("kl_normalizer", arguments.kl_normalizer, mask)
     rows = PolicyRows(
         offsets=layout.offsets,
         advantages=advantages,
@@ -76,27 +74,26 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
         token_weights=weights,
         normalizer=_as_scalar(arguments.normalizer, dtype, mask.device),
         kl_normalizer=_as_scalar(arguments.kl_normalizer, dtype, mask.device),
+        invalid=call.invalid(mask.device),
     )
-    return PolicyInputs(rows, layout, rollout_metrics, invalid)
+    return PolicyInputs(rows, layout, rollout_metrics)
 
 
-def _layout(call: Call, cu_seqlens: Tensor | None, mask: Tensor) -> tuple[Layout, Tensor | int]:
-    """Return the layout of the batch, and the number of invalid offsets."""
+def _layout(call: Call, cu_seqlens: Tensor | None, mask: Tensor) -> Layout:
+    """Return the layout of the batch."""
     shape = tuple(mask.shape)
     if cu_seqlens is None:
         if len(shape) != 2:
             call.fail("cu_seqlens", "given for packed input (hidden [N, H], log_probs [N])", None)
-        return padded_layout((shape[0], shape[1]), mask.device), 0
+        return padded_layout((shape[0], shape[1]), mask.device)
     if len(shape) != 1:
         call.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", Unquoted("a tensor"))
-    invalid = call.offsets(cu_seqlens, shape[0], mask.device)
-    return packed_layout(shape[0], cu_seqlens), invalid
+    call.offsets(cu_seqlens, shape[0], mask.device)
+    return packed_layout(shape[0], cu_seqlens)
 
 
-def _advantages(
-    call: Call, advantages: Tensor, layout: Layout, unmasked: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return the advantage of each row [N], and the number of advantages that are not finite."""
+def _advantages(call: Call, advantages: Tensor, layout: Layout, unmasked: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the advantage of each row, [N]. It must be finite in unmasked rows."""
     shape, sequences = layout.shape, layout.sequences
     if layout.padded:
         shapes: list[tuple[int, ...]] = [(sequences,), (sequences, 1), shape]
@@ -106,8 +103,9 @@ def _advantages(
         text = lambda: f"[S] = [{sequences}] or [N] = {list(shape)}"  # noqa: E731
     call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=unmasked.device)
     per_row = layout.per_row(advantages.detach()).to(dtype)
-    wrong = unmasked & ~per_row.isfinite()
-    return per_row, call.flag("advantages", wrong, "finite where mask is true", lambda: up_to_five(per_row[wrong]))
+    wrong = unmasked & (per_row - per_row != 0)  # NaN or infinite
+    call.flag("advantages", wrong, "finite where mask is true", lambda: up_to_five(per_row[wrong]))
+    return per_row
 
 
 def _log_probs(call: Call, name: str, x: Tensor | None, layout: Layout, dtype: torch.dtype) -> Tensor | None:
@@ -121,19 +119,18 @@ def _log_probs(call: Call, name: str, x: Tensor | None, layout: Layout, dtype: t
 
 def _token_weights(
     call: Call, weights: Tensor | None, layout: Layout, unmasked: Tensor, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | int]:
-    """Return the weight of each row [N], and the number of weights that are negative or not finite."""
+) -> Tensor | None:
+    """Return the weight of each row, [N]. In unmasked rows it must be finite and not negative."""
     if weights is None:
-        return None, 0
+        return None
     shape = layout.shape
     shapes = [shape, (shape[0], 1)] if layout.padded else [shape]
     text = lambda: f"{list(shape)}{' or [B, 1]' if layout.padded else ''}"  # noqa: E731
     call.tensor("token_weights", weights, dtypes=FLOATS, shapes=shapes, shape_text=text, device=unmasked.device)
     rows = layout.flatten(weights.detach()).to(dtype)
     wrong = unmasked & ~((rows >= 0) & rows.isfinite())
-    return rows, call.flag(
-        "token_weights", wrong, "finite and >= 0 where mask is true", lambda: up_to_five(rows[wrong])
-    )
+    call.flag("token_weights", wrong, "finite and >= 0 where mask is true", lambda: up_to_five(rows[wrong]))
+    return rows
 
 
 def _rollout_correction(call: Call, arguments: PolicyArguments, layout: Layout, unmasked: Tensor) -> Correction | None:
@@ -145,7 +142,7 @@ def _rollout_correction(call: Call, arguments: PolicyArguments, layout: Layout, 
     )
     if correction is None:
         if rollout is not None:
-            expected = "None, because objective.rollout_correction is None and nothing else reads it"
+            expected = "None, because objective.rollout_correction is None, and only this option uses it"
             call.fail("rollout_log_probs", expected, rollout)
         return None
     if rollout is None or old is None:

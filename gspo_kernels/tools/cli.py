@@ -220,23 +220,23 @@ def bench(
     Their gradients are first compared with float64. Candidates with wrong gradients are not timed. Timed runs alternate
     between candidates. Peak memory is measured in a separate process.
     """
-    from gspo_kernels.benchmarks.suites import bench as benchmark
+    from . import bench_command
 
     try:
-        chosen, spec = benchmark.asked(model, tokens, against, scenario, dtype, device)
+        chosen, spec = bench_command.asked(model, tokens, against, scenario, dtype, device)
     except ValueError as error:
         fail(error)
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # fixed, so that tables in a log do not wrap
-    typer.echo(benchmark.forecast(chosen, spec, rounds), err=True)
+    typer.echo(bench_command.forecast(chosen, spec, rounds), err=True)
     to_stderr = redirect_stdout(sys.stderr) if as_json else nullcontext()  # a candidate may print when imported
     try:
-        with to_stderr, bench_table.progress(console, benchmark.steps(chosen, spec, rounds)) as tick:
-            results = benchmark.run(spec, chosen, rounds, tick)
+        with to_stderr, bench_table.progress(console, bench_command.steps(chosen, spec, rounds)) as tick:
+            results = bench_command.run(spec, chosen, rounds, tick)
     except MemoryError as error:
         fail(error)
-    bench_table.show(results, benchmark.SCENARIOS[scenario].what, console)
+    bench_table.show(results, bench_command.SCENARIOS[scenario].what, console)
     if as_json:
         typer.echo(json.dumps(results))
 

@@ -14,11 +14,13 @@ import torch
 
 from ..backends.rows import HeadRows, NeedsGradient, PolicyRows
 from ..backends.triton.backward import head_backward
+from ..backends.triton.cells import cell_lists
 from ..backends.triton.forward import forward_with_shares, head_forward
 from ..backends.triton.gradient_rows import gradient_rows
+from ..backends.triton.live_tiles import choose
 from ..backends.triton.logit_tile import straighten
 from ..backends.triton.sequence import policy_forward
-from ..backends.triton.sparse_backward import CellPlan, cell_backward, parts_of
+from ..backends.triton.sparse_backward import CellPlan, cell_backward, lists_of
 from ..backends.triton.tuning import tile_config
 from ..objective import Objective
 
@@ -32,9 +34,6 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 adapter": dict(rank=64),
     "bf16 everything": dict(entropy=True, rank=64, **_LOGIT_OPTIONS),
     "bf16 ragged": dict(width=2881, vocab=50_257),
-    "bf16 whole tiles": dict(entropy=True, vocab=131_072),
-    "bf16 odd vocabulary": dict(vocab=50_257),
-    "bf16 small": dict(width=896, vocab=128_256),
     "fp16": dict(dtype=torch.float16),
     "fp16 everything": dict(dtype=torch.float16, entropy=True, rank=64, **_LOGIT_OPTIONS),
     "fp32": dict(dtype=torch.float32),
@@ -46,7 +45,6 @@ CASES: dict[str, dict[str, Any]] = {
 CELL_CASES: dict[str, dict[str, Any]] = {
     "bf16 cells": {},
     "bf16 cells tail": dict(logit_softcap=30.0, temperature=True),
-    "bf16 cells small": dict(width=896, vocab=50_257),
     "fp16 cells": dict(dtype=torch.float16),
     "fp32 cells": dict(dtype=torch.float32),
     "fp64 cells": dict(dtype=torch.float64),
@@ -64,16 +62,22 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 # The heads that `gspo doctor --compile --shape` compiles.
-SHAPE_CASES = ("bf16", "bf16 entropy", "fp16", "fp32", "bf16 cells", "fp16 cells")
+SHAPE_CASES = ("bf16", "bf16 entropy", "bf16 temperature", "fp16", "fp32", "bf16 cells", "fp16 cells")
+# (H, V) of Llama 2, GPT-2, Llama 3, Qwen (small and large models) and Gemma, and the heads compiled for each. Their
+# tile kernels are the same, because H and V are ordinary arguments. The products of cells differ: bf16 only.
+SHARED_CASES = ("bf16", "bf16 entropy", "bf16 temperature", "fp16", "fp32", "bf16 cells")
+SHAPES = [(h, v) for v in (32_000, 50_257, 128_256, 151_936, 152_064, 262_144) for h in (896, 2560, 4096)]
 
 
-def runs(shape: tuple[int, int] | None = None) -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
-    """Yield (name, dtype, host call on meta tensors) of every case; with `shape` (H, V), of heads of that shape."""
+def runs(
+    shape: tuple[int, int] | None = None, of_shape: tuple[str, ...] = SHAPE_CASES
+) -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
+    """Yield (name, dtype, host call on meta tensors) of every case; with `shape` (H, V), of those in `of_shape`."""
     heads = [(name, options, forward_and_backward) for name, options in CASES.items()]
     heads += [(name, options, live_cells) for name, options in CELL_CASES.items()]
     if shape is not None:
-        of_shape: dict[str, Any] = dict(width=shape[0], vocab=shape[1])
-        heads = [(name, options | of_shape, run) for name, options, run in heads if name in SHAPE_CASES]
+        sizes: dict[str, Any] = dict(width=shape[0], vocab=shape[1], rows=256)  # few rows: few slabs
+        heads = [(name, options | sizes, run) for name, options, run in heads if name in of_shape]
     for name, options, run in heads:
         head = meta_head(**options)
         yield name, head.hidden.dtype, partial(run, head)
@@ -126,20 +130,33 @@ def forward_and_backward(head: HeadRows) -> None:
 
 
 def live_cells(head: HeadRows) -> None:
-    """Run forward, and the backward of selected cells with all cells selected."""
+    """Run forward and the backward of selected cells, with products that are added up and with products of one part."""
+    backward_of_cells(head, all_cells=True, chunks=2)
+    backward_of_cells(head, all_cells=False, chunks=1)
+
+
+def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None) -> None:
+    """Run forward, the choice of cells, and the backward of all cells or of one.
+
+    `chunks`: number of chunks of rows. None: as many as the library makes.
+    """
     result, shares = forward_with_shares(head, wanted=True)
     assert shares is not None
+    choose(head, result, torch.empty_like(result.log_probs), shares, budget=1e-3)
     config, device = tile_config(head, "gradient"), head.hidden.device
-    blocks, n_tiles = -(-head.hidden.shape[0] // shares.block_rows), shares.share.shape[0]
-    lists, slab_columns, chunk = parts_of(head, torch.ones(blocks, n_tiles, dtype=torch.bool, device=device), config)
-    slabs, chunks = lists.first.shape
-    tiles_of_slab, blocks_of_chunk = slab_columns // config.block_v, chunk // config.block_n
-    tiles = [min(tiles_of_slab, n_tiles - s * tiles_of_slab) for s in range(slabs)]  # of each slab
-    counts = [[t * min(blocks_of_chunk, blocks - c * blocks_of_chunk) for c in range(chunks)] for t in tiles]
-    order = torch.arange(head.hidden.shape[0], device=device)
+    cells = torch.ones(-(-head.hidden.shape[0] // shares.block_rows), shares.share.shape[0], dtype=torch.bool)
+    lists, _ = lists_of(head, cells.to(device), config)
+    if chunks is not None:
+        lists = cell_lists(cells.to(device), -(-cells.shape[0] // chunks))
+    begin, first = [[0] + [1] * lists.tiles], 0
+    for i, of_chunk in enumerate(cells.split(lists.row_blocks) if all_cells else ()):
+        begin[i:] = [[first + len(of_chunk) * tile for tile in range(lists.tiles + 1)]]
+        first = begin[i][-1]
+    n = head.hidden.shape[0] if all_cells else min(config.block_n, head.hidden.shape[0])  # rows with a gradient
+    order = torch.arange(n, device=device)
     rows = gradient_rows(straighten(head, config), result, torch.ones_like(result.log_probs), None, order, False)
     needs = NeedsGradient(True, True, False, False, False)
-    plan = CellPlan(len(order), True, lists, counts, slab_columns, chunk)
+    plan = CellPlan(n, True, lists, begin, lists.row_blocks * config.block_n)
     cell_backward(rows, head.vocab_size, config, needs, plan)
 
 
@@ -148,5 +165,6 @@ def loss(objective: Objective, dtype: torch.dtype, rows: int = 8192, sequences: 
     per_row = torch.empty(rows, dtype=dtype, device="meta")
     offsets = torch.empty(sequences + 1, dtype=torch.int64, device="meta")
     ref = weights = per_row if objective.kl_coef else None
-    policy = PolicyRows(offsets, per_row, per_row, ref, weights, None, None)
+    invalid = torch.empty((), dtype=torch.int64, device="meta")
+    policy = PolicyRows(offsets, per_row, per_row, ref, weights, None, None, invalid)
     policy_forward(per_row, per_row if objective.entropy_coef else None, per_row > 0, policy, objective)

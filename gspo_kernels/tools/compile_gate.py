@@ -1,35 +1,26 @@
 """Compile every kernel for GPUs that need not be present, and report registers, spills and instructions.
 
-The host code runs on meta tensors, so the kernels are those that it would launch. Each is specialised as Triton's JIT
-would specialise it (divisibility by 16, strides of 1) and compiled. The interpreter must be off in this process.
+The host code runs on meta tensors, so the kernels are those that it would launch. Triton's JIT binds their arguments
+(`binding.py`) and each variant is compiled once. The interpreter must be off in this process.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.triton.launch import Launch, launches
 from ..backends.triton.tuning import SAME_AS, SHARED_MEMORY, assume
-from .compile_cases import runs
-from .machine_code import disassemble, epilogue_instructions, narrow_accesses
+from .binding import Variant, assume_driver, bind
+from .compile_cases import SHAPES, SHARED_CASES, runs
+from .machine_code import disassemble, epilogue_instructions, narrow_accesses, run_tool
 
-_POINTEE = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.int64: "i64", torch.int32: "i32", torch.bool: "i1", torch.uint8: "u8",
-}  # fmt: skip  # a table
 # Counted in the assembly: matrix instructions, asynchronous copies, fp32 multiply-adds, and tf32, which must not occur.
 _COUNTED = {
     "cuda": {
@@ -99,85 +90,48 @@ def survey(
     progress: Callable[[int, int], None] | None = None,
     shape: tuple[int, int] | None = None,
 ) -> list[Row]:
-    """Compile every kernel variant that the library launches; `progress` is called with (done, total).
+    """Compile every kernel variant that the library launches, each once; `progress` is called with (done, total).
 
     With `shape` (H, V), only the kernels of heads of that shape.
     """
-    variants: dict[Any, tuple[str, str, torch.dtype, Launch]] = {}
+    cases = list(runs(shape))
+    if shape is None:
+        cases += [(f"{case} {h},{v}", dtype, run) for h, v in SHAPES for case, dtype, run in runs((h, v), SHARED_CASES)]
+    variants: dict[Any, Callable[[], Row]] = {}
     for architecture in architectures:
-        with assume(architecture):
-            for case, dtype, run in runs(shape):
+        with assume(architecture), assume_driver(architecture):
+            for case, dtype, run in cases:
                 with launches() as recorded:
                     run()
                 for launch in recorded:
-                    key = (architecture, launch.kernel.__name__, launch.config, str(specialise(launch)))
-                    variants.setdefault(key, (architecture, case, dtype, launch))
+                    row = partial(_row, architecture, case, dtype, launch)
+                    try:
+                        variant = bind(launch)
+                        variants.setdefault(id(variant), partial(row, variant))
+                    except TypeError as error:
+                        variants.setdefault(str(error), partial(row, error))
     rows: list[Row] = []
     with ThreadPoolExecutor() as pool:
-        for row in pool.map(lambda variant: _row(*variant), variants.values()):
+        for row in pool.map(lambda compiled: compiled(), variants.values()):
             rows.append(row)
             if progress is not None:
                 progress(len(rows), len(variants))
     return rows
 
 
-def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch) -> Row:
-    """Compile one variant and report it."""
+def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch, variant: Variant | TypeError) -> Row:
+    """Compile a variant and report it; or report the error of a launch that cannot be bound."""
     config, name = launch.config, launch.kernel.__name__
     shape = "x".join(str(x) for x in (config.block_n, config.block_v, config.block_h) if x)
     text = f"{shape} {config.warps}w {config.stages}s"
     try:
-        report = inspect(compile_launch(launch, architecture), architecture, config.warps)
+        if isinstance(variant, TypeError):
+            raise variant
+        report = inspect(variant.compile(), architecture, config.warps)
     except Exception as error:  # any exception of the compiler is this row's fault
         return Row(architecture, name, case, text, None, [f"{type(error).__name__}: {str(error).strip()[:300]}"])
     faults = report.faults(architecture, name in MATRIX_KERNELS, dtype, _aligned(launch))
     return Row(architecture, name, case, text, report, faults)
-
-
-def target(architecture: str) -> GPUTarget:
-    """Return Triton's target for an architecture such as "sm_90" or "gfx942"."""
-    if architecture.startswith("gfx"):
-        return GPUTarget("hip", architecture, 64)
-    return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-
-
-def specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], tuple[str, ...]]:
-    """Return (types by parameter, constants, parameters divisible by 16), as Triton's JIT specialises a launch."""
-    signature, constants, divisible = {}, {}, []
-    for parameter in launch.kernel.params:
-        name, value = parameter.name, launch.arguments[parameter.name]
-        kind = parameter.annotation_type
-        if parameter.is_constexpr or value is None:
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = f"*{_POINTEE[value.dtype]}"
-            if value.is_meta or value.data_ptr() % 16 == 0:
-                divisible.append(name)
-        elif isinstance(value, TensorDescriptor):
-            signature[name] = f"tensordesc<{_POINTEE[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
-        elif isinstance(value, float):
-            signature[name] = kind or "fp32"
-        elif value == 1 and not kind and not parameter.do_not_specialize:
-            signature[name], constants[name] = "constexpr", 1
-        else:
-            signature[name] = kind or ("i32" if -(2**31) <= value < 2**31 else "i64")
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                divisible.append(name)
-    return signature, constants, tuple(divisible)
-
-
-def compile_launch(launch: Launch, architecture: str) -> Any:
-    """Compile the kernel of a launch for an architecture."""
-    signature, constants, divisible = specialise(launch)
-    index = {p.name: i for i, p in enumerate(launch.kernel.params)}
-    source = ASTSource(
-        launch.kernel,
-        signature=signature,
-        constexprs={(index[name],): value for name, value in constants.items()},
-        attrs={(index[name],): [["tt.divisibility", 16]] for name in divisible},
-    )
-    options = {"num_warps": launch.config.warps, "num_stages": launch.config.stages}
-    return triton.compile(source, target=target(architecture), options=options)
 
 
 def _aligned(launch: Launch) -> bool:
@@ -202,8 +156,7 @@ def inspect(compiled: Any, architecture: str, warps: int) -> Report:
         total, limit = {"sm_80": 167_936, "sm_89": 102_400}.get(like, 233_472), {"sm_89": 48}.get(like, 64)
         by_registers, by_threads = 65_536 // (_round_up(registers, 8) * 32 * warps), limit // warps
         shared += 1024
-        sass = disassemble(compiled.asm["cubin"])
-        narrow, epilogue = narrow_accesses(sass), epilogue_instructions(sass)
+        narrow, epilogue = narrow_accesses(text), epilogue_instructions(disassemble(compiled.asm["cubin"]))
     blocks = _blocks_that_fit(by_registers, total, shared, by_threads)
     instructions = {name: len(re.findall(pattern, text)) for name, pattern in counted.items()}
     return Report(registers, spilled, compiled.metadata.shared, blocks, narrow, epilogue, instructions)
@@ -220,12 +173,8 @@ def _round_up(x: int, unit: int) -> int:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Return (registers per thread, bytes of stack frame), read by the disassembler that comes with Triton."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        out = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    """Return (registers per thread, bytes of stack frame), read by cuobjdump."""
+    out = run_tool("cuobjdump", "-res-usage", cubin)
     usage = re.search(r"REG:(\d+) STACK:(\d+)", out)
     assert usage, out
     return int(usage[1]), int(usage[2])

@@ -1,4 +1,4 @@
-"""Count instructions in NVIDIA machine code (SASS): accesses of two bytes, and the instructions after the main loop."""
+"""Count instructions in NVIDIA code: accesses of two bytes (PTX), and the instructions after the main loop (SASS)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,26 @@ class _Block:
     falls_through: bool = True
 
 
-def disassemble(cubin: bytes) -> str:
-    """Return the SASS of a compiled kernel, by the disassembler that comes with Triton."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+def run_tool(name: str, option: str, cubin: bytes) -> str:
+    """Run a binary tool of NVIDIA that comes with Triton on a compiled kernel; return what it prints."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([str(tool), option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def narrow_accesses(sass: str) -> int:
-    """Return how many loads and stores of global memory move at most two bytes per thread."""
-    return len(re.findall(r"\b(?:LDG|STG)\.E\.(?:\w+\.)*[US](?:8|16)\b", sass))
+def narrow_accesses(ptx: str) -> int:
+    """Return how many loads and stores of global memory in PTX move at most two bytes per thread."""
+    return len(re.findall(r"\b(?:ld|st)\.global(?:\.(?!v\d)[\w:]+)*\.[bsu](?:8|16)\b", ptx))
+
+
+def disassemble(cubin: bytes) -> str:
+    """Return the SASS of a compiled kernel; "" where nvdisasm is older than the architecture (Triton 3.6, sm_103)."""
+    try:
+        return run_tool("nvdisasm", "-c", cubin)
+    except subprocess.CalledProcessError:
+        return ""
 
 
 def epilogue_instructions(sass: str) -> int | None:

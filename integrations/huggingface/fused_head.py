@@ -4,12 +4,12 @@
     out = model(input_ids=ids, attention_mask=mask, with_head=lambda hidden, lm_head, **options: gspo_fused_loss(
         hidden[:, :-1], lm_head, ids[:, 1:], advantages, **options)).result
 
-The model's forward runs unchanged up to the head. In place of the head, it calls `with_head` with three things: the
-hidden states, the head module, and the operations that the model would apply to the logits (`head_options.py`). No
-logits are made.
+The model's forward runs, but its head only records the hidden states, so no logits are made. Afterwards, `with_head` is
+called with three things: the hidden states, the head module, and the operations that the model would apply to the
+logits (`head_options.py`).
 
-`with_head` runs as the head module's forward, so the hooks of the head (DDP's, FSDP2's, ZeRO-3's) fire. They gather the
-weight for the forward and again for the backward, and reduce the weight's gradient.
+`with_head` runs as the head module's forward, so the hooks of the head (such as FSDP2's and ZeRO-3's) fire. These hooks
+gather the weight for the forward and again for the backward, and reduce the weight's gradient.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _ATTRIBUTE = "_gspo_fused_head"
 class HeadOutput(NamedTuple):
     """The return value of a model call with `with_head`."""
 
-    result: Any  # the value that `with_head` returned; module hooks see its tensors only in tuples, lists and dicts
+    result: Any  # the return value of `with_head`; hooks find its tensors only if it is a tensor, tuple, list or dict
     model_output: Any  # the model's output with aux_loss, router_logits, ...; ignore its logits, they are placeholders
 
 
 def fuse_head(model: nn.Module) -> FusedHead:
-    """Add the keyword argument `with_head` to the model's forward, and return its FusedHead.
+    """Add the keyword argument `with_head` to the model's forward, and return the model's FusedHead.
 
     A second call returns the same FusedHead. If the head is replaced, resized or hooked later, the next call of the
     model with `with_head` measures and checks the head again.
@@ -49,15 +49,16 @@ def fuse_head(model: nn.Module) -> FusedHead:
             DeepSpeed's engine.
 
     With FSDP (1 and 2), call this on every rank, before or after sharding. If ZeRO-3 has already partitioned the
-    parameters, they exist only during the engine's calls. `fuse_head` then leaves the measurement and the checks to
-    the first call with `with_head`, which may raise the errors below. If PEFT trains single tokens of the head
+    parameters, they exist only during the engine's calls. In this case, the first call with `with_head` measures and
+    checks the head, and may raise the errors below. If PEFT trains single tokens of the head
     (trainable_token_indices), each call copies the weight [V, H], and the backward makes a gradient [V, H]. Two threads
     must not call the same model at the same time.
 
     Raises:
-        HeadError: between the head and the logits, the model does something other than scale, soft-cap or drop the last
-            columns; its forward does not call its output embeddings once; or the fused log-probs differ from the
-            model's. In each case the model is unchanged.
+        HeadError: the model has no output embeddings, or has parameters on the meta device; between head and logits,
+            the model does something other than scale, soft-cap or drop the last columns; the model's forward does not
+            call its output embeddings exactly once; or the fused log-probs differ from those of the model's logits. In
+            each case the model is unchanged.
         TypeError, ValueError: `model` is not a module; or `linear_log_probs` does not support the head (DoRA, a sharded
             weight).
     """
@@ -74,7 +75,7 @@ def fuse_head(model: nn.Module) -> FusedHead:
         raise HeadError(f"fuse_head: parameters of {type(base).__name__} must have values, got the meta device")
     fused = FusedHead(base, head)
     try:
-        if not any(hasattr(p, "ds_id") for p in head.parameters()):  # ZeRO-3 has partitioned a parameter with a ds_id
+        if not any(hasattr(p, "ds_id") for p in head.parameters()):  # ZeRO-3 sets ds_id on parameters it partitions
             # Under FSDP1, call the wrapper: only the wrapper gathers the parameters.
             fused.measure(model if isinstance(model, FullyShardedDataParallel) else base)
     except BaseException:
@@ -106,7 +107,8 @@ class FusedHead:
         self._measured_head: tuple[Any, ...] = ()  # `identity` of the head that the options were measured on
         self._forward = model.forward
 
-        # `generate` and Trainer inspect the signature of forward. accelerate unwraps forward and binds it again.
+        # `generate` and Trainer inspect the signature of forward, so keep it by `wraps`. accelerate takes the function
+        # out of the bound method and binds it again, so the function needs the model as its first argument.
         @functools.wraps(type(model).forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             # Look the FusedHead up in `self`, because a copy of the model has a FusedHead of its own.
@@ -133,7 +135,8 @@ class FusedHead:
             call: the model, or a wrapper that gathers its parameters.
 
         Raises:
-            HeadError: `LogitOptions` cannot express the operations, or the fused log-probs differ from the model's.
+            HeadError: `LogitOptions` cannot express the operations, or the fused log-probs differ from those of the
+                model's logits.
         """
         probe = functools.partial(self._probe, call)
         options = measure(self.model, self.head, probe)
@@ -145,7 +148,7 @@ class FusedHead:
         """Restore the model's forward. A second call does nothing.
 
         Raises:
-            HeadError: the forward has another wrapper around `fuse_head`'s. Remove the outer wrapper first.
+            HeadError: another wrapper encloses the forward that `fuse_head` installed. Remove that wrapper first.
         """
         if _ATTRIBUTE not in vars(self.model):
             return
@@ -223,7 +226,7 @@ class _Probe(NamedTuple):
 
 
 class _StandIn(nn.Module):
-    """A replacement of the head module. Its forward is `function`. Its other attributes are those of the head."""
+    """A replacement of the head module. Its forward is `function`. All other attributes are taken from the head."""
 
     def __init__(self, head: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Measure which operations a transformers model applies to its logits, and check the result against its own logits.
+"""Measure which operations a transformers model applies to its logits, and check the result against the model's logits.
 
 This works for any model: there is no table of model names. The head is replaced by a function that returns known
 numbers x. The model must turn them into softcap(scale * x) over the first columns. The probes that call the model are
@@ -22,7 +22,8 @@ from gspo_kernels.inputs.lm_head import call_inside
 _PROBE_RANGE = 64.0  # logits of trained models lie in -64 ... 64, where every soft-cap in use is clearly curved
 _SCALE_ERROR = 1e-5  # relative error of a scale that is measured in fp32
 
-# A probe runs the model with a function of hidden states in place of its head, and returns the model's logits.
+# A probe takes a function of hidden states, runs the model with this function in place of the head, and returns the
+# model's logits.
 Probe = Callable[[Callable[[Tensor], Tensor]], Tensor]
 
 
@@ -89,7 +90,7 @@ def measure(model: Any, head: Any, probe: Probe) -> LogitOptions:
 
 
 def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
-    """Check fused log-probs against those of the model's own logits. Each target is the model's likeliest token.
+    """Check that fused log-probs equal those of the model's own logits. Each target is the model's likeliest token.
 
     Raises:
         HeadError: the log-probs differ by more than rounding explains.
@@ -97,8 +98,8 @@ def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
     fused_results: list[Any] = []
 
     def with_fused(hidden: Tensor) -> Tensor:
-        # Switch off what the model's forward may have set: with autocast or dropout, the head and `linear_log_probs`
-        # would not compute the same.
+        # Switch off autocast, which the model's forward may have enabled, and dropout. With them, the head and
+        # `linear_log_probs` would not compute the same.
         with torch.autocast(hidden.device.type, enabled=False), _evaluated(head):
             hidden = hidden.to(_logits_dtype(head))
             logits = head(hidden)

@@ -1,9 +1,9 @@
-"""Arithmetic problems with worked solutions and checkable answers, filler text, and a byte-level BPE.
+"""Arithmetic problems with worked solutions and checkable answers, filler text, and a byte-level BPE tokenizer.
 
 `python -m gspo_kernels.benchmarks policy` pretrains a small model on the problems and the filler text, and then
 improves the model by RL. Problems have one or two steps with small numbers, so that a model learns them within minutes.
 A vocabulary of 33,000 entries needs thousands of different words, so the filler text has names, places, goods and
-brands composed of the parts in `words.json`. All text is made from a seed.
+brands composed of the parts in `words.json`. All text is generated from a seed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from transformers import PreTrainedTokenizerFast
 
 END, PAD = "<end>", "<pad>"
 SPECIAL = (PAD, END)
-SMALLEST, LARGEST_START = 2, 24  # of the first number of a problem
-LARGEST = 48  # of any result
+SMALLEST, LARGEST_START = 2, 24  # bounds of the first number of a problem
+LARGEST = 48  # upper bound of every result
 WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text())
 Step = tuple[str, int, int]  # sign, number, result
 
 
 class Problem(NamedTuple):
     prompt: str
-    solution: str  # steps and answer, to be continued from the prompt
+    solution: str  # steps and answer, the continuation of the prompt
     answer: str
 
 
 def _joined(kind: str) -> list[str]:
-    """Return every combination of the parts of a kind of name, capitalised and shuffled."""
+    """Return all names of a kind: every combination of its parts in `words.json`, capitalised and shuffled."""
     words = ["".join(choice).capitalize() for choice in itertools.product(*(part.split() for part in WORDS[kind]))]
     words = list(dict.fromkeys(words))
     random.Random(len(words)).shuffle(words)
@@ -108,7 +108,7 @@ def stories(count: int, seed: int) -> Iterator[str]:
 
 
 def bpe(texts: Sequence[str], vocab: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of exactly `vocab` entries. Raises ValueError if the texts are too few for that."""
+    """Train a byte-level BPE of exactly `vocab` entries. Raise a ValueError if the texts are too few."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]

@@ -34,7 +34,7 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     clip_low: float = 3e-4
     clip_high: float = 4e-4
-    gradient_budget: float = 0.0  # share of the gradient's L1 mass that the backward may drop; 0: exact
+    gradient_budget: float = 0.0  # share of the L1 mass of d_logits that the backward may drop; 0: exact
     temperature: float = 1.0
     max_new_tokens: int = 7
     eval_every: int = 25  # steps between evaluations; step 0 and the last step are always evaluated

@@ -20,7 +20,7 @@ class TrainingProgress:
         self._bar: TaskID | None = None
         self._held_out = 0.0
         self._since_evaluation: list[Row] = []
-        self._without_signal: list[Row] = []  # the latest consecutive steps without a signal
+        self._without_signal: list[Row] = []  # the latest consecutive steps for which `lacks_signal` is true
         self._warned = False
         self._progress = Progress(
             TextColumn("seed {task.fields[seed]}"),
@@ -65,7 +65,7 @@ class TrainingProgress:
         self._warn_without_signal(row)
 
     def _warn_without_signal(self, row: Row) -> None:
-        """Warn once per seed after `warn_after` consecutive steps without a signal."""
+        """Warn once per seed after `warn_after` consecutive steps for which `lacks_signal` is true."""
         self._without_signal = [*self._without_signal, row] if lacks_signal(row) else []
         steps = len(self._without_signal)
         if steps < self._config.warn_after or self._warned:

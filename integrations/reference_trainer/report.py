@@ -13,6 +13,7 @@ from rich.table import Table
 from .config import InputError, TrainConfig
 from .policy import Policy
 
+# Every line of metrics.jsonl has these keys. Their values are null at step 0, before the first rollout.
 STEP_KEYS = (
     "reward",
     "groups_without_signal",
@@ -24,7 +25,10 @@ STEP_KEYS = (
     "passes",
     "tokens_per_second",
 )
-NO_MATPLOTLIB = "curves.png was not drawn because matplotlib is missing: pip install 'gspo-kernels[train]'"
+NO_MATPLOTLIB = (
+    "curves.png was not drawn because matplotlib is missing: "
+    "pip install 'gspo-kernels[train]', or '.[train]' in a clone"
+)
 Row = dict[str, Any]  # one line of metrics.jsonl
 
 
@@ -34,7 +38,7 @@ def lacks_signal(row: Row) -> bool:
 
 
 def likely_cause(rows: list[Row]) -> str:
-    """Return the likely cause of the same reward for all answers to each prompt in these steps."""
+    """Return why, in these steps, all answers to each prompt probably had the same reward."""
     rewards = {row["reward"] for row in rows}
     if rewards == {0.0}:
         return (
@@ -132,7 +136,7 @@ class RunFolder:
             self._file.close()
 
     def write(self, seed: int, row: Row) -> None:
-        """Append the metrics of one step of one seed. Missing metrics are null, as most are at step 0."""
+        """Append the metrics of one step of one seed. Metrics of STEP_KEYS that are missing are null."""
         file = self._file = self._file or self._open()
         file.write(json.dumps({"seed": seed, "step": row["step"], **dict.fromkeys(STEP_KEYS), **row}) + "\n")
         file.flush()

@@ -44,11 +44,11 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The b answers that one forward and one backward process."""
+    """The b answers of one forward and one backward."""
 
     rollout: Rollout
     advantages: Tensor  # [b]
-    old_log_probs: Tensor  # [b, T] fp32, by the policy that sampled
+    old_log_probs: Tensor  # [b, T] fp32, of the policy that sampled
 
 
 def train(config: TrainConfig) -> RunReport:

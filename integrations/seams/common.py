@@ -1,4 +1,4 @@
-"""Code that the seams share: check the trainer's settings, call `policy_loss`, name the metrics."""
+"""Code that the seams (loss functions for other trainers) share: check settings, call `policy_loss`, name metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gspo_kernels import LossOutput, Objective, policy_loss
 from gspo_kernels.validation import Field
 
 GSPO = Objective()
-USE_CORRECTION = "(use Objective(rollout_correction=...) instead)"  # appended to names of settings of sampler weights
+USE_CORRECTION = "(use Objective(rollout_correction=...) instead)"  # appended to names of settings for sampler weights
 
 
 def check_settings(seam: str, objective: Objective, settings: Mapping[str, tuple[Any, Any]]) -> None:
@@ -46,10 +46,11 @@ def offsets(lengths: Sequence[int], like: Tensor) -> Tensor:
 
 
 def logged_metrics(out: LossOutput, **trainer_names: str) -> dict[str, Tensor]:
-    """Return all metrics as "gspo/<name>" in the loss's dtype, and those of `trainer_names` under a second name.
+    """Return all metrics as "gspo/<name>" in the loss's dtype, and some of them also under the trainer's names.
 
     Args:
-        trainer_names: the trainer's name for a metric = the name in `out.metrics`. Names absent there are left out.
+        trainer_names: keywords are the trainer's names, values are our names. A metric that is not in `out.metrics` is
+            left out.
     """
     metrics = {name: x.to(out.loss.dtype) for name, x in out.metrics.items()}
     renamed = {trainer_name: metrics[name] for trainer_name, name in trainer_names.items() if name in metrics}

@@ -36,12 +36,12 @@ class PrimeRLOutputs(NamedTuple):
 def prime_rl(inputs: PrimeRLInputs, preset: str = "gspo", mean_length: float = 1.0, **changes: Any) -> PrimeRLOutputs:
     """Compute the GSPO loss of one sequence, as prime-rl's custom loss.
 
-    The old log-probs are those of the sampling engine (GSPO's paper, section 5.4). prime-rl divides the sum over
-    sequences by the number of tokens of the step (or by the sum of loss_weights). GSPO divides by the number of
-    sequences. So sequences have equal weight, but the gradient is GSPO's gradient divided by the step's mean length.
+    The sampling engine computed the old log-probs, which section 5.4 of GSPO's paper allows. prime-rl divides the sum
+    over sequences by the number of tokens of the step, or by the sum of loss_weights. GSPO divides by the number of
+    sequences. So sequences have equal weight, as in GSPO, but the gradient is GSPO's divided by the step's mean length.
 
     Args:
-        inputs: loss_weights multiply the policy term. kl_coef > 0 requires ref_logprobs.
+        inputs: prime-rl's inputs. The policy term is multiplied by loss_weights. kl_coef > 0 requires ref_logprobs.
         preset, changes: a name of `Objective.preset`, and the fields that differ from the preset. Set them in
             [trainer.loss.kwargs].
         mean_length: a factor of the loss. Set it to the mean length that you expect, in tokens, so that gradients have
@@ -177,7 +177,7 @@ class OpenRLHFPolicyLoss(nn.Module):
         """
         old = rollout_log_probs if self.old_from_engine else old_log_probs
         if old is None:
-            Field("OpenRLHFPolicyLoss").fail("rollout_log_probs", "given, with an is_correction_level", None)
+            Field("OpenRLHFPolicyLoss").fail("rollout_log_probs", "given unless is_correction_level is 'off'", None)
         normalizer = None if global_batch_size is None else global_batch_size / dp_size
         out = loss_of_log_probs(
             log_probs,

@@ -27,16 +27,16 @@ def slime(
     """Compute the GSPO loss of a micro-batch, as slime's custom loss.
 
     The loss is a sum over samples, because slime divides it by the number of samples of the step. slime computes the
-    log-probs and entropies. The KL term and the entropy bonus are those of `objective`.
+    log-probs and entropies. `objective` sets the KL term and the entropy bonus.
 
     Args:
-        args, batch: slime's arguments. Each list in batch has one tensor [R] per sample, R response tokens.
+        args, batch: slime's arguments. Each list in batch has one tensor [R] per sample, for its R response tokens.
         logits: [1, T, V / tensor-parallel size], fp32.
         sum_of_sample_mean: slime's function that takes one value per response token, [sum of R], and returns the sum
             of the samples' means, [].
 
     Returns:
-        The loss [], and tensors [] for slime's log: means over tokens times the number of samples.
+        The loss [], and tensors [] for slime's log: metrics times the number of samples, by which slime divides.
 
     Raises:
         ValueError: a setting of slime disagrees with `objective`, or a rollout has several samples.
@@ -47,7 +47,9 @@ def slime(
     means_of_ones = sum_of_sample_mean(torch.ones_like(log_probs))
     if means_of_ones != samples:
         Field("slime").fail(
-            "rollout_mask_sums", f"of one sample per rollout, {samples} means in all", means_of_ones.item()
+            "rollout_mask_sums",
+            f"of one sample per rollout, so that {samples} sample means of ones add up to {samples}",
+            means_of_ones.item(),
         )
 
     def concatenated(name: str) -> Tensor | None:
@@ -95,7 +97,7 @@ def _slime_settings(args: Any, objective: Objective) -> dict[str, tuple[Any, Any
 
 def _slime_log_probs(args: Any, batch: Mapping[str, Any], logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return slime's log-probs and entropies of the response tokens, [sum of R] each."""
-    slime_loss = sys.modules["slime.backends.megatron_utils.loss"]  # the caller of this loss, so it is imported
+    slime_loss = sys.modules["slime.backends.megatron_utils.loss"]  # it calls `slime`, so it is imported
     inputs = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
     inputs |= slime_loss.get_rollout_top_p_logprob_kwargs(args, batch)
     _, per_sample = slime_loss.get_log_probs_and_entropy(logits, args=args, with_entropy=True, **inputs)
@@ -107,8 +109,7 @@ def ms_swift(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Compute the GSPO loss, as the method `_compute_loss_and_metrics` of ms-swift's GRPOTrainer.
 
-    As in ms-swift, the loss is a mean over all answers, including entirely masked answers. The KL term is the
-    objective's.
+    As in ms-swift, the loss is a mean over all answers, including entirely masked ones. `objective` sets the KL term.
 
     Args:
         trainer: the GRPOTrainer, which is `self` if this function is a method of its class.
@@ -191,7 +192,7 @@ def ms_swift_log_probs(
 
     Args:
         model: a transformers model, plain or wrapped by PEFT or DDP. Errors are those of `fuse_head`.
-        input_ids: [B, L], or [1, total] without padding.
+        input_ids: [B, L], or packed without padding, [1, tokens].
 
     Returns:
         The log-probs of the last logits_to_keep tokens, and their entropies or None: fp32, [B, logits_to_keep].

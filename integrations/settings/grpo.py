@@ -69,7 +69,8 @@ def from_trl(config: Any) -> Reading:
     if luspo and release < (1, 10) and (beta or fields["ratio"] == "token" or fields.get("rollout_correction")):
         keys.refuse(
             "loss_type",
-            "another one before TRL 1.10, where it counts padding (with KL, sampler correction or token-level ratios)",
+            "another one before TRL 1.10, whose luspo counts padding if there are a KL term, a sampler correction or "
+            "token-level ratios",
         )
     times = keys.count("gradient_accumulation_steps")
     if loss.over == "rollout":
@@ -100,7 +101,7 @@ def _weights(keys: Keys, loss: _Loss, fields: dict[str, Any]) -> tuple[Step, ...
     keys.must("use_adaptive_entropy", False, why="the entropy coefficient of an Objective is constant")
     fields["entropy_coef"] = keys.number("entropy_coef")
     if fields["entropy_coef"] and loss is not _LOSSES["bnpo"]:
-        keys.refuse("entropy_coef", "0 unless loss_type is 'bnpo', as the bonus is a mean over a micro-batch's tokens")
+        keys.refuse("entropy_coef", "0 unless loss_type is 'bnpo' (TRL's bonus is a mean over a micro-batch's tokens)")
     sampler = keys.get("use_vllm", False) and keys.flag("vllm_importance_sampling_correction")
     if sampler:
         level, mode = keys.choice("vllm_importance_sampling_mode", _MODES)
@@ -135,7 +136,7 @@ def from_ms_swift(arguments: Any) -> Reading:
     if is_dataclass(arguments):  # the class inherits all of TRL's fields, but ms-swift reads only those in SWIFT
         other_names = other_names | tables.TRL.keys() | tables.TRL_OTHERS
     keys = Keys("from_ms_swift", arguments, tables.SWIFT, other_names)
-    keys.must("rlhf_type", "grpo", why="GSPO is a setting of its GRPO trainer; ms-swift's default is dpo")
+    keys.must("rlhf_type", "grpo", why="GSPO is a setting of ms-swift's GRPO trainer; the default is dpo")
     losses = {name: loss for name, loss in _LOSSES.items() if name != "luspo"}
     loss = keys.choice("loss_type", {**losses, None: losses["grpo"]})
     fields = _policy(keys, loss, "tau_pos", "tau_neg")
@@ -157,7 +158,7 @@ def from_ms_swift(arguments: Any) -> Reading:
             fields["kl_coef"] = beta
     if keys.flag("use_vllm", False) and keys.get("rollout_importance_sampling_mode") is not None:
         if fields.get("kl_coef"):
-            keys.refuse("rollout_importance_sampling_mode", "None with a KL term, as ms-swift weights that too")
+            keys.refuse("rollout_importance_sampling_mode", "None with a KL term, which ms-swift multiplies by them")
         # sequence_mask is not supported: ms-swift weights each token of the kept answers separately.
         modes = {n: m for n, m in _MODES.items() if m[0] == "token"} | {"sequence_truncate": ("geometric", "truncate")}
         level, mode = keys.choice("rollout_importance_sampling_mode", modes)

@@ -27,7 +27,7 @@ class Step(NamedTuple):
 
     call: the name of a function of `gspo_kernels.advantages` or `gspo_kernels.sampler_mismatch`; "clamp" for
         torch.clamp; or "subtract_kl": subtract kl_coef times the KL of an answer from the answer's reward. This KL is
-        kl_estimator of the old against the reference log-probs, summed over the answer's tokens.
+        a sum over the answer's tokens: kl_estimator of old minus reference log-prob.
     options: the keyword arguments. For a tensor argument, a string describes which tensor to pass.
     """
 
@@ -60,7 +60,7 @@ class Reading:
     temperature: the divisor of the logits in the loss, which may differ from the sampling temperature. None: the
         settings do not contain it.
     advantages: the calls that turn rewards into advantages, in order. None: the settings do not contain them.
-    token_weights: calls. The product of their results is the argument `token_weights`.
+    token_weights: the calls that compute token weights. Pass the product of their `weights` as `token_weights`.
     old_log_probs: "trainer" (the trainer computes them with the policy before the first update of a rollout), "rollout"
         (the sampling engine's) or "current" (log_probs.detach()).
     beside: other settings that act on the loss, with the trainer's names and values. They mask tokens, weight answers
@@ -92,7 +92,7 @@ class Keys:
         loss_defaults: all settings that can change the loss, with their defaults.
         other_names: all settings that cannot change the loss. (A reader may still read such a setting.)
         sections: names of nested settings. A setting inside is called "section.name".
-        additional: additional settings, such as a section from another place.
+        additional: more settings, such as a section that is not in `settings`.
 
     Raises:
         ValueError: a setting is in neither table. The message names all such settings and the most similar known names.
@@ -144,7 +144,7 @@ class Keys:
         return name in self._values
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value without checking it. `default` applies only to settings of `other_names`."""
+        """Return a value without checking it. `default` is for settings of `other_names`; the others have a default."""
         self._read.add(name)
         return self._values.get(name, self._loss_defaults.get(name, default))
 
@@ -184,7 +184,7 @@ class Keys:
         self.check.fail(name, expected, self.get(name))
 
     def beside(self, *names: str) -> dict[str, Any]:
-        """Return those of these settings that belong in `Reading.beside`: not empty and not at their default."""
+        """Return the settings among `names` whose value is neither empty nor the default, for `Reading.beside`."""
         values = {name: self.get(name) for name in names}
         return {name: value for name, value in values.items() if value not in (None, [], self._loss_defaults[name])}
 

@@ -46,7 +46,7 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
     keys.must("rl_loss_coef", 1.0, why="multiply the loss by this factor yourself")
     for name in _TERMS:
         keys.must(name, 0, why="this loss term is not supported")
-    keys.must("actor_train.apply_loss_scale", True, why="without it micro-batches divide the loss again")
+    keys.must("actor_train.apply_loss_scale", True, why="without it the number of micro-batches divides the loss again")
     if "loss_agg_mode" not in keys:
         keys.refuse("loss_agg_mode", "given (its default in ROLL has changed twice)")
     aggregation = keys.choice("loss_agg_mode", {name: name for name in AGGREGATIONS})
@@ -60,7 +60,7 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
     low, high = ("pg_clip_low", "pg_clip_high") if keys.flag("use_pg_clip_range") else ("pg_clip", "pg_clip")
     fields |= {"clip_low": keys.number(low, NOT_NEGATIVE), "clip_high": keys.number(high, NOT_NEGATIVE)}
     if keys.flag("dual_clip_loss"):
-        fields["dual_clip"] = 1 + 2 * keys.number("pg_clip", POSITIVE)  # even with use_pg_clip_range
+        fields["dual_clip"] = 1 + 2 * keys.number("pg_clip", POSITIVE)  # ROLL reads pg_clip in any case
     if keys.flag("use_kl_loss"):
         fields["kl_coef"] = keys.number("kl_loss_coef", NOT_NEGATIVE)
     if keys.flag("train_infer_correction.is_weight.enabled"):

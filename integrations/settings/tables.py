@@ -14,6 +14,7 @@ from typing import Any
 
 from gspo_kernels.extras import needs
 
+# A GRPOConfig brings the defaults of its release. The defaults here apply to fields that its release lacks.
 TRL: dict[str, Any] = {
     "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None, "delta": None,
     "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0,

@@ -46,15 +46,16 @@ def from_verl(actor: Any, algorithm: Any = None) -> Reading:
     """
     # verl's dataclasses are mappings that do not support `in`, so list their keys.
     if isinstance(actor, Mapping) and "actor_rollout_ref" in list(actor):
-        got = Unquoted("the whole configuration")
-        Field("from_verl").fail("actor", "its actor_rollout_ref.actor (and algorithm its algorithm)", got)
+        got = Unquoted("the entire configuration")
+        expected = "the section actor_rollout_ref.actor (and algorithm the section algorithm)"
+        Field("from_verl").fail("actor", expected, got)
     sections = {"algorithm": algorithm}
     keys = Keys("from_verl", actor, tables.VERL, tables.VERL_OTHERS, tables.VERL_SECTIONS, sections)
     correction = "algorithm.rollout_correction"
     bypass, mode = keys.flag(f"{correction}.bypass_mode"), "policy_loss.loss_mode"
     if not bypass and keys.get(mode) == "bypass_mode":
         if algorithm is not None:
-            keys.refuse(mode, f"another one, or {correction}.bypass_mode must be true, which makes verl set it")
+            keys.refuse(mode, f"another one unless {correction}.bypass_mode is true, which makes verl set this mode")
         bypass, correction = True, "policy_loss.rollout_correction"
     if bypass:
         name, old = keys.choice(f"{correction}.loss_type", _BYPASS)
@@ -118,7 +119,8 @@ def _correction(keys: Keys, section: str, name: str) -> RolloutCorrection | None
     if level is None or keys.get(threshold) is None:
         return None
     if name == "geo_mean" and level == "token":
-        keys.refuse(f"{section}.rollout_is", "'sequence' or None with geo_mean, which takes their geometric mean")
+        expected = "'sequence' or None with geo_mean, which takes the geometric mean of token weights"
+        keys.refuse(f"{section}.rollout_is", expected)
     keys.must(f"{section}.rollout_is_batch_normalize", False, why="weights divided by their mean are not supported")
     bounds = [as_number(bound) for bound in str(keys.get(threshold)).split("_")]
     if len(bounds) > 2 or not all(isinstance(bound, float) and bound > 0 for bound in bounds):
@@ -141,7 +143,7 @@ def _advantages(keys: Keys) -> tuple[Step, ...]:
     if estimator == "grpo" and not keys.flag("algorithm.norm_adv_by_std_in_grpo"):
         steps = [Step("group_advantages", by_prompt)]
     if estimator == "reinforce_plus_plus":
-        keys.must("algorithm.gamma", 1.0, why="verl's discount skips masked tokens, that of token_returns does not")
+        keys.must("algorithm.gamma", 1.0, why="verl's discount skips masked tokens, but token_returns counts them")
     if keys.flag("algorithm.use_kl_in_reward"):
         keys.must("algorithm.kl_ctrl.type", "fixed", why="an adaptive coefficient is not supported")
         coefficient = keys.number("algorithm.kl_ctrl.kl_coef", NOT_NEGATIVE)

@@ -1,7 +1,7 @@
 """Bad inputs raise a ValueError or TypeError that names the argument, what was expected and what came.
 
-`KINDS` lists bad inputs. Each is passed to every public function that has the arguments that it changes. Neither failed
-nor successful calls write to the caller's tensors.
+`KINDS` lists bad inputs. Each bad input is passed to every public function that takes the changed arguments. Neither
+failed nor successful calls write to the caller's tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LONGEST_MESSAGE = 320  # characters
 
 
 def good_inputs(packed: bool = False) -> dict[str, Any]:
-    """Return arguments of all three functions that pass every check."""
+    """Return arguments of the three public functions that pass every check."""
     rng = torch.Generator().manual_seed(0)
     shape, sequences = ((N,), S) if packed else ((B, T), B)
     log_probs = -torch.rand(shape, generator=rng)
@@ -56,7 +56,7 @@ def good_inputs(packed: bool = False) -> dict[str, Any]:
 
 
 def accepted(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return those of `inputs` that are arguments of the function."""
+    """Return the entries of `inputs` that are arguments of the function."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in inputs.items() if name in names}
 
@@ -66,7 +66,10 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class Kind:
-    """A bad input: `change` replaces good arguments, or removes them if MISSING. The rest describes the error."""
+    """A bad input and the error that it must raise.
+
+    `change` replaces good arguments. The value MISSING removes an argument.
+    """
 
     change: dict[str, Any]
     error: type[Exception]
@@ -88,7 +91,7 @@ class Kind:
 
 
 def ids(*values: int) -> Tensor:
-    """Return target ids [B, T] whose last ones are `values`."""
+    """Return target ids [B, T] that end with `values`. All other ids are 1."""
     return torch.tensor([1] * (B * T - len(values)) + list(values)).view(B, T)
 
 
@@ -185,7 +188,7 @@ KINDS: dict[str, Kind] = {
     ),
     "head-embedding": Kind({"lm_head": nn.Embedding(V, H)}, T_, "lm_head", "nn.Linear", "Embedding"),
     "head-sequential": Kind({"lm_head": nn.Sequential(linear())}, T_, "lm_head", "nn.Linear", "Sequential"),
-    "head-with-forward-of-its-own": Kind(
+    "head-subclass-with-another-forward": Kind(
         {"lm_head": DoublingLinear(H, V)}, T_, "lm_head", "nn.Linear", "DoublingLinear"
     ),
     "head-with-replaced-forward": Kind({"lm_head": linear(replace_forward)}, T_, "lm_head", "nn.Linear", "forward"),
@@ -273,10 +276,10 @@ KINDS: dict[str, Kind] = {
         {"cu_seqlens": torch.tensor([0, 2, N + 1])}, V_, "cu_seqlens", "ending at N = 5", "[0, 2, 6]", packed=True
     ),
     "offsets-of-no-sequence": Kind(
-        {"cu_seqlens": torch.tensor([0])}, V_, "cu_seqlens", "ending at N = 5", "[0]", packed=True
+        {"cu_seqlens": torch.tensor([0])}, V_, "cu_seqlens", "ending at N = 5", "a tensor [1]", packed=True
     ),
     "offsets-empty": Kind(
-        {"cu_seqlens": torch.tensor([], dtype=torch.int32)}, V_, "cu_seqlens", "[S + 1]", "empty", packed=True
+        {"cu_seqlens": torch.tensor([], dtype=torch.int32)}, V_, "cu_seqlens", "[S + 1]", "a tensor [0]", packed=True
     ),
     "offsets-floats": Kind(
         {"cu_seqlens": torch.tensor([0.0, 2, N])}, T_, "cu_seqlens", "int32 or int64", "float32", packed=True
@@ -410,7 +413,7 @@ def cases() -> list[Any]:
 
 
 def fingerprint(*inputs: Any) -> list[Any]:
-    """Return bytes and version of all tensors and arrays in `inputs`."""
+    """Return the bytes of all tensors and arrays in `inputs`, and the version counters of the tensors."""
     values: list[Any] = []
     for x in inputs:
         if isinstance(x, dict):
@@ -428,7 +431,10 @@ def fingerprint(*inputs: Any) -> list[Any]:
 def assert_rejected(
     error: type[Exception], place: str, name: str, expected: str, got: str, call: Callable[[], Any]
 ) -> None:
-    """Assert that `call` raises `error` with a message of the common form that has these parts."""
+    """Assert that `call` raises `error` with the message "<place>: <name> must be <expected>, got <got>".
+
+    `expected` and `got` need only occur in their parts of the message.
+    """
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
     message = str(caught.value)
@@ -436,8 +442,8 @@ def assert_rejected(
     pattern = rf"{re.escape(place)}: {re.escape(name) or '.+'} must be (?P<expected>.+), got (?P<got>.+)"
     parts = re.fullmatch(pattern, message)
     assert parts, f"not of the form '<function>: <argument> must be <expected>, got <got>': {message}"
-    assert expected in parts["expected"], f"{expected!r} is not what is expected in: {message}"
-    assert got in parts["got"], f"{got!r} is not what came in: {message}"
+    assert expected in parts["expected"], f"{expected!r} is not in the part before 'got': {message}"
+    assert got in parts["got"], f"{got!r} is not in the part after 'got': {message}"
     assert len(message) <= LONGEST_MESSAGE, f"{len(message)} characters: {message}"
 
 
@@ -504,7 +510,7 @@ def test_a_bad_objective_is_named(kind: str) -> None:
     assert_rejected(error, "Objective", name, expected, got, lambda: Objective(**fields))
 
 
-def test_an_unknown_preset_or_field_of_one_is_named() -> None:
+def test_an_unknown_preset_and_an_unknown_field_are_named() -> None:
     place = "Objective.preset"
     assert_rejected(ValueError, place, "name", "'gspo', 'gspo-token'", "'gpso'", lambda: Objective.preset("gpso"))
     assert_rejected(
@@ -564,7 +570,7 @@ def test_a_bad_workspace_limit_is_named(text: str, monkeypatch: pytest.MonkeyPat
 def device_mesh(tmp_path: Path) -> Iterator[Any]:
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available() or distributed.is_initialized():
-        pytest.skip("needs torch.distributed, not initialised by others")
+        pytest.skip("needs torch.distributed, not yet initialised in this process")
     from torch.distributed.device_mesh import init_device_mesh
 
     store = distributed.FileStore(str(tmp_path / "store"), 1)

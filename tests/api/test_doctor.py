@@ -59,7 +59,7 @@ def run_process(*arguments: str, before: str = "", **environment: str) -> tuple[
 
 @pytest.fixture
 def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the interpreted kernels, which are slow, in tests of something else."""
+    """Skip the interpreted kernels, which are slow, in tests that do not concern them."""
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: "the Triton kernels only compile")
 
 
@@ -117,7 +117,7 @@ def test_the_batch_has_every_clip_decision_far_from_the_bounds(dtype: str) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_its_tolerance_is_that_of_the_tests(dtype: torch.dtype) -> None:
+def test_the_doctor_has_the_tolerance_of_the_tests(dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
     truth = torch.randn(40, 30, generator=rng, dtype=torch.float64)
     same = truth.to(dtype)
@@ -133,7 +133,7 @@ def test_its_tolerance_is_that_of_the_tests(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("truth", [0.0, 0.3, 40.0])
-def test_its_tolerance_of_losses_is_that_of_the_tests(truth: float) -> None:
+def test_the_doctor_has_the_tolerance_of_the_tests_for_losses(truth: float) -> None:
     assert doctor_checks.LOSS_PER_ADVANTAGE == LOSS_PER_ADVANTAGE
     loss, advantages = torch.tensor(truth, dtype=torch.float64), torch.tensor([1.0, -3.0])
     limit = LOSS_PER_ADVANTAGE * max(2.0, truth)
@@ -342,7 +342,10 @@ BAD = GOOD._replace(kernel="gradient_tile", report=None, faults=["CompilationErr
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Replace the compiler: all kernels are good, except one for sm_80. Return the architectures of each call."""
+    """Replace the compiler. Return a list to which each call adds its architectures and shape.
+
+    If sm_80 is among the architectures, one of two kernels fails.
+    """
     calls: list[list[str]] = []
 
     def survey(architectures: Any, progress: Any, shape: Any) -> list[compile_gate.Row]:
@@ -369,7 +372,7 @@ def test_a_kernel_that_does_not_compile_is_a_failure(compiler: list[list[str]]) 
     assert code == 1 and not report["ok"] and report["verdict"] == "1 of 2 kernels fail."
     assert report["rows"][0]["report"]["registers"] == 168 and report["rows"][1]["report"] is None
     assert report["rows"][1]["faults"] == BAD.faults
-    assert set(compiler[0]) == set(compile_gate.SHARED_MEMORY)  # without the option every architecture
+    assert set(compiler[0]) == set(compile_gate.SHARED_MEMORY)  # without --architecture, all are compiled
 
 
 def test_the_shape_of_a_head_is_compiled(compiler: list[list[str]]) -> None:
@@ -399,7 +402,7 @@ def test_the_real_kernels_are_compiled_for_a_gpu_that_is_not_present() -> None:
     code, report = run_process("--compile", "--architecture", "sm_90")
     assert {row["architecture"] for row in report["rows"]} == {"sm_90"}
     assert {row["kernel"] for row in report["rows"]} >= {"forward_tile", "gradient_tile", "sequence_loss"}
-    assert code == any(row["faults"] for row in report["rows"])  # the compile gate asserts that there are none
+    assert code == any(row["faults"] for row in report["rows"])  # test_compile_gate.py asserts that there are no faults
 
 
 @pytest.mark.parametrize(

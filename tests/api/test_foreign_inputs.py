@@ -1,4 +1,4 @@
-"""Unusual tensors and heads, global settings of PyTorch, and missing packages give our errors, not those of torch."""
+"""Unusual tensors and missing packages raise our errors, not PyTorch's. PyTorch's precision settings are restored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TENSORS = [name for name, x in fused_inputs().items() if isinstance(x, Tensor)]
 
 
 def nested(x: Tensor, layout: torch.layout) -> Tensor:
-    """Return a nested tensor of the dtype of `x`, with as many dimensions if `x` has two or more."""
+    """Return a nested tensor of the dtype of `x`. If `x` has two or more dimensions, the result has as many."""
     inner = x.new_zeros(2, *x.shape[2:]), x.new_zeros(3, *x.shape[2:])
     return torch.nested.nested_tensor(list(inner), layout=layout)
 
@@ -77,7 +77,7 @@ def test_a_nested_tensor_is_named_by_every_function() -> None:
 
 @pytest.mark.parametrize("in_module", [False, True])
 def test_a_quantised_weight_is_named(in_module: bool) -> None:
-    # A tensor made of other tensors, as torchao's quantised weights are. Custom operators do not accept these.
+    # This tensor consists of other tensors, as torchao's quantised weights do. Custom operators do not accept it.
     weight = TwoTensor(torch.randn(V, H), torch.randn(V, H))
     head: Any = weight
     if in_module:

@@ -1,4 +1,4 @@
-"""Every kind of head equals the module's own forward: plain, tied, frozen, PEFT, under autocast, in threads, ..."""
+"""Log-probs and gradients of every kind of head equal the module's: plain, tied, frozen, PEFT, autocast, threads."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def trained(head: nn.Module) -> dict[str, Tensor]:
 def assert_equals_the_module(
     head: Any, backend: str, dtype: torch.dtype = torch.float32, log_probs_dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Compare log-probs and all gradients with those of the module's forward; return our gradients."""
+    """Assert that log-probs and gradients equal the results of the module's forward. Return our gradients."""
     ids, mask = targets_and_mask()
     hidden = hidden_states(dtype)
     moved = to_device(copy.deepcopy(head))
@@ -271,7 +271,7 @@ def test_lora_dropout_drops_what_peft_drops(adapters: int, backend: str) -> None
         results.append({"log_probs": lp, **gradients(lp, {"hidden": hidden, **trained(head)})})
     wide_head, wide_hidden = copy.deepcopy(head).double(), hidden_states().detach().double().requires_grad_()
     torch.manual_seed(5)
-    # Draw the random numbers in fp32, so that the same elements are dropped.
+    # Draw the random numbers in fp32 as above, so that the same elements are dropped.
     for name in wide_head.lora_dropout:
         drop = wide_head.lora_dropout[name]
         drop.forward = lambda x, p=drop.p: x * torch.dropout(torch.ones(x.shape), p, True).double()
@@ -351,7 +351,7 @@ def test_modules_to_save_use_the_trained_copy(backend: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = nn.ModuleDict({"body": nn.Linear(H, H), "lm_head": nn.Linear(H, V)})
-    model.forward = lambda hidden: model["lm_head"](hidden)  # PEFT requires one
+    model.forward = lambda hidden: model["lm_head"](hidden)  # PEFT requires a forward
     config = peft.LoraConfig(r=2, target_modules=["body"], modules_to_save=["lm_head"])
     wrapped = peft.get_peft_model(model, config)
     head: Any = model["lm_head"]
@@ -365,7 +365,7 @@ def test_modules_to_save_use_the_trained_copy(backend: str) -> None:
 
 
 class QuantizedLinear(nn.Linear):
-    """As bitsandbytes' Linear4bit, a Linear whose forward does not multiply by its weight."""
+    """A Linear whose forward does not multiply by its weight, like bitsandbytes' Linear4bit."""
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.linear(input, self.weight / 16, self.bias)
@@ -550,7 +550,7 @@ def test_micro_batches_with_a_common_normalizer_equal_one_batch(
     normalizer: Any = torch.as_tensor(number) if as_tensor else int(number)
     batch = sample.with_options(normalizer=normalizer)
     expected, expected_grads = run_fused(batch, backend)
-    if aggregation != "seq-mean-token-sum-norm":  # the default normalizer is this count of the batch
+    if aggregation != "seq-mean-token-sum-norm":  # `number` is the default normalizer
         assert torch.equal(run_fused(sample, backend)[0].loss, expected.loss)
     truth, true_grads = run_fused(batch.cast(torch.float64), backend)
     loss = torch.zeros((), dtype=expected.loss.dtype)
@@ -579,6 +579,7 @@ def test_micro_batches_with_a_common_normalizer_equal_one_batch(
 
 
 def leaf_calls() -> dict[str, tuple[Callable[[], list[Tensor]], Callable[..., Tensor]]]:
+    """Return, for each public function, a function that makes leaves and a function from these leaves to a scalar."""
     ids, mask = targets_and_mask()
     advantages = torch.tensor([1.0, -0.5, 0.3])
     old = torch.full((B, T), -3.7)
@@ -640,7 +641,7 @@ def matmul_precision() -> Iterator[None]:
 @pytest.mark.parametrize("precision", ["high", "medium"])
 @pytest.mark.usefixtures("matmul_precision")
 def test_exact_products_are_requested_on_every_processor(precision: str) -> None:
-    """A processor without bf16 products always computes fp32 products: there the next test cannot fail."""
+    """Check the setting itself: on a processor without bf16 products, the next test cannot fail."""
     torch.set_float32_matmul_precision(precision)
     with exact_products(torch.device("cpu")):
         assert MKLDNN.matmul.fp32_precision == "ieee"
@@ -721,7 +722,7 @@ def test_two_threads_keep_exact_products_and_restore_the_setting(backend: str, m
 
     def logits(tiles: Any, *args: Any) -> Tensor:
         name = threading.current_thread().name
-        if name == "first":  # it enters first, and leaves while the second thread is inside
+        if name == "first":  # this thread enters first, and leaves while the other is inside
             assert second_has_entered.wait(limit)
         else:
             second_has_entered.set()

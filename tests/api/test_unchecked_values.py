@@ -1,6 +1,6 @@
-"""On an accelerator no value is read on the host: bad values are counted, make the loss NaN, and are never indices.
+"""On an accelerator, values are not checked on the host. Bad values are counted, make the loss NaN, and index nothing.
 
-These tests run on a CPU with the value checks switched off, as they are on an accelerator.
+These tests also run on a CPU, with the value checks switched off as on an accelerator.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def test_a_bad_id_makes_only_its_log_prob_nan() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
-    """Fake tensors have no values: reading one raises."""
+    """Fake tensors have no values, so reading a value raises."""
     inputs = arguments(packed)
     objective = Objective(ratio=ratio, kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
     inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in inputs.items()}
@@ -128,7 +128,7 @@ def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
 
 
 def test_the_torch_policy_forward_reads_no_value_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above does not run the operator's implementation."""
+    """The test above does not run this function: fake tensors run the operator's fake implementation."""
     from gspo_kernels import ops
     from gspo_kernels.backends.rows import PolicyRows
     from gspo_kernels.backends.torch.sequence import policy_forward

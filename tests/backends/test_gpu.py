@@ -41,7 +41,7 @@ def step(head: HeadRows, length: int, **options: Any) -> Callable[[], tuple[Tens
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_peak_memory_is_within_the_formula(entropy: bool) -> None:
-    """Measures forward and backward of the fused loss; the inputs are not counted."""
+    """Measure forward and backward of the fused loss, without its inputs."""
     rows, width = 32_768, SIZES.wide
     head = random_head(rows, width, masked=False)
     step(take_rows(head, slice(512)), 256, entropy=entropy)()  # loads the kernels and allocates cuBLAS's workspace
@@ -94,7 +94,7 @@ def on_side_stream(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def test_a_second_stream_gives_the_same_bits() -> None:
-    """All kernels must run on the current stream: when they are launched, that stream is still writing the inputs."""
+    """All kernels must run on the current stream, because this stream is still writing the inputs at their launch."""
     head = random_head(SIZES.batch)
     hidden, run = head.hidden.clone(), step(head, 512)
     expected = run()

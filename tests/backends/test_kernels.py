@@ -1,4 +1,4 @@
-"""Tests of the Triton backend alone: block shapes, memory, offsets past 2^31, compiled variants, backend selection."""
+"""Test the Triton backend: block shapes, memory, offsets past 2^31, compiled variants, backend selection."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gspo_kernels.tools import compile_cases as cases
 @pytest.mark.parametrize("head", ["plain", "all"])
 @pytest.mark.parametrize("architecture", tuning.ARCHITECTURES)
 def test_block_shapes_of_every_architecture_equal_the_oracle(architecture: str, head: str, dtype: str) -> None:
-    """The head has more rows, columns and hidden elements than a block, ragged ends, and targets in every tile."""
+    """Rows, columns and hidden elements exceed a block and have ragged ends. Every 64 columns contain a target."""
     sample = make_sample(
         2,
         lengths=(40, 31, 25, 52, 17, 29),
@@ -67,7 +67,7 @@ def head_and_upstream(n: int, v: int, seed: int = 0, **changes: Any) -> tuple[He
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_gradients_of_many_chunks_and_slabs_equal_those_of_one(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workspace holds only a few rows and columns at a time. Rows are scattered across chunk boundaries."""
+    """The workspace holds only a few rows and columns at a time, so there are several chunks and slabs."""
     head, result, d = head_and_upstream(700, 2000)
     head = head._replace(hidden=head.hidden.to(DTYPES[dtype]), weight=head.weight.to(DTYPES[dtype]))
     at_once = triton_backend.head_backward(head, result, d, None, NEEDS)
@@ -113,7 +113,7 @@ def test_a_row_with_only_an_entropy_gradient_is_computed() -> None:
 
 @on_device
 def test_a_backward_without_host_reads_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under CUDA graph capture, the kernels compute all rows. Rows without a gradient become 0, even if NaN."""
+    """Without host reads, as under CUDA graph capture, the kernels compute all rows. Masked rows are 0, even if NaN."""
     head, result, d = head_and_upstream(300, 601)
     hidden = head.hidden.clone()
     hidden[~head.mask] = torch.nan
@@ -167,22 +167,22 @@ def test_peak_memory_is_within_the_formula(n: int, h: int, v: int, entropy: bool
     limit = gradients + 4 * n * tiles * (2 if entropy else 1) + 2 * n * h + 256 * 2**20
     assert max(forward, live.peak) <= limit, f"{max(forward, live.peak) / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
     assert live.peak >= gradients  # the counter sees at least the gradients
-    assert max(forward, live.peak) < 2 * n * v / 4 + gradients + 2 * n * h + 256 * 2**20  # far less than N x V
+    assert max(forward, live.peak) < 2 * n * v / 4 + gradients + 2 * n * h + 256 * 2**20  # no tensor [N, V]
     assert out[0] is not None
 
 
 @pytest.mark.parametrize(("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 896, 151_936)])
 def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -> None:
-    """The cells are chosen, and then the backward runs with a list of all cells."""
+    """Measure the choice of cells, and then a backward with a list of all cells."""
     head = cases.meta_head(rows=n, width=h, vocab=v)
     with tuning.assume("sm_90"), LiveBytes() as live:
         result, tiles = triton_backend.forward_with_shares(head, wanted=True)
         assert tiles is not None
-        live_tiles.choose(head, result, result.log_probs, tiles, 1e-3)
+        triton_backend.choose(head, result, result.log_probs, tiles, 1e-3)
         forward, columns = live.peak, tiles.share.shape[0]
         del result, tiles
         live.peak = live.now
-        cases.live_cells(head)
+        cases.backward_of_cells(head, all_cells=True)
     gradients = 2 * n * h + 2 * v * h
     limit = gradients + 4 * n * columns + 2 * n * h + 256 * 2**20
     assert max(forward, live.peak) <= limit, f"{max(forward, live.peak) / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
@@ -198,7 +198,7 @@ def test_peak_memory_respects_a_small_workspace(dtype: torch.dtype, monkeypatch:
         result = triton_backend.head_forward(head)
         triton_backend.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS)
     assert live.peak <= head.hidden.nbytes * 2 + head.weight.nbytes + 8 * n * (v // 128) + 2**20
-    assert live.peak < n * v  # a quarter of fp32 logits
+    assert live.peak < n * v  # bytes: a quarter of all logits in fp32
 
 
 # -- offsets past 2^31
@@ -227,7 +227,7 @@ def test_a_head_past_two_to_the_31_elements_is_read(architecture: str) -> None:
 
 
 def test_the_gradient_tile_reads_and_writes_rows_past_two_to_the_31() -> None:
-    """A recorded kernel runs again with rows far apart, so that offsets of hidden and d_logits exceed 2^31."""
+    """Run a recorded kernel again with rows so far apart that offsets of hidden and d_logits exceed 2^31."""
     head, result, d = head_and_upstream(300, 601)
     with tuning.assume("sm_80"), launches() as seen:
         triton_backend.head_forward(head)
@@ -242,21 +242,24 @@ def test_the_gradient_tile_reads_and_writes_rows_past_two_to_the_31() -> None:
 
 
 def test_partial_results_past_two_to_the_31_are_written_and_reduced() -> None:
-    """The offset tile x N of a partial result exceeds 2^31."""
+    """The offset of a tile's partial results, its number times N, exceeds 2^31."""
     head, _, _ = head_and_upstream(40, 1201)
     with launches() as seen:
         expected = triton_backend.head_forward(head)
-    far = 2**28  # number of rows that the kernels are told; 40 exist. Results of the tenth tile begin past 2^31.
+    # The kernels are given 2^28 as the number of rows, although 40 exist. Results of the tenth tile begin past 2^31.
+    far = 2**28
     tiles = next(x for x in seen if x.kernel.__name__ == "forward_tile").arguments["column_blocks"]
     assert (tiles - 1) * far > 2**31
     partial = {k: far_view((tiles, 40), far, torch.zeros(tiles, 40)) for k in ("tile_top", "tile_mass")}
     tile = next(x for x in seen if x.kernel.__name__ == "forward_tile").arguments
-    room = torch.zeros(128 - 40, 24), torch.zeros(128 - 40, dtype=torch.int64)  # a full block of rows may be read
-    hidden, order = torch.cat([tile["hidden"], room[0]]), torch.cat([tile["order"], room[1]])
+    # A full block of rows may be read and written.
+    hidden, order = torch.cat([tile["hidden"], torch.zeros(88, 24)]), torch.cat([tile["order"], torch.arange(40, 128)])
     relaunch(seen, "forward_tile", n_rows=far, hidden=hidden, order=order, **partial)
-    log_probs = torch.zeros(40)
-    relaunch(seen, "reduce_rows", n_rows=far, log_probs=log_probs, **partial)
-    assert torch.equal(log_probs, expected.log_probs)
+    log_probs, shift, log_total = torch.empty(3, 128)
+    relaunch(
+        seen, "reduce_rows", n_rows=far, order=order, log_probs=log_probs, shift=shift, log_total=log_total, **partial
+    )
+    assert torch.equal(log_probs[:40], expected.log_probs)
 
 
 # -- compiled variants
@@ -267,7 +270,7 @@ from gspo_kernels import Objective
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools.compile_gate import specialise
+from gspo_kernels.tools.binding import specialise
 random.seed(0)
 variants = {}
 with tuning.assume("sm_90"), launches() as seen:
@@ -284,7 +287,7 @@ with tuning.assume("sm_90"), launches() as seen:
 for x in seen:
     operand = x.arguments.get("hidden", x.arguments.get("log_probs", x.arguments.get("partials")))
     kind = str(getattr(operand, "dtype", getattr(getattr(operand, "base", None), "dtype", None)))
-    variants.setdefault(f"{x.kernel.__name__} {kind}", set()).add(str(specialise(x)) + str(x.config))
+    variants.setdefault(f"{x.kernel.__name__} {kind}", set()).add(specialise(x) + str(x.config))
 print(json.dumps({k: len(v) for k, v in variants.items()}))
 """
 
@@ -396,7 +399,7 @@ def test_strides_of_gradients_of_transposed_operands_equal_the_fake_kernels(oper
 @pytest.mark.parametrize("options", [{"temperature": torch.tensor(1e-5)}, {"logit_scale": 1e-6}], ids=["hot", "small"])
 @pytest.mark.parametrize("peak", [0.0, 12.0, 95.0])
 def test_fp16_gradients_neither_overflow_nor_vanish(options: dict[str, Any], peak: float) -> None:
-    """The power-of-two scale includes the slope and 1 - p, and is finite if the gradient vanishes."""
+    """The power of two that lifts d_logits accounts for the slope and for 1 - p. It is finite if the gradient is 0."""
     head = head_rows(3, 8, 40, **options)
     weight = torch.zeros(40, 8)
     weight[0, 0] = peak * float(options.get("temperature", 1)) / options.get("logit_scale", 1)
@@ -419,7 +422,7 @@ def test_an_infinite_target_logit_has_a_nan_log_prob(backend: str) -> None:
     assert dispatch.implementation(backend).head_forward(head).log_probs.isnan().all()
 
 
-# -- tests that detect further seeded faults in kernels (test_mutations.py)
+# -- further faults in kernels, seeded by test_mutations.py
 
 
 def test_programs_run_in_groups_of_columns_and_skip_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +503,7 @@ def test_rows_are_scattered_in_place(share: float, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["gspo", "grpo", "everything"])
 @pytest.mark.parametrize("has_nan", [False, True])
 def test_metrics_equal_those_of_the_torch_backend(name: str, has_nan: bool) -> None:
-    """The batch has more tokens than a block, an empty sequence, and a NaN that all metrics of ratios must keep."""
+    """The batch has more tokens than a block, an empty sequence, and optionally a NaN that ratio metrics must keep."""
     rng = torch.Generator().manual_seed(0)
     lp, old, ref, entropy = (-torch.rand(5, 700, generator=rng) for _ in range(4))
     mask = torch.rand(5, 700, generator=rng) > 0.3
@@ -539,4 +542,4 @@ def test_the_mean_of_equal_log_ratios_is_exact() -> None:
 def test_empty_sequences_are_not_in_the_default_normalizer(backend: str) -> None:
     mask = torch.tensor([[True, True], [False, False], [True, False]])
     out = policy_loss(torch.zeros(3, 2), torch.tensor([1.0, 1.0, 2.0]), mask=mask, backend=backend)
-    assert out.loss.item() == -1.5  # on-policy: minus the mean advantage
+    assert out.loss.item() == -1.5  # on-policy: minus the mean advantage of the other two

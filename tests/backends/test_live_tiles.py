@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from gspo_kernels import Objective
 from gspo_kernels.backends import dispatch, live_tiles
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends import triton as triton_backend
-from gspo_kernels.backends.live_tiles import sparse_pays
+from gspo_kernels.backends.live_tiles import break_even
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.metrics import work_metrics
@@ -76,14 +77,16 @@ def test_triton_reports_the_dropped_mass_and_stays_within_the_budget(
 @on_device
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("head", ["plain", "tail", "padded"])
+@pytest.mark.parametrize("parts", ["one part", "many parts"])
 def test_gradients_of_every_dtype_equal_those_of_the_kept_entries(
-    head: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    parts: str, head: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch has several chunks of rows and slabs of columns, with ragged ends."""
-    from gspo_kernels.backends.triton import gradient_rows
+    """Many parts are several chunks of rows and slabs of columns, with ragged ends."""
+    from gspo_kernels.backends.triton import gradient_rows, sparse_backward
 
-    monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**19)
-    monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 128)
+    if parts == "many parts":
+        for module in (gradient_rows, sparse_backward):
+            monkeypatch.setattr(module, "workspace_bytes", lambda: 2**17)
     heads: dict[str, Any] = {"tail": {"logit_softcap": 8.0, "temperature": "per-token"}, "padded": {"padded_vocab": 70}}
     sample = make_sample(
         3,
@@ -97,10 +100,9 @@ def test_gradients_of_every_dtype_equal_those_of_the_kept_entries(
     with launches() as seen:
         assert_dropped_mass_is_reported(sample, 0.05, backend)
     if backend == "triton":
-        launched = {
-            (x.arguments["low"], x.arguments["first_cell"]) for x in seen if x.kernel.__name__ == "gradient_tile"
-        }
-        assert len(launched) >= 3 and {x.kernel.__name__ for x in seen} >= {"hidden_product", "weight_product"}
+        first_cells = {x.arguments["first_cell"] for x in seen if x.kernel.__name__ == "gradient_tile"}
+        assert len(first_cells) == 1 if parts == "one part" else len(first_cells) >= 3
+        assert {x.kernel.__name__ for x in seen} >= {"hidden_product", "weight_product"}
 
 
 @on_device
@@ -120,7 +122,7 @@ def test_gradients_that_are_not_needed_are_not_computed(needs: tuple[bool, bool]
 
 
 @on_device
-def test_budget_zero_has_the_bits_of_the_dense_backward_over_live_rows(backend: str) -> None:
+def test_budget_zero_has_the_bits_of_the_dense_backward_of_live_rows(backend: str) -> None:
     sample = make_sample(5, vocab=601)
     out, grads = run_fused(sample.with_options(gradient_budget=0.0), backend)
     live = grads["hidden"].flatten(0, 1).any(1)
@@ -153,7 +155,7 @@ def test_budget_zero_has_the_bits_of_the_dense_backward_over_live_rows(backend: 
 
 
 def coefficients(sample: Sample, backend: str) -> tuple[Tensor, Tensor]:
-    """Return a loss and its log-probs [B, T]. The gradient of the loss with respect to them are the coefficients."""
+    """Return a loss and the log-probs [B, T] that it is computed from. Its gradients are the tokens' coefficients."""
     log_probs = run_fused(sample, backend)[0].log_probs.detach().requires_grad_()
     options = {k: v for k, v in sample.options.items() if k in ("mask", "old_log_probs", "ref_log_probs")}
     return policy_loss(log_probs, sample.advantages, backend=backend, **options).loss, log_probs
@@ -174,18 +176,18 @@ def test_reported_passes_equal_the_counted_products(budget: float) -> None:
     def both_passes() -> None:
         result, tiles = torch_backend.forward_with_shares(head, wanted=budget > 0)
         live = live_tiles.all_columns(ids.device)
-        if tiles is None:
-            works.append(live_tiles.exact_work(head, coefficient != 0))
-        else:
+        if tiles is not None:
             live, work = live_tiles.choose(head, result, coefficient, tiles, budget)
             works.append(work)
         torch_backend.head_backward(head, result, coefficient, None, NEEDS, live)
 
     with choices(), small_tiles(8, 24):
         flops = product_flops(both_passes)
-    passes = work_metrics(torch.stack(works[0]), products=3)["passes"].item()
+    work = torch.stack(works[0]) if works else torch.empty(0)
+    metrics = work_metrics(work, zero_coefficient_share=torch.tensor(0.5), products=3)
+    passes = metrics["passes"].item()
     assert passes == pytest.approx(flops / (2 * n * width * vocab), rel=1e-6)
-    assert (passes < 2.5) == (budget > 0.01) and works[0].rows == 0.5
+    assert (passes < 2.5) == (budget > 0.01) and metrics["live_row_share"] == 0.5
 
 
 @on_device
@@ -209,15 +211,58 @@ def test_nothing_is_dropped_if_the_sparse_backward_is_not_cheaper(backend: str) 
     assert all(torch.equal(with_budget[k], grads[k]) for k in grads)
 
 
-def test_the_cost_model_depends_on_share_and_width() -> None:
-    assert sparse_pays(1024, 896, 151_936, 0.05, "cpu") and sparse_pays(1024, 4096, 151_936, 0.8, "cpu")
-    assert not sparse_pays(1024, 896, 151_936, 0.95, "cpu") and not sparse_pays(1024, 8, 151_936, 0.5, "cpu")
-    assert not sparse_pays(0, 896, 151_936, 0.0, "cpu")
-    shares = torch.linspace(0, 1, 50)
-    decided = sparse_pays(torch.tensor(1024), 896, 151_936, shares, "cpu")
-    assert decided.dtype == torch.bool and decided[0] and not decided[-1]
-    assert (decided.int().diff() <= 0).all()  # if dense is cheaper for a share, it is cheaper for larger shares
-    assert not sparse_pays(1024, 4096, 151_936, 0.6, "cuda") and sparse_pays(1024, 4096, 151_936, 0.4, "cuda")
+@on_device
+def test_strided_ids_and_masks_choose_the_cells_of_contiguous_ones(backend: str) -> None:
+    sample = make_sample(3, lengths=(40, 31, 85), vocab=601, holes=True, logit_std=6.0).with_options(
+        gradient_budget=0.1
+    )
+
+    def strided(x: Tensor) -> Tensor:
+        return torch.stack([x, torch.ones_like(x)], -1)[..., 0]
+
+    mask = sample.options["mask"]
+    apart = replace(sample, target_ids=strided(sample.target_ids)).with_options(mask=strided(mask))
+    assert not apart.target_ids.reshape(-1).is_contiguous()
+    with choices() as decisions:
+        results = [run_fused(x, backend) for x in (sample, apart)]
+    assert torch.equal(*(x.live.cells for x in decisions)) and not decisions[0].live.cells.all()
+    for name, gradient in results[0][1].items():
+        assert torch.equal(gradient, results[1][1][name])
+
+
+@on_device
+def test_nothing_is_dropped_if_the_total_mass_is_infinite(backend: str) -> None:
+    """The ratio of the first sequence overflows at a negative advantage, so its coefficients are infinite."""
+    sample = make_sample(3, lengths=(140, 140), vocab=601, logit_std=6.0)
+    old = sample.options["old_log_probs"].clone()
+    old[0] -= 200
+    sample = replace(sample, advantages=torch.tensor([-1.0, 1.0])).with_options(old_log_probs=old, gradient_budget=1e-3)
+    with choices():
+        out, _ = run_fused(sample, backend)
+    assert out.metrics["live_tile_share"] == 1 and out.metrics["dropped_gradient_mass"] == 0
+
+
+@on_device
+@pytest.mark.parametrize("budget", [0.0, 0.1])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_a_batch_without_unmasked_tokens_has_no_work(
+    tokens: int, budget: float, backend: str, request: pytest.FixtureRequest
+) -> None:
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    ids, offsets = torch.full((tokens,), -100), torch.tensor([0, tokens])
+    out = gspo_fused_loss(
+        hidden, weight, ids, torch.ones(1), cu_seqlens=offsets, gradient_budget=budget, backend=backend
+    )
+    assert out.metrics["live_row_share"] == out.metrics["live_tile_share"] == out.metrics["dropped_gradient_mass"] == 0
+    assert out.metrics["passes"] == 1
+
+
+def test_the_cost_model_depends_on_width_and_device() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("hpu")  # any other type of device
+    assert 0.8 < break_even(4096, cpu) < 0.85 and 0.4 < break_even(4096, gpu) < 0.5
+    assert break_even(8, cpu) < 0.2 < break_even(896, cpu) < break_even(4096, cpu)
 
 
 @on_device
@@ -291,13 +336,15 @@ def test_triton_reads_once_on_the_host_in_the_backward(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(Tensor, name, recorded)
     monkeypatch.setattr("gspo_kernels.backends.triton.launch.launch", lambda *args, **options: None)
-    for module in ("forward", "sparse_products", "gradient_rows"):
+    for module in ("forward", "sparse_products", "gradient_rows", "live_tiles", "cells"):
         monkeypatch.setattr(f"gspo_kernels.backends.triton.{module}.launch", lambda *args, **options: None)
     with choices():
         result, tiles = triton_backend.forward_with_shares(head, wanted=True)
         assert tiles is not None
-        tiles.share.fill_(1e-3)  # in place of the kernel's output
+        tiles.share.fill_(1e-3)  # in place of the kernel's output, as are the next two
+        tiles.place.copy_(torch.arange(len(tiles.place)))
         result.log_probs.fill_(-1.0)
+        triton_backend.choose(head, result, head.mask.float(), tiles, 0.1)  # its kernels do not run
         live, _ = live_tiles.choose(head, result, head.mask.float(), tiles, 0.1)
         assert reads == []
         triton_backend.head_backward(head, result, head.mask.float(), None, NEEDS, live)
@@ -353,7 +400,10 @@ def test_a_forward_without_autograd_reports_one_pass() -> None:
 
 @on_device
 def test_the_mass_of_a_last_tile_with_only_the_target_is_correct(backend: str) -> None:
-    """All other logits are very low. Shifted as in a tile without other logits, their exp would overflow."""
+    """For row 7, the last tile holds only the target, so the tile's mass is 0 and its maximum is arbitrary.
+
+    Logits are so low that rescaling this tile by exp(maximum - log-sum-exp) would overflow without a clamp.
+    """
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(300, 64, generator=rng), torch.randn(513, 64, generator=rng) / 8
     hidden[:, 0], weight[:, 0] = 1, -20
@@ -368,7 +418,7 @@ def test_the_mass_of_a_last_tile_with_only_the_target_is_correct(backend: str) -
 
 
 def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
-    """Runs of cells end at the last column of the vocabulary, which is not a multiple of the padding."""
+    """A run of consecutive cells ends at the end of the vocabulary, and 1,000 is no multiple of COLUMN_MULTIPLE."""
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(140, 16, generator=rng), 2 * torch.randn(1000, 16, generator=rng)
     weight[-100:] *= 1.5
@@ -398,7 +448,7 @@ def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
 
 
 def test_cells_heavier_than_the_total_and_overflowing_sums_are_not_dropped() -> None:
-    """With a soft-cap, a cell's bound may exceed the lower bound of the total mass."""
+    """With a soft-cap, masses are upper bounds and the total is a lower bound, so a cell may exceed the total."""
     total = torch.tensor(1e-3, dtype=torch.float64)
     dropped = live_tiles._lightest(torch.ones(512, 1024, dtype=torch.float64), total, 0.1)
     assert not dropped.any()

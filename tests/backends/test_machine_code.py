@@ -1,10 +1,11 @@
-"""Counting instructions in machine code: what the compile gate reports of a kernel's end."""
+"""Count instructions in machine code: those after a kernel's main loop, and accesses of at most two bytes."""
 
 from __future__ import annotations
 
 from gspo_kernels.tools.machine_code import epilogue_instructions, narrow_accesses
 
-# A main loop of 3 instructions, then 2, a branch around 3 more, and 2 up to the exit.
+# A main loop of 3 instructions. After it come 2 instructions, of which the second is a branch around 3 further
+# instructions, and then 2 instructions up to the exit.
 LOOP = """
         /*0000*/                   S2R R0, SR_CTAID.X ;
 .L_x_1:
@@ -34,7 +35,7 @@ def test_the_epilogue_is_the_shortest_path_after_the_main_loop() -> None:
 
 
 def test_accesses_of_two_bytes_are_counted() -> None:
-    assert narrow_accesses(LOOP) == 1
-    assert narrow_accesses(LOOP.replace("STG.E.U16", "STG.E.128").replace("LDG.E.128", "LDG.E.S8.CONSTANT")) == 1
-    assert narrow_accesses(LOOP.replace("STG.E.U16", "STG.E.64").replace("LDG.E.128", "LDG.E.EL.U16")) == 1
-    assert narrow_accesses(LOOP.replace("STG.E.U16", "STG.E")) == 0
+    assert narrow_accesses("@%p1 ld.global.L1::evict_last.b16 { %rs1 }, [ %rd1 + 0 ];") == 1
+    assert narrow_accesses("ld.global.b16 %rs1, [%rd1]; st.global.u8 [%rd2], %rs1;") == 2
+    assert narrow_accesses("st.global.v4.b32 [ %rd1 ], { %r1, %r2, %r3, %r4 }; ld.global.v4.b16 %rs1, [%rd1];") == 0
+    assert narrow_accesses("ld.shared.b16 %rs1, [%r1]; st.global.b32 [%rd2], %r1;") == 0

@@ -1,4 +1,4 @@
-"""Heads of a model's size against float64: gradients, errors, clip decisions, offsets past 2^31, and equal bits.
+"""Compare heads of a model's size with float64: log-probs, gradients, clip decisions, offsets past 2^31, equal bits.
 
 On a CPU the heads are small and the kernels are interpreted. Such a run only checks the tests themselves.
 """
@@ -74,7 +74,7 @@ def test_log_probs_and_gradients_equal_float64(shape: tuple[int, int, int], dtyp
 
 @pytest.mark.parametrize(("shape", "dtype", "options"), CELLS, ids=name_of)
 def test_gradients_of_a_list_of_all_cells_equal_float64(shape: tuple[int, int, int], dtype: str, options: str) -> None:
-    """The sparse backward runs with a list of all cells."""
+    """Run the sparse backward, which computes a list of cells, with a list of all cells."""
     head = random_head(*shape, DTYPES[dtype], **OPTIONS[options])
     upstream = random_upstream(head)
     result, tiles = triton_backend.forward_with_shares(head, wanted=True)
@@ -117,7 +117,7 @@ def sampled(rows: int, width: int, dtype: str) -> tuple[Tensor, Tensor, Tensor, 
 
 @pytest.mark.parametrize("dtype", TRAINED)
 def test_clip_decisions_equal_those_of_float64(dtype: str) -> None:
-    """The clip window is GSPO's, and ratios have a similar spread. A clipped sequence is one without a gradient."""
+    """Log-ratios spread about as far as GSPO's clip window. A sequence counts as clipped if it has no gradient."""
     lengths = torch.tensor([length for length, n in SIZES.lengths.items() for _ in range(n)])
     hidden, weight, ids, truth = sampled(int(lengths.sum()), SIZES.width, dtype)
     band = torch.tensor([decision_band(n) for n in lengths.tolist()]).to(truth)
@@ -226,7 +226,7 @@ def log_probs_of(head: HeadRows) -> Tensor:
 
 
 def misaligned(x: Tensor) -> Tensor:
-    """Return the same numbers, each row starting at an odd element."""
+    """Return the same numbers at an address and with a row stride that are no multiples of 16 bytes."""
     return x.new_empty(x.shape[0], x.shape[1] + 3)[:, 1:-2].copy_(x)
 
 
@@ -248,7 +248,7 @@ def test_a_head_with_offsets_past_two_to_the_31_has_the_same_results(dtype: str)
     upstream = random_upstream(head)
     near, far = by_kernels(head, upstream), by_kernels(apart, upstream)
     assert_same_bits([far["log_probs"]], [near["log_probs"]])
-    for name in ("d_hidden", "d_weight"):  # the vendor's product may sum in another order for another layout
+    for name in ("d_hidden", "d_weight"):  # in another layout, the vendor's product may sum in another order
         assert relative_rms(far[name], near[name]) <= RELATIVE_RMS[DTYPES[dtype]]
 
 

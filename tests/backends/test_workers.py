@@ -226,7 +226,7 @@ atexit.register(workers.run, print, ["at exit"], 2)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_starts_its_own_threads() -> None:
-    # The operations are too small for PyTorch's threads, which do not survive a fork.
+    # PyTorch's own threads do not survive a fork, so this test runs nothing that would start them.
     context = multiprocessing.get_context("fork")
     workers.run(lambda task: None, range(4), 2)
     answers = context.Queue()
@@ -245,7 +245,7 @@ def test_a_forked_process_starts_its_own_threads() -> None:
 
 FRESH = """
 import hashlib, os, sys
-import torch, torch._dynamo  # PyTorch would import it at our first operator call, a second per process
+import torch, torch._dynamo  # else PyTorch imports torch._dynamo at our first operator call, in a second per process
 from gspo_kernels import gspo_fused_loss, linear_log_probs
 
 rng = torch.Generator().manual_seed(0)
@@ -266,7 +266,7 @@ def properties():
 
 for _ in range(int(sys.argv[1])):
     reader, writer = os.pipe()
-    child = os.fork()  # before any computation, so that each child initialises functions again
+    child = os.fork()  # before any computation, so that PyTorch's lazy initialisation happens anew in each child
     if not child:
         torch.set_num_threads(2)
         os.write(writer, properties().encode())
@@ -283,7 +283,8 @@ print(properties())
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_bits_are_the_same_in_new_processes() -> None:
-    # Each of 200 processes computes its first call, repeats it, computes a smaller batch, and a ratio of exactly 1.
+    # Each of 200 processes computes log-probs, computes them again, computes the log-probs of one sequence alone, and
+    # computes a loss with its own log-probs as old log-probs, whose ratios must be exactly 1.
     run = subprocess.run([sys.executable, "-c", FRESH, "200"], capture_output=True, text=True, timeout=10 * DEADLINE)
     seen = run.stdout.splitlines()
     assert len(seen) == 201 and set(seen) == {seen[-1]}, run.stderr[-2000:]

@@ -106,9 +106,8 @@ def test_wrong_gradients_are_not_timed(dtype: str, monkeypatch: pytest.MonkeyPat
     for candidate, (key, reason) in expected.items():
         record = records[candidate.name]
         assert reason in record[key] and not {"seconds", "over_naive"} & record.keys()
-    with pytest.raises(
-        RuntimeError, match="no such kernel"
-    ):  # only failures of other libraries are recorded; ours is raised
+    # Only failures of other libraries are recorded. A failure of our library is raised.
+    with pytest.raises(RuntimeError, match="no such kernel"):
         bench.compare(SMALL, [NAIVE, ALL["ours"]._replace(loss=fails)], rounds=1)
 
 
@@ -155,9 +154,8 @@ def test_candidates_take_turns_and_ratios_compare_runs_of_one_round() -> None:
 
 def test_the_command_forecasts_and_prints_one_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "fresh", lambda *_, **__: {"peak_bytes": 1, "passes": 3.0})
-    monkeypatch.setattr(
-        measure, "stop_before_swapping", lambda: None
-    )  # its memory limit would also apply to later tests
+    # This function limits the memory of the process, which would also apply to later tests.
+    monkeypatch.setattr(measure, "stop_before_swapping", lambda: None)
     options = ["--model", "64,1000", "--tokens", "64", "--against", "torch,cce", "--rounds", "1", "--json"]
     done = CliRunner().invoke(app, ["bench", *options])
     assert done.exit_code == 0, done.output
@@ -174,7 +172,7 @@ def test_the_command_forecasts_and_prints_one_json_object(monkeypatch: pytest.Mo
     [
         (["--against", "trl,nobody"], "--against: nobody: choose from naive, compile, trl, trl-fp32"),
         (["--model", "gpt"], "--model: expected one of qwen3-8b"),
-        (["--model", "1,1"], "at least 64,1000"),
+        (["--model", "1,1"], "or H,V with 64 <= H < 2^20"),
         (["--tokens", "many"], "--tokens: expected a number such as 4096 or 4k, got 'many'"),
         (["--tokens", "7"], "--tokens: expected at least 8"),
         (["--scenario", "sparse"], "--scenario: expected one of dense, rl-like"),

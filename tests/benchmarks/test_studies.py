@@ -1,4 +1,4 @@
-"""The studies run at small sizes, and their statistics find known errors and differences."""
+"""The studies run at small sizes, and their statistics detect known errors and differences."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_known_errors_flip_the_expected_share_of_decisions() -> None:
 
 
 def test_intervals_are_wider_if_errors_within_answers_are_equal() -> None:
-    """16 tokens with equal errors tell as much as one token."""
+    """16 tokens with equal errors contain as much information as one token, so the interval must be wider."""
     rng = torch.Generator().manual_seed(0)
     errors = 1e-2 * torch.randn(64, generator=rng, dtype=torch.float64).repeat_interleave(16)
     answers = torch.arange(64).repeat_interleave(16)

@@ -1,1 +1,1 @@
-"""Code that several tests share. Test files import from here, never from each other."""
+"""Code that several test files share. Test files import from here, never from each other."""

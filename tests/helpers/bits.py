@@ -1,8 +1,8 @@
 """Print hashes of all outputs of a fixed set of calls. Equal hashes before and after a change mean equal bits.
 
-    PYTHONPATH=tests TRITON_INTERPRET=1 python tests/helpers/bits.py > before.json
+    PYTHONPATH=tests python -m helpers.bits > before.json
 
-Bits depend on the processor and the versions of libraries, so compare only files of the same machine.
+Bits depend on the processor and the versions of libraries, so compare only files made on the same machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from helpers.samples import Sample, gradients, make_sample
+from helpers.samples import Sample, gradients, make_sample, run_fused
 from torch import Tensor, nn
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
@@ -73,7 +73,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.flo
 
 
 def samples() -> Iterator[tuple[str, Sample]]:
-    """Yield named samples: each objective four times, with varying heads, layouts and dtypes."""
+    """Yield names and samples: each objective four times, with varying heads, layouts and dtypes."""
     for i in range(4 * len(OBJECTIVES)):
         objective, head = OBJECTIVES[i % len(OBJECTIVES)], HEADS[(i * 3 + i // 28) % len(HEADS)]
         layout, dtype = LAYOUTS[(i * 2 + i // 28) % len(LAYOUTS)], DTYPES[(i + i // 28) % len(DTYPES)]
@@ -94,19 +94,8 @@ def digest(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
 
 
 def fused(sample: Sample, backend: str, **changes: Any) -> dict[str, str]:
-    leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
-    options = {**sample.options, **changes}
-    out = gspo_fused_loss(
-        leaves["hidden"],
-        leaves["weight"],
-        sample.target_ids,
-        sample.advantages,
-        bias=leaves.get("bias"),
-        objective=sample.objective,
-        backend=backend,
-        **options,
-    )
-    return of_loss(out, gradients(out.loss, leaves))
+    """Hash the results of `gspo_fused_loss`."""
+    return of_loss(*run_fused(sample.with_options(**changes), backend))
 
 
 def of_loss(out: Any, grads: dict[str, Tensor]) -> dict[str, str]:
@@ -119,7 +108,7 @@ def of_loss(out: Any, grads: dict[str, Tensor]) -> dict[str, str]:
 
 
 def seams(sample: Sample, backend: str) -> dict[str, str]:
-    """Hash the results of `linear_log_probs` followed by `policy_loss`, with entropies."""
+    """Hash the results of `policy_loss` on the log-probs and entropies of `linear_log_probs`."""
     leaves = {name: x.detach().requires_grad_() for name, x in sample.leaves.items()}
     head = ("logit_scale", "logit_softcap", "temperature", "vocab_size", "mask")
     out = linear_log_probs(
@@ -139,7 +128,7 @@ def seams(sample: Sample, backend: str) -> dict[str, str]:
 
 
 def adapter(seed: int, dtype: torch.dtype, backend: str) -> dict[str, str]:
-    """Hash the results of a head with LoRA, built by PEFT."""
+    """Hash the results of `gspo_fused_loss` for a head with a LoRA adapter of PEFT."""
     import peft
 
     sample = make_sample(seed, dtype=dtype)

@@ -20,53 +20,51 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, ops
-from gspo_kernels.backends import live_tiles
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.triton import tuning
-from gspo_kernels.backends.triton.launch import Launch, launches
+from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.benchmarks.peaked import make as make_policy
 from gspo_kernels.benchmarks.workloads import roles
 from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools.compile_gate import specialise
+from gspo_kernels.tools.binding import specialise
 
-from .counters import StepCounts
+from .counters import StepCounts, TorchLaunches
 
 TESTS = Path(__file__).parent.parent
 GOLDEN = TESTS / "backends" / "golden_costs.json"
 Record = dict[str, Any]
+Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
 
 @contextmanager
-def counted() -> Iterator[StepCounts]:
-    """Count the work of the torch backend.
+def counted(mode: Mode, backend: Any) -> Iterator[Mode]:
+    """Count the work of a backend, a module, by a dispatch mode.
 
-    Outside our operators, the dispatch mode sees each operator as one call. So it is entered again inside them.
+    A dispatch mode sees each of our operators as one call. So the mode is entered again inside the operators.
     """
-    mode = StepCounts()
 
     def with_mode(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with mode:
             return function(*args, **options)
 
-    functions = [(torch_backend, name) for name in ("forward_with_shares", "policy_forward", "head_backward")]
     with ExitStack() as stack:
-        for module, name in [*functions, (ops, "choose")]:
-            stack.enter_context(patch.object(module, name, partial(with_mode, getattr(module, name))))
+        for name in ("forward_with_shares", "policy_forward", "choose", "head_backward"):
+            stack.enter_context(patch.object(backend, name, partial(with_mode, getattr(backend, name))))
         with mode:
             yield mode
 
 
 SEQUENCES = 8
-ROWS, WIDTH, VOCAB = 1024, 128, 8064  # multiples of a CPU's tile (128 rows, 168 columns): no padding is counted
-WORKSPACE_MIB = 8  # four tiles of logits, a quarter of all logits
+ROWS, WIDTH, VOCAB = 1024, 128, 8064  # multiples of a CPU's cell (128 rows, 168 columns), so no padding is counted
+WORKSPACE_MIB = 8  # a quarter of all logits in fp32
 GSPO, KL, BONUS = Objective(), Objective(kl_coef=0.04), Objective(entropy_coef=0.01)
 BOTH = ("hidden", "weight")
 SITUATIONS: dict[str, Record] = {
@@ -106,7 +104,7 @@ def work(
         hidden.requires_grad_("hidden" not in frozen)
         weight.requires_grad_("weight" not in frozen)
         old, ref = log_probs - log_ratio[:, None], log_probs - 0.1 if objective.kl_coef else None
-        with counted() as counts:
+        with counted(StepCounts(), torch_backend) as counts:
             out = gspo_fused_loss(
                 hidden, weight, ids, advantages, mask=mask, old_log_probs=old, ref_log_probs=ref, objective=objective,
                 entropy=entropy, gradient_budget=budget, backend="torch",
@@ -123,7 +121,7 @@ def work(
     }
 
 
-BATCHES = ((4, 8), (4, 16), (2, 32))  # (sequences, length); the vocabulary fits one slab in each
+BATCHES = ((4, 8), (4, 16), (2, 32))  # (sequences, length). In each batch, one slab holds the vocabulary.
 LAUNCHING: dict[str, Record] = {
     "forward only": dict(frozen=BOTH),
     "forward and backward": {},
@@ -136,23 +134,38 @@ LAUNCHING: dict[str, Record] = {
 
 
 def launched(name: str, sequences: int, length: int) -> dict[str, int]:
-    """Count the launches of each kernel in a step."""
+    """Count the launches of each kernel in a step, and PyTorch's launches."""
     options, shape, width, vocab = dict(LAUNCHING[name]), (sequences, length), 32, 600
     frozen = options.pop("frozen", ())
-    # The first vocabulary tile holds two equally likely tokens; the other tiles hold 5e-4 of the gradient's mass.
+    # The first vocabulary tile holds the two likely tokens of each row. The other tiles hold less than 2.5e-4 of the
+    # gradient's mass, so a budget of 1e-2 drops them.
     ids = torch.arange(sequences * length).view(shape) % width
     hidden = 14 * (torch.eye(width)[ids] + torch.eye(width)[(ids + 1) % width])
     weight = torch.eye(vocab, width)
     hidden.requires_grad_("hidden" not in frozen)
     weight.requires_grad_("weight" not in frozen)
-    ref = torch.full(shape, -0.7)
-    with launches() as seen:
-        out = gspo_fused_loss(
-            hidden, weight, ids, torch.linspace(-1, 1, sequences), ref_log_probs=ref, backend="triton", **options
-        )
+    ref, advantages = torch.full(shape, -0.7), torch.linspace(-1, 1, sequences)
+    with launches() as seen, outside_of_launches(), counted(TorchLaunches(), triton_backend) as torch_launches:
+        out = gspo_fused_loss(hidden, weight, ids, advantages, ref_log_probs=ref, backend="triton", **options)
         if out.loss.requires_grad:
             out.loss.backward()
-    return Counter(x.kernel.__name__ for x in seen)
+    return {**Counter(x.kernel.__name__ for x in seen), "torch": torch_launches.number}
+
+
+@contextmanager
+def outside_of_launches() -> Iterator[None]:
+    """Disable dispatch modes while a kernel runs, because the interpreter copies tensors by PyTorch's operations."""
+
+    def without_modes(launch: Callable[..., None], *args: Any, **options: Any) -> None:
+        with _disable_current_modes():
+            launch(*args, **options)
+
+    prefix = triton_backend.__name__
+    modules = [x for name, x in sys.modules.items() if name.startswith(prefix) and callable(getattr(x, "launch", None))]
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(patch.object(module, "launch", partial(without_modes, module.launch)))
+        yield
 
 
 def interpreted() -> Record:
@@ -180,12 +193,14 @@ def at_real_size(budget: bool = False, **head: Any) -> Record:
     Recorded launches keep their tensors alive. So one run counts bytes, and another run records launches.
     """
     meta = cases.meta_head(**head)
-    run = partial(cases.live_cells if budget else cases.forward_and_backward, meta)
+    run = partial(cases.forward_and_backward, meta)
+    if budget:
+        run = partial(cases.backward_of_cells, meta, all_cells=True)
     with tuning.assume("sm_90"), StepCounts() as counts:
         if budget:
             result, tiles = triton_backend.forward_with_shares(meta, wanted=True)
             assert tiles is not None
-            live_tiles.choose(meta, result, result.log_probs, tiles, 1e-3)
+            triton_backend.choose(meta, result, result.log_probs, tiles, 1e-3)
             del result, tiles  # `run` makes new ones
         run()
     with tuning.assume("sm_90"), launches() as seen:
@@ -194,7 +209,7 @@ def at_real_size(budget: bool = False, **head: Any) -> Record:
 
 
 def variants(batches: int) -> dict[str, int]:
-    """Count the distinct compiled kernels that the first `batches` of VARIED need, over the compile gate's cases."""
+    """Count the distinct compiled kernels that all cases of the compile gate need for the first batches of VARIED."""
     with tuning.assume("sm_90"), launches() as seen:
         for rows, sequences, low, high in VARIED[:batches]:
             for head in cases.CASES.values():
@@ -203,17 +218,7 @@ def variants(batches: int) -> dict[str, int]:
                 cases.live_cells(cases.meta_head(rows=rows, **head))
             for objective in cases.OBJECTIVES.values():
                 cases.loss(replace(objective, clip_low=low, clip_high=high), torch.float32, rows, sequences)
-    return Counter(kernel for kernel, *_ in {_jit_key(x) for x in seen})
-
-
-def _jit_key(x: Launch) -> tuple[Any, ...]:
-    """Return the kernel's name and the properties of arguments for which Triton's JIT compiles separate kernels."""
-    signature, constants, divisible = specialise(x)
-    # specialise() assumes that meta tensors are aligned, but a view may begin at any address.
-    tensors = {name: value for name, value in x.arguments.items() if isinstance(value, Tensor)}
-    unaligned = {name for name, value in tensors.items() if value.storage_offset() * value.itemsize % 16}
-    aligned = tuple(name for name in divisible if name not in unaligned)
-    return x.kernel.__name__, x.config, str(signature), str(constants), aligned
+    return Counter(kernel for kernel, *_ in {(x.kernel.__name__, x.config, specialise(x)) for x in seen})
 
 
 def compiled() -> Record:
@@ -223,9 +228,12 @@ def compiled() -> Record:
     }
 
 
-def in_new_process(function: str) -> Record:
-    """Return `interpreted()` or `compiled()`. Triton reads TRITON_INTERPRET once, so each runs in a new process."""
-    code = f"import json; from helpers import costs; print(json.dumps(costs.{function}()))"
+def in_new_process(function: str, module: str = "costs") -> Record:
+    """Return the result of a helper's function, by name, run in a new process.
+
+    Triton reads TRITON_INTERPRET once per process.
+    """
+    code = f"import json; from helpers import {module}; print(json.dumps({module}.{function}()))"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     environment |= {"TRITON_INTERPRET": "1"} if function == "interpreted" else {}
@@ -265,7 +273,7 @@ def main() -> None:
     print("counting takes about half a minute", flush=True)
     results = collect()
     changed = differences(results, json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {})
-    print(*(changed or [f"all {len(flat(results))} counts are those of the golden file"]), sep="\n")
+    print(*(changed or [f"all {len(flat(results))} counts equal the golden file"]), sep="\n")
     if options.write:
         GOLDEN.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the live bytes of tensors that are made under this mode: `now` at present, `peak` at most.
+    """Count the live bytes of tensors that are made under this mode: at present (`now`) and at most (`peak`).
 
-    Storages are identified by their Python objects, because storages of meta tensors have no address.
+    Storages are identified by the address of their C++ objects, because the data of meta tensors has no address.
     """
 
     def __init__(self) -> None:
@@ -55,6 +55,25 @@ class StepCounts(LiveBytes):
             self.multiply_adds += left.shape[0] * left.shape[1] * right.shape[1]
         assert name not in ("bmm", "baddbmm", "einsum", "mv", "addmv", "dot"), f"{name}: this product is not counted"
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class TorchLaunches(TorchDispatchMode):
+    """Count PyTorch's operations that launch a kernel on a GPU: those that write memory, except for allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        name, is_ours = func.overloadpacket.__name__, func.namespace != "aten"
+        results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.numel()]
+        is_new = any(x.untyped_storage()._cdata not in inputs for x in results)
+        writes = func._schema.is_mutable or (is_new and "empty" not in name)
+        # A scalar operand becomes a tensor on the CPU.
+        self.number += bool(results) and writes and not is_ours and name != "scalar_tensor"
+        return out
 
 
 def product_flops(fn: Any) -> int:

@@ -82,7 +82,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 def assert_equals_oracle(sample: Sample, dtype: torch.dtype, backend: str) -> None:
-    """Assert that values and gradients of the fused loss are within the tolerance of the float64 oracle."""
+    """Assert that values and gradients of the fused loss equal the float64 oracle's within `tolerance.py`."""
     truth, true_grads = run_oracle(sample)
     plain, plain_grads = run_plain(sample, dtype, truth, true_grads)
     out, grads = run_fused(sample, backend, entropy=True)

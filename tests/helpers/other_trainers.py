@@ -1,4 +1,4 @@
-"""A batch of log-probs for the losses of several trainers, and the comparison of two losses."""
+"""Batches of log-probs for our loss and for other trainers' losses, and the comparison of both losses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Random heads of a model's size on the device under test, and their gradients in float64.
+"""Random heads of a model's size on the device under test, and their outputs and gradients in float64.
 
-Plain PyTorch in float64 is the truth. `tolerance.py` compares our errors with those of plain PyTorch in the dtype of
-the operands. Plain PyTorch computes full logits for chunks of rows. It shares its inputs with the kernels, but no code.
+Plain PyTorch in float64 is the truth. `tolerance.py` compares our errors with the errors of plain PyTorch in the dtype
+of the operands. Plain PyTorch computes full logits for chunks of rows. It shares its inputs with the kernels, but no
+code.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Tensors = dict[str, Tensor]  # outputs by name, and gradients by "d_" + the name
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the batches of a run."""
+    """Sizes of the batches in a run. The sizes beyond 2^31 are only reached on a GPU."""
 
     vocab: int  # V
     width: int  # H
@@ -50,13 +51,14 @@ class Sizes:
     batch: int  # rows for bitwise comparisons and error distributions
     ragged: tuple[tuple[int, int, int], ...]  # N, H, V
     lengths: dict[int, int]  # length of a sequence -> number of such sequences in the test of clip decisions
-    rounds: int  # repetitions of the test of clip decisions, each with new old log-probs
+    rounds: int  # repetitions of the test of clip decisions, each with other old log-probs
     many_rows: int  # many_rows * vocab exceeds 2^31 logits
     stride: int  # stride * vocab exceeds 2^31 elements of the head
     tall: tuple[int, int, int]  # N, H, V with N * H above 2^31
 
 
-# Sizes of a model on a GPU. On the CPU, kernels are interpreted and the sizes are small: they only check the tests.
+# On a GPU, the sizes are a model's. On a CPU, where kernels are interpreted, they are small: such a run only checks the
+# tests themselves.
 SIZES = (
     Sizes(
         vocab=300,
@@ -89,7 +91,7 @@ SIZES = (
 
 
 class Upstream(NamedTuple):
-    """Upstream gradients. They are bf16 numbers, so that no dtype rounds them."""
+    """Upstream gradients of a head's outputs. They are bf16 numbers, so that no dtype rounds them."""
 
     d_log_probs: Tensor  # [N]
     d_entropy: Tensor | None
@@ -127,7 +129,7 @@ def random_head(
     ids[::3] = (hidden[::3] @ weight[:columns].T).argmax(1)
     ids[0] = columns - 1
     mask = torch.ones(rows, dtype=torch.bool, device=DEVICE)
-    if masked:  # with garbage in the masked rows
+    if masked:  # masked rows contain garbage
         mask = torch.rand(rows, generator=rng, device=DEVICE) > 0.2
         mask[0] = True
         ids.masked_fill_(~mask, -100)
@@ -153,7 +155,7 @@ def random_head(
 
 
 def random_upstream(head: HeadRows) -> Upstream:
-    """Return upstream gradients of the outputs. They are zero for a fifth of the rows."""
+    """Return random upstream gradients of the outputs. They are zero for about a fifth of the rows."""
     rows = head.hidden.shape[0]
     rng = torch.Generator(DEVICE).manual_seed(1)
 
@@ -171,7 +173,7 @@ def take_rows(head: HeadRows, rows: Any) -> HeadRows:
 
 
 def by_kernels(head: HeadRows, upstream: Upstream) -> Tensors:
-    """Return outputs and gradients of the Triton kernels, computed by the operator and its autograd."""
+    """Return outputs and gradients of the Triton kernels, through the operator and its autograd."""
     leaves = {n: x.detach().requires_grad_() for n in LEAVES if (x := getattr(head, n)) is not None}
     result = ops.linear_log_probs(head._replace(**leaves), "triton")
     outputs = {"log_probs": result.log_probs} | ({"entropy": result.entropy} if head.entropy else {})

@@ -1,4 +1,7 @@
-"""Make batches that contain every clip case, and compute their loss by the library and by the oracle."""
+"""Make batches that contain every clip case, and compute their loss by the library and by the oracle.
+
+A clip case is a side of the clip window (below, inside, above) together with a sign of the advantage.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,10 @@ from torch import Tensor
 from gspo_kernels import LossOutput, Objective
 from gspo_kernels.reference import ReferenceOutput, gspo_reference_loss
 
-CELLS = ("low", "inside", "high")
-
 
 @dataclass(frozen=True)
 class Sample:
-    """The arguments of a call of `gspo_fused_loss`. `leaves` are the tensors with gradients."""
+    """The arguments of a call of `gspo_fused_loss`. `leaves` are the tensors that get gradients."""
 
     leaves: dict[str, Tensor]  # hidden, weight, and optionally bias
     target_ids: Tensor
@@ -64,7 +65,7 @@ def run_fused(sample: Sample, backend: str = "auto", **options: Any) -> tuple[Lo
 def run_oracle(
     sample: Sample, dtype: torch.dtype = torch.float64, order: int = 0
 ) -> tuple[ReferenceOutput, dict[str, Tensor]]:
-    """Compute values and gradients by the oracle. `order` permutes the terms of each logit, changing only rounding."""
+    """Compute values and gradients by the oracle. `order` permutes the terms of each logit, which changes rounding."""
     sample = sample.cast(dtype)
     hidden, weight = sample.leaves["hidden"], sample.leaves["weight"]
     if order:
@@ -101,7 +102,7 @@ def run_plain(
 
 
 def gradients(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not loss.requires_grad:  # a constant, as in an empty batch
+    if not loss.requires_grad:  # the loss is a constant, as in an empty batch
         return {name: torch.zeros_like(x) for name, x in leaves.items()}
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     pairs = zip(leaves.items(), grads, strict=True)
@@ -118,28 +119,28 @@ def make_sample(
     packed: bool = False,
     holes: bool = True,
     bias: bool = False,
-    padded_vocab: int = 0,  # padding columns of the logits
+    padded_vocab: int = 0,  # padding columns after the vocabulary
     per_token_advantages: bool = False,
     token_weights: bool = False,
     temperature: float | str = 1.0,  # "per-token" for one value per token
     on_policy: bool = False,
-    spread: float = 2.0,  # log-ratio of clipped sequences, as a multiple of clip_low or clip_high
+    spread: float = 2.0,  # log-ratio of sequences outside the window, as a multiple of clip_low or clip_high
     logit_std: float = 3.0,
     objective: Objective | None = None,
     **head: Any,  # logit_scale, logit_softcap
 ) -> Sample:
     """Make a batch of sequences below, inside and above the clip window, with advantages of both signs.
 
-    With at least 12 sequences, off-policy and surrogate "clip", contain every combination of (below, inside, above the
-    window) and advantage sign, and assert it. The old log-probs put each sequence (with ratio="token", each token) on a
-    chosen side of the window. Masked positions hold garbage: ids outside the vocabulary, NaN and -inf log-probs.
+    The old log-probs put each sequence (with ratio="token", each token) on a chosen side of the window. For off-policy
+    batches of at least 12 sequences with surrogate "clip", assert that every clip case occurs. Masked positions hold
+    garbage: ids outside the vocabulary, NaN and -inf log-probs.
     """
     objective = objective or Objective()
     rng = torch.Generator().manual_seed(seed)
     sequences, longest = len(lengths), max(lengths, default=0)
     shape = (sequences, longest)
     mask = torch.arange(longest)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
-    if holes:  # masked tokens in the middle, as of tool calls; every sequence keeps at least one token
+    if holes:  # mask tokens inside sequences, like the output of tools; every sequence keeps at least one token
         keep = torch.rand(shape, generator=rng) > 0.25
         if longest:
             keep[:, 0] = True
@@ -182,7 +183,7 @@ def make_sample(
         u = torch.where(side < 0, -objective.clip_low * spread, objective.clip_high * spread) * side.abs()
         u = u + 0.1 * min(objective.clip_low, objective.clip_high) * randn(sequences)
         per_token = u[:, None].expand(shape)
-        if objective.surrogate == "gmpo":  # its bounds act on tokens: some tokens of each sequence exceed them
+        if objective.surrogate == "gmpo":  # it clips tokens: of a sequence below or above the window, a few
             per_token = per_token * 1.5 * torch.rand(shape, generator=rng)
         elif objective.ratio == "token":
             per_token = per_token[:, torch.randperm(longest, generator=rng)] * (torch.rand(shape, generator=rng) + 0.5)
@@ -197,12 +198,12 @@ def make_sample(
         options["token_weights"] = 0.5 + torch.rand(shape, generator=rng)
     sample = Sample(leaves, target_ids, advantages, objective, options)
     if not on_policy and len(lengths) >= 12 and objective.surrogate == "clip":
-        assert_cells_are_populated(sample, true_lp)
+        assert_every_clip_case_occurs(sample, true_lp)
     return _pack(sample, lengths) if packed else sample
 
 
 def run_oracle_forward(sample: Sample) -> Tensor:
-    """Return the log-probs [B, T] in float64."""
+    """Return the log-probs [B, T] of the oracle in float64."""
     plain = replace(sample, objective=Objective())
     plain = replace(
         plain, options={k: v for k, v in plain.options.items() if k not in ("old_log_probs", "ref_log_probs")}
@@ -210,23 +211,21 @@ def run_oracle_forward(sample: Sample) -> Tensor:
     return run_oracle(plain)[0].log_probs.detach()
 
 
-def assert_cells_are_populated(sample: Sample, true_lp: Tensor) -> None:
+def assert_every_clip_case_occurs(sample: Sample, true_lp: Tensor) -> None:
     mask, objective = sample.options["mask"], sample.objective
     r = torch.where(mask, true_lp - sample.options["old_log_probs"].double(), 0)
     if objective.ratio != "token":
         r = (r.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(r)
     advantages = sample.advantages if sample.advantages.ndim == 2 else sample.advantages[:, None].expand_as(r)
     ratio = r.exp()
-    cells = {
-        "low": ratio < 1 - objective.clip_low,
+    sides = {
+        "below": ratio < 1 - objective.clip_low,
         "inside": (ratio >= 1 - objective.clip_low) & (ratio <= 1 + objective.clip_high),
-        "high": ratio > 1 + objective.clip_high,
+        "above": ratio > 1 + objective.clip_high,
     }
-    for name in CELLS:
+    for name, on_side in sides.items():
         for sign in (1, -1):
-            assert (mask & cells[name] & (advantages * sign > 0)).any(), (
-                f"no token in cell ({name}, advantage {sign:+d})"
-            )
+            assert (mask & on_side & (advantages * sign > 0)).any(), f"no token {name} with advantage {sign:+d}"
 
 
 def _garbage_where_masked(x: Tensor, mask: Tensor) -> Tensor:
@@ -237,7 +236,7 @@ def _garbage_where_masked(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _pack(sample: Sample, lengths: tuple[int, ...]) -> Sample:
-    """Return the batch in packed form. Positions beyond each length are removed, holes stay."""
+    """Return the batch in packed form. Positions after the end of a sequence are removed; masked holes stay."""
     longest = sample.target_ids.shape[1]
     inside = torch.arange(longest)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
 

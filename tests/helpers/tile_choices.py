@@ -1,10 +1,11 @@
-"""Record which tiles a backward computes, and compare the dropped gradient mass with the reported one."""
+"""Record which cells a backward computes, and compare the dropped gradient mass with the reported mass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from helpers.device import to_device
@@ -12,44 +13,49 @@ from helpers.samples import Sample, run_fused
 from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE, softcap_slope
 from torch import Tensor
 
-from gspo_kernels import ops
 from gspo_kernels.backends import live_tiles
+from gspo_kernels.backends import torch as torch_backend
+from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import HeadResult, HeadRows, LiveTiles
 from gspo_kernels.backends.torch import tiles as torch_tiles
 
 
 class Chosen(NamedTuple):
-    """The cells that the backward computes, as one forward chose them."""
+    """The cells that a forward chose for the backward, and the tensors that the choice is made from."""
 
     head: HeadRows
     result: HeadResult
     coefficient: Tensor
     live: LiveTiles
-    cell: tuple[int, int]
-    shares: Tensor  # [tiles, N]: the share of a row's probability that the forward reports for each tile
+    cell: tuple[int, int]  # rows and columns of a cell
+    shares: Tensor  # [tiles, N]: the share of a row's probability in each vocabulary tile, as the forward reports it
 
 
 @contextmanager
 def choices(pays: bool = True) -> Iterator[list[Chosen]]:
     """Record the cells that forwards inside this context choose.
 
-    `pays` replaces the result of the cost model, which would compute all cells of such small batches.
+    `pays` replaces the cost model's decision on whether dropping cells saves time. For such small batches, the cost
+    model would have all cells computed.
     """
     decisions: list[Chosen] = []
-    choose, cost = live_tiles.choose, live_tiles.sparse_pays
 
-    def record(head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: Any, budget: float) -> Any:
-        live, work = choose(head, result, coefficient, tiles, budget)
-        shares = tiles.share[:, torch.where(head.mask, tiles.place, 0)]
-        chosen = Chosen(head, result, coefficient, live, (tiles.block_rows, tiles.columns), shares)
-        decisions.append(to_device(chosen, "cpu"))
-        return live, work
+    def recording(choose: Any) -> Any:
+        def record(head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: Any, budget: float) -> Any:
+            live, work = choose(head, result, coefficient, tiles, budget)
+            shares = tiles.share[:, torch.where(head.mask, tiles.place, 0)]
+            chosen = Chosen(head, result, coefficient, live, (tiles.block_rows, tiles.columns), shares)
+            decisions.append(to_device(chosen, "cpu"))
+            return live, work
 
-    ops.choose, live_tiles.sparse_pays = record, lambda rows, width, vocab, share, device: (share <= 1) & pays
-    try:
+        return record
+
+    efficiency = dict.fromkeys(("cpu", "cuda"), 1e9 if pays else 0.0)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(live_tiles, "SPARSE_EFFICIENCY", efficiency))
+        for backend in (torch_backend, triton_backend):
+            stack.enter_context(patch.object(backend, "choose", recording(backend.choose)))
         yield decisions
-    finally:
-        ops.choose, live_tiles.sparse_pays = choose, cost
 
 
 @contextmanager
@@ -65,8 +71,8 @@ def small_tiles(rows: int = 8, columns: int = 6) -> Iterator[None]:
 def d_logits(chosen: Chosen) -> tuple[Tensor, Tensor]:
     """Compute d(loss) / d(h W' + bias) [N, vocab] in float64 from the coefficients, by PyTorch's autograd.
 
-    The second result is not multiplied by the slope of a soft-cap. The slope, 1 - tanh^2, suffers from cancellation
-    (`softcap_slope`).
+    The second result is not multiplied by the slope of a soft-cap. That slope, 1 - tanh^2, suffers from cancellation.
+    So `softcap_slope` of tolerance.py allows an error that is proportional to the second result.
     """
     head = chosen.head
     raw = head.hidden.double() @ head.weight[: head.vocab_size].double().t()
@@ -87,7 +93,7 @@ def d_logits(chosen: Chosen) -> tuple[Tensor, Tensor]:
 
 
 def kept(chosen: Chosen) -> Tensor:
-    """Return a bool mask [N, vocab] of the entries in computed cells."""
+    """Return a bool mask [N, vocab] of the entries of d_logits in computed cells."""
     (rows, columns), (n, vocab) = chosen.cell, (chosen.head.hidden.shape[0], chosen.head.vocab_size)
     spread = chosen.live.cells.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:n, :vocab]
     return torch.zeros_like(spread).index_copy_(0, chosen.live.order, spread)
@@ -119,7 +125,7 @@ def assert_dropped_mass_is_reported(sample: Sample, budget: float, backend: str)
     torch.testing.assert_close(
         out.metrics["passes"].double(), 1 + 3 * share.double(), rtol=METRIC_RELATIVE, atol=METRIC_ABSOLUTE
     )
-    # The gradients are those of the entries that were kept.
+    # The gradients are computed from the kept entries only.
     dtype = sample.leaves["hidden"].dtype
     hidden, weight = chosen.head.hidden.double(), chosen.head.weight[: chosen.head.vocab_size].double()
     hidden = torch.where(live, hidden, 0)

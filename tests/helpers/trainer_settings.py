@@ -29,7 +29,10 @@ def trl_config(**settings: Any) -> Any:
 
 
 def dataclass_of(config: Any, added: Mapping[str, Any], without: str = "nothing") -> Any:
-    """Return a configuration with fields added and left out, like that of another release."""
+    """Return a copy of `config` with the fields `added`, and without fields whose name contains `without`.
+
+    The copy stands for the configuration of another release of the trainer.
+    """
     values = {f.name: getattr(config, f.name) for f in fields(config) if without not in f.name} | {**added}
     return make_dataclass("Config", values)(**values)
 

@@ -72,5 +72,5 @@ def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float 
     loss = trainer._compute_loss(stub, stub.model, inputs)
     loss.backward()
     assert log_probs.grad is not None
-    # TRL divides the loss by the number of micro-batches of an optimizer step. Undo that.
+    # TRL divides the loss by the number of micro-batches of an optimizer step. Undo this division.
     return loss.detach() * GRADIENT_STEPS, log_probs.grad * GRADIENT_STEPS, stub._metrics["train"]

@@ -12,6 +12,7 @@ pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
 import datasets
 import transformers
+from helpers import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trl import GRPOConfig, GRPOTrainer
 
@@ -27,18 +28,7 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
 
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 10,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 1,
-}
+SHAPE = {**tiny_model.SHAPE, "vocab_size": 10, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
 
 
 EXPERTS = {

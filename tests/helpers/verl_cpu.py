@@ -1,6 +1,6 @@
-"""Register the CPU as a platform of verl, so that its FSDP2 engine and worker run without a GPU.
+"""Register the CPU as a platform of verl, so that verl's FSDP engines and worker run without a GPU.
 
-verl imports this module because of the environment variable `VERL_USE_EXTERNAL_MODULES=helpers.verl_cpu`.
+verl imports the modules named in the environment variable VERL_USE_EXTERNAL_MODULES. `verl_worker.py` names this one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 def _module() -> Any:
-    """Return torch.cpu with the functions of an accelerator's module. Functions of memory and streams do nothing."""
+    """Return torch.cpu with the functions of torch.cuda that verl calls.
+
+    The functions that measure memory return constants. The functions that set or synchronise a device do nothing.
+    """
     module = types.SimpleNamespace(**{name: getattr(torch.cpu, name) for name in dir(torch.cpu) if name[0] != "_"})
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(module, name, lambda *_: 0)
@@ -95,7 +98,7 @@ class Cpu(PlatformBase):
 
 
 def let_fsdp1_run() -> None:
-    """Disable FSDP1's broadcast of parameters, which fails on a CPU and is not needed: all ranks load the same file."""
+    """Disable FSDP1's broadcast of parameters: it fails on a CPU, and all ranks load the same file anyway."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from verl.workers.engine.fsdp import transformer_impl
 

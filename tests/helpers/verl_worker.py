@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.tiny_model import SHAPE
 
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "helpers.verl_cpu",
@@ -45,13 +46,7 @@ def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
     ).save_pretrained(folder)
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
+        **SHAPE,
         tie_word_embeddings=tied,
         pad_token_id=0,
         eos_token_id=1,
@@ -70,7 +65,7 @@ def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:
 
 
 def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options: Any) -> Any:
-    """Return a TrainingWorker with our engine or with verl's. `case` has the entries of BASE."""
+    """Return a TrainingWorker with our engine or with verl's. `case` has the keys of BASE."""
     from helpers import verl_cpu
     from verl.workers.config import (
         ActorConfig,
@@ -137,7 +132,10 @@ def make_worker(folder: Path, ours: bool, case: dict[str, Any], **model_options:
 
 
 def batch(rank: int, case: dict[str, Any]) -> Any:
-    """Return a batch of four answers for this rank. Prompts are padded left, responses right. One mask has a hole."""
+    """Return a batch of four answers for this rank.
+
+    Prompts are padded on the left, responses on the right. The mask of one response has a hole.
+    """
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding

@@ -1,4 +1,4 @@
-"""fuse_head: measured options of transformers models, and losses computed at their heads."""
+"""Test `fuse_head`: the logit options that it measures on transformers models, and losses computed at their heads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Configuration class, model class, additional configuration values, and the expected options.
+# Configuration class, model class, additional configuration values, and the expected options that differ from PLAIN.
 CENSUS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}, {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", EIGHT, {}),
@@ -148,7 +148,7 @@ def batch() -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
 
 def dense_log_probs(model: Any) -> Tensor:
-    """Return log-probs [3, 8] computed from the model's own logits."""
+    """Return log-probs [3, 8] computed from the logits that the model returns."""
     inputs, _, _ = batch()
     logits = model(**inputs, use_cache=False).logits[:, :-1]
     return logits.log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
@@ -173,7 +173,7 @@ def fused_loss(model: Any, old: Tensor) -> HeadOutput:
 
 @pytest.mark.parametrize("name", CENSUS)
 def test_loss_and_gradients_equal_those_of_the_models_logits(name: str) -> None:
-    # Mixtral's experts do not support float64. xLSTM's logits are always float32.
+    # Not in float64: Mixtral's experts do not support it, and xLSTM's logits are always float32.
     exact = name not in ("mixtral", "xlstm")
     model = make(name).to(torch.float64 if exact else torch.float32)
     lp = dense_log_probs(model)
@@ -358,7 +358,7 @@ def test_an_adapter_without_a_part_on_the_head_changes_nothing_there(name: str) 
     fuse_head(model)
     with model.disable_adapter():
         base = fused_log_probs(model)
-    model.add_adapter("other", peft.LoraConfig(r=2, **BODY))  # at its initial values, so without effect
+    model.add_adapter("other", peft.LoraConfig(r=2, **BODY))  # a new adapter has no effect yet
     model.set_adapter("other")
     torch.testing.assert_close(fused_log_probs(model), base)
     torch.testing.assert_close(dense_log_probs(model) * mask, base)
@@ -383,7 +383,7 @@ def test_dora_is_refused_and_the_model_is_unchanged() -> None:
 
 
 class Odd(transformers.Qwen3ForCausalLM):
-    """A model that applies the unsupported operation `how` to its logits."""
+    """A model that changes its logits by the operation `how`, or calls its head twice."""
 
     how = "square"
 
@@ -581,7 +581,7 @@ def test_base_model_unwraps_torch_compile() -> None:
 
 
 class _PacksInEvaluation(nn.Linear):
-    """Like bitsandbytes' 4-bit layers on a CPU: without a gradient in evaluation mode, it packs its weight."""
+    """Packs its weight in evaluation mode if the input needs no gradient, like bitsandbytes' 4-bit layers on a CPU."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -607,7 +607,7 @@ def test_fuse_head_does_not_pack_quantised_layers(training: bool) -> None:
 
 
 def test_a_head_without_a_weight_tensor_is_refused() -> None:
-    class Quantised(nn.Module):  # like torch.ao's dynamic layers, its weight is a method
+    class Quantised(nn.Module):  # its weight is a method, as in torch.ao's dynamic layers
         def weight(self) -> Tensor:
             return torch.ones(96, 32)
 

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "dapo": (Objective.preset("dapo"), {"loss_type": "dapo"}),
     "bnpo": (Objective.preset("bnpo"), {"loss_type": "bnpo"}),
     "dr_grpo": (Objective.preset("dr_grpo", length_norm=LONGEST), {"loss_type": "dr_grpo"}),
-    # With token ratios, Liger averages over padding too.
+    # Token ratios are not compared with luspo: Liger's mean then includes padding.
     "luspo": (Objective.preset("luspo"), {"loss_type": "luspo", "importance_sampling_level": "sequence"}),
     "cispo": (Objective.preset("cispo", clip_high=0.5), {"loss_type": "cispo", "epsilon_high": 1.5}),
     "sapo": (Objective.preset("sapo"), {"loss_type": "sapo"}),
@@ -46,7 +46,7 @@ def test_loss_and_gradients_equal_ligers(name: str, temperature: float, backend:
     hidden, weight = torch.randn(*size, HIDDEN, generator=rng), torch.randn(VOCAB, HIDDEN, generator=rng) / 5
     ids = torch.randint(0, VOCAB, size, generator=rng)
     lp, _ = token_log_probs(hidden.flatten(0, 1).double(), weight.double(), ids.flatten(), temperature=temperature)
-    # Old and reference log-probs with the batch's ratios to the log-probs of these hidden states.
+    # Choose old and reference log-probs so that the log-ratios to the log-probs of these hidden states are the batch's.
     old = (lp.view(size) - (batch.log_probs - batch.old)).float()
     ref = (lp.view(size) - (batch.log_probs - batch.ref)).float()
     liger_hidden, liger_weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Readers of other trainers' settings: the Reading must describe the loss that the trainer computes."""
+"""Read other trainers' settings. The returned Reading must describe the loss that the trainer computes."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_settings_are_read_like_older_releases_of_trl_do(monkeypatch: pytest.Mon
 
 
 def test_every_field_of_trls_config_is_classified() -> None:
-    """If this fails with a newer TRL, find out whether its loss reads the new fields, and add them to one table."""
+    """If this fails with a newer TRL, find out whether TRL's loss reads the new fields, and add them to a table."""
     known = tables.TRL.keys() | tables.TRL_OTHERS | tables.training_arguments()
     assert {f.name for f in fields(trl_config())} - known == set()
     assert not tables.TRL.keys() & (tables.TRL_OTHERS | tables.training_arguments())
@@ -530,7 +530,7 @@ def test_every_step_is_a_valid_call() -> None:
 
 
 def test_the_steps_of_a_reading_compute_rolls_advantages() -> None:
-    """The steps in order compute the same as ROLL, whose pipeline test_recipes.py spells out."""
+    """The steps, run in order, compute ROLL's advantages. test_recipes.py spells out ROLL's complete pipeline."""
     batch = rollout(Objective())
     rewards = torch.arange(12, dtype=torch.float64) - 4
     x: Any = rewards

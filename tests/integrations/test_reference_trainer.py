@@ -1,4 +1,4 @@
-"""The reference trainer: its loop, files and errors, and (slow) that it learns."""
+"""Test the reference trainer's loop, files and errors. A slow test checks that the trainer learns."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_micro_batches_add_up_to_one_update(tmp_path: Path) -> None:
 
 def test_a_gradient_budget_saves_passes_and_reports_the_dropped_mass(tmp_path: Path) -> None:
     def first_step(budget: float) -> dict:
-        # One update of four row blocks: blocks of little mass can be dropped, although the vocabulary is one tile.
+        # The update has several row blocks. Blocks of little mass can be dropped, although the vocabulary is one tile.
         sizes = {"steps": 1, "group_size": 16, "updates_per_rollout": 1, "prompts_per_step": 8}
         train(small(tmp_path, name=f"budget-{budget}", gradient_budget=budget, **sizes))
         return rows_of(tmp_path / f"budget-{budget}")[1]
@@ -194,7 +194,7 @@ def test_sampling_ignores_the_checkpoints_sampling_defaults(checkpoint: Path) ->
 
 
 def test_left_padding_does_not_change_the_hidden_states() -> None:
-    # With learned position embeddings a shift changes the result, with rotary ones it would not.
+    # A shift of positions would change the hidden states of GPT-2, which has learned position embeddings.
     config = GPT2Config(vocab_size=15, n_positions=32, n_embd=16, n_layer=2, n_head=2)
     gpt2 = policy.make_policy(GPT2LMHeadModel(config), policy.demo_policy().tokenizer)
     policy.check_head(gpt2, "auto")
@@ -405,7 +405,7 @@ def test_help_and_version_are_printed() -> None:
     options = CliRunner().invoke(app, ["train", "--help"]).output
     assert "--group-size" in options
     options = " ".join(options.replace("│", " ").split())  # remove rich's box and line breaks
-    assert "default: 200" in options and "default: 5e-4" in options  # rich would hide them in square brackets
+    assert "default: 200" in options and "default: 5e-4" in options  # rich hides text in square brackets
 
 
 # Learning
@@ -413,7 +413,7 @@ def test_help_and_version_are_printed() -> None:
 
 @pytest.mark.slow
 def test_the_demo_learns_and_clips(tmp_path: Path) -> None:
-    """One seed of the three that `make demo` trains."""
+    """Train one of the three seeds of `make demo`."""
     (result,) = train(train_config(output=tmp_path, seeds=(0,))).results
     assert result.rise >= 0.4, result
     assert result.clip_fraction >= 0.05, result

@@ -1,8 +1,8 @@
-"""Seams: our functions, called as each trainer calls them, against the trainer's GSPO formula in float64.
+"""Call each seam as its trainer calls it, and compare the result with the trainer's GSPO formula in float64.
 
-The formulas were read in the trainers' sources. The trainers are not installed; simple fakes replace what they pass.
-Some formulas have clamps (exp(10) in SkyRL, 1e4 in prime-rl, k3 at 10 in ms-swift and slime). The batches stay below
-them.
+A seam is our function in place of a trainer's loss. The formulas are from the trainers' sources. The trainers are not
+installed, so simple fakes stand for the objects that they pass. Some formulas have clamps (exp(10) in SkyRL, 1e4 in
+prime-rl, k3 at 10 in ms-swift and slime). No value in these batches reaches a clamp.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from gspo_kernels import Objective
 from gspo_kernels.integrations import seams
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
-B, EMPTY = 12, 7  # sequences, and the index of the one that is masked entirely
+B, EMPTY = 12, 7  # number of sequences, and the index of a sequence without unmasked tokens
 GSPO = Objective()
 
 
 @pytest.fixture
 def batch() -> Rollout:
-    """Ragged lengths, holes, one token, advantage 0, ratios beyond both bounds, and an entirely masked sequence."""
+    """Return a batch with an entirely masked sequence, masked holes, a single-token sequence and an advantage of 0.
+
+    Its ratios are beyond both bounds, and lengths differ.
+    """
     batch = rollout(GSPO)
     batch.mask[EMPTY] = False
     return batch
 
 
 def engine(b: Rollout) -> Tensor:
-    """Return log-probs [B, T] of the sampler. Some importance weights against it exceed 1.2."""
+    """Return the sampler's log-probs [B, T]. Some of the importance weights that they give exceed 1.2."""
     return b.old + 0.15 * torch.randn(b.old.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
@@ -65,7 +68,7 @@ def k3(lp: Tensor, ref: Tensor) -> Tensor:
 
 
 def check(b: Rollout, seam: Callable[[Tensor], tuple[Tensor, Any]], formula: Callable[[Tensor], Tensor]) -> Any:
-    """Assert that seam and formula have the same loss and gradient. Return the seam's second result."""
+    """Assert that a seam and a formula have the same loss and gradient. Return the seam's second result."""
     seam_input, formula_input = (b.log_probs.clone().requires_grad_() for _ in range(2))
     loss, second_result = seam(seam_input)
     loss.backward()
@@ -76,11 +79,11 @@ def check(b: Rollout, seam: Callable[[Tensor], tuple[Tensor, Any]], formula: Cal
     return second_result
 
 
-# prime-rl: src/prime_rl/trainer/rl/loss.py. It has no GSPO. Its PPO with token ratios is the most similar loss.
+# prime-rl: src/prime_rl/trainer/rl/loss.py. prime-rl has no GSPO. Its PPO with token ratios is the most similar loss.
 
 
 def prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Any]:
-    """prime-rl's compute_loss: one call per sequence; their sum is divided by the sum of weights."""
+    """Call the seam like prime-rl's compute_loss: once per sequence. Divide the summed losses by the sum of weights."""
     total, outs = lp.new_zeros(()), []
     scale = b.mask.sum() if weights is None else weights[b.mask].sum()
     for i in range(B):
@@ -98,7 +101,7 @@ def prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwargs: An
 
 
 def test_prime_rls_ppo_is_a_preset(batch: Rollout) -> None:
-    b = replace(batch, old=batch.log_probs - 100 * (batch.log_probs - batch.old))  # token ratios leave 0.2
+    b = replace(batch, old=batch.log_probs - 100 * (batch.log_probs - batch.old))  # some ratios leave the window
 
     def ppo(lp: Tensor) -> Tensor:
         return (clipped((lp - b.old).exp(), per_token(b), 0.2, 0.2) * b.mask).sum() / b.mask.sum()
@@ -106,7 +109,7 @@ def test_prime_rls_ppo_is_a_preset(batch: Rollout) -> None:
     outs = check(b, lambda lp: prime_rl(b, lp, preset="grpo", aggregation="seq-mean-token-sum"), ppo)
     ratio = (b.log_probs - b.old).exp()
     beyond = (((ratio > 1.2) & (per_token(b) > 0)) | ((ratio < 0.8) & (per_token(b) < 0))) & b.mask
-    is_clipped = torch.stack([out.metrics["is_clipped"] for out in outs])  # prime-rl stacks them too
+    is_clipped = torch.stack([out.metrics["is_clipped"] for out in outs])  # stacked as in prime-rl
     torch.testing.assert_close(is_clipped, beyond.sum(1) / lengths(b)[:, 0].double())
 
 
@@ -153,7 +156,7 @@ SLIME: dict[str, Any] = dict(
 
 @pytest.fixture
 def slime_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake of slime's module: its logits are log-probs, its entropies their squares."""
+    """Install a fake of slime's module, in which logits are log-probs, and entropies are squares of log-probs."""
 
     def get_log_probs_and_entropy(logits: Tensor, *, args: Any, with_entropy: bool, **inputs: Any) -> Any:
         assert with_entropy and inputs["total_lengths"] == inputs["unconcat_tokens"] == [20] * B
@@ -196,7 +199,7 @@ def test_slimes_loss_is_its_gspo(batch: Rollout, slime_loss: None) -> None:
         pg = clipped(ratio, per_token(b))
         return mean(pg if c is None else torch.where(per_token(b) < 0, torch.min(pg, -c * per_token(b)), pg))
 
-    logged = check(b, lambda lp: slime(b, lp, kl_loss_coef=0.1), formula)  # without --use-kl-loss it has no effect
+    logged = check(b, lambda lp: slime(b, lp, kl_loss_coef=0.1), formula)  # needs --use-kl-loss
     ratio = sequence_ratio(b.log_probs, b.old, b)
     beyond = ((ratio > 1.0004) & (per_token(b) > 0)) | ((ratio < 0.9996999) & (per_token(b) < 0))
     tokens = b.mask.sum() / (B - 1)
@@ -296,7 +299,10 @@ def test_skyrls_loss_is_its_gspo(batch: Rollout) -> None:
 
 
 class Trainer:
-    """The attributes of ms-swift's GRPOTrainer that `ms_swift` reads."""
+    """A fake of ms-swift's GRPOTrainer with the attributes that the seam reads.
+
+    It gathers metrics of two processes: x of this process and 3 x of the other.
+    """
 
     def __init__(self, lp: Tensor | None = None, model: Any = None, **changes: Any) -> None:
         self.args = SimpleNamespace(delta=None, log_entropy=False)
@@ -372,7 +378,7 @@ def test_ms_swifts_loss_is_its_gspo(batch: Rollout) -> None:
 
 
 def test_ms_swifts_log_probs_without_logits() -> None:
-    """_get_logps_via_local_forward on a tiny Gemma with a soft-cap, at temperature 0.7."""
+    """Compare our `_get_logps_via_local_forward` with the logits of a Gemma with a soft-cap, at temperature 0.7."""
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
         vocab_size=24,
@@ -416,7 +422,7 @@ OPENRLHF: dict[str, Any] = dict(
 
 
 def openrlhf(b: Rollout, lp: Tensor, objective: Objective = GSPO, **changes: Any) -> tuple[Tensor, Any]:
-    """Call our loss with the counts of two ranks and two micro-batches, as in iter_grad_accum_global_norm."""
+    """Call our loss with the counts of two ranks and two micro-batches, like OpenRLHF's iter_grad_accum_global_norm."""
     module = seams.OpenRLHFPolicyLoss(**{**OPENRLHF, **changes}, objective=objective)
     loss, *metrics = module(
         lp,
@@ -460,7 +466,7 @@ def test_openrlhfs_loss_is_its_gspo(batch: Rollout) -> None:
 
 
 def test_logged_metrics_have_no_gradient_and_the_dtype_of_the_loss(batch: Rollout, slime_loss: None) -> None:
-    """Trainers stack the metrics of several micro-batches."""
+    """Trainers stack the metrics of several micro-batches, so the dtypes must be equal."""
     lp = batch.log_probs.float().requires_grad_()
     b = replace(batch, log_probs=lp)
     for logged in (slime(b, lp)[1], prime_rl(b, lp)[1][0].metrics):
@@ -549,7 +555,7 @@ def test_settings_of_another_loss_are_refused(
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, path: str, **contents: Any) -> Any:
-    """Put a fake module of a trainer into sys.modules, with its parent packages."""
+    """Put a fake module and its parent packages into sys.modules. Return the top package."""
     module = sys.modules.get(path) or ModuleType(path)
     for name, x in contents.items():
         monkeypatch.setattr(module, name, x, raising=False)
@@ -588,5 +594,5 @@ def test_the_documented_lines_of_each_trainer_run(
     for name in re.findall(r"gspo_kernels\.integrations\.seams\.(\w+)", INTEGRATIONS):
         assert callable(getattr(seams, name))
     tomllib = pytest.importorskip("tomllib")
-    loss = tomllib.loads(*code_blocks("toml"))["trainer"]["loss"]
+    loss = tomllib.loads(*code_blocks(INTEGRATIONS, "toml"))["trainer"]["loss"]
     assert loss["import_path"].endswith(".seams.prime_rl") and prime_rl(batch, batch.log_probs, **loss["kwargs"])

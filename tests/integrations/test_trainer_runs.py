@@ -44,7 +44,7 @@ def test_several_processes_are_refused_in_one_line(tmp_path: Path, monkeypatch: 
 def test_an_existing_folder_is_kept_and_the_error_names_both_options(tmp_path: Path) -> None:
     earlier = tmp_path / "mine" / "model-seed0" / "model.safetensors"
     earlier.parent.mkdir(parents=True)
-    earlier.touch()  # without metrics.jsonl, as if that was moved
+    earlier.touch()  # without metrics.jsonl, as if that file had been moved
     with pytest.raises(InputError, match=r"mine exists already .* --overwrite .* --name"):
         train(small(tmp_path, steps=1, name="mine"))
     assert earlier.exists()
@@ -63,7 +63,7 @@ def test_a_signal_saves_the_model_and_prints_its_folder(tmp_path: Path, number: 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # in a shell's background job it is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores SIGINT
     )
     assert process.stdout is not None
     for line in process.stdout:  # a pipe receives lines during the run

@@ -1,4 +1,4 @@
-"""Our loss against TRL's `_compute_loss`, which a stand-in for TRL's trainer calls with the same log-probs."""
+"""Compare our loss with TRL's `_compute_loss`, called with the same log-probs on a stand-in for TRL's trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gspo_kernels.sampler_mismatch import off_policy_mask
 pytest.importorskip("trl", minversion="1.16")  # earlier releases normalise dapo differently
 
 
-# An objective, and the settings of GRPOConfig for it.
+# An objective, and the settings of GRPOConfig that give it.
 CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "gspo": (Objective(), {"loss_type": "grpo", "level": SEQUENCE}),
     "gspo delta": (Objective(delta=1.0006), {"loss_type": "grpo", "level": SEQUENCE, "delta": 1.0006}),
@@ -88,18 +88,21 @@ def test_trls_off_policy_mask_is_token_weights(backend: str) -> None:
     assert_agree(batch, ours(replace(batch, weights=kept.weights), objective, backend), loss, gradient)
 
 
-def test_the_normalizer_of_trls_default_is_the_generation_batch(backend: str) -> None:
-    """dapo divides by the tokens of an accumulation window per process. As `normalizer`, it makes gradients add up."""
+def test_the_normalizer_of_trls_default_is_the_number_of_tokens_of_a_step(backend: str) -> None:
+    """TRL's default loss_type, dapo, divides by the tokens of all micro-batches of an optimizer step, per process.
+
+    With this number as `normalizer`, the gradients of our micro-batches add up to TRL's.
+    """
     objective, config = CASES["dapo"]
     batch = rollout(objective)
     loss, gradient, _ = trl_loss(batch, objective, config)
-    window = batch.mask.sum() * GRADIENT_STEPS
-    out, ours_gradient = ours(batch, objective, backend, normalizer=window)
+    tokens = batch.mask.sum() * GRADIENT_STEPS
+    out, ours_gradient = ours(batch, objective, backend, normalizer=tokens)
     assert_agree(batch, (out, ours_gradient), loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
 
 
-def test_trls_luspo_is_gspo_times_length() -> None:
-    """trl#3823: a sequence-level ratio with loss_type dapo is LUSPO up to a constant."""
+def test_sequence_ratios_with_trls_loss_type_dapo_are_luspo() -> None:
+    """TRL's issue 3823: sequence ratios with loss_type dapo give LUSPO, up to a constant factor."""
     objective, config = CASES["gspo with loss_type dapo"]
     batch = rollout(objective)
     _, gradient, _ = trl_loss(batch, objective, config)

@@ -1,4 +1,4 @@
-"""Advantages from rewards, compared with each trainer's formula over Python numbers."""
+"""Advantages from rewards, compared with each trainer's formula, computed on Python floats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def float64(x: list[float]) -> Tensor:
 
 
 def by_group(formula: Formula, rewards: list[float], ids: list[int]) -> Tensor:
-    """Return the formula's advantages, [B], computed group by group."""
+    """Compute advantages [B] with the formula, group by group."""
     advantages = [0.0] * len(rewards)
     for group in set(ids):
         places = [i for i, g in enumerate(ids) if g == group]
@@ -201,7 +201,13 @@ BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "mask": (lambda: whitened(torch.ones(2), torch.ones(2)), ValueError, "mask", "[2]"),
     "advantages": (lambda: whitened(torch.ones(3), torch.ones(2, 4)), ValueError, "advantages", "[3]"),
     "by": (lambda: normalize_rewards(torch.ones(2), "running"), ValueError, "by", "'running'"),
-    "size": (lambda: normalize_rewards(torch.ones(2), "batch", 2), ValueError, "group_size", "by='group'"),
+    "size": (lambda: normalize_rewards(torch.ones(2), "batch", 2), ValueError, "group_size", "by='group', got 2"),
+    "ids": (
+        lambda: normalize_rewards(torch.ones(2), "batch", group_ids=torch.arange(2)),
+        ValueError,
+        "group_ids",
+        "by='group', got a tensor [2]",
+    ),
     "turn ids": (lambda: turn_advantages(torch.ones(2, 3), torch.ones(2, 4)), TypeError, "turn_ids", "float32"),
     "turns": (lambda: turn_advantages(torch.ones(2), torch.ones(2, 4).long()), ValueError, "advantages", "[2]"),
 }
@@ -223,7 +229,7 @@ def test_ddof_applies_to_the_deviation_of_the_batch(ddof: int) -> None:
 
 
 def test_equal_rewards_of_a_batch_are_not_divided() -> None:
-    """Their mean in floating point, (0.1 + 0.1 + 0.1) / 3, is not 0.1, so their computed deviation would not be 0."""
+    """The floating-point mean of three rewards of 0.1 is not 0.1, so their computed deviation would not be 0."""
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
     assert torch.equal(group_advantages(rewards, 3, scale="batch", baseline="none"), rewards)
 

@@ -42,7 +42,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 def gradcheck(fn: Any, inputs: Any, backend: str) -> bool:
-    """Check every entry of the Jacobian, or random projections for interpreted kernels, which are slow."""
+    """Check every entry of the Jacobian. For interpreted kernels, which are slow, check random projections instead."""
     return torch.autograd.gradcheck(fn, inputs, fast_mode=backend == "triton")
 
 
@@ -126,11 +126,11 @@ def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
 
 
 class Captured(Exception):
-    """Raised with the arguments of an operator."""
+    """Carries the arguments of an operator out of the call."""
 
 
 def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
-    """Return the flat arguments with which the public function calls its operator."""
+    """Return the flat arguments with which a public function calls its operator `name`."""
     from gspo_kernels import ops
 
     def capture(*args: Any) -> None:
@@ -170,7 +170,8 @@ def test_operators_pass_opcheck(name: str, head: str, backend: str, monkeypatch:
 
     objective = Objective(kl_coef=0.1, ratio="token") if head == "plain" else Objective(clip_high=0.3)
     args = operator_arguments(name, monkeypatch, objective=objective, **HEADS[head])
-    # The sample has NaN at masked positions. opcheck compares inputs before and after, and NaN is not equal to itself.
+    # The sample has NaN at masked positions. opcheck compares inputs before and after the call, and NaN does not equal
+    # itself, so NaN is replaced.
     args = tuple(x.nan_to_num() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
     args = tuple(
         x.detach().requires_grad_(y.requires_grad) if isinstance(x, Tensor) and isinstance(y, Tensor) else x
@@ -257,9 +258,8 @@ def test_compiled_without_a_graph_break_equals_eager_at_every_shape(
         ).with_options(temperature=torch.tensor(0.5 + seed / 10), normalizer=torch.tensor(1.0 + seed))
         for a, b in zip(run(loss, sample), run(compiled, sample), strict=True):
             assert torch.equal(a, b)
-    assert (
-        len(graphs) <= 5
-    )  # one for the first shape, one for any shape, and more for sizes of 1, which are specialised
+    # One graph for the first shape, one for any shape, and more for sizes of 1, which the compiler specialises.
+    assert len(graphs) <= 5
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -287,3 +287,19 @@ def test_equal_objectives_share_a_graph(preset: str, dynamic: bool | None) -> No
         objectives.append(objective)
         assert torch.equal(compiled(lp, lp - 0.2, objective), loss(lp, lp - 0.2, objective))
     assert len(graphs) == 1
+
+
+def test_an_objective_made_inside_a_compiled_function_is_read() -> None:
+    def loss(log_probs: Tensor, clip: float) -> Tensor:
+        objective = gspo_kernels.Objective(clip_low=clip, clip_high=float("inf"), kl_coef=0.0)
+        return gspo_kernels.policy_loss(log_probs, torch.tensor([-1.0, 1.0]), objective=objective, backend="torch").loss
+
+    log_probs = torch.randn(2, 5)
+    assert torch.equal(torch.compile(loss, fullgraph=True, backend="aot_eager")(log_probs, 2e-3), loss(log_probs, 2e-3))
+
+
+def test_the_text_of_an_objective_restores_its_fields() -> None:
+    objective = gspo_kernels.Objective(
+        ratio="token", surrogate="cispo", clip_high=float("inf"), kl_coef=1 / 3, kl_aggregation="token-mean"
+    )
+    assert gspo_kernels.Objective.from_text(objective.text) == objective

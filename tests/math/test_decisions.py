@@ -1,4 +1,4 @@
-"""Clip decisions equal those of float64, in GSPO's clip window and from half-precision inputs."""
+"""Clip decisions equal float64's, in GSPO's clip window, for fp32 and half-precision inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN, VOCAB = 32, 64
 
 
 def batch(seed: int, sequences: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return hidden states, weight, ids and float64 log-probs [S, length], for inputs with |logit| up to about 30."""
+    """Return hidden states, weight, ids and float64 log-probs [S, length]. |logit| is at most about 30."""
     rng = torch.Generator().manual_seed(seed)
     hidden = torch.randn(sequences, length, HIDDEN, generator=rng).to(dtype)
     weight = (torch.randn(VOCAB, HIDDEN, generator=rng) * 7 / HIDDEN**0.5).to(dtype)
@@ -38,7 +38,8 @@ def true_decisions(u: Tensor, advantages: Tensor, objective: Objective) -> Tenso
 
 
 SHAPES = [(10_000, 16), (1_000, 128), (128, 1024)]
-# An interpreted kernel takes 0.01 s per sequence. A wide window runs the same code, so one case of it is enough.
+# An interpreted kernel takes 0.01 s per sequence, so Triton has fewer sequences on a CPU. The wide window runs the same
+# kernels as GSPO's, so one case with the wide window is enough.
 DECISIONS = [("torch", *shape, window) for shape in SHAPES for window in ("gspo", "wide")]
 KERNEL_SHAPES = ((200, 16), (32, 128), (20, 1024)) if DEVICE.type == "cpu" else SHAPES
 DECISIONS += [("triton", sequences, length, "gspo") for sequences, length in KERNEL_SHAPES]
@@ -54,7 +55,7 @@ def test_ten_thousand_clip_decisions_are_those_of_float64(
     objective = Objective(clip_low=window[0], clip_high=window[1])
     hidden, weight, ids, true_lp = batch(0, sequences, length, dtype)
     rng = torch.Generator().manual_seed(1)
-    # The spread of ratios is about that of the window, as in training: about 15 % of the sequences are clipped.
+    # The log-ratios spread about as far as the window, as in training: about 15 % of the sequences are clipped.
     u = torch.randn(sequences, generator=rng, dtype=torch.float64) * window[0]
     noise = torch.randn(sequences, length, generator=rng, dtype=torch.float64) * 0.03
     old = (true_lp - u[:, None] - noise + noise.mean(1, keepdim=True)).float()
@@ -67,7 +68,7 @@ def test_ten_thousand_clip_decisions_are_those_of_float64(
     truth = true_decisions(u, advantages.double(), objective)
     bounds = torch.tensor([math.log1p(-window[0]), math.log1p(window[1])], dtype=torch.float64)
     clear = (u[:, None] - bounds).abs().amin(1) > decision_band(length)
-    assert clear.double().mean() > (0.7 if window[0] < 1e-3 else 0.99)  # few sequences are too close to a bound to test
+    assert clear.double().mean() > (0.7 if window[0] < 1e-3 else 0.99)  # few sequences lie too close to a bound
     assert 0.05 < truth.double().mean() < 0.5
     wrong = clear & (ours != truth)
     assert not wrong.any(), f"{int(wrong.sum())} of {int(clear.sum())} decisions differ from float64"
@@ -75,7 +76,7 @@ def test_ten_thousand_clip_decisions_are_those_of_float64(
 
 
 def test_logits_rounded_to_bf16_fail_the_same_check() -> None:
-    """The check can fail: logits in bf16 flip a large share of the decisions."""
+    """Logits rounded to bf16 change more than a tenth of the decisions, so the check above can fail."""
     hidden, weight, ids, true_lp = batch(0, 1_000, 128, torch.bfloat16)
     rng = torch.Generator().manual_seed(1)
     u = torch.randn(1_000, generator=rng, dtype=torch.float64) * 3e-4
@@ -109,7 +110,7 @@ def test_log_probs_of_large_heads_are_near_float64(
 
 
 def test_clip_bounds_are_inclusive_and_compared_with_the_log_ratio(backend: str) -> None:
-    """The last float inside a bound of u has a gradient, the next float outside has none."""
+    """The last float inside a bound on the log-ratio u has a gradient. The next float, outside the bound, has none."""
     for sign, bound in ((1.0, math.log1p(4e-4)), (-1.0, math.log1p(-3e-4))):
         on_bound = torch.tensor(bound, dtype=torch.float32)
         outward = torch.tensor(math.copysign(math.inf, bound))

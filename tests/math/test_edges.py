@@ -144,7 +144,7 @@ def test_empty_and_masked_sequences_do_not_change_the_others(name: str, backend:
     sample = make_sample(2, dtype=torch.float64, packed=True, objective=Objective(**OBJECTIVES[name]))
     expected = run_fused(sample, backend, entropy=True)
     offsets, rows, hidden = sample.options["cu_seqlens"], sample.target_ids.shape[0], sample.leaves["hidden"]
-    extra = 4  # masked tokens, in a sequence of their own at the end; two more sequences have no tokens
+    extra = 4  # masked tokens, which form an additional last sequence; two more sequences are added without tokens
     longer = {
         key: torch.cat([x, torch.zeros(extra, dtype=x.dtype)])
         for key, x in sample.options.items()
@@ -205,7 +205,7 @@ def test_masked_tokens_have_exactly_zero_influence(name: str, packed: bool, back
     mask = sample.options["mask"]
 
     def with_masked(value: float, token: int) -> tuple[LossOutput, dict[str, Tensor]]:
-        """Run the loss with `value` at masked positions of floating-point inputs, and `token` at those of ids."""
+        """Run the loss with `value` at masked positions of floating-point inputs, and `token` as the masked ids."""
 
         def fill(x: Tensor, value: float = value) -> Tensor:
             x = x.detach().clone()
@@ -354,7 +354,7 @@ def test_enormous_ratios_match_float64(
 
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 def test_an_enormous_ratio_stays_in_its_sequence(ratio: str, backend: str) -> None:
-    """Clipped, it does not change the loss. Unclipped, it makes the loss inf and changes only its own gradient."""
+    """A clipped ratio leaves the loss finite, an unclipped ratio makes it inf. Other sequences keep their gradients."""
     objective = Objective(ratio=ratio)
     sample = make_sample(7, objective=objective)
     old = sample.options["old_log_probs"].clone()
@@ -409,7 +409,7 @@ def test_an_infinite_ratio_times_zero_kl_adds_nothing(backend: str) -> None:
 
 
 def integer_logits_sample(size: float, dtype: torch.dtype, offset: float = 0.0, temperature: float = 1.0) -> Sample:
-    """Return a sample whose logits are integers up to about `size`, plus `offset`, with operands exact in any dtype."""
+    """Return a sample whose logits are `offset` plus integers of at most about `size`. All operands are integers."""
     sample = make_sample(8, on_policy=True, dtype=torch.float32, hidden_size=4, objective=Objective(entropy_coef=0.05))
     rng = torch.Generator().manual_seed(8)
     hidden = torch.randint(-2, 3, sample.leaves["hidden"].shape, generator=rng).to(dtype)
@@ -462,7 +462,7 @@ def test_banned_columns_do_not_change_results(
     truth, true_grads = run_oracle(sample)
     same, same_grads = run_plain(sample, DTYPES[dtype], truth, true_grads)
     vocab, width = sample.leaves["weight"].shape
-    # One full tile, and single columns before and after it.
+    # Banned are all columns of one tile, and single columns before and after that tile.
     banned = torch.zeros(vocab + 12, dtype=torch.bool)
     banned[[0, 3, *range(14, 21), 25, 40, vocab + 11]] = True
     kept = (~banned).nonzero()[:, 0]
@@ -506,9 +506,9 @@ def test_the_only_allowed_token_is_certain(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
 def test_gradients_of_peaked_rows_keep_their_relative_precision(dtype: str, backend: str) -> None:
-    """The gradient of the target's column is 1 - p. Here that is 1e-9 to 1e-12, although p rounds to 1 in fp32."""
+    """The gradient of the target's logit is 1 - p. Here it is 1e-12 to 1e-9, although p rounds to 1 in fp32."""
     peaks = torch.arange(24, 32, dtype=torch.float64)
-    vocab, rows, upstream = 33, len(peaks), 2.0**30  # the upstream gradient, because 1e-12 underflows in fp16
+    vocab, rows, upstream = 33, len(peaks), 2.0**30  # a large upstream gradient, because 1e-12 underflows in fp16
     targets, row = torch.arange(rows) * 4, torch.arange(rows)
     logits = torch.zeros(rows, vocab, dtype=torch.float64)
     logits[row, targets] = peaks
@@ -527,7 +527,8 @@ def test_gradients_of_peaked_rows_keep_their_relative_precision(dtype: str, back
     same = relative(torch.log_softmax(hidden @ weight.t(), 1)[row, targets])
     exact = torch.ones(rows, dtype=torch.float64)
     wide = torch.float64 if dtype == "fp64" else torch.float32
-    # Plain PyTorch loses 1 - p completely, and in fp16 the upstream gradient too. So the limit on the RMS decides.
+    # Plain PyTorch loses 1 - p completely, and in fp16 the upstream gradient overflows. So plain PyTorch's error allows
+    # anything, and the limit on the relative RMS error decides.
     check("d_weight / (1 - p)", ours[0], same[0].nan_to_num(0, 0, 0), exact, DTYPES[dtype])
     check("log_probs / truth", ours[1], same[1].nan_to_num(0, 0, 0), exact, wide)
 
@@ -703,10 +704,10 @@ def test_an_upstream_gradient_of_zero_gives_exactly_zero(name: str, backend: str
     assert_all_zero(*gradients)
 
 
-# -- memory layout of operands, and which of them require a gradient
+# -- memory layout of operands, and which operands require a gradient
 
 VIEWS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    # make the leaf of hidden; view it as hidden [6, 5, 8]; make the weight [21, 8] of a leaf [21, 8]
+    # Functions that make a leaf, turn this leaf into hidden [6, 5, 8], and turn a leaf [21, 8] into the weight [21, 8]
     "hidden-sliced": (lambda: torch.randn(6, 6, 8), lambda h: h[:, :-1], lambda w: w),
     "hidden-every-second": (lambda: torch.randn(12, 5, 8), lambda h: h[::2], lambda w: w),
     "hidden-transposed": (lambda: torch.randn(5, 6, 8), lambda h: h.transpose(0, 1), lambda w: w),
@@ -745,7 +746,7 @@ def test_the_memory_layout_of_operands_changes_no_bit_of_a_log_prob(name: str, d
     ours, expected = run(False), run(True)
     for a, b in zip(ours[:3], expected[:3], strict=True):
         assert_same(a, b)
-    for a, b in zip(ours[3:], expected[3:], strict=True):  # products of another layout may round differently
+    for a, b in zip(ours[3:], expected[3:], strict=True):  # matrix products may round differently in another layout
         torch.testing.assert_close(a, b)
 
 
@@ -855,7 +856,7 @@ def test_gradients_are_computed_only_where_required_and_with_the_same_bits(
 
 
 def test_token_weights_are_per_token_even_if_there_are_as_many_sequences(backend: str) -> None:
-    """With N == S, because a sequence is empty, advantages are read per sequence and weights per token."""
+    """There are two tokens and two sequences, one of them empty. Advantages are per sequence, weights per token."""
     kwargs = {"cu_seqlens": torch.tensor([0, 0, 2], dtype=torch.int32), "backend": backend}
     log_probs = torch.zeros(2, requires_grad=True)
     weights = torch.tensor([3.0, 0.0])
@@ -870,7 +871,7 @@ def test_token_weights_are_per_token_even_if_there_are_as_many_sequences(backend
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 def test_long_sequences_meet_the_tolerance(length: int, packed: bool, ratio: str, backend: str) -> None:
-    """An fp32 sum of equal terms rounds in the same direction every time: 32,768 terms have an error of 3e-4."""
+    """An fp32 sum of equal terms rounds in one direction many times: 32,768 terms have a relative error of 3e-4."""
     rng = torch.Generator().manual_seed(0)
     log_probs = -3 * torch.rand(2, length, generator=rng)
     old = log_probs - 1e-4

@@ -1,4 +1,4 @@
-"""Tests of faults that other tests of the loss do not detect: rare branches, metrics, the last rounding.
+"""Detect faults that other tests of the loss miss: in rare branches, in metrics, in the last rounding.
 
 `repo/test_mutations.py` seeds each fault and runs the test that must fail on it.
 """
@@ -88,7 +88,7 @@ def test_reinforce_clips_nothing(backend: str) -> None:
 @on_device
 @pytest.mark.parametrize("temperature", [1e-3, 1e-12, 1e-30])
 def test_a_small_sapo_temperature_has_a_slope_at_far_ratios(temperature: float, backend: str) -> None:
-    """The sigmoid has its slope where temperature * ratio is near 1: at log-ratios of 7, 28 and 69."""
+    """The sigmoid is steep where temperature * ratio is near 1: here at log-ratios of 7, 28 and 69."""
     objective = Objective(
         surrogate="sapo", ratio="token", sapo_temperature_pos=temperature, sapo_temperature_neg=temperature
     )
@@ -107,7 +107,10 @@ def test_a_small_sapo_temperature_has_a_slope_at_far_ratios(temperature: float, 
 
 @on_device
 def test_log_probs_are_rounded_once(backend: str) -> None:
-    """Errors in units of the last place are those of one rounding: the errors of both differences are added back."""
+    """The RMS error is that of a single rounding, because the rounding errors of two differences are added back.
+
+    Errors are in units in the last place of the log-prob.
+    """
     errors = []
     for seed in range(4):
         rng = torch.Generator().manual_seed(seed)
@@ -127,7 +130,10 @@ def test_log_probs_are_rounded_once(backend: str) -> None:
 def test_empty_sequences_do_not_change_the_smallest_and_largest_ratio(
     ratio: str, log_ratio: float, backend: str
 ) -> None:
-    """Masked tokens do not either. All ratios are on one side of 1, the ratio of an empty sequence."""
+    """Masked tokens do not change them either.
+
+    An empty sequence or a masked token would have ratio 1, and all other ratios here are on the same side of 1.
+    """
     log_probs, mask = torch.full((3, 4), log_ratio), torch.ones(3, 4, dtype=torch.bool)
     mask[1], mask[0, 2] = False, False
     objective = Objective(ratio=ratio, clip_low=0.9, clip_high=9.0)
@@ -159,7 +165,7 @@ def test_an_infinite_ratio_times_kl_does_not_change_masked_tokens(masked: bool, 
 
 @on_device
 def test_tokens_with_only_an_entropy_gradient_count_as_having_a_gradient(backend: str) -> None:
-    """All tokens are clipped, so that only the entropy bonus has a gradient."""
+    """All tokens are clipped, so only the entropy bonus can have a gradient."""
     log_probs, entropy = torch.ones(2, 3), torch.ones(2, 3)
     for bonus, share in ((0.0, 1.0), (0.1, 0.0)):
         out = policy_loss(
@@ -176,7 +182,7 @@ def test_tokens_with_only_an_entropy_gradient_count_as_having_a_gradient(backend
 @on_device
 @pytest.mark.parametrize("target", [70, 71, 127, 2**31, 2**32 + 3, -1, -(2**32) + 3])
 def test_the_log_prob_of_an_id_outside_the_vocabulary_is_nan(target: int, backend: str) -> None:
-    """Only its own row is NaN. On accelerators, such ids are not rejected before."""
+    """Only the row of that id is NaN. On accelerators, no check rejects such ids before the kernels run."""
     head = head_rows(5, 24, 70)
     bad = head._replace(target_ids=head.target_ids.clone())
     bad.target_ids[2] = target
@@ -211,7 +217,10 @@ def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
 
 @pytest.mark.parametrize("upstream", [1.0, 1e-3])
 def test_fp16_gradients_of_a_small_slope_do_not_underflow(upstream: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The power of two includes the slope. Half-precision products with fp32 results, as on CUDA, are simulated."""
+    """The power of two that lifts d_logits out of underflow accounts for the slope, here a logit scale of 1e-6.
+
+    Half-precision operands with fp32 products, as on CUDA, are simulated.
+    """
     head = head_rows(4, 8, 40, logit_scale=1e-6)
     head = head._replace(hidden=head.hidden.half(), weight=(1e4 * head.weight).half())
     d, needs = torch.full((4,), upstream), NeedsGradient(True, False, False, False, False)
@@ -226,14 +235,14 @@ def test_fp16_gradients_of_a_small_slope_do_not_underflow(upstream: float, monke
 def test_the_power_of_two_brings_the_largest_of_both_gradients_near_one() -> None:
     valid = torch.tensor([True, True, False])
     small, large = torch.tensor([1e-6, 0.0, 1e9]), torch.tensor([0.0, 100.0, 0.0])
-    assert power_of_two(small, None, valid) == 2.0**19
-    assert power_of_two(small, large, valid) == power_of_two(large, small, valid) == 2.0**-7
+    assert power_of_two(small, None, valid, 1.0) == 2.0**19
+    assert power_of_two(small, large, valid, 1.0) == power_of_two(large, small, valid, 1.0) == 2.0**-7
     for bad in (torch.inf, torch.nan, 0.0):
-        assert power_of_two(torch.full((3,), bad), None, valid) == 1
+        assert power_of_two(torch.full((3,), bad), None, valid, 1.0) == 1
 
 
 def test_the_power_of_two_for_subnormal_gradients_is_within_fp32() -> None:
-    assert power_of_two(torch.tensor([1e-42]), None, torch.tensor([True])) == 2.0**126
+    assert power_of_two(torch.tensor([1e-42]), None, torch.tensor([True]), 1.0) == 2.0**126
 
 
 @on_device
@@ -250,7 +259,7 @@ def test_the_slope_of_a_nan_kl_is_nan() -> None:
 
 
 def test_operands_are_half_precision_only_if_products_are_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch has half-precision products with an fp32 result on CUDA, but not on ROCm."""
+    """PyTorch multiplies half-precision operands into an fp32 result on CUDA, but not on ROCm."""
     for version, expected in (("7.0", torch.float32), (None, torch.bfloat16)):
         monkeypatch.setattr(torch.version, "hip", version)
         assert torch_tiles.operand_dtype(torch.device("cuda"), torch.bfloat16) == expected
@@ -275,7 +284,7 @@ def test_a_negative_scale_drops_as_much_as_a_positive_one() -> None:
 
 @on_device
 def test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature() -> None:
-    """The targets and half of the columns are at the soft-cap and have no gradient. The other columns have one."""
+    """The first half of the columns holds all targets, is at the soft-cap, and has no gradient. The second half has."""
     weight = torch.zeros(60, 1)
     weight[:30] = 100
     leaves = {"hidden": torch.ones(2, 8, 1), "weight": weight}

@@ -1,6 +1,6 @@
 """Statements of the GSPO paper (arXiv 2507.18071) that are exact identities, for both backends.
 
-`docs/benchmarks.md` lists all of the paper's claims and how each one was checked.
+`docs/benchmarks.md` lists all claims of the paper and how each was checked. Sections below are sections of the paper.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def test_gspo_token_with_one_advantage_per_sequence_is_gspo(backend: str) -> Non
 
 @on_device
 def test_token_weights_turn_gspo_token_into_another_loss(backend: str) -> None:
-    """The check above can fail: weights per token, as against a sampler's log-probs, break the identity."""
+    """Token weights, such as importance weights of a sampler, break the identity, so the check above can fail."""
     batch, token = rollout(GSPO, weights=True), Objective.preset("gspo-token")
     gradients = [ours(batch, objective, backend)[1] for objective in (GSPO, token)]
     assert (gradients[0] - gradients[1]).abs().max() > 0.1 * gradients[0].abs().max()
 
 
 def weights_of(log_ratio: Tensor, advantages: Tensor, objective: Objective, backend: str) -> Tensor:
-    """Return what multiplies the gradient of each token's log-prob besides its advantage: [S, L], 0 where clipped."""
+    """Return the weight in each token's gradient, -weight * advantage / length: [S, L], 0 if clipped."""
     leaf = log_ratio.clone().requires_grad_()
     old = torch.zeros_like(log_ratio)
     out = policy_loss(leaf, advantages, old_log_probs=old, objective=objective, normalizer=1.0, backend=backend)
@@ -58,7 +58,7 @@ def samples(objective: Objective) -> tuple[Tensor, Tensor]:
 @on_device
 @pytest.mark.parametrize("objective", [GSPO, GRPO], ids=["gspo", "grpo"])
 def test_weights_lie_inside_the_bounds_and_are_zero_beyond(objective: Objective, backend: str) -> None:
-    """Section 4.2: in (0, 1 + clip_high] for a positive advantage, in [1 - clip_low, inf) for a negative one."""
+    """Section 4.2: nonzero weights are in (0, 1 + clip_high] if A > 0, and in [1 - clip_low, inf) if A < 0."""
     log_ratio, advantages = samples(objective)
     weights = weights_of(log_ratio, advantages, objective, backend)
     positive, negative = weights[advantages > 0], weights[advantages < 0]
@@ -75,7 +75,7 @@ def test_weights_lie_inside_the_bounds_and_are_zero_beyond(objective: Objective,
 
 @on_device
 def test_gspo_weights_all_tokens_of_a_sequence_alike_and_grpo_does_not(backend: str) -> None:
-    """Section 4.2."""
+    """Section 4.2: GSPO has one weight per sequence, GRPO one weight per token."""
     for objective, varies in ((GSPO, False), (GRPO, True)):
         weights = weights_of(*samples(objective), objective, backend)
         assert ((weights.amax(1) - weights.amin(1) > 0) == varies).all()
@@ -83,7 +83,10 @@ def test_gspo_weights_all_tokens_of_a_sequence_alike_and_grpo_does_not(backend: 
 
 @on_device
 def test_the_range_of_the_log_ratio_shrinks_with_the_root_of_the_length(backend: str) -> None:
-    """Section 4.1 says that the range is unified. Over all signs of independent tokens the deviation is exact."""
+    """Section 4.1 says that dividing by the length unifies the range of ratios.
+
+    All combinations of signs of independent tokens are in the batch, so the standard deviation is known exactly.
+    """
     size = 0.02  # nats: every token's log-ratio is +size or -size
     for length in (1, 4, 9):
         signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * length)

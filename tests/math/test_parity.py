@@ -1,4 +1,4 @@
-"""Values and gradients of the fused loss equal the oracle's within tolerance.py, for every option."""
+"""Compare values and gradients of the fused loss with the float64 oracle, within tolerance.py, for every option."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_every_objective_equals_the_oracle_in_training_dtypes(name: str, dtype: 
     assert_equals_oracle(sample, DTYPES[dtype], backend)
 
 
-# Every pair in float64. Other dtypes differ only in rounding: they run every layout with two heads, and every head
-# with one layout.
+# float64 runs every pair of head and layout. Other dtypes differ only in rounding, so they run every layout with two
+# heads, and every head with one layout.
 PAIRS = [
     (head, layout, dtype)
     for head in HEADS
@@ -109,7 +109,7 @@ def test_log_probs_and_policy_loss_chained_equal_the_fused_loss_bitwise(name: st
 
 
 def test_several_tiles_of_rows_and_columns(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    """Tiles are smaller than the batch and the vocabulary and ragged at both ends. Every slab has targets."""
+    """The batch and the vocabulary have several tiles, of which the last is ragged. Every slab has targets."""
     from gspo_kernels.backends.torch import tiles as torch_tiles
 
     monkeypatch.setattr(torch_tiles, "tile_shape", lambda device, dtype: (8, 7))
@@ -129,7 +129,7 @@ def test_multi_turn_batches_of_uneven_lengths(seed: int, backend: str) -> None:
 
 @pytest.fixture
 def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiply half-precision operands with fp32 results, as on tensor cores, on a CPU."""
+    """Simulate tensor cores on a CPU: operands stay in half precision, products are fp32."""
     from gspo_kernels.backends.torch import tiles as torch_tiles
 
     monkeypatch.setattr(torch_tiles, "operand_dtype", lambda device, dtype: dtype)
@@ -142,7 +142,7 @@ def test_half_operands_with_fp32_results(dtype: str, tensor_cores: None) -> None
 
 
 def test_small_fp16_gradients_survive_the_product(tensor_cores: None) -> None:
-    """d_logits underflows in fp16 unless it is multiplied by a power of two; d_hidden does not underflow."""
+    """Here d_logits underflows in fp16 unless it is multiplied by a power of two, but d_hidden does not underflow."""
     sample = make_sample(12, dtype=torch.float16).with_options(normalizer=200.0, logit_scale=1 / 64)
     sample.leaves["weight"].data *= 64
     d_hidden, truth = (run(sample)[1]["hidden"].flatten(0, 1) for run in (run_fused, run_oracle))

@@ -1,4 +1,4 @@
-"""Every preset equals the loss of the paper or trainer that it is named after, written out here from that source."""
+"""Compare every preset with the loss of the paper or trainer that it is named after, written here from that source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Formula = Callable[[Tensor, Rollout, Objective], Tensor]
 
 
 def sequence_ratio(lp: Tensor, b: Rollout) -> Tensor:
-    """Return (pi(y) / pi_old(y)) ^ (1 / |y|), [B] (arXiv 2507.18071, eq. 7)."""
+    """Return (pi(y) / pi_old(y)) ^ (1 / |y|) of each answer y, [B] (arXiv 2507.18071, eq. 7)."""
     m = b.double_mask()
     return (((lp - b.old) * m).sum(1) / m.sum(1)).exp()
 
@@ -70,7 +70,7 @@ def cispo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
 
 
 def sapo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
-    """arXiv 2511.20347: 4 / tau sigmoid(tau (r - 1)), tau 1.0 above zero advantage and 1.05 below."""
+    """arXiv 2511.20347: 4 / tau sigmoid(tau (r - 1)). tau is 1.0 for positive advantages and 1.05 for negative ones."""
     tau = torch.tensor([1.05, 1.0], dtype=lp.dtype)[(b.advantages > 0).long()][:, None]
     gate = 4 / tau / (1 + (-tau * ((lp - b.old).exp() - 1)).exp())
     m = b.double_mask()
@@ -130,7 +130,7 @@ KL: dict[str, Callable[[Tensor, Rollout], Tensor]] = {
     "abs": lambda lp, b: (lp - b.ref).abs(),
     "k2": lambda lp, b: (lp - b.ref) ** 2 / 2,
     "k3": lambda lp, b: (b.ref - lp).exp() - (b.ref - lp) - 1,
-    # verl's core_algos.kl_penalty: the value of the estimator with the gradient of k2.
+    # As in verl's core_algos.kl_penalty, "+" means the value of the estimator with the gradient of k2.
     "k1+": lambda lp, b: (lp - b.ref).detach() + (lp.detach() - b.ref) * (lp - lp.detach()),
     "k3+": lambda lp, b: KL["k3"](lp.detach(), b) + (lp.detach() - b.ref) * (lp - lp.detach()),
     # arXiv 2512.02556
@@ -185,7 +185,7 @@ def test_the_clip_fractions_are_those_of_the_surrogate(preset: str, backend: str
 def test_an_infinite_ratio_is_clipped_or_reaches_the_loss(
     preset: str, advantage: float, extreme: float, backend: str
 ) -> None:
-    """exp(200) is inf in float32: where a bound binds it is not multiplied. A NaN ratio reaches the loss."""
+    """exp(200) is inf in float32. Where a bound clips this ratio, the loss is finite. A NaN ratio reaches the loss."""
     o = Objective.preset(preset)
     batch = rollout(Objective.preset("sapo"))
     old, advantages = batch.old.clone(), batch.advantages.abs() + 0.1

@@ -1,4 +1,4 @@
-"""Properties of every batch, tested with examples from Hypothesis."""
+"""Properties that hold for every batch, tested with batches drawn by Hypothesis."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def samples(draw: st.DrawFn, dtype: torch.dtype = torch.float32, **fixed: Any) -
 
 
 def same(a: Tensor, b: Tensor, scale: Tensor | None = None) -> None:
-    """Assert equality in float64 up to the order of sums."""
+    """Assert equality in float64, up to the rounding of sums in another order, relative to the largest `scale`."""
     largest = (b if scale is None else scale).abs().max().item() if b.numel() else 0.0
     assert torch.allclose(a, b, rtol=0, atol=FLOAT64_RELATIVE * max(largest, 1e-3))
 
@@ -68,7 +68,7 @@ def lengths_of(sample: Sample) -> list[int]:
 
 
 def packed(sample: Sample) -> tuple[Sample, Tensor]:
-    """Return the same tokens packed, and where they are in the padded batch, [B, T] bool."""
+    """Return the same tokens packed, and a bool mask [B, T] of their positions in the padded batch."""
     lengths, (_, longest) = lengths_of(sample), sample.target_ids.shape
     inside = torch.arange(longest)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
 
@@ -113,7 +113,7 @@ def test_masked_tokens_have_exactly_zero_influence(sample: Sample, seed: int) ->
         return x
 
     other = Sample(
-        # Not the weight, which has the mask's shape if V = B and H = T.
+        # The weight is not disturbed: it has the mask's shape if V = B and H = T.
         dict(sample.leaves, hidden=disturb(sample.leaves["hidden"])),
         disturb(sample.target_ids),
         disturb(sample.advantages),
@@ -204,7 +204,7 @@ def test_equal_policies_give_ratio_exactly_one_and_the_reinforce_gradient(sample
 
 @given(samples(dtype=torch.float64, bias=False, vocab=12, padded_vocab=0))
 def test_with_an_identity_head_each_row_of_d_hidden_sums_to_zero(sample: Sample) -> None:
-    """d_logits sums to 0 over the vocabulary, and equals d_hidden if the weight is the identity."""
+    """Each row of d_logits sums to 0, and d_hidden equals d_logits if the weight is the identity."""
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(*sample.target_ids.shape, 12, generator=rng, dtype=torch.float64)
     options = {k: v for k, v in sample.options.items() if k not in ("logit_softcap", "vocab_size")}
@@ -257,7 +257,7 @@ def test_shifting_all_logits_changes_nothing(sample: Sample, shift: float) -> No
 
 
 def near_a_bound(sample: Sample, log_ratio: Tensor) -> bool:
-    """Return whether rounding may change a clip decision, and so gradients."""
+    """Return whether rounding may change a clip decision, and thereby gradients."""
     bounds = [1 - sample.objective.clip_low, 1 + sample.objective.clip_high, sample.objective.ceiling]
     return any(bool(((log_ratio.exp() - bound).abs() < FLOAT64_BOUND).any()) for bound in bounds)
 

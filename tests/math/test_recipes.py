@@ -1,4 +1,4 @@
-"""Recipes of published GSPO guides: each step computed by hand and by our functions."""
+"""Recipes of the GSPO guides that docs/parity.md lists, each step computed by hand and by our functions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def ratios(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 def test_rolls_gspo_recipe(by: str | None, in_reward_kl: bool, backend: str) -> None:
     """ROLL's GSPO page: reward norm, reward clip, KL in the reward, whitening, advantage clip, then the actor's loss.
 
-    There loss_agg_mode is seq-mean-token-sum, and the dual clip is 1 + 2 pg_clip with pg_clip 0.2. The gradient flows
-    through the sequence's ratio, even if a KL in the reward makes advantages differ between tokens.
+    On that page, loss_agg_mode is seq-mean-token-sum, and the dual clip is 1 + 2 pg_clip with pg_clip 0.2. The gradient
+    flows through the sequence's ratio, even if a KL in the reward makes advantages differ between tokens.
     """
     objective = Objective.preset("luspo", clip_low=0.2, clip_high=0.2, dual_clip=1.4, kl_coef=0.001)
     b = rollout(Objective())
@@ -80,7 +80,10 @@ def test_rolls_gspo_recipe(by: str | None, in_reward_kl: bool, backend: str) -> 
 
 
 def test_the_seven_steps_of_the_blog_on_answers_of_a_few_tokens(backend: str) -> None:
-    """Z-scores in groups of G, one length-normalised ratio per answer, one clip; for G from 2 and lengths from 1."""
+    """The steps: z-scores per group, one length-normalised ratio per answer, one clip.
+
+    Groups have 2 to 8 answers, and answers have 1 to 5 tokens.
+    """
     for group in range(2, 9):
         rng = torch.Generator().manual_seed(group)
         rewards = torch.rand(2 * group, generator=rng, dtype=torch.float64)
@@ -118,7 +121,11 @@ def test_the_blogs_skeleton_is_not_this_loss() -> None:
 
 
 def test_the_gradients_of_gspo_and_grpo_weigh_tokens_as_the_paper_says(backend: str) -> None:
-    """Section 4.2: GSPO weights all tokens of an answer equally, GRPO by their ratio in (0, 1 + e] or [1 - e, inf)."""
+    """Section 4.2: GSPO weights all tokens of an answer equally, GRPO weights each token by its ratio.
+
+    With a clip window of e on both sides, GRPO's ratios are in (0, 1 + e] for positive and in [1 - e, inf) for negative
+    advantages.
+    """
     grpo = Objective.preset("grpo")
     b = rollout(grpo)
     lengths = b.mask.sum(1, keepdim=True)
@@ -149,7 +156,10 @@ def test_dapo_and_grpo_differ_in_what_a_token_counts(backend: str) -> None:
 
 
 def test_log_probs_of_the_engine_as_old_ones(backend: str) -> None:
-    """Section 5.4: the engine's log-probs replace a forward of the old policy. Metrics report the difference."""
+    """Section 5.4 of the paper: the inference engine's log-probs replace a forward of the old policy.
+
+    With a rollout correction, a metric reports how far the engine's log-probs are from the old policy's.
+    """
     b = rollout(Objective())
     engine = b.old + 0.01 * torch.randn(b.old.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     correction = RolloutCorrection(level="geometric")
@@ -170,7 +180,7 @@ def test_log_probs_of_the_engine_as_old_ones(backend: str) -> None:
 
 
 def test_a_partial_rollout_of_two_policies_and_tool_output(backend: str) -> None:
-    """Old log-probs are of the policy that sampled each token. Tool output is masked: it has no effect on the loss."""
+    """The old log-prob of each token is from the policy that sampled it. Tool output is masked and changes nothing."""
     b = rollout(Objective())
     later = b.old + 0.02
     first = torch.arange(16) < 5
@@ -197,7 +207,10 @@ def test_a_partial_rollout_of_two_policies_and_tool_output(backend: str) -> None
 
 @pytest.mark.parametrize("window", [(3e-4, 4e-4), (2e-4, 3e-4)])
 def test_the_windows_of_the_guides(window: tuple[float, float], backend: str) -> None:
-    """Windows 3e-4 / 4e-4 below a billion parameters, 2e-4 / 3e-4 above and for MoE, with kl_coef 0 or 0.01."""
+    """Guides use clip windows of 3e-4 and 4e-4 below a billion parameters, 2e-4 and 3e-4 above and for MoE.
+
+    They use a KL coefficient of 0 or 0.01; here it is 0.01.
+    """
     objective = Objective(clip_low=window[0], clip_high=window[1], kl_coef=0.01)
     b = rollout(objective)
     s = ratios(b.log_probs, b.old, b.double_mask())

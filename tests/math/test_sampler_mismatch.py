@@ -1,4 +1,4 @@
-"""Importance weights of rollouts, compared with their formulas over Python numbers."""
+"""Importance weights and off-policy masks of rollouts, compared with their formulas, computed on Python floats."""
 
 from __future__ import annotations
 
@@ -136,7 +136,10 @@ def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, 
 @on_device
 @pytest.mark.parametrize("level", LEVELS)
 def test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero(level: str, backend: str) -> None:
-    """With advantage 0, token weight 0, or an inf weight on a clipped token, there is no gradient and no NaN."""
+    """A NaN weight adds nothing where the advantage or the token weight is 0.
+
+    An infinite weight of clipped tokens makes the loss infinite, but adds no gradient.
+    """
     old = -torch.ones(2, 3)
     rollout = old.clone()
     rollout[0, 0] = torch.nan
@@ -261,7 +264,7 @@ OFFSETS = {
     "past N": ([0, 7], "ending at N = 6"),
     "not from 0": ([2, 6], "at 0"),
     "falling": ([0, 5, 3, 6], "non-decreasing"),
-    "none": ([], "leading 0"),
+    "none": ([], "starting with 0"),
 }
 
 

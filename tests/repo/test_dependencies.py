@@ -1,4 +1,4 @@
-"""The core needs only torch and Triton. Everything else names a missing package and the extra that installs it."""
+"""The core needs only torch and Triton. All other parts name a missing package and the extra that installs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import gspo_kernels
 
 if sys.version_info >= (3, 11):
     import tomllib
-else:  # before Python 3.11, pytest depends on tomli
+else:  # before Python 3.11, pytest installs tomli
     import tomli as tomllib
 
 CORE = ("torch", "triton")
@@ -69,7 +69,7 @@ class Hiding:
 
 
 def needed(package: str) -> set[str]:
-    """Return the names of a package and of everything that it requires without an extra."""
+    """Return the names of a package and of all packages that it requires, directly or indirectly, without an extra."""
     names, ahead = set(), [package]
     while ahead:
         name = canonicalize_name(ahead.pop())
@@ -96,7 +96,8 @@ def absent_from_a_core_installation() -> list[str]:
 def run_without(modules: list[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process in which importing `modules` fails, as if they were not installed."""
     code = f"{HIDE}sys.meta_path[:] = [Hiding(finder, {modules!r}) for finder in sys.meta_path]\n{code}"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # needs NumPy
+    # Triton's interpreter needs NumPy, which the core does not require.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
 
 

@@ -1,4 +1,4 @@
-"""The pages in docs/ name existing tests, files and presets, and all presets."""
+"""The pages in docs/ name only tests and files that exist. docs/parity.md lists every preset."""
 
 from __future__ import annotations
 

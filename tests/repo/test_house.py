@@ -44,7 +44,7 @@ start = time.process_time()  # processor time of this process, as other processe
 from gspo_kernels import gspo_fused_loss, linear_log_probs, policy_loss
 print(time.process_time() - start)
 """
-    # Other processes also compete for the caches and slow the import. So take the fastest of ten.
+    # Other processes compete for the caches and slow the import, so one fast import of ten is enough.
     assert any(float(run_python(code)) < 0.05 for _ in range(10))
 
 

@@ -1,6 +1,6 @@
-"""The tests detect seeded faults. Each fault is one edit of a copy of the library, and a named test must fail on it.
+"""The tests detect seeded faults. Each fault is an edit of a copy of the library, and a named test must fail on it.
 
-If the test passes in spite of the fault, then the library makes a promise that no test checks.
+If the test passes in spite of the fault, the library makes a promise that no test checks.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ def test_a_seeded_fault_is_killed(name: str, tmp_path: Path) -> None:
     if fault[3].startswith("trainers/trl"):
         pytest.importorskip("trl", minversion="1.15")
     if fault[3].startswith("trainers/verl") and importlib.util.find_spec("verl") is None:
-        pytest.skip("needs verl, which has an environment of its own: make test-trainers")
+        pytest.skip("needs verl, which is installed in another environment: make test-trainers")
     assert is_killed(fault, tmp_path), f"{name}: test passed or did not run\n{(tmp_path / 'log').read_text()[-2000:]}"

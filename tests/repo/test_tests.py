@@ -1,4 +1,4 @@
-"""No test imports from another test file."""
+"""No file in tests/ imports from a test file."""
 
 from __future__ import annotations
 

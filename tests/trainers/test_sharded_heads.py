@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ranks import run_ranks
+from helpers.tiny_model import SHAPE
 from tolerance import SHARDED_GRADIENT_RELATIVE
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -24,16 +25,7 @@ RANKS = 2
 
 def make(tied: bool) -> Any:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=tied,
-    )
+    config = Qwen3Config(**SHAPE, tie_word_embeddings=tied)
     return Qwen3ForCausalLM(config).double()
 
 
@@ -84,7 +76,7 @@ def rank_main(rank: int, folder: Path, how: str, tied: bool, first: bool) -> Non
         fuse_head(wrapped)
     for micro in range(2):  # gradients of micro-batches add up
         rows = slice(2 * rank + micro, 2 * rank + micro + 1)
-        # Gradients are averaged over ranks, so the number of sequences is divided by the number of ranks.
+        # The wrappers average gradients over ranks. To get their sum, the normalizer is divided by the number of ranks.
         loss_of(wrapped, rows, normalizer=4 / RANKS).backward()
     fsdp1 = isinstance(wrapped, FullyShardedDataParallel)
     with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True) if fsdp1 else nullcontext():

@@ -31,7 +31,7 @@ from gspo_kernels.integrations import trl as adapter
 from gspo_kernels.integrations.huggingface import base_model, fuse_head
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
 
-asks_the_model = hasattr(trl.trainer.utils, "add_fused_lm_head")
+asks_the_model = hasattr(trl.trainer.utils, "add_fused_lm_head")  # from TRL 1.15, the model returns log-probs
 CONFIGS: dict[str, dict[str, Any]] = {
     "gspo": SEQUENCE,
     "gspo, twenty steps": {**SEQUENCE, "max_steps": 20, "learning_rate": 0.01},
@@ -63,7 +63,7 @@ class OverridesLogProbs(GRPOTrainer):
 
 
 class Tools:
-    """Every third token is a tool's, and every token has a different advantage."""
+    """Makes every third token a tool's, and gives every token another advantage."""
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         width = torch.arange(inputs["completion_ids"].shape[1])
@@ -73,12 +73,12 @@ class Tools:
 
 
 class Vllm:
-    """TRL's importance weights against a sampler whose log-probs differ by up to 0.5."""
+    """Adds TRL's importance weights for a sampler whose log-probs differ from the policy's by up to 0.5."""
 
     def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
         old = inputs["old_per_token_logps"]
         sampled = old + (inputs["completion_ids"] % 3 - 1) * 0.5
-        # The same as in `_generate_and_score_completions`, where only vLLM has these weights.
+        # These are the formulas of TRL's `_generate_and_score_completions`, which computes weights only for vLLM.
         difference = (old - sampled) * inputs["completion_mask"]
         sequence = self.vllm_importance_sampling_mode.startswith("sequence")
         weights = (difference.sum(-1, keepdim=True) if sequence else difference).exp()
@@ -147,7 +147,7 @@ def test_training_equals_training_with_trls_log_probs(name: str, tmp_path: Path)
 
 def test_the_auxiliary_loss_of_experts_equals_trls(tmp_path: Path) -> None:
     if "router_aux_loss_coef" not in KNOWN:
-        pytest.skip(f"TRL {trl.__version__} does not train it")
+        pytest.skip(f"TRL {trl.__version__} has no auxiliary loss of experts")
     logs = []
     for kind in (GRPOTrainer, GSPOTrainer):
         folder = tmp_path / kind.__name__
@@ -197,7 +197,7 @@ def test_accelerate_trainer_changes_a_trainer_once(tmp_path: Path, monkeypatch: 
     accelerate_trainer(trainer)
     assert (trainer.model.forward, trainer.ref_model.forward) == forwards
     trainer.train()
-    # One step: old and reference log-probs of the rollout, then two micro-batches.
+    # One step computes log-probs four times: old and reference log-probs of the rollout, and two micro-batches.
     assert len(calls) >= 4
 
 
@@ -237,7 +237,7 @@ def test_a_soft_cap_unknown_to_trl_is_applied(tmp_path: Path) -> None:
     torch.testing.assert_close(again.log_probs[:, :-1], expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
     torch.testing.assert_close(again.loss, -expected.sum() / 5, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
     assert not again.log_probs[:, -1].any() and not again.label_mask[:, -1].any()
-    with pytest.raises(ValueError, match="labels must be given"):
+    with pytest.raises(ValueError, match="labels or shift_labels must be given"):
         model(input_ids=ids, fused_lm_head=True)
 
 
@@ -295,7 +295,7 @@ def test_before_trl_1_15_images_stay_with_trl_and_unsupported_settings_raise(tmp
     setattr(trainer, name, lambda *args, **kwargs: calls.append(kwargs))
     log_probs = adapter._LogProbs(trainer)
     ids = torch.randint(2, 10, (2, 7))
-    with pytest.warns(UserWarning, match="TRL before 1.15 computes log-probs with pixel_values itself"):
+    with pytest.warns(UserWarning, match="TRL before 1.15 computes the log-probs of inputs with pixel_values"):
         log_probs(trainer.model, ids, torch.ones_like(ids), 3, pixel_values=torch.ones(1), num_images=None)
     assert calls[0]["pixel_values"] is not None and calls[0]["num_images"] is None
 
@@ -308,7 +308,7 @@ def test_before_trl_1_15_images_stay_with_trl_and_unsupported_settings_raise(tmp
 
 
 def test_answers_past_the_clip_cost_no_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's loss gives their tokens a gradient of 0, so the backward recomputes none of their rows."""
+    """TRL's loss gives the tokens of clipped answers a gradient of 0, so the backward computes none of their rows."""
     shares: list[float] = []
     backward = torch_backend.head_backward
 
@@ -366,7 +366,8 @@ def test_training_under_bf16_autocast_with_a_reference_model(tmp_path: Path) -> 
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == 4 and all(log["grad_norm"] > 0 for log in logs)
-    assert logs[0]["kl"] < TRAINER_LOG_ABSOLUTE < max(log["kl"] for log in logs)  # the same kernel computes both
+    # The same kernel computes the log-probs of policy and reference model, so their KL begins at 0.
+    assert logs[0]["kl"] < TRAINER_LOG_ABSOLUTE < max(log["kl"] for log in logs)
     accelerate_trainer(trainer)  # a second call does nothing
     torch.save(trainer.model, tmp_path / "model.pt")
 
@@ -381,7 +382,10 @@ def test_other_objects_raise_and_overridden_log_probs_are_warned_of(tmp_path: Pa
 
 
 def test_log_probs_before_trl_1_15_equal_those_of_logits(tmp_path: Path) -> None:
-    """For the last tokens, with a temperature and in chunks. The entropy is detached unless a bonus reads it."""
+    """Compare log-probs and entropies of the last tokens, at a temperature, computed in batches of two.
+
+    Entropies have a gradient only with an entropy bonus.
+    """
     trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, temperature=0.7)
     model, keep = trainer.model, 3
     fuse_head(base_model(model))

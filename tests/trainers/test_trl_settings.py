@@ -42,7 +42,8 @@ def named_settings(caught: list[warnings.WarningMessage]) -> list[str]:
     return [next(iter(re.findall(r"steps_per_generation|epsilon|train_dataset", text)), text) for text in texts]
 
 
-# Options, steps_per_generation, generation_batch_size. TRL's defaults: 8 completions per device, 8 generations.
+# Options, and the resulting steps_per_generation and generation_batch_size. TRL's defaults are 8 completions per device
+# and 8 generations per prompt.
 ARITHMETIC: list[tuple[dict[str, Any], int, int]] = [
     ({}, 4, 32),
     ({"gradient_accumulation_steps": 3}, 12, 96),
@@ -215,10 +216,10 @@ def test_warnings_name_the_settings_and_the_callers_line(tmp_path: Path) -> None
         assert all((w.filename, w.lineno) == (__file__, line) for w in our_warnings)
         updates, window = (str(w.message) for w in our_warnings)
         assert "steps_per_generation=1, num_iterations=1" in updates and updates.endswith("steps_per_generation=4")
-        assert "epsilon=0.2 and epsilon_high=0.2" in window and "epsilon=3e-4, epsilon_high=4e-4" in window
+        assert "epsilon=0.2, epsilon_high=0.2" in window and "epsilon=3e-4 and epsilon_high=4e-4" in window
 
 
-# Options, and whether a warning about the window is expected.
+# Options of the trainer, and whether a warning about the clip window is expected.
 WINDOWS: dict[str, tuple[dict[str, Any], bool]] = {
     "one wide bound": ({**SEQUENCE, "epsilon_high": 0.28}, True),
     "epsilon_high not set": ({**SEQUENCE, "epsilon": 0.2, "epsilon_high": None}, True),

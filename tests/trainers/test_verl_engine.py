@@ -22,7 +22,7 @@ from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker
 from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_GRADIENT_RELATIVE
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-if importlib.util.find_spec("verl") is None:  # only ranks import verl, once its variables are set
+if importlib.util.find_spec("verl") is None:  # only the ranks import verl, after setting its variables
     pytest.skip("verl is not installed", allow_module_level=True)
 
 CASES: dict[str, dict[str, Any]] = {
@@ -246,7 +246,7 @@ def policy_main(rank: int, folder: Path) -> None:
                 )
             if loss == "gspo_kernels":
                 texts = [str(w.message) for w in caught if "weights answers by their length" in str(w.message)]
-                assert len(texts) == (mode == "token-mean")  # the second mode; later modes do not repeat the warning
+                assert len(texts) == (mode == "token-mean")  # the first mode that warns; later modes do not repeat it
             value.backward()
             results.append((value, log_probs.grad, metrics))
         (value, gradient, metrics), (our_value, our_gradient, our_metrics) = results

@@ -1,4 +1,4 @@
-"""Our policy losses, KL estimators, advantages and rollout weights against verl's.
+"""Compare our policy losses, KL estimators, advantages and rollout weights with verl's.
 
 verl needs an older transformers than the one we test with, so `make test-trainers` runs this in a separate environment.
 """
@@ -106,7 +106,7 @@ def test_verls_rollout_weights_are_token_weights(name: str, backend: str) -> Non
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "gmpo"])
 def test_normalizers_of_the_global_batch(name: str, backend: str) -> None:
-    """verl multiplies by the number of ranks, which averages gradients, and divides by the global batch size."""
+    """verl divides by the global batch size. It multiplies by the number of ranks, because ranks average gradients."""
     objective, loss, aggregation = CASES[name]
     batch = rollout(objective, seed=3)
     size = {"dp_size": 4, "batch_num_tokens": 301, "global_batch_size": 48}
@@ -116,7 +116,7 @@ def test_normalizers_of_the_global_batch(name: str, backend: str) -> None:
 
 
 def test_verls_gspo_is_the_token_form(backend: str) -> None:
-    """It equals the sequence form with one weight per sequence, but not with token weights."""
+    """Without token weights, verl's GSPO equals the sequence form. With token weights, it does not."""
     objective, loss, aggregation = CASES["gspo"]
     sequence_form = replace(objective, ratio="sequence")
     batch = rollout(objective)
@@ -191,5 +191,5 @@ def test_rollout_weights_equal_verls(level: str, mode: str) -> None:
     computed = importance_weights(batch.log_probs, batch.old, batch.mask, level=level, mode=mode, low=low, high=2.0)
     torch.testing.assert_close(computed.weights, expected)
     assert 0 < computed.metrics["bound_share"] < 1
-    # verl computes this after truncation. Its mean with a mask is computed before, so it is not compared.
+    # Like us, verl computes the effective sample size from the truncated or masked weights.
     assert computed.metrics["effective_sample_size"] == pytest.approx(metrics["rollout_is_eff_sample_size"], abs=1e-5)

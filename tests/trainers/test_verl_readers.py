@@ -1,6 +1,7 @@
-"""from_verl on verl's dataclasses and its default configuration file. The Reading must describe the loss verl computes.
+"""Read verl's dataclasses and its default configuration file with `from_verl`.
 
-Like test_verl_parity.py, this needs an environment with verl.
+The returned Reading must describe the loss that verl computes. Like test_verl_parity.py, this needs an environment with
+verl.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ if importlib.util.find_spec("verl") is None:  # only the ranks import verl, afte
     pytest.skip("verl is not installed", allow_module_level=True)
 
 UPDATES, WINDOW = "ppo_epochs", "actor.clip_ratio_low"  # the first setting that each warning names
-# Differences from one update of four answers by verl's gspo with a window of 3e-4, and the expected warnings.
+# For each case, the differences from one update of four answers by verl's gspo with a window of 3e-4, and the warnings
+# that are expected.
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "one update": ({}, [UPDATES]),
     "one update by our loss": ({"loss_mode": "gspo_kernels"}, [UPDATES]),
@@ -33,7 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "verl's window for tokens": ({"clip": 0.2, "epochs": 2, "loss_mode": "vanilla"}, []),
     "both": ({"clip": 0.2}, [UPDATES, WINDOW]),
 }
-# With verl's engine only the policy loss is our code.
+# With verl's engine, only the policy loss can be our code, and only our code warns.
 STOCK_CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "our loss": ({"clip": 0.2, "loss_mode": "gspo_kernels"}, [WINDOW]),
     "verl's loss": ({"clip": 0.2}, []),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_ranks
+from helpers.tiny_model import SHAPE
 from tolerance import MODEL_GRADIENT_RELATIVE
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -51,16 +52,7 @@ CASES = [
 
 def make(head: str, tied: bool) -> Any:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        tie_word_embeddings=tied,
-    )
+    config = Qwen3Config(**SHAPE, tie_word_embeddings=tied)
     model: Any = Qwen3ForCausalLM(config)
     options = HEADS[head]
     if options is not None:
@@ -81,7 +73,7 @@ def batch(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fused_loss(engine: Any, row: int) -> Tensor:
-    """Compute the loss of a sequence at the head; if `row` is odd, only its log-probs there and the loss outside."""
+    """Compute the loss of a sequence: inside the head's call if `row` is even, else from log-probs computed there."""
     ids, mask, advantages = batch(slice(row, row + 1))
     if row % 2 == 0:
         return engine(
@@ -104,7 +96,7 @@ def gradients(rank: int, head: str, tied: bool, when: str) -> dict[str, Tensor]:
 
     with deepspeed.zero.Init(config_dict_or_path=ZERO3) if when == "built partitioned" else nullcontext():
         model = make(head, tied)
-    if when == "built partitioned":  # ranks drew random values for their partitions
+    if when == "built partitioned":  # each rank drew other random values, so copy the values of `make`
         for p, value in zip(model.parameters(), make(head, tied).parameters(), strict=True):
             with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
                 p.copy_(value)

@@ -1,9 +1,13 @@
 """Gradients of a head. Logits are recomputed a slab of the vocabulary at a time.
 
-    d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail
+    d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] * slope
 
-Must match the Triton backend's `backward.py` and `gradient_tile.py`. Only rows with a gradient are gathered. On a CPU a
-slab is computed by one thread: each slab of d_weight is written once, and d_hidden is summed in a fixed order.
+This is the gradient with respect to h W^T + bias. p is the softmax of a row's logits, onehot is 1 in the target's
+column and 0 elsewhere, and slope is the derivative of scale, soft-cap and temperature (`Tiles.tail_slope`). Must match
+the Triton backend's `backward.py` and `gradient_tile.py`.
+
+Only rows with a gradient are gathered. On a CPU a slab is computed by one thread. Each slab of d_weight is written
+once, and d_hidden is summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -47,7 +51,11 @@ def head_backward(
 
 
 class _Gradients:
-    """Sums of the gradients: over slabs for hidden states, over chunks of rows for weight, bias and adapter weight."""
+    """Sums that become the gradients.
+
+    The gradients of hidden states and adapter_hidden are sums over slabs. The gradients of weight, bias and
+    adapter_weight are sums over chunks of rows.
+    """
 
     def __init__(self, tiles: Tiles, logit_gradients: LogitGradients, needs: NeedsGradient, sparse: bool) -> None:
         self.tiles, self.logit_gradients, self.sparse = tiles, logit_gradients, sparse
@@ -58,7 +66,7 @@ class _Gradients:
         self.d_bias = tiles.zeros(weight.shape[0]) if need_bias else None
         self.d_ah = tiles.zeros(tiles.padded, tiles.rank) if need_ah else None  # of adapter_hidden
         self.d_aw = tiles.zeros(weight.shape[0], tiles.rank) if need_aw else None  # of adapter_weight
-        # Orders the additions to d_hidden and d_ah; one sum per chunk of rows.
+        # Keeps the additions to d_hidden and d_ah in order. Each chunk of rows is one sum.
         self.sums = workers.Sums(tiles.padded // tiles.tile_rows, tiles.kept_products())
 
     def add_slab(self, runs: list[Run]) -> None:
@@ -66,7 +74,7 @@ class _Gradients:
         tiles, (low, high) = self.tiles, runs[0].slab
         weight = tiles.weight_slab(low, high)
         d_weight = None if self.d_weight is None else self.d_weight[low:high]
-        # The sum over all rows in full precision. It is rounded and written once.
+        # The sum over rows, in fp32 or fp64. If d_weight is half precision, it is rounded once, at the end.
         total = d_weight if d_weight is None or d_weight.dtype == tiles.dtype else tiles.zeros(*d_weight.shape)
         for run in runs:
             columns = slice(run.first - low, run.end - low)
@@ -75,7 +83,7 @@ class _Gradients:
             d_weight.copy_(total)
 
     def _add_run(self, run: Run, slab_weight: Tensor, weight: Tensor, d_weight: Tensor | None) -> None:
-        """Add the terms of one run; `weight` and `d_weight` are of its columns."""
+        """Add the terms of one run. `weight` and `d_weight` hold the run's columns, `slab_weight` all of the slab's."""
         tiles, boost = self.tiles, self.logit_gradients.boost
         _, rows, first, last, turn = run
         d_z = self.logit_gradients.d_logits(rows, pad_columns(weight) if self.sparse else slab_weight, first, last)
@@ -115,7 +123,7 @@ def _add_all(terms: list[tuple[Tensor, Tensor]]) -> None:
 
 
 class LogitGradients:
-    """d_logits tile by tile, and the per-row tensors that it is computed from, gathered: [padded] each."""
+    """Computes d_logits tile by tile. The per-row tensors for this are gathered, [padded] each."""
 
     def __init__(self, tiles: Tiles, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None) -> None:
         self.tiles = tiles
@@ -129,15 +137,17 @@ class LogitGradients:
             self.d_entropy, self.entropy = tiles.gather(d_entropy), tiles.gather(result.entropy)
             log_p = self.log_probs.clamp(min=LOG_OF_NOTHING)
             self.at_target = self.at_target - self.d_entropy * log_p.exp() * (log_p + self.entropy)
-        self.boost = None  # [] power of two that lifts fp16 gradients above fp16's smallest exponent
+        self.boost = None  # [] power of two by which d_logits are multiplied before they are rounded to fp16
         if tiles.operand_dtype == torch.float16:
             slope = tiles.head.logit_scale / (1 if tiles.temperature is None else tiles.temperature)
             is_row = self.shift < math.inf  # False for padding rows
-            d_entropy = None if self.d_entropy is None else self.d_entropy * slope
-            self.boost = power_of_two(self.at_target * slope, d_entropy, is_row)
+            self.boost = power_of_two(self.at_target, self.d_entropy, is_row, slope)
 
     def d_logits(self, rows: slice, weight: Tensor, low: int, high: int) -> Tensor:
-        """Return d(loss) / d(h W^T + bias) of one tile, [rows, high - low]; `weight` has its columns, or its slab's."""
+        """Return d(loss) / d(h W^T + bias) of one tile, [rows, high - low].
+
+        `weight` holds the columns of the tile, or of the entire slab.
+        """
         z = self.tiles.logits(rows, weight, low, high)
         slope = self.tiles.tail_slope(rows, z)
         log_p = z.sub_(self.shift[rows, None]).sub_(self.log_total[rows, None])

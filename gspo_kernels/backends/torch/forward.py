@@ -1,7 +1,8 @@
 """Log-probs and entropies of a head, tile by tile. Must match the Triton backend's `forward.py`.
 
-Logits are fp32 (fp64 for fp64 inputs) and never rounded. Each slab of the vocabulary is reduced to its largest logit
-and its mass per row, the target's column excluded. A reduction in a fixed order adds up the slabs.
+Logits are fp32 (fp64 for fp64 inputs) and never rounded to half precision. For each row, a slab of the vocabulary is
+reduced to its largest logit and its mass, the sum of exp(logit - largest), both without the target's column. At the
+end, a reduction in a fixed order adds up the slabs.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
     top, target_logit = totals.top, tiles.at_slab_of_target(totals.at_target)
     top_others = _finite(top.amax(0))
     log_slabs = torch.where(top == -math.inf, -math.inf, top - top_others + totals.log_mass)  # [slabs, padded]
-    log_others = log_slabs.logsumexp(0)  # log-sum-exp of the others' logits minus top_others
-    # log p = log sigmoid(margin) with margin = target_logit - top_others - log_others. On peaked rows,
-    # target_logit - log-sum-exp of all columns would lose 1 - p.
+    log_others = log_slabs.logsumexp(0)  # log-sum-exp of (logit - top_others) over the others
+    # log p = log sigmoid(margin) with margin = target_logit - top_others - log_others. On rows where p is near 1, the
+    # simpler target_logit - (log-sum-exp of all columns) would lose the digits of 1 - p.
     over_top, over_top_error = _difference(target_logit, top_others)
     margin, margin_error = _difference(torch.where(target_logit == math.inf, math.nan, over_top), log_others)
-    # The errors of both differences are added back, so log p is rounded once. Two more roundings would be visible in
-    # the mean over a short sequence.
+    # The rounding errors of both differences are added back, so that only log p itself is rounded. Otherwise they would
+    # be visible in the mean over a short sequence.
     correction = (over_top_error + margin_error) * F.sigmoid(-margin)
     log_probs = margin.clamp(max=0) + (correction - margin.abs().neg().exp().log1p())
     entropy = _entropy(log_probs, margin, log_slabs - log_others, totals.entropy) if head.entropy else None
@@ -59,7 +60,7 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
 
 
 class _SlabTotals:
-    """Results of each slab for each row, [slabs, padded], the target's column excluded."""
+    """Results of each slab for each row, [slabs, padded]. All but `at_target` exclude the target's column."""
 
     def __init__(self, tiles: Tiles, cell_columns: int, share: Tensor) -> None:
         self.tiles, self.cell_columns, self.slabs = tiles, cell_columns, tiles.slabs()
@@ -67,8 +68,8 @@ class _SlabTotals:
         self.top, self.log_mass = tiles.zeros(*shape), tiles.zeros(*shape)  # largest logit; log of sum exp(z - top)
         # Entropy of the softmax over the slab.
         self.entropy = tiles.zeros(*shape) if tiles.head.entropy else tiles.zeros(0, tiles.padded)
-        self.at_target = tiles.zeros(*shape)  # logit at the column of `Tiles.target_columns`
-        self.share = share  # [cells, padded]: sum of exp(z - top of the slab) over each cell; [0, ...] if not wanted
+        self.at_target = tiles.zeros(*shape)  # logit of the target; the slab's first logit if the target is elsewhere
+        self.share = share  # [cells, padded]: sum of exp(z - top of the slab) over a cell's columns, or [0, ...]
 
     def reduce(self, task: tuple[int, list[slice]]) -> None:
         """Compute and reduce the logits of one slab for several chunks of rows."""
@@ -104,14 +105,15 @@ def _difference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite(top: Tensor) -> Tensor:
-    """Return a maximum that can be subtracted before exp: itself, or 0 where it is -inf."""
+    """Return `top` with 0 in place of -inf, so that subtracting it before exp gives no NaN."""
     return torch.where(top == -math.inf, 0, top)
 
 
 def _entropy(log_probs: Tensor, margin: Tensor, log_share: Tensor, slab_entropy: Tensor) -> Tensor:
     """Return the entropy of each row, [padded].
 
-    The chain rule (is it the target? which slab? which column?) adds positive terms only, so nothing cancels.
+    By the chain rule it is the sum of the entropies of three choices: target or not, which slab, which column of the
+    slab. No term is negative, so nothing cancels.
 
     Args:
         log_probs: of the targets, [padded].
@@ -119,7 +121,8 @@ def _entropy(log_probs: Tensor, margin: Tensor, log_share: Tensor, slab_entropy:
         log_share: log of each slab's share of the other columns' probability, [slabs, padded].
         slab_entropy: entropy of the softmax over each slab, [slabs, padded].
     """
-    log_share = torch.where(log_share > LOG_OF_NOTHING, log_share, LOG_OF_NOTHING)  # NaN, if no other has mass, too
+    # Also replaces the NaN of rows in which no other column has mass.
+    log_share = torch.where(log_share > LOG_OF_NOTHING, log_share, LOG_OF_NOTHING)
     of_others = (log_share.exp() * (slab_entropy - log_share)).sum(0)
     log_p_others = F.logsigmoid(-margin).clamp(min=LOG_OF_NOTHING)
     return log_p_others.exp() * (of_others - log_p_others) - log_probs.exp() * log_probs.clamp(min=LOG_OF_NOTHING)

@@ -1,20 +1,22 @@
-"""The loss from log-probs, and its derivative with respect to each of them in closed form, in plain torch.
+"""Compute the loss from log-probs, and by formulas its derivative with respect to each log-prob, in plain torch.
 
 Formulas and notation: `objective.py`. Must match the Triton backend's `sequence.py`.
 
 The loss depends on a token's log-prob lp_it in two ways, through the log-ratio u and directly:
 
-    d_log_ratio_it = c_it o_it dl/du  (+ kl_coef c'_it k s with kl_ratio_factor)
-    d_log_prob_it  = kl_coef c'_it k'_it [ s ]
+    d_log_ratio_it = c_it o_it dl/du  (plus kl_coef c'_it k s with kl_ratio_factor)
+    d_log_prob_it  = kl_coef c'_it k'_it  (times s with kl_ratio_factor)
 
-A surrogate of SCORES has no gradient through u: its c_it o_it dl/d(lp) is part of d_log_prob. The coefficient, the
-derivative of the whole loss with respect to lp_it, is
+k'_it is the derivative of k. The surrogates in SCORES (cispo, reinforce) are a weight times the log-prob. They have no
+gradient through u; their c_it o_it dl/d(lp_it) is added to d_log_prob.
+
+The coefficient, the derivative of the whole loss with respect to lp_it, is
 
     ratio="sequence"              h_it mean_d_log_ratio_i + d_log_prob_it
     "token", "sequence-token"     d_log_ratio_it + d_log_prob_it
 
 where mean_d_log_ratio_i is the sum of d_log_ratio over the sequence divided by L_i, because u_i is a mean over L_i
-tokens. h_it is the mask; for gmpo it is 0 at tokens whose bound binds, too.
+tokens. h_it is 1 at unmasked tokens, otherwise 0; for gmpo it is also 0 at tokens whose log-ratio is clipped.
 """
 
 from __future__ import annotations
@@ -40,14 +42,16 @@ def policy_forward(
     lengths = segment_sum(mask.to(lp.dtype), offsets)  # [S]
     token_log_ratio, u, token_bounds = _log_ratios(log_probs, mask, lengths, policy, objective)
     by_token = objective.ratio == "token"
-    log_ratio = token_log_ratio if by_token else u[sequence]  # [N], as all tensors below but mean_d_log_ratio
+    log_ratio = token_log_ratio if by_token else u[sequence]  # [N], like all tensors over tokens below
 
     value, slope, low, high = surrogate(log_ratio, advantages, objective)
     if token_bounds is not None:
         low, high = token_bounds
     if policy.token_weights is not None:
         value, slope = multiply_no_nan(policy.token_weights, value), multiply_no_nan(policy.token_weights, slope)
+    poison = torch.where(policy.invalid > 0, torch.nan, 1.0).to(lp.dtype)
     share = _share_of_token(mask, sequence, lengths, objective.aggregation, objective.length_norm, policy.normalizer)
+    share = share * poison
     d_log_ratio = torch.where(mask, share * slope, 0)
     d_log_prob = torch.zeros_like(lp)
     if objective.surrogate in SCORES:  # the slope is with respect to the log-prob
@@ -59,7 +63,7 @@ def policy_forward(
         d = torch.where(mask, log_probs - policy.ref_log_probs, 0)
         kl, kl_slope = kl_and_slope(d, token_log_ratio, objective.kl_estimator)
     if objective.kl_coef > 0 and kl is not None and kl_slope is not None:
-        kl_share = objective.kl_coef * _kl_share(mask, sequence, lengths, policy, objective)
+        kl_share = objective.kl_coef * poison * _kl_share(mask, sequence, lengths, policy, objective)
         if objective.kl_ratio_factor:
             kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)
             d_log_ratio = d_log_ratio + divergence_times(kl, kl_share)
@@ -91,15 +95,19 @@ def policy_forward(
         kl=kl,
         entropy=entropy,
     )
-    loss = segment_sum(loss_rows, offsets).sum()
+    loss = segment_sum(loss_rows, offsets).sum() * poison
     return PolicyResult(loss, token_log_ratio.clone() if by_token else u, coefficient, entropy_coefficient, values)
 
 
 def _log_ratios(
     log_probs: Tensor, mask: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Return token log-ratios [N], their mean u [S], and for gmpo where the lower and the upper bound bind [N]."""
-    # On-policy, the difference is exactly 0. It is NaN where the log-prob is not finite, which must reach the loss.
+    """Return token log-ratios [N], u [S], and two masks [N] of the tokens clipped at the lower and the upper bound.
+
+    u is the mean of the token log-ratios; for gmpo, of the bounded ones. The masks are None except for gmpo.
+    """
+    # Without old log-probs the difference is 0, or NaN where a log-prob is not finite. It is computed all the same, so
+    # that this NaN reaches the loss.
     old = log_probs if policy.old_log_probs is None else policy.old_log_probs
     token_log_ratio = averaged = torch.where(mask, log_probs - old, 0)
     token_bounds = None
@@ -110,7 +118,11 @@ def _log_ratios(
 
 
 def _kl_share(mask: Tensor, sequence: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective) -> Tensor:
-    """Return c'_it of the KL term, [N]: of its own aggregation and normalizer, or those of the policy term."""
+    """Return c'_it of the KL term, [N].
+
+    The aggregation is `kl_aggregation`, or the policy term's. The normalizer is `kl_normalizer`; without one, the
+    policy term's if the aggregations agree, else the default of the aggregation.
+    """
     aggregation = objective.kl_aggregation or objective.aggregation
     normalizer = policy.kl_normalizer
     if normalizer is None and aggregation == objective.aggregation:
@@ -126,7 +138,7 @@ def _share_of_token(
     length_norm: float | None,
     normalizer: Tensor | None,
 ) -> Tensor:
-    """Return c_it, the weight of each token over the normalizer, [N]; 0 at masked rows."""
+    """Return c_it, the aggregation's weight of each token divided by the normalizer, [N]; 0 at masked rows."""
     share = torch.ones_like(lengths)  # [S]
     if aggregation == "seq-mean-token-mean":
         share = share / lengths.clamp(min=1)

@@ -2,13 +2,14 @@
 
 Notation: `objective.py`. Must match the Triton backend's `surrogates.py`; the oracle is in `reference.py`.
 
-A surrogate is l(u, A) with its derivative dl/du. The two in SCORES have no gradient through the ratio: they are
--weight A log p(token), and their slope is the derivative with respect to log p(token). gmpo bounds token log-ratios
-before they are averaged (`bounded`); its surrogate is then that of "none".
+A surrogate is a function l(u, A) of the log-ratio u and the advantage A, returned with its derivative dl/du. The two in
+SCORES have no gradient through the ratio. They are -weight A log p(token), and their slope is the derivative with
+respect to log p(token). gmpo bounds token log-ratios before they are averaged (`bounded`). The surrogate of this mean
+is -s A, as for "none".
 
-Elements are selected before exp and products, because exp(u) may be inf where the clip binds, and 0 * inf is NaN. An
-advantage of 0 contributes exactly 0. Clip decisions compare u, not s, because fp32 resolves u near 0 better than s near
-1. NaN is never clipped, so that it reaches the loss.
+Elements are selected before exp and products, because exp(u) may be inf where a ratio is clipped, and 0 * inf is NaN.
+An advantage of 0 contributes exactly 0. Clip decisions compare u, not s = exp(u), because fp32 resolves u near 0 better
+than s near 1. NaN is never clipped, so that it reaches the loss.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from ...objective import Objective
 
 SCORES = ("cispo", "reinforce")
-# Log-ratios are cut off here for sapo: exp(80) is finite in fp32, and the sigmoid is flat there.
+# Log-ratios above 80 are set to 80 for sapo: exp(80) is finite in fp32, and the sigmoid is flat there.
 _FAR = 80.0
 
 
@@ -32,12 +33,12 @@ class Term(NamedTuple):
 
     value: Tensor  # l; for SCORES, l divided by the log-prob
     slope: Tensor  # dl/du; for SCORES, dl/d(log_prob)
-    low: Tensor  # bool: the lower bound binds
-    high: Tensor  # bool: an upper bound binds
+    low: Tensor  # bool: clipped at the lower bound
+    high: Tensor  # bool: clipped at an upper bound
 
 
 def bounded(log_ratio: Tensor, advantages: Tensor, objective: Objective) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gmpo's bounded token log-ratios, which are averaged, and where the lower and the upper bound bind.
+    """Return gmpo's bounded token log-ratios, and masks of the tokens clipped at the lower and at the upper bound.
 
     GMPO (arXiv 2507.20673) bounds log-ratios from above for a positive advantage, from below for a negative one.
     """
@@ -79,7 +80,7 @@ def _none(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
 def _cispo(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
     """Return the term of -clip(s) A log p with clip(s) constant (CISPO, arXiv 2506.13585).
 
-    Both bounds apply to advantages of either sign. Tokens keep a gradient where a bound binds.
+    Both bounds apply to advantages of either sign. Clipped tokens keep a gradient.
     """
     log_low, log_high = objective.log_window
     nonzero = advantages != 0
@@ -91,7 +92,7 @@ def _cispo(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
 
 
 def _sapo(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
-    """Return the term of -A (4 / tau) sigmoid(tau (s - 1)), with tau by the sign of A (SAPO, arXiv 2511.20347)."""
+    """Return the term of -A (4 / tau) sigmoid(tau (s - 1)); tau depends on the sign of A (SAPO, arXiv 2511.20347)."""
     never = torch.zeros_like(u, dtype=torch.bool)
     temperature = torch.full_like(u, objective.sapo_temperature_neg)
     temperature.masked_fill_(advantages > 0, objective.sapo_temperature_pos)
@@ -122,8 +123,9 @@ _TERMS: dict[str, Callable[[Tensor, Tensor, Objective], Term]] = {
 def kl_and_slope(d: Tensor, log_ratio: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
     """Return k(d) and dk/d(log_prob), for d = log_prob - ref_log_prob (Schulman, "Approximating KL divergence").
 
-    "k1+" and "k3+" have the gradient of k2, whose expectation is the gradient of the KL (verl). "unbiased" is k3 times
-    the token's ratio w (DeepSeek-V3.2, arXiv 2512.02556); its slope is w k3 + w (1 - exp(-d)) = w d.
+    "k1+" and "k3+" have the values of k1 and k3, but the gradient of k2, whose expectation is the gradient of the KL
+    (verl). "unbiased" is k3 times the token's ratio w (DeepSeek-V3.2, arXiv 2512.02556). Its slope is
+    w k3 + w (1 - exp(-d)) = w d.
     """
     if estimator == "unbiased":
         ratio = log_ratio.exp()

@@ -1,7 +1,7 @@
 """Tiles of the torch backend: their shape, the gathered rows, the logits of a tile, and the backward's work list.
 
 The shape of a tile depends on device, dtype, H, V and GSPO_WORKSPACE_MIB, but not on the batch, because matrix products
-of another shape round differently.
+of other shapes may round differently.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from ..precision import COLUMN_MULTIPLE, pad_columns
 from ..rows import HeadRows
 from ..workspace import workspace_bytes
 
-LOG_OF_NOTHING = -1000.0  # log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 times it is 0, not NaN
-_TILES_IN_MEMORY = 4  # at most, per thread: logits, probabilities, factor of the soft-cap, one temporary
-# (rows, columns): enough rows to be worth reading a slab once, few enough columns for the tile to stay in the caches
+LOG_OF_NOTHING = -1000.0  # log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 * -1000 is 0, not NaN
+_TILES_IN_MEMORY = 4  # most tiles that a thread holds: logits, probabilities, factor of the soft-cap, one temporary
+# (rows, columns) of a tile: enough rows to pay for reading a slab of the weight; few enough columns that a tile stays
+# in the caches
 _TILE_ON_CPU = (128, 4032)
-_TILE_ELSEWHERE = (2048, 65536)
-# The number of slabs to aim for on a CPU if the vocabulary has more than one tile. A slab's width is rounded up to full
-# cells, so there can be fewer slabs: 10 for V = 5000.
+_TILE_ELSEWHERE = (2048, 65536)  # the default workspace reduces this to 8,192 columns in fp32
+# The number of slabs to aim for on a CPU if the vocabulary has more than one tile. There can be fewer slabs, because a
+# slab's width is rounded up to full cells (10 slabs for V = 5000). There can be more, because a slab is at most
+# _TILE_ON_CPU wide and its fp32 copy at most _SLAB_BYTES large (38 slabs for V = 151,936).
 _SLABS = 12
-_SLAB_BYTES = 16 * 2**20  # on a CPU, limit of a slab's fp32 copy, and of all products that wait to be added
+# On a CPU, the limit for a slab's fp32 copy. Also the limit for all products that are ready before their turn: d_hidden
+# is summed in a fixed order (`workers.Sums`).
+_SLAB_BYTES = 16 * 2**20
 _CELL_ON_CPU, _CELL_ELSEWHERE = 168, 1024  # columns of a cell
 
 
@@ -51,8 +55,8 @@ def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 def slab_columns(head: HeadRows) -> int:
     """Return the number of columns of a slab.
 
-    Tiles have the same number: that of `tile_shape`, or fewer on a CPU. CPU threads divide the work by slabs. Narrower
-    slabs give enough slabs to occupy all threads, and keep fp32 copies of half-precision slabs small.
+    A tile is as wide as a slab: the columns of `tile_shape`, or fewer on a CPU, where threads divide the work by slabs.
+    Narrower slabs give enough slabs to occupy all threads, and keep fp32 copies of half-precision slabs small.
     """
     device, dtype = head.hidden.device, accumulator(head.hidden.dtype)
     columns = tile_shape(device, dtype)[1]
@@ -65,7 +69,10 @@ def slab_columns(head: HeadRows) -> int:
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int]:
-    """Return (rows, columns) of a cell, the unit that a backward may leave out. A slab consists of full cells."""
+    """Return (rows, columns) of a cell, the unit that a backward may leave out.
+
+    Every slab but the last consists of full cells.
+    """
     rows, columns = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0], slab_columns(head)
     cell = _CELL_ON_CPU if head.hidden.device.type == "cpu" else _CELL_ELSEWHERE
     return rows, cell if columns % cell == 0 else columns
@@ -96,10 +103,10 @@ class Tiles:
             self.rank = self.adapter_weight.shape[1]
 
     def _threads(self) -> int:
-        """Return how many threads compute tiles: PyTorch's number, or fewer if the workspace is too small.
+        """Return how many threads compute tiles: as many as PyTorch uses, or fewer if the workspace is too small.
 
-        Return 1 if the device is not a CPU or there is only one slab; PyTorch then splits each operation over its own
-        threads.
+        Return 1 if the device is not a CPU or there is only one slab. On a CPU, PyTorch then splits each operation
+        among its threads.
         """
         if self.device.type != "cpu" or self.head.vocab_size <= self.tile_columns:
             return 1
@@ -110,7 +117,7 @@ class Tiles:
         return max(min(torch.get_num_threads(), fit), 1)
 
     def kept_products(self) -> int:
-        """Return how many products [tile_rows, H] may wait to be added to d_hidden."""
+        """Return how many products [tile_rows, H] may be ready before their turn to be added to d_hidden."""
         return max(_SLAB_BYTES // (self.tile_rows * self.hidden.shape[1] * self.dtype.itemsize), 1)
 
     def zeros(self, *shape: int) -> Tensor:
@@ -139,33 +146,42 @@ class Tiles:
         return (slice(low, low + self.tile_rows) for low in range(0, self.padded, self.tile_rows))
 
     def tasks(self) -> list[tuple[int, list[slice]]]:
-        """Return independent tasks of the forward, (number of a slab, chunks of rows), about 4 per thread."""
+        """Return independent tasks of the forward, (number of a slab, chunks of rows).
+
+        There are at least 4 per thread if there are enough chunks.
+        """
         slabs, chunks = len(self.slabs()), list(self.chunks())
         tasks_per_slab = min(-(-4 * self.threads // slabs), len(chunks))
         return [(s, chunks[i::tasks_per_slab]) for s in range(slabs) for i in range(tasks_per_slab)]
 
     def at_slab_of_target(self, x: Tensor) -> Tensor:
-        """Select the slab of each row's target: [slabs, padded] -> [padded], NaN for targets outside the vocabulary."""
+        """Return for each row the value of its target's slab, [padded], from `x` [slabs, padded].
+
+        Rows whose target is outside the vocabulary get NaN.
+        """
         in_vocab = (self.target_ids >= 0) & (self.target_ids < self.head.vocab_size)
         slab = torch.where(in_vocab, self.target_ids // self.tile_columns, 0)
         return torch.where(in_vocab, x.gather(0, slab[None])[0], math.nan)
 
     def weight_slab(self, low: int, high: int) -> Tensor:
-        """Return columns low to high of the head as an operand, [columns padded, H]."""
+        """Return the weight of vocabulary columns low to high in the operands' dtype: [columns padded, H]."""
         return pad_columns(self.head.weight[low:high].to(self.operand_dtype))
 
     def hidden_rows(self, rows: slice) -> Tensor:
-        """Return a chunk of hidden states as an operand, [rows, H]."""
+        """Return a chunk of hidden states in the operands' dtype, [rows, H]."""
         return self.hidden[rows].to(self.operand_dtype)
 
     def target_columns(self, rows: slice, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Return whether each row's target is in columns low to high [rows], and its column there or 0 [rows, 1]."""
+        """Return two tensors: whether each row's target lies in columns low to high, [rows], and its column, [rows, 1].
+
+        The column is relative to `low`, and 0 if the target lies elsewhere.
+        """
         ids = self.target_ids[rows]
         in_slab = (ids >= low) & (ids < high)
         return in_slab, torch.where(in_slab, ids - low, 0)[:, None]
 
     def logits(self, rows: slice, weight: Tensor, low: int, high: int) -> Tensor:
-        """Compute the logits of a tile, [rows, high - low] in fp32 or fp64, with all options of the head."""
+        """Compute the logits of a tile with all options of the head, [rows, high - low] in fp32 or fp64."""
         head = self.head
         z = _product(self.hidden_rows(rows), weight.t())
         if self.adapter_hidden is not None and self.adapter_weight is not None:
@@ -205,15 +221,15 @@ class Tiles:
 class Run(NamedTuple):
     """Adjacent columns of one slab that the backward computes together, for one chunk of rows."""
 
-    slab: tuple[int, int]  # (first column, last column + 1)
+    slab: tuple[int, int]  # (first column, last column + 1) of the slab
     rows: slice  # the chunk
-    first: int  # first column
-    end: int  # last column + 1
-    turn: int  # number of earlier runs of the same chunk
+    first: int  # first column of the run
+    end: int  # last column of the run + 1
+    turn: int  # number of earlier runs of the same chunk; d_hidden is summed in this order
 
 
 class WorkList:
-    """The runs of a backward: all slabs of all chunks, or with `cells` only the True cells."""
+    """The runs of a backward: all slabs of all chunks, or with `cells` [row blocks, tiles] bool only the True cells."""
 
     def __init__(self, tiles: Tiles, cells: Tensor | None) -> None:
         self.tiles, self.sparse = tiles, cells is not None
@@ -244,7 +260,8 @@ class WorkList:
         if not self.sparse:
             return [(rows, low, high) for rows in self.tiles.chunks()]
         runs, columns = [], self.columns
-        # Blocks of rows without a gradient have cells too, but no chunks: they come last.
+        # `cells` covers all rows, sorted so that rows without a gradient come last. Those rows are not gathered, so
+        # there may be fewer chunks than rows of `cells`; hence strict=False.
         for rows, cells in zip(self.tiles.chunks(), self.cells, strict=False):
             begin = low // columns
             for computed, group in itertools.groupby(cells[begin : -(-high // columns)]):
@@ -256,15 +273,15 @@ class WorkList:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b, accumulated in fp32 (fp64 for fp64)."""
+    """Return a @ b in fp32, also for half-precision operands (fp64 for fp64 operands)."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.dtype.itemsize == 2 else torch.mm(a, b)
 
 
 def product_of_tile(a: Tensor, b: Tensor, boost: Tensor | None) -> Tensor:
-    """Return a @ b in fp32 (fp64 for fp64).
+    """Return a @ b in fp32 (fp64 for fp64 operands).
 
     If the operands are half precision and `boost` is not None, divide the product by `boost`, the factor by which
-    d_logits were multiplied before rounding.
+    d_logits were multiplied before they were rounded.
     """
     product = _product(a, b)
     return product if boost is None or a.dtype.itemsize != 2 else product / boost

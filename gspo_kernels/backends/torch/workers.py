@@ -1,9 +1,9 @@
-"""Threads that run independent tasks, each thread with all operations of its task alone.
+"""Threads that run independent tasks. All operations of a task run in one thread.
 
-PyTorch splits each operation over its threads and waits for all of them at its end. An operation on a tile takes
-0.1 ms. If another process occupies one of the cores, each such wait takes a time slice of several ms, and a loss has
-thousands of operations. Here a delayed thread delays only its own task. A task also runs the same operations in the
-same order for any number of threads.
+PyTorch instead splits each operation among its threads, and waits for all of them before the next operation. An
+operation on a tile takes 0.1 ms. If another process occupies one of the cores, each such wait takes a time slice of
+several ms, and a loss has thousands of operations. Here a delayed thread delays only its task. In addition, a task runs
+the same operations in the same order for any number of threads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Task = TypeVar("Task")
 
 
 class Stopped(RuntimeError):
-    """Raised in a task whose addition waits for a task that failed."""
+    """Raised by `Sums.add` after another task has failed or was interrupted."""
 
 
 class Sums:
-    """Sums of terms that tasks compute in any order; the terms of each sum are added in a fixed order.
+    """Sums of terms that tasks compute in any order. The terms of each sum are added in a fixed order.
 
-    A term that arrives early is kept until the earlier terms are added. At most `most_kept` terms are kept; then a task
-    with a further term waits. Tasks must start in the order of their terms, otherwise all threads could wait.
+    A term that arrives early is kept until the earlier terms are added. If `most_kept` terms are kept, a task with
+    another early term waits. Tasks must start in the order of their terms, otherwise all threads could wait.
     """
 
     def __init__(self, sums: int, most_kept: int) -> None:
@@ -37,14 +37,14 @@ class Sums:
         self._room, self._moved, self._stopped = most_kept, threading.Condition(), False
 
     def add(self, index: int, number: int, add_term: Callable[[], None]) -> None:
-        """Call `add_term`, which adds term `number` to sum `index`, after those of all lower numbers."""
+        """Call `add_term`, which adds term `number` to sum `index`, after the terms with lower numbers are added."""
         with self._moved:
             self._moved.wait_for(lambda: self._stopped or self._room > 0 or self._added[index] == number)
             if self._stopped:
                 raise Stopped
             self._kept[index][number] = add_term
             self._room -= 1
-            if self._adding[index]:  # the thread that adds to this sum will add this term, too
+            if self._adding[index]:  # another thread is adding to this sum, and adds this term when it is next
                 return
             self._adding[index] = True
         while next_term := self._next(index):
@@ -55,7 +55,7 @@ class Sums:
                 self._moved.notify_all()
 
     def _next(self, index: int) -> Callable[[], None] | None:
-        """Remove and return the next term of a sum, or None if it has not arrived: this thread then stops adding."""
+        """Remove and return the next term of a sum. If it has not arrived, return None: this thread stops adding."""
         with self._moved:
             term = self._kept[index].pop(self._added[index], None)
             self._adding[index] = term is not None
@@ -69,7 +69,7 @@ class Sums:
 
 
 def run(function: Callable[[Task], None], tasks: Sequence[Task], threads: int, sums: Sums | None = None) -> None:
-    """Call `function` once per task, in up to `threads` threads; with 1, in the calling thread.
+    """Call `function` once per task, in up to `threads` threads. If `threads` is 1, use the calling thread.
 
     Tasks start in their order and run without autograd. After an exception no further tasks start, and the first
     exception is raised here.
@@ -123,7 +123,7 @@ _started = 0
 
 
 def _start_threads(count: int) -> int:
-    """Start threads until `count` take jobs, or as many as the system allows; return their number, at most `count`."""
+    """Start threads until there are `count`, or as many as the system allows. Return their number, at most `count`."""
     with _lock:
         if _started < count:
             with suppress(RuntimeError):  # no room for another thread, or the interpreter is shutting down
@@ -136,8 +136,8 @@ def _start_threads(count: int) -> int:
 def _start(count: int) -> None:
     """Start the missing threads, and let PyTorch use one thread per operation in each of them.
 
-    `torch.set_num_threads` changes the calling thread, and the default of threads that have not computed yet. This
-    function, in a thread of its own, reads the default first and restores it at the end.
+    `torch.set_num_threads` changes the calling thread, and the default of threads that have not computed yet. So this
+    function runs in a new thread, reads the default first, and restores it at the end.
     """
     global _started
     before = torch.get_num_threads()
@@ -155,7 +155,7 @@ def _start(count: int) -> None:
 
 def _take_jobs(ready: threading.Event) -> None:
     """Run jobs forever, with one PyTorch thread per operation."""
-    torch.get_num_threads()  # initialises this thread's setting; later, that would overwrite the next line
+    torch.get_num_threads()  # the first use initialises this thread's setting; later it would undo the next line
     torch.set_num_threads(1)
     ready.set()
     while True:

@@ -2,13 +2,14 @@
 
     d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail
 
-The slope of the tail is d(logit) / d(h W^T + bias), of scale, soft-cap and temperature. Only rows with a gradient are
-gathered (`gradient_rows.py`). For every slab of columns and chunk of rows, one kernel writes d_logits in the dtype of
-the operands, and two matrix products with fp32 accumulation follow. d_hidden is summed over slabs. d_weight of a slab
-is summed over chunks and written once.
+The tail is the head's scale, soft-cap and temperature. Its slope is d(logit) / d(h W^T + bias). Only rows with a
+gradient are gathered (`gradient_rows.py`). For every slab of columns and chunk of rows, one kernel writes d_logits, in
+the dtype of the operands if no other gradient needs them in fp32. Two matrix products with fp32 accumulation follow.
+d_hidden is summed over slabs. d_weight of a slab is summed over chunks and written once.
 
-The host reads once: the number of rows with a gradient, and with a budget the number of cells in each part. While a
-CUDA graph is captured it reads nothing. Then all rows are gathered, those without a gradient as zeros.
+The host reads once: the number of rows with a gradient and, with a gradient budget, the number of cells to compute in
+each tile. During the capture of a CUDA graph it reads nothing: all rows are gathered, and those without a gradient are
+set to 0.
 
 Must match the torch backend's `backward.py`.
 """
@@ -74,18 +75,22 @@ class _Gradients:
         # Gradients of bias and adapter are computed from d_logits that are not rounded.
         self.unrounded = needs.bias or needs.adapter_hidden or needs.adapter_weight or torch_rounds(head)
         self.width, rank = head.weight.shape[1], 0 if head.adapter_weight is None else head.adapter_weight.shape[1]
-        self.d_hidden = self._zeros(*head.hidden.shape) if needs.hidden else None
+        # The first slab writes d_hidden, and the others add to it. Without rows there is no slab.
+        self.d_hidden = None
+        if needs.hidden:
+            make = torch.empty if self.n else torch.zeros
+            self.d_hidden = make(head.hidden.shape, dtype=self.dtype, device=head.hidden.device)
         self.d_weight = self._zeros(rows_of_weight, self.width, dtype=head.weight.dtype) if needs.weight else None
         self.d_bias = self._zeros(rows_of_weight) if needs.bias else None
         self.d_ah = self._zeros(self.n, rank) if needs.adapter_hidden else None  # of adapter_hidden
         self.d_aw = self._zeros(rows_of_weight, rank) if needs.adapter_weight else None  # of adapter_weight
-        # Gathered rows are summed in the last rows of d_hidden. `scatter_in_place` moves them to their places.
+        # The gradients of the n gathered rows are summed in the last n rows of d_hidden. `scatter_in_place` moves them.
         self.gathered = None if self.d_hidden is None else self.d_hidden[self.d_hidden.shape[0] - self.n :]  # [n, H]
-        # The product of the only chunk is rounded by itself. fp16 gradients are divided by their boost first.
+        # With a single chunk, the product rounds d_weight to bf16. An fp16 product must be divided by `boost` first.
         direct = head.weight.dtype == torch.bfloat16
-        self.chunk, self.slab = chunk_and_slab(head, self.n, config, self.unrounded, direct)
+        self.chunk, self.slab, gather_once = chunk_and_slab(head, self.n, config, self.unrounded, direct)
         self.direct = direct and self.n <= self.chunk
-        self.hidden = rows.hidden(slice(0, self.n)) if self.n <= self.chunk else None  # [n, H] if there is one chunk
+        self.hidden = rows.hidden(slice(0, self.n)) if gather_once else None  # [n, H]
 
     def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.rows.head.hidden.device)
@@ -93,9 +98,9 @@ class _Gradients:
     def add_slab(self, low: int, high: int) -> None:
         """Compute d_logits of columns low to high, and add their terms to all gradients."""
         d_weight = None if self.d_weight is None else self.d_weight[low:high]
-        total = d_weight  # the sum over chunks in full precision; it is rounded and written once
+        total = d_weight
         if d_weight is not None and d_weight.dtype != self.dtype and not self.direct:
-            total = self._zeros(high - low, self.width)
+            total = self._zeros(high - low, self.width)  # summed over chunks in full precision, rounded once
         for start in range(0, self.n, self.chunk):
             self._add_chunk(slice(start, min(start + self.chunk, self.n)), low, high, total)
         if d_weight is not None and total is not None and total is not d_weight:
@@ -104,7 +109,7 @@ class _Gradients:
     def _add_chunk(self, chunk: slice, low: int, high: int, d_weight: Tensor | None) -> None:
         """Add the terms of one chunk of rows; `d_weight` is of columns low to high."""
         rows, head = self.rows, self.rows.head
-        hidden = rows.hidden(chunk) if self.hidden is None else self.hidden
+        hidden = rows.hidden(chunk) if self.hidden is None else self.hidden[chunk]
         d_z = gradient_of_tiles(rows, hidden, chunk, low, high, self.config, self.unrounded)
         if self.d_bias is not None:
             self.d_bias[low:high] += d_z.sum(0)
@@ -118,7 +123,7 @@ class _Gradients:
         if self.unrounded:
             d_z = round_to_operands(d_z, rows)
         if self.gathered is not None:
-            add_product(self.gathered[chunk], d_z, head.weight[low:high])
+            add_product(self.gathered[chunk], d_z, head.weight[low:high], first=low == 0)
         if d_weight is not None and self.direct:
             write_product(d_weight, d_z.t(), hidden)
         elif d_weight is not None:

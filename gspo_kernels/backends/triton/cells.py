@@ -1,9 +1,10 @@
 """Lists of the cells that a backward computes, made on the device.
 
-A part is the cells of one slab and one chunk, T tiles x R row blocks. It is computed at once. There are two lists,
-ordered by part and then by tile, for d_logits and d_weight, or by row block, for d_hidden. A cell's place in the first
-list is its place in d_logits.
+There are two lists. One is ordered by chunk, tile and row block, for d_logits and d_weight. The other is ordered by row
+block and tile, for d_hidden. The cells of a range of tiles and a chunk of rows are consecutive in the first list.
 """
+# Kernel arguments are annotated with Triton's types, which pyright does not know.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -11,81 +12,89 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from .launch import launch
+from .tuning import LIST
 
 
 class CellLists(NamedTuple):
-    """Both lists of K cells, with S slabs, C chunks and parts of T tiles x R row blocks. Tensors are int32.
+    """Both lists of K cells, of B row blocks in chunks of R, and T tiles. Tensors are int32."""
 
-    Tiles and row blocks are numbered within their part. Places in a list count from the part's first cell.
-    """
-
-    by_tile: Tensor  # [K], ordered by tile: tile * R + row block
-    tile_begin: Tensor  # [S, C, T + 1]: place of each tile's first cell in by_tile
-    block_tile: Tensor  # [K], ordered by row block: the cell's tile
-    block_place: Tensor  # [K], ordered by row block: the cell's place in by_tile
-    block_begin: Tensor  # [S, C, R + 1]: place of each row block's first cell in block_tile and block_place
-    first: Tensor  # [S, C]: index of each part's first cell in all lists
+    by_tile: Tensor  # [B * T], K of them used: tile * R + the row block's number in its chunk
+    tile_begin: Tensor  # [C * T * R + 1]: number of cells before each (chunk, tile, row block); the last is K
+    block_tile: Tensor  # [B * T], ordered by row block and tile: the cell's tile
+    block_place: Tensor  # [B * T], in the same order: the cell's index in by_tile
+    block_begin: Tensor  # [B * T + 1]: number of cells before each (row block, tile); the last is K
+    tiles: int  # T
     row_blocks: int  # R
 
 
 class Part(NamedTuple):
-    """The cells of one slab of columns and one chunk of rows."""
+    """The cells of a range of tiles and a chunk of rows, which are computed at once."""
 
     lists: CellLists
-    number: int  # slab * C + chunk
-    first_cell: int  # index of its first cell in the lists
+    chunk: int  # number of the chunk
+    first_tile: int
+    end_tile: int
+    first_cell: int  # index of its first cell in by_tile
     cells: int  # number of cells
-    low: int  # first column
 
 
-def cell_lists(cells: Tensor, tiles_of_part: int, blocks_of_part: int) -> CellLists:
-    """Return the lists of the True entries of `cells` [row blocks, tiles].
+@triton.jit(do_not_specialize=["n_cells", "tiles", "row_blocks"])
+def list_cells(
+    cells,  # [B, T] bool
+    tile_begin,  # this and the next four: fields of `CellLists`
+    block_begin,
+    by_tile,  # out
+    block_tile,  # out
+    block_place,  # out
+    n_cells: tl.int32,  # B * T
+    tiles: tl.int32,
+    row_blocks: tl.int32,
+    BLOCK: tl.constexpr,
+):
+    """Write each True cell to its place in both lists."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_live = tl.load(cells + i, mask=i < n_cells, other=0) != 0
+    block, tile = i // tiles, i % tiles
+    chunk, block_of_chunk = block // row_blocks, block % row_blocks
+    place = tl.load(tile_begin + (chunk * tiles + tile) * row_blocks + block_of_chunk, mask=is_live, other=0)
+    place_by_block = tl.load(block_begin + i, mask=is_live, other=0)
+    tl.store(by_tile + place, tile * row_blocks + block_of_chunk, mask=is_live)
+    tl.store(block_tile + place_by_block, tile, mask=is_live)
+    tl.store(block_place + place_by_block, place, mask=is_live)
 
-    The lists have one entry per cell, True or not, because the host does not know K.
-    """
-    blocks, tiles = cells.shape
-    slabs, chunks = -(-tiles // tiles_of_part), -(-blocks // blocks_of_part)
-    padded = F.pad(cells, (0, slabs * tiles_of_part - tiles, 0, chunks * blocks_of_part - blocks))
-    padded = padded.view(chunks, blocks_of_part, slabs, tiles_of_part)
-    by_tile, by_block = padded.permute(2, 0, 3, 1), padded.permute(2, 0, 1, 3)  # [S, C, T, R], [S, C, R, T]
-    tile_place, tile_begin, first = _places(by_tile)
-    block_place, block_begin, _ = _places(by_block)
-    number = torch.arange(tiles_of_part * blocks_of_part, device=cells.device, dtype=torch.int32)
-    number = number.view(tiles_of_part, blocks_of_part)  # [T, R]: tile * R + row block
-    tile_of = (number // blocks_of_part).t()  # [R, T]: tile
-    return CellLists(
-        _listed(number.expand_as(by_tile), by_tile, tile_place),
-        tile_begin,
-        _listed(tile_of.expand_as(by_block), by_block, block_place),
-        _listed((tile_place - first[..., None, None]).permute(0, 1, 3, 2), by_block, block_place),
-        block_begin,
-        first,
-        blocks_of_part,
+
+def cell_lists(cells: Tensor, blocks_of_chunk: int) -> CellLists:
+    """Return the lists of the True entries of `cells` [row blocks, tiles]. Nothing is read on the host."""
+    (blocks, tiles), chunks = cells.shape, -(-cells.shape[0] // blocks_of_chunk)
+    in_chunks = F.pad(cells, (0, 0, 0, chunks * blocks_of_chunk - blocks)).view(chunks, blocks_of_chunk, tiles)
+    # One tensor each: rows of one tensor would be aligned for some numbers of cells only, and compile twice.
+    by_tile, block_tile, block_place = (cells.new_empty(cells.numel(), dtype=torch.int32) for _ in range(3))
+    tile_begin, block_begin = _count_before(in_chunks.transpose(1, 2)), _count_before(cells)
+    launch(
+        list_cells,
+        -(-cells.numel() // LIST.block_n),
+        LIST,
+        cells=cells,
+        tile_begin=tile_begin,
+        block_begin=block_begin,
+        by_tile=by_tile,
+        block_tile=block_tile,
+        block_place=block_place,
+        n_cells=cells.numel(),
+        tiles=tiles,
+        row_blocks=blocks_of_chunk,
+        BLOCK=LIST.block_n,
     )
+    return CellLists(by_tile, tile_begin, block_tile, block_place, block_begin, tiles, blocks_of_chunk)
 
 
-def _places(cells: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the places of cells in a list.
-
-    Args:
-        cells: [S, C, A, B] bool, in the order of the list.
-
-    Returns:
-        index of each cell in the list, [S, C, A, B]; place of each row's first cell within its part, then the number of
-        cells in the part, [S, C, A + 1]; index of each part's first cell, [S, C].
-    """
-    place = (cells.flatten().cumsum(0, dtype=torch.int32) - cells.flatten().to(torch.int32)).view(cells.shape)
-    first = place[:, :, 0, 0]
-    counts = cells.sum((2, 3), dtype=torch.int32)
-    begin = torch.cat([place[..., 0] - first[..., None], counts[..., None]], -1)
-    return place, begin.contiguous(), first.contiguous()
-
-
-def _listed(values: Tensor, cells: Tensor, place: Tensor) -> Tensor:
-    """Return the values of the True cells in the order of the list, [number of all cells + 1]."""
-    # The values of the other cells are written to the last element, which is never read.
-    n = cells.numel()
-    index = torch.where(cells, place, n).flatten().to(torch.int64)
-    values = values.flatten().to(torch.int32)
-    return torch.zeros(n + 1, dtype=torch.int32, device=cells.device).scatter_(0, index, values)
+def _count_before(cells: Tensor) -> Tensor:
+    """Return the number of True entries before each entry, then their total number, [numel + 1] int32."""
+    counts = torch.zeros(cells.numel() + 1, dtype=torch.int32, device=cells.device)
+    torch.cumsum(cells.reshape(-1), 0, dtype=torch.int32, out=counts[1:])
+    return counts

@@ -22,13 +22,14 @@ import triton.language as tl
 
 from ...layout import accumulator
 from ..rows import HeadResult, HeadRows, TileShares
-from .elementary import LOG_OF_NOTHING, at_least, fast_exp, finite
+from .elementary import LOG_OF_NOTHING, fast_exp, finite
 from .launch import launch
 from .logit_tile import (
     HeadArguments,
     HeadStrides,
     gather_rows,
     grouped,
+    in_tile,
     logit_tile,
     straighten,
     target_column,
@@ -39,7 +40,7 @@ from .reduce_rows import reduce_rows
 from .tuning import REDUCE_ROWS, REDUCE_TILES, tile_config
 
 
-@triton.jit(do_not_specialize=["n_rows", "row_blocks", "column_blocks", "stride_temperature"])
+@triton.jit(do_not_specialize=["n_rows", "row_blocks", "column_blocks", "stride_temperature", "vocab_size"])
 def forward_tile(
     hidden,  # [N, H]: gathered by `order`; this and the next five are fields of `HeadArguments`
     weight,
@@ -66,6 +67,8 @@ def forward_tile(
     stride_adapter_weight_row: tl.int64,
     stride_adapter_weight_column,
     stride_temperature: tl.int64,
+    hidden_size: tl.int32,
+    vocab_size: tl.int32,
     logit_scale: tl.float64,
     logit_softcap: tl.float64,
     HEAD: tl.constexpr,
@@ -75,7 +78,6 @@ def forward_tile(
 
     2 N H V operations; N H + V H operand elements are read, 8 N column_blocks bytes written.
     """
-    V: tl.constexpr = HEAD.V
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_V: tl.constexpr = CONFIG.block_v
     row_block, tile = grouped(tl.program_id(0), row_blocks, column_blocks, GROUP=CONFIG.group)
@@ -101,13 +103,15 @@ def forward_tile(
                 adapter_weight_column=stride_adapter_weight_column,
                 temperature=stride_temperature,
             ),
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
             logit_scale=logit_scale,
             logit_softcap=logit_softcap,
         )
         first_column = tile * BLOCK_V
-        target = target_column(target=tl.load(target_ids + rows), V=V)  # before the product, which hides the load
-        has_target = (target >= first_column) & (target < first_column + BLOCK_V)
-        tile_has_target = tl.max(has_target.to(tl.int32), 0) > 0
+        # Before the product, which hides the load.
+        target = target_column(target=tl.load(target_ids + rows), vocab_size=vocab_size)
+        has_target, tile_has_target = in_tile(target, first_column, BLOCK_V=BLOCK_V)
         z = logit_tile(
             head,
             rows,
@@ -117,15 +121,14 @@ def forward_tile(
             HEAD=HEAD,
             CONFIG=CONFIG,
         )
-        columns = first_column + tl.arange(0, BLOCK_V)
         valid = n < unmasked
-        if tile_has_target:
-            is_target = columns[None, :] == target[:, None]
+        beyond = vocab_size - first_column  # columns of the tile from here on are padding
+        # One branch for both rare cases: with two, the tile takes more registers.
+        if tile_has_target | (beyond < BLOCK_V):
+            columns = tl.arange(0, BLOCK_V)[None, :]
+            is_target = columns == (target - first_column)[:, None]
             tl.store(target_logit + n, tl.sum(tl.where(is_target, z, 0.0), 1), mask=valid & has_target)
-            z = tl.where(is_target, float("-inf"), z)
-        if V % BLOCK_V != 0:
-            if first_column + BLOCK_V > V:
-                z = tl.where(columns[None, :] >= V, float("-inf"), z)
+            z = tl.where(is_target | (columns >= beyond), float("-inf"), z)
         top = finite(tl.max(z, 1))
         z -= top[:, None]
         weights = fast_exp(z)
@@ -134,7 +137,7 @@ def forward_tile(
         tl.store(tile_top + at, top, mask=valid)
         tl.store(tile_mass + at, mass, mask=valid)
         if tile_entropy is not None:
-            mean = tl.sum(weights * at_least(z, LOG_OF_NOTHING), 1)
+            mean = tl.sum(weights * tl.maximum(z, LOG_OF_NOTHING), 1)  # weights hold the NaN of z, if any
             tl.store(tile_entropy + at, tl.where(mass > 0, tl.log(mass) - mean / mass, mass), mask=valid)
 
 
@@ -146,8 +149,8 @@ def head_forward(head: HeadRows) -> HeadResult:
 def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
     """Run `head_forward`; if wanted, also return the probability mass of each vocabulary tile."""
     n, dtype, device = head.hidden.shape[0], accumulator(head.hidden.dtype), head.hidden.device
-    log_probs, shift, log_total = (torch.zeros(n, dtype=dtype, device=device) for _ in range(3))
-    entropy = torch.zeros(n if head.entropy else 0, dtype=dtype, device=device)
+    log_probs, shift, log_total = (torch.empty(n, dtype=dtype, device=device) for _ in range(3))
+    entropy = torch.empty(n if head.entropy else 0, dtype=dtype, device=device)
     result = HeadResult(log_probs, entropy, shift, log_total)
     cell = cell_shape(head) if wanted else None
     config = tile_config(head, "forward")
@@ -156,7 +159,7 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
     if n == 0:
         return result, TileShares(tile_mass, torch.empty_like(head.target_ids), *cell) if cell else None
     head = straighten(head, config)
-    order = (~head.mask).to(torch.uint8).sort(stable=True).indices  # [N]: unmasked rows first
+    order = head.mask.view(torch.uint8).sort(stable=True, descending=True).indices  # [N]: unmasked rows first
     tile_results: dict[str, Any] = dict(
         order=order,
         n_unmasked=head.mask.sum().reshape(1),
@@ -175,6 +178,7 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
         row_blocks=row_blocks,
         column_blocks=tiles,
     )
+    place = None if cell is None else torch.empty_like(order)
     launch(
         reduce_rows,
         -(-n // REDUCE_ROWS.block_n),
@@ -184,19 +188,14 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
         entropy=entropy if head.entropy else None,
         shift=shift,
         log_total=log_total,
+        place=place,
         n_rows=n,
-        TILES=tiles,
+        n_tiles=tiles,
         ACC=triton_type(dtype),
         BLOCK_N=REDUCE_ROWS.block_n,
         BLOCK_T=REDUCE_TILES,
     )
-    if cell is None:
-        return result, None
-    # Multiply masses by exp(tile_top - log-sum-exp), which is at most 1. It may be larger only for a tile that consists
-    # of the target's column: its mass is 0 and its maximum arbitrary.
-    tile_mass.mul_(tile_top.sub_(shift[order]).sub_(log_total[order]).clamp_(max=0).exp_())
-    place = torch.empty_like(order).index_copy_(0, order, torch.arange(n, device=device))
-    return result, TileShares(tile_mass, place, *cell)
+    return result, None if cell is None or place is None else TileShares(tile_mass, place, *cell)
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int] | None:

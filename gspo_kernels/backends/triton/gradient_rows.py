@@ -86,8 +86,7 @@ def gradient_rows(
     if head.hidden.dtype == torch.float16:
         # Entries of d_logits are at most |d_log_prob| (1 - p) slope, and of the entropy term about |d_entropy| slope.
         slope = head.logit_scale / (1 if head.temperature is None else head.temperature)
-        entropy_term = None if d_entropy is None else d_entropy * slope
-        boost = power_of_two(d_log_probs * torch.expm1(result.log_probs) * slope, entropy_term, has_gradient)
+        boost = power_of_two(d_log_probs * torch.expm1(result.log_probs), d_entropy, has_gradient, slope)
     index_is_all_rows = ascending and may_read(has_gradient) and index.shape[0] == n
     return GradientRows(head, result, d_log_probs, d_entropy, has_gradient, index, index_is_all_rows, boost)
 
@@ -112,33 +111,71 @@ def may_read(x: Tensor) -> bool:
     return not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, direct: bool = False) -> tuple[int, int]:
-    """Return (rows of a chunk, columns of a slab) whose tensors fit the workspace, in equal shares of n rows and V.
+class Sizes(NamedTuple):
+    """How a dense backward divides its work, so that its tensors fit the workspace."""
 
-    `n` rows are gathered in all; `unrounded` as in `gradient_of_tiles`. `direct`: with one chunk of rows, no slab of
-    d_weight is summed in fp32.
+    chunk: int  # rows
+    slab: int  # columns
+    gather_once: bool  # gather the hidden states of all rows before the first slab, not of each chunk in each slab
+
+
+def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, direct: bool) -> Sizes:
+    """Return the sizes for `n` gathered rows.
+
+    `unrounded` as in `gradient_of_tiles`. `direct`: with one chunk of rows, no slab of d_weight is summed in fp32.
     """
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
     space = workspace_bytes() * 7 // 8  # the remainder is for vectors over rows
     # At most a third for gathered hidden states, and half for d_logits of one tile of columns.
     per_element = size if size >= 4 or not unrounded else 4 + size  # bytes of d_logits, before and after rounding
     most = min(space // 3 // (width * size), space // 2 // (config.block_v * per_element), _ROWS_AT_ONCE)
-    chunks = _shares(-(-n // config.block_n), most // config.block_n)
+    chunks = shares(-(-n // config.block_n), most // config.block_n)
     rows = max(min(chunks.size * config.block_n, n), 1)
+    gather_once = n * width * size <= space // 3
     slab_of_weight = 4 * width if size == 2 and not (direct and chunks.number == 1) else 0
-    tiles = (space - rows * width * size) // (rows * per_element + slab_of_weight) // config.block_v
-    return rows, _shares(-(-head.vocab_size // config.block_v), tiles).size * config.block_v
+    remaining = space - (n if gather_once else rows) * width * size
+    tiles = _tiles_of_slab(
+        -(-head.vocab_size // config.block_v),
+        remaining // (rows * per_element + slab_of_weight) // config.block_v,
+        -(-rows // config.block_n),
+        _multiprocessors(head.hidden.device),
+    )
+    return Sizes(rows, tiles * config.block_v, gather_once)
 
 
-class _Shares(NamedTuple):
+def _tiles_of_slab(tiles: int, most: int, row_blocks: int, multiprocessors: int) -> int:
+    """Return how many of `tiles` a slab has, at most `most`, so that the backward takes the fewest waves.
+
+    In a wave, each multiprocessor computes one cell. A slab ends with a wave that may be partial, and adding its term
+    to d_hidden takes about as long as a wave (NOTES.md).
+    """
+
+    def waves(size: int) -> int:
+        full, last = divmod(tiles, size)
+        return sum(
+            count * (-(-row_blocks * width // multiprocessors) + 1)
+            for count, width in ((full, size), (1, last))
+            if width
+        )
+
+    most = max(min(tiles, most), 1)
+    return min(range(most, most // 2, -1), key=waves)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU. Elsewhere, return that of an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+class Shares(NamedTuple):
     number: int
     size: int  # of all but the last
 
 
-def _shares(total: int, most: int) -> _Shares:
+def shares(total: int, most: int) -> Shares:
     """Divide `total` blocks into as few shares as possible, of at most `most` blocks each, of nearly equal size."""
     number = max(-(-total // max(most, 1)), 1)
-    return _Shares(number, max(-(-total // number), 1))
+    return Shares(number, max(-(-total // number), 1))
 
 
 def gradient_of_tiles(
@@ -201,23 +238,30 @@ def round_to_operands(d_logits: Tensor, rows: GradientRows) -> Tensor:
 
 
 def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
-    """Return d_hidden [N, H] in the dtype of hidden, written over `sums`.
+    """Return d_hidden [N, H] in the dtype of hidden, 0 in rows without a gradient. Overwrites `sums`.
 
-    The sums of the n gathered rows are the last n rows of `sums` [N, H]. Gathered row k goes to row index[k] from row
-    N - n + k, and index[k] <= N - n + k because the index ascends. If rows move in ascending k, none overwrites a row
-    that has not moved yet. A result in a narrower dtype is copied if it fits the workspace, which frees `sums`.
+    The sums of the n gathered rows are the last n rows of `sums` [N, H]. If the result has another dtype and does not
+    fit the workspace, it is written into the memory of `sums`: row k of the n moves to row index[k] from row N - n + k,
+    and index[k] <= N - n + k because the index ascends. If rows move in ascending k, none overwrites a row that has not
+    moved yet.
     """
     dtype, (n_rows, width), n = rows.head.hidden.dtype, sums.shape, rows.index.shape[0]
-    if dtype == sums.dtype and rows.index_is_all_rows:
-        return sums
+    fits = dtype != sums.dtype and n_rows * width * dtype.itemsize <= workspace_bytes()
+    if rows.index_is_all_rows and (fits or dtype == sums.dtype):
+        return (sums if rows.boost is None else sums.div_(rows.boost)).to(dtype)
     out = sums.view(-1).view(dtype)[: n_rows * width].view(n_rows, width)
+    if fits:
+        out = torch.zeros_like(out)
     for start in range(0, n, chunk):
         chunk_sums = sums[n_rows - n + start : n_rows - n + min(start + chunk, n)]
-        chunk_sums = chunk_sums.clone() if rows.boost is None else chunk_sums / rows.boost
-        out[rows.index[start : start + chunk]] = chunk_sums.to(dtype)
-    if not rows.index_is_all_rows:
+        if not fits:
+            chunk_sums = chunk_sums.clone()
+        out[rows.index[start : start + chunk]] = (chunk_sums if rows.boost is None else chunk_sums.div_(rows.boost)).to(
+            dtype
+        )
+    if not fits and not rows.index_is_all_rows:
         out.masked_fill_(~rows.has_gradient[:, None], 0)
-    return out.clone() if dtype != sums.dtype and out.nbytes <= workspace_bytes() else out
+    return out
 
 
 def scatter(x: Tensor, rows: GradientRows, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .elementary import LOG2_E, LOG_OF_NOTHING, at_least, expm1, fast_exp
-from .logit_tile import HeadArguments, HeadStrides, grouped, logit_tile, target_column
+from .logit_tile import HeadArguments, HeadStrides, grouped, in_tile, logit_tile, target_column
 
 
 class RowInputs(NamedTuple):
@@ -38,6 +38,7 @@ class RowInputs(NamedTuple):
         "first_cell",
         "part_row_blocks",
         "stride_temperature",
+        "vocab_size",
     ]
 )  # fmt: skip  # a list of names
 def gradient_tile(
@@ -75,6 +76,8 @@ def gradient_tile(
     stride_adapter_weight_row: tl.int64,
     stride_adapter_weight_column,
     stride_temperature: tl.int64,
+    hidden_size: tl.int32,
+    vocab_size: tl.int32,
     logit_scale: tl.float64,
     logit_softcap: tl.float64,
     HEAD: tl.constexpr,
@@ -113,6 +116,8 @@ def gradient_tile(
             adapter_weight_column=stride_adapter_weight_column,
             temperature=stride_temperature,
         ),
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
     )
@@ -182,15 +187,17 @@ def _gradient_of_logits(
     log_total = tl.where(has_gradient, tl.load(row_inputs.log_total + rows), float("inf"))
     z -= tl.where(has_gradient, tl.load(row_inputs.shift + rows), 0.0)[:, None]
     if row_inputs.d_entropy is not None:
-        z = at_least(z - log_total[:, None], LOG_OF_NOTHING)
-        d = fast_exp(z) * (-(d_log_p * slope)[:, None] - (d_h * slope)[:, None] * (z + h[:, None]))
+        z -= log_total[:, None]
+        d = fast_exp(z) * (
+            -(d_log_p * slope)[:, None] - (d_h * slope)[:, None] * (tl.maximum(z, LOG_OF_NOTHING) + h[:, None])
+        )
     elif ROUNDED:  # one rounding of log_total in base 2 costs less than the rounding of d_logits
         d = tl.exp2(tl.fma(z, LOG2_E, -log_total[:, None] * LOG2_E)) * -(d_log_p * slope)[:, None]
     else:
         d = fast_exp(z - log_total[:, None]) * -(d_log_p * slope)[:, None]
-    target = target_column(target=tl.load(row_inputs.target_ids + rows), V=HEAD.V)
-    has_target = (target >= first_column) & (target < first_column + BLOCK_V)
-    if tl.max(has_target.to(tl.int32), 0) > 0:
+    target = target_column(target=tl.load(row_inputs.target_ids + rows), vocab_size=head.vocab_size)
+    _, tile_has_target = in_tile(target, first_column, BLOCK_V=BLOCK_V)
+    if tile_has_target:
         log_p = tl.where(has_gradient, tl.load(row_inputs.log_probs + rows), 0.0)
         d_target = d_log_p * -expm1(log_p)  # d_log_prob (1 - p), nothing cancels
         if row_inputs.d_entropy is not None:

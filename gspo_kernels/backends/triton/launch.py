@@ -46,4 +46,9 @@ def launch(kernel: Any, programs: int, config: Config, **arguments: Any) -> None
     if device.type == "meta" or programs == 0:
         return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(programs,)](**arguments, num_warps=config.warps, num_stages=config.stages)
+        kernel[(programs,)](**arguments, **launch_options(config))
+
+
+def launch_options(config: Config) -> dict[str, Any]:
+    """Return Triton's options of a launch. Fused multiply-adds are requested, because Triton's default changes."""
+    return dict(num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True)

@@ -30,6 +30,7 @@ __all__ = [
     "HeadStrides",
     "gather_rows",
     "grouped",
+    "in_tile",
     "logit_tile",
     "straighten",
     "target_column",
@@ -62,6 +63,8 @@ class HeadArguments(NamedTuple):
     adapter_weight: Any  # [V, R]
     temperature: Any  # [N], or [1] with stride 0
     strides: HeadStrides
+    hidden_size: Any  # int32
+    vocab_size: Any  # int32, without padding
     logit_scale: Any  # fp64
     logit_softcap: Any  # fp64
 
@@ -69,12 +72,11 @@ class HeadArguments(NamedTuple):
 class HeadConstants(NamedTuple):
     """Compile-time constants of a head."""
 
-    H: int  # hidden size
     R: int  # rank of the adapter, 0 without
-    V: int  # vocabulary, without padding
     ACC: tl.dtype  # dtype of sums: fp32 or fp64
     HAS_SCALE: bool  # logit_scale is not 1
     HAS_SOFTCAP: bool
+    RAGGED: bool  # H is not a multiple of block_h, and no descriptors add the missing zeros
 
 
 @triton.jit
@@ -92,14 +94,14 @@ def logit_tile(
     At ragged edges, indices of rows and columns are clamped, so that loads in the main loop need no mask; the caller
     masks these rows and columns. Indices are int64 before they are multiplied by a stride.
     """
-    V: tl.constexpr = HEAD.V  # some functions need a constexpr, and HEAD.V alone is a plain int
-    ACC: tl.constexpr = HEAD.ACC
+    ACC: tl.constexpr = HEAD.ACC  # some functions need a constexpr, and HEAD.ACC alone is none
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_V: tl.constexpr = CONFIG.block_v
-    columns = tl.minimum(first_column + tl.arange(0, BLOCK_V), V - 1).to(tl.int64)
+    columns = tl.minimum(first_column + tl.arange(0, BLOCK_V), head.vocab_size - 1).to(tl.int64)
+    tl.assume(head.hidden_size > 0)  # else the compiler guards against an empty main loop
     z = tl.zeros([BLOCK_N, BLOCK_V], ACC)
     if CONFIG.descriptors:  # the tensor memory accelerator of Hopper and later copies full tiles
-        for start in range(0, HEAD.H, CONFIG.block_h):
+        for start in range(0, head.hidden_size, CONFIG.block_h):
             a, b = head.hidden.load([first_row, start]), head.weight.load([first_column, start])
             a, b = operands(a, b, ACC)
             z = tl.dot(a, tl.trans(b), z, input_precision="ieee", out_dtype=ACC)
@@ -124,7 +126,7 @@ def logit_tile(
 @triton.jit
 def _product_by_pointers(head, z, columns, first_row, n_rows, HEAD: tl.constexpr, CONFIG: tl.constexpr):
     """Return z + h W^T."""
-    H: tl.constexpr = HEAD.H
+    H = head.hidden_size
     ACC: tl.constexpr = HEAD.ACC
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_V: tl.constexpr = CONFIG.block_v
@@ -135,17 +137,17 @@ def _product_by_pointers(head, z, columns, first_row, n_rows, HEAD: tl.constexpr
     n = tl.minimum(first_row.to(tl.int64) + tl.arange(0, BLOCK_N), n_rows - 1)
     a_at = head.hidden + n[:, None] * head.strides.hidden_row + k[None, :]
     b_at = head.weight + columns[:, None] * head.strides.weight_row + k[None, :] * head.strides.weight_column
-    if (CHAIN == 0) | (CHAIN >= H):
+    if CHAIN == 0:
         for start in range(0, H, BLOCK_H):
-            a, b = _load_operands(a_at=a_at, b_at=b_at, start=start, H=H, ACC=ACC, BLOCK_H=BLOCK_H)
+            a, b = _load_operands(a_at=a_at, b_at=b_at, remaining=H - start, HEAD=HEAD, BLOCK_H=BLOCK_H)
             z = tl.dot(a, tl.trans(b), z, input_precision="ieee", out_dtype=ACC)
             a_at += BLOCK_H
             b_at += step
     else:  # without tensor cores, a sum of shorter sums rounds less than one long sum
         for begin in range(0, H, CHAIN):
             chain = tl.zeros([BLOCK_N, BLOCK_V], ACC)
-            for start in range(begin, min(begin + CHAIN, H), BLOCK_H):
-                a, b = _load_operands(a_at=a_at, b_at=b_at, start=start, H=H, ACC=ACC, BLOCK_H=BLOCK_H)
+            for start in range(begin, tl.minimum(begin + CHAIN, H), BLOCK_H):
+                a, b = _load_operands(a_at=a_at, b_at=b_at, remaining=H - start, HEAD=HEAD, BLOCK_H=BLOCK_H)
                 chain = tl.dot(a, tl.trans(b), chain, input_precision="ieee", out_dtype=ACC)
                 a_at += BLOCK_H
                 b_at += step
@@ -154,14 +156,14 @@ def _product_by_pointers(head, z, columns, first_row, n_rows, HEAD: tl.constexpr
 
 
 @triton.jit
-def _load_operands(a_at, b_at, start, H: tl.constexpr, ACC: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Load blocks of both operands, with zeros from element H on."""
-    if H % BLOCK_H == 0:
-        a, b = tl.load(a_at), tl.load(b_at)
-    else:
-        inside = tl.arange(0, BLOCK_H)[None, :] < H - start
+def _load_operands(a_at, b_at, remaining, HEAD: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Load blocks of both operands, with zeros after the `remaining` elements of H."""
+    if HEAD.RAGGED:
+        inside = tl.arange(0, BLOCK_H)[None, :] < remaining
         a, b = tl.load(a_at, mask=inside, other=0.0), tl.load(b_at, mask=inside, other=0.0)
-    return operands(a, b, ACC)
+    else:
+        a, b = tl.load(a_at), tl.load(b_at)
+    return operands(a, b, HEAD.ACC)
 
 
 @triton.jit
@@ -182,9 +184,16 @@ def _add_adapter(head, z, rows, columns, HEAD: tl.constexpr, BLOCK_R: tl.constex
 
 
 @triton.jit
-def target_column(target, V: tl.constexpr):
+def target_column(target, vocab_size):
     """Return target ids as int32 columns, -1 for ids outside the vocabulary."""
-    return tl.where((target >= 0) & (target < V), target, -1).to(tl.int32)
+    return tl.where((target >= 0) & (target < vocab_size), target, -1).to(tl.int32)
+
+
+@triton.jit
+def in_tile(target, first_column, BLOCK_V: tl.constexpr):
+    """Return which rows have their target in the tile, [block_n] bool, and whether any has."""
+    inside = (target >= first_column) & (target < first_column + BLOCK_V)
+    return inside, tl.max(inside.to(tl.int32), 0) > 0
 
 
 @triton.jit
@@ -257,15 +266,16 @@ def tile_arguments(head: HeadRows, hidden: Tensor, config: Config) -> dict[str, 
         stride_adapter_weight_row=adapter_weight_row,
         stride_adapter_weight_column=adapter_weight_column,
         stride_temperature=0 if temperature is None or temperature.ndim == 0 else temperature.stride(0),
+        hidden_size=hidden.shape[1],
+        vocab_size=head.vocab_size,
         logit_scale=head.logit_scale,
         logit_softcap=head.logit_softcap or 0.0,
         HEAD=HeadConstants(
-            H=hidden.shape[1],
             R=0 if head.adapter_weight is None else head.adapter_weight.shape[1],
-            V=head.vocab_size,
             ACC=triton_type(hidden.dtype),
             HAS_SCALE=head.logit_scale != 1.0,
             HAS_SOFTCAP=head.logit_softcap is not None,
+            RAGGED=hidden.shape[1] % config.block_h != 0 and not config.descriptors,
         ),
         CONFIG=config,
     )

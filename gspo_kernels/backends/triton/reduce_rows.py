@@ -17,14 +17,14 @@ from .elementary import LOG_OF_NOTHING, at_least, difference, finite, log1p, sof
 
 
 class TileSums(NamedTuple):
-    """Results of `forward_tile`, [TILES, N] each, inside `reduce_rows`."""
+    """Results of `forward_tile`, [n_tiles, N] each, inside `reduce_rows`."""
 
     top: Any
     mass: Any
     entropy: Any  # or None
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def reduce_rows(
     tile_top,  # this and the next five: as in `forward_tile`
     tile_mass,
@@ -32,24 +32,28 @@ def reduce_rows(
     target_logit,
     order,
     n_unmasked,
-    log_probs,  # out [N], as are the next three; masked rows are not written
+    log_probs,  # out [N], as are the next three; 0 in masked rows
     entropy,  # or None
     shift,
     log_total,
+    place,  # out [N] int64: index of each row in tile_mass; or None
     n_rows: tl.int64,
-    TILES: tl.constexpr,
+    n_tiles: tl.int32,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Compute log_prob = -softplus(log-sum-exp of the others - z_target), and shift, log_total and entropy.
 
+    If `place` is not None, tile_mass becomes the share of each tile in the row's probability, without the target's.
     On peaked rows, z_target - log-sum-exp of all columns would lose 1 - p.
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = n < tl.load(n_unmasked)
     tiles = TileSums(top=tile_top, mass=tile_mass, entropy=tile_entropy)
-    largest, mass = _log_sum_exp(tiles=tiles, n=n, valid=valid, n_rows=n_rows, TILES=TILES, ACC=ACC, BLOCK_T=BLOCK_T)
+    largest, mass = _log_sum_exp(
+        tiles=tiles, n=n, valid=valid, n_rows=n_rows, n_tiles=n_tiles, ACC=ACC, BLOCK_T=BLOCK_T
+    )
     top_others = finite(largest)
     log_others = tl.log(mass)
     target_z = tl.load(target_logit + n, mask=valid, other=0.0)
@@ -61,13 +65,15 @@ def reduce_rows(
     # roundings would be visible in the mean over a short sequence.
     correction = (over_top_error + margin_error) * tl.exp(log_rest)
     log_p = tl.minimum(margin, 0.0) + (correction - log1p(tl.exp(-tl.abs(margin))))
-    rows = tl.load(order + n, mask=valid, other=0)
-    tl.store(log_probs + rows, log_p, mask=valid)
+    inside = n < n_rows
+    rows = tl.load(order + n, mask=inside, other=0)
+    tl.store(log_probs + rows, tl.where(valid, log_p, 0.0), mask=inside)
     # The log-sum-exp of all columns is shift + log_total. Their sum would be rounded.
     top_all = tl.where(target_z > top_others, target_z, top_others)
-    tl.store(shift + rows, top_all, mask=valid)
+    tl.store(shift + rows, tl.where(valid, top_all, 0.0), mask=inside)
     larger = tl.where(margin > 0, target_z - top_all, log_others + (top_others - top_all))
-    tl.store(log_total + rows, larger + log1p(tl.exp(-tl.abs(margin))), mask=valid)
+    larger += log1p(tl.exp(-tl.abs(margin)))
+    tl.store(log_total + rows, tl.where(valid, larger, 0.0), mask=inside)
     if tile_entropy is not None:
         others = _entropy_of_others(
             tiles=tiles,
@@ -76,23 +82,29 @@ def reduce_rows(
             n=n,
             valid=valid,
             n_rows=n_rows,
-            TILES=TILES,
+            n_tiles=n_tiles,
             ACC=ACC,
             BLOCK_T=BLOCK_T,
         )
         log_rest = at_least(log_rest, LOG_OF_NOTHING)
         target_term = tl.exp(log_p) * at_least(log_p, LOG_OF_NOTHING)
-        tl.store(entropy + rows, tl.exp(log_rest) * (others - log_rest) - target_term, mask=valid)
+        total = tl.exp(log_rest) * (others - log_rest) - target_term
+        tl.store(entropy + rows, tl.where(valid, total, 0.0), mask=inside)
+    if place is not None:
+        tl.store(place + rows, n, mask=inside)
+        _store_shares(
+            tiles, top_all, log_total=larger, n=n, valid=valid, n_rows=n_rows, n_tiles=n_tiles, BLOCK_T=BLOCK_T
+        )
 
 
 @triton.jit
-def _log_sum_exp(tiles, n, valid, n_rows, TILES: tl.constexpr, ACC: tl.constexpr, BLOCK_T: tl.constexpr):
+def _log_sum_exp(tiles, n, valid, n_rows, n_tiles, ACC: tl.constexpr, BLOCK_T: tl.constexpr):
     """Return (largest logit, mass relative to its exp) of the others, each [BLOCK_N]."""
     largest = tl.full([n.shape[0]], float("-inf"), ACC)
     mass = tl.zeros([n.shape[0]], ACC)
-    for start in range(0, TILES, BLOCK_T):
+    for start in range(0, n_tiles, BLOCK_T):
         t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
-        inside = (t[:, None] < TILES) & valid[None, :]
+        inside = (t[:, None] < n_tiles) & valid[None, :]
         at = t[:, None] * n_rows + n[None, :]
         top = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
         tile_mass = tl.load(tiles.mass + at, mask=inside, other=0.0)
@@ -105,16 +117,16 @@ def _log_sum_exp(tiles, n, valid, n_rows, TILES: tl.constexpr, ACC: tl.constexpr
 
 @triton.jit
 def _entropy_of_others(
-    tiles, top_others, log_others, n, valid, n_rows, TILES: tl.constexpr, ACC: tl.constexpr, BLOCK_T: tl.constexpr
+    tiles, top_others, log_others, n, valid, n_rows, n_tiles, ACC: tl.constexpr, BLOCK_T: tl.constexpr
 ):
     """Return the entropy of the softmax over the others, [BLOCK_N].
 
     The chain rule (which tile? which column?) adds positive terms only, so nothing cancels.
     """
     entropy = tl.zeros([n.shape[0]], ACC)
-    for start in range(0, TILES, BLOCK_T):
+    for start in range(0, n_tiles, BLOCK_T):
         t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
-        inside = (t[:, None] < TILES) & valid[None, :]
+        inside = (t[:, None] < n_tiles) & valid[None, :]
         at = t[:, None] * n_rows + n[None, :]
         top = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
         mass = tl.load(tiles.mass + at, mask=inside, other=0.0)
@@ -123,3 +135,17 @@ def _entropy_of_others(
         tile_entropy = tl.load(tiles.entropy + at, mask=inside, other=0.0)
         entropy += tl.sum(tl.exp(log_share) * (tile_entropy - log_share), 0)
     return entropy
+
+
+@triton.jit
+def _store_shares(tiles, top_all, log_total, n, valid, n_rows, n_tiles, BLOCK_T: tl.constexpr):
+    """Multiply the masses of tiles by exp(tile's top - log-sum-exp), in place."""
+    for start in range(0, n_tiles, BLOCK_T):
+        t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
+        inside = (t[:, None] < n_tiles) & valid[None, :]
+        at = t[:, None] * n_rows + n[None, :]
+        top = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
+        # At most 0, except for a tile that consists of the target's column: its mass is 0 and its maximum arbitrary.
+        over = tl.minimum((top - top_all[None, :]) - log_total[None, :], 0.0)
+        mass = tl.load(tiles.mass + at, mask=inside, other=0.0) * tl.exp(over)
+        tl.store(tiles.mass + at, mass, mask=inside)

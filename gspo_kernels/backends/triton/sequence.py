@@ -25,7 +25,7 @@ from ...metrics import NAMES
 from ...objective import RATIOS, Objective
 from ..rows import PolicyResult, PolicyRows
 from .launch import launch
-from .surrogates import TOKEN_RATIO, Bounds, objective_arguments, share_of_token
+from .surrogates import TOKEN_MEAN, TOKEN_RATIO, Bounds, objective_arguments, share_of_token
 from .token_passes import Shares, TokenInputs, TokenOutputs, add_ratio_gradient, mean_log_ratio, sum_tokens
 from .totals import (
     ENTROPY,
@@ -69,8 +69,9 @@ def sequence_loss(
     token_weights,
     offsets,  # [S + 1] int64
     lengths,  # [S]
-    normalizer,  # []
-    kl_normalizer,  # []
+    normalizer,  # [], or None for the default
+    kl_normalizer,  # the same
+    invalid,  # []: if it is not 0, the result is NaN
     log_ratio,  # out [S], or [N] for ratio="token"
     coefficient,  # out [N]
     entropy_coefficient,  # out [N], or None
@@ -117,9 +118,18 @@ def sequence_loss(
     i = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(offsets + i), tl.load(offsets + i + 1)
     length = tl.load(lengths + i)
-    share = share_of_token(length, normalizer, length_norm, AGGREGATION=OBJECTIVE.AGGREGATION, ACC=ACC)
-    kl_share = share_of_token(length, kl_normalizer, length_norm, AGGREGATION=OBJECTIVE.KL_AGGREGATION, ACC=ACC)
-    kl_share = tl.full([], kl_coef, ACC) * kl_share
+    divisor = divisor_of(normalizer, lengths, sequences, AGGREGATION=OBJECTIVE.AGGREGATION, ACC=ACC, BLOCK=BLOCK)
+    share = share_of_token(length, divisor, length_norm, AGGREGATION=OBJECTIVE.AGGREGATION, ACC=ACC)
+    kl_share = tl.zeros_like(share)
+    if OBJECTIVE.HAS_KL:
+        divisor = divisor_of(
+            kl_normalizer, lengths, sequences, AGGREGATION=OBJECTIVE.KL_AGGREGATION, ACC=ACC, BLOCK=BLOCK
+        )
+        kl_share = share_of_token(length, divisor, length_norm, AGGREGATION=OBJECTIVE.KL_AGGREGATION, ACC=ACC)
+        kl_share = tl.full([], kl_coef, ACC) * kl_share
+    if tl.load(invalid) != 0:
+        share = share * float("nan")
+        kl_share = kl_share * float("nan")
     shares = Shares(policy=share, kl=kl_share, entropy=-tl.full([], entropy_coef, ACC) * share)
     u = tl.full([], 0.0, ACC)
     if OBJECTIVE.RATIO != TOKEN_RATIO:
@@ -145,6 +155,23 @@ def sequence_loss(
     _store_partials(
         partials + i, sums, n_no_gradient=n_no_gradient, sequences=sequences, u=u, length=length, OBJECTIVE=OBJECTIVE
     )
+
+
+@triton.jit
+def divisor_of(normalizer, lengths, sequences, AGGREGATION: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the normalizer. If it is None, return the number of tokens for "token-mean", else of non-empty sequences.
+
+    A default is at least 1. Each program computes it again, from S lengths, which saves a launch.
+    """
+    if normalizer is not None:
+        return tl.load(normalizer).to(ACC)
+    else:
+        total = tl.zeros([BLOCK], tl.float64)
+        for start in range(0, sequences, BLOCK):
+            i = start + tl.arange(0, BLOCK).to(tl.int64)
+            length = tl.load(lengths + i, mask=i < sequences, other=0.0).to(tl.float64)
+            total += length if AGGREGATION == TOKEN_MEAN else tl.where(length > 0, 1.0, 0.0)
+        return tl.maximum(tl.sum(total, 0), 1.0).to(ACC)
 
 
 @triton.jit
@@ -188,7 +215,9 @@ def policy_forward(
         count_tokens, sequences, SEQUENCE, mask=mask, offsets=policy.offsets, lengths=lengths, BLOCK=SEQUENCE.block_n
     )
     kl_aggregation = objective.kl_aggregation or objective.aggregation
-    normalizer, kl_normalizer = _normalizers(policy, objective.aggregation, kl_aggregation, lengths)
+    kl_normalizer = policy.kl_normalizer
+    if kl_normalizer is None and kl_aggregation == objective.aggregation:
+        kl_normalizer = policy.normalizer
     result = PolicyResult(
         empty(), empty(n if by_token else sequences), empty(n), empty(n if has_bonus else 0), empty(len(NAMES))
     )
@@ -206,8 +235,9 @@ def policy_forward(
         token_weights=contiguous(policy.token_weights),
         offsets=policy.offsets,
         lengths=lengths,
-        normalizer=normalizer,
+        normalizer=policy.normalizer,
         kl_normalizer=kl_normalizer,
+        invalid=policy.invalid,
         log_ratio=result.log_ratio,
         coefficient=result.coefficient,
         entropy_coefficient=result.entropy_coefficient if has_bonus else None,
@@ -221,6 +251,7 @@ def policy_forward(
         1,
         SEQUENCE,
         partials=partials,
+        invalid=policy.invalid,
         loss=result.loss,
         metrics=result.metrics,
         sequences=sequences,
@@ -229,20 +260,3 @@ def policy_forward(
         BLOCK=SEQUENCE.block_n,
     )
     return result
-
-
-def _normalizers(policy: PolicyRows, aggregation: str, kl_aggregation: str, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the normalizers of the policy term and the KL term, each []: the caller's, or the defaults."""
-    normalizer, kl_normalizer = policy.normalizer, policy.kl_normalizer
-    if kl_normalizer is None and kl_aggregation == aggregation:
-        kl_normalizer = normalizer
-    return (
-        _default_normalizer(aggregation, lengths) if normalizer is None else normalizer,
-        _default_normalizer(kl_aggregation, lengths) if kl_normalizer is None else kl_normalizer,
-    )
-
-
-def _default_normalizer(aggregation: str, lengths: Tensor) -> Tensor:
-    """Return the number of tokens for "token-mean", else of non-empty sequences; at least 1."""
-    units = lengths if aggregation == "token-mean" else (lengths > 0).to(lengths.dtype)
-    return units.sum().clamp(min=1)

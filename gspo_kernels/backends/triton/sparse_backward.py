@@ -1,28 +1,33 @@
 """The backward of selected cells: d_logits of these cells only, and block-sparse products of them.
 
-As in the dense backward, slabs are the outer loop and chunks the inner one, so that each slab of d_weight is rounded
+A part is a range of tiles and a chunk of rows. Its d_logits and its gathered hidden states fit the workspace. Mostly
+there is one part, because few cells are selected: then the products are rounded and written directly. Otherwise they
+are summed in fp32, with slabs as the outer loop and chunks as the inner one, so that each slab of d_weight is rounded
 and written once. Rows are in the order of their mass. d_hidden is summed at the rows' places in the batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..rows import HeadGradients, HeadRows, LiveTiles, NeedsGradient
+from ..workspace import workspace_bytes
 from .cells import CellLists, Part, cell_lists
 from .gradient_rows import (
     GradientRows,
-    chunk_and_slab,
     gradient_of_tiles,
     round_to_operands,
     scatter_in_place,
+    shares,
     torch_rounds,
 )
-from .sparse_products import add_to_hidden, add_to_weight
+from .sparse_products import product_of_hidden, product_of_weight
 from .tuning import Config
 
 
@@ -32,29 +37,23 @@ class CellPlan(NamedTuple):
     rows: int  # number of rows with a gradient
     sparse: bool  # compute only the listed cells, not all columns
     lists: CellLists
-    counts: list[list[int]]  # number of cells of each part, [slab][chunk]
-    columns: int  # columns of a slab
+    begin: list[list[int]]  # index in `lists.by_tile` of each tile's first cell, then of the end, [chunk][T + 1]
     chunk: int  # rows of a chunk
 
 
 def plan_cells(head: HeadRows, live_tiles: LiveTiles, config: Config) -> CellPlan:
-    """List the cells to compute. Read the number of rows and the number of cells of each part on the host, once."""
-    lists, columns, chunk = parts_of(head, live_tiles.cells, config)
-    counts = lists.tile_begin[..., -1]  # [S, C]
-    rows, sparse, *flat = torch.cat([live_tiles.counts, counts.flatten()]).tolist()
-    by_slab = [flat[start : start + counts.shape[1]] for start in range(0, len(flat), counts.shape[1])]
-    return CellPlan(rows, bool(sparse), lists, by_slab, columns, chunk)
+    """List the cells to compute. Read the number of rows and of the cells of each tile on the host, once."""
+    lists, chunk = lists_of(head, live_tiles.cells, config)
+    rows, sparse, *begin = torch.cat([live_tiles.counts, lists.tile_begin[:: lists.row_blocks]]).tolist()
+    by_chunk = [begin[i : i + lists.tiles + 1] for i in range(0, len(begin) - 1, lists.tiles)]
+    return CellPlan(rows, bool(sparse), lists, by_chunk, chunk)
 
 
-def parts_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, int, int]:
-    """List `cells` [row blocks, tiles] bool in parts that fit the workspace.
-
-    Returns:
-        the lists, the columns of a slab and the rows of a chunk.
-    """
-    chunk, columns = chunk_and_slab(head, head.hidden.shape[0], config, torch_rounds(head))
-    blocks = -(-chunk // config.block_n)
-    return cell_lists(cells, columns // config.block_v, blocks), columns, blocks * config.block_n
+def lists_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, int]:
+    """List `cells` [row blocks, tiles] bool. Also return the rows of a chunk, a third of the workspace or less."""
+    row_bytes = head.hidden.shape[1] * head.hidden.dtype.itemsize
+    chunk = shares(cells.shape[0], workspace_bytes() // 3 // (row_bytes * config.block_n)).size
+    return cell_lists(cells.contiguous(), chunk), chunk * config.block_n
 
 
 def cell_backward(
@@ -64,37 +63,95 @@ def cell_backward(
 
     `rows_of_weight` is V with the padding of the vocabulary, which the weight in `rows.head` may lack.
     """
-    head, dtype, unrounded = rows.head, rows.d_log_probs.dtype, torch_rounds(rows.head)
-    n, width = rows.index.shape[0], head.hidden.shape[1]
-    d_hidden = (
-        torch.zeros_like(head.hidden, dtype=dtype, memory_format=torch.contiguous_format) if needs.hidden else None
-    )
-    d_weight = head.weight.new_zeros(rows_of_weight, width) if needs.weight else None
-    first_cell = 0
-    for slab, counts in enumerate(plan.counts):
-        low = slab * plan.columns
-        high, d_slab = min(low + plan.columns, head.vocab_size), None
-        if d_weight is not None and any(counts):
-            d_slab = d_weight[low:high]
-            if d_weight.dtype != dtype:
-                d_slab = torch.zeros_like(d_slab, dtype=dtype)
-        for chunk_number, cells in enumerate(counts):
-            part = Part(plan.lists, slab * len(counts) + chunk_number, first_cell, cells, low)
-            first_cell += cells
+    gradients = _CellGradients(rows, rows_of_weight, config, needs, plan)
+    for first_tile, end_tile in pairwise(gradients.slabs):
+        gradients.add_slab(first_tile, end_tile)
+    return HeadGradients(gradients.finished_hidden(), gradients.d_weight, None, None, None)
+
+
+class _CellGradients:
+    """d_hidden and d_weight, and how they are summed over parts."""
+
+    def __init__(
+        self, rows: GradientRows, rows_of_weight: int, config: Config, needs: NeedsGradient, plan: CellPlan
+    ) -> None:
+        head = rows.head
+        self.rows, self.config, self.plan, self.needs = rows, config, plan, needs
+        self.n, self.dtype, self.unrounded = rows.index.shape[0], rows.d_log_probs.dtype, torch_rounds(head)
+        # A product of 16-bit operands over all cells of a row or column can be rounded by the kernel.
+        narrow = head.hidden.dtype != self.dtype
+        self.direct_weight = len(plan.begin) == 1 and not self.unrounded
+        self.slabs = list(_slabs(head, config, plan, fp32_slab=narrow and needs.weight and not self.direct_weight))
+        self.direct_hidden = len(self.slabs) == 2 and not self.unrounded
+        self.d_hidden = self.d_weight = None
+        if needs.hidden:
+            self.d_hidden = torch.zeros(
+                head.hidden.shape,
+                dtype=head.hidden.dtype if self.direct_hidden else self.dtype,
+                device=head.hidden.device,
+            )
+        if needs.weight:
+            self.d_weight = head.weight.new_empty(rows_of_weight, head.hidden.shape[1])
+            self.d_weight[head.vocab_size :] = 0
+        # With one chunk, hidden states are gathered once.
+        self.hidden = rows.hidden(slice(0, self.n)) if len(plan.begin) == 1 else None
+
+    def add_slab(self, first_tile: int, end_tile: int) -> None:
+        """Compute the cells of a range of tiles. Write d_weight of these columns, and add to d_hidden."""
+        d_slab = total = None
+        if self.d_weight is not None:
+            width = self.config.block_v
+            d_slab = self.d_weight[first_tile * width : min(end_tile * width, self.rows.head.vocab_size)]
+            total = d_slab  # the sum over chunks in full precision, except for one chunk
+            if not self.direct_weight:
+                total = d_slab.zero_() if d_slab.dtype == self.dtype else torch.zeros_like(d_slab, dtype=self.dtype)
+        for chunk, begin in enumerate(self.plan.begin):
+            cells = begin[end_tile] - begin[first_tile]
+            part = Part(self.plan.lists, chunk, first_tile, end_tile, begin[first_tile], cells)
             if cells:
-                chunk = slice(chunk_number * plan.chunk, min((chunk_number + 1) * plan.chunk, n))
-                hidden = rows.hidden(chunk)
-                d_z = gradient_of_tiles(rows, hidden, chunk, low, high, config, unrounded, part)
-                d_z = round_to_operands(d_z, rows) if unrounded else d_z
-                if d_hidden is not None:
-                    add_to_hidden(d_hidden, d_z, head, part, rows.index[chunk])
-                if d_slab is not None:
-                    add_to_weight(d_slab, d_z, hidden, part)
-                del d_z, hidden  # frees their memory before the next ones are allocated
-        if d_weight is not None and d_slab is not None and d_weight.dtype != dtype:
-            d_weight[low:high] = d_slab if rows.boost is None else d_slab.div_(rows.boost)
-        del d_slab
-    if d_hidden is not None:
-        all_rows = torch.arange(d_hidden.shape[0], device=d_hidden.device)
-        d_hidden = scatter_in_place(d_hidden, replace(rows, index=all_rows), plan.chunk)
-    return HeadGradients(d_hidden, d_weight, None, None, None)
+                self._add_part(part, total)
+            elif total is not None and self.direct_weight:
+                total.zero_()
+        if d_slab is not None and total is not None and total is not d_slab:
+            d_slab.copy_(total if self.rows.boost is None else total.div_(self.rows.boost))
+
+    def _add_part(self, part: Part, d_slab: Tensor | None) -> None:
+        """Compute the cells of a part. Write d_slab [columns, H] or add to it, and write d_hidden or add to it."""
+        rows, head = self.rows, self.rows.head
+        chunk = slice(part.chunk * self.plan.chunk, min((part.chunk + 1) * self.plan.chunk, self.n))
+        hidden = rows.hidden(chunk) if self.hidden is None else self.hidden
+        d_z = gradient_of_tiles(rows, hidden, chunk, 0, head.vocab_size, self.config, self.unrounded, part)
+        d_z = round_to_operands(d_z, rows) if self.unrounded else d_z
+        if self.d_hidden is not None:
+            index = rows.index[chunk]
+            product_of_hidden(self.d_hidden, d_z, head, part, index, rows.boost, add=not self.direct_hidden)
+        if d_slab is not None:
+            product_of_weight(d_slab, d_z, hidden, part, rows.boost, add=not self.direct_weight)
+
+    def finished_hidden(self) -> Tensor | None:
+        """Return d_hidden [N, H] in the dtype of hidden."""
+        if self.d_hidden is None or self.direct_hidden:
+            return self.d_hidden
+        self.hidden = None  # its memory is needed to move the rows
+        all_rows = torch.arange(self.d_hidden.shape[0], device=self.d_hidden.device)
+        return scatter_in_place(self.d_hidden, replace(self.rows, index=all_rows), 1024)
+
+
+def _slabs(head: HeadRows, config: Config, plan: CellPlan, fp32_slab: bool) -> Iterator[int]:
+    """Yield the first tile of each slab, then T. Slabs are as wide as the workspace allows.
+
+    `fp32_slab`: the slab of d_weight is summed in fp32, beside the parts.
+    """
+    size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
+    per_element = 4 + size if torch_rounds(head) else size  # bytes of d_logits, before and after rounding
+    space = workspace_bytes() * 7 // 8 - min(plan.chunk, plan.rows) * width * size
+    cell, tile = config.block_n * config.block_v * per_element, 4 * config.block_v * width if fp32_slab else 0
+    first, tiles = 0, plan.lists.tiles
+    yield first
+    if max(begin[tiles] - begin[0] for begin in plan.begin) * cell + tiles * tile > space:
+        for end in range(2, tiles + 1):
+            most = max(begin[end] - begin[first] for begin in plan.begin)
+            if most * cell + (end - first) * tile > space:
+                first = end - 1
+                yield first
+    yield tiles

@@ -24,8 +24,8 @@ SEQUENCE_RATIO, TOKEN_RATIO = (tl.constexpr(RATIOS.index(name)) for name in ("se
 CLIP, CISPO, SAPO, GMPO, REINFORCE = (
     tl.constexpr(SURROGATES.index(name)) for name in ("clip", "cispo", "sapo", "gmpo", "reinforce")
 )
-TOKEN_MEAN_OF_SEQUENCE, TOKEN_SUM_OVER_NORM = (
-    tl.constexpr(AGGREGATIONS.index(name)) for name in ("seq-mean-token-mean", "seq-mean-token-sum-norm")
+TOKEN_MEAN, TOKEN_MEAN_OF_SEQUENCE, TOKEN_SUM_OVER_NORM = (
+    tl.constexpr(AGGREGATIONS.index(name)) for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 )
 K1, K2, ABS, K1_PLUS, K3_PLUS, UNBIASED = (
     tl.constexpr(KL_ESTIMATORS.index(name)) for name in ("k1", "k2", "abs", "k1+", "k3+", "unbiased")
@@ -157,13 +157,13 @@ def divergence_times(kl, ratio):
 
 @triton.jit
 def share_of_token(length, normalizer, length_norm, AGGREGATION: tl.constexpr, ACC: tl.constexpr):
-    """Return the weight of a sequence's tokens, divided by the normalizer."""
+    """Return the weight of a sequence's tokens, divided by the normalizer, a number."""
     share = tl.full([], 1.0, ACC)
     if AGGREGATION == TOKEN_MEAN_OF_SEQUENCE:
         share = share / tl.maximum(length, 1.0)
     elif AGGREGATION == TOKEN_SUM_OVER_NORM:
         share = share / tl.full([], length_norm, ACC)
-    return share / tl.load(normalizer)
+    return share / normalizer
 
 
 def objective_arguments(objective: Objective, kl_aggregation: str, dtype: torch.dtype) -> dict[str, Any]:

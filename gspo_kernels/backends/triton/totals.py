@@ -43,6 +43,7 @@ SUM, COUNT_POSITIVE, COUNT_CLIPPED, MIN, MAX = (tl.constexpr(i) for i in range(5
 @triton.jit(do_not_specialize=["sequences"])
 def finish(
     partials,  # [PARTIALS, S]
+    invalid,  # []: if it is not 0, the loss is NaN
     loss,  # out []
     metrics,  # out [len(NAMES)]
     sequences: tl.int64,
@@ -63,7 +64,8 @@ def finish(
     ratio = _total(partials, sequences, PARTIAL=RATIO, REDUCTION=SUM, BLOCK=BLOCK)
     smallest = _total(partials, sequences, PARTIAL=RATIO_MIN, REDUCTION=MIN, BLOCK=BLOCK)
     largest = _total(partials, sequences, PARTIAL=RATIO_MAX, REDUCTION=MAX, BLOCK=BLOCK)
-    tl.store(loss, _total(partials, sequences, PARTIAL=LOSS, REDUCTION=SUM, BLOCK=BLOCK).to(loss.dtype.element_ty))
+    total = _total(partials, sequences, PARTIAL=LOSS, REDUCTION=SUM, BLOCK=BLOCK)
+    _store(loss, tl.where(tl.load(invalid) != 0, float("nan"), total))
     _store(metrics + SLOTS.clip_fraction, sequences_clipped / filled_or_1)
     _store(metrics + SLOTS.clip_fraction_low, sequences_low / filled_or_1)
     _store(metrics + SLOTS.clip_fraction_high, sequences_high / filled_or_1)
@@ -79,7 +81,7 @@ def finish(
     minus_log_ratio = _total(partials, sequences, PARTIAL=MINUS_LOG_RATIO, REDUCTION=SUM, BLOCK=BLOCK)
     _store(metrics + SLOTS.kl_to_old, minus_log_ratio / tokens)
     no_gradient = _total(partials, sequences, PARTIAL=NO_GRADIENT, REDUCTION=SUM, BLOCK=BLOCK)
-    _store(metrics + SLOTS.zero_coefficient_share, no_gradient / tokens)
+    _store(metrics + SLOTS.zero_coefficient_share, tl.where(length > 0, no_gradient / tokens, 1.0))
     _store(metrics + SLOTS.kl, _total(partials, sequences, PARTIAL=KL, REDUCTION=SUM, BLOCK=BLOCK) / tokens)
     _store(metrics + SLOTS.entropy, _total(partials, sequences, PARTIAL=ENTROPY, REDUCTION=SUM, BLOCK=BLOCK) / tokens)
 

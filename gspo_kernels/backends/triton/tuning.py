@@ -52,23 +52,19 @@ def _ampere(stages: int) -> _Blocks:
     return _Blocks(wide, wide, wide, narrow)
 
 
+_HOPPER = _Blocks(
+    Config(128, 256, 64, 8, 4, descriptors=True),
+    Config(128, 256, 64, 8, 4, descriptors=True),
+    Config(128, 128, 64, 8, 4, descriptors=True),
+    Config(64, 128, 64, 8, 4, descriptors=True),
+)
 # Chosen so that no registers spill and the architecture's matrix instructions are used (benchmarks/NOTES.md). Their
 # speed has not been measured yet.
 _HALF = {
     "sm_80": _ampere(stages=4),
     "sm_89": _ampere(stages=3),
-    "sm_90": _Blocks(
-        Config(128, 256, 64, 8, 4, descriptors=True),
-        Config(128, 256, 64, 8, 4, descriptors=True),
-        Config(128, 128, 64, 8, 4, descriptors=True),
-        Config(64, 128, 64, 8, 4, descriptors=True),
-    ),
-    "sm_100": _Blocks(
-        Config(128, 128, 64, 8, 4, descriptors=True),
-        Config(128, 128, 64, 8, 4, descriptors=True),
-        Config(128, 128, 64, 8, 4, descriptors=True),
-        Config(64, 128, 64, 8, 4, descriptors=True),
-    ),
+    "sm_90": _HOPPER,
+    "sm_100": _HOPPER,
     "gfx942": _Blocks(*[Config(128, 256, 64, 8, 2)] * 2, *[Config(128, 128, 64, 8, 2)] * 2),
 }
 _HALF |= {name: _HALF[other] for name, other in SAME_AS.items()}
@@ -80,8 +76,10 @@ _PRODUCT = {2: Config(128, 128, 64, 8, 3), 4: Config(64, 64, 32, 8, 2), 8: Confi
 
 REDUCE_ROWS = Config(block_n=64, warps=4)
 REDUCE_TILES = 32  # tiles added up at a time
-# The kernels of the loss: tokens of a sequence at a time.
+# The kernels of the loss process so many tokens of a sequence at a time.
 SEQUENCE = Config(block_n=256, warps=4)
+LIST = Config(block_n=1024, warps=4)  # rows or cells of one program, in the choice and the lists of cells
+CELL_MASSES = Config(block_n=1, block_v=16, warps=4)  # tiles whose cells one program adds up, for one row block
 
 _assumed: str | None = None
 

@@ -1,4 +1,4 @@
-"""Seeded faults. Each is one wrong edit of the library, with the name of a test that must fail on it."""
+"""Seeded faults. Each fault is a wrong edit of the library, with the name of a test that must fail on it."""
 
 from __future__ import annotations
 

@@ -48,19 +48,19 @@ FAULTS: dict[str, Fault] = {
         "weights if weights is None else",
         "sampler_mismatch::test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero[torch-token]",
     ),
-    "LoRA ignored": (
+    "LoRA on the head ignored": (
         "inputs/lm_head",
         "return Head(module.weight, bias, *_low_rank_term(call, lora, hidden, mask))",
         "return Head(module.weight, bias)",
         "heads::test_lora_on_the_head_equals_peft[torch-False-False-1]",
     ),
-    "hooks of an adapter ignored": (
+    "hooks on modules of an adapter ignored": (
         "inputs/lm_head",
         "called += [lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]]",
         "pass",
         "bad_inputs::test_an_unsupported_adapter_is_named[hook-on-lora-a]",
     ),
-    "tokens of the head trained by PEFT ignored": (
+    "rows of the head that PEFT trains ignored": (
         "inputs/lm_head",
         "if tokens is not None and _adapts(call, tokens):",
         "if False:",
@@ -68,14 +68,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "offsets of importance_weights not checked": (
         "sampler_mismatch",
-        "invalid = invalid + call.offsets(cu_seqlens, mask.shape[0], mask.device)",
+        "call.offsets(cu_seqlens, mask.shape[0], mask.device)",
         "pass",
         "sampler_mismatch::test_invalid_offsets_are_rejected",
     ),
     "a normalizer tensor not checked": (
         "validation",
-        "return self.flag(name, ~is_valid & ((x != 0) | mask.any()), expected, value.item)",
-        "return 0",
+        "self.flag(name, ~is_valid & ((x != 0) | mask.any()), expected, value.item)",
+        "pass",
         "bad_inputs::test_a_bad_input_is_named_and_nothing_is_written[normalizer-tensor-zero-gspo_fused_loss]",
     ),
     "a weight equal to its bound counted as outside": (
@@ -90,7 +90,7 @@ FAULTS: dict[str, Fault] = {
         "(x.reshape(-1) for x in log_probs.values())",
         "sampler_mismatch::test_weights_and_masks_have_no_gradient",
     ),
-    "a sequence equal to the threshold dropped": (
+    "a sequence at the threshold masked": (
         "sampler_mismatch",
         "mean=True) > threshold",
         "mean=True) >= threshold",
@@ -102,7 +102,7 @@ FAULTS: dict[str, Fault] = {
         "per_row = layout.per_row(advantages.detach() if advantages.ndim == 1 else advantages.detach()[:, :1])",
         "sampler_mismatch::test_per_token_advantages_are_masked_per_token",
     ),
-    "ddof ignored for the batch deviation": (
+    "ddof ignored for the standard deviation of the batch": (
         "advantages",
         "variance = variance_of(groups.rewards, ddof)",
         "variance = variance_of(groups.rewards, 1)",

@@ -84,7 +84,7 @@ FAULTS: dict[str, Fault] = {
         "(mask.numel() if num_items",
         "trainers/trl::test_policy_and_reference_model_return_a_mean_loss_over_labels",
     ),
-    "log-probs of the reference model left to TRL": (
+    "reference model not accelerated": (
         "integrations/trl",
         'for model in (trainer.model, getattr(trainer, "ref_model", None)):',
         "for model in (trainer.model,):",
@@ -102,7 +102,7 @@ FAULTS: dict[str, Fault] = {
         "mask=mask, entropy=entropy",
         "trainers/trl::test_log_probs_before_trl_1_15_equal_those_of_logits",
     ),
-    "states off by one before TRL 1.15": (
+    "hidden states shifted by one token before TRL 1.15": (
         "integrations/trl",
         "hidden[:, :-1][:, -targets.shape[1] :]",
         "hidden[:, -targets.shape[1] :]",

@@ -13,9 +13,9 @@ import pytest
 from helpers.faults.table import Fault
 
 ROOT = Path(__file__).parent.parent.parent.parent
-# Exit codes of a Python process that crashes because a kernel wrote out of bounds.
+# Exit codes of a process that crashes because an interpreted kernel wrote out of bounds.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
-# Each fault runs in a new process, forked from a server that has already imported the slow modules.
+# Each fault runs in a new process. It is forked from a server that has already imported the slow modules.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
@@ -40,7 +40,7 @@ def is_killed(fault: Fault, folder: Path) -> bool:
 
 
 def run_with_fault(fault: Fault, folder: Path) -> int | None:
-    """Run the fault's test on a copy of the library with the fault. Return pytest's exit status."""
+    """Run the fault's test on a copy of the library that has the fault. Return pytest's exit status."""
     module, text, wrong, test = fault
     inside = Path("integrations") if module.startswith("integrations/") else Path("gspo_kernels")
     changed = source_of(module)
@@ -53,7 +53,7 @@ def run_with_fault(fault: Fault, folder: Path) -> int | None:
     else:
         (copy / "integrations").symlink_to(ROOT / "integrations")
     (copy / f"{module}.py").write_text(changed.read_text().replace(text, wrong))
-    os.utime(copy / f"{module}.py", (0, 0))  # no compiled file has this time, so that Python compiles the copy
+    os.utime(copy / f"{module}.py", (0, 0))  # no compiled file has this time, so Python compiles the copy
     for name in ("tests", "pyproject.toml", "README.md", "constraints.txt", "docs"):
         (folder / name).symlink_to(ROOT / name)
     suite, _, name = test.partition("::")
@@ -70,7 +70,10 @@ def source_of(module: str) -> Path:
 
 
 def overlay(source: Path, copy: Path, changed: Path) -> None:
-    """Link the entries of the folder `source` into the folder `copy`, but not the file `changed` and its parents."""
+    """Link the entries of the folder `source` into the folder `copy`, except the file `changed`.
+
+    Folders that contain `changed` are made anew, and their entries are linked.
+    """
     for entry in source.iterdir():
         if entry == changed or entry.is_symlink():  # the caller adds the linked folders
             continue
@@ -87,8 +90,8 @@ def _run_test(folder: Path, test: str) -> None:
     os.dup2(log, 2)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
-    gc.freeze()  # keep pytest's ten garbage collections from visiting everything imported before the fork
-    sys.dont_write_bytecode = True  # keep compiled files out of the checkout, to which the folders are linked
+    gc.freeze()  # spare pytest's ten garbage collections the objects that were imported before the fork
+    sys.dont_write_bytecode = True  # write no compiled files into the checkout, to which the links point
     plugins = [f"no:{name}" for name in ("cacheprovider", "xdist", "benchmark", "anyio")]
     code = pytest.main(
         ["-x", "-q", "--tb=line", "--hypothesis-profile=fault", *(f"-p{name}" for name in plugins), test]

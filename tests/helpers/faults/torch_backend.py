@@ -7,25 +7,25 @@ from helpers.faults.table import Fault
 PARITY = "parity::test_every_head_and_layout_equals_the_oracle"
 OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 FAULTS: dict[str, Fault] = {
-    "no 1/L in the ratio": (
+    "log-ratio not divided by the length": (
         "backends/torch/sequence",
         "segment_sum(averaged, policy.offsets) / lengths.clamp(min=1)",
         "segment_sum(averaged, policy.offsets)",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
-    "no 1/L in the gradient": (
+    "gradient of the log-ratio not divided by the length": (
         "backends/torch/sequence",
         "segment_sum(d_log_ratio, offsets) / lengths.clamp(min=1)",
         "segment_sum(d_log_ratio, offsets)",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
-    "no 1/L in the weight": (
+    "aggregation weight not divided by the length": (
         "backends/torch/sequence",
         "share = share / lengths.clamp(min=1)",
         "pass",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
-    "stale clip sign": (
+    "lower clip bound applied to positive advantages": (
         "backends/torch/surrogates",
         "low = (advantages < 0) & (u <",
         "low = (advantages > 0) & (u <",
@@ -133,7 +133,7 @@ FAULTS: dict[str, Fault] = {
         "        head = self.head\n        z = _product(self.hidden_rows(rows), weight.t()).bfloat16().to(self.dtype)",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
-    "1 - p by subtraction": (
+    "1 - p computed by subtraction": (
         "backends/torch/backward",
         "self.d_log_probs * -torch.expm1(self.log_probs)",
         "self.d_log_probs * (1 - self.log_probs.exp())",
@@ -151,7 +151,7 @@ FAULTS: dict[str, Fault] = {
         "for low in range(0, max(self.padded - self.tile_rows, min(self.padded, 1)), self.tile_rows))",
         "parity::test_several_tiles_of_rows_and_columns[torch]",
     ),
-    "fp16 gradients underflow": (
+    "fp16 gradients not lifted out of underflow": (
         "backends/torch/backward",
         "if tiles.operand_dtype == torch.float16:",
         "if False:",
@@ -175,7 +175,7 @@ FAULTS: dict[str, Fault] = {
         "index, cells = live_tiles.order[:count].sort().values,",
         "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
-    "the last run of a slab left out": (
+    "the last, narrower cell of a slab left out": (
         "backends/torch/tiles",
         "for computed, group in itertools.groupby(cells[begin : -(-high // columns)]):",
         "for computed, group in itertools.groupby(cells[begin : high // columns]):",
@@ -187,13 +187,13 @@ FAULTS: dict[str, Fault] = {
         "ready",
         "workers::test_every_tile_is_computed_by_a_single_thread",
     ),
-    "terms added in the order in which threads finish": (
+    "terms added out of order": (
         "backends/torch/workers",
         "pop(self._added[index], None)",
         "pop(min(self._kept[index], default=None), None)",
         "workers::test_terms_are_added_in_order",
     ),
-    "rounding error of a difference dropped": (
+    "rounding error of a difference not added back": (
         "backends/torch/forward",
         "correction = (over_top_error + margin_error) * F",
         "correction = over_top_error * F",
@@ -201,11 +201,11 @@ FAULTS: dict[str, Fault] = {
     ),
     "power-of-two scale without the soft-cap's slope": (
         "backends/torch/backward",
-        "self.boost = power_of_two(self.at_target * slope, d_entropy, is_row)",
-        "self.boost = power_of_two(self.at_target, d_entropy, is_row)",
+        "self.boost = power_of_two(self.at_target, self.d_entropy, is_row, slope)",
+        "self.boost = power_of_two(self.at_target, self.d_entropy, is_row, 1.0)",
         "loss_faults::test_fp16_gradients_of_a_small_slope_do_not_underflow[1.0]",
     ),
-    "half-precision operands on ROCm": (
+    "half-precision operands multiplied on ROCm": (
         "backends/torch/tiles",
         'tensor_cores = device.type == "cuda" and torch.version.hip is None',
         'tensor_cores = device.type == "cuda"',
@@ -223,13 +223,13 @@ FAULTS: dict[str, Fault] = {
         "mask, sequence, lengths, aggregation, 1.0, normalizer)\n\n\ndef",
         "loss_faults::test_length_norm_applies_to_the_aggregation_of_the_kl_term[torch]",
     ),
-    "an infinite ratio at masked tokens": (
+    "KL's ratio factor not masked": (
         "backends/torch/sequence",
         "kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)",
         "kl_share = kl_share * log_ratio.exp()",
         "loss_faults::test_an_infinite_ratio_times_kl_does_not_change_masked_tokens[torch-True]",
     ),
-    "entropy gradients not counted": (
+    "tokens with only an entropy gradient counted as having none": (
         "backends/torch/sequence",
         "has_gradient = has_gradient | (entropy_coefficient != 0)",
         "pass",

@@ -11,14 +11,14 @@ CELLS = "live_tiles::test_gradients_of_every_dtype_equal_those_of_the_kept_entri
 FAULTS: dict[str, Fault] = {
     "padding columns counted as copies of the last column": (
         "backends/triton/forward",
-        'z = tl.where(columns[None, :] >= V, float("-inf"), z)',
-        "pass",
+        "is_target | (columns >= beyond)",
+        "is_target",
         f"{PARITY}[triton-plain-padded-fp32]",
     ),
     "the target's logit counted among the other logits": (
         "backends/triton/forward",
-        'z = tl.where(is_target, float("-inf"), z)',
-        "pass",
+        "is_target | (columns >= beyond)",
+        "columns >= beyond",
         f"{PARITY}[triton-plain-padded-fp32]",
     ),
     "last ragged tile dropped": (
@@ -59,8 +59,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "a column's offset in 32 bits": (
         "backends/triton/logit_tile",
-        "V - 1).to(tl.int64)",
-        "V - 1)",
+        "head.vocab_size - 1).to(tl.int64)",
+        "head.vocab_size - 1)",
         "kernels::test_a_head_past_two_to_the_31_elements_is_read[sm_80]",
     ),
     "a gradient's offset in 32 bits": (
@@ -71,11 +71,11 @@ FAULTS: dict[str, Fault] = {
     ),
     "ragged end of H not masked": (
         "backends/triton/logit_tile",
-        "inside = tl.arange(0, BLOCK_H)[None, :] < H - start",
-        "inside = tl.arange(0, BLOCK_H)[None, :] < H",
+        "inside = tl.arange(0, BLOCK_H)[None, :] < remaining",
+        "inside = tl.arange(0, BLOCK_H)[None, :] < BLOCK_H",
         f"{BLOCKS}[sm_90-plain-fp32]",
     ),
-    "only the last part of the sum over H": (
+    "only the last partial sum over H kept": (
         "backends/triton/logit_tile",
         "z += chain",
         "z = chain",
@@ -99,7 +99,7 @@ FAULTS: dict[str, Fault] = {
         "pass",
         f"{PARITY}[triton-temperature-padded-fp32]",
     ),
-    "1 - p by subtraction in the kernel": (
+    "1 - p computed by subtraction in the kernel": (
         "backends/triton/gradient_tile",
         "d_log_p * -expm1(log_p)",
         "d_log_p * (1.0 - tl.exp(log_p))",
@@ -131,8 +131,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "power-of-two scale not removed": (
         "backends/triton/gradient_rows",
-        "chunk_sums.clone() if rows.boost is None else chunk_sums / rows.boost",
-        "chunk_sums.clone()",
+        "chunk_sums if rows.boost is None else chunk_sums.div_(rows.boost)",
+        "chunk_sums",
         f"{PARITY}[triton-plain-padded-fp16]",
     ),
     "masked tokens in the length": (
@@ -153,13 +153,13 @@ FAULTS: dict[str, Fault] = {
         "total = (total + r).to(ACC)",
         "kernels::test_the_mean_of_equal_log_ratios_is_exact",
     ),
-    "gmpo: clipped tokens in the gradient": (
+    "gmpo: gradient through a clipped token, in Triton": (
         "backends/triton/token_passes",
         "free = unmasked & (low == 0) & (high == 0)",
         "free = unmasked",
         f"{OBJECTIVE}[triton-padded-gmpo]",
     ),
-    "cispo: gradient through its ratio": (
+    "cispo: gradient through the importance weight": (
         "backends/triton/token_passes",
         "d_log_ratio, d_log_prob, loss = d_log_prob, d_log_ratio, multiply_no_nan(shares.policy * value, lp)",
         "loss = multiply_no_nan(shares.policy * value, lp)",
@@ -190,39 +190,39 @@ FAULTS: dict[str, Fault] = {
         "kernels::test_a_row_has_the_same_bits_alone_and_in_any_batch",
     ),
     "the rescaling of a tile without mass not clamped": (
-        "backends/triton/forward",
-        ".clamp_(max=0).exp_()",
-        ".exp_()",
+        "backends/triton/reduce_rows",
+        "tl.minimum((top - top_all[None, :]) - log_total[None, :], 0.0)",
+        "(top - top_all[None, :]) - log_total[None, :]",
         "live_tiles::test_the_mass_of_a_last_tile_with_only_the_target_is_correct[triton]",
     ),
-    "cells sorted by block for both products": (
+    "cells sorted by row block in both lists": (
         "backends/triton/cells",
-        "by_tile, by_block = padded.permute(2, 0, 3, 1), padded.permute(2, 0, 1, 3)",
-        "by_tile, by_block = padded.permute(2, 0, 1, 3).mT, padded.permute(2, 0, 3, 1).mT.flip(2)",
-        f"{CELLS}[triton-plain-fp32]",
+        "_count_before(in_chunks.transpose(1, 2))",
+        "_count_before(in_chunks)",
+        f"{CELLS}[triton-one part-plain-fp32]",
     ),
-    "a part's cells counted from the first cell of all parts": (
-        "backends/triton/cells",
-        "place[..., 0] - first[..., None]",
-        "place[..., 0]",
-        f"{CELLS}[triton-plain-fp32]",
+    "cells of a part numbered from the first cell of all parts": (
+        "backends/triton/sparse_products",
+        "(tl.load(block_place + j) - first_cell).to(tl.int64)",
+        "tl.load(block_place + j).to(tl.int64)",
+        f"{CELLS}[triton-many parts-plain-fp32]",
     ),
     "rows beyond the last in a cell not zero": (
         "backends/triton/gradient_tile",
         "d = tl.where(n[:, None] < n_rows, d, 0.0)",
         "pass",
-        f"{CELLS}[triton-plain-fp32]",
+        f"{CELLS}[triton-one part-plain-fp32]",
     ),
     "columns beyond the vocabulary in a cell not zero": (
         "backends/triton/gradient_tile",
         "d = tl.where((first_column + tl.arange(0, BLOCK_V))[None, :] < high, d, 0.0)",
         "pass",
-        f"{CELLS}[triton-plain-fp32]",
+        f"{CELLS}[triton-one part-plain-fp32]",
     ),
-    "entropy gradients lifted as if the slope were 1": (
+    "fp16 gradients lifted as if the slope were 1": (
         "backends/triton/gradient_rows",
-        "entropy_term = None if d_entropy is None else d_entropy * slope",
-        "entropy_term = d_entropy",
+        "d_entropy, has_gradient, slope)",
+        "d_entropy, has_gradient, 1.0)",
         "edges::test_fp16_gradients_of_an_entropy_bonus_fit_whatever_the_logit_scale[triton-300-6.103515625e-05-0.25]",
     ),
     "each chunk of rows overwrites d_weight": (
@@ -231,19 +231,19 @@ FAULTS: dict[str, Fault] = {
         "self.direct = direct",
         "kernels::test_gradients_of_many_chunks_and_slabs_equal_those_of_one[bf16]",
     ),
-    "sums of earlier slabs overwritten": (
+    "sums of earlier parts overwritten": (
         "backends/triton/sparse_products",
-        "tl.load(at, mask=inside, other=0.0) + acc",
-        "acc",
-        f"{CELLS}[triton-plain-fp32]",
+        "acc += tl.load(out, mask=inside, other=0.0)",
+        "pass",
+        f"{CELLS}[triton-many parts-plain-fp32]",
     ),
-    "the policy normalizer used for KL": (
+    "the policy normalizer used for KL, in Triton": (
         "backends/triton/sequence",
-        "if kl_normalizer is None and kl_aggregation == aggregation:",
+        "if kl_normalizer is None and kl_aggregation == objective.aggregation:",
         "if kl_normalizer is None:",
         "loss_faults::test_a_kl_term_with_another_aggregation_has_its_default_normalizer[triton-sequence]",
     ),
-    "sapo: ratio clamped at exp(8)": (
+    "sapo: ratio clamped at exp(8), in Triton": (
         "backends/triton/elementary",
         "FAR: tl.constexpr = tl.constexpr(80.0)",
         "FAR: tl.constexpr = tl.constexpr(8.0)",
@@ -251,14 +251,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "a cell's offset in 32 bits for d_hidden": (
         "backends/triton/sparse_products",
-        "tl.load(block_place + j).to(tl.int64)",
-        "tl.load(block_place + j)",
+        "(tl.load(block_place + j) - first_cell).to(tl.int64)",
+        "tl.load(block_place + j) - first_cell",
         "kernel_faults::test_the_hidden_product_reads_cells_past_two_to_the_31",
     ),
     "a cell's offset in 32 bits for d_weight": (
         "backends/triton/sparse_products",
-        "(j * ROWS + start + k).to(tl.int64)",
-        "(j * ROWS + start + k)",
+        "((j - first_cell) * ROWS + start + k).to(tl.int64)",
+        "((j - first_cell) * ROWS + start + k)",
         "kernel_faults::test_the_weight_product_reads_cells_past_two_to_the_31",
     ),
     "unaligned rows read by descriptors": (
@@ -273,7 +273,7 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "kernel_faults::test_there_is_a_barrier_between_writing_and_reading_coefficients",
     ),
-    "rounding error of a difference dropped, in Triton": (
+    "rounding error of a difference not added back, in Triton": (
         "backends/triton/reduce_rows",
         "correction = (over_top_error + margin_error) * tl.exp(log_rest)",
         "correction = over_top_error * tl.exp(log_rest)",
@@ -291,9 +291,9 @@ FAULTS: dict[str, Fault] = {
         "torch.zeros(n, dtype=dtype, device=device)",
         "loss_faults::test_the_log_prob_of_an_id_outside_the_vocabulary_is_nan[triton--1]",
     ),
-    "padding columns as targets": (
+    "ids of padding columns accepted as targets": (
         "backends/triton/logit_tile",
-        "(target >= 0) & (target < V)",
+        "(target >= 0) & (target < vocab_size)",
         "target >= 0",
         "loss_faults::test_the_log_prob_of_an_id_outside_the_vocabulary_is_nan[triton-70]",
     ),
@@ -351,13 +351,25 @@ FAULTS: dict[str, Fault] = {
         "left = h[None, :] * stride_weight_column",
         "kernel_faults::test_the_hidden_product_reads_columns_of_the_head_past_two_to_the_31",
     ),
-    "a slab without a cell in its first chunk": (
+    "columns of a slab without cells keep the bytes of new memory": (
         "backends/triton/sparse_backward",
-        "if d_weight is not None and any(counts):",
-        "if d_weight is not None and counts[0]:",
-        "kernel_faults::test_a_slab_without_a_cell_in_its_first_chunk_has_a_gradient",
+        "total.zero_()\n",
+        "pass\n",
+        "kernel_faults::test_gradients_of_slabs_without_cells_in_some_chunks[1-36864]",
     ),
-    "entropy gradients not counted, in Triton": (
+    "a product written although other chunks follow": (
+        "backends/triton/sparse_backward",
+        "len(plan.begin) == 1 and not self.unrounded",
+        "not self.unrounded",
+        f"{CELLS}[triton-many parts-plain-fp16]",
+    ),
+    "a product that the kernel rounds keeps its boost": (
+        "backends/triton/sparse_products",
+        "acc *= 1.0 / tl.load(boost)",
+        "pass",
+        f"{CELLS}[triton-one part-plain-fp16]",
+    ),
+    "tokens with only an entropy gradient counted as having none, in Triton": (
         "backends/triton/token_passes",
         "no_gradient &= entropy_coefficient == 0",
         "pass",
@@ -401,8 +413,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "length_norm ignored for KL, in Triton": (
         "backends/triton/sequence",
-        "share_of_token(length, kl_normalizer, length_norm,",
-        "share_of_token(length, kl_normalizer, 1.0,",
+        "share_of_token(length, divisor, length_norm, AGGREGATION=OBJECTIVE.KL",
+        "share_of_token(length, divisor, 1.0, AGGREGATION=OBJECTIVE.KL",
         "loss_faults::test_length_norm_applies_to_the_aggregation_of_the_kl_term[triton]",
     ),
     "only the last block of sequences summed": (
@@ -411,29 +423,29 @@ FAULTS: dict[str, Fault] = {
         "        if REDUCTION == SUM:\n            total = x",
         "kernel_faults::test_metrics_combine_several_blocks_of_sequences[triton]",
     ),
-    "minimum ratio of the last block of sequences only": (
+    "minimum ratio taken only from the last block of sequences": (
         "backends/triton/totals",
         "total = tl.minimum(total, x)",
         "total = x",
         "kernel_faults::test_metrics_combine_several_blocks_of_sequences[triton]",
     ),
-    "the policy term's default normalizer used for KL": (
+    "the policy term's default normalizer used for KL, in Triton": (
         "backends/triton/sequence",
-        "_default_normalizer(kl_aggregation, lengths) if",
-        "_default_normalizer(aggregation, lengths) if",
+        "kl_normalizer, lengths, sequences, AGGREGATION=OBJECTIVE.KL_AGGREGATION",
+        "kl_normalizer, lengths, sequences, AGGREGATION=OBJECTIVE.AGGREGATION",
         f"{OBJECTIVE}[triton-padded-k3-token-mean]",
     ),
-    "bias gradients of the last chunk only": (
+    "bias gradient of only the last chunk kept": (
         "backends/triton/backward",
         "self.d_bias[low:high] += d_z.sum(0)",
         "self.d_bias[low:high] = d_z.sum(0)",
         "kernels::test_gradients_of_bias_and_adapter_are_sums_over_chunks",
     ),
-    "a cell's row block used as its tile": (
+    "a cell's row block used as its vocabulary tile": (
         "backends/triton/cells",
-        "(number // blocks_of_part).t()",
-        "(number % blocks_of_part).t()",
-        f"{CELLS}[triton-plain-fp32]",
+        "tl.store(block_tile + place_by_block, tile,",
+        "tl.store(block_tile + place_by_block, block,",
+        f"{CELLS}[triton-one part-plain-fp32]",
     ),
     "exp(x) - 1 of a tiny x is 0": (
         "backends/triton/elementary",
@@ -441,10 +453,10 @@ FAULTS: dict[str, Fault] = {
         "tl.where(near, corrected, u - 1.0)",
         "edges::test_gradients_of_peaked_rows_keep_their_relative_precision[triton-fp32]",
     ),
-    "earlier tiles write a target's logit": (
-        "backends/triton/forward",
-        "has_target = (target >= first_column) & (target < first_column + BLOCK_V)",
-        "has_target = target < first_column + BLOCK_V",
+    "tiles before the target's also write its logit": (
+        "backends/triton/logit_tile",
+        "inside = (target >= first_column) & (target < first_column + BLOCK_V)",
+        "inside = target < first_column + BLOCK_V",
         f"{BLOCKS}[sm_90-plain-fp32]",
     ),
     "rows with only an entropy gradient left out": (
@@ -479,21 +491,45 @@ FAULTS: dict[str, Fault] = {
     ),
     "empty sequences in the default normalizer": (
         "backends/triton/sequence",
-        "(lengths > 0).to(lengths.dtype)",
-        "(lengths >= 0).to(lengths.dtype)",
+        "tl.where(length > 0, 1.0, 0.0)",
+        "tl.where(length >= 0, 1.0, 0.0)",
         "kernels::test_empty_sequences_are_not_in_the_default_normalizer[triton]",
+    ),
+    "cells dropped although the total mass is infinite": (
+        "backends/triton/live_tiles",
+        'tl.where(total < float("inf"), exact, 2.0 * UNITS)',
+        "exact",
+        "live_tiles::test_nothing_is_dropped_if_the_total_mass_is_infinite[triton]",
+    ),
+    "a strided mask read as if it were contiguous": (
+        "backends/triton/live_tiles",
+        "mask=head.mask.contiguous()",
+        "mask=head.mask",
+        "live_tiles::test_strided_ids_and_masks_choose_the_cells_of_contiguous_ones[triton]",
+    ),
+    "no decision for an empty batch": (
+        "backends/triton/live_tiles",
+        "max(cell_programs, 1)",
+        "cell_programs",
+        "live_tiles::test_a_batch_without_unmasked_tokens_has_no_work[triton-0-0.1]",
+    ),
+    "all but the lightest cells dropped": (
+        "backends/triton/live_tiles",
+        "other=0) > limit)",
+        "other=0) <= limit)",
+        "live_tiles::test_triton_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
     "every part begins at the first cell": (
         "backends/triton/sparse_backward",
-        "first_cell += cells",
-        "pass",
-        f"{CELLS}[triton-plain-fp32]",
+        "end_tile, begin[first_tile], cells)",
+        "end_tile, 0, cells)",
+        f"{CELLS}[triton-many parts-plain-fp32]",
     ),
-    "blocks of every part begin at the blocks of the first part": (
+    "block lists of the first part used for every part": (
         "backends/triton/sparse_products",
-        "begin_at=part.number * lists.block_begin.shape[2]",
-        "begin_at=0",
-        f"{CELLS}[triton-plain-fp32]",
+        "first_block=part.chunk * lists.row_blocks",
+        "first_block=0",
+        f"{CELLS}[triton-many parts-plain-fp32]",
     ),
     "the upper bound of dual_clip used as the lower bound": (
         "backends/triton/surrogates",
@@ -507,7 +543,7 @@ FAULTS: dict[str, Fault] = {
         "pass",
         f"{OBJECTIVE}[triton-padded-k3-ratio]",
     ),
-    "a mean over sequences instead of tokens": (
+    "kl_to_old averaged over sequences instead of tokens": (
         "backends/triton/totals",
         "minus_log_ratio / tokens",
         "minus_log_ratio / filled_or_1",

@@ -1,0 +1,93 @@
+"""The groups of measurements in the order in which they run, and the run of one group in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..candidates import ALL
+from ..measure import about, results_in, save
+from . import times, tune
+from .times import SHAPES, SHARES, Measurement, Setting
+
+UNFINISHED = "did not finish"
+# Estimates assume half of an H200's 989.5 TFLOP/s (bf16, dense, datasheet), and half of its 67 TFLOP/s in float64.
+PASS, EXACT_PASS = (SHAPES["A"].operations / (0.5e12 * peak) for peak in (989.5, 67.0))  # seconds
+START, COMPILE, RUNS = 12.0, 3.0, 9  # seconds to make a batch in a new process, and to compile a kernel; `clock`'s runs
+
+
+class Group(NamedTuple):
+    what: str
+    run: Callable[[Setting], Iterator[Measurement]]
+    seconds: float  # estimated
+
+    @property
+    def deadline(self) -> float:
+        """Seconds after which the group is killed."""
+        return 60 + 3 * self.seconds
+
+
+def seconds(kernels: int = 0, passes: float = 0.0, exact: float = 0.0, more: float = 0.0) -> float:
+    """Estimate a group's seconds from the kernels to compile and the passes of shape A, in bf16 and in float64."""
+    return START + COMPILE * kernels + PASS * passes + EXACT_PASS * exact + more
+
+
+def all_groups() -> dict[str, Group]:
+    """Return the groups by name. Those that rank block shapes run only if they are named."""
+    groups = {"ceilings": Group("a copy and the vendor's products", times.ceilings, seconds(passes=9 * RUNS))}
+    for name, shape in SHAPES.items():
+        size = shape.operations / SHAPES["A"].operations
+        what = f"N, H, V = {', '.join(map(str, shape))}: passes, kernels, errors, full logits"
+        groups[name] = Group(what, partial(times.steps, name=name), seconds(8, 26 * RUNS * size, 8 * size))
+    for name in ("A", "C"):
+        what = f"backward of {', '.join(f'{x:g}' for x in SHARES)} of the cells, shape {name}"
+        groups[f"cells-{name}"] = Group(what, partial(times.cells, name=name), seconds(6, 16 * RUNS))
+    for n, name in enumerate(("rl-4k", "rl-8k")):
+        what, steps = "RL-like: exact, budget 1e-3, other packages", (n + 1) * len(ALL) * (times.ROUNDS + 4)
+        groups[name] = Group(what, partial(times.packages, size=n), seconds(8, 4 * steps, 8 * (n + 1), more=20))
+    groups["profile"] = Group("ncu's counters of the forward tile", times.profile, seconds(2, more=20))
+    groups["checks"] = Group("pytest -m gpu", times.checks, seconds(more=150))
+    for kernel in tune.KERNELS:
+        for width in (4096, 896):
+            run = partial(tune.tune, kernel=kernel, width=width)
+            groups[f"tune-{kernel}-{width}"] = Group("rank block shapes", run, seconds(more=60))
+    return groups
+
+
+GROUPS = all_groups()
+DEFAULT = [name for name in GROUPS if not name.startswith("tune-")]
+
+
+def missing(name: str) -> str:
+    """Return why a group cannot run on this machine, "" if it can."""
+    absent = {"profile": not shutil.which("ncu"), "checks": not importlib.util.find_spec("xdist")}
+    return {"profile": "ncu", "checks": "pytest-xdist"}[name] + " is not installed" if absent.get(name) else ""
+
+
+def run_group(name: str, setting: Setting, path: Path) -> int:
+    """Run a group in this process. Save its record after each measurement. Return 1 if a measurement failed."""
+    start, head, records = time.monotonic(), about(setting.device), []
+
+    def store(fault: str) -> int:
+        group = {"measured": head, "seconds": time.monotonic() - start, "fault": fault, "results": records}
+        save("gpu", torch.device("cpu"), results_in(path) | {name: group}, path)
+        return int(fault != "")
+
+    store(UNFINISHED)
+    for what, measurement in GROUPS[name].run(setting):
+        try:
+            records += measurement()
+        except Exception:  # any error: later measurements still run
+            traceback.print_exc()
+            records.append({"what": what, "fault": traceback.format_exc(limit=-6)})
+        print(f"{what}: done after {time.monotonic() - start:.1f} s", flush=True)
+        store(UNFINISHED)
+    return store(next((r["fault"] for r in records if r.get("fault")), ""))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from . import ops
-from .backends.rows import HeadRows
+from .backends.rows import products
 from .inputs.head import HeadArguments, head_rows
+from .inputs.memory import cache_size, check_budget, needed_by_autograd
 from .inputs.policy import PolicyArguments, policy_rows
 from .layout import accumulator
 from .metrics import work_metrics
@@ -38,6 +38,7 @@ def gspo_fused_loss(
     kl_normalizer: float | Tensor | None = None,
     entropy: bool = False,
     gradient_budget: float = 0.0,
+    cache_mib: float | None = None,
     backend: str = "auto",
 ) -> LossOutput:
     """Compute the GSPO loss, or the loss of any other `Objective`, from hidden states and sampled tokens.
@@ -88,6 +89,11 @@ def gspo_fused_loss(
             d_weight (docs/benchmarks.md). A budget is not allowed with objective.entropy_coef, because the mass does
             not bound the gradient of the entropy. The Triton backend leaves nothing out for a head with a bias or an
             adapter. While a CUDA graph is captured, no backend leaves anything out.
+        cache_mib: memory, in MiB, in which the forward may keep exponentials of logits until the backward, which then
+            does not recompute these logits. The rest is recomputed. It keeps them for rows that may have a gradient,
+            in the dtype of hidden: all of a batch takes N V values. Log-probs have the same bits for every size. The
+            memory is free after the backward, and nothing is kept if no operand needs a gradient. `gspo doctor
+            --memory N,H,V` prints what a size saves. None: the environment variable GSPO_CACHE_MIB, or 0.
         backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
             that you name cannot run, an error is raised.
 
@@ -100,7 +106,7 @@ def gspo_fused_loss(
             NaN if there are any.
     """
     call = Call("gspo_fused_loss")
-    call.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
+    check_budget(call, gradient_budget)
     call.boolean("entropy", entropy)
     has_bonus = isinstance(objective, Objective) and objective.entropy_coef != 0
     if has_bonus and gradient_budget > 0:
@@ -134,16 +140,10 @@ def gspo_fused_loss(
     )
     unmasked = head.rows.mask.view(target_ids.shape)
     policy = policy_rows(call, arguments, unmasked, accumulator(head.rows.hidden.dtype))
-    result = ops.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), head.backend)
+    cache = cache_size(call, cache_mib, head.rows)
+    result = ops.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), cache, head.backend)
     entropies = result.head.entropy if head.rows.entropy else None
     out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective)
-    work = work_metrics(result.work.detach(), out.metrics["zero_coefficient_share"], _products(head.rows))
+    needed = products(needed_by_autograd(head.rows))
+    work = work_metrics(result.work.detach(), out.metrics["zero_coefficient_share"], needed)
     return out._replace(metrics=out.metrics | work)
-
-
-def _products(head: HeadRows) -> int:
-    """Return how many matrix products the backward computes per live tile: 0 to 3 of logits, d_hidden, d_weight."""
-    gradients = head.hidden.requires_grad + head.weight.requires_grad if torch.is_grad_enabled() else 0
-    others = (head.bias, head.adapter_hidden, head.adapter_weight)
-    recomputes = gradients > 0 or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in others))
-    return gradients + recomputes

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .inputs.head import HeadArguments, head_rows
+from .inputs.memory import cache_size, check_budget
 from .outputs import LogProbOutput
 from .validation import Call
 
@@ -25,6 +26,8 @@ def linear_log_probs(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     entropy: bool = False,
+    gradient_budget: float = 0.0,
+    cache_mib: float | None = None,
     backend: str = "auto",
 ) -> LogProbOutput:
     """Compute the log-prob of each target id under `softmax(softcap(logit_scale * (h W^T + bias)) / temperature)`.
@@ -47,6 +50,12 @@ def linear_log_probs(
         temperature: divides the capped logits; a number, a tensor with no dimension, or one value per token.
         vocab_size: number of vocabulary columns that are not padding; later columns get probability 0. None: all V.
         entropy: also return the entropy of each row's distribution, in nats, differentiable.
+        gradient_budget: the backward may leave out this share of the L1 mass (sum of absolute values) of the logits'
+            gradient, in [0, 1); see `gspo_fused_loss`. 0 is exact. The backward chooses what to leave out when it knows
+            the gradient of the log-probs, and `metrics.last_backward()` says how much it was. If the entropies have a
+            gradient too, the backward raises a ValueError.
+        cache_mib: memory, in MiB, in which the forward may keep exponentials of logits until the backward, which then
+            does not recompute these logits; see `gspo_fused_loss`. None: the environment variable GSPO_CACHE_MIB, or 0.
         backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
             that you name cannot run, an error is raised.
 
@@ -58,10 +67,12 @@ def linear_log_probs(
             inside GPU tensors raise only if GSPO_CHECK=1. Otherwise an id out of range gives the log-prob NaN.
     """
     call = Call("linear_log_probs")
+    check_budget(call, gradient_budget)
     arguments = HeadArguments(
         hidden, lm_head, target_ids, mask, bias, logit_scale, logit_softcap, temperature, vocab_size, entropy, backend
     )
     head = head_rows(call, arguments)
-    out = ops.linear_log_probs(head.rows, head.backend)
+    cache = cache_size(call, cache_mib, head.rows)
+    out = ops.linear_log_probs(head.rows, float(gradient_budget), cache, head.backend).head
     shape = target_ids.shape
     return LogProbOutput(out.log_probs.view(shape), out.entropy.view(shape) if entropy else None)

@@ -94,7 +94,7 @@ def work_metrics(work: Tensor, zero_coefficient_share: Tensor, products: int) ->
     """Return the metrics that say how much the backward computes.
 
     Args:
-        work: [3], the fields of `live_tiles.Work`; [0] if the backward is exact.
+        work: [4], the fields of `live_tiles.Work`; [0] if the backward is exact and recomputes all logits.
         zero_coefficient_share: [], the metric.
         products: number of matrix products that the backward computes per live tile.
     """
@@ -103,7 +103,26 @@ def work_metrics(work: Tensor, zero_coefficient_share: Tensor, products: int) ->
         dropped = torch.zeros_like(rows)
         passes = torch.rsub(zero_coefficient_share, 1 + products, alpha=products)  # 1 + products * tiles
     else:
-        dropped, rows, tiles = work.unbind()
-        passes = 1 + products * tiles
+        dropped, rows, tiles, recomputed = work.unbind()
+        passes = 1 + (products - 1) * tiles + recomputed if products else torch.ones_like(tiles)
     names = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
     return dict(zip(names, (dropped, rows, tiles, passes), strict=True))
+
+
+_last_backward: dict[str, Tensor] = {}
+
+
+def record_backward(work: Tensor, products: int) -> None:
+    """Record the metrics that `last_backward` returns. Arguments: as of `work_metrics`, `work` not empty."""
+    global _last_backward
+    _last_backward = work_metrics(work, work[0], products)
+
+
+def last_backward() -> dict[str, Tensor]:
+    """Return what the most recent backward of `linear_log_probs` in this process computed.
+
+    The result has the four keys dropped_gradient_mass, live_row_share, live_tile_share and passes, which `LossOutput`
+    documents. It is empty before the first backward. Values are 0-dim fp64 tensors on the device of the backward; the
+    host does not wait for them. Each backward replaces the dict, so a dict that was returned does not change.
+    """
+    return _last_backward

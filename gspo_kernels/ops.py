@@ -1,14 +1,14 @@
 """The torch.library operators and their autograd.
 
-Each public function calls one differentiable operator. The operators' backwards call two more, `head_backward` and
-`scale`:
+Each public function calls one differentiable operator. The operators' backwards call three more:
 
-    linear_log_probs            hidden states, head -> log-probs, entropies     (backward: head_backward)
+    linear_log_probs            hidden states, head -> log-probs, entropies     (backward: log_probs_backward)
     policy_loss                 log-probs -> loss                               (backward: scale)
     fused_loss                  hidden states, head -> loss                     (backward: head_backward)
 
-Gradients are computed by formulas, not by autograd. `head_backward` and `scale` have no derivative, so double backward
-raises an error. LoRA's product h A^T is another operator, in `backends/adapter.py`.
+Those of the head are in `head_ops.py`. Gradients are computed by formulas, not by autograd. The backward operators
+have no derivative, so double backward raises an error. LoRA's product h A^T is another operator, in
+`backends/adapter.py`.
 """
 
 from __future__ import annotations
@@ -20,100 +20,14 @@ from torch import Tensor
 
 from . import metrics
 from .backends.dispatch import implementation
-from .backends.live_tiles import all_columns
+from .backends.live_tiles import all_columns, exact_work
 from .backends.precision import multiply_no_nan
-from .backends.rows import HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient, PolicyResult, PolicyRows
+from .backends.rows import Cache, HeadResult, HeadRows, Kept, LiveTiles, PolicyResult, PolicyRows
 from .custom_op import Operator, restore, save
-from .layout import accumulator
+from .head_ops import Gradients, by_argument, fake_log_probs, head_backward, needed_gradients
+from .head_ops import linear_log_probs as linear_log_probs
+from .layout import segment_sum, sequence_of_row
 from .objective import Objective
-
-Gradients = dict[str, Tensor | None]  # by the name of the operator's argument
-
-
-# -- linear_log_probs
-
-
-@Operator
-def linear_log_probs(head: HeadRows, backend: str) -> HeadResult:
-    """Compute log-probs and entropies of rows. Both are differentiable."""
-    return implementation(backend).head_forward(head)
-
-
-@linear_log_probs.fake
-def _fake_head(head: HeadRows, backend: str) -> HeadResult:
-    log_probs = head.hidden.new_empty(head.hidden.shape[0], dtype=accumulator(head.hidden.dtype))  # [N]
-    entropy = log_probs.new_empty(log_probs.shape[0] if head.entropy else 0)
-    return HeadResult(log_probs, entropy, torch.empty_like(log_probs), torch.empty_like(log_probs))
-
-
-def _save_linear_log_probs(ctx: Any, inputs: tuple[HeadRows, str], result: HeadResult) -> None:
-    """Save the inputs and the result for the backward."""
-    head, ctx.backend = inputs
-    ctx.mark_non_differentiable(result.shift, result.log_total)
-    save(ctx, head, result)
-
-
-def _differentiate_linear_log_probs(ctx: Any, upstream: HeadResult, needs: dict[str, bool]) -> Gradients:
-    """Compute the gradients of the head's operands from the gradients of log-probs and entropies."""
-    head, result = restore(ctx)
-    d_log_probs = torch.zeros_like(result.log_probs) if upstream.log_probs is None else upstream.log_probs
-    d_entropy = upstream.entropy if head.entropy else None
-    return _head_gradients(ctx.backend, head, result, d_log_probs, d_entropy, all_columns(head.hidden.device), needs)
-
-
-linear_log_probs.autograd(_save_linear_log_probs, _differentiate_linear_log_probs)
-
-
-# -- head_backward
-
-
-@Operator
-def head_backward(
-    head: HeadRows,
-    result: HeadResult,
-    d_log_probs: Tensor,
-    d_entropy: Tensor | None,
-    live_tiles: LiveTiles,
-    needs: NeedsGradient,
-    backend: str,
-) -> HeadGradients:
-    """Compute the gradients of a head's operands. Gradients that are not needed are empty tensors."""
-    gradients = implementation(backend).head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles)
-    return HeadGradients(*(head.hidden.new_empty(0) if x is None else x for x in gradients))
-
-
-@head_backward.fake
-def _fake_gradients(
-    head: HeadRows,
-    result: HeadResult,
-    d_log_probs: Tensor,
-    d_entropy: Tensor | None,
-    live_tiles: LiveTiles,
-    needs: NeedsGradient,
-    backend: str,
-) -> HeadGradients:
-    def like(operand: Tensor | None, needed: bool) -> Tensor:
-        if operand is None or not needed:
-            return head.hidden.new_empty(0)
-        return torch.empty_like(operand, memory_format=torch.contiguous_format)
-
-    return HeadGradients(*(like(getattr(head, name), getattr(needs, name)) for name in HeadGradients._fields))
-
-
-def _head_gradients(
-    backend: str,
-    head: HeadRows,
-    result: HeadResult,
-    d_log_probs: Tensor,
-    d_entropy: Tensor | None,
-    live_tiles: LiveTiles,
-    needs: dict[str, bool],
-) -> Gradients:
-    """Compute the gradients of the operands of `head`, by their argument names in the forward operators."""
-    needed = NeedsGradient(*(needs[f"head_{name}"] for name in NeedsGradient._fields))
-    gradients = head_backward(head, result, d_log_probs, d_entropy, live_tiles, needed, backend)
-    return {f"head_{name}": x for name, x in gradients._asdict().items() if getattr(needed, name)}
-
 
 # -- policy_loss
 
@@ -210,35 +124,60 @@ def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
 
 
 class FusedResult(NamedTuple):
-    """Results of head and policy loss, the cells that the backward computes, and the work of the backward."""
+    """Results of head and policy loss, the cells that the backward computes, its work, and what is kept for it."""
 
     head: HeadResult
     policy: PolicyResult
     live_tiles: LiveTiles
-    work: Tensor  # [3]: the fields of `live_tiles.Work`; [0] if the backward is exact
+    work: Tensor  # [4]: the fields of `live_tiles.Work`; [0] if the backward is exact and recomputes all logits
+    kept: Kept  # without shares
 
 
 @Operator
 def fused_loss(
-    head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, backend: str
+    head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, cache_bytes: int, backend: str
 ) -> FusedResult:
     """Compute log-probs and loss of rows, and choose the cells of the backward. Only the loss is differentiable."""
     kernels = implementation(backend)
-    result, shares = kernels.forward_with_shares(head, wanted=gradient_budget > 0)
+    rows = kernels.cache_rows(head, cache_bytes)
+    cache = Cache(rows, may_have_gradient(head.mask, policy, objective)) if rows else None
+    result, kept = kernels.forward_and_keep(head, gradient_budget > 0, cache)
     entropy = result.entropy if head.entropy else None
     with torch.autocast(head.hidden.device.type, enabled=False):
         loss = kernels.policy_forward(result.log_probs, entropy, head.mask, policy, objective)
-    if shares is None:
-        return FusedResult(result, loss, all_columns(head.hidden.device), loss.loss.new_empty(0))
-    live_tiles, work = kernels.choose(head, result, loss.coefficient, shares, gradient_budget)
-    return FusedResult(result, loss, live_tiles, torch.stack(work).to(loss.loss.dtype))
+    cell = kernels.cell_shape(head) if gradient_budget > 0 else None
+    if cell is not None:
+        live_tiles, work = kernels.choose(head, result, loss.coefficient, kept, cell, gradient_budget)
+        kept = kept._replace(share=kept.share.new_empty(0, 0))
+    elif rows:
+        live_tiles = all_columns(head.hidden.device)
+        work = exact_work(head, _has_gradient(head.mask, loss), kept)
+    else:
+        return FusedResult(result, loss, all_columns(head.hidden.device), loss.loss.new_empty(0), kept)
+    return FusedResult(result, loss, live_tiles, torch.stack(work).to(loss.loss.dtype), kept)
+
+
+def may_have_gradient(mask: Tensor, policy: PolicyRows, objective: Objective) -> Tensor:
+    """Return which rows may have a gradient, [N] bool: known before the forward."""
+    if objective.kl_coef != 0 or objective.entropy_coef != 0:
+        return mask
+    # A token's own advantage may be 0 although its sequence has a gradient.
+    size = segment_sum(torch.where(mask, policy.advantages.abs(), 0), policy.offsets)  # [S], NaN if it holds NaN
+    return mask & (size != 0)[sequence_of_row(policy.offsets, mask.shape[0])]
+
+
+def _has_gradient(mask: Tensor, loss: PolicyResult) -> Tensor:
+    has_gradient = loss.coefficient != 0
+    if loss.entropy_coefficient.numel():
+        has_gradient = has_gradient | (loss.entropy_coefficient != 0)
+    return mask & has_gradient
 
 
 @fused_loss.fake
 def _fake_fused(
-    head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, backend: str
+    head: HeadRows, policy: PolicyRows, objective: Objective, gradient_budget: float, cache_bytes: int, backend: str
 ) -> FusedResult:
-    result = _fake_head(head, backend)
+    result, kept = fake_log_probs(head, gradient_budget, cache_bytes, backend)
     loss = _fake_policy(result.log_probs, None, head.mask, policy, objective, backend)
     live_tiles = all_columns(head.hidden.device)
     cell = implementation(backend).cell_shape(head) if gradient_budget > 0 else None
@@ -246,16 +185,18 @@ def _fake_fused(
         (rows, columns), n = cell, head.hidden.shape[0]
         cells = live_tiles.cells.new_empty(-(-n // rows), -(-head.vocab_size // columns))
         live_tiles = LiveTiles(live_tiles.order.new_empty(n), cells, live_tiles.counts.new_empty(2))
-    return FusedResult(result, loss, live_tiles, result.log_probs.new_empty(3 if cell else 0))
+    has_work = cell is not None or implementation(backend).cache_rows(head, cache_bytes) > 0
+    kept = kept._replace(share=kept.share.new_empty(0, 0))
+    return FusedResult(result, loss, live_tiles, result.log_probs.new_empty(4 if has_work else 0), kept)
 
 
 def _save_fused_loss(ctx: Any, inputs: tuple[Any, ...], result: FusedResult) -> None:
     """Save head, results and coefficients for the backward."""
     head, *_, ctx.backend = inputs
     details = (x for name, x in result.policy._asdict().items() if name != "loss")
-    ctx.mark_non_differentiable(*result.head, *details, *result.live_tiles, result.work)
+    ctx.mark_non_differentiable(*result.head, *details, *result.live_tiles, result.work, *result.kept)
     coefficients = _Coefficients(result.policy.coefficient, result.policy.entropy_coefficient)
-    save(ctx, head, result.head, coefficients, result.live_tiles)
+    save(ctx, head, result.head, coefficients, result.live_tiles, result.kept)
 
 
 def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, bool]) -> Gradients:
@@ -263,9 +204,12 @@ def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, 
     d_loss = upstream.policy.loss
     if d_loss is None:
         return {}
-    head, result, (coefficient, entropy_coefficient), live_tiles = restore(ctx)
+    head, result, (coefficient, entropy_coefficient), live_tiles, kept = restore(ctx)
     d_entropy = _times(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None
-    return _head_gradients(ctx.backend, head, result, _times(coefficient, d_loss), d_entropy, live_tiles, needs)
+    needed = needed_gradients(needs)
+    d_log_probs = _times(coefficient, d_loss)
+    gradients = head_backward(head, result, kept, d_log_probs, d_entropy, live_tiles, needed, ctx.backend)
+    return by_argument(gradients, needed)
 
 
 fused_loss.autograd(_save_fused_loss, _differentiate_fused_loss)

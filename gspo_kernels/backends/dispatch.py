@@ -13,14 +13,15 @@ from ..validation import Call
 from . import torch as torch_backend
 from .live_tiles import Work
 from .rows import (
+    Cache,
     HeadGradients,
     HeadResult,
     HeadRows,
+    Kept,
     LiveTiles,
     NeedsGradient,
     PolicyResult,
     PolicyRows,
-    TileShares,
 )
 
 
@@ -31,11 +32,21 @@ class Backend(Protocol):
         """Compute log-probs (and entropies) of the target ids."""
         ...
 
-    def forward_with_shares(self, head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
-        """Run `head_forward`; if wanted, also return the probability mass of each vocabulary tile.
+    def forward_and_keep(
+        self, head: HeadRows, shares: bool = False, cache: Cache | None = None
+    ) -> tuple[HeadResult, Kept]:
+        """Run `head_forward`. Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`.
 
-        `TileShares` is None if not wanted, or if this backend leaves out no cells for this head.
+        No probabilities are kept if this backend leaves out no cells for this head.
         """
+        ...
+
+    def empty_kept(self, head: HeadRows, shares: bool, cache_rows: int) -> Kept:
+        """Return uninitialised tensors of the shapes that `forward_and_keep` returns."""
+        ...
+
+    def cache_rows(self, head: HeadRows, cache_bytes: int) -> int:
+        """Return how many rows of exponentials fit into `cache_bytes`."""
         ...
 
     def head_backward(
@@ -46,17 +57,22 @@ class Backend(Protocol):
         d_entropy: Tensor | None,
         needs: NeedsGradient,
         live_tiles: LiveTiles | None = None,
+        kept: Kept | None = None,
     ) -> HeadGradients:
         """Compute the gradients of the head's operands from the gradients of log-probs [N] and entropies [N].
 
-        If `live_tiles` is None, all columns of every row with a gradient are computed.
+        If `live_tiles` is None, all columns of every row with a gradient are computed. Logits whose exponentials are
+        in `kept` are not recomputed.
         """
         ...
 
     def choose(
-        self, head: HeadRows, result: HeadResult, coefficient: Tensor, shares: TileShares, budget: float
+        self, head: HeadRows, result: HeadResult, coefficient: Tensor, kept: Kept, cell: tuple[int, int], budget: float
     ) -> tuple[LiveTiles, Work]:
-        """Choose the cells to compute, so that at most a share `budget` of the L1 mass of d_logits is dropped."""
+        """Choose the cells to compute, so that at most a share `budget` of the L1 mass of d_logits is dropped.
+
+        `cell` is `cell_shape(head)`.
+        """
         ...
 
     def policy_forward(

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .rows import HeadResult, HeadRows, LiveTiles, TileShares
+from .rows import HeadResult, HeadRows, Kept, LiveTiles
 
 # SPARSE_EFFICIENCY: throughput of products of scattered cells divided by the throughput of products of slabs, measured.
 # ESTIMATED_EFFICIENCY: the same for other device types, estimated from instruction counts. In addition, a cell costs as
@@ -45,7 +45,8 @@ class Work(NamedTuple):
 
     dropped: Tensor  # share of the L1 mass of d_logits that is dropped
     rows: Tensor  # share of the unmasked rows that have a gradient
-    tiles: Tensor  # share of all (unmasked row, column) pairs that the backward computes
+    tiles: Tensor  # share of all (unmasked row, column) pairs of which the backward computes d_logits
+    recomputed: Tensor  # share of these pairs whose logits the backward recomputes, because no exponentials are kept
 
 
 def break_even(width: int, device: torch.device) -> float:
@@ -68,40 +69,89 @@ def all_columns(device: torch.device) -> LiveTiles:
     return LiveTiles(order, torch.empty(0, 0, dtype=torch.bool, device=device), counts)
 
 
+def exact_work(head: HeadRows, has_gradient: Tensor, kept: Kept) -> Work:
+    """Return the work of an exact backward. `has_gradient` [N] bool is False at masked rows."""
+    unmasked = head.mask.sum().clamp(min=1).double()
+    rows = has_gradient.sum() / unmasked
+    recomputed = rows
+    if kept.exponentials.numel():
+        recomputed = (has_gradient & (kept.place >= kept.n_kept)).sum() / unmasked
+    return Work(torch.zeros_like(rows), rows, rows, recomputed)
+
+
+def leading(flags: Tensor) -> Tensor:
+    """Return the number of True values before the first False in `flags` [n], [] int64."""
+    n = flags.shape[0]
+    return torch.where(F.pad(flags, (0, 1)), n, torch.arange(n + 1, device=flags.device)).amin()
+
+
+def kept_first(order: Tensor, has_gradient: Tensor, kept: Kept) -> Tensor:
+    """Reorder `order` [N]: first rows with a gradient and kept exponentials, then other rows with a gradient.
+
+    Only row blocks whose exponentials are all kept are not recomputed.
+    """
+    if not kept.exponentials.numel():
+        return order
+    rank = has_gradient.to(torch.uint8) + (has_gradient & (kept.place < kept.n_kept)).to(torch.uint8)
+    return order[rank[order].sort(descending=True, stable=True).indices]
+
+
+def pairs(rows: Tensor, cell: tuple[int, int], vocab: int, cells: Tensor) -> Tensor:
+    """Return the number of (row, column) pairs of each cell, in the shape of `cells`, for the first `rows` rows."""
+    (block_rows, columns), (blocks, tiles), device = cell, cells.shape, cells.device
+    height = (rows - torch.arange(blocks, device=device) * block_rows).clamp(0, block_rows)
+    width = (vocab - torch.arange(tiles, device=device) * columns).clamp(max=columns)
+    return height[:, None].double() * width
+
+
+def recomputed_share(of_block: Tensor, order: Tensor, has_gradient: Tensor, kept: Kept, block_rows: int) -> Tensor:
+    """Return the sum of `of_block` [row blocks of `order`] over blocks whose exponentials are not all kept."""
+    if not kept.exponentials.numel():
+        return of_block.sum()
+    block = torch.arange(of_block.shape[0], device=of_block.device)
+    last = torch.minimum((block + 1) * block_rows, has_gradient.sum())
+    n_kept = leading((kept.place < kept.n_kept)[order])
+    return torch.where(last <= n_kept, 0, of_block).sum()
+
+
 def choose(
-    head: HeadRows, result: HeadResult, coefficient: Tensor, shares: TileShares, budget: float
+    head: HeadRows, result: HeadResult, coefficient: Tensor, kept: Kept, cell: tuple[int, int], budget: float
 ) -> tuple[LiveTiles, Work]:
-    """Choose the cells to compute, so that at most a share `budget` of the L1 mass of d_logits is dropped."""
-    n, vocab = head.hidden.shape[0], head.vocab_size
+    """Choose the cells to compute, so that at most a share `budget` of the L1 mass of d_logits is dropped.
+
+    `cell` is the shape of a cell, (rows, columns).
+    """
+    n, vocab, (block_rows, columns) = head.hidden.shape[0], head.vocab_size, cell
     has_gradient = head.mask & (coefficient != 0)  # [N]
     factor = torch.where(has_gradient, coefficient.abs() * abs(head.logit_scale), 0)  # [N]: f above
     if head.temperature is not None:
         factor = torch.where(has_gradient, factor / head.temperature, 0)
     at_target = factor * torch.where(has_gradient, -torch.expm1(result.log_probs), 0)  # [N]: f (1 - p(target))
     order = torch.where(has_gradient, at_target, -1).sort(descending=True, stable=True).indices  # [N]
+    order = kept_first(order, has_gradient, kept)
     total, rows = _least_mass(head, result, at_target), has_gradient.sum()
 
-    blocks = -(-n // shares.block_rows)
-    padded_order = F.pad(order, (0, blocks * shares.block_rows - n))  # [n padded to row blocks]
+    blocks = -(-n // block_rows)
+    padded_order = F.pad(order, (0, blocks * block_rows - n))  # [n padded to row blocks]
     has_mass = F.pad(has_gradient[order], (0, padded_order.shape[0] - n))
-    mass = shares.share.index_select(1, shares.place[padded_order]).mul_(factor[padded_order])  # [tiles, n padded]
+    mass = kept.share.index_select(1, kept.place[padded_order]).mul_(factor[padded_order])  # [tiles, n padded]
     mass.masked_fill_(~has_mass, 0)  # the share of a masked row is undefined, and 0 * NaN is not 0
-    target_tile = torch.where(has_gradient, head.target_ids, 0).clamp(0, vocab - 1)[padded_order] // shares.columns
+    target_tile = torch.where(has_gradient, head.target_ids, 0).clamp(0, vocab - 1)[padded_order] // columns
     at = (target_tile, torch.arange(padded_order.shape[0], device=order.device))
     mass[at] += torch.where(has_mass, at_target[padded_order], 0)
-    mass = mass.unflatten(1, (blocks, shares.block_rows)).sum(2).t()  # [row blocks, tiles]
+    mass = mass.unflatten(1, (blocks, block_rows)).sum(2).t()  # [row blocks, tiles]
 
-    height = (rows - torch.arange(blocks, device=order.device) * shares.block_rows).clamp(0, shares.block_rows)
-    first = torch.arange(mass.shape[1], device=order.device) * shares.columns
-    size = height[:, None].double() * (vocab - first).clamp(max=shares.columns)  # (row, column) pairs of each cell
-    all_cells = (height > 0)[:, None].expand_as(mass)  # the cells with a row that has a gradient
-    kept = all_cells & ~_lightest(mass.double(), total, budget)
-    share = (size * kept).sum() / (rows * vocab).clamp(min=1)
+    size = pairs(rows, cell, vocab, mass)
+    all_cells = size > 0  # the cells with a row that has a gradient
+    heavy = all_cells & ~_lightest(mass.double(), total, budget)
+    share = (size * heavy).sum() / (rows * vocab).clamp(min=1)
     pays = (rows > 0) & (share < break_even(head.hidden.shape[1], mass.device))
-    cells = torch.where(pays, kept, all_cells)
+    cells = torch.where(pays, heavy, all_cells)
     dropped = torch.where(cells | ~all_cells, 0, mass.double()).sum() / torch.where(total > 0, total, 1)
     unmasked = head.mask.sum().clamp(min=1)
-    work = Work(dropped, rows / unmasked.double(), (size * cells).sum() / (unmasked * vocab))
+    of_block = (size * cells).sum(1) / (unmasked * vocab)  # [row blocks]
+    recomputed = recomputed_share(of_block, order, has_gradient, kept, block_rows)
+    work = Work(dropped, rows / unmasked.double(), of_block.sum(), recomputed)
     return LiveTiles(order, cells, torch.stack([rows, pays.to(rows.dtype)])), work
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -91,6 +92,17 @@ def _leave_calls_of_the_parent() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_calls_of_the_parent)
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Return whether `device` is a CPU with instructions that multiply bf16 and add in fp32."""
+    return device.type == "cpu" and _cpu_multiplies_bf16()
+
+
+@functools.cache
+def _cpu_multiplies_bf16() -> bool:
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # absent in some versions of torch
+    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 COLUMN_MULTIPLE = 24  # columns of a matrix product on a CPU, see `pad_columns`

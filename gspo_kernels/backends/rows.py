@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# Exponentials that are kept in fp16 are multiplied by it, because fp16 has no values below 2^-24.
+KEPT_FACTOR = 2.0**15
+
 
 class HeadRows(NamedTuple):
     """A head and its inputs. Its logits are z = softcap(logit_scale * (h W^T + a B^T + bias)) / temperature."""
@@ -49,6 +52,11 @@ class NeedsGradient(NamedTuple):
     adapter_weight: bool
 
 
+def products(needs: NeedsGradient) -> int:
+    """Return how many matrix products a backward computes per tile: 0 to 3 of logits, d_hidden and d_weight."""
+    return needs.hidden + needs.weight + any(needs)
+
+
 class HeadGradients(NamedTuple):
     """Gradients of a head's operands, in their dtypes; None if not needed."""
 
@@ -82,13 +90,25 @@ class PolicyResult(NamedTuple):
     metrics: Tensor  # in the order of metrics.NAMES
 
 
-class TileShares(NamedTuple):
-    """Probability of every tile of the vocabulary, for every row, the target's column excluded."""
+class Cache(NamedTuple):
+    """Which exponentials of logits the forward may keep, so that the backward does not recompute these logits."""
 
-    share: Tensor  # [tiles, n], for the n rows that the forward gathered
+    rows: int  # most rows to keep, a multiple of the backend's row block or all N
+    may_have_gradient: Tensor  # [N] bool: only these rows are kept
+
+
+class Kept(NamedTuple):
+    """What the forward keeps besides `HeadResult`. Tensors that were not requested are empty.
+
+    The forward gathers n unmasked rows, first those that may have a gradient. Tiles are those of the forward. In fp16,
+    exponentials are multiplied by KEPT_FACTOR.
+    """
+
     place: Tensor  # [N] int64: index of each row of the batch among the n rows; any index for a masked row
-    block_rows: int  # rows of a cell
-    columns: int  # columns of a tile
+    share: Tensor  # [tiles, n]: probability of each tile, the target's column excluded
+    exponentials: Tensor  # [C, columns], in the dtype of hidden: E = exp(logit - top), 0 in the target's column
+    top: Tensor  # [tiles, n]: largest logit of each tile, the target's column excluded
+    n_kept: Tensor  # [1] or [0] int64: number of rows in `exponentials`, those with a place below it
 
 
 class LiveTiles(NamedTuple):

@@ -1,4 +1,4 @@
-"""The limit of the memory for tiles."""
+"""Limits of memory: for tiles, and for what the forward keeps for the backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ def workspace_bytes() -> int:
 
     The environment variable GSPO_WORKSPACE_MIB sets it, in MiB. Default: 256.
     """
-    text = os.environ.get("GSPO_WORKSPACE_MIB", "256")
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"environment variable GSPO_WORKSPACE_MIB must be an integer number of MiB >= 1, got {text!r}")
-    return int(text) * 2**20
+    return _mebibytes("GSPO_WORKSPACE_MIB", "256", least=1) * 2**20
+
+
+def cache_bytes() -> int:
+    """Return the default of `cache_mib`, in bytes: the environment variable GSPO_CACHE_MIB, or 0."""
+    return _mebibytes("GSPO_CACHE_MIB", "0", least=0) * 2**20
+
+
+def _mebibytes(name: str, default: str, least: int) -> int:
+    text = os.environ.get(name, default)
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"environment variable {name} must be an integer number of MiB >= {least}, got {text!r}")
+    return int(text)

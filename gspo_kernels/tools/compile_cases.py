@@ -15,7 +15,7 @@ import torch
 from ..backends.rows import HeadRows, NeedsGradient, PolicyRows
 from ..backends.triton.backward import head_backward
 from ..backends.triton.cells import cell_lists
-from ..backends.triton.forward import forward_with_shares, head_forward
+from ..backends.triton.forward import cell_shape, forward_and_keep, head_forward
 from ..backends.triton.gradient_rows import gradient_rows
 from ..backends.triton.live_tiles import choose
 from ..backends.triton.logit_tile import straighten
@@ -140,11 +140,12 @@ def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None
 
     `chunks`: number of chunks of rows. None: as many as the library makes.
     """
-    result, shares = forward_with_shares(head, wanted=True)
-    assert shares is not None
-    choose(head, result, torch.empty_like(result.log_probs), shares, budget=1e-3)
+    result, kept = forward_and_keep(head, shares=True)
+    cell = cell_shape(head)
+    assert cell is not None
+    choose(head, result, torch.empty_like(result.log_probs), kept, cell, budget=1e-3)
     config, device = tile_config(head, "gradient"), head.hidden.device
-    cells = torch.ones(-(-head.hidden.shape[0] // shares.block_rows), shares.share.shape[0], dtype=torch.bool)
+    cells = torch.ones(-(-head.hidden.shape[0] // cell[0]), kept.share.shape[0], dtype=torch.bool)
     lists, _ = lists_of(head, cells.to(device), config)
     if chunks is not None:
         lists = cell_lists(cells.to(device), -(-cells.shape[0] // chunks))

@@ -147,17 +147,17 @@ def test_the_doctor_has_the_tolerance_of_the_tests_for_losses(truth: float) -> N
 # -- wrong results
 
 
-FORWARD = "forward_with_shares"
+FORWARD = "forward_and_keep"
 
 
 def wrong_forward(change: Any) -> Any:
-    forward = torch_backend.forward_with_shares
+    forward = torch_backend.forward_and_keep
 
-    def forward_with_shares(head: Any, wanted: bool = False) -> Any:
-        result, shares = forward(head, wanted)
-        return result._replace(log_probs=torch.where(head.mask, change(result.log_probs), 0)), shares
+    def forward_and_keep(*arguments: Any) -> Any:
+        (head, *_), (result, kept) = arguments, forward(*arguments)
+        return result._replace(log_probs=torch.where(head.mask, change(result.log_probs), 0)), kept
 
-    return forward_with_shares
+    return forward_and_keep
 
 
 def wrong_backward(change: Any) -> Any:
@@ -169,7 +169,7 @@ FAULTS: dict[str, tuple[str, Any, str, set[str]]] = {  # function, its replaceme
     "gradients 0.1 % too large": ("head_backward", wrong_backward(lambda g: g * 1.001), "d_weight", {"float32"}),
     "gradients 5 % too large": ("head_backward", wrong_backward(lambda g: g * 1.05), "d_weight", set(DTYPES)),
     "bf16 log-probs": (
-        "forward_with_shares",
+        FORWARD,
         wrong_forward(lambda lp: lp.bfloat16().float()),
         "log_probs",
         set(DTYPES),

@@ -176,11 +176,12 @@ def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -
     """Measure the choice of cells, and then a backward with a list of all cells."""
     head = cases.meta_head(rows=n, width=h, vocab=v)
     with tuning.assume("sm_90"), LiveBytes() as live:
-        result, tiles = triton_backend.forward_with_shares(head, wanted=True)
-        assert tiles is not None
-        triton_backend.choose(head, result, result.log_probs, tiles, 1e-3)
-        forward, columns = live.peak, tiles.share.shape[0]
-        del result, tiles
+        result, kept = triton_backend.forward_and_keep(head, shares=True)
+        cell = triton_backend.cell_shape(head)
+        assert cell is not None
+        triton_backend.choose(head, result, result.log_probs, kept, cell, 1e-3)
+        forward, columns = live.peak, kept.share.shape[0]
+        del result, kept
         live.peak = live.now
         cases.backward_of_cells(head, all_cells=True)
     gradients = 2 * n * h + 2 * v * h
@@ -386,9 +387,9 @@ def test_strides_of_gradients_of_transposed_operands_equal_the_fake_kernels(oper
 
     head = head_rows(20, 24, 70)
     head = head._replace(**{operand: getattr(head, operand).t().contiguous().t()})
-    result = dispatch.implementation(backend).head_forward(head)
+    result, kept = dispatch.implementation(backend).forward_and_keep(head)
     live = live_tiles.all_columns(torch.device("cpu"))
-    args = flatten((head, result, torch.ones(20), None, live, NEEDS, backend))
+    args = flatten((head, result, kept, torch.ones(20), None, live, NEEDS, backend))
     real = ops.head_backward.op(*args)
     with FakeTensorMode() as mode:
         fake = ops.head_backward.op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))

@@ -174,10 +174,11 @@ def test_reported_passes_equal_the_counted_products(budget: float) -> None:
     works: list[live_tiles.Work] = []
 
     def both_passes() -> None:
-        result, tiles = torch_backend.forward_with_shares(head, wanted=budget > 0)
+        result, kept = torch_backend.forward_and_keep(head, shares=budget > 0)
         live = live_tiles.all_columns(ids.device)
-        if tiles is not None:
-            live, work = live_tiles.choose(head, result, coefficient, tiles, budget)
+        if budget:
+            cell = torch_backend.cell_shape(head)
+            live, work = live_tiles.choose(head, result, coefficient, kept, cell, budget)
             works.append(work)
         torch_backend.head_backward(head, result, coefficient, None, NEEDS, live)
 
@@ -339,13 +340,14 @@ def test_triton_reads_once_on_the_host_in_the_backward(monkeypatch: pytest.Monke
     for module in ("forward", "sparse_products", "gradient_rows", "live_tiles", "cells"):
         monkeypatch.setattr(f"gspo_kernels.backends.triton.{module}.launch", lambda *args, **options: None)
     with choices():
-        result, tiles = triton_backend.forward_with_shares(head, wanted=True)
-        assert tiles is not None
+        result, tiles = triton_backend.forward_and_keep(head, shares=True)
+        cell = triton_backend.cell_shape(head)
+        assert cell is not None
         tiles.share.fill_(1e-3)  # in place of the kernel's output, as are the next two
         tiles.place.copy_(torch.arange(len(tiles.place)))
         result.log_probs.fill_(-1.0)
-        triton_backend.choose(head, result, head.mask.float(), tiles, 0.1)  # its kernels do not run
-        live, _ = live_tiles.choose(head, result, head.mask.float(), tiles, 0.1)
+        triton_backend.choose(head, result, head.mask.float(), tiles, cell, 0.1)  # its kernels do not run
+        live, _ = live_tiles.choose(head, result, head.mask.float(), tiles, cell, 0.1)
         assert reads == []
         triton_backend.head_backward(head, result, head.mask.float(), None, NEEDS, live)
     assert reads == ["tolist"]
@@ -433,11 +435,10 @@ def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
     )
     coefficient, needs = torch.randn(140, generator=rng), NeedsGradient(True, True, False, True, True)
     with choices():
-        result, tiles = torch_backend.forward_with_shares(head, wanted=True)
-        assert tiles is not None
-        live, work = live_tiles.choose(head, result, coefficient, tiles, 0.3)
+        (result, tiles), cell = torch_backend.forward_and_keep(head, shares=True), torch_backend.cell_shape(head)
+        live, work = live_tiles.choose(head, result, coefficient, tiles, cell, 0.3)
     assert 0 < work.dropped <= 0.3 and live.cells[:, -1].any()
-    chosen = Chosen(merged, result, coefficient, live, (tiles.block_rows, tiles.columns), tiles.share)
+    chosen = Chosen(merged, result, coefficient, live, cell, tiles.share)
     d = torch.where(kept(chosen), d_logits(chosen)[0], 0)
     gradients = torch_backend.head_backward(head, result, coefficient, None, needs, live)
     truth = (d @ weight.double(), d.t() @ hidden.double(), None, d @ right.double(), d.t() @ left.double())

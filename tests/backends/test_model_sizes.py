@@ -77,10 +77,10 @@ def test_gradients_of_a_list_of_all_cells_equal_float64(shape: tuple[int, int, i
     """Run the sparse backward, which computes a list of cells, with a list of all cells."""
     head = random_head(*shape, DTYPES[dtype], **OPTIONS[options])
     upstream = random_upstream(head)
-    result, tiles = triton_backend.forward_with_shares(head, wanted=True)
-    assert tiles is not None
-    live, _ = live_tiles.choose(head, result, upstream.d_log_probs, tiles, budget=0.0)
-    blocks = -(-live.counts[:1] // tiles.block_rows)
+    (result, kept), cell = triton_backend.forward_and_keep(head, shares=True), triton_backend.cell_shape(head)
+    assert cell is not None
+    live, _ = live_tiles.choose(head, result, upstream.d_log_probs, kept, cell, budget=0.0)
+    blocks = -(-live.counts[:1] // cell[0])
     cells = (torch.arange(live.cells.shape[0], device=blocks.device) < blocks)[:, None].expand_as(live.cells)
     every_cell = live._replace(cells=cells, counts=torch.stack([live.counts[0], torch.ones_like(live.counts[0])]))
     needs = NeedsGradient(True, True, False, False, False)
@@ -222,7 +222,7 @@ def test_log_probs_have_the_same_bits_in_every_batch_and_memory_layout(dtype: st
 
 def log_probs_of(head: HeadRows) -> Tensor:
     hidden = head.hidden.detach().requires_grad_()
-    return ops.linear_log_probs(head._replace(hidden=hidden), "triton").log_probs.detach()
+    return ops.linear_log_probs(head._replace(hidden=hidden), 0.0, 0, "triton").head.log_probs.detach()
 
 
 def misaligned(x: Tensor) -> Tensor:

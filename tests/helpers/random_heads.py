@@ -175,7 +175,7 @@ def take_rows(head: HeadRows, rows: Any) -> HeadRows:
 def by_kernels(head: HeadRows, upstream: Upstream) -> Tensors:
     """Return outputs and gradients of the Triton kernels, through the operator and its autograd."""
     leaves = {n: x.detach().requires_grad_() for n in LEAVES if (x := getattr(head, n)) is not None}
-    result = ops.linear_log_probs(head._replace(**leaves), "triton")
+    result = ops.linear_log_probs(head._replace(**leaves), 0.0, 0, "triton").head
     outputs = {"log_probs": result.log_probs} | ({"entropy": result.entropy} if head.entropy else {})
     d_outputs = [x for x in upstream if x is not None]
     gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), d_outputs)

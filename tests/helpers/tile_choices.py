@@ -41,10 +41,12 @@ def choices(pays: bool = True) -> Iterator[list[Chosen]]:
     decisions: list[Chosen] = []
 
     def recording(choose: Any) -> Any:
-        def record(head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: Any, budget: float) -> Any:
-            live, work = choose(head, result, coefficient, tiles, budget)
+        def record(
+            head: HeadRows, result: HeadResult, coefficient: Tensor, tiles: Any, cell: tuple[int, int], budget: float
+        ) -> Any:
+            live, work = choose(head, result, coefficient, tiles, cell, budget)
             shares = tiles.share[:, torch.where(head.mask, tiles.place, 0)]
-            chosen = Chosen(head, result, coefficient, live, (tiles.block_rows, tiles.columns), shares)
+            chosen = Chosen(head, result, coefficient, live, cell, shares)
             decisions.append(to_device(chosen, "cpu"))
             return live, work
 

@@ -14,8 +14,17 @@ a gradient budget, it also reads the cells to compute.
 
 from ..live_tiles import choose
 from .backward import head_backward
-from .forward import forward_with_shares, head_forward
+from .forward import forward_and_keep, head_forward
 from .sequence import policy_forward
-from .tiles import cell_shape
+from .tiles import cache_rows, cell_shape, empty_kept
 
-__all__ = ["cell_shape", "choose", "forward_with_shares", "head_backward", "head_forward", "policy_forward"]
+__all__ = [
+    "cache_rows",
+    "cell_shape",
+    "choose",
+    "empty_kept",
+    "forward_and_keep",
+    "head_backward",
+    "head_forward",
+    "policy_forward",
+]

@@ -18,9 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..precision import exact_products, pad_columns, power_of_two
-from ..rows import HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
+from ..precision import exact_products, multiplies_bf16, pad_columns, power_of_two
+from ..rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
 from . import workers
+from .kept_tiles import KeptTiles
 from .tiles import LOG_OF_NOTHING, Run, Tiles, WorkList, add_product_of_tile, product_of_tile
 
 
@@ -31,6 +32,7 @@ def head_backward(
     d_entropy: Tensor | None,
     needs: NeedsGradient,
     live_tiles: LiveTiles | None = None,
+    kept: Kept | None = None,
 ) -> HeadGradients:
     """Compute the gradients of the head's operands, None where `needs` is False."""
     has_gradient = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)  # [N]
@@ -43,7 +45,7 @@ def head_backward(
         index, cells = (head.mask & has_gradient).nonzero()[:, 0], None
     tiles = Tiles(head, index)
     work_list = WorkList(tiles, cells)
-    logit_gradients = LogitGradients(tiles, result, d_log_probs, d_entropy)
+    logit_gradients = LogitGradients(tiles, result, d_log_probs, d_entropy, kept)
     gradients = _Gradients(tiles, logit_gradients, needs, work_list.sparse)
     with exact_products(tiles.device):
         workers.run(gradients.add_slab, work_list.by_slab(), tiles.threads, gradients.sums)
@@ -59,6 +61,9 @@ class _Gradients:
 
     def __init__(self, tiles: Tiles, logit_gradients: LogitGradients, needs: NeedsGradient, sparse: bool) -> None:
         self.tiles, self.logit_gradients, self.sparse = tiles, logit_gradients, sparse
+        # Products are rounded to bf16, as PyTorch's are, on a CPU that multiplies bf16 at twice the rate of fp32.
+        self.rounds = not sparse and multiplies_bf16(tiles.device) and tiles.head.hidden.dtype == torch.bfloat16
+        self.product_dtype = torch.bfloat16 if self.rounds else tiles.operand_dtype
         need_hidden, need_weight, need_bias, need_ah, need_aw = needs
         weight = tiles.head.weight  # [V, H]
         self.d_hidden = tiles.zeros(tiles.padded, weight.shape[1]) if need_hidden else None
@@ -72,35 +77,54 @@ class _Gradients:
     def add_slab(self, runs: list[Run]) -> None:
         """Compute d_logits of the runs of one slab, and add their terms to all gradients."""
         tiles, (low, high) = self.tiles, runs[0].slab
-        weight = tiles.weight_slab(low, high)
         d_weight = None if self.d_weight is None else self.d_weight[low:high]
+        weight = None  # in the dtype of operands, where the head's own does not do
+        if not self.rounds or not all(self.logit_gradients.keep(run.rows) for run in runs):
+            weight = tiles.weight_slab(low, high)
+        # Runs whose products for d_weight are computed at once, if the product rounds to half precision.
+        size = tiles.tiles_of_slab(high - low) if self.rounds else 1
+        groups = [runs[i : i + size] for i in range(0, len(runs), size)]
         # The sum over rows, in fp32 or fp64. If d_weight is half precision, it is rounded once, at the end.
-        total = d_weight if d_weight is None or d_weight.dtype == tiles.dtype else tiles.zeros(*d_weight.shape)
-        for run in runs:
-            columns = slice(run.first - low, run.end - low)
-            self._add_run(run, weight, weight[columns], None if total is None else total[columns])
+        total = d_weight
+        if d_weight is not None and d_weight.dtype != tiles.dtype and not (self.rounds and len(groups) == 1):
+            total = tiles.zeros(*d_weight.shape)
+        for group in groups:
+            columns = slice(group[0].first - low, group[0].end - low)
+            self._add_group(group, weight, None if total is None else total[columns])
         if d_weight is not None and total is not None and total is not d_weight:
             d_weight.copy_(total)
 
-    def _add_run(self, run: Run, slab_weight: Tensor, weight: Tensor, d_weight: Tensor | None) -> None:
-        """Add the terms of one run. `weight` and `d_weight` hold the run's columns, `slab_weight` all of the slab's."""
-        tiles, boost = self.tiles, self.logit_gradients.boost
-        _, rows, first, last, turn = run
-        d_z = self.logit_gradients.d_logits(rows, pad_columns(weight) if self.sparse else slab_weight, first, last)
-        if self.d_bias is not None:
-            self.d_bias[first:last] += d_z.sum(0)
-        if self.d_aw is not None and tiles.adapter_hidden is not None:
-            self.d_aw[first:last].addmm_(d_z.t(), tiles.adapter_hidden[rows])
-        terms = []
-        if self.d_ah is not None and tiles.adapter_weight is not None:
-            terms.append((self.d_ah[rows], torch.mm(d_z, tiles.adapter_weight[first:last])))
-        d_z = (d_z if boost is None else d_z.mul_(boost)).to(tiles.operand_dtype)
+    def _add_group(self, runs: list[Run], slab_weight: Tensor | None, d_weight: Tensor | None) -> None:
+        """Add the terms of runs of the same columns. `d_weight` has these columns, `slab_weight` all of the slab."""
+        tiles, boost, (low, _) = self.tiles, self.logit_gradients.boost, runs[0].slab
+        first, end = runs[0].first, runs[0].end
+        weight, tile_weight = tiles.head.weight[first:end], slab_weight
+        if slab_weight is not None and not self.rounds:
+            weight = slab_weight[first - low : end - low]
+            tile_weight = pad_columns(weight) if self.sparse else slab_weight
+        rounded = []
+        for run in runs:
+            d_z = self.logit_gradients.d_logits(run.rows, tile_weight, first, end)
+            if self.d_bias is not None:
+                self.d_bias[first:end] += d_z.sum(0)
+            if self.d_aw is not None and tiles.adapter_hidden is not None:
+                self.d_aw[first:end].addmm_(d_z.t(), tiles.adapter_hidden[run.rows])
+            terms = []
+            if self.d_ah is not None and tiles.adapter_weight is not None:
+                terms.append((self.d_ah[run.rows], torch.mm(d_z, tiles.adapter_weight[first:end])))
+            d_z = (d_z if boost is None else d_z.mul_(boost)).to(self.product_dtype)
+            rounded.append(d_z)
+            if self.d_hidden is not None:
+                terms.append((self.d_hidden[run.rows], product_of_tile(d_z, weight, boost)))
+            if terms:
+                self.sums.add(run.rows.start // tiles.tile_rows, run.turn, partial(_add_all, terms))
         if d_weight is not None:
-            add_product_of_tile(d_weight, d_z.t(), tiles.hidden_rows(rows), boost)
-        if self.d_hidden is not None:
-            terms.append((self.d_hidden[rows], product_of_tile(d_z, weight, boost)))
-        if terms:
-            self.sums.add(rows.start // tiles.tile_rows, turn, partial(_add_all, terms))
+            hidden = tiles.hidden[runs[0].rows.start : runs[-1].rows.stop].to(self.product_dtype)
+            d_z = rounded[0] if len(rounded) == 1 else torch.cat(rounded)
+            if d_weight.dtype == tiles.dtype:
+                add_product_of_tile(d_weight, d_z.t(), hidden, boost)
+            else:
+                torch.mm(d_z.t(), hidden, out=d_weight)
 
     def scattered(self) -> HeadGradients:
         """Return the gradients in the shapes and dtypes of the head's operands."""
@@ -125,8 +149,11 @@ def _add_all(terms: list[tuple[Tensor, Tensor]]) -> None:
 class LogitGradients:
     """Computes d_logits tile by tile. The per-row tensors for this are gathered, [padded] each."""
 
-    def __init__(self, tiles: Tiles, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None) -> None:
+    def __init__(
+        self, tiles: Tiles, result: HeadResult, d_log_probs: Tensor, d_entropy: Tensor | None, kept: Kept | None
+    ) -> None:
         self.tiles = tiles
+        self.kept = KeptTiles(tiles, kept, result) if kept is not None and len(kept.exponentials) else None
         self.shift, self.log_total = tiles.gather(result.shift), tiles.gather(result.log_total)
         self.shift[tiles.count :] = math.inf  # padding rows get p = 0
         self.d_log_probs, self.log_probs = tiles.gather(d_log_probs), tiles.gather(result.log_probs)
@@ -143,20 +170,49 @@ class LogitGradients:
             is_row = self.shift < math.inf  # False for padding rows
             self.boost = power_of_two(self.at_target, self.d_entropy, is_row, slope)
 
-    def d_logits(self, rows: slice, weight: Tensor, low: int, high: int) -> Tensor:
+    def keep(self, rows: slice) -> bool:
+        """Return whether the forward kept the exponentials of a chunk of rows."""
+        return self.kept is not None and self.kept.hold(rows)
+
+    def d_logits(self, rows: slice, weight: Tensor | None, low: int, high: int) -> Tensor:
         """Return d(loss) / d(h W^T + bias) of one tile, [rows, high - low].
 
-        `weight` holds the columns of the tile, or of the entire slab.
+        `weight` holds the columns of the tile, or of the entire slab. It is not used if the forward kept the tile.
         """
-        z = self.tiles.logits(rows, weight, low, high)
-        slope = self.tiles.tail_slope(rows, z)
-        log_p = z.sub_(self.shift[rows, None]).sub_(self.log_total[rows, None])
-        minus_d = -self.d_log_probs[rows, None]
-        if self.d_entropy is not None and self.entropy is not None:
-            p = log_p.clamp_(min=LOG_OF_NOTHING).exp()
-            d_z = log_p.add_(self.entropy[rows, None]).mul_(-self.d_entropy[rows, None]).add_(minus_d).mul_(p)
-        else:
-            d_z = log_p.exp_().mul_(minus_d)
+        kept, minus_d, softcap = self.kept, -self.d_log_probs[rows, None], self.tiles.head.logit_softcap
         in_slab, column = self.tiles.target_columns(rows, low, high)
+        if kept is not None and kept.hold(rows) and self.d_entropy is None and softcap is None:
+            tile = kept.tile(rows, low, high)
+            d_z = tile * minus_d.mul_(kept.scale(rows, low).exp()[:, None])
+            slope = self.tiles.tail_slope(rows, tile)
+        else:
+            log_p, slope = self._log_p_and_slope(rows, weight, low, high)
+            if self.d_entropy is not None and self.entropy is not None:
+                p = log_p.clamp_(min=LOG_OF_NOTHING).exp()
+                d_z = log_p.add_(self.entropy[rows, None]).mul_(-self.d_entropy[rows, None]).add_(minus_d).mul_(p)
+            else:
+                d_z = log_p.exp_().mul_(minus_d)
         d_z.scatter_(1, column, torch.where(in_slab[:, None], self.at_target[rows, None], d_z.gather(1, column)))
         return d_z if slope is None else d_z.mul_(slope)
+
+    def _log_p_and_slope(
+        self, rows: slice, weight: Tensor | None, low: int, high: int
+    ) -> tuple[Tensor, Tensor | float | None]:
+        """Return log p of a tile, [rows, high - low], and the slope of the head's tail at its logits."""
+        kept, softcap = self.kept, self.tiles.head.logit_softcap
+        if kept is None or not kept.hold(rows):
+            assert weight is not None
+            z = self.tiles.logits(rows, weight, low, high)
+            slope = self.tiles.tail_slope(rows, z)
+            return z.sub_(self.shift[rows, None]).sub_(self.log_total[rows, None]), slope
+        log_p = kept.tile(rows, low, high).to(self.tiles.dtype, copy=True).log_().add_(kept.scale(rows, low)[:, None])
+        log_p.clamp_(min=LOG_OF_NOTHING)  # exponentials that were rounded to 0
+        if softcap is None:
+            return log_p, self.tiles.tail_slope(rows, log_p)
+        total = (self.shift + self.log_total)[rows, None]
+        total = torch.where(total == math.inf, 0, total)  # padding rows
+        z = log_p + total
+        in_slab, column = self.tiles.target_columns(rows, low, high)  # nothing is kept of the target's logit
+        target_logit = self.log_probs[rows, None] + total
+        z.scatter_(1, column, torch.where(in_slab[:, None], target_logit, z.gather(1, column)))
+        return log_p, self.tiles.tail_slope(rows, z)

@@ -14,22 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..precision import exact_products
-from ..rows import HeadResult, HeadRows, TileShares
+from ..rows import Cache, HeadResult, HeadRows, Kept
 from . import workers
-from .tiles import LOG_OF_NOTHING, Tiles, cell_shape
+from .tiles import LOG_OF_NOTHING, Tiles, cell_shape, empty_kept, lift
 
 
 def head_forward(head: HeadRows) -> HeadResult:
     """Compute log-probs (and entropies) of the target ids."""
-    return forward_with_shares(head)[0]
+    return forward_and_keep(head)[0]
 
 
-def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
-    """Run `head_forward`; if wanted, also return the probability mass of each vocabulary tile."""
-    tiles = Tiles(head, head.mask.nonzero()[:, 0])
-    block_rows, columns = cell_shape(head)
-    share = tiles.zeros(-(-head.vocab_size // columns) if wanted else 0, max(tiles.padded, 1))
-    totals = _SlabTotals(tiles, columns, share)
+def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None = None) -> tuple[HeadResult, Kept]:
+    """Run `head_forward`. Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`."""
+    kept = empty_kept(head, shares, 0 if cache is None else cache.rows)
+    index = head.mask.nonzero()[:, 0]
+    if cache is not None:  # first the rows that may have a gradient
+        first = cache.may_have_gradient[index]
+        index = torch.cat([index[first], index[~first]])
+        kept.n_kept.copy_(first.sum().clamp(max=cache.rows))
+    tiles, columns = Tiles(head, index), cell_shape(head)[1]
+    totals = _SlabTotals(tiles, columns, kept)
     with exact_products(tiles.device):
         workers.run(totals.reduce, tiles.tasks(), tiles.threads)
     # Tensors are [padded] from here on, or [slabs, padded]. "Others" are the columns other than the target's.
@@ -50,26 +54,28 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
     log_total = torch.logaddexp(log_others + (top_others - shift), target_logit - shift)
     entropy = tiles.zeros(0) if entropy is None else tiles.scatter(entropy)
     result = HeadResult(tiles.scatter(log_probs), entropy, tiles.scatter(shift), tiles.scatter(log_total))
-    if not wanted:
-        return result, None
-    scale = (top - shift - log_total).exp_().repeat_interleave(tiles.tile_columns // columns, 0)  # [cells, padded]
-    share[:, : tiles.padded].mul_(scale[: len(share)])
-    place = torch.zeros(head.hidden.shape[0], dtype=torch.int64, device=tiles.device)
-    place[tiles.index] = torch.arange(tiles.count, device=tiles.device)
-    return result, TileShares(share, place, block_rows, columns)
+    if shares:
+        scale = (top - shift - log_total).exp_().repeat_interleave(tiles.tile_columns // columns, 0)  # [cells, padded]
+        kept.share[:, : tiles.padded].mul_(scale[: len(kept.share)])
+    if cache is not None:
+        kept.top[:, : tiles.padded] = top
+    if shares or cache is not None:
+        kept.place.zero_()[tiles.index] = torch.arange(tiles.count, device=tiles.device)
+    return result, kept
 
 
 class _SlabTotals:
     """Results of each slab for each row, [slabs, padded]. All but `at_target` exclude the target's column."""
 
-    def __init__(self, tiles: Tiles, cell_columns: int, share: Tensor) -> None:
-        self.tiles, self.cell_columns, self.slabs = tiles, cell_columns, tiles.slabs()
+    def __init__(self, tiles: Tiles, cell_columns: int, kept: Kept) -> None:
+        self.tiles, self.cell_columns, self.slabs, self.kept = tiles, cell_columns, tiles.slabs(), kept
         shape = len(self.slabs), tiles.padded
         self.top, self.log_mass = tiles.zeros(*shape), tiles.zeros(*shape)  # largest logit; log of sum exp(z - top)
         # Entropy of the softmax over the slab.
         self.entropy = tiles.zeros(*shape) if tiles.head.entropy else tiles.zeros(0, tiles.padded)
         self.at_target = tiles.zeros(*shape)  # logit of the target; the slab's first logit if the target is elsewhere
-        self.share = share  # [cells, padded]: sum of exp(z - top of the slab) over a cell's columns, or [0, ...]
+        self.share = kept.share  # [cells, ...]: sum of exp(z - top of the slab) over a cell's columns, or [0, 0]
+        self.rows_to_keep = int(kept.n_kept) if len(kept.exponentials) else 0
 
     def reduce(self, task: tuple[int, list[slice]]) -> None:
         """Compute and reduce the logits of one slab for several chunks of rows."""
@@ -86,6 +92,11 @@ class _SlabTotals:
             top = z.amax(1)
             z.sub_(_finite(top)[:, None])
             weights = z.exp() if entropy else z.exp_()
+            if rows.start < self.rows_to_keep:
+                keep = slice(rows.start, min(rows.stop, self.rows_to_keep))
+                self.kept.exponentials[keep, low:high] = lift(
+                    weights[: keep.stop - keep.start], tiles.head.hidden.dtype
+                )
             # The mass of each cell: [rows, cells of the slab].
             cells = F.pad(weights, (0, -weights.shape[1] % columns)).reshape(len(weights), -1, columns).sum(2)
             if len(self.share):

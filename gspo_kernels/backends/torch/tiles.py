@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ...layout import accumulator
 from ..precision import COLUMN_MULTIPLE, pad_columns
-from ..rows import HeadRows
+from ..rows import KEPT_FACTOR, HeadRows, Kept
 from ..workspace import workspace_bytes
 
 LOG_OF_NOTHING = -1000.0  # log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 * -1000 is 0, not NaN
@@ -78,6 +79,33 @@ def cell_shape(head: HeadRows) -> tuple[int, int]:
     return rows, cell if columns % cell == 0 else columns
 
 
+def cache_rows(head: HeadRows, cache_bytes: int) -> int:
+    """Return how many rows of exponentials fit `cache_bytes`: full tiles of rows, or all N."""
+    rows, n = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0], head.hidden.shape[0]
+    fit = cache_bytes // (rows * max(head.vocab_size, 1) * head.hidden.dtype.itemsize) * rows
+    return n if fit >= n else fit
+
+
+def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
+    """Return tensors for what the forward keeps; those not requested are empty."""
+    block, columns = cell_shape(head)
+    n, make = head.hidden.shape[0], partial(torch.empty, device=head.hidden.device)
+    dtype, padded = accumulator(head.hidden.dtype), -(-n // block) * block
+    slabs, cells = (-(-head.vocab_size // width) for width in (slab_columns(head), columns))
+    return Kept(
+        place=make(n if shares or cache_rows else 0, dtype=torch.int64),
+        share=make((cells, padded) if shares else (0, 0), dtype=dtype).zero_(),
+        exponentials=make((cache_rows, head.vocab_size) if cache_rows else (0, 0), dtype=head.hidden.dtype),
+        top=make((slabs, padded) if cache_rows else (0, 0), dtype=dtype).zero_(),
+        n_kept=make(1 if cache_rows else 0, dtype=torch.int64),
+    )
+
+
+def lift(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round exponentials, at most 1, to `dtype`. In fp16 they are first multiplied by KEPT_FACTOR."""
+    return (x * KEPT_FACTOR if dtype == torch.float16 else x).to(dtype)
+
+
 class Tiles:
     """Gathered rows, and the tiles in which their logits are computed. Gathered tensors are padded to full tiles."""
 
@@ -119,6 +147,10 @@ class Tiles:
     def kept_products(self) -> int:
         """Return how many products [tile_rows, H] may be ready before their turn to be added to d_hidden."""
         return max(_SLAB_BYTES // (self.tile_rows * self.hidden.shape[1] * self.dtype.itemsize), 1)
+
+    def tiles_of_slab(self, columns: int) -> int:
+        """Return how many tiles of rows of a slab may be held in half precision, at least 1."""
+        return max(_SLAB_BYTES // (2 * columns * self.tile_rows), 1)
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros in fp32 (fp64 for fp64 inputs)."""
@@ -273,12 +305,12 @@ class WorkList:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b in fp32, also for half-precision operands (fp64 for fp64 operands)."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.dtype.itemsize == 2 else torch.mm(a, b)
+    """Return a @ b in fp32 (fp64 for fp64 operands; on a CPU bf16 for bf16 operands)."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype.itemsize == 2 else torch.mm(a, b)
 
 
 def product_of_tile(a: Tensor, b: Tensor, boost: Tensor | None) -> Tensor:
-    """Return a @ b in fp32 (fp64 for fp64 operands).
+    """Return a @ b in fp32 (fp64 for fp64 operands; on a CPU bf16 for bf16 operands).
 
     If the operands are half precision and `boost` is not None, divide the product by `boost`, the factor by which
     d_logits were multiplied before they were rounded.

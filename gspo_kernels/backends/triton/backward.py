@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..precision import add_product, exact_products, write_product
-from ..rows import HeadGradients, HeadResult, HeadRows, LiveTiles, NeedsGradient
+from ..rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
 from .gradient_rows import (
     GradientRows,
     chunk_and_slab,
@@ -44,6 +44,7 @@ def head_backward(
     d_entropy: Tensor | None,
     needs: NeedsGradient,
     live_tiles: LiveTiles | None = None,
+    kept: Kept | None = None,
 ) -> HeadGradients:
     """Compute the gradients of the head's operands, None where `needs` is False."""
     config = tile_config(head, "gradient")
@@ -55,10 +56,10 @@ def head_backward(
         plan = plan_cells(head, live_tiles, config)
         index = live_tiles.order[: plan.rows]
         if plan.sparse:
-            rows = gradient_rows(head, result, d_log_probs, None, index, ascending=False)
+            rows = gradient_rows(head, result, d_log_probs, None, index, ascending=False, kept=kept)
             return cell_backward(rows, rows_of_weight, config, needs, plan)
         index = index.sort().values
-    rows = gradient_rows(head, result, d_log_probs, d_entropy, index)
+    rows = gradient_rows(head, result, d_log_probs, d_entropy, index, kept=kept)
     gradients = _Gradients(rows, rows_of_weight, config, needs)
     with exact_products(head.hidden.device):
         for low in range(0, head.vocab_size if gradients.n else 0, gradients.slab):

@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+from .. import rows
+
+KEPT_FACTOR: tl.constexpr = tl.constexpr(rows.KEPT_FACTOR)
 # Log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 times it is 0, not NaN.
 LOG_OF_NOTHING: tl.constexpr = tl.constexpr(-1000.0)
 # Log-ratios are cut off here for sapo: exp(80) is finite in fp32, and the sigmoid is flat there.
@@ -28,6 +31,17 @@ def operands(a, b, ACC: tl.constexpr):
     if UPCAST:
         a, b = a.to(ACC), b.to(ACC)
     return a, b
+
+
+@triton.jit
+def lift(x, DTYPE: tl.constexpr):
+    """Round exponentials, at most 1, to DTYPE. In fp16 they are first multiplied by KEPT_FACTOR."""
+    if DTYPE == tl.float16:
+        x = x * KEPT_FACTOR
+    if UPCAST and DTYPE == tl.bfloat16:  # the interpreter truncates, so round to even first
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
 
 
 @triton.jit

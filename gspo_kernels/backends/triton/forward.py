@@ -14,15 +14,18 @@ Must match the torch backend's `forward.py`.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...layout import accumulator
-from ..rows import HeadResult, HeadRows, TileShares
-from .elementary import LOG_OF_NOTHING, fast_exp, finite
+from ..rows import Cache, HeadResult, HeadRows, Kept
+from .elementary import LOG_OF_NOTHING, fast_exp, finite, lift
 from .launch import launch
 from .logit_tile import (
     HeadArguments,
@@ -54,6 +57,8 @@ def forward_tile(
     tile_top,  # out [column_blocks, N], columns in the order of `order`; only the first `n_unmasked` are written
     tile_mass,  # out, as tile_top
     tile_entropy,  # out, as tile_top; or None
+    exponentials,  # out [C, column_blocks * BLOCK_V] in the order of `order`: exp(logit - tile_top); or None
+    n_kept,  # [1] int64: number of rows whose exponentials are written, up to full row blocks; or None
     target_logit,  # out [N] in the order of `order`; not written for a target outside the vocabulary
     n_rows: tl.int64,
     row_blocks: tl.int32,
@@ -67,6 +72,7 @@ def forward_tile(
     stride_adapter_weight_row: tl.int64,
     stride_adapter_weight_column,
     stride_temperature: tl.int64,
+    stride_exponentials: tl.int64,
     hidden_size: tl.int32,
     vocab_size: tl.int32,
     logit_scale: tl.float64,
@@ -139,46 +145,59 @@ def forward_tile(
         if tile_entropy is not None:
             mean = tl.sum(weights * tl.maximum(z, LOG_OF_NOTHING), 1)  # weights hold the NaN of z, if any
             tl.store(tile_entropy + at, tl.where(mass > 0, tl.log(mass) - mean / mass, mass), mask=valid)
+        if exponentials is not None:
+            if row_block.to(tl.int64) * BLOCK_N < tl.load(n_kept):
+                if CONFIG.descriptors:
+                    exponentials.store([row_block * BLOCK_N, first_column], lift(weights, exponentials.dtype))
+                else:
+                    columns = first_column + tl.arange(0, BLOCK_V)[None, :]
+                    to = exponentials + n[:, None] * stride_exponentials + columns
+                    tl.store(to, lift(weights, exponentials.dtype.element_ty))
 
 
 def head_forward(head: HeadRows) -> HeadResult:
     """Compute log-probs (and entropies) of the target ids. Nothing is read on the host."""
-    return forward_with_shares(head)[0]
+    return forward_and_keep(head)[0]
 
 
-def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResult, TileShares | None]:
-    """Run `head_forward`; if wanted, also return the probability mass of each vocabulary tile."""
+def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None = None) -> tuple[HeadResult, Kept]:
+    """Run `head_forward`. Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`."""
     n, dtype, device = head.hidden.shape[0], accumulator(head.hidden.dtype), head.hidden.device
     log_probs, shift, log_total = (torch.empty(n, dtype=dtype, device=device) for _ in range(3))
     entropy = torch.empty(n if head.entropy else 0, dtype=dtype, device=device)
     result = HeadResult(log_probs, entropy, shift, log_total)
-    cell = cell_shape(head) if wanted else None
+    kept = empty_kept(head, shares, 0 if cache is None else cache.rows)
+    shares = kept.share.numel() > 0
     config = tile_config(head, "forward")
     tiles, row_blocks = -(-head.vocab_size // config.block_v), -(-n // config.block_n)
-    tile_top, tile_mass = (torch.empty(tiles, n, dtype=dtype, device=device) for _ in range(2))
     if n == 0:
-        return result, TileShares(tile_mass, torch.empty_like(head.target_ids), *cell) if cell else None
+        return result, kept
     head = straighten(head, config)
-    order = head.mask.view(torch.uint8).sort(stable=True, descending=True).indices  # [N]: unmasked rows first
+    order, count = _order(head.mask, cache, kept.n_kept)
     tile_results: dict[str, Any] = dict(
         order=order,
-        n_unmasked=head.mask.sum().reshape(1),
-        tile_top=tile_top,
-        tile_mass=tile_mass,
-        tile_entropy=torch.empty_like(tile_mass) if head.entropy else None,
+        n_unmasked=count,
+        tile_top=kept.top if cache else torch.empty(tiles, n, dtype=dtype, device=device),
+        tile_mass=kept.share if shares else torch.empty(tiles, n, dtype=dtype, device=device),
+        tile_entropy=torch.empty(tiles, n, dtype=dtype, device=device) if head.entropy else None,
         target_logit=torch.full((n,), math.nan, dtype=dtype, device=device),
     )
+    exponentials: Any = kept.exponentials if cache else None
+    if cache and config.descriptors:
+        exponentials = TensorDescriptor.from_tensor(exponentials, [config.block_n, config.block_v])
     launch(
         forward_tile,
         row_blocks * tiles,
         config,
         **tile_arguments(head, gather_rows(head.hidden, order), config),
         **tile_results,
+        exponentials=exponentials,
+        n_kept=kept.n_kept if cache else None,
+        stride_exponentials=kept.exponentials.stride(0),
         target_ids=head.target_ids,
         row_blocks=row_blocks,
         column_blocks=tiles,
     )
-    place = None if cell is None else torch.empty_like(order)
     launch(
         reduce_rows,
         -(-n // REDUCE_ROWS.block_n),
@@ -188,14 +207,51 @@ def forward_with_shares(head: HeadRows, wanted: bool = False) -> tuple[HeadResul
         entropy=entropy if head.entropy else None,
         shift=shift,
         log_total=log_total,
-        place=place,
+        place=kept.place if kept.place.numel() else None,
         n_rows=n,
         n_tiles=tiles,
+        SHARES=shares,
         ACC=triton_type(dtype),
         BLOCK_N=REDUCE_ROWS.block_n,
         BLOCK_T=REDUCE_TILES,
     )
-    return result, None if cell is None or place is None else TileShares(tile_mass, place, *cell)
+    return result, kept
+
+
+def _order(mask: Tensor, cache: Cache | None, n_kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the order in which rows are gathered, [N], unmasked rows first, and their number, [1] int64.
+
+    With a cache, rows that may have a gradient come before the others, and their number, limited by the cache, is
+    written to `n_kept` [1].
+    """
+    rank = mask.view(torch.uint8)
+    if cache is not None:
+        kept = mask & cache.may_have_gradient
+        torch.clamp(kept.sum().reshape(1), max=cache.rows, out=n_kept)
+        rank = rank + kept.view(torch.uint8)
+    return rank.sort(stable=True, descending=True).indices, mask.sum().reshape(1)
+
+
+def cache_rows(head: HeadRows, cache_bytes: int) -> int:
+    """Return how many rows of exponentials fit `cache_bytes`, a multiple of the forward's row block."""
+    config = tile_config(head, "forward")
+    columns = -(-head.vocab_size // config.block_v) * config.block_v
+    fit = cache_bytes // (config.block_n * columns * head.hidden.dtype.itemsize)
+    return min(fit, -(-head.hidden.shape[0] // config.block_n)) * config.block_n
+
+
+def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
+    """Return uninitialised tensors for what the forward keeps; those not requested are empty."""
+    config, n = tile_config(head, "forward"), head.hidden.shape[0]
+    tiles, make = -(-head.vocab_size // config.block_v), partial(torch.empty, device=head.hidden.device)
+    shares, dtype = shares and cell_shape(head) is not None, accumulator(head.hidden.dtype)
+    return Kept(
+        place=make(n if shares or cache_rows else 0, dtype=torch.int64),
+        share=make((tiles, n) if shares else (0, 0), dtype=dtype),
+        exponentials=make((cache_rows, tiles * config.block_v) if cache_rows else (0, 0), dtype=head.hidden.dtype),
+        top=make((tiles, n) if cache_rows else (0, 0), dtype=dtype),
+        n_kept=make(1 if cache_rows else 0, dtype=torch.int64),
+    )
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int] | None:

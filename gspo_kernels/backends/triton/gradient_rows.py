@@ -6,22 +6,35 @@ A slab is a range of vocabulary columns, a chunk a range of rows. `cells.py` def
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...layout import accumulator
+from ..live_tiles import leading
 from ..precision import power_of_two
-from ..rows import HeadResult, HeadRows
+from ..rows import HeadResult, HeadRows, Kept
 from ..workspace import workspace_bytes
 from .cells import Part
 from .gradient_tile import gradient_tile
+from .kept_tile import kept_tile
 from .launch import launch
 from .logit_tile import INTERPRETED, gather_rows, tile_arguments
 from .tuning import Config
 
+# Arguments of tile kernels that `kept_tile` shares.
+KEPT_OPERANDS = (
+    "temperature",
+    "n_rows",
+    "stride_temperature",
+    "vocab_size",
+    "logit_scale",
+    "logit_softcap",
+    "HEAD",
+    "CONFIG",
+)
 # Largest chunk. At this size, accumulating d_weight over chunks adds 3 % to the time of the products (NOTES.md).
 _ROWS_AT_ONCE = 8192
 
@@ -41,6 +54,8 @@ class GradientRows:
     index: Tensor  # [n] rows to gather. It ascends, except for selected cells, whose rows are ordered by mass
     index_is_all_rows: bool  # True only if the host knows that index is 0 ... N - 1
     boost: Tensor | None  # [] power of two that lifts fp16 gradients above fp16's smallest exponent
+    kept: Kept | None  # exponentials that the forward kept, if any
+    n_kept: Tensor | None  # []: number of rows at the beginning of `index` whose exponentials are kept, if any are
 
     def hidden(self, rows: slice) -> Tensor:
         """Gather the hidden states of a chunk, `index[rows]`, [rows, H]."""
@@ -63,6 +78,7 @@ def gradient_rows(
     d_entropy: Tensor | None,
     index: Tensor | None = None,
     ascending: bool = True,
+    kept: Kept | None = None,
 ) -> GradientRows:
     """Return the per-row inputs of the backward.
 
@@ -88,7 +104,11 @@ def gradient_rows(
         slope = head.logit_scale / (1 if head.temperature is None else head.temperature)
         boost = power_of_two(d_log_probs * torch.expm1(result.log_probs), d_entropy, has_gradient, slope)
     index_is_all_rows = ascending and may_read(has_gradient) and index.shape[0] == n
-    return GradientRows(head, result, d_log_probs, d_entropy, has_gradient, index, index_is_all_rows, boost)
+    kept = None if kept is None or not kept.exponentials.numel() else kept
+    n_kept = None if kept is None else leading(((kept.place < kept.n_kept) | ~has_gradient)[index])
+    return GradientRows(
+        head, result, d_log_probs, d_entropy, has_gradient, index, index_is_all_rows, boost, kept, n_kept
+    )
 
 
 def _zero_dead_rows(head: HeadRows, has_gradient: Tensor) -> HeadRows:
@@ -202,11 +222,9 @@ def gradient_of_tiles(
     row_blocks, column_blocks = -(-n // config.block_n), -(-columns // config.block_v)
     shape = (n, -(-columns // 16) * 16) if part is None else (part.cells, config.block_n, config.block_v)
     d_logits = torch.empty(shape, dtype=dtype, device=hidden.device)
-    launch(
-        gradient_tile,
-        row_blocks * column_blocks if part is None else part.cells,
-        config,
-        **tile_arguments(head, hidden, config),
+    programs = row_blocks * column_blocks if part is None else part.cells
+    operands = tile_arguments(head, hidden, config)
+    shared: dict[str, Any] = dict(
         target_ids=head.target_ids,
         index=rows.index[chunk],
         log_probs=result.log_probs,
@@ -225,10 +243,25 @@ def gradient_of_tiles(
         high=high,
         width=d_logits.shape[1],
         by_tile=None if part is None else part.lists.by_tile,
+        n_kept=rows.n_kept,
+        first_row=chunk.start,
         first_cell=0 if part is None else part.first_cell,
         part_row_blocks=0 if part is None else part.lists.row_blocks,
-        ROUNDED=d_logits.dtype.itemsize == 2,
     )
+    if rows.kept is not None:
+        launch(
+            kept_tile,
+            programs,
+            config,
+            exponentials=rows.kept.exponentials,
+            top=rows.kept.top,
+            place=rows.kept.place,
+            stride_exponentials=rows.kept.exponentials.stride(0),
+            stride_top=rows.kept.top.stride(0),
+            **{name: operands[name] for name in KEPT_OPERANDS},
+            **shared,
+        )
+    launch(gradient_tile, programs, config, **operands, **shared, ROUNDED=d_logits.dtype.itemsize == 2)
     return d_logits[:, :columns] if part is None else d_logits
 
 

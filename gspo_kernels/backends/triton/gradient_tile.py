@@ -1,6 +1,7 @@
 """The kernel of the backward: recompute a tile of logits and write its gradient, d_logits.
 
-Formulas: `backward.py`. Must match `LogitGradients.d_logits` of the torch backend's `backward.py`.
+Formulas: `backward.py`. Must match `LogitGradients.d_logits` of the torch backend's `backward.py`. Tiles whose
+exponentials the forward kept are computed by `kept_tile.py` instead.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -35,6 +36,7 @@ class RowInputs(NamedTuple):
         "column_blocks",
         "low",
         "high",
+        "first_row",
         "first_cell",
         "part_row_blocks",
         "stride_temperature",
@@ -58,6 +60,7 @@ def gradient_tile(
     d_entropy,  # or None
     boost,  # []: d_logits are multiplied by it before they are rounded; or None
     by_tile,  # `CellLists.by_tile` if only the cells of a part are computed, or None
+    n_kept,  # []: row blocks before this row are left to `kept_tile`; or None
     d_logits,  # out [n, width], or for a part [cells, BLOCK_N, BLOCK_V]
     n_rows: tl.int64,
     row_blocks: tl.int32,
@@ -65,6 +68,7 @@ def gradient_tile(
     low: tl.int32,  # the slab's first column
     high: tl.int32,  # the slab's last column + 1
     width: tl.int64,
+    first_row: tl.int64,  # number of rows before the chunk
     first_cell: tl.int64,  # index of the part's first cell in by_tile
     part_row_blocks: tl.int32,
     stride_hidden_row: tl.int64,
@@ -95,6 +99,9 @@ def gradient_tile(
         row_block, tile = cell % part_row_blocks, cell // part_row_blocks
     else:
         row_block, tile = grouped(tl.program_id(0), row_blocks, column_blocks, GROUP=CONFIG.group)
+    if n_kept is not None:
+        if first_row + tl.minimum((row_block + 1).to(tl.int64) * BLOCK_N, n_rows) <= tl.load(n_kept):
+            return
     n = row_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.load(index + tl.minimum(n, n_rows - 1))
     first_column = low + tile * BLOCK_V
@@ -134,7 +141,7 @@ def gradient_tile(
         d_entropy=d_entropy,
         boost=boost,
     )
-    d = _gradient_of_logits(
+    d = gradient_of_logits(
         z=z,
         head=head,
         rows=rows,
@@ -144,10 +151,31 @@ def gradient_tile(
         HEAD=HEAD,
         BLOCK_V=BLOCK_V,
     )
+    store_tile(
+        d=d,
+        d_logits=d_logits,
+        is_cell=by_tile is not None,
+        row_block=row_block,
+        tile=tile,
+        n_rows=n_rows,
+        low=low,
+        high=high,
+        width=width,
+        CONFIG=CONFIG,
+    )
+
+
+@triton.jit
+def store_tile(d, d_logits, is_cell: tl.constexpr, row_block, tile, n_rows, low, high, width, CONFIG: tl.constexpr):
+    """Write a tile of d_logits [BLOCK_N, BLOCK_V]: to the slab, or if `is_cell` to the cell of this program."""
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    n = row_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_column = low + tile * BLOCK_V
     if first_column + BLOCK_V > high:  # padding of the slab, and of cells beyond the vocabulary
         d = tl.where((first_column + tl.arange(0, BLOCK_V))[None, :] < high, d, 0.0)
     column = tl.arange(0, BLOCK_V)[None, :]
-    if by_tile is not None:  # block-sparse products read all entries of a cell
+    if is_cell:  # block-sparse products read all entries of a cell
         at = tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_V + column
         if (row_block + 1).to(tl.int64) * BLOCK_N > n_rows:
             d = tl.where(n[:, None] < n_rows, d, 0.0)
@@ -161,7 +189,7 @@ def gradient_tile(
 
 
 @triton.jit
-def _gradient_of_logits(
+def gradient_of_logits(
     z, head, rows, first_column, row_inputs, ROUNDED: tl.constexpr, HEAD: tl.constexpr, BLOCK_V: tl.constexpr
 ):
     """Return d_logits of a tile of logits `z`, 0 in rows without a gradient."""
@@ -171,14 +199,9 @@ def _gradient_of_logits(
     if HEAD.HAS_SOFTCAP:
         capped = z / tl.full([], head.logit_softcap, ACC)  # tanh of the logits before the soft-cap
     # The slope of scale and temperature is one factor per row, applied to the row's gradients and not to the tile.
-    slope = tl.full([rows.shape[0]], head.logit_scale, ACC)
-    if head.temperature is not None:
-        temperature = tl.load(head.temperature + rows * head.strides.temperature)
-        slope /= temperature
-        if HEAD.HAS_SOFTCAP:
-            capped *= temperature[:, None]
-    if row_inputs.boost is not None:
-        slope *= tl.load(row_inputs.boost)
+    slope = row_slope(head=head, rows=rows, boost=row_inputs.boost, ACC=ACC)
+    if HEAD.HAS_SOFTCAP and head.temperature is not None:
+        capped *= tl.load(head.temperature + rows * head.strides.temperature)[:, None]
     if row_inputs.d_entropy is not None:
         d_h, h = tl.load(row_inputs.d_entropy + rows), tl.load(row_inputs.entropy + rows)
         has_gradient |= d_h != 0.0
@@ -198,13 +221,32 @@ def _gradient_of_logits(
     target = target_column(target=tl.load(row_inputs.target_ids + rows), vocab_size=head.vocab_size)
     _, tile_has_target = in_tile(target, first_column, BLOCK_V=BLOCK_V)
     if tile_has_target:
-        log_p = tl.where(has_gradient, tl.load(row_inputs.log_probs + rows), 0.0)
-        d_target = d_log_p * -expm1(log_p)  # d_log_prob (1 - p), nothing cancels
-        if row_inputs.d_entropy is not None:
-            log_p = at_least(log_p, LOG_OF_NOTHING)
-            d_target -= d_h * tl.exp(log_p) * (log_p + h)
+        d_target = gradient_of_target(row_inputs=row_inputs, rows=rows, has_gradient=has_gradient)
         columns = first_column + tl.arange(0, BLOCK_V)
         d = tl.where(columns[None, :] == target[:, None], (d_target * slope)[:, None], d)
     if HEAD.HAS_SOFTCAP:
         d *= 1.0 - capped * capped
+    return d
+
+
+@triton.jit
+def row_slope(head, rows, boost, ACC: tl.constexpr):
+    """Return scale / temperature of rows, times the boost: the slope of the head's tail without that of a soft-cap."""
+    slope = tl.full([rows.shape[0]], head.logit_scale, ACC)
+    if head.temperature is not None:
+        slope /= tl.load(head.temperature + rows * head.strides.temperature)
+    if boost is not None:
+        slope *= tl.load(boost)
+    return slope
+
+
+@triton.jit
+def gradient_of_target(row_inputs, rows, has_gradient):
+    """Return d_log_prob (1 - p) - d_entropy p (log p + entropy) of the targets, [BLOCK_N]; nothing cancels."""
+    log_p = tl.where(has_gradient, tl.load(row_inputs.log_probs + rows), 0.0)
+    d = tl.load(row_inputs.d_log_probs + rows) * -expm1(log_p)
+    if row_inputs.d_entropy is not None:
+        h = tl.where(has_gradient, tl.load(row_inputs.entropy + rows), 0.0)
+        log_p = at_least(log_p, LOG_OF_NOTHING)
+        d -= tl.load(row_inputs.d_entropy + rows) * tl.exp(log_p) * (log_p + h)
     return d

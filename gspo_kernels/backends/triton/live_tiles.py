@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..live_tiles import MARGIN, Work, break_even
-from ..rows import HeadResult, HeadRows, LiveTiles, TileShares
+from ..live_tiles import MARGIN, Work, break_even, kept_first, pairs, recomputed_share
+from ..rows import HeadResult, HeadRows, Kept, LiveTiles
 from .elementary import expm1
 from .launch import launch
 from .tuning import CELL_MASSES, LIST
@@ -197,11 +197,14 @@ def decide(
 
 
 def choose(
-    head: HeadRows, result: HeadResult, coefficient: Tensor, shares: TileShares, budget: float
+    head: HeadRows, result: HeadResult, coefficient: Tensor, kept: Kept, cell: tuple[int, int], budget: float
 ) -> tuple[LiveTiles, Work]:
-    """Choose the cells to compute, so that at most a share `budget` of the L1 mass of d_logits is dropped."""
-    n, device, size = head.hidden.shape[0], head.hidden.device, shares.block_rows
-    tiles, blocks, softcap = shares.share.shape[0], -(-n // size), head.logit_softcap
+    """Choose the cells to compute, so that at most a share `budget` of the L1 mass of d_logits is dropped.
+
+    `cell` is the shape of a cell, (rows, columns).
+    """
+    n, device, (size, columns) = head.hidden.shape[0], head.hidden.device, cell
+    tiles, blocks, softcap = kept.share.shape[0], -(-n // size), head.logit_softcap
     n_cells, row_programs = blocks * tiles, -(-n // LIST.block_n)
     cell_programs = -(-n_cells // LIST.block_n)
 
@@ -211,9 +214,9 @@ def choose(
     key, factor = torch.empty_like(coefficient), torch.empty_like(coefficient)  # [N]
     row_partials, partials, work = empty(3, row_programs), empty(2, cell_programs), empty(3)
     mass, units = empty(blocks, tiles, dtype=key.dtype), empty(blocks, tiles, dtype=torch.int64)
-    kept, cells = (empty(blocks, tiles, dtype=torch.uint8) for _ in range(2))
+    heavy, cells = (empty(blocks, tiles, dtype=torch.uint8) for _ in range(2))
     counts, temperature = empty(2, dtype=torch.int64), head.temperature
-    cell = dict(tiles=tiles, row_programs=row_programs, ROWS_OF_CELL=size)
+    cell_arguments = dict(tiles=tiles, row_programs=row_programs, ROWS_OF_CELL=size)
     launch(
         row_masses,
         row_programs,
@@ -234,13 +237,13 @@ def choose(
         HAS_SOFTCAP=softcap is not None,
         BLOCK=LIST.block_n,
     )
-    order = key.sort(descending=True, stable=True).indices  # [N]
+    order = kept_first(key.sort(descending=True, stable=True).indices, key >= 0, kept)  # [N]
     launch(
         cell_masses,
         blocks * -(-tiles // CELL_MASSES.block_v),
         CELL_MASSES,
-        share=shares.share,
-        place=shares.place,
+        share=kept.share,
+        place=kept.place,
         order=order,
         target_ids=head.target_ids.contiguous(),
         key=key,
@@ -248,11 +251,11 @@ def choose(
         partials=row_partials,
         mass=mass,
         units=units,
-        n_gathered=shares.share.shape[1],
-        COLUMNS=shares.columns,
+        n_gathered=kept.share.shape[1],
+        COLUMNS=columns,
         BLOCK_T=CELL_MASSES.block_v,
         BLOCK=LIST.block_n,
-        **cell,
+        **cell_arguments,
     )
     light, index = units.view(-1).sort(stable=True)
     launch(
@@ -263,20 +266,20 @@ def choose(
         sums=light.cumsum(0),
         mass=mass,
         row_partials=row_partials,
-        kept=kept,
+        kept=heavy,
         partials=partials,
         limit=int(budget * MARGIN * UNITS.value),
         n_cells=n_cells,
         vocab=head.vocab_size,
-        COLUMNS=shares.columns,
+        COLUMNS=columns,
         BLOCK=LIST.block_n,
-        **cell,
+        **cell_arguments,
     )
     launch(
         decide,
         max(cell_programs, 1),  # for an empty batch, too
         LIST,
-        kept=kept,
+        kept=heavy,
         row_partials=row_partials,
         partials=partials,
         cells=cells,
@@ -287,6 +290,12 @@ def choose(
         vocab=head.vocab_size,
         cell_programs=cell_programs,
         BLOCK=LIST.block_n,
-        **cell,
+        **cell_arguments,
     )
-    return LiveTiles(order, cells.view(torch.bool), counts), Work(*work.unbind())
+    dropped, live_rows, live_tiles = work.unbind()
+    recomputed = live_tiles
+    if kept.exponentials.numel():
+        live = cells.view(torch.bool) * pairs(counts[0], cell, head.vocab_size, cells)
+        unmasked = (head.mask.sum() * head.vocab_size).clamp(min=1)
+        recomputed = recomputed_share(live.sum(1) / unmasked, order, key >= 0, kept, size)
+    return LiveTiles(order, cells.view(torch.bool), counts), Work(dropped, live_rows, live_tiles, recomputed)

@@ -39,13 +39,14 @@ def reduce_rows(
     place,  # out [N] int64: index of each row in tile_mass; or None
     n_rows: tl.int64,
     n_tiles: tl.int32,
+    SHARES: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Compute log_prob = -softplus(log-sum-exp of the others - z_target), and shift, log_total and entropy.
 
-    If `place` is not None, tile_mass becomes the share of each tile in the row's probability, without the target's.
+    If SHARES, tile_mass becomes the share of each tile in the row's probability, without the target's.
     On peaked rows, z_target - log-sum-exp of all columns would lose 1 - p.
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -92,6 +93,7 @@ def reduce_rows(
         tl.store(entropy + rows, tl.where(valid, total, 0.0), mask=inside)
     if place is not None:
         tl.store(place + rows, n, mask=inside)
+    if SHARES:
         _store_shares(
             tiles, top_all, log_total=larger, n=n, valid=valid, n_rows=n_rows, n_tiles=n_tiles, BLOCK_T=BLOCK_T
         )

@@ -1,0 +1,48 @@
+"""Exponentials that the forward kept, as tiles of the backward. With them, logits are not recomputed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..live_tiles import leading
+from ..rows import KEPT_FACTOR, HeadResult, Kept
+from .tiles import Tiles
+
+
+class KeptTiles:
+    """Tiles of p = exp(log_scale) E, where E is what the forward kept, for the first gathered rows.
+
+    log_scale is constant for a row in a slab, so p costs one multiplication per entry.
+    """
+
+    def __init__(self, tiles: Tiles, kept: Kept, result: HeadResult) -> None:
+        self.tiles, self.exponentials = tiles, kept.exponentials
+        self.rows = int(leading((kept.place < kept.n_kept)[tiles.index]))
+        index = tiles.index[: self.rows]
+        self.place = kept.place[index]  # [rows]
+        log_scale = kept.top[:, self.place] - result.shift[index] - result.log_total[index]  # [slabs, rows]
+        if self.exponentials.dtype == torch.float16:
+            log_scale -= math.log(KEPT_FACTOR)
+        self.log_scale = F.pad(log_scale, (0, tiles.padded - self.rows))  # [slabs, padded]
+
+    def hold(self, rows: slice) -> bool:
+        """Return whether all rows of a chunk were kept."""
+        return min(rows.stop, self.tiles.count) <= self.rows
+
+    def scale(self, rows: slice, low: int) -> Tensor:
+        """Return log_scale of a chunk in the slab of column `low`, [rows]."""
+        return self.log_scale[low // self.tiles.tile_columns, rows]
+
+    def tile(self, rows: slice, low: int, high: int) -> Tensor:
+        """Return E of a chunk in columns low to high, [rows, high - low]: a view, or a copy. Do not write to it."""
+        place = self.place[rows.start : min(rows.stop, self.rows)]
+        first, last = int(place[0]), int(place[-1])
+        columns = self.exponentials[:, low:high]
+        adjacent = bool((place.diff() == 1).all())
+        tile = columns[first : last + 1] if adjacent else columns.index_select(0, place)
+        missing = rows.stop - rows.start - len(place)  # the last chunk is padded
+        return F.pad(tile, (0, 0, 0, missing)) if missing else tile

@@ -1,0 +1,172 @@
+"""The torch.library operators of a head: `linear_log_probs` and the two backwards. `ops.py` describes all operators."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import metrics
+from .backends.dispatch import implementation
+from .backends.live_tiles import exact_work
+from .backends.rows import Cache, HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient, products
+from .custom_op import Operator, restore, save
+from .layout import accumulator
+
+Gradients = dict[str, Tensor | None]  # by the name of the operator's argument
+
+
+# -- linear_log_probs
+
+
+class LogProbsResult(NamedTuple):
+    """Log-probs and entropies, and what the forward keeps for the backward."""
+
+    head: HeadResult
+    kept: Kept
+
+
+@Operator
+def linear_log_probs(head: HeadRows, gradient_budget: float, cache_bytes: int, backend: str) -> LogProbsResult:
+    """Compute log-probs and entropies of rows. Both are differentiable."""
+    kernels = implementation(backend)
+    rows = kernels.cache_rows(head, cache_bytes)
+    cache = Cache(rows, head.mask) if rows else None
+    return LogProbsResult(*kernels.forward_and_keep(head, gradient_budget > 0, cache))
+
+
+@linear_log_probs.fake
+def fake_log_probs(head: HeadRows, gradient_budget: float, cache_bytes: int, backend: str) -> LogProbsResult:
+    log_probs = head.hidden.new_empty(head.hidden.shape[0], dtype=accumulator(head.hidden.dtype))  # [N]
+    entropy = log_probs.new_empty(log_probs.shape[0] if head.entropy else 0)
+    result = HeadResult(log_probs, entropy, torch.empty_like(log_probs), torch.empty_like(log_probs))
+    kernels = implementation(backend)
+    kept = kernels.empty_kept(head, gradient_budget > 0, kernels.cache_rows(head, cache_bytes))
+    return LogProbsResult(result, kept)
+
+
+def _save_linear_log_probs(ctx: Any, inputs: tuple[Any, ...], result: LogProbsResult) -> None:
+    """Save the inputs and the result for the backward."""
+    head, ctx.gradient_budget, _, ctx.backend = inputs
+    ctx.mark_non_differentiable(result.head.shift, result.head.log_total, *result.kept)
+    save(ctx, head, *result)
+
+
+def _differentiate_linear_log_probs(ctx: Any, upstream: LogProbsResult, needs: dict[str, bool]) -> Gradients:
+    """Compute the gradients of the head's operands from the gradients of log-probs and entropies."""
+    head, result, kept = restore(ctx)
+    d_log_probs, d_entropy = upstream.head.log_probs, upstream.head.entropy if head.entropy else None
+    if d_entropy is not None and ctx.gradient_budget > 0:
+        raise ValueError(
+            "linear_log_probs: gradient_budget must be 0 if the entropies have a gradient, because the budget does not "
+            f"bound its error, got {ctx.gradient_budget}; detach the entropies if they are only logged"
+        )
+    if d_log_probs is None:
+        d_log_probs = torch.zeros_like(result.log_probs)
+    needed = needed_gradients(needs)
+    gradients = log_probs_backward(head, result, kept, d_log_probs, d_entropy, ctx.gradient_budget, needed, ctx.backend)
+    return by_argument(gradients, needed)
+
+
+linear_log_probs.autograd(_save_linear_log_probs, _differentiate_linear_log_probs)
+
+
+@Operator
+def log_probs_backward(
+    head: HeadRows,
+    result: HeadResult,
+    kept: Kept,
+    d_log_probs: Tensor,
+    d_entropy: Tensor | None,
+    gradient_budget: float,
+    needs: NeedsGradient,
+    backend: str,
+) -> HeadGradients:
+    """Choose the cells to compute within the budget, and compute the gradients of a head's operands.
+
+    Record the work as `metrics.last_backward()`. Gradients that are not needed are empty tensors.
+    """
+    kernels = implementation(backend)
+    d_log_probs = torch.where(head.mask, d_log_probs, 0)  # masked rows may hold anything
+    live_tiles = None
+    cell = kernels.cell_shape(head) if gradient_budget > 0 else None
+    if cell is not None:
+        live_tiles, work = kernels.choose(head, result, d_log_probs, kept, cell, gradient_budget)
+    else:
+        has_gradient = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
+        work = exact_work(head, has_gradient & head.mask, kept)
+    metrics.record_backward(torch.stack(work), products(needs))
+    gradients = kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept)
+    return _without_none(head, gradients)
+
+
+@log_probs_backward.fake
+def _fake_log_probs_backward(
+    head: HeadRows,
+    result: HeadResult,
+    kept: Kept,
+    d_log_probs: Tensor,
+    d_entropy: Tensor | None,
+    gradient_budget: float,
+    needs: NeedsGradient,
+    backend: str,
+) -> HeadGradients:
+    return _fake_gradients(head, needs)
+
+
+# -- head_backward
+
+
+@Operator
+def head_backward(
+    head: HeadRows,
+    result: HeadResult,
+    kept: Kept,
+    d_log_probs: Tensor,
+    d_entropy: Tensor | None,
+    live_tiles: LiveTiles,
+    needs: NeedsGradient,
+    backend: str,
+) -> HeadGradients:
+    """Compute the gradients of a head's operands. Gradients that are not needed are empty tensors."""
+    kernels = implementation(backend)
+    return _without_none(head, kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept))
+
+
+@head_backward.fake
+def _fake_head_backward(
+    head: HeadRows,
+    result: HeadResult,
+    kept: Kept,
+    d_log_probs: Tensor,
+    d_entropy: Tensor | None,
+    live_tiles: LiveTiles,
+    needs: NeedsGradient,
+    backend: str,
+) -> HeadGradients:
+    return _fake_gradients(head, needs)
+
+
+def _fake_gradients(head: HeadRows, needs: NeedsGradient) -> HeadGradients:
+    def like(operand: Tensor | None, needed: bool) -> Tensor:
+        if operand is None or not needed:
+            return head.hidden.new_empty(0)
+        return torch.empty_like(operand, memory_format=torch.contiguous_format)
+
+    return HeadGradients(*(like(getattr(head, name), getattr(needs, name)) for name in HeadGradients._fields))
+
+
+def _without_none(head: HeadRows, gradients: HeadGradients) -> HeadGradients:
+    """Replace None by empty tensors."""
+    return HeadGradients(*(head.hidden.new_empty(0) if x is None else x for x in gradients))
+
+
+def needed_gradients(needs: dict[str, bool]) -> NeedsGradient:
+    """Return which operands need a gradient, from the needs of a forward operator's arguments."""
+    return NeedsGradient(*(needs[f"head_{name}"] for name in NeedsGradient._fields))
+
+
+def by_argument(gradients: HeadGradients, needed: NeedsGradient) -> Gradients:
+    """Return the gradients that are needed, by their argument names in the forward operators."""
+    return {f"head_{name}": x for name, x in gradients._asdict().items() if getattr(needed, name)}

@@ -1,0 +1,32 @@
+"""Check `gradient_budget`, what the backward may leave out, and `cache_mib`, what the forward may keep for it."""
+
+from __future__ import annotations
+
+import torch
+
+from ..backends.rows import HeadRows, NeedsGradient
+from ..backends.workspace import cache_bytes
+from ..validation import Call
+
+_LARGEST = 2**40  # MiB, so that the number of bytes fits int64
+
+
+def check_budget(call: Call, gradient_budget: float) -> None:
+    """Check that the budget is a number from 0 to below 1."""
+    call.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
+
+
+def cache_size(call: Call, cache_mib: float | None, head: HeadRows) -> int:
+    """Return the memory for exponentials in bytes: 0 if no operand needs a gradient."""
+    if cache_mib is None:
+        size = cache_bytes()
+    else:
+        expected = "a number of MiB >= 0, or None for GSPO_CACHE_MIB"
+        size = int(call.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= _LARGEST) * 2**20)
+    return size if any(needed_by_autograd(head)) else 0
+
+
+def needed_by_autograd(head: HeadRows) -> NeedsGradient:
+    """Return which operands need a gradient. None does while autograd does not record."""
+    operands = (getattr(head, name) for name in NeedsGradient._fields)
+    return NeedsGradient(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in operands))

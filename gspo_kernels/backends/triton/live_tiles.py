@@ -18,6 +18,7 @@ from ..live_tiles import MARGIN, Work, break_even, kept_first, pairs, recomputed
 from ..rows import HeadResult, HeadRows, Kept, LiveTiles
 from .elementary import expm1
 from .launch import launch
+from .totals import SUM, total
 from .tuning import CELL_MASSES, LIST
 
 # Masses are rounded up to integers, in units of total / UNITS. Sums over 2^22 cells do not overflow.
@@ -25,16 +26,6 @@ UNITS = tl.constexpr(2.0**40)
 # Rows of the partial sums of `row_masses`, and of those of `keep_cells`.
 TOTAL, ROWS, UNMASKED = (tl.constexpr(i) for i in range(3))
 SIZE, DROPPED = (tl.constexpr(i) for i in range(2))
-
-
-@triton.jit
-def add_up(partials, number, ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the sum of one row of the partial sums, [rows, number] fp64."""
-    total = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, number, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        total += tl.load(partials + ROW * number + i, mask=i < number, other=0.0)
-    return tl.sum(total, 0)
 
 
 @triton.jit(do_not_specialize=["n_rows", "stride_temperature"])
@@ -107,7 +98,8 @@ def cell_masses(
     block, first = tl.program_id(0) // tile_programs, (tl.program_id(0) % tile_programs) * BLOCK_T
     t = first + tl.arange(0, BLOCK_T)
     k = block * ROWS_OF_CELL + tl.arange(0, ROWS_OF_CELL)
-    live = k < add_up(partials, row_programs, ROW=ROWS, BLOCK=BLOCK).to(tl.int32)  # they are first in the order
+    rows = total(partials, row_programs, PARTIAL=ROWS, REDUCTION=SUM, BLOCK=BLOCK).to(tl.int32)
+    live = k < rows  # rows with a gradient are first in the order
     row = tl.load(order + k, mask=live, other=0)
     at_target = tl.load(key + row, mask=live, other=0.0)
     column = tl.load(place + row, mask=live, other=0)
@@ -116,14 +108,14 @@ def cell_masses(
     m = p * tl.load(factor + row, mask=live, other=0.0)[None, :]
     target_tile = (tl.load(target_ids + row, mask=live, other=-1) // COLUMNS).to(tl.int32)
     m += tl.where(live[None, :] & (target_tile[None, :] == t[:, None]), at_target[None, :], 0.0)
-    total_mass = tl.sum(m, 1)
-    total = add_up(partials, row_programs, ROW=TOTAL, BLOCK=BLOCK)
-    wide = total_mass.to(tl.float64)
-    exact = wide / total * UNITS
+    cell_mass = tl.sum(m, 1)
+    batch_mass = total(partials, row_programs, PARTIAL=TOTAL, REDUCTION=SUM, BLOCK=BLOCK)
+    wide = cell_mass.to(tl.float64)
+    exact = wide / batch_mass * UNITS
     exact = tl.where(exact <= 2.0 * UNITS, exact, 2.0 * UNITS)  # NaN, and any mass relative to a total of 0
-    exact = tl.where(total < float("inf"), exact, 2.0 * UNITS)
+    exact = tl.where(batch_mass < float("inf"), exact, 2.0 * UNITS)
     at = block.to(tl.int64) * tiles + t
-    tl.store(mass + at, total_mass, mask=t < tiles)
+    tl.store(mass + at, cell_mass, mask=t < tiles)
     tl.store(units + at, tl.ceil(exact).to(tl.int64), mask=t < tiles)
 
 
@@ -147,7 +139,7 @@ def keep_cells(
     """Mark the cells to keep: all but the lightest, whose masses sum to at most `limit`."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cell = tl.load(index + k, mask=k < n_cells, other=0)
-    rows = add_up(row_partials, row_programs, ROW=ROWS, BLOCK=BLOCK).to(tl.int64)
+    rows = total(row_partials, row_programs, PARTIAL=ROWS, REDUCTION=SUM, BLOCK=BLOCK).to(tl.int64)
     height = rows - cell // tiles * ROWS_OF_CELL
     height = tl.minimum(tl.where(k < n_cells, height, 0), ROWS_OF_CELL)
     keep = (height > 0) & (tl.load(sums + k, mask=k < n_cells, other=0) > limit)
@@ -177,8 +169,8 @@ def decide(
     BLOCK: tl.constexpr,
 ):
     """Decide between the kept cells and all cells, and write counts and shares of work."""
-    rows = add_up(row_partials, row_programs, ROW=ROWS, BLOCK=BLOCK)
-    size = add_up(partials, cell_programs, ROW=SIZE, BLOCK=BLOCK)
+    rows = total(row_partials, row_programs, PARTIAL=ROWS, REDUCTION=SUM, BLOCK=BLOCK)
+    size = total(partials, cell_programs, PARTIAL=SIZE, REDUCTION=SUM, BLOCK=BLOCK)
     pairs = rows * vocab
     pays = (rows > 0) & (size / tl.maximum(pairs, 1.0) < most_share)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -186,12 +178,12 @@ def decide(
     keep = tl.load(kept + i, mask=i < n_cells, other=0) != 0
     tl.store(cells + i, tl.where(pays, keep, has_rows).to(tl.uint8), mask=i < n_cells)
     if tl.program_id(0) == 0:
-        total = add_up(row_partials, row_programs, ROW=TOTAL, BLOCK=BLOCK)
-        unmasked = tl.maximum(add_up(row_partials, row_programs, ROW=UNMASKED, BLOCK=BLOCK), 1.0)
-        dropped = add_up(partials, cell_programs, ROW=DROPPED, BLOCK=BLOCK)
+        batch_mass = total(row_partials, row_programs, PARTIAL=TOTAL, REDUCTION=SUM, BLOCK=BLOCK)
+        unmasked = tl.maximum(total(row_partials, row_programs, PARTIAL=UNMASKED, REDUCTION=SUM, BLOCK=BLOCK), 1.0)
+        dropped = total(partials, cell_programs, PARTIAL=DROPPED, REDUCTION=SUM, BLOCK=BLOCK)
         tl.store(counts, rows.to(tl.int64))
         tl.store(counts + 1, pays.to(tl.int64))
-        tl.store(work, tl.where(pays, dropped / tl.where(total > 0, total, 1.0), 0.0))
+        tl.store(work, tl.where(pays, dropped / tl.where(batch_mass > 0, batch_mass, 1.0), 0.0))
         tl.store(work + 1, rows / unmasked)
         tl.store(work + 2, tl.where(pays, size, pairs) / (unmasked * vocab))
 

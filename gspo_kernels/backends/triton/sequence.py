@@ -28,6 +28,7 @@ from .launch import launch
 from .surrogates import TOKEN_MEAN, TOKEN_RATIO, Bounds, objective_arguments, share_of_token
 from .token_passes import Shares, TokenInputs, TokenOutputs, add_ratio_gradient, mean_log_ratio, sum_tokens
 from .totals import (
+    COUNT_POSITIVE,
     ENTROPY,
     HIGH,
     KL,
@@ -41,7 +42,9 @@ from .totals import (
     RATIO_MAX,
     RATIO_MIN,
     SLOTS,
+    SUM,
     finish,
+    total,
 )
 from .tuning import SEQUENCE
 
@@ -166,12 +169,9 @@ def divisor_of(normalizer, lengths, sequences, AGGREGATION: tl.constexpr, ACC: t
     if normalizer is not None:
         return tl.load(normalizer).to(ACC)
     else:
-        total = tl.zeros([BLOCK], tl.float64)
-        for start in range(0, sequences, BLOCK):
-            i = start + tl.arange(0, BLOCK).to(tl.int64)
-            length = tl.load(lengths + i, mask=i < sequences, other=0.0).to(tl.float64)
-            total += length if AGGREGATION == TOKEN_MEAN else tl.where(length > 0, 1.0, 0.0)
-        return tl.maximum(tl.sum(total, 0), 1.0).to(ACC)
+        reduction: tl.constexpr = SUM if AGGREGATION == TOKEN_MEAN else COUNT_POSITIVE
+        default = total(lengths, sequences, PARTIAL=0, REDUCTION=reduction, BLOCK=BLOCK)
+        return tl.maximum(default, 1.0).to(ACC)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ PARTIALS = 11
 MetricSlots = namedtuple("MetricSlots", NAMES)
 SLOTS = MetricSlots(*range(len(NAMES)))
 
-# How `_total` reduces partial results over sequences.
+# How `total` reduces a row of partial results.
 SUM, COUNT_POSITIVE, COUNT_CLIPPED, MIN, MAX = (tl.constexpr(i) for i in range(5))
 
 
@@ -52,20 +52,20 @@ def finish(
     BLOCK: tl.constexpr,
 ):
     """Reduce the partial results to the loss and the metrics, in one program."""
-    low = _total(partials, sequences, PARTIAL=LOW, REDUCTION=SUM, BLOCK=BLOCK)
-    high = _total(partials, sequences, PARTIAL=HIGH, REDUCTION=SUM, BLOCK=BLOCK)
-    sequences_low = _total(partials, sequences, PARTIAL=LOW, REDUCTION=COUNT_POSITIVE, BLOCK=BLOCK)
-    sequences_high = _total(partials, sequences, PARTIAL=HIGH, REDUCTION=COUNT_POSITIVE, BLOCK=BLOCK)
-    sequences_clipped = _total(partials, sequences, PARTIAL=LOW, REDUCTION=COUNT_CLIPPED, BLOCK=BLOCK)
-    length = _total(partials, sequences, PARTIAL=LENGTH, REDUCTION=SUM, BLOCK=BLOCK)
-    filled = _total(partials, sequences, PARTIAL=LENGTH, REDUCTION=COUNT_POSITIVE, BLOCK=BLOCK)
+    low = total(partials, sequences, PARTIAL=LOW, REDUCTION=SUM, BLOCK=BLOCK)
+    high = total(partials, sequences, PARTIAL=HIGH, REDUCTION=SUM, BLOCK=BLOCK)
+    sequences_low = total(partials, sequences, PARTIAL=LOW, REDUCTION=COUNT_POSITIVE, BLOCK=BLOCK)
+    sequences_high = total(partials, sequences, PARTIAL=HIGH, REDUCTION=COUNT_POSITIVE, BLOCK=BLOCK)
+    sequences_clipped = total(partials, sequences, PARTIAL=LOW, REDUCTION=COUNT_CLIPPED, BLOCK=BLOCK)
+    length = total(partials, sequences, PARTIAL=LENGTH, REDUCTION=SUM, BLOCK=BLOCK)
+    filled = total(partials, sequences, PARTIAL=LENGTH, REDUCTION=COUNT_POSITIVE, BLOCK=BLOCK)
     tokens, filled_or_1 = tl.maximum(length, 1.0), tl.maximum(filled, 1.0)
     ratios = length if RATIO_KIND == TOKEN_RATIO else filled
-    ratio = _total(partials, sequences, PARTIAL=RATIO, REDUCTION=SUM, BLOCK=BLOCK)
-    smallest = _total(partials, sequences, PARTIAL=RATIO_MIN, REDUCTION=MIN, BLOCK=BLOCK)
-    largest = _total(partials, sequences, PARTIAL=RATIO_MAX, REDUCTION=MAX, BLOCK=BLOCK)
-    total = _total(partials, sequences, PARTIAL=LOSS, REDUCTION=SUM, BLOCK=BLOCK)
-    _store(loss, tl.where(tl.load(invalid) != 0, float("nan"), total))
+    ratio = total(partials, sequences, PARTIAL=RATIO, REDUCTION=SUM, BLOCK=BLOCK)
+    smallest = total(partials, sequences, PARTIAL=RATIO_MIN, REDUCTION=MIN, BLOCK=BLOCK)
+    largest = total(partials, sequences, PARTIAL=RATIO_MAX, REDUCTION=MAX, BLOCK=BLOCK)
+    total_loss = total(partials, sequences, PARTIAL=LOSS, REDUCTION=SUM, BLOCK=BLOCK)
+    _store(loss, tl.where(tl.load(invalid) != 0, float("nan"), total_loss))
     _store(metrics + SLOTS.clip_fraction, sequences_clipped / filled_or_1)
     _store(metrics + SLOTS.clip_fraction_low, sequences_low / filled_or_1)
     _store(metrics + SLOTS.clip_fraction_high, sequences_high / filled_or_1)
@@ -78,12 +78,12 @@ def finish(
     largest = tl.where(ratio != ratio, ratio, tl.where(ratios > 0, largest, 1.0))
     _store(metrics + SLOTS.ratio_min, smallest)
     _store(metrics + SLOTS.ratio_max, largest)
-    minus_log_ratio = _total(partials, sequences, PARTIAL=MINUS_LOG_RATIO, REDUCTION=SUM, BLOCK=BLOCK)
+    minus_log_ratio = total(partials, sequences, PARTIAL=MINUS_LOG_RATIO, REDUCTION=SUM, BLOCK=BLOCK)
     _store(metrics + SLOTS.kl_to_old, minus_log_ratio / tokens)
-    no_gradient = _total(partials, sequences, PARTIAL=NO_GRADIENT, REDUCTION=SUM, BLOCK=BLOCK)
+    no_gradient = total(partials, sequences, PARTIAL=NO_GRADIENT, REDUCTION=SUM, BLOCK=BLOCK)
     _store(metrics + SLOTS.zero_coefficient_share, tl.where(length > 0, no_gradient / tokens, 1.0))
-    _store(metrics + SLOTS.kl, _total(partials, sequences, PARTIAL=KL, REDUCTION=SUM, BLOCK=BLOCK) / tokens)
-    _store(metrics + SLOTS.entropy, _total(partials, sequences, PARTIAL=ENTROPY, REDUCTION=SUM, BLOCK=BLOCK) / tokens)
+    _store(metrics + SLOTS.kl, total(partials, sequences, PARTIAL=KL, REDUCTION=SUM, BLOCK=BLOCK) / tokens)
+    _store(metrics + SLOTS.entropy, total(partials, sequences, PARTIAL=ENTROPY, REDUCTION=SUM, BLOCK=BLOCK) / tokens)
 
 
 @triton.jit
@@ -93,27 +93,30 @@ def _store(at, value):
 
 
 @triton.jit
-def _total(partials, sequences, PARTIAL: tl.constexpr, REDUCTION: tl.constexpr, BLOCK: tl.constexpr):
-    """Reduce one partial result over all sequences. COUNT_CLIPPED, of PARTIAL=LOW, counts those with LOW + HIGH > 0."""
+def total(partials, n, PARTIAL: tl.constexpr, REDUCTION: tl.constexpr, BLOCK: tl.constexpr):
+    """Reduce row PARTIAL of partial results, [rows, n], in fp64.
+
+    COUNT_CLIPPED, of PARTIAL=LOW, counts the sequences with LOW + HIGH > 0.
+    """
     neutral = float("inf") if REDUCTION == MIN else float("-inf") if REDUCTION == MAX else 0.0
-    total = tl.full([BLOCK], neutral, tl.float64)
-    for start in range(0, sequences, BLOCK):
+    acc = tl.full([BLOCK], neutral, tl.float64)
+    for start in range(0, n, BLOCK):
         i = start + tl.arange(0, BLOCK).to(tl.int64)
-        x = tl.load(partials + PARTIAL * sequences + i, mask=i < sequences, other=neutral)
+        x = tl.load(partials + PARTIAL * n + i, mask=i < n, other=neutral)
         if REDUCTION == SUM:
-            total += x
+            acc += x
         elif REDUCTION == COUNT_POSITIVE:
-            total += tl.where(x > 0, 1.0, 0.0)
+            acc += tl.where(x > 0, 1.0, 0.0)
         elif REDUCTION == COUNT_CLIPPED:
-            x += tl.load(partials + HIGH * sequences + i, mask=i < sequences, other=0.0)
-            total += tl.where(x > 0, 1.0, 0.0)
+            x += tl.load(partials + HIGH * n + i, mask=i < n, other=0.0)
+            acc += tl.where(x > 0, 1.0, 0.0)
         elif REDUCTION == MIN:
-            total = tl.minimum(total, x)
+            acc = tl.minimum(acc, x)
         else:
-            total = tl.maximum(total, x)
+            acc = tl.maximum(acc, x)
     if REDUCTION == MIN:
-        return tl.min(total, 0)
+        return tl.min(acc, 0)
     elif REDUCTION == MAX:
-        return tl.max(total, 0)
+        return tl.max(acc, 0)
     else:
-        return tl.sum(total, 0)
+        return tl.sum(acc, 0)

@@ -419,14 +419,14 @@ FAULTS: dict[str, Fault] = {
     ),
     "only the last block of sequences summed": (
         "backends/triton/totals",
-        "        if REDUCTION == SUM:\n            total += x",
-        "        if REDUCTION == SUM:\n            total = x",
+        "        if REDUCTION == SUM:\n            acc += x",
+        "        if REDUCTION == SUM:\n            acc = x",
         "kernel_faults::test_metrics_combine_several_blocks_of_sequences[triton]",
     ),
     "minimum ratio taken only from the last block of sequences": (
         "backends/triton/totals",
-        "total = tl.minimum(total, x)",
-        "total = x",
+        "acc = tl.minimum(acc, x)",
+        "acc = x",
         "kernel_faults::test_metrics_combine_several_blocks_of_sequences[triton]",
     ),
     "the policy term's default normalizer used for KL, in Triton": (
@@ -490,14 +490,14 @@ FAULTS: dict[str, Fault] = {
         "kernels::test_an_infinite_target_logit_has_a_nan_log_prob[triton]",
     ),
     "empty sequences in the default normalizer": (
-        "backends/triton/sequence",
-        "tl.where(length > 0, 1.0, 0.0)",
-        "tl.where(length >= 0, 1.0, 0.0)",
+        "backends/triton/totals",
+        "REDUCTION == COUNT_POSITIVE:\n            acc += tl.where(x > 0, 1.0, 0.0)",
+        "REDUCTION == COUNT_POSITIVE:\n            acc += tl.where(x >= 0, 1.0, 0.0)",
         "kernels::test_empty_sequences_are_not_in_the_default_normalizer[triton]",
     ),
     "cells dropped although the total mass is infinite": (
         "backends/triton/live_tiles",
-        'tl.where(total < float("inf"), exact, 2.0 * UNITS)',
+        'tl.where(batch_mass < float("inf"), exact, 2.0 * UNITS)',
         "exact",
         "live_tiles::test_nothing_is_dropped_if_the_total_mass_is_infinite[triton]",
     ),

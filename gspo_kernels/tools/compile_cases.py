@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..backends.rows import HeadRows, NeedsGradient, PolicyRows
+from ..backends.rows import Cache, HeadRows, NeedsGradient, PolicyRows
 from ..backends.triton.backward import head_backward
 from ..backends.triton.cells import cell_lists
-from ..backends.triton.forward import cell_shape, forward_and_keep, head_forward
+from ..backends.triton.forward import cache_rows, cell_shape, forward_and_keep
 from ..backends.triton.gradient_rows import gradient_rows
 from ..backends.triton.live_tiles import choose
 from ..backends.triton.logit_tile import straighten
@@ -49,6 +49,14 @@ CELL_CASES: dict[str, dict[str, Any]] = {
     "fp32 cells": dict(dtype=torch.float32),
     "fp64 cells": dict(dtype=torch.float64),
 }
+# Options of `meta_head` for the cases whose forward keeps the exponentials of half of the rows.
+CACHE_CASES: dict[str, dict[str, Any]] = {
+    "bf16 cache": {},
+    "bf16 cache tail": dict(entropy=True, **_LOGIT_OPTIONS),
+    "fp16 cache": dict(dtype=torch.float16),
+    "fp32 cache": dict(dtype=torch.float32),
+    "fp64 cache": dict(dtype=torch.float64),
+}
 OBJECTIVES: dict[str, Objective] = {
     "gspo": Objective(),
     "gspo everything": Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=3.0),
@@ -75,6 +83,7 @@ def runs(
     """Yield (name, dtype, host call on meta tensors) of every case; with `shape` (H, V), of those in `of_shape`."""
     heads = [(name, options, forward_and_backward) for name, options in CASES.items()]
     heads += [(name, options, live_cells) for name, options in CELL_CASES.items()]
+    heads += [(name, options, partial(forward_and_backward, cached=True)) for name, options in CACHE_CASES.items()]
     if shape is not None:
         sizes: dict[str, Any] = dict(width=shape[0], vocab=shape[1], rows=256)  # few rows: few slabs
         heads = [(name, options | sizes, run) for name, options, run in heads if name in of_shape]
@@ -119,14 +128,20 @@ def meta_head(
     )
 
 
-def forward_and_backward(head: HeadRows) -> None:
-    """Run forward and backward."""
-    result = head_forward(head)
+def forward_and_backward(head: HeadRows, cached: bool = False) -> None:
+    """Run forward and backward. If `cached`, the exponentials of half of the rows are kept."""
+    cache = Cache(cache_rows(head, full_cache(head) // 2), head.mask) if cached else None
+    result, kept = forward_and_keep(head, cache=cache)
     d_entropy = torch.empty_like(result.entropy) if head.entropy else None
     needs = NeedsGradient(
         True, True, head.bias is not None, head.adapter_hidden is not None, head.adapter_weight is not None
     )
-    head_backward(head, result, torch.empty_like(result.log_probs), d_entropy, needs)
+    head_backward(head, result, torch.empty_like(result.log_probs), d_entropy, needs, kept=kept)
+
+
+def full_cache(head: HeadRows) -> int:
+    """Return the bytes of the exponentials of all rows, up to padding."""
+    return (head.hidden.shape[0] + 127) * (head.vocab_size + 255) * head.hidden.dtype.itemsize
 
 
 def live_cells(head: HeadRows) -> None:

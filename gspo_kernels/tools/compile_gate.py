@@ -53,12 +53,12 @@ class Report:
     epilogue: int | None  # instructions of a thread after the main loop, see `machine_code`; None if not known
     instructions: dict[str, int]  # counts by the names in `_COUNTED`
 
-    def faults(self, architecture: str, matrix: bool, dtype: torch.dtype, aligned: bool) -> list[str]:
+    def faults(self, architecture: str, matrix: bool, dtype: torch.dtype, wide: bool) -> list[str]:
         """Describe faults: spills, too much shared memory, no matrix instruction, tf32 in fp32, narrow accesses.
 
         Args:
             matrix: whether the kernel computes matrix products.
-            aligned: whether the rows of all matrices start at multiples of 16 bytes.
+            wide: whether the kernel must access memory in units of more than two bytes.
         """
         faults = []
         if self.spilled_bytes > (0 if matrix else ONE_REGISTER):
@@ -69,7 +69,7 @@ class Report:
             faults.append("tf32 in an fp32 kernel")
         if matrix and dtype.itemsize == 2 and not self.instructions[_MATRIX_UNIT[architecture]]:
             faults.append(f"no {_MATRIX_UNIT[architecture]} instruction")
-        if matrix and aligned and self.narrow_accesses:
+        if wide and self.narrow_accesses:
             faults.append(f"{self.narrow_accesses} loads or stores of at most two bytes")
         return faults
 
@@ -130,7 +130,8 @@ def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch, varia
         report = inspect(variant.compile(), architecture, config.warps)
     except Exception as error:  # any exception of the compiler is this row's fault
         return Row(architecture, name, case, text, None, [f"{type(error).__name__}: {str(error).strip()[:300]}"])
-    faults = report.faults(architecture, name in MATRIX_KERNELS, dtype, _aligned(launch))
+    wide = name in (*MATRIX_KERNELS, "kept_tile") and _aligned(launch)
+    faults = report.faults(architecture, name in MATRIX_KERNELS, dtype, wide)
     return Row(architecture, name, case, text, report, faults)
 
 

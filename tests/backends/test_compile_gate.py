@@ -32,6 +32,7 @@ KERNELS = {
     "forward_tile",
     "reduce_rows",
     "gradient_tile",
+    "kept_tile",
     "hidden_product",
     "weight_product",
     "list_cells",
@@ -163,7 +164,8 @@ def table(architecture: str) -> set[tuple[str, Any]]:
     entries |= {(name, config) for name in PRODUCTS for config in tuning._PRODUCT.values()}
     for blocks in (tuning._HALF[architecture], tuning._SINGLE, tuning._DOUBLE):
         entries |= {("forward_tile", blocks.forward), ("forward_tile", blocks.heavy_forward)}
-        entries |= {("gradient_tile", blocks.gradient), ("gradient_tile", blocks.heavy_gradient)}
+        for kernel in ("gradient_tile", "kept_tile"):
+            entries |= {(kernel, blocks.gradient), (kernel, blocks.heavy_gradient)}
     return entries
 
 

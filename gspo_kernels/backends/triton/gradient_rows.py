@@ -19,22 +19,11 @@ from ..rows import HeadResult, HeadRows, Kept
 from ..workspace import workspace_bytes
 from .cells import Part
 from .gradient_tile import gradient_tile
-from .kept_tile import kept_tile
+from .kept_tile import launch_kept_tile
 from .launch import launch
 from .logit_tile import INTERPRETED, gather_rows, tile_arguments
 from .tuning import Config
 
-# Arguments of tile kernels that `kept_tile` shares.
-KEPT_OPERANDS = (
-    "temperature",
-    "n_rows",
-    "stride_temperature",
-    "vocab_size",
-    "logit_scale",
-    "logit_softcap",
-    "HEAD",
-    "CONFIG",
-)
 # Largest chunk. At this size, accumulating d_weight over chunks adds 3 % to the time of the products (NOTES.md).
 _ROWS_AT_ONCE = 8192
 
@@ -234,9 +223,6 @@ def gradient_of_tiles(
         entropy=None if rows.d_entropy is None else result.entropy,
         d_entropy=rows.d_entropy,
         boost=None if unrounded else rows.boost,
-        d_logits=TensorDescriptor.from_tensor(d_logits, [config.block_n, config.block_v])
-        if config.descriptors and part is None
-        else d_logits,
         row_blocks=row_blocks,
         column_blocks=column_blocks,
         low=low,
@@ -249,19 +235,11 @@ def gradient_of_tiles(
         part_row_blocks=0 if part is None else part.lists.row_blocks,
     )
     if rows.kept is not None:
-        launch(
-            kept_tile,
-            programs,
-            config,
-            exponentials=rows.kept.exponentials,
-            top=rows.kept.top,
-            place=rows.kept.place,
-            stride_exponentials=rows.kept.exponentials.stride(0),
-            stride_top=rows.kept.top.stride(0),
-            **{name: operands[name] for name in KEPT_OPERANDS},
-            **shared,
-        )
-    launch(gradient_tile, programs, config, **operands, **shared, ROUNDED=d_logits.dtype.itemsize == 2)
+        launch_kept_tile(rows.kept, programs, config, operands | shared, d_logits)
+    out: Any = d_logits
+    if config.descriptors and part is None:
+        out = TensorDescriptor.from_tensor(d_logits, [config.block_n, config.block_v])
+    launch(gradient_tile, programs, config, **operands, **shared, d_logits=out, ROUNDED=dtype.itemsize == 2)
     return d_logits[:, :columns] if part is None else d_logits
 
 

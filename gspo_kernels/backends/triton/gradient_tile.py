@@ -141,7 +141,7 @@ def gradient_tile(
         d_entropy=d_entropy,
         boost=boost,
     )
-    d = gradient_of_logits(
+    d = _gradient_of_logits(
         z=z,
         head=head,
         rows=rows,
@@ -151,31 +151,10 @@ def gradient_tile(
         HEAD=HEAD,
         BLOCK_V=BLOCK_V,
     )
-    store_tile(
-        d=d,
-        d_logits=d_logits,
-        is_cell=by_tile is not None,
-        row_block=row_block,
-        tile=tile,
-        n_rows=n_rows,
-        low=low,
-        high=high,
-        width=width,
-        CONFIG=CONFIG,
-    )
-
-
-@triton.jit
-def store_tile(d, d_logits, is_cell: tl.constexpr, row_block, tile, n_rows, low, high, width, CONFIG: tl.constexpr):
-    """Write a tile of d_logits [BLOCK_N, BLOCK_V]: to the slab, or if `is_cell` to the cell of this program."""
-    BLOCK_N: tl.constexpr = CONFIG.block_n
-    BLOCK_V: tl.constexpr = CONFIG.block_v
-    n = row_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first_column = low + tile * BLOCK_V
     if first_column + BLOCK_V > high:  # padding of the slab, and of cells beyond the vocabulary
         d = tl.where((first_column + tl.arange(0, BLOCK_V))[None, :] < high, d, 0.0)
     column = tl.arange(0, BLOCK_V)[None, :]
-    if is_cell:  # block-sparse products read all entries of a cell
+    if by_tile is not None:  # block-sparse products read all entries of a cell
         at = tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_V + column
         if (row_block + 1).to(tl.int64) * BLOCK_N > n_rows:
             d = tl.where(n[:, None] < n_rows, d, 0.0)
@@ -189,7 +168,7 @@ def store_tile(d, d_logits, is_cell: tl.constexpr, row_block, tile, n_rows, low,
 
 
 @triton.jit
-def gradient_of_logits(
+def _gradient_of_logits(
     z, head, rows, first_column, row_inputs, ROUNDED: tl.constexpr, HEAD: tl.constexpr, BLOCK_V: tl.constexpr
 ):
     """Return d_logits of a tile of logits `z`, 0 in rows without a gradient."""

@@ -6,12 +6,20 @@ Formulas: `backward.py`. Must match the torch backend's `kept_tiles.py`.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
 
+from __future__ import annotations
+
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ..rows import Kept
 from .elementary import KEPT_FACTOR, LOG_OF_NOTHING
-from .gradient_tile import RowInputs, gradient_of_target, row_slope, store_tile
-from .logit_tile import HeadArguments, HeadStrides, grouped, in_tile, target_column
+from .gradient_tile import RowInputs, gradient_of_target, row_slope
+from .launch import launch
+from .logit_tile import HeadArguments, HeadStrides, grouped, target_column
+from .tuning import KEPT_STEP, Config
 
 
 @triton.jit(
@@ -44,7 +52,7 @@ def kept_tile(
     entropy,  # or None
     d_entropy,  # or None
     boost,  # []: d_logits are multiplied by it before they are rounded; or None
-    by_tile,  # as in `gradient_tile`, as are the next seven
+    by_tile,  # as in `gradient_tile`, as are the next eight
     d_logits,
     n_rows: tl.int64,
     row_blocks: tl.int32,
@@ -63,6 +71,7 @@ def kept_tile(
     logit_softcap: tl.float64,
     HEAD: tl.constexpr,
     CONFIG: tl.constexpr,
+    STEP: tl.constexpr,  # columns computed at a time
 ):
     """Write d_logits of a tile, as `gradient_tile` does, from the kept exponentials E: p = E exp(top - log-sum-exp).
 
@@ -80,7 +89,6 @@ def kept_tile(
         return
     n = row_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.load(index + tl.minimum(n, n_rows - 1))
-    first_column = low + tile * BLOCK_V
     row_inputs = RowInputs(
         target_ids=target_ids,
         log_probs=log_probs,
@@ -94,94 +102,92 @@ def kept_tile(
     has_gradient = tl.load(d_log_probs + rows) != 0.0
     if d_entropy is not None:
         has_gradient |= tl.load(d_entropy + rows) != 0.0
-    # Rows without a gradient may hold NaN, and may not be kept. Columns are padded to full tiles, so none is masked.
-    at = tl.where(has_gradient, tl.load(place + rows), 0)
-    columns = first_column + tl.arange(0, BLOCK_V)[None, :]
-    to = exponentials + at[:, None] * stride_exponentials + columns
-    e = tl.load(to, mask=has_gradient[:, None], other=0.0).to(ACC)
-    if exponentials.dtype.element_ty == tl.float16:
-        e *= 1.0 / KEPT_FACTOR
-    tile_top = tl.load(top + (first_column // BLOCK_V).to(tl.int64) * stride_top + at)
-    d = _gradient_of_kept(
-        e=e,
-        tile_top=tile_top,
-        has_gradient=has_gradient,
-        head=HeadArguments(
-            hidden=None,
-            weight=None,
-            bias=None,
-            adapter_hidden=None,
-            adapter_weight=None,
-            temperature=temperature,
-            strides=HeadStrides(
-                hidden_row=0,
-                weight_row=0,
-                weight_column=0,
-                bias=0,
-                adapter_hidden_row=0,
-                adapter_hidden_column=0,
-                adapter_weight_row=0,
-                adapter_weight_column=0,
-                temperature=stride_temperature,
-            ),
-            hidden_size=0,
-            vocab_size=vocab_size,
-            logit_scale=logit_scale,
-            logit_softcap=logit_softcap,
-        ),
-        rows=rows,
-        first_column=first_column,
-        row_inputs=row_inputs,
-        HEAD=HEAD,
-        BLOCK_V=BLOCK_V,
-    )
-    store_tile(
-        d=d,
-        d_logits=d_logits,
-        is_cell=by_tile is not None,
-        row_block=row_block,
-        tile=tile,
-        n_rows=n_rows,
-        low=low,
-        high=high,
-        width=width,
-        CONFIG=CONFIG,
-    )
-
-
-@triton.jit
-def _gradient_of_kept(
-    e, tile_top, has_gradient, head, rows, first_column, row_inputs, HEAD: tl.constexpr, BLOCK_V: tl.constexpr
-):
-    """Return d_logits of a tile of exponentials `e`, which are 0 in rows without a gradient."""
-    shift = tl.where(has_gradient, tl.load(row_inputs.shift + rows), 0.0)
-    log_total = tl.where(has_gradient, tl.load(row_inputs.log_total + rows), 0.0)
-    # At most 0, except for a tile that consists of the target's column, where e is 0.
-    log_scale = tl.minimum((tile_top - shift) - log_total, 0.0)
+    has_gradient &= n < n_rows
+    at = tl.where(has_gradient, tl.load(place + rows), 0)  # rows without a gradient may not be kept
+    shift_of_row = tl.where(has_gradient, tl.load(shift + rows), 0.0)
+    log_total_of_row = tl.where(has_gradient, tl.load(log_total + rows), 0.0)
+    tile_of_forward = low // BLOCK_V + tile
+    tile_top = tl.load(top + tile_of_forward.to(tl.int64) * stride_top + at)
+    # At most 0, except for a tile that consists of the target's column, where the exponentials are 0.
+    log_scale = tl.minimum((tile_top - shift_of_row) - log_total_of_row, 0.0)
     log_scale = tl.where(has_gradient, log_scale, 0.0)
-    slope = row_slope(head=head, rows=rows, boost=row_inputs.boost, ACC=HEAD.ACC)
-    minus_d = -tl.load(row_inputs.d_log_probs + rows) * slope
-    scale = tl.exp(log_scale)
-    target = target_column(target=tl.load(row_inputs.target_ids + rows), vocab_size=head.vocab_size)
-    _, tile_has_target = in_tile(target, first_column, BLOCK_V=BLOCK_V)
-    is_target = (first_column + tl.arange(0, BLOCK_V))[None, :] == target[:, None]
-    if HEAD.HAS_SOFTCAP or row_inputs.d_entropy is not None:
-        log_p = tl.where(e > 0, tl.log(e), LOG_OF_NOTHING) + log_scale[:, None]
-    if row_inputs.d_entropy is not None:
-        h = tl.where(has_gradient, tl.load(row_inputs.entropy + rows), 0.0)
-        minus_d_h = -tl.load(row_inputs.d_entropy + rows) * slope
-        d = e * scale[:, None] * (minus_d[:, None] + minus_d_h[:, None] * (log_p + h[:, None]))
-    else:
-        d = e * (scale * minus_d)[:, None]
-    if tile_has_target:
-        d_target = gradient_of_target(row_inputs=row_inputs, rows=rows, has_gradient=has_gradient)
-        d = tl.where(is_target, (d_target * slope)[:, None], d)
-    if HEAD.HAS_SOFTCAP:
-        # Nothing is kept of the target's logit. Logits whose exponentials were rounded to 0 have d = 0.
-        target_log_p = tl.where(has_gradient, tl.load(row_inputs.log_probs + rows), 0.0)
-        capped = tl.where(is_target, target_log_p[:, None], log_p) + (shift + log_total)[:, None]
-        capped /= tl.full([], head.logit_softcap, HEAD.ACC)
-        if head.temperature is not None:
-            capped *= tl.load(head.temperature + rows * head.strides.temperature)[:, None]
-        d *= 1.0 - capped * capped
-    return d
+    head = HeadArguments(
+        hidden=None,
+        weight=None,
+        bias=None,
+        adapter_hidden=None,
+        adapter_weight=None,
+        temperature=temperature,
+        strides=HeadStrides(
+            hidden_row=0,
+            weight_row=0,
+            weight_column=0,
+            bias=0,
+            adapter_hidden_row=0,
+            adapter_hidden_column=0,
+            adapter_weight_row=0,
+            adapter_weight_column=0,
+            temperature=stride_temperature,
+        ),
+        hidden_size=0,
+        vocab_size=vocab_size,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+    )
+    slope = row_slope(head=head, rows=rows, boost=boost, ACC=ACC)
+    target = target_column(target=tl.load(target_ids + rows), vocab_size=vocab_size)
+    target = tl.where(has_gradient, target, -1)
+    d_target = slope * gradient_of_target(row_inputs=row_inputs, rows=rows, has_gradient=has_gradient)
+    for start in range(0, BLOCK_V, STEP):
+        columns = tile_of_forward * BLOCK_V + start + tl.arange(0, STEP)
+        # Columns are padded to full tiles. Rows without a gradient are not read, because they may hold NaN.
+        to = exponentials + at[:, None] * stride_exponentials + columns[None, :]
+        e = tl.load(to, mask=has_gradient[:, None], other=0.0).to(ACC)
+        if exponentials.dtype.element_ty == tl.float16:
+            e *= 1.0 / KEPT_FACTOR
+        is_target = columns[None, :] == target[:, None]
+        if HEAD.HAS_SOFTCAP or d_entropy is not None:
+            log_p = tl.where(e > 0, tl.log(e), LOG_OF_NOTHING) + log_scale[:, None]
+        scale = -tl.load(d_log_probs + rows) * slope
+        if d_entropy is not None:
+            h = tl.where(has_gradient, tl.load(entropy + rows), 0.0)
+            scale_h = -tl.load(d_entropy + rows) * slope
+            d = e * tl.exp(log_scale)[:, None] * (scale[:, None] + scale_h[:, None] * (log_p + h[:, None]))
+        else:
+            d = e * (tl.exp(log_scale) * scale)[:, None]
+        d = tl.where(is_target, d_target[:, None], d)
+        if HEAD.HAS_SOFTCAP:
+            # Nothing is kept of the target's logit. Where an exponential was rounded to 0, d is 0.
+            target_log_p = tl.where(has_gradient, tl.load(log_probs + rows), 0.0)
+            capped = tl.where(is_target, target_log_p[:, None], log_p) + (shift_of_row + log_total_of_row)[:, None]
+            capped /= tl.full([], logit_softcap, ACC)
+            if temperature is not None:
+                capped *= tl.load(temperature + rows * stride_temperature)[:, None]
+            d *= 1.0 - capped * capped
+        d = d.to(d_logits.dtype.element_ty)
+        if by_tile is not None:
+            cell_at = tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_V
+            tl.store(d_logits + cell_at + start + tl.arange(0, STEP)[None, :], d)
+        else:
+            column = tile * BLOCK_V + start + tl.arange(0, STEP)[None, :]
+            slab_at = d_logits + n[:, None] * width + column
+            tl.store(slab_at, d, mask=(n[:, None] < n_rows) & (column < width))
+
+
+def launch_kept_tile(kept: Kept, programs: int, config: Config, arguments: dict[str, Any], d_logits: Tensor) -> None:
+    """Launch `kept_tile`. `arguments` are those of `gradient_tile`, of which the head's operands are not used."""
+    matrices = ("hidden", "weight", "bias", "adapter_hidden", "adapter_weight", "hidden_size")
+    unused = {name for name in arguments if name.startswith(tuple(f"stride_{x}" for x in matrices)) or name in matrices}
+    launch(
+        kept_tile,
+        programs,
+        config,
+        exponentials=kept.exponentials,
+        top=kept.top,
+        place=kept.place,
+        stride_exponentials=kept.exponentials.stride(0),
+        stride_top=kept.top.stride(0),
+        d_logits=d_logits,
+        STEP=KEPT_STEP,
+        **{name: x for name, x in arguments.items() if name not in unused},
+    )

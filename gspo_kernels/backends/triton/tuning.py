@@ -74,6 +74,7 @@ _DOUBLE = _Blocks(*[Config(64, 64, 16, 8, 2)] * 4)
 # Block-sparse products, by bytes per element: rows and columns of the result, elements summed at a time.
 _PRODUCT = {2: Config(128, 128, 64, 8, 3), 4: Config(64, 64, 32, 8, 2), 8: Config(32, 64, 16, 8, 2)}
 
+KEPT_STEP = 64  # columns that `kept_tile` computes at a time
 REDUCE_ROWS = Config(block_n=64, warps=4)
 REDUCE_TILES = 32  # tiles added up at a time
 # The kernels of the loss process so many tokens of a sequence at a time.

@@ -1,0 +1,287 @@
+"""`cache_mib`: exponentials that the forward keeps, and log-probs with a gradient budget."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from helpers.counters import product_flops
+from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs, on_device
+from helpers.oracle import DTYPES
+from helpers.random_heads import assert_law, by_torch, random_head, random_upstream
+from helpers.samples import make_sample, run_fused
+from helpers.tile_choices import choices, d_logits, kept, small_tiles
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerance import DROPPED_MASS_RELATIVE
+from torch import Tensor
+
+from gspo_kernels import Objective, metrics, ops
+from gspo_kernels.backends import dispatch
+from gspo_kernels.backends.rows import Kept
+from gspo_kernels.backends.triton.launch import launches
+
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "entropy": dict(entropy=True),
+    "tail": dict(entropy=True, bias=True, logit_softcap=6.0, temperature="token", logit_scale=0.5, padding=7),
+    "soft-cap": dict(logit_softcap=4.0, temperature="scalar", logit_scale=-1.5),
+    "adapter": dict(rank=4),
+}
+
+
+def log_probs_and_gradients(head: Any, upstream: Any, backend: str, cache_bytes: int) -> dict[str, Tensor]:
+    names = [
+        n for n in ("hidden", "weight", "bias", "adapter_hidden", "adapter_weight") if getattr(head, n) is not None
+    ]
+    leaves = {n: getattr(head, n).detach().requires_grad_() for n in names}
+    result = ops.linear_log_probs(head._replace(**leaves), 0.0, cache_bytes, backend).head
+    outputs = {"log_probs": result.log_probs} | ({"entropy": result.entropy} if head.entropy else {})
+    gradients = torch.autograd.grad(
+        list(outputs.values()), list(leaves.values()), [x for x in upstream if x is not None]
+    )
+    return {n: x.detach() for n, x in outputs.items()} | {f"d_{n}": g for n, g in zip(names, gradients, strict=True)}
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [*((dtype, head) for dtype in ("fp32", "bf16") for head in HEADS), ("fp64", "tail"), ("fp16", "tail")],
+)
+def test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients(
+    dtype: str, options: str, backend: str
+) -> None:
+    head = random_head(300, 24, 410, DTYPES[dtype], **HEADS[options])
+    upstream = random_upstream(head)
+    none, truth, same = (
+        log_probs_and_gradients(head, upstream, backend, 0),
+        by_torch(head, upstream, torch.float64),
+        by_torch(head, upstream, DTYPES[dtype]),
+    )
+    kernels, itemsize = dispatch.implementation(backend), DTYPES[dtype].itemsize
+    for size in (140 * 512 * itemsize, 1 << 24):  # a row block or two, and all rows
+        assert 0 < kernels.cache_rows(head, size)
+        ours = log_probs_and_gradients(head, upstream, backend, size)
+        for name in ("log_probs", "entropy"):
+            assert name not in ours or torch.equal(ours[name], none[name])
+        assert_law(ours, same, truth, DTYPES[dtype])
+        assert (metrics.last_backward()["passes"] == 1 + 2 * metrics.last_backward()["live_row_share"]) == (
+            size == 1 << 24
+        )
+
+
+@on_device
+@settings(max_examples=15)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6).map(tuple),
+    st.integers(0, 30),
+    st.sampled_from([Objective(), Objective(kl_coef=0.1), Objective(entropy_coef=0.1), Objective.preset("grpo")]),
+    st.sampled_from([0.0, 0.3]),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_the_loss_with_a_cache_has_the_gradients_without(
+    lengths: tuple[int, ...], kibibytes: int, objective: Objective, budget: float, per_token: bool, seed: int
+) -> None:
+    sample = make_sample(seed, lengths=lengths, objective=objective, vocab=60, per_token_advantages=per_token)
+    budget = 0.0 if objective.entropy_coef else budget
+    with small_tiles(), choices() as decisions:
+        out, gradients = run_fused(sample.with_options(gradient_budget=0.0), "torch")
+        cached, ours = run_fused(sample.with_options(gradient_budget=0.0, cache_mib=kibibytes / 1024), "torch")
+        assert torch.equal(out.log_probs, cached.log_probs) and torch.equal(out.loss, cached.loss)
+        for name, x in ours.items():
+            torch.testing.assert_close(x, gradients[name])
+        assert cached.metrics["passes"] <= out.metrics["passes"]
+        if budget:
+            run_fused(sample.with_options(gradient_budget=budget, cache_mib=kibibytes / 1024), "torch")
+            (chosen,) = decisions
+            dropped = torch.where(kept(chosen), 0, d_logits(chosen)[0].abs()).sum()
+            assert dropped <= budget * d_logits(chosen)[0].abs().sum()
+
+
+@on_device
+def test_only_rows_that_may_have_a_gradient_are_kept(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601)
+    advantages = torch.tensor([1.0, 0.0, -1.0, 0.0], device=DEVICE)
+    unmasked = sample.options["mask"].sum(1)  # [B]
+    for objective, expected in ((Objective(), unmasked[[0, 2]].sum()), (Objective(kl_coef=0.1), unmasked.sum())):
+        found = record_kept(backend, monkeypatch)
+        gspo_fused_loss(
+            *sample.leaves.values(),
+            sample.target_ids,
+            advantages,
+            objective=objective,
+            cache_mib=64,
+            backend=backend,
+            **sample.options,
+        )
+        assert found[-1].n_kept == expected
+
+
+def record_kept(backend: str, monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
+    implementation: Any = dispatch.implementation(backend)
+    forward, found = implementation.forward_and_keep, list[Kept]()
+
+    def record(*args: Any, **options: Any) -> Any:
+        result, of_call = forward(*args, **options)
+        found.append(of_call)
+        return result, of_call
+
+    monkeypatch.setattr(implementation, "forward_and_keep", record)
+    return found
+
+
+@on_device
+def test_the_cache_is_free_after_the_backward_and_absent_without_autograd(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = make_sample(3, lengths=(40, 31), vocab=601)
+    hidden, weight = sample.leaves.values()
+    found = record_kept(backend, monkeypatch)
+    out = linear_log_probs(
+        hidden, weight, sample.target_ids, mask=sample.options["mask"], cache_mib=64, backend=backend
+    )
+    assert found[0].exponentials.numel() >= 71 * 601
+    storage = weakref.ref(found.pop().exponentials.untyped_storage())
+    out.log_probs.sum().backward()
+    gc.collect()
+    assert storage() is None and out.log_probs is not None
+    with torch.no_grad():
+        linear_log_probs(hidden, weight, sample.target_ids, mask=sample.options["mask"], cache_mib=64, backend=backend)
+    detached = (x.detach() for x in sample.leaves.values())
+    gspo_fused_loss(*detached, sample.target_ids, sample.advantages, cache_mib=64, backend=backend, **sample.options)
+    assert [x.exponentials.numel() for x in found] == [0, 0]
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(0, 4.0), (24, 3.625), (64, 3.0)])
+def test_passes_with_a_cache_equal_the_counted_products(rows: int, expected: float) -> None:
+    """Products are counted at PyTorch's dispatcher. All tiles are full, so the count includes no padding."""
+    n, width, vocab = 64, 24, 48
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, width, generator=rng, requires_grad=True)
+    weight = torch.randn(vocab, width, generator=rng, requires_grad=True)
+    ids = torch.randint(0, vocab, (n,), generator=rng)
+    cache_mib = rows * vocab * 4 / 2**20
+
+    def both_passes() -> None:
+        kernels: Any = dispatch.implementation("torch")
+        head = head_rows_of(hidden, weight, ids)
+        result, of_forward = kernels.forward_and_keep(head, False, cache_of(kernels, head, int(cache_mib * 2**20)))
+        kernels.head_backward(head, result, torch.ones(n), None, needs_both(), None, of_forward)
+
+    with small_tiles(8, 24):
+        assert product_flops(both_passes) / (2 * n * width * vocab) == expected
+        linear_log_probs(hidden, weight, ids, cache_mib=cache_mib, backend="torch").log_probs.sum().backward()
+    assert metrics.last_backward()["passes"] == expected
+
+
+def head_rows_of(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:
+    from gspo_kernels.backends.rows import HeadRows
+
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    vocab = weight.shape[0]
+    return HeadRows(hidden.detach(), weight.detach(), None, None, None, ids, mask, None, 1.0, None, vocab, False)
+
+
+def cache_of(kernels: Any, head: Any, size: int) -> Any:
+    from gspo_kernels.backends.rows import Cache
+
+    rows = kernels.cache_rows(head, size)
+    return Cache(rows, head.mask) if rows else None
+
+
+def needs_both() -> Any:
+    from gspo_kernels.backends.rows import NeedsGradient
+
+    return NeedsGradient(True, True, False, False, False)
+
+
+# -- a budget at the log-probs
+
+
+@on_device
+@settings(max_examples=6)
+@given(st.sampled_from([1e-3, 0.05, 0.5]), st.sampled_from([1.0, 6.0]), st.booleans(), st.integers(0, 1000))
+def test_log_probs_drop_at_most_the_budget(budget: float, std: float, cached: bool, seed: int) -> None:
+    for backend in ("torch", "triton"):
+        rng = torch.Generator(DEVICE).manual_seed(seed)
+        head = random_head(200, 24, 601, torch.float32, std=std)
+        d = torch.randn(200, generator=rng, device=DEVICE) * (torch.rand(200, generator=rng, device=DEVICE) > 0.3)
+        d = torch.where(head.mask, d, torch.nan)  # what a loss gives masked rows does not count
+        hidden, weight = head.hidden.nan_to_num().requires_grad_(), head.weight.requires_grad_()
+        with choices() as decisions, launches() as seen:
+            out = linear_log_probs(
+                hidden,
+                weight,
+                head.target_ids,
+                mask=head.mask,
+                gradient_budget=budget,
+                cache_mib=0.3 if cached else 0,
+                backend=backend,
+            )
+            exact = linear_log_probs(hidden, weight, head.target_ids, mask=head.mask, backend=backend)
+            assert torch.equal(out.log_probs, exact.log_probs)
+            gradients = torch.autograd.grad(out.log_probs, (hidden, weight), d)
+        (chosen,) = decisions
+        true, keep = d_logits(chosen)[0], kept(chosen)
+        dropped = torch.where(keep, 0, true.abs()).sum() / true.abs().sum()
+        reported = metrics.last_backward()["dropped_gradient_mass"]
+        assert dropped <= budget and abs(dropped - reported) <= DROPPED_MASS_RELATIVE * dropped + 1e-6
+        assert std < 2 or budget < 0.5 or dropped > 0
+        true = torch.where(keep, true, 0).to(DEVICE)
+        live = (head.mask & (d != 0))[:, None]
+        expected = (true @ weight.double(), true.t() @ torch.where(live, hidden.double(), 0))
+        for ours, truth in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(ours.double(), truth, rtol=1e-4, atol=1e-5)
+        assert backend == "torch" or not dropped or {"hidden_product"} <= {x.kernel.__name__ for x in seen}
+
+
+@on_device
+def test_a_budget_refuses_a_gradient_of_the_entropies(backend: str) -> None:
+    sample = make_sample(3, lengths=(4, 3))
+    hidden, weight = sample.leaves.values()
+    mask = sample.options["mask"]
+    out = linear_log_probs(
+        hidden, weight, sample.target_ids, mask=mask, entropy=True, gradient_budget=0.1, backend=backend
+    )
+    assert out.entropy is not None
+    (out.log_probs + out.entropy.detach()).sum().backward(retain_graph=True)
+    with pytest.raises(ValueError, match=r"gradient_budget must be 0 if the entropies have a gradient.*got 0\.1"):
+        out.entropy.sum().backward()
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("cache_mib", -1, ValueError),
+        ("cache_mib", float("nan"), ValueError),
+        ("cache_mib", float("inf"), ValueError),
+        ("cache_mib", "64", TypeError),
+        ("cache_mib", True, TypeError),
+        ("gradient_budget", 1.0, ValueError),
+        ("gradient_budget", -0.1, ValueError),
+        ("gradient_budget", None, TypeError),
+    ],
+)
+def test_bad_values_are_refused(name: str, value: Any, error: type[Exception], backend: str) -> None:
+    sample = make_sample(3, lengths=(4, 3))
+    arguments: dict[str, Any] = {"mask": sample.options["mask"], "backend": backend, name: value}
+    with pytest.raises(error, match=f"linear_log_probs: {name} must be a number"):
+        linear_log_probs(*sample.leaves.values(), sample.target_ids, **arguments)
+
+
+def test_the_environment_variable_sets_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = make_sample(3, lengths=(4, 3))
+    found = record_kept("torch", monkeypatch)
+    monkeypatch.setenv("GSPO_CACHE_MIB", "2")
+    mask = sample.options["mask"]
+    for options, rows in (({}, 14), ({"cache_mib": 0}, 0)):
+        linear_log_probs(*sample.leaves.values(), sample.target_ids, mask=mask, backend="torch", **options)
+        assert len(found[-1].exponentials) == min(rows, mask.numel())
+    monkeypatch.setenv("GSPO_CACHE_MIB", "many")
+    with pytest.raises(ValueError, match="GSPO_CACHE_MIB must be an integer number of MiB >= 0, got 'many'"):
+        linear_log_probs(*sample.leaves.values(), sample.target_ids, mask=mask, backend="torch")

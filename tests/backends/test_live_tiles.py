@@ -337,7 +337,7 @@ def test_triton_reads_once_on_the_host_in_the_backward(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(Tensor, name, recorded)
     monkeypatch.setattr("gspo_kernels.backends.triton.launch.launch", lambda *args, **options: None)
-    for module in ("forward", "sparse_products", "gradient_rows", "live_tiles", "cells"):
+    for module in ("forward", "sparse_products", "gradient_rows", "masses", "live_tiles", "cells"):
         monkeypatch.setattr(f"gspo_kernels.backends.triton.{module}.launch", lambda *args, **options: None)
     with choices():
         result, tiles = triton_backend.forward_and_keep(head, shares=True)

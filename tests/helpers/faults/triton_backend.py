@@ -496,13 +496,13 @@ FAULTS: dict[str, Fault] = {
         "kernels::test_empty_sequences_are_not_in_the_default_normalizer[triton]",
     ),
     "cells dropped although the total mass is infinite": (
-        "backends/triton/live_tiles",
+        "backends/triton/masses",
         'tl.where(batch_mass < float("inf"), exact, 2.0 * UNITS)',
         "exact",
         "live_tiles::test_nothing_is_dropped_if_the_total_mass_is_infinite[triton]",
     ),
     "a strided mask read as if it were contiguous": (
-        "backends/triton/live_tiles",
+        "backends/triton/masses",
         "mask=head.mask.contiguous()",
         "mask=head.mask",
         "live_tiles::test_strided_ids_and_masks_choose_the_cells_of_contiguous_ones[triton]",

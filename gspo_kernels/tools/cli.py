@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ..extras import MissingExtraError
 from . import bench_table
-from .doctor_report import compile_kernels, diagnose
+from .doctor_report import compile_kernels, diagnose, memory_of
 
 app = typer.Typer(
     help="Fused GSPO losses: train a model, check an installation, measure time and memory.",
@@ -159,10 +159,21 @@ def doctor(
         bool, typer.Option("--compile", help="Compile all Triton kernels, and check nothing else. Needs no GPU.")
     ] = False,
     architecture: Annotated[
-        list[str] | None, typer.Option(help="With --compile: an architecture such as sm_90. May be repeated.")
+        list[str] | None,
+        typer.Option(help="With --compile or --memory: an architecture such as sm_90. May be repeated with --compile."),
     ] = None,
     shape: Annotated[
         str | None, typer.Option(help="With --compile: H,V of your head, such as 4096,151936. (default: many shapes)")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="N,H,V of your batch, such as 8192,4096,151936: print what cache_mib saves, and check nothing."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="With --memory: fp32, bf16 or fp16. (default: bf16 with Triton, else fp32)"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -173,13 +184,22 @@ def doctor(
     """
     if compile_ and interpret:
         raise typer.BadParameter("kernels can be compiled or interpreted, but not both", param_hint="--interpret")
-    for option, value in (("--architecture", architecture), ("--shape", shape)):
-        if value not in (None, []) and not compile_:
-            raise typer.BadParameter("requires --compile", param_hint=option)
+    if memory is not None and (compile_ or interpret):
+        raise typer.BadParameter("cannot be combined with --compile or --interpret", param_hint="--memory")
+    if architecture and not compile_ and memory is None:
+        raise typer.BadParameter("requires --compile or --memory", param_hint="--architecture")
+    for option, value, required in (("--shape", shape, "--compile"), ("--dtype", dtype, "--memory")):
+        if value is not None and not (compile_ if required == "--compile" else memory is not None):
+            raise typer.BadParameter(f"requires {required}", param_hint=option)
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # fixed, so that tables in a log do not wrap
-    verdict, ok, details = compile_kernels(architecture, shape, console) if compile_ else diagnose(interpret, console)
+    if memory is not None:
+        verdict, ok, details = memory_of(memory, dtype, architecture, console)
+    else:
+        verdict, ok, details = (
+            compile_kernels(architecture, shape, console) if compile_ else diagnose(interpret, console)
+        )
     console.print(verdict, style="bold green" if ok else "bold red", markup=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps({"ok": ok, "verdict": verdict, **details}, allow_nan=False))

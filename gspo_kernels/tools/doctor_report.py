@@ -10,6 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+SIZES_OF_HEAD = {"H": (1, 2**16), "V": (2, 2**22)}  # least and largest
+
 
 def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, Any]]:
     """Run `gspo doctor` and print its report. Return the verdict, whether it is good, and the details for JSON."""
@@ -56,11 +58,11 @@ def compile_kernels(
         return f"Nothing can be compiled: {type(error).__name__}: {error}", False, {"rows": []}
     if knobs.runtime.interpret:
         raise typer.BadParameter("TRITON_INTERPRET is set, so kernels are interpreted, not compiled: unset it")
-    if unknown := sorted(set(architectures or ()) - set(ARCHITECTURES)):
-        raise typer.BadParameter(
-            f"{', '.join(map(repr, unknown))}: choose from {', '.join(ARCHITECTURES)}", param_hint="--architecture"
-        )
-    sizes_of_head = None if shape is None else _width_and_vocabulary(shape)
+    _check_architectures(architectures or [])
+    sizes_of_head = None
+    if shape is not None:
+        width, vocab = _sizes(shape, "--shape", "H,V such as 4096,151936", SIZES_OF_HEAD)
+        sizes_of_head = width, vocab
     with console.status("compiling") as status:
         rows = survey(
             architectures or ARCHITECTURES,
@@ -95,15 +97,63 @@ def compile_kernels(
     return verdict, not failed, {"rows": details}
 
 
-def _width_and_vocabulary(shape: str) -> tuple[int, int]:
-    """Parse "H,V"."""
+def memory_of(
+    batch: str, dtype: str | None, architectures: list[str] | None, console: Console
+) -> tuple[str, bool, dict[str, Any]]:
+    """Print what `cache_mib` saves for a batch "N,H,V", and the memory of its loss. Return values: as `diagnose`."""
+    n, width, vocab = _sizes(batch, "--memory", "N,H,V such as 8192,4096,151936", {"N": (1, 2**31), **SIZES_OF_HEAD})
+    from .doctor_checks import DTYPES
+
+    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    name = None if dtype is None else short.get(dtype, dtype)
+    if name is not None and name not in DTYPES:
+        raise typer.BadParameter(f"expected one of {', '.join([*short, *DTYPES])}, got {dtype!r}", param_hint="--dtype")
+    if architectures:
+        _check_architectures(architectures)
+        if len(architectures) > 1:
+            raise typer.BadParameter(
+                f"expected one architecture with --memory, got {', '.join(architectures)}", param_hint="--architecture"
+            )
+    from . import doctor_memory
+
+    architecture = architectures[0] if architectures else None
+    where, sizes, bound = doctor_memory.plan((n, width, vocab), None if name is None else DTYPES[name], architecture)
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("cache_mib", "rows\nkept", "passes,\ndense step", "passes,\nRL-like step", "peak, MiB,\nat most"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for x in sizes:
+        numbers = (f"{x.passes_dense:.2f}", f"{x.passes_rl_like:.2f}", f"{x.peak_mib:,.0f}")
+        table.add_row(f"{x.cache_mib:,}", f"{x.kept_rows:.0%}", *numbers)
+    console.print(table)
+    parts = {part: size / 2**20 for part, size in asdict(bound).items() if part != "cache"}
+    names = ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in parts.items())
+    for line in (
+        "One pass is 2 N H V operations. RL-like: 3 of 8 sequences have no gradient, 2 for their advantage of 0.",
+        f"Without a cache the loss needs at most {bound.total / 2**20:,.0f} MiB on top of its inputs: {names}.",
+    ):
+        console.print(line, markup=False, soft_wrap=True)
+    verdict = f"{where}: cache_mib={sizes[-1].cache_mib} keeps all rows."
+    return verdict, True, {"sizes": [asdict(x) for x in sizes], "bound_mib": parts}
+
+
+def _check_architectures(names: list[str]) -> None:
     try:
-        width, vocab = (int(part) for part in shape.split(","))
-    except ValueError:
-        width = vocab = 0
-    if not (1 <= width <= 2**16 and 2 <= vocab <= 2**22):
+        from ..backends.triton.tuning import ARCHITECTURES
+    except Exception as error:  # a broken Triton may raise any exception
+        raise typer.BadParameter(f"Triton cannot be imported: {error}", param_hint="--architecture") from error
+    if unknown := sorted(set(names) - set(ARCHITECTURES)):
         raise typer.BadParameter(
-            f"expected H,V such as 4096,151936, with H of 1 to 65,536 and V of 2 to 4,194,304, got {shape!r}",
-            param_hint="--shape",
+            f"{', '.join(map(repr, unknown))}: choose from {', '.join(ARCHITECTURES)}", param_hint="--architecture"
         )
-    return width, vocab
+
+
+def _sizes(text: str, option: str, example: str, limits: dict[str, tuple[int, int]]) -> tuple[int, ...]:
+    """Parse numbers separated by commas, one for each of `limits` (the least and the largest)."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if len(numbers) != len(limits) or not all(a <= x <= b for x, (a, b) in zip(numbers, limits.values(), strict=True)):
+        ranges = ", ".join(f"{name} of {least} to {most:,}" for name, (least, most) in limits.items())
+        raise typer.BadParameter(f"expected {example}, with {ranges}, got {text!r}", param_hint=option)
+    return numbers

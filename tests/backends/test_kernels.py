@@ -24,10 +24,11 @@ from gspo_kernels import Objective
 from gspo_kernels.backends import dispatch, live_tiles
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends import triton as triton_backend
-from gspo_kernels.backends.rows import HeadResult, HeadRows, NeedsGradient
+from gspo_kernels.backends.rows import Cache, HeadResult, HeadRows, NeedsGradient
 from gspo_kernels.backends.triton import forward, gradient_rows, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools import compile_cases as cases
+from gspo_kernels.tools import doctor_memory
 
 # -- block shapes of every architecture
 
@@ -152,22 +153,34 @@ def test_masked_rows_are_not_computed() -> None:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("cache", [0.0, 0.4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 896, 151_936), (8192, 4096, 151_936), (512, 2304, 256_000)]
 )
-def test_peak_memory_is_within_the_formula(n: int, h: int, v: int, entropy: bool) -> None:
-    head = cases.meta_head(rows=n, width=h, vocab=v, entropy=entropy)
+def test_peak_memory_is_within_the_formula(
+    n: int, h: int, v: int, dtype: torch.dtype, cache: float, entropy: bool
+) -> None:
+    """The formula of docs/limits.md and of `gspo doctor --memory`. `cache`: share of the exponentials that fit."""
+    head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v, entropy=entropy)
+    size = dtype.itemsize
     with tuning.assume("sm_90"), LiveBytes() as live:
-        result = triton_backend.head_forward(head)
+        cache_bytes = int(cache * n * v * size * 1.01)
+        rows = triton_backend.cache_rows(head, cache_bytes)
+        result, kept = triton_backend.forward_and_keep(head, cache=Cache(rows, head.mask) if rows else None)
         forward, live.peak = live.peak, live.now
         d_entropy = torch.empty_like(result.entropy) if entropy else None
-        out = triton_backend.head_backward(head, result, torch.empty_like(result.log_probs), d_entropy, NEEDS)
+        d = torch.empty_like(result.log_probs)
+        out = triton_backend.head_backward(head, result, d, d_entropy, NEEDS, kept=kept)
+        bound = doctor_memory.bound(head, "triton", cache_bytes)
         tiles = -(-v // tuning.tile_config(head, "forward").block_v)
-    gradients = 2 * n * h + 2 * v * h
-    limit = gradients + 4 * n * tiles * (2 if entropy else 1) + 2 * n * h + 256 * 2**20
+    gradients, sums = (n + v) * h * size, n * h * (4 - size)
+    limit = gradients + sums + 4 * n * tiles * (2 if entropy else 1) + 256 * 2**20 + cache_bytes
+    assert limit == bound.total
     assert max(forward, live.peak) <= limit, f"{max(forward, live.peak) / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
-    assert live.peak >= gradients  # the counter sees at least the gradients
-    assert max(forward, live.peak) < 2 * n * v / 4 + gradients + 2 * n * h + 256 * 2**20  # no tensor [N, V]
+    assert live.peak >= gradients + rows * v * size  # the counter sees at least the gradients and the cache
+    if not cache:  # no tensor [N, V]
+        assert max(forward, live.peak) < size * n * v / 4 + gradients + 2 * n * h + 256 * 2**20
     assert out[0] is not None
 
 
@@ -271,6 +284,7 @@ from gspo_kernels import Objective
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools import compile_cases as cases
+from gspo_kernels.tools import doctor_memory
 from gspo_kernels.tools.binding import specialise
 random.seed(0)
 variants = {}

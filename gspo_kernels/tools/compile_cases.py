@@ -49,7 +49,7 @@ CELL_CASES: dict[str, dict[str, Any]] = {
     "fp32 cells": dict(dtype=torch.float32),
     "fp64 cells": dict(dtype=torch.float64),
 }
-# Options of `meta_head` for the cases whose forward keeps the exponentials of half of the rows.
+# Options of `meta_head` for the cases whose forward keeps the exponentials of all rows.
 CACHE_CASES: dict[str, dict[str, Any]] = {
     "bf16 cache": {},
     "bf16 cache tail": dict(entropy=True, **_LOGIT_OPTIONS),
@@ -129,8 +129,8 @@ def meta_head(
 
 
 def forward_and_backward(head: HeadRows, cached: bool = False) -> None:
-    """Run forward and backward. If `cached`, the exponentials of half of the rows are kept."""
-    cache = Cache(cache_rows(head, full_cache(head) // 2), head.mask) if cached else None
+    """Run forward and backward. If `cached`, the exponentials of all rows are kept."""
+    cache = Cache(cache_rows(head, full_cache(head)), head.mask) if cached else None
     result, kept = forward_and_keep(head, cache=cache)
     d_entropy = torch.empty_like(result.entropy) if head.entropy else None
     needs = NeedsGradient(
@@ -140,7 +140,7 @@ def forward_and_backward(head: HeadRows, cached: bool = False) -> None:
 
 
 def full_cache(head: HeadRows) -> int:
-    """Return the bytes of the exponentials of all rows, up to padding."""
+    """Return at least as many bytes as the exponentials of all rows take with padding."""
     return (head.hidden.shape[0] + 127) * (head.vocab_size + 255) * head.hidden.dtype.itemsize
 
 

@@ -204,13 +204,13 @@ def test_the_interpreted_kernels_are_those_compiled_for_an_h200(monkeypatch: pyt
     def on_cpu(*shape: Any, **options: Any) -> torch.Tensor:
         return per_row(*shape, **{**options, "device": "cpu"}).zero_()
 
-    monkeypatch.setattr(cases, "forward_and_backward", lambda head: both(small(head)))
+    monkeypatch.setattr(cases, "forward_and_backward", lambda head, **options: both(small(head), **options))
     monkeypatch.setattr(cases, "live_cells", lambda head: live_cells(small(head)))
     monkeypatch.setattr(cases, "loss", lambda objective, dtype: loss(objective, dtype, 8, 2))
     on_meta = gated("sm_90")
     with launches() as seen:  # on a CPU the block shapes are Hopper's
         for name, _dtype, run in list(cases.runs()):
-            if name not in cases.CASES | cases.CELL_CASES:
+            if name not in cases.CASES | cases.CELL_CASES | cases.CACHE_CASES:
                 monkeypatch.setattr(torch, "empty", on_cpu)
             run()
             monkeypatch.setattr(torch, "empty", per_row)
@@ -220,8 +220,8 @@ def test_the_interpreted_kernels_are_those_compiled_for_an_h200(monkeypatch: pyt
         assert all(not x.is_meta for x in launched.arguments.values() if isinstance(x, torch.Tensor))
 
 
-def test_interpretation_only_changes_the_dtype_of_operands() -> None:
-    """INTERPRETED and UPCAST, which are true under the interpreter, may only decide the dtype of operands."""
+def test_interpretation_only_changes_dtype_of_operands_and_rounding_to_bf16() -> None:
+    """INTERPRETED and UPCAST, which are true under the interpreter, may only decide these two things."""
     places = []
     for path in sorted(Path(launch.__file__).parent.glob("*.py")):
         source = path.read_text()
@@ -233,7 +233,9 @@ def test_interpretation_only_changes_the_dtype_of_operands() -> None:
                 body = node.body if isinstance(node, ast.If) else node
                 places.append((path.stem, ast.unparse(body) if not isinstance(body, list) else ast.unparse(body[0])))
     assert sorted(places) == [
+        ("elementary", "UPCAST and DTYPE == tl.bfloat16"),  # the interpreter truncates kept exponentials
         ("elementary", "a, b = (a.to(ACC), b.to(ACC))"),  # operands of every product
+        ("elementary", "bits = x.to(tl.int32, bitcast=True)"),  # the first line under that condition
         ("gradient_rows", "INTERPRETED and head.hidden.dtype == torch.bfloat16"),  # torch rounds d_logits to bf16
     ]
 

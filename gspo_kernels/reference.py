@@ -203,10 +203,8 @@ def gspo_reference_loss(
         def pick(x: Tensor | None, span: Any = span, keep: Tensor = keep) -> Any:
             return None if x is None else torch.broadcast_to(x, mask.shape)[span][keep]
 
-        row_temperature = temperature
-        if isinstance(temperature, Tensor) and temperature.ndim:
-            row_temperature = temperature[span][keep]
-        head = (bias, logit_scale, logit_softcap, row_temperature, vocab_size)
+        temperatures = temperature[span][keep] if isinstance(temperature, Tensor) and temperature.ndim else temperature
+        head = (bias, logit_scale, logit_softcap, temperatures, vocab_size)
         lp, entropy = token_log_probs(hidden[span][keep], weight, target_ids[span][keep], *head)
         old, ref, weights = pick(old_log_probs), pick(ref_log_probs), pick(token_weights)
         advantage = pick(advantages) if per_token_advantages else advantages.flatten()[i].expand(length)

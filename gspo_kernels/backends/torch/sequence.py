@@ -49,9 +49,7 @@ def policy_forward(
         low, high = token_bounds
     if policy.token_weights is not None:
         value, slope = multiply_no_nan(policy.token_weights, value), multiply_no_nan(policy.token_weights, slope)
-    poison = torch.where(policy.invalid > 0, torch.nan, 1.0).to(lp.dtype)
-    share = _share_of_token(mask, sequence, lengths, objective.aggregation, objective.length_norm, policy.normalizer)
-    share = share * poison
+    share = _share_of_token(mask, sequence, lengths, policy, objective, objective.aggregation, policy.normalizer)
     d_log_ratio = torch.where(mask, share * slope, 0)
     d_log_prob = torch.zeros_like(lp)
     if objective.surrogate in SCORES:  # the slope is with respect to the log-prob
@@ -63,7 +61,7 @@ def policy_forward(
         d = torch.where(mask, log_probs - policy.ref_log_probs, 0)
         kl, kl_slope = kl_and_slope(d, token_log_ratio, objective.kl_estimator)
     if objective.kl_coef > 0 and kl is not None and kl_slope is not None:
-        kl_share = objective.kl_coef * poison * _kl_share(mask, sequence, lengths, policy, objective)
+        kl_share = objective.kl_coef * _kl_share(mask, sequence, lengths, policy, objective)
         if objective.kl_ratio_factor:
             kl_share = torch.where(mask, kl_share * log_ratio.exp(), 0)
             d_log_ratio = d_log_ratio + divergence_times(kl, kl_share)
@@ -95,7 +93,7 @@ def policy_forward(
         kl=kl,
         entropy=entropy,
     )
-    loss = segment_sum(loss_rows, offsets).sum() * poison
+    loss = torch.where(policy.invalid > 0, torch.nan, segment_sum(loss_rows, offsets).sum())
     return PolicyResult(loss, token_log_ratio.clone() if by_token else u, coefficient, entropy_coefficient, values)
 
 
@@ -127,24 +125,29 @@ def _kl_share(mask: Tensor, sequence: Tensor, lengths: Tensor, policy: PolicyRow
     normalizer = policy.kl_normalizer
     if normalizer is None and aggregation == objective.aggregation:
         normalizer = policy.normalizer
-    return _share_of_token(mask, sequence, lengths, aggregation, objective.length_norm, normalizer)
+    return _share_of_token(mask, sequence, lengths, policy, objective, aggregation, normalizer)
 
 
 def _share_of_token(
     mask: Tensor,
     sequence: Tensor,
     lengths: Tensor,
+    policy: PolicyRows,
+    objective: Objective,
     aggregation: str,
-    length_norm: float | None,
     normalizer: Tensor | None,
 ) -> Tensor:
-    """Return c_it, the aggregation's weight of each token divided by the normalizer, [N]; 0 at masked rows."""
+    """Return c_it, the aggregation's weight of each token divided by the normalizer, [N].
+
+    It is 0 at masked rows. If the input is invalid, it is NaN at all rows.
+    """
     share = torch.ones_like(lengths)  # [S]
     if aggregation == "seq-mean-token-mean":
         share = share / lengths.clamp(min=1)
     elif aggregation == "seq-mean-token-sum-norm":
-        assert length_norm is not None  # Objective rejects this aggregation without it
-        share = share / length_norm
+        assert objective.length_norm is not None  # Objective rejects this aggregation without it
+        share = share / objective.length_norm
     if normalizer is None:
         normalizer = (lengths.sum() if aggregation == "token-mean" else (lengths > 0).sum()).clamp(min=1)
-    return torch.where(mask, share[sequence] / normalizer.to(share.dtype), 0)
+    share = torch.where(mask, share[sequence] / normalizer.to(share.dtype), 0)  # [N]
+    return torch.where(policy.invalid > 0, torch.nan, share)

@@ -219,8 +219,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "length_norm ignored for KL": (
         "backends/torch/sequence",
-        "mask, sequence, lengths, aggregation, objective.length_norm, normalizer)\n\n\ndef",
-        "mask, sequence, lengths, aggregation, 1.0, normalizer)\n\n\ndef",
+        "return _share_of_token(mask",
+        "return (objective.length_norm or 1) * _share_of_token(mask",
         "loss_faults::test_length_norm_applies_to_the_aggregation_of_the_kl_term[torch]",
     ),
     "KL's ratio factor not masked": (
@@ -267,10 +267,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "the policy term's default normalizer used for KL, in torch": (
         "backends/torch/sequence",
-        "return _share_of_token(mask, sequence, lengths, aggregation, objective.length_norm, normalizer)",
+        "return _share_of_token(mask, sequence, lengths, policy, objective, aggregation, normalizer)",
         "if normalizer is None:\n        of_tokens = objective.aggregation == 'token-mean'\n"
         "        normalizer = (lengths.sum() if of_tokens else (lengths > 0).sum()).clamp(min=1)\n"
-        "    return _share_of_token(mask, sequence, lengths, aggregation, objective.length_norm, normalizer)",
+        "    return _share_of_token(mask, sequence, lengths, policy, objective, aggregation, normalizer)",
         "parity::test_every_objective_equals_the_oracle_in_float64[torch-padded-k3-token-mean]",
     ),
     "empty sequences counted in the ratio metrics": (

@@ -1,4 +1,4 @@
-"""The torch.library operators of a head: `linear_log_probs` and the two backwards. `ops.py` describes all operators."""
+"""The torch.library operators of a head: `linear_log_probs` and its backward. `ops.py` describes all operators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import metrics
 from .backends.dispatch import implementation
-from .backends.live_tiles import exact_work
+from .backends.live_tiles import all_columns, exact_work
 from .backends.rows import Cache, HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient, products
 from .custom_op import Operator, restore, save
 from .layout import accumulator
@@ -65,54 +65,13 @@ def _differentiate_linear_log_probs(ctx: Any, upstream: LogProbsResult, needs: d
     if d_log_probs is None:
         d_log_probs = torch.zeros_like(result.log_probs)
     needed = needed_gradients(needs)
-    gradients = log_probs_backward(head, result, kept, d_log_probs, d_entropy, ctx.gradient_budget, needed, ctx.backend)
+    every = all_columns(head.hidden.device)
+    budget = ctx.gradient_budget
+    gradients = head_backward(head, result, kept, d_log_probs, d_entropy, every, budget, needed, ctx.backend)
     return by_argument(gradients, needed)
 
 
 linear_log_probs.autograd(_save_linear_log_probs, _differentiate_linear_log_probs)
-
-
-@Operator
-def log_probs_backward(
-    head: HeadRows,
-    result: HeadResult,
-    kept: Kept,
-    d_log_probs: Tensor,
-    d_entropy: Tensor | None,
-    gradient_budget: float,
-    needs: NeedsGradient,
-    backend: str,
-) -> HeadGradients:
-    """Choose the cells to compute within the budget, and compute the gradients of a head's operands.
-
-    Record the work as `metrics.last_backward()`. Gradients that are not needed are empty tensors.
-    """
-    kernels = implementation(backend)
-    d_log_probs = torch.where(head.mask, d_log_probs, 0)  # masked rows may hold anything
-    live_tiles = None
-    cell = kernels.cell_shape(head) if gradient_budget > 0 else None
-    if cell is not None:
-        live_tiles, work = kernels.choose(head, result, d_log_probs, kept, cell, gradient_budget)
-    else:
-        has_gradient = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
-        work = exact_work(head, has_gradient & head.mask, kept)
-    metrics.record_backward(torch.stack(work), products(needs))
-    gradients = kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept)
-    return _without_none(head, gradients)
-
-
-@log_probs_backward.fake
-def _fake_log_probs_backward(
-    head: HeadRows,
-    result: HeadResult,
-    kept: Kept,
-    d_log_probs: Tensor,
-    d_entropy: Tensor | None,
-    gradient_budget: float,
-    needs: NeedsGradient,
-    backend: str,
-) -> HeadGradients:
-    return _fake_gradients(head, needs)
 
 
 # -- head_backward
@@ -126,40 +85,47 @@ def head_backward(
     d_log_probs: Tensor,
     d_entropy: Tensor | None,
     live_tiles: LiveTiles,
+    gradient_budget: float | None,
     needs: NeedsGradient,
     backend: str,
 ) -> HeadGradients:
-    """Compute the gradients of a head's operands. Gradients that are not needed are empty tensors."""
+    """Compute the gradients of a head's operands. Gradients that are not needed are empty tensors.
+
+    If `gradient_budget` is not None, `live_tiles` is not used: the cells to compute are chosen here, and the work is
+    recorded as `metrics.last_backward()`.
+    """
     kernels = implementation(backend)
-    return _without_none(head, kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept))
+    if gradient_budget is not None:
+        d_log_probs = torch.where(head.mask, d_log_probs, 0)  # a caller's gradients of masked rows may be anything
+        cell = kernels.cell_shape(head) if gradient_budget > 0 else None
+        if cell is not None:
+            live_tiles, work = kernels.choose(head, result, d_log_probs, kept, cell, gradient_budget)
+        else:
+            has_gradient = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
+            work = exact_work(head, has_gradient & head.mask, kept)
+        metrics.record_backward(torch.stack(work), products(needs))
+    gradients = kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept)
+    return HeadGradients(*(head.hidden.new_empty(0) if x is None else x for x in gradients))
 
 
 @head_backward.fake
-def _fake_head_backward(
+def _fake_gradients(
     head: HeadRows,
     result: HeadResult,
     kept: Kept,
     d_log_probs: Tensor,
     d_entropy: Tensor | None,
     live_tiles: LiveTiles,
+    gradient_budget: float | None,
     needs: NeedsGradient,
     backend: str,
 ) -> HeadGradients:
-    return _fake_gradients(head, needs)
-
-
-def _fake_gradients(head: HeadRows, needs: NeedsGradient) -> HeadGradients:
     def like(operand: Tensor | None, needed: bool) -> Tensor:
         if operand is None or not needed:
             return head.hidden.new_empty(0)
         return torch.empty_like(operand, memory_format=torch.contiguous_format)
 
     return HeadGradients(*(like(getattr(head, name), getattr(needs, name)) for name in HeadGradients._fields))
-
-
-def _without_none(head: HeadRows, gradients: HeadGradients) -> HeadGradients:
-    """Replace None by empty tensors."""
-    return HeadGradients(*(head.hidden.new_empty(0) if x is None else x for x in gradients))
 
 
 def needed_gradients(needs: dict[str, bool]) -> NeedsGradient:

@@ -1,8 +1,8 @@
 """The torch.library operators and their autograd.
 
-Each public function calls one differentiable operator. The operators' backwards call three more:
+Each public function calls one differentiable operator. The operators' backwards call two more:
 
-    linear_log_probs            hidden states, head -> log-probs, entropies     (backward: log_probs_backward)
+    linear_log_probs            hidden states, head -> log-probs, entropies     (backward: head_backward)
     policy_loss                 log-probs -> loss                               (backward: scale)
     fused_loss                  hidden states, head -> loss                     (backward: head_backward)
 
@@ -208,7 +208,7 @@ def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, 
     d_entropy = _times(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None
     needed = needed_gradients(needs)
     d_log_probs = _times(coefficient, d_loss)
-    gradients = head_backward(head, result, kept, d_log_probs, d_entropy, live_tiles, needed, ctx.backend)
+    gradients = head_backward(head, result, kept, d_log_probs, d_entropy, live_tiles, None, needed, ctx.backend)
     return by_argument(gradients, needed)
 
 

@@ -403,7 +403,7 @@ def test_strides_of_gradients_of_transposed_operands_equal_the_fake_kernels(oper
     head = head._replace(**{operand: getattr(head, operand).t().contiguous().t()})
     result, kept = dispatch.implementation(backend).forward_and_keep(head)
     live = live_tiles.all_columns(torch.device("cpu"))
-    args = flatten((head, result, kept, torch.ones(20), None, live, NEEDS, backend))
+    args = flatten((head, result, kept, torch.ones(20), None, live, None, NEEDS, backend))
     real = ops.head_backward.op(*args)
     with FakeTensorMode() as mode:
         fake = ops.head_backward.op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))

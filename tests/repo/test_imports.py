@@ -19,8 +19,8 @@ HOUSE = (
     {"groups", "metrics", "sampler_mismatch"},
     {"advantages", "objective"},
     {"backends", "custom_op"},
-    {"inputs", "ops"},
-    {"outputs"},
+    {"inputs", "head_ops"},
+    {"outputs", "ops"},
     {"fused_loss", "log_probs", "policy_loss"},
     {"", "tools"},  # "" is the package's __init__.py, which exports the public names
 )

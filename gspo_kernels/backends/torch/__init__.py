@@ -15,8 +15,9 @@ a gradient budget, it also reads the cells to compute.
 from ..live_tiles import choose
 from .backward import head_backward
 from .forward import forward_and_keep, head_forward
+from .kept_tile import cache_rows, empty_kept
 from .sequence import policy_forward
-from .tiles import cache_rows, cell_shape, empty_kept
+from .tiles import cell_shape
 
 __all__ = [
     "cache_rows",

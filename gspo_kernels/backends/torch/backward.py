@@ -21,7 +21,7 @@ from torch import Tensor
 from ..precision import exact_products, multiplies_bf16, pad_columns, power_of_two
 from ..rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
 from . import workers
-from .kept_tiles import KeptTiles
+from .kept_tile import KeptTiles
 from .tiles import LOG_OF_NOTHING, Run, Tiles, WorkList, add_product_of_tile, product_of_tile
 
 

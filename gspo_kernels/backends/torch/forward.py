@@ -16,7 +16,8 @@ from torch import Tensor
 from ..precision import exact_products
 from ..rows import Cache, HeadResult, HeadRows, Kept
 from . import workers
-from .tiles import LOG_OF_NOTHING, Tiles, cell_shape, empty_kept, lift
+from .kept_tile import empty_kept, lift
+from .tiles import LOG_OF_NOTHING, Tiles, cell_shape
 
 
 def head_forward(head: HeadRows) -> HeadResult:

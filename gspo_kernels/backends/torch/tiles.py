@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ...layout import accumulator
 from ..precision import COLUMN_MULTIPLE, pad_columns
-from ..rows import KEPT_FACTOR, HeadRows, Kept
+from ..rows import HeadRows
 from ..workspace import workspace_bytes
 
 LOG_OF_NOTHING = -1000.0  # log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 * -1000 is 0, not NaN
@@ -77,33 +76,6 @@ def cell_shape(head: HeadRows) -> tuple[int, int]:
     rows, columns = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0], slab_columns(head)
     cell = _CELL_ON_CPU if head.hidden.device.type == "cpu" else _CELL_ELSEWHERE
     return rows, cell if columns % cell == 0 else columns
-
-
-def cache_rows(head: HeadRows, cache_bytes: int) -> int:
-    """Return how many rows of exponentials fit `cache_bytes`: full tiles of rows, or all N."""
-    rows, n = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0], head.hidden.shape[0]
-    fit = cache_bytes // (rows * max(head.vocab_size, 1) * head.hidden.dtype.itemsize) * rows
-    return n if fit >= n else fit
-
-
-def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
-    """Return tensors for what the forward keeps; those not requested are empty."""
-    block, columns = cell_shape(head)
-    n, make = head.hidden.shape[0], partial(torch.empty, device=head.hidden.device)
-    dtype, padded = accumulator(head.hidden.dtype), -(-n // block) * block
-    slabs, cells = (-(-head.vocab_size // width) for width in (slab_columns(head), columns))
-    return Kept(
-        place=make(n if shares or cache_rows else 0, dtype=torch.int64),
-        share=make((cells, padded) if shares else (0, 0), dtype=dtype).zero_(),
-        exponentials=make((cache_rows, head.vocab_size) if cache_rows else (0, 0), dtype=head.hidden.dtype),
-        top=make((slabs, padded) if cache_rows else (0, 0), dtype=dtype).zero_(),
-        n_kept=make(1 if cache_rows else 0, dtype=torch.int64),
-    )
-
-
-def lift(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round exponentials, at most 1, to `dtype`. In fp16 they are first multiplied by KEPT_FACTOR."""
-    return (x * KEPT_FACTOR if dtype == torch.float16 else x).to(dtype)
 
 
 class Tiles:

@@ -1,6 +1,6 @@
 """The kernel of the backward for tiles whose exponentials the forward kept: it computes d_logits without a product.
 
-Formulas: `backward.py`. Must match the torch backend's `kept_tiles.py`.
+Formulas: `backward.py`. Must match the torch backend's `kept_tile.py`.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...layout import accumulator
 from ..live_tiles import leading
-from ..rows import KEPT_FACTOR, HeadResult, Kept
-from .tiles import Tiles
+from ..rows import KEPT_FACTOR, HeadResult, HeadRows, Kept
+from .tiles import Tiles, cell_shape, slab_columns, tile_shape
+
+
+def cache_rows(head: HeadRows, cache_bytes: int) -> int:
+    """Return how many rows of exponentials fit `cache_bytes`: full tiles of rows, or all N."""
+    rows, n = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0], head.hidden.shape[0]
+    fit = cache_bytes // (rows * max(head.vocab_size, 1) * head.hidden.dtype.itemsize) * rows
+    return n if fit >= n else fit
+
+
+def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
+    """Return tensors for what the forward keeps; those not requested are empty."""
+    block, columns = cell_shape(head)
+    n, make = head.hidden.shape[0], partial(torch.empty, device=head.hidden.device)
+    dtype, padded = accumulator(head.hidden.dtype), -(-n // block) * block
+    slabs, cells = (-(-head.vocab_size // width) for width in (slab_columns(head), columns))
+    return Kept(
+        place=make(n if shares or cache_rows else 0, dtype=torch.int64),
+        share=make((cells, padded) if shares else (0, 0), dtype=dtype).zero_(),
+        exponentials=make((cache_rows, head.vocab_size) if cache_rows else (0, 0), dtype=head.hidden.dtype),
+        top=make((slabs, padded) if cache_rows else (0, 0), dtype=dtype).zero_(),
+        n_kept=make(1 if cache_rows else 0, dtype=torch.int64),
+    )
+
+
+def lift(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round exponentials, at most 1, to `dtype`. In fp16 they are first multiplied by KEPT_FACTOR."""
+    return (x * KEPT_FACTOR if dtype == torch.float16 else x).to(dtype)
 
 
 class KeptTiles:

@@ -120,6 +120,12 @@ def may_read(x: Tensor) -> bool:
     return not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def bytes_per_entry(head: HeadRows, unrounded: bool) -> int:
+    """Return the bytes of an entry of d_logits, both before and after rounding if torch rounds it."""
+    size = head.hidden.dtype.itemsize
+    return 4 + size if unrounded and size < 4 else size
+
+
 class Sizes(NamedTuple):
     """How a dense backward divides its work, so that its tensors fit the workspace."""
 
@@ -136,7 +142,7 @@ def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, dire
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
     space = workspace_bytes() * 7 // 8  # the remainder is for vectors over rows
     # At most a third for gathered hidden states, and half for d_logits of one tile of columns.
-    per_element = size if size >= 4 or not unrounded else 4 + size  # bytes of d_logits, before and after rounding
+    per_element = bytes_per_entry(head, unrounded)
     most = min(space // 3 // (width * size), space // 2 // (config.block_v * per_element), _ROWS_AT_ONCE)
     chunks = shares(-(-n // config.block_n), most // config.block_n)
     rows = max(min(chunks.size * config.block_n, n), 1)

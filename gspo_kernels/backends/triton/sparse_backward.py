@@ -21,6 +21,7 @@ from ..workspace import workspace_bytes
 from .cells import CellLists, Part, cell_lists
 from .gradient_rows import (
     GradientRows,
+    bytes_per_entry,
     gradient_of_tiles,
     round_to_operands,
     scatter_in_place,
@@ -76,7 +77,7 @@ class _CellGradients:
         self, rows: GradientRows, rows_of_weight: int, config: Config, needs: NeedsGradient, plan: CellPlan
     ) -> None:
         head = rows.head
-        self.rows, self.config, self.plan, self.needs = rows, config, plan, needs
+        self.rows, self.config, self.plan = rows, config, plan
         self.n, self.dtype, self.unrounded = rows.index.shape[0], rows.d_log_probs.dtype, torch_rounds(head)
         # A product of 16-bit operands over all cells of a row or column can be rounded by the kernel.
         narrow = head.hidden.dtype != self.dtype
@@ -132,9 +133,10 @@ class _CellGradients:
         """Return d_hidden [N, H] in the dtype of hidden."""
         if self.d_hidden is None or self.direct_hidden:
             return self.d_hidden
-        self.hidden = None  # its memory is needed to move the rows
+        self.hidden = None  # its memory is needed for the rounded rows
+        # Every row is at its place, and rows without a gradient are 0.
         all_rows = torch.arange(self.d_hidden.shape[0], device=self.d_hidden.device)
-        return scatter_in_place(self.d_hidden, replace(self.rows, index=all_rows), 1024)
+        return scatter_in_place(self.d_hidden, replace(self.rows, index=all_rows, index_is_all_rows=True), 1024)
 
 
 def _slabs(head: HeadRows, config: Config, plan: CellPlan, fp32_slab: bool) -> Iterator[int]:
@@ -143,9 +145,9 @@ def _slabs(head: HeadRows, config: Config, plan: CellPlan, fp32_slab: bool) -> I
     `fp32_slab`: the slab of d_weight is summed in fp32, beside the parts.
     """
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
-    per_element = 4 + size if torch_rounds(head) else size  # bytes of d_logits, before and after rounding
     space = workspace_bytes() * 7 // 8 - min(plan.chunk, plan.rows) * width * size
-    cell, tile = config.block_n * config.block_v * per_element, 4 * config.block_v * width if fp32_slab else 0
+    cell = config.block_n * config.block_v * bytes_per_entry(head, torch_rounds(head))
+    tile = 4 * config.block_v * width if fp32_slab else 0
     first, tiles = 0, plan.lists.tiles
     yield first
     if max(begin[tiles] - begin[0] for begin in plan.begin) * cell + tiles * tile > space:

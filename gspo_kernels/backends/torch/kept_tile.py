@@ -12,12 +12,12 @@ from torch import Tensor
 from ...layout import accumulator
 from ..live_tiles import leading
 from ..rows import KEPT_FACTOR, HeadResult, HeadRows, Kept
-from .tiles import Tiles, cell_shape, slab_columns, tile_shape
+from .tiles import Tiles, cell_shape, slab_columns
 
 
 def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     """Return how many rows of exponentials fit `cache_bytes`: full tiles of rows, or all N."""
-    rows, n = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0], head.hidden.shape[0]
+    rows, n = cell_shape(head)[0], head.hidden.shape[0]
     fit = cache_bytes // (rows * max(head.vocab_size, 1) * head.hidden.dtype.itemsize) * rows
     return n if fit >= n else fit
 

@@ -103,6 +103,31 @@ def test_the_loss_with_a_cache_has_the_gradients_without(
 
 
 @on_device
+@pytest.mark.parametrize("budget", [0.0, 0.05])
+def test_a_cached_backward_in_many_parts_has_the_gradients_of_one(
+    budget: float, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many parts are several chunks of rows and slabs of columns. The cache holds some of their rows."""
+    from gspo_kernels.backends.triton import gradient_rows, sparse_backward
+
+    head = random_head(420, 24, 601, torch.float32, std=6.0)
+    options: dict[str, Any] = dict(mask=head.mask, gradient_budget=budget, backend=backend)
+    hidden, weight = head.hidden.requires_grad_(), head.weight.requires_grad_()
+    results = []
+    for size, workspace in ((0.0, 2**28), (0.6, 2**17), (64, 2**17)):
+        for module in (gradient_rows, sparse_backward):
+            monkeypatch.setattr(module, "workspace_bytes", lambda workspace=workspace: workspace)
+        with choices():
+            out = linear_log_probs(hidden, weight, head.target_ids, cache_mib=size, **options)
+            results.append(torch.autograd.grad(out.log_probs.sum(), (hidden, weight)))
+    for ours in results[1:] if not budget else ():
+        torch.testing.assert_close(ours, results[0], rtol=1e-4, atol=1e-5)
+    # With a budget, kept rows come first in the order, so other cells are left out.
+    for ours, exact in zip(results[2], results[0], strict=True):
+        assert (ours - exact).norm() <= 0.1 * exact.norm()
+
+
+@on_device
 def test_only_rows_that_may_have_a_gradient_are_kept(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601)
     advantages = torch.tensor([1.0, 0.0, -1.0, 0.0], device=DEVICE)

@@ -55,8 +55,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "too few passes reported": (
         "backends/live_tiles",
-        "(size * cells).sum() / (unmasked * vocab)",
-        "(size * cells).sum() / (unmasked * vocab) / 2",
+        "(size * cells).sum(1) / (unmasked * vocab)",
+        "(size * cells).sum(1) / (unmasked * vocab) / 2",
         "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
     "matrix products in autocast's dtype": (
@@ -123,8 +123,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "a workspace of 0 MiB accepted": (
         "backends/workspace",
-        "int(text) < 1",
-        "int(text) < 0",
+        "int(text) < least",
+        "int(text) < least - 1",
         "bad_inputs::test_a_bad_workspace_limit_is_named[0]",
     ),
     "the adapter's product in autocast's dtype": (
@@ -138,5 +138,59 @@ FAULTS: dict[str, Fault] = {
         'if backend == "triton" and obstacle:',
         "if False:",
         "kernels::test_auto_selects_triton_on_a_gpu_and_torch_on_a_cpu",
+    ),
+    "rows without a gradient kept": (
+        "ops",
+        "return mask & (size != 0)",
+        "return mask | (size != 0)",
+        "cache::test_only_rows_that_may_have_a_gradient_are_kept[torch]",
+    ),
+    "the budget of log-probs spent twice": (
+        "head_ops",
+        "d_log_probs, kept, cell, gradient_budget)",
+        "d_log_probs, kept, cell, 2 * gradient_budget)",
+        "cache::test_log_probs_drop_at_most_the_budget",
+    ),
+    "kept exponentials read although the head needs no gradient": (
+        "inputs/memory",
+        "return size if any(needed_by_autograd(head)) else 0",
+        "return size",
+        "cache::test_the_cache_is_free_after_the_backward_and_absent_without_autograd[torch]",
+    ),
+    "exponentials of other rows": (
+        "backends/torch/kept_tile",
+        "columns.index_select(0, place)",
+        "columns[: len(place)]",
+        "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[torch-fp32-plain]",
+    ),
+    "fp16 exponentials not divided by their factor": (
+        "backends/torch/kept_tile",
+        "log_scale -= math.log(KEPT_FACTOR)",
+        "pass",
+        "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[torch-fp16-tail]",
+    ),
+    "slope of a soft-cap at the target from its missing exponential": (
+        "backends/torch/backward",
+        "torch.where(in_slab[:, None], target_logit, z.gather(1, column))",
+        "z.gather(1, column)",
+        "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[torch-fp32-soft-cap]",
+    ),
+    "a kernel's exponentials without the tile's largest logit": (
+        "backends/triton/kept_tile",
+        "tl.minimum((tile_top - shift_of_row)",
+        "tl.minimum((0.0 - shift_of_row)",
+        "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[triton-fp32-plain]",
+    ),
+    "a kernel's slope of a soft-cap at the target from its missing exponential": (
+        "backends/triton/kept_tile",
+        "tl.where(is_target, target_log_p[:, None], log_p)",
+        "log_p",
+        "cache::test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients[triton-fp32-soft-cap]",
+    ),
+    "a chunk's rows counted from its own start": (
+        "backends/triton/gradient_rows",
+        "first_row=chunk.start",
+        "first_row=0",
+        "cache::test_a_cached_backward_in_many_parts_has_the_gradients_of_one[triton-0.0]",
     ),
 }

@@ -99,8 +99,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "mask off by one": (
         "backends/torch/forward",
-        "tiles = Tiles(head, head.mask.nonzero()[:, 0])",
-        "tiles = Tiles(head, head.mask.roll(1).nonzero()[:, 0])",
+        "index = head.mask.nonzero()[:, 0]",
+        "index = head.mask.roll(1).nonzero()[:, 0]",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "temperature missing in the backward": (
@@ -141,7 +141,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "bias gradient dropped": (
         "backends/torch/backward",
-        "self.d_bias[first:last] += d_z.sum(0)",
+        "self.d_bias[first:end] += d_z.sum(0)",
         "pass",
         f"{PARITY}[torch-bias-padded-fp64]",
     ),

@@ -62,8 +62,13 @@ def _differentiate_linear_log_probs(ctx: Any, upstream: LogProbsResult, needs: d
             "linear_log_probs: gradient_budget must be 0 if the entropies have a gradient, because the budget does not "
             f"bound its error, got {ctx.gradient_budget}; detach the entropies if they are only logged"
         )
+    # A caller's gradients of masked rows may be anything, also NaN.
     if d_log_probs is None:
         d_log_probs = torch.zeros_like(result.log_probs)
+    else:
+        d_log_probs = torch.where(head.mask, d_log_probs, 0)
+    if d_entropy is not None:
+        d_entropy = torch.where(head.mask, d_entropy, 0)
     needed = needed_gradients(needs)
     every = all_columns(head.hidden.device)
     budget = ctx.gradient_budget
@@ -96,13 +101,12 @@ def head_backward(
     """
     kernels = implementation(backend)
     if gradient_budget is not None:
-        d_log_probs = torch.where(head.mask, d_log_probs, 0)  # a caller's gradients of masked rows may be anything
         cell = kernels.cell_shape(head) if gradient_budget > 0 else None
         if cell is not None:
             live_tiles, work = kernels.choose(head, result, d_log_probs, kept, cell, gradient_budget)
         else:
             has_gradient = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
-            work = exact_work(head, has_gradient & head.mask, kept)
+            work = exact_work(head, has_gradient, kept)
         metrics.record_backward(torch.stack(work), products(needs))
     gradients = kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept)
     return HeadGradients(*(head.hidden.new_empty(0) if x is None else x for x in gradients))

@@ -61,8 +61,8 @@ class Backend(Protocol):
     ) -> HeadGradients:
         """Compute the gradients of the head's operands from the gradients of log-probs [N] and entropies [N].
 
-        If `live_tiles` is None, all columns of every row with a gradient are computed. Logits whose exponentials are
-        in `kept` are not recomputed.
+        The gradients of masked rows must be 0. If `live_tiles` is None, all columns of every row with a gradient are
+        computed. Logits whose exponentials are in `kept` are not recomputed.
         """
         ...
 

@@ -258,6 +258,24 @@ def test_masked_entropies_and_log_probs_have_exactly_zero_influence(backend: str
         assert_same_run(other, runs[0])
 
 
+@pytest.mark.parametrize("budget", [0.0, 0.3])
+def test_gradients_of_masked_log_probs_and_entropies_have_exactly_zero_influence(budget: float, backend: str) -> None:
+    sample = make_sample(2, vocab=601)
+    mask = sample.options["mask"]
+    runs = []
+    for garbage in (0.0, NAN, INF):
+        leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]
+        out = linear_log_probs(
+            *leaves, sample.target_ids, mask=mask, entropy=budget == 0, gradient_budget=budget, backend=backend
+        )
+        upstream = torch.where(mask, torch.linspace(-1, 2, mask.numel()).view_as(mask), garbage)
+        outputs = [out.log_probs] if out.entropy is None else [out.log_probs, out.entropy]
+        torch.autograd.backward(outputs, [upstream] * len(outputs))
+        assert_all_zero(leaves[0].grad[~mask])
+        runs.append([x.grad for x in leaves])
+    assert all(map(torch.equal, runs[0], runs[1])) and all(map(torch.equal, runs[0], runs[2]))
+
+
 # -- sizes of one, and targets at the ends of tiles
 
 

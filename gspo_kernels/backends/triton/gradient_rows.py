@@ -72,15 +72,15 @@ def gradient_rows(
     """Return the per-row inputs of the backward.
 
     Args:
-        d_log_probs, d_entropy: [N], any value where masked.
+        d_log_probs, d_entropy: [N], 0 where masked.
         index: rows to gather, [n]; None: those with a gradient.
         ascending: whether `index` ascends, if it is not None.
     """
     dtype = accumulator(head.hidden.dtype)
-    d_log_probs = torch.where(head.mask, d_log_probs, 0).to(dtype)
+    d_log_probs = d_log_probs.to(dtype)
     has_gradient = d_log_probs != 0
     if d_entropy is not None:
-        d_entropy = torch.where(head.mask, d_entropy, 0).to(dtype)
+        d_entropy = d_entropy.to(dtype)
         has_gradient = has_gradient | (d_entropy != 0)
     n = has_gradient.shape[0]
     if index is None:

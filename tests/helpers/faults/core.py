@@ -30,6 +30,18 @@ FAULTS: dict[str, Fault] = {
         "return torch.float32",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
+    "gradients of masked log-probs reach the head": (
+        "head_ops",
+        "d_log_probs = torch.where(head.mask, d_log_probs, 0)",
+        "pass",
+        "edges::test_gradients_of_masked_log_probs_and_entropies_have_exactly_zero_influence[triton-0.0]",
+    ),
+    "gradients of masked entropies reach the head": (
+        "head_ops",
+        "d_entropy = torch.where(head.mask, d_entropy, 0)",
+        "pass",
+        "edges::test_gradients_of_masked_log_probs_and_entropies_have_exactly_zero_influence[triton-0.0]",
+    ),
     "entropy gradient dropped": (
         "ops",
         "d_entropy = _times(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None",

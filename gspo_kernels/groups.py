@@ -77,7 +77,10 @@ def check_rewards(call: Call, rewards: Any, batch: int | None = None) -> None:
 
 
 def variance_of(x: Tensor, ddof: int) -> Tensor:
-    """Return the variance of all values of `x`, with the divisor count - ddof, []; exactly 0 if they are equal."""
+    """Return the variance of all values of `x`, []. The divisor is count - ddof.
+
+    The variance is exactly 0 if all values are equal.
+    """
     if x.numel() == 0:
         return x.new_zeros(())
     wide = x.double()

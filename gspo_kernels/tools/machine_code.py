@@ -40,7 +40,7 @@ def narrow_accesses(ptx: str) -> int:
 
 
 def disassemble(cubin: bytes) -> str:
-    """Return the SASS of a compiled kernel; "" where nvdisasm is older than the architecture (Triton 3.6, sm_103)."""
+    """Return a kernel's SASS, or "" if nvdisasm does not know the architecture (Triton 3.6 and sm_103)."""
     try:
         return run_tool("nvdisasm", "-c", cubin)
     except subprocess.CalledProcessError:

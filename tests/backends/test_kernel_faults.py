@@ -87,7 +87,7 @@ def test_packed_tensors_may_be_non_contiguous(backend: str) -> None:
 
 @pytest.mark.parametrize("width", [24, 40])
 def test_columns_of_the_head_past_two_to_the_31_are_read(width: int) -> None:
-    """The offset of a column, its index in H times the stride, exceeds 2^31 in a transposed head.
+    """The offset of a column, its index along H times the stride, exceeds 2^31 in a transposed head.
 
     With width 24 this happens within the first block of H, with width 40 in a later block.
     """
@@ -171,7 +171,7 @@ def test_the_gradient_tile_writes_cells_past_two_to_the_31(monkeypatch: pytest.M
 def test_gradients_of_slabs_without_cells_in_some_chunks(
     chunks: int, workspace: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Each slab is one tile wide. It has a cell in the first row block, in the second, or none."""
+    """A slab has a cell in the first row block, in the second, or in neither."""
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     monkeypatch.setattr(sparse_backward, "workspace_bytes", lambda: workspace)

@@ -50,7 +50,7 @@ def test_a_dry_run_measures_every_group_and_a_second_run_keeps_them(
 
 
 def child(path: Path, name: str, fault: str, end: str) -> list[str]:
-    """Return a command that saves one measurement of a group, prints a line, and ends by the code `end`."""
+    """Return a command that saves one measurement of a group, prints a line, then runs the code `end`."""
     group = {"measured": {"machine": {}, "commit": "0"}, "fault": fault, "results": [{"what": "first"}]}
     code = f"import json, os, time; file = json.load(open({str(path)!r})); file['results'][{name!r}] = {group!r}; "
     code += f"json.dump(file, open({str(path)!r}, 'w')); print('a line', flush=True); {end}"

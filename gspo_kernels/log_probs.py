@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .inputs.head import HeadArguments, head_rows
-from .inputs.memory import cache_size, check_budget
+from .inputs.memory import cache_size, check_budget, needed_by_autograd
 from .outputs import LogProbOutput
 from .validation import Call
 
@@ -73,6 +73,7 @@ def linear_log_probs(
     )
     head = head_rows(call, arguments)
     cache = cache_size(call, cache_mib, head.rows)
-    out = ops.linear_log_probs(head.rows, float(gradient_budget), cache, head.backend).head
+    budget = float(gradient_budget) if any(needed_by_autograd(head.rows)) else 0.0  # without a backward, keep nothing
+    out = ops.linear_log_probs(head.rows, budget, cache, head.backend).head
     shape = target_ids.shape
     return LogProbOutput(out.log_probs.view(shape), out.entropy.view(shape) if entropy else None)

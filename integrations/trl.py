@@ -20,7 +20,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,19 +29,28 @@ from gspo_kernels import linear_log_probs
 from gspo_kernels.extras import needs
 from gspo_kernels.validation import Field, Unquoted, warn_once
 
+from .backwards import BackwardSettings
 from .huggingface import base_model, fuse_head
 
 with needs(__name__, "trl", "trl"):
     from trl.trainer import grpo_trainer, utils
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from .trl_config import GSPOConfig, warn_of_settings_that_never_clip
+    from .trl_config import GSPOConfig, backward_settings, warn_of_settings_that_never_clip
+    from .trl_logs import log_backwards, print_settings
 
 __all__ = ["GSPOConfig", "GSPOTrainer", "accelerate_trainer"]
 
 _ATTRIBUTE = "_gspo_log_probs"
+_SETTINGS = "_gspo_settings"  # of a model: _ModelSettings; of a trainer: BackwardSettings
 _ASKS_THE_MODEL = hasattr(utils, "add_fused_lm_head")  # TRL 1.15 and later
 _METHOD = "_get_per_token_logps_and_entropies"
+Trainer = TypeVar("Trainer", bound=GRPOTrainer)
+
+
+class _ModelSettings(NamedTuple):
+    temperature: float
+    backward: BackwardSettings
 
 
 class GSPOTrainer(GRPOTrainer):
@@ -83,17 +92,30 @@ def _head_adapters_allowed() -> Iterator[None]:
         setattr(grpo_trainer, "BaseTunerLayer", tuner_layer)  # noqa: B010
 
 
-def accelerate_trainer(trainer: GRPOTrainer) -> None:
+def accelerate_trainer(
+    trainer: Trainer, *, gradient_budget: float | None = None, cache_mib: float | None = None
+) -> Trainer:
     """Compute the log-probs of the trainer's model and reference model with `linear_log_probs`.
 
-    A second call changes nothing. With TRL before 1.15, TRL's own code still computes the log-probs of inputs with
-    images, and a UserWarning says so.
+    The main process prints one line with backend, head and settings. A second call replaces the settings. With TRL
+    before 1.15, TRL's own code still computes the log-probs of inputs with images, and a UserWarning says so.
+
+    The trainer logs gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share, means over the micro-batches of
+    its process since the last log. `gspo_kernels.LossOutput` documents them.
+
+    Args:
+        gradient_budget, cache_mib: arguments of `linear_log_probs` for the training steps of the policy. None: the
+            setting of the trainer's GSPOConfig; otherwise a budget of 0, and GSPO_CACHE_MIB.
+
+    Returns:
+        The trainer.
 
     Raises:
         TypeError: `trainer` is not a GRPOTrainer.
-        ValueError: `cast_lm_head_to_fp32` is set, so that head and hidden states have different dtypes; before TRL
-            1.14, `use_liger_kernel` is set (Liger's loss reads no log-probs); before TRL 1.15, a subclass overrides
-            `_get_per_token_logps_and_entropies`.
+        ValueError: `cast_lm_head_to_fp32` is set, so that head and hidden states have different dtypes; the budget is
+            not 0 and TRL adds an entropy bonus; before TRL 1.14, `use_liger_kernel` is set (Liger's loss reads no
+            log-probs); before TRL 1.15, a subclass overrides `_get_per_token_logps_and_entropies`.
+        ValueError, TypeError: `gradient_budget` or `cache_mib` is invalid.
         HeadError, TypeError, ValueError: `fuse_head` does not support the model or its head.
 
     Warns:
@@ -104,15 +126,25 @@ def accelerate_trainer(trainer: GRPOTrainer) -> None:
             smaller than a rollout.
     """
     _check(trainer)
+    settings = backward_settings(trainer, gradient_budget, cache_mib)
     warn_of_settings_that_never_clip(trainer, stacklevel=4)
+    heads = []
     for model in (trainer.model, getattr(trainer, "ref_model", None)):
         if model is not None:
             base: Any = base_model(trainer.accelerator.unwrap_model(model))
-            fuse_head(base)
+            heads.append(fuse_head(base))
+            setattr(base, _SETTINGS, _ModelSettings(trainer.temperature, settings))
             if _ASKS_THE_MODEL and not _is_wrapped(base):
-                _wrap_forward(base, trainer.temperature)
+                _wrap_forward(base)
     if not _ASKS_THE_MODEL and _METHOD not in vars(trainer):
         setattr(trainer, _METHOD, _LogProbs(trainer))
+    previous = vars(trainer).get(_SETTINGS)
+    setattr(trainer, _SETTINGS, settings)
+    if previous is None:
+        log_backwards(trainer)
+    if previous != settings:
+        print_settings(trainer, heads[0], settings)
+    return trainer
 
 
 def _check(trainer: GRPOTrainer) -> None:
@@ -142,15 +174,15 @@ def _is_wrapped(model: Any) -> bool:
     return wrapper is not None and wrapper in (model.forward, vars(model).get("_original_forward"))
 
 
-def _wrap_forward(model: Any, temperature: float) -> None:
+def _wrap_forward(model: Any) -> None:
     """Make the model's forward handle TRL's `fused_lm_head=True`. Other calls do not change."""
     wrapped = model.forward
 
     @functools.wraps(type(model).forward)
-    def forward(_: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
             return wrapped(*args, **kwargs)
-        return _log_probs(wrapped, temperature, *args, **kwargs)
+        return _log_probs(wrapped, vars(self)[_SETTINGS], *args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
     setattr(model, _ATTRIBUTE, model.forward)
@@ -158,7 +190,7 @@ def _wrap_forward(model: Any, temperature: float) -> None:
 
 def _log_probs(
     forward: Any,
-    temperature: float,
+    settings: _ModelSettings,
     *args: Any,
     labels: Tensor | None = None,
     shift_labels: Tensor | None = None,
@@ -176,7 +208,8 @@ def _log_probs(
 
     def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
         states = hidden if shift_labels is not None else hidden[:, :-1]
-        return linear_log_probs(states, lm_head, targets, temperature=temperature, entropy=True, **options)
+        options |= {"temperature": settings.temperature, **settings.backward._asdict()}
+        return linear_log_probs(states, lm_head, targets, entropy=True, **options)
 
     kwargs["use_cache"] = False
     scores, output = forward(*args, with_head=score, **kwargs)
@@ -241,6 +274,7 @@ class _LogProbs:
 
         def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
             states = hidden[:, :-1][:, -targets.shape[1] :]  # [B, C, H]
+            options |= vars(self.trainer).get(_SETTINGS, BackwardSettings())._asdict()
             out = linear_log_probs(
                 states, lm_head, targets, mask=mask, temperature=self.trainer.temperature, entropy=entropy, **options
             )

@@ -1,4 +1,4 @@
-"""`GSPOConfig`, TRL's GRPOConfig with the settings of GSPO's paper, and warnings about settings that never clip."""
+"""`GSPOConfig`, TRL's GRPOConfig with the settings of GSPO's paper; and checks of a trainer's settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels.objective import TOKEN_WINDOW
-from gspo_kernels.validation import Field, warn_once
+from gspo_kernels.validation import Field, Unquoted, warn_once
+
+from .backwards import BackwardSettings
 
 UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four mini-batches
 # These loss types clip the ratio to [1 - epsilon, 1 + epsilon_high]. cispo is missing: its upper bound is epsilon_high.
@@ -39,8 +41,11 @@ class GSPOConfig(GRPOConfig):
     GRPOConfig refuses `generation_batch_size` together with `steps_per_generation`. GSPOConfig accepts both if they
     agree, so `GSPOConfig(**config.to_dict())` and `dataclasses.replace(config, ...)` work.
 
+    `gradient_budget` and `cache_mib` are arguments of `linear_log_probs`, for the training steps of the policy.
+
     Raises:
-        ValueError: GRPOConfig refuses a setting, or `generation_batch_size` and `steps_per_generation` disagree.
+        ValueError, TypeError: GRPOConfig refuses a setting; `generation_batch_size` and `steps_per_generation`
+            disagree; or `gradient_budget` or `cache_mib` is invalid.
     """
 
     importance_sampling_level: str = field(default="sequence", metadata={"help": "One ratio per sequence."})
@@ -56,8 +61,20 @@ class GSPOConfig(GRPOConfig):
             "with `num_iterations` above 1 to `gradient_accumulation_steps`."
         },
     )
+    gradient_budget: float = field(
+        default=0.0,
+        metadata={"help": "Share of the L1 mass of the logits' gradient that the backward may leave out. 0 is exact."},
+    )
+    cache_mib: float | None = field(
+        default=None,
+        metadata={
+            "help": "Memory in MiB for exponentials of logits that the backward then does not recompute. If `None`, "
+            "it is the environment variable GSPO_CACHE_MIB, or 0."
+        },
+    )
 
     def __post_init__(self) -> None:
+        BackwardSettings(self.gradient_budget, self.cache_mib).check("GSPOConfig")
         batch_size = self.generation_batch_size
         if self.steps_per_generation is not None:
             self.generation_batch_size = None  # TRL computes a value, which is compared with batch_size below
@@ -72,6 +89,24 @@ class GSPOConfig(GRPOConfig):
                 f"= {' * '.join(map(str, factors))})",
                 batch_size,
             )
+
+
+def backward_settings(trainer: GRPOTrainer, gradient_budget: float | None, cache_mib: float | None) -> BackwardSettings:
+    """Check the arguments of `accelerate_trainer`. None means the setting of the trainer's GSPOConfig, or its default.
+
+    Raises:
+        ValueError, TypeError: a value is invalid, or the trainer has an entropy bonus and the budget is not 0.
+    """
+    config: Any = trainer.args if isinstance(trainer.args, GSPOConfig) else BackwardSettings()
+    settings = BackwardSettings(
+        config.gradient_budget if gradient_budget is None else gradient_budget,
+        config.cache_mib if cache_mib is None else cache_mib,
+    )
+    settings.check("accelerate_trainer")
+    if settings.gradient_budget > 0 and getattr(trainer, "_entropy_bonus_enabled", False):
+        expected = "0 with an entropy bonus (entropy_coef, use_adaptive_entropy), whose error it would not bound"
+        Field("accelerate_trainer").fail("gradient_budget", expected, Unquoted(f"{settings.gradient_budget:g}"))
+    return settings
 
 
 def warn_of_settings_that_never_clip(trainer: GRPOTrainer, stacklevel: int) -> None:

@@ -27,20 +27,24 @@ from torch import Tensor
 
 from gspo_kernels import Objective, linear_log_probs, policy_loss
 from gspo_kernels.extras import needs
-from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import HALF, Field, warn_once
 
+from .backwards import BackwardMetrics, BackwardSettings
 from .huggingface import HeadOutput, fuse_head
+from .verl_config import (
+    LOSS_MODE,
+    backward_settings,
+    clip_window,
+    entropy_is_only_logged,
+    warn_of_settings_that_never_clip,
+    warn_of_wide_window,
+)
 
 with needs(__name__, "verl", "verl", "transformers"):
     from transformers.utils.generic import ModelOutput
     from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]
     from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
     from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
-
-LOSS_MODE = "gspo_kernels"
-SEQUENCE_MODES = ("gspo", LOSS_MODE)  # losses that clip a sequence ratio by clip_ratio_low and _high
-NO_RATIO_MODES = ("gpg",)  # losses without an importance ratio
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="gspo")
@@ -49,8 +53,13 @@ class GSPOEngine(FSDPEngineWithLMHead):
 
     Batches whose loss needs logits (top-k distillation, sum_pi_squared) run verl's own code.
 
+    The dict model.fused_kernel_options may contain `gradient_budget` and `cache_mib`, arguments of `linear_log_probs`
+    for the updates. The metrics of an update contain gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share
+    of each micro-batch.
+
     Raises:
-        ValueError: `use_fused_kernels` is set.
+        ValueError: `use_fused_kernels` is set; or neither the budget nor the coefficient of the entropy bonus is 0.
+        ValueError, TypeError: `gradient_budget` or `cache_mib` is invalid.
         HeadError, TypeError: `fuse_head` does not support the model or its head.
 
     Warns, once each:
@@ -59,8 +68,12 @@ class GSPOEngine(FSDPEngineWithLMHead):
     """
 
     _updates = 0  # updates of the current rollout so far
+    _settings = BackwardSettings()
+    _entropy_is_only_logged = False
 
     def _build_fsdp_module(self, module: Any) -> Any:
+        self._backwards = BackwardMetrics()
+        self._settings = backward_settings(self.model_config)
         if self.model_config.use_fused_kernels:
             Field("GSPOEngine").fail("model.use_fused_kernels", "False (it selects verl's own fused log-probs)", True)
         module = super()._build_fsdp_module(module)
@@ -72,15 +85,21 @@ class GSPOEngine(FSDPEngineWithLMHead):
         # verl sets this flag in the last update of each rollout.
         is_last = tu.get_non_tensor_data(data=data, key="update_lr_scheduler", default=False)
         if "old_log_probs" in data:  # not SFT
-            _warn_of_settings_that_never_clip(data, loss_function, only_update=is_last and self._updates == 1)
+            warn_of_settings_that_never_clip(data, loss_function, only_update=is_last and self._updates == 1)
         if is_last:
             self._updates = 0
-        return super().train_batch(data, loss_function)
+        self._entropy_is_only_logged = entropy_is_only_logged(loss_function, self._settings)
+        self._backwards.begin()
+        output = super().train_batch(data, loss_function)
+        self._backwards.collect()
+        output["metrics"] |= self._backwards.take()
+        return output
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        self._backwards.collect()  # that of the previous micro-batch
         inputs, args = super().prepare_model_inputs(micro_batch)
         if not _needs_logits(micro_batch):
-            inputs["with_head"] = _Score(micro_batch, args)
+            inputs["with_head"] = _Score(micro_batch, args, self._settings, self._entropy_is_only_logged)
         return inputs, args
 
     def prepare_model_outputs(
@@ -101,61 +120,20 @@ def _needs_logits(micro_batch: Any) -> bool:
     )
 
 
-def _warn_of_settings_that_never_clip(data: Any, loss_function: Any, only_update: bool) -> None:
-    """Warn once if the importance ratio is always 1, and once if the clip window is too wide for a sequence ratio.
-
-    Args:
-        only_update: the batch is the only update of its rollout.
-    """
-    # The worker's loss is functools.partial(ppo_loss, config=...) with an ActorConfig.
-    config: Any = getattr(loss_function, "keywords", {}).get("config")
-    loss_mode = config.policy_loss.get("loss_mode") if hasattr(config, "policy_loss") else None
-    if only_update and loss_mode not in NO_RATIO_MODES and not _old_log_probs_are_the_samplers(data):
-        warn_once(
-            "gspo_kernels: ppo_epochs=1 with data.train_batch_size equal to actor.ppo_mini_batch_size gives each "
-            "rollout one update, so the importance ratio is always 1 and nothing is clipped. GSPO's paper makes four "
-            "updates per rollout: set data.train_batch_size to 4 * actor.ppo_mini_batch_size, or raise "
-            "actor.ppo_epochs. (Ignore this warning if your trainer computes old log-probs with earlier weights, as "
-            "verl's asynchronous trainers do.)",
-            stacklevel=4,
-        )
-    if loss_mode in SEQUENCE_MODES:
-        _warn_of_wide_window(*_window(config), stacklevel=5)
-
-
-def _old_log_probs_are_the_samplers(data: Any) -> bool:
-    """Return whether old_log_probs equal rollout_log_probs (verl's `bypass_mode`). If so, ratios can differ from 1."""
-    if "rollout_log_probs" not in data:
-        return False
-    old, sampled = (x.values() if x.is_nested else x for x in (data["old_log_probs"], data["rollout_log_probs"]))
-    return torch.equal(old, sampled)
-
-
-def _window(config: Any) -> tuple[float, float]:
-    """Return (clip_low, clip_high) of an ActorConfig."""
-    low, high = config.clip_ratio_low, config.clip_ratio_high
-    return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
-
-
-def _warn_of_wide_window(low: float, high: float, stacklevel: int) -> None:
-    """Warn once if a clip bound is wide enough for token ratios."""
-    if max(low, high) >= TOKEN_WINDOW:
-        warn_once(
-            f"gspo_kernels: actor.clip_ratio_low={low:g}, actor.clip_ratio_high={high:g} is a clip window for token "
-            "ratios (verl's default is 0.2). A sequence ratio hardly ever leaves it. GSPO's paper uses 3e-4 and 4e-4",
-            stacklevel,
-            kind="clip_low",  # the same kind as Objective's warning, so that only one of the two is shown
-        )
-
-
 class _Score:
     """A function for `with_head`: it computes the log-probs of one micro-batch, [1, N] if packed, [B, T] if padded.
 
     Args:
         args: the second result of verl's `prepare_model_inputs`.
+        entropy_is_only_logged: with a gradient budget, return entropies without a gradient.
     """
 
-    def __init__(self, micro_batch: Any, args: dict[str, Any]) -> None:
+    def __init__(
+        self, micro_batch: Any, args: dict[str, Any], settings: BackwardSettings, entropy_is_only_logged: bool
+    ) -> None:
+        self.settings = settings
+        # verl adds the entropies to the loss even with a coefficient of 0, and a budget allows them no gradient.
+        self.detach_entropy = entropy_is_only_logged and settings.gradient_budget > 0
         self.entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
         self.targets = args["input_ids_rmpad_rolled"]  # [N], the next token of every position
         self.mask = _predicts_response(micro_batch, len(self.targets))
@@ -174,9 +152,11 @@ class _Score:
             mask=self._in_shape(self.mask, shape),
             temperature=1.0 if self.temperature is None else self.temperature.expand(shape),
             entropy=self.entropy,
+            **self.settings._asdict(),
             **options,
         )
-        return ModelOutput(log_probs=out.log_probs, entropy=out.entropy)
+        entropy = out.entropy.detach() if self.detach_entropy and out.entropy is not None else out.entropy
+        return ModelOutput(log_probs=out.log_probs, entropy=entropy)
 
     def _in_shape(self, flat: Tensor, shape: torch.Size) -> Tensor:
         """Reshape [N] to [1, N] if verl packs the batch; otherwise pad it with 0 to `shape` [B, T]."""
@@ -255,8 +235,8 @@ def gspo_policy_loss(
             "(VERL_ENGINE_VENDOR=gspo computes them in fp32)",
             stacklevel=3,
         )
-    low, high = _window(config)
-    _warn_of_wide_window(low, high, stacklevel=4)
+    low, high = clip_window(config)
+    warn_of_wide_window(low, high, stacklevel=4)
     out = policy_loss(
         log_prob.float(),
         advantages,

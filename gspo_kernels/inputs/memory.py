@@ -6,23 +6,27 @@ import torch
 
 from ..backends.rows import HeadRows, NeedsGradient
 from ..backends.workspace import cache_bytes
-from ..validation import Call
+from ..validation import Field
 
 _LARGEST = 2**40  # MiB, so that the number of bytes fits int64
 
 
-def check_budget(call: Call, gradient_budget: float) -> None:
+def check_budget(call: Field, gradient_budget: float) -> None:
     """Check that the budget is a number from 0 to below 1."""
     call.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
 
 
-def cache_size(call: Call, cache_mib: float | None, head: HeadRows) -> int:
-    """Return the memory for exponentials in bytes: 0 if no operand needs a gradient."""
+def cache_limit(call: Field, cache_mib: float | None) -> int:
+    """Check `cache_mib`, and return the memory for exponentials in bytes. None means GSPO_CACHE_MIB."""
     if cache_mib is None:
-        size = cache_bytes()
-    else:
-        expected = "a number of MiB >= 0, or None for GSPO_CACHE_MIB"
-        size = int(call.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= _LARGEST) * 2**20)
+        return cache_bytes()
+    expected = "a number of MiB >= 0, or None for GSPO_CACHE_MIB"
+    return int(call.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= _LARGEST) * 2**20)
+
+
+def cache_size(call: Field, cache_mib: float | None, head: HeadRows) -> int:
+    """Return the memory for exponentials in bytes: 0 if no operand needs a gradient."""
+    size = cache_limit(call, cache_mib)
     return size if any(needed_by_autograd(head)) else 0
 
 

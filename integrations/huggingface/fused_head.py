@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from gspo_kernels.inputs.lm_head import call_inside
-from gspo_kernels.validation import Field
+from gspo_kernels.inputs.lm_head import call_inside, take_apart
+from gspo_kernels.validation import Field, dtype_name
 
 from .head_options import HeadError, LogitOptions, compare, identity, measure, packing_prevented
 
@@ -127,6 +127,21 @@ class FusedHead:
                 "got neither"
             )
         return self._options
+
+    def __str__(self) -> str:
+        """Describe the head in a few words, such as "head 151936 x 896 float32, LoRA"."""
+        modules = take_apart(self.head)
+        weight = modules.linear.weight
+        rows, columns = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 keeps the shape of a partitioned weight
+        parts = [f"head {rows} x {columns} {dtype_name(weight.dtype)}"]
+        parts += ["LoRA"] * (modules.lora is not None) + ["trained tokens"] * (modules.tokens is not None)
+        parts += ["bias"] * (getattr(modules.linear, "bias", None) is not None)
+        if self._options is not None:
+            scale, softcap, vocab_size = self._options.kwargs().values()
+            parts += [f"logit scale {scale:g}"] * (scale != 1)
+            parts += [] if softcap is None else [f"soft-cap {softcap:g}"]
+            parts += [f"vocabulary {vocab_size}"] * (vocab_size != rows)
+        return ", ".join(parts)
 
     def measure(self, call: Callable[..., Any]) -> LogitOptions:
         """Measure the operations that the model applies to its logits, and check the fused log-probs.

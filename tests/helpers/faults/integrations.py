@@ -96,6 +96,24 @@ FAULTS: dict[str, Fault] = {
         "    finally:\n        pass",
         "trainers/trl::test_trls_check_of_adapters_is_restored",
     ),
+    "TRL's logs of evaluations take the metrics of training": (
+        "integrations/trl_logs",
+        '_metrics["train"]',
+        '_metrics["eval"]',
+        "trainers/trl_budget::test_logs_are_means_over_micro_batches_and_only_of_training",
+    ),
+    "a second call of accelerate_trainer keeps the settings": (
+        "integrations/trl",
+        "setattr(base, _SETTINGS, _ModelSettings(",
+        "vars(base).setdefault(_SETTINGS, _ModelSettings(",
+        "trainers/trl_budget::test_the_last_call_decides_and_each_change_is_printed_once",
+    ),
+    "masses of tiles kept without autograd": (
+        "log_probs",
+        "if any(needed_by_autograd(head.rows)) else 0.0",
+        "if True else 0.0",
+        "trainers/trl_budget::test_calls_without_autograd_keep_nothing",
+    ),
     "temperature missing before TRL 1.15": (
         "integrations/trl",
         "mask=mask, temperature=self.trainer.temperature, entropy=entropy",
@@ -127,13 +145,13 @@ FAULTS: dict[str, Fault] = {
         "trainers/trl::test_log_probs_before_trl_1_15_equal_those_of_logits",
     ),
     "verl's bounds swapped": (
-        "integrations/verl",
+        "integrations/verl_config",
         "low, high = config.clip_ratio_low, config.clip_ratio_high",
         "high, low = config.clip_ratio_low, config.clip_ratio_high",
         "trainers/verl_engine::test_each_clip_bound_defaults_to_clip_ratio",
     ),
     "verl's clip_ratio ignored": (
-        "integrations/verl",
+        "integrations/verl_config",
         "config.clip_ratio if high is None else high",
         "low if high is None else high",
         "trainers/verl_engine::test_each_clip_bound_defaults_to_clip_ratio",

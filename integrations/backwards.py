@@ -1,0 +1,73 @@
+"""What the integrations of TRL and verl share: settings of the head's backward, and the metrics of its backwards."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.backends.dispatch import pick_backend, triton_obstacle
+from gspo_kernels.inputs.memory import cache_limit, check_budget
+from gspo_kernels.metrics import last_backward
+from gspo_kernels.validation import Call, Field
+
+METRICS = ("passes", "dropped_gradient_mass", "live_row_share")  # logged as gspo/passes, ...
+
+
+class BackwardSettings(NamedTuple):
+    """Arguments of `linear_log_probs` that the integrations pass on."""
+
+    gradient_budget: float = 0.0
+    cache_mib: float | None = None
+
+    def check(self, place: str) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError, TypeError: the message begins with `place`, the function or class that received the values.
+        """
+        check_budget(Field(place), self.gradient_budget)
+        cache_limit(Field(place), self.cache_mib)
+
+    def __str__(self) -> str:
+        source = " (GSPO_CACHE_MIB)" if self.cache_mib is None else ""
+        mib = cache_limit(Field("cache_mib"), self.cache_mib) / 2**20
+        return f"gradient_budget={self.gradient_budget:g}, cache_mib={mib:g}{source}"
+
+
+class BackwardMetrics:
+    """The metrics of the backwards that `linear_log_probs` ran since the last `take`.
+
+    `collect` is called between any two backwards. It makes the host wait for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._latest = last_backward()
+        self._backwards: list[dict[str, Tensor]] = []
+
+    def begin(self) -> None:
+        """Ignore all backwards before this call, such as those of another model."""
+        self._latest = last_backward()
+
+    def collect(self) -> None:
+        """Add the most recent backward, unless it was added before."""
+        latest = last_backward()
+        if latest is not self._latest:
+            self._latest = latest
+            self._backwards.append(latest)
+
+    def take(self) -> dict[str, list[float]]:
+        """Return one value per backward for each name in logs, and forget them. The host waits once."""
+        if not self._backwards:
+            return {}
+        table = torch.stack([torch.stack([backward[name] for name in METRICS]) for backward in self._backwards])
+        self._backwards = []
+        return {f"gspo/{name}": values for name, values in zip(METRICS, table.t().tolist(), strict=True)}
+
+
+def describe_backend(place: str, device: torch.device) -> str:
+    """Return which backend computes on `device` and, if a GPU has no Triton kernels, why."""
+    name = pick_backend(Call(place), "auto", device)
+    obstacle = triton_obstacle(device) if name == "torch" and device.type != "cpu" else None
+    return f"backend {name} on {device}" + (f" ({obstacle})" if obstacle else "")

@@ -1,0 +1,295 @@
+"""`gradient_budget` and `cache_mib` in TRL's trainer on a CPU, and the metrics of its backwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tile_choices import Chosen, choices, d_logits, kept, small_tiles
+from helpers.trl_trainer import LETTERS, SEQUENCE, SHAPE, checkpoint, make_trainer, tokenizer
+
+pytest.importorskip("trl", minversion="0.29")
+pytest.importorskip("datasets")
+import datasets
+import transformers
+from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, TRAINER_GRADIENT_RELATIVE, TRAINER_LOG_RELATIVE
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from gspo_kernels.backends import torch as torch_backend
+from gspo_kernels.integrations import trl as adapter
+from gspo_kernels.integrations.backwards import METRICS, BackwardMetrics, describe_backend
+from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
+
+BUDGET = 1e-2
+KEYS = [f"gspo/{name}" for name in METRICS]
+ON_A_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": []}
+
+
+def peaked_model(folder: Path, factor: float = 150.0) -> str:
+    """Save a model whose head is multiplied by `factor`, so that one id gets most of the probability."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**SHAPE, tie_word_embeddings=False)
+    model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+        model.get_output_embeddings().weight.mul_(factor / 2)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+class KeepGradients(transformers.TrainerCallback):
+    """Keeps the gradients of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        named = [(name, p.grad) for name, p in model.named_parameters()]
+        self.steps.append({name: grad.clone() for name, grad in named if grad is not None})
+
+
+def train(folder: Path, accelerate: dict[str, Any] | None, **options: Any) -> tuple[Any, list[dict[str, Tensor]]]:
+    """Train with TRL's log-probs if `accelerate` is None, otherwise with ours. Return trainer and gradients.
+
+    The learning rate is 0, so that the weights of recorded calls do not change.
+    """
+    settings = {**SEQUENCE, "max_steps": 1, "max_grad_norm": 0.0, "learning_rate": 0.0, **options}
+    trainer = make_trainer(GRPOTrainer, peaked_model(folder / "model"), folder, **settings)
+    gradients = KeepGradients()
+    trainer.add_callback(gradients)
+    if accelerate is not None:
+        assert accelerate_trainer(trainer, **accelerate) is trainer
+    trainer.train()
+    return trainer, gradients.steps
+
+
+def step_logs(trainer: Any) -> list[dict[str, float]]:
+    return [log for log in trainer.state.log_history if "loss" in log]
+
+
+def dropped(chosen: Chosen) -> tuple[float, Tensor]:
+    """Return the dropped share of the L1 mass of d_logits, and the part of the head's gradient that is missing."""
+    (d, _), keep = d_logits(chosen), kept(chosen)
+    left_out = torch.where(keep, 0, d)
+    missing = left_out.t() @ chosen.head.hidden.double()
+    return (left_out.abs().sum() / d.abs().sum().clamp(min=1e-30)).item(), missing
+
+
+def test_gradients_lack_the_reported_share_only(tmp_path: Path) -> None:
+    _, (stock,) = train(tmp_path / "stock", None)
+    with small_tiles(rows=4, columns=2), choices() as decisions:
+        trainer, (ours,) = train(tmp_path / "ours", {"gradient_budget": BUDGET})
+    assert len(decisions) == 2  # micro-batches
+    shares, missing = zip(*map(dropped, decisions), strict=True)
+    assert max(shares) <= BUDGET
+    (log,) = step_logs(trainer)
+    assert log["gspo/dropped_gradient_mass"] == pytest.approx(sum(shares) / 2, rel=DROPPED_MASS_RELATIVE)
+    assert 0 < log["gspo/dropped_gradient_mass"] <= BUDGET and log["gspo/passes"] < 3.5
+    head = stock["lm_head.weight"].double()
+    difference = head - ours["lm_head.weight"]
+    rounding = KEPT_GRADIENT_RELATIVE[torch.float32] * head.norm()
+    assert 10 * rounding < difference.norm() < 0.1 * head.norm()
+    assert (difference - sum(missing)).norm() <= rounding
+    for name, gradient in stock.items():
+        assert (ours[name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+def test_a_cache_keeps_the_bits_of_log_probs_and_the_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_probs: dict[float, list[Tensor]] = {}
+    fused = adapter.linear_log_probs
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        out = fused(*args, **options)
+        log_probs.setdefault(options["cache_mib"], []).append(out.log_probs.detach())
+        return out
+
+    monkeypatch.setattr(adapter, "linear_log_probs", recorded)
+    runs = {mib: train(tmp_path / str(mib), {"cache_mib": mib}) for mib in (0, 64)}
+    assert len(log_probs[0]) == len(log_probs[64]) > 2
+    assert all(map(torch.equal, log_probs[0], log_probs[64]))
+    (stock,) = runs[0][1]
+    for name, gradient in runs[64][1][0].items():
+        assert (gradient - stock[name]).norm() <= TRAINER_GRADIENT_RELATIVE * stock[name].norm(), name
+    without, cached = (step_logs(trainer)[0]["gspo/passes"] for trainer, _ in runs.values())
+    assert without - 1 == pytest.approx(3 / 2 * (cached - 1))  # three products per live tile, or two
+
+
+def test_logs_are_means_over_micro_batches_and_only_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[dict[str, float]] = []
+    collect = BackwardMetrics.collect
+
+    def watched(self: BackwardMetrics) -> None:
+        collect(self)
+        recorded.append({name: self._backwards[-1][name].item() for name in METRICS})
+
+    monkeypatch.setattr(BackwardMetrics, "collect", watched)
+    prompts = datasets.Dataset.from_list([{"prompt": a + b} for a in LETTERS for b in "ab"])
+    config = GRPOConfig(
+        str(tmp_path / "out"),
+        **ON_A_CPU,
+        **SEQUENCE,
+        max_steps=4,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        num_generations=4,
+        max_completion_length=6,
+        learning_rate=0.05,
+        save_strategy="no",
+    )
+    reward = lambda completions, **_: [float(text.count("a")) for text in completions]  # noqa: E731
+    trainer = GRPOTrainer(
+        peaked_model(tmp_path / "model", 20.0),
+        reward,
+        config,
+        train_dataset=prompts,
+        eval_dataset=prompts.select(range(4)),
+        processing_class=tokenizer(),
+    )
+    accelerate_trainer(trainer)
+    trainer.train()
+    assert len(recorded) == 8
+    first, second = step_logs(trainer)
+    for log, backwards in ((first, recorded[:4]), (second, recorded[4:])):
+        for name in METRICS:
+            mean = sum(backward[name] for backward in backwards) / 4
+            assert log[f"gspo/{name}"] == pytest.approx(mean, rel=TRAINER_LOG_RELATIVE)
+        assert log["gspo/dropped_gradient_mass"] == 0
+        # All columns of a row are computed, by three products.
+        assert log["gspo/passes"] == pytest.approx(1 + 3 * log["gspo/live_row_share"])
+    others = [log for log in trainer.state.log_history if "loss" not in log]
+    assert sum("eval_loss" in log for log in others) == 4
+    assert not [key for log in others for key in log if "gspo" in key]
+
+
+def test_collected_backwards_are_released() -> None:
+    metrics = BackwardMetrics()
+    metrics._backwards = [dict.fromkeys(METRICS, torch.tensor(x)) for x in (1.0, 3.0)]
+    assert metrics.take() == {key: [1.0, 3.0] for key in KEYS}
+    assert metrics.take() == {} and metrics._backwards == []
+    metrics.collect()  # the most recent backward was made before `metrics`
+    assert metrics.take() == {}
+
+
+def test_the_last_call_decides_and_each_change_is_printed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
+    args = GSPOConfig(str(tmp_path), **ON_A_CPU, gradient_budget=1e-3, cache_mib=64)
+    prompts = datasets.Dataset.from_list([{"prompt": "ab"}] * 8)
+    trainer = GSPOTrainer(peaked_model(tmp_path / "model"), lambda completions, **_: [0.0], args, train_dataset=prompts)
+    calls: list[dict[str, Any]] = []
+    fused = adapter.linear_log_probs
+    monkeypatch.setattr(
+        adapter, "linear_log_probs", lambda *args, **options: (calls.append(options), fused(*args, **options))[1]
+    )
+
+    def settings() -> tuple[float, float | None]:
+        ids = torch.randint(2, 10, (2, 7))
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 3)
+        return calls[-1]["gradient_budget"], calls[-1]["cache_mib"]
+
+    line = "gspo_kernels: backend torch on cpu; head 10 x 16 float32; "
+    assert capsys.readouterr().out == line + "gradient_budget=0.001, cache_mib=64\n"
+    assert settings() == (1e-3, 64)
+    accelerate_trainer(trainer)  # the settings of GSPOConfig
+    assert capsys.readouterr().out == "" and settings() == (1e-3, 64)
+    accelerate_trainer(trainer, gradient_budget=0.0)
+    assert capsys.readouterr().out == line + "gradient_budget=0, cache_mib=64\n" and settings() == (0.0, 64)
+    monkeypatch.setenv("GSPO_CACHE_MIB", "3")
+    args.cache_mib = None
+    accelerate_trainer(trainer, gradient_budget=0.5)
+    assert capsys.readouterr().out == line + "gradient_budget=0.5, cache_mib=3 (GSPO_CACHE_MIB)\n"
+    assert settings() == (0.5, None)
+    # Another trainer of the same model, whose GRPOConfig has no such settings.
+    make_trainer(GSPOTrainer, trainer.model, tmp_path, **SEQUENCE)
+    second = capsys.readouterr().out
+    assert second == line + "gradient_budget=0, cache_mib=3 (GSPO_CACHE_MIB)\n"
+
+
+def test_the_temperature_of_the_last_trainer_of_a_model_is_used(tmp_path: Path) -> None:
+    first = make_trainer(GSPOTrainer, peaked_model(tmp_path / "model", 20.0), tmp_path, **SEQUENCE, temperature=0.5)
+    second = make_trainer(GSPOTrainer, first.model, tmp_path, **SEQUENCE, temperature=2.0)
+    ids = torch.randint(2, 10, (2, 7))
+    dense = (second.model(input_ids=ids, use_cache=False).logits[:, 3:-1] / 2).log_softmax(-1)
+    fused = second._get_per_token_logps_and_entropies(second.model, ids, torch.ones_like(ids), 3)[0]
+    torch.testing.assert_close(fused, dense.gather(-1, ids[:, 4:, None])[..., 0], rtol=1e-5, atol=1e-5)
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"gradient_budget": 1.0}, ValueError, r"gradient_budget must be a number from 0 \(exact\) to below 1, got 1.0"),
+    ({"gradient_budget": -0.1}, ValueError, "gradient_budget must be .* got -0.1"),
+    ({"gradient_budget": "1e-3"}, TypeError, "gradient_budget must be .* got '1e-3'"),
+    ({"cache_mib": -1}, ValueError, "cache_mib must be a number of MiB >= 0, or None for GSPO_CACHE_MIB, got -1"),
+    ({"cache_mib": True}, TypeError, "cache_mib must be .* got True"),
+]
+
+
+@pytest.mark.parametrize(("settings", "error", "message"), REFUSED)
+def test_invalid_settings_are_refused(
+    settings: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=f"^GSPOConfig: {message}"):
+        GSPOConfig(str(tmp_path), **ON_A_CPU, **settings)
+    trainer = make_trainer(GRPOTrainer, peaked_model(tmp_path / "model"), tmp_path)
+    with pytest.raises(error, match=f"^accelerate_trainer: {message}"):
+        accelerate_trainer(trainer, **settings)
+    assert "training_step" not in vars(trainer)
+
+
+def test_a_budget_is_refused_with_an_entropy_bonus(tmp_path: Path) -> None:
+    trainer = make_trainer(GRPOTrainer, peaked_model(tmp_path / "model"), tmp_path)
+    trainer._entropy_bonus_enabled = True
+    message = r"gradient_budget must be 0 with an entropy bonus \(entropy_coef, .* got 0.001"
+    with pytest.raises(ValueError, match=message):
+        accelerate_trainer(trainer, gradient_budget=1e-3)
+    accelerate_trainer(trainer, cache_mib=1)
+
+
+def test_entropies_are_logged_with_a_budget_and_equal_trls(tmp_path: Path) -> None:
+    logs = []
+    for name, settings in (("stock", None), ("ours", {"gradient_budget": 1e-3})):
+        options = {"loss_type": "sapo", "top_entropy_quantile": 0.5}  # which tokens count depends on the entropies
+        trainer, _ = train(tmp_path / name, settings, **options)
+        logs.append(step_logs(trainer)[0])
+    assert logs[1]["entropy"] == pytest.approx(logs[0]["entropy"], rel=TRAINER_LOG_RELATIVE) and logs[0]["entropy"] > 0
+    assert logs[1]["grad_norm"] == pytest.approx(logs[0]["grad_norm"], rel=TRAINER_LOG_RELATIVE)
+
+
+def test_calls_without_autograd_keep_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_by_calls: list[tuple[bool, bool]] = []
+    forward = torch_backend.forward_and_keep
+
+    def watched(head: Any, shares: bool = False, cache: Any = None) -> Any:
+        kept_by_calls.append((shares, cache is not None))
+        return forward(head, shares, cache)
+
+    monkeypatch.setattr(torch_backend, "forward_and_keep", watched)
+    train(tmp_path, {"gradient_budget": 1e-3, "cache_mib": 1}, beta=0.1)
+    # Old and reference log-probs of the rollout, then the two micro-batches of the step.
+    assert kept_by_calls.count((True, True)) == 2 and kept_by_calls.count((False, False)) >= 2
+    assert len(kept_by_calls) == 2 + kept_by_calls.count((False, False))
+
+
+def test_the_backend_of_a_device_is_named_with_its_obstacle() -> None:
+    assert describe_backend("here", torch.device("cpu")) == "backend torch on cpu"
+    assert describe_backend("here", torch.device("mps")).startswith("backend torch on mps (the Triton kernels run on")
+
+
+def test_the_head_is_described_with_everything_that_changes_its_logits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)
+    assert "; head 10 x 16 float32, LoRA, soft-cap 4; gradient_budget=0, " in capsys.readouterr().out

@@ -17,4 +17,5 @@ def code_blocks(page: str, language: str, text: str = "") -> list[str]:
 (TRL_LINES,) = code_blocks(INTEGRATIONS, "python", "gspo_kernels.integrations.trl")
 (HUGGINGFACE_LINES,) = code_blocks(INTEGRATIONS, "python", "gspo_kernels.integrations.huggingface")
 (VERL_LINES,) = code_blocks(INTEGRATIONS, "bash", "gspo_kernels.integrations.verl")
+(VERL_BUDGET,) = code_blocks(INTEGRATIONS, "bash", "fused_kernel_options")  # overrides only
 OTHER_PYTHON = [block for block in code_blocks(INTEGRATIONS, "python") if block not in (TRL_LINES, HUGGINGFACE_LINES)]

@@ -148,7 +148,7 @@ def test_logs_are_means_over_micro_batches_and_only_of_training(
         learning_rate=0.05,
         save_strategy="no",
     )
-    reward = lambda completions, **_: [float(text.count("a")) for text in completions]  # noqa: E731
+    reward: Any = lambda completions, **_: [float(text.count("a")) for text in completions]  # noqa: E731
     trainer = GRPOTrainer(
         peaked_model(tmp_path / "model", 20.0),
         reward,

@@ -1,0 +1,160 @@
+"""`gradient_budget` and `cache_mib` in verl's TrainingWorker on a CPU, and the metrics of its backwards."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.pages import VERL_BUDGET
+from helpers.ranks import run_ranks
+from helpers.tile_choices import choices, d_logits, kept, small_tiles
+from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker
+from tolerance import DROPPED_MASS_RELATIVE, TRAINER_GRADIENT_RELATIVE
+
+if importlib.util.find_spec("verl") is None:  # only the ranks import verl, after setting its variables
+    pytest.skip("verl is not installed", allow_module_level=True)
+
+BUDGET = 1e-2
+
+
+def peaked_worker(folder: Path, case: dict[str, Any], **options: Any) -> Any:
+    """Return a worker whose head gives one id most of the probability."""
+    worker = make_worker(folder, True, case, fused_kernel_options={"impl_backend": "torch", **options})
+    with torch.no_grad():
+        worker.engine.module.lm_head.weight.mul_(40)
+    return worker
+
+
+def update(worker: Any, micro: int = 4, entropy: bool = True) -> tuple[dict[str, Any], torch.Tensor]:
+    """Compute old log-probs, then train on one batch. Return the metrics and the old log-probs."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    data = batch(0, BASE)
+    tu.assign_non_tensor(data, compute_loss=False, global_batch_size=4)
+    data["old_log_probs"] = no_padding_2_padding(worker.infer_batch(data.copy())["log_probs"], data)
+    tu.assign_non_tensor(
+        data, compute_loss=True, mini_batch_size=4, epochs=1, calculate_entropy=entropy, micro_batch_size_per_gpu=micro
+    )
+    return tu.get(worker.train_mini_batch(data), "metrics"), data["old_log_probs"]
+
+
+def start() -> None:
+    os.environ.update(ENVIRONMENT)
+    torch.distributed.init_process_group("gloo")
+
+
+def budget_main(rank: int, folder: Path) -> None:
+    start()
+    worker = peaked_worker(folder, {**BASE, "micro": 2}, gradient_budget=BUDGET)
+    weight = worker.engine.module.lm_head.weight.full_tensor().detach().clone()
+    with small_tiles(rows=4, columns=5), choices() as decisions:
+        metrics, _ = update(worker, micro=2)
+    assert len(decisions) == 2  # micro-batches
+    shares = []
+    for chosen in decisions:
+        # The weight of the update is a copy that FSDP gathers. Its storage may be reused, so insert the weight.
+        chosen = chosen._replace(head=chosen.head._replace(weight=weight))
+        d = d_logits(chosen)[0].abs()
+        shares.append((d[~kept(chosen)].sum() / d.sum()).item())
+    assert metrics["gspo/dropped_gradient_mass"] == pytest.approx(shares, rel=DROPPED_MASS_RELATIVE)
+    assert 0 < min(shares) <= max(shares) <= BUDGET
+    assert all(1 < passes < 3.9 for passes in metrics["gspo/passes"])
+    assert all(0 < share <= 1 for share in metrics["gspo/live_row_share"])
+
+
+def test_the_budget_is_kept_and_reported_although_verl_computes_entropies(tmp_path: Path) -> None:
+    run_ranks(budget_main, 1, tmp_path)
+
+
+def cache_main(rank: int, folder: Path) -> None:
+    start()
+    results = []
+    for name, options in (("without", {}), ("with", {"cache_mib": 16})):
+        worker = peaked_worker(folder / name, BASE, **options)
+        metrics, old = update(worker)
+        parameters = {name: p.full_tensor().detach() for name, p in worker.engine.module.named_parameters()}
+        results.append((metrics, old, parameters))
+    (metrics, old, parameters), (cached, cached_old, cached_parameters) = results
+    assert torch.equal(old, cached_old)
+    # The mask of a response has a hole, so 17 of 18 tokens have a gradient. Per tile of logits, the backward computes
+    # three products, or two if the cache has the tile.
+    assert metrics["gspo/live_row_share"] == pytest.approx([17 / 18]) and metrics["gspo/dropped_gradient_mass"] == [0.0]
+    assert metrics["gspo/passes"] == pytest.approx([1 + 3 * 17 / 18])
+    assert cached["gspo/passes"] == pytest.approx([1 + 2 * 17 / 18])
+    for name, p in parameters.items():
+        assert (cached_parameters[name] - p).norm() <= TRAINER_GRADIENT_RELATIVE * p.norm(), name
+
+
+def test_a_cache_keeps_log_probs_and_gradients(tmp_path: Path) -> None:
+    run_ranks(cache_main, 1, tmp_path)
+
+
+def two_ranks_main(rank: int, folder: Path) -> None:
+    start()
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    worker = peaked_worker(folder / str(rank), {**BASE, "micro": 2}, gradient_budget=BUDGET)
+    data = batch(rank, BASE)
+    tu.assign_non_tensor(data, compute_loss=False, global_batch_size=8)
+    data["old_log_probs"] = no_padding_2_padding(worker.infer_batch(data.copy())["log_probs"], data)
+    tu.assign_non_tensor(data, compute_loss=True, mini_batch_size=8, epochs=2)
+    metrics = tu.get(worker.train_mini_batch(data), "metrics")
+    # Two epochs of two micro-batches on each of two ranks.
+    assert len(metrics["gspo/passes"]) == len(metrics["gspo/dropped_gradient_mass"]) == 8
+
+
+def test_the_metrics_of_all_ranks_are_collected(tmp_path: Path) -> None:
+    run_ranks(two_ranks_main, 2, tmp_path)
+
+
+def refused_main(rank: int, folder: Path) -> None:
+    start()
+    place = r"^actor_rollout_ref.model.fused_kernel_options: "
+    for number, (options, error, message) in enumerate(
+        (
+            ({"gradient_budget": 1}, ValueError, r"gradient_budget must be a number from 0 .* got 1"),
+            ({"gradient_budget": "1e-3"}, TypeError, "gradient_budget must be .* got '1e-3'"),
+            ({"cache_mib": -1}, ValueError, "cache_mib must be a number of MiB >= 0.* got -1"),
+        )
+    ):
+        with pytest.raises(error, match=place + message):
+            make_worker(folder / str(number), True, BASE, fused_kernel_options=options)
+    worker = peaked_worker(folder / "bonus", {**BASE, "entropy": 0.01}, gradient_budget=1e-3)
+    with pytest.raises(ValueError, match=r"gradient_budget must be 0 with actor.entropy_coeff=0.01, .* got 0.001"):
+        update(worker)
+    # A loss without an ActorConfig gets entropies that have a gradient.
+    worker.set_loss_fn(lambda model_output, data, dp_group: (model_output["entropy"].values().sum(), {}))
+    with pytest.raises(ValueError, match="gradient_budget must be 0 if the entropies have a gradient"):
+        update(worker)
+
+
+def test_invalid_settings_and_an_entropy_bonus_with_a_budget_are_refused(tmp_path: Path) -> None:
+    run_ranks(refused_main, 1, tmp_path)
+
+
+def documented_main(rank: int, folder: Path) -> None:
+    os.environ.update(ENVIRONMENT)
+    import verl
+    from hydra import compose, initialize_config_dir
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.config import HFModelConfig
+
+    from gspo_kernels.integrations.verl_config import backward_settings
+
+    overrides = VERL_BUDGET.replace("\\\n", " ").split()
+    with initialize_config_dir(str(Path(str(verl.__file__)).parent / "trainer" / "config"), version_base=None):
+        config = compose("ppo_trainer", overrides=overrides).actor_rollout_ref
+    HFModelConfig.__post_init__ = lambda self: None  # it loads the model
+    model = omega_conf_to_dataclass(config.model)
+    assert backward_settings(model) == (1e-3, 1024)
+    assert model.fused_kernel_options["impl_backend"] == "torch" and not model.use_fused_kernels
+
+
+def test_the_documented_lines_set_budget_and_cache(tmp_path: Path) -> None:
+    run_ranks(documented_main, 1, tmp_path)

@@ -168,10 +168,7 @@ class Tiles:
         return torch.where(in_vocab, x.gather(0, slab[None])[0], math.nan)
 
     def weight_slab(self, low: int, high: int) -> Tensor:
-        """Return the rows of the weight for vocabulary columns low to high, in the operands' dtype.
-
-        The result is [columns rounded up, H].
-        """
+        """Return the weight's rows for columns low to high, in the operands' dtype: [columns rounded up, H]."""
         return pad_columns(self.head.weight[low:high].to(self.operand_dtype))
 
     def hidden_rows(self, rows: slice) -> Tensor:

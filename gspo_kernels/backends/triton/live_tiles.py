@@ -101,7 +101,9 @@ def choose(
     `cell` is the shape of a cell, (rows, columns).
     """
     rows = masses_of_rows(head, result, coefficient)
-    order = kept_first(rows.key.sort(descending=True, stable=True).indices, rows.key >= 0, kept)  # [N]
+    order = rows.key.sort(descending=True, stable=True).indices  # [N]
+    if kept.exponentials.numel():
+        order = kept_first(order, rows.key >= 0, kept)
     mass, units = masses_of_cells(head, kept, rows, order, cell)
     light, index = units.view(-1).sort(stable=True)
     heavy, cells = (torch.empty_like(units, dtype=torch.uint8) for _ in range(2))

@@ -17,7 +17,7 @@ README_ROWS = {
     "verl torch head": "verl, torch head",
     "torch linear_cross_entropy": "PyTorch, `linear_cross_entropy`",
     OURS: "**gspo_kernels**",
-    BUDGET: "**gspo_kernels**, `gradient_budget=1e-3` (`gspo_fused_loss` only)",
+    BUDGET: "**gspo_kernels**, `gradient_budget=1e-3`",
 }
 SAME_LOG_PROBS = {BUDGET: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # name -> a name with equal log-probs
 SAME_IN_FLOAT32 = {"TRL cast_lm_head_to_fp32": "TRL fused head"}  # in float32 it casts nothing

@@ -95,6 +95,10 @@ def train(
         float | None,
         typer.Option(help="Share of the gradient's mass that the backward may leave out. (default: 0, exact)"),
     ] = None,
+    cache_mib: Annotated[
+        float | None,
+        typer.Option(help="Memory in MiB that saves the backward a matrix product. (default: GSPO_CACHE_MIB, or 0)"),
+    ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Temperature of sampling and loss; evaluation is greedy. (default: 1)")
     ] = None,

@@ -35,6 +35,9 @@ class TrainConfig:
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     gradient_budget: float = 0.0  # share of the L1 mass of d_logits that the backward may drop; 0: exact
+    cache_mib: float | None = (
+        None  # memory for exponentials of logits; None: the environment variable GSPO_CACHE_MIB, or 0
+    )
     temperature: float = 1.0
     max_new_tokens: int = 7
     eval_every: int = 25  # steps between evaluations; step 0 and the last step are always evaluated
@@ -75,6 +78,7 @@ class TrainConfig:
         require("weight_decay", 0 <= self.weight_decay < math.inf, "a number >= 0")
         require("clip_low", 0 < self.clip_low < 1, "a number between 0 and 1")
         require("gradient_budget", 0 <= self.gradient_budget < 1, "a number from 0 (exact) to below 1")
+        require("cache_mib", self.cache_mib is None or 0 <= self.cache_mib < 2**40, "a number of MiB >= 0")
         require("backend", self.backend in ("auto", "torch", "triton"), '"auto", "torch" or "triton"')
         require(
             "updates_per_rollout",

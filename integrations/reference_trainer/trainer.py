@@ -244,6 +244,7 @@ def update(
                 normalizer=config.mini_batch_size,  # so that the losses of the micro-batches add up
                 entropy=True,
                 gradient_budget=config.gradient_budget,
+                cache_mib=config.cache_mib,
                 backend=config.backend,
                 **policy.head_options,
             )

@@ -142,6 +142,18 @@ def test_a_gradient_budget_saves_passes_and_reports_the_dropped_mass(tmp_path: P
     assert with_budget["reward"] == exact["reward"] and with_budget["entropy"] == exact["entropy"]
 
 
+def test_a_cache_saves_passes(tmp_path: Path) -> None:
+    rows = []
+    for mib in (0, 16):
+        train(small(tmp_path, name=f"cache-{mib}", cache_mib=mib, steps=1))
+        rows.append(rows_of(tmp_path / f"cache-{mib}")[1])
+    without, cached = rows
+    assert cached["passes"] - 1 == pytest.approx(2 / 3 * (without["passes"] - 1)) and without["passes"] > 1
+    assert cached["loss"] == pytest.approx(without["loss"], abs=1e-6)
+    with pytest.raises(InputError, match=r"cache_mib \(--cache-mib\): expected a number of MiB >= 0, got -1"):
+        small(tmp_path, cache_mib=-1)
+
+
 def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_advantage(rewards: torch.Tensor, _: int) -> torch.Tensor:
         return torch.ones_like(rewards)

@@ -24,6 +24,9 @@ from . import workers
 from .kept_tile import KeptTiles
 from .tiles import LOG_OF_NOTHING, Run, Tiles, WorkList, add_product_of_tile, product_of_tile
 
+# On a CPU that multiplies bf16, the limit for d_logits of one slab, whose product is rounded once.
+_D_LOGITS_BYTES = 16 * 2**20
+
 
 def head_backward(
     head: HeadRows,
@@ -82,7 +85,7 @@ class _Gradients:
         if not self.rounds or not all(self.logit_gradients.keep(run.rows) for run in runs):
             weight = tiles.weight_slab(low, high)
         # Runs whose products for d_weight are computed at once, if the product rounds to half precision.
-        size = tiles.tiles_of_slab(high - low) if self.rounds else 1
+        size = max(_D_LOGITS_BYTES // (2 * (high - low) * tiles.tile_rows), 1) if self.rounds else 1
         groups = [runs[i : i + size] for i in range(0, len(runs), size)]
         # The sum over rows, in fp32 or fp64. If d_weight is half precision, it is rounded once, at the end.
         total = d_weight

@@ -120,10 +120,6 @@ class Tiles:
         """Return how many products [tile_rows, H] may be ready before their turn to be added to d_hidden."""
         return max(_SLAB_BYTES // (self.tile_rows * self.hidden.shape[1] * self.dtype.itemsize), 1)
 
-    def tiles_of_slab(self, columns: int) -> int:
-        """Return how many tiles of rows of a slab may be held in half precision, at least 1."""
-        return max(_SLAB_BYTES // (2 * columns * self.tile_rows), 1)
-
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros in fp32 (fp64 for fp64 inputs)."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

@@ -82,12 +82,15 @@ SITUATIONS: dict[str, Record] = {
     "KL, budget 1e-3": dict(objective=KL, budget=1e-3),
     "flat policy, budget 1e-3": dict(zero=2, clipped=1, budget=1e-3, peaked=False),
     "padded tiles": dict(zero=2, clipped=1, rows=1000),
+    "dense, all kept": dict(cache_mib=32),
+    "rl-like, half kept": dict(zero=2, clipped=1, cache_mib=10),
+    "rl-like, budget 1e-3, half kept": dict(zero=2, clipped=1, budget=1e-3, cache_mib=10),
 }
 
 
 def work(
     rows: int = ROWS, zero: int = 0, clipped: int = 0, prompt: int = 0, frozen: tuple[str, ...] = (),
-    objective: Objective = GSPO, entropy: bool = False, budget: float = 0.0, peaked: bool = True,
+    objective: Objective = GSPO, entropy: bool = False, budget: float = 0.0, peaked: bool = True, cache_mib: float = 0.0,
 ) -> Record:  # fmt: skip  # lines by subject
     """Count products and bytes of a forward and a backward. Return them with the metrics that the library reports.
 
@@ -107,7 +110,7 @@ def work(
         with counted(StepCounts(), torch_backend) as counts:
             out = gspo_fused_loss(
                 hidden, weight, ids, advantages, mask=mask, old_log_probs=old, ref_log_probs=ref, objective=objective,
-                entropy=entropy, gradient_budget=budget, backend="torch",
+                entropy=entropy, gradient_budget=budget, cache_mib=cache_mib, backend="torch",
             )  # fmt: skip  # lines by subject
             if out.loss.requires_grad:
                 out.loss.backward()
@@ -130,6 +133,7 @@ LAUNCHING: dict[str, Record] = {
     "entropy bonus": dict(objective=BONUS),
     "KL": dict(objective=KL),
     "budget 1e-2": dict(gradient_budget=1e-2),
+    "cache": dict(cache_mib=1.0),
 }
 
 

@@ -64,7 +64,7 @@ def helps(first: Results) -> str:
         ("time / naive GSPO's, every token has a gradient", times(run_of(first, "dense")["candidates"]), ".2f"),
         (f"peak MiB, {rl_like['on']['tokens']:,} tokens", peaks(rl_like["candidates"]), ",.0f"),
         (f"peak MiB, {large['tokens']:,} tokens", peaks(large["candidates"]), ",.0f"),
-        ("time of an optimizer step / naive GSPO's", times(first["trainer"]["steps"]), ".2f"),
+        ("peak MiB of a step of TRL's trainer", peaks(first["trainer"]["steps"]), ",.0f"),
         (f"wrong clip decisions in %, sequences of {LENGTH:,} tokens", wrong_decisions(first["fidelity"]), ".2g"),
     ]
     rows = []
@@ -84,8 +84,9 @@ def loses(first: Results) -> str:
         where = f"{on['scenario']}, {on['dtype']}, {on['tokens']:,} tokens, V = {on['head']['vocab']:,}"
         comparisons.append((f"time / naive GSPO's: {where}", times(run["candidates"]), ".2f"))
         comparisons.append((f"peak MiB: {where}", peaks(run["candidates"]), ",.0f"))
-    parts = {r["name"]: r["parts"]["loss"]["seconds"] for r in first["trainer"]["steps"] if "seconds" in r}
-    comparisons.append(("seconds of the loss in an optimizer step", parts, ".1f"))
+    if of_trainer := times(first["trainer"]["steps"]):
+        comparisons.append(("time of a step of TRL's trainer / naive GSPO's", of_trainer, ".2f"))
+    comparisons.append(("peak MiB of a step of TRL's trainer", peaks(first["trainer"]["steps"]), ",.0f"))
     rows = []
     for situation, values, form in comparisons:
         best, ours = best_other(values), values[OURS]

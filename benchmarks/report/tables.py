@@ -118,14 +118,14 @@ def vocab(results: Results) -> Texts:
 
 
 def trainer(results: Results) -> Texts:
+    timed = [r for r in results["steps"] if "wrong" not in r]
     cells: dict[str, Cell] = {
-        "step, s": lambda r: f"{r['seconds']:.1f}", "step / naive's": over_naive_with_spread,
-        "loss alone, s": lambda r: f"{r['parts']['loss']['seconds']:.1f}",
-        "loss, share of the step": lambda r: f"{r['loss share']:.0%}", "error": error_of,
+        "cache_mib": lambda r: f"{r['cache_mib']:,}", "peak MiB": mib,
+        "step, s": lambda r: f"{r['seconds']:.1f}" if "seconds" in r else "-",
+        "step / naive GSPO's": over_naive, "norm": lambda r: f"{r['norm_over_full']:.6f}",
     }  # fmt: skip  # a column each
-    timed = [r for r in results["steps"] if "seconds" in r]
     columns = {label: (timed, cell) for label, cell in cells.items()}
-    return {"table": candidates_table(columns), "left_out": left_out(results["steps"])}
+    return {"table": candidates_table(columns), "gradients": f"{timed[0]['gradient_bytes'] / 2**20:,.0f}"}
 
 
 def budget_table(rows: dict[str, list[Results]], cell: Cell) -> str:
@@ -140,7 +140,14 @@ def sparsity(results: Results) -> Texts:
         cases.setdefault(record["case"], []).append(record)
     timed = results["time"]["candidates"]
     times = candidates_table({"time / naive GSPO's": (timed, over_naive_with_spread), "peak MiB": (timed, mib)})
-    return {"passes_table": budget_table(cases, passes_and_error), "time_table": times}
+    cached: dict[str, tuple[list[Results], Cell]] = {}
+    for run in results.get("cache", {"runs": []})["runs"]:
+        label = f"{run['on']['scenario']}, {run['on']['dtype']}"
+        cached |= {label: (run["candidates"], over_naive_with_spread), f"MiB, {label}": (run["candidates"], mib)}
+    cache = (
+        f"{conditions(results['cache']['measured'])}\n\n{candidates_table(cached)}" if cached else "not measured yet."
+    )
+    return {"passes_table": budget_table(cases, passes_and_error), "time_table": times, "cache": cache}
 
 
 def policy(results: Results) -> Texts:
@@ -182,16 +189,14 @@ def budgets(results: Results) -> Texts:
             arm, *(f"{fmean(r['mean'][key] for r in records):.3g}" for key in ("passes", "dropped_gradient_mass")),
             *(f"{gap['mean']:+.3f} ({interval(gap['95 %'], '+.3f')})" if gap else "-" for gap in gaps),
             f"{fmean(r['held-out reward'][1] for r in records):.3f}",
-            ", ".join(f"{x:.2g}" for x in results["distance"].get(arm, [])) or "-",
         ))  # fmt: skip  # a cell each
-    header = ("", "passes", "mass left out", "entropy", "reward", "held-out reward", "distance of parameters")
+    header = ("", "passes", "mass left out", "entropy", "reward", "held-out reward")
     drifting = [f"the {key} of {arm}" for key in apart for arm in arms if drifts(apart[key], arm, control)]
     widest = max((high - low) / 2 for low, high in (apart["entropy"][arm]["95 %"] for arm in arms))
     return {
         "table": table(header, rows),
         "verdict": f"We see drift in {', '.join(drifting)}" if drifting else "We see no drift",
         "detectable": f"{widest:.3f}",
-        "others": ", ".join(f"{x:.2f}" for x in results["distance"].get("other seeds", [])),
     }
 
 

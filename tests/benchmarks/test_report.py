@@ -95,10 +95,10 @@ def test_the_page_lists_where_others_take_less_time_or_memory() -> None:
         records = [{"name": n, "over_naive": {"ratio": r}, "peak_bytes": m << 20} for n, (r, m) in ratios.items()]
         return {"on": on, "candidates": records}
 
-    trainer = {"steps": [{"name": n, "seconds": 9, "parts": {"loss": {"seconds": 1}}} for n in ("naive GSPO", "ours")]}
+    steps = [{"name": n, "over_naive": {"ratio": 1.0}, "peak_bytes": 1} for n in ("naive GSPO", "ours")]
 
     def rows(*runs: dict[str, Any]) -> list[str]:
-        first = {"step": {"time": {"runs": list(runs)}}, "vocab": {"runs": []}, "trainer": trainer}
+        first = {"step": {"time": {"runs": list(runs)}}, "vocab": {"runs": []}, "trainer": {"steps": steps}}
         return summary.loses(first).splitlines()[2:]
 
     where = "dense, float32, 1,024 tokens, V = 5,000"

@@ -121,9 +121,9 @@ def draw_fidelity(results: Results, path: Path) -> None:
 
 def draw_trainer(results: Results, path: Path) -> None:
     """Draw peak memory and time of a step of TRL's trainer: a bar per implementation, with its number at the end."""
+    results = next(iter(results.values()))
     records = [r for r in results["steps"] if r["name"] in TRAINERS]
-    timed = all("seconds" in r for r in records)
-    figure, axes = panels(2 if timed else 1)
+    figure, axes = panels(2)
     names = [TRAINERS[r["name"]].format(gib=r["cache_mib"] / 1024) for r in records]
     colours = [BLUE if r["name"].startswith(OURS) else ORANGE for r in records]
     for panel, key, unit, form in zip(
@@ -140,7 +140,7 @@ def draw_trainer(results: Results, path: Path) -> None:
     hatched: Any = dict(color="white", alpha=0.45, hatch="///", edgecolor=DARK, height=0.62, lw=0)
     axes[0].barh(names, [r["gradient_bytes"] / 2**30 for r in records], **hatched)
     axes[0].annotate("hatched: gradients of the model, which every step needs", (0, -0.05), xycoords="axes fraction")
-    axes[-1].set_yticks([] if timed else names)
+    axes[-1].set_yticks([])
     batch = f"{results['sequences']} answers of {results['tokens'] // results['sequences']} tokens"
     vocab = f"vocabulary of {results['model']['vocab_size']:,}, {results['dtype']}, CPU"
     figure.suptitle(f"A training step of TRL's GRPOTrainer ({batch}, {vocab})", fontsize=11, weight="bold")

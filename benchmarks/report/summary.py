@@ -64,7 +64,7 @@ def helps(first: Results) -> str:
         ("time / naive GSPO's, every token has a gradient", times(run_of(first, "dense")["candidates"]), ".2f"),
         (f"peak MiB, {rl_like['on']['tokens']:,} tokens", peaks(rl_like["candidates"]), ",.0f"),
         (f"peak MiB, {large['tokens']:,} tokens", peaks(large["candidates"]), ",.0f"),
-        ("peak MiB of a step of TRL's trainer", peaks(first["trainer"]["steps"]), ",.0f"),
+        ("peak MiB of a step of TRL's trainer", peaks(first["trainer"]["float32"]["steps"]), ",.0f"),
         (f"wrong clip decisions in %, sequences of {LENGTH:,} tokens", wrong_decisions(first["fidelity"]), ".2g"),
     ]
     rows = []
@@ -84,9 +84,9 @@ def loses(first: Results) -> str:
         where = f"{on['scenario']}, {on['dtype']}, {on['tokens']:,} tokens, V = {on['head']['vocab']:,}"
         comparisons.append((f"time / naive GSPO's: {where}", times(run["candidates"]), ".2f"))
         comparisons.append((f"peak MiB: {where}", peaks(run["candidates"]), ",.0f"))
-    if of_trainer := times(first["trainer"]["steps"]):
-        comparisons.append(("time of a step of TRL's trainer / naive GSPO's", of_trainer, ".2f"))
-    comparisons.append(("peak MiB of a step of TRL's trainer", peaks(first["trainer"]["steps"]), ",.0f"))
+    for dtype, part in first["trainer"].items():
+        comparisons.append((f"time of a step of TRL's trainer / naive GSPO's, {dtype}", times(part["steps"]), ".2f"))
+        comparisons.append((f"peak MiB of a step of TRL's trainer, {dtype}", peaks(part["steps"]), ",.0f"))
     rows = []
     for situation, values, form in comparisons:
         best, ours = best_other(values), values[OURS]

@@ -118,14 +118,17 @@ def vocab(results: Results) -> Texts:
 
 
 def trainer(results: Results) -> Texts:
-    timed = [r for r in results["steps"] if "wrong" not in r]
-    cells: dict[str, Cell] = {
-        "cache_mib": lambda r: f"{r['cache_mib']:,}", "peak MiB": mib,
-        "step, s": lambda r: f"{r['seconds']:.1f}" if "seconds" in r else "-",
-        "step / naive GSPO's": over_naive, "norm": lambda r: f"{r['norm_over_full']:.6f}",
-    }  # fmt: skip  # a column each
-    columns = {label: (timed, cell) for label, cell in cells.items()}
-    return {"table": candidates_table(columns), "gradients": f"{timed[0]['gradient_bytes'] / 2**20:,.0f}"}
+    columns: dict[str, tuple[list[Results], Cell]] = {}
+    for dtype, part in results.items():
+        timed = [r for r in part["steps"] if "wrong" not in r]
+        cells: dict[str, Cell] = {
+            "peak MiB": mib, "step, s": lambda r: f"{r['seconds']:.1f}", "step / naive GSPO's": over_naive,
+            "norm": lambda r: f"{r['norm_over_full']:.5f}",
+        }  # fmt: skip  # a column each
+        columns |= {f"{dtype}: {label}": (timed, cell) for label, cell in cells.items()}
+    measured = "; ".join(f"{dtype}: {conditions(part['measured'])}" for dtype, part in results.items())
+    part = next(iter(results.values()))
+    return {"table": candidates_table(columns), "measured": measured, "on": part, "runs": part["steps"][0]["runs"]}
 
 
 def budget_table(rows: dict[str, list[Results]], cell: Cell) -> str:

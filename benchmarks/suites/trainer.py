@@ -1,6 +1,7 @@
 """Measure peak memory and time of a step of TRL's GRPOTrainer, each implementation in a process of its own.
 
-    python -m gspo_kernels.benchmarks trainer    15 minutes on two idle cores; with --memory, times are not recorded
+    python -m gspo_kernels.benchmarks trainer                      25 minutes on two idle cores
+    python -m gspo_kernels.benchmarks trainer --dtype bfloat16     replaces only this part of the JSON file
 
 The model is a Qwen2 with random weights, so nothing is downloaded, and its completions are random. A step is TRL's
 `training_step`: forward, loss and backward, without the optimizer's memory. Every token has a gradient. The norm of the
@@ -19,8 +20,8 @@ import torch
 
 from gspo_kernels.extras import needs
 
-from ..measure import Record, destination, fresh, peak_bytes, save, turns
-from .options import DTYPES, parser_of, positive, say
+from ..measure import Record, Tick, destination, fresh, peak_bytes, save_part, turns
+from .options import DTYPES, device_of, parser_of, positive, say
 
 QWEN2: Record = dict(
     vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=2, num_attention_heads=14,
@@ -30,27 +31,32 @@ TINY = QWEN2 | dict(vocab_size=2000, hidden_size=56, intermediate_size=64)
 FULL, OURS = "naive GSPO", "ours"
 CAST = "TRL cast_lm_head_to_fp32"  # TRL 1.16 keeps its fused head, and multiplies fp32 copies of the operands
 NAMES = (FULL, "TRL fused head", CAST, OURS, "ours, all in the cache")
-SEQUENCES, PROMPT = 8, 8  # completions of the prompt, and its tokens
+SEQUENCES, PROMPT, LENGTH = 8, 8, 256  # completions of the prompt, and tokens of the prompt and of each
 STEPS = 2  # timed steps in a process, after one that is not
-CPU = torch.device("cpu")
 DIFFER = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}  # largest relative difference of a norm
 
 
-def step_of(name: str, config: Record, length: int, dtype: str) -> Record:
+def names_of(dtype: str) -> tuple[str, ...]:
+    """Return the implementations to measure. A cast to fp32 changes nothing in fp32."""
+    return tuple(name for name in NAMES if name != CAST or dtype != "float32")
+
+
+def step_of(name: str, config: Record, length: int, dtype: str, device: str) -> Record:
     """Take steps with one implementation. Return the seconds, peak bytes and results of each. Needs a new process."""
     with needs("python -m gspo_kernels.benchmarks trainer", "trl", "trl", "datasets"):
         from gspo_kernels.integrations.trl import accelerate_trainer
     size = SEQUENCES * length * config["vocab_size"] * getattr(torch, dtype).itemsize  # of all exponentials
     cache_mib = -(-size // 2**20) if "cache" in name else 0
-    steps: list[Record] = []
+    place, steps = torch.device(device), []
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(config, length, dtype, folder, cast=name == CAST)
+        trainer = make_trainer(config, length, dtype, folder, on_cpu=place.type == "cpu", cast=name == CAST)
         step = trainer.training_step
 
         def measured(*arguments: Any) -> Any:
             losses, start = [], time.perf_counter()
-            peak = peak_bytes(lambda: losses.append(step(*arguments)), CPU)
-            steps.append({"seconds": time.perf_counter() - start, "peak_bytes": peak, "loss": losses[0].item()})
+            peak = peak_bytes(lambda: losses.append(step(*arguments)), place)
+            loss = losses[0].item()  # waits for a GPU
+            steps.append({"seconds": time.perf_counter() - start, "peak_bytes": peak, "loss": loss})
             return losses[0]
 
         if name == FULL:
@@ -65,7 +71,7 @@ def step_of(name: str, config: Record, length: int, dtype: str) -> Record:
     return {"steps": timed, "gradient_bytes": gradients, "cache_mib": cache_mib}
 
 
-def make_trainer(config: Record, length: int, dtype: str, folder: str, cast: bool) -> Any:
+def make_trainer(config: Record, length: int, dtype: str, folder: str, on_cpu: bool, cast: bool) -> Any:
     """Return a GRPOTrainer with GSPO's settings and random completions of `length` tokens."""
     import datasets
     from tokenizers import Tokenizer, models
@@ -81,7 +87,7 @@ def make_trainer(config: Record, length: int, dtype: str, folder: str, cast: boo
     model: Any = Qwen2ForCausalLM(Qwen2Config(**config)).to(getattr(torch, dtype))
     words: Any = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<eos>"))
     args = GRPOConfig(
-        folder, use_cpu=True, bf16=False, per_device_train_batch_size=SEQUENCES, num_generations=SEQUENCES,
+        folder, use_cpu=on_cpu, bf16=False, per_device_train_batch_size=SEQUENCES, num_generations=SEQUENCES,
         num_iterations=STEPS + 1, max_steps=STEPS + 1, max_completion_length=length, cast_lm_head_to_fp32=cast,
         importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4, learning_rate=1e-9,
         optim="sgd", gradient_checkpointing=False, logging_steps=1, disable_tqdm=True, report_to=[], save_strategy="no",
@@ -111,42 +117,51 @@ def full_logits(forward: Any) -> Any:
     return from_logits
 
 
-def measure(names: tuple[str, ...], rounds: int, time_too: bool = True, **setting: Any) -> list[Record]:
-    """Return a record per implementation: largest peak, seconds of the fastest step, loss and norm of the gradients."""
+def compare(
+    names: tuple[str, ...],
+    rounds: int,
+    dtype: str,
+    device: torch.device,
+    config: Record = QWEN2,
+    length: int = LENGTH,
+    tick: Tick = say,
+) -> Record:
+    """Measure steps with the named implementations, full logits among them, in `rounds` processes each."""
     runs: dict[str, list[Record]] = {name: [] for name in names}
+    setting: Record = dict(config=config, length=length, dtype=dtype, device=str(device))
     for turn, name in turns(list(names), rounds - 1):
+        tick(f"{name}, round {turn + 1} of {rounds}")
         run = fresh("suites.trainer", "step_of", name=name, **setting)
         if run is None:
             raise MemoryError(f"{name} ran out of memory")
-        shown = [f"{x['seconds']:.2f} s, {x['peak_bytes'] / 2**20:,.0f} MiB" for x in run["steps"]]
-        say(f"{name}, round {turn + 1} of {rounds}: {'; '.join(shown)}")
         runs[name].append(run)
-    best = {name: min(x["seconds"] for run in each for x in run["steps"]) for name, each in runs.items()}
-    base, records = runs[FULL][0]["steps"][-1]["norm"], []
-    for name, each in runs.items():
-        last, peaks = each[0]["steps"][-1], [x["peak_bytes"] for run in each for x in run["steps"]]
-        record: Record = {"name": name, "peak_bytes": max(peaks), "runs": len(peaks), "loss": last["loss"]}
-        record |= {key: each[0][key] for key in ("gradient_bytes", "cache_mib")} | {
-            "norm_over_full": last["norm"] / base
-        }
-        if time_too:
-            record |= {"seconds": best[name], "over_naive": {"ratio": best[name] / best[FULL]}}
-        if not abs(record["norm_over_full"] - 1) <= DIFFER[setting["dtype"]]:
-            record["wrong"] = "its gradients have another norm than those of full logits"
-        records.append(record)
-    return records
+    on = {"model": config, "tokens": SEQUENCES * length, "sequences": SEQUENCES, "dtype": dtype}
+    return {**on, "steps": [record_of(name, runs, dtype) for name in names]}
+
+
+def record_of(name: str, runs: dict[str, list[Record]], dtype: str) -> Record:
+    """Return largest peak, seconds of the fastest step, loss, and norm of the gradients."""
+    last, base = (runs[x][0]["steps"][-1] for x in (name, FULL))
+    steps, full = ([step for run in runs[x] for step in run["steps"]] for x in (name, FULL))
+    seconds, of_full = ([step["seconds"] for step in each] for each in (steps, full))
+    record: Record = {key: runs[name][0][key] for key in ("gradient_bytes", "cache_mib")}
+    record |= {"name": name, "peak_bytes": max(step["peak_bytes"] for step in steps), "runs": len(steps)}
+    record |= {"loss": last["loss"], "norm_over_full": last["norm"] / base["norm"]}
+    record |= {"seconds": min(seconds), "over_naive": {"ratio": min(seconds) / min(of_full)}}
+    if not abs(record["norm_over_full"] - 1) <= DIFFER[dtype]:
+        record["wrong"] = "its gradients have another norm than those of full logits"
+    return record
 
 
 def main() -> None:
     parser = parser_of("trainer", __doc__)
     parser.add_argument("--rounds", type=positive, default=3, help="processes per implementation")
-    parser.add_argument("--memory", action="store_true", help="record no times, because other work slows this machine")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model (default float32)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the model: default float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--device", type=device_of, default=str(device_of(None)))
     options = parser.parse_args()
-    config, length = (TINY, 16) if options.tiny else (QWEN2, 256)
-    output = destination("trainer", CPU, options.output, options.tiny or options.dtype != "float32")
-    names = (FULL, OURS) if options.tiny else tuple(x for x in NAMES if x != CAST or options.dtype != "float32")
-    results = {"model": config, "tokens": SEQUENCES * length, "sequences": SEQUENCES, "dtype": options.dtype}
-    setting: Record = dict(config=config, length=length, dtype=options.dtype, time_too=not options.memory)
-    results["steps"] = measure(names, options.rounds, **setting)
-    print(save("trainer", CPU, results, output))
+    device, tiny = options.device, {"config": TINY, "length": 16} if options.tiny else {}
+    dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    output = destination("trainer", device, options.output, options.tiny)
+    names = (FULL, OURS) if options.tiny else names_of(dtype)
+    results = compare(names, options.rounds, dtype, device, **tiny)
+    print(save_part("trainer", device, dtype, results, output))

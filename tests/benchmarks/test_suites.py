@@ -112,6 +112,6 @@ def test_a_step_with_other_gradients_is_wrong(monkeypatch: pytest.MonkeyPatch) -
         return {"steps": [step], "gradient_bytes": 4, "cache_mib": 0}
 
     monkeypatch.setattr(trainer, "fresh", step_of)
-    records = trainer.measure((trainer.FULL, "a", "b"), 2, dtype="float32")
+    records = trainer.compare((trainer.FULL, "a", "b"), 2, "float32", CPU)["steps"]
     assert ["wrong" in r for r in records] == [False, True, False]
     assert all(r["runs"] == 2 and r["over_naive"]["ratio"] == 1 and r["peak_bytes"] == 5 for r in records)

@@ -98,7 +98,11 @@ def test_the_page_lists_where_others_take_less_time_or_memory() -> None:
     steps = [{"name": n, "over_naive": {"ratio": 1.0}, "peak_bytes": 1} for n in ("naive GSPO", "ours")]
 
     def rows(*runs: dict[str, Any]) -> list[str]:
-        first = {"step": {"time": {"runs": list(runs)}}, "vocab": {"runs": []}, "trainer": {"float32": {"steps": steps}}}
+        first = {
+            "step": {"time": {"runs": list(runs)}},
+            "vocab": {"runs": []},
+            "trainer": {"float32": {"steps": steps}},
+        }
         return summary.loses(first).splitlines()[2:]
 
     where = "dense, float32, 1,024 tokens, V = 5,000"

@@ -17,7 +17,7 @@ from gspo_kernels import gspo_fused_loss, linear_log_probs
 
 from . import peers
 from .measure import version
-from .workloads import BUDGETS, CLIP_HIGH, CLIP_LOW, KL_COEF, Head, Old, Workload
+from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Head, Old, Workload
 
 LogProbs = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]  # hidden [N, H], weight [V, H], ids [N], soft-cap
 Loss = Callable[[Workload, Old, Tensor, Tensor], Tensor]  # hidden [S, L, H], weight [V, H] -> scalar
@@ -152,6 +152,5 @@ _CANDIDATES = (
     ours_at(1e-3, "ours, budget 1e-3"),
 )
 ALL = {candidate.name: candidate for candidate in _CANDIDATES}
-BY_BUDGET = {name: ours_at(budget, name) for name, budget in ((f"ours, budget {b:g}", b) for b in BUDGETS[1:])}
 BY_CACHE = {name: ours_at(0.0, name, mib) for name, mib in ((f"ours, cache_mib={m}", m) for m in (320, 640))}
 AGAINST = tuple(dict.fromkeys(candidate.against for candidate in _CANDIDATES if candidate.against != "ours"))

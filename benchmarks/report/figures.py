@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from .tables import BUDGET, NAIVE, OURS, Results, by_name, shown
+from .tables import BUDGET, CACHED, NAIVE, OURS, Results, by_name, shown
 
 BLACK, DARK, GREY = "#000000", "#595959", "#999999"
 BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
@@ -27,7 +27,7 @@ LOOKS = {
 }  # fmt: skip  # by family
 TRAINERS = {
     NAIVE: "TRL's trainer\nwith full logits", "TRL fused head": "TRL 1.16", OURS: "TRL 1.16\nwith gspo_kernels",
-    "ours, all in the cache": "TRL 1.16\nwith gspo_kernels\nand a cache of {gib:.1f} GiB",
+    CACHED: "TRL 1.16\nwith gspo_kernels\nand a cache of {gib:.1f} GiB",
 }  # fmt: skip  # the bars of `draw_trainer`
 STYLE: Any = {"font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left"}
 STYLE |= {"legend.frameon": False, "grid.alpha": 0.25}
@@ -126,9 +126,8 @@ def draw_trainer(results: Results, path: Path) -> None:
     figure, axes = panels(2)
     names = [TRAINERS[r["name"]].format(gib=r["cache_mib"] / 1024) for r in records]
     colours = [BLUE if r["name"].startswith(OURS) else ORANGE for r in records]
-    for panel, key, unit, form in zip(
-        axes, ("peak_bytes", "seconds"), (2**30, 1), ("{:.2f} GiB", "{:.1f} s"), strict=False
-    ):
+    shown_in = (("peak_bytes", 2**30, "{:.2f} GiB"), ("seconds", 1, "{:.1f} s"))
+    for panel, (key, unit, form) in zip(axes, shown_in, strict=True):
         values = [r[key] / unit for r in records]
         bars = panel.barh(names, values, color=colours, height=0.62)
         panel.bar_label(bars, [form.format(value) for value in values], padding=4, fontsize=10, weight="bold")

@@ -1,11 +1,10 @@
 """Measure what rows without a gradient and kept exponentials save, and what a gradient budget saves and costs.
 
     python -m gspo_kernels.benchmarks sparsity --passes    matrix passes and gradient errors (15 minutes on two cores)
-    python -m gspo_kernels.benchmarks sparsity --time      time and peak memory relative to the naive loss (10 minutes)
-    python -m gspo_kernels.benchmarks sparsity --cache     time with cache_mib, relative to the naive loss (15 minutes)
+    python -m gspo_kernels.benchmarks sparsity --cache     time with cache_mib, relative to the naive loss (25 minutes)
 
 Passes and errors depend on the machine only through the size of its cells (128 x 168 on a CPU). Times are ratios within
-one run. Without these options, all parts are measured. With some, only these parts of the JSON file are replaced.
+one run. Without an option, both parts are measured. With one, only this part of the JSON file is replaced.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from gspo_kernels import gspo_fused_loss
 
 from .. import peaked, workloads
-from ..candidates import ALL, BY_BUDGET, BY_CACHE
+from ..candidates import ALL, BY_CACHE
 from ..measure import Record, destination, save_part
 from ..workloads import BUDGETS, MODELS, Head, Spec
 from . import bench
@@ -73,20 +72,15 @@ def by_budget(
 def main() -> None:
     parser = parser_of("sparsity", __doc__)
     parser.add_argument("--passes", action="store_true", help="matrix passes and gradient errors")
-    parser.add_argument("--time", action="store_true", help="time and memory relative to the naive loss")
     parser.add_argument("--cache", action="store_true", help="time with cache_mib, relative to the naive loss")
     options = parser.parse_args()
-    every = not (options.passes or options.time or options.cache)
     output = destination("sparsity", CPU, options.output, options.tiny)
     rows, tokens, rounds, head = (256, 64, 1, TINY_HEAD) if options.tiny else (2048, 1024, 5, HEAD)
-    base = [ALL[bench.NAIVE], ALL["ours"]]
-    if options.passes or every:
+    if options.passes or not options.cache:
         cases = [record for case in CASES for record in passes(rows, case, head)]
         print(save_part("sparsity", CPU, "passes", {**head._asdict(), "rows": rows, "cases": cases}, output))
-    if options.time or every:
-        results = bench.compare(Spec(head, tokens, "rl-like"), [*base, *BY_BUDGET.values()], rounds, say)
-        print(save_part("sparsity", CPU, "time", results, output))
-    if options.cache or every:
+    if options.cache or not options.passes:
         specs = [Spec(head, tokens, *kind) for kind in product(("dense", "rl-like"), ("float32", "bfloat16"))]
-        runs = [bench.compare(spec, [*base, *BY_CACHE.values()], rounds, say) for spec in specs]
+        chosen = [ALL[bench.NAIVE], ALL["ours"], *BY_CACHE.values()]
+        runs = [bench.compare(spec, chosen, rounds, say) for spec in specs]
         print(save_part("sparsity", CPU, "cache", {"runs": runs}, output))

@@ -71,8 +71,12 @@ def test_the_readme_block_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     readme.write_text(f"before\n{BLOCK}old\n<!-- end -->\nafter\n")
     monkeypatch.setattr(pages, "README", readme)
     text = pages.texts()[readme]
-    assert text.startswith(f"before\n{BLOCK}|  | time") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
-    assert 8 + 2 == sum(line.startswith("|") for line in text.splitlines())
+    assert (
+        text.startswith(f"before\n{BLOCK}|  | peak MiB")
+        and text.endswith("<!-- end -->\nafter\n")
+        and "old" not in text
+    )
+    assert 5 + 2 == sum(line.startswith("|") for line in text.splitlines())
 
 
 def test_every_candidate_has_its_own_colour_and_marker() -> None:

@@ -117,7 +117,7 @@ def forward_tile(
         first_column = tile * BLOCK_V
         # Before the product, which hides the load.
         target = target_column(target=tl.load(target_ids + rows), vocab_size=vocab_size)
-        has_target, tile_has_target = in_tile(target, first_column, BLOCK_V=BLOCK_V)
+        tile_has_target = in_tile(target, first_column, BLOCK_V=BLOCK_V)[1]
         z = logit_tile(
             head,
             rows,
@@ -131,8 +131,11 @@ def forward_tile(
         beyond = vocab_size - first_column  # columns of the tile from here on are padding
         # One branch for both rare cases: with two, the tile takes more registers.
         if tile_has_target | (beyond < BLOCK_V):
+            # Loaded again: held during the product, the ids would take registers in every tile.
+            reloaded = target_column(target=tl.load(target_ids + rows), vocab_size=vocab_size)
+            has_target = in_tile(reloaded, first_column, BLOCK_V=BLOCK_V)[0]
             columns = tl.arange(0, BLOCK_V)[None, :]
-            is_target = columns == (target - first_column)[:, None]
+            is_target = columns == (reloaded - first_column)[:, None]
             tl.store(target_logit + n, tl.sum(tl.where(is_target, z, 0.0), 1), mask=valid & has_target)
             z = tl.where(is_target | (columns >= beyond), float("-inf"), z)
         top = finite(tl.max(z, 1))

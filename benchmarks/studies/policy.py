@@ -3,7 +3,7 @@
     python -m gspo_kernels.benchmarks policy    10 minutes on one core; saves the policy in runs/policy
 
 Other benchmarks use a synthetic policy, made by the formula in `peaked.py`. This one checks the formula: a Qwen3 learns
-the problems of the reference trainer's `arithmetic.py` until about half of its sampled answers are right, and is
+the problems of the reference trainer's `tasks/arithmetic.py` until about half of its sampled answers are right, and is
 compared with a synthetic policy of the same sizes. `fidelity` and `budgets` load what it saves.
 """
 
@@ -24,11 +24,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.integrations.reference_trainer import arithmetic
-from gspo_kernels.integrations.reference_trainer.arithmetic import END, PAD, Problem
 from gspo_kernels.integrations.reference_trainer.policy import Policy, make_policy
-from gspo_kernels.integrations.reference_trainer.sampling import sample
-from gspo_kernels.integrations.reference_trainer.tasks import answer_found
+from gspo_kernels.integrations.reference_trainer.rewards import answer_found
+from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
+from gspo_kernels.integrations.reference_trainer.tasks import Example, arithmetic
+from gspo_kernels.integrations.reference_trainer.tasks.arithmetic import END, PAD, Problem
 
 from .. import measure, peaked, workloads
 from ..measure import Record
@@ -143,16 +143,20 @@ def cross_entropy(policy: Policy, batch: Sequence[Text]) -> Tensor:
     return F.cross_entropy(logits.float(), ids[:, 1:][learned])
 
 
+def answers_of(policy: Policy, problems: Sequence[Problem]) -> Rollout:
+    """Sample one answer to each problem, at temperature 1."""
+    return sample(policy, [Example(p.prompt, p.answer) for p in problems], max_new_tokens=ANSWER, temperature=1.0)
+
+
 def accuracy_of(policy: Policy, problems: Sequence[Problem]) -> float:
-    """Sample one answer to each problem, at temperature 1. Return the share of right answers."""
-    texts = sample(policy, [p.prompt for p in problems], max_new_tokens=ANSWER, temperature=1.0).texts
+    """Return the share of right answers among one sampled answer to each problem."""
+    texts = answers_of(policy, problems).texts
     return sum(answer_found(text, p.answer) for text, p in zip(texts, problems, strict=True)) / len(problems)
 
 
 @torch.no_grad()
 def states_of(policy: Policy, problems: Sequence[Problem]) -> States:
-    """Sample one answer to each problem, at temperature 1."""
-    rollout = sample(policy, [p.prompt for p in problems], max_new_tokens=ANSWER, temperature=1.0)
+    rollout = answers_of(policy, problems)
     hidden = policy.hidden_states(rollout.input_ids, rollout.attention_mask, rollout.prompt_width)
     return States(hidden, policy.head.get_parameter("weight").detach(), rollout.answer_ids, rollout.answer_mask)
 

@@ -4,9 +4,10 @@
 
     config      options
     policy      the model and its tokenizer
-    tasks       prompts and rewards
-    arithmetic  problems with worked solutions, to pretrain a small model on
-    sampling    rollouts
+    examples    prompts with answers
+    rewards     reward functions, their weights and time limits
+    tasks       sorting, format, calculator (a dialogue), arithmetic, and the user's own jsonl
+    sampling    rollouts, also of dialogues
     report      files of a run
     progress    printed progress
     stopping    Ctrl-C and SIGTERM

@@ -24,7 +24,7 @@ from gspo_kernels import linear_log_probs
 
 from ..huggingface import fuse_head, logit_options
 from .config import InputError
-from .tasks import LETTERS
+from .tasks.sorting import LETTERS
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 

@@ -25,7 +25,7 @@ from .progress import TrainingProgress
 from .report import RunFolder, RunReport, SeedResult
 from .sampling import Rollout, sample
 from .stopping import StopSignals
-from .tasks import Example, Task, batches, jsonl_task, sorting_task
+from .tasks import Example, Task, batches, jsonl_task, task_by_name
 
 LOSS_METRICS = (
     "clip_fraction",
@@ -66,7 +66,7 @@ def train(config: TrainConfig) -> RunReport:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
     if config.data is None:
-        task = sorting_task(config.eval_prompts)
+        task = task_by_name("sorting", config.eval_prompts)
     else:
         task = jsonl_task(config.data, config.eval_prompts)
     results = []
@@ -76,7 +76,7 @@ def train(config: TrainConfig) -> RunReport:
             policy = demo_policy() if config.model is None else load_policy(config.model)
             policy.model.to(device)
             check_head(policy, config.backend)
-            check_room(policy, (e.prompt for e in (*task.train, *task.held_out)), config.max_new_tokens)
+            check_room(policy, (e.key for e in (*task.train, *task.held_out)), config.max_new_tokens)
             if seed == config.seeds[0]:
                 print_notes(config, policy, progress)
             try:
@@ -191,13 +191,14 @@ def collect(
     with autocast(config, policy):
         rollout = sample(
             policy,
-            [example.prompt for example in examples],
+            examples,
             group_size=group_size,
             max_new_tokens=config.max_new_tokens,
             temperature=temperature,
+            task=task,
         )
-    answers = [example.answer for example in examples for _ in range(group_size)]
-    return rollout, [task.reward(text, answer) for text, answer in zip(rollout.texts, answers, strict=True)]
+    repeated = [example for example in examples for _ in range(group_size)]
+    return rollout, task.rewards(rollout.texts, repeated, rollout.turns).total
 
 
 @torch.no_grad()

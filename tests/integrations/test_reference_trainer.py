@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,9 @@ from typer.testing import CliRunner
 from gspo_kernels.advantages import group_advantages
 from gspo_kernels.integrations.reference_trainer import InputError, policy, train, train_config
 from gspo_kernels.integrations.reference_trainer import trainer as loop
-from gspo_kernels.integrations.reference_trainer.sampling import encode, sample
-from gspo_kernels.integrations.reference_trainer.tasks import (
-    Example,
-    Task,
-    answer_found,
-    batches,
-    jsonl_task,
-    letters_in_place,
-    sorting_task,
-)
+from gspo_kernels.integrations.reference_trainer.rewards import answer_found, letters_in_place
+from gspo_kernels.integrations.reference_trainer.sampling import encode, left_padded, sample
+from gspo_kernels.integrations.reference_trainer.tasks import Example, batches, jsonl_task, task_by_name
 from gspo_kernels.tools.cli import app
 
 KEYS = {"step", "reward", "loss", "clip_fraction", "ratio_mean", "entropy", "dropped_gradient_mass", "passes"}
@@ -121,7 +115,7 @@ def test_micro_batches_add_up_to_one_update(tmp_path: Path) -> None:
         config = small(tmp_path, micro_batch_size=micro_batch_size, updates_per_rollout=1, max_grad_norm=1e9)
         torch.manual_seed(0)
         demo = policy.demo_policy()
-        rollout = sample(demo, ["sort ba:"] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
+        rollout = sample(demo, [Example("sort ba:", "ab")] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
         micro_batches = loop.make_micro_batches(config, demo, rollout, group_advantages(torch.rand(16), 4))
         loop.update(config, demo, torch.optim.SGD(demo.model.parameters(), lr=1.0), micro_batches)
         return torch.cat([weight.detach().flatten() for weight in demo.model.parameters()])
@@ -176,8 +170,8 @@ def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch:
 def test_the_mask_ends_at_the_first_end_of_sequence_token() -> None:
     torch.manual_seed(1)
     demo = policy.demo_policy()
-    end = demo.tokenizer.eos_token_id
-    rollout = sample(demo, ["sort abc:", "sort fedcb:"], group_size=32, max_new_tokens=7, temperature=1.0)
+    end, examples = demo.tokenizer.eos_token_id, [Example("sort abc:", ""), Example("sort fedcb:", "")]
+    rollout = sample(demo, examples, group_size=32, max_new_tokens=7, temperature=1.0)
     assert rollout.input_ids.shape[0] == len(rollout.texts) == 64
     lengths = set()
     for ids, mask, text in zip(rollout.answer_ids.tolist(), rollout.answer_mask.tolist(), rollout.texts, strict=True):
@@ -197,8 +191,8 @@ def test_sampling_ignores_the_checkpoints_sampling_defaults(checkpoint: Path) ->
     assert isinstance(weight, torch.Tensor)
     with torch.no_grad():
         weight.mul_(4)  # make logits large enough for a penalty to have an effect
-    rollout = sample(loaded, ["sort abc:"], group_size=512, max_new_tokens=1, temperature=1.0)
-    ids, mask = encode(loaded, ["sort abc:"])
+    rollout = sample(loaded, [Example("sort abc:", "abc")], group_size=512, max_new_tokens=1, temperature=1.0)
+    ids, mask = left_padded(loaded, encode(loaded, ["sort abc:"]))
     with torch.no_grad():
         expected = loaded.model(input_ids=ids, attention_mask=mask).logits[0, -1].softmax(-1)
     share = torch.bincount(rollout.answer_ids[:, 0], minlength=len(expected)) / 512
@@ -210,8 +204,8 @@ def test_left_padding_does_not_change_the_hidden_states() -> None:
     config = GPT2Config(vocab_size=15, n_positions=32, n_embd=16, n_layer=2, n_head=2)
     gpt2 = policy.make_policy(GPT2LMHeadModel(config), policy.demo_policy().tokenizer)
     policy.check_head(gpt2, "auto")
-    ids, mask = encode(gpt2, ["sort abc:", "sort fedcb:"])
-    alone, ones = encode(gpt2, ["sort abc:"])
+    ids, mask = left_padded(gpt2, encode(gpt2, ["sort abc:", "sort fedcb:"]))
+    alone, ones = left_padded(gpt2, encode(gpt2, ["sort abc:"]))
     with torch.no_grad():
         padded = gpt2.hidden_states(ids, mask, first=ids.shape[1] - 3)[0]
         torch.testing.assert_close(padded, gpt2.hidden_states(alone, ones, first=alone.shape[1] - 3)[0])
@@ -222,7 +216,7 @@ def test_a_chat_template_is_used() -> None:
     demo.tokenizer.chat_template = (
         "{% for m in messages %}ab{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
     )
-    ids, _ = encode(demo, ["cd"])
+    ids = encode(demo, ["cd"])
     assert demo.tokenizer.decode(ids[0]) == "abcd:"
 
 
@@ -230,13 +224,13 @@ def test_a_chat_template_is_used() -> None:
 
 
 def test_held_out_prompts_are_never_trained_on() -> None:
-    task = sorting_task(128)
+    task = task_by_name("sorting", 128)
     trained_on = {example.prompt for example in task.train}
     assert len(task.held_out) == 128 and len(trained_on) == 520
     assert trained_on.isdisjoint(example.prompt for example in task.held_out)
-    assert sorting_task(128) == task
+    assert task_by_name("sorting", 128) == task
     with pytest.raises(ValueError, match="both trained on and held out"):
-        Task(task.train, task.train[:1], letters_in_place)
+        dataclasses.replace(task, held_out=task.train[:1])
 
 
 def test_duplicate_jsonl_prompts_are_not_on_both_sides_of_the_split(tmp_path: Path) -> None:
@@ -359,7 +353,7 @@ def test_a_model_with_unsupported_logit_operations_is_refused() -> None:
         (["--device", "nonsense"], "device (--device): expected a device torch can use, got 'nonsense'"),
         (["--model", "somewhere"], "--model needs --data"),
         (["--data", "some.jsonl"], "--data needs --model"),
-        (["--model", "x", "--data", "/no/such.jsonl"], "--data /no/such.jsonl: expected a jsonl file, got no file"),
+        (["--model", "x", "--data", "/no/such.jsonl"], "data /no/such.jsonl: expected a jsonl file, got no file"),
     ],
 )
 def test_bad_options_print_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import InputError, policy, progress, train, train_config
 from gspo_kernels.integrations.reference_trainer import trainer as loop
+from gspo_kernels.integrations.reference_trainer.rewards import RewardComponent
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
-from gspo_kernels.integrations.reference_trainer.tasks import Task, sorting_task
+from gspo_kernels.integrations.reference_trainer.tasks import Example, task_by_name
 from gspo_kernels.tools.cli import app
 
 SIZES = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "steps"]
@@ -196,8 +198,8 @@ def test_steps_without_a_signal_are_warned_of_once(
 def test_a_run_with_equal_rewards_warns_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, cause: str
 ) -> None:
-    task = sorting_task(8)
-    monkeypatch.setattr(loop, "sorting_task", lambda _: Task(task.train, task.held_out, lambda *_: reward))
+    constant = RewardComponent("constant", 1.0, lambda *_: reward)
+    monkeypatch.setattr(loop, "task_by_name", partial(task_by_name, rewards=[constant]))
     arguments = ["train", "--output", str(tmp_path), "--steps", "3", "--seeds", "0", "--no-save", *SIZES]
     result = CliRunner().invoke(app, [*arguments, "--warn-after", "2"])
     assert result.exit_code == 0, result.output
@@ -242,7 +244,8 @@ def test_the_router_gradient_equals_that_of_the_model_with_auxiliary_loss(tmp_pa
     policy.check_head(moe, "auto")
     gates = [layer.mlp.gate.weight for layer in moe.model.model.layers]
     config = small(tmp_path, prompts_per_step=2, micro_batch_size=4, updates_per_rollout=1, max_grad_norm=1e9)
-    rollout = sample(moe, ["sort ba:", "sort fedcb:"], group_size=4, max_new_tokens=7, temperature=1.0)
+    examples = [Example("sort ba:", ""), Example("sort fedcb:", "")]
+    rollout = sample(moe, examples, group_size=4, max_new_tokens=7, temperature=1.0)
     advantages = torch.randn(8)
     micro_batches = loop.make_micro_batches(config, moe, rollout, advantages)
     numbers = loop.update(config, moe, torch.optim.SGD(moe.model.parameters(), lr=0.0), micro_batches)

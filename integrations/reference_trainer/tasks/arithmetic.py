@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +19,16 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ..examples import Example
+from ..rewards import RewardComponent, Rewards, answer_found
+from .base import Task, make_task
+
 END, PAD = "<end>", "<pad>"
 SPECIAL = (PAD, END)
 SMALLEST, LARGEST_START = 2, 24  # bounds of the first number of a problem
 LARGEST = 48  # upper bound of every result
 WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text())
+EQUATION = re.compile(r"(-?\d+) ?([+-]) ?(\d+) ?= ?(-?\d+)")
 Step = tuple[str, int, int]  # sign, number, result
 
 
@@ -119,3 +125,19 @@ def bpe(texts: Sequence[str], vocab: int) -> PreTrainedTokenizerFast:
     if (size := tokenizer.get_vocab_size()) != vocab:
         raise ValueError(f"texts: expected enough for a vocabulary of {vocab}, got one of {size}")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
+
+
+def arithmetic_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task:
+    """Make the task of solving 2,048 problems of one or two steps. It is for a model that has learned to add.
+
+    The reward is 0.9 for the answer at the end (`answer_found`) and 0.1 for right steps (`steps_add_up`).
+    """
+    examples = [Example(p.prompt, p.answer) for p in problems(2048, seed=1)]
+    components = (RewardComponent("answer", 0.9, answer_found), RewardComponent("steps", 0.1, steps_add_up))
+    return make_task("arithmetic", examples, held_out, rewards, Rewards(components))
+
+
+def steps_add_up(completion: str, answer: str) -> float:
+    """Return 1 if the completion has equations, all are true, and the last one results in the answer; else 0."""
+    steps = [(int(a), int(b) if sign == "+" else -int(b), int(c)) for a, sign, b, c in EQUATION.findall(completion)]
+    return float(bool(steps) and all(a + b == c for a, b, c in steps) and str(steps[-1][2]) == answer)

@@ -1,0 +1,42 @@
+"""Tasks: prompts, rewards that a program can compute, and for dialogues the environment's replies.
+
+`task_by_name` makes the tasks of this folder: "sorting", "format" and "calculator" for the demo's random model,
+"arithmetic" for a model that has learned to add. `jsonl_task` reads the user's own prompts.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from ..config import InputError
+from ..examples import Example, batches
+from ..rewards import RewardComponent
+from .arithmetic import arithmetic_task
+from .base import Task
+from .calculator import calculator_task
+from .format import format_task
+from .jsonl import jsonl_task
+from .sorting import sorting_task
+
+__all__ = ["TASKS", "Example", "Task", "batches", "jsonl_task", "task_by_name"]
+
+TASKS = {
+    "sorting": sorting_task,
+    "arithmetic": arithmetic_task,
+    "calculator": calculator_task,
+    "format": format_task,
+}
+
+
+def task_by_name(name: str, held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task:
+    """Make a task of `TASKS`. `held_out` prompts are kept for evaluation; `rewards` replace the task's own rewards.
+
+    Raises:
+        InputError: there is no such task, or it has too few prompts.
+    """
+    if name not in TASKS:
+        nearest = difflib.get_close_matches(name, TASKS, 1)
+        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+        raise InputError(f"task: expected one of {', '.join(TASKS)}, got {name!r}{hint}")
+    return TASKS[name](held_out, rewards)

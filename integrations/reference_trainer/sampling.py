@@ -122,10 +122,7 @@ def generate(policy: Policy, prompts: Sequence[list[int]], room: int, temperatur
         options: dict[str, Any] = {"do_sample": False}
     else:
         options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    if policy.counts_router_loss:
-        # The routers' loss needs all positions, but a generation step with a cache sees only one position.
-        options["output_router_logits"] = False
-    out = policy.model.generate(ids, attention_mask=mask, max_new_tokens=room, **options)[:, ids.shape[1] :]  # [B, T]
+    out = policy.generate(ids, mask, max_new_tokens=room, **options)[:, ids.shape[1] :]  # [B, T]
     is_end = torch.isin(out, torch.tensor(sorted(end_tokens(policy)), device=out.device))
     lengths = ((is_end.cumsum(-1) - is_end.long()) == 0).sum(-1)  # [B], no end token before these positions
     return [row[:length] for row, length in zip(out.tolist(), lengths.tolist(), strict=True)]
@@ -133,7 +130,7 @@ def generate(policy: Policy, prompts: Sequence[list[int]], room: int, temperatur
 
 def end_tokens(policy: Policy) -> set[int]:
     """Return the ids of the tokens that end a turn."""
-    return set(policy.model.generation_config.eos_token_id)
+    return set(policy.inner.generation_config.eos_token_id)
 
 
 def padded(policy: Policy, dialogues: Sequence[Dialogue]) -> Rollout:
@@ -164,7 +161,7 @@ def left_padded(policy: Policy, rows: Sequence[list[int]]) -> tuple[Tensor, Tens
     width = max(map(len, rows))
     ids = [[policy.tokenizer.pad_token_id] * (width - len(row)) + row for row in rows]
     mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    device = policy.model.device
+    device = policy.device
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 

@@ -275,6 +275,7 @@ class Training:
             return
         say("stopping: saving a checkpoint; a second signal stops without saving")
         folder.save_checkpoint(self.state())
+        folder.plot()
         if self.config.save:
             say(f"model: {folder.save_model(self.policy, self.seed)}")
         say(f"stopped after step {self.step} of seed {self.seed}; metrics: {folder.metrics}")

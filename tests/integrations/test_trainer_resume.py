@@ -118,7 +118,7 @@ def test_a_kill_while_a_checkpoint_is_written_keeps_the_earlier_one(tmp_path: Pa
 
 
 def test_resume_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="config.json"):
+    with pytest.raises(InputError, match=r"config\.json"):
         read_config(resume=tmp_path / "none")
     with pytest.raises(InputError, match="resume: expected a run in"):
         train(TrainConfig(output=tmp_path, name="none", resume=True))

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from .config import InputError, TrainConfig
 from .policy import Policy, decoder_config
 from .rewards import RewardBatch
+from .sampling import Rollout
 
 DEADLINE = timedelta(minutes=30)  # of a collective; a process that waits longer ends with an error
 Item = TypeVar("Item")
@@ -111,29 +112,33 @@ def agreed(stop: bool, device: torch.device) -> bool:
     return bool(gather_rows(torch.tensor([int(stop)], device=device)).any())
 
 
-def join(rollout: Any) -> Any:
-    """Return the rollout of all processes: pad those of each to the longest prompt and answer, and concatenate them."""
+def join(rollout: Rollout) -> Rollout:
+    """Return the rollout of all processes."""
     if world() == 1:
         return rollout
     device = rollout.input_ids.device
-    parts = gather(moved(rollout, torch.device("cpu")))
+    return moved(concatenated(gather(moved(rollout, torch.device("cpu")))), device)
+
+
+def concatenated(parts: Sequence[Rollout]) -> Rollout:
+    """Pad rollouts to the longest prompt and the longest answer, and concatenate them."""
     prompt = max(part.prompt_width for part in parts)
-    answer = max(part.input_ids.shape[1] - part.prompt_width for part in parts)
+    answer = max(part.answer_ids.shape[1] for part in parts)
 
     def joined(name: str) -> Any:
-        values = [getattr(part, name) for part in parts]
-        if not isinstance(values[0], Tensor):
-            return prompt if name == "prompt_width" else [x for value in values for x in value]
+        values: list[Any] = [getattr(part, name) for part in parts]
+        if isinstance(values[0], int):
+            return prompt
+        if isinstance(values[0], list):
+            return list(chain.from_iterable(values))
         if values[0].ndim == 1:
             return torch.cat(values)
-        padded = []
-        for part, value in zip(parts, values, strict=True):
-            width = part.input_ids.shape[1]
-            left = prompt - part.prompt_width if value.shape[1] == width else 0
-            padded.append(F.pad(value, (left, answer - (width - part.prompt_width))))
-        return torch.cat(padded)
+        has_prompt = values[0].shape[1] == parts[0].input_ids.shape[1]
+        left = [prompt - part.prompt_width if has_prompt else 0 for part in parts]
+        right = [answer - part.answer_ids.shape[1] for part in parts]
+        return torch.cat([F.pad(x, pair) for x, *pair in zip(values, left, right, strict=True)])
 
-    return moved(replace(rollout, **{f.name: joined(f.name) for f in fields(rollout)}), device)
+    return replace(parts[0], **{f.name: joined(f.name) for f in fields(parts[0])})
 
 
 def join_rewards(rewards: RewardBatch) -> RewardBatch:
@@ -147,10 +152,9 @@ def join_rewards(rewards: RewardBatch) -> RewardBatch:
     )
 
 
-def moved(record: Any, device: torch.device) -> Any:
-    """Return a dataclass with its tensors on another device."""
-    values = {f.name: getattr(record, f.name) for f in fields(record)}
-    return replace(record, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
+def moved(rollout: Rollout, device: torch.device) -> Rollout:
+    """Return a rollout with its tensors on another device."""
+    return replace(rollout, **{name: x.to(device) for name, x in vars(rollout).items() if isinstance(x, Tensor)})
 
 
 def average_gradients(weights: Sequence[nn.Parameter]) -> None:

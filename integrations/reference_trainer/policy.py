@@ -150,8 +150,9 @@ class Policy:
         """
         inner = self.inner
         sampling_config, inner.generation_config = inner.generation_config, self.checkpoint_generation_config
+        adapter = {"save_embedding_layers": False} if inner is not self.model else {}
         try:
-            self.model.save_pretrained(folder, state_dict=weights)
+            self.model.save_pretrained(folder, state_dict=weights, **adapter)
         finally:
             inner.generation_config = sampling_config
         self.tokenizer.save_pretrained(folder)

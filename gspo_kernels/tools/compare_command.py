@@ -1,0 +1,62 @@
+"""The options of `gspo compare`, its files and its printed table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gspo_kernels.benchmarks import measure
+from gspo_kernels.extras import needs
+
+from . import bench_table, compare_report
+
+with needs("gspo compare", "train", "transformers", "tokenizers"):
+    from .compare import Size, arms_of, compare
+
+FOLDER = Path("runs") / "compare"
+
+
+def run(
+    objectives: Sequence[str],
+    moe: bool,
+    task: str,
+    seeds: Sequence[int],
+    steps: int,
+    output: Path | None,
+    console: Console,
+) -> None:
+    """Compare objectives. Print the table, and write results and figure.
+
+    Raises:
+        InputError: an option cannot be used.
+    """
+    size = Size(task=task, steps=steps, max_new_tokens=7 if task == "sorting" else 24)
+    arms = arms_of(objectives, moe, size)
+    path = output or FOLDER / f"{'moe' if moe else 'compare'}-cpu.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # the models are too small to gain from several threads
+    with bench_table.progress(console, len(arms) * len(seeds) * steps) as tick:
+        results = compare(arms, seeds, size, moe, tick)
+    measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
+    show(results, console)
+    console.print(f"results: {path}", soft_wrap=True)
+    with needs("the figure", "train", "matplotlib"):
+        compare_report.draw(results, path.with_suffix(".png"))
+    console.print(f"figure:  {path.with_suffix('.png')}", soft_wrap=True)
+
+
+def show(results: compare_report.Results, console: Console) -> None:
+    """Print the table."""
+    settings = results["settings"]
+    header, rows = compare_report.rows(results)
+    seeds = len(next(iter(results["runs"].values())))
+    table = Table(title=f"{settings['task']}, {settings['steps']} rollouts, {seeds} seeds: means and 95 % intervals")
+    for name in header:
+        table.add_column(name, justify="left" if name == "" else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -223,7 +223,7 @@ def compare(
     """Train tiny models with several objectives, from the same weights, prompts and seeds, and compare them.
 
     Prints the held-out reward, what each objective clips in its own training, entropies and ratios, and writes curves
-    and a figure. With --moe it also shows how many experts change within a rollout. Takes about 40 seconds per training.
+    and a figure. With --moe it also shows how many experts change within a rollout. A training takes about a minute.
     """
     try:
         from . import compare_command
@@ -233,7 +233,7 @@ def compare(
     if not console.is_terminal:
         console.width = 160  # fixed, so that tables in a log do not wrap
     try:
-        compare_command.run(objectives.split(","), moe, task, parse_seeds(seeds), steps, output, console)
+        compare_command.run(objectives, moe, task, seeds, steps, output, console)
     except ValueError as error:  # InputError: an option cannot be used
         fail(error)
 

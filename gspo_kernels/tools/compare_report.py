@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 Results = dict[str, Any]
 Row = tuple[str, ...]
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#595959")  # of Okabe and Ito, and a grey
+BLUE, VERMILION, SKY = "#0072B2", "#D55E00", "#56B4E9"  # of Okabe and Ito, whom colour-blind readers can tell apart
+COLOURS = {"gspo": BLUE, "grpo": VERMILION, "gspo-token": SKY}
+OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#595959", "#000000")
 REPLAY = " + replay"
+SHARES = ("experts changed", "tokens clipped", "sequences clipped")  # drawn in percent
 DENSE_PANELS = {
-    "tokens clipped": ("tokens clipped", "log"),
-    "sequences clipped": ("sequences with a clipped token", "linear"),
-    "ratio": ("smallest and largest ratio", "log"),
-    "entropy": ("entropy, nats per token", "linear"),
+    "tokens clipped": "tokens clipped, %",
+    "sequences clipped": "sequences clipped, %",
+    "ratio": "extreme ratios",
+    "entropy": "entropy, nats per token",
 }
 MOE_PANELS = {
-    "experts changed": ("experts changed by the updates", "linear"),
-    "token log-ratio std": ("std of token log-ratios", "linear"),
-    "tokens clipped": ("tokens clipped", "log"),
-    "sequence log-ratio std": ("std of sequence log-ratios", "linear"),
+    "experts changed": "experts changed, %",
+    "token log-ratio std": "std of token log-ratios",
+    "tokens clipped": "tokens clipped, %",
+    "sequence log-ratio std": "std of sequence log-ratios",
 }
 
 
@@ -82,20 +86,33 @@ def draw(results: Results, path: Path) -> None:
             panel.grid(lw=0.5, alpha=0.25)
             panel.spines[["top", "right"]].set_visible(False)
         draw_reward(axes["reward"], results)
-        for name, (title, scale) in small.items():
+        for name, title in small.items():
             (draw_by_update if results["moe"] else draw_curves)(axes[name], results, name)
-            axes[name].set_yscale(scale)
             axes[name].set_title(title)
-            if scale == "linear":
-                axes[name].set_ylim(0, None)
+            scale(axes[name], name)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
+
+
+def scale(axes: Any, name: str) -> None:
+    """Set the scale of the y axis: logarithmic for tokens clipped and for ratios, else linear from 0."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    unit = 100 if name in SHARES else 1
+    if name in ("tokens clipped", "ratio"):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if name == "tokens clipped" else (1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(0, None)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{unit * value:g}"))
 
 
 def looks(results: Results) -> dict[str, dict[str, Any]]:
     """Return colour and line style by arm. An arm with replay has the colour of its objective, and a dashed line."""
     objectives = list(dict.fromkeys(arm.removesuffix(REPLAY) for arm in results["runs"]))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(objectives)}
+    others = itertools.cycle(OTHER_COLOURS)
+    colours = {name: COLOURS.get(name) or next(others) for name in objectives}
     dashed = {arm: arm.endswith((REPLAY, "-token")) for arm in results["runs"]}
     return {arm: {"color": colours[arm.removesuffix(REPLAY)], "ls": "--" if dashed[arm] else "-"} for arm in dashed}
 

@@ -27,13 +27,15 @@ from gspo_kernels import linear_log_probs
 from gspo_kernels.integrations.reference_trainer.policy import Policy, make_policy
 from gspo_kernels.integrations.reference_trainer.rewards import answer_found
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
-from gspo_kernels.integrations.reference_trainer.tasks import Example, arithmetic
-from gspo_kernels.integrations.reference_trainer.tasks.arithmetic import END, PAD, Problem
+from gspo_kernels.integrations.reference_trainer.tasks import Example
+from gspo_kernels.integrations.reference_trainer.tasks.arithmetic import Problem, problems
 
 from .. import measure, peaked, workloads
 from ..measure import Record
 from ..suites import sparsity
 from ..suites.options import parser_of
+from . import corpus
+from .corpus import END, PAD
 
 FOLDER = Path("runs") / "policy"
 ZERO, CLIPPED = 19 / 64, 7 / 64  # shares of the sequences that have advantage 0, and that are clipped
@@ -180,11 +182,11 @@ def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tens
 def make(size: Size, folder: Path) -> Record:
     """Train a policy, sample from it, save both in `folder`, and measure them."""
     torch.manual_seed(0)
-    held_out = arithmetic.problems(size.for_rl, seed=1)  # for RL and for accuracies, not for training
-    learned = arithmetic.problems(size.problems, seed=0, without=frozenset(p.prompt for p in held_out))
-    stories = list(arithmetic.stories(size.stories, seed=2))
-    corpus = [*stories, *(p.prompt + p.solution + END for p in learned)]
-    tokenizer = arithmetic.bpe(corpus, size.vocab)
+    held_out = problems(size.for_rl, seed=1)  # for RL and for accuracies, not for training
+    learned = problems(size.problems, seed=0, without=frozenset(p.prompt for p in held_out))
+    stories = list(corpus.stories(size.stories, seed=2))
+    texts_to_tokenize = [*stories, *(p.prompt + p.solution + END for p in learned)]
+    tokenizer = corpus.bpe(texts_to_tokenize, size.vocab)
     policy = random_policy(size, tokenizer)
     texts = tokenized(tokenizer, learned, stories[: len(learned) // 3])
     training = train(policy, texts, size, lambda: accuracy_of(policy, held_out[: size.probe]))

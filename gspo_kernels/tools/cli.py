@@ -205,5 +205,38 @@ def bench(
         typer.echo(json.dumps(results))
 
 
+@app.command()
+def compare(
+    objectives: Annotated[
+        str, typer.Option(help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline.")
+    ] = "gspo,gspo-token,grpo",
+    moe: Annotated[
+        bool, typer.Option("--moe", help="Train a mixture of experts, each objective without and with Routing Replay.")
+    ] = False,
+    task: Annotated[str, typer.Option(help="sorting, format, calculator or arithmetic.")] = "sorting",
+    seeds: Annotated[str, typer.Option(help="Seeds; each is one training per objective.")] = "0,1,2,3,4",
+    steps: Annotated[int, typer.Option(min=1, help="Rollouts per training, with four updates each.")] = 100,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file; the figure is written beside it. (default: runs/compare/)")
+    ] = None,
+) -> None:
+    """Train tiny models with several objectives, from the same weights, prompts and seeds, and compare them.
+
+    Prints the held-out reward, what each objective clips in its own training, entropies and ratios, and writes curves
+    and a figure. With --moe it also shows how many experts change within a rollout. A training takes about a minute.
+    """
+    try:
+        from . import compare_command
+    except MissingExtraError as error:
+        fail(error)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # fixed, so that tables in a log do not wrap
+    try:
+        compare_command.run(objectives, moe, task, seeds, steps, output, console)
+    except ValueError as error:  # InputError: an option cannot be used
+        fail(error)
+
+
 if __name__ == "__main__":
     app(prog_name="gspo")

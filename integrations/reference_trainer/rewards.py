@@ -172,7 +172,7 @@ def load_reward(spec: str) -> RewardComponent:
     if not (colon and source and name.isidentifier()):
         raise InputError(f"reward: {EXPECTED}, got {spec!r}")
     try:
-        module = load_file(Path(source).expanduser()) if source.endswith(".py") else load_module(source)
+        module = import_source(source)
     except Exception as error:  # whatever the user's file raises when imported
         raise InputError(f"reward {spec!r}: {source} cannot be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -181,28 +181,20 @@ def load_reward(spec: str) -> RewardComponent:
     return RewardComponent(name, weight, function)
 
 
-def load_module(name: str) -> ModuleType:
-    """Import a module. Look for it in the current folder too."""
-    sys.path.append(str(Path.cwd()))
+def import_source(source: str) -> ModuleType:
+    """Import a file, which can import modules of its folder, or a module, which may be in the current folder."""
+    path = Path(source).expanduser().resolve()
+    sys.path.insert(0, str(path.parent))
     try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.pop()
-
-
-def load_file(path: Path) -> ModuleType:
-    """Import a file. It can import modules of its own folder."""
-    if not path.is_file():
-        raise FileNotFoundError("there is no such file")
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert module_spec is not None and module_spec.loader is not None  # as the name ends in .py
-    module = importlib.util.module_from_spec(module_spec)
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
+        if path.suffix != ".py":
+            return importlib.import_module(source)
+        module_spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert module_spec is not None and module_spec.loader is not None  # as the name ends in .py
+        module = importlib.util.module_from_spec(module_spec)
         module_spec.loader.exec_module(module)
+        return module
     finally:
         sys.path.pop(0)
-    return module
 
 
 def letters_in_place(completion: str, answer: str) -> float:

@@ -166,7 +166,7 @@ def test_a_reward_is_loaded_from_a_file_or_a_module(tmp_path: Path, monkeypatch:
         ("much*json:loads", "got 'much*json:loads'"),
         ("json:", "got 'json:'"),
         ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
-        ("/no/such/file.py:f", "/no/such/file.py cannot be imported: FileNotFoundError: there is no such file"),
+        ("/no/such/file.py:f", "/no/such/file.py cannot be imported: FileNotFoundError"),
         ("json:lods", "expected a function lods in json, got None"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_task_rewards_the_right_answer_with_one_and_holds_out_examples(name: s
         # Of the arithmetic task, this text has wrong steps.
         assert total == pytest.approx(0.9 if name == "arithmetic" and example.answer != "7" else 1.0)
         assert task.rewards(["~"], [example], [["~"]]).total[0] < 0.5
-        assert all(32 <= ord(character) < 127 for character in example.key + example.answer)
+        assert set(example.key + example.answer) <= set(task.characters)
 
 
 def test_the_solutions_of_arithmetic_problems_have_right_steps() -> None:

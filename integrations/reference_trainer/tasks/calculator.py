@@ -16,13 +16,14 @@ import random
 import re
 from collections.abc import Sequence
 
-from ..examples import Example, split
+from ..examples import Example
 from ..rewards import RewardComponent, Rewards, letters_in_place
-from .base import Task
+from .base import Task, make_task
 
 CALL = re.compile(r"(-?\d{1,9}) ?([+*-]) ?(-?\d{1,9})")
 PROBLEMS = 640
 MAX_TURNS = 3
+PROMPT = " by calculator:"
 
 
 def calculator_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task:
@@ -36,8 +37,9 @@ def calculator_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> T
     while len(by_prompt) < PROBLEMS:
         example = problem(generator)
         by_prompt.setdefault(example.prompt, example)
-    chosen = Rewards(tuple(rewards)) if rewards else Rewards(turn_reward=turns_in_place)
-    return Task("calculator", *split(list(by_prompt.values()), held_out), chosen, calculate, MAX_TURNS)
+    options = dict(reply=calculate, max_turns=MAX_TURNS, characters="".join(sorted(set(PROMPT + "0123456789+-=;"))))
+    examples = list(by_prompt.values())
+    return make_task("calculator", examples, held_out, rewards, Rewards(turn_reward=turns_in_place), **options)
 
 
 def problem(generator: random.Random) -> Example:
@@ -49,7 +51,7 @@ def problem(generator: random.Random) -> Example:
         prompt += f"{sign}{number}"
         turns.append(f"{value}{sign}{number}")
         value = value + number if sign == "+" else value - number
-    return Example(f"{prompt} by calculator:", ";".join([*turns, str(value)]))
+    return Example(prompt + PROMPT, ";".join([*turns, str(value)]))
 
 
 def calculate(turn: str, _: Example) -> str | None:

@@ -26,4 +26,4 @@ def sorting_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task
         words = generator.sample(words, len(LETTERS) ** 3)
         examples += [Example(f"sort {word}:", "".join(sorted(word))) for word in words]
     in_place = Rewards((RewardComponent("letters_in_place", 1.0, letters_in_place),))
-    return make_task("sorting", examples, held_out, rewards, in_place)
+    return make_task("sorting", examples, held_out, rewards, in_place, characters=LETTERS + "sort :")

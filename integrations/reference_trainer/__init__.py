@@ -12,6 +12,7 @@
     report       files and tables          curves       curves.png
     progress     printed progress          trackers     TensorBoard, Weights & Biases
     stopping     Ctrl-C and SIGTERM        memory       predicted memory
+    routing      experts of a mixture
 """
 
 from gspo_kernels.extras import needs

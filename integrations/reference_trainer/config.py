@@ -51,7 +51,7 @@ class TrainConfig:
     steps: int = 200  # rollouts
     # Prompts and rewards
     model: str | None = None  # folder or hub id of a checkpoint; None: a tiny random Qwen3
-    task: str = "sorting"  # sorting, arithmetic, calculator or format
+    task: str = ""  # sorting, arithmetic, calculator or format; "": data, or without a model sorting
     data: Path | None = None  # jsonl with "prompt" (text or chat messages) and "answer", instead of a task
     reward: tuple[str, ...] = ()  # "module:function" or "file.py:function", with a weight "0.5*file.py:function"
     reward_timeout: float = 10.0  # seconds per call of a reward function
@@ -89,6 +89,7 @@ class TrainConfig:
     lora_head: bool = False  # an adapter on the language-model head too
     quantization: str = ""  # base of a LoRA model through bitsandbytes: 8bit or 4bit
     gradient_checkpointing: bool = False
+    routing_replay: bool = False  # train a mixture of experts with the experts that the old policy chose
     # The machine
     device: str = "auto"
     threads: int = 0  # CPU threads; 0: torch's default
@@ -135,14 +136,13 @@ class TrainConfig:
         require("length_steps", grows == (self.length_steps > 0), "a number above 0 together with initial_new_tokens")
         require("quantization", not self.quantization or self.lora_rank > 0, "'' unless lora_rank is above 0")
         require("quantization", not self.quantization or self.parallel != "fsdp2", "'' with parallel=fsdp2")
+        require("routing_replay", not (self.routing_replay and self.gradient_checkpointing), "false with recomputing")
         require("lora_head", not self.lora_head or self.lora_rank > 0, "false unless lora_rank is above 0")
         require("overwrite", not (self.overwrite and self.resume), "false with resume, which keeps the earlier run")
         for step in self.advantages:
             require("advantages", step.call in STEPS, f"calls of {', '.join(STEPS)}")
         if self.objective.rollout_correction is not None:
             raise InputError("rollout_correction: expected None (the trained model itself samples), got a correction")
-        if self.model is not None and self.data is None and self.task == "sorting":
-            raise InputError("model needs data=FILE, the jsonl file to train it on, or task=NAME of another task")
         if self.data is not None and self.model is None:
             raise InputError("data needs model=FOLDER, the checkpoint to train on it")
 

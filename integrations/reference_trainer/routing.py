@@ -27,6 +27,11 @@ def routers(model: Any) -> list[Any]:
     return every
 
 
+def can_record(model: Any) -> bool:
+    """Return whether `routers` knows the routers of a model."""
+    return any(type(module).__name__ in ROUTERS for module in model.modules())
+
+
 @contextmanager
 def routing(model: Any, replayed: Tensor | None = None) -> Iterator[list[Tensor]]:
     """Record the experts of one forward of the model. If `replayed` is not None, compute with those experts instead.

@@ -22,7 +22,7 @@ from .checkpoints import read_checkpoint, rng_states, seed_all, set_rng_states
 from .config import InputError, TrainConfig
 from .loading import check_room, initial_policy, pick_device
 from .optimizer import Optimizer
-from .policy import PRINTABLE, SORTING, Policy, check_head
+from .policy import PRINTABLE, Policy, check_head
 from .progress import TrainingProgress
 from .report import Row, RunFolder, RunReport, SeedResult
 from .rewards import RewardBatch, RewardComponent, load_reward
@@ -88,7 +88,9 @@ def make_task(
         task = jsonl_task(config.data, config.eval_prompts, components)
         rewards = task.rewards
     else:
-        task = task_by_name(config.task, config.eval_prompts, components)
+        if config.model is not None and not config.task:
+            raise InputError("model needs data=FILE, the jsonl file to train it on, or task=NAME")
+        task = task_by_name(config.task or "sorting", config.eval_prompts, components)
         rewards = task.rewards
     return replace(task, rewards=replace(rewards, timeout=config.reward_timeout))
 
@@ -285,12 +287,12 @@ class Training:
 def make_policy_for(config: TrainConfig, seed: int, task: Task, device: torch.device) -> Policy:
     """Make the policy that a seed's training begins with, and if the loss needs it, a copy as the reference."""
     seed_all(seed)
-    policy = initial_policy(config, SORTING if task.name == "sorting" else PRINTABLE)
+    policy = initial_policy(config, task.characters or PRINTABLE)
     policy.model.to(device)
     check_head(policy, config.backend)
     if config.needs_reference and not config.lora_rank:
         seed_all(seed)
-        policy.initial = initial_policy(config, SORTING if task.name == "sorting" else PRINTABLE)
+        policy.initial = initial_policy(config, task.characters or PRINTABLE)
         policy.initial.model.requires_grad_(False)
     if config.parallel == "fsdp2":
         distributed.shard(policy, config)

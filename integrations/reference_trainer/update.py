@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from .config import TrainConfig
 from .distributed import extreme_or_mean, gather_rows, mean, share, world
 from .optimizer import Optimizer
 from .policy import Policy, decoder_config
+from .routing import can_record, changed_share, routing, stacked
 from .sampling import Rollout
 
 LOSS_METRICS = (
@@ -44,6 +46,7 @@ class Batch:
     rollout: Rollout
     old_log_probs: Tensor  # [B, T] fp32, of the policy that sampled
     ref_log_probs: Tensor | None  # [B, T] fp32, of the policy before training
+    experts: Tensor | None = None  # [B, P + T, layers, k] int64, that the routers of a mixture chose for old_log_probs
     advantages: Tensor | None = None  # [B] or [B, T]
 
 
@@ -104,31 +107,37 @@ def with_log_probs(config: TrainConfig, policy: Policy, rollout: Rollout, first_
     ratio of exactly 1, and later ratios measure only the updates, not rounding that depends on the batch shape.
     """
 
-    def log_probs(model: Policy) -> Tensor:
-        per_mini_batch = []
-        for rows in first_epoch:
-            parts = [log_probs_of(config, model, take(rollout, part)) for part in micro_batches(config, rows)]
-            per_mini_batch.append(gather_rows(torch.cat(parts)))
-        return torch.cat(per_mini_batch)[torch.cat(first_epoch).argsort()]
+    def log_probs(model: Policy) -> tuple[Tensor, Tensor | None]:
+        done = [
+            [log_probs_of(config, model, take(rollout, part)) for part in micro_batches(config, rows)]
+            for rows in first_epoch
+        ]
+        order = torch.cat(first_epoch).argsort().to(rollout.input_ids.device)
 
-    old = log_probs(policy)
+        def whole(item: int) -> Tensor:
+            return torch.cat([gather_rows(torch.cat([part[item] for part in parts])) for parts in done])[order]
+
+        return whole(0), whole(1) if done[0][0][1] is not None else None
+
+    old, experts = log_probs(policy)
     if not config.needs_reference:
-        return Batch(rollout, old, None)
+        return Batch(rollout, old, None, experts)
     with policy.reference() as reference:
-        return Batch(rollout, old, log_probs(reference))
+        return Batch(rollout, old, log_probs(reference)[0], experts)
 
 
 @torch.no_grad()
-def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> Tensor:
-    """Compute the log-probs of answers, [b, T] fp32."""
+def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> tuple[Tensor, Any]:
+    """Compute the log-probs of answers, [b, T] fp32, and the experts that the routers of a mixture chose, or None."""
 
     def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
         mask = rollout.answer_mask
         options |= {"mask": mask, "temperature": config.temperature, "backend": config.backend}
         return linear_log_probs(hidden, head, rollout.answer_ids, **options).log_probs
 
-    with autocast(config, policy):
-        return policy.run(rollout, log_probs)[0]
+    with autocast(config, policy), routing_of(policy) as chosen:
+        computed, _ = policy.run(rollout, log_probs)
+    return computed, stacked(chosen, len(computed)) if chosen else None
 
 
 def count(unit: str, mask: Tensor) -> int:
@@ -160,13 +169,16 @@ def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Bat
     measured = []
     for part in parts:
         micro_batch = take(batch, part)
-        with autocast(config, policy):
+        replayed = micro_batch.experts if config.routing_replay else None
+        with autocast(config, policy), routing_of(policy, replayed) as chosen:
             out, model_output = policy.run(micro_batch.rollout, loss_of(config, micro_batch, divisors), train=True)
-        names = (*LOSS_METRICS, *(["kl"] if batch.ref_log_probs is not None else []))
-        metrics = {name: out.metrics[name].item() for name in names}
+        metrics = loss_metrics(micro_batch, out)
         loss = out.loss
         if policy.has_routers:
             metrics |= router_metrics(policy, model_output, micro_batch.rollout.attention_mask)
+        if micro_batch.experts is not None:
+            after, mask = stacked(chosen, len(part)), micro_batch.rollout.attention_mask
+            metrics["router_changed"] = changed_share(micro_batch.experts, after, mask)
         if policy.counts_router_loss:
             loss = loss + policy.router_loss_weight * model_output.aux_loss / len(parts)  # a mean over micro-batches
             metrics["router_aux_loss"] = model_output.aux_loss.item()
@@ -205,6 +217,25 @@ def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float]) -> Ca
         )
 
     return loss
+
+
+def loss_metrics(batch: Batch, out: LossOutput) -> dict[str, float]:
+    """Return metrics of the loss, and the standard deviations of the log-ratios of tokens and of sequences."""
+    names = (*LOSS_METRICS, *(["kl"] if batch.ref_log_probs is not None else []))
+    mask = batch.rollout.answer_mask
+    log_ratios = torch.where(mask, out.log_probs - batch.old_log_probs, 0)  # [b, T]
+    of_sequences = log_ratios.sum(1) / mask.sum(1).clamp(min=1)
+    return {name: out.metrics[name].item() for name in names} | {
+        "token_log_ratio_std": log_ratios[mask].std(correction=0).item(),
+        "sequence_log_ratio_std": of_sequences.std(correction=0).item(),
+    }
+
+
+def routing_of(policy: Policy, replayed: Tensor | None = None) -> AbstractContextManager[list[Tensor]]:
+    """Record, or replay, the experts that the routers choose (`routing`). For other models the record is empty."""
+    if policy.has_routers and (replayed is not None or can_record(policy.inner)):
+        return routing(policy.inner, replayed)
+    return nullcontext([])
 
 
 def router_metrics(policy: Policy, output: Any, attention_mask: Tensor) -> dict[str, float]:

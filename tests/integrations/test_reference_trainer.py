@@ -386,7 +386,7 @@ def test_a_model_with_unsupported_logit_operations_is_refused() -> None:
         ("eval_prompts=648", "expected fewer than the task's 648 prompts"),
         ("name=a/b", "expected a plain folder name"),
         ("device=nonsense", "device: expected a device torch can use, got 'nonsense'"),
-        ("model=somewhere", "model needs data=FILE"),
+        ("model=somewhere", "model needs data=FILE, the jsonl file to train it on, or task=NAME"),
         ("data=some.jsonl", "data needs model=FOLDER"),
         ("model=x data=/no/such.jsonl", "data /no/such.jsonl: expected a jsonl file, got no file"),
         ("clip_hihg=1e-3", "clip_hihg: there is no such option (is it 'clip_high'?)"),

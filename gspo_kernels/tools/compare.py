@@ -25,6 +25,8 @@ from gspo_kernels.integrations.reference_trainer.routing import changed_share, r
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
 from gspo_kernels.integrations.reference_trainer.tasks import Task, batches, task_by_name
 
+from .compare_report import REPLAY
+
 Record = dict[str, Any]
 Tick = Callable[[str], object]
 EXPERTS = 8  # of each layer of the mixture
@@ -68,7 +70,7 @@ def arms_of(names: Sequence[str], moe: bool, size: Size) -> dict[str, Arm]:
     except ValueError as error:
         raise InputError(f"--objectives: {error}") from error
     arms = {name: Arm(objective) for name, objective in objectives.items()}
-    return {f"{n}{r}": Arm(a.objective, bool(r)) for n, a in arms.items() for r in ("", " + replay")} if moe else arms
+    return {f"{n}{r}": Arm(a.objective, bool(r)) for n, a in arms.items() for r in ("", REPLAY)} if moe else arms
 
 
 def mixture_policy() -> Policy:
@@ -206,27 +208,33 @@ def thinned(curve: Sequence[float], how: Callable[..., float] = statistics.fmean
 
 
 def summary(runs: dict[str, list[Record]]) -> dict[str, Record]:
-    """Return for each arm means over seeds, with 95 % intervals of the held-out reward and of its area under the curve.
+    """Return for each arm means over the seeds, with 95 % intervals of rewards.
 
-    "against first" has the difference to the first arm with the same seed.
+    "mean held-out reward" is the mean over all evaluations of a training. Its differences, seed by seed, are "against
+    first", to the first arm, and "replay", to the arm without replay.
     """
     area = {arm: [statistics.fmean(run["held-out reward"]) for run in records] for arm, records in runs.items()}
     end = {arm: [run["held-out reward"][-1] for run in records] for arm, records in runs.items()}
     first, result = next(iter(runs)), {}
     for arm, records in runs.items():
-        pairs = {"end": (end[arm], end[first]), "mean": (area[arm], area[first])}
-        gaps = {name: [a - b for a, b in zip(*pair, strict=True)] for name, pair in pairs.items()}
+        without = arm.removesuffix(REPLAY)
         by_update = [record["by update"] for record in records]
         result[arm] = {
             "held-out reward at the end": about(end[arm]),
             "mean held-out reward": about(area[arm]),
-            "against first": {name: about(gap) for name, gap in gaps.items()},
+            "against first": gap(area[arm], area[first]),
+            **({"replay": gap(area[arm], area[without])} if without != arm else {}),
             "by update": {
                 n: [statistics.fmean(x) for x in zip(*(r[n] for r in by_update), strict=True)] for n in by_update[0]
             },
             **{n: pick(n)(x for record in records for x in record[n]) for n in by_update[0]},
         }
     return result
+
+
+def gap(values: Sequence[float], base: Sequence[float]) -> Record:
+    """Return the mean of the differences seed by seed, and its 95 % interval."""
+    return about([a - b for a, b in zip(values, base, strict=True)])
 
 
 def about(values: Sequence[float]) -> Record:

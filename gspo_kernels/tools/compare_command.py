@@ -36,6 +36,8 @@ def run(objectives: str, moe: bool, task: str, seeds: str, steps: int, output: P
         results = compare(arms, numbers, size, moe, tick)
     measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
     show(results, console)
+    for verdict in compare_report.verdicts(results).values():
+        console.print(verdict, markup=False, highlight=False, soft_wrap=True)
     console.print(f"results: {path}", soft_wrap=True)
     with needs("the figure", "train", "matplotlib"):
         compare_report.draw(results, path.with_suffix(".png"))

@@ -50,7 +50,7 @@ def rows(results: Results) -> tuple[Row, list[Row]]:
     columns: dict[str, Callable[[Results], str]] = {
         "held-out reward at the end": lambda s: estimate(s["held-out reward at the end"]),
         "mean held-out reward": lambda s: estimate(s["mean held-out reward"]),
-        "mean, against the first": lambda s: estimate(s["against first"]["mean"], "+.3f"),
+        "mean, against the first": lambda s: estimate(s["against first"], "+.3f"),
         "tokens clipped": lambda s: percent(s["tokens clipped"]),
     }
     if results["moe"]:
@@ -69,6 +69,40 @@ def rows(results: Results) -> tuple[Row, list[Row]]:
         }
     records = results["summary"].items()
     return ("", *columns), [(label(arm), *(cell(record) for cell in columns.values())) for arm, record in records]
+
+
+def verdicts(results: Results) -> dict[str, str]:
+    """Say which claims about GSPO and GRPO (arXiv 2507.18071) the results show; {} unless GSPO is the baseline of GRPO.
+
+    Keys: "clipping" (section 5.2) and "training" (5.1), or "replay" (5.3) for a mixture of experts.
+    """
+    arms = results["summary"]
+    if next(iter(arms)) != "gspo" or "grpo" not in arms:
+        return {}
+    gspo, grpo = arms["gspo"], arms["grpo"]
+    if results["moe"]:
+        gains = [arms[name + REPLAY]["replay"] for name in ("gspo", "grpo")]
+        changes = [estimate(record, "+.3f") for record in gains]
+        holds = "does not hold" if sign(gains[0]) > 0 else "holds"
+        neither = "" if sign(gains[1]) > 0 else "; GRPO does not need it either"
+        effect = f"Replay changes the mean held-out reward of GSPO by {changes[0]} and of GRPO by {changes[1]}"
+        return {"replay": f"{holds} at this size{neither}. {effect}"}
+    seen = "holds in direction" if gspo["tokens clipped"] > grpo["tokens clipped"] else "is not seen"
+    shares = [percent(arm["tokens clipped"]) for arm in (gspo, grpo)]
+    means = [estimate(arm["mean held-out reward"]) for arm in (gspo, grpo)]
+    difference = grpo["against first"]
+    decision = {-1: "is seen", 0: "is not decided by these seeds", 1: "is not seen: the opposite is"}[sign(difference)]
+    return {
+        "clipping": f"{seen} at this size: GSPO clips {shares[0]} of its tokens, GRPO {shares[1]} of its own",
+        "training": f"{decision} at this size. Mean held-out reward over the training: {means[0]} with GSPO, "
+        f"{means[1]} with GRPO; GRPO minus GSPO {estimate(difference, '+.3f')}",
+    }
+
+
+def sign(record: Results) -> int:
+    """Return 1 or -1 if the 95 % interval lies above or below 0, else 0."""
+    low, high = record["95 %"] or (0.0, 0.0)
+    return int(low > 0) - int(high < 0)
 
 
 def draw(results: Results, path: Path) -> None:

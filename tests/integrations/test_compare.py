@@ -21,7 +21,7 @@ from gspo_kernels.integrations.reference_trainer.tasks import Example
 from gspo_kernels.tools import compare, compare_report
 from gspo_kernels.tools.cli import app
 
-SIZE = compare.Size(steps=2, prompts=4, group=4, eval_prompts=8, eval_every=1)
+SIZE = compare.Size(steps=2, prompts=8, group=4, eval_prompts=8, eval_every=1)
 MIXTRAL: dict[str, Any] = dict(vocab_size=15, hidden_size=16, intermediate_size=16, num_local_experts=4)
 MIXTRAL |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, router_aux_loss_coef=0.0)
 
@@ -94,7 +94,7 @@ def test_all_arms_begin_alike_and_gspo_token_trains_as_gspo() -> None:
         first = {name: values[0] for name, values in run["by update"].items() if name != "entropy"}
         assert first == dict.fromkeys(first, 0.0) | {"smallest ratio": 1.0, "largest ratio": 1.0}
         assert run["by update"]["token log-ratio std"][-1] > run["by update"]["sequence log-ratio std"][-1] > 0
-    assert gspo["by update"]["sequences clipped"][-1] > 0.1 > grpo["by update"]["tokens clipped"][-1]
+    assert max(gspo["by update"]["tokens clipped"]) > 2 * max(grpo["by update"]["tokens clipped"])
 
 
 def test_a_mixture_is_trained_with_and_without_replay() -> None:

@@ -208,8 +208,12 @@ def bench(
 @app.command()
 def compare(
     objectives: Annotated[
-        str, typer.Option(help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline.")
-    ] = "gspo,gspo-token,grpo",
+        str | None,
+        typer.Option(
+            help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline. (default: "
+            "gspo,gspo-token,grpo; with --moe gspo,grpo)"
+        ),
+    ] = None,
     moe: Annotated[
         bool, typer.Option("--moe", help="Train a mixture of experts, each objective without and with Routing Replay.")
     ] = False,

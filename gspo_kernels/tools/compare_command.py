@@ -21,13 +21,16 @@ with needs("gspo compare", "train", "transformers", "tokenizers"):
 FOLDER = Path("runs") / "compare"
 
 
-def run(objectives: str, moe: bool, task: str, seeds: str, steps: int, output: Path | None, console: Console) -> None:
+def run(
+    objectives: str | None, moe: bool, task: str, seeds: str, steps: int, output: Path | None, console: Console
+) -> None:
     """Compare objectives. Print the table, and write results and figure.
 
     Raises:
         InputError: an option cannot be used.
     """
     size = Size(task=task, steps=steps, max_new_tokens=7 if task == "sorting" else 24)
+    objectives = objectives or ("gspo,grpo" if moe else "gspo,gspo-token,grpo")
     arms, numbers = arms_of(objectives.split(","), moe, size), parse_seeds(seeds)
     path = output or FOLDER / f"{'moe' if moe else 'compare'}-cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)

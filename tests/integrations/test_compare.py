@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from gspo_kernels.integrations.reference_trainer.tasks import Example
 from gspo_kernels.tools import compare, compare_report
 from gspo_kernels.tools.cli import app
 
-SIZE = compare.Size(steps=2, prompts=8, group=4, eval_prompts=8, eval_every=1)
+CONFIG = replace(compare.config_of("sorting", 2), prompts_per_step=8, group_size=4, eval_prompts=8, eval_every=1)
 MIXTRAL: dict[str, Any] = dict(vocab_size=15, hidden_size=16, intermediate_size=16, num_local_experts=4)
 MIXTRAL |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, router_aux_loss_coef=0.0)
 
@@ -85,33 +86,33 @@ def test_a_dense_model_has_no_routing() -> None:
 
 
 def test_all_arms_begin_alike_and_gspo_token_trains_as_gspo() -> None:
-    results = compare.compare(compare.arms_of(["gspo", "gspo-token", "grpo"], False, SIZE), [3], SIZE, False, str)
+    results = compare.compare(compare.arms_of(["gspo", "gspo-token", "grpo"], False, CONFIG), [3], CONFIG, False, str)
     (gspo,), (token,), (grpo,) = results["runs"].values()
     assert gspo["reward"][0] == token["reward"][0] == grpo["reward"][0]  # the same first rollout
     assert gspo["held-out reward"] == token["held-out reward"] and gspo["reward"] == token["reward"]
     assert gspo["held-out reward"][0] == grpo["held-out reward"][0]
     for run in (gspo, token, grpo):
         first = {name: values[0] for name, values in run["by update"].items() if name != "entropy"}
-        assert first == dict.fromkeys(first, 0.0) | {"smallest ratio": 1.0, "largest ratio": 1.0}
-        assert run["by update"]["token log-ratio std"][-1] > run["by update"]["sequence log-ratio std"][-1] > 0
-    assert max(gspo["by update"]["tokens clipped"]) > 2 * max(grpo["by update"]["tokens clipped"])
+        assert first == dict.fromkeys(first, 0.0) | {"ratio_min": 1.0, "ratio_max": 1.0}
+        assert run["by update"]["token_log_ratio_std"][-1] > run["by update"]["sequence_log_ratio_std"][-1] > 0
+    assert max(gspo["by update"]["token_clip_fraction"]) > 2 * max(grpo["by update"]["token_clip_fraction"])
 
 
 def test_a_mixture_is_trained_with_and_without_replay() -> None:
-    results = compare.compare(compare.arms_of(["gspo"], True, SIZE), [0, 1], SIZE, True, str)
+    results = compare.compare(compare.arms_of(["gspo"], True, CONFIG), [0, 1], CONFIG, True, str)
     assert list(results["runs"]) == ["gspo", "gspo + replay"]
     plain, replay = (runs[0]["by update"] for runs in results["runs"].values())
-    assert plain["experts changed"][0] == 0 < plain["experts changed"][-1] < 1
-    assert plain["token log-ratio std"] != replay["token log-ratio std"]
+    assert plain["router_changed"][0] == 0 < plain["router_changed"][-1] < 1
+    assert plain["token_log_ratio_std"] != replay["token_log_ratio_std"]
     header, rows = compare_report.rows(results)
     assert [row[0] for row in rows] == ["GSPO", "GSPO + replay"] and len(header) == len(rows[0])
 
 
 def test_the_summary_compares_seed_by_seed() -> None:
-    by_update = {"tokens clipped": [0.0, 0.5], "smallest ratio": [1.0, 0.9]}
+    by_update = {"token_clip_fraction": [0.0, 0.5], "ratio_min": [1.0, 0.9]}
 
     def runs(*rewards: float) -> list[dict]:
-        shared = {"by update": by_update, "tokens clipped": [0.2, 0.3], "smallest ratio": [0.9, 0.8]}
+        shared = {"by update": by_update, "token_clip_fraction": [0.2, 0.3], "ratio_min": [0.9, 0.8]}
         return [{"held-out reward": [0.0, reward], **shared} for reward in rewards]
 
     summary = compare.summary({"a": runs(0.5, 0.7, 0.6), "b": runs(0.6, 0.8, 0.8)})
@@ -120,7 +121,7 @@ def test_the_summary_compares_seed_by_seed() -> None:
     assert gap["mean"] == pytest.approx(0.2 / 3)
     assert gap["95 %"] == pytest.approx([0.2 / 3 - 4.303 * 0.05 / 3, 0.2 / 3 + 4.303 * 0.05 / 3])
     assert summary["b"]["mean held-out reward"]["mean"] == pytest.approx(1.1 / 3)
-    assert summary["a"]["tokens clipped"] == 0.25 and summary["a"]["smallest ratio"] == 0.8
+    assert summary["a"]["token_clip_fraction"] == 0.25 and summary["a"]["ratio_min"] == 0.8
     assert compare.about([0.5]) == {"mean": 0.5, "95 %": None}
 
 

@@ -89,8 +89,7 @@ def figures_by_name() -> dict[str, tuple[Path, Draw]]:
     """Return the JSON file and the drawing function of every figure."""
     from . import figures  # matplotlib takes a second to import
 
-    every = {path.stem: (path, draw) for suite, draw in figures.DRAW.items() for path in files(suite)}
-    return every | {"readme": (files("fidelity")[0], figures.draw_readme)}
+    return {path.stem: (path, draw) for suite, draw in figures.DRAW.items() for path in files(suite)}
 
 
 def digest(path: Path) -> str:

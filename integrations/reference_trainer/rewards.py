@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from .config import InputError
 from .examples import Example
 
-T = TypeVar("T")
 TURNS = "turns"  # the name under which rewards of turns are logged
 EXPECTED = 'expected "module:function" or "file.py:function", with a weight if wanted: "0.5*file.py:function"'
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -79,49 +78,40 @@ class Rewards:
         """Reward B completions of B examples. `turns` has the policy's text of each turn of each completion."""
         failures: list[str] = []
         components: dict[str, list[float]] = {name: [] for name, *_ in self.components}
-        total, of_turns = [0.0] * len(completions), []
+        of_turns: list[list[float]] = []
         for index, (text, example) in enumerate(zip(completions, examples, strict=True)):
-            for name, weight, function in self.components:
-                call = partial(one_reward, function, text, example.answer)
-                reward = self._call(name, call, 0.0, text, failures)
-                components[name].append(reward)
-                total[index] += weight * reward
+            for name, _, function in self.components:
+                components[name] += self._call(name, partial(function, text, example.answer), 1, text, failures)
             if self.turn_reward is not None:
                 said = [text] if turns is None else turns[index]
-                call = partial(rewards_of_turns, self.turn_reward, said, example.answer)
-                of_turns.append(self._call(TURNS, call, [0.0] * len(said), text, failures))
-                total[index] += sum(of_turns[index])
-        if self.turn_reward is None:
-            return RewardBatch(total, components, failures)
-        return RewardBatch(total, {**components, TURNS: [sum(rewards) for rewards in of_turns]}, failures, of_turns)
+                call = partial(self.turn_reward, said, example.answer)
+                of_turns.append(self._call(TURNS, call, len(said), text, failures))
+        weights = {name: weight for name, weight, _ in self.components}
+        if self.turn_reward is not None:
+            components[TURNS], weights[TURNS] = [sum(rewards) for rewards in of_turns], 1.0
+        total = [sum(weights[name] * x[i] for name, x in components.items()) for i in range(len(completions))]
+        return RewardBatch(total, components, failures, None if self.turn_reward is None else of_turns)
 
-    def _call(self, name: str, function: Callable[[], T], otherwise: T, completion: str, failures: list[str]) -> T:
-        """Call a function with the time limit. If it fails, return `otherwise` and append a line to `failures`."""
+    def _call(
+        self, name: str, function: Callable[[], Any], count: int, completion: str, failures: list[str]
+    ) -> list[float]:
+        """Call a function that returns `count` numbers, or one number if `count` is 1, with the time limit.
+
+        If it fails, append a line to `failures` and return zeros.
+        """
         try:
             with time_limit(self.timeout):
-                return function()
+                result = function()
+                rewards = [float(reward) for reward in (result if isinstance(result, list) else [result])]
+            if len(rewards) == count and all(map(math.isfinite, rewards)):
+                return rewards
+            reason = f"expected {count} finite number{'s' * (count > 1)}, got {', '.join(map(str, rewards))}"
         except RewardTimeout:
             reason = f"no result after {self.timeout:g} s"
         except Exception as error:  # whatever the user's function raises is reported
             reason = f"{type(error).__name__}: {error}"
         failures.append(f"{name}: {reason}; completion {completion[:60]!r}")
-        return otherwise
-
-
-def one_reward(function: Callable[[str, str], float], completion: str, answer: str) -> float:
-    """Call a reward function. Raise a ValueError unless it returns a finite number."""
-    reward = float(function(completion, answer))
-    if not math.isfinite(reward):
-        raise ValueError(f"expected a finite number, got {reward}")
-    return reward
-
-
-def rewards_of_turns(function: Callable[[list[str], str], list[float]], turns: list[str], answer: str) -> list[float]:
-    """Call a function that rewards each turn. Raise a ValueError unless it returns one finite number per turn."""
-    rewards = [float(reward) for reward in function(turns, answer)]
-    if len(rewards) != len(turns) or not all(map(math.isfinite, rewards)):
-        raise ValueError(f"expected {len(turns)} finite numbers, one per turn, got {rewards}")
-    return rewards
+        return [0.0] * count
 
 
 class RewardTimeout(BaseException):

@@ -97,7 +97,7 @@ def broken(completion: str, _: str) -> float:
         (backtracking, "no result after 0.05 s"),
         (broken, "ZeroDivisionError: division by zero"),
         (no_number, "ValueError: could not convert string to float: 'good'"),
-        (infinite, "ValueError: expected a finite number, got inf"),
+        (infinite, "expected 1 finite number, got inf"),
     ],
 )
 def test_a_failed_component_scores_zero_and_is_reported(function: Callable[..., float], reason: str) -> None:

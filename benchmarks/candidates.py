@@ -17,7 +17,7 @@ from gspo_kernels import gspo_fused_loss, linear_log_probs
 
 from . import peers
 from .measure import version
-from .workloads import BUDGETS, CLIP_HIGH, CLIP_LOW, KL_COEF, Head, Old, Workload
+from .workloads import CLIP_HIGH, CLIP_LOW, KL_COEF, Head, Old, Workload
 
 LogProbs = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]  # hidden [N, H], weight [V, H], ids [N], soft-cap
 Loss = Callable[[Workload, Old, Tensor, Tensor], Tensor]  # hidden [S, L, H], weight [V, H] -> scalar
@@ -108,16 +108,17 @@ def _our_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float |
     return linear_log_probs(hidden[None], weight, ids[None], logit_softcap=softcap).log_probs[0]
 
 
-def _our_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor, budget: float) -> Tensor:
+def _our_loss(w: Workload, old: Old, hidden: Tensor, weight: Tensor, budget: float, cache_mib: int) -> Tensor:
     return gspo_fused_loss(
         hidden, weight, w.target_ids, w.advantages, old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs,
-        logit_softcap=w.softcap, objective=w.objective, gradient_budget=budget,
+        logit_softcap=w.softcap, objective=w.objective, gradient_budget=budget, cache_mib=cache_mib,
     ).loss  # fmt: skip  # related arguments share a line
 
 
-def ours_at(budget: float, name: str) -> Candidate:
-    """Return the candidate that runs our fused loss with this gradient budget."""
-    return Candidate(name, "ours", _our_log_probs, partial(_our_loss, budget=budget), "gspo-kernels", budget=budget)
+def ours_at(budget: float, name: str, cache_mib: int = 0) -> Candidate:
+    """Return the candidate that runs our fused loss with this gradient budget and cache."""
+    loss = partial(_our_loss, budget=budget, cache_mib=cache_mib)
+    return Candidate(name, "ours", _our_log_probs, loss, "gspo-kernels", budget=budget)
 
 
 @cache
@@ -151,5 +152,5 @@ _CANDIDATES = (
     ours_at(1e-3, "ours, budget 1e-3"),
 )
 ALL = {candidate.name: candidate for candidate in _CANDIDATES}
-BY_BUDGET = {name: ours_at(budget, name) for name, budget in ((f"ours, budget {b:g}", b) for b in BUDGETS[1:])}
+BY_CACHE = {name: ours_at(0.0, name, mib) for name, mib in ((f"ours, cache_mib={m}", m) for m in (320, 640))}
 AGAINST = tuple(dict.fromkeys(candidate.against for candidate in _CANDIDATES if candidate.against != "ours"))

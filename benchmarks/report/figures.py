@@ -6,7 +6,6 @@ differ in the marker. The colours are greys and those of Okabe and Ito, which co
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from .tables import BUDGET, NAIVE, OURS, Results, by_name, shown
+from gspo_kernels.tools.compare_report import draw
+
+from .tables import BUDGET, CACHED, NAIVE, OURS, Results, by_name, shown
 
 BLACK, DARK, GREY = "#000000", "#595959", "#999999"
 BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
@@ -25,8 +26,11 @@ LOOKS = {
     "cut-cross-entropy": (ORANGE, "p"), "cut-cross-entropy, no filter": (ORANGE, "8"),
     "verl torch head": (GREEN, "D"), "verl Triton head": (GREEN, "d"),
     "torch linear_cross_entropy": (SKY, "P"), OURS: (BLUE, "X"), BUDGET: (VERMILION, "*"),
-    "fp16 logits": (VERMILION, "^"), "fp32 logits": (DARK, "h"), "old by bf16 logits, new by ours": (PURPLE, "s"),
 }  # fmt: skip  # by family
+TRAINERS = {
+    NAIVE: "TRL's trainer\nwith full logits", "TRL fused head": "TRL 1.16", OURS: "TRL 1.16\nwith gspo_kernels",
+    CACHED: "TRL 1.16\nwith gspo_kernels\nand a cache of {gib:.1f} GiB",
+}  # fmt: skip  # the bars of `draw_trainer`
 STYLE: Any = {"font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left"}
 STYLE |= {"legend.frameon": False, "grid.alpha": 0.25}
 
@@ -48,17 +52,14 @@ def save(figure: Figure, path: Path, legend: Axes | None = None, columns: int = 
     figure.savefig(path, dpi=150)
 
 
-def plain(name: str) -> str:
-    return shown(name).replace("**", "")
-
-
 def candidate_lines(axes: Axes, by_size: dict[int, list[Results]], key: str, unit: float) -> None:
     for name, (colour, marker) in LOOKS.items():
         values = {size: r.get(key) for size, records in by_size.items() for r in records if r["name"] == name}
         points = sorted((size, value / unit) for size, value in values.items() if value is not None)
         if points:
             width = 2.2 if name.startswith(OURS) else 1.1
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, ms=5, lw=width, label=plain(name))
+            label = shown(name).replace("**", "")
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, ms=5, lw=width, label=label)
 
 
 def log_axes(axes: Axes, sizes: list[int], label: str) -> None:
@@ -94,29 +95,7 @@ def draw_step(results: Results, path: Path) -> None:
 
 
 def draw_fidelity(results: Results, path: Path) -> None:
-    """Draw wrong clip decisions against length, a panel per set of tokens. All that use bf16 logits share a line."""
-    figure, axes = panels(len(results["sets"]))
-    for panel, (kind, study) in zip(axes, results["sets"].items(), strict=True):
-        records = by_name(study["implementations"])
-        size = records[NAIVE]["log-ratio"]["std"]
-        rounded = [name for name, r in records.items() if abs(r["log-ratio"]["std"] / size - 1) < 0.02]
-        for name, record in records.items():
-            if name not in rounded or name == NAIVE:
-                colour, marker = LOOKS[name]
-                label = f"bf16 logits ({', '.join(n.split()[0] for n in rounded)})" if name == NAIVE else plain(name)
-                shares = [100 * x if x else math.nan for x in record["wrong"]]
-                panel.plot(study["lengths"], shares, color=colour, marker=marker, ms=4, label=label)
-                low, high = ([100 * x for x in ends] for ends in zip(*record["95 %"], strict=True))
-                panel.fill_between(study["lengths"], low, high, color=colour, alpha=0.15, lw=0)
-        log_axes(panel, study["lengths"][::2], "tokens per sequence")
-        panel.yaxis.set_major_locator(LogLocator())
-        panel.set_ylim(1e-4, 100)
-        panel.set(title=f"wrong clip decisions, % ({kind} policy, {study['vocab']:,} ids)")
-    save(figure, path, axes[0], columns=3)
-
-
-def draw_readme(results: Results, path: Path) -> None:
-    """Draw the README's figure: wrong clip decisions against length, with a label at each line."""
+    """Draw wrong clip decisions against length, with a label at each line."""
     figure, (axes,) = panels(1)
     study = results["sets"]["synthetic"]
     records, lengths = by_name(study["implementations"]), study["lengths"]
@@ -142,20 +121,31 @@ def draw_readme(results: Results, path: Path) -> None:
     save(figure, path)
 
 
-def draw_budgets(results: Results, path: Path) -> None:
-    """Draw reward, entropy and passes against updates: the mean over the seeds, and a band from lowest to highest."""
-    titles = {"reward": "reward", "entropy": "entropy, nats per token", "passes": "matrix passes per update"}
-    figure, axes = panels(len(titles))
-    updates = results["settings"]["steps"] * results["settings"]["updates_per_rollout"]
-    looks = ((BLUE, "-"), (VERMILION, "-"), (GREEN, "-"), (BLACK, ":"))
-    for (arm, runs), (colour, style) in zip(results["runs"].items(), looks, strict=True):
-        for panel, (key, title) in zip(axes, titles.items(), strict=True):
-            points = list(zip(*(run[key] for run in runs), strict=True))
-            x = [updates * (at + 0.5) / len(points) for at in range(len(points))]
-            panel.plot(x, [sum(p) / len(p) for p in points], color=colour, ls=style, lw=1.5, label=arm)
-            panel.fill_between(x, [min(p) for p in points], [max(p) for p in points], color=colour, alpha=0.1, lw=0)
-            panel.set(title=f"{title} ({len(runs)} seeds)", xlabel="optimizer updates", ylim=(0, None))
-    save(figure, path, axes[0])
+def draw_trainer(results: Results, path: Path) -> None:
+    """Draw peak memory and time of a step of TRL's trainer: a bar per implementation, with its number at the end."""
+    results = next(iter(results.values()))
+    records = [r for r in results["steps"] if r["name"] in TRAINERS]
+    figure, axes = panels(2)
+    names = [TRAINERS[r["name"]].format(gib=r["cache_mib"] / 1024) for r in records]
+    colours = [BLUE if r["name"].startswith(OURS) else ORANGE for r in records]
+    shown_in = (("peak_bytes", 2**30, "{:.2f} GiB"), ("seconds", 1, "{:.1f} s"))
+    for panel, (key, unit, form) in zip(axes, shown_in, strict=True):
+        values = [r[key] / unit for r in records]
+        bars = panel.barh(names, values, color=colours, height=0.62)
+        panel.bar_label(bars, [form.format(value) for value in values], padding=4, fontsize=10, weight="bold")
+        panel.set(xlim=(0, 1.28 * max(values)), ylim=(len(values) - 0.5, -0.5), xticks=[])
+        panel.grid(False)
+        panel.spines["bottom"].set_visible(False)
+        panel.tick_params(axis="y", length=0, labelsize=10)
+        panel.set_title("peak memory beyond the model" if panel is axes[0] else "time of the fastest step", fontsize=11)
+    hatched: Any = dict(color="white", alpha=0.45, hatch="///", edgecolor=DARK, height=0.62, lw=0)
+    axes[0].barh(names, [r["gradient_bytes"] / 2**30 for r in records], **hatched)
+    axes[0].annotate("hatched: gradients of the model, which every step needs", (0, -0.05), xycoords="axes fraction")
+    axes[-1].set_yticks([])
+    batch = f"{results['sequences']} answers of {results['tokens'] // results['sequences']} tokens"
+    vocab = f"vocabulary of {results['model']['vocab_size']:,}, {results['dtype']}, CPU"
+    figure.suptitle(f"A training step of TRL's GRPOTrainer ({batch}, {vocab})", fontsize=11, weight="bold")
+    save(figure, path)
 
 
-DRAW = {"step": draw_step, "fidelity": draw_fidelity, "budgets": draw_budgets}  # by suite
+DRAW = {"step": draw_step, "fidelity": draw_fidelity, "trainer": draw_trainer, "compare": draw, "moe": draw}  # by suite

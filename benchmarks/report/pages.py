@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gspo_kernels.tools.compare_report import verdicts
+
 from ..measure import RESULTS, ROOT
 from . import summary
 from .tables import SECTIONS, Results, conditions
@@ -57,7 +59,8 @@ def texts() -> dict[Path, str]:
     first = {suite: fields[files(suite)[0]]["r"] for suite in SECTIONS}
     gpu = "" if any(len(files(suite)) > 1 for suite in SECTIONS) else NO_GPU
     common = {"gpu": gpu, "helps": summary.helps(first), "loses": summary.loses(first)}
-    common["tolerance"] = summary.tolerance(first["fidelity"])
+    common |= {"tolerance": summary.tolerance(first["fidelity"]), "against_window": summary.windows(first["fidelity"])}
+    common |= verdicts(first["compare"]) | verdicts(first["moe"])
     page = [introduction.format(**common)]
     for suite, _, prose in (section.partition(" -->\n") for section in sections):
         for path in files(suite):
@@ -89,8 +92,7 @@ def figures_by_name() -> dict[str, tuple[Path, Draw]]:
     """Return the JSON file and the drawing function of every figure."""
     from . import figures  # matplotlib takes a second to import
 
-    every = {path.stem: (path, draw) for suite, draw in figures.DRAW.items() for path in files(suite)}
-    return every | {"readme": (files("fidelity")[0], figures.draw_readme)}
+    return {path.stem: (path, draw) for suite, draw in figures.DRAW.items() for path in files(suite)}
 
 
 def digest(path: Path) -> str:

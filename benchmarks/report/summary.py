@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .tables import BUDGET, NAIVE, OURS, Results, by_name, error_of, mib, over_naive, percent, shown, table, worse
+from .tables import BUDGET, CACHED, NAIVE, OURS, Results, by_name, error_of, mib, over_naive, shown, table, worse
 
 README_ROWS = {
-    NAIVE: "PyTorch, full logits",
-    "TRL fused head": "TRL, fused head",
-    "TRL cast_lm_head_to_fp32": "TRL, `cast_lm_head_to_fp32`",
-    "Liger GRPO loss": "Liger, GRPO loss",
-    "verl torch head": "verl, torch head",
-    "torch linear_cross_entropy": "PyTorch, `linear_cross_entropy`",
-    OURS: "**gspo_kernels**",
-    BUDGET: "**gspo_kernels**, `gradient_budget=1e-3`",
+    NAIVE: "full logits",
+    "TRL fused head": "TRL 1.16",
+    "TRL cast_lm_head_to_fp32": "TRL 1.16, `cast_lm_head_to_fp32`",
+    OURS: "**TRL 1.16 with gspo_kernels**",
+    CACHED: "**TRL 1.16 with gspo_kernels** and a cache",
 }
-SAME_LOG_PROBS = {BUDGET: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # name -> a name with equal log-probs
+SAME_LOG_PROBS = {BUDGET: OURS, CACHED: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # name -> an equal one
 SAME_IN_FLOAT32 = {"TRL cast_lm_head_to_fp32": "TRL fused head"}  # in float32 it casts nothing
 OTHER_LOSS = "naive GRPO"  # not compared, because its loss is another
 LENGTH = 1024  # tokens per sequence, for wrong clip decisions
@@ -64,7 +61,7 @@ def helps(first: Results) -> str:
         ("time / naive GSPO's, every token has a gradient", times(run_of(first, "dense")["candidates"]), ".2f"),
         (f"peak MiB, {rl_like['on']['tokens']:,} tokens", peaks(rl_like["candidates"]), ",.0f"),
         (f"peak MiB, {large['tokens']:,} tokens", peaks(large["candidates"]), ",.0f"),
-        ("time of an optimizer step / naive GSPO's", times(first["trainer"]["steps"]), ".2f"),
+        ("peak MiB of a step of TRL's trainer", peaks(first["trainer"]["float32"]["steps"]), ",.0f"),
         (f"wrong clip decisions in %, sequences of {LENGTH:,} tokens", wrong_decisions(first["fidelity"]), ".2g"),
     ]
     rows = []
@@ -84,8 +81,9 @@ def loses(first: Results) -> str:
         where = f"{on['scenario']}, {on['dtype']}, {on['tokens']:,} tokens, V = {on['head']['vocab']:,}"
         comparisons.append((f"time / naive GSPO's: {where}", times(run["candidates"]), ".2f"))
         comparisons.append((f"peak MiB: {where}", peaks(run["candidates"]), ",.0f"))
-    parts = {r["name"]: r["parts"]["loss"]["seconds"] for r in first["trainer"]["steps"] if "seconds" in r}
-    comparisons.append(("seconds of the loss in an optimizer step", parts, ".1f"))
+    for dtype, part in first["trainer"].items():
+        comparisons.append((f"time of a step of TRL's trainer / naive GSPO's, {dtype}", times(part["steps"]), ".2f"))
+        comparisons.append((f"peak MiB of a step of TRL's trainer, {dtype}", peaks(part["steps"]), ",.0f"))
     rows = []
     for situation, values, form in comparisons:
         best, ours = best_other(values), values[OURS]
@@ -103,19 +101,32 @@ def tolerance(fidelity: Results) -> str:
     return f"holds (fewer than {LIMIT:.0%} of decisions wrong at every length) for {holds}. Does not hold for {fails}"
 
 
+def windows(fidelity: Results) -> str:
+    """Say how large the errors of log-ratios with bf16 logits are, in nats and relative to the lower clip bounds."""
+    token = by_name(fidelity["sets"]["synthetic"]["implementations"])[NAIVE]["log-ratio"]["std"]
+    sequence = token / LENGTH**0.5
+    return (
+        f"With bf16 logits, a token's log-ratio is off by {token:.1e} nats, that of a sequence of {LENGTH:,} tokens by "
+        f"{sequence:.1e}, so in nats the claim holds. But that is {token / 0.2:.0%} of GRPO's window and "
+        f"{sequence / 3e-4:.0%} of GSPO's, so for clip decisions it does not"
+    )
+
+
 def readme(first: Results) -> str:
     """Return the README's table and the text below it, from `readme.md`."""
-    runs, wrong = [run_of(first, scenario) for scenario in ("rl-like", "dense")], wrong_decisions(first["fidelity"])
-    rl_like, dense = (by_name(run["candidates"]) for run in runs)
+    wrong, parts = wrong_decisions(first["fidelity"]), first["trainer"]
     rows = []
     for name, label in README_ROWS.items():
-        timed = SAME_IN_FLOAT32.get(name, name)
-        cells = [over_naive(rl_like.get(timed, {})), over_naive(dense.get(timed, {})), mib(rl_like.get(timed, {}))]
-        cells.append(percent(wrong[name] / 100) if name in wrong else "-")
-        rows.append((label, *(cell.replace("-", "not measured") for cell in cells)))
-    header = "|time, RL-like batch|time, every token has a gradient|peak MiB|wrong decisions, bf16 weights".split("|")
-    on, machine = runs[0]["on"], first["step"]["time"]["measured"]["machine"]
-    text, idle = Path(__file__).with_name("readme.md").read_text().strip(), on["zero"] + on["clipped"]
+        cells = []
+        for part in parts.values():
+            records = by_name(part["steps"])
+            record = records.get(name) or records[SAME_IN_FLOAT32[name]]
+            cells += [mib(record), over_naive(record)]
+        rows.append((label, *cells, f"{wrong[name]:.2g}%"))
+    header = ("", *(f"{what}, {dtype}" for dtype in parts for what in ("peak MiB", "time")), "wrong decisions")
+    part, rl_like = parts["float32"], by_name(run_of(first, "rl-like")["candidates"])
     (budget,) = (record for record in first["policy"]["trained"]["budgets"] if record["budget"] == 1e-3)
-    here, trained = error_of(rl_like[BUDGET]), f"{worse(budget):.1e}"
-    return text.format(table=table(header, rows), on=on, machine=machine, idle=idle, error=here, trained=trained)
+    text, errors = Path(__file__).with_name("readme.md").read_text().strip(), (error_of(rl_like[BUDGET]), worse(budget))
+    caches = [f"{part['steps'][-1]['cache_mib']:,}" for part in parts.values()]
+    of_budget = over_naive(rl_like[BUDGET])
+    return text.format(table=table(header, rows), on=part, caches=caches, errors=errors, of_budget=of_budget)

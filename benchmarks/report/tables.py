@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+from gspo_kernels.tools import compare_report
+
 from ..workloads import BUDGETS
 
 Results = dict[str, Any]
 Texts = dict[str, str]
 Cell = Callable[[Results], str]
-NAIVE, OURS, BUDGET = "naive GSPO", "ours", "ours, budget 1e-3"
+NAIVE, OURS, BUDGET, CACHED = "naive GSPO", "ours", "ours, budget 1e-3", "ours, all in the cache"
 NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")
 LENGTHS = (64, 256, 1024, 4096, 16_384)  # tokens per sequence
 
@@ -84,8 +86,8 @@ def by_name(records: Iterable[Results]) -> dict[str, Results]:
 
 def candidates_table(columns: dict[str, tuple[list[Results], Cell]]) -> str:
     """Return a table with a row per measured candidate. `columns`: header -> (records, function that formats one)."""
-    (first, _), *_ = columns.values()
-    names = [r["name"] for r in first if not r.keys() & {"absent", "failed", "wrong"}]
+    every = [r for records, _ in columns.values() for r in records]
+    names = dict.fromkeys(r["name"] for r in every if not r.keys() & {"absent", "failed", "wrong"})
     groups = [(by_name(records), cell) for records, cell in columns.values()]
     return table(["", *columns], [(shown(n), *(cell(group.get(n, {})) for group, cell in groups)) for n in names])
 
@@ -118,14 +120,17 @@ def vocab(results: Results) -> Texts:
 
 
 def trainer(results: Results) -> Texts:
-    cells: dict[str, Cell] = {
-        "step, s": lambda r: f"{r['seconds']:.1f}", "step / naive's": over_naive_with_spread,
-        "loss alone, s": lambda r: f"{r['parts']['loss']['seconds']:.1f}",
-        "loss, share of the step": lambda r: f"{r['loss share']:.0%}", "error": error_of,
-    }  # fmt: skip  # a column each
-    timed = [r for r in results["steps"] if "seconds" in r]
-    columns = {label: (timed, cell) for label, cell in cells.items()}
-    return {"table": candidates_table(columns), "left_out": left_out(results["steps"])}
+    columns: dict[str, tuple[list[Results], Cell]] = {}
+    for dtype, part in results.items():
+        timed = [r for r in part["steps"] if "wrong" not in r]
+        cells: dict[str, Cell] = {
+            "peak MiB": mib, "step, s": lambda r: f"{r['seconds']:.1f}" if r else "-", "step / naive's": over_naive,
+            "norm": lambda r: f"{r['norm_over_full']:.4f}" if r else "-",
+        }  # fmt: skip  # a column each
+        columns |= {f"{dtype}: {label}": (timed, cell) for label, cell in cells.items()}
+    measured = "; ".join(f"{dtype}: {conditions(part['measured'])}" for dtype, part in results.items())
+    part = next(iter(results.values()))
+    return {"table": candidates_table(columns), "measured": measured, "on": part, "runs": part["steps"][0]["runs"]}
 
 
 def budget_table(rows: dict[str, list[Results]], cell: Cell) -> str:
@@ -138,9 +143,7 @@ def sparsity(results: Results) -> Texts:
     cases: dict[str, list[Results]] = {}
     for record in results["passes"]["cases"]:
         cases.setdefault(record["case"], []).append(record)
-    timed = results["time"]["candidates"]
-    times = candidates_table({"time / naive GSPO's": (timed, over_naive_with_spread), "peak MiB": (timed, mib)})
-    return {"passes_table": budget_table(cases, passes_and_error), "time_table": times}
+    return {"passes_table": budget_table(cases, passes_and_error)}
 
 
 def policy(results: Results) -> Texts:
@@ -182,20 +185,19 @@ def budgets(results: Results) -> Texts:
             arm, *(f"{fmean(r['mean'][key] for r in records):.3g}" for key in ("passes", "dropped_gradient_mass")),
             *(f"{gap['mean']:+.3f} ({interval(gap['95 %'], '+.3f')})" if gap else "-" for gap in gaps),
             f"{fmean(r['held-out reward'][1] for r in records):.3f}",
-            ", ".join(f"{x:.2g}" for x in results["distance"].get(arm, [])) or "-",
         ))  # fmt: skip  # a cell each
-    header = ("", "passes", "mass left out", "entropy", "reward", "held-out reward", "distance of parameters")
+    header = ("", "passes", "mass left out", "entropy", "reward", "held-out reward")
     drifting = [f"the {key} of {arm}" for key in apart for arm in arms if drifts(apart[key], arm, control)]
     widest = max((high - low) / 2 for low, high in (apart["entropy"][arm]["95 %"] for arm in arms))
     return {
         "table": table(header, rows),
         "verdict": f"We see drift in {', '.join(drifting)}" if drifting else "We see no drift",
         "detectable": f"{widest:.3f}",
-        "others": ", ".join(f"{x:.2f}" for x in results["distance"].get("other seeds", [])),
     }
 
 
 SECTIONS: dict[str, Callable[[Results], Texts]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "sparsity": sparsity, "policy": policy,
     "fidelity": fidelity, "budgets": budgets, "prediction": lambda results: {},
+    **dict.fromkeys(("compare", "moe"), lambda results: {"table": table(*compare_report.rows(results))}),
 }  # fmt: skip  # by suite

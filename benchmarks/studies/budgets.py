@@ -2,15 +2,14 @@
 
     python -m gspo_kernels.benchmarks budgets    12 trainings of 300 updates, two at a time with one thread each
 
-A budget mostly leaves out gradients of likely tokens, which is a bias. So rewards, entropies and final parameters are
-compared with those of the run at budget 0 with the same seed. Sampling may amplify any difference, so there are two
+A budget mostly leaves out gradients of likely tokens, which is a bias. So rewards and entropies are compared
+with those of the run at budget 0 with the same seed. Sampling may amplify any difference, so there are two
 controls at budget 0: runs with other seeds, and runs with the same seeds whose initial weights differ by a millionth.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -23,8 +22,9 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from gspo_kernels.integrations.reference_trainer import train, train_config
-from gspo_kernels.integrations.reference_trainer.policy import Policy, load_policy
+from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.report import read_rows
+from gspo_kernels.tools.compare import about
 
 from .. import measure
 from ..measure import Record
@@ -35,11 +35,8 @@ from .policy import digest
 EXACT, CONTROL = "budget 0", "budget 0, weights x (1 + 1e-6 noise)"
 ARMS: dict[str, float] = {EXACT: 0.0, "budget 1e-3": 1e-3, "budget 4e-3": 4e-3, CONTROL: 0.0}
 NOISE = 1e-6  # standard deviation of the relative change of each initial weight, for CONTROL
-CURVES = ("reward", "entropy", "passes")
 TOTALS = ("passes", "dropped_gradient_mass")
-STUDENT = {2: 12.706, 3: 4.303}  # number of seeds -> 97.5 % quantile of Student's t
 END = 0.2  # the last fifth of the rollouts is "the end"
-POINTS = 15  # most points of a saved curve
 
 # Why 1e-4: with seed 0 and the same prompts, the mean reward of 15 rollouts was 0.653 at 2e-5 and 0.688 at 1e-4. After
 # 24 rollouts, the held-out reward was still 0.875 at 1e-4. At 3e-4, tried with smaller rollouts, it was 0.69.
@@ -51,30 +48,23 @@ FULL_SEEDS, TINY_SEEDS = (0, 1, 2), (0, 1)
 
 
 def run(model: str, data: str, folder: str, name: str, seed: int, budget: float, options: dict[str, Any]) -> Record:
-    """Train once. Return curves, their means, and their values at the end. `trainings` runs this in a new process."""
+    """Train once. Return means, and values at the end. `trainings` runs this in a new process."""
     machine: Record = dict(device="cpu", threads=1, overwrite=True, output=Path(folder), data=Path(data))
     config = train_config(name=name, model=model, seeds=(seed,), gradient_budget=budget, **machine, **options)
     train(config)
     rows = read_rows(config.folder / "metrics.jsonl")
     held_out = [row["eval_reward"] for row in rows if "eval_reward" in row]
-    values = {key: [row[key] for row in rows[1:]] for key in {*CURVES, *TOTALS}}
+    values = {key: [row[key] for row in rows[1:]] for key in ("reward", "entropy", *TOTALS)}
     return {
         "seed": seed,
         "held-out reward": [held_out[0], held_out[-1]],
         "mean": {key: statistics.fmean(values[key]) for key in TOTALS},
         "at the end": {key: at_the_end(values[key]) for key in ("entropy", "reward")},
-        **{key: thinned(values[key]) for key in CURVES},
     }
 
 
 def at_the_end(curve: Sequence[float]) -> float:
     return statistics.fmean(curve[-max(1, round(END * len(curve))) :])
-
-
-def thinned(curve: Sequence[float]) -> list[float]:
-    """Divide a curve into at most `POINTS` consecutive parts. Return the mean of each part."""
-    size = math.ceil(len(curve) / POINTS)
-    return [statistics.fmean(curve[at : at + size]) for at in range(0, len(curve), size)]
 
 
 def moved(model: Path, seed: int, folder: Path) -> Path:
@@ -115,40 +105,11 @@ def folder_name(arm: str, seed: int) -> str:
     return re.sub(r"[^\w.]+", "-", arm).strip("-") + f"-{seed}"
 
 
-def distance_of(a: Policy, b: Policy) -> float:
-    pairs = zip(a.model.parameters(), b.model.parameters(), strict=True)
-    return math.sqrt(sum((x.detach().double() - y.detach().double()).square().sum().item() for x, y in pairs))
-
-
-def distances(seeds: Sequence[int], model: Path, folder: Path) -> Record:
-    """Return the distances of final parameters from those at budget 0, divided by the change that budget 0 made."""
-
-    def trained(arm: str, seed: int) -> Policy:
-        return load_policy(str(folder / folder_name(arm, seed) / f"model-seed{seed}"))
-
-    exact, start = {seed: trained(EXACT, seed) for seed in seeds}, load_policy(str(model))
-    gone = {seed: distance_of(policy, start) for seed, policy in exact.items()}
-    if 0 in gone.values():  # a run did not move, because no answer was rewarded
-        return {}
-    others = [
-        distance_of(exact[a], exact[b]) / math.sqrt(gone[a] * gone[b]) for a, b in itertools.combinations(seeds, 2)
-    ]
-    arms = [arm for arm in ARMS if arm != EXACT]
-    apart = {arm: [distance_of(trained(arm, seed), exact[seed]) / gone[seed] for seed in seeds] for arm in arms}
-    return {**apart, "other seeds": others}
-
-
 def differences(runs: dict[str, list[Record]], key: str) -> Record:
     """Return each arm's value at the end minus budget 0's with the same seed: mean and 95 % interval over the seeds."""
     ends = {arm: [record["at the end"][key] for record in records] for arm, records in runs.items()}
     base = ends.pop(EXACT)
     return {arm: about([a - b for a, b in zip(values, base, strict=True)]) for arm, values in ends.items()}
-
-
-def about(values: Sequence[float]) -> Record:
-    """Return the mean and its 95 % interval by Student's t."""
-    mean, half = statistics.fmean(values), STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": mean, "95 %": [mean - half, mean + half]}
 
 
 def main() -> None:
@@ -167,12 +128,10 @@ def main() -> None:
     model = policy / "model"
     with TemporaryDirectory(dir=policy, prefix="budgets-") as folder:  # holds gigabytes of checkpoints
         runs = trainings(options, seeds, model, policy / "problems.jsonl", Path(folder), asked.workers)
-        distance = distances(seeds, model, Path(folder))
     results = {
         "policy": digest(policy),
         "settings": options,
         "runs": runs,
-        "distance": distance,
         "differences": {key: differences(runs, key) for key in ("entropy", "reward")},
     }
     print(measure.save("budgets", torch.device("cpu"), results, output))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import measure, truth
-from ..candidates import AGAINST, ALL, BY_BUDGET, Candidate
+from ..candidates import AGAINST, ALL, BY_CACHE, Candidate
 from ..measure import Record, Tick
 from ..peaked import entropy_quantiles
 from ..workloads import Head, Old, Spec, Workload, counts, make
@@ -184,7 +184,7 @@ def check(
 def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
     """Return the peak memory of a candidate's step and, if `passes`, its passes. `costs` runs this in a new process."""
     parsed = Spec(Head(*spec[0]), *spec[1:])  # JSON turned the named tuples into lists
-    device, candidate = _set_device(parsed), (ALL | BY_BUDGET)[name]
+    device, candidate = _set_device(parsed), (ALL | BY_CACHE)[name]
     tokens, width, vocab = SMALL
     small, w = make(parsed._replace(tokens=tokens, head=Head(width, vocab, parsed.head.softcap))), make(parsed)
     measured: Record = {}

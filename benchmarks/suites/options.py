@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -47,16 +45,6 @@ def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--tiny", action="store_true", help="a trial with small shapes")
     parser.add_argument("--output", type=Path, help=OUTPUT)
     return parser
-
-
-def add_comparison(parser: argparse.ArgumentParser, candidates: Callable[[str], Any]) -> None:
-    """Add the options of commands that compare implementations. `candidates` parses the value of --against."""
-    device = str(device_of(None))
-    parser.add_argument("--rounds", type=positive, help="interleaved timed runs of each candidate")
-    default = "default: all that are installed; with --tiny: torch"
-    parser.add_argument("--against", type=candidates, help=f"libraries to compare with, such as trl,liger ({default})")
-    parser.add_argument("--device", type=device_of, default=device, help=f"default {device}")
-    parser.add_argument("--dtype", choices=DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")
 
 
 def say(what: str) -> None:

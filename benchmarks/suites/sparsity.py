@@ -1,26 +1,24 @@
-"""Measure what rows without a gradient save, and what a gradient budget saves and costs.
+"""Measure what rows without a gradient and kept exponentials save, and what a gradient budget saves and costs.
 
     python -m gspo_kernels.benchmarks sparsity --passes    matrix passes and gradient errors (15 minutes on two cores)
-    python -m gspo_kernels.benchmarks sparsity --time      time and peak memory relative to the naive loss (10 minutes)
+    python -m gspo_kernels.benchmarks sparsity --cache     time with cache_mib, relative to the naive loss (25 minutes)
 
-Passes and errors depend on the machine only through the size of its cells. Times are ratios within one run. Without
-these options, both parts are measured. With one option, only that part of the JSON file of results is replaced.
+Passes and errors depend on the machine only through the size of its cells (128 x 168 on a CPU). Times are ratios within
+one run. Without an option, both parts are measured. With one, only this part of the JSON file is replaced.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import gspo_fused_loss
-from gspo_kernels.backends.torch import tiles as torch_tiles
 
 from .. import peaked, workloads
-from ..candidates import ALL, BY_BUDGET
+from ..candidates import ALL, BY_CACHE
 from ..measure import Record, destination, save_part
 from ..workloads import BUDGETS, MODELS, Head, Spec
 from . import bench
@@ -36,21 +34,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # arguments of `wor
     "no zero rows": (dict(zero=0, clipped=0), {}),
     "KL on": (RL_LIKE | dict(kl=True), {}),
     "flat policy": (RL_LIKE, {"peaked": False}),
-    "cells of 128 x 256": (RL_LIKE, {}),  # as on Hopper; cells on a CPU are 128 x 168
 }
 
 
 def passes(rows: int, case: str, head: Head) -> list[Record]:
     """Make the batch of a case in `CASES`. Return the records of `by_budget` for it."""
-    with ExitStack() as stack:
-        if case.startswith("cells"):
-            stack.enter_context(patch.object(torch_tiles, "_TILE_ON_CPU", (128, 24 * 256)))
-            stack.enter_context(patch.object(torch_tiles, "_CELL_ON_CPU", 256))
-        roles, policy = CASES[case]
-        w = workloads.batch(peaked.make(rows, head.width, head.vocab, **policy), SEQUENCES, **roles)
-        old = ALL["ours"].old(w)
-        options = dict(old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs, objective=w.objective)
-        records = by_budget(case, w.hidden, w.weight, w.target_ids, w.advantages, **options)
+    roles, policy = CASES[case]
+    w = workloads.batch(peaked.make(rows, head.width, head.vocab, **policy), SEQUENCES, **roles)
+    old = ALL["ours"].old(w)
+    options = dict(old_log_probs=old.log_probs, ref_log_probs=old.ref_log_probs, objective=w.objective)
+    records = by_budget(case, w.hidden, w.weight, w.target_ids, w.advantages, **options)
     return [{"case": case, **record} for record in records]
 
 
@@ -79,15 +72,15 @@ def by_budget(
 def main() -> None:
     parser = parser_of("sparsity", __doc__)
     parser.add_argument("--passes", action="store_true", help="matrix passes and gradient errors")
-    parser.add_argument("--time", action="store_true", help="time and memory relative to the naive loss")
+    parser.add_argument("--cache", action="store_true", help="time with cache_mib, relative to the naive loss")
     options = parser.parse_args()
-    both = not (options.passes or options.time)
     output = destination("sparsity", CPU, options.output, options.tiny)
     rows, tokens, rounds, head = (256, 64, 1, TINY_HEAD) if options.tiny else (2048, 1024, 5, HEAD)
-    if options.passes or both:
+    if options.passes or not options.cache:
         cases = [record for case in CASES for record in passes(rows, case, head)]
         print(save_part("sparsity", CPU, "passes", {**head._asdict(), "rows": rows, "cases": cases}, output))
-    if options.time or both:
-        chosen = [ALL[bench.NAIVE], ALL["ours"], *BY_BUDGET.values()]
-        results = bench.compare(Spec(head, tokens, "rl-like"), chosen, rounds, say)
-        print(save_part("sparsity", CPU, "time", results, output))
+    if options.cache or not options.passes:
+        specs = [Spec(head, tokens, *kind) for kind in product(("dense", "rl-like"), ("float32", "bfloat16"))]
+        chosen = [ALL[bench.NAIVE], ALL["ours"], *BY_CACHE.values()]
+        runs = [bench.compare(spec, chosen, rounds, say) for spec in specs]
+        print(save_part("sparsity", CPU, "cache", {"runs": runs}, output))

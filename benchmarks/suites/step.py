@@ -25,7 +25,7 @@ from ..candidates import Candidate
 from ..measure import Record, destination, save, save_part
 from ..workloads import MODELS, SCENARIOS, Head, Spec, counts
 from . import bench
-from .options import add_comparison, parser_of, say
+from .options import DTYPES, device_of, parser_of, positive, say
 
 
 class Sizes(NamedTuple):
@@ -85,7 +85,11 @@ def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
     parser.add_argument("--memory", action="store_true", help="peak memory for more tokens")
     parser.add_argument("--vocab", action="store_true", help="time, memory and passes for several vocabularies")
     parser.add_argument("--scenario", choices=SCENARIOS, nargs="+", help="for --time (default: rl-like dense long)")
-    add_comparison(parser, bench.candidates)
+    parser.add_argument("--rounds", type=positive, help="interleaved timed runs of each candidate")
+    default = "default: all that are installed; with --tiny: torch"
+    parser.add_argument("--against", type=bench.candidates, help=f"libraries, such as trl,liger ({default})")
+    parser.add_argument("--device", type=device_of, default=str(device_of(None)))
+    parser.add_argument("--dtype", choices=DTYPES, help="default float32 on a CPU, bfloat16 on a GPU")
     options = parser.parse_args()
     if not (options.time or options.memory or options.vocab):
         options.time = options.memory = True

@@ -1,120 +1,167 @@
-"""Measure the time of an optimizer step of a model, and the share of the loss in it.
+"""Measure peak memory and time of a step of TRL's GRPOTrainer, each implementation in a process of its own.
 
-    python -m gspo_kernels.benchmarks trainer
+    python -m gspo_kernels.benchmarks trainer                      25 minutes on two idle cores
+    python -m gspo_kernels.benchmarks trainer --dtype bfloat16     replaces only this part of the JSON file
 
-The model is a Qwen2.5-0.5B with random weights, so nothing is downloaded. A step is the forward of the transformer, the
-loss with its gradients of last hidden states and head, the transformer's backward, and AdamW. Candidates differ only in
-the loss. Random weights give nearly uniform probabilities. A gradient budget could leave out nothing, so none is used.
+The model is a Qwen2 with random weights, so nothing is downloaded, and its completions are random. A step is TRL's
+`training_step`: forward, loss and backward, without the optimizer's memory. Every token has a gradient. The norm of the
+gradients must agree with that of full logits. Of the timed steps, the fastest counts: other work on the machine only
+slows a step.
 """
 
 from __future__ import annotations
 
-import statistics
+import tempfile
 import time
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from .. import workloads
-from ..candidates import Candidate
-from ..measure import Record, destination, over, save, spread, turns
-from ..peaked import Policy
-from ..workloads import Head, Old
-from . import bench
-from .options import add_comparison, parser_of, say
+from gspo_kernels.extras import needs
 
-QWEN25_05B: dict[str, Any] = dict(
-    vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-    num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32_768,
+from ..measure import Record, Tick, destination, fresh, peak_bytes, save_part, turns
+from .options import DTYPES, device_of, parser_of, positive, say
+
+QWEN2: Record = dict(
+    vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=2, num_attention_heads=14,
+    num_key_value_heads=2, tie_word_embeddings=True,
 )  # fmt: skip  # numbers
-TINY = QWEN25_05B | dict(vocab_size=2000, hidden_size=56, intermediate_size=64, num_hidden_layers=2)
-SEQUENCES, ZERO, CLIPPED = 8, 2, 1  # 8 sequences, of which 2 have advantage 0 and 1 is clipped
+TINY = QWEN2 | dict(vocab_size=2000, hidden_size=56, intermediate_size=64)
+FULL, OURS = "naive GSPO", "ours"
+CAST = "TRL cast_lm_head_to_fp32"  # TRL 1.16 keeps its fused head, and multiplies fp32 copies of the operands
+NAMES = (FULL, "TRL fused head", CAST, OURS, "ours, all in the cache")
+SEQUENCES, PROMPT, LENGTH = 8, 8, 256  # completions of the prompt, and tokens of the prompt and of each
+STEPS = 2  # timed steps in a process, after one that is not
+DIFFER = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}  # largest relative difference of a norm
 
 
-class Step:
-    """One model, batch and optimizer, on which the candidates take steps in turn."""
-
-    def __init__(self, config: dict[str, Any], tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        torch.manual_seed(0)
-        self.device = device
-        self.model = Qwen2ForCausalLM(Qwen2Config(**config))
-        self.model.to(device=device, dtype=dtype)  # pyright: ignore[reportCallIssue] - transformers hides its signature
-        self.ids = torch.randint(config["vocab_size"], (SEQUENCES, tokens // SEQUENCES), device=device)
-        # The learning rate is so small that the policy remains the one that computed the old log-probs.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-12, weight_decay=0.0)
-        self.weight: Tensor = self.model.lm_head.weight
-        with torch.no_grad():
-            hidden = self.hidden().flatten(0, 1)
-        policy = Policy(hidden, self.weight, self.ids.flatten(), torch.zeros(len(hidden), device=device))
-        self.w = workloads.batch(policy, SEQUENCES, ZERO, CLIPPED, dtype=dtype)
-
-    def hidden(self) -> Tensor:
-        """Return the last hidden states [S, L, H]."""
-        return self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state
-
-    def run(self, candidate: Candidate, old: Old) -> tuple[float, float]:
-        """Take a step. Return its seconds, and the seconds of loss, d_hidden and d_weight."""
-        self.optimizer.zero_grad(set_to_none=True)
-        start = self._now()
-        hidden = self.hidden()
-        leaf = hidden.detach().requires_grad_()
-        before = self._now()
-        candidate.loss(self.w, old, leaf, self.weight).backward()
-        loss = self._now() - before
-        hidden.backward(leaf.grad)
-        self.optimizer.step()
-        return self._now() - start, loss
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+def names_of(dtype: str) -> tuple[str, ...]:
+    """Return the implementations to measure. A cast to fp32 changes nothing in fp32."""
+    return tuple(name for name in NAMES if name != CAST or dtype != "float32")
 
 
-def measure(step: Step, chosen: list[Candidate], rounds: int) -> list[Record]:
-    """Return a record per candidate: errors and, unless they are too large, the seconds of the step and of the loss."""
-    w, head = step.w, Head(step.w.hidden.shape[-1], len(step.weight))
-    present = [candidate for candidate in chosen if not candidate.absent(head, w.hidden.dtype, step.device)]
-    olds = {candidate.name: candidate.old(w) for candidate in present}
-    records: dict[str, Record] = {c.name: {"name": c.name, "against": c.against} for c in present}
-    bench.check(w, present, olds, records, say, w)
-    right = [candidate for candidate in present if not records[candidate.name].keys() & {*bench.NOT_TIMED}]
-    taken: dict[str, list[tuple[float, float]]] = {candidate.name: [] for candidate in right}
-    for turn, candidate in turns(right, rounds):
-        seconds = step.run(candidate, olds[candidate.name])
-        say(f"{candidate.name}, {f'round {turn} of {rounds}' if turn else 'warm-up'}: {seconds[0]:.2f} s")
-        if turn:
-            taken[candidate.name].append(seconds)
-    totals = {name: [total for total, _ in runs] for name, runs in taken.items()}
-    for name, runs in taken.items():
-        share, loss = statistics.median(loss / total for total, loss in runs), spread([loss for _, loss in runs])
-        records[name] |= {**spread(totals[name]), "parts": {"loss": loss}, "loss share": share}
-        if bench.NAIVE in totals:
-            ratio = records[name]["over_naive"] = over(totals[name], totals[bench.NAIVE])
-            print(f"{name}: {ratio['ratio']:.2f} times naive GSPO's step; the loss takes {share:.0%} of it")
-    return list(records.values())
+def step_of(name: str, config: Record, length: int, dtype: str, device: str) -> Record:
+    """Take steps with one implementation. Return the seconds, peak bytes and results of each. Needs a new process."""
+    with needs("python -m gspo_kernels.benchmarks trainer", "trl", "trl", "datasets"):
+        from gspo_kernels.integrations.trl import accelerate_trainer
+    size = SEQUENCES * length * config["vocab_size"] * getattr(torch, dtype).itemsize  # of all exponentials
+    cache_mib = -(-size // 2**20) if "cache" in name else 0
+    place, steps = torch.device(device), []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(config, length, dtype, folder, on_cpu=place.type == "cpu", cast=name == CAST)
+        step = trainer.training_step
+
+        def measured(*arguments: Any) -> Any:
+            losses, start = [], time.perf_counter()
+            peak = peak_bytes(lambda: losses.append(step(*arguments)), place)
+            loss = losses[0].item()  # waits for a GPU
+            steps.append({"seconds": time.perf_counter() - start, "peak_bytes": peak, "loss": loss})
+            return losses[0]
+
+        if name == FULL:
+            trainer.model.forward = MethodType(full_logits(trainer.model.forward), trainer.model)
+        elif name.startswith(OURS):
+            accelerate_trainer(trainer, cache_mib=cache_mib)
+        trainer.training_step = measured
+        trainer.train()
+    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    gradients = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+    timed = [step | {"norm": norm} for step, norm in zip(steps, norms, strict=True)][1:]  # the first makes the rollout
+    return {"steps": timed, "gradient_bytes": gradients, "cache_mib": cache_mib}
+
+
+def make_trainer(config: Record, length: int, dtype: str, folder: str, on_cpu: bool, cast: bool) -> Any:
+    """Return a GRPOTrainer with GSPO's settings and random completions of `length` tokens."""
+    import datasets
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    def rollout(*_: Any) -> Record:
+        ids = torch.randint(2, config["vocab_size"], (SEQUENCES, PROMPT + length)).tolist()
+        return {"prompt_ids": [x[:PROMPT] for x in ids], "completion_ids": [x[PROMPT:] for x in ids], "logprobs": None}
+
+    torch.manual_seed(0)
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**config)).to(getattr(torch, dtype))
+    words: Any = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<eos>"))
+    args = GRPOConfig(
+        folder, use_cpu=on_cpu, bf16=False, per_device_train_batch_size=SEQUENCES, num_generations=SEQUENCES,
+        num_iterations=STEPS + 1, max_steps=STEPS + 1, max_completion_length=length, cast_lm_head_to_fp32=cast,
+        importance_sampling_level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4, learning_rate=1e-9,
+        optim="sgd", gradient_checkpointing=False, logging_steps=1, disable_tqdm=True, report_to=[], save_strategy="no",
+    )  # fmt: skip  # related settings share a line
+    return GRPOTrainer(
+        model,
+        lambda completions, **_: [float(i % 3) for i in range(len(completions))],
+        args,
+        train_dataset=datasets.Dataset.from_list([{"prompt": "x"}] * SEQUENCES),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+        rollout_func=rollout,
+    )
+
+
+def full_logits(forward: Any) -> Any:
+    """Return a forward that makes full logits, as TRL did before 1.15. TRL 1.16 has no option for it."""
+    from trl.trainer.utils import FusedCausalLMOutput, selective_log_softmax_and_entropy
+
+    def from_logits(_: Any, labels: Any = None, fused_lm_head: bool = False, **inputs: Any) -> Any:
+        if not fused_lm_head:
+            return forward(labels=labels, **inputs)
+        keep = int((labels != -100).any(0).sum())  # only completions are scored, and their logits
+        logits = forward(**inputs, logits_to_keep=keep + 1).logits[:, :-1]
+        lp, entropy = selective_log_softmax_and_entropy(logits, labels[:, -keep:], entropy_requires_grad=False)
+        return FusedCausalLMOutput(log_probs=lp, entropy=entropy)
+
+    return from_logits
+
+
+def compare(
+    names: tuple[str, ...],
+    rounds: int,
+    dtype: str,
+    device: torch.device,
+    config: Record = QWEN2,
+    length: int = LENGTH,
+    tick: Tick = say,
+) -> Record:
+    """Measure steps with the named implementations, full logits among them, in `rounds` processes each."""
+    runs: dict[str, list[Record]] = {name: [] for name in names}
+    setting: Record = dict(config=config, length=length, dtype=dtype, device=str(device))
+    for turn, name in turns(list(names), rounds - 1):
+        tick(f"{name}, round {turn + 1} of {rounds}")
+        run = fresh("suites.trainer", "step_of", name=name, **setting)
+        if run is None:
+            raise MemoryError(f"{name} ran out of memory")
+        runs[name].append(run)
+    on = {"model": config, "tokens": SEQUENCES * length, "sequences": SEQUENCES, "dtype": dtype}
+    return {**on, "steps": [record_of(name, runs, dtype) for name in names]}
+
+
+def record_of(name: str, runs: dict[str, list[Record]], dtype: str) -> Record:
+    """Return largest peak, seconds of the fastest step, loss, and norm of the gradients."""
+    last, base = (runs[x][0]["steps"][-1] for x in (name, FULL))
+    steps, full = ([step for run in runs[x] for step in run["steps"]] for x in (name, FULL))
+    seconds, of_full = (min(step["seconds"] for step in each) for each in (steps, full))
+    record: Record = {key: runs[name][0][key] for key in ("gradient_bytes", "cache_mib")}
+    record |= {"name": name, "peak_bytes": max(step["peak_bytes"] for step in steps), "runs": len(steps)}
+    record |= {"loss": last["loss"], "norm_over_full": last["norm"] / base["norm"]}
+    record |= {"seconds": seconds, "over_naive": {"ratio": seconds / of_full}}
+    if not abs(record["norm_over_full"] - 1) <= DIFFER[dtype]:
+        record["wrong"] = "its gradients have another norm than those of full logits"
+    return record
 
 
 def main() -> None:
     parser = parser_of("trainer", __doc__)
-    add_comparison(parser, bench.candidates)
+    parser.add_argument("--rounds", type=positive, default=3, help="processes per implementation")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the model: default float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--device", type=device_of, default=str(device_of(None)))
     options = parser.parse_args()
-    device, on_gpu = options.device, options.device.type == "cuda"
-    config, tokens, rounds = (QWEN25_05B, 16_384, 10) if on_gpu else (QWEN25_05B, 1024, 5)
-    if options.tiny:
-        config, tokens, rounds = TINY, 64, 1
-    chosen = options.against or bench.candidates("torch" if options.tiny else None)
-    chosen = [c for c in chosen if not (c.per_token or c.budget or c.against == "compile")]
-    trial = bool(options.tiny or options.against or options.dtype)
-    output = destination("trainer", device, options.output, trial)
-    step = Step(config, tokens, device, getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32")))
-    results = {
-        "model": "tiny" if options.tiny else "Qwen2.5-0.5B",
-        "parameters": sum(p.numel() for p in step.model.parameters()),
-        "tokens": step.w.rows,
-        "dtype": str(step.w.hidden.dtype).removeprefix("torch."),
-        "steps": measure(step, chosen, options.rounds or rounds),
-    }
-    print(save("trainer", device, results, output))
+    device, tiny = options.device, {"config": TINY, "length": 16} if options.tiny else {}
+    dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    output = destination("trainer", device, options.output, options.tiny)
+    names = (FULL, OURS) if options.tiny else names_of(dtype)
+    results = compare(names, options.rounds, dtype, device, **tiny)
+    print(save_part("trainer", device, dtype, results, output))

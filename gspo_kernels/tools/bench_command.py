@@ -4,29 +4,72 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 
+from gspo_kernels import extras
 from gspo_kernels.benchmarks import measure
 from gspo_kernels.benchmarks.candidates import Candidate
-from gspo_kernels.benchmarks.suites import bench
+from gspo_kernels.benchmarks.suites import bench, trainer
 from gspo_kernels.benchmarks.suites.options import DTYPES, BadOption, device_of
 from gspo_kernels.benchmarks.workloads import FEWEST, MODELS, SCENARIOS, Head, Spec
 
+from . import bench_table
 
-def asked(
-    model: str | None, tokens: str | None, against: str | None, scenario: str, dtype: str | None, device: str | None
-) -> tuple[list[Candidate], Spec]:
-    """Return the candidates and the workload for the options of a command line. Raise BadOption if one is bad."""
+
+class Plan(NamedTuple):
+    """A measurement that `gspo bench` is asked for."""
+
+    forecast: str  # a line for the user: estimated minutes, and what is measured
+    steps: int  # how often `run` calls its argument, if nothing fails
+    run: Callable[[bench.Tick], bench.Record]  # results for JSON; a MemoryError has a message for the user
+    show: Callable[[bench.Record, Console], None]
+
+
+def of_loss(batch: dict[str, Any], dtype: str | None, device: str | None, rounds: int) -> Plan:
+    """Plan the comparison of losses. `batch`: the other options of the command. Raise BadOption if one is bad."""
     place = device_of(device)
-    on_gpu = place.type == "cuda"
+    on_gpu, scenario = place.type == "cuda", "rl-like" if batch["scenario"] is None else batch["scenario"]
     dtype = dtype or ("bfloat16" if on_gpu else "float32")
     for option, value, values in (("dtype", dtype, DTYPES), ("scenario", scenario, SCENARIOS)):
         if value not in values:
             raise BadOption(f"--{option}: expected one of {', '.join(values)}, got {value!r}")
+    model, tokens = batch["model"], batch["tokens"]
     head = head_of(("qwen3-8b" if on_gpu else "qwen2.5-0.5b") if model is None else model)
     count = tokens_of(("16k" if on_gpu else "1k") if tokens is None else tokens)
-    return bench.candidates(against), Spec(head, count, scenario, dtype, str(place))
+    chosen, spec = bench.candidates(batch["against"]), Spec(head, count, scenario, dtype, str(place))
+    here = bench.present(spec, chosen)
+    minutes = math.ceil(bench.minutes(chosen, spec, rounds))
+    return Plan(
+        f"This takes about {minutes} min: {rounds} rounds of {', '.join(candidate.name for candidate in here)}",
+        len(here) * (rounds + 4) + 1,
+        partial(run_loss, spec, chosen, rounds),
+        lambda results, console: bench_table.show(results, SCENARIOS[scenario].what, console),
+    )
+
+
+def of_trainer(batch: dict[str, Any], dtype: str | None, device: str | None, rounds: int) -> Plan:
+    """Plan steps of TRL's trainer. Raise BadOption if an option is bad."""
+    place = device_of(device)
+    for option, value in batch.items():
+        if value is not None:
+            raise BadOption(f"--{option}: cannot be combined with --trainer, whose batch is fixed; got {value!r}")
+    if dtype not in (None, *DTYPES):
+        raise BadOption(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    with extras.needs("gspo bench --trainer", "trl", "trl", "datasets"):
+        import trl  # noqa: F401 - fail before the first process is started
+    dtype = dtype or ("bfloat16" if place.type == "cuda" else "float32")
+    names = trainer.names_of(dtype)
+    return Plan(
+        f"This takes about {rounds} times 8 min on two CPU cores: rounds of {', '.join(names)}",
+        rounds * len(names) + 1,
+        partial(run_trainer, names, rounds, dtype, place),
+        bench_table.show_trainer,
+    )
 
 
 def head_of(text: str) -> Head:
@@ -54,22 +97,8 @@ def tokens_of(text: str) -> int:
     return number
 
 
-def steps(chosen: list[Candidate], spec: Spec, rounds: int) -> int:
-    """Return how often `bench.compare` calls `tick` if nothing fails."""
-    return len(bench.present(spec, chosen)) * (rounds + 4) + 1
-
-
-def forecast(chosen: list[Candidate], spec: Spec, rounds: int) -> str:
-    """Return a line for the user: the estimated minutes, and the candidates that can run here."""
-    names = ", ".join(candidate.name for candidate in bench.present(spec, chosen))
-    return f"This takes about {math.ceil(bench.minutes(chosen, spec, rounds))} min: {rounds} rounds of {names}"
-
-
-def run(spec: Spec, chosen: list[Candidate], rounds: int, tick: bench.Tick) -> bench.Record:
-    """Run `bench.compare` within the free memory. Return its results for JSON, with date, commit, machine and versions.
-
-    Raise a MemoryError with a message for the user if the memory does not suffice.
-    """
+def run_loss(spec: Spec, chosen: list[Candidate], rounds: int, tick: bench.Tick) -> bench.Record:
+    """Run `bench.compare` within the free memory. Return its results with date, commit, machine and versions."""
     if spec.device == "cpu":
         measure.stop_before_swapping()
     # Running processes per core, averaged over the last minute. Windows has no such number.
@@ -81,3 +110,11 @@ def run(spec: Spec, chosen: list[Candidate], rounds: int, tick: bench.Tick) -> b
             raise
         raise MemoryError(bench.TOO_LARGE) from error
     return measure.jsonable(measure.about(torch.device(spec.device)) | results)
+
+
+def run_trainer(
+    names: tuple[str, ...], rounds: int, dtype: str, device: torch.device, tick: bench.Tick
+) -> bench.Record:
+    """Measure steps of TRL's trainer. Return the results with date, commit, machine and versions."""
+    results = trainer.compare(names, rounds, dtype, device, tick=tick)
+    return measure.jsonable(measure.about(device) | results)

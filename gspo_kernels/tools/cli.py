@@ -168,7 +168,9 @@ def bench(
             "that are installed)"
         ),
     ] = None,
-    scenario: Annotated[str, typer.Option(help="dense, rl-like, on-policy, kl or long.")] = "rl-like",
+    scenario: Annotated[
+        str | None, typer.Option(help="dense, rl-like, on-policy, kl or long. (default: rl-like)")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16. (default: bfloat16 on a GPU, else float32)")
     ] = None,
@@ -176,6 +178,14 @@ def bench(
         str | None, typer.Option(help="Device, such as cpu or cuda:1. (default: a GPU if there is one, else the CPU)")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs per candidate.")] = 5,
+    trainer: Annotated[
+        bool,
+        typer.Option(
+            "--trainer",
+            help="Measure steps of TRL's GRPOTrainer with full logits, with TRL's fused head, and with gspo_kernels. "
+            "Takes only --dtype, --device, --rounds and --json.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure time and memory of loss and gradients, and compare with other implementations.
@@ -186,21 +196,20 @@ def bench(
     """
     from . import bench_command
 
-    try:
-        chosen, spec = bench_command.asked(model, tokens, against, scenario, dtype, device)
-    except ValueError as error:
-        fail(error)
+    batch = dict(model=model, tokens=tokens, against=against, scenario=scenario)
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # fixed, so that tables in a log do not wrap
-    typer.echo(bench_command.forecast(chosen, spec, rounds), err=True)
     to_stderr = redirect_stdout(sys.stderr) if as_json else nullcontext()  # a candidate may print when imported
     try:
-        with to_stderr, bench_table.progress(console, bench_command.steps(chosen, spec, rounds)) as tick:
-            results = bench_command.run(spec, chosen, rounds, tick)
-    except MemoryError as error:
+        make = bench_command.of_trainer if trainer else bench_command.of_loss
+        planned = make(batch, dtype, device, rounds)
+        typer.echo(planned.forecast, err=True)
+        with to_stderr, bench_table.progress(console, planned.steps) as tick:
+            results = planned.run(tick)
+    except (ValueError, MemoryError, MissingExtraError) as error:
         fail(error)
-    bench_table.show(results, bench_command.SCENARIOS[scenario].what, console)
+    planned.show(results, console)
     if as_json:
         typer.echo(json.dumps(results))
 
@@ -208,8 +217,12 @@ def bench(
 @app.command()
 def compare(
     objectives: Annotated[
-        str, typer.Option(help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline.")
-    ] = "gspo,gspo-token,grpo",
+        str | None,
+        typer.Option(
+            help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline. (default: "
+            "gspo,gspo-token,grpo; with --moe gspo,grpo)"
+        ),
+    ] = None,
     moe: Annotated[
         bool, typer.Option("--moe", help="Train a mixture of experts, each objective without and with Routing Replay.")
     ] = False,

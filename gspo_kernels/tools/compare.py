@@ -1,7 +1,8 @@
 """Train with several objectives from the same initial weights, prompts and seeds, and measure what they clip.
 
-Every arm samples its own answers, so its clip fractions are those of its own training. Rewards, clip fractions and
-log-ratios are recorded for each of the updates of a rollout; in the first one, the ratio is always 1.
+Sampling, rewards and updates are those of the reference trainer. Every arm samples its own answers, so its clip
+fractions are those of its own training. Metrics are recorded for each update of a rollout; in the first one, the ratio
+is always 1.
 """
 
 from __future__ import annotations
@@ -9,26 +10,32 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gspo_kernels import LossOutput, Objective, gspo_fused_loss, linear_log_probs
-from gspo_kernels.advantages import group_advantages
-from gspo_kernels.integrations.reference_trainer.config import InputError
-from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy, make_policy
-from gspo_kernels.integrations.reference_trainer.routing import changed_share, routing, stacked
-from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
+from gspo_kernels import Objective
+from gspo_kernels.advantages import RunningMoments
+from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
+from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
+from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
+from gspo_kernels.integrations.reference_trainer.policy import SORTING, Policy, demo_policy, make_policy
+from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.tasks import Task, batches, task_by_name
+from gspo_kernels.integrations.reference_trainer.update import mini_batches, update, with_log_probs
+
+from .compare_report import REPLAY
 
 Record = dict[str, Any]
 Tick = Callable[[str], object]
+METRICS = ("clip_fraction", "token_clip_fraction", "entropy", "ratio_min", "ratio_max")
+METRICS += ("token_log_ratio_std", "sequence_log_ratio_std", "router_changed")  # the last one of mixtures only
 EXPERTS = 8  # of each layer of the mixture
 POINTS = 20  # most points of a saved curve
+SETTINGS = ("task", "steps", "prompts_per_step", "group_size", "updates_per_rollout", "learning_rate", "eval_every")
 # 97.5 % quantiles of Student's t, by number of seeds
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
@@ -40,21 +47,13 @@ class Arm(NamedTuple):
     replay: bool = False
 
 
-class Size(NamedTuple):
-    """How long to train, and on what."""
-
-    task: str = "sorting"
-    steps: int = 100  # rollouts
-    prompts: int = 32  # per rollout
-    group: int = 8  # answers per prompt
-    updates: int = 4  # per rollout
-    learning_rate: float = 5e-4
-    max_new_tokens: int = 7
-    eval_every: int = 5  # rollouts
-    eval_prompts: int = 128
+def config_of(task: str, steps: int) -> TrainConfig:
+    """Return the settings that all arms share: the demo's of `gspo train`, with an evaluation every 5 rollouts."""
+    longest = TrainConfig.max_new_tokens if task == "sorting" else 24
+    return TrainConfig(task=task, steps=steps, max_new_tokens=longest, eval_every=5, device="cpu", save=False)
 
 
-def arms_of(names: Sequence[str], moe: bool, size: Size) -> dict[str, Arm]:
+def arms_of(names: Sequence[str], moe: bool, config: TrainConfig) -> dict[str, Arm]:
     """Return the arms of a comparison. `names` are presets of `Objective`; "grpo" gets the window of the GSPO paper.
 
     With a mixture of experts, every objective is trained without and with Routing Replay.
@@ -62,18 +61,18 @@ def arms_of(names: Sequence[str], moe: bool, size: Size) -> dict[str, Arm]:
     Raises:
         InputError: a name is not that of a preset.
     """
-    changes: dict[str, Record] = {"grpo": {"clip_high": 0.27}, "dr_grpo": {"length_norm": size.max_new_tokens}}
+    changes: dict[str, Record] = {"grpo": {"clip_high": 0.27}, "dr_grpo": {"length_norm": config.max_new_tokens}}
     try:
         objectives = {name: Objective.preset(name, **changes.get(name, {})) for name in names}
     except ValueError as error:
         raise InputError(f"--objectives: {error}") from error
     arms = {name: Arm(objective) for name, objective in objectives.items()}
-    return {f"{n}{r}": Arm(a.objective, bool(r)) for n, a in arms.items() for r in ("", " + replay")} if moe else arms
+    return {f"{n}{r}": Arm(a.objective, bool(r)) for n, a in arms.items() for r in ("", REPLAY)} if moe else arms
 
 
-def mixture_policy() -> Policy:
+def mixture_policy(alphabet: str = SORTING) -> Policy:
     """Make a Qwen3-MoE with random weights and the demo's tokenizer and sizes. It has no auxiliary loss."""
-    demo = demo_policy()
+    demo = demo_policy(alphabet)
     options = demo.model.config.to_dict()
     sizes = {name: options[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
     sizes |= {name: options[name] for name in ("num_key_value_heads", "head_dim", "eos_token_id", "pad_token_id")}
@@ -84,119 +83,61 @@ def mixture_policy() -> Policy:
         moe_intermediate_size=options["intermediate_size"] // 2,
         initializer_range=0.05,
         router_aux_loss_coef=0.0,
-        max_position_embeddings=64,
+        max_position_embeddings=options["max_position_embeddings"],
         tie_word_embeddings=False,
     )
     return make_policy(Qwen3MoeForCausalLM(config), demo.tokenizer)
 
 
-def compare(arms: dict[str, Arm], seeds: Sequence[int], size: Size, moe: bool, tick: Tick) -> Record:
+def compare(arms: dict[str, Arm], seeds: Sequence[int], config: TrainConfig, moe: bool, tick: Tick) -> Record:
     """Train every arm with every seed. Return settings, the curves of each run, and a summary of each arm."""
-    task = task_by_name(size.task, size.eval_prompts)
+    task = task_by_name(config.task, config.eval_prompts)
     runs: dict[str, list[Record]] = {name: [] for name in arms}
     for seed in seeds:
         for name, arm in arms.items():
             torch.manual_seed(seed)
-            policy = mixture_policy() if moe else demo_policy()
-            record = train(policy, task, arm, seed, size, partial(tick, f"{name}, seed {seed}"))
+            policy = mixture_policy(task.characters) if moe else demo_policy(task.characters)
+            settings = replace(config, objective=arm.objective, routing_replay=arm.replay)
+            record = train(settings, policy, task, seed, partial(tick, f"{name}, seed {seed}"))
             runs[name].append({"seed": seed, **record})
-    return {"settings": size._asdict(), "moe": moe, "runs": runs, "summary": summary(runs)}
+    shared = {name: getattr(config, name) for name in SETTINGS}
+    return {"settings": shared, "moe": moe, "runs": runs, "summary": summary(runs)}
 
 
-def train(policy: Policy, task: Task, arm: Arm, seed: int, size: Size, tick: Callable[[], object]) -> Record:
+def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Callable[[], object]) -> Record:
     """Train a policy. Return its held-out rewards, thinned curves over the rollouts, and means by update."""
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=size.learning_rate, weight_decay=0.0)
-    prompts = batches(task.train, size.prompts, seed)
-    held_out, rewards, steps = [evaluate(policy, task, size)], [], []
-    for step in range(1, size.steps + 1):
+    optimizer, running = Optimizer(policy, config), RunningMoments()
+    prompts = batches(task.train, config.prompts_per_step, seed)
+    held_out, rewards, steps = [evaluate(config, policy, task)], [], []
+    for step in range(1, config.steps + 1):
         examples = next(prompts)
-        rollout = sample(
-            policy,
-            examples,
-            group_size=size.group,
-            max_new_tokens=size.max_new_tokens,
-            temperature=1.0,
-            task=task,
-        )
-        repeated = [example for example in examples for _ in range(size.group)]
-        reward = torch.tensor(task.rewards(rollout.texts, repeated, rollout.turns).total)  # [B]
-        rewards.append(reward.mean().item())
-        steps.append(updates(policy, optimizer, arm, rollout, group_advantages(reward, size.group), size.updates))
-        if step % size.eval_every == 0 or step == size.steps:
-            held_out.append(evaluate(policy, task, size))
+        options = {"group_size": config.group_size, "max_new_tokens": config.max_new_tokens, "task": task}
+        rollout = sample(policy, examples, temperature=config.temperature, **options)
+        repeated = [example for example in examples for _ in range(config.group_size)]
+        rewarded = task.rewards(rollout.texts, repeated, rollout.turns)
+        (parts,) = mini_batches(config, seed, step)
+        batch = with_log_probs(config, policy, rollout, parts)
+        batch = replace(batch, advantages=advantages_of(config, batch, rewarded, running))
+        steps.append([update(config, policy, optimizer, batch, rows) for rows in parts])
+        rewards.append(statistics.fmean(rewarded.total))
+        if step % config.eval_every == 0 or step == config.steps:
+            held_out.append(evaluate(config, policy, task))
         tick()
-    names = steps[0][0].keys()
-    by_update = {n: [statistics.fmean(s[u][n] for s in steps) for u in range(size.updates)] for n in names}
+    names = [name for name in METRICS if name in steps[0][0]]
+    by_update = {n: [statistics.fmean(s[u][n] for s in steps) for u in range(len(steps[0]))] for n in names}
     curves = {n: thinned([pick(n)(u[n] for u in s) for s in steps], pick(n)) for n in names}
     return {"held-out reward": held_out, "reward": thinned(rewards), **curves, "by update": by_update}
 
 
-def updates(
-    policy: Policy, optimizer: torch.optim.Optimizer, arm: Arm, rollout: Rollout, advantages: Tensor, count: int
-) -> list[dict[str, float]]:
-    """Take `count` optimizer steps on a rollout. Return the metrics of each."""
-    size = len(advantages) // count
-    parts = [rollout.select(at, at + size) for at in range(0, size * count, size)]
-    is_mixture = hasattr(policy.model.config, "num_experts")
-    measured = []
-    with torch.no_grad():
-        old = [old_policy(policy, part, is_mixture) for part in parts]
-    for part, (old_log_probs, experts), advantage in zip(parts, old, advantages.split(size), strict=True):
-        with routing(policy.model, experts if arm.replay else None) if experts is not None else nullcontext() as chosen:
-            hidden = policy.hidden_states(part.input_ids, part.attention_mask, part.prompt_width)
-        out = gspo_fused_loss(
-            hidden,
-            policy.head,
-            part.answer_ids,
-            advantage,
-            mask=part.answer_mask,
-            old_log_probs=old_log_probs,
-            objective=arm.objective,
-            entropy=True,
-            **policy.head_options,
-        )
-        optimizer.zero_grad(set_to_none=True)
-        out.loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        optimizer.step()
-        metrics = metrics_of(out, old_log_probs, part.answer_mask)
-        if experts is not None:
-            after = stacked(chosen or [], size)
-            metrics["experts changed"] = changed_share(experts, after, part.attention_mask)
-        measured.append(metrics)
-    return measured
-
-
-def old_policy(policy: Policy, part: Rollout, is_mixture: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probs [b, T] of answers, and the experts of all tokens, [b, P + T, layers, k], of a mixture."""
-    with routing(policy.model) if is_mixture else nullcontext() as chosen:
-        hidden = policy.hidden_states(part.input_ids, part.attention_mask, part.prompt_width)
-    out = linear_log_probs(hidden, policy.head, part.answer_ids, mask=part.answer_mask, **policy.head_options)
-    return out.log_probs, None if chosen is None else stacked(chosen, len(part.texts))
-
-
-def metrics_of(out: LossOutput, old_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Return what an update clips, its ratios, and the spread of its log-ratios (lp - old) in nats."""
-    log_ratio = torch.where(mask, out.log_probs - old_log_probs, 0)  # [b, T]
-    of_sequences = log_ratio.sum(1) / mask.sum(1).clamp(min=1)
-    shown = {"sequences clipped": "clip_fraction", "tokens clipped": "token_clip_fraction", "entropy": "entropy"}
-    shown |= {"smallest ratio": "ratio_min", "largest ratio": "ratio_max"}
-    return {
-        **{name: out.metrics[key].item() for name, key in shown.items()},
-        "token log-ratio std": log_ratio[mask].std().item(),
-        "sequence log-ratio std": of_sequences.std().item(),
-    }
-
-
-def evaluate(policy: Policy, task: Task, size: Size) -> float:
+def evaluate(config: TrainConfig, policy: Policy, task: Task) -> float:
     """Return the mean reward of greedy answers to the held-out prompts."""
-    rollout = sample(policy, task.held_out, max_new_tokens=size.max_new_tokens, temperature=None, task=task)
+    rollout = sample(policy, task.held_out, max_new_tokens=config.max_new_tokens, temperature=None, task=task)
     return statistics.fmean(task.rewards(rollout.texts, task.held_out, rollout.turns).total)
 
 
 def pick(name: str) -> Callable[..., float]:
-    """Return how values of a metric are combined: the extreme for the smallest and largest ratio, else the mean."""
-    return {"smallest ratio": min, "largest ratio": max}.get(name, statistics.fmean)
+    """Return how values of a metric are combined: the extreme for ratio_min and ratio_max, else the mean."""
+    return {"ratio_min": min, "ratio_max": max}.get(name, statistics.fmean)
 
 
 def thinned(curve: Sequence[float], how: Callable[..., float] = statistics.fmean) -> list[float]:
@@ -206,27 +147,33 @@ def thinned(curve: Sequence[float], how: Callable[..., float] = statistics.fmean
 
 
 def summary(runs: dict[str, list[Record]]) -> dict[str, Record]:
-    """Return for each arm means over seeds, with 95 % intervals of the held-out reward and of its area under the curve.
+    """Return for each arm means over the seeds, with 95 % intervals of rewards.
 
-    "against first" has the difference to the first arm with the same seed.
+    "mean held-out reward" is the mean over all evaluations of a training. Its differences, seed by seed, are "against
+    first", to the first arm, and "replay", to the arm without replay.
     """
     area = {arm: [statistics.fmean(run["held-out reward"]) for run in records] for arm, records in runs.items()}
     end = {arm: [run["held-out reward"][-1] for run in records] for arm, records in runs.items()}
     first, result = next(iter(runs)), {}
     for arm, records in runs.items():
-        pairs = {"end": (end[arm], end[first]), "mean": (area[arm], area[first])}
-        gaps = {name: [a - b for a, b in zip(*pair, strict=True)] for name, pair in pairs.items()}
+        without = arm.removesuffix(REPLAY)
         by_update = [record["by update"] for record in records]
         result[arm] = {
             "held-out reward at the end": about(end[arm]),
             "mean held-out reward": about(area[arm]),
-            "against first": {name: about(gap) for name, gap in gaps.items()},
+            "against first": gap(area[arm], area[first]),
+            **({"replay": gap(area[arm], area[without])} if without != arm else {}),
             "by update": {
                 n: [statistics.fmean(x) for x in zip(*(r[n] for r in by_update), strict=True)] for n in by_update[0]
             },
             **{n: pick(n)(x for record in records for x in record[n]) for n in by_update[0]},
         }
     return result
+
+
+def gap(values: Sequence[float], base: Sequence[float]) -> Record:
+    """Return the mean of the differences seed by seed, and its 95 % interval."""
+    return about([a - b for a, b in zip(values, base, strict=True)])
 
 
 def about(values: Sequence[float]) -> Record:

@@ -16,26 +16,31 @@ from . import bench_table, compare_report
 with needs("gspo compare", "train", "transformers", "tokenizers"):
     from gspo_kernels.integrations.reference_trainer.config import InputError
 
-    from .compare import Size, arms_of, compare
+    from .compare import arms_of, compare, config_of
 
 FOLDER = Path("runs") / "compare"
 
 
-def run(objectives: str, moe: bool, task: str, seeds: str, steps: int, output: Path | None, console: Console) -> None:
+def run(
+    objectives: str | None, moe: bool, task: str, seeds: str, steps: int, output: Path | None, console: Console
+) -> None:
     """Compare objectives. Print the table, and write results and figure.
 
     Raises:
         InputError: an option cannot be used.
     """
-    size = Size(task=task, steps=steps, max_new_tokens=7 if task == "sorting" else 24)
-    arms, numbers = arms_of(objectives.split(","), moe, size), parse_seeds(seeds)
+    config = config_of(task, steps)
+    objectives = objectives or ("gspo,grpo" if moe else "gspo,gspo-token,grpo")
+    arms, numbers = arms_of(objectives.split(","), moe, config), parse_seeds(seeds)
     path = output or FOLDER / f"{'moe' if moe else 'compare'}-cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the models are too small to gain from several threads
     with bench_table.progress(console, len(arms) * len(numbers) * steps) as tick:
-        results = compare(arms, numbers, size, moe, tick)
+        results = compare(arms, numbers, config, moe, tick)
     measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
     show(results, console)
+    for verdict in compare_report.verdicts(results).values():
+        console.print(verdict, markup=False, highlight=False, soft_wrap=True)
     console.print(f"results: {path}", soft_wrap=True)
     with needs("the figure", "train", "matplotlib"):
         compare_report.draw(results, path.with_suffix(".png"))

@@ -13,18 +13,18 @@ BLUE, VERMILION, SKY = "#0072B2", "#D55E00", "#56B4E9"  # of Okabe and Ito, whom
 COLOURS = {"gspo": BLUE, "grpo": VERMILION, "gspo-token": SKY}
 OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#595959", "#000000")
 REPLAY = " + replay"
-SHARES = ("experts changed", "tokens clipped", "sequences clipped")  # drawn in percent
+SHARES = ("router_changed", "token_clip_fraction", "clip_fraction")  # drawn in percent
 DENSE_PANELS = {
-    "tokens clipped": "tokens clipped, %",
-    "sequences clipped": "sequences clipped, %",
+    "token_clip_fraction": "tokens clipped, %",
+    "clip_fraction": "sequences clipped, %",
     "ratio": "extreme ratios",
     "entropy": "entropy, nats per token",
 }
 MOE_PANELS = {
-    "experts changed": "experts changed, %",
-    "token log-ratio std": "std of token log-ratios",
-    "tokens clipped": "tokens clipped, %",
-    "sequence log-ratio std": "std of sequence log-ratios",
+    "router_changed": "experts changed, %",
+    "token_log_ratio_std": "std of token log-ratios",
+    "token_clip_fraction": "tokens clipped, %",
+    "sequence_log_ratio_std": "std of sequence log-ratios",
 }
 
 
@@ -50,25 +50,59 @@ def rows(results: Results) -> tuple[Row, list[Row]]:
     columns: dict[str, Callable[[Results], str]] = {
         "held-out reward at the end": lambda s: estimate(s["held-out reward at the end"]),
         "mean held-out reward": lambda s: estimate(s["mean held-out reward"]),
-        "mean, against the first": lambda s: estimate(s["against first"]["mean"], "+.3f"),
-        "tokens clipped": lambda s: percent(s["tokens clipped"]),
+        "mean, against the first": lambda s: estimate(s["against first"], "+.3f"),
+        "tokens clipped": lambda s: percent(s["token_clip_fraction"]),
     }
     if results["moe"]:
         columns |= {
             "experts changed after 1, 2, 3 updates": lambda s: ", ".join(
-                map(percent, s["by update"]["experts changed"][1:])
+                map(percent, s["by update"]["router_changed"][1:])
             ),
-            "std of token log-ratios": lambda s: f"{s['by update']['token log-ratio std'][-1]:.2g}",
-            "of sequence log-ratios": lambda s: f"{s['by update']['sequence log-ratio std'][-1]:.2g}",
+            "std of token log-ratios": lambda s: f"{s['by update']['token_log_ratio_std'][-1]:.2g}",
+            "of sequence log-ratios": lambda s: f"{s['by update']['sequence_log_ratio_std'][-1]:.2g}",
         }
     else:
         columns |= {
-            "sequences clipped": lambda s: percent(s["sequences clipped"]),
+            "sequences clipped": lambda s: percent(s["clip_fraction"]),
             "entropy": lambda s: f"{s['entropy']:.2f}",
-            "ratios": lambda s: f"{s['smallest ratio']:.2g} to {s['largest ratio']:.2g}",
+            "ratios": lambda s: f"{s['ratio_min']:.2g} to {s['ratio_max']:.2g}",
         }
     records = results["summary"].items()
     return ("", *columns), [(label(arm), *(cell(record) for cell in columns.values())) for arm, record in records]
+
+
+def verdicts(results: Results) -> dict[str, str]:
+    """Say which claims about GSPO and GRPO (arXiv 2507.18071) the results show; {} unless GSPO is the baseline of GRPO.
+
+    Keys: "clipping" (section 5.2) and "training" (5.1), or "replay" (5.3) for a mixture of experts.
+    """
+    arms = results["summary"]
+    if next(iter(arms)) != "gspo" or "grpo" not in arms:
+        return {}
+    gspo, grpo = arms["gspo"], arms["grpo"]
+    if results["moe"]:
+        gains = [arms[name + REPLAY]["replay"] for name in ("gspo", "grpo")]
+        changes = [estimate(record, "+.3f") for record in gains]
+        holds = "does not hold" if sign(gains[0]) > 0 else "holds"
+        neither = "" if sign(gains[1]) > 0 else "; GRPO does not need it either"
+        effect = f"Replay changes the mean held-out reward of GSPO by {changes[0]} and of GRPO by {changes[1]}"
+        return {"replay": f"{holds} at this size{neither}. {effect}"}
+    seen = "holds in direction" if gspo["token_clip_fraction"] > grpo["token_clip_fraction"] else "is not seen"
+    shares = [percent(arm["token_clip_fraction"]) for arm in (gspo, grpo)]
+    means = [estimate(arm["mean held-out reward"]) for arm in (gspo, grpo)]
+    difference = grpo["against first"]
+    decision = {-1: "is seen", 0: "is not decided by these seeds", 1: "is not seen: the opposite is"}[sign(difference)]
+    return {
+        "clipping": f"{seen} at this size: GSPO clips {shares[0]} of its tokens, GRPO {shares[1]} of its own",
+        "training": f"{decision} at this size. Mean held-out reward over the training: {means[0]} with GSPO, "
+        f"{means[1]} with GRPO; GRPO minus GSPO {estimate(difference, '+.3f')}",
+    }
+
+
+def sign(record: Results) -> int:
+    """Return 1 or -1 if the 95 % interval lies above or below 0, else 0."""
+    low, high = record["95 %"] or (0.0, 0.0)
+    return int(low > 0) - int(high < 0)
 
 
 def draw(results: Results, path: Path) -> None:
@@ -99,9 +133,9 @@ def scale(axes: Any, name: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     unit = 100 if name in SHARES else 1
-    if name in ("tokens clipped", "ratio"):
+    if name in ("token_clip_fraction", "ratio"):
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if name == "tokens clipped" else (1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.set_ylim(0, None)
@@ -138,7 +172,7 @@ def draw_reward(axes: Any, results: Results) -> None:
 def draw_curves(axes: Any, results: Results, name: str) -> None:
     """Draw a metric against rollouts; for "ratio" the smallest and the largest one."""
     for arm, look in looks(results).items():
-        for key in ("smallest ratio", "largest ratio") if name == "ratio" else (name,):
+        for key in ("ratio_min", "ratio_max") if name == "ratio" else (name,):
             curves = [run[key] for run in results["runs"][arm]]
             x = [results["settings"]["steps"] * (i + 0.5) / len(curves[0]) for i in range(len(curves[0]))]
             band(axes, x, curves, look)

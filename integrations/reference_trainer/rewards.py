@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .config import InputError
 from .examples import Example
@@ -175,7 +175,7 @@ def load_reward(spec: str) -> RewardComponent:
         module = import_source(source)
     except Exception as error:  # whatever the user's file raises when imported
         raise InputError(f"reward {spec!r}: {source} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
+    function: Any = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"reward {spec!r}: expected a function {name} in {source}, got {function!r}")
     return RewardComponent(name, weight, function)

@@ -71,8 +71,12 @@ def test_the_readme_block_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     readme.write_text(f"before\n{BLOCK}old\n<!-- end -->\nafter\n")
     monkeypatch.setattr(pages, "README", readme)
     text = pages.texts()[readme]
-    assert text.startswith(f"before\n{BLOCK}|  | time") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
-    assert 8 + 2 == sum(line.startswith("|") for line in text.splitlines())
+    assert (
+        text.startswith(f"before\n{BLOCK}|  | peak MiB")
+        and text.endswith("<!-- end -->\nafter\n")
+        and "old" not in text
+    )
+    assert 5 + 2 == sum(line.startswith("|") for line in text.splitlines())
 
 
 def test_every_candidate_has_its_own_colour_and_marker() -> None:
@@ -95,10 +99,14 @@ def test_the_page_lists_where_others_take_less_time_or_memory() -> None:
         records = [{"name": n, "over_naive": {"ratio": r}, "peak_bytes": m << 20} for n, (r, m) in ratios.items()]
         return {"on": on, "candidates": records}
 
-    trainer = {"steps": [{"name": n, "seconds": 9, "parts": {"loss": {"seconds": 1}}} for n in ("naive GSPO", "ours")]}
+    steps = [{"name": n, "over_naive": {"ratio": 1.0}, "peak_bytes": 1} for n in ("naive GSPO", "ours")]
 
     def rows(*runs: dict[str, Any]) -> list[str]:
-        first = {"step": {"time": {"runs": list(runs)}}, "vocab": {"runs": []}, "trainer": trainer}
+        first = {
+            "step": {"time": {"runs": list(runs)}},
+            "vocab": {"runs": []},
+            "trainer": {"float32": {"steps": steps}},
+        }
         return summary.loses(first).splitlines()[2:]
 
     where = "dense, float32, 1,024 tokens, V = 5,000"

@@ -80,9 +80,8 @@ def test_fidelity_reports_a_missing_trained_policy_and_measures_the_rest(tmp_pat
     results = run_tiny(fidelity, tmp_path / "results.json", "--policy", tmp_path / "none")
     assert list(results["sets"]) == ["synthetic"]
     assert "run `python -m gspo_kernels.benchmarks policy` first" in results["not measured"]["trained policy"]
-    for draw in (figures.draw_fidelity, figures.draw_readme):
-        draw(results, tmp_path / "figure.png")
-        assert (tmp_path / "figure.png").stat().st_size > 20_000
+    figures.draw_fidelity(results, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 20_000
 
 
 @pytest.mark.slow
@@ -103,8 +102,6 @@ def test_a_policy_is_trained_and_other_studies_use_it(tmp_path: Path, monkeypatc
     assert trained["policy"] == results["digest"] and not list(tmp_path.glob("budgets-*"))
     for records in trained["runs"].values():
         assert [r["seed"] for r in records] == list(budgets.TINY_SEEDS)
-        assert all(len(r[key]) == budgets.TINY["steps"] for r in records for key in budgets.CURVES)
-    figures.draw_budgets(trained, tmp_path / "budgets.png")
 
 
 def test_differences_between_budgets_are_means_over_pairs_with_the_same_seed() -> None:
@@ -114,4 +111,4 @@ def test_differences_between_budgets_are_means_over_pairs_with_the_same_seed() -
     assert differences["budget 1e-3"] == {"mean": 2, "95 %": [2, 2]} and differences[budgets.CONTROL]["mean"] == 0
     low, high = budgets.about([1.0, 2.0, 3.0])["95 %"]
     assert (low, high) == pytest.approx((2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))
-    assert budgets.thinned(list(range(75)))[:2] == [2, 7] and budgets.at_the_end(list(range(10))) == 8.5
+    assert budgets.at_the_end(list(range(10))) == 8.5

@@ -14,7 +14,7 @@ import torch
 from gspo_kernels.benchmarks import measure
 from gspo_kernels.benchmarks.__main__ import COMMANDS
 from gspo_kernels.benchmarks.report.figures import DRAW
-from gspo_kernels.benchmarks.suites import step
+from gspo_kernels.benchmarks.suites import step, trainer
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,8 @@ def test_a_file_that_cannot_be_written_or_read_is_refused(tmp_path: Path) -> Non
         ("step", ["--rounds", "0"], "--rounds: expected a whole number of at least 1, got '0'"),
         ("step", ["--device", "zz"], "--device: expected a device that torch has here, such as cpu, got 'zz'"),
         ("step", ["--time", "--vocab", "--output", "a.json"], "--output: --vocab writes another file"),
-        ("trainer", ["--against", "nobody"], "--against: nobody: choose from naive"),
+        ("step", ["--against", "nobody"], "--against: nobody: choose from naive"),
+        ("trainer", ["--rounds", "0"], "--rounds: expected a whole number of at least 1, got '0'"),
         ("fidelity", ["--device", "meta"], "--device: expected cpu or cuda, got 'meta'"),
         ("budgets", ["--policy", "nowhere"], "--policy: nowhere holds no policy"),
     ],
@@ -94,6 +95,7 @@ def test_the_memory_sweep_stops_when_the_batch_does_not_fit(monkeypatch: pytest.
 @pytest.mark.parametrize("suite", ["step", "trainer", "sparsity"])
 def test_a_trial_runs_and_its_figure_is_drawn(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "fresh", lambda *_, **__: {"peak_bytes": 1})
+    monkeypatch.setattr(trainer, "fresh", lambda *_, **arguments: trainer.step_of(**arguments))  # in this process
     output = tmp_path / "a.json"
     monkeypatch.setattr(sys, "argv", [suite, "--tiny", "--output", str(output)])
     importlib.import_module(f"gspo_kernels.benchmarks.{COMMANDS[suite]}").main()
@@ -102,3 +104,14 @@ def test_a_trial_runs_and_its_figure_is_drawn(suite: str, tmp_path: Path, monkey
     if suite in DRAW:
         DRAW[suite](file["results"], tmp_path / "figure.png")
         assert (tmp_path / "figure.png").stat().st_size > 5000
+
+
+def test_a_step_with_other_gradients_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step_of(*_: Any, name: str, **__: Any) -> Any:
+        step = {"seconds": 2.0, "peak_bytes": 5, "loss": 0.0, "norm": {"a": 1.1, "b": 1.00001}.get(name, 1.0)}
+        return {"steps": [step], "gradient_bytes": 4, "cache_mib": 0}
+
+    monkeypatch.setattr(trainer, "fresh", step_of)
+    records = trainer.compare((trainer.FULL, "a", "b"), 2, "float32", CPU)["steps"]
+    assert ["wrong" in r for r in records] == [False, True, False]
+    assert all(r["runs"] == 2 and r["over_naive"]["ratio"] == 1 and r["peak_bytes"] == 5 for r in records)

@@ -39,7 +39,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def rng_states() -> dict[str, Any]:
     """Return the states of the random number generators of Python, NumPy and torch in this process."""
     name, keys, *rest = np.random.get_state()
-    states = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    numpy_state = (name, np.asarray(keys).tolist(), *rest)
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states

@@ -13,8 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.extras import needs
 
+from .checkpoints import seed_all
 from .config import InputError, TrainConfig
-from .policy import SORTING, Policy, decoder_config, demo_policy, make_policy
+from .distributed import shard, world
+from .policy import SORTING, Policy, check_head, decoder_config, demo_policy, make_policy
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -22,6 +24,21 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 def weight_dtype(config: TrainConfig) -> torch.dtype:
     """Return the dtype of the weights. FSDP2 keeps them in fp32, and gathers them in bf16 for precision="bf16"."""
     return torch.bfloat16 if config.precision == "bf16" and config.parallel != "fsdp2" else torch.float32
+
+
+def policy_of_seed(config: TrainConfig, seed: int, characters: str, device: torch.device) -> Policy:
+    """Make the policy of a seed on a device, with its reference if the loss needs one, and sharded with fsdp2."""
+    seed_all(seed)
+    policy = initial_policy(config, characters)
+    policy.model.to(device)
+    check_head(policy, config.backend)
+    if config.needs_reference and not config.lora_rank:
+        seed_all(seed)
+        policy.initial = initial_policy(config, characters)
+        policy.initial.model.requires_grad_(False)
+    if config.parallel == "fsdp2" and world() > 1:
+        shard(policy, config)
+    return policy
 
 
 def initial_policy(config: TrainConfig, characters: str = SORTING) -> Policy:
@@ -59,9 +76,10 @@ def load_policy(source: str, config: TrainConfig | None = None) -> Policy:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         if (Path(source) / "adapter_config.json").is_file():
-            with needs(f"model {source}, a LoRA adapter,", "trl", "peft"):
+            with needs(f"model {source}, a LoRA adapter,", "lora", "peft"):
                 from peft import AutoPeftModelForCausalLM
-            model: Any = AutoPeftModelForCausalLM.from_pretrained(source, **options).merge_and_unload()  # type: ignore[operator]
+            adapted: Any = AutoPeftModelForCausalLM.from_pretrained(source, **options)
+            model: Any = adapted.merge_and_unload().requires_grad_(True)
         else:
             model = AutoModelForCausalLM.from_pretrained(source, **options)
     except (OSError, ValueError) as error:
@@ -75,7 +93,7 @@ def quantization(config: TrainConfig) -> Any:
     from transformers import BitsAndBytesConfig
 
     try:
-        with needs(f"quantization={config.quantization}", "bitsandbytes", "bitsandbytes"):
+        with needs(f"quantization={config.quantization}", "lora", "bitsandbytes"):
             import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401
     except RuntimeError as error:  # bitsandbytes has no library for this machine
         raise InputError(f"quantization={config.quantization}: bitsandbytes cannot be used here: {error}") from error
@@ -102,7 +120,7 @@ def prepared(model: Any, tokenizer: Any, config: TrainConfig | None) -> Policy:
 
 def with_lora(model: Any, config: TrainConfig) -> Any:
     """Freeze a model and add LoRA adapters to its linear layers, and with `lora_head` to its head."""
-    with needs("lora_rank", "trl", "peft"):
+    with needs("lora_rank", "lora", "peft"):
         from peft import LoraConfig, get_peft_model
     targets: Any = "all-linear"
     if config.lora_head:
@@ -110,14 +128,8 @@ def with_lora(model: Any, config: TrainConfig) -> Any:
         if not any(model.get_submodule(name) is model.get_output_embeddings() for name in names):
             raise InputError("lora_head: expected a head that is an nn.Linear, got another module")
         targets = names
-    lora = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=0.0,
-        target_modules=targets,
-    )
-    return get_peft_model(model, lora)
+    sizes: Any = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": 0.0}
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **sizes))
 
 
 def check_room(policy: Policy, prompts: Iterable[Any], max_prompt_tokens: int, max_new_tokens: int) -> None:

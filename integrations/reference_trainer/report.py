@@ -137,9 +137,9 @@ class RunFolder:
         self._config = config
         self._writes = rank() == 0
         self._files: dict[str, IO[str]] = {}
-        self._trackers: Trackers | None = None
         self._drawn = time.monotonic()
         self._opened = False
+        self._trackers = Trackers(config)
         if config.resume:
             if not self.metrics.is_file():
                 raise InputError(f"resume: expected a run in {self.path}, but it has no metrics.jsonl")
@@ -155,8 +155,7 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
-        if self._trackers:
-            self._trackers.close()
+        self._trackers.close()
 
     @property
     def is_open(self) -> bool:
@@ -187,7 +186,6 @@ class RunFolder:
             (self.path / "config.json").write_text(json.dumps(self._config.to_dict(), indent=1), encoding="utf-8")
         except OSError as error:
             raise InputError(f"output: expected a folder to write to, got {self.path} ({error})") from error
-        self._trackers = Trackers(self._config)
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of the files in bytes, for `open`."""
@@ -197,7 +195,6 @@ class RunFolder:
         """Append the metrics of one step of one seed. Metrics of STEP_KEYS that are missing are null."""
         if self._writes:
             self._append("metrics.jsonl", {"seed": seed, "step": row["step"], **dict.fromkeys(STEP_KEYS), **row})
-            assert self._trackers is not None
             self._trackers.write(seed, row)
 
     def write_samples(self, seed: int, step: int, samples: list[Row]) -> None:

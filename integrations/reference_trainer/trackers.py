@@ -15,12 +15,13 @@ class Trackers:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._board: Any = None
+        self._writer: Any = None
         self._wandb: Any = None
         self._run: Any = None
         if "tensorboard" in config.report_to:
             with needs("report_to=tensorboard", "trackers", "tensorboard"):
                 from torch.utils.tensorboard.writer import SummaryWriter
-            self._board = SummaryWriter(str(config.folder / "tensorboard"))
+            self._writer = SummaryWriter
         if "wandb" in config.report_to:
             with needs("report_to=wandb", "trackers", "wandb"):
                 import wandb  # type: ignore[import-not-found]
@@ -29,7 +30,8 @@ class Trackers:
     def write(self, seed: int, row: dict[str, Any]) -> None:
         """Write the metrics of one step of one seed."""
         numbers = {name: x for name, x in row.items() if isinstance(x, int | float) and name != "step"}
-        if self._board is not None:
+        if self._writer is not None:
+            self._board = self._board or self._writer(str(self._config.folder / "tensorboard"))
             for name, x in numbers.items():
                 self._board.add_scalar(f"seed{seed}/{name}", x, row["step"])
         if self._wandb is not None:

@@ -20,9 +20,9 @@ from . import distributed
 from .advantages import advantages_of
 from .checkpoints import read_checkpoint, rng_states, seed_all, set_rng_states
 from .config import InputError, TrainConfig
-from .loading import check_room, initial_policy, pick_device
+from .loading import check_room, pick_device, policy_of_seed
 from .optimizer import Optimizer
-from .policy import PRINTABLE, Policy, check_head
+from .policy import PRINTABLE
 from .progress import TrainingProgress
 from .report import Row, RunFolder, RunReport, SeedResult
 from .rewards import RewardBatch, RewardComponent, load_reward
@@ -110,7 +110,7 @@ class Training:
     ) -> None:
         self.config, self.seed = config, seed
         self.folder, self.progress, self.stop = folder, progress, stop
-        self.policy = make_policy_for(config, seed, task, device)
+        self.policy = policy_of_seed(config, seed, task.characters or PRINTABLE, device)
         self.task = task
         if config.max_prompt_tokens:
             self.task, left_out = fitting(self.policy, task, config.max_prompt_tokens)
@@ -282,21 +282,6 @@ class Training:
             say(f"model: {folder.save_model(self.policy, self.seed)}")
         say(f"stopped after step {self.step} of seed {self.seed}; metrics: {folder.metrics}")
         say(f"continue: gspo train --resume {folder.path}")
-
-
-def make_policy_for(config: TrainConfig, seed: int, task: Task, device: torch.device) -> Policy:
-    """Make the policy that a seed's training begins with, and if the loss needs it, a copy as the reference."""
-    seed_all(seed)
-    policy = initial_policy(config, task.characters or PRINTABLE)
-    policy.model.to(device)
-    check_head(policy, config.backend)
-    if config.needs_reference and not config.lora_rank:
-        seed_all(seed)
-        policy.initial = initial_policy(config, task.characters or PRINTABLE)
-        policy.initial.model.requires_grad_(False)
-    if config.parallel == "fsdp2":
-        distributed.shard(policy, config)
-    return policy
 
 
 def reward_metrics(rewards: RewardBatch, group_size: int) -> Row:

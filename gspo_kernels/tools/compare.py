@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from gspo_kernels import Objective
-from gspo_kernels.advantages import RunningMoments
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
@@ -27,6 +25,8 @@ from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.tasks import Task, batches, task_by_name
 from gspo_kernels.integrations.reference_trainer.update import mini_batches, update, with_log_probs
 
+from ..advantages import RunningMoments
+from ..objective import Objective
 from .compare_report import REPLAY
 
 Record = dict[str, Any]

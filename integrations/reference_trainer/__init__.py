@@ -5,14 +5,13 @@
     trainer      the loop                  update       from a rollout to an optimizer step
     config       options                   config_file  presets, YAML files, key=value
     policy       the model                 loading      checkpoints, LoRA, quantised weights
-    examples     prompts with answers      tasks        sorting, format, calculator, arithmetic, the user's jsonl
-    rewards      reward functions          advantages   from rewards to advantages
-    sampling     rollouts                  optimizer    AdamW, fp32 masters, learning rate
-    distributed  several processes         checkpoints  the state of a run on disk
-    report       files and tables          curves       curves.png
-    progress     printed progress          trackers     TensorBoard, Weights & Biases
-    stopping     Ctrl-C and SIGTERM        memory       predicted memory
-    routing      experts of a mixture
+    rewards      examples, their rewards   tasks        sorting, format, calculator, arithmetic, the user's jsonl
+    sampling     rollouts                  advantages   from rewards to advantages
+    optimizer    AdamW, fp32 masters       distributed  several processes
+    report       files and tables          checkpoints  the state of a run on disk
+    progress     printed progress          curves       curves.png
+    stopping     Ctrl-C and SIGTERM        trackers     TensorBoard, Weights & Biases
+    routing      experts of a mixture      memory       predicted memory
 """
 
 from gspo_kernels.extras import needs

@@ -1,4 +1,4 @@
-"""Rewards: weighted sums of functions, each with a time limit. A function that fails scores 0 and is reported."""
+"""Examples, and rewards: weighted sums of functions, each with a time limit. A function that fails scores 0."""
 
 from __future__ import annotations
 
@@ -20,11 +20,26 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from .config import InputError
-from .examples import Example
 
 TURNS = "turns"  # the name under which rewards of turns are logged
 EXPECTED = 'expected "module:function" or "file.py:function", with a weight if wanted: "0.5*file.py:function"'
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+Prompt = str | list[dict[str, str]]  # text, or chat messages with "role" and "content"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt, as text or chat messages, and the answer that the rewards compare with."""
+
+    prompt: Prompt
+    answer: str
+
+    @property
+    def key(self) -> str:
+        """The prompt as one text. Two examples with the same key have the same prompt."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
 
 
 class RewardComponent(NamedTuple):

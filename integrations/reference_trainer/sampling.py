@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .config import InputError
-from .examples import Example, Prompt
 from .policy import Policy
+from .rewards import Example, Prompt
 from .tasks.base import Task
 
 

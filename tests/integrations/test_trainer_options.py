@@ -32,9 +32,8 @@ from gspo_kernels.integrations.reference_trainer import (
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.checkpoints import seed_all
 from gspo_kernels.integrations.reference_trainer.config_file import PRESETS
-from gspo_kernels.integrations.reference_trainer.examples import Example
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
-from gspo_kernels.integrations.reference_trainer.rewards import RewardBatch
+from gspo_kernels.integrations.reference_trainer.rewards import Example, RewardBatch
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.settings import Step
 from gspo_kernels.tools.cli import app

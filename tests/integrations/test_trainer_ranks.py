@@ -16,8 +16,8 @@ from helpers.reference_runs import rows_of, small
 from tolerance import TRAINER_ABSOLUTE
 
 from gspo_kernels.integrations.reference_trainer import InputError, distributed, read_config, train, trainer
-from gspo_kernels.integrations.reference_trainer.examples import Example
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
+from gspo_kernels.integrations.reference_trainer.rewards import Example
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
 
 OPTIONS: dict[str, Any] = dict(steps=2, learning_rate=3e-4, save=True, micro_batch_size=2, updates_per_rollout=2)

@@ -20,8 +20,13 @@ from transformers import PreTrainedTokenizerFast
 
 from gspo_kernels import Objective, gspo_fused_loss
 from gspo_kernels.integrations.reference_trainer import InputError, policy
-from gspo_kernels.integrations.reference_trainer.examples import Example
-from gspo_kernels.integrations.reference_trainer.rewards import RewardComponent, Rewards, load_reward, time_limit
+from gspo_kernels.integrations.reference_trainer.rewards import (
+    Example,
+    RewardComponent,
+    Rewards,
+    load_reward,
+    time_limit,
+)
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, encode, fitting, sample
 from gspo_kernels.integrations.reference_trainer.tasks import TASKS, jsonl_task, task_by_name
 from gspo_kernels.integrations.reference_trainer.tasks.arithmetic import problem, steps_add_up

@@ -10,10 +10,9 @@ import difflib
 from collections.abc import Sequence
 
 from ..config import InputError
-from ..examples import Example, batches
-from ..rewards import RewardComponent
+from ..rewards import Example, RewardComponent
 from .arithmetic import arithmetic_task
-from .base import Task
+from .base import Task, batches
 from .calculator import calculator_task
 from .format import format_task
 from .jsonl import jsonl_task

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..examples import Example
-from ..rewards import RewardComponent, Rewards, answer_found
+from ..rewards import Example, RewardComponent, Rewards, answer_found
 from .base import Task, make_task
 
 SMALLEST, LARGEST_START = 2, 24  # bounds of the first number of a problem

@@ -1,13 +1,16 @@
-"""`Task`: examples, rewards and, for dialogues, the environment."""
+"""`Task`: examples, rewards and, for dialogues, the environment. How examples are split and drawn in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..examples import Example, split
-from ..rewards import RewardComponent, Rewards
+from ..config import InputError
+from ..rewards import Example, RewardComponent, Rewards
+
+SPLIT_SEED = 0  # fixed, so that runs with different seeds are evaluated on the same prompts
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,22 @@ def make_task(
     characters = "".join(sorted({character for e in examples for character in e.key + e.answer}))
     chosen = Rewards(tuple(rewards)) if rewards else default
     return Task(name, *split(examples, held_out), chosen, **{"characters": characters, **options})
+
+
+def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], list[Example]]:
+    """Split examples into training and held-out examples, identically in every call. Prompts must be distinct."""
+    if held_out >= len(examples):
+        raise InputError(f"eval_prompts: expected fewer than the task's {len(examples)} prompts, got {held_out}")
+    shuffled = random.Random(SPLIT_SEED).sample(examples, len(examples))
+    return shuffled[held_out:], shuffled[:held_out]
+
+
+def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
+    """Yield batches endlessly. Each pass over the examples has a new random order."""
+    generator = random.Random(seed)
+    queue: list[Example] = []
+    while True:
+        while len(queue) < size:
+            queue += generator.sample(examples, len(examples))
+        yield queue[:size]
+        queue = queue[size:]

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import InputError
-from ..examples import Example
-from ..rewards import RewardComponent, Rewards, answer_found
+from ..rewards import Example, RewardComponent, Rewards, answer_found
 from .base import Task, make_task
 
 

@@ -6,8 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from ..examples import Example
-from ..rewards import RewardComponent, Rewards, letters_in_place
+from ..rewards import Example, RewardComponent, Rewards, letters_in_place
 from .base import Task, make_task
 
 LETTERS = "abcdef"

@@ -18,6 +18,12 @@ with needs("gspo compare", "train", "transformers", "tokenizers"):
 
     from .compare import arms_of, compare, config_of
 
+CLAIMS = {
+    "training": "GSPO trains more efficiently than GRPO",
+    "mixture": "GSPO trains more efficiently than GRPO",
+    "clipping": "GSPO clips far more tokens than GRPO",
+    "replay": "GSPO needs no Routing Replay",
+}
 FOLDER = Path("runs") / "compare"
 
 
@@ -39,8 +45,8 @@ def run(
         results = compare(arms, numbers, config, moe, tick)
     measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
     show(results, console)
-    for verdict in compare_report.verdicts(results).values():
-        console.print(verdict, markup=False, highlight=False, soft_wrap=True)
+    for claim, verdict in compare_report.verdicts(results).items():
+        console.print(f"{CLAIMS[claim]}: {verdict}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"results: {path}", soft_wrap=True)
     with needs("the figure", "train", "matplotlib"):
         compare_report.draw(results, path.with_suffix(".png"))

@@ -74,29 +74,28 @@ def rows(results: Results) -> tuple[Row, list[Row]]:
 def verdicts(results: Results) -> dict[str, str]:
     """Say which claims about GSPO and GRPO (arXiv 2507.18071) the results show; {} unless GSPO is the baseline of GRPO.
 
-    Keys: "clipping" (section 5.2) and "training" (5.1), or "replay" (5.3) for a mixture of experts.
+    Keys: "training" (section 5.1) and "clipping" (5.2), for a mixture of experts "mixture" (5.1) and "replay" (5.3).
     """
     arms = results["summary"]
     if next(iter(arms)) != "gspo" or "grpo" not in arms:
         return {}
     gspo, grpo = arms["gspo"], arms["grpo"]
+    means = [estimate(arm["mean held-out reward"]) for arm in (gspo, grpo)]
+    difference = grpo["against first"]
+    decision = {-1: "is seen", 0: "is not decided by these seeds", 1: "is not seen: the opposite is"}[sign(difference)]
+    training = f"{decision}. Mean held-out reward over the training: {means[0]} with GSPO, {means[1]} with GRPO; "
+    training += f"GRPO minus GSPO {estimate(difference, '+.3f')}"
     if results["moe"]:
         gains = [arms[name + REPLAY]["replay"] for name in ("gspo", "grpo")]
         changes = [estimate(record, "+.3f") for record in gains]
         holds = "does not hold" if sign(gains[0]) > 0 else "holds"
         neither = "" if sign(gains[1]) > 0 else "; GRPO does not need it either"
         effect = f"Replay changes the mean held-out reward of GSPO by {changes[0]} and of GRPO by {changes[1]}"
-        return {"replay": f"{holds} at this size{neither}. {effect}"}
+        return {"mixture": training, "replay": f"{holds} at this size{neither}. {effect}"}
     seen = "holds in direction" if gspo["token_clip_fraction"] > grpo["token_clip_fraction"] else "is not seen"
     shares = [percent(arm["token_clip_fraction"]) for arm in (gspo, grpo)]
-    means = [estimate(arm["mean held-out reward"]) for arm in (gspo, grpo)]
-    difference = grpo["against first"]
-    decision = {-1: "is seen", 0: "is not decided by these seeds", 1: "is not seen: the opposite is"}[sign(difference)]
-    return {
-        "clipping": f"{seen} at this size: GSPO clips {shares[0]} of its tokens, GRPO {shares[1]} of its own",
-        "training": f"{decision} at this size. Mean held-out reward over the training: {means[0]} with GSPO, "
-        f"{means[1]} with GRPO; GRPO minus GSPO {estimate(difference, '+.3f')}",
-    }
+    clipping = f"{seen} at this size: GSPO clips {shares[0]} of its tokens, GRPO {shares[1]} of its own"
+    return {"training": training, "clipping": clipping}
 
 
 def sign(record: Results) -> int:

@@ -31,7 +31,7 @@ from gspo_kernels.integrations.reference_trainer import (
 )
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.checkpoints import seed_all
-from gspo_kernels.integrations.reference_trainer.config_file import PRESETS
+from gspo_kernels.integrations.reference_trainer.config_file import PRESETS, TYPES
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.rewards import Example, RewardBatch
 from gspo_kernels.integrations.reference_trainer.sampling import sample
@@ -387,3 +387,9 @@ def test_a_missing_tracker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ModuleNotFoundError, match=rf"report_to={name} needs {name}, .*\[trackers\]"):
         train(small(tmp_path, report_to=(name,)))
     assert not (tmp_path / "demo").exists()
+
+
+def test_the_manual_names_every_option() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "trainer.md").read_text()
+    assert [name for name in TYPES if f"`{name}`" not in page] == []
+    assert all(f"`{preset}`" in page for preset in PRESETS)

@@ -108,7 +108,7 @@ def windows(fidelity: Results) -> str:
     return (
         f"With bf16 logits, a token's log-ratio is off by {token:.1e} nats, that of a sequence of {LENGTH:,} tokens by "
         f"{sequence:.1e}, so in nats the claim holds. But that is {token / 0.2:.0%} of GRPO's window and "
-        f"{sequence / 3e-4:.0%} of GSPO's, so for clip decisions it does not"
+        f"{sequence / 3e-4:.0%} of GSPO's"
     )
 
 

@@ -82,7 +82,7 @@ def verdicts(results: Results) -> dict[str, str]:
     gspo, grpo = arms["gspo"], arms["grpo"]
     means = [estimate(arm["mean held-out reward"]) for arm in (gspo, grpo)]
     difference = grpo["against first"]
-    decision = {-1: "is seen", 0: "is not decided by these seeds", 1: "is not seen: the opposite is"}[sign(difference)]
+    decision = {-1: "seen", 0: "not decided by these seeds", 1: "not seen, GRPO learns faster"}[sign(difference)]
     training = f"{decision}. Mean held-out reward over the training: {means[0]} with GSPO, {means[1]} with GRPO; "
     training += f"GRPO minus GSPO {estimate(difference, '+.3f')}"
     if results["moe"]:
@@ -92,7 +92,7 @@ def verdicts(results: Results) -> dict[str, str]:
         neither = "" if sign(gains[1]) > 0 else "; GRPO does not need it either"
         effect = f"Replay changes the mean held-out reward of GSPO by {changes[0]} and of GRPO by {changes[1]}"
         return {"mixture": training, "replay": f"{holds} at this size{neither}. {effect}"}
-    seen = "holds in direction" if gspo["token_clip_fraction"] > grpo["token_clip_fraction"] else "is not seen"
+    seen = "holds in direction" if gspo["token_clip_fraction"] > grpo["token_clip_fraction"] else "not seen"
     shares = [percent(arm["token_clip_fraction"]) for arm in (gspo, grpo)]
     clipping = f"{seen} at this size: GSPO clips {shares[0]} of its tokens, GRPO {shares[1]} of its own"
     return {"training": training, "clipping": clipping}

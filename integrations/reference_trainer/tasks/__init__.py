@@ -1,7 +1,7 @@
 """Tasks: prompts, rewards that a program can compute, and for dialogues the environment's replies.
 
-`task_by_name` makes the tasks of this folder: "sorting", "format" and "calculator" for the demo's random model,
-"arithmetic" for a model that has learned to add. `jsonl_task` reads the user's own prompts.
+`task_by_name` makes the tasks of this folder: "sorting" and "format" for the demo's random model, "calculator"
+and "arithmetic" for a model that can already copy and add. `jsonl_task` reads the user's own prompts.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .config import InputError
 
@@ -183,7 +183,7 @@ def load_reward(spec: str) -> RewardComponent:
     function: Any = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"reward {spec!r}: expected a function {name} in {source}, got {function!r}")
-    return RewardComponent(name, weight, function)
+    return RewardComponent(name, weight, cast("Callable[[str, str], float]", function))
 
 
 def import_source(source: str) -> ModuleType:

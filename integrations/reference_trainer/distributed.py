@@ -24,11 +24,10 @@ from torch.nn import functional as F
 
 from .config import InputError, TrainConfig
 from .policy import Policy, decoder_config
-from .rewards import RewardBatch
-from .sampling import Rollout
 
 DEADLINE = timedelta(minutes=30)  # of a collective; a process that waits longer ends with an error
 Item = TypeVar("Item")
+Record = TypeVar("Record", bound=Any)
 
 
 def rank() -> int:
@@ -112,7 +111,7 @@ def agreed(stop: bool, device: torch.device) -> bool:
     return bool(gather_rows(torch.tensor([int(stop)], device=device)).any())
 
 
-def join(rollout: Rollout) -> Rollout:
+def join(rollout: Record) -> Record:
     """Return the rollout of all processes."""
     if world() == 1:
         return rollout
@@ -120,8 +119,8 @@ def join(rollout: Rollout) -> Rollout:
     return moved(concatenated(gather(moved(rollout, torch.device("cpu")))), device)
 
 
-def concatenated(parts: Sequence[Rollout]) -> Rollout:
-    """Pad rollouts to the longest prompt and the longest answer, and concatenate them."""
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Pad rollouts (`sampling.Rollout`) to the longest prompt and the longest answer, and concatenate them."""
     prompt = max(part.prompt_width for part in parts)
     answer = max(part.answer_ids.shape[1] for part in parts)
 
@@ -141,20 +140,21 @@ def concatenated(parts: Sequence[Rollout]) -> Rollout:
     return replace(parts[0], **{f.name: joined(f.name) for f in fields(parts[0])})
 
 
-def join_rewards(rewards: RewardBatch) -> RewardBatch:
-    """Return the rewards of all processes."""
+def join_rewards(rewards: Record) -> Record:
+    """Return the rewards (`rewards.RewardBatch`) of all processes."""
     total, components, failures, turns = zip(*gather(rewards), strict=True)
-    return RewardBatch(
-        concatenate(total),
-        {name: concatenate(part[name] for part in components) for name in components[0]},
-        concatenate(failures),
-        None if turns[0] is None else concatenate(turns),
+    return rewards._replace(
+        total=concatenate(total),
+        components={name: concatenate(part[name] for part in components) for name in components[0]},
+        failures=concatenate(failures),
+        turns=None if turns[0] is None else concatenate(turns),
     )
 
 
-def moved(rollout: Rollout, device: torch.device) -> Rollout:
+def moved(rollout: Record, device: torch.device) -> Record:
     """Return a rollout with its tensors on another device."""
-    return replace(rollout, **{name: x.to(device) for name, x in vars(rollout).items() if isinstance(x, Tensor)})
+    tensors: Any = {name: x.to(device) for name, x in vars(rollout).items() if isinstance(x, Tensor)}
+    return replace(rollout, **tensors)
 
 
 def average_gradients(weights: Sequence[nn.Parameter]) -> None:

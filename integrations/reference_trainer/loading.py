@@ -70,7 +70,7 @@ def load_policy(source: str, config: TrainConfig | None = None) -> Policy:
     else:
         source = str(Path(source).expanduser())
         missing = "the folder does not hold a checkpoint and tokenizer that transformers can load"
-    options = {"dtype": weight_dtype(config) if config else torch.float32}
+    options: dict[str, Any] = {"dtype": weight_dtype(config) if config else torch.float32}
     if config and config.quantization:
         options["quantization_config"] = quantization(config)
     try:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .config import InputError
 
@@ -180,11 +180,10 @@ def load_reward(spec: str) -> RewardComponent:
         module = import_source(source)
     except Exception as error:  # whatever the user's file raises when imported
         raise InputError(f"reward {spec!r}: {source} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, name, None)):
-        raise InputError(
-            f"reward {spec!r}: expected a function {name} in {source}, got {getattr(module, name, None)!r}"
-        )
-    return RewardComponent(name, weight, getattr(module, name))
+    function: Any = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"reward {spec!r}: expected a function {name} in {source}, got {function!r}")
+    return RewardComponent(name, weight, cast("Callable[[str, str], float]", function))
 
 
 def import_source(source: str) -> ModuleType:

@@ -255,9 +255,9 @@ def test_a_chat_template_is_used() -> None:
 
 def test_held_out_prompts_are_never_trained_on() -> None:
     task = task_by_name("sorting", 128)
-    trained_on = {example.prompt for example in task.train}
+    trained_on = {example.key for example in task.train}
     assert len(task.held_out) == 128 and len(trained_on) == 520
-    assert trained_on.isdisjoint(example.prompt for example in task.held_out)
+    assert trained_on.isdisjoint(example.key for example in task.held_out)
     assert task_by_name("sorting", 128) == task
     with pytest.raises(ValueError, match="both trained on and held out"):
         dataclasses.replace(task, held_out=task.train[:1])

@@ -13,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from gspo_kernels.tools.compare_report import draw
+
 from .tables import BUDGET, CACHED, NAIVE, OURS, Results, by_name, shown
 
 BLACK, DARK, GREY = "#000000", "#595959", "#999999"
@@ -146,4 +148,4 @@ def draw_trainer(results: Results, path: Path) -> None:
     save(figure, path)
 
 
-DRAW = {"step": draw_step, "fidelity": draw_fidelity, "trainer": draw_trainer}  # by suite
+DRAW = {"step": draw_step, "fidelity": draw_fidelity, "trainer": draw_trainer, "compare": draw, "moe": draw}  # by suite

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gspo_kernels.tools.compare_report import verdicts
+
 from ..measure import RESULTS, ROOT
 from . import summary
 from .tables import SECTIONS, Results, conditions
@@ -57,7 +59,8 @@ def texts() -> dict[Path, str]:
     first = {suite: fields[files(suite)[0]]["r"] for suite in SECTIONS}
     gpu = "" if any(len(files(suite)) > 1 for suite in SECTIONS) else NO_GPU
     common = {"gpu": gpu, "helps": summary.helps(first), "loses": summary.loses(first)}
-    common["tolerance"] = summary.tolerance(first["fidelity"])
+    common |= {"tolerance": summary.tolerance(first["fidelity"]), "against_window": summary.windows(first["fidelity"])}
+    common |= verdicts(first["compare"]) | verdicts(first["moe"])
     page = [introduction.format(**common)]
     for suite, _, prose in (section.partition(" -->\n") for section in sections):
         for path in files(suite):

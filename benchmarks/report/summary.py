@@ -101,6 +101,17 @@ def tolerance(fidelity: Results) -> str:
     return f"holds (fewer than {LIMIT:.0%} of decisions wrong at every length) for {holds}. Does not hold for {fails}"
 
 
+def windows(fidelity: Results) -> str:
+    """Say how large the errors of log-ratios with bf16 logits are, in nats and relative to the lower clip bounds."""
+    token = by_name(fidelity["sets"]["synthetic"]["implementations"])[NAIVE]["log-ratio"]["std"]
+    sequence = token / LENGTH**0.5
+    return (
+        f"With bf16 logits, a token's log-ratio is off by {token:.1e} nats, that of a sequence of {LENGTH:,} tokens by "
+        f"{sequence:.1e}, so in nats the claim holds. But that is {token / 0.2:.0%} of GRPO's window and "
+        f"{sequence / 3e-4:.0%} of GSPO's"
+    )
+
+
 def readme(first: Results) -> str:
     """Return the README's table and the text below it, from `readme.md`."""
     wrong, parts = wrong_decisions(first["fidelity"]), first["trainer"]

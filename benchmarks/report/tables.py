@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+from gspo_kernels.tools import compare_report
+
 from ..workloads import BUDGETS
 
 Results = dict[str, Any]
@@ -197,4 +199,5 @@ def budgets(results: Results) -> Texts:
 SECTIONS: dict[str, Callable[[Results], Texts]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "sparsity": sparsity, "policy": policy,
     "fidelity": fidelity, "budgets": budgets, "prediction": lambda results: {},
+    **dict.fromkeys(("compare", "moe"), lambda results: {"table": table(*compare_report.rows(results))}),
 }  # fmt: skip  # by suite

@@ -10,7 +10,6 @@ controls at budget 0: runs with other seeds, and runs with the same seeds whose 
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -23,8 +22,9 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from gspo_kernels.integrations.reference_trainer import train, train_config
-from gspo_kernels.integrations.reference_trainer.policy import load_policy
+from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.report import read_rows
+from gspo_kernels.tools.compare import about
 
 from .. import measure
 from ..measure import Record
@@ -36,7 +36,6 @@ EXACT, CONTROL = "budget 0", "budget 0, weights x (1 + 1e-6 noise)"
 ARMS: dict[str, float] = {EXACT: 0.0, "budget 1e-3": 1e-3, "budget 4e-3": 4e-3, CONTROL: 0.0}
 NOISE = 1e-6  # standard deviation of the relative change of each initial weight, for CONTROL
 TOTALS = ("passes", "dropped_gradient_mass")
-STUDENT = {2: 12.706, 3: 4.303}  # number of seeds -> 97.5 % quantile of Student's t
 END = 0.2  # the last fifth of the rollouts is "the end"
 
 # Why 1e-4: with seed 0 and the same prompts, the mean reward of 15 rollouts was 0.653 at 2e-5 and 0.688 at 1e-4. After
@@ -111,12 +110,6 @@ def differences(runs: dict[str, list[Record]], key: str) -> Record:
     ends = {arm: [record["at the end"][key] for record in records] for arm, records in runs.items()}
     base = ends.pop(EXACT)
     return {arm: about([a - b for a, b in zip(values, base, strict=True)]) for arm, values in ends.items()}
-
-
-def about(values: Sequence[float]) -> Record:
-    """Return the mean and its 95 % interval by Student's t."""
-    mean, half = statistics.fmean(values), STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": mean, "95 %": [mean - half, mean + half]}
 
 
 def main() -> None:

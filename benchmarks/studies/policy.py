@@ -3,7 +3,7 @@
     python -m gspo_kernels.benchmarks policy    10 minutes on one core; saves the policy in runs/policy
 
 Other benchmarks use a synthetic policy, made by the formula in `peaked.py`. This one checks the formula: a Qwen3 learns
-the problems of the reference trainer's `arithmetic.py` until about half of its sampled answers are right, and is
+the problems of the reference trainer's `tasks/arithmetic.py` until about half of its sampled answers are right, and is
 compared with a synthetic policy of the same sizes. `fidelity` and `budgets` load what it saves.
 """
 
@@ -15,20 +15,21 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.integrations.reference_trainer import arithmetic
-from gspo_kernels.integrations.reference_trainer.arithmetic import END, PAD, Problem
 from gspo_kernels.integrations.reference_trainer.policy import Policy, make_policy
-from gspo_kernels.integrations.reference_trainer.sampling import sample
-from gspo_kernels.integrations.reference_trainer.tasks import answer_found
+from gspo_kernels.integrations.reference_trainer.rewards import answer_found
+from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
+from gspo_kernels.integrations.reference_trainer.tasks import Example
+from gspo_kernels.integrations.reference_trainer.tasks.arithmetic import FIRST, WORDS, Problem, joined, problems
 
 from .. import measure, peaked, workloads
 from ..measure import Record
@@ -37,6 +38,8 @@ from ..suites.options import parser_of
 
 FOLDER = Path("runs") / "policy"
 ZERO, CLIPPED = 19 / 64, 7 / 64  # shares of the sequences that have advantage 0, and that are clipped
+END, PAD = "<end>", "<pad>"
+FAMILY, TOWNS, GOODS, BRANDS = map(joined, ("family", "towns", "goods", "brands"))  # words of filler text
 ANSWER = 24  # most tokens of a sampled answer
 
 
@@ -84,6 +87,41 @@ def load(folder: Path) -> States:
 def digest(folder: Path) -> str:
     """Return a digest of the policy's weights, which identifies the policy in JSON files."""
     return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def common(words: Sequence[str], rng: random.Random) -> str:
+    """Draw a word. Words early in the list are more frequent."""
+    return words[int(len(words) * rng.random() ** 1.5)]
+
+
+def story(rng: random.Random) -> str:
+    """Make a sentence of names and numbers."""
+    who = f"{common(FIRST, rng)} {common(FAMILY, rng)}"
+    things = common(GOODS, rng).lower() + ("s" if rng.random() < 0.5 else "")
+    template = rng.choice(WORDS["stories"])
+    town, brand, other = (common(names, rng) for names in (TOWNS, BRANDS, TOWNS))
+    chore, n, m = rng.choice(WORDS["chores"]), rng.randrange(10_000), rng.randrange(10_000)
+    names = {"who": who, "things": things, "town": town, "brand": brand, "other": other, "chore": chore}
+    return template.format(**names, n=n, m=m, year=rng.randint(1900, 2099))
+
+
+def stories_of(count: int, seed: int) -> Iterator[str]:
+    rng = random.Random(seed)
+    return (story(rng) for _ in range(count))
+
+
+def bpe(texts: Sequence[str], vocab: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE of exactly `vocab` entries. Raise a ValueError if the texts are too few."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options: dict[str, Any] = dict(min_frequency=2, special_tokens=[PAD, END], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=vocab, show_progress=False, **options)
+    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    if (size := tokenizer.get_vocab_size()) != vocab:
+        raise ValueError(f"texts: expected enough for a vocabulary of {vocab}, got one of {size}")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
 
 
 def random_policy(size: Size, tokenizer: PreTrainedTokenizerFast) -> Policy:
@@ -143,16 +181,20 @@ def cross_entropy(policy: Policy, batch: Sequence[Text]) -> Tensor:
     return F.cross_entropy(logits.float(), ids[:, 1:][learned])
 
 
+def answers_of(policy: Policy, problems: Sequence[Problem]) -> Rollout:
+    """Sample one answer to each problem, at temperature 1."""
+    return sample(policy, [Example(p.prompt, p.answer) for p in problems], max_new_tokens=ANSWER, temperature=1.0)
+
+
 def accuracy_of(policy: Policy, problems: Sequence[Problem]) -> float:
-    """Sample one answer to each problem, at temperature 1. Return the share of right answers."""
-    texts = sample(policy, [p.prompt for p in problems], max_new_tokens=ANSWER, temperature=1.0).texts
+    """Return the share of right answers among one sampled answer to each problem."""
+    texts = answers_of(policy, problems).texts
     return sum(answer_found(text, p.answer) for text, p in zip(texts, problems, strict=True)) / len(problems)
 
 
 @torch.no_grad()
 def states_of(policy: Policy, problems: Sequence[Problem]) -> States:
-    """Sample one answer to each problem, at temperature 1."""
-    rollout = sample(policy, [p.prompt for p in problems], max_new_tokens=ANSWER, temperature=1.0)
+    rollout = answers_of(policy, problems)
     hidden = policy.hidden_states(rollout.input_ids, rollout.attention_mask, rollout.prompt_width)
     return States(hidden, policy.head.get_parameter("weight").detach(), rollout.answer_ids, rollout.answer_mask)
 
@@ -176,11 +218,10 @@ def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tens
 def make(size: Size, folder: Path) -> Record:
     """Train a policy, sample from it, save both in `folder`, and measure them."""
     torch.manual_seed(0)
-    held_out = arithmetic.problems(size.for_rl, seed=1)  # for RL and for accuracies, not for training
-    learned = arithmetic.problems(size.problems, seed=0, without=frozenset(p.prompt for p in held_out))
-    stories = list(arithmetic.stories(size.stories, seed=2))
-    corpus = [*stories, *(p.prompt + p.solution + END for p in learned)]
-    tokenizer = arithmetic.bpe(corpus, size.vocab)
+    held_out = problems(size.for_rl, seed=1)  # for RL and for accuracies, not for training
+    learned = problems(size.problems, seed=0, without=frozenset(p.prompt for p in held_out))
+    stories = list(stories_of(size.stories, seed=2))
+    tokenizer = bpe([*stories, *(p.prompt + p.solution + END for p in learned)], size.vocab)
     policy = random_policy(size, tokenizer)
     texts = tokenized(tokenizer, learned, stories[: len(learned) // 3])
     training = train(policy, texts, size, lambda: accuracy_of(policy, held_out[: size.probe]))

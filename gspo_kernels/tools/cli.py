@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import nullcontext, redirect_stdout
 from importlib.metadata import version
@@ -46,95 +47,30 @@ def fail(error: Exception) -> NoReturn:
     raise typer.Exit(1)
 
 
-def parse_seeds(text: str) -> tuple[int, ...]:
-    """Parse "0,1,2" as (0, 1, 2)."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise typer.BadParameter(f"expected numbers separated by commas, such as 0,1,2, got {text!r}") from error
-
-
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 def train(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint: a folder or a hub id org/name. (default: the demo's tiny random Qwen3)"),
+    options: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Options, such as steps=100 or preset=moe.")
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help='JSONL file with lines {"prompt": text, "answer": text or number}. Requires --model.'),
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with options, or with the settings of ROLL's RLVR pipeline.")
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the run's folder. (default: demo, or the model's name)")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="Parent of the run folders. (default: runs)")] = None,
-    seeds: Annotated[
-        str | None, typer.Option(help="Seeds; each is one training run. (default: 0,1,2; with --model 0)")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of rollouts. (default: 200)")] = None,
-    prompts_per_step: Annotated[
-        int | None, typer.Option(help="Prompts per rollout. (default: 32; with --model 16)")
-    ] = None,
-    group_size: Annotated[int | None, typer.Option(help="Answers per prompt, at least 2. (default: 8)")] = None,
-    updates_per_rollout: Annotated[
-        int | None, typer.Option(help="Mini-batch updates per rollout; with 1 nothing is ever clipped. (default: 4)")
-    ] = None,
-    micro_batch_size: Annotated[
-        int | None, typer.Option(help="Answers per forward and backward; 0: all answers of an update. (default: 0)")
-    ] = None,
-    learning_rate: Annotated[
-        float | None, typer.Option(help="Constant learning rate of AdamW. (default: 5e-4; with --model 1e-6)")
-    ] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Weight decay of AdamW. (default: 0)")] = None,
-    max_grad_norm: Annotated[float | None, typer.Option(help="Gradient clipping norm. (default: 1)")] = None,
-    clip_low: Annotated[float | None, typer.Option(help="Ratios are clipped at 1 - clip_low. (default: 3e-4)")] = None,
-    clip_high: Annotated[
-        float | None, typer.Option(help="Ratios are clipped at 1 + clip_high. (default: 4e-4)")
-    ] = None,
-    gradient_budget: Annotated[
-        float | None,
-        typer.Option(help="Share of the gradient's mass that the backward may leave out. (default: 0, exact)"),
-    ] = None,
-    cache_mib: Annotated[
-        float | None,
-        typer.Option(help="Memory in MiB that saves the backward a matrix product. (default: GSPO_CACHE_MIB, or 0)"),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Temperature of sampling and loss; evaluation is greedy. (default: 1)")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Longest answer, in tokens. (default: 7; with --model 512)")
-    ] = None,
-    eval_every: Annotated[
-        int | None, typer.Option(help="Steps between evaluations, besides the first and last step. (default: 25)")
-    ] = None,
-    eval_prompts: Annotated[
-        int | None, typer.Option(help="Held-out prompts, at most a fifth of --data. (default: 128)")
-    ] = None,
-    warn_after: Annotated[
-        int | None, typer.Option(help="Warn after this many steps in which all rewards are equal. (default: 10)")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Device, such as cpu or cuda:1. (default: a GPU if there is one, else the CPU)")
-    ] = None,
-    bf16: Annotated[bool | None, typer.Option(help="Use bf16 autocast; weights stay fp32. (default: no)")] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads; 0: PyTorch's default. (default: 1; with --model 0)")
-    ] = None,
-    backend: Annotated[str | None, typer.Option(help="Backend: triton, torch or auto. (default: auto)")] = None,
-    save: Annotated[bool | None, typer.Option(help="Save the trained model. (default: yes)")] = None,
-    overwrite: Annotated[bool | None, typer.Option("--overwrite", help="Replace an earlier run of this name.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a run to continue, such as runs/demo.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print all options and the predicted memory, and train nothing.")
+    ] = False,
 ) -> None:
     """Train a model with GSPO and report metrics.
 
     Without options, this runs the demo: a tiny random model learns to sort letters from rewards alone, once per seed.
     The results replace those of the demo's earlier run.
 
-    With --model and --data, this trains your checkpoint on your prompts. The reward is 1 if the answer equals the
-    expected answer or ends in it, else 0. Metrics, curves and the model are written to runs/<name>. Ctrl-C and SIGTERM
-    stop the training and save the model as it is.
+    With model=FOLDER data=FILE, this trains your checkpoint on your prompts. The reward is 1 if the answer equals the
+    expected answer or ends in it, else 0; reward=file.py:function sets your own. All options are in docs/trainer.md.
+    Metrics, curves and the model are written to runs/<name>. Ctrl-C and SIGTERM stop the training and save its state.
+
+    Presets: demo, paper, under-1b, 1b-10b, moe. Start it by torchrun for several processes.
     """
-    options = {**locals(), "seeds": None if seeds is None else parse_seeds(seeds)}
     try:
         from gspo_kernels.integrations import reference_trainer as trainer
     except MissingExtraError as error:
@@ -142,11 +78,15 @@ def train(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # transformers' progress bar would overwrite ours
+    console = Console(quiet=os.environ.get("RANK", "0") != "0")
     try:
-        report = trainer.train(trainer.train_config(**options))
-    except (trainer.InputError, trainer.TrainingError) as error:
+        settings = trainer.read_config(config, options or (), resume)
+        if dry_run:
+            console.print(trainer.forecast(settings), markup=False, highlight=False, soft_wrap=True)
+            return
+        report = trainer.train(settings)
+    except (trainer.InputError, trainer.TrainingError, MissingExtraError) as error:
         fail(error)
-    console = Console()
     console.print(report.table())
     for warning in report.warnings():
         console.print(warning, style="bold red", markup=False, highlight=False, soft_wrap=True)
@@ -272,6 +212,43 @@ def bench(
     planned.show(results, console)
     if as_json:
         typer.echo(json.dumps(results))
+
+
+@app.command()
+def compare(
+    objectives: Annotated[
+        str | None,
+        typer.Option(
+            help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline. (default: "
+            "gspo,gspo-token,grpo; with --moe gspo,grpo)"
+        ),
+    ] = None,
+    moe: Annotated[
+        bool, typer.Option("--moe", help="Train a mixture of experts, each objective without and with Routing Replay.")
+    ] = False,
+    task: Annotated[str, typer.Option(help="sorting, format, calculator or arithmetic.")] = "sorting",
+    seeds: Annotated[str, typer.Option(help="Seeds; each is one training per objective.")] = "0,1,2,3,4",
+    steps: Annotated[int, typer.Option(min=1, help="Rollouts per training, with four updates each.")] = 100,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file; the figure is written beside it. (default: runs/compare/)")
+    ] = None,
+) -> None:
+    """Train tiny models with several objectives, from the same weights, prompts and seeds, and compare them.
+
+    Prints the held-out reward, what each objective clips in its own training, entropies and ratios, and writes curves
+    and a figure. With --moe it also shows how many experts change within a rollout. A training takes about a minute.
+    """
+    try:
+        from . import compare_command
+    except MissingExtraError as error:
+        fail(error)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # fixed, so that tables in a log do not wrap
+    try:
+        compare_command.run(objectives, moe, task, seeds, steps, output, console)
+    except ValueError as error:  # InputError: an option cannot be used
+        fail(error)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,26 @@
 """A reference trainer for GSPO: the complete loop in plain PyTorch and `transformers`, short enough to read in full.
 
-`gspo train` is its command line. Read `trainer.py` first. The other modules:
+`gspo train` is its command line, docs/trainer.md its manual. Read `trainer.py` and `update.py` first. All modules:
 
-    config      options
-    policy      the model and its tokenizer
-    tasks       prompts and rewards
-    arithmetic  problems with worked solutions, to pretrain a small model on
-    sampling    rollouts
-    report      files of a run
-    progress    printed progress
-    stopping    Ctrl-C and SIGTERM
+    trainer      the loop                  update       from a rollout to an optimizer step
+    config       options                   config_file  presets, YAML files, key=value
+    policy       the model                 loading      checkpoints, LoRA, quantised weights
+    rewards      examples, their rewards   tasks        sorting, format, calculator, arithmetic, the user's jsonl
+    sampling     rollouts                  advantages   from rewards to advantages
+    optimizer    AdamW, fp32 masters       distributed  several processes
+    report       files and tables          checkpoints  the state of a run on disk
+    progress     printed progress          curves       curves.png
+    stopping     Ctrl-C and SIGTERM        trackers     TensorBoard, Weights & Biases
+    routing      experts of a mixture      memory       predicted memory
 """
 
 from gspo_kernels.extras import needs
 
 with needs(__name__, "train", "transformers", "tokenizers", "rich"):
     from .config import InputError, TrainConfig, train_config
-    from .trainer import TrainingError, train
+    from .config_file import read_config
+    from .memory import forecast
+    from .trainer import train
+    from .update import TrainingError
 
-__all__ = ["InputError", "TrainConfig", "TrainingError", "train", "train_config"]
+__all__ = ["InputError", "TrainConfig", "TrainingError", "forecast", "read_config", "train", "train_config"]

@@ -1,11 +1,32 @@
-"""The options of a run: one frozen dataclass, which checks its values."""
+"""The options of a run: one frozen dataclass, which checks its values. `config_file.py` reads them from a file."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from gspo_kernels import Objective
+
+from ..settings import Step
+
+GROUP_ADVANTAGES = (Step("group_advantages", {}),)
+CHOICES = {
+    "schedule": ("constant", "linear", "cosine"),
+    "precision": ("fp32", "bf16", "autocast"),
+    "quantization": ("", "8bit", "4bit"),
+    "parallel": ("ddp", "fsdp2"),
+    "backend": ("auto", "torch", "triton"),
+    "normalizer": ("", "rows", "sequences", "tokens", "one"),
+}
+AT_LEAST_ONE = "steps prompts_per_step updates_per_rollout epochs max_new_tokens eval_every eval_prompts warn_after"
+AT_LEAST_ZERO = (
+    "micro_batch_size threads initial_new_tokens length_steps max_prompt_tokens warmup_updates lora_rank "
+    "checkpoint_every samples"
+)
+STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
+POSITIVE = "learning_rate max_grad_norm temperature reward_timeout lora_alpha"
 
 
 class InputError(ValueError):
@@ -16,89 +37,128 @@ class InputError(ValueError):
 class TrainConfig:
     """The options of one run. The defaults here are for the demo. `train_config` has the defaults for a checkpoint.
 
-    Sizes count sequences or tokens. Clip bounds are distances of the sequence ratio from 1.
+    Sizes count sequences or tokens. On the command line and in a file, the fields of `Objective` are options too:
+    objective=dapo clip_high=0.3. Answers are sampled from the whole distribution, without top-p and top-k, because the
+    loss needs the log-probs of the distribution that was sampled from.
     """
 
+    # The run
     name: str = "demo"  # the run's files go to <output>/<name>
     output: Path = Path("runs")
-    model: str | None = None  # folder or hub id of a checkpoint; None: a tiny random Qwen3
-    data: Path | None = None  # jsonl with "prompt" and "answer"; None: the sorting task
+    overwrite: bool = False  # replace an earlier run of the same name
+    resume: bool = False  # continue the run of the same name from its checkpoint
     seeds: tuple[int, ...] = (0, 1, 2)  # one training per seed
     steps: int = 200  # rollouts
-    prompts_per_step: int = 32
-    group_size: int = 8  # answers per prompt
-    updates_per_rollout: int = 4  # with one update the ratio is always 1 and nothing is clipped
-    micro_batch_size: int = 0  # sequences per forward and backward; 0: all sequences of an update
-    learning_rate: float = 5e-4
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-    gradient_budget: float = 0.0  # share of the L1 mass of d_logits that the backward may drop; 0: exact
-    cache_mib: float | None = (
-        None  # memory for exponentials of logits; None: the environment variable GSPO_CACHE_MIB, or 0
-    )
-    temperature: float = 1.0
-    max_new_tokens: int = 7
+    # Prompts and rewards
+    model: str | None = None  # folder or hub id of a checkpoint; None: a tiny random Qwen3
+    task: str = ""  # sorting, arithmetic, calculator or format; "": data, or without a model sorting
+    data: Path | None = None  # jsonl with "prompt" (text or chat messages) and "answer", instead of a task
+    reward: tuple[str, ...] = ()  # "module:function" or "file.py:function", with a weight "0.5*file.py:function"
+    reward_timeout: float = 10.0  # seconds per call of a reward function
+    max_prompt_tokens: int = 0  # 0: no limit
     eval_every: int = 25  # steps between evaluations; step 0 and the last step are always evaluated
     eval_prompts: int = 128  # held out, never trained on
-    warn_after: int = 10  # consecutive steps in which no group has different rewards
+    # Sampling
+    prompts_per_step: int = 32
+    group_size: int = 8  # answers per prompt
+    temperature: float = 1.0  # of sampling and of the loss; evaluation is greedy
+    max_new_tokens: int = 7  # longest answer
+    initial_new_tokens: int = 0  # longest answer in the first step; 0: max_new_tokens
+    length_steps: int = 0  # steps in which the longest answer grows from initial_new_tokens to max_new_tokens
+    # The loss
+    objective: Objective = Objective()  # noqa: RUF009 - frozen
+    advantages: tuple[Step, ...] = GROUP_ADVANTAGES  # functions of gspo_kernels.advantages, applied in this order
+    normalizer: str = ""  # unit that divides the loss: rows, sequences, tokens or one; "": the objective's default
+    gradient_budget: float = 0.0  # share of the L1 mass of d_logits that the backward may drop; 0: exact
+    cache_mib: float | None = None  # memory for exponentials of logits; None: the variable GSPO_CACHE_MIB, or 0
+    backend: str = "auto"  # of the loss: "triton", "torch" or "auto"
+    # Updates
+    updates_per_rollout: int = 4  # per epoch; with one update the ratio is always 1 and nothing is clipped
+    epochs: int = 1  # passes over each rollout
+    shuffle: bool = True  # divide the rollout into mini-batches at random, anew in each epoch
+    micro_batch_size: int = 0  # sequences per forward and backward; 0: all sequences of an update
+    learning_rate: float = 5e-4
+    schedule: str = "constant"  # after the warm-up: constant, or linear or cosine decay to 0
+    warmup_updates: int = 0  # optimizer updates in which the learning rate grows linearly from 0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    # The model
+    precision: str = "fp32"  # of the weights; bf16: with fp32 masters in the optimizer; autocast: fp32, bf16 products
+    lora_rank: int = 0  # 0: train all weights
+    lora_alpha: float = 32.0
+    lora_head: bool = False  # an adapter on the language-model head too
+    quantization: str = ""  # base of a LoRA model through bitsandbytes: 8bit or 4bit
+    gradient_checkpointing: bool = False
+    routing_replay: bool = False  # train a mixture of experts with the experts that the old policy chose
+    # The machine
     device: str = "auto"
-    bf16: bool = False  # autocast; the weights stay fp32
     threads: int = 0  # CPU threads; 0: torch's default
-    backend: str = "auto"  # backend of the loss: "triton", "torch" or "auto"
+    parallel: str = "ddp"  # of several processes started by torchrun: ddp or fsdp2
+    # Files and output
+    checkpoint_every: int = 25  # steps between checkpoints for `resume`; 0: none
     save: bool = True  # write the trained model and tokenizer next to the metrics
-    overwrite: bool = False  # replace an earlier run of the same name
+    samples: int = 4  # completions that each evaluated step writes to samples.jsonl
+    report_to: tuple[str, ...] = ()  # besides metrics.jsonl: tensorboard, wandb
+    warn_after: int = 10  # consecutive steps in which no group has different rewards
 
     def __post_init__(self) -> None:
         require = self._require
-        require(
-            "name",
-            self.name not in ("", ".", "..") and Path(self.name).name == self.name,
-            "a plain folder name",
-        )
+        plain = self.name not in ("", ".", "..") and Path(self.name).name == self.name
+        require("name", plain, "a plain folder name")
         require("seeds", len(self.seeds) > 0, "at least one seed")
         require("seeds", all(seed >= 0 for seed in self.seeds), "numbers >= 0")
         require("seeds", len(set(self.seeds)) == len(self.seeds), "different numbers")
-        for name in (
-            "steps",
-            "prompts_per_step",
-            "updates_per_rollout",
-            "max_new_tokens",
-            "eval_every",
-            "eval_prompts",
-            "warn_after",
-        ):
+        for name in AT_LEAST_ONE.split():
             require(name, getattr(self, name) >= 1, "at least 1")
-        require("group_size", self.group_size >= 2, "at least 2 (in a group of one the advantage is always 0)")
-        for name in ("micro_batch_size", "threads"):
+        for name in AT_LEAST_ZERO.split():
             require(name, getattr(self, name) >= 0, "at least 0")
-        for name in ("learning_rate", "max_grad_norm", "temperature", "clip_high"):
+        for name in POSITIVE.split():
             require(name, 0 < getattr(self, name) < math.inf, "a number above 0")
+        for name, values in CHOICES.items():
+            require(name, getattr(self, name) in values, f"one of {', '.join(map(repr, values))}")
+        require("report_to", set(self.report_to) <= {"tensorboard", "wandb"}, "tensorboard, wandb or both")
+        require("group_size", self.group_size >= 2, "at least 2 (in a group of one the advantage is always 0)")
         require("weight_decay", 0 <= self.weight_decay < math.inf, "a number >= 0")
-        require("clip_low", 0 < self.clip_low < 1, "a number between 0 and 1")
         require("gradient_budget", 0 <= self.gradient_budget < 1, "a number from 0 (exact) to below 1")
         require("cache_mib", self.cache_mib is None or 0 <= self.cache_mib < 2**40, "a number of MiB >= 0")
-        require("backend", self.backend in ("auto", "torch", "triton"), '"auto", "torch" or "triton"')
-        require(
-            "updates_per_rollout",
-            self.rollout_size % self.updates_per_rollout == 0,
-            f"a divisor of the {self.rollout_size} answers of a rollout (prompts_per_step * group_size)",
-        )
-        require(
-            "micro_batch_size",
-            self.mini_batch_size % (self.micro_batch_size or self.mini_batch_size) == 0,
-            f"a divisor of the {self.mini_batch_size} answers of an update",
-        )
-        if (self.model is None) != (self.data is None):
-            present, missing = ("--model", "--data") if self.data is None else ("--data", "--model")
-            raise InputError(f"{present} needs {missing}: give both a checkpoint and the jsonl file to train it on")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Check options that depend on each other."""
+        require, size = self._require, self.rollout_size
+        divides = size % self.updates_per_rollout == 0
+        answers = f"the {size} answers of a rollout (prompts_per_step * group_size)"
+        require("updates_per_rollout", divides, f"a divisor of {answers}")
+        divides = self.mini_batch_size % (self.micro_batch_size or self.mini_batch_size) == 0
+        require("micro_batch_size", divides, f"a divisor of the {self.mini_batch_size} answers of an update")
+        require("initial_new_tokens", self.initial_new_tokens <= self.max_new_tokens, "at most max_new_tokens")
+        grows = 0 < self.initial_new_tokens < self.max_new_tokens
+        require("length_steps", grows == (self.length_steps > 0), "a number above 0 together with initial_new_tokens")
+        require("quantization", not self.quantization or self.lora_rank > 0, "'' unless lora_rank is above 0")
+        require("quantization", not self.quantization or self.parallel != "fsdp2", "'' with parallel=fsdp2")
+        require("routing_replay", not (self.routing_replay and self.gradient_checkpointing), "false with recomputing")
+        require("lora_head", not self.lora_head or self.lora_rank > 0, "false unless lora_rank is above 0")
+        require("overwrite", not (self.overwrite and self.resume), "false with resume, which keeps the earlier run")
+        for step in self.advantages:
+            require("advantages", step.call in STEPS, f"calls of {', '.join(STEPS)}")
+        if self.objective.rollout_correction is not None:
+            raise InputError("rollout_correction: expected None (the trained model itself samples), got a correction")
+        if self.data is not None and self.model is None:
+            raise InputError("data needs model=FOLDER, the checkpoint to train on it")
 
     def _require(self, name: str, satisfied: bool, expected: str) -> None:
         """Raise an InputError that names the option unless `satisfied`."""
         if not satisfied:
-            option = name.replace("_", "-")
-            raise InputError(f"{name} (--{option}): expected {expected}, got {getattr(self, name)!r}")
+            raise InputError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all options as plain values, in the form in which a file has them."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "objective"}
+        plain = {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
+        plain |= {name: str(x) for name, x in plain.items() if isinstance(x, Path)}
+        of_objective = {f.name: getattr(self.objective, f.name) for f in fields(Objective)[:-1]}
+        plain |= {"advantages": [{call: options} for call, options in self.advantages]}
+        return {name: x for name, x in plain.items() if name not in ("resume", "overwrite")} | of_objective
 
     @property
     def rollout_size(self) -> int:
@@ -111,9 +171,34 @@ class TrainConfig:
         return self.rollout_size // self.updates_per_rollout
 
     @property
+    def total_updates(self) -> int:
+        """Number of optimizer updates of a run."""
+        return self.steps * self.epochs * self.updates_per_rollout
+
+    @property
     def folder(self) -> Path:
         """The folder of the run's files."""
         return self.output / self.name
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss or the advantages need the log-probs of the policy before training."""
+        return self.objective.kl_coef > 0 or any(step.options.get("kl_coef") for step in self.advantages)
+
+    def new_tokens_at(self, step: int) -> int:
+        """Return the longest answer in a step, from 1: it grows linearly over the first `length_steps` steps."""
+        if step > self.length_steps:
+            return self.max_new_tokens
+        grown = (self.max_new_tokens - self.initial_new_tokens) * (step - 1) / self.length_steps
+        return self.initial_new_tokens + int(grown)
+
+    def learning_rate_at(self, update: int) -> float:
+        """Return the learning rate of an optimizer update, from 0: linear warm-up, then the schedule's decay to 0."""
+        if update < self.warmup_updates:
+            return self.learning_rate * (update + 1) / self.warmup_updates
+        done = (update - self.warmup_updates) / max(1, self.total_updates - self.warmup_updates)
+        factor = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[self.schedule]
+        return self.learning_rate * factor
 
 
 # Defaults that differ for a pretrained model.
@@ -139,4 +224,5 @@ def train_config(**options: Any) -> TrainConfig:
     if "model" in chosen or "data" in chosen:
         name = Path(str(chosen.get("model", "model"))).name
         return TrainConfig(**{"name": name, **CHECKPOINT_DEFAULTS, **chosen})
-    return TrainConfig(**{"threads": 1, "overwrite": "name" not in chosen, **chosen})
+    overwrite = "name" not in chosen and not chosen.get("resume", False)
+    return TrainConfig(**{"threads": 1, "overwrite": overwrite, **chosen})

@@ -1,9 +1,9 @@
-"""`Policy`, the trained model with its tokenizer: the demo's small random model, or a checkpoint."""
+"""`Policy`, the trained model with its tokenizer, and the demo's small random model. `loading.py` loads checkpoints."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,43 +11,92 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_kernels import linear_log_probs
 
-from ..huggingface import fuse_head, logit_options
+from ..huggingface import FusedHead, fuse_head
+from ..huggingface.fused_head import base_model
 from .config import InputError
-from .tasks import LETTERS
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+SORTING = "abcdefsort :"  # the characters of the sorting task
+PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
 @dataclass
 class Policy:
-    """A model, its tokenizer, and the operations that the model applies to its logits."""
+    """A model, its tokenizer and its fused head (`fuse_head`)."""
 
-    model: Any  # a transformers model for causal language modelling
+    model: Any  # a transformers model for causal language modelling, possibly wrapped by PEFT, sharded by FSDP2
     tokenizer: Any
-    head_options: dict[str, Any]  # keyword arguments of the loss: the operations that the model applies to its logits
+    fused: FusedHead
     checkpoint_generation_config: GenerationConfig  # restored when the model is saved
     router_loss_weight: float = 0.0  # factor of the load-balancing loss of a mixture of experts
+    checkpointing: bool = False  # recompute activations in the backward
+    initial: Policy | None = None  # the policy before training, in CPU memory; None with LoRA, or if not needed
+
+    @property
+    def inner(self) -> Any:
+        """The transformers model inside PEFT."""
+        return base_model(self.model)
 
     @property
     def head(self) -> nn.Module:
         """The language-model head, with a weight [V, H]."""
-        return self.model.get_output_embeddings()
+        return self.inner.get_output_embeddings()
+
+    @property
+    def head_options(self) -> dict[str, Any]:
+        """Keyword arguments of the loss: the operations that the model applies to its logits."""
+        return self.fused.options.kwargs()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.inner.parameters()).device
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether the model is a mixture of experts: its configuration has `output_router_logits`, True or False."""
+        return hasattr(decoder_config(self.inner), "output_router_logits")
 
     @property
     def counts_router_loss(self) -> bool:
         """Whether the load-balancing loss of a mixture of experts is part of the loss."""
         return self.router_loss_weight != 0
+
+    @property
+    def router_note(self) -> str:
+        """A line that says whether the routers' loss of a mixture of experts is counted; "" for other models."""
+        if self.counts_router_loss:
+            return f"router auxiliary loss: counted, times router_aux_loss_coef={self.router_loss_weight:g}"
+        if self.has_routers:
+            return "router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0"
+        return ""
+
+    def run(self, rollout: Any, with_head: Callable[..., Any], train: bool = False) -> tuple[Any, Any]:
+        """Run the model on prompts and answers, and call `with_head` with the hidden states that predict the answers.
+
+        Args:
+            rollout: has input_ids, attention_mask [b, P + T] int64 and prompt_width P.
+            with_head: called with hidden states [b, T, H], the head and the keyword arguments of the loss.
+            train: whether a backward will follow.
+
+        Returns:
+            The result of `with_head`, and the model's output (aux_loss, router_logits, ...).
+        """
+        first, mask = rollout.prompt_width, rollout.attention_mask
+        # Positions count unmasked tokens, so that left padding does not shift a prompt.
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)  # [b, P + T]
+        inputs = dict(input_ids=rollout.input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        if self.has_routers and train:
+            inputs["output_router_logits"] = True
+
+        def at_answers(hidden: Tensor, head: Any, **options: Any) -> Any:
+            return with_head(hidden[:, first - 1 : -1], head, **options)
+
+        with self._recomputing() if train and self.checkpointing else contextlib.nullcontext():
+            return self.model(**inputs, with_head=at_answers)
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, first: int) -> Tensor:
         """Compute the hidden states that predict the tokens from position `first` on.
@@ -58,43 +107,63 @@ class Policy:
         Returns:
             [B, width - first, H].
         """
-        return self.hidden_states_and_router_loss(input_ids, attention_mask, first)[0]
+        return self.run(Inputs(input_ids, attention_mask, first), lambda hidden, head, **options: hidden)[0]
 
-    def hidden_states_and_router_loss(
-        self, input_ids: Tensor, attention_mask: Tensor, first: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the hidden states, and the routers' load-balancing loss [] over all unmasked tokens.
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Tensor:
+        """Generate answers with the cache of keys and values. Return prompts and answers, [B, P + T]."""
+        if self.has_routers:
+            # The routers' loss needs all positions, but a generation step with a cache sees only one position.
+            options["output_router_logits"] = False
+        return self.inner.generate(input_ids, attention_mask=attention_mask, **options)
 
-        The load-balancing loss is not yet multiplied by `router_loss_weight`. It is None unless `counts_router_loss`.
-        """
-        # Positions count unmasked tokens, so that left padding does not shift a prompt.
-        positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # [B, width]
-        inputs = dict(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False)
-        if not self.counts_router_loss:
-            return self.model.base_model(**inputs).last_hidden_state[:, first - 1 : -1], None
-        # The full model computes the load-balancing loss, its base model does not. So run the full forward, and take
-        # the hidden states at the head.
-        inputs["output_router_logits"] = True
-        hidden, output = self.model(**inputs, with_head=lambda hidden, head, **options: hidden)
-        return hidden[:, first - 1 : -1], output.aux_loss
-
-    @property
-    def router_note(self) -> str:
-        """A line that says whether the routers' loss of a mixture of experts is counted; "" for other models."""
-        if self.counts_router_loss:
-            return f"router auxiliary loss: counted, times router_aux_loss_coef={self.router_loss_weight:g}"
-        if hasattr(decoder_config(self.model), "output_router_logits"):
-            return "router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0"
-        return ""
-
-    def save(self, folder: Path) -> None:
-        """Write the model and the tokenizer so that `load_policy` can load them."""
-        sampling_config, self.model.generation_config = self.model.generation_config, self.checkpoint_generation_config
+    @contextlib.contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Put the layers that support gradient checkpointing, but not their dropout, in training mode."""
+        layers = [module for module in self.inner.modules() if isinstance(module, GradientCheckpointingLayer)]
         try:
-            self.model.save_pretrained(folder)
+            for layer in layers:
+                layer.training = True
+            yield
         finally:
-            self.model.generation_config = sampling_config
+            for layer in layers:
+                layer.training = False
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[Policy]:
+        """Return the policy before training: this one without its LoRA adapter, or `initial` on this device."""
+        if self.initial is None:
+            with self.model.disable_adapter():
+                yield self
+            return
+        self.initial.model.to(self.device)
+        try:
+            yield self.initial
+        finally:
+            self.initial.model.to("cpu")
+
+    def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write the model (with LoRA, its adapter) and the tokenizer so that `load_policy` can load them.
+
+        Args:
+            weights: the state dict, for a model whose own is sharded.
+        """
+        inner = self.inner
+        sampling_config, inner.generation_config = inner.generation_config, self.checkpoint_generation_config
+        adapter = {"save_embedding_layers": False} if inner is not self.model else {}
+        try:
+            self.model.save_pretrained(folder, state_dict=weights, **adapter)
+        finally:
+            inner.generation_config = sampling_config
         self.tokenizer.save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The part of a rollout that `Policy.run` needs."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    prompt_width: int
 
 
 def make_policy(model: Any, tokenizer: Any) -> Policy:
@@ -105,26 +174,27 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
             support the model.
     """
     if tokenizer.eos_token_id is None:
-        raise InputError("--model: the tokenizer has no end-of-sequence token, so no answer could ever end")
+        raise InputError("model: the tokenizer has no end-of-sequence token, so no answer could ever end")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError("--model: no parameter is trainable (merge a PEFT adapter into its model first)")
+        raise InputError("model: no parameter is trainable (merge a PEFT adapter into its model, or set lora_rank)")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked, so any id works
     # Train without dropout: with dropout, the ratio of a policy to itself would differ from 1.
     model.eval()
-    checkpoint_config = model.generation_config
+    for module in model.modules():
+        if hasattr(getattr(module, "weight", None), "quant_state"):
+            module.training = True  # bitsandbytes' 4-bit layers have no dropout, and cannot train after evaluation
+    inner = base_model(model)
+    checkpoint_config = inner.generation_config
     ends = checkpoint_config.eos_token_id if checkpoint_config.eos_token_id is not None else []
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     # Drop the checkpoint's top_k, penalties and so on, so that sampling uses the same distribution as the loss.
-    model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id)
-    router_loss_weight = get_router_loss_weight(model)
+    inner.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=tokenizer.pad_token_id)
     try:
-        if router_loss_weight:
-            fuse_head(model)  # for `with_head`
-        options = dict(logit_options(model))
+        fused = fuse_head(model)
     except (TypeError, ValueError) as error:
-        raise InputError(f"--model: {error}") from error
-    return Policy(model, tokenizer, options, checkpoint_config, router_loss_weight)
+        raise InputError(f"model: {error}") from error
+    return Policy(model, tokenizer, fused, checkpoint_config, get_router_loss_weight(inner))
 
 
 def decoder_config(model: Any) -> Any:
@@ -148,52 +218,44 @@ def check_head(policy: Policy, backend: str) -> None:
         InputError: the log-probs differ by more than 1e-2 nats, so training would use wrong numbers; the loss does not
             support the model, device and backend; or the routers' loss is counted, but the model does not return it.
     """
-    vocab_size = decoder_config(policy.model).vocab_size
-    ids = torch.arange(8, device=policy.model.device)[None] % vocab_size  # [1, 8]
+    ids = torch.arange(8, device=policy.device)[None] % decoder_config(policy.inner).vocab_size  # [1, 8]
     ones = torch.ones_like(ids)
     with torch.no_grad():
         routers = {"output_router_logits": True} if policy.counts_router_loss else {}
-        output = policy.model(input_ids=ids, attention_mask=ones, **routers)
+        output = policy.inner(input_ids=ids, attention_mask=ones, **routers)
         if policy.counts_router_loss and not isinstance(getattr(output, "aux_loss", None), Tensor):
             raise InputError(
-                f"--model: the checkpoint's config has router_aux_loss_coef={policy.router_loss_weight:g}, but "
-                f"{type(policy.model).__name__} returns no aux_loss: set it to 0 to train without the routers' loss"
+                f"model: the checkpoint's config has router_aux_loss_coef={policy.router_loss_weight:g}, but "
+                f"{type(policy.inner).__name__} returns no aux_loss: set it to 0 to train without the routers' loss"
             )
         logits = output.logits[:, :-1].float()
         expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # [1, 7]
-        hidden = policy.hidden_states(ids, ones, first=1)
+
+        def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
+            return linear_log_probs(hidden, head, ids[:, 1:], backend=backend, **options).log_probs
+
         try:
-            fused = linear_log_probs(hidden, policy.head, ids[:, 1:], backend=backend, **policy.head_options).log_probs
+            fused, _ = policy.run(Inputs(ids, ones, 1), log_probs)
         except (TypeError, ValueError) as error:
             raise InputError(f"the loss does not support this model, device and backend: {error}") from error
     difference = (fused - expected).abs().max().item()
-    if not difference <= 1e-2:
+    tolerance = 1e-2 if logits.dtype == output.logits.dtype else 0.1  # logits in bf16 are rounded
+    if not difference <= tolerance:
         raise InputError(
-            f"--model: the logits of {type(policy.model).__name__} are not the product of its head and its hidden "
+            f"model: the logits of {type(policy.inner).__name__} are not the product of its head and its hidden "
             f"states (log-probs differ by {difference:.2g}), so it cannot be trained from hidden states"
         )
 
 
-def check_room(policy: Policy, prompts: Iterable[str], max_new_tokens: int) -> None:
-    """Raise an InputError if the longest prompt and an answer of `max_new_tokens` exceed the model's positions."""
-    positions = getattr(decoder_config(policy.model), "max_position_embeddings", None)
-    longest = max(len(ids) for ids in policy.tokenizer(list(prompts))["input_ids"])
-    if positions is not None and longest + max_new_tokens > positions:
-        raise InputError(
-            f"--max-new-tokens {max_new_tokens}: with the longest prompt ({longest} tokens) an answer would exceed the "
-            f"model's {positions} positions"
-        )
-
-
-def demo_policy() -> Policy:
+def demo_policy(characters: str = SORTING) -> Policy:
     """Make a Qwen3 with 76,000 random weights and a tokenizer of single characters. Downloads nothing."""
-    symbols = ["<pad>", "<eos>", "<unk>", *LETTERS, *"sort", " ", ":"]
+    symbols = ["<pad>", "<eos>", "<unk>", *characters]
     vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
-    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
-    characters.decoder = decoders.Fuse()  # type: ignore[assignment]
+    per_character = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    per_character.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")  # type: ignore[assignment]
+    per_character.decoder = decoders.Fuse()  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=per_character, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
     config = Qwen3Config(
         vocab_size=len(symbols),
@@ -203,36 +265,10 @@ def demo_policy() -> Policy:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=64,
+        max_position_embeddings=8192,
         initializer_range=0.05,  # the default of 0.02 is for wider models
         tie_word_embeddings=False,
         eos_token_id=vocabulary["<eos>"],
         pad_token_id=vocabulary["<pad>"],
     )
     return make_policy(Qwen3ForCausalLM(config), tokenizer)
-
-
-def load_policy(source: str) -> Policy:
-    """Load a checkpoint in fp32 from a folder, or from the hub if `source` is an org/name and not a folder.
-
-    Raises:
-        InputError: there is no such checkpoint, it cannot be loaded, or `make_policy` refuses it.
-    """
-    if not Path(source).expanduser().is_dir():
-        if Path(source).expanduser().exists():
-            raise InputError(f"--model {source}: expected the folder of a checkpoint, got a file")
-        if not HUB_ID.fullmatch(source):
-            raise InputError(
-                f"--model {source}: there is no such folder, and this is not a hub id of the form org/name"
-            )
-        missing = "there is no such folder, and the hub did not provide it"
-    else:
-        source = str(Path(source).expanduser())
-        missing = "the folder does not hold a checkpoint and tokenizer that transformers can load"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"--model {source}: {missing}: {reason}") from error
-    return make_policy(model, tokenizer)

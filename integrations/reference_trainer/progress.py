@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from .config import TrainConfig
+from .distributed import rank
 from .report import Row, lacks_signal, likely_cause
 
 
@@ -14,7 +15,7 @@ class TrainingProgress:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._console = Console()
+        self._console = Console(quiet=rank() > 0)
         self._lines = not (self._console.is_interactive and self._console.file.isatty())
         self._seed = 0
         self._bar: TaskID | None = None
@@ -43,11 +44,12 @@ class TrainingProgress:
         """Print a line immediately. If there is a bar, print above it."""
         self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def start(self, seed: int, row: Row) -> None:
-        """Show that a seed begins. `row` has the seed's metrics of step 0."""
+    def start(self, seed: int, row: Row, step: int = 0) -> None:
+        """Show that a seed begins, or continues after `step`. `row` has the metrics of the latest evaluation."""
         self._seed, self._held_out = seed, row["eval_reward"]
         self._since_evaluation, self._without_signal, self._warned = [], [], False
-        self._bar = self._progress.add_task("", total=self._config.steps, seed=seed, numbers=self._numbers(0, 0))
+        numbers = self._numbers(0, 0, 0)
+        self._bar = self._progress.add_task("", total=self._config.steps, completed=step, seed=seed, numbers=numbers)
         if self._lines:
             self.say(self._evaluation(row))
 
@@ -55,7 +57,7 @@ class TrainingProgress:
         """Show that a step is done. `row` has the metrics of the step."""
         assert self._bar is not None
         self._held_out = row.get("eval_reward", self._held_out)
-        numbers = self._numbers(row["reward"], row["clip_fraction"])
+        numbers = self._numbers(row["reward"], row["clip_fraction"], row["tokens_per_second"])
         self._progress.update(self._bar, advance=1, numbers=numbers)
         self._since_evaluation.append(row)
         if "eval_reward" in row:
@@ -92,5 +94,6 @@ class TrainingProgress:
             parts += [f"training reward {reward:.3f}", f"clip fraction {clipped:.3f}", f"{speed:,.0f} tokens/s"]
         return "  ".join(parts)
 
-    def _numbers(self, reward: float, clip_fraction: float) -> str:
-        return f"reward {reward:.2f}  clipped {clip_fraction:.2f}  held out {self._held_out:.2f}"
+    def _numbers(self, reward: float, clip_fraction: float, speed: float) -> str:
+        shares = f"reward {reward:.2f}  clipped {clip_fraction:.2f}  held out {self._held_out:.2f}"
+        return f"{shares}  {speed:,.0f} tokens/s"

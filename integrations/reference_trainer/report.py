@@ -1,24 +1,32 @@
-"""Write the results of a run: metrics.jsonl during training, the models, and curves.png and a table at the end."""
+"""The files of a run (metrics, samples, checkpoint, models, curves), and the table at its end."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from rich.table import Table
 
+from .checkpoints import write_checkpoint
 from .config import InputError, TrainConfig
+from .curves import plot_curves
+from .distributed import rank, whole_weights
 from .policy import Policy
+from .trackers import Trackers
 
 # Every line of metrics.jsonl has these keys. Their values are null at step 0, before the first rollout.
 STEP_KEYS = (
     "reward",
     "groups_without_signal",
+    "truncated",
     "loss",
     "clip_fraction",
+    "token_clip_fraction",
     "ratio_mean",
     "entropy",
     "dropped_gradient_mass",
@@ -39,16 +47,17 @@ def lacks_signal(row: Row) -> bool:
 
 def likely_cause(rows: list[Row]) -> str:
     """Return why, in these steps, all answers to each prompt probably had the same reward."""
-    rewards = {row["reward"] for row in rows}
+    rewards, cut = {row["reward"] for row in rows}, sum(row["truncated"] for row in rows) / len(rows)
     if rewards == {0.0}:
         return (
             "Every reward was 0. Likely causes: the reward expects another format than the model writes, the expected "
-            "answers are wrong, answers are cut off at --max-new-tokens, or the task is too hard."
+            f"answers are wrong, answers are cut off at max_new_tokens ({cut:.0%} of them were), or the task is too "
+            "hard. samples.jsonl has some answers."
         )
     if rewards == {1.0}:
         return "Every reward was 1: the model already solves these prompts. Use harder ones."
     return (
-        "Likely causes: the answers to a prompt do not differ (a low --temperature, or a policy that has collapsed), "
+        "Likely causes: the answers to a prompt do not differ (a low temperature, or a policy that has collapsed), "
         "or the reward does not distinguish them."
     )
 
@@ -65,12 +74,13 @@ class SeedResult:
     no_signal: str = ""  # the likely cause, if no step had a group with different rewards
 
     @classmethod
-    def from_rows(cls, seed: int, rows: list[Row], seconds: float) -> SeedResult:
+    def from_rows(cls, seed: int, rows: list[Row]) -> SeedResult:
         """Summarise the metrics of one seed. `rows` has one entry per step, from step 0 on."""
         steps = rows[1:]
         first_half = steps[: (len(steps) + 1) // 2]
         clip_fraction = sum(row["clip_fraction"] for row in first_half) / len(first_half)
         no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) else ""
+        seconds = sum(row["seconds"] for row in steps)
         return cls(seed, rows[0]["eval_reward"], rows[-1]["eval_reward"], clip_fraction, seconds, no_signal)
 
     @property
@@ -115,112 +125,134 @@ class RunReport:
 
 
 class RunFolder:
-    """The folder of a run. Each step's metrics are flushed, so a run that is stopped keeps its metrics."""
+    """The folder of a run. Each step's metrics are flushed, so a run that is stopped keeps its metrics.
+
+    Of several processes, only the first writes.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = config.folder
         self.metrics = self.path / "metrics.jsonl"
-        self.latest_seed: int | None = None  # the seed whose metrics were written last
-        self._file: IO[str] | None = None
-        if not config.overwrite and self.path.is_dir() and any(self.path.iterdir()):
+        self.checkpoint = self.path / "checkpoint.pt"
+        self._config = config
+        self._writes = rank() == 0
+        self._files: dict[str, IO[str]] = {}
+        self._drawn = time.monotonic()
+        self._opened = False
+        self._trackers = Trackers(config)
+        if config.resume:
+            if not self.metrics.is_file():
+                raise InputError(f"resume: expected a run in {self.path}, but it has no metrics.jsonl")
+        elif not config.overwrite and self._writes and self.path.is_dir() and any(self.path.iterdir()):
             raise InputError(
-                f"{self.path} exists already and is not empty: use --overwrite to replace that run, or --name to write "
-                "to another folder"
+                f"{self.path} exists already and is not empty: use resume=true to continue that run, overwrite=true to "
+                "replace it, or name=NAME to write to another folder"
             )
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        for file in self._files.values():
+            file.close()
+        self._trackers.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` has been called."""
+        return self._opened
+
+    def open(self, sizes: dict[str, int] | None = None) -> None:
+        """Make the folder and open its files. Called when a run can start, so that a failed start destroys nothing.
+
+        Args:
+            sizes: the files' sizes at the checkpoint from which the run continues; what was written later is removed.
+                None: an earlier run is removed.
+        """
+        self._opened = True
+        if not self._writes:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if sizes is None:
+                # Remove what belongs to the earlier run, because it does not belong to the new metrics.
+                for name in ("curves.png", "checkpoint.pt", "failed_update.pt"):
+                    (self.path / name).unlink(missing_ok=True)
+                for model in (*self.path.glob("model-seed*"), *self.path.glob("tensorboard")):
+                    shutil.rmtree(model)
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                file = self._files[name] = (self.path / name).open("a", encoding="utf-8")
+                file.truncate((sizes or {}).get(name, 0))
+            (self.path / "config.json").write_text(json.dumps(self._config.to_dict(), indent=1), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"output: expected a folder to write to, got {self.path} ({error})") from error
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the files in bytes, for `open`."""
+        return {name: file.tell() for name, file in self._files.items()}
 
     def write(self, seed: int, row: Row) -> None:
         """Append the metrics of one step of one seed. Metrics of STEP_KEYS that are missing are null."""
-        file = self._file = self._file or self._open()
-        file.write(json.dumps({"seed": seed, "step": row["step"], **dict.fromkeys(STEP_KEYS), **row}) + "\n")
-        file.flush()
-        self.latest_seed = seed
+        if self._writes:
+            self._append("metrics.jsonl", {"seed": seed, "step": row["step"], **dict.fromkeys(STEP_KEYS), **row})
+            self._trackers.write(seed, row)
+
+    def write_samples(self, seed: int, step: int, samples: list[Row]) -> None:
+        """Append completions with their rewards to samples.jsonl."""
+        for sample in samples if self._writes else []:
+            self._append("samples.jsonl", {"seed": seed, "step": step, **sample})
+
+    def _append(self, name: str, record: Row) -> None:
+        self._files[name].write(json.dumps(record) + "\n")
+        self._files[name].flush()
+
+    def rows_of(self, seed: int) -> list[Row]:
+        """Return the metrics of a seed so far."""
+        return [row for row in read_rows(self.metrics) if row["seed"] == seed]
 
     def save_model(self, policy: Policy, seed: int) -> Path:
         """Write the model of a seed and return the model's folder. The folder appears only when it is complete."""
         folder = self.path / f"model-seed{seed}"
         partial = folder.with_name(f"{folder.name}.partial")
+        weights = whole_weights(policy)
+        if not self._writes:
+            return folder
         try:
-            policy.save(partial)
+            policy.save(partial, weights)
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return folder
 
-    def _open(self) -> IO[str]:
-        """Make the folder, remove an earlier run, and open metrics.jsonl.
+    def save_checkpoint(self, state: Row) -> None:
+        """Replace checkpoint.pt by a new state of the run."""
+        if self._writes:
+            write_checkpoint(self.checkpoint, {**state, "sizes": self.sizes()})
 
-        Called by the first `write`, so a run that cannot start does not remove the earlier run.
+    def save_failed(self, batch: Any) -> Path:
+        """Write the batch of an update that is not finite, with torch.save."""
+        path = self.path / f"failed_update-rank{rank()}.pt"
+        torch.save(asdict(batch), path)
+        return path
+
+    def plot(self, every: float = 0.0) -> tuple[Path | None, str]:
+        """Draw curves.png, unless it was drawn in the last `every` seconds. Return its path and "".
+
+        Return None and the reason if there is no plot.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            # Remove the plot and the models of the earlier run, because they do not belong to the new metrics.
-            (self.path / "curves.png").unlink(missing_ok=True)
-            for model in self.path.glob("model-seed*"):
-                shutil.rmtree(model)
-            return self.metrics.open("w", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"output (--output): expected a folder to write to, got {self.path} ({error})") from error
-
-    def plot(self) -> tuple[Path | None, str]:
-        """Draw curves.png. Return its path and "", or None and the reason why there is no plot."""
+        curves = self.path / "curves.png"
+        if not self._writes or time.monotonic() - self._drawn < every:
+            return curves, ""
         try:
             import matplotlib.figure  # noqa: F401
         except ImportError:
             return None, NO_MATPLOTLIB
-        curves = self.path / "curves.png"
         plot_curves(read_rows(self.metrics), curves)
+        self._drawn = time.monotonic()
         return curves, ""
 
 
 def read_rows(metrics: Path) -> list[Row]:
     """Read a metrics.jsonl, one entry per line."""
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-
-
-SMOOTHING = 10  # steps
-
-
-def running_mean(values: list[float], width: int) -> list[float]:
-    """Return the mean of each value and up to width - 1 values before it."""
-    return [sum(window) / len(window) for window in (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))]
-
-
-def plot_curves(rows: list[Row], path: Path) -> None:
-    """Plot reward, clip fraction and entropy over the steps, one colour per seed."""
-    from matplotlib.figure import Figure  # pyplot would open windows and has global state
-
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
-    reward, clip, entropy = figure.subplots(1, 3)
-    for index, seed in enumerate(dict.fromkeys(row["seed"] for row in rows)):
-        steps = [row for row in rows if row["seed"] == seed and row["step"] > 0]
-        evaluated = [row for row in rows if row["seed"] == seed and "eval_reward" in row]
-        x = [row["step"] for row in steps]
-        colour = f"C{index}"
-        reward.plot(x, [row["reward"] for row in steps], color=colour, alpha=0.25, linewidth=0.8)
-        reward.plot(
-            [row["step"] for row in evaluated],
-            [row["eval_reward"] for row in evaluated],
-            color=colour,
-            marker="o",
-            markersize=3,
-            label=f"seed {seed}",
-        )
-        clipped = [row["clip_fraction"] for row in steps]
-        clip.plot(x, clipped, color=colour, alpha=0.25, linewidth=0.8)
-        clip.plot(x, running_mean(clipped, SMOOTHING), color=colour, linewidth=1.2)
-        entropy.plot(x, [row["entropy"] for row in steps], color=colour, linewidth=0.8)
-    reward.set(title="reward", ylim=(0, 1.02), xlabel="step (dots: held out, greedy; faint: training, sampled)")
-    reward.legend(loc="lower right")
-    clip.set(title="share of answers clipped", ylim=(0, None), xlabel=f"step (mean of {SMOOTHING}; faint: each)")
-    entropy.set(title="entropy per token (nats)", ylim=(0, None), xlabel="step")
-    for axes in (reward, clip, entropy):
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)

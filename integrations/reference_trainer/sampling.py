@@ -1,90 +1,213 @@
-"""Sample rollouts: padded answers to prompts, with a mask of their tokens."""
+"""Sample rollouts: padded answers to prompts, with a mask of the tokens that the policy sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .config import InputError
 from .policy import Policy
+from .rewards import Example, Prompt
+from .tasks.base import Task
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sampled answers: prompts padded on the left, answers on the right."""
+    """Sampled answers: prompts padded on the left, answers on the right.
+
+    The answer of a dialogue has all turns of the policy, with the environment's replies between them.
+    """
 
     input_ids: Tensor  # [B, P + T] int64: prompt, then answer
     attention_mask: Tensor  # [B, P + T] int64, 0 at padding
     prompt_width: int  # P
-    texts: list[str]  # B answers, without the end-of-sequence token
+    texts: list[str]  # B answers, without end-of-sequence tokens
+    answer_mask: Tensor  # [B, T] bool: tokens that the policy sampled, with end-of-sequence tokens
+    turn_of_token: Tensor  # [B, T] int64: the turn of a token, from 0; a reply belongs to the turn before it
+    truncated: Tensor  # [B] bool: the answer was cut at max_new_tokens
+    turns: list[list[str]]  # what the policy wrote in each turn of B answers
 
     @property
     def answer_ids(self) -> Tensor:
         """The ids of the answers, [B, T] int64."""
         return self.input_ids[:, self.prompt_width :]
 
-    @property
-    def answer_mask(self) -> Tensor:
-        """The tokens of each answer up to and including its first end-of-sequence token, [B, T] bool."""
-        return self.attention_mask[:, self.prompt_width :].bool()
-
     def select(self, start: int, stop: int) -> Rollout:
         """Return the answers `start` to `stop` - 1, with the same padded width."""
-        return Rollout(
-            self.input_ids[start:stop],
-            self.attention_mask[start:stop],
-            self.prompt_width,
-            self.texts[start:stop],
-        )
+        rows = {name: value[start:stop] for name, value in vars(self).items() if name != "prompt_width"}
+        return replace(self, **rows)
+
+
+@dataclass
+class Dialogue:
+    """One answer while it is sampled: the tokens of all turns and replies."""
+
+    example: Example
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)  # for each token of `ids`: the policy sampled it
+    turn_of: list[int] = field(default_factory=list)  # for each token of `ids`
+    texts: list[str] = field(default_factory=list)  # turns and replies
+    turns: list[str] = field(default_factory=list)
+    done: bool = False
+    truncated: bool = False
+
+    def add(self, ids: Sequence[int], text: str, sampled: bool) -> None:
+        """Append the tokens of a turn, which the policy sampled, or of a reply."""
+        if sampled:
+            self.turns.append(text)
+        self.texts.append(text)
+        self.ids += ids
+        self.sampled += [sampled] * len(ids)
+        self.turn_of += [len(self.turns) - 1] * len(ids)
 
 
 @torch.no_grad()
 def sample(
     policy: Policy,
-    prompts: Sequence[str],
+    examples: Sequence[Example],
     *,
     group_size: int = 1,
     max_new_tokens: int,
     temperature: float | None,
+    task: Task | None = None,
 ) -> Rollout:
-    """Sample `group_size` consecutive answers per prompt. A temperature of None means greedy decoding.
+    """Sample `group_size` consecutive answers per example. A temperature of None means greedy decoding.
 
-    An answer that reaches max_new_tokens is cut there and has no end-of-sequence token.
+    `task` has the replies of a dialogue; without it, an answer has one turn. An answer ends after `task.max_turns`
+    turns, or where `task.reply` returns None. It has at most `max_new_tokens` tokens, replies included. At that limit
+    it is cut and has no end-of-sequence token; a reply that leaves no room for the next turn is left out.
     """
-    prompt_ids, prompt_mask = encode(policy, prompts)
-    prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
-    prompt_mask = prompt_mask.repeat_interleave(group_size, dim=0)
+    prompts = encode(policy, [example.prompt for example in examples])
+    dialogues = [Dialogue(e, ids) for e, ids in zip(examples, prompts, strict=True) for _ in range(group_size)]
+    for turn in range(1 if task is None else task.max_turns):
+        active = [dialogue for dialogue in dialogues if not dialogue.done]
+        if not active:
+            break
+        rooms = [max_new_tokens - len(dialogue.ids) for dialogue in active]
+        answers = generate(policy, [d.prompt + d.ids for d in active], max(rooms), temperature)
+        cut = [ids[:room] for ids, room in zip(answers, rooms, strict=True)]
+        ends = [bool(ids) and ids[-1] in end_tokens(policy) for ids in cut]
+        # Keep special tokens in the text. Otherwise a model could pad its answers with tokens that rewards do not see.
+        bodies = [ids[: len(ids) - ended] for ids, ended in zip(cut, ends, strict=True)]
+        texts = policy.tokenizer.batch_decode(bodies, skip_special_tokens=False)
+        for dialogue, ids, text, ended in zip(active, cut, texts, ends, strict=True):
+            dialogue.add(ids, text, sampled=True)
+            dialogue.truncated, dialogue.done = not ended, True
+            if ended and task is not None and task.reply is not None and turn + 1 < task.max_turns:
+                reply_to(policy, dialogue, task.reply(text, dialogue.example), max_new_tokens)
+    return padded(policy, dialogues)
+
+
+def reply_to(policy: Policy, dialogue: Dialogue, reply: str | None, max_new_tokens: int) -> None:
+    """Append the environment's reply to a dialogue. None ends the dialogue, and so does a reply without room."""
+    if reply is None:
+        return
+    ids = encode_reply(policy, reply)
+    if len(dialogue.ids) + len(ids) >= max_new_tokens:
+        dialogue.truncated = True
+        return
+    dialogue.add(ids, reply, sampled=False)
+    dialogue.done = False
+
+
+def generate(policy: Policy, prompts: Sequence[list[int]], room: int, temperature: float | None) -> list[list[int]]:
+    """Continue token ids by at most `room` tokens, up to and including the first end-of-sequence token."""
+    ids, mask = left_padded(policy, prompts)
     if temperature is None:
-        sampling = {"do_sample": False}
+        options: dict[str, Any] = {"do_sample": False}
     else:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    if policy.counts_router_loss:
-        # The routers' loss needs all positions, but a generation step with a cache sees only one position.
-        sampling["output_router_logits"] = False
-    input_ids = policy.model.generate(prompt_ids, attention_mask=prompt_mask, max_new_tokens=max_new_tokens, **sampling)
-    answers = input_ids[:, prompt_ids.shape[1] :]  # [B, T]
-    ends = torch.tensor(policy.model.generation_config.eos_token_id, device=answers.device)
-    is_end = torch.isin(answers, ends)  # [B, T]
-    ended_before = is_end.cumsum(-1) - is_end.long()  # [B, T], number of end tokens before each position
-    mask = torch.cat([prompt_mask, (ended_before == 0).long()], dim=1)  # [B, P + T]
-    # Keep special tokens in the text. Otherwise a model could pad its answers with tokens that the reward cannot see.
-    before_end = (ended_before == 0) & ~is_end
-    answer_ids = [row[keep].tolist() for row, keep in zip(answers, before_end, strict=True)]
-    texts = policy.tokenizer.batch_decode(answer_ids, skip_special_tokens=False)
-    return Rollout(input_ids, mask, prompt_ids.shape[1], texts)
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    out = policy.generate(ids, mask, max_new_tokens=room, **options)[:, ids.shape[1] :]  # [B, T]
+    is_end = torch.isin(out, torch.tensor(sorted(end_tokens(policy)), device=out.device))
+    lengths = ((is_end.cumsum(-1) - is_end.long()) == 0).sum(-1)  # [B], no end token before these positions
+    return [row[:length] for row, length in zip(out.tolist(), lengths.tolist(), strict=True)]
 
 
-def encode(policy: Policy, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Encode prompts as left-padded ids and attention mask, [B, P] int64. Use the tokenizer's chat template, if any."""
+def end_tokens(policy: Policy) -> set[int]:
+    """Return the ids of the tokens that end a turn."""
+    return set(policy.inner.generation_config.eos_token_id)
+
+
+def padded(policy: Policy, dialogues: Sequence[Dialogue]) -> Rollout:
+    """Make a rollout of finished dialogues."""
+    prompt_ids, prompt_mask = left_padded(policy, [dialogue.prompt for dialogue in dialogues])
+    width = max(len(dialogue.ids) for dialogue in dialogues)
+
+    def right_padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+        filled = [[*row, *[value] * (width - len(row))] for row in rows]
+        return torch.tensor(filled, dtype=torch.long, device=prompt_ids.device)  # [B, T]
+
+    answer_ids = right_padded([dialogue.ids for dialogue in dialogues], policy.tokenizer.pad_token_id)
+    attended = right_padded([[1] * len(dialogue.ids) for dialogue in dialogues], 0)
+    return Rollout(
+        torch.cat([prompt_ids, answer_ids], dim=1),
+        torch.cat([prompt_mask, attended], dim=1),
+        prompt_ids.shape[1],
+        ["".join(dialogue.texts) for dialogue in dialogues],
+        right_padded([dialogue.sampled for dialogue in dialogues], 0).bool(),
+        right_padded([dialogue.turn_of for dialogue in dialogues], 0),
+        torch.tensor([dialogue.truncated for dialogue in dialogues], device=prompt_ids.device),
+        [dialogue.turns for dialogue in dialogues],
+    )
+
+
+def left_padded(policy: Policy, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    """Pad token ids on the left. Return ids and attention mask, [B, P] int64."""
+    width = max(map(len, rows))
+    ids = [[policy.tokenizer.pad_token_id] * (width - len(row)) + row for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    device = policy.device
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def encode(policy: Policy, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Encode prompts. Use the tokenizer's chat template; without one, join the messages of a chat by newlines."""
     tokenizer = policy.tokenizer
-    texts = list(prompts)
-    is_chat = tokenizer.chat_template is not None
-    if is_chat:
-        chats = [[{"role": "user", "content": text}] for text in texts]
-        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-    # A chat template already contains the special tokens.
-    encoded = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=not is_chat, return_tensors="pt")
-    device = policy.model.device
-    return encoded["input_ids"].to(device), encoded["attention_mask"].to(device)
+    if tokenizer.chat_template is None:
+        return tokenizer([p if isinstance(p, str) else "\n".join(m["content"] for m in p) for p in prompts])[
+            "input_ids"
+        ]
+    chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
+    texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # a chat template has the special tokens
+
+
+def encode_reply(policy: Policy, reply: str) -> list[int]:
+    """Encode the environment's reply to a turn that ended with an end-of-sequence token.
+
+    With a chat template it is a user's message, followed by what begins the next turn of the assistant.
+    """
+    tokenizer = policy.tokenizer
+    if tokenizer.chat_template is None:
+        return tokenizer(reply, add_special_tokens=False)["input_ids"]
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    before = tokenizer.apply_chat_template(chat, tokenize=False)
+    chat.append({"role": "user", "content": reply})
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    end = before.rfind(tokenizer.eos_token)  # the policy sampled this token; what follows it begins the reply
+    start = len(before) if end < 0 else end + len(tokenizer.eos_token)
+    return tokenizer(text[start:], add_special_tokens=False)["input_ids"]
+
+
+def fitting(policy: Policy, task: Task, max_prompt_tokens: int) -> tuple[Task, int]:
+    """Leave out prompts of more than `max_prompt_tokens` tokens. Return the task and how many were left out.
+
+    Raises:
+        InputError: no prompt is left to train on, or none to evaluate on.
+    """
+
+    def short(examples: Sequence[Example]) -> list[Example]:
+        lengths = map(len, encode(policy, [example.prompt for example in examples]))
+        kept = [example for example, n in zip(examples, lengths, strict=True) if n <= max_prompt_tokens]
+        if not kept:
+            raise InputError(f"max_prompt_tokens: expected a limit that some prompts meet, got {max_prompt_tokens}")
+        return kept
+
+    train, held_out = short(task.train), short(task.held_out)
+    left_out = len(task.train) + len(task.held_out) - len(train) - len(held_out)
+    return replace(task, train=train, held_out=held_out), left_out

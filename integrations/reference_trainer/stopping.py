@@ -1,27 +1,29 @@
-"""Stop training on Ctrl-C and SIGTERM, but never in the middle of an optimizer step."""
+"""Stop training on Ctrl-C and SIGTERM, but never between the first update of a step and its line in the metrics."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-
-import torch
 
 
 class StopSignals:
     """A context in which SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143).
 
-    If a signal arrives during a step of the watched optimizer, the exception is raised after the step. Handlers are
-    installed in the main thread only. They replace only Python's default handlers, so signals that the caller handles
-    or that this process ignores keep their effect. The previous handlers are restored at the end.
+    Inside `postponed`, and always if `together`, a first signal only sets `received`, and `check` raises the exception
+    later. A second signal raises it at once. Handlers are installed in the main thread only. They replace only Python's
+    default handlers, so signals that the caller handles or that this process ignores keep their effect. The previous
+    handlers are restored at the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, together: bool = False) -> None:
+        self.received: int | None = None
         self._previous: dict[int, Any] = {}
-        self._received: int | None = None
-        self._stepping = False
+        self._together = together  # with other processes, which would wait for this one
+        self._postponed = together
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
@@ -34,25 +36,25 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Postpone signals during the steps of `optimizer`."""
-        optimizer.register_step_pre_hook(self._step_begins)
-        optimizer.register_step_post_hook(self._step_ends)
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Postpone a first signal to the end of the block."""
+        self._postponed = True
+        try:
+            yield
+        finally:
+            self._postponed = self._together
+        if not self._together:
+            self.check()
+
+    def check(self, received: bool = False) -> None:
+        """Raise the exception of a signal, if one has arrived. `received`: one has arrived in another process."""
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received is not None or received:
+            raise SystemExit(128 + (self.received or signal.SIGTERM))
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        self._received = number
-        if not self._stepping:
-            self._stop()
-
-    def _step_begins(self, *_: object) -> None:
-        self._stepping = True
-
-    def _step_ends(self, *_: object) -> None:
-        self._stepping = False
-        self._stop()  # raises again if the first exception was lost, for example in a finalizer
-
-    def _stop(self) -> None:
-        if self._received == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self._received is not None:
-            raise SystemExit(128 + self._received)
+        is_second, self.received = self.received is not None, number
+        if is_second or not self._postponed:
+            self.check()

@@ -1,298 +1,299 @@
-"""The training loop: sample groups of answers, reward them, compute old log-probs, update four times, evaluate.
+"""The training loop: sample groups of answers, reward them, compute advantages and old log-probs, update, evaluate.
 
-Old log-probs belong to the policy that sampled, so they are computed before the first update. They are computed with
-the same micro-batches and the same padding as the updates. So the first update of a rollout has a ratio of exactly 1,
-and later ratios measure only the updates, not rounding that depends on the batch shape.
+docs/trainer.md follows one rollout through this file and `update.py`, with the shapes of all tensors.
 """
 
 from __future__ import annotations
 
-import math
-import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
-from gspo_kernels.advantages import group_advantages
+from gspo_kernels.advantages import RunningMoments
 
+from . import distributed
+from .advantages import advantages_of
+from .checkpoints import read_checkpoint, rng_states, seed_all, set_rng_states
 from .config import InputError, TrainConfig
-from .policy import Policy, check_head, check_room, demo_policy, load_policy
+from .loading import check_room, pick_device, policy_of_seed
+from .optimizer import Optimizer
+from .policy import PRINTABLE
 from .progress import TrainingProgress
-from .report import RunFolder, RunReport, SeedResult
-from .sampling import Rollout, sample
+from .report import Row, RunFolder, RunReport, SeedResult
+from .rewards import RewardBatch, RewardComponent, load_reward
+from .sampling import Rollout, fitting, sample
 from .stopping import StopSignals
-from .tasks import Example, Task, batches, jsonl_task, sorting_task
+from .tasks import Example, Task, batches, jsonl_task, task_by_name
+from .update import NotFiniteError, TrainingError, autocast, average, mini_batches, update, with_log_probs
 
-LOSS_METRICS = (
-    "clip_fraction",
-    "clip_fraction_low",
-    "clip_fraction_high",
-    "ratio_mean",
-    "entropy",
-    "dropped_gradient_mass",
-    "passes",
-)
+REDRAW = 30.0  # seconds between refreshes of curves.png
+RewardFunction = Callable[[str, str], float]  # function(completion, answer)
 
 
-class TrainingError(RuntimeError):
-    """Training cannot continue."""
+def train(
+    config: TrainConfig, task: Task | None = None, reward: RewardFunction | Sequence[RewardComponent] | None = None
+) -> RunReport:
+    """Train once per seed. Write metrics.jsonl, samples.jsonl, curves.png and the models to `config.folder`.
 
+    On the CPU of one machine, the same seed and thread count always give the same numbers. Ctrl-C and SIGTERM save a
+    checkpoint and, unless `config.save` is off, the current model; then they raise KeyboardInterrupt or
+    SystemExit(143). Start this in each process of torchrun to train with several processes.
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """The b answers of one forward and one backward."""
-
-    rollout: Rollout
-    advantages: Tensor  # [b]
-    old_log_probs: Tensor  # [b, T] fp32, of the policy that sampled
-
-
-def train(config: TrainConfig) -> RunReport:
-    """Train once per seed. Write metrics.jsonl, curves.png and the trained models to `config.folder`.
-
-    On the CPU of one machine, the same seed and thread count always give the same numbers. Ctrl-C and SIGTERM save the
-    current model, unless `config.save` is off, and then raise KeyboardInterrupt or SystemExit(143).
+    Args:
+        task: instead of `config.task` or `config.data`.
+        reward: instead of the task's rewards and `config.reward`.
 
     Raises:
         InputError: an option, a file or the checkpoint cannot be used.
         TrainingError: a loss or a gradient is not finite.
     """
-    refuse_several_processes()
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = pick_device(config.device)
-    if config.data is None:
-        task = sorting_task(config.eval_prompts)
-    else:
-        task = jsonl_task(config.data, config.eval_prompts)
-    results = []
-    with StopSignals() as stop, RunFolder(config) as folder, TrainingProgress(config) as progress:
+    with (
+        distributed.processes(config),
+        StopSignals(together=distributed.world() > 1) as stop,
+        RunFolder(config) as folder,
+        TrainingProgress(config) as progress,
+    ):
+        device = pick_device(config.device)
+        task = make_task(config, task, reward)
+        saved = read_checkpoint(folder.checkpoint) if config.resume and folder.checkpoint.is_file() else None
+        results = []
         for seed in config.seeds:
-            torch.manual_seed(seed)
-            policy = demo_policy() if config.model is None else load_policy(config.model)
-            policy.model.to(device)
-            check_head(policy, config.backend)
-            check_room(policy, (e.prompt for e in (*task.train, *task.held_out)), config.max_new_tokens)
-            if seed == config.seeds[0]:
-                print_notes(config, policy, progress)
-            try:
-                results.append(train_seed(config, seed, policy, task, folder, progress, stop))
-                if config.save:
-                    folder.save_model(policy, seed)
-            except (KeyboardInterrupt, SystemExit):
-                save_stopped(config, seed, policy, folder, progress)
-                raise
-    return RunReport(results, folder.path, *folder.plot())
+            if saved and config.seeds.index(saved["seed"]) > config.seeds.index(seed):
+                results.append(SeedResult.from_rows(seed, folder.rows_of(seed)))
+                continue
+            training = Training(config, seed, task, device, folder, progress, stop)
+            results.append(training.run(saved if saved and saved["seed"] == seed else None))
+        return RunReport(results, folder.path, *folder.plot())
 
 
-def print_notes(config: TrainConfig, policy: Policy, progress: TrainingProgress) -> None:
-    """Print notes about the checkpoint and the settings before training begins."""
-    if policy.router_note:
-        progress.say(policy.router_note)
-    if config.updates_per_rollout == 1:
-        progress.say("--updates-per-rollout 1: the importance ratio is always 1, and nothing is clipped")
-
-
-def refuse_several_processes() -> None:
-    """Raise an InputError if torchrun started several processes. They would train separately into the same folder."""
-    world_size = os.environ.get("WORLD_SIZE") or "1"
-    if world_size != "1":
-        raise InputError(
-            f"WORLD_SIZE: expected 1 process, got {world_size}: this trainer uses one device. Start it without "
-            "torchrun; for several GPUs use TRL or verl (docs/integrations.md)"
-        )
-
-
-def save_stopped(config: TrainConfig, seed: int, policy: Policy, folder: RunFolder, progress: TrainingProgress) -> None:
-    """Save the current model of a seed that was stopped, and print where."""
-    if folder.latest_seed != seed:
-        progress.say(f"stopped before training seed {seed}; its model is not saved")
-    elif not config.save:
-        progress.say(f"stopped during seed {seed}; the model is not saved (--no-save); metrics: {folder.metrics}")
+def make_task(
+    config: TrainConfig, task: Task | None, reward: RewardFunction | Sequence[RewardComponent] | None
+) -> Task:
+    """Return the run's task with the run's rewards."""
+    components = tuple(load_reward(spec) for spec in config.reward)
+    if callable(reward):
+        components = (RewardComponent(getattr(reward, "__name__", "reward"), 1.0, reward),)
+    elif reward is not None:
+        components = tuple(reward)
+    if task is not None:
+        rewards = replace(task.rewards, components=components) if components else task.rewards
+    elif config.data is not None:
+        task = jsonl_task(config.data, config.eval_prompts, components)
+        rewards = task.rewards
     else:
-        progress.say("stopping: saving the current model; a second signal stops without saving")
+        if config.model is not None and not config.task:
+            raise InputError("model needs data=FILE, the jsonl file to train it on, or task=NAME")
+        task = task_by_name(config.task or "sorting", config.eval_prompts, components)
+        rewards = task.rewards
+    return replace(task, rewards=replace(rewards, timeout=config.reward_timeout))
+
+
+class Training:
+    """The training of one seed."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        seed: int,
+        task: Task,
+        device: torch.device,
+        folder: RunFolder,
+        progress: TrainingProgress,
+        stop: StopSignals,
+    ) -> None:
+        self.config, self.seed = config, seed
+        self.folder, self.progress, self.stop = folder, progress, stop
+        self.policy = policy_of_seed(config, seed, task.characters or PRINTABLE, device)
+        self.task = task
+        if config.max_prompt_tokens:
+            self.task, left_out = fitting(self.policy, task, config.max_prompt_tokens)
+            if left_out:
+                progress.say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
+        prompts = (example.prompt for example in (*self.task.train, *self.task.held_out))
+        check_room(self.policy, prompts, config.max_prompt_tokens, config.max_new_tokens)
+        self.optimizer = Optimizer(self.policy, config)
+        self.running = RunningMoments()
+        self.step = 0  # rollouts that have been trained on
+        self.rows: list[Row] = []
+        self.rng = rng_states()  # at the end of the last step
+
+    def run(self, saved: dict[str, Any] | None) -> SeedResult:
+        """Train from the beginning, or from a checkpoint. Save the model."""
+        config = self.config
+        seed_all(self.seed + 1_000_003 * distributed.rank())
+        if saved:
+            self.restore(saved)
+        else:
+            self.begin()
+        prompts = islice(batches(self.task.train, config.prompts_per_step, self.seed), self.step, None)
         try:
-            model = folder.save_model(policy, seed)
+            while self.step < config.steps:
+                self.rng = rng_states()
+                self.train_step(next(prompts))
         except (KeyboardInterrupt, SystemExit):
-            progress.say("stopped by a second signal: the model is not saved")
+            self.save_stopped()
             raise
-        progress.say(f"stopped during seed {seed}; metrics: {folder.metrics}; model: {model}")
+        if config.save:
+            self.folder.save_model(self.policy, self.seed)
+        return SeedResult.from_rows(self.seed, self.rows)
+
+    def begin(self) -> None:
+        """Evaluate the policy before training, which is step 0."""
+        if not self.folder.is_open:
+            self.print_notes()
+        row = {"step": 0, "eval_reward": self.evaluate()[0]}
+        if not self.folder.is_open:
+            self.folder.open()
+        self.finish_step(row)
+        self.progress.start(self.seed, row, 0)
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Continue from a checkpoint: weights, optimizer, random numbers, and the files as they were."""
+        self.folder.open(saved["sizes"])
+        self.optimizer.load(saved["optimizer"])
+        self.running = RunningMoments(**saved["running"])
+        self.step = saved["step"]
+        self.rows = self.folder.rows_of(self.seed)
+        if len(saved["rng"]) != distributed.world():
+            raise InputError(f"resume: expected {len(saved['rng'])} processes as before, got {distributed.world()}")
+        set_rng_states(saved["rng"][distributed.rank()])
+        evaluated = [row for row in self.rows if "eval_reward" in row]
+        self.progress.start(self.seed, evaluated[-1], self.step)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state at the end of the last step, for `restore`. All processes must call this."""
+        return {
+            "seed": self.seed,
+            "step": self.step,
+            "optimizer": self.optimizer.state(),
+            "running": dict(vars(self.running)),
+            "rng": distributed.gather(self.rng),
+        }
+
+    def print_notes(self) -> None:
+        """Print notes about the checkpoint and the settings before training begins."""
+        if self.policy.router_note:
+            self.progress.say(self.policy.router_note)
+        if self.config.updates_per_rollout * self.config.epochs == 1:
+            self.progress.say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
+
+    def train_step(self, examples: list[Example]) -> None:
+        """Sample one rollout, train on it, and write the step's metrics. Those of the loss are means over updates."""
+        config, step, started = self.config, self.step + 1, time.perf_counter()
+        limit = config.new_tokens_at(step)
+        rollout, rewards = self.collect(distributed.share(examples), config.group_size, config.temperature, limit)
+        rollout, rewards = distributed.join(rollout), distributed.join_rewards(rewards)
+        epochs = mini_batches(config, self.seed, step)
+        batch = with_log_probs(config, self.policy, rollout, epochs[0])
+        batch = replace(batch, advantages=advantages_of(config, batch, rewards, self.running))
+        with self.stop.postponed():
+            try:
+                updates = [
+                    update(config, self.policy, self.optimizer, batch, rows) for epoch in epochs for rows in epoch
+                ]
+            except NotFiniteError as error:
+                path = self.folder.save_failed(error.batch)
+                raise TrainingError(f"{error}. Its batch is in {path}") from error
+            seconds = time.perf_counter() - started
+            tokens = int(rollout.answer_mask.sum())
+            row = {
+                "step": step,
+                **reward_metrics(rewards, config.group_size),
+                "truncated": rollout.truncated.float().mean().item(),
+                **average(updates),
+                "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
+                "answer_tokens": tokens / config.rollout_size,
+                "max_new_tokens": limit,
+                "tokens_per_second": tokens / seconds,
+            }
+            for failure in rewards.failures[:1]:
+                self.progress.say(f"{len(rewards.failures)} calls of reward functions failed, such as {failure}")
+            is_last = step == config.steps
+            if step % config.eval_every == 0 or is_last:
+                row["eval_reward"], samples = self.evaluate()
+                self.folder.write_samples(self.seed, step, samples)
+            self.step = step
+            self.finish_step({**row, "seconds": time.perf_counter() - started})
+            if config.checkpoint_every and (step % config.checkpoint_every == 0 or is_last):
+                self.folder.save_checkpoint(self.state())
+            if "eval_reward" in row:
+                self.folder.plot(every=REDRAW)
+        if distributed.world() > 1:
+            self.stop.check(distributed.agreed(self.stop.received is not None, self.policy.device))
+
+    def finish_step(self, row: Row) -> None:
+        """Write the metrics of a step."""
+        self.rng = rng_states()
+        self.rows.append(row)
+        self.folder.write(self.seed, row)
+        if row["step"]:
+            self.progress.advance(row)
+
+    def collect(
+        self, examples: Sequence[Example], group_size: int, temperature: float | None, max_new_tokens: int
+    ) -> tuple[Rollout, RewardBatch]:
+        """Sample `group_size` answers per prompt and compute their rewards. A temperature of None means greedy."""
+        with autocast(self.config, self.policy), distributed.gathered(self.policy):
+            rollout = sample(
+                self.policy,
+                examples,
+                group_size=group_size,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                task=self.task,
+            )
+        repeated = [example for example in examples for _ in range(group_size)]
+        return rollout, self.task.rewards(rollout.texts, repeated, rollout.turns)
+
+    def evaluate(self) -> tuple[float, list[Row]]:
+        """Return the mean reward of greedy answers to the held-out prompts, and the first process's first answers."""
+        config, held_out = self.config, distributed.share(self.task.held_out)
+        rewards: list[float] = []
+        samples: list[Row] = []
+        size = config.rollout_size // distributed.world()
+        for start in range(0, len(held_out), size):
+            examples = held_out[start : start + size]
+            rollout, scored = self.collect(examples, 1, None, config.max_new_tokens)
+            rewards += scored.total
+            for i, example in enumerate(examples[: config.samples - len(samples)]):
+                components = {name: values[i] for name, values in scored.components.items()}
+                answer = {"prompt": example.prompt, "answer": example.answer, "completion": rollout.texts[i]}
+                samples.append({**answer, "reward": scored.total[i], "components": components})
+        rewards = distributed.concatenate(distributed.gather(rewards))
+        return sum(rewards) / len(rewards), samples
+
+    def save_stopped(self) -> None:
+        """Save a run that was stopped, and print how to continue it."""
+        say, folder = self.progress.say, self.folder
+        if not self.rows:
+            say(f"stopped before training seed {self.seed}")
+            return
+        say("stopping: saving a checkpoint; a second signal stops without saving")
+        folder.save_checkpoint(self.state())
+        folder.plot()
+        if self.config.save:
+            say(f"model: {folder.save_model(self.policy, self.seed)}")
+        say(f"stopped after step {self.step} of seed {self.seed}; metrics: {folder.metrics}")
+        say(f"continue: gspo train --resume {folder.path}")
 
 
-def train_seed(
-    config: TrainConfig,
-    seed: int,
-    policy: Policy,
-    task: Task,
-    folder: RunFolder,
-    progress: TrainingProgress,
-    stop: StopSignals,
-) -> SeedResult:
-    """Train one seed. Write the metrics of each step. Step 0 has the held-out reward before training."""
-    started = time.perf_counter()
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
-    stop.watch(optimizer)
-    rows = [{"step": 0, "eval_reward": evaluate(config, policy, task)}]
-    folder.write(seed, rows[0])
-    progress.start(seed, rows[0])
-    prompts = batches(task.train, config.prompts_per_step, seed)
-    for step in range(1, config.steps + 1):
-        row = {"step": step, **train_step(config, policy, optimizer, task, next(prompts))}
-        if step % config.eval_every == 0 or step == config.steps:
-            row["eval_reward"] = evaluate(config, policy, task)
-        rows.append(row)
-        folder.write(seed, row)
-        progress.advance(row)
-    return SeedResult.from_rows(seed, rows, time.perf_counter() - started)
-
-
-def train_step(
-    config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, task: Task, examples: list[Example]
-) -> dict[str, float]:
-    """Sample one rollout and train on it. Return the step's metrics. Metrics of the loss are means over the updates."""
-    started = time.perf_counter()
-    rollout, reward_list = collect(config, policy, task, examples, config.group_size, config.temperature)
-    rewards = torch.tensor(reward_list, device=rollout.input_ids.device)  # [B]
-    micro_batches = make_micro_batches(config, policy, rollout, group_advantages(rewards, config.group_size))
-    per_update = len(micro_batches) // config.updates_per_rollout
-    updates = [
-        update(config, policy, optimizer, micro_batches[first : first + per_update])
-        for first in range(0, len(micro_batches), per_update)
-    ]
-    tokens = int(rollout.answer_mask.sum())
-    return {
-        "reward": rewards.mean().item(),
-        "groups_without_signal": share_of_equal_groups(rewards, config.group_size),
-        **average(updates),
-        "answer_tokens": tokens / config.rollout_size,
-        "tokens_per_second": tokens / (time.perf_counter() - started),
-    }
+def reward_metrics(rewards: RewardBatch, group_size: int) -> Row:
+    """Return the mean reward, of each component too, and the share of groups without a signal."""
+    total = torch.tensor(rewards.total)
+    metrics = {"reward": total.mean().item(), "groups_without_signal": share_of_equal_groups(total, group_size)}
+    if len(rewards.components) > 1:
+        metrics |= {f"reward/{name}": sum(x) / len(x) for name, x in rewards.components.items()}
+    return metrics | ({"reward_failures": len(rewards.failures)} if rewards.failures else {})
 
 
 def share_of_equal_groups(rewards: Tensor, group_size: int) -> float:
     """Return the share of groups whose rewards are all equal and whose advantages are therefore 0."""
     groups = rewards.view(-1, group_size)  # [prompts, group_size]
     return (groups == groups[:, :1]).all(1).float().mean().item()
-
-
-def collect(
-    config: TrainConfig,
-    policy: Policy,
-    task: Task,
-    examples: Sequence[Example],
-    group_size: int,
-    temperature: float | None,
-) -> tuple[Rollout, list[float]]:
-    """Sample `group_size` answers per prompt and compute their rewards. A temperature of None means greedy decoding."""
-    with autocast(config, policy):
-        rollout = sample(
-            policy,
-            [example.prompt for example in examples],
-            group_size=group_size,
-            max_new_tokens=config.max_new_tokens,
-            temperature=temperature,
-        )
-    answers = [example.answer for example in examples for _ in range(group_size)]
-    return rollout, [task.reward(text, answer) for text, answer in zip(rollout.texts, answers, strict=True)]
-
-
-@torch.no_grad()
-def make_micro_batches(config: TrainConfig, policy: Policy, rollout: Rollout, advantages: Tensor) -> list[MicroBatch]:
-    """Divide a rollout into micro-batches and compute their old log-probs."""
-    size = config.micro_batch_size or config.mini_batch_size
-    micro_batches = []
-    for start in range(0, config.rollout_size, size):
-        answers = rollout.select(start, start + size)
-        with autocast(config, policy):
-            old = linear_log_probs(
-                policy.hidden_states(answers.input_ids, answers.attention_mask, answers.prompt_width),
-                policy.head,
-                answers.answer_ids,
-                mask=answers.answer_mask,
-                temperature=config.temperature,
-                backend=config.backend,
-                **policy.head_options,
-            ).log_probs
-        micro_batches.append(MicroBatch(answers, advantages[start : start + size], old))
-    return micro_batches
-
-
-def update(
-    config: TrainConfig, policy: Policy, optimizer: torch.optim.Optimizer, micro_batches: list[MicroBatch]
-) -> dict[str, float]:
-    """Take one optimizer step on micro-batches of equal size. Return the means of their metrics."""
-    optimizer.zero_grad(set_to_none=True)
-    measured = []
-    for micro_batch in micro_batches:
-        rollout = micro_batch.rollout
-        inputs = rollout.input_ids, rollout.attention_mask, rollout.prompt_width
-        with autocast(config, policy):
-            hidden, router_loss = policy.hidden_states_and_router_loss(*inputs)
-            out = gspo_fused_loss(
-                hidden,
-                policy.head,
-                rollout.answer_ids,
-                micro_batch.advantages,
-                mask=rollout.answer_mask,
-                old_log_probs=micro_batch.old_log_probs,
-                temperature=config.temperature,
-                objective=Objective(clip_low=config.clip_low, clip_high=config.clip_high),
-                normalizer=config.mini_batch_size,  # so that the losses of the micro-batches add up
-                entropy=True,
-                gradient_budget=config.gradient_budget,
-                cache_mib=config.cache_mib,
-                backend=config.backend,
-                **policy.head_options,
-            )
-        metrics = {name: out.metrics[name].item() for name in LOSS_METRICS}
-        loss = out.loss
-        if router_loss is not None:
-            loss = loss + policy.router_loss_weight * router_loss / len(micro_batches)  # a mean over micro-batches
-            metrics["router_aux_loss"] = router_loss.item()
-        loss.backward()
-        measured.append({"loss": loss.item() * len(micro_batches), **metrics})
-    norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), config.max_grad_norm)
-    means = {**average(measured), "grad_norm": norm.item()}
-    if not math.isfinite(means["loss"]) or not math.isfinite(means["grad_norm"]):
-        raise TrainingError(
-            f"an update is not finite (loss {means['loss']}, gradient norm {means['grad_norm']}); "
-            "training stops before this update. A lower --learning-rate may help"
-        )
-    optimizer.step()
-    return means
-
-
-def average(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of every entry."""
-    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-
-
-def evaluate(config: TrainConfig, policy: Policy, task: Task) -> float:
-    """Return the mean reward of greedy answers to the held-out prompts, sampled in batches of a rollout's size."""
-    rewards: list[float] = []
-    for start in range(0, len(task.held_out), config.rollout_size):
-        examples = task.held_out[start : start + config.rollout_size]
-        rewards += collect(config, policy, task, examples, group_size=1, temperature=None)[1]
-    return sum(rewards) / len(rewards)
-
-
-def autocast(config: TrainConfig, policy: Policy) -> torch.autocast:
-    """Return an autocast to bfloat16, enabled by `config.bf16`. The weights and the optimizer stay fp32."""
-    return torch.autocast(policy.model.device.type, torch.bfloat16, enabled=config.bf16)
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the named device; "auto" is a GPU if torch has one. Raise an InputError if torch cannot use it."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it supports the device
-        reason = str(error).split("\n")[0]
-        raise InputError(f"device (--device): expected a device torch can use, got {name!r}: {reason}") from error
-    return device

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +21,33 @@ from tolerance import PARAMETER_ABSOLUTE
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typer.testing import CliRunner
 
-from gspo_kernels.integrations.reference_trainer import InputError, policy, progress, train, train_config
-from gspo_kernels.integrations.reference_trainer import trainer as loop
+from gspo_kernels.integrations.reference_trainer import (
+    InputError,
+    policy,
+    progress,
+    train,
+    train_config,
+    trainer,
+    update,
+)
+from gspo_kernels.integrations.reference_trainer.loading import load_policy
+from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
-from gspo_kernels.integrations.reference_trainer.tasks import Task, sorting_task
+from gspo_kernels.integrations.reference_trainer.tasks import Example
 from gspo_kernels.tools.cli import app
 
-SIZES = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "steps"]
+SIZES = [f"{name}={value}" for name, value in SMALL.items() if name != "steps"]
 
 
 # Refused before anything is written
-
-
-def test_several_processes_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    result = CliRunner().invoke(app, ["train", "--output", str(tmp_path), "--steps", "1", "--seeds", "0", *SIZES])
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: WORLD_SIZE: expected 1 process, got 2") and "TRL or verl" in result.stderr
-    assert len(result.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
 def test_an_existing_folder_is_kept_and_the_error_names_both_options(tmp_path: Path) -> None:
     earlier = tmp_path / "mine" / "model-seed0" / "model.safetensors"
     earlier.parent.mkdir(parents=True)
     earlier.touch()  # without metrics.jsonl, as if that file had been moved
-    with pytest.raises(InputError, match=r"mine exists already .* --overwrite .* --name"):
+    with pytest.raises(InputError, match=r"mine exists already .* resume=true .* overwrite=true .* name=NAME"):
         train(small(tmp_path, steps=1, name="mine"))
     assert earlier.exists()
     train(small(tmp_path, steps=1, name="mine", overwrite=True))
@@ -57,7 +59,7 @@ def test_an_existing_folder_is_kept_and_the_error_names_both_options(tmp_path: P
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_the_model_and_prints_its_folder(tmp_path: Path, number: int, status: int) -> None:
-    arguments = [*SIZES, "--steps", "1000", "--output", str(tmp_path), "--name", "stopped", "--seeds", "0,1"]
+    arguments = [*SIZES, "steps=1000", f"output={tmp_path}", "name=stopped", "seeds=0,1"]
     process = subprocess.Popen(
         [sys.executable, "-c", "from gspo_kernels.tools.cli import app; app()", "train", *arguments],
         stdout=subprocess.PIPE,
@@ -74,8 +76,10 @@ def test_a_signal_saves_the_model_and_prints_its_folder(tmp_path: Path, number: 
     assert process.returncode == status, errors
     assert "Traceback" not in errors and "Aborted" not in errors
     model = tmp_path / "stopped" / "model-seed0"
-    assert f"model: {model}" in out and policy.load_policy(str(model))
-    assert sorted(p.name for p in model.parent.iterdir()) == ["metrics.jsonl", "model-seed0"]
+    assert f"model: {model}" in out and load_policy(str(model))
+    assert f"continue: gspo train --resume {model.parent}" in out
+    files = {"checkpoint.pt", "config.json", "curves.png", "metrics.jsonl", "model-seed0", "samples.jsonl"}
+    assert {p.name for p in model.parent.iterdir()} == files
     assert [row["step"] for row in rows_of(model.parent)][:5] == [0, 1, 2, 3, 4]
 
 
@@ -84,31 +88,32 @@ def test_an_interrupt_in_python_saves_the_model_and_propagates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, save: bool
 ) -> None:
     weights: list[torch.Tensor] = []
-    update = loop.update
+    original = trainer.update
 
     def interrupted(config: Any, model: policy.Policy, *args: Any) -> dict[str, float]:
         if len(weights) == 6:
             signal.raise_signal(signal.SIGINT)
-        numbers = update(config, model, *args)
+        numbers = original(config, model, *args)
         weights.append(model.head.weight.detach().clone())  # type: ignore[union-attr]
         return numbers
 
-    monkeypatch.setattr(loop, "update", interrupted)
+    monkeypatch.setattr(trainer, "update", interrupted)
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, inherited))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
         train(small(tmp_path, save=save))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    assert [row["step"] for row in rows_of(tmp_path / "demo")] == [0, 1]
+    assert len(weights) == 8  # the step is finished first
+    assert [row["step"] for row in rows_of(tmp_path / "demo")] == [0, 1, 2]
     assert (tmp_path / "demo" / "model-seed0").exists() == save
     if save:
-        loaded = policy.load_policy(str(tmp_path / "demo" / "model-seed0"))
+        loaded = load_policy(str(tmp_path / "demo" / "model-seed0"))
         assert torch.equal(loaded.head.weight, weights[-1])  # type: ignore[arg-type]
 
 
 def test_an_interrupted_save_leaves_no_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(_: policy.Policy, folder: Path) -> None:
+    def stopped(_: policy.Policy, folder: Path, weights: None) -> None:
         folder.mkdir()
         (folder / "config.json").touch()
         raise KeyboardInterrupt
@@ -116,22 +121,19 @@ def test_an_interrupted_save_leaves_no_model_folder(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(policy.Policy, "save", stopped)
     with pytest.raises(KeyboardInterrupt):
         train(small(tmp_path, steps=1, save=True))
-    assert [p.name for p in (tmp_path / "demo").iterdir()] == ["metrics.jsonl"]
+    assert not list((tmp_path / "demo").glob("model*"))
 
 
-def test_a_signal_waits_for_the_end_of_an_optimizer_step() -> None:
-    class Interrupted(torch.optim.SGD):
-        def step(self, *_: Any) -> None:  # type: ignore[override]
-            signal.raise_signal(signal.SIGTERM)
-            finished.append(True)
-
-    finished: list[bool] = []
+def test_a_second_signal_is_not_postponed() -> None:
     with StopSignals() as stop:
-        optimizer = Interrupted([torch.zeros(1, requires_grad=True)])
-        stop.watch(optimizer)
-        with pytest.raises(SystemExit) as caught:
-            optimizer.step()
-    assert finished == [True] and caught.value.code == 143
+        with pytest.raises(SystemExit) as caught, stop.postponed():
+            signal.raise_signal(signal.SIGTERM)
+        assert caught.value.code == 143
+    with StopSignals() as stop, stop.postponed():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        stop.received = None
 
 
 def test_signal_handlers_replace_defaults_in_the_main_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +183,8 @@ def test_steps_without_a_signal_are_warned_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, screen: io.StringIO
 ) -> None:
     console = Console(file=screen, force_terminal=screen.isatty(), force_interactive=screen.isatty(), width=300)
-    monkeypatch.setattr(progress, "Console", lambda: console)
-    row = {"reward": 0.0, "clip_fraction": 0.0, "tokens_per_second": 1.0}
+    monkeypatch.setattr(progress, "Console", lambda quiet: console)
+    row = {"reward": 0.0, "clip_fraction": 0.0, "tokens_per_second": 1.0, "truncated": 0.0}
     with progress.TrainingProgress(small(tmp_path, steps=40)) as shown:
         shown.start(0, {"step": 0, "eval_reward": 0.0})
         for step in range(1, 41):
@@ -193,13 +195,11 @@ def test_steps_without_a_signal_are_warned_of_once(
 
 
 @pytest.mark.parametrize(("reward", "cause"), [(0.0, "Every reward was 0."), (1.0, "already solves these prompts")])
-def test_a_run_with_equal_rewards_warns_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, cause: str
-) -> None:
-    task = sorting_task(8)
-    monkeypatch.setattr(loop, "sorting_task", lambda _: Task(task.train, task.held_out, lambda *_: reward))
-    arguments = ["train", "--output", str(tmp_path), "--steps", "3", "--seeds", "0", "--no-save", *SIZES]
-    result = CliRunner().invoke(app, [*arguments, "--warn-after", "2"])
+def test_a_run_with_equal_rewards_warns_at_the_end(tmp_path: Path, reward: float, cause: str) -> None:
+    (tmp_path / "constant.py").write_text(f"def constant(completion, answer):\n    return {reward}\n")
+    arguments = ["train", f"output={tmp_path}", "steps=3", "seeds=0", "save=false", *SIZES]
+    arguments += [f"reward={tmp_path}/constant.py:constant"]
+    result = CliRunner().invoke(app, [*arguments, "warn_after=2"])
     assert result.exit_code == 0, result.output
     running, _, summary = result.output.partition("Held-out reward")
     assert running.count("WARNING: seed 0 is learning nothing") == 1 and cause in running
@@ -208,7 +208,7 @@ def test_a_run_with_equal_rewards_warns_at_the_end(
 
 
 def test_groups_without_a_signal_have_equal_rewards() -> None:
-    assert loop.share_of_equal_groups(torch.tensor([0.0, 0.0, 0.5, 0.5, 0.0, 1.0, 1.0, 1.0]), 2) == 0.75
+    assert trainer.share_of_equal_groups(torch.tensor([0.0, 0.0, 0.5, 0.5, 0.0, 1.0, 1.0, 1.0]), 2) == 0.75
 
 
 # Mixtures of experts
@@ -238,14 +238,17 @@ def moe_checkpoint(folder: Path, **config: Any) -> Path:
 
 @pytest.mark.parametrize("asked_for", [True, False])
 def test_the_router_gradient_equals_that_of_the_model_with_auxiliary_loss(tmp_path: Path, asked_for: bool) -> None:
-    moe = policy.load_policy(str(moe_checkpoint(tmp_path, output_router_logits=asked_for)))
+    moe = load_policy(str(moe_checkpoint(tmp_path, output_router_logits=asked_for)))
     policy.check_head(moe, "auto")
     gates = [layer.mlp.gate.weight for layer in moe.model.model.layers]
-    config = small(tmp_path, prompts_per_step=2, micro_batch_size=4, updates_per_rollout=1, max_grad_norm=1e9)
-    rollout = sample(moe, ["sort ba:", "sort fedcb:"], group_size=4, max_new_tokens=7, temperature=1.0)
+    sizes = dict(prompts_per_step=2, micro_batch_size=4, updates_per_rollout=1, max_grad_norm=1e9)
+    config = small(tmp_path, shuffle=False, learning_rate=1e-30, **sizes)
+    examples = [Example("sort ba:", ""), Example("sort fedcb:", "")]
+    rollout = sample(moe, examples, group_size=4, max_new_tokens=7, temperature=1.0)
     advantages = torch.randn(8)
-    micro_batches = loop.make_micro_batches(config, moe, rollout, advantages)
-    numbers = loop.update(config, moe, torch.optim.SGD(moe.model.parameters(), lr=0.0), micro_batches)
+    (epoch,) = update.mini_batches(config, seed=0, step=1)
+    batch = replace(update.with_log_probs(config, moe, rollout, epoch), advantages=advantages)
+    numbers = update.update(config, moe, Optimizer(moe, config), batch, epoch[0])
     computed = [gate.grad.clone() for gate in gates]
 
     moe.model.zero_grad()
@@ -288,7 +291,7 @@ def test_training_a_mixture_of_experts_prints_whether_the_router_loss_counts(
 
 
 def test_a_model_that_returns_no_router_loss_is_refused(tmp_path: Path) -> None:
-    moe = policy.load_policy(str(moe_checkpoint(tmp_path, output_router_logits=True)))
+    moe = load_policy(str(moe_checkpoint(tmp_path, output_router_logits=True)))
     forward = moe.model.forward
     moe.model.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "output_router_logits": False})
     with pytest.raises(InputError, match="returns no aux_loss"):

@@ -162,4 +162,34 @@ FAULTS: dict[str, Fault] = {
         "if False:",
         "trainers/verl_engine::test_positions_of_nested_responses_are_masked_correctly",
     ),
+    "replies of the environment trained on": (
+        "integrations/reference_trainer/sampling",
+        "dialogue.add(ids, reply, sampled=False)",
+        "dialogue.add(ids, reply, sampled=True)",
+        "trainer_tasks::test_a_dialogue_masks_the_calculators_replies",
+    ),
+    "an error in a reward function stops the run": (
+        "integrations/reference_trainer/rewards",
+        "except Exception as error:",
+        "except ValueError as error:",
+        "trainer_tasks::test_a_failed_component_scores_zero_and_is_reported",
+    ),
+    "the caller's timer lost after a reward": (
+        "integrations/reference_trainer/rewards",
+        "if remaining:",
+        "if False:",
+        "trainer_tasks::test_the_time_limit_restores_the_callers_timer_and_handler",
+    ),
+    "routing recorded but not replayed": (
+        "integrations/reference_trainer/routing",
+        "return logits, probabilities.to(weights.dtype), experts",
+        "return output",
+        "compare::test_replayed_routing_computes_with_the_recorded_experts",
+    ),
+    "compared objectives begin with different weights": (
+        "tools/compare",
+        "torch.manual_seed(seed)",
+        "torch.manual_seed(len(name))",
+        "compare::test_all_arms_begin_alike_and_gspo_token_trains_as_gspo",
+    ),
 }

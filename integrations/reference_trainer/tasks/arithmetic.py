@@ -1,28 +1,22 @@
-"""Arithmetic problems with worked solutions and checkable answers, filler text, and a byte-level BPE tokenizer.
-
-`python -m gspo_kernels.benchmarks policy` pretrains a small model on the problems and the filler text, and then
-improves the model by RL. Problems have one or two steps with small numbers, so that a model learns them within minutes.
-A vocabulary of 33,000 entries needs thousands of different words, so the filler text has names, places, goods and
-brands composed of the parts in `words.json`. All text is generated from a seed.
-"""
+"""Arithmetic problems of one or two steps with small numbers, generated from a seed with their worked solutions."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from ..rewards import Example, RewardComponent, Rewards, answer_found
+from .base import Task, make_task
 
-END, PAD = "<end>", "<pad>"
-SPECIAL = (PAD, END)
 SMALLEST, LARGEST_START = 2, 24  # bounds of the first number of a problem
 LARGEST = 48  # upper bound of every result
 WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("words.json").read_text())
+EQUATION = re.compile(r"(-?\d+) ?([+-]) ?(\d+) ?= ?(-?\d+)")
 Step = tuple[str, int, int]  # sign, number, result
 
 
@@ -32,7 +26,7 @@ class Problem(NamedTuple):
     answer: str
 
 
-def _joined(kind: str) -> list[str]:
+def joined(kind: str) -> list[str]:
     """Return all names of a kind: every combination of its parts in `words.json`, capitalised and shuffled."""
     words = ["".join(choice).capitalize() for choice in itertools.product(*(part.split() for part in WORDS[kind]))]
     words = list(dict.fromkeys(words))
@@ -40,12 +34,7 @@ def _joined(kind: str) -> list[str]:
     return words
 
 
-FIRST, FAMILY, TOWNS, GOODS, BRANDS = map(_joined, ("first", "family", "towns", "goods", "brands"))
-
-
-def common(words: Sequence[str], rng: random.Random) -> str:
-    """Draw a word. Words early in the list are more frequent."""
-    return words[int(len(words) * rng.random() ** 1.5)]
+FIRST = joined("first")
 
 
 def problem(rng: random.Random) -> Problem:
@@ -81,17 +70,6 @@ def _solution(rng: random.Random, first: int, steps: list[Step]) -> str:
     return f" {', '.join(sums)}. {rng.choice(WORDS['ends'])} {values[-1]}."
 
 
-def story(rng: random.Random) -> str:
-    """Make a sentence of names and numbers."""
-    who = f"{common(FIRST, rng)} {common(FAMILY, rng)}"
-    things = common(GOODS, rng).lower() + ("s" if rng.random() < 0.5 else "")
-    template = rng.choice(WORDS["stories"])
-    town, brand, other = (common(names, rng) for names in (TOWNS, BRANDS, TOWNS))
-    chore, n, m = rng.choice(WORDS["chores"]), rng.randrange(10_000), rng.randrange(10_000)
-    names = {"who": who, "things": things, "town": town, "brand": brand, "other": other, "chore": chore}
-    return template.format(**names, n=n, m=m, year=rng.randint(1900, 2099))
-
-
 def problems(count: int, seed: int, without: frozenset[str] = frozenset()) -> list[Problem]:
     """Make problems with different prompts, none of which is in `without`."""
     rng, by_prompt = random.Random(seed), {}
@@ -102,20 +80,17 @@ def problems(count: int, seed: int, without: frozenset[str] = frozenset()) -> li
     return list(by_prompt.values())
 
 
-def stories(count: int, seed: int) -> Iterator[str]:
-    rng = random.Random(seed)
-    return (story(rng) for _ in range(count))
+def arithmetic_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task:
+    """Make the task of solving 2,048 problems. It is for a model that has learned to add.
+
+    The reward is 0.9 for the answer at the end (`answer_found`) and 0.1 for right steps (`steps_add_up`).
+    """
+    examples = [Example(p.prompt, p.answer) for p in problems(2048, seed=1)]
+    components = (RewardComponent("answer", 0.9, answer_found), RewardComponent("steps", 0.1, steps_add_up))
+    return make_task("arithmetic", examples, held_out, rewards, Rewards(components))
 
 
-def bpe(texts: Sequence[str], vocab: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of exactly `vocab` entries. Raise a ValueError if the texts are too few."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options: dict[str, Any] = dict(min_frequency=2, special_tokens=list(SPECIAL), initial_alphabet=alphabet)
-    trainer = trainers.BpeTrainer(vocab_size=vocab, show_progress=False, **options)
-    tokenizer.train_from_iterator(texts, trainer, length=len(texts))
-    if (size := tokenizer.get_vocab_size()) != vocab:
-        raise ValueError(f"texts: expected enough for a vocabulary of {vocab}, got one of {size}")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
+def steps_add_up(completion: str, answer: str) -> float:
+    """Return 1 if the completion has equations, all are true, and the last one results in the answer; else 0."""
+    steps = [(int(a), int(b) if sign == "+" else -int(b), int(c)) for a, sign, b, c in EQUATION.findall(completion)]
+    return float(bool(steps) and all(a + b == c for a, b, c in steps) and str(steps[-1][2]) == answer)

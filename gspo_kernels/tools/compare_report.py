@@ -1,0 +1,188 @@
+"""The table and the figure of `gspo compare`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Results = dict[str, Any]
+Row = tuple[str, ...]
+BLUE, VERMILION, SKY = "#0072B2", "#D55E00", "#56B4E9"  # of Okabe and Ito, whom colour-blind readers can tell apart
+COLOURS = {"gspo": BLUE, "grpo": VERMILION, "gspo-token": SKY}
+OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#595959", "#000000")
+REPLAY = " + replay"
+SHARES = ("router_changed", "token_clip_fraction", "clip_fraction")  # drawn in percent
+DENSE_PANELS = {
+    "token_clip_fraction": "tokens clipped, %",
+    "clip_fraction": "sequences clipped, %",
+    "ratio": "extreme ratios",
+    "entropy": "entropy, nats per token",
+}
+MOE_PANELS = {
+    "router_changed": "experts changed, %",
+    "token_log_ratio_std": "std of token log-ratios",
+    "token_clip_fraction": "tokens clipped, %",
+    "sequence_log_ratio_std": "std of sequence log-ratios",
+}
+
+
+def label(arm: str) -> str:
+    """Return an arm's name as papers write it."""
+    name, replay, _ = arm.partition(REPLAY)
+    return name.replace("gspo", "GSPO").replace("grpo", "GRPO") + replay
+
+
+def percent(share: float) -> str:
+    """Format a share with two significant digits."""
+    return f"{100 * share:.2g}%"
+
+
+def estimate(record: Results, form: str = ".3f") -> str:
+    """Format a mean and its 95 % interval: 0.812 (0.790 to 0.834)."""
+    ends = record["95 %"]
+    return f"{record['mean']:{form}}" + (f" ({ends[0]:{form}} to {ends[1]:{form}})" if ends else "")
+
+
+def rows(results: Results) -> tuple[Row, list[Row]]:
+    """Return the header and the rows of the table, one row per arm."""
+    columns: dict[str, Callable[[Results], str]] = {
+        "held-out reward at the end": lambda s: estimate(s["held-out reward at the end"]),
+        "mean held-out reward": lambda s: estimate(s["mean held-out reward"]),
+        "mean, against the first": lambda s: estimate(s["against first"], "+.3f"),
+        "tokens clipped": lambda s: percent(s["token_clip_fraction"]),
+    }
+    if results["moe"]:
+        columns |= {
+            "experts changed after 1, 2, 3 updates": lambda s: ", ".join(
+                map(percent, s["by update"]["router_changed"][1:])
+            ),
+            "std of token log-ratios": lambda s: f"{s['by update']['token_log_ratio_std'][-1]:.2g}",
+            "of sequence log-ratios": lambda s: f"{s['by update']['sequence_log_ratio_std'][-1]:.2g}",
+        }
+    else:
+        columns |= {
+            "sequences clipped": lambda s: percent(s["clip_fraction"]),
+            "entropy": lambda s: f"{s['entropy']:.2f}",
+            "ratios": lambda s: f"{s['ratio_min']:.2g} to {s['ratio_max']:.2g}",
+        }
+    records = results["summary"].items()
+    return ("", *columns), [(label(arm), *(cell(record) for cell in columns.values())) for arm, record in records]
+
+
+def verdicts(results: Results) -> dict[str, str]:
+    """Say which claims about GSPO and GRPO (arXiv 2507.18071) the results show; {} unless GSPO is the baseline of GRPO.
+
+    Keys: "training" (section 5.1) and "clipping" (5.2), for a mixture of experts "mixture" (5.1) and "replay" (5.3).
+    """
+    arms = results["summary"]
+    if next(iter(arms)) != "gspo" or "grpo" not in arms:
+        return {}
+    gspo, grpo = arms["gspo"], arms["grpo"]
+    means = [estimate(arm["mean held-out reward"]) for arm in (gspo, grpo)]
+    difference = grpo["against first"]
+    decision = {-1: "seen", 0: "not decided by these seeds", 1: "not seen, GRPO learns faster"}[sign(difference)]
+    training = f"{decision}. Mean held-out reward over the training: {means[0]} with GSPO, {means[1]} with GRPO; "
+    training += f"GRPO minus GSPO {estimate(difference, '+.3f')}"
+    if results["moe"]:
+        gains = [arms[name + REPLAY]["replay"] for name in ("gspo", "grpo")]
+        changes = [estimate(record, "+.3f") for record in gains]
+        holds = "does not hold" if sign(gains[0]) > 0 else "holds"
+        neither = "" if sign(gains[1]) > 0 else "; GRPO does not need it either"
+        effect = f"Replay changes the mean held-out reward of GSPO by {changes[0]} and of GRPO by {changes[1]}"
+        return {"mixture": training, "replay": f"{holds} at this size{neither}. {effect}"}
+    seen = "holds in direction" if gspo["token_clip_fraction"] > grpo["token_clip_fraction"] else "not seen"
+    shares = [percent(arm["token_clip_fraction"]) for arm in (gspo, grpo)]
+    clipping = f"{seen} at this size: GSPO clips {shares[0]} of its tokens, GRPO {shares[1]} of its own"
+    return {"training": training, "clipping": clipping}
+
+
+def sign(record: Results) -> int:
+    """Return 1 or -1 if the 95 % interval lies above or below 0, else 0."""
+    low, high = record["95 %"] or (0.0, 0.0)
+    return int(low > 0) - int(high < 0)
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw held-out reward against rollouts, and four small panels. Bands reach from the lowest to the highest seed."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style: Any = {"font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "legend.frameon": False}
+    with rc_context(style):
+        figure = Figure(figsize=(9.0, 4.4), layout="constrained")  # inches
+        small = MOE_PANELS if results["moe"] else DENSE_PANELS
+        a, b, c, d = small
+        axes = figure.subplot_mosaic([["reward", "reward", a, b], ["reward", "reward", c, d]])
+        for panel in axes.values():
+            panel.grid(lw=0.5, alpha=0.25)
+            panel.spines[["top", "right"]].set_visible(False)
+        draw_reward(axes["reward"], results)
+        for name, title in small.items():
+            (draw_by_update if results["moe"] else draw_curves)(axes[name], results, name)
+            axes[name].set_title(title)
+            scale(axes[name], name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+
+
+def scale(axes: Any, name: str) -> None:
+    """Set the scale of the y axis: logarithmic for tokens clipped and for ratios, else linear from 0."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    unit = 100 if name in SHARES else 1
+    if name in ("token_clip_fraction", "ratio"):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_ylim(0, None)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{unit * value:g}"))
+
+
+def looks(results: Results) -> dict[str, dict[str, Any]]:
+    """Return colour and line style by arm. An arm with replay has the colour of its objective, and a dashed line."""
+    objectives = list(dict.fromkeys(arm.removesuffix(REPLAY) for arm in results["runs"]))
+    others = itertools.cycle(OTHER_COLOURS)
+    colours = {name: COLOURS.get(name) or next(others) for name in objectives}
+    dashed = {arm: arm.endswith((REPLAY, "-token")) for arm in results["runs"]}
+    return {arm: {"color": colours[arm.removesuffix(REPLAY)], "ls": "--" if dashed[arm] else "-"} for arm in dashed}
+
+
+def band(axes: Any, x: Sequence[float], curves: Sequence[Sequence[float]], look: dict[str, Any], **line: Any) -> None:
+    """Draw the mean of the curves, and a band from the lowest to the highest."""
+    points = list(zip(*curves, strict=True))
+    axes.plot(x, [sum(p) / len(p) for p in points], lw=1.6, **look, **line)
+    axes.fill_between(x, [min(p) for p in points], [max(p) for p in points], color=look["color"], alpha=0.13, lw=0)
+
+
+def draw_reward(axes: Any, results: Results) -> None:
+    settings = results["settings"]
+    at = [*range(0, settings["steps"], settings["eval_every"]), settings["steps"]]
+    for arm, look in looks(results).items():
+        band(axes, at, [run["held-out reward"] for run in results["runs"][arm]], look, label=label(arm))
+    seeds = len(next(iter(results["runs"].values())))
+    model = f"{'mixture of experts' if results['moe'] else 'dense model'}, {settings['task']}, {seeds} seeds"
+    axes.set(title=f"held-out reward ({model})", xlabel="rollouts", ylim=(0, 1))
+    axes.legend(loc="lower right")
+
+
+def draw_curves(axes: Any, results: Results, name: str) -> None:
+    """Draw a metric against rollouts; for "ratio" the smallest and the largest one."""
+    for arm, look in looks(results).items():
+        for key in ("ratio_min", "ratio_max") if name == "ratio" else (name,):
+            curves = [run[key] for run in results["runs"][arm]]
+            x = [results["settings"]["steps"] * (i + 0.5) / len(curves[0]) for i in range(len(curves[0]))]
+            band(axes, x, curves, look)
+    axes.set_xlabel("rollouts")
+
+
+def draw_by_update(axes: Any, results: Results, name: str) -> None:
+    """Draw a metric against the number of earlier updates on the same rollout, from 1."""
+    for arm, look in looks(results).items():
+        curves = [run["by update"][name][1:] for run in results["runs"][arm]]
+        x = list(range(1, len(curves[0]) + 1))
+        band(axes, x, curves, look, marker="o", ms=3)
+        axes.set_xticks(x)
+    axes.set_xlabel("earlier updates on the rollout")

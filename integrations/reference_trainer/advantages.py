@@ -1,0 +1,79 @@
+"""Turn rewards into advantages, by functions of `gspo_kernels.advantages`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from gspo_kernels import advantages as library
+from gspo_kernels.advantages import RunningMoments
+
+from .config import InputError, TrainConfig
+from .rewards import RewardBatch
+from .update import Batch
+
+KL: dict[str, Callable[[Tensor], Tensor]] = {  # estimators, of old minus reference log-prob
+    "k1": lambda d: d,
+    "abs": torch.abs,
+    "k2": lambda d: d.square() / 2,
+    "k3": lambda d: (-d).exp() + d - 1,
+}
+
+
+def advantages_of(config: TrainConfig, batch: Batch, rewards: RewardBatch, running: RunningMoments) -> Tensor:
+    """Apply the functions that `config.advantages` names, in order.
+
+    If the task rewards turns and the ratio is not "sequence", the advantage of a turn comes from the rewards from this
+    turn on. Then `config.advantages` must be `group_advantages` alone.
+
+    Args:
+        running: the moments of all rewards so far, for normalize_rewards with by="running".
+
+    Returns:
+        [B] or [B, T].
+    """
+    if rewards.turns is not None and config.objective.ratio != "sequence":
+        return advantages_of_turns(config, batch, rewards.total, rewards.turns)
+    mask = batch.rollout.answer_mask
+    x = torch.tensor(rewards.total, device=mask.device)  # [B], then possibly [B, T]
+    for name, options in config.advantages:
+        options = dict(options)
+        if name in ("group_advantages", "normalize_rewards") and options.get("by", "group") == "group":
+            options.setdefault("group_size", config.group_size)
+        if options.get("by") == "running":
+            options["by"] = running
+        if name == "token_returns" and options.get("kl_coef"):
+            options["kl"] = kl_of(batch, options.get("kl", "k1").split(",")[0])
+        if name == "clamp":
+            x = x.clamp(**options)
+        elif name == "subtract_kl":
+            x = x - options["kl_coef"] * (kl_of(batch, options["kl_estimator"]) * mask).sum(1)
+        elif name in ("token_returns", "whiten"):
+            x = getattr(library, name)(x, mask, **options)
+        else:
+            x = getattr(library, name)(x, **options)
+    return x
+
+
+def kl_of(batch: Batch, estimator: str) -> Tensor:
+    """Return the KL of each token between old and reference policy, [B, T]."""
+    assert batch.ref_log_probs is not None, "TrainConfig.needs_reference is true for every kl_coef"
+    return KL[estimator](batch.old_log_probs - batch.ref_log_probs)
+
+
+def advantages_of_turns(config: TrainConfig, batch: Batch, total: list[float], turns: list[list[float]]) -> Tensor:
+    """Return advantages per token [B, T]. All turns of the answers to a prompt form one group."""
+    if [step.call for step in config.advantages] != ["group_advantages"]:
+        raise InputError("advantages: expected group_advantages alone for a task that rewards turns")
+    device = batch.old_log_probs.device
+    counts = [len(row) for row in turns]
+    returns = [reward - sum(row[:k]) for reward, row in zip(total, turns, strict=True) for k in range(len(row))]
+    prompts = [answer // config.group_size for answer, count in enumerate(counts) for _ in range(count)]
+    options = {key: x for key, x in config.advantages[0].options.items() if key != "group_size"}
+    groups = torch.tensor(prompts, device=device)
+    flat = library.group_advantages(torch.tensor(returns, device=device), group_ids=groups, **options)
+    per_turn = pad_sequence(list(flat.split(counts)), batch_first=True)  # [B, K]
+    return library.turn_advantages(per_turn, batch.rollout.turn_of_token)

@@ -1,0 +1,197 @@
+"""Read a TrainConfig from presets, a YAML file and key=value texts. ROLL's settings are recognised in the file."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gspo_kernels import Objective
+
+from ..settings import Step, from_roll
+from ..settings.yaml_file import read_yaml
+from .config import InputError, TrainConfig, train_config
+
+_LORA = {"lora_rank": 8, "lora_alpha": 32, "group_size": 4}
+PRESETS: dict[str, dict[str, Any]] = {
+    "demo": {},
+    "paper": {"clip_low": 3e-4, "clip_high": 4e-4, "updates_per_rollout": 4},  # arXiv 2507.18071, section 5.1
+    # StateSet's recommendations by size of the model
+    "under-1b": _LORA | {"clip_low": 3e-4, "clip_high": 4e-4, "learning_rate": 1e-5},
+    "1b-10b": _LORA
+    | {"clip_low": 2e-4, "clip_high": 3e-4, "learning_rate": 5e-6, "lora_rank": 16, "gradient_checkpointing": True},
+    "moe": {"clip_low": 2e-4, "clip_high": 3e-4, "learning_rate": 3e-6, "group_size": 6, "prompts_per_step": 16}
+    | {"lora_rank": 32, "gradient_checkpointing": True},
+}
+TYPES = {f.name: str(f.type) for f in fields(TrainConfig) if f.name != "objective"}
+OBJECTIVE = {f.name: str(f.type) for f in fields(Objective) if f.name != "rollout_correction"}
+NAMES = {*TYPES, *OBJECTIVE, "objective", "preset"}
+# A file with any of these keys has ROLL's settings. ROLL's name -> ours, where the values mean the same.
+ROLL_MARKS = {"rollout_batch_size", "num_return_sequences_in_group", "adv_estimator", "importance_sampling"}
+ROLL_NAMES = {
+    "rollout_batch_size": "prompts_per_step",
+    "num_return_sequences_in_group": "group_size",
+    "prompt_length": "max_prompt_tokens",
+    "response_length": "max_new_tokens",
+    "ppo_epochs": "epochs",
+    "max_steps": "steps",
+    "max_grad_norm": "max_grad_norm",
+    "eval_steps": "eval_every",
+    "save_steps": "checkpoint_every",
+    "pretrain": "model",
+    "exp_name": "name",
+    "output_dir": "output",
+}
+ROLL_TRAINING = {"learning_rate": "learning_rate", "weight_decay": "weight_decay", "warmup_steps": "warmup_updates"}
+
+
+def read_config(file: Path | None = None, texts: Sequence[str] = (), resume: Path | None = None) -> TrainConfig:
+    """Make a TrainConfig. Later sources win: preset, the file or the resumed run's options, key=value texts.
+
+    Raises:
+        InputError: an option does not exist (the message names the nearest), or its value cannot be used.
+    """
+    options: dict[str, Any] = {}
+    if resume is not None:
+        if file is not None:
+            raise InputError("--resume: expected no --config, because the run's own options are continued")
+        options |= options_of_file(resume / "config.json")
+        options |= {
+            "name": resume.resolve().name,
+            "output": resume.resolve().parent,
+            "resume": True,
+            "overwrite": False,
+        }
+    elif file is not None:
+        options |= options_of_file(file)
+    options |= dict(map(split_text, texts))
+    preset = options.pop("preset", "demo")
+    if preset not in PRESETS:
+        raise InputError(f"preset: expected {choices(preset, PRESETS)}")
+    return train_config(**converted(PRESETS[preset] | options))
+
+
+def split_text(text: str) -> tuple[str, str]:
+    """Split "key=value". Raise an InputError for another form."""
+    key, equals, value = text.partition("=")
+    if not equals or text.startswith("-"):
+        raise InputError(f"{text}: expected key=value, such as steps=100")
+    return key, value
+
+
+def choices(name: object, names: Any) -> str:
+    """List names, what came instead, and which name is nearest: the end of an error message."""
+    nearest = difflib.get_close_matches(str(name), list(names), 1, 0.5)
+    return f"one of {', '.join(sorted(names))}, got {name!r}" + (f" (is it {nearest[0]!r}?)" if nearest else "")
+
+
+def options_of_file(path: Path) -> dict[str, Any]:
+    """Read options from a YAML or JSON file."""
+    try:
+        options = json.loads(path.read_text()) if path.suffix == ".json" else read_yaml(path)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(options, Mapping):
+        raise InputError(f"--config {path}: expected keys and values, got {type(options).__name__}")
+    return roll_options(options) if ROLL_MARKS & options.keys() else dict(options)
+
+
+def roll_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate ROLL's settings. Raise an InputError if this trainer cannot do what they say.
+
+    Settings of ROLL's cluster, workers and files have no meaning here and are left out.
+    """
+    try:
+        reading = from_roll(settings)
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error)) from error
+    beside = {name: value for name, value in reading.beside.items() if name != "defaults"}
+    if beside:
+        raise InputError(f"from_roll: expected none of the settings that this trainer does not support, got {beside}")
+    options = {ours: settings[name] for name, ours in ROLL_NAMES.items() if settings.get(name) is not None}
+    training = (settings.get("actor_train") or {}).get("training_args") or {}
+    options |= {ours: training[name] for name, ours in ROLL_TRAINING.items() if training.get(name) is not None}
+    if settings.get("seed") is not None:
+        options["seeds"] = (settings["seed"],)
+    group = int(options.get("group_size", 1))
+    if "per_device_train_batch_size" in training and "prompts_per_step" in options:
+        rows = training["per_device_train_batch_size"] * training.get("gradient_accumulation_steps", 1)
+        options["updates_per_rollout"] = max(1, int(options["prompts_per_step"]) * group // rows)
+    return options | {
+        "objective": reading.objective,
+        "advantages": reading.advantages,
+        "temperature": reading.temperature,
+        "normalizer": reading.normalizer.of,
+    }
+
+
+def converted(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `train_config`: check the names, convert the values, and make the Objective."""
+    for name in options:
+        if name not in NAMES:
+            nearest = difflib.get_close_matches(name, NAMES, 1, 0.5)
+            hint = f" (is it {nearest[0]!r}?)" if nearest else ""
+            raise InputError(f"{name}: there is no such option{hint}; `gspo train --dry-run` prints all options")
+    chosen = {name: convert(name, TYPES[name], value) for name, value in options.items() if name in TYPES}
+    changes = {name: convert(name, OBJECTIVE[name], value) for name, value in options.items() if name in OBJECTIVE}
+    objective = options.get("objective", "gspo")
+    try:
+        if isinstance(objective, Objective):
+            changes = {f.name: getattr(objective, f.name) for f in fields(Objective)} | changes
+            is_luspo = objective.ratio != "token" and objective.aggregation != "seq-mean-token-mean"
+            objective = "luspo" if is_luspo else "gspo"  # the same fields, without a warning about the aggregation
+        chosen["objective"] = Objective.preset(str(objective), **changes)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"objective: {error}") from error
+    return chosen
+
+
+def convert(name: str, kind: str, value: Any) -> Any:
+    """Convert a value from YAML, or the text of key=value, to the type of an option. Raise an InputError for others."""
+    if value is None or (isinstance(value, str) and value.lower() in ("none", "null") and kind.endswith("| None")):
+        return None
+    kind = kind.removesuffix(" | None")
+    try:
+        if kind == "bool":
+            return {"true": True, "false": False}[str(value).lower()]
+        if kind.startswith("tuple"):
+            return steps_of(value) if "Step" in kind else tuple_of(int if "int" in kind else str, value)
+        if kind == "int" and float(value) != int(float(value)):
+            raise ValueError(f"{value} has decimals")
+        return {"int": lambda x: int(float(x)), "float": float, "str": str, "Path": Path}[kind](value)
+    except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"{name}: expected {kind}, got {value!r}") from error
+
+
+def tuple_of(kind: type, value: Any) -> tuple[Any, ...]:
+    """Convert a list, or a text with commas such as "0,1,2"."""
+    parts = value.strip("[] ").split(",") if isinstance(value, str) else value
+    parts = parts if isinstance(parts, Sequence) else [parts]
+    return tuple(kind(part.strip() if isinstance(part, str) else part) for part in parts if part != "")
+
+
+def steps_of(value: Any) -> tuple[Step, ...]:
+    """Convert calls such as [{group_advantages: {scale: none}}, whiten]."""
+    value = yaml.safe_load(value) if isinstance(value, str) else value
+    calls = [value] if isinstance(value, str | Mapping) else value
+    steps = []
+    for call in calls:
+        if isinstance(call, Mapping):
+            ((call, options),) = call.items()
+            steps.append(Step(call, {key: number(x) for key, x in (options or {}).items()}))
+        else:
+            steps.append(call if isinstance(call, Step) else Step(call, {}))
+    return tuple(steps)
+
+
+def number(value: Any) -> Any:
+    """Convert a number such as 1e-6, which YAML takes for a text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

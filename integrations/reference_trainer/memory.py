@@ -1,0 +1,71 @@
+"""Say what a run would do and how much memory it needs, for `gspo train --dry-run`."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gspo_kernels.backends import dispatch
+from gspo_kernels.tools import doctor_memory
+from gspo_kernels.validation import Call
+
+from .config import TrainConfig
+from .loading import empty_model, pick_device, weight_dtype
+from .policy import decoder_config
+
+BYTES = {"8bit": 1.0, "4bit": 0.5}
+MIB = 2**20
+
+
+def predicted_memory(config: TrainConfig, device: torch.device) -> dict[str, float]:
+    """Predict the memory of model, gradients, optimizer and loss on one device, in MiB.
+
+    Activations of the layers and the cache of keys and values are not part of it: they depend on the model's code.
+    With parallel=fsdp2 and n processes, all but the loss is divided by n.
+    """
+    model = empty_model(config)
+    item = weight_dtype(config).itemsize
+    head = model.get_output_embeddings().weight  # [V, H]
+    linear = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m.weight is not head}
+    in_layers = sum(weight.numel() for weight in linear)
+    total = sum(weight.numel() for weight in model.parameters())
+    trainable, trained_item = total, item
+    if config.lora_rank:
+        shapes = [weight.shape for weight in (*linear, *([head] if config.lora_head else []))]
+        trainable, trained_item = config.lora_rank * sum(a + b for a, b in shapes), 4  # adapters are fp32
+    weights = (total - in_layers) * item + in_layers * BYTES.get(config.quantization, item)
+    if config.lora_rank:
+        weights += trainable * trained_item
+    masters = 4 * trainable if trained_item == 2 else 0
+    rows = (config.micro_batch_size or config.mini_batch_size) * config.max_new_tokens
+    with FakeTensorMode():
+        dtype = torch.bfloat16 if config.precision != "fp32" else torch.float32
+        sizes = doctor_memory.shape_only(rows, head.shape[1], decoder_config(model).vocab_size, dtype, device)
+        backend = dispatch.pick_backend(Call("gspo train"), config.backend, device)
+        loss = doctor_memory.bound(sizes, backend, int((config.cache_mib or 0) * MIB)).total
+    parts = {
+        "weights": weights,
+        "reference": weights if config.needs_reference and not config.lora_rank else 0,
+        "gradients": trainable * trained_item,
+        "optimizer": 8 * trainable + masters,
+        "loss": loss,
+    }
+    return {name: size / MIB for name, size in parts.items() if size}
+
+
+def forecast(config: TrainConfig) -> str:
+    """Return all options as YAML, the updates of a run, and the predicted memory."""
+    lines = [f"{name}: {json.dumps(value)}" for name, value in config.to_dict().items()]
+    size = config.micro_batch_size or config.mini_batch_size
+    updates = config.updates_per_rollout * config.epochs
+    lines += [
+        "",
+        f"# {config.rollout_size} answers per rollout, {updates} updates per rollout, {config.total_updates} per seed",
+        f"# {config.mini_batch_size} answers per update, in {config.mini_batch_size // size} micro-batches",
+    ]
+    parts = predicted_memory(config, pick_device(config.device))
+    listed = ", ".join(f"{name} {mib:,.1f}" for name, mib in parts.items())
+    lines += [f"# predicted memory in MiB, without activations: {sum(parts.values()):,.1f} ({listed})"]
+    return "\n".join(lines)

@@ -1,0 +1,75 @@
+"""AdamW with a learning-rate schedule, and with fp32 copies of weights in half precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import TrainConfig
+from .distributed import average_gradients, full, like
+from .policy import Policy
+
+
+class Optimizer:
+    """AdamW on the trainable weights of a policy. Weights in bf16 have fp32 masters, which are what is optimised."""
+
+    def __init__(self, policy: Policy, config: TrainConfig) -> None:
+        self._config = config
+        named = [(name, weight) for name, weight in policy.model.named_parameters() if weight.requires_grad]
+        self.names = [name for name, _ in named]
+        self.weights = [weight for _, weight in named]
+        self.masters = [w if w.dtype.itemsize >= 4 else w.detach().float().requires_grad_() for w in self.weights]
+        self.updates = 0
+        self._adamw = torch.optim.AdamW(self.masters, lr=config.learning_rate, weight_decay=config.weight_decay)
+
+    def zero_grad(self) -> None:
+        for weight in (*self.weights, *self.masters):
+            weight.grad = None
+
+    def collect(self) -> None:
+        """Add the gradients of bf16 weights to those of their masters, so that micro-batches add up in fp32."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if master is not weight and weight.grad is not None:
+                gradient = weight.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                weight.grad = None
+
+    def clip(self) -> float:
+        """Average gradients over processes, and scale them to at most max_grad_norm. Return their norm."""
+        average_gradients(self.masters)
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, self._config.max_grad_norm)
+        return full(norm).item()
+
+    def step(self) -> None:
+        """Take one step with the learning rate of this update."""
+        for group in self._adamw.param_groups:
+            group["lr"] = self._config.learning_rate_at(self.updates)
+        self._adamw.step()
+        self.updates += 1
+        self._copy_masters()
+
+    @torch.no_grad()
+    def _copy_masters(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if master is not weight:
+                weight.copy_(master)
+
+    def state(self) -> dict[str, Any]:
+        """Return weights, moments and the number of updates, as whole tensors. All processes must call this."""
+        weights = {
+            name: {"weight": full(master), **{key: full(x) for key, x in self._adamw.state[master].items()}}
+            for name, master in zip(self.names, self.masters, strict=True)
+        }
+        return {"updates": self.updates, "weights": weights}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned, into the policy too."""
+        self.updates = state["updates"]
+        for name, master in zip(self.names, self.masters, strict=True):
+            saved: dict[str, Tensor] = dict(state["weights"][name])
+            master.copy_(like(saved.pop("weight"), master))
+            self._adamw.state[master] = {key: like(x, master) for key, x in saved.items()}
+        self._copy_masters()

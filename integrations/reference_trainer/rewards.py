@@ -1,0 +1,233 @@
+"""Examples, and rewards: weighted sums of functions, each with a time limit. A function that fails scores 0."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import re
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, cast
+
+from .config import InputError
+
+TURNS = "turns"  # the name under which rewards of turns are logged
+EXPECTED = 'expected "module:function" or "file.py:function", with a weight if wanted: "0.5*file.py:function"'
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+Prompt = str | list[dict[str, str]]  # text, or chat messages with "role" and "content"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt, as text or chat messages, and the answer that the rewards compare with."""
+
+    prompt: Prompt
+    answer: str
+
+    @property
+    def key(self) -> str:
+        """The prompt as one text. Two examples with the same key have the same prompt."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+
+
+class RewardComponent(NamedTuple):
+    """A reward function with its name in the log and its weight in the sum."""
+
+    name: str
+    weight: float
+    function: Callable[[str, str], float]  # function(completion, answer)
+
+
+class RewardBatch(NamedTuple):
+    """The rewards of B completions."""
+
+    total: list[float]  # B weighted sums of the components, plus the rewards of the turns
+    components: dict[str, list[float]]  # B unweighted rewards by component
+    failures: list[str]  # one line per failed call: component, what went wrong, start of the completion
+    turns: list[list[float]] | None = None  # one reward per turn of each completion; None without a `turn_reward`
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Weighted components and, for multi-turn tasks, a function that rewards each turn.
+
+    A call that raises an exception, takes longer than `timeout` seconds or returns anything but finite numbers is a
+    failure: its reward is 0, and training continues.
+
+    The time limit uses SIGALRM. It interrupts Python code and C code that checks for signals, such as `re`. Other C
+    code is interrupted when it returns. Outside the main thread and on Windows there is no limit.
+
+    Raises:
+        InputError: two components have the same name, a weight is not finite, or `timeout` is not above 0.
+    """
+
+    components: tuple[RewardComponent, ...] = ()
+    timeout: float = 10.0  # seconds per call
+    turn_reward: Callable[[list[str], str], list[float]] | None = None  # function(turns, answer): one reward per turn
+
+    def __post_init__(self) -> None:
+        names = Counter([*(component.name for component in self.components), *([TURNS] if self.turn_reward else [])])
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise InputError(f"reward: expected components with different names, got two named {repeated[0]!r}")
+        for name, weight, _ in self.components:
+            if not math.isfinite(weight):
+                raise InputError(f"reward: expected a finite weight of {name!r}, got {weight!r}")
+        if not 0 < self.timeout < math.inf:
+            raise InputError(f"reward_timeout: expected a number of seconds above 0, got {self.timeout!r}")
+
+    def __call__(
+        self, completions: Sequence[str], examples: Sequence[Example], turns: Sequence[list[str]] | None = None
+    ) -> RewardBatch:
+        """Reward B completions of B examples. `turns` has the policy's text of each turn of each completion."""
+        failures: list[str] = []
+        components: dict[str, list[float]] = {name: [] for name, *_ in self.components}
+        of_turns: list[list[float]] = []
+        for index, (text, example) in enumerate(zip(completions, examples, strict=True)):
+            for name, _, function in self.components:
+                components[name] += self._call(name, partial(function, text, example.answer), 1, text, failures)
+            if self.turn_reward is not None:
+                said = [text] if turns is None else turns[index]
+                call = partial(self.turn_reward, said, example.answer)
+                of_turns.append(self._call(TURNS, call, len(said), text, failures))
+        weights = {name: weight for name, weight, _ in self.components}
+        if self.turn_reward is not None:
+            components[TURNS], weights[TURNS] = [sum(rewards) for rewards in of_turns], 1.0
+        total = [sum(weights[name] * x[i] for name, x in components.items()) for i in range(len(completions))]
+        return RewardBatch(total, components, failures, None if self.turn_reward is None else of_turns)
+
+    def _call(
+        self, name: str, function: Callable[[], Any], count: int, completion: str, failures: list[str]
+    ) -> list[float]:
+        """Call a function that returns `count` numbers, or one number if `count` is 1, with the time limit.
+
+        If it fails, append a line to `failures` and return zeros.
+        """
+        try:
+            with time_limit(self.timeout):
+                result = function()
+                rewards = [float(reward) for reward in (result if isinstance(result, list) else [result])]
+            if len(rewards) == count and all(map(math.isfinite, rewards)):
+                return rewards
+            reason = f"expected {count} finite number{'s' * (count > 1)}, got {', '.join(map(str, rewards))}"
+        except RewardTimeout:
+            reason = f"no result after {self.timeout:g} s"
+        except Exception as error:  # whatever the user's function raises is reported
+            reason = f"{type(error).__name__}: {error}"
+        failures.append(f"{name}: {reason}; completion {completion[:60]!r}")
+        return [0.0] * count
+
+
+class RewardTimeout(BaseException):
+    """A reward function reached its time limit. Not an Exception, so that the function's own handlers let it pass."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise a RewardTimeout in the block after `seconds`. Works in the main thread of a system with SIGALRM.
+
+    Elsewhere the block has no limit. The caller's own SIGALRM handler and timer are restored at the end.
+    """
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(*_: object) -> None:
+        raise RewardTimeout
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    started = time.monotonic()
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # also if the alarm arrives at the last moment
+            signal.signal(signal.SIGALRM, previous)
+            if remaining:
+                signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - started), 1e-3), interval)
+
+
+def load_reward(spec: str) -> RewardComponent:
+    """Load a reward function from "module:function" or "file.py:function", with a weight if wanted: "0.5*...".
+
+    Modules are also looked for in the current folder. The function's name is the component's name.
+
+    Raises:
+        InputError: the text has another form, or the function cannot be imported. The message gives the reason.
+    """
+    factor, separator, place = spec.rpartition("*")
+    source, colon, name = place.rpartition(":")
+    try:
+        weight = float(factor) if separator else 1.0
+    except ValueError as error:
+        raise InputError(f"reward: {EXPECTED}, got {spec!r}") from error
+    if not (colon and source and name.isidentifier()):
+        raise InputError(f"reward: {EXPECTED}, got {spec!r}")
+    try:
+        module = import_source(source)
+    except Exception as error:  # whatever the user's file raises when imported
+        raise InputError(f"reward {spec!r}: {source} cannot be imported: {type(error).__name__}: {error}") from error
+    function: Any = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(f"reward {spec!r}: expected a function {name} in {source}, got {function!r}")
+    return RewardComponent(name, weight, cast("Callable[[str, str], float]", function))
+
+
+def import_source(source: str) -> ModuleType:
+    """Import a file, which can import modules of its folder, or a module, which may be in the current folder."""
+    path = Path(source).expanduser().resolve()
+    sys.path.insert(0, str(path.parent))
+    try:
+        if path.suffix != ".py":
+            return importlib.import_module(source)
+        module_spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert module_spec is not None and module_spec.loader is not None  # as the name ends in .py
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.pop(0)
+
+
+def letters_in_place(completion: str, answer: str) -> float:
+    """Return the number of characters in the right place, divided by the longer length of completion and answer.
+
+    Surplus characters cost as much as missing ones, so the model must learn to stop.
+    """
+    correct = sum(letter == expected for letter, expected in zip(completion, answer, strict=False))
+    return correct / max(len(completion), len(answer), 1)
+
+
+def answer_found(completion: str, answer: str) -> float:
+    """Return 1 if the completion equals the answer or ends in it, else 0.
+
+    If the answer is a number, the last number of the completion must equal it in value: 1,200 is 1200.0. Otherwise the
+    last words of the completion must equal it, ignoring final punctuation.
+    """
+    completion = completion.strip()
+    if completion == answer:
+        return 1.0
+    if NUMBER.fullmatch(answer):
+        numbers = NUMBER.findall(completion)
+        return float(bool(numbers) and as_number(numbers[-1]) == as_number(answer))
+    words = completion.rstrip(".!?\"')*").split()
+    expected = answer.split()
+    return float(words[-len(expected) :] == expected)
+
+
+def as_number(text: str) -> float:
+    """Parse a number in which commas may group digits."""
+    return float(text.replace(",", ""))

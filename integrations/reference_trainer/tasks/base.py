@@ -1,0 +1,68 @@
+"""`Task`: examples, rewards and, for dialogues, the environment. How examples are split and drawn in batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import InputError
+from ..rewards import Example, RewardComponent, Rewards
+
+SPLIT_SEED = 0  # fixed, so that runs with different seeds are evaluated on the same prompts
+
+
+@dataclass(frozen=True)
+class Task:
+    """Training and held-out examples, rewards, and for dialogues the function that replies to a turn.
+
+    Raises:
+        ValueError: a prompt is both trained on and held out.
+    """
+
+    name: str
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    rewards: Rewards
+    reply: Callable[[str, Example], str | None] | None = None  # reply(turn, example); None ends the dialogue
+    max_turns: int = 1
+    characters: str = ""  # of prompts, answers and replies, for a tokenizer of single characters
+
+    def __post_init__(self) -> None:
+        shared = {example.key for example in self.train} & {example.key for example in self.held_out}
+        if shared:
+            raise ValueError(f"{len(shared)} prompts are both trained on and held out, such as {min(shared)!r}")
+
+
+def make_task(
+    name: str,
+    examples: Sequence[Example],
+    held_out: int,
+    rewards: Sequence[RewardComponent],
+    default: Rewards,
+    **options: Any,
+) -> Task:
+    """Make a task that holds out `held_out` examples. Without `rewards`, use `default`. `options`: fields of Task."""
+    characters = "".join(sorted({character for e in examples for character in e.key + e.answer}))
+    chosen = Rewards(tuple(rewards)) if rewards else default
+    return Task(name, *split(examples, held_out), chosen, **{"characters": characters, **options})
+
+
+def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], list[Example]]:
+    """Split examples into training and held-out examples, identically in every call. Prompts must be distinct."""
+    if held_out >= len(examples):
+        raise InputError(f"eval_prompts: expected fewer than the task's {len(examples)} prompts, got {held_out}")
+    shuffled = random.Random(SPLIT_SEED).sample(examples, len(examples))
+    return shuffled[held_out:], shuffled[:held_out]
+
+
+def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
+    """Yield batches endlessly. Each pass over the examples has a new random order."""
+    generator = random.Random(seed)
+    queue: list[Example] = []
+    while True:
+        while len(queue) < size:
+            queue += generator.sample(examples, len(examples))
+        yield queue[:size]
+        queue = queue[size:]

@@ -1,0 +1,28 @@
+"""Sorting letters: a task that a model with random weights can learn from rewards alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+from ..rewards import Example, RewardComponent, Rewards, letters_in_place
+from .base import Task, make_task
+
+LETTERS = "abcdef"
+
+
+def sorting_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task:
+    """Make the task of sorting three to five letters: "sort dbca:" -> "abcd".
+
+    It has 648 prompts, of which `held_out` are kept for evaluation.
+    """
+    generator = random.Random(0)
+    examples: list[Example] = []
+    for length in (3, 4, 5):
+        words = ["".join(letters) for letters in itertools.product(LETTERS, repeat=length)]
+        # Take equally many words of each length. Otherwise nearly all words would have the greatest length.
+        words = generator.sample(words, len(LETTERS) ** 3)
+        examples += [Example(f"sort {word}:", "".join(sorted(word))) for word in words]
+    in_place = Rewards((RewardComponent("letters_in_place", 1.0, letters_in_place),))
+    return make_task("sorting", examples, held_out, rewards, in_place, characters=LETTERS + "sort :")

@@ -1,0 +1,53 @@
+"""Write metrics to TensorBoard and Weights & Biases, if `report_to` names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gspo_kernels.extras import needs
+
+from .config import TrainConfig
+
+
+class Trackers:
+    """The trackers of a run. W&B has one run per seed, in a group with the name of the run."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._board: Any = None
+        self._writer: Any = None
+        self._wandb: Any = None
+        self._run: Any = None
+        if "tensorboard" in config.report_to:
+            with needs("report_to=tensorboard", "trackers", "tensorboard"):
+                from torch.utils.tensorboard.writer import SummaryWriter
+            self._writer = SummaryWriter
+        if "wandb" in config.report_to:
+            with needs("report_to=wandb", "trackers", "wandb"):
+                import wandb  # type: ignore[import-not-found]
+            self._wandb = wandb
+
+    def write(self, seed: int, row: dict[str, Any]) -> None:
+        """Write the metrics of one step of one seed."""
+        numbers = {name: x for name, x in row.items() if isinstance(x, int | float) and name != "step"}
+        if self._writer is not None:
+            self._board = self._board or self._writer(str(self._config.folder / "tensorboard"))
+            for name, x in numbers.items():
+                self._board.add_scalar(f"seed{seed}/{name}", x, row["step"])
+        if self._wandb is not None:
+            name = f"{self._config.name}-seed{seed}"
+            if self._run is None or self._run.name != name:
+                self.close_run()
+                options: dict[str, Any] = {"project": "gspo", "group": self._config.name, "name": name}
+                self._run = self._wandb.init(dir=str(self._config.folder), config=self._config.to_dict(), **options)
+            self._run.log(numbers, step=row["step"])
+
+    def close_run(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    def close(self) -> None:
+        """Flush and close all trackers."""
+        self.close_run()
+        if self._board is not None:
+            self._board.close()

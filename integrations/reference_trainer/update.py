@@ -1,0 +1,261 @@
+"""From a rollout to an optimizer step: old log-probs, advantages, mini-batches, the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import LossOutput, gspo_fused_loss, linear_log_probs
+
+from .config import TrainConfig
+from .distributed import extreme_or_mean, gather_rows, mean, share, world
+from .optimizer import Optimizer
+from .policy import Policy, decoder_config
+from .routing import can_record, changed_share, routing, stacked
+from .sampling import Rollout
+
+LOSS_METRICS = (
+    "clip_fraction",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "token_clip_fraction",
+    "ratio_mean",
+    "ratio_min",
+    "ratio_max",
+    "kl_to_old",
+    "entropy",
+    "dropped_gradient_mass",
+    "passes",
+)
+
+
+class TrainingError(RuntimeError):
+    """Training cannot continue."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Answers with everything that the loss needs. All tensors have B rows."""
+
+    rollout: Rollout
+    old_log_probs: Tensor  # [B, T] fp32, of the policy that sampled
+    ref_log_probs: Tensor | None  # [B, T] fp32, of the policy before training
+    experts: Tensor | None = None  # [B, P + T, layers, k] int64, that the routers of a mixture chose for old_log_probs
+    advantages: Tensor | None = None  # [B] or [B, T]
+
+
+class NotFiniteError(TrainingError):
+    """The loss or the gradient of an update is not finite. The weights have not been changed by this update."""
+
+    def __init__(self, numbers: dict[str, float], batch: Batch) -> None:
+        super().__init__(
+            f"an update is not finite (loss {numbers['loss']}, gradient norm {numbers['grad_norm']}); "
+            "training stops before this update. A lower learning_rate may help"
+        )
+        self.batch = batch
+
+
+def take(record: Any, rows: Tensor) -> Any:
+    """Return some rows of a dataclass whose tensors and lists have one entry per row."""
+
+    def taken(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x[rows.to(x.device)]
+        if isinstance(x, list):
+            return [x[row] for row in rows.tolist()]
+        return take(x, rows) if hasattr(x, "__dataclass_fields__") else x
+
+    return replace(record, **{f.name: taken(getattr(record, f.name)) for f in fields(record)})
+
+
+def autocast(config: TrainConfig, policy: Policy) -> torch.autocast:
+    """Return an autocast to bfloat16, enabled by precision="autocast"."""
+    return torch.autocast(policy.device.type, torch.bfloat16, enabled=config.precision == "autocast")
+
+
+def mini_batches(config: TrainConfig, seed: int, step: int) -> list[list[Tensor]]:
+    """Divide the rows of a rollout into mini-batches, for each epoch anew.
+
+    Returns:
+        For each epoch the row numbers of each mini-batch, int64. They depend on seed, step and epoch only.
+    """
+    epochs = []
+    for epoch in range(config.epochs):
+        generator = torch.Generator().manual_seed(hash((seed, step, epoch)) % 2**63)
+        rows = torch.arange(config.rollout_size)
+        rows = rows[torch.randperm(len(rows), generator=generator)] if config.shuffle else rows
+        epochs.append(list(rows.split(config.mini_batch_size)))
+    return epochs
+
+
+def micro_batches(config: TrainConfig, rows: Tensor) -> list[Tensor]:
+    """Return this process's rows of a mini-batch, divided into micro-batches."""
+    own: Any = share(rows)  # type: ignore[type-var]
+    return list(own.split(config.micro_batch_size or len(own)))
+
+
+def with_log_probs(config: TrainConfig, policy: Policy, rollout: Rollout, first_epoch: list[Tensor]) -> Batch:
+    """Compute old and reference log-probs of a rollout, [B, T].
+
+    Old log-probs are computed with the micro-batches and the padding of the first epoch. So the first update has a
+    ratio of exactly 1, and later ratios measure only the updates, not rounding that depends on the batch shape.
+    """
+
+    def log_probs(model: Policy) -> tuple[Tensor, Tensor | None]:
+        done = [
+            [log_probs_of(config, model, take(rollout, part)) for part in micro_batches(config, rows)]
+            for rows in first_epoch
+        ]
+        order = torch.cat(first_epoch).argsort().to(rollout.input_ids.device)
+
+        def whole(item: int) -> Tensor:
+            return torch.cat([gather_rows(torch.cat([part[item] for part in parts])) for parts in done])[order]
+
+        return whole(0), whole(1) if done[0][0][1] is not None else None
+
+    old, experts = log_probs(policy)
+    if not config.needs_reference:
+        return Batch(rollout, old, None, experts)
+    with policy.reference() as reference:
+        return Batch(rollout, old, log_probs(reference)[0], experts)
+
+
+@torch.no_grad()
+def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> tuple[Tensor, Any]:
+    """Compute the log-probs of answers, [b, T] fp32, and the experts that the routers of a mixture chose, or None."""
+
+    def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
+        mask = rollout.answer_mask
+        options |= {"mask": mask, "temperature": config.temperature, "backend": config.backend}
+        return linear_log_probs(hidden, head, rollout.answer_ids, **options).log_probs
+
+    with autocast(config, policy), routing_of(policy) as chosen:
+        computed, _ = policy.run(rollout, log_probs)
+    return computed, stacked(chosen, len(computed)) if chosen else None
+
+
+def count(unit: str, mask: Tensor) -> int:
+    """Count rows, sequences (rows with an unmasked token), tokens or one in a mask [B, T], at least 1."""
+    counts = {"rows": len(mask), "sequences": int(mask.any(1).sum()), "tokens": int(mask.sum()), "one": 1}
+    return max(1, counts[unit])
+
+
+def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float]:
+    """Return the divisors of the loss for a mini-batch with this mask [B, T], so that its micro-batches add up exactly.
+
+    Gradients are averaged over processes, so the counts are divided by their number.
+    """
+    of = config.objective
+    units = {"normalizer": of.aggregation, "kl_normalizer": of.kl_aggregation or of.aggregation}
+    default = {name: "tokens" if x == "token-mean" else "sequences" for name, x in units.items()}
+    return {name: count(config.normalizer or unit, mask) / world() for name, unit in default.items()}
+
+
+def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor) -> dict[str, float]:
+    """Take one optimizer step on a mini-batch, the `rows` of `batch`. Return the means of its metrics.
+
+    Raises:
+        NotFiniteError: the loss or the norm of the gradient is not finite. The step is not taken.
+    """
+    optimizer.zero_grad()
+    divisors = normalizers(config, take(batch.rollout, rows).answer_mask)
+    parts = micro_batches(config, rows)
+    measured = []
+    for part in parts:
+        micro_batch = take(batch, part)
+        replayed = micro_batch.experts if config.routing_replay else None
+        with autocast(config, policy), routing_of(policy, replayed) as chosen:
+            out, model_output = policy.run(micro_batch.rollout, loss_of(config, micro_batch, divisors), train=True)
+        metrics = loss_metrics(micro_batch, out)
+        loss = out.loss
+        if policy.has_routers:
+            metrics |= router_metrics(policy, model_output, micro_batch.rollout.attention_mask)
+        if micro_batch.experts is not None:
+            after, mask = stacked(chosen, len(part)), micro_batch.rollout.attention_mask
+            metrics["router_changed"] = changed_share(micro_batch.experts, after, mask)
+        if policy.counts_router_loss:
+            loss = loss + policy.router_loss_weight * model_output.aux_loss / len(parts)  # a mean over micro-batches
+            metrics["router_aux_loss"] = model_output.aux_loss.item()
+        loss.backward()
+        optimizer.collect()
+        measured.append({"loss": loss.item() * len(parts), **metrics})
+    means = mean(average(measured), policy.device)
+    means["grad_norm"] = optimizer.clip()
+    if not math.isfinite(means["loss"]) or not math.isfinite(means["grad_norm"]):
+        raise NotFiniteError(means, take(batch, rows))
+    optimizer.step()
+    return means
+
+
+def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float]) -> Callable[..., LossOutput]:
+    """Return the function of hidden states and head that computes the loss of a micro-batch."""
+
+    def loss(hidden: Tensor, head: Any, **options: Any) -> LossOutput:
+        assert batch.advantages is not None
+        return gspo_fused_loss(
+            hidden,
+            head,
+            batch.rollout.answer_ids,
+            batch.advantages,
+            mask=batch.rollout.answer_mask,
+            old_log_probs=batch.old_log_probs,
+            ref_log_probs=batch.ref_log_probs,
+            temperature=config.temperature,
+            objective=config.objective,
+            entropy=True,
+            gradient_budget=config.gradient_budget,
+            cache_mib=config.cache_mib,
+            backend=config.backend,
+            **divisors,
+            **options,
+        )
+
+    return loss
+
+
+def loss_metrics(batch: Batch, out: LossOutput) -> dict[str, float]:
+    """Return metrics of the loss, and the standard deviations of the log-ratios of tokens and of sequences."""
+    names = (*LOSS_METRICS, *(["kl"] if batch.ref_log_probs is not None else []))
+    mask = batch.rollout.answer_mask
+    log_ratios = torch.where(mask, out.log_probs - batch.old_log_probs, 0)  # [b, T]
+    of_sequences = log_ratios.sum(1) / mask.sum(1).clamp(min=1)
+    return {name: out.metrics[name].item() for name in names} | {
+        "token_log_ratio_std": log_ratios[mask].std(correction=0).item(),
+        "sequence_log_ratio_std": of_sequences.std(correction=0).item(),
+    }
+
+
+def routing_of(policy: Policy, replayed: Tensor | None = None) -> AbstractContextManager[list[Tensor]]:
+    """Record, or replay, the experts that the routers choose (`routing`). For other models the record is empty."""
+    if policy.has_routers and (replayed is not None or can_record(policy.inner)):
+        return routing(policy.inner, replayed)
+    return nullcontext([])
+
+
+def router_metrics(policy: Policy, output: Any, attention_mask: Tensor) -> dict[str, float]:
+    """Measure how evenly the routers use the experts, as means over the layers.
+
+    router_max_load: load of the busiest expert divided by the mean load, from 1 (even) to the number of experts.
+    router_entropy: entropy of the routing distribution of a token, in nats.
+    """
+    logits = torch.stack(tuple(output.router_logits)).detach().float()  # [layers, b * (P + T), experts]
+    logits = logits[:, attention_mask.reshape(-1).bool()]
+    chosen = logits.topk(decoder_config(policy.inner).num_experts_per_tok).indices.flatten(1)  # [layers, choices]
+    load = torch.stack([row.bincount(minlength=logits.shape[-1]) for row in chosen]).float()
+    log_probs = logits.log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    return {
+        "router_max_load": (load.amax(1) / load.mean(1)).mean().item(),
+        "router_entropy": entropy.item(),
+    }
+
+
+def average(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of every entry; of entries whose names end in _min or _max the extreme."""
+    return {name: extreme_or_mean(name, [row[name] for row in rows]) for name in rows[0]}

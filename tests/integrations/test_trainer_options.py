@@ -1,0 +1,395 @@
+"""Options of the reference trainer: files, presets, LoRA, precision, schedules, references, rewards per turn."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
+from tolerance import PARAMETER_ABSOLUTE
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from typer.testing import CliRunner
+
+from gspo_kernels import Objective
+from gspo_kernels.advantages import RunningMoments, group_advantages, whiten
+from gspo_kernels.integrations.huggingface import fuse_head
+from gspo_kernels.integrations.reference_trainer import (
+    InputError,
+    TrainConfig,
+    loading,
+    policy,
+    read_config,
+    train,
+    update,
+)
+from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
+from gspo_kernels.integrations.reference_trainer.checkpoints import seed_all
+from gspo_kernels.integrations.reference_trainer.config_file import PRESETS, TYPES
+from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
+from gspo_kernels.integrations.reference_trainer.rewards import Example, RewardBatch
+from gspo_kernels.integrations.reference_trainer.sampling import sample
+from gspo_kernels.integrations.settings import Step
+from gspo_kernels.tools.cli import app
+
+# The settings of ROLL's documentation of GSPO.
+ROLL = """
+adv_estimator: "reinforce"
+importance_sampling: seq
+rollout_batch_size: 64 # prompt
+num_return_sequences_in_group: 8
+prompt_length: 2048
+response_length: 4096
+ppo_epochs: 1
+use_kl_loss: true
+kl_loss_coef: 0.001
+loss_agg_mode: "seq-mean-token-sum"
+whiten_advantages: true
+advantage_clip: 2.0
+dual_clip_loss: true
+reward_clip: 10
+reward_norm: null
+reward_shift: false
+reward_scale: false
+add_token_level_kl: false
+"""
+
+
+# Files, presets and the dry run
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "preset: moe\nclip_high: 5e-4\nseeds: [3, 4]\nadvantages: [{group_advantages: {scale: none}}, whiten]\n"
+    )
+    config = read_config(file, ["clip_low=1e-4", "objective=gspo-token", "steps=1e2"])
+    of = config.objective
+    assert (of.ratio, of.clip_low, of.clip_high) == ("sequence-token", 1e-4, 5e-4)
+    assert (config.group_size, config.learning_rate, config.lora_rank, config.steps) == (6, 3e-6, 32, 100)
+    assert config.seeds == (3, 4)
+    assert config.advantages == (Step("group_advantages", {"scale": "none"}), Step("whiten", {}))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_run_can_be_written_and_read(tmp_path: Path, preset: str) -> None:
+    config = read_config(None, [f"preset={preset}", "objective=luspo", "cache_mib=3", "clip_high=inf", "kl_coef=0.1"])
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    again = read_config(resume=tmp_path)
+    assert again == replace(config, name=tmp_path.name, output=tmp_path.parent, resume=True, overwrite=False)
+
+
+def test_roll_settings_run_as_they_are(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    file = tmp_path / "roll.yaml"
+    file.write_text(ROLL)
+    config = read_config(file)
+    assert (config.prompts_per_step, config.group_size, config.epochs) == (64, 8, 1)
+    assert (config.max_prompt_tokens, config.max_new_tokens, config.normalizer) == (2048, 4096, "sequences")
+    names = ["clamp", "token_returns", "whiten", "clamp"]
+    assert [step.call for step in config.advantages] == names and config.advantages[-1].options == {"min": -2, "max": 2}
+    of = config.objective
+    assert (of.kl_coef, of.aggregation, of.ratio, of.dual_clip) == (0.001, "seq-mean-token-sum", "sequence", 1.4)
+    changes = [
+        "steps=1",
+        "seeds=0",
+        "max_new_tokens=16",
+        "prompts_per_step=4",
+        "eval_prompts=8",
+        f"output={tmp_path}",
+        "name=roll",
+    ]
+    row = rows_of(train(read_config(file, changes)).folder)[1]
+    assert row["kl"] > 0 and row["grad_norm"] > 0
+    file.write_text(ROLL + "max_len_mask: true\n")
+    with pytest.raises(InputError, match="max_len_mask"):
+        read_config(file)
+
+
+@pytest.mark.parametrize("text", ["- 1", "a: [", "a: 1\na: 2"])
+def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=f"--config {file}: "):
+        read_config(file)
+
+
+def test_a_dry_run_prints_options_updates_and_memory(tmp_path: Path) -> None:
+    arguments = [
+        "train",
+        "--dry-run",
+        f"output={tmp_path}",
+        "epochs=2",
+        "micro_batch_size=32",
+        "kl_coef=0.1",
+        "threads=1",
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "clip_low: 0.0003\n" in result.output and 'schedule: "constant"\n' in result.output
+    assert "# 256 answers per rollout, 8 updates per rollout, 1600 per seed" in result.output
+    assert "# 64 answers per update, in 2 micro-batches" in result.output
+    weights = sum(weight.numel() for weight in policy.demo_policy().model.parameters()) * 4 / 2**20
+    assert f"weights {weights:.1f}, reference {weights:.1f}, gradients {weights:.1f}, optimizer {2 * weights:.1f}" in (
+        result.output
+    )
+    assert not list(tmp_path.iterdir())
+
+
+# Schedules
+
+
+def test_schedules() -> None:
+    config = TrainConfig(steps=5, updates_per_rollout=4, warmup_updates=4, schedule="cosine", learning_rate=1.0)
+    rates = [config.learning_rate_at(update) for update in range(21)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[12] == pytest.approx(0.5) and rates[20] == pytest.approx(0) and sorted(rates[4:])[::-1] == rates[4:]
+    assert replace(config, schedule="linear").learning_rate_at(16) == pytest.approx(0.25)
+    grows = TrainConfig(max_new_tokens=7, initial_new_tokens=3, length_steps=4)
+    assert [grows.new_tokens_at(step) for step in range(1, 7)] == [3, 4, 5, 6, 7, 7]
+
+
+def test_answers_grow_with_the_schedule(tmp_path: Path) -> None:
+    rows = rows_of(train(small(tmp_path, initial_new_tokens=1, length_steps=2)).folder)[1:]
+    assert [row["max_new_tokens"] for row in rows] == [1, 4, 7]
+    assert rows[0]["answer_tokens"] == 1 < rows[2]["answer_tokens"]
+
+
+# The reference of the KL term
+
+
+def test_the_reference_is_the_policy_before_training(tmp_path: Path) -> None:
+    for changes in ({}, {"lora_rank": 4, "lora_head": True}):
+        options = dict(
+            updates_per_rollout=1, learning_rate=3e-2, kl_coef=1.0, name=f"run{len(changes)}", overwrite=True
+        )
+        config = read_config(None, [f"{k}={v}" for k, v in {**SMALL, **options, **changes, "output": tmp_path}.items()])
+        kl = [row["kl"] for row in rows_of(train(replace(config, seeds=(0,))).folder)[1:]]
+        assert kl[0] == pytest.approx(0, abs=1e-9) and kl[1] > 1e-3, changes
+
+
+# LoRA, precision, recomputation, quantised weights
+
+
+def gradients(tmp_path: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients of one update."""
+    config = small(tmp_path, updates_per_rollout=1, max_grad_norm=1e9, **changes)
+    seed_all(0)
+    trained = loading.initial_policy(config)
+    seed_all(1)
+    rollout = sample(trained, [Example("sort ba:", "ab")] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
+    (epoch,) = update.mini_batches(config, seed=0, step=1)
+    batch = update.with_log_probs(config, trained, rollout, epoch)
+    batch = replace(batch, advantages=group_advantages(torch.rand(16), 4))
+    optimizer = Optimizer(trained, config)
+    update.update(config, trained, optimizer, batch, epoch[0])
+    pairs = zip(optimizer.names, optimizer.masters, strict=True)
+    return {name: master.grad for name, master in pairs if master.grad is not None}
+
+
+def test_recomputed_activations_give_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = gradients(tmp_path)
+    calls = []
+    forward = Qwen3MLP.forward
+    monkeypatch.setattr(
+        Qwen3MLP, "forward", lambda self, x: (calls.append(torch.is_grad_enabled()), forward(self, x))[1]
+    )
+    recomputed = gradients(tmp_path, gradient_checkpointing=True)
+    assert sum(calls) == 2 * 2  # two layers, in the forward and again in the backward
+    for name, gradient in plain.items():
+        torch.testing.assert_close(recomputed[name], gradient, rtol=0, atol=PARAMETER_ABSOLUTE)
+
+
+def test_lora_trains_the_adapters_only(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "tiny"
+    torch.manual_seed(0)
+    policy.demo_policy().save(checkpoint)
+    data = write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"sort {x}:", "answer": x} for x in "abcdef"))
+    (tmp_path / "rewards.py").write_text("def short(completion, answer):\n    return 1 / (1 + len(completion))\n")
+    changes = dict(
+        model=checkpoint, data=data, reward=f"0.5*{tmp_path}/rewards.py:short", lora_rank=4, lora_head="true"
+    )
+    sizes = {**SMALL, "max_new_tokens": 4, "learning_rate": 1e-2, "output": tmp_path, "name": "lora"}
+    folder = train(read_config(None, [f"{name}={x}" for name, x in {**changes, **sizes}.items()])).folder
+    trained = loading.load_policy(str(folder / "model-seed0"))  # merged
+    before = loading.load_policy(str(checkpoint))
+    for name, weight in before.model.named_parameters():
+        moved = not torch.equal(weight, trained.model.get_parameter(name))
+        assert moved == any(part in name for part in ("_proj", "lm_head")), name
+    assert 0 < rows_of(folder)[1]["reward"] <= 0.5
+
+
+def test_bf16_weights_have_fp32_masters(tmp_path: Path) -> None:
+    config = small(tmp_path, precision="bf16", learning_rate=1e-5)
+    torch.manual_seed(0)
+    demo = loading.initial_policy(config)
+    optimizer = Optimizer(demo, config)
+    start = [master.detach().clone() for master in optimizer.masters]
+    for _ in range(3):
+        optimizer.zero_grad()
+        for weight in optimizer.weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.collect()
+        optimizer.step()
+    for weight, master, before in zip(optimizer.weights, optimizer.masters, start, strict=True):
+        assert weight.dtype == torch.bfloat16 and master.dtype == torch.float32
+        assert torch.equal(weight, master.bfloat16())
+        torch.testing.assert_close(before - master, torch.full_like(master, 3e-5), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_quantised_weights_train_with_lora(tmp_path: Path, bits: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    policy.demo_policy().save(tmp_path / "tiny")
+    config = small(tmp_path, model=str(tmp_path / "tiny"), task="sorting", quantization=bits, lora_rank=4)
+    found = gradients_of_quantised(config)
+    assert len(found) == 28 and all(gradient.norm() > 0 for gradient in found)
+
+
+def gradients_of_quantised(config: TrainConfig) -> list[torch.Tensor]:
+    """Return the gradients of the adapters' B after sampling, which is an evaluation without gradients."""
+    trained = loading.initial_policy(config)
+    linear = [module for module in trained.model.modules() if type(module).__module__.startswith("bitsandbytes")]
+    assert len(linear) == 14  # the head is not quantised
+    rollout = sample(trained, [Example("sort ba:", "ab")], group_size=4, max_new_tokens=7, temperature=1.0)
+    log_probs = trained.run(rollout, lambda hidden, head, **_: head(hidden).sum(), train=True)[0]
+    for name, weight in trained.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)  # else the gradients of A are 0
+    log_probs = trained.run(rollout, lambda hidden, head, **_: head(hidden).square().sum(), train=True)[0]
+    log_probs.backward()
+    return [weight.grad for weight in trained.model.parameters() if weight.grad is not None]
+
+
+def test_fuse_head_in_evaluation_keeps_the_gradients_of_4_bit_layers(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    torch.manual_seed(0)
+    policy.demo_policy().save(tmp_path / "tiny")
+
+    def gradient(prepare: Callable[[Any], object]) -> torch.Tensor:
+        options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+        model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "tiny"), **options).eval()
+        prepare(model)
+        embedded = model.get_input_embeddings()(torch.arange(8)[None]).detach().requires_grad_()
+        model(inputs_embeds=embedded).logits.float().log_softmax(-1)[..., 3].sum().backward()
+        return embedded.grad
+
+    expected = gradient(lambda _: None)
+    assert expected.norm() > 0
+    torch.testing.assert_close(gradient(fuse_head), expected, rtol=0, atol=0)
+
+
+def test_a_missing_bitsandbytes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    config = TrainConfig(model=str(tmp_path), task="sorting", lora_rank=4, quantization="4bit")
+    with pytest.raises(ModuleNotFoundError, match=r"quantization=4bit needs bitsandbytes, .*gspo-kernels\[lora\]"):
+        loading.quantization(config)
+
+
+# Advantages
+
+
+def batch_of(turns: int, kl: bool = False) -> update.Batch:
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    turn_of_token = (torch.arange(6) * turns // 6).expand(4, 6)
+    rollout: Any = SimpleNamespace(answer_mask=mask, turn_of_token=turn_of_token)
+    old = torch.randn(4, 6)
+    return update.Batch(rollout, old, old - 0.5 if kl else None)
+
+
+def test_advantages_are_computed_by_the_named_functions() -> None:
+    rewards = RewardBatch([0.0, 1.0, 5.0, 5.5], {}, [])
+    steps = (Step("group_advantages", {"scale": "none"}), Step("whiten", {}), Step("clamp", {"max": 0.5}))
+    batch = batch_of(1)
+    computed = advantages_of(TrainConfig(group_size=2, advantages=steps), batch, rewards, RunningMoments())
+    expected = whiten(torch.tensor([-0.5, 0.5, -0.25, 0.25]), batch.rollout.answer_mask).clamp(max=0.5)
+    torch.testing.assert_close(computed, expected)
+    config = TrainConfig(group_size=2, advantages=(Step("subtract_kl", {"kl_coef": 0.1, "kl_estimator": "k1"}),))
+    computed = advantages_of(config, batch_of(1, kl=True), rewards, RunningMoments())
+    torch.testing.assert_close(computed, torch.tensor(rewards.total) - 0.1 * 6 * 0.5)
+    running = RunningMoments()
+    config = TrainConfig(advantages=(Step("normalize_rewards", {"by": "running"}),))
+    advantages_of(config, batch_of(1), rewards, running)
+    assert running.count == 4 and running.mean == pytest.approx(2.875)
+
+
+def test_the_advantage_of_a_turn_comes_from_the_rewards_from_this_turn_on() -> None:
+    rewards = RewardBatch([1.0, 0.0, 1.5, 0.5], {}, [], [[0.0, 1.0], [0.0, 0.0], [1.0, 0.5], [0.5]])
+    config = TrainConfig(group_size=2, objective=Objective(ratio="sequence-token"))
+    computed = advantages_of(config, batch_of(2), rewards, RunningMoments())
+    first, second = (
+        group_advantages(torch.tensor([1.0, 1.0, 0.0, 0.0]), 4),
+        group_advantages(torch.tensor([1.5, 0.5, 0.5]), 3),
+    )
+    expected = torch.stack([first[[0, 1]], first[[2, 3]], second[[0, 1]], torch.stack([second[2], torch.tensor(0.0)])])
+    torch.testing.assert_close(computed, expected.repeat_interleave(3, 1))
+    per_answer = advantages_of(replace(config, objective=Objective()), batch_of(2), rewards, RunningMoments())
+    assert per_answer.shape == (4,)
+    with pytest.raises(InputError, match="group_advantages alone"):
+        advantages_of(replace(config, advantages=(Step("whiten", {}),)), batch_of(2), rewards, RunningMoments())
+
+
+# Rewards and trackers
+
+
+def test_components_failures_and_samples_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(completion: str, answer: str) -> float:
+        raise KeyError(answer)
+
+    from gspo_kernels.integrations.reference_trainer.rewards import RewardComponent
+
+    components = [RewardComponent("length", 1.0, lambda text, _: len(text)), RewardComponent("broken", 1.0, broken)]
+    report = train(small(tmp_path, samples=3), reward=components)
+    row = rows_of(report.folder)[1]
+    assert row["reward"] == row["reward/length"] > 0 == row["reward/broken"] and row["reward_failures"] == 16
+    assert "16 calls of reward functions failed, such as broken: KeyError" in capsys.readouterr().out
+    samples = [json.loads(line) for line in (report.folder / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [2, 2, 2, 3, 3, 3]
+    assert samples[0]["reward"] == samples[0]["components"]["length"] == len(samples[0]["completion"])
+
+
+def test_metrics_reach_tensorboard_and_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    run = SimpleNamespace(
+        log=lambda numbers, step: calls.append(("wandb", step, numbers.get("reward"))),
+        finish=lambda: calls.append(("end",)),
+    )
+    wandb, writer = ModuleType("wandb"), ModuleType("torch.utils.tensorboard.writer")
+
+    def init(**options: Any) -> SimpleNamespace:
+        run.name = options["name"]
+        calls.append(("init", options["name"], options["config"]["clip_low"]))
+        return run
+
+    wandb.init = init  # type: ignore[attr-defined]
+    board = SimpleNamespace(add_scalar=lambda *x: calls.append(x), close=lambda: calls.append(("closed",)))
+    writer.SummaryWriter = lambda folder: board  # type: ignore[attr-defined]
+    for name, module in (("wandb", wandb), ("torch.utils.tensorboard.writer", writer)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", ModuleType("torch.utils.tensorboard"))
+    rows = rows_of(train(small(tmp_path, steps=1, seeds=(0, 1), report_to=("tensorboard", "wandb"))).folder)
+    assert ("seed1/reward", rows[3]["reward"], 1) in calls and ("wandb", 1, rows[1]["reward"]) in calls
+    assert [call[1] for call in calls if call[0] == "init"] == ["demo-seed0", "demo-seed1"]
+    assert calls.count(("end",)) == 2 and calls.count(("closed",)) == 1
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_tracker_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"report_to={name} needs {name}, .*\[trackers\]"):
+        train(small(tmp_path, report_to=(name,)))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_the_manual_names_every_option() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "trainer.md").read_text()
+    assert [name for name in TYPES if f"`{name}`" not in page] == []
+    assert all(f"`{preset}`" in page for preset in PRESETS)

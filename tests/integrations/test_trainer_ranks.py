@@ -1,0 +1,112 @@
+"""Two processes train like one: same parameters, one run folder, an exact resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.reference_runs import rows_of, small
+from tolerance import TRAINER_ABSOLUTE
+
+from gspo_kernels.integrations.reference_trainer import InputError, distributed, read_config, train, trainer
+from gspo_kernels.integrations.reference_trainer.loading import load_policy
+from gspo_kernels.integrations.reference_trainer.rewards import Example
+from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
+
+OPTIONS: dict[str, Any] = dict(steps=2, learning_rate=3e-4, save=True, micro_batch_size=2, updates_per_rollout=2)
+OPTIONS |= dict(prompts_per_step=4, group_size=4, kl_coef=0.1, objective="dapo", checkpoint_every=1, epochs=2)
+ONE, SHARDED, LORA = {}, {"parallel": "fsdp2"}, {"lora_rank": 4, "lora_head": True, "precision": "bf16"}
+
+
+def one_by_one(policy: Any, examples: Sequence[Example], *, group_size: int, **options: Any) -> Rollout:
+    """Sample each answer with a seed of its own, so that any number of processes samples the same answers."""
+    rollouts = []
+    for example in examples:
+        for member in range(group_size):
+            torch.manual_seed(zlib.crc32(f"{example.key}{member}".encode()))
+            rollouts.append(sample(policy, [example], **options))
+    return distributed.concatenated(rollouts)
+
+
+def config_of(folder: Path, **changes: Any) -> Any:
+    texts = [f"{name}={value}" for name, value in {**OPTIONS, **changes}.items()]
+    return read_config(texts=[f"output={folder}", "seeds=0", "eval_prompts=8", "eval_every=1", *texts])
+
+
+def train_in_ranks(rank: int, folder: Path, changes: dict[str, Any]) -> None:
+    trainer.sample = one_by_one  # type: ignore[assignment]
+    train(config_of(folder, **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [ONE, SHARDED, LORA], ids=["ddp", "fsdp2", "ddp with LoRA and bf16"])
+def test_two_processes_train_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    monkeypatch.setattr(trainer, "sample", one_by_one)
+    alone = train(config_of(tmp_path / "alone", **{**changes, "parallel": "ddp"})).folder
+    run_ranks(train_in_ranks, 2, tmp_path, changes, deadline=120.0)
+    together = tmp_path / "demo"
+    for expected, row in zip(rows_of(alone)[1:], rows_of(together)[1:], strict=True):
+        for name in ("reward", "eval_reward", "groups_without_signal", "answer_tokens", "truncated"):
+            assert row.get(name) == pytest.approx(expected.get(name)), name
+        for name in ("loss", "kl", "grad_norm"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    states = [torch.load(folder / "checkpoint.pt")["optimizer"]["weights"] for folder in (alone, together)]
+    before = load_policy_weights(tmp_path, changes)
+    for name, values in states[0].items():
+        torch.testing.assert_close(states[1][name]["weight"], values["weight"], rtol=0, atol=TRAINER_ABSOLUTE)
+        if name in before:
+            assert (values["weight"] - before[name]).abs().max() > 20 * TRAINER_ABSOLUTE, name
+    if not changes.get("lora_rank"):
+        assert load_policy(str(together / "model-seed0"))
+
+
+def load_policy_weights(folder: Path, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the trainable weights before training."""
+    from gspo_kernels.integrations.reference_trainer.checkpoints import seed_all
+    from gspo_kernels.integrations.reference_trainer.loading import initial_policy
+
+    seed_all(0)
+    policy = initial_policy(config_of(folder, **{**changes, "parallel": "ddp"}))
+    return {name: weight.detach() for name, weight in policy.model.named_parameters() if weight.requires_grad}
+
+
+def stop_and_resume(rank: int, folder: Path) -> None:
+    original = trainer.Training.train_step
+
+    def stopped(self: trainer.Training, examples: list[Example]) -> None:
+        if self.step == 1 and rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        original(self, examples)
+
+    changes = {"checkpoint_every": 100, "steps": 4, "parallel": "fsdp2"}
+    trainer.Training.train_step = stopped  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        train(config_of(folder, name="stopped", **changes))
+    trainer.Training.train_step = original  # type: ignore[method-assign]
+    assert len(rows_of(folder / "stopped")) == 3  # both processes stop after step 2
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    train(read_config(resume=folder / "stopped"))
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    train(config_of(folder, name="whole", **changes))
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_both_and_they_resume_to_the_bit(tmp_path: Path) -> None:
+    run_ranks(stop_and_resume, 2, tmp_path, deadline=120.0)
+    stopped, whole = (rows_of(tmp_path / name) for name in ("stopped", "whole"))
+    clock = ("seconds", "tokens_per_second")
+    assert [{**row, **dict.fromkeys(clock)} for row in stopped] == [{**row, **dict.fromkeys(clock)} for row in whole]
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(InputError, match=r"WORLD_SIZE: .* multiples of the 3 processes, got prompts_per_step with 4"):
+        train(small(tmp_path))
+    assert not (tmp_path / "demo").exists()

@@ -1,0 +1,365 @@
+"""Tasks, rewards and dialogues of the reference trainer."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.reference_runs import write_jsonl
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from gspo_kernels import Objective, gspo_fused_loss
+from gspo_kernels.integrations.reference_trainer import InputError, policy
+from gspo_kernels.integrations.reference_trainer.rewards import (
+    Example,
+    RewardComponent,
+    Rewards,
+    load_reward,
+    time_limit,
+)
+from gspo_kernels.integrations.reference_trainer.sampling import Rollout, encode, fitting, sample
+from gspo_kernels.integrations.reference_trainer.tasks import TASKS, jsonl_task, task_by_name
+from gspo_kernels.integrations.reference_trainer.tasks.arithmetic import problem, steps_add_up
+from gspo_kernels.integrations.reference_trainer.tasks.calculator import calculate
+
+SYMBOLS = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127)), "\n"]
+EXAMPLE = Example("2+7-4 by calculator:", "2+7;9-4;5")
+
+
+@pytest.fixture
+def character_policy() -> policy.Policy:
+    """Return a tiny random policy with a tokenizer of single characters."""
+    characters = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("<eos>|."), "isolated")  # type: ignore[assignment]
+    characters.decoder = decoders.Fuse()  # type: ignore[assignment]
+    names = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    torch.manual_seed(0)
+    demo = policy.demo_policy()
+    demo.model.resize_token_embeddings(len(SYMBOLS))
+    return policy.make_policy(demo.model, PreTrainedTokenizerFast(tokenizer_object=characters, **names))
+
+
+def speak(speaker: policy.Policy, monkeypatch: pytest.MonkeyPatch, answers: Callable[[str], str]) -> None:
+    """Make the policy generate `answers(text so far)` instead of its own tokens. Padding is removed from the text."""
+
+    def generate(ids: torch.Tensor, max_new_tokens: int, **_: Any) -> torch.Tensor:
+        texts = [speaker.tokenizer.decode(row).replace("<pad>", "") for row in ids]
+        rows = [speaker.tokenizer(answers(text))["input_ids"][:max_new_tokens] for text in texts]
+        width = max(map(len, rows))
+        return torch.cat([ids, torch.tensor([row + [0] * (width - len(row)) for row in rows])], dim=1)
+
+    monkeypatch.setattr(speaker.model, "generate", generate)
+
+
+# Rewards
+
+
+def test_components_are_weighted_and_listed_one_by_one() -> None:
+    length = RewardComponent("length", 0.5, lambda completion, _: len(completion))
+    equal = RewardComponent("equal", 2.0, lambda completion, answer: completion == answer)
+    batch = Rewards((length, equal))(["ab", "abc"], [Example("", "ab"), Example("", "x")])
+    assert batch == ([3.0, 1.5], {"length": [2.0, 3.0], "equal": [1.0, 0.0]}, [], None)
+
+
+def endless(*_: str) -> float:
+    while True:
+        try:
+            time.sleep(0.001)
+        except Exception:
+            pass
+
+
+def backtracking(*_: str) -> float:
+    return float(bool(re.match("(a+)+$", "a" * 60 + "b")))
+
+
+def no_number(*_: str) -> Any:
+    return "good"
+
+
+def infinite(*_: str) -> float:
+    return float("inf")
+
+
+def broken(completion: str, _: str) -> float:
+    return 1 / (len(completion) - 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (endless, "no result after 0.05 s"),
+        (backtracking, "no result after 0.05 s"),
+        (broken, "ZeroDivisionError: division by zero"),
+        (no_number, "ValueError: could not convert string to float: 'good'"),
+        (infinite, "expected 1 finite number, got inf"),
+    ],
+)
+def test_a_failed_component_scores_zero_and_is_reported(function: Callable[..., float], reason: str) -> None:
+    one = RewardComponent("one", 1.0, lambda *_: 1.0)
+    rewards = Rewards((RewardComponent("custom", 3.0, function), one), timeout=0.05)
+    started = time.monotonic()
+    batch = rewards(["ab"], [Example("", "ab")])
+    assert time.monotonic() - started < 5
+    assert batch.total == [1.0] and batch.components == {"custom": [0.0], "one": [1.0]}
+    assert batch.failures == [f"custom: {reason}; completion 'ab'"]
+
+
+def test_the_time_limit_restores_the_callers_timer_and_handler() -> None:
+    arrived: list[int] = []
+    previous = signal.signal(signal.SIGALRM, lambda number, _: arrived.append(number))
+    before = signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with time_limit(30):
+            time.sleep(0.05)
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.15
+        time.sleep(0.3)
+        assert arrived == [signal.SIGALRM]
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+def test_outside_the_main_thread_rewards_work_without_a_limit() -> None:
+    slow = RewardComponent("slow", 1.0, lambda *_: time.sleep(0.05) or 1.0)
+    batches: list[Any] = []
+    worker = threading.Thread(target=lambda: batches.append(Rewards((slow,), timeout=0.01)([""], [EXAMPLE])))
+    worker.start()
+    worker.join(30)
+    assert batches[0].total == [1.0] and not batches[0].failures
+
+
+def test_a_keyboard_interrupt_in_a_reward_stops_the_run() -> None:
+    def interrupted(*_: str) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Rewards((RewardComponent("x", 1.0, interrupted),))([""], [EXAMPLE])
+
+
+def test_a_reward_is_loaded_from_a_file_or_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_mine.py").write_text("FACTOR = 3\n")
+    (tmp_path / "mine_reward.py").write_text(
+        "from beside_mine import FACTOR\ndef long(completion, answer):\n    return FACTOR * len(completion)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    for spec, weight in [
+        (f"{tmp_path}/mine_reward.py:long", 1.0),
+        ("mine_reward.py:long", 1.0),
+        ("-0.5*mine_reward:long", -0.5),
+    ]:
+        component = load_reward(spec)
+        assert component[:2] == ("long", weight) and component.function("ab", "") == 6
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("long", 'expected "module:function" or "file.py:function"'),
+        ("much*json:loads", "got 'much*json:loads'"),
+        ("json:", "got 'json:'"),
+        ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
+        ("/no/such/file.py:f", "/no/such/file.py cannot be imported: FileNotFoundError"),
+        ("json:lods", "expected a function lods in json, got None"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_named(spec: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        load_reward(spec)
+
+
+def test_bad_rewards_are_refused() -> None:
+    one = RewardComponent("one", 1.0, lambda *_: 1.0)
+    for components, options, message in [
+        ((one, one), {}, "got two named 'one'"),
+        ((one._replace(weight=float("nan")),), {}, "expected a finite weight of 'one', got nan"),
+        ((one,), {"timeout": 0}, "reward_timeout: expected a number of seconds above 0, got 0"),
+    ]:
+        with pytest.raises(InputError, match=re.escape(message)):
+            Rewards(components, **options)
+
+
+# Tasks
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_rewards_the_right_answer_with_one_and_holds_out_examples(name: str) -> None:
+    task = task_by_name(name, 32)
+    assert len(task.held_out) == 32 and len(task.train) >= 500
+    for example in task.held_out:
+        turns = example.answer.split(";") if task.reply else [example.answer]
+        text = f"{example.prompt} 3 + 4 = {example.answer}" if name == "arithmetic" else example.answer
+        (total,) = task.rewards([text], [example], [turns]).total
+        # Of the arithmetic task, this text has wrong steps.
+        assert total == pytest.approx(0.9 if name == "arithmetic" and example.answer != "7" else 1.0)
+        assert task.rewards(["~"], [example], [["~"]]).total[0] < 0.5
+        assert set(example.key + example.answer) <= set(task.characters)
+
+
+def test_the_solutions_of_arithmetic_problems_have_right_steps() -> None:
+    generator = random.Random(0)
+    for made in (problem(generator) for _ in range(50)):
+        assert steps_add_up(made.solution, made.answer) == 1
+        assert steps_add_up(made.solution, made.answer + "0") == 0
+    assert steps_add_up("22", "22") == 0 == steps_add_up("1 + 1 = 3, 20 + 2 = 22", "22")
+
+
+def test_the_format_task_rewards_letters_and_marks_apart() -> None:
+    task = task_by_name("format", 32)
+    example = Example("abc as list:", "[a,b,c]")
+    for text, content, marks in [("[a,b,c]", 1, 1), ("abc", 1, 0), ("[c,d,e]", 0, 1), ("f(a,b,c)", 1, 0)]:
+        components = task.rewards([text], [example]).components
+        assert components == {"content": [content], "format": [pytest.approx(marks, abs=0.15)]}, text
+
+
+def test_the_nearest_task_is_named() -> None:
+    with pytest.raises(InputError, match=r"task: expected one of sorting, .*, got 'calculater' \(did you mean 'calc"):
+        task_by_name("calculater", 8)
+
+
+def test_jsonl_prompts_may_be_chats(tmp_path: Path) -> None:
+    chats = [[{"role": "system", "content": "s"}, {"role": "user", "content": str(n % 4)}] for n in range(8)]
+    task = jsonl_task(write_jsonl(tmp_path / "a.jsonl", *({"prompt": c, "answer": 1} for c in chats)), held_out=1)
+    assert len(task.train) == 3 and task.train[0].prompt in chats
+    assert task.train[0].key.startswith("system: s\nuser: ")
+    for prompt in ([], [{"role": "user"}], [{"role": "user", "content": 3}], ["text"]):
+        data = write_jsonl(tmp_path / "b.jsonl", {"prompt": prompt, "answer": 1})
+        with pytest.raises(InputError, match='line 1: "prompt" must be text that is not empty, or a list of chat'):
+            jsonl_task(data, held_out=1)
+
+
+def test_prompts_above_the_limit_are_left_out(character_policy: policy.Policy) -> None:
+    task = task_by_name("sorting", 32)
+    kept, left_out = fitting(character_policy, task, len("sort abcd:"))
+    assert {len(e.key) for e in [*kept.train, *kept.held_out]} == {9, 10}
+    assert left_out == 216 and len(kept.train) + len(kept.held_out) == 432
+    with pytest.raises(InputError, match="max_prompt_tokens: expected a limit that some prompts meet, got 8"):
+        fitting(character_policy, task, 8)
+
+
+# Dialogues
+
+
+def solve(text: str) -> str:
+    """Continue a dialogue with the calculator as the task expects."""
+    prompt, _, said = text.partition(":")
+    terms = re.findall(r"[+-]\d", prompt)
+    results = re.findall(r"=(-?\d+);", said)
+    if len(results) == len(terms):
+        return f"{results[-1]}<eos>"
+    return f"{results[-1] if results else prompt[0]}{terms[len(results)]}<eos>"
+
+
+def dialogue(character_policy: policy.Policy, max_new_tokens: int = 30) -> Rollout:
+    task, examples = task_by_name("calculator", 8), [EXAMPLE, Example("3+4 by calculator:", "3+4;7")]
+    return sample(character_policy, examples, max_new_tokens=max_new_tokens, temperature=1.0, task=task)
+
+
+def test_a_dialogue_masks_the_calculators_replies(
+    character_policy: policy.Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speak(character_policy, monkeypatch, solve)
+    rollout = dialogue(character_policy)
+    assert rollout.texts == ["2+7=9;9-4=5;5", "3+4=7;7"]
+    assert rollout.turns == [["2+7", "9-4", "5"], ["3+4", "7"]]
+    assert not rollout.truncated.any()
+    decode = character_policy.tokenizer.decode
+    for row, sampled in enumerate(["2+7<eos>9-4<eos>5<eos>", "3+4<eos>7<eos>"]):
+        assert decode(rollout.answer_ids[row][rollout.answer_mask[row]]) == sampled
+    replies = rollout.attention_mask[:, rollout.prompt_width :].bool() & ~rollout.answer_mask
+    assert decode(rollout.answer_ids[0][replies[0]]) == "=9;=5;"
+    assert rollout.turn_of_token[0].tolist() == [0] * 7 + [1] * 7 + [2] * 2
+    assert [rollout.select(1, 2).turns, rollout.select(1, 2).prompt_width] == [[["3+4", "7"]], rollout.prompt_width]
+    batch = task_by_name("calculator", 8).rewards(rollout.texts, [EXAMPLE, Example("", "3+4;7")], rollout.turns)
+    assert batch.total == [pytest.approx(1), 1] and batch.turns == [[pytest.approx(1 / 3)] * 3, [0.5, 0.5]]
+
+
+def test_a_dialogue_ends_at_the_limits(character_policy: policy.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    speak(character_policy, monkeypatch, solve)
+    for limit, texts in [
+        (2, ["2+", "3+"]),  # a turn is cut
+        (7, ["2+7", "3+4"]),  # no room for the next turn, so no reply
+        (8, ["2+7=9;9", "3+4=7;7"]),  # 7<eos> does not fit
+        (9, ["2+7=9;9-", "3+4=7;7"]),
+    ]:
+        rollout = dialogue(character_policy, limit)
+        assert rollout.texts == texts and rollout.answer_ids.shape[1] <= limit
+        assert rollout.truncated.tolist() == [True, limit < 9]
+    speak(character_policy, monkeypatch, lambda _: "1+1<eos>")
+    endless_calls = dialogue(character_policy)
+    assert endless_calls.texts == ["1+1=2;1+1=2;1+1"] * 2 and not endless_calls.truncated.any()
+
+
+def test_the_calculator_replies_only_to_calls() -> None:
+    assert calculate("12+7", EXAMPLE) == "=19;" and calculate(" -3 * 4 ", EXAMPLE) == "=-12;"
+    for text in ("5", "2+7=9;9-4", "__import__('os')", "2**9", "", "9" * 99 + "*9"):
+        assert calculate(text, EXAMPLE) is None
+
+
+def test_text_that_looks_like_the_calculators_earns_nothing(
+    character_policy: policy.Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speak(character_policy, monkeypatch, lambda _: "2+7=9;9-4=5;5<eos>")
+    rollout = dialogue(character_policy)
+    task = task_by_name("calculator", 8)
+    assert task.rewards(rollout.texts[:1], [EXAMPLE], rollout.turns[:1]).total[0] < 0.1
+
+
+def test_replies_use_the_chat_template(character_policy: policy.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    character_policy.tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}<eos>\n{% endfor %}"
+        "{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    speak(character_policy, monkeypatch, lambda text: solve(re.sub(r"\[.\]|<eos>|\n", "", text)))
+    rollout = dialogue(character_policy, max_new_tokens=60)
+    ids = rollout.input_ids[1][rollout.attention_mask[1].bool()]
+    conversation = [
+        {"role": "user", "content": "3+4 by calculator:"},
+        {"role": "assistant", "content": "3+4"},
+        {"role": "user", "content": "=7;"},
+        {"role": "assistant", "content": "7"},
+    ]
+    whole = character_policy.tokenizer.apply_chat_template(conversation, tokenize=False)
+    assert character_policy.tokenizer.decode(ids) + "\n" == whole
+    assert encode(character_policy, ["x"]) == encode(character_policy, [[{"role": "user", "content": "x"}]])
+
+
+def test_replies_get_no_gradient_and_turns_their_own_advantages(
+    character_policy: policy.Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speak(character_policy, monkeypatch, solve)
+    rollout = dialogue(character_policy)
+    hidden = character_policy.hidden_states(rollout.input_ids, rollout.attention_mask, rollout.prompt_width)
+    hidden = hidden.detach().requires_grad_()
+    per_turn = torch.tensor([[1.0, 0.0, -1.0], [0.0, 1.0, 0.0]])
+    loss = gspo_fused_loss(
+        hidden,
+        character_policy.head,
+        rollout.answer_ids,
+        per_turn.gather(1, rollout.turn_of_token),
+        mask=rollout.answer_mask,
+        objective=Objective(ratio="sequence-token"),
+    ).loss
+    loss.backward()
+    has_gradient = hidden.grad.abs().sum(-1) > 0  # type: ignore[union-attr]
+    trained = rollout.answer_mask & (per_turn.gather(1, rollout.turn_of_token) != 0)
+    assert torch.equal(has_gradient, trained)
+
+
+def test_the_users_rewards_replace_those_of_turns_and_get_the_whole_dialogue() -> None:
+    seen: list[tuple[str, str]] = []
+    task = task_by_name("calculator", 8, [RewardComponent("mine", 0.5, lambda *pair: seen.append(pair) or 1.0)])
+    batch = task.rewards(["2+7=9;9"], [EXAMPLE], [["2+7", "9"]])
+    assert batch == ([0.5], {"mine": [1.0]}, [], None) and seen == [("2+7=9;9", EXAMPLE.answer)]

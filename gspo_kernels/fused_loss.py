@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import ops
+from .agreement import agree
 from .backends.rows import products
 from .inputs.head import HeadArguments, HeadInputs, head_rows
 from .inputs.lm_head import weight_of
@@ -16,7 +17,7 @@ from .layout import accumulator
 from .metrics import work_metrics
 from .objective import Objective
 from .outputs import LossOutput, loss_output
-from .parallel import agree, process_group, vocabulary_group
+from .parallel import process_group, vocabulary_group
 from .validation import Call
 
 
@@ -156,8 +157,8 @@ def gspo_fused_loss(
 
     def facts(inputs: tuple[HeadInputs, PolicyInputs, int]) -> dict[str, Any]:
         head, policy, cache = inputs
-        needs_gradient = any(needed_by_autograd(head.rows))
-        return head_facts(head, cache, gradient_budget) | policy_facts(policy, objective, needs_gradient)
+        work = (gradient_budget, cache, any(needed_by_autograd(head.rows)))
+        return head_facts(head, cache, gradient_budget) | policy_facts(policy, objective, work)
 
     groups = {
         "tp_group": vocabulary_group(call, weight_of(lm_head), tp_group),

@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import ops
+from .agreement import agree
 from .inputs.head import HeadArguments, HeadInputs, head_rows
 from .inputs.lm_head import weight_of
 from .inputs.memory import cache_size, check_budget, head_facts, needed_by_autograd
 from .outputs import LogProbOutput
-from .parallel import agree, vocabulary_group
+from .parallel import vocabulary_group
 from .validation import Call
 
 
@@ -62,13 +63,13 @@ def linear_log_probs(
             gradient too, the backward raises a ValueError.
         cache_mib: memory, in MiB, in which the forward may keep exponentials of logits until the backward, which then
             does not recompute these logits; see `gspo_fused_loss`. None: the environment variable GSPO_CACHE_MIB, or 0.
-        tp_group: process group, or DeviceMesh of one dimension, over whose ranks the vocabulary is sharded. Then lm_head
-            and bias are this rank's rows, [V / ranks, H] and [V / ranks], in the order of the ranks; LoRA's B too, its
-            A is replicated. hidden, target_ids and all other arguments must be equal on all ranks, and target_ids and
-            vocab_size count the columns of all ranks. V may include padding. A DTensor lm_head with Shard(0) over one
-            mesh dimension says the same without a tp_group. The forward makes one all-gather. Log-probs are equal on
-            all ranks. They have the bits of a single process if every shard begins at a vocabulary tile; otherwise a
-            warning is given once.
+        tp_group: process group, or DeviceMesh of one dimension, over whose ranks the vocabulary is sharded. Then
+            lm_head and bias are this rank's rows, [V / ranks, H] and [V / ranks], in the order of the ranks. So is
+            LoRA's B; its A is replicated. hidden, target_ids and all other arguments must be equal on all ranks, and
+            target_ids and vocab_size count the columns of all ranks. V may include padding. A DTensor lm_head with
+            Shard(0) over one mesh dimension says the same without a tp_group. The forward makes one all-gather.
+            Log-probs are equal on all ranks. They have the bits of a single process if every shard begins at a
+            vocabulary tile; otherwise a warning is given once.
         reduce_hidden: "all": the gradient of hidden is summed over the ranks, by one all-reduce. "none": it is this
             rank's term of that sum, for callers that reduce it themselves (Megatron's sequence parallelism does).
         backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend

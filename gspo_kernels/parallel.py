@@ -14,19 +14,17 @@ Operators take a group by its name, because a schema has no type for process gro
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
-from . import validation
 from .validation import Call, Unquoted, warn_once
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,8 @@ def all_columns(shard: str, vocab_size: int) -> int:
 
 def resolve(group: str) -> Any:
     """Return the process group of this name."""
-    return dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportPrivateUsage]
+    c10d: Any = dist.distributed_c10d
+    return c10d._resolve_process_group(group)
 
 
 def gather(x: Tensor, group: str) -> Tensor:
@@ -161,7 +160,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         d_x = d_x.contiguous()
         dist.all_reduce(d_x, group=ctx.group)
         return d_x, None
@@ -181,7 +180,7 @@ def process_group(call: Call, name: str, group: Any) -> Any:
         return None
     if not dist.is_available() or not dist.is_initialized():
         call.fail(name, "None, because torch.distributed is not initialised", Unquoted(f"a {type(group).__name__}"))
-    if isinstance(group, dist.DeviceMesh):
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             call.fail(name, "a device mesh of one dimension, such as mesh['tp']", Unquoted(f"{group.ndim} dimensions"))
         group = group.get_group()
@@ -250,69 +249,3 @@ def local_hidden(call: Call, hidden: Any, group: Any) -> tuple[Any, bool]:
         got = Unquoted(f"a DTensor with placements {tuple(hidden.placements)}")
         call.fail("hidden", expected, got, TypeError)
     return hidden.to_local(grad_placements=[Partial()]), False
-
-
-# -- agreement of the ranks
-
-_met: set[tuple[str, ...]] = set()  # function and groups of calls whose arguments the ranks have compared
-
-
-def agree(
-    call: Call, groups: dict[str, Any], tokens: Any, make: Callable[[], R], facts: Callable[[R], dict[str, Any]]
-) -> R:
-    """Return `make()`. If it fails on a rank, or `facts` of its result differ between ranks, raise on every rank.
-
-    A rank that raised alone would leave the others waiting in a collective. The comparison reads values on the host.
-    So it runs where values are checked (on a CPU, or with GSPO_CHECK=1), and in the first call with a group.
-
-    Args:
-        call: names the public function in error messages.
-        groups: process groups by the name of their argument; None where nothing is sharded.
-        tokens: the first argument of the call, on whose device values are checked.
-        make: checks the arguments.
-        facts: values that must be equal on all ranks of a group, by "<group's argument> <name of the value>".
-    """
-    present = {name: group for name, group in groups.items() if group is not None}
-    if not present or torch.compiler.is_compiling():
-        return make()
-    key = (call.place, *(group.group_name for group in present.values()))
-    device = tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
-    if key in _met and not validation.values_are_checked(device):
-        return make()
-    _met.add(key)
-    error, result, own = None, None, {}
-    try:
-        result = make()
-        own = facts(result)
-    except Exception as raised:  # raised again below, after the other ranks know of it
-        error = raised
-    failure = "" if error is None else str(error)
-    messages = []
-    for name, group in present.items():
-        mine = {key: value for key, value in own.items() if key.startswith(name)}
-        answers: list[Any] = [None] * group.size()
-        dist.all_gather_object(answers, (failure or " ".join(messages), mine), group=group)
-        failed = [(rank, text) for rank, (text, _) in enumerate(answers) if text]
-        messages += [f"{call.place}: rank {rank} of {name} raised: {text}" for rank, text in failed]
-        if not failed:
-            messages += _differences(call, name, [values for _, values in answers])
-    if error is not None:
-        raise error
-    if messages:
-        raise ValueError(messages[0])
-    return result  # pyright: ignore[reportReturnType] - `make` has succeeded
-
-
-def _differences(call: Call, group: str, answers: list[dict[str, Any]]) -> list[str]:
-    """Return a message for each value that differs between ranks."""
-    return [
-        f"{call.place}: {key.removeprefix(group).strip()} must be equal on all ranks of {group}, "
-        f"got {[answer.get(key) for answer in answers]}"
-        for key in answers[0]
-        if any(answer.get(key) != answers[0][key] for answer in answers)
-    ]
-
-
-def checksum(x: Tensor) -> int:
-    """Return a number by which ranks compare an integer tensor."""
-    return int((x.reshape(-1).to(torch.int64) * torch.arange(1, x.numel() + 1, device=x.device)).sum())

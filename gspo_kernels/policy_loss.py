@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .agreement import agree
 from .backends.dispatch import pick_backend
 from .inputs.head import token_mask
 from .inputs.policy import PolicyArguments, PolicyInputs, policy_facts, policy_rows
 from .objective import Objective
 from .outputs import LossOutput, loss_output
-from .parallel import agree, process_group
+from .parallel import process_group
 from .validation import Call
 
 
@@ -63,12 +64,13 @@ def policy_loss(
             number by the number of ranks. None: the number in this batch.
         kl_normalizer: divisor of the KL term. None: `normalizer` if the KL term and the policy term have the same
             aggregation, otherwise the number of tokens or sequences in this batch, as for `normalizer`.
-        cp_group: process group, or DeviceMesh of one dimension, over whose ranks the tokens of each sequence are sharded
-            (context parallelism). Every rank passes its tokens of the same sequences in the same order, a sequence may
-            be empty, and all sizes but S may differ. How the tokens are divided (contiguous, zigzag) does not matter.
-            Loss, metrics, log-ratios and clip decisions are those of all tokens, equal on all ranks, and so are default
-            normalizers. Gradients of log-probs are of this rank's tokens. So gradients of parameters must be summed
-            over the group; where a trainer averages them, multiply the loss by the number of ranks.
+        cp_group: process group, or DeviceMesh of one dimension, over whose ranks the tokens of each sequence are
+            sharded (context parallelism). Every rank passes its tokens of the same sequences in the same order. On a
+            rank, a sequence may be empty, and all sizes but S may differ. How the tokens are divided (contiguous,
+            zigzag) does not matter. Loss, metrics, log-ratios and clip decisions are those of all tokens, equal on all
+            ranks, and so are default normalizers. Gradients of log-probs are of this rank's tokens. So gradients of
+            parameters must be summed over the group; where a trainer averages them, multiply the loss by the number of
+            ranks.
         backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
             that you name cannot run, an error is raised.
 
@@ -110,7 +112,7 @@ def policy_loss(
 
     def facts(inputs: tuple[Tensor, Tensor | None, PolicyInputs, str]) -> dict[str, Any]:
         _, entropies, policy, _ = inputs
-        return policy_facts(policy, objective, log_probs.requires_grad) | {"cp_group entropy": entropies is not None}
+        return policy_facts(policy, objective, (log_probs.requires_grad, entropies is not None))
 
     groups = {"cp_group": process_group(call, "cp_group", cp_group)}
     unmasked, entropy, policy, backend = agree(call, groups, log_probs, inputs, facts)

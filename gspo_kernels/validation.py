@@ -155,8 +155,6 @@ class Call(Field):
         expected = (
             "an unsharded weight [V, H] (under ZeRO-3 or FSDP, call inside the module's forward, or gather the weight)"
         )
-        if type(weight).__name__ == "DTensor":
-            self.fail("lm_head", f"a plain tensor and {expected}", Unquoted("a DTensor"), TypeError)
         if hasattr(type(weight), "__tensor_flatten__") and not weight.is_nested:  # such as torchao's quantised tensors
             got = Unquoted(f"a {type(weight).__name__} of {type(weight).__module__.partition('.')[0]}")
             plain = "a plain tensor (leave the head out of quantisation, or dequantise it)"

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..parallel import all_columns as columns_of_all_ranks
-from ..parallel import shard_of
+from ..parallel import gather, shard_of
 from .rows import HeadResult, HeadRows, Kept, LiveTiles
 
 # SPARSE_EFFICIENCY: throughput of products of scattered cells divided by the throughput of products of slabs, measured.
@@ -79,6 +79,19 @@ def exact_work(head: HeadRows, has_gradient: Tensor, kept: Kept) -> Work:
     if kept.exponentials.numel():
         recomputed = (has_gradient & (kept.place >= kept.n_kept)).sum() / unmasked
     return Work(torch.zeros_like(rows), rows, rows, recomputed)
+
+
+def work_of_all_ranks(work: Work, head: HeadRows, result: HeadResult, coefficient: Tensor, group: str) -> Work:
+    """Return the work of all ranks over which the tokens are sharded. One all-gather of six numbers."""
+    has_gradient = head.mask & (coefficient != 0)
+    mass = coefficient.double().abs() * -torch.expm1(result.log_probs.double())
+    if head.temperature is not None:
+        mass = mass / head.temperature
+    total, unmasked = torch.where(has_gradient, mass, 0).sum(), head.mask.sum().double()
+    own = torch.stack([work.dropped * total, *(x.double() * unmasked for x in work[1:]), total, unmasked])
+    *sums, total, unmasked = gather(own, group).sum(0).unbind()
+    dropped = sums[0] / torch.where(total > 0, total, 1)
+    return Work(dropped, *(x / unmasked.clamp(min=1) for x in sums[1:]))
 
 
 def leading(flags: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ class HeadRows(NamedTuple):
     logit_softcap: float | None
     vocab_size: int  # number of columns that are not padding
     entropy: bool  # compute entropies
-    # `parallel.Shard.text` if the vocabulary is sharded over ranks. Then weight, bias and adapter_weight are this rank's
-    # rows, vocab_size counts this rank's columns (at least 1), and target_ids are relative to the first of them.
+    # `parallel.Shard.text` if the vocabulary is sharded over ranks, else "". Then weight, bias and adapter_weight are
+    # this rank's rows, vocab_size counts its columns (at least 1), and target_ids are relative to the first of them.
     shard: str = ""
 
 

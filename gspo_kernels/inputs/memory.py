@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from ..agreement import checksum
 from ..backends.rows import HeadRows, NeedsGradient
 from ..backends.workspace import cache_bytes
-from ..parallel import checksum, shard_of
+from ..parallel import shard_of
 from ..validation import Field
 from .head import HeadInputs
 
@@ -41,7 +42,7 @@ def needed_by_autograd(head: HeadRows) -> NeedsGradient:
 
 
 def head_facts(head: HeadInputs, cache: int, gradient_budget: float) -> dict[str, Any]:
-    """Return what must be equal on all ranks that share a vocabulary, see `parallel.agree`."""
+    """Return what must be equal on all ranks that share a vocabulary, see `agreement.agree`."""
     if head.tp_group is None:
         return {}
     rows, shard = head.rows, shard_of(head.rows.shard)

@@ -61,8 +61,6 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
         call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
     weights = _token_weights(call, arguments.token_weights, layout, unmasked, dtype)
     cp_group = process_group(call, "cp_group", arguments.cp_group)
-    if cp_group is not None:
-        call.fail("cp_group", "None (not built yet)", Unquoted("a group"))
     if cp_group is not None and objective.rollout_correction is not None:
         expected = (
             "None with a cp_group (pass weights of the unsharded sequences as token_weights, see sampler_mismatch)"
@@ -91,8 +89,11 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
     return PolicyInputs(rows, layout, rollout_metrics, cp_group)
 
 
-def policy_facts(policy: PolicyInputs, objective: Objective, needs_gradient: bool) -> dict[str, Any]:
-    """Return what must be equal on all ranks that share sequences, see `parallel.agree`."""
+def policy_facts(policy: PolicyInputs, objective: Objective, options: tuple[Any, ...]) -> dict[str, Any]:
+    """Return what must be equal on all ranks that share sequences, see `agreement.agree`.
+
+    `options` are further values of the call.
+    """
     if policy.cp_group is None:
         return {}
     rows = policy.rows
@@ -104,7 +105,7 @@ def policy_facts(policy: PolicyInputs, objective: Objective, needs_gradient: boo
         "objective": objective.text,
         "the set of arguments": present,
         "normalizer and kl_normalizer": normalizers,
-        "the need for a gradient": needs_gradient,
+        "the set of options": options,
     }
     return {f"cp_group {name}": value for name, value in values.items()}
 

@@ -228,9 +228,8 @@ def _add_other_ranks(shard: str, tile_results: dict[str, Any], block_v: int, sha
     """
     names = [name for name in ("tile_top", "tile_mass", "tile_entropy") if tile_results[name] is not None]
     tables = [(tile_results[name], block_v) for name in names]
-    tile_results.update(
-        zip([*names, "target_logit"], gather_tiles(shard_of(shard), tables, tile_results["target_logit"]))
-    )
+    gathered = gather_tiles(shard_of(shard), tables, tile_results["target_logit"])
+    tile_results.update(zip([*names, "target_logit"], gathered, strict=True))
     if share is not None:
         tile_results["tile_mass"] = share.copy_(tile_results["tile_mass"])
     return tile_results["tile_top"].shape[0]

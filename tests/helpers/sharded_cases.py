@@ -1,0 +1,189 @@
+"""Cases of tests/distributed: functions that every rank of a group runs, and that compare with one process.
+
+A case communicates the same number of times on all ranks whether or not its comparisons fail: `Checks` collects failed
+comparisons, and the rank reports them at the end.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from helpers.oracle import HEADS, OBJECTIVES, assert_equals_oracle
+from helpers.samples import Sample, make_sample, run_fused
+from helpers.sharded_runs import Groups, contiguous, run_sharded, zigzag
+from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE, SHARDED_GRADIENT_RELATIVE
+from torch import Tensor
+
+from gspo_kernels import Objective
+
+WORLD = 8
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class Case(NamedTuple):
+    ranks: int  # ranks 0 to ranks - 1 run it
+    run: Callable[[Context], None]
+
+
+CASES: dict[str, Case] = {}
+
+
+class Context(NamedTuple):
+    """What a rank knows about its place."""
+
+    rank: int
+    groups: dict[str, Any]
+
+    def group(self, ranks: int) -> Any:
+        """Return the group of ranks 0 to ranks - 1."""
+        return self.groups[str(ranks)]
+
+    def square(self) -> Groups:
+        """Return the groups of a 2 x 2 mesh: TP over adjacent ranks, CP over the others."""
+        return Groups(tp=self.groups[f"row {self.rank // 2}"], cp=self.groups[f"column {self.rank % 2}"])
+
+
+def case(name: str, ranks: int) -> Callable[[Callable[[Context], None]], Callable[[Context], None]]:
+    def add(run: Callable[[Context], None]) -> Callable[[Context], None]:
+        assert name not in CASES, name
+        CASES[name] = Case(ranks, run)
+        return run
+
+    return add
+
+
+def relative(x: Tensor, truth: Tensor) -> float:
+    return ((x - truth).double().norm() / truth.double().norm().clamp(min=1e-30)).item()
+
+
+def assert_equals_one_process(sample: Sample, backend: str, run: Callable[..., Any], **options: Any) -> None:
+    """Assert that loss, metrics and gradients of a float64 sample equal those of one process."""
+    (out, grads), (one, one_grads) = run(sample, backend, **options), run_fused(sample, backend, **options)
+    assert relative(out.loss, one.loss) <= SHARDED_GRADIENT_RELATIVE or (out.loss - one.loss).abs() <= 1e-12
+    assert out.metrics.keys() == one.metrics.keys()
+    for name, value in one.metrics.items():
+        torch.testing.assert_close(out.metrics[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    for name in ("log_probs", "log_ratio", "entropy"):
+        ours, theirs = getattr(out, name), getattr(one, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert relative(ours, theirs) <= SHARDED_GRADIENT_RELATIVE or ours.abs().max() <= 1e-9, name
+    for name, grad in one_grads.items():
+        assert relative(grads[name], grad) <= SHARDED_GRADIENT_RELATIVE, f"d_{name}"
+
+
+def main(rank: int, folder: Path) -> None:
+    """Run all cases, and write the errors of this rank, by name of the case."""
+    import os
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from helpers.interpreter import patch_language_once
+
+        patch_language_once()
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    groups = {str(n): dist.new_group(list(range(n)), timeout=TIMEOUT) for n in (1, 2, 3, 4, 8)}
+    for i in range(2):
+        groups[f"row {i}"] = dist.new_group([2 * i, 2 * i + 1], timeout=TIMEOUT)
+        groups[f"column {i}"] = dist.new_group([i, i + 2], timeout=TIMEOUT)
+    context, errors, seconds = Context(rank, groups), {}, {}
+    only = os.environ.get("GSPO_TEST_CASES", "")
+    for name, (ranks, run) in CASES.items():
+        if rank < ranks and only in name:
+            start = time.perf_counter()
+            try:
+                run(context)
+            except Exception:
+                errors[name] = traceback.format_exc()
+            seconds[name] = time.perf_counter() - start
+    (folder / f"rank-{rank}.json").write_text(json.dumps({"errors": errors, "seconds": seconds}))
+    sys.stdout.flush()
+
+
+# -- a sharded vocabulary
+
+
+def _tp(context: Context, ranks: int) -> Callable[..., Any]:
+    groups = Groups(tp=context.group(ranks))
+    return lambda sample, backend, **options: run_sharded(sample, backend, groups, **options)
+
+
+for _ranks in (2, 3, 4, 8):
+    for _backend in ("torch", "triton"):
+        for _head, _options in HEADS.items():
+            if _ranks in (3, 8) and _head not in ("plain", "all"):
+                continue
+
+            @case(f"tp {_ranks} {_backend} {_head}", _ranks)
+            def _tp_head(
+                context: Context, ranks: int = _ranks, backend: str = _backend, options: dict[str, Any] = _options
+            ) -> None:
+                padded = "padded_vocab" in options
+                for dtype in (torch.float64, torch.float32):
+                    sample = make_sample(5, dtype=dtype, vocab=37 if padded else 48, **options)
+                    assert_equals_oracle(sample, dtype, backend, _tp(context, ranks))
+                    if dtype == torch.float64:
+                        assert_equals_one_process(sample, backend, _tp(context, ranks))
+
+
+# -- sharded sequences
+
+
+def _cp(context: Context, ranks: int, owner: Callable[..., Tensor], **fixed: Any) -> Callable[..., Any]:
+    groups = Groups(cp=context.group(ranks))
+
+    def run(sample: Sample, backend: str, **options: Any) -> Any:
+        return run_sharded(sample, backend, groups, owner(sample.target_ids.shape, ranks), **fixed, **options)
+
+    return run
+
+
+for _name, _fields in OBJECTIVES.items():
+    for _backend in ("torch", "triton"):
+        if _backend == "triton" and _name not in ("gspo", "everything"):
+            continue
+
+        @case(f"cp 2 {_backend} {_name}", 2)
+        def _cp_objective(context: Context, backend: str = _backend, fields: dict[str, Any] = _fields) -> None:
+            objective = Objective(**fields)
+            for more in ({}, {"per_token_advantages": True, "token_weights": True}):
+                sample = make_sample(3, dtype=torch.float64, objective=objective, **more)
+                has_entropy = {"entropy": True}
+                assert_equals_one_process(sample, backend, _cp(context, 2, zigzag, packed=bool(more)), **has_entropy)
+            sample = make_sample(11, objective=objective)
+            assert_equals_oracle(sample, torch.float32, backend, _cp(context, 2, contiguous))
+
+
+for _ranks in (3, 4, 8):
+    for _layout in (contiguous, zigzag):
+
+        @case(f"cp {_ranks} {_layout.__name__}", _ranks)
+        def _cp_layout(context: Context, ranks: int = _ranks, layout: Any = _layout) -> None:
+            for packed in (False, True):
+                sample = make_sample(4, dtype=torch.float64, objective=Objective(kl_coef=0.1, ratio="sequence-token"))
+                assert_equals_one_process(sample, "torch", _cp(context, ranks, layout, packed=packed))
+
+
+@case("tp x cp", 4)
+def _tp_cp(context: Context) -> None:
+    def run(sample: Sample, backend: str, **options: Any) -> Any:
+        return run_sharded(sample, backend, context.square(), zigzag(sample.target_ids.shape, 2), **options)
+
+    for backend in ("torch", "triton"):
+        for head in ("plain", "all"):
+            options = HEADS[head]
+            vocab = 37 if "padded_vocab" in options else 48
+            sample = make_sample(6, dtype=torch.float64, vocab=vocab, **options)
+            assert_equals_one_process(sample, backend, run)
+            assert_equals_oracle(make_sample(6, vocab=vocab, **options), torch.float32, backend, run)
+
+
+_ = METRIC_ABSOLUTE, METRIC_RELATIVE

@@ -106,7 +106,9 @@ def gather(x: Tensor, group: str) -> Tensor:
     process_group = resolve(group)
     out = x.new_empty(process_group.size(), *x.shape)
     if x.numel():
-        dist.all_gather_into_tensor(out.flatten(0, 1), x.contiguous(), group=process_group)
+        # torch 2.13 deprecates the old name.
+        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+        getattr(dist, name)(out.flatten(0, 1), x.contiguous(), group=process_group)
     return out
 
 

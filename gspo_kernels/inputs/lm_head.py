@@ -7,6 +7,7 @@ module's forward, so that the module's hooks fire. While it runs, a module with 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -42,6 +43,9 @@ class HeadModules(NamedTuple):
 def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
     """Run `function` as the module's forward, so that the module's hooks fire, and return the module's output.
 
+    The hooks of `parallelize_module` expect a DTensor as the module's output, so only those of its input fire: they
+    gather hidden states that are sharded over tokens. `function` receives a plain tensor.
+
     ZeRO-3 also adds hooks to the layers inside a PEFT head, to gather the parameters of these layers. These hooks fire
     as well.
     """
@@ -67,13 +71,34 @@ def _call_as(module: nn.Module, function: Callable[[Tensor], Any], hidden: Tenso
     def temporary_forward(x: Tensor) -> Any:
         restore()
         _running.modules = (*outer, module)
-        return function(x)
+        return function(local(x))
 
     module.forward = temporary_forward
     try:
-        return module(hidden)
+        with _output_hooks_of_tensor_parallelism_removed(module):
+            return module(hidden)
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def _output_hooks_of_tensor_parallelism_removed(module: nn.Module) -> Iterator[None]:
+    """Remove the hooks by which `parallelize_module` converts the module's output."""
+    hooks = module._forward_hooks
+    before = dict(hooks)
+    of_output = {key for key, hook in before.items() if getattr(hook, "__module__", "") == _DISTRIBUTE_MODULE}
+    for key in of_output:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        if of_output:  # restore the order, too
+            now = {key: hook for key, hook in before.items() if key in hooks or key in of_output} | dict(hooks)
+            hooks.clear()
+            hooks.update(now)
+
+
+_DISTRIBUTE_MODULE = "torch.distributed.tensor._api"  # where `parallelize_module` defines its hooks
 
 
 def _hooked_by_zero(module: nn.Module) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from helpers.ranks import run_ranks
-from helpers.sharded_cases import CASES, WORLD, main
+from helpers.sharded_cases import CASES
+from helpers.sharded_ranks import WORLD, main
 
 
 @pytest.fixture(scope="module")

@@ -6,27 +6,17 @@ comparisons, and the rank reports them at the end.
 
 from __future__ import annotations
 
-import datetime
-import json
-import sys
-import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from helpers.oracle import HEADS, OBJECTIVES, assert_equals_oracle
 from helpers.samples import Sample, make_sample, run_fused
 from helpers.sharded_runs import Groups, contiguous, run_sharded, zigzag
-from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE, SHARDED_GRADIENT_RELATIVE
+from tolerance import SHARDED_GRADIENT_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective
-
-WORLD = 8
-TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class Case(NamedTuple):
@@ -65,9 +55,17 @@ def relative(x: Tensor, truth: Tensor) -> float:
     return ((x - truth).double().norm() / truth.double().norm().clamp(min=1e-30)).item()
 
 
-def assert_equals_one_process(sample: Sample, backend: str, run: Callable[..., Any], **options: Any) -> None:
-    """Assert that loss, metrics and gradients of a float64 sample equal those of one process."""
-    (out, grads), (one, one_grads) = run(sample, backend, **options), run_fused(sample, backend, **options)
+def assert_equals_one_process(
+    sample: Sample, backend: str, run: Callable[..., Any], own: dict[str, Any] | None = None, **options: Any
+) -> None:
+    """Assert that loss, metrics and gradients of a float64 sample equal those of one process.
+
+    `own` holds options of this process that replace those of one process.
+    """
+    (out, grads), (one, one_grads) = (
+        run(sample, backend, **options | (own or {})),
+        run_fused(sample, backend, **options),
+    )
     assert relative(out.loss, one.loss) <= SHARDED_GRADIENT_RELATIVE or (out.loss - one.loss).abs() <= 1e-12
     assert out.metrics.keys() == one.metrics.keys()
     for name, value in one.metrics.items():
@@ -79,33 +77,6 @@ def assert_equals_one_process(sample: Sample, backend: str, run: Callable[..., A
             assert relative(ours, theirs) <= SHARDED_GRADIENT_RELATIVE or ours.abs().max() <= 1e-9, name
     for name, grad in one_grads.items():
         assert relative(grads[name], grad) <= SHARDED_GRADIENT_RELATIVE, f"d_{name}"
-
-
-def main(rank: int, folder: Path) -> None:
-    """Run all cases, and write the errors of this rank, by name of the case."""
-    import os
-
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        from helpers.interpreter import patch_language_once
-
-        patch_language_once()
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    groups = {str(n): dist.new_group(list(range(n)), timeout=TIMEOUT) for n in (1, 2, 3, 4, 8)}
-    for i in range(2):
-        groups[f"row {i}"] = dist.new_group([2 * i, 2 * i + 1], timeout=TIMEOUT)
-        groups[f"column {i}"] = dist.new_group([i, i + 2], timeout=TIMEOUT)
-    context, errors, seconds = Context(rank, groups), {}, {}
-    only = os.environ.get("GSPO_TEST_CASES", "")
-    for name, (ranks, run) in CASES.items():
-        if rank < ranks and only in name:
-            start = time.perf_counter()
-            try:
-                run(context)
-            except Exception:
-                errors[name] = traceback.format_exc()
-            seconds[name] = time.perf_counter() - start
-    (folder / f"rank-{rank}.json").write_text(json.dumps({"errors": errors, "seconds": seconds}))
-    sys.stdout.flush()
 
 
 # -- a sharded vocabulary
@@ -184,6 +155,3 @@ def _tp_cp(context: Context) -> None:
             sample = make_sample(6, dtype=torch.float64, vocab=vocab, **options)
             assert_equals_one_process(sample, backend, run)
             assert_equals_oracle(make_sample(6, vocab=vocab, **options), torch.float32, backend, run)
-
-
-_ = METRIC_ABSOLUTE, METRIC_RELATIVE

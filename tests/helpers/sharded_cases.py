@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from helpers.oracle import HEADS, OBJECTIVES, assert_equals_oracle
 from helpers.samples import Sample, make_sample, run_fused
-from helpers.sharded_runs import Groups, contiguous, run_sharded, zigzag
+from helpers.sharded_runs import Groups, contiguous, run_sharded, size_of, zigzag
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from tolerance import SHARDED_GRADIENT_RELATIVE
 from torch import Tensor
 
@@ -155,3 +157,66 @@ def _tp_cp(context: Context) -> None:
             sample = make_sample(6, dtype=torch.float64, vocab=vocab, **options)
             assert_equals_one_process(sample, backend, run)
             assert_equals_oracle(make_sample(6, vocab=vocab, **options), torch.float32, backend, run)
+
+
+# -- drawn shardings
+
+
+def _examples() -> list[dict[str, Any]]:
+    """Return examples drawn by Hypothesis, the same on every rank."""
+    examples: list[dict[str, Any]] = []
+    batches = st.fixed_dictionaries(
+        {
+            "mesh": st.sampled_from(["tp", "cp", "square"]),
+            "lengths": st.lists(st.integers(1, 12), min_size=1, max_size=7),
+            "rows_per_rank": st.integers(3, 20),
+            "padding": st.floats(0, 0.7),  # share of the vocabulary
+            "objective": st.sampled_from(list(OBJECTIVES)),
+            "head": st.sampled_from([name for name in HEADS if "padded_vocab" not in HEADS[name]]),
+            "per_token": st.booleans(),
+            "entropy": st.booleans(),
+            "seed": st.integers(0, 2**16),
+        }
+    )
+
+    @settings(max_examples=20, derandomize=True, database=None, phases=[Phase.generate], deadline=None)
+    @given(example=batches)
+    def draw(example: dict[str, Any]) -> None:
+        examples.append(example)
+
+    draw()
+    return examples
+
+
+@case("drawn shardings", 4)
+def _drawn(context: Context) -> None:
+    for x in _examples():
+        groups = {
+            "tp": Groups(tp=context.group(4)),
+            "cp": Groups(cp=context.group(4)),
+            "square": context.square(),
+        }[x["mesh"]]
+        columns = x["rows_per_rank"] * size_of(groups.tp) + 12 * (groups.tp is None)
+        vocab = max(int(columns * (1 - x["padding"])), 2)
+        sample = make_sample(
+            x["seed"],
+            dtype=torch.float64,
+            lengths=tuple(x["lengths"]),
+            vocab=vocab,
+            padded_vocab=columns - vocab,
+            objective=Objective(**OBJECTIVES[x["objective"]]),
+            per_token_advantages=x["per_token"],
+            token_weights=x["per_token"],
+            **HEADS[x["head"]],
+        )
+        shape = sample.target_ids.shape
+        owner = torch.randint(size_of(groups.cp), shape, generator=torch.Generator().manual_seed(x["seed"]))
+
+        def run(sample: Sample, backend: str, groups: Groups = groups, owner: Tensor = owner, **options: Any) -> Any:
+            options |= {} if groups.cp is None else {"packed": True}
+            return run_sharded(sample, backend, groups, owner, **options)
+
+        try:
+            assert_equals_one_process(sample, "torch", run, entropy=x["entropy"])
+        except AssertionError as error:
+            raise AssertionError(f"{x}: {error}") from error

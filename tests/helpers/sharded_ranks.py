@@ -9,7 +9,8 @@ import time
 import traceback
 from pathlib import Path
 
-import helpers.sharded_features  # noqa: F401 - adds its cases
+import helpers.sharded_features
+import helpers.sharded_modules  # noqa: F401
 import torch.distributed as dist
 from helpers.sharded_cases import CASES, Context
 

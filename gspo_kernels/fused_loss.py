@@ -127,7 +127,7 @@ def gspo_fused_loss(
         logit_softcap,
         temperature,
         vocab_size,
-        entropy or has_bonus,
+        entropy,
         backend,
         tp_group,
         reduce_hidden,
@@ -150,7 +150,7 @@ def gspo_fused_loss(
         call.boolean("entropy", entropy)
         if has_bonus and gradient_budget > 0:
             call.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
-        head = head_rows(call, head_arguments)
+        head = head_rows(call, head_arguments._replace(entropy=entropy or has_bonus))
         unmasked = head.rows.mask.view(target_ids.shape)
         policy = policy_rows(call, arguments, unmasked, accumulator(head.rows.hidden.dtype))
         return head, policy, cache_size(call, cache_mib, head.rows)

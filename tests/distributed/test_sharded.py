@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from helpers.ranks import run_ranks
 from helpers.sharded_cases import CASES
-from helpers.sharded_ranks import WORLD, main
+from helpers.sharded_ranks import DEADLINE, WORLD, main
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(main, WORLD, folder, deadline=170)
+    run_ranks(main, WORLD, folder, deadline=DEADLINE)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
 
 

@@ -81,6 +81,14 @@ def assert_equals_one_process(
         assert relative(grads[name], grad) <= SHARDED_GRADIENT_RELATIVE, f"d_{name}"
 
 
+def assert_within_tolerance(context: Context, sample: Sample, backend: str, run: Callable[..., Any]) -> None:
+    """Assert on rank 0 that an fp32 sample is within the tolerance of the oracle."""
+    if context.rank == 0:
+        assert_equals_oracle(sample, torch.float32, backend, run)
+    else:
+        run(sample, backend, entropy=True)
+
+
 # -- a sharded vocabulary
 
 
@@ -100,11 +108,9 @@ for _ranks in (2, 3, 4, 8):
                 context: Context, ranks: int = _ranks, backend: str = _backend, options: dict[str, Any] = _options
             ) -> None:
                 padded = "padded_vocab" in options
-                for dtype in (torch.float64, torch.float32):
-                    sample = make_sample(5, dtype=dtype, vocab=37 if padded else 48, **options)
-                    assert_equals_oracle(sample, dtype, backend, _tp(context, ranks))
-                    if dtype == torch.float64:
-                        assert_equals_one_process(sample, backend, _tp(context, ranks))
+                vocab, run = 37 if padded else 48, _tp(context, ranks)
+                assert_equals_one_process(make_sample(5, dtype=torch.float64, vocab=vocab, **options), backend, run)
+                assert_within_tolerance(context, make_sample(5, vocab=vocab, **options), backend, run)
 
 
 # -- sharded sequences
@@ -127,12 +133,12 @@ for _name, _fields in OBJECTIVES.items():
         @case(f"cp 2 {_backend} {_name}", 2)
         def _cp_objective(context: Context, backend: str = _backend, fields: dict[str, Any] = _fields) -> None:
             objective = Objective(**fields)
-            for more in ({}, {"per_token_advantages": True, "token_weights": True}):
+            kinds: tuple[dict[str, Any], ...] = ({}, {"per_token_advantages": True, "token_weights": True})
+            for more in kinds:
                 sample = make_sample(3, dtype=torch.float64, objective=objective, **more)
-                has_entropy = {"entropy": True}
-                assert_equals_one_process(sample, backend, _cp(context, 2, zigzag, packed=bool(more)), **has_entropy)
+                assert_equals_one_process(sample, backend, _cp(context, 2, zigzag, packed=bool(more)), entropy=True)
             sample = make_sample(11, objective=objective)
-            assert_equals_oracle(sample, torch.float32, backend, _cp(context, 2, contiguous))
+            assert_within_tolerance(context, sample, backend, _cp(context, 2, contiguous))
 
 
 for _ranks in (3, 4, 8):
@@ -156,7 +162,7 @@ def _tp_cp(context: Context) -> None:
             vocab = 37 if "padded_vocab" in options else 48
             sample = make_sample(6, dtype=torch.float64, vocab=vocab, **options)
             assert_equals_one_process(sample, backend, run)
-            assert_equals_oracle(make_sample(6, vocab=vocab, **options), torch.float32, backend, run)
+            assert_within_tolerance(context, make_sample(6, vocab=vocab, **options), backend, run)
 
 
 # -- drawn shardings

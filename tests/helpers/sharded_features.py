@@ -56,8 +56,8 @@ for _ranks in (2, 4, 8):
                     options: dict[str, Any] = {"entropy": True, "backend": backend, "vocab_size": vocab - 70}
                     hidden, weight, ids = rows(vocab, dtype)
                     ids = ids.clamp(max=vocab - 71)
-                    one = linear_log_probs(hidden, weight, ids, **options)
-                    for capped in ({}, {"logit_softcap": 3.0, "temperature": 0.7}):
+                    heads: tuple[dict[str, Any], ...] = ({}, {"logit_softcap": 3.0, "temperature": 0.7})
+                    for capped in heads:
                         one = linear_log_probs(hidden, weight, ids, **options, **capped)
                         out = linear_log_probs(
                             hidden, shard_rows(weight, group), ids, tp_group=group, **options, **capped
@@ -179,10 +179,15 @@ def peaked(vocab: int) -> Sample:
 
 
 for _backend in ("torch", "triton"):
-    for _options in ({"gradient_budget": 0.2}, {"cache_mib": 8.0}, {"cache_mib": 1.0, "gradient_budget": 0.2}):
+    kinds: tuple[dict[str, Any], ...] = (
+        {"gradient_budget": 0.2},
+        {"cache_mib": 8.0},
+        {"cache_mib": 1.0, "gradient_budget": 0.2},
+    )
+    for _options in kinds:
 
         @case(f"tp 2 {_backend} {' '.join(_options)}", 2)
-        def _memory(context: Context, backend: str = _backend, options: dict[str, float] = _options) -> None:
+        def _memory(context: Context, backend: str = _backend, options: dict[str, Any] = _options) -> None:
             # Shards begin at tiles. A rank keeps as many rows as one process with twice the memory.
             sample = peaked(960) if backend == "torch" else peaked(512)
             own = {name: x / 2 if name == "cache_mib" else x for name, x in options.items()}
@@ -236,7 +241,7 @@ for _reduce in ("all", "none"):
             out = linear_log_probs(h, head, ids, **options)
             (out.log_probs * torch.linspace(-1, 1, N)).sum().backward()
             d_a, d_b = head.lora_A["default"].weight.grad, head.lora_B["default"].weight.grad
-            assert h.grad is not None and d_a is not None and d_b is not None
+            assert isinstance(h.grad, Tensor) and isinstance(d_a, Tensor) and isinstance(d_b, Tensor)
             return out.log_probs.detach(), h.grad, d_a, d_b
 
         one = run(weight, b)

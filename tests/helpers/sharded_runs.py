@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,13 +45,13 @@ def of_every_rank(x: Any, group: Any) -> list[Any]:
     return out
 
 
-def contiguous(shape: tuple[int, int], ranks: int) -> Tensor:
+def contiguous(shape: Sequence[int], ranks: int) -> Tensor:
     """Return the rank of each token [B, T]: consecutive tokens on the same rank."""
     batch, length = shape
     return (torch.arange(length) * ranks // max(length, 1)).expand(batch, length)
 
 
-def zigzag(shape: tuple[int, int], ranks: int) -> Tensor:
+def zigzag(shape: Sequence[int], ranks: int) -> Tensor:
     """Return the rank of each token [B, T]: of 2 R chunks, rank r holds chunks r and 2 R - 1 - r."""
     chunk = contiguous(shape, 2 * ranks)
     return torch.minimum(chunk, 2 * ranks - 1 - chunk)

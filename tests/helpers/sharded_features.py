@@ -259,16 +259,24 @@ def _compiled(context: Context) -> None:
     group, (hidden, weight, ids) = context.group(2), rows(64, torch.float64)
     local = shard_rows(weight, group)
 
-    def loss(h: Tensor, w: Tensor) -> Tensor:
+    def log_probs(h: Tensor, w: Tensor) -> Tensor:
         return linear_log_probs(h, w, ids, tp_group=group).log_probs.square().mean()
 
-    grads = []
-    for function in (loss, torch.compile(loss, backend="aot_eager")):
-        h, w = hidden.clone().requires_grad_(), local.clone().requires_grad_()
-        function(h, w).backward()
-        grads.append((h.grad, w.grad))
-    for ours, theirs in zip(*grads, strict=True):
-        assert torch.equal(ours, theirs)  # pyright: ignore[reportArgumentType]
+    def fused(h: Tensor, w: Tensor) -> Tensor:
+        advantages = torch.linspace(-1, 1, N // 4)
+        out = gspo_fused_loss(
+            h.view(N // 4, 4, H), w, ids.view(N // 4, 4), advantages, tp_group=group, cp_group=context.group(2)
+        )
+        return out.loss + out.metrics["ratio_mean"]
+
+    for loss in (log_probs, fused):
+        grads = []
+        for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+            h, w = hidden.clone().requires_grad_(), local.clone().requires_grad_()
+            function(h, w).backward()
+            grads.append((h.grad, w.grad))
+        for ours, theirs in zip(*grads, strict=True):
+            assert torch.equal(ours, theirs)  # pyright: ignore[reportArgumentType]
 
 
 # -- errors

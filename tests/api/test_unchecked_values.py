@@ -149,7 +149,7 @@ def test_the_torch_policy_forward_reads_no_value_on_the_host(monkeypatch: pytest
     log_probs, entropy, mask, policy, objective, _ = calls[0]
     with FakeTensorMode() as mode:
         log_probs, entropy, mask = (mode.from_tensor(x) for x in (log_probs, entropy, mask))
-        rows = PolicyRows._make(None if x is None else mode.from_tensor(x) for x in policy)
+        rows = PolicyRows._make(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in policy)
         assert policy_forward(log_probs, entropy, mask, rows, objective).loss.shape == ()
 
 

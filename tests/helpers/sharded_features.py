@@ -201,12 +201,19 @@ for _backend in ("torch", "triton"):
 @case("tp 4 budget of unaligned shards", 4)
 def _unaligned_budget(context: Context) -> None:
     sample = peaked(1200)
+    sample = sample.with_options(vocab_size=1000)  # the last rank has fewer columns than the others
+    sample = replace(sample, target_ids=sample.target_ids.clamp(max=999))
+    run = _on(context, 4)
     with small_tiles():
-        out, _ = _on(context, 4)(sample, "torch", gradient_budget=0.2)
-    metrics = of_every_rank({name: x.item() for name, x in out.metrics.items()}, context.group(4))
-    assert all(x == metrics[0] for x in metrics)
-    assert 0 < metrics[0]["dropped_gradient_mass"] <= 0.2
-    assert metrics[0]["live_tile_share"] < metrics[0]["live_row_share"]
+        dropping, _ = run(sample, "torch", gradient_budget=0.2)
+        partly_kept, _ = run(sample, "torch", gradient_budget=0.2, cache_mib=0.5)
+        exact, _ = run(sample, "torch", gradient_budget=1e-12)  # leaves out nothing
+    for out in (dropping, partly_kept, exact):
+        metrics = of_every_rank({name: x.item() for name, x in out.metrics.items()}, context.group(4))
+        assert all(x == metrics[0] for x in metrics)
+    assert 0 < dropping.metrics["dropped_gradient_mass"] <= 0.2
+    assert dropping.metrics["live_tile_share"] < dropping.metrics["live_row_share"]
+    torch.testing.assert_close(exact.metrics["live_tile_share"], exact.metrics["live_row_share"])
 
 
 @case("tp 2 reduce_hidden none", 2)

@@ -2,12 +2,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test quick lint test-benchmarks test-trainers gate
+.PHONY: demo test quick lint test-distributed test-benchmarks test-trainers gate
 demo: .venv/ready
 	$(BIN)/gspo train
 
-test: lint
-	$(BIN)/$(PYTEST) --ignore tests/trainers --ignore tests/benchmarks
+test: lint test-distributed
+	$(BIN)/$(PYTEST) --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed
+
+# One start of eight gloo processes, so without pytest-xdist.
+test-distributed: .venv/ready
+	$(BIN)/python -m pytest tests/distributed
 
 test-benchmarks: .venv/ready
 	$(BIN)/$(PYTEST) tests/benchmarks

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from . import ops
+from .agreement import agree
 from .backends.rows import products
-from .inputs.head import HeadArguments, head_rows
-from .inputs.memory import cache_size, check_budget, needed_by_autograd
-from .inputs.policy import PolicyArguments, policy_rows
+from .inputs.head import HeadArguments, HeadInputs, head_rows
+from .inputs.lm_head import weight_of
+from .inputs.memory import cache_size, check_budget, head_facts, needed_by_autograd
+from .inputs.policy import PolicyArguments, PolicyInputs, policy_facts, policy_rows
 from .layout import accumulator
 from .metrics import work_metrics
 from .objective import Objective
 from .outputs import LossOutput, loss_output
+from .parallel import process_group, vocabulary_group
 from .validation import Call
 
 
@@ -39,6 +44,9 @@ def gspo_fused_loss(
     entropy: bool = False,
     gradient_budget: float = 0.0,
     cache_mib: float | None = None,
+    tp_group: Any = None,
+    reduce_hidden: str = "all",
+    cp_group: Any = None,
     backend: str = "auto",
 ) -> LossOutput:
     """Compute the GSPO loss, or the loss of any other `Objective`, from hidden states and sampled tokens.
@@ -94,6 +102,8 @@ def gspo_fused_loss(
             in the dtype of hidden: all of a batch takes N V values. Log-probs have the same bits for every size. The
             memory is free after the backward, and nothing is kept if no operand needs a gradient. `gspo doctor
             --memory N,H,V` prints what a size saves. None: the environment variable GSPO_CACHE_MIB, or 0.
+        tp_group, reduce_hidden: a vocabulary that is sharded over ranks, see `linear_log_probs`.
+        cp_group: sequences that are sharded over ranks, see `policy_loss`.
         backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
             that you name cannot run, an error is raised.
 
@@ -106,26 +116,21 @@ def gspo_fused_loss(
             NaN if there are any.
     """
     call = Call("gspo_fused_loss")
-    check_budget(call, gradient_budget)
-    call.boolean("entropy", entropy)
     has_bonus = isinstance(objective, Objective) and objective.entropy_coef != 0
-    if has_bonus and gradient_budget > 0:
-        call.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
-    head = head_rows(
-        call,
-        HeadArguments(
-            hidden,
-            lm_head,
-            target_ids,
-            mask,
-            bias,
-            logit_scale,
-            logit_softcap,
-            temperature,
-            vocab_size,
-            entropy or has_bonus,
-            backend,
-        ),
+    head_arguments = HeadArguments(
+        hidden,
+        lm_head,
+        target_ids,
+        mask,
+        bias,
+        logit_scale,
+        logit_softcap,
+        temperature,
+        vocab_size,
+        entropy,
+        backend,
+        tp_group,
+        reduce_hidden,
     )
     arguments = PolicyArguments(
         advantages,
@@ -137,10 +142,29 @@ def gspo_fused_loss(
         objective,
         normalizer,
         kl_normalizer,
+        cp_group,
     )
-    unmasked = head.rows.mask.view(target_ids.shape)
-    policy = policy_rows(call, arguments, unmasked, accumulator(head.rows.hidden.dtype))
-    cache = cache_size(call, cache_mib, head.rows)
+
+    def inputs() -> tuple[HeadInputs, PolicyInputs, int]:
+        check_budget(call, gradient_budget)
+        call.boolean("entropy", entropy)
+        if has_bonus and gradient_budget > 0:
+            call.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
+        head = head_rows(call, head_arguments._replace(entropy=entropy or has_bonus))
+        unmasked = head.rows.mask.view(target_ids.shape)
+        policy = policy_rows(call, arguments, unmasked, accumulator(head.rows.hidden.dtype))
+        return head, policy, cache_size(call, cache_mib, head.rows)
+
+    def facts(inputs: tuple[HeadInputs, PolicyInputs, int]) -> dict[str, Any]:
+        head, policy, cache = inputs
+        work = (gradient_budget, cache, any(needed_by_autograd(head.rows)))
+        return head_facts(head, cache, gradient_budget) | policy_facts(policy, objective, work)
+
+    groups = {
+        "tp_group": vocabulary_group(call, weight_of(lm_head), tp_group),
+        "cp_group": process_group(call, "cp_group", cp_group),
+    }
+    head, policy, cache = agree(call, groups, hidden, inputs, facts)
     result = ops.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), cache, head.backend)
     entropies = result.head.entropy if head.rows.entropy else None
     out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective)

@@ -13,6 +13,7 @@ from .backends.live_tiles import all_columns, exact_work
 from .backends.rows import Cache, HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient, products
 from .custom_op import Operator, restore, save
 from .layout import accumulator
+from .parallel import shard_of
 
 Gradients = dict[str, Tensor | None]  # by the name of the operator's argument
 
@@ -108,6 +109,9 @@ def head_backward(
             has_gradient = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
             work = exact_work(head, has_gradient, kept)
         metrics.record_backward(torch.stack(work), products(needs))
+    if head.shard and not shard_of(head.shard).columns():  # this rank holds only padding of the vocabulary
+        operands = zip((getattr(head, name) for name in HeadGradients._fields), needs, strict=True)
+        return HeadGradients(*(torch.zeros_like(x) if needed else head.hidden.new_empty(0) for x, needed in operands))
     gradients = kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept)
     return HeadGradients(*(head.hidden.new_empty(0) if x is None else x for x in gradients))
 

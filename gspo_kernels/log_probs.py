@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from . import ops
-from .inputs.head import HeadArguments, head_rows
-from .inputs.memory import cache_size, check_budget, needed_by_autograd
+from .agreement import agree
+from .inputs.head import HeadArguments, HeadInputs, head_rows
+from .inputs.lm_head import weight_of
+from .inputs.memory import cache_size, check_budget, head_facts, needed_by_autograd
 from .outputs import LogProbOutput
+from .parallel import vocabulary_group
 from .validation import Call
 
 
@@ -28,6 +33,8 @@ def linear_log_probs(
     entropy: bool = False,
     gradient_budget: float = 0.0,
     cache_mib: float | None = None,
+    tp_group: Any = None,
+    reduce_hidden: str = "all",
     backend: str = "auto",
 ) -> LogProbOutput:
     """Compute the log-prob of each target id under `softmax(softcap(logit_scale * (h W^T + bias)) / temperature)`.
@@ -56,6 +63,15 @@ def linear_log_probs(
             gradient too, the backward raises a ValueError.
         cache_mib: memory, in MiB, in which the forward may keep exponentials of logits until the backward, which then
             does not recompute these logits; see `gspo_fused_loss`. None: the environment variable GSPO_CACHE_MIB, or 0.
+        tp_group: process group, or DeviceMesh of one dimension, over whose ranks the vocabulary is sharded. Then
+            lm_head and bias are this rank's rows, [V / ranks, H] and [V / ranks], in the order of the ranks. So is
+            LoRA's B; its A is replicated. hidden, target_ids and all other arguments must be equal on all ranks, and
+            target_ids and vocab_size count the columns of all ranks. V may include padding. A DTensor lm_head with
+            Shard(0) over one mesh dimension says the same without a tp_group. The forward makes one all-gather.
+            Log-probs are equal on all ranks. They have the bits of a single process if every shard begins at a
+            vocabulary tile; otherwise a warning is given once.
+        reduce_hidden: "all": the gradient of hidden is summed over the ranks, by one all-reduce. "none": it is this
+            rank's term of that sum, for callers that reduce it themselves (Megatron's sequence parallelism does).
         backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
             that you name cannot run, an error is raised.
 
@@ -67,12 +83,29 @@ def linear_log_probs(
             inside GPU tensors raise only if GSPO_CHECK=1. Otherwise an id out of range gives the log-prob NaN.
     """
     call = Call("linear_log_probs")
-    check_budget(call, gradient_budget)
     arguments = HeadArguments(
-        hidden, lm_head, target_ids, mask, bias, logit_scale, logit_softcap, temperature, vocab_size, entropy, backend
+        hidden,
+        lm_head,
+        target_ids,
+        mask,
+        bias,
+        logit_scale,
+        logit_softcap,
+        temperature,
+        vocab_size,
+        entropy,
+        backend,
+        tp_group,
+        reduce_hidden,
     )
-    head = head_rows(call, arguments)
-    cache = cache_size(call, cache_mib, head.rows)
+
+    def inputs() -> tuple[HeadInputs, int]:
+        check_budget(call, gradient_budget)
+        head = head_rows(call, arguments)
+        return head, cache_size(call, cache_mib, head.rows)
+
+    group = vocabulary_group(call, weight_of(lm_head), tp_group)
+    head, cache = agree(call, {"tp_group": group}, hidden, inputs, lambda x: head_facts(*x, gradient_budget))
     budget = float(gradient_budget) if any(needed_by_autograd(head.rows)) else 0.0  # without a backward, keep nothing
     out = ops.linear_log_probs(head.rows, budget, cache, head.backend).head
     shape = target_ids.shape

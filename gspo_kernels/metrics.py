@@ -80,8 +80,13 @@ def _extreme(ratio: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], ne
 
 
 def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict[str, Tensor]:
-    """Return the metrics by name. "invalid" is the number of invalid ids, advantages, offsets, ..."""
-    named: dict[str, Tensor] = dict(zip(NAMES, values.unbind(), strict=True))
+    """Return the metrics by name. "invalid" is the number of invalid ids, advantages, offsets, ...
+
+    If sequences are sharded over ranks, the last entry of `values` is this number over all ranks.
+    """
+    if values.shape[0] > len(NAMES):
+        invalid = values[-1].to(invalid.dtype)
+    named: dict[str, Tensor] = dict(zip(NAMES, values[: len(NAMES)].unbind(), strict=True))
     if not kl:
         del named["kl"]
     if not entropy:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from . import metrics
-from .backends.dispatch import implementation
-from .backends.live_tiles import all_columns, exact_work
+from .backends.dispatch import Backend, implementation
+from .backends.live_tiles import all_columns, exact_work, work_of_all_ranks
 from .backends.precision import multiply_no_nan
 from .backends.rows import Cache, HeadResult, HeadRows, Kept, LiveTiles, PolicyResult, PolicyRows
 from .custom_op import Operator, restore, save
@@ -38,7 +38,12 @@ def policy_loss(
 ) -> PolicyResult:
     """Compute the loss of rows, and its coefficients and metrics. Only the loss is differentiable."""
     with torch.autocast(log_probs.device.type, enabled=False):
-        return implementation(backend).policy_forward(log_probs, entropy, mask, policy, objective)
+        return _sequence_backend(policy, backend).policy_forward(log_probs, entropy, mask, policy, objective)
+
+
+def _sequence_backend(policy: PolicyRows, backend: str) -> Backend:
+    """Return the backend that computes the loss. If sequences are sharded over ranks, it is always torch."""
+    return implementation("torch" if policy.group else backend)
 
 
 @policy_loss.fake
@@ -51,7 +56,7 @@ def _fake_policy(
         log_ratio=log_probs.new_empty(rows if objective.ratio == "token" else policy.offsets.shape[0] - 1),
         coefficient=torch.empty_like(log_probs),
         entropy_coefficient=log_probs.new_empty(rows if objective.entropy_coef != 0 else 0),
-        metrics=log_probs.new_empty(len(metrics.NAMES)),
+        metrics=log_probs.new_empty(len(metrics.NAMES) + bool(policy.group)),
     )
 
 
@@ -144,16 +149,20 @@ def fused_loss(
     result, kept = kernels.forward_and_keep(head, gradient_budget > 0, cache)
     entropy = result.entropy if head.entropy else None
     with torch.autocast(head.hidden.device.type, enabled=False):
-        loss = kernels.policy_forward(result.log_probs, entropy, head.mask, policy, objective)
+        loss = _sequence_backend(policy, backend).policy_forward(
+            result.log_probs, entropy, head.mask, policy, objective
+        )
     cell = kernels.cell_shape(head) if gradient_budget > 0 else None
     if cell is not None:
         live_tiles, work = kernels.choose(head, result, loss.coefficient, kept, cell, gradient_budget)
         kept = kept._replace(share=kept.share.new_empty(0, 0))
-    elif rows:
+    elif rows or (policy.group and (gradient_budget > 0 or cache_bytes > 0)):
         live_tiles = all_columns(head.hidden.device)
         work = exact_work(head, _has_gradient(head.mask, loss), kept)
     else:
         return FusedResult(result, loss, all_columns(head.hidden.device), loss.loss.new_empty(0), kept)
+    if policy.group:
+        work = work_of_all_ranks(work, head, result, loss.coefficient, policy.group)
     return FusedResult(result, loss, live_tiles, torch.stack(work).to(loss.loss.dtype), kept)
 
 
@@ -186,6 +195,7 @@ def _fake_fused(
         cells = live_tiles.cells.new_empty(-(-n // rows), -(-head.vocab_size // columns))
         live_tiles = LiveTiles(live_tiles.order.new_empty(n), cells, live_tiles.counts.new_empty(2))
     has_work = cell is not None or implementation(backend).cache_rows(head, cache_bytes) > 0
+    has_work = has_work or (policy.group != "" and (gradient_budget > 0 or cache_bytes > 0))
     kept = kept._replace(share=kept.share.new_empty(0, 0))
     return FusedResult(result, loss, live_tiles, result.log_probs.new_empty(4 if has_work else 0), kept)
 

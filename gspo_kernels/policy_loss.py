@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import ops
+from .agreement import agree
 from .backends.dispatch import pick_backend
 from .inputs.head import token_mask
-from .inputs.policy import PolicyArguments, policy_rows
+from .inputs.policy import PolicyArguments, PolicyInputs, policy_facts, policy_rows
 from .objective import Objective
 from .outputs import LossOutput, loss_output
+from .parallel import process_group
 from .validation import Call
 
 
@@ -28,6 +32,7 @@ def policy_loss(
     objective: Objective = Objective(),  # noqa: B008 - frozen
     normalizer: float | Tensor | None = None,
     kl_normalizer: float | Tensor | None = None,
+    cp_group: Any = None,
     backend: str = "auto",
 ) -> LossOutput:
     """Compute the loss of an objective from per-token log-probs. Formulas: `gspo_kernels.objective`.
@@ -59,6 +64,13 @@ def policy_loss(
             number by the number of ranks. None: the number in this batch.
         kl_normalizer: divisor of the KL term. None: `normalizer` if the KL term and the policy term have the same
             aggregation, otherwise the number of tokens or sequences in this batch, as for `normalizer`.
+        cp_group: process group, or DeviceMesh of one dimension, over whose ranks the tokens of each sequence are
+            sharded (context parallelism). Every rank passes its tokens of the same sequences in the same order. On a
+            rank, a sequence may be empty, and all sizes but S may differ. How the tokens are divided (contiguous,
+            zigzag) does not matter. Loss, metrics, log-ratios and clip decisions are those of all tokens, equal on all
+            ranks, and so are default normalizers. Gradients of log-probs are of this rank's tokens. So gradients of
+            parameters must be summed over the group; where a trainer averages them, multiply the loss by the number of
+            ranks.
         backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
             that you name cannot run, an error is raised.
 
@@ -71,10 +83,6 @@ def policy_loss(
             NaN if there are any.
     """
     call = Call("policy_loss")
-    packed = cu_seqlens is not None
-    text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
-    call.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
-    unmasked = token_mask(call, mask, log_probs, log_probs.device)
     arguments = PolicyArguments(
         advantages,
         cu_seqlens,
@@ -85,21 +93,36 @@ def policy_loss(
         objective,
         normalizer,
         kl_normalizer,
+        cp_group,
     )
-    policy = policy_rows(call, arguments, unmasked, log_probs.dtype)
-    if entropy is not None:
-        shapes, device = [log_probs.shape], log_probs.device
-        call.log_probs("entropy", entropy, shapes=shapes, shape_text="like log_probs", device=device)
-        entropy = entropy.to(log_probs.dtype)
-    elif objective.entropy_coef != 0:
-        call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
+
+    def inputs() -> tuple[Tensor, Tensor | None, PolicyInputs, str]:
+        packed = cu_seqlens is not None
+        text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
+        call.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
+        unmasked = token_mask(call, mask, log_probs, log_probs.device)
+        policy = policy_rows(call, arguments, unmasked, log_probs.dtype)
+        if entropy is not None:
+            shapes, device = [log_probs.shape], log_probs.device
+            call.log_probs("entropy", entropy, shapes=shapes, shape_text="like log_probs", device=device)
+        elif objective.entropy_coef != 0:
+            call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
+        entropies = None if entropy is None else entropy.to(log_probs.dtype)
+        return unmasked, entropies, policy, pick_backend(call, backend, log_probs.device)
+
+    def facts(inputs: tuple[Tensor, Tensor | None, PolicyInputs, str]) -> dict[str, Any]:
+        _, entropies, policy, _ = inputs
+        return policy_facts(policy, objective, (log_probs.requires_grad, entropies is not None))
+
+    groups = {"cp_group": process_group(call, "cp_group", cp_group)}
+    unmasked, entropy, policy, backend = agree(call, groups, log_probs, inputs, facts)
     result = ops.policy_loss(
         log_probs.reshape(-1),
         None if entropy is None else entropy.reshape(-1),
         unmasked.reshape(-1),
         policy.rows,
         objective,
-        pick_backend(call, backend, log_probs.device),
+        backend,
     )
     log_probs_out = torch.where(unmasked, log_probs.detach(), 0)
     entropy_out = None if entropy is None else torch.where(unmasked, entropy.detach(), 0)

@@ -155,8 +155,6 @@ class Call(Field):
         expected = (
             "an unsharded weight [V, H] (under ZeRO-3 or FSDP, call inside the module's forward, or gather the weight)"
         )
-        if type(weight).__name__ == "DTensor":
-            self.fail("lm_head", f"a plain tensor and {expected}", Unquoted("a DTensor"), TypeError)
         if hasattr(type(weight), "__tensor_flatten__") and not weight.is_nested:  # such as torchao's quantised tensors
             got = Unquoted(f"a {type(weight).__name__} of {type(weight).__module__.partition('.')[0]}")
             plain = "a plain tensor (leave the head out of quantisation, or dequantise it)"
@@ -256,7 +254,7 @@ class Call(Field):
 
     def flag(self, name: str, wrong: Tensor, expected: Text, got: Callable[[], object]) -> None:
         """Raise if `wrong` (bool) has a true entry, on a CPU or with GSPO_CHECK=1. Elsewhere `invalid` counts them."""
-        if not _values_are_checked(wrong.device) or type(wrong).__name__ == "FakeTensor":
+        if not values_are_checked(wrong.device) or type(wrong).__name__ == "FakeTensor":
             self._wrong.append(wrong)
         elif wrong.any().item():
             self.fail(name, expected, got())
@@ -287,7 +285,8 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def _values_are_checked(device: torch.device) -> bool:
+def values_are_checked(device: torch.device) -> bool:
+    """Return whether bad values in tensors on `device` raise errors."""
     if torch.compiler.is_compiling():  # reading a value would break the graph
         return False
     text = os.environ.get("GSPO_CHECK", "0")

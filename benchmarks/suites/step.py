@@ -50,7 +50,7 @@ def sweep(specs: list[Spec], chosen: list[Candidate], rounds: int) -> list[Recor
         head = f"{spec.scenario}, {spec.dtype}, {spec.tokens} tokens, H = {spec.head.width}, V = {spec.head.vocab}"
         print(f"{head}: about {bench.minutes(chosen, spec, rounds):.1f} minutes", flush=True)
         runs.append(bench.compare(spec, chosen, rounds, say))
-        bench_table.show(runs[-1], SCENARIOS[spec.scenario].what, Console(width=bench_table.WIDE))
+        bench_table.show(runs[-1], Console(width=bench_table.WIDE), SCENARIOS[spec.scenario].what)
     return runs
 
 

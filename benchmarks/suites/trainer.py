@@ -11,6 +11,7 @@ slows a step.
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 import time
 from types import MethodType
@@ -41,10 +42,17 @@ def names_of(dtype: str) -> tuple[str, ...]:
     return tuple(name for name in NAMES if name != CAST or dtype != "float32")
 
 
+def check_packages(user: str) -> None:
+    """Raise an error that names the missing package, before the first process is started."""
+    with needs(user, "trl", "trl", "datasets", "transformers"):
+        for package in ("datasets", "transformers", "trl"):
+            importlib.import_module(package)
+
+
 def step_of(name: str, config: Record, length: int, dtype: str, device: str) -> Record:
     """Take steps with one implementation. Return the seconds, peak bytes and results of each. Needs a new process."""
-    with needs("python -m gspo_kernels.benchmarks trainer", "trl", "trl", "datasets"):
-        from gspo_kernels.integrations.trl import accelerate_trainer
+    from gspo_kernels.integrations.trl import accelerate_trainer
+
     size = SEQUENCES * length * config["vocab_size"] * getattr(torch, dtype).itemsize  # of all exponentials
     cache_mib = -(-size // 2**20) if "cache" in name else 0
     place, steps = torch.device(device), []
@@ -159,6 +167,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the model: default float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--device", type=device_of, default=str(device_of(None)))
     options = parser.parse_args()
+    check_packages("gspo_kernels.benchmarks trainer")
     device, tiny = options.device, {"config": TINY, "length": 16} if options.tiny else {}
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     output = destination("trainer", device, options.output, options.tiny)

@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..parallel import all_columns as columns_of_all_ranks
+from ..parallel import gather, shard_of
 from .rows import HeadResult, HeadRows, Kept, LiveTiles
 
 # SPARSE_EFFICIENCY: throughput of products of scattered cells divided by the throughput of products of slabs, measured.
@@ -79,6 +81,19 @@ def exact_work(head: HeadRows, has_gradient: Tensor, kept: Kept) -> Work:
     return Work(torch.zeros_like(rows), rows, rows, recomputed)
 
 
+def work_of_all_ranks(work: Work, head: HeadRows, result: HeadResult, coefficient: Tensor, group: str) -> Work:
+    """Return the work of all ranks over which the tokens are sharded. One all-gather of six numbers."""
+    has_gradient = head.mask & (coefficient != 0)
+    mass = coefficient.double().abs() * -torch.expm1(result.log_probs.double())
+    if head.temperature is not None:
+        mass = mass / head.temperature
+    total, unmasked = torch.where(has_gradient, mass, 0).sum(), head.mask.sum().double()
+    own = torch.stack([work.dropped * total, *(x.double() * unmasked for x in work[1:]), total, unmasked])
+    *sums, total, unmasked = gather(own, group).sum(0).unbind()
+    dropped = sums[0] / torch.where(total > 0, total, 1)
+    return Work(dropped, *(x / unmasked.clamp(min=1) for x in sums[1:]))
+
+
 def leading(flags: Tensor) -> Tensor:
     """Return the number of True values before the first False in `flags` [n], [] int64."""
     n = flags.shape[0]
@@ -121,7 +136,7 @@ def choose(
 
     `cell` is the shape of a cell, (rows, columns).
     """
-    n, vocab, (block_rows, columns) = head.hidden.shape[0], head.vocab_size, cell
+    n, vocab, (block_rows, columns) = head.hidden.shape[0], columns_of_all_ranks(head.shard, head.vocab_size), cell
     has_gradient = head.mask & (coefficient != 0)  # [N]
     factor = torch.where(has_gradient, coefficient.abs() * abs(head.logit_scale), 0)  # [N]: f above
     if head.temperature is not None:
@@ -136,12 +151,15 @@ def choose(
     has_mass = F.pad(has_gradient[order], (0, padded_order.shape[0] - n))
     mass = kept.share.index_select(1, kept.place[padded_order]).mul_(factor[padded_order])  # [tiles, n padded]
     mass.masked_fill_(~has_mass, 0)  # the share of a masked row is undefined, and 0 * NaN is not 0
-    target_tile = torch.where(has_gradient, head.target_ids, 0).clamp(0, vocab - 1)[padded_order] // columns
+    target_tile = _tile_of_target(head, has_gradient, columns)[padded_order]
     at = (target_tile, torch.arange(padded_order.shape[0], device=order.device))
     mass[at] += torch.where(has_mass, at_target[padded_order], 0)
     mass = mass.unflatten(1, (blocks, block_rows)).sum(2).t()  # [row blocks, tiles]
 
     size = pairs(rows, cell, vocab, mass)
+    if head.shard:  # every shard may end with a narrower tile
+        shard = shard_of(head.shard)
+        size = size[:, :1] / min(columns, vocab) * shard.widths(columns, size.device)
     all_cells = size > 0  # the cells with a row that has a gradient
     heavy = all_cells & ~_lightest(mass.double(), total, budget)
     share = (size * heavy).sum() / (rows * vocab).clamp(min=1)
@@ -152,7 +170,17 @@ def choose(
     of_block = (size * cells).sum(1) / (unmasked * vocab)  # [row blocks]
     recomputed = recomputed_share(of_block, order, has_gradient, kept, block_rows)
     work = Work(dropped, rows / unmasked.double(), of_block.sum(), recomputed)
-    return LiveTiles(order, cells, torch.stack([rows, pays.to(rows.dtype)])), work
+    own_cells = shard_of(head.shard).own_tiles(cells, columns) if head.shard else cells
+    return LiveTiles(order, own_cells, torch.stack([rows, pays.to(rows.dtype)])), work
+
+
+def _tile_of_target(head: HeadRows, has_gradient: Tensor, columns: int) -> Tensor:
+    """Return the tile that contains the target of each row with a gradient, [N] int64; any tile for other rows."""
+    if not head.shard:
+        return torch.where(has_gradient, head.target_ids, 0).clamp(0, head.vocab_size - 1) // columns
+    shard = shard_of(head.shard)
+    ids = torch.where(has_gradient, head.target_ids + shard.first, 0).clamp(0, shard.vocab_size - 1)
+    return shard.tile_of(ids, columns)
 
 
 def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor:

@@ -28,6 +28,9 @@ class HeadRows(NamedTuple):
     logit_softcap: float | None
     vocab_size: int  # number of columns that are not padding
     entropy: bool  # compute entropies
+    # `parallel.Shard.text` if the vocabulary is sharded over ranks, else "". Then weight, bias and adapter_weight are
+    # this rank's rows, vocab_size counts its columns (at least 1), and target_ids are relative to the first of them.
+    shard: str = ""
 
 
 class HeadResult(NamedTuple):
@@ -78,6 +81,7 @@ class PolicyRows(NamedTuple):
     normalizer: Tensor | None  # []
     kl_normalizer: Tensor | None  # []
     invalid: Tensor  # [] int64: number of invalid values; if it is not 0, the loss and its gradient are NaN
+    group: str = ""  # name of the process group over which the tokens of each sequence are sharded
 
 
 class PolicyResult(NamedTuple):
@@ -105,7 +109,7 @@ class Kept(NamedTuple):
     """
 
     place: Tensor  # [N] int64: index of each row of the batch among the n rows; any index for a masked row
-    share: Tensor  # [tiles, n]: probability of each tile, the target's column excluded
+    share: Tensor  # [tiles, n]: probability of each tile, the target's column excluded; of all ranks' tiles
     exponentials: Tensor  # [C, columns], in the dtype of hidden: E = exp(logit - top), 0 in the target's column
     top: Tensor  # [tiles, n]: largest logit of each tile, the target's column excluded
     n_kept: Tensor  # [1] or [0] int64: number of rows in `exponentials`, those with a place below it

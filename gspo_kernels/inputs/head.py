@@ -11,8 +11,16 @@ from ..backends.dispatch import pick_backend
 from ..backends.precision import AUTOCAST_DEVICES
 from ..backends.rows import HeadRows
 from ..layout import accumulator
+from ..parallel import (
+    Shard,
+    columns_over,
+    local_hidden,
+    shard_over,
+    sum_gradient,
+    vocabulary_group,
+)
 from ..validation import FLOATS, Call, up_to_five
-from .lm_head import resolve
+from .lm_head import resolve, weight_of
 
 
 class HeadArguments(NamedTuple):
@@ -29,6 +37,8 @@ class HeadArguments(NamedTuple):
     vocab_size: int | None
     entropy: bool
     backend: str
+    tp_group: Any = None
+    reduce_hidden: str = "all"
 
 
 class HeadInputs(NamedTuple):
@@ -36,11 +46,15 @@ class HeadInputs(NamedTuple):
 
     rows: HeadRows
     backend: str  # "torch" or "triton"
+    tp_group: Any  # process group over which the vocabulary is sharded, or None
 
 
 def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
     """Check, cast and flatten the arguments. `call` names the public function in error messages."""
-    hidden, target_ids = arguments.hidden, arguments.target_ids
+    target_ids = arguments.target_ids
+    tp_group = vocabulary_group(call, weight_of(arguments.lm_head), arguments.tp_group)
+    hidden, is_partial = local_hidden(call, arguments.hidden, tp_group)
+    call.choice("reduce_hidden", arguments.reduce_hidden, ("all", "none"))
     text = "[B, T, H] or [N, H]"
     call.tensor("hidden", hidden, dtypes=FLOATS, shapes=[(None, None, None), (None, None)], shape_text=text)
     shape, device = hidden.shape[:-1], hidden.device
@@ -52,12 +66,15 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
     if hidden.shape[-1] == 0:
         call.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", hidden)
     rows = hidden.flatten(0, -2)  # [N, H]
-    head = resolve(call, arguments.lm_head, arguments.bias, rows, mask.reshape(-1))
+    if tp_group is not None and is_partial and arguments.reduce_hidden == "all":
+        rows = sum_gradient(rows, tp_group)
+    head = resolve(call, arguments.lm_head, arguments.bias, rows, mask.reshape(-1), tp_group)
     rows, weight, bias = _autocast(rows, head.weight, head.bias)
     call.head(weight, bias, rows)
     softcap, vocab_size = arguments.logit_softcap, arguments.vocab_size
-    call.logit_options(arguments.logit_scale, softcap, vocab_size, weight.shape[0])
-    columns = weight.shape[0] if vocab_size is None else int(vocab_size)
+    columns = weight.shape[0] if tp_group is None else columns_over(tp_group, weight_of(arguments.lm_head))
+    call.logit_options(arguments.logit_scale, softcap, vocab_size, columns)
+    columns = columns if vocab_size is None else int(vocab_size)
     _check_ids(call, target_ids, mask, columns)
     call.temperature(arguments.temperature, shape, device)
     temperature = _temperature(call, arguments.temperature, mask, rows)
@@ -75,7 +92,15 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
         vocab_size=columns,
         entropy=arguments.entropy,
     )
-    return HeadInputs(checked, backend)
+    if tp_group is not None:
+        checked = _of_shard(checked, shard_over(tp_group, weight_of(arguments.lm_head), columns))
+    return HeadInputs(checked, backend, tp_group)
+
+
+def _of_shard(head: HeadRows, shard: Shard) -> HeadRows:
+    """Return the rows for this rank's columns. A rank that holds only padding computes one column, which is ignored."""
+    target_ids = head.target_ids - shard.first
+    return head._replace(target_ids=target_ids, vocab_size=max(shard.columns(), 1), shard=shard.text)
 
 
 def _check_ids(call: Call, target_ids: Tensor, mask: Tensor, columns: int) -> None:

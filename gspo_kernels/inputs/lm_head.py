@@ -7,6 +7,7 @@ module's forward, so that the module's hooks fire. While it runs, a module with 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ..backends.adapter import adapter_product
 from ..layout import accumulator
+from ..parallel import local, sum_gradient
 from ..validation import Call, Unquoted
 
 
@@ -40,6 +42,9 @@ class HeadModules(NamedTuple):
 
 def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
     """Run `function` as the module's forward, so that the module's hooks fire, and return the module's output.
+
+    The hooks of `parallelize_module` expect a DTensor as the module's output, so only those of its input fire: they
+    gather hidden states that are sharded over tokens. `function` receives a plain tensor.
 
     ZeRO-3 also adds hooks to the layers inside a PEFT head, to gather the parameters of these layers. These hooks fire
     as well.
@@ -66,13 +71,34 @@ def _call_as(module: nn.Module, function: Callable[[Tensor], Any], hidden: Tenso
     def temporary_forward(x: Tensor) -> Any:
         restore()
         _running.modules = (*outer, module)
-        return function(x)
+        return function(local(x))
 
     module.forward = temporary_forward
     try:
-        return module(hidden)
+        with _output_hooks_of_tensor_parallelism_removed(module):
+            return module(hidden)
     finally:
         restore()
+
+
+@contextlib.contextmanager
+def _output_hooks_of_tensor_parallelism_removed(module: nn.Module) -> Iterator[None]:
+    """Remove the hooks by which `parallelize_module` converts the module's output."""
+    hooks = module._forward_hooks
+    before = dict(hooks)
+    of_output = {key for key, hook in before.items() if getattr(hook, "__module__", "") == _DISTRIBUTE_MODULE}
+    for key in of_output:
+        del hooks[key]
+    try:
+        yield
+    finally:
+        if of_output:  # restore the order, too
+            now = {key: hook for key, hook in before.items() if key in hooks or key in of_output} | dict(hooks)
+            hooks.clear()
+            hooks.update(now)
+
+
+_DISTRIBUTE_MODULE = "torch.distributed.tensor._api"  # where `parallelize_module` defines its hooks
 
 
 def _hooked_by_zero(module: nn.Module) -> bool:
@@ -85,12 +111,20 @@ def _hooked_by_zero(module: nn.Module) -> bool:
     return bool(owners) and all(owner.startswith("deepspeed.") for owner in owners)
 
 
-def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask: Tensor) -> Head:
-    """Return the tensors of a head that is a weight or a module, for `hidden` [N, H] with `mask` [N]."""
+def weight_of(lm_head: Any) -> Any:
+    """Return the weight of a head that is a weight or a module."""
+    return getattr(take_apart(lm_head).linear, "weight", None) if isinstance(lm_head, nn.Module) else lm_head
+
+
+def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask: Tensor, tp_group: Any) -> Head:
+    """Return the tensors of a head that is a weight or a module, for `hidden` [N, H] with `mask` [N].
+
+    If the vocabulary is sharded over `tp_group`, the tensors are this rank's, and A is replicated.
+    """
     if not isinstance(lm_head, nn.Module):
-        return Head(lm_head, bias)
+        return Head(local(lm_head), local(bias))
     module, lora, tokens, called = take_apart(lm_head)
-    call.unsharded(getattr(module, "weight", None))
+    call.unsharded(local(getattr(module, "weight", None)))
     for reason in _reasons_to_reject(module, called):
         call.fail(
             "lm_head",
@@ -103,13 +137,16 @@ def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask:
     if bias is not None and module.bias is not None:
         call.fail("bias", "None, because lm_head has a bias", bias)
     if tokens is not None and _adapts(call, tokens):
+        if tp_group is not None:
+            got = Unquoted("trainable_token_indices")
+            call.fail("lm_head", "a weight, an nn.Linear or LoRA, because it is sharded over ranks", got)
         weight, module_bias = _trained_rows(call, tokens)
         return Head(weight, module_bias if bias is None else bias)
-    bias = module.bias if bias is None else bias
+    weight, bias = local(module.weight), local(module.bias if bias is None else bias)
     if lora is None or not _adapts(call, lora):
-        return Head(module.weight, bias)
-    call.weight(module.weight, hidden)
-    return Head(module.weight, bias, *_low_rank_term(call, lora, hidden, mask))
+        return Head(weight, bias)
+    call.weight(weight, hidden)
+    return Head(weight, bias, *_low_rank_term(call, lora, hidden, mask, tp_group))
 
 
 def take_apart(lm_head: nn.Module) -> HeadModules:
@@ -194,7 +231,7 @@ def _reasons_to_reject(module: Any, called: list[Any]) -> Iterator[str]:
             yield f"{name(x)} with backward hooks"
 
 
-def _low_rank_term(call: Call, lora: Any, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _low_rank_term(call: Call, lora: Any, hidden: Tensor, mask: Tensor, tp_group: Any) -> tuple[Tensor, Tensor]:
     """Return the factors of LoRA's term of the logits: scaled h A^T [N, R] and B [V, R].
 
     R is the sum of the ranks of all active adapters.
@@ -207,9 +244,12 @@ def _low_rank_term(call: Call, lora: Any, hidden: Tensor, mask: Tensor) -> tuple
             unsupported = "a LoRA bias" if variant is None else type(variant).__name__
             expected = "plain LoRA (no DoRA or other variant, no LoRA bias)"
             call.fail("lm_head", expected, Unquoted(f"adapter {name!r} with {unsupported}"))
-        dtype = torch.promote_types(accumulator(hidden.dtype), lora_a.weight.dtype)
+        left, right = local(lora_a.weight), local(lora_b.weight)
+        if tp_group is not None:  # the gradient of A is a sum over the columns of all ranks
+            left = sum_gradient(left, tp_group)
+        dtype = torch.promote_types(accumulator(hidden.dtype), left.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             dropped = lora.lora_dropout[name](hidden.to(dtype))
-        hidden_parts.append(adapter_product(dropped, lora_a.weight.to(dtype), mask) * lora.scaling[name])
-        weight_parts.append(lora_b.weight)
+        hidden_parts.append(adapter_product(dropped, left.to(dtype), mask) * lora.scaling[name])
+        weight_parts.append(right)
     return torch.cat(hidden_parts, -1), torch.cat(weight_parts, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from ..backends.precision import multiply_no_nan
 from ..backends.rows import PolicyRows
 from ..layout import Layout, packed_layout, padded_layout
 from ..objective import Objective
+from ..parallel import process_group
 from ..sampler_mismatch import Correction, rollout_weights
 from ..validation import FLOATS, Call, Unquoted, up_to_five
 
@@ -27,6 +28,7 @@ class PolicyArguments(NamedTuple):
     objective: Objective
     normalizer: float | Tensor | None
     kl_normalizer: float | Tensor | None
+    cp_group: Any = None
 
 
 class PolicyInputs(NamedTuple):
@@ -35,6 +37,7 @@ class PolicyInputs(NamedTuple):
     rows: PolicyRows
     layout: Layout
     rollout_metrics: dict[str, Tensor]  # metrics of the rollout correction, by their names in `LossOutput.metrics`
+    cp_group: Any  # process group over which the tokens of each sequence are sharded, or None
 
 
 def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: torch.dtype) -> PolicyInputs:
@@ -57,6 +60,12 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
     if objective.kl_coef > 0 and ref is None:
         call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
     weights = _token_weights(call, arguments.token_weights, layout, unmasked, dtype)
+    cp_group = process_group(call, "cp_group", arguments.cp_group)
+    if cp_group is not None and objective.rollout_correction is not None:
+        expected = (
+            "None with a cp_group (pass weights of the unsharded sequences as token_weights, see sampler_mismatch)"
+        )
+        call.fail("objective.rollout_correction", expected, objective.rollout_correction)
     correction = _rollout_correction(call, arguments, layout, unmasked)
     rollout_metrics = {}
     if correction is not None:
@@ -75,8 +84,30 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
         normalizer=_as_scalar(arguments.normalizer, dtype, mask.device),
         kl_normalizer=_as_scalar(arguments.kl_normalizer, dtype, mask.device),
         invalid=call.invalid(mask.device),
+        group="" if cp_group is None else cp_group.group_name,
     )
-    return PolicyInputs(rows, layout, rollout_metrics)
+    return PolicyInputs(rows, layout, rollout_metrics, cp_group)
+
+
+def policy_facts(policy: PolicyInputs, objective: Objective, options: tuple[Any, ...]) -> dict[str, Any]:
+    """Return what must be equal on all ranks that share sequences, see `agreement.agree`.
+
+    `options` are further values of the call.
+    """
+    if policy.cp_group is None:
+        return {}
+    rows = policy.rows
+    present = [name for name, x in rows._asdict().items() if x is not None]
+    normalizers = [None if x is None else x.item() for x in (rows.normalizer, rows.kl_normalizer)]
+    values = {
+        "the number of sequences": policy.layout.sequences,
+        "the dtype of log-probs": rows.advantages.dtype,
+        "objective": objective.text,
+        "the set of arguments": present,
+        "normalizer and kl_normalizer": normalizers,
+        "the set of options": options,
+    }
+    return {f"cp_group {name}": value for name, value in values.items()}
 
 
 def _layout(call: Call, cu_seqlens: Tensor | None, mask: Tensor) -> Layout:

@@ -9,16 +9,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 
-from gspo_kernels import extras
 from gspo_kernels.benchmarks import measure
 from gspo_kernels.benchmarks.candidates import Candidate
 from gspo_kernels.benchmarks.suites import bench, trainer
 from gspo_kernels.benchmarks.suites.options import DTYPES, BadOption, device_of
 from gspo_kernels.benchmarks.workloads import FEWEST, MODELS, SCENARIOS, Head, Spec
-
-from . import bench_table
 
 
 class Plan(NamedTuple):
@@ -27,7 +23,8 @@ class Plan(NamedTuple):
     forecast: str  # a line for the user: estimated minutes, and what is measured
     steps: int  # how often `run` calls its argument, if nothing fails
     run: Callable[[bench.Tick], bench.Record]  # results for JSON; a MemoryError has a message for the user
-    show: Callable[[bench.Record, Console], None]
+    show: str  # name of the function of `bench_table` that prints the results
+    title: tuple[str, ...] = ()  # its further arguments
 
 
 def of_loss(batch: dict[str, Any], dtype: str | None, device: str | None, rounds: int) -> Plan:
@@ -48,7 +45,8 @@ def of_loss(batch: dict[str, Any], dtype: str | None, device: str | None, rounds
         f"This takes about {minutes} min: {rounds} rounds of {', '.join(candidate.name for candidate in here)}",
         len(here) * (rounds + 4) + 1,
         partial(run_loss, spec, chosen, rounds),
-        lambda results, console: bench_table.show(results, SCENARIOS[scenario].what, console),
+        "show",
+        (SCENARIOS[scenario].what,),
     )
 
 
@@ -60,15 +58,14 @@ def of_trainer(batch: dict[str, Any], dtype: str | None, device: str | None, rou
             raise BadOption(f"--{option}: cannot be combined with --trainer, whose batch is fixed; got {value!r}")
     if dtype not in (None, *DTYPES):
         raise BadOption(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    with extras.needs("gspo bench --trainer", "trl", "trl", "datasets"):
-        import trl  # noqa: F401 - fail before the first process is started
+    trainer.check_packages("gspo bench --trainer")
     dtype = dtype or ("bfloat16" if place.type == "cuda" else "float32")
     names = trainer.names_of(dtype)
     return Plan(
         f"This takes about {rounds} times 8 min on two CPU cores: rounds of {', '.join(names)}",
         rounds * len(names) + 1,
         partial(run_trainer, names, rounds, dtype, place),
-        bench_table.show_trainer,
+        "show_trainer",
     )
 
 

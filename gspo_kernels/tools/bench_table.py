@@ -59,7 +59,7 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
         yield tick
 
 
-def show(results: Record, scenario: str, console: Console) -> None:
+def show(results: Record, console: Console, scenario: str) -> None:
     """Print a description of the batch, the table, the reason for each candidate that was not timed, and a legend."""
     on, records = results["on"], results["candidates"]
     head = on["head"]

@@ -209,7 +209,7 @@ def bench(
             results = planned.run(tick)
     except (ValueError, MemoryError, MissingExtraError) as error:
         fail(error)
-    planned.show(results, console)
+    getattr(bench_table, planned.show)(results, console, *planned.title)
     if as_json:
         typer.echo(json.dumps(results))
 

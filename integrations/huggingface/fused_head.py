@@ -48,7 +48,8 @@ def fuse_head(model: nn.Module) -> FusedHead:
         model: a causal language model of transformers, plain or wrapped by PEFT, DistributedDataParallel, FSDP or
             DeepSpeed's engine.
 
-    With FSDP (1 and 2), call this on every rank, before or after sharding. If ZeRO-3 has already partitioned the
+    With FSDP (1 and 2) and `parallelize_module`, call this on every rank, before or after sharding. The head may be
+    sharded by `ColwiseParallel`. If ZeRO-3 has already partitioned the
     parameters, they exist only during the engine's calls. In this case, the first call with `with_head` measures and
     checks the head, and may raise the errors below. If PEFT trains single tokens of the head
     (trainable_token_indices), each call copies the weight [V, H], and the backward makes a gradient [V, H]. Two threads
@@ -59,8 +60,8 @@ def fuse_head(model: nn.Module) -> FusedHead:
             the model does something other than scale, soft-cap or drop the last columns; the model's forward does not
             call its output embeddings exactly once; or the fused log-probs differ from those of the model's logits. In
             each case the model is unchanged.
-        TypeError, ValueError: `model` is not a module; or `linear_log_probs` does not support the head (DoRA, a sharded
-            weight).
+        TypeError, ValueError: `model` is not a module; or `linear_log_probs` does not support the head (DoRA, a weight
+            that is sharded other than by `ColwiseParallel`).
     """
     if not isinstance(model, nn.Module):
         Field("fuse_head").fail("model", "a transformers model", model, TypeError)

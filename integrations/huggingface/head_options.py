@@ -11,13 +11,14 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.inputs.lm_head import call_inside
+from gspo_kernels.parallel import is_dtensor, local
 
 _PROBE_RANGE = 64.0  # logits of trained models lie in -64 ... 64, where every soft-cap in use is clearly curved
 _SCALE_ERROR = 1e-5  # relative error of a scale that is measured in fp32
@@ -103,7 +104,7 @@ def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
         with torch.autocast(hidden.device.type, enabled=False), _evaluated(head):
             hidden = hidden.to(_logits_dtype(head))
             logits = head(hidden)
-            targets = options.apply(logits).argmax(-1)  # [1, 2]
+            targets = options.apply(_all_columns(head, logits)).argmax(-1)  # [1, 2]
 
             def fused(x: Tensor) -> Tensor:
                 return linear_log_probs(x, head, targets, **options.kwargs()).log_probs
@@ -111,7 +112,7 @@ def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
             fused_results.extend((targets, call_inside(head, fused, hidden), logits.dtype))
         return logits
 
-    logits = probe(with_fused).double()
+    logits = _all_columns(head, probe(with_fused)).double()
     targets, log_probs, dtype = fused_results
     expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]  # [1, 2]
     error = (log_probs.double() - expected).abs().max().item()
@@ -121,6 +122,18 @@ def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
             f"fuse_head: log-probs from the logits of {type(model).__name__} must equal the fused ones within "
             f"{allowed:.1e}, got a difference of {error:.1e}"
         )
+
+
+def _all_columns(head: Any, logits: Tensor) -> Tensor:
+    """Return the logits of all columns [..., V]. `parallelize_module` may return only those of this rank."""
+    weight = _weight(head)
+    if is_dtensor(logits):
+        return cast("Any", logits).full_tensor()
+    if not is_dtensor(weight) or logits.shape[-1] != local(weight).shape[0]:
+        return logits
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(logits, cast("Any", weight).device_mesh, [Shard(logits.ndim - 1)]).full_tensor()
 
 
 @contextlib.contextmanager

@@ -581,10 +581,12 @@ def device_mesh(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("as_module", [False, True])
-def test_a_sharded_head_is_rejected(device_mesh: Any, as_module: bool, autocast: bool) -> None:
+def test_a_head_that_is_not_sharded_by_vocabulary_is_rejected(
+    device_mesh: Any, as_module: bool, autocast: bool
+) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    weight = distribute_tensor(torch.ones(V, H), device_mesh, [Shard(0)])
+    weight = distribute_tensor(torch.ones(V, H), device_mesh, [Shard(1)])
     head = weight
     if as_module:
         head = linear(lambda m: setattr(m, "weight", nn.Parameter(weight)))
@@ -596,10 +598,27 @@ def test_a_sharded_head_is_rejected(device_mesh: Any, as_module: bool, autocast:
                 TypeError,
                 function.__name__,
                 "lm_head",
-                "plain tensor",
+                "Shard(0)",
                 "DTensor",
                 partial(function, **inputs),
             )
+
+
+def test_groups_that_are_none_are_named(device_mesh: Any) -> None:
+    inputs = accepted(linear_log_probs, good_inputs())
+    for group in ("tp", 2):
+        call = partial(linear_log_probs, **inputs, tp_group=group)
+        assert_rejected(TypeError, "linear_log_probs", "tp_group", "ProcessGroup", type(group).__name__, call)
+    loss = accepted(gspo_fused_loss, good_inputs())
+    call = partial(gspo_fused_loss, **loss, cp_group="cp")
+    assert_rejected(TypeError, "gspo_fused_loss", "cp_group", "ProcessGroup", "str", call)
+    call = partial(linear_log_probs, **inputs, tp_group=device_mesh, reduce_hidden="sum")
+    assert_rejected(ValueError, "linear_log_probs", "reduce_hidden", "'all', 'none'", "'sum'", call)
+
+
+def test_a_group_without_distributed_is_rejected() -> None:
+    call = partial(linear_log_probs, **accepted(linear_log_probs, good_inputs()), tp_group=object())
+    assert_rejected(ValueError, "linear_log_probs", "tp_group", "not initialised", "object", call)
 
 
 def test_sharded_hidden_states_are_rejected(device_mesh: Any) -> None:

@@ -21,7 +21,7 @@ from gspo_kernels.advantages import group_advantages
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "_values_are_checked", lambda device: False)
+    monkeypatch.setattr(validation, "values_are_checked", lambda device: False)
 
 
 def arguments(packed: bool = False) -> dict[str, Any]:
@@ -149,13 +149,13 @@ def test_the_torch_policy_forward_reads_no_value_on_the_host(monkeypatch: pytest
     log_probs, entropy, mask, policy, objective, _ = calls[0]
     with FakeTensorMode() as mode:
         log_probs, entropy, mask = (mode.from_tensor(x) for x in (log_probs, entropy, mask))
-        rows = PolicyRows._make(None if x is None else mode.from_tensor(x) for x in policy)
+        rows = PolicyRows._make(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in policy)
         assert policy_forward(log_probs, entropy, mask, rows, objective).loss.shape == ()
 
 
 def test_gspo_check_enables_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     accelerator = torch.device("cuda")
-    assert not validation._values_are_checked(accelerator)
+    assert not validation.values_are_checked(accelerator)
     monkeypatch.setenv("GSPO_CHECK", "1")
-    assert validation._values_are_checked(accelerator)
+    assert validation.values_are_checked(accelerator)

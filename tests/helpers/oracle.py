@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from helpers.samples import Sample, run_fused, run_oracle, run_plain
 from tolerance import LOG_RATIO_RELATIVE, check, check_loss
+
+from gspo_kernels import LossOutput
 
 WIDE = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -81,11 +84,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def assert_equals_oracle(sample: Sample, dtype: torch.dtype, backend: str) -> None:
-    """Assert that values and gradients of the fused loss equal the float64 oracle's within `tolerance.py`."""
+def assert_equals_oracle(
+    sample: Sample, dtype: torch.dtype, backend: str, run: Callable[..., Any] = run_fused
+) -> LossOutput:
+    """Assert that values and gradients of the fused loss equal the float64 oracle's within `tolerance.py`.
+
+    `run` computes the loss. Return its output.
+    """
     truth, true_grads = run_oracle(sample)
     plain, plain_grads = run_plain(sample, dtype, truth, true_grads)
-    out, grads = run_fused(sample, backend, entropy=True)
+    out, grads = run(sample, backend, entropy=True)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     check_loss(out.loss, truth.loss, sample.advantages)
     assert out.loss.dtype == out.log_probs.dtype == wide
@@ -99,3 +107,4 @@ def assert_equals_oracle(sample: Sample, dtype: torch.dtype, backend: str) -> No
         assert grad.dtype == dtype
         flat = lambda g: g.reshape(-1, g.shape[-1]) if g.ndim == 3 else g  # noqa: E731
         check(f"d_{name}", flat(grad), flat(plain_grads[name]), flat(true_grads[name]), dtype)
+    return out

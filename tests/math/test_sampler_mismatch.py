@@ -286,7 +286,7 @@ def test_non_finite_advantages_are_rejected_at_unmasked_tokens() -> None:
 
 
 def test_unchecked_bad_values_make_all_weights_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "_values_are_checked", lambda device: False)
+    monkeypatch.setattr(validation, "values_are_checked", lambda device: False)
     x, ones = torch.zeros(6), torch.ones(6)
     for bad in ({"cu_seqlens": torch.tensor([0, 4])}, {"cu_seqlens": torch.tensor([0, 6]), "mask": 2 * ones}):
         kwargs: Any = {"mask": ones, **bad}

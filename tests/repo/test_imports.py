@@ -16,7 +16,7 @@ PACKAGES = ("gspo_kernels", "integrations", "benchmarks")
 # From the lowest floor to the highest. A room imports only from floors below its own.
 HOUSE = (
     {"extras", "layout", "reference", "validation"},
-    {"groups", "metrics", "sampler_mismatch"},
+    {"groups", "metrics", "agreement", "parallel", "sampler_mismatch"},
     {"advantages", "objective"},
     {"backends", "custom_op"},
     {"inputs", "head_ops"},

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...parallel import gather_tiles, shard_of
 from ..precision import exact_products
 from ..rows import Cache, HeadResult, HeadRows, Kept
 from . import workers
@@ -37,8 +38,9 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
     totals = _SlabTotals(tiles, columns, kept)
     with exact_products(tiles.device):
         workers.run(totals.reduce, tiles.tasks(), tiles.threads)
+    target_logit = totals.add_other_ranks(tiles.at_slab_of_target(totals.at_target))
     # Tensors are [padded] from here on, or [slabs, padded]. "Others" are the columns other than the target's.
-    top, target_logit = totals.top, tiles.at_slab_of_target(totals.at_target)
+    top = totals.top
     top_others = _finite(top.amax(0))
     log_slabs = torch.where(top == -math.inf, -math.inf, top - top_others + totals.log_mass)  # [slabs, padded]
     log_others = log_slabs.logsumexp(0)  # log-sum-exp of (logit - top_others) over the others
@@ -56,10 +58,10 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
     entropy = tiles.zeros(0) if entropy is None else tiles.scatter(entropy)
     result = HeadResult(tiles.scatter(log_probs), entropy, tiles.scatter(shift), tiles.scatter(log_total))
     if shares:
-        scale = (top - shift - log_total).exp_().repeat_interleave(tiles.tile_columns // columns, 0)  # [cells, padded]
+        scale = totals.of_cells((top - shift - log_total).exp_())
         kept.share[:, : tiles.padded].mul_(scale[: len(kept.share)])
     if cache is not None:
-        kept.top[:, : tiles.padded] = top
+        kept.top[:, : tiles.padded] = totals.own_top
     if shares or cache is not None:
         kept.place.zero_()[tiles.index] = torch.arange(tiles.count, device=tiles.device)
     return result, kept
@@ -75,7 +77,11 @@ class _SlabTotals:
         # Entropy of the softmax over the slab.
         self.entropy = tiles.zeros(*shape) if tiles.head.entropy else tiles.zeros(0, tiles.padded)
         self.at_target = tiles.zeros(*shape)  # logit of the target; the slab's first logit if the target is elsewhere
-        self.share = kept.share  # [cells, ...]: sum of exp(z - top of the slab) over a cell's columns, or [0, 0]
+        # [cells, ...]: sum of exp(z - top of the slab) over a cell's columns, or [0, 0]
+        cells = -(-tiles.head.vocab_size // cell_columns)
+        sharded = tiles.head.shard and len(kept.share)
+        self.share = tiles.zeros(cells, tiles.padded) if sharded else kept.share
+        self.own_top = self.top  # of this rank's slabs, where `top` is of all ranks
         self.rows_to_keep = int(kept.n_kept) if len(kept.exponentials) else 0
 
     def reduce(self, task: tuple[int, list[slice]]) -> None:
@@ -107,6 +113,29 @@ class _SlabTotals:
             if entropy:
                 mean = weights.mul_(z.clamp_(min=LOG_OF_NOTHING)).sum(1)
                 self.entropy[s, rows] = torch.where(mass > 0, mass.log() - mean / mass, 0)
+
+    def add_other_ranks(self, target_logit: Tensor) -> Tensor:
+        """If the vocabulary is sharded, gather the slabs of all ranks. Return the targets' logits, [padded]."""
+        if not self.tiles.head.shard:
+            return target_logit
+        shard, width = shard_of(self.tiles.head.shard), self.tiles.tile_columns
+        slabs = [(x, width) for x in (self.top, self.log_mass, self.entropy)[: 3 if len(self.entropy) else 2]]
+        cells = [(self.share, self.cell_columns)] if len(self.share) else []
+        gathered = gather_tiles(shard, [*slabs, *cells], target_logit)
+        self.top, self.log_mass = gathered[:2]
+        if len(self.entropy):
+            self.entropy = gathered[2]
+        if cells:
+            self.kept.share[:, : self.tiles.padded] = gathered[len(slabs)]
+        return gathered[-1]
+
+    def of_cells(self, x: Tensor) -> Tensor:
+        """Return for each cell the value of its slab, [cells or more, padded], from `x` [slabs, padded]."""
+        width, shard = self.tiles.tile_columns, self.tiles.head.shard
+        if not shard:
+            return x.repeat_interleave(width // self.cell_columns, 0)
+        cells = -(-shard_of(shard).widths(width, x.device) // self.cell_columns)  # of each slab
+        return x.repeat_interleave(cells, 0, output_size=len(self.kept.share))
 
 
 def _difference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...layout import accumulator
+from ...parallel import shard_of, widest
 from ..live_tiles import leading
 from ..rows import KEPT_FACTOR, HeadResult, HeadRows, Kept
 from .tiles import Tiles, cell_shape, slab_columns
@@ -18,7 +19,7 @@ from .tiles import Tiles, cell_shape, slab_columns
 def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     """Return how many rows of exponentials fit `cache_bytes`: full tiles of rows, or all N."""
     rows, n = cell_shape(head)[0], head.hidden.shape[0]
-    fit = cache_bytes // (rows * max(head.vocab_size, 1) * head.hidden.dtype.itemsize) * rows
+    fit = cache_bytes // (rows * max(widest(head.shard, head.vocab_size), 1) * head.hidden.dtype.itemsize) * rows
     return n if fit >= n else fit
 
 
@@ -28,6 +29,8 @@ def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
     n, make = head.hidden.shape[0], partial(torch.empty, device=head.hidden.device)
     dtype, padded = accumulator(head.hidden.dtype), -(-n // block) * block
     slabs, cells = (-(-head.vocab_size // width) for width in (slab_columns(head), columns))
+    if head.shard:
+        cells = sum(shard_of(head.shard).tiles(columns))
     return Kept(
         place=make(n if shares or cache_rows else 0, dtype=torch.int64),
         share=make((cells, padded) if shares else (0, 0), dtype=dtype).zero_(),

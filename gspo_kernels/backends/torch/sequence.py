@@ -29,6 +29,7 @@ from ...layout import segment_sum, sequence_of_row
 from ...objective import Objective
 from ..precision import multiply_no_nan
 from ..rows import PolicyResult, PolicyRows
+from .sharded_sequence import TokenTerms, sums_before_gate, totals_of_ranks
 from .surrogates import SCORES, bounded, divergence_times, kl_and_slope, surrogate
 
 
@@ -39,8 +40,13 @@ def policy_forward(
     offsets, advantages = policy.offsets, policy.advantages
     sequence = sequence_of_row(offsets, mask.shape[0])  # [N]
     lp = torch.where(mask, log_probs, 0)
-    lengths = segment_sum(mask.to(lp.dtype), offsets)  # [S]
-    token_log_ratio, u, token_bounds = _log_ratios(log_probs, mask, lengths, policy, objective)
+    token_log_ratio, averaged, token_bounds = _log_ratios(log_probs, mask, policy, objective)
+    if policy.group:
+        lengths, total, invalid = sums_before_gate(mask, averaged, policy)
+        policy = policy._replace(invalid=invalid)
+    else:
+        lengths, total = segment_sum(mask.to(lp.dtype), offsets), segment_sum(averaged, offsets)  # [S]
+    u = total / lengths.clamp(min=1)
     by_token = objective.ratio == "token"
     log_ratio = token_log_ratio if by_token else u[sequence]  # [N], like all tensors over tokens below
 
@@ -68,19 +74,28 @@ def policy_forward(
         loss_rows = loss_rows + divergence_times(kl, kl_share)
         d_log_prob = d_log_prob + divergence_times(kl_slope, kl_share)
 
-    if objective.ratio == "sequence":
-        mean_d_log_ratio = segment_sum(d_log_ratio, offsets) / lengths.clamp(min=1)  # [S]
-        free = mask if token_bounds is None else mask & ~(low | high)
-        d_log_ratio = torch.where(free, mean_d_log_ratio[sequence], 0)
-    coefficient = d_log_ratio + d_log_prob
-
     entropy_coefficient = lp.new_empty(0)
-    has_gradient = coefficient != 0
     if objective.entropy_coef != 0 and entropy is not None:
         entropy_coefficient = -objective.entropy_coef * share
         loss_rows = loss_rows + torch.where(mask, entropy_coefficient * entropy, 0)
-        has_gradient = has_gradient | (entropy_coefficient != 0)
 
+    free = mask if token_bounds is None else mask & ~(low | high)  # tokens through which u has a gradient
+    total_of_ranks = None
+    if policy.group:
+        terms = TokenTerms(
+            loss_rows, d_log_ratio, d_log_prob, entropy_coefficient, token_log_ratio, low, high, kl, entropy
+        )
+        total_of_ranks = totals_of_ranks(terms, free, mask, lengths, u, policy, objective)
+    if objective.ratio == "sequence":
+        d_total = segment_sum(d_log_ratio, offsets) if total_of_ranks is None else total_of_ranks.d_log_ratio  # [S]
+        d_log_ratio = torch.where(free, (d_total / lengths.clamp(min=1))[sequence], 0)
+    coefficient = d_log_ratio + d_log_prob
+    log_ratio = token_log_ratio.clone() if by_token else u
+    if total_of_ranks is not None:
+        return PolicyResult(total_of_ranks.loss, log_ratio, coefficient, entropy_coefficient, total_of_ranks.metrics)
+    has_gradient = coefficient != 0
+    if entropy_coefficient.numel():
+        has_gradient = has_gradient | (entropy_coefficient != 0)
     values = metrics.compute(
         mask=mask,
         offsets=offsets,
@@ -94,13 +109,13 @@ def policy_forward(
         entropy=entropy,
     )
     loss = torch.where(policy.invalid > 0, torch.nan, segment_sum(loss_rows, offsets).sum())
-    return PolicyResult(loss, token_log_ratio.clone() if by_token else u, coefficient, entropy_coefficient, values)
+    return PolicyResult(loss, log_ratio, coefficient, entropy_coefficient, values)
 
 
 def _log_ratios(
-    log_probs: Tensor, mask: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective
+    log_probs: Tensor, mask: Tensor, policy: PolicyRows, objective: Objective
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Return token log-ratios [N], u [S], and two masks [N] of the tokens clipped at the lower and the upper bound.
+    """Return token log-ratios, the values whose mean is u, and masks of the tokens clipped at either bound, [N] each.
 
     u is the mean of the token log-ratios; for gmpo, of the bounded ones. The masks are None except for gmpo.
     """
@@ -112,7 +127,7 @@ def _log_ratios(
     if objective.surrogate == "gmpo":
         averaged, low, high = bounded(token_log_ratio, policy.advantages, objective)
         token_bounds = low, high
-    return token_log_ratio, segment_sum(averaged, policy.offsets) / lengths.clamp(min=1), token_bounds
+    return token_log_ratio, averaged, token_bounds
 
 
 def _kl_share(mask: Tensor, sequence: Tensor, lengths: Tensor, policy: PolicyRows, objective: Objective) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...layout import accumulator
+from ...parallel import all_columns
 from ..precision import COLUMN_MULTIPLE, pad_columns
 from ..rows import HeadRows
 from ..workspace import workspace_bytes
@@ -60,9 +61,10 @@ def slab_columns(head: HeadRows) -> int:
     """
     device, dtype = head.hidden.device, accumulator(head.hidden.dtype)
     columns = tile_shape(device, dtype)[1]
-    if device.type != "cpu" or columns % _CELL_ON_CPU or head.vocab_size <= columns:
+    vocab = all_columns(head.shard, head.vocab_size)
+    if device.type != "cpu" or columns % _CELL_ON_CPU or vocab <= columns:
         return columns
-    cells = -(-head.vocab_size // (_SLABS * _CELL_ON_CPU))
+    cells = -(-vocab // (_SLABS * _CELL_ON_CPU))
     if head.hidden.dtype != dtype:
         cells = min(cells, _SLAB_BYTES // (head.hidden.shape[1] * dtype.itemsize * _CELL_ON_CPU))
     return min(max(cells, 1) * _CELL_ON_CPU, columns)

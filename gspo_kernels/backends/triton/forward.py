@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...layout import accumulator
+from ...parallel import gather_tiles, shard_of, widest
 from ..rows import Cache, HeadResult, HeadRows, Kept
 from .elementary import LOG_OF_NOTHING, fast_exp, finite, lift
 from .launch import launch
@@ -181,7 +182,7 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
         order=order,
         n_unmasked=count,
         tile_top=kept.top if cache else torch.empty(tiles, n, dtype=dtype, device=device),
-        tile_mass=kept.share if shares else torch.empty(tiles, n, dtype=dtype, device=device),
+        tile_mass=kept.share if shares and not head.shard else torch.empty(tiles, n, dtype=dtype, device=device),
         tile_entropy=torch.empty(tiles, n, dtype=dtype, device=device) if head.entropy else None,
         target_logit=torch.full((n,), math.nan, dtype=dtype, device=device),
     )
@@ -201,6 +202,8 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
         row_blocks=row_blocks,
         column_blocks=tiles,
     )
+    if head.shard:
+        tiles = _add_other_ranks(head.shard, tile_results, config.block_v, kept.share if shares else None)
     launch(
         reduce_rows,
         -(-n // REDUCE_ROWS.block_n),
@@ -221,6 +224,25 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
     return result, kept
 
 
+def _add_other_ranks(shard: str, tile_results: dict[str, Any], block_v: int, share: Tensor | None) -> int:
+    """Replace the results of this rank's tiles by those of all ranks. Return the number of tiles.
+
+    If `share` is not None, the masses are written to it.
+    """
+    names = [name for name in ("tile_top", "tile_mass", "tile_entropy") if tile_results[name] is not None]
+    tables = [(tile_results[name], block_v) for name in names]
+    gathered = gather_tiles(shard_of(shard), tables, tile_results["target_logit"])
+    tile_results.update(zip([*names, "target_logit"], gathered, strict=True))
+    if share is not None:
+        tile_results["tile_mass"] = share.copy_(tile_results["tile_mass"])
+    return tile_results["tile_top"].shape[0]
+
+
+def tiles_of_all_ranks(head: HeadRows, width: int) -> int:
+    """Return the number of tiles of all ranks."""
+    return sum(shard_of(head.shard).tiles(width)) if head.shard else -(-head.vocab_size // width)
+
+
 def _order(mask: Tensor, cache: Cache | None, n_kept: Tensor) -> tuple[Tensor, Tensor]:
     """Return the order in which rows are gathered, [N], unmasked rows first, and their number, [1] int64.
 
@@ -238,7 +260,7 @@ def _order(mask: Tensor, cache: Cache | None, n_kept: Tensor) -> tuple[Tensor, T
 def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     """Return how many rows of exponentials fit `cache_bytes`, a multiple of the forward's row block."""
     config = tile_config(head, "forward")
-    columns = -(-head.vocab_size // config.block_v) * config.block_v
+    columns = -(-widest(head.shard, head.vocab_size) // config.block_v) * config.block_v
     fit = cache_bytes // (config.block_n * columns * head.hidden.dtype.itemsize)
     return min(fit, -(-head.hidden.shape[0] // config.block_n)) * config.block_n
 
@@ -250,7 +272,7 @@ def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
     shares, dtype = shares and cell_shape(head) is not None, accumulator(head.hidden.dtype)
     return Kept(
         place=make(n if shares or cache_rows else 0, dtype=torch.int64),
-        share=make((tiles, n) if shares else (0, 0), dtype=dtype),
+        share=make((tiles_of_all_ranks(head, config.block_v), n) if shares else (0, 0), dtype=dtype),
         exponentials=make((cache_rows, tiles * config.block_v) if cache_rows else (0, 0), dtype=head.hidden.dtype),
         top=make((tiles, n) if cache_rows else (0, 0), dtype=dtype),
         n_kept=make(1 if cache_rows else 0, dtype=torch.int64),

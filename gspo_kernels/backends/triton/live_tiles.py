@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..live_tiles import MARGIN, Work, break_even, kept_first, pairs, recomputed_share
+from ..live_tiles import choose as choose_in_torch
 from ..rows import HeadResult, HeadRows, Kept, LiveTiles
 from .launch import launch
 from .masses import ROWS, TOTAL, UNITS, UNMASKED, masses_of_cells, masses_of_rows
@@ -100,6 +101,8 @@ def choose(
 
     `cell` is the shape of a cell, (rows, columns).
     """
+    if head.shard:
+        return choose_in_torch(head, result, coefficient, kept, cell, budget)
     rows = masses_of_rows(head, result, coefficient)
     order = rows.key.sort(descending=True, stable=True).indices  # [N]
     if kept.exponentials.numel():

@@ -1,0 +1,376 @@
+"""More cases of tests/distributed: bits, costs, options of the head, modules, compilation and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from helpers.samples import Sample, make_sample, run_fused
+from helpers.sharded_cases import Context, assert_equals_one_process, case, relative
+from helpers.sharded_runs import Groups, contiguous, of_every_rank, rank_in, run_sharded, shard_rows
+from tolerance import SHARDED_GRADIENT_RELATIVE
+from torch import Tensor, nn
+
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
+
+N, H = 20, 8
+GATHER = ("all_gather_into_tensor", "all_gather_single")
+
+
+@contextlib.contextmanager
+def small_tiles() -> Iterator[None]:
+    """Make the torch backend's tiles 504 columns wide in fp32 and 240 in fp64, so that small shards begin at tiles."""
+    with mock.patch.dict(os.environ, GSPO_WORKSPACE_MIB="1"):
+        yield
+
+
+def rows(vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(vocab)
+    hidden = torch.randn(N, H, generator=rng).to(dtype)
+    weight = torch.randn(vocab, H, generator=rng).to(dtype)
+    return hidden, weight, torch.randint(0, vocab, (N,), generator=rng)
+
+
+# -- bits
+
+
+for _ranks in (2, 4, 8):
+    for _backend in ("torch", "triton"):
+
+        @case(f"bits tp {_ranks} {_backend}", _ranks)
+        def _bits(context: Context, ranks: int = _ranks, backend: str = _backend) -> None:
+            group = context.group(ranks)
+            kinds = (torch.float32, torch.float64, torch.bfloat16) if backend == "torch" else (torch.float32,)
+            with small_tiles(), warnings.catch_warnings():
+                validation._warned.discard("unaligned shards")
+                warnings.filterwarnings("error", message=".*last bits")  # aligned shards give no warning
+                for dtype in kinds:
+                    vocab = {torch.float64: 3840}.get(dtype, 8064) if backend == "torch" else 1024
+                    options: dict[str, Any] = {"entropy": True, "backend": backend, "vocab_size": vocab - 70}
+                    hidden, weight, ids = rows(vocab, dtype)
+                    ids = ids.clamp(max=vocab - 71)
+                    heads: tuple[dict[str, Any], ...] = ({}, {"logit_softcap": 3.0, "temperature": 0.7})
+                    for capped in heads:
+                        one = linear_log_probs(hidden, weight, ids, **options, **capped)
+                        out = linear_log_probs(
+                            hidden, shard_rows(weight, group), ids, tp_group=group, **options, **capped
+                        )
+                        assert torch.equal(out.log_probs, one.log_probs), dtype
+                        assert torch.equal(out.entropy, one.entropy), dtype  # pyright: ignore[reportArgumentType]
+
+
+@case("bits unaligned shards warn", 2)
+def _unaligned(context: Context) -> None:
+    hidden, weight, ids = rows(600)
+    group = context.group(2)
+    validation._warned.discard("unaligned shards")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        linear_log_probs(hidden, shard_rows(weight, group), ids, tp_group=group)
+    assert any("last bits" in str(warning.message) for warning in caught)
+
+
+# -- collectives
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[tuple[str, int]]]:
+    """Record (name, bytes that a rank sends) of every collective. Values are not checked, as on a GPU."""
+    calls: list[tuple[str, int]] = []
+    names = [
+        name for name in dir(dist) if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "send"))
+    ]
+
+    def record(name: str) -> Callable[..., Any]:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[1] if name in GATHER else args[0]
+            kind = "gather" if name in GATHER else name
+            calls.append((kind, tensor.nbytes if isinstance(tensor, Tensor) else -1))
+            return original(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            if callable(getattr(dist, name)) and not isinstance(getattr(dist, name), type):
+                stack.enter_context(mock.patch.object(dist, name, record(name)))
+        stack.enter_context(mock.patch.object(validation, "values_are_checked", lambda device: False))
+        yield calls
+
+
+@case("collectives tp", 2)
+def _collectives_tp(context: Context) -> None:
+    group, vocab = context.group(2), 1024
+    hidden, weight, ids = rows(vocab)
+    local, tile = shard_rows(weight, group), 128  # the Triton backend's fp32 tiles
+    tiles = vocab // 2 // tile
+
+    def run(needs: tuple[bool, bool], **options: Any) -> tuple[list[Any], list[Any]]:
+        h, w = hidden.clone().requires_grad_(needs[0]), local.clone().requires_grad_(needs[1])
+        with counted() as forward:
+            out = linear_log_probs(h, w, ids, tp_group=group, backend="triton", **options)
+        with counted() as backward:
+            out.log_probs.sum().backward()
+        return forward, backward
+
+    run((True, True))  # the first call with a group compares arguments
+    table = [("gather", 4 * N * (2 * tiles + 1))]
+    with_entropy = [("gather", 4 * N * (3 * tiles + 1))]
+    d_hidden = [("all_reduce", 4 * N * H)]
+    assert run((True, True)) == (table, d_hidden)
+    assert run((True, True), entropy=True) == (with_entropy, d_hidden)
+    assert run((True, True), gradient_budget=0.01) == (table, d_hidden)
+    assert run((True, True), cache_mib=1.0) == (table, d_hidden)
+    assert run((True, True), reduce_hidden="none") == (table, [])
+    assert run((True, False)) == (table, d_hidden)  # frozen head
+    assert run((False, True)) == (table, [])
+
+
+@case("collectives cp", 2)
+def _collectives_cp(context: Context) -> None:
+    sample, group = make_sample(3, objective=Objective(kl_coef=0.1)), context.group(2)
+    sequences, half = sample.target_ids.shape[0], sample.target_ids.shape[1] // 2
+    mine = slice(0, half) if rank_in(group) == 0 else slice(half, None)
+
+    def run() -> list[Any]:
+        options = {name: x[:, mine] for name, x in sample.options.items()}
+        with counted() as calls:
+            log_probs = torch.full_like(options["old_log_probs"], -1.0).requires_grad_()
+            out = policy_loss(log_probs, sample.advantages, objective=sample.objective, cp_group=group, **options)
+            out.loss.backward()
+        return calls
+
+    run()
+    assert run() == [("gather", 8 * 3 * sequences), ("gather", 8 * 12 * sequences)]
+
+
+# -- options of the head
+
+
+def _on(context: Context, ranks: int) -> Callable[..., Any]:
+    groups = Groups(tp=context.group(ranks))
+    return lambda sample, backend, **options: run_sharded(sample, backend, groups, **options)
+
+
+def peaked(vocab: int) -> Sample:
+    """Return a batch in which the policy is certain of most tokens, so that a budget leaves out cells."""
+    sample = make_sample(
+        2,
+        dtype=torch.float64,
+        lengths=(32,) * 16,
+        hidden_size=64,
+        vocab=vocab,
+        logit_std=12.0,
+        holes=False,
+        on_policy=True,
+    )
+    likeliest = (sample.leaves["hidden"] @ sample.leaves["weight"].t()).argmax(-1)
+    certain = torch.rand(likeliest.shape, generator=torch.Generator().manual_seed(0)) < 0.9
+    return replace(sample, target_ids=torch.where(certain, likeliest, sample.target_ids))
+
+
+for _backend in ("torch", "triton"):
+    kinds: tuple[dict[str, Any], ...] = (
+        {"gradient_budget": 0.2},
+        {"cache_mib": 8.0},
+        {"cache_mib": 1.0, "gradient_budget": 0.2},
+    )
+    for _options in kinds:
+
+        @case(f"tp 2 {_backend} {' '.join(_options)}", 2)
+        def _memory(context: Context, backend: str = _backend, options: dict[str, Any] = _options) -> None:
+            # Shards begin at tiles. A rank keeps as many rows as one process with twice the memory.
+            sample = peaked(960) if backend == "torch" else peaked(512)
+            own = {name: x / 2 if name == "cache_mib" else x for name, x in options.items()}
+            with small_tiles():
+                out, _ = run_fused(sample, backend, **options)
+                if "gradient_budget" in options:
+                    assert out.metrics["dropped_gradient_mass"] > 0
+                assert_equals_one_process(sample, backend, _on(context, 2), own, **options)
+
+
+@case("tp 4 budget of unaligned shards", 4)
+def _unaligned_budget(context: Context) -> None:
+    sample = peaked(1200)
+    sample = sample.with_options(vocab_size=1000)  # the last rank has fewer columns than the others
+    sample = replace(sample, target_ids=sample.target_ids.clamp(max=999))
+    run = _on(context, 4)
+    with small_tiles():
+        dropping, grads = run(sample, "torch", gradient_budget=0.2)
+        partly_kept, _ = run(sample, "torch", gradient_budget=0.2, cache_mib=0.5)
+        exact, exact_grads = run(sample, "torch", gradient_budget=1e-12)  # leaves out nothing
+    for out in (dropping, partly_kept, exact):
+        metrics = of_every_rank({name: x.item() for name, x in out.metrics.items()}, context.group(4))
+        assert all(x == metrics[0] for x in metrics)
+    assert 0 < dropping.metrics["dropped_gradient_mass"] <= 0.2
+    assert dropping.metrics["live_tile_share"] < dropping.metrics["live_row_share"]
+    torch.testing.assert_close(exact.metrics["live_tile_share"], exact.metrics["live_row_share"])
+    for ours, theirs in zip(grads["weight"][:1000].split(100), exact_grads["weight"][:1000].split(100), strict=True):
+        assert relative(ours, theirs) < 0.9  # every tile has heavy cells, which are computed
+
+
+@case("tp 2 reduce_hidden none", 2)
+def _no_reduction(context: Context) -> None:
+    group, (hidden, weight, ids) = context.group(2), rows(64, torch.float64)
+    partial, full = (hidden.clone().requires_grad_() for _ in range(2))
+    local = shard_rows(weight, group)
+    linear_log_probs(partial, local, ids, tp_group=group, reduce_hidden="none").log_probs.sum().backward()
+    linear_log_probs(full, weight, ids).log_probs.sum().backward()
+    assert partial.grad is not None and full.grad is not None
+    dist.all_reduce(partial.grad, group=group)
+    assert relative(partial.grad, full.grad) <= SHARDED_GRADIENT_RELATIVE
+
+
+for _reduce in ("all", "none"):
+
+    @case(f"tp 2 lora {_reduce}", 2)
+    def _lora(context: Context, reduce_hidden: str = _reduce) -> None:
+        from peft import LoraConfig
+        from peft.tuners.lora import Linear
+
+        group, (hidden, weight, ids) = context.group(2), rows(64, torch.float64)
+        rng = torch.Generator().manual_seed(1)
+        a, b = (torch.randn(*shape, generator=rng, dtype=torch.float64) for shape in ((4, H), (64, 4)))
+
+        def run(base: Tensor, right: Tensor, **options: Any) -> tuple[Tensor, ...]:
+            linear = nn.Linear(H, base.shape[0], bias=False, dtype=torch.float64)
+            linear.weight.data = base.clone()
+            head = Linear(linear, "default", LoraConfig(r=4), r=4, lora_alpha=8)
+            head.lora_A["default"].weight.data, head.lora_B["default"].weight.data = a.clone(), right.clone()
+            h = hidden.clone().requires_grad_()
+            out = linear_log_probs(h, head, ids, **options)
+            (out.log_probs * torch.linspace(-1, 1, N)).sum().backward()
+            d_a, d_b = head.lora_A["default"].weight.grad, head.lora_B["default"].weight.grad
+            assert isinstance(h.grad, Tensor) and isinstance(d_a, Tensor) and isinstance(d_b, Tensor)
+            return out.log_probs.detach(), h.grad, d_a, d_b
+
+        one = run(weight, b)
+        lp, d_h, d_a, d_b = run(
+            shard_rows(weight, group), shard_rows(b, group), tp_group=group, reduce_hidden=reduce_hidden
+        )
+        if reduce_hidden == "none":
+            dist.all_reduce(d_h, group=group)
+        for ours, theirs in zip((lp, d_h, d_a, d_b), (*one[:3], shard_rows(one[3], group)), strict=True):
+            assert relative(ours, theirs) <= SHARDED_GRADIENT_RELATIVE
+
+
+@case("tp 2 compiled", 2)
+def _compiled(context: Context) -> None:
+    group, (hidden, weight, ids) = context.group(2), rows(64, torch.float64)
+    local = shard_rows(weight, group)
+
+    def log_probs(h: Tensor, w: Tensor) -> Tensor:
+        return linear_log_probs(h, w, ids, tp_group=group).log_probs.square().mean()
+
+    def fused(h: Tensor, w: Tensor) -> Tensor:
+        advantages = torch.linspace(-1, 1, N // 4)
+        out = gspo_fused_loss(
+            h.view(N // 4, 4, H), w, ids.view(N // 4, 4), advantages, tp_group=group, cp_group=context.group(2)
+        )
+        return out.loss + out.metrics["ratio_mean"]
+
+    for loss in (log_probs, fused):
+        grads = []
+        for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+            h, w = hidden.clone().requires_grad_(), local.clone().requires_grad_()
+            function(h, w).backward()
+            grads.append((h.grad, w.grad))
+        for ours, theirs in zip(*grads, strict=True):
+            assert torch.equal(ours, theirs)  # pyright: ignore[reportArgumentType]
+
+
+# -- errors
+
+
+@contextlib.contextmanager
+def raises(*texts: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        assert all(text in str(error) for text in texts), error
+    else:
+        raise AssertionError(f"no error with {texts}")
+
+
+@case("errors on every rank", 2)
+def _errors(context: Context) -> None:
+    group, (hidden, weight, ids) = context.group(2), rows(64)
+    first = rank_in(group) == 0
+    local = shard_rows(weight, group)
+
+    def run(*args: Any, **options: Any) -> Any:
+        return linear_log_probs(*args, tp_group=group, **options)
+
+    cut = slice(None) if first else slice(0, -1)
+    with raises("the shape of hidden must be equal on all ranks of tp_group"):
+        run(hidden[cut], local, ids[cut])
+    with raises("the number of rows of lm_head"):
+        run(hidden, local if first else local[:-1], ids.clamp(max=60))
+    with raises("target_ids must be equal on all ranks"):
+        run(hidden, local, ids if first else ids.flip(0))
+    with raises("vocab_size must be equal", "[60, 61]"):
+        run(hidden, local, ids.clamp(max=50), vocab_size=60 if first else 61)
+    with raises("target_ids must be between 0 and 63"):  # the other rank names the rank and its error
+        run(hidden, local, torch.where(first & (ids == ids[0]), 64, ids))
+    with raises("hidden must be"):
+        run(hidden if first else None, local, ids)
+    with raises("reduce_hidden"):
+        run(hidden, local, ids, reduce_hidden="some")
+    log_probs = torch.zeros(3, 2) if first else torch.zeros(2, 2)
+    with raises("the number of sequences must be equal on all ranks of cp_group"):
+        policy_loss(log_probs, torch.ones(len(log_probs)), cp_group=group)
+    with raises("objective must be equal"):
+        policy_loss(log_probs[:2], torch.ones(2), cp_group=group, objective=Objective(clip_low=3e-4 if first else 4e-4))
+    with raises("rollout_correction"):
+        from gspo_kernels.sampler_mismatch import RolloutCorrection
+
+        objective = Objective(rollout_correction=RolloutCorrection())
+        policy_loss(log_probs, torch.ones(len(log_probs)), cp_group=group, objective=objective)
+    run(hidden, local, ids)  # the ranks are still in step
+
+
+@case("errors on every rank of a mesh", 4)
+def _mesh_errors(context: Context) -> None:
+    groups = context.square()
+    hidden, weight, ids = rows(64)
+    wrong = torch.full_like(ids, 99) if context.rank == 3 else ids
+    with raises("target_ids"):
+        gspo_fused_loss(
+            hidden[None], shard_rows(weight, groups.tp), wrong[None], torch.ones(1), tp_group=groups.tp,
+            cp_group=groups.cp,
+        )  # fmt: skip
+
+
+# -- ranks without work
+
+
+@case("cp with masked and empty ranks", 4)
+def _empty(context: Context) -> None:
+    groups = Groups(cp=context.group(4))
+    sample = make_sample(4, dtype=torch.float64, objective=Objective(kl_coef=0.1))
+    shape = sample.target_ids.shape
+    last = torch.where(contiguous(shape, 2) == 0, 0, 2)  # ranks 1 and 3 hold no tokens
+    uneven = torch.where(torch.arange(shape[0])[:, None] % 2 == 0, 1, contiguous(shape, 4))  # sequences on one rank
+    masked = sample.with_options(mask=sample.options["mask"] & (contiguous(shape, 4) != 1))
+    for backend in ("torch", "triton"):
+        for batch, owner in ((sample, last), (sample, uneven), (masked, contiguous(shape, 4))):
+            for options in ({}, {"cache_mib": 1.0}):
+
+                def run(sample: Sample, backend: str, owner: Tensor = owner, options: dict[str, Any] = options) -> Any:
+                    return run_sharded(sample, backend, groups, owner, packed=True, **options)
+
+                (out, grads), (one, one_grads) = run(batch, backend), run_fused(batch, backend, **options)
+                assert relative(out.loss, one.loss) <= SHARDED_GRADIENT_RELATIVE
+                for name, grad in one_grads.items():
+                    assert relative(grads[name], grad) <= SHARDED_GRADIENT_RELATIVE, name
+                for name in ("clip_fraction", "kl", "zero_coefficient_share", "passes", "live_row_share"):
+                    assert abs(out.metrics[name] - one.metrics[name]) <= 1e-10, name

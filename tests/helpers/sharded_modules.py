@@ -1,0 +1,121 @@
+"""Cases of tests/distributed with DTensor weights: plain, in `parallelize_module`, and under FSDP2 over a 2-D mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers.sharded_cases import Context, case, relative
+from helpers.sharded_features import raises, rows
+from helpers.tiny_model import SHAPE
+from tolerance import SHARDED_GRADIENT_RELATIVE
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from gspo_kernels import gspo_fused_loss, linear_log_probs
+from gspo_kernels.integrations.huggingface import fuse_head
+
+
+@case("dtensor head", 2)
+def _dtensor(context: Context) -> None:
+    mesh = DeviceMesh.from_group(context.group(2), "cpu", mesh_dim_names=("tp",))
+    hidden, weight, ids = rows(64, torch.float64)
+    bias = torch.linspace(-1, 1, 64, dtype=torch.float64)
+
+    def run(h: Tensor, w: Any, b: Any, **options: Any) -> tuple[Any, ...]:
+        leaves = [x.clone().detach().requires_grad_() for x in (h, w, b)]
+        linear_log_probs(leaves[0], leaves[1], ids, bias=leaves[2], **options).log_probs.square().sum().backward()
+        return tuple(x.grad for x in leaves)
+
+    one = run(hidden, weight, bias)
+    sharded = [distribute_tensor(x, mesh, [Shard(0)]) for x in (weight, bias)]
+    d_hidden, *of_vocabulary = run(hidden, *sharded)
+    assert relative(d_hidden, one[0]) <= SHARDED_GRADIENT_RELATIVE
+    for ours, theirs in zip(of_vocabulary, one[1:], strict=True):
+        assert isinstance(ours, DTensor) and ours.placements == (Shard(0),)
+        assert relative(ours.full_tensor(), theirs) <= SHARDED_GRADIENT_RELATIVE
+    # Replicated hidden states get a DTensor gradient of partial sums.
+    replicated = distribute_tensor(hidden, mesh, [Replicate()])
+    d_hidden, *_ = run(replicated, *sharded, tp_group=mesh)
+    assert relative(d_hidden.full_tensor(), one[0]) <= SHARDED_GRADIENT_RELATIVE
+    with raises("lm_head", "Shard(0)", "Shard(dim=1)"):
+        run(hidden, distribute_tensor(weight, mesh, [Shard(1)]), bias)
+    with raises("hidden", "replicated"):
+        run(distribute_tensor(hidden, mesh, [Shard(0)]), *sharded)
+    with raises("hidden", "plain tensor"):
+        run(replicated, weight, bias)
+
+
+def _model() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {**SHAPE, "vocab_size": 52, "tie_word_embeddings": False}
+    return Qwen3ForCausalLM(Qwen3Config(**shape)).double()
+
+
+def _loss(model: Any, batch: slice, normalizer: float) -> Tensor:
+    ids = torch.randint(0, 50, (4, 7), generator=torch.Generator().manual_seed(1))[batch]
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0])[batch]
+
+    def loss(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
+        return gspo_fused_loss(hidden[:, :-1], lm_head, ids[:, 1:], advantages, normalizer=normalizer, **options)
+
+    return model(input_ids=ids, with_head=loss).result.loss
+
+
+def _assert_gradients_equal(model: Any) -> None:
+    one = _model()
+    fuse_head(one)
+    _loss(one, slice(0, 4), 4.0).backward()
+    expected = dict(one.named_parameters())
+    for name, p in model.named_parameters():
+        grad, truth = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, expected[name].grad
+        assert truth is not None
+        assert relative(grad, truth) <= SHARDED_GRADIENT_RELATIVE, name
+
+
+for _output in ("replicated", "sharded"):
+
+    @case(f"parallelize_module {_output}", 2)
+    def _colwise(context: Context, output: str = _output) -> None:
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        mesh = DeviceMesh.from_group(context.group(2), "cpu", mesh_dim_names=("tp",))
+        for fused_first in (True, False):
+            model = _model()
+            if fused_first:
+                fuse_head(model)
+            layout = Replicate() if output == "replicated" else Shard(-1)
+            parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=layout)})
+            fuse_head(model)
+            _loss(model, slice(0, 4), 4.0).backward()
+            _assert_gradients_equal(model)
+            assert model.lm_head._forward_hooks
+
+
+@case("fsdp2 over dp x tp", 4)
+def _fsdp(context: Context) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    groups = context.square()
+    mesh = DeviceMesh.from_group([groups.cp, groups.tp], "cpu", mesh=[[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    for head_alone in (False, True):
+        model = _model()
+        parallelize_module(model, mesh["tp"], {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        if head_alone:
+            fully_shard(model.lm_head, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        fuse_head(model)
+        half = slice(0, 2) if context.rank < 2 else slice(2, 4)
+        _loss(model, half, 2.0).backward()  # FSDP averages over the two groups
+        _assert_gradients_equal(model)
+        model.zero_grad()
+        with raises("lm_head"):  # outside the model's forward, the weight is sharded over both dimensions
+            gspo_fused_loss(
+                torch.zeros(1, 1, 16).double(), model.lm_head.weight, torch.zeros(1, 1).long(), torch.ones(1)
+            )

@@ -9,7 +9,6 @@ demo: .venv/ready
 test: lint test-distributed
 	$(BIN)/$(PYTEST) --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed
 
-# One start of eight gloo processes, so without pytest-xdist.
 test-distributed: .venv/ready
 	$(BIN)/python -m pytest tests/distributed
 
@@ -54,7 +53,6 @@ build/%/ready: pyproject.toml constraints.txt
 
 # The compile gate on the oldest and the newest Triton; the tested one is part of `make test`.
 gate: gate-3.6.0 gate-newest
-
 gate-%: .venv/ready
 	rm -rf build/triton-$*
 	$(BIN)/pip install -q --no-deps --target build/triton-$* triton$(if $(filter newest,$*),,==$*)

@@ -44,8 +44,8 @@ def names_of(dtype: str) -> tuple[str, ...]:
 
 def check_packages(user: str) -> None:
     """Raise an error that names the missing package, before the first process is started."""
-    with needs(user, "trl", "trl", "datasets", "transformers"):
-        for package in ("datasets", "transformers", "trl"):
+    with needs(user, "trl", "trl", "datasets"):
+        for package in ("transformers", "datasets", "trl"):
             importlib.import_module(package)
 
 

@@ -18,7 +18,7 @@ _met: set[tuple[str, ...]] = set()  # function and groups of calls whose argumen
 
 
 def agree(
-    call: Call, groups: dict[str, Any], tokens: Any, make: Callable[[], R], facts: Callable[[R], dict[str, Any]]
+    call: Call, present: dict[str, Any], tokens: Any, make: Callable[[], R], facts: Callable[[R], dict[str, Any]]
 ) -> R:
     """Return `make()`. If it fails on a rank, or `facts` of its result differ between ranks, raise on every rank.
 
@@ -27,14 +27,11 @@ def agree(
 
     Args:
         call: names the public function in error messages.
-        groups: process groups by the name of their argument; None where nothing is sharded.
+        present: process groups by the name of their argument.
         tokens: the first argument of the call, on whose device values are checked.
         make: checks the arguments.
         facts: values that must be equal on all ranks of a group, by "<group's argument> <name of the value>".
     """
-    present = {name: group for name, group in groups.items() if group is not None}
-    if not present or torch.compiler.is_compiling():
-        return make()
     key = (call.place, *(group.group_name for group in present.values()))
     device = tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
     if key in _met and not validation.values_are_checked(device):
@@ -71,8 +68,3 @@ def _differences(call: Call, group: str, answers: list[dict[str, Any]]) -> list[
         for key in answers[0]
         if any(answer.get(key) != answers[0][key] for answer in answers)
     ]
-
-
-def checksum(x: Tensor) -> int:
-    """Return a number by which ranks compare an integer tensor."""
-    return int((x.reshape(-1).to(torch.int64) * torch.arange(1, x.numel() + 1, device=x.device)).sum())

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import ops
-from .agreement import agree
 from .backends.rows import products
 from .inputs.head import HeadArguments, HeadInputs, head_rows
 from .inputs.lm_head import weight_of
@@ -17,7 +16,7 @@ from .layout import accumulator
 from .metrics import work_metrics
 from .objective import Objective
 from .outputs import LossOutput, loss_output
-from .parallel import process_group, vocabulary_group
+from .parallel import checked_on_all_ranks, process_group, vocabulary_group
 from .validation import Call
 
 
@@ -164,7 +163,7 @@ def gspo_fused_loss(
         "tp_group": vocabulary_group(call, weight_of(lm_head), tp_group),
         "cp_group": process_group(call, "cp_group", cp_group),
     }
-    head, policy, cache = agree(call, groups, hidden, inputs, facts)
+    head, policy, cache = checked_on_all_ranks(call, groups, hidden, inputs, facts)
     result = ops.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), cache, head.backend)
     entropies = result.head.entropy if head.rows.entropy else None
     out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective)

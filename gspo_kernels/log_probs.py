@@ -10,12 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import ops
-from .agreement import agree
 from .inputs.head import HeadArguments, HeadInputs, head_rows
 from .inputs.lm_head import weight_of
 from .inputs.memory import cache_size, check_budget, head_facts, needed_by_autograd
 from .outputs import LogProbOutput
-from .parallel import vocabulary_group
+from .parallel import checked_on_all_ranks, vocabulary_group
 from .validation import Call
 
 
@@ -105,7 +104,9 @@ def linear_log_probs(
         return head, cache_size(call, cache_mib, head.rows)
 
     group = vocabulary_group(call, weight_of(lm_head), tp_group)
-    head, cache = agree(call, {"tp_group": group}, hidden, inputs, lambda x: head_facts(*x, gradient_budget))
+    head, cache = checked_on_all_ranks(
+        call, {"tp_group": group}, hidden, inputs, lambda x: head_facts(*x, gradient_budget)
+    )
     budget = float(gradient_budget) if any(needed_by_autograd(head.rows)) else 0.0  # without a backward, keep nothing
     out = ops.linear_log_probs(head.rows, budget, cache, head.backend).head
     shape = target_ids.shape

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .agreement import agree
 from .backends.dispatch import pick_backend
 from .inputs.head import token_mask
 from .inputs.policy import PolicyArguments, PolicyInputs, policy_facts, policy_rows
 from .objective import Objective
 from .outputs import LossOutput, loss_output
-from .parallel import process_group
+from .parallel import checked_on_all_ranks, process_group
 from .validation import Call
 
 
@@ -115,7 +114,7 @@ def policy_loss(
         return policy_facts(policy, objective, (log_probs.requires_grad, entropies is not None))
 
     groups = {"cp_group": process_group(call, "cp_group", cp_group)}
-    unmasked, entropy, policy, backend = agree(call, groups, log_probs, inputs, facts)
+    unmasked, entropy, policy, backend = checked_on_all_ranks(call, groups, log_probs, inputs, facts)
     result = ops.policy_loss(
         log_probs.reshape(-1),
         None if entropy is None else entropy.reshape(-1),

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from ..agreement import checksum
 from ..backends.rows import HeadRows, NeedsGradient
 from ..backends.workspace import cache_bytes
-from ..parallel import shard_of
+from ..parallel import checksum, shard_of
 from ..validation import Field
 from .head import HeadInputs
 

@@ -16,8 +16,8 @@ PACKAGES = ("gspo_kernels", "integrations", "benchmarks")
 # From the lowest floor to the highest. A room imports only from floors below its own.
 HOUSE = (
     {"extras", "layout", "reference", "validation"},
-    {"groups", "metrics", "agreement", "parallel", "sampler_mismatch"},
-    {"advantages", "objective"},
+    {"agreement", "groups", "metrics", "sampler_mismatch"},
+    {"advantages", "objective", "parallel"},
     {"backends", "custom_op"},
     {"inputs", "head_ops"},
     {"outputs", "ops"},

@@ -29,7 +29,6 @@ from ...layout import segment_sum, sequence_of_row
 from ...objective import Objective
 from ..precision import multiply_no_nan
 from ..rows import PolicyResult, PolicyRows
-from .sharded_sequence import TokenTerms, sums_before_gate, totals_of_ranks
 from .surrogates import SCORES, bounded, divergence_times, kl_and_slope, surrogate
 
 
@@ -42,6 +41,8 @@ def policy_forward(
     lp = torch.where(mask, log_probs, 0)
     token_log_ratio, averaged, token_bounds = _log_ratios(log_probs, mask, policy, objective)
     if policy.group:
+        from .sharded_sequence import sums_before_gate  # most users need none of it, and an import takes 3 ms
+
         lengths, total, invalid = sums_before_gate(mask, averaged, policy)
         policy = policy._replace(invalid=invalid)
     else:
@@ -82,6 +83,8 @@ def policy_forward(
     free = mask if token_bounds is None else mask & ~(low | high)  # tokens through which u has a gradient
     total_of_ranks = None
     if policy.group:
+        from .sharded_sequence import TokenTerms, totals_of_ranks
+
         terms = TokenTerms(
             loss_rows, d_log_ratio, d_log_prob, entropy_coefficient, token_log_ratio, low, high, kl, entropy
         )

@@ -148,7 +148,8 @@ def inspect(compiled: Any, architecture: str, warps: int) -> Report:
         text, counted = compiled.asm["amdgcn"], _COUNTED["hip"]
         usage = {k: int(v) for k, v in re.findall(r"\.(\w+):\s+(\d+)\s*$", text, re.M)}
         registers, spilled = usage["vgpr_count"], usage["private_segment_fixed_size"]
-        total, by_registers, by_threads = 65_536, 512 // _round_up(registers, 8) * 4 // warps, 32 // warps
+        total, by_threads = SHARED_MEMORY[architecture], 32 // warps
+        by_registers = 512 // _round_up(registers, 8) * 4 // warps
         narrow, epilogue = len(re.findall(r"\b(?:global|buffer)_(?:load|store)_[su]?(?:short|byte)", text)), None
     else:
         text, counted = compiled.asm["ptx"], _COUNTED["cuda"]

@@ -20,7 +20,7 @@ SAME_AS = {"sm_103": "sm_100", "sm_120": "sm_89", "gfx950": "gfx942"}
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", *SAME_AS)
 # Shared memory that one block may use, in bytes.
 SHARED_MEMORY = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
-SHARED_MEMORY |= {name: SHARED_MEMORY[other] for name, other in SAME_AS.items()}
+SHARED_MEMORY |= {name: SHARED_MEMORY[other] for name, other in SAME_AS.items()} | {"gfx950": 163_840}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ with needs(__name__, "trl", "trl"):
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     from .trl_config import GSPOConfig, backward_settings, warn_of_settings_that_never_clip
-    from .trl_logs import log_backwards, print_settings
+    from .trl_logs import call_before_each_batch, log_backwards, print_settings
 
 __all__ = ["GSPOConfig", "GSPOTrainer", "accelerate_trainer"]
 
@@ -128,20 +128,20 @@ def accelerate_trainer(
     _check(trainer)
     settings = backward_settings(trainer, gradient_budget, cache_mib)
     warn_of_settings_that_never_clip(trainer, stacklevel=4)
-    heads = []
-    for model in (trainer.model, getattr(trainer, "ref_model", None)):
-        if model is not None:
-            base: Any = base_model(trainer.accelerator.unwrap_model(model))
-            heads.append(fuse_head(base))
-            setattr(base, _SETTINGS, _ModelSettings(trainer.temperature, settings))
-            if _ASKS_THE_MODEL and not _is_wrapped(base):
-                _wrap_forward(base)
+    models: list[Any] = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
+    models = [base_model(trainer.accelerator.unwrap_model(model)) for model in models]
+    heads = [fuse_head(base) for base in models]
+    for base in models:
+        if _ASKS_THE_MODEL and not _is_wrapped(base):
+            _wrap_forward(base)
     if not _ASKS_THE_MODEL and _METHOD not in vars(trainer):
         setattr(trainer, _METHOD, _LogProbs(trainer))
     previous = vars(trainer).get(_SETTINGS)
     setattr(trainer, _SETTINGS, settings)
+    _use_settings(trainer, models)
     if previous is None:
         log_backwards(trainer)
+        call_before_each_batch(trainer, functools.partial(_use_settings, trainer, models))
     if previous != settings:
         print_settings(trainer, heads[0], settings)
     return trainer
@@ -165,6 +165,18 @@ def _check(trainer: GRPOTrainer) -> None:
             "not replaced",
             stacklevel=3,
         )
+
+
+def _use_settings(trainer: Any, models: list[Any]) -> None:
+    """Make the models use the trainer's settings. Another trainer may share them."""
+    for model in models:
+        setattr(model, _SETTINGS, _ModelSettings(trainer.temperature, vars(trainer)[_SETTINGS]))
+        if _ASKS_THE_MODEL and not _is_wrapped(model):
+            warn_once(
+                "accelerate_trainer: the forward of the model was replaced after the call, for example by another "
+                "trainer of the model. Call accelerate_trainer(trainer) again",
+                stacklevel=4,
+            )
 
 
 def _is_wrapped(model: Any) -> bool:

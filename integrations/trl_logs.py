@@ -1,8 +1,9 @@
-"""What an accelerated trainer of TRL prints and logs."""
+"""What an accelerated trainer of TRL prints and logs, and what it does before each batch."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from .backwards import BackwardMetrics, BackwardSettings, describe_backend
@@ -34,3 +35,15 @@ def log_backwards(trainer: Any) -> None:
         return log(*args, **kwargs)
 
     trainer.training_step, trainer.log = training_step, log_with_backwards
+
+
+def call_before_each_batch(trainer: Any, function: Callable[[], None]) -> None:
+    """Call `function` before the trainer prepares a batch, which includes scoring its completions."""
+    prepare = trainer._prepare_inputs
+
+    @functools.wraps(prepare)
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+        function()
+        return prepare(*args, **kwargs)
+
+    trainer._prepare_inputs = prepare_inputs

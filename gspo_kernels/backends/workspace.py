@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+LARGEST_MIB = 2**40  # so that the number of bytes fits int64
+
 
 def workspace_bytes() -> int:
     """Return the memory limit for tiles of logits and of their gradients, in bytes.
@@ -20,6 +22,7 @@ def cache_bytes() -> int:
 
 def _mebibytes(name: str, default: str, least: int) -> int:
     text = os.environ.get(name, default)
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"environment variable {name} must be an integer number of MiB >= {least}, got {text!r}")
+    if not (text.isdecimal() and len(text) <= 13 and least <= int(text) <= LARGEST_MIB):
+        expected = f"an integer number of MiB from {least} to {LARGEST_MIB}"
+        raise ValueError(f"environment variable {name} must be {expected}, got {text[:40]!r}")
     return int(text)

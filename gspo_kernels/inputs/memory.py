@@ -7,12 +7,10 @@ from typing import Any
 import torch
 
 from ..backends.rows import HeadRows, NeedsGradient
-from ..backends.workspace import cache_bytes
+from ..backends.workspace import LARGEST_MIB, cache_bytes
 from ..parallel import checksum, shard_of
 from ..validation import Field
 from .head import HeadInputs
-
-_LARGEST = 2**40  # MiB, so that the number of bytes fits int64
 
 
 def check_budget(call: Field, gradient_budget: float) -> None:
@@ -24,8 +22,8 @@ def cache_limit(call: Field, cache_mib: float | None) -> int:
     """Check `cache_mib`, and return the memory for exponentials in bytes. None means GSPO_CACHE_MIB."""
     if cache_mib is None:
         return cache_bytes()
-    expected = "a number of MiB >= 0, or None for GSPO_CACHE_MIB"
-    return int(call.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= _LARGEST) * 2**20)
+    expected = f"a number of MiB from 0 to {LARGEST_MIB}, or None for GSPO_CACHE_MIB"
+    return int(call.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= LARGEST_MIB) * 2**20)
 
 
 def cache_size(call: Field, cache_mib: float | None, head: HeadRows) -> int:

@@ -307,6 +307,9 @@ def test_the_environment_variable_sets_the_cache(monkeypatch: pytest.MonkeyPatch
     for options, rows in (({}, 14), ({"cache_mib": 0}, 0)):
         linear_log_probs(*sample.leaves.values(), sample.target_ids, mask=mask, backend="torch", **options)
         assert len(found[-1].exponentials) == min(rows, mask.numel())
+    monkeypatch.setenv("GSPO_CACHE_MIB", str(2**43))
+    with pytest.raises(ValueError, match=r"GSPO_CACHE_MIB must be an integer .* to 1099511627776, got '8796093022208'"):
+        linear_log_probs(*sample.leaves.values(), sample.target_ids, mask=mask, backend="torch")
     monkeypatch.setenv("GSPO_CACHE_MIB", "many")
-    with pytest.raises(ValueError, match="GSPO_CACHE_MIB must be an integer number of MiB >= 0, got 'many'"):
+    with pytest.raises(ValueError, match=r"GSPO_CACHE_MIB must be an integer .* from 0 to \d+, got 'many'"):
         linear_log_probs(*sample.leaves.values(), sample.target_ids, mask=mask, backend="torch")

@@ -218,20 +218,34 @@ def test_the_last_call_decides_and_each_change_is_printed_once(
     assert second == line + "gradient_budget=0, cache_mib=3 (GSPO_CACHE_MIB)\n"
 
 
-def test_the_temperature_of_the_last_trainer_of_a_model_is_used(tmp_path: Path) -> None:
-    first = make_trainer(GSPOTrainer, peaked_model(tmp_path / "model", 20.0), tmp_path, **SEQUENCE, temperature=0.5)
-    second = make_trainer(GSPOTrainer, first.model, tmp_path, **SEQUENCE, temperature=2.0)
-    ids = torch.randint(2, 10, (2, 7))
-    dense = (second.model(input_ids=ids, use_cache=False).logits[:, 3:-1] / 2).log_softmax(-1)
-    fused = second._get_per_token_logps_and_entropies(second.model, ids, torch.ones_like(ids), 3)[0]
-    torch.testing.assert_close(fused, dense.gather(-1, ids[:, 4:, None])[..., 0], rtol=1e-5, atol=1e-5)
+def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = SEQUENCE | {"num_iterations": 1, "max_steps": 1}
+    first = make_trainer(GSPOTrainer, peaked_model(tmp_path / "model", 20.0), tmp_path, **options, temperature=0.5)
+    second = make_trainer(GSPOTrainer, first.model, tmp_path, **options, temperature=2.0)
+    accelerate_trainer(second, gradient_budget=0.3)
+    calls: list[tuple[float, float]] = []
+    fused = adapter.linear_log_probs
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        calls.append((options["temperature"], options["gradient_budget"]))
+        return fused(*args, **options)
+
+    monkeypatch.setattr(adapter, "linear_log_probs", recorded)
+    for trainer, settings in ((first, (0.5, 0.0)), (second, (2.0, 0.3)), (first, (0.5, 0.0))):
+        calls.clear()
+        trainer.train()
+        assert set(calls) == {settings}
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gradient_budget": 1.0}, ValueError, r"gradient_budget must be a number from 0 \(exact\) to below 1, got 1.0"),
     ({"gradient_budget": -0.1}, ValueError, "gradient_budget must be .* got -0.1"),
     ({"gradient_budget": "1e-3"}, TypeError, "gradient_budget must be .* got '1e-3'"),
-    ({"cache_mib": -1}, ValueError, "cache_mib must be a number of MiB >= 0, or None for GSPO_CACHE_MIB, got -1"),
+    (
+        {"cache_mib": -1},
+        ValueError,
+        "cache_mib must be .* from 0 to .*, or None for GSPO_CACHE_MIB, got -1",
+    ),
     ({"cache_mib": True}, TypeError, "cache_mib must be .* got True"),
 ]
 

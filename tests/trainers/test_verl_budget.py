@@ -120,7 +120,7 @@ def refused_main(rank: int, folder: Path) -> None:
         (
             ({"gradient_budget": 1}, ValueError, r"gradient_budget must be a number from 0 .* got 1"),
             ({"gradient_budget": "1e-3"}, TypeError, "gradient_budget must be .* got '1e-3'"),
-            ({"cache_mib": -1}, ValueError, "cache_mib must be a number of MiB >= 0.* got -1"),
+            ({"cache_mib": -1}, ValueError, "cache_mib must be a number of MiB from 0.* got -1"),
         )
     ):
         with pytest.raises(error, match=place + message):

@@ -62,8 +62,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "LoRA on the head ignored": (
         "inputs/lm_head",
-        "return Head(module.weight, bias, *_low_rank_term(call, lora, hidden, mask))",
-        "return Head(module.weight, bias)",
+        "return Head(weight, bias, *_low_rank_term(call, lora, hidden, mask, tp_group))",
+        "return Head(weight, bias)",
         "heads::test_lora_on_the_head_equals_peft[torch-False-False-1]",
     ),
     "hooks on modules of an adapter ignored": (

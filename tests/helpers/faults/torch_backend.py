@@ -9,14 +9,14 @@ OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 FAULTS: dict[str, Fault] = {
     "log-ratio not divided by the length": (
         "backends/torch/sequence",
-        "segment_sum(averaged, policy.offsets) / lengths.clamp(min=1)",
-        "segment_sum(averaged, policy.offsets)",
+        "u = total / lengths.clamp(min=1)",
+        "u = total",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "gradient of the log-ratio not divided by the length": (
         "backends/torch/sequence",
-        "segment_sum(d_log_ratio, offsets) / lengths.clamp(min=1)",
-        "segment_sum(d_log_ratio, offsets)",
+        "(d_total / lengths.clamp(min=1))[sequence]",
+        "d_total[sequence]",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "aggregation weight not divided by the length": (
@@ -57,8 +57,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "gmpo: gradient through a clipped token": (
         "backends/torch/sequence",
-        "torch.where(free, mean_d_log_ratio[sequence], 0)",
-        "torch.where(mask, mean_d_log_ratio[sequence], 0)",
+        "torch.where(free, (d_total",
+        "torch.where(mask, (d_total",
         f"{OBJECTIVE}[torch-padded-gmpo]",
     ),
     "cispo: no gradient where the clip binds": (

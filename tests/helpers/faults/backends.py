@@ -123,8 +123,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "a workspace of 0 MiB accepted": (
         "backends/workspace",
-        "int(text) < least",
-        "int(text) < least - 1",
+        "least <= int(text)",
+        "least - 1 <= int(text)",
         "bad_inputs::test_a_bad_workspace_limit_is_named[0]",
     ),
     "the adapter's product in autocast's dtype": (

@@ -86,8 +86,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "reference model not accelerated": (
         "integrations/trl",
-        'for model in (trainer.model, getattr(trainer, "ref_model", None)):',
-        "for model in (trainer.model,):",
+        '[x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]',
+        "[trainer.model]",
         "trainers/trl::test_policy_and_reference_model_return_a_mean_loss_over_labels",
     ),
     "TRL's check of adapters not restored": (
@@ -104,9 +104,15 @@ FAULTS: dict[str, Fault] = {
     ),
     "a second call of accelerate_trainer keeps the settings": (
         "integrations/trl",
-        "setattr(base, _SETTINGS, _ModelSettings(",
-        "vars(base).setdefault(_SETTINGS, _ModelSettings(",
+        "setattr(model, _SETTINGS, _ModelSettings(",
+        "vars(model).setdefault(_SETTINGS, _ModelSettings(",
         "trainers/trl_budget::test_the_last_call_decides_and_each_change_is_printed_once",
+    ),
+    "trainers of one model share their settings": (
+        "integrations/trl",
+        "call_before_each_batch(trainer, functools.partial(_use_settings, trainer, models))",
+        "pass",
+        "trainers/trl_budget::test_trainers_of_one_model_use_their_own_settings",
     ),
     "masses of tiles kept without autograd": (
         "log_probs",

@@ -143,7 +143,11 @@ def sparsity(results: Results) -> Texts:
     cases: dict[str, list[Results]] = {}
     for record in results["passes"]["cases"]:
         cases.setdefault(record["case"], []).append(record)
-    return {"passes_table": budget_table(cases, passes_and_error)}
+    cached: dict[str, tuple[list[Results], Cell]] = {}
+    for run in results["cache"]["runs"]:
+        label = f"{run['on']['scenario']}, {run['on']['dtype']}"
+        cached |= {label: (run["candidates"], over_naive_with_spread), f"MiB, {label}": (run["candidates"], mib)}
+    return {"passes_table": budget_table(cases, passes_and_error), "cache_table": candidates_table(cached)}
 
 
 def policy(results: Results) -> Texts:

@@ -1,0 +1,215 @@
+"""Compute log-probs at the output layer of a Megatron Core GPTModel, without making logits.
+
+    out = model_log_probs(model, target_ids, input_ids=ids, position_ids=positions, attention_mask=None)
+    loss = policy_loss(out.log_probs, advantages, mask=mask, old_log_probs=old).loss
+
+`model_log_probs` works with Megatron Core 0.16.1, where it replaces the output layer's forward for the call, and with
+releases whose GPTModel takes an `output_processor` (0.18 and later). Code that calls such a model itself passes
+`output_processor` and a `Targets`:
+
+    out = model(ids, positions, None, output_processor=output_processor, output_processor_context=Targets(target_ids))
+
+The output layer is sharded over the tensor-parallel group, so its weight, its group and the kind of reduction of the
+hidden states' gradient are taken from the layer. Hidden states are [S, B, H]; with sequence parallelism, each rank has
+S / TP of the S positions. Results are [B, S], as Megatron's labels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gspo_kernels import LogProbOutput, linear_log_probs
+from gspo_kernels.extras import needs
+from gspo_kernels.validation import Field, Unquoted
+
+with needs(__name__, "megatron", "megatron"):
+    from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+
+__all__ = ["Targets", "local_cu_seqlens", "model_log_probs", "output_processor"]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The target ids of a model call, and options of `linear_log_probs`. The context of `output_processor`.
+
+    Megatron converts floating-point tensors in tuples to half precision, but leaves dataclasses alone.
+    """
+
+    target_ids: Tensor  # [B, S] int64, already shifted, over the vocabulary of all ranks; under CP this rank's tokens
+    mask: Tensor | None = None  # [B, S]: unmasked tokens; None: target_ids != -100
+    temperature: float | Tensor = 1.0  # a number, a tensor with no dimension, or [B, S]
+    vocab_size: int | None = None  # columns without Megatron's padding; None: padding counts, as in Megatron's own loss
+    entropy: bool = False
+    gradient_budget: float = 0.0
+    cache_mib: float | None = None
+    backend: str = "auto"
+
+
+def model_log_probs(
+    model: nn.Module,
+    target_ids: Tensor,
+    *,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    entropy: bool = False,
+    gradient_budget: float = 0.0,
+    cache_mib: float | None = None,
+    backend: str = "auto",
+    **inputs: Any,
+) -> LogProbOutput | Tensor:
+    """Call a GPTModel, and return the log-probs of `target_ids` instead of logits.
+
+    Args:
+        model: a GPTModel, also inside DistributedDataParallel and Float16Module.
+        target_ids: [B, S] int64. hidden[s] predicts target_ids[s]: this function shifts nothing. Under context
+            parallelism, this rank's tokens.
+        mask, temperature, vocab_size, entropy: as `Targets` says.
+        gradient_budget, cache_mib, backend: arguments of `linear_log_probs`.
+        inputs: arguments of the model's forward by name, such as input_ids, position_ids and packed_seq_params.
+
+    Returns:
+        LogProbOutput with fields [B, S] on the last pipeline stage. On other stages the model's output, hidden states
+        for the next stage; there only Megatron's own code runs.
+
+    Raises:
+        TypeError: the output layer is not a plain ColumnParallelLinear.
+        ValueError: `labels` is among the inputs, target_ids does not have the shape of the hidden states, or the model
+            trains multi-token prediction or defers the output layer's weight gradient.
+    """
+    check = Field("model_log_probs")
+    if "labels" in inputs:
+        check.fail("labels", "absent, because target_ids takes its place", inputs["labels"])
+    targets = Targets(target_ids, mask, temperature, vocab_size, entropy, gradient_budget, cache_mib, backend)
+    gpt: Any = model
+    while not hasattr(gpt, "post_process") and hasattr(gpt, "module"):
+        gpt = gpt.module
+    if not hasattr(gpt, "post_process"):
+        check.fail("model", "a GPTModel of megatron.core, or a wrapper of one", model, TypeError)
+    if not gpt.post_process:
+        return model(**inputs)
+    if gpt.config.mtp_num_layers:
+        check.fail("mtp_num_layers", "None (no multi-token prediction)", gpt.config.mtp_num_layers)
+    if "output_processor" in inspect.signature(gpt.forward).parameters:
+        out = model(**inputs, output_processor=output_processor, output_processor_context=targets)
+        return LogProbOutput(*out)  # Float16Module returns a plain tuple
+    if getattr(gpt.config, "use_mup", False):  # the model would scale what the output layer returns
+        check.fail("use_mup", "False, because this release of Megatron Core has no output_processor", True)
+    with _replaced(gpt.output_layer, targets):
+        out = model(**inputs)  # [B, S], or [B, S, 2] with entropies
+    return LogProbOutput(*out.unbind(-1)) if entropy else LogProbOutput(out, None)
+
+
+def output_processor(
+    *,
+    hidden_states: Tensor,
+    output_layer: nn.Module,
+    output_weight: Tensor | None = None,
+    context: Targets,
+    **_: Any,
+) -> LogProbOutput:
+    """Compute log-probs from the hidden states of a GPTModel. For its argument `output_processor`.
+
+    Args:
+        hidden_states: [S, B, H], or [S / TP, B, H] with sequence parallelism.
+        output_layer: the model's output layer.
+        output_weight: the weight of tied embeddings, [V / TP, H]; None: the layer's own.
+        context: the model call's `output_processor_context`.
+
+    Returns:
+        LogProbOutput with fields [B, S].
+
+    Raises:
+        As `model_log_probs`.
+    """
+    out = _log_probs(output_layer, hidden_states, output_weight, context)
+    return LogProbOutput(*(None if x is None else x.t().contiguous() for x in out))
+
+
+def local_cu_seqlens(packed_seq_params: Any, cp_group: Any) -> Tensor:
+    """Return the offsets of this rank's tokens of each packed sequence, [sequences + 1], for `policy_loss`.
+
+    Megatron pads every sequence to a multiple of 2 CP tokens, and gives each of the CP ranks equally many of them. The
+    mask of the loss must leave out the padding.
+    """
+    padded = packed_seq_params.cu_seqlens_q_padded
+    offsets = packed_seq_params.cu_seqlens_q if padded is None else padded
+    return offsets // cp_group.size()
+
+
+def _log_probs(layer: Any, hidden: Tensor, weight: Tensor | None, targets: Targets) -> LogProbOutput:
+    """Return log-probs [S, B] where the layer would return logits."""
+    weight = layer.weight if weight is None else weight
+    _check_layer(layer, weight)
+    if layer.sequence_parallel:  # the backward sums the gradient over ranks and scatters it
+        hidden = gather_from_sequence_parallel_region(hidden, group=layer.tp_group)
+    ids, mask, temperature = (
+        x.t() if isinstance(x, Tensor) and x.ndim == 2 else x
+        for x in (targets.target_ids, targets.mask, targets.temperature)
+    )
+    if ids.shape != hidden.shape[:2]:
+        expected = f"[B, S] = {list(hidden.shape[1::-1])}, as the hidden states"
+        Field("output_processor").fail("target_ids", expected, targets.target_ids)
+    config = layer.config
+    return linear_log_probs(
+        hidden,
+        weight,
+        ids,
+        mask=mask,
+        bias=None if layer.skip_bias_add else layer.bias,  # GPTModel ignores a bias that the layer returns
+        logit_scale=config.mup_output_mult if getattr(config, "use_mup", False) else 1.0,
+        temperature=temperature,
+        vocab_size=targets.vocab_size,
+        entropy=targets.entropy,
+        gradient_budget=targets.gradient_budget,
+        cache_mib=targets.cache_mib,
+        tp_group=layer.tp_group,
+        reduce_hidden="all" if layer.allreduce_dgrad else "none",
+        backend=targets.backend,
+    )
+
+
+def _check_layer(layer: Any, weight: Tensor) -> None:
+    """Raise an error if the layer computes more than a product, or if Megatron would lose the weight's gradient."""
+    check = Field("output_processor")
+    if type(layer).forward is not ColumnParallelLinear.forward:
+        got = Unquoted(f"{type(layer).__module__}.{type(layer).__name__}")
+        check.fail("output_layer", "a ColumnParallelLinear of megatron.core, no subclass", got, TypeError)
+    config = layer.config
+    if config.defer_embedding_wgrad_compute:
+        check.fail("defer_embedding_wgrad_compute", "False", True)
+    # With fusion, the losses of multi-token prediction mark the weight's gradient as added already, and Megatron's
+    # hook then drops ours, unless the weight has this attribute, as tied weights do.
+    fused = getattr(config, "mtp_num_layers", None) and layer.gradient_accumulation_fusion
+    if fused and not getattr(weight, "zero_out_wgrad", False):
+        check.fail("gradient_accumulation_fusion", "False with multi-token prediction and an untied output layer", True)
+
+
+@contextmanager
+def _replaced(layer: Any, targets: Targets) -> Iterator[None]:
+    """Replace the layer's forward, so that its hooks fire, and its result is log-probs [S, B] ([S, B, 2])."""
+    original, calls = vars(layer).get("forward"), 0
+
+    def forward(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        nonlocal calls
+        calls += 1
+        out = _log_probs(layer, hidden, weight, targets)
+        return (out.log_probs if out.entropy is None else torch.stack([*out], -1)), None
+
+    if original is not None:
+        got = Unquoted("one that was replaced before")
+        Field("model_log_probs").fail("output_layer", "a layer with the forward of its class", got, TypeError)
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
+    if calls != 1:
+        Field("model_log_probs").fail("model", "one that calls its output layer once", Unquoted(f"{calls} calls"))

@@ -1,0 +1,346 @@
+"""Cases of test_megatron.py: tiny GPTModels of Megatron Core on four CPU processes, compared with Megatron's logits.
+
+Changes that let Megatron run without a GPU: `torch.cuda.current_device` returns the CPU, `Tensor.cuda` returns the
+tensor, and the random-number tracker does nothing (there is no dropout). PyTorch's LayerNorm replaces Megatron's, which
+refuses sequence parallelism. With context parallelism, each token attends only to itself, because Megatron's attention
+for CPUs refuses to run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tolerance import MODEL_GRADIENT_RELATIVE, SHARDED_GRADIENT_RELATIVE
+from torch import Tensor, nn
+
+from gspo_kernels import policy_loss
+from gspo_kernels.integrations.megatron import Targets, local_cu_seqlens, model_log_probs, output_processor
+
+WORLD, DEADLINE = 4, 100.0  # seconds
+TIMEOUT = datetime.timedelta(seconds=DEADLINE)
+PADDED, VOCAB = 48, 45  # columns of the head, and those that are not padding
+B, S = 2, 8
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(name: str, **sizes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Add a case that runs with these sizes of Megatron's groups."""
+
+    def add(run: Callable[[], None]) -> Callable[[], None]:
+        def with_groups() -> None:
+            parallel_state.initialize_model_parallel(**sizes)
+            try:
+                run()
+            finally:
+                parallel_state.destroy_model_parallel()
+
+        assert name not in CASES, name
+        CASES[name] = with_groups
+        return run
+
+    return add
+
+
+def main(rank: int, folder: Path) -> None:
+    """Run all cases, and write the errors of this rank, by name of the case."""
+    setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
+    setattr(Tensor, "cuda", lambda self, *_, **__: self)  # noqa: B010
+    initialize_rng_tracker(inference_rng_tracker=True)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    errors = {}
+    for name, run in CASES.items():
+        try:
+            run()
+        except Exception:
+            errors[name] = traceback.format_exc()
+    (folder / f"rank-{rank}.json").write_text(json.dumps({"errors": errors, "cases": list(CASES)}))
+
+
+class Norm(nn.LayerNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps)
+
+
+class SelfOnly(nn.Module):
+    """Attention in which each token attends only to itself."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return value.flatten(-2)
+
+
+def make(tied: bool = False, sequence_parallel: bool = False, attends: bool = True, kind: Any = GPTModel) -> Any:
+    """Return this rank's stage of a float64 model with one layer."""
+    torch.manual_seed(0)
+    tp, pp, cp = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+    )
+    config = TransformerConfig(
+        num_layers=pp,
+        hidden_size=16,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        sequence_parallel=sequence_parallel,
+        init_method_std=0.5,  # logits that differ
+    )
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if not attends:
+        layer.submodules.self_attention.submodules.core_attention = SelfOnly
+    model = kind(
+        config,
+        TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm),
+        PADDED,
+        64,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="learned_absolute",
+    )
+    return model.double()
+
+
+def batch() -> tuple[dict[str, Any], Tensor, Tensor]:
+    """Return the inputs of a model, target ids and a mask."""
+    rng = torch.Generator().manual_seed(1)
+    ids, targets = torch.randint(VOCAB, (2, B, S), generator=rng)
+    future = torch.ones(S, S, dtype=torch.bool).triu(1)[None, None]
+    inputs = {"input_ids": ids, "position_ids": torch.arange(S).expand(B, S), "attention_mask": future}
+    return inputs, targets, torch.rand(B, S, generator=rng) < 0.7
+
+
+def weighted(log_probs: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
+    """Return a scalar whose gradients differ from token to token."""
+    weights = torch.linspace(-1, 2, log_probs.numel(), dtype=torch.float64).view(log_probs.shape)
+    terms = log_probs * weights if entropy is None else log_probs * weights + entropy * weights.flip(0)
+    return torch.where(mask, terms, 0).sum()
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Return the gradients of all parameters, and remove them."""
+    out = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return out
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float) -> None:
+    assert ours.keys() == theirs.keys() and ours
+    for name, truth in theirs.items():
+        assert truth.norm() > 0 or name.endswith("linear_qkv.bias"), name
+        error = (ours[name] - truth).norm() / truth.norm().clamp(min=1e-6)
+        assert error <= limit, f"{name}: relative error {error:.1e}"
+
+
+def of_logits(logits: Tensor, targets: Tensor, temperature: float, columns: int) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies of complete logits [B, S, V]."""
+    log_p = (logits[..., :columns] / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+
+
+for _tied in (False, True):
+    for _sequence_parallel in (False, True):
+
+        @case(f"tp 2{', sp' * _sequence_parallel}{', tied' * _tied}", tensor_model_parallel_size=2)
+        def _tp(tied: bool = _tied, sequence_parallel: bool = _sequence_parallel) -> None:
+            model = make(tied, sequence_parallel)
+            inputs, targets, mask = batch()
+            for columns in (PADDED, VOCAB):
+                options: dict[str, Any] = {"mask": mask, "temperature": 0.7, "vocab_size": columns, "entropy": True}
+                out = model_log_probs(model, targets, **options, **inputs)
+                weighted(out.log_probs, out.entropy, mask).backward()
+                ours = gradients(model)
+                logits = model(**inputs, runtime_gather_output=True)
+                log_probs, entropy = of_logits(logits, targets, 0.7, columns)
+                weighted(log_probs, entropy, mask).backward()
+                assert_close(ours, gradients(model), SHARDED_GRADIENT_RELATIVE)
+                pair = {"log_probs": out.log_probs[mask], "entropy": out.entropy[mask]}
+                truth = {"log_probs": log_probs[mask], "entropy": entropy[mask]}
+                assert_close(pair, truth, SHARDED_GRADIENT_RELATIVE)
+
+        @case(
+            f"vocab_parallel_cross_entropy{', sp' * _sequence_parallel}{', tied' * _tied}", tensor_model_parallel_size=2
+        )
+        def _cross_entropy(tied: bool = _tied, sequence_parallel: bool = _sequence_parallel) -> None:
+            model = make(tied, sequence_parallel)
+            inputs, targets, mask = batch()
+            out = model_log_probs(model, targets, **inputs)
+            weighted(out.log_probs, None, mask).backward()
+            ours = {"log_probs": out.log_probs.detach(), **gradients(model)}
+            log_probs = -model(**inputs, labels=targets)
+            weighted(log_probs, None, mask).backward()
+            theirs = {"log_probs": log_probs.detach(), **gradients(model)}
+            assert_close(ours, theirs, MODEL_GRADIENT_RELATIVE[torch.float32])  # Megatron's loss is fp32
+
+
+@case("tp 2 x cp 2, packed", tensor_model_parallel_size=2, context_parallel_size=2)
+def _cp() -> None:
+    """GSPO's loss of packed sequences in Megatron's zigzag order, with padding, equals that of complete sequences."""
+    group = parallel_state.get_context_parallel_group()
+    padded, lengths, advantages = torch.tensor([0, 8, 12, 24]), (7, 4, 9), torch.tensor([1.0, -0.5, 2.0]).double()
+    rng = torch.Generator().manual_seed(2)
+    ids, targets = torch.randint(VOCAB, (2, 1, 24), generator=rng)
+    positions = torch.cat([torch.arange(n) for n in padded.diff().tolist()])[None]
+    mask = torch.cat([torch.arange(n) < m for n, m in zip(padded.diff().tolist(), lengths, strict=True)])[None]
+    true = torch.tensor([0, 7, 11, 20], dtype=torch.int32)
+    packed = PackedSeqParams("thd", true, true, padded.int(), padded.int(), 12, 12)
+    parts = []
+    for start, end in zip(padded[:-1].tolist(), padded[1:].tolist(), strict=True):
+        chunks = torch.arange(start, end).chunk(4)
+        parts += [chunks[group.rank()], chunks[3 - group.rank()]]
+    own = torch.cat(parts)
+    for sequence_parallel in (False, True):
+        model = make(sequence_parallel=sequence_parallel, attends=False)
+
+        def loss(rows: Tensor, cu_seqlens: Tensor, ours: bool, model: Any = model, **options: Any) -> Any:
+            inputs = {"input_ids": ids[:, rows], "position_ids": positions[:, rows], "attention_mask": None}
+            if ours:
+                out = model_log_probs(model, targets[:, rows], mask=mask[:, rows], packed_seq_params=packed, **inputs)
+                log_probs = out.log_probs
+            else:
+                logits = model(**inputs, packed_seq_params=packed, runtime_gather_output=True)
+                log_probs = of_logits(logits, targets[:, rows], 1.0, PADDED)[0]
+            old = log_probs.detach() + 1e-4 * torch.cos(rows.double())
+            return policy_loss(
+                log_probs[0], advantages, mask=mask[0, rows], cu_seqlens=cu_seqlens, old_log_probs=old[0], **options
+            )
+
+        out = loss(own, local_cu_seqlens(packed, group), True, cp_group=group)
+        out.loss.backward()
+        ours = gradients(model)
+        for grad in ours.values():
+            dist.all_reduce(grad, group=group)
+        one = loss(torch.arange(24), padded.int(), False)
+        one.loss.backward()
+        assert_close(ours, gradients(model), SHARDED_GRADIENT_RELATIVE)
+        assert_close({"log_ratio": out.log_ratio}, {"log_ratio": one.log_ratio}, SHARDED_GRADIENT_RELATIVE)
+
+
+for _tied in (False, True):
+
+    @case(f"tp 2 x pp 2{', tied' * _tied}", tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    def _pp(tied: bool = _tied) -> None:
+        model = make(tied)
+        inputs, targets, mask = batch()
+        last = parallel_state.is_pipeline_last_stage()
+        found = []
+        for ours in (True, False):
+
+            def call(ours: bool = ours) -> Any:
+                if ours:
+                    return model_log_probs(model, targets, mask=mask, **inputs)
+                return model(**inputs, runtime_gather_output=True)
+
+            if last:
+                received = torch.empty(S, B, 16, dtype=torch.float64)
+                dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
+                model.set_input_tensor(received.requires_grad_())
+                out = call()
+                log_probs = out.log_probs if ours else of_logits(out, targets, 1.0, PADDED)[0]
+                weighted(log_probs, None, mask).backward()
+                dist.send(received.grad, parallel_state.get_pipeline_model_parallel_prev_rank())
+            else:
+                hidden = call()
+                assert isinstance(hidden, Tensor) and hidden.shape == (S, B, 16)
+                dist.send(hidden.detach(), parallel_state.get_pipeline_model_parallel_next_rank())
+                d_hidden = torch.empty_like(hidden)
+                dist.recv(d_hidden, parallel_state.get_pipeline_model_parallel_next_rank())
+                hidden.backward(d_hidden)
+            found.append(gradients(model))
+        assert_close(*found, SHARDED_GRADIENT_RELATIVE)
+        assert ("output_layer.weight" in found[0]) == last
+
+
+class WithProcessor(GPTModel):
+    """A GPTModel with the argument `output_processor`, called with the names in the source of Megatron Core 0.20."""
+
+    def forward(self, *args: Any, output_processor: Any = None, output_processor_context: Any = None, **inputs: Any):
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        hidden: list[Tensor] = []
+        handle = self.decoder.register_forward_hook(lambda module, arguments, out: hidden.append(out))
+        out = super().forward(*args, **inputs)
+        handle.remove()
+        if output_processor is None:
+            return out
+        names = ("labels", "loss_mask", "decoder_input", "inference_context", "packed_seq_params", "scale_logits")
+        return output_processor(
+            hidden_states=hidden[0],
+            output_layer=self.output_layer,
+            output_weight=weight,
+            context=output_processor_context,
+            config=self.config,
+            runtime_gather_output=None,
+            **dict.fromkeys(names),
+            **inputs,
+        )
+
+
+for _sequence_parallel in (False, True):
+
+    @case(f"output_processor{', sp' * _sequence_parallel}", tensor_model_parallel_size=2)
+    def _processor(sequence_parallel: bool = _sequence_parallel) -> None:
+        inputs, targets, mask = batch()
+        found = []
+        for kind in (WithProcessor, GPTModel):
+            model = make(True, sequence_parallel, kind=kind)
+            out = model_log_probs(model, targets, mask=mask, entropy=True, **inputs)
+            weighted(*out, mask).backward()
+            found.append({"log_probs": out.log_probs.detach(), **gradients(model)})
+        for name, x in found[0].items():
+            assert torch.equal(x, found[1][name]), name
+        context = Targets(targets, mask)
+        out = make(kind=WithProcessor)(**inputs, output_processor=output_processor, output_processor_context=context)
+        assert out.log_probs.shape == (B, S) and out.entropy is None
+
+
+def refused(text: str, error: type[Exception], run: Callable[[], Any]) -> None:
+    try:
+        run()
+    except error as raised:
+        assert text in str(raised), raised
+    else:
+        raise AssertionError(f"no {error.__name__}: {text}")
+
+
+@case("refused", tensor_model_parallel_size=2)
+def _refused() -> None:
+    model, (inputs, targets, _) = make(), batch()
+    refused("labels must be absent", ValueError, lambda: model_log_probs(model, targets, labels=targets, **inputs))
+    refused("model must be a GPTModel", TypeError, lambda: model_log_probs(nn.Linear(2, 2), targets, **inputs))
+    refused("target_ids must be [B, S] = [2, 8]", ValueError, lambda: model_log_probs(model, targets[:, 1:], **inputs))
+    assert "forward" not in vars(model.output_layer)  # restored after an error
+    model.config.mtp_num_layers = 1
+    refused("mtp_num_layers must be None", ValueError, lambda: model_log_probs(model, targets, **inputs))
+    call = partial(output_processor, hidden_states=torch.zeros(S, B, 16).double(), context=Targets(targets))
+    model.output_layer.gradient_accumulation_fusion = True
+    refused("gradient_accumulation_fusion must be False", ValueError, lambda: call(output_layer=model.output_layer))
+    model.config.defer_embedding_wgrad_compute = True
+    refused("defer_embedding_wgrad_compute must be", ValueError, lambda: call(output_layer=model.output_layer))
+    layer = model.output_layer
+    layer.__class__ = type("Capped", (type(layer),), {"forward": lambda self, *_, **__: None})
+    refused("output_layer must be a ColumnParallelLinear", TypeError, lambda: call(output_layer=layer))

@@ -30,7 +30,7 @@ from gspo_kernels.extras import needs
 from gspo_kernels.validation import Field, Unquoted
 
 with needs(__name__, "megatron", "megatron"):
-    from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+    from megatron.core import tensor_parallel  # pyright: ignore[reportMissingImports]
 
 __all__ = ["Targets", "local_cu_seqlens", "model_log_probs", "output_processor"]
 
@@ -130,7 +130,7 @@ def output_processor(
         As `model_log_probs`.
     """
     out = _log_probs(output_layer, hidden_states, output_weight, context)
-    return LogProbOutput(*(None if x is None else x.t().contiguous() for x in out))
+    return LogProbOutput(_transposed(out.log_probs).contiguous(), _transposed(out.entropy))
 
 
 def local_cu_seqlens(packed_seq_params: Any, cp_group: Any) -> Tensor:
@@ -144,16 +144,13 @@ def local_cu_seqlens(packed_seq_params: Any, cp_group: Any) -> Tensor:
     return offsets // cp_group.size()
 
 
-def _log_probs(layer: Any, hidden: Tensor, weight: Tensor | None, targets: Targets) -> LogProbOutput:
+def _log_probs(layer: Any, hidden: Tensor, weight: Any, targets: Targets) -> LogProbOutput:
     """Return log-probs [S, B] where the layer would return logits."""
     weight = layer.weight if weight is None else weight
     _check_layer(layer, weight)
     if layer.sequence_parallel:  # the backward sums the gradient over ranks and scatters it
-        hidden = gather_from_sequence_parallel_region(hidden, group=layer.tp_group)
-    ids, mask, temperature = (
-        x.t() if isinstance(x, Tensor) and x.ndim == 2 else x
-        for x in (targets.target_ids, targets.mask, targets.temperature)
-    )
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=layer.tp_group)
+    ids = _transposed(targets.target_ids)
     if ids.shape != hidden.shape[:2]:
         expected = f"[B, S] = {list(hidden.shape[1::-1])}, as the hidden states"
         Field("output_processor").fail("target_ids", expected, targets.target_ids)
@@ -162,10 +159,10 @@ def _log_probs(layer: Any, hidden: Tensor, weight: Tensor | None, targets: Targe
         hidden,
         weight,
         ids,
-        mask=mask,
+        mask=_transposed(targets.mask),
         bias=None if layer.skip_bias_add else layer.bias,  # GPTModel ignores a bias that the layer returns
         logit_scale=config.mup_output_mult if getattr(config, "use_mup", False) else 1.0,
-        temperature=temperature,
+        temperature=_transposed(targets.temperature),
         vocab_size=targets.vocab_size,
         entropy=targets.entropy,
         gradient_budget=targets.gradient_budget,
@@ -176,10 +173,15 @@ def _log_probs(layer: Any, hidden: Tensor, weight: Tensor | None, targets: Targe
     )
 
 
+def _transposed(x: Any) -> Any:
+    """Return a [B, S] tensor as [S, B] and vice versa, and other values unchanged."""
+    return x.t() if isinstance(x, Tensor) and x.ndim == 2 else x
+
+
 def _check_layer(layer: Any, weight: Tensor) -> None:
     """Raise an error if the layer computes more than a product, or if Megatron would lose the weight's gradient."""
     check = Field("output_processor")
-    if type(layer).forward is not ColumnParallelLinear.forward:
+    if type(layer).forward is not tensor_parallel.ColumnParallelLinear.forward:
         got = Unquoted(f"{type(layer).__module__}.{type(layer).__name__}")
         check.fail("output_layer", "a ColumnParallelLinear of megatron.core, no subclass", got, TypeError)
     config = layer.config
@@ -201,7 +203,7 @@ def _replaced(layer: Any, targets: Targets) -> Iterator[None]:
         nonlocal calls
         calls += 1
         out = _log_probs(layer, hidden, weight, targets)
-        return (out.log_probs if out.entropy is None else torch.stack([*out], -1)), None
+        return (out.log_probs if out.entropy is None else torch.stack([out.log_probs, out.entropy], -1)), None
 
     if original is not None:
         got = Unquoted("one that was replaced before")

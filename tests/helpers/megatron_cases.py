@@ -1,10 +1,4 @@
-"""Cases of test_megatron.py: tiny GPTModels of Megatron Core on four CPU processes, compared with Megatron's logits.
-
-Changes that let Megatron run without a GPU: `torch.cuda.current_device` returns the CPU, `Tensor.cuda` returns the
-tensor, and the random-number tracker does nothing (there is no dropout). PyTorch's LayerNorm replaces Megatron's, which
-refuses sequence parallelism. With context parallelism, each token attends only to itself, because Megatron's attention
-for CPUs refuses to run.
-"""
+"""Cases of test_megatron.py: log-probs and gradients of tiny GPTModels, compared with Megatron's logits and loss."""
 
 from __future__ import annotations
 
@@ -15,27 +9,27 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from helpers.megatron_models import PADDED, VOCAB, B, S, batch, make, run_without_gpu
+from helpers.pages import MEGATRON_LINES
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.random import initialize_rng_tracker
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from tolerance import MODEL_GRADIENT_RELATIVE, SHARDED_GRADIENT_RELATIVE
 from torch import Tensor, nn
 
 from gspo_kernels import policy_loss
-from gspo_kernels.integrations.megatron import Targets, local_cu_seqlens, model_log_probs, output_processor
+from gspo_kernels.integrations import megatron
+from gspo_kernels.integrations.megatron import Targets, output_processor
 
 WORLD, DEADLINE = 4, 100.0  # seconds
 TIMEOUT = datetime.timedelta(seconds=DEADLINE)
-PADDED, VOCAB = 48, 45  # columns of the head, and those that are not padding
-B, S = 2, 8
 CASES: dict[str, Callable[[], None]] = {}
+model_log_probs: Any = megatron.model_log_probs  # LogProbOutput on the last stage, a Tensor on others
 
 
 def case(name: str, **sizes: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -58,9 +52,7 @@ def case(name: str, **sizes: int) -> Callable[[Callable[[], None]], Callable[[],
 
 def main(rank: int, folder: Path) -> None:
     """Run all cases, and write the errors of this rank, by name of the case."""
-    setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
-    setattr(Tensor, "cuda", lambda self, *_, **__: self)  # noqa: B010
-    initialize_rng_tracker(inference_rng_tracker=True)
+    run_without_gpu()
     dist.init_process_group("gloo", timeout=TIMEOUT)
     errors = {}
     for name, run in CASES.items():
@@ -69,70 +61,6 @@ def main(rank: int, folder: Path) -> None:
         except Exception:
             errors[name] = traceback.format_exc()
     (folder / f"rank-{rank}.json").write_text(json.dumps({"errors": errors, "cases": list(CASES)}))
-
-
-class Norm(nn.LayerNorm):
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps)
-
-
-class SelfOnly(nn.Module):
-    """Attention in which each token attends only to itself."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        return value.flatten(-2)
-
-
-def make(tied: bool = False, sequence_parallel: bool = False, attends: bool = True, kind: Any = GPTModel) -> Any:
-    """Return this rank's stage of a float64 model with one layer."""
-    torch.manual_seed(0)
-    tp, pp, cp = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-    )
-    config = TransformerConfig(
-        num_layers=pp,
-        hidden_size=16,
-        num_attention_heads=2,
-        use_cpu_initialization=True,
-        params_dtype=torch.float64,
-        pipeline_dtype=torch.float64,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        sequence_parallel=sequence_parallel,
-        init_method_std=0.5,  # logits that differ
-    )
-    layer = get_gpt_layer_local_spec()
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    if not attends:
-        layer.submodules.self_attention.submodules.core_attention = SelfOnly
-    model = kind(
-        config,
-        TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm),
-        PADDED,
-        64,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type="learned_absolute",
-    )
-    return model.double()
-
-
-def batch() -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return the inputs of a model, target ids and a mask."""
-    rng = torch.Generator().manual_seed(1)
-    ids, targets = torch.randint(VOCAB, (2, B, S), generator=rng)
-    future = torch.ones(S, S, dtype=torch.bool).triu(1)[None, None]
-    inputs = {"input_ids": ids, "position_ids": torch.arange(S).expand(B, S), "attention_mask": future}
-    return inputs, targets, torch.rand(B, S, generator=rng) < 0.7
 
 
 def weighted(log_probs: Tensor, entropy: Tensor | None, mask: Tensor) -> Tensor:
@@ -214,31 +142,39 @@ def _cp() -> None:
         chunks = torch.arange(start, end).chunk(4)
         parts += [chunks[group.rank()], chunks[3 - group.rank()]]
     own = torch.cat(parts)
+    constant = {"attention_mask": None, "packed_seq_params": packed}
+    lines: dict[str, Any] = {}
+    exec(MEGATRON_LINES, lines)
     for sequence_parallel in (False, True):
         model = make(sequence_parallel=sequence_parallel, attends=False)
-
-        def loss(rows: Tensor, cu_seqlens: Tensor, ours: bool, model: Any = model, **options: Any) -> Any:
-            inputs = {"input_ids": ids[:, rows], "position_ids": positions[:, rows], "attention_mask": None}
-            if ours:
-                out = model_log_probs(model, targets[:, rows], mask=mask[:, rows], packed_seq_params=packed, **inputs)
-                log_probs = out.log_probs
-            else:
-                logits = model(**inputs, packed_seq_params=packed, runtime_gather_output=True)
-                log_probs = of_logits(logits, targets[:, rows], 1.0, PADDED)[0]
-            old = log_probs.detach() + 1e-4 * torch.cos(rows.double())
-            return policy_loss(
-                log_probs[0], advantages, mask=mask[0, rows], cu_seqlens=cu_seqlens, old_log_probs=old[0], **options
+        inputs = {"input_ids": ids, "position_ids": positions}
+        log_probs = of_logits(model(**inputs, **constant, runtime_gather_output=True), targets, 1.0, VOCAB)[0]
+        old = log_probs.detach() + 1e-4 * torch.arange(24).cos()
+        one = policy_loss(log_probs[0], advantages, mask=mask[0], cu_seqlens=padded.int(), old_log_probs=old[0])
+        one.loss.backward()
+        theirs = gradients(model)
+        tokens = {**inputs, "labels": targets, "loss_mask": mask, "old_log_probs": old}
+        with mock.patch.object(torch, "zeros", partial(_on_cpu, torch.zeros)):  # the schedule asks for device="cuda"
+            (log,) = get_forward_backward_func()(
+                forward_step_func=lines["forward_step"],
+                data_iterator=iter(
+                    [{**{k: x[:, own] for k, x in tokens.items()}, **constant, "advantages": advantages}]
+                ),
+                model=model,
+                num_microbatches=1,
+                seq_length=12,
+                micro_batch_size=1,
             )
-
-        out = loss(own, local_cu_seqlens(packed, group), True, cp_group=group)
-        out.loss.backward()
         ours = gradients(model)
         for grad in ours.values():
             dist.all_reduce(grad, group=group)
-        one = loss(torch.arange(24), padded.int(), False)
-        one.loss.backward()
-        assert_close(ours, gradients(model), SHARDED_GRADIENT_RELATIVE)
-        assert_close({"log_ratio": out.log_ratio}, {"log_ratio": one.log_ratio}, SHARDED_GRADIENT_RELATIVE)
+            grad /= group.size()  # as DistributedDataParallel
+        assert_close(ours, theirs, SHARDED_GRADIENT_RELATIVE)
+        assert_close(log, {"loss": one.loss.detach()}, SHARDED_GRADIENT_RELATIVE)
+
+
+def _on_cpu(make: Callable[..., Tensor], *sizes: Any, device: Any = None, **options: Any) -> Tensor:
+    return make(*sizes, **options)
 
 
 for _tied in (False, True):
@@ -257,7 +193,7 @@ for _tied in (False, True):
                 return model(**inputs, runtime_gather_output=True)
 
             if last:
-                received = torch.empty(S, B, 16, dtype=torch.float64)
+                received: Any = torch.empty(S, B, 16, dtype=torch.float64)
                 dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
                 model.set_input_tensor(received.requires_grad_())
                 out = call()
@@ -272,7 +208,7 @@ for _tied in (False, True):
                 dist.recv(d_hidden, parallel_state.get_pipeline_model_parallel_next_rank())
                 hidden.backward(d_hidden)
             found.append(gradients(model))
-        assert_close(*found, SHARDED_GRADIENT_RELATIVE)
+        assert_close(found[0], found[1], SHARDED_GRADIENT_RELATIVE)
         assert ("output_layer.weight" in found[0]) == last
 
 
@@ -309,7 +245,7 @@ for _sequence_parallel in (False, True):
         for kind in (WithProcessor, GPTModel):
             model = make(True, sequence_parallel, kind=kind)
             out = model_log_probs(model, targets, mask=mask, entropy=True, **inputs)
-            weighted(*out, mask).backward()
+            weighted(out.log_probs, out.entropy, mask).backward()
             found.append({"log_probs": out.log_probs.detach(), **gradients(model)})
         for name, x in found[0].items():
             assert torch.equal(x, found[1][name]), name

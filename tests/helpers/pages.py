@@ -16,6 +16,8 @@ def code_blocks(page: str, language: str, text: str = "") -> list[str]:
 
 (TRL_LINES,) = code_blocks(INTEGRATIONS, "python", "gspo_kernels.integrations.trl")
 (HUGGINGFACE_LINES,) = code_blocks(INTEGRATIONS, "python", "gspo_kernels.integrations.huggingface")
+(MEGATRON_LINES,) = code_blocks(INTEGRATIONS, "python", "gspo_kernels.integrations.megatron")
 (VERL_LINES,) = code_blocks(INTEGRATIONS, "bash", "gspo_kernels.integrations.verl")
 (VERL_BUDGET,) = code_blocks(INTEGRATIONS, "bash", "fused_kernel_options")  # overrides only
-OTHER_PYTHON = [block for block in code_blocks(INTEGRATIONS, "python") if block not in (TRL_LINES, HUGGINGFACE_LINES)]
+_TESTED_ELSEWHERE = (TRL_LINES, HUGGINGFACE_LINES, MEGATRON_LINES)
+OTHER_PYTHON = [block for block in code_blocks(INTEGRATIONS, "python") if block not in _TESTED_ELSEWHERE]

@@ -26,13 +26,12 @@ build/typing:
 	mkdir -p $@/gspo_kernels
 	ln -sfn ../../../integrations ../../../benchmarks $@/gspo_kernels/
 
-# The tested set of versions, in an environment of its own.
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl]'
 	touch $@
 
-# Beside the trainers' own code: TRL's newest and two earlier ones, verl, DeepSpeed and Megatron Core. Each wants an environment.
+# Beside the trainers' own code, which wants environments. `build/peers/bin/gspo bench` measures all of them in one.
 test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/verl/ready build/zero3/ready build/megatron/ready
 	$(BIN)/$(PYTEST) tests/trainers
 	build/trl-1.13.0/bin/$(PYTEST) tests/trainers/test_trl*.py
@@ -45,7 +44,6 @@ build/trl-%: NEEDS = '.[test,trl]' $(subst -,==,$*) requests
 build/verl/ready: NEEDS = '.[test,verl]' cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 build/zero3/ready: NEEDS = '.[test]' peft deepspeed==0.19.8
 build/megatron/ready: NEEDS = '.[test,megatron]' megatron-core==0.16.1
-# Everyone that `gspo bench` measures, in one environment: build/peers/bin/gspo bench.
 build/peers/ready: NEEDS = '.[bench,trl,verl]' trl==1.16.0 cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 build/%/ready: pyproject.toml constraints.txt
 	test -x build/$*/bin/python || $(PYTHON) -m venv build/$*

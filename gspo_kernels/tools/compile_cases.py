@@ -132,11 +132,11 @@ def forward_and_backward(head: HeadRows, cached: bool = False) -> None:
     """Run forward and backward. If `cached`, the exponentials of all rows are kept."""
     cache = Cache(cache_rows(head, full_cache(head)), head.mask) if cached else None
     result, kept = forward_and_keep(head, cache=cache)
-    d_entropy = torch.empty_like(result.entropy) if head.entropy else None
+    d_entropy = torch.ones_like(result.entropy) if head.entropy else None
     needs = NeedsGradient(
         True, True, head.bias is not None, head.adapter_hidden is not None, head.adapter_weight is not None
     )
-    head_backward(head, result, torch.empty_like(result.log_probs), d_entropy, needs, kept=kept)
+    head_backward(head, result, torch.ones_like(result.log_probs), d_entropy, needs, kept=kept)
 
 
 def full_cache(head: HeadRows) -> int:
@@ -158,7 +158,7 @@ def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None
     result, kept = forward_and_keep(head, shares=True)
     cell = cell_shape(head)
     assert cell is not None
-    choose(head, result, torch.empty_like(result.log_probs), kept, cell, budget=1e-3)
+    choose(head, result, torch.ones_like(result.log_probs), kept, cell, budget=1e-3)
     config, device = tile_config(head, "gradient"), head.hidden.device
     cells = torch.ones(-(-head.hidden.shape[0] // cell[0]), kept.share.shape[0], dtype=torch.bool)
     lists, _ = lists_of(head, cells.to(device), config)

@@ -161,8 +161,12 @@ def table(architecture: str) -> set[tuple[str, Any]]:
     entries |= {(name, tuning.LIST) for name in ("list_cells", "row_masses", "keep_cells", "decide")}
     entries |= {("cell_masses", tuning.CELL_MASSES)}
     entries |= {(name, tuning.SEQUENCE) for name in ("count_tokens", "sequence_loss", "finish")}
-    entries |= {(name, config) for name in PRODUCTS for config in tuning._PRODUCT.values()}
-    for blocks in (tuning._HALF[architecture], tuning._SINGLE, tuning._DOUBLE):
+    with tuning.assume(architecture):
+        cpu = torch.device("cpu")
+        products = [tuning.product_config(dtype, cpu) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+    entries |= {(name, config) for name in PRODUCTS for config in products}
+    for dtype_table in (tuning._HALF, tuning._SINGLE, tuning._DOUBLE):
+        blocks = dtype_table[architecture]
         entries |= {("forward_tile", blocks.forward), ("forward_tile", blocks.heavy_forward)}
         for kernel in ("gradient_tile", "kept_tile"):
             entries |= {(kernel, blocks.gradient), (kernel, blocks.heavy_gradient)}

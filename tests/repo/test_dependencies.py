@@ -153,5 +153,5 @@ def test_every_extra_named_in_the_code_exists() -> None:
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     calls = [node for node in nodes if isinstance(node.func, ast.Name) and node.func.id == "needs"]
     named = {ast.literal_eval(call.args[1]) for call in calls}
-    assert named == {"cli", "train", "lora", "trackers", "trl", "verl", "bench"}
+    assert named == {"cli", "train", "lora", "trackers", "trl", "verl", "bench", "megatron"}
     assert named <= PROJECT["optional-dependencies"].keys()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -65,14 +65,19 @@ _HALF = {
     "sm_89": _ampere(stages=3),
     "sm_90": _HOPPER,
     "sm_100": _HOPPER,
-    "gfx942": _Blocks(*[Config(128, 256, 64, 8, 2)] * 2, *[Config(128, 128, 64, 8, 2)] * 2),
+    "gfx942": _Blocks(
+        Config(128, 256, 64, 8, 2), Config(128, 256, 64, 8, 2), Config(128, 128, 64, 8, 2), Config(128, 128, 32, 8, 2)
+    ),
 }
 _HALF |= {name: _HALF[other] for name, other in SAME_AS.items()}
-_SINGLE = _Blocks(*[Config(64, 128, 32, 8, 2, chain=256)] * 4)
-_DOUBLE = _Blocks(*[Config(64, 64, 16, 8, 2)] * 4)
+_SINGLE = dict.fromkeys(ARCHITECTURES, _Blocks(*[Config(64, 128, 32, 8, 2, chain=256)] * 4))
+_SINGLE["sm_80"] = _Blocks(*[Config(64, 128, 16, 8, 2, chain=256)] * 4)
+_DOUBLE = dict.fromkeys(ARCHITECTURES, _Blocks(*[Config(64, 64, 16, 8, 2)] * 4))
+_DOUBLE["sm_103"] = _Blocks(*[Config(32, 64, 16, 4, 2)] * 4)
 
 # Block-sparse products, by bytes per element: rows and columns of the result, elements summed at a time.
 _PRODUCT = {2: Config(128, 128, 64, 8, 3), 4: Config(64, 64, 32, 8, 2), 8: Config(32, 64, 16, 8, 2)}
+_AMD_STAGES = 2  # with three, Triton 3.9.0 fails to compile the products for gfx950
 
 KEPT_STEP = 64  # columns that `kept_tile` computes at a time
 REDUCE_ROWS = Config(block_n=64, warps=4)
@@ -118,9 +123,10 @@ def architecture(device: torch.device) -> str | None:
     return exact.get(capability) or family.get(capability[0], "sm_120")  # 12.1, and what comes later
 
 
-def product_config(dtype: torch.dtype) -> Config:
+def product_config(dtype: torch.dtype, device: torch.device) -> Config:
     """Return the block shape of block-sparse products: block_v elements of H, block_h elements summed at a time."""
-    return _PRODUCT[dtype.itemsize]
+    config, name = _PRODUCT[dtype.itemsize], architecture(device)
+    return replace(config, stages=_AMD_STAGES) if name in ("gfx942", "gfx950") else config
 
 
 def tile_config(head: HeadRows, kernel: str) -> Config:
@@ -131,7 +137,7 @@ def tile_config(head: HeadRows, kernel: str) -> Config:
     """
     name = architecture(head.hidden.device)
     assert name is not None
-    blocks = {2: _HALF[name], 4: _SINGLE, 8: _DOUBLE}[head.hidden.dtype.itemsize]
+    blocks = {2: _HALF, 4: _SINGLE, 8: _DOUBLE}[head.hidden.dtype.itemsize][name]
     has_extras = head.bias is not None or head.logit_softcap is not None or head.adapter_weight is not None
     heavy = has_extras or head.hidden.shape[1] % blocks.forward.block_h != 0
     return getattr(blocks, f"heavy_{kernel}" if heavy else kernel)

@@ -263,7 +263,7 @@ def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
     moved yet.
     """
     dtype, (n_rows, width), n = rows.head.hidden.dtype, sums.shape, rows.index.shape[0]
-    fits = dtype != sums.dtype and n_rows * width * dtype.itemsize <= workspace_bytes()
+    fits = dtype != sums.dtype and (n_rows + chunk) * width * dtype.itemsize <= workspace_bytes()
     if rows.index_is_all_rows and (fits or dtype == sums.dtype):
         return (sums if rows.boost is None else sums.div_(rows.boost)).to(dtype)
     out = sums.view(-1).view(dtype)[: n_rows * width].view(n_rows, width)

@@ -119,6 +119,12 @@ def doctor(
         str | None,
         typer.Option(help="With --memory: fp32, bf16 or fp16. (default: bf16 with Triton, else fp32)"),
     ] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="With --memory: ranks that share the vocabulary (tp_group). (default: 1)")
+    ] = None,
+    cp: Annotated[
+        int | None, typer.Option(help="With --memory: ranks that share the N tokens (cp_group). (default: 1)")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Report what is installed, which backend runs on each device, and whether its results are correct.
@@ -132,14 +138,18 @@ def doctor(
         raise typer.BadParameter("cannot be combined with --compile or --interpret", param_hint="--memory")
     if architecture and not compile_ and memory is None:
         raise typer.BadParameter("requires --compile or --memory", param_hint="--architecture")
-    for option, value, required in (("--shape", shape, "--compile"), ("--dtype", dtype, "--memory")):
+    requirements = [("--shape", shape, "--compile")]
+    requirements += [(option, value, "--memory") for option, value in (("--dtype", dtype), ("--tp", tp), ("--cp", cp))]
+    for option, value, required in requirements:
         if value is not None and not (compile_ if required == "--compile" else memory is not None):
             raise typer.BadParameter(f"requires {required}", param_hint=option)
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # fixed, so that tables in a log do not wrap
     if memory is not None:
-        verdict, ok, details = memory_of(memory, dtype, architecture, console)
+        verdict, ok, details = memory_of(
+            memory, dtype, architecture, (1 if tp is None else tp, 1 if cp is None else cp), console
+        )
     else:
         verdict, ok, details = (
             compile_kernels(architecture, shape, console) if compile_ else diagnose(interpret, console)

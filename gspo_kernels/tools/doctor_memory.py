@@ -1,4 +1,8 @@
-"""`gspo doctor --memory`: what sizes of `cache_mib` save, and a bound of the loss's memory. No batch is allocated."""
+"""`gspo doctor --memory`: what sizes of `cache_mib` save, and a bound of the loss's memory. No batch is allocated.
+
+With `--tp` and `--cp`, all numbers are of one rank, and the collectives of a step are listed. docs/scale.md has tables
+made by these functions.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import math
 from bisect import bisect_left
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,9 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..backends import dispatch
 from ..backends.rows import HeadRows
 from ..backends.workspace import workspace_bytes
+from ..layout import accumulator
+from ..parallel import Shard, shard_of
 from ..validation import Call
 
 MIB = 2**20
+PADDED_TO = 128  # Megatron's default of --make-vocab-size-divisible-by, which it multiplies by the ranks
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the cache that holds the exponentials of all rows
 # The RL-like step: 3 of 8 sequences have no gradient. 2 of them have advantage 0, which is known before the forward, so
 # nothing is kept for them. 1 is clipped, and takes room in the cache.
@@ -29,7 +36,7 @@ class Bound:
 
     gradients: int  # of hidden states and head, in their dtype
     hidden_copies: int  # sums in fp32 and gathered rows, as large as the hidden states
-    tile_table: int  # an fp32 number per row and vocabulary tile, with entropies two
+    tile_table: int  # results of vocabulary tiles: without ranks, an fp32 number per row and tile, with entropies two
     workspace: int
     cache: int
 
@@ -50,14 +57,49 @@ class Size:
     peak_mib: float  # upper bound, as `Bound.total`
 
 
-def shape_only(rows: int, width: int, vocab: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> HeadRows:
-    """Return a head with the shapes of a batch. Call this under a FakeTensorMode, so that nothing is allocated."""
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a step, and the bytes that a rank passes to it. A rank receives `received` bytes."""
 
-    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device=device)
+    group: str  # "tp_group" or "cp_group"
+    kind: str  # "all-gather" or "all-reduce"
+    of: str
+    ranks: int
+    size: int  # bytes
+    per_sequence: int = 0  # bytes in addition for every sequence of the batch
 
-    ids, mask = empty(rows, of=torch.int64), empty(rows, of=torch.bool)
-    return HeadRows(empty(rows, width), empty(vocab, width), None, None, None, ids, mask, None, 1.0, None, vocab, False)
+    @property
+    def received(self) -> float:
+        """Return the bytes that arrive at a rank of a ring, without those per sequence."""
+        return self.size * (self.ranks - 1) / (1 if self.kind == "all-gather" else self.ranks / 2)
+
+
+class Batch(NamedTuple):
+    """A batch, and the ranks that compute it."""
+
+    tokens: int  # N, of all ranks of a cp_group
+    width: int  # H
+    vocab: int  # V, without padding
+    tp: int = 1
+    cp: int = 1
+
+    @property
+    def rows_of_weight(self) -> int:
+        """Return the rows of the head on each rank. With several, V is padded to a multiple of 128 ranks."""
+        return self.vocab if self.tp == 1 else -(-self.vocab // (PADDED_TO * self.tp)) * PADDED_TO
+
+    def head(self, dtype: torch.dtype, device: torch.device | str = "cpu", entropy: bool = False) -> HeadRows:
+        """Return the head of rank 0, with the shapes of the batch. Under a FakeTensorMode nothing is allocated."""
+
+        def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=of, device=device)
+
+        n = -(-self.tokens // self.cp)
+        ids, mask = empty(n, of=torch.int64), empty(n, of=torch.bool)
+        hidden, weight = empty(n, self.width), empty(self.rows_of_weight, self.width)
+        shard = Shard("", 0, self.tp, self.rows_of_weight, self.vocab)
+        text, columns = (shard.text, shard.columns()) if self.tp > 1 else ("", self.vocab)
+        return HeadRows(hidden, weight, None, None, None, ids, mask, None, 1.0, None, columns, entropy, text)
 
 
 def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
@@ -69,21 +111,73 @@ def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
     return Bound(
         gradients=(rows + head.weight.shape[0]) * width * item,
         hidden_copies=rows * width * extra,
-        tile_table=_tiles(head, backend) * rows * wide * (2 if head.entropy else 1),
+        tile_table=_tile_table(head, backend),
         workspace=workspace_bytes(),
         cache=cache_bytes,
     )
 
 
-def _tiles(head: HeadRows, backend: str) -> int:
-    """Return the number of vocabulary tiles of the forward."""
+def _tile_width(head: HeadRows, backend: str) -> int:
+    """Return the columns of a vocabulary tile of the forward."""
     if backend == "torch":
         from ..backends.torch.tiles import slab_columns
 
-        return -(-head.vocab_size // slab_columns(head))
+        return slab_columns(head)
     from ..backends.triton.tuning import tile_config
 
-    return -(-head.vocab_size // tile_config(head, "forward").block_v)
+    return tile_config(head, "forward").block_v
+
+
+def _tile_table(head: HeadRows, backend: str) -> int:
+    """Return a bound of the bytes of the tiles' results."""
+    width, rows, numbers = _tile_width(head, backend), _gathered_rows(head, backend), 3 if head.entropy else 2
+    size = rows * accumulator(head.hidden.dtype).itemsize
+    if not head.shard:
+        return -(-head.vocab_size // width) * size * (numbers - 1)
+    # While the ranks' results are put in order: this rank's, padded and joined, and those of all ranks, twice.
+    tiles = shard_of(head.shard).tiles(width)
+    return size * (numbers * (tiles[0] * (3 + len(tiles)) + sum(tiles)) + 3 * len(tiles))
+
+
+def _gathered_rows(head: HeadRows, backend: str) -> int:
+    """Return the number of rows of the tables of tiles. The torch backend pads it to full tiles."""
+    if backend == "triton":
+        return head.hidden.shape[0]
+    from ..backends.torch.tiles import tile_shape
+
+    rows = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0]
+    return -(-head.hidden.shape[0] // rows) * rows
+
+
+def collectives(head: HeadRows, backend: str, cp: int = 1, caches: bool = False) -> list[Collective]:
+    """Return the collectives of a forward and a backward, if hidden states need a gradient and all rows are unmasked.
+
+    Args:
+        head: a rank's head.
+        backend: "torch" or "triton".
+        cp: number of ranks that share each sequence.
+        caches: whether cache_mib is not 0.
+    """
+    found = []
+    if head.shard:
+        tiles = shard_of(head.shard).tiles(_tile_width(head, backend))
+        numbers = (3 if head.entropy else 2) * tiles[0] + 1  # and the target's logit
+        size = numbers * _gathered_rows(head, backend) * accumulator(head.hidden.dtype).itemsize
+        found.append(Collective("tp_group", "all-gather", "results of tiles", len(tiles), size))
+    if cp > 1:
+        found.append(Collective("cp_group", "all-gather", "sums before the clip gate", cp, 0, per_sequence=3 * 8))
+        found.append(Collective("cp_group", "all-gather", "sums after it", cp, 0, per_sequence=12 * 8))
+        if caches:
+            found.append(Collective("cp_group", "all-gather", "work of the backward", cp, 6 * 8))
+    if head.shard:
+        ranks = shard_of(head.shard).ranks
+        found.append(Collective("tp_group", "all-reduce", "d_hidden", ranks, head.hidden.nbytes))
+    return found
+
+
+def shards_are_aligned(head: HeadRows, backend: str) -> bool:
+    """Return whether every shard begins at a tile, so that log-probs have the bits of a single process."""
+    return not head.shard or shard_of(head.shard).rows % _tile_width(head, backend) == 0
 
 
 def full_cache_mib(head: HeadRows, backend: str) -> int:
@@ -113,19 +207,44 @@ def sizes(head: HeadRows, backend: str) -> list[Size]:
     return out
 
 
-def plan(
-    batch: tuple[int, int, int], dtype: torch.dtype | None, architecture: str | None
-) -> tuple[str, list[Size], Bound]:
-    """Return a line that describes a batch (N, H, V) and its backend, its sizes of the cache, and its bound without."""
+@dataclass(frozen=True)
+class Plan:
+    """What `gspo doctor --memory` prints, all of one rank."""
+
+    where: str  # the batch and the backend
+    sizes: list[Size]
+    bound: Bound  # without a cache
+    inputs: dict[str, int]  # bytes of hidden states and of the rank's part of the head
+    collectives: list[Collective]
+    with_entropies: int  # bytes of the all-gather of tiles if entropies are requested; 0 without a tp_group
+    aligned: bool
+    tile_width: int  # columns
+    operations_per_pass: float
+
+
+def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> Plan:
+    """Return the plan of a batch. Without an architecture, it is for this machine."""
     device = torch.device("cuda" if torch.cuda.is_available() and architecture is None else "cpu")
     backend = "triton" if architecture else dispatch.pick_backend(Call("gspo doctor"), "auto", device)
     dtype = dtype or (torch.bfloat16 if backend == "triton" else torch.float32)
     with _assumed(architecture), FakeTensorMode():
-        head = shape_only(*batch, dtype, device)
-        rows, without = sizes(head, backend), bound(head, backend, 0)
-    (n, width, vocab), name = batch, str(dtype).removeprefix("torch.")
-    where = f"{n:,} tokens, H = {width:,}, V = {vocab:,}, {name}, {backend} backend, {architecture or device.type}"
-    return where, rows, without
+        head, with_entropies = batch.head(dtype, device), batch.head(dtype, device, entropy=True)
+        (n, width), columns = head.hidden.shape, head.vocab_size
+        of_ranks = f"a rank of TP {batch.tp} x CP {batch.cp}: " if batch.tp * batch.cp > 1 else ""
+        vocab = f"{head.weight.shape[0]:,} rows of V = {batch.vocab:,}" if head.shard else f"V = {batch.vocab:,}"
+        name = str(dtype).removeprefix("torch.")
+        return Plan(
+            where=f"{of_ranks}{n:,} tokens, H = {width:,}, {vocab}, {name}, {backend} backend, "
+            f"{architecture or device.type}",
+            sizes=sizes(head, backend),
+            bound=bound(head, backend, 0),
+            inputs={"hidden": head.hidden.nbytes, "weight": head.weight.nbytes},
+            collectives=collectives(head, backend, batch.cp, caches=True),
+            with_entropies=sum(x.size for x in collectives(with_entropies, backend) if x.kind == "all-gather"),
+            aligned=shards_are_aligned(head, backend),
+            tile_width=_tile_width(head, backend),
+            operations_per_pass=2.0 * n * width * columns,
+        )
 
 
 def _assumed(architecture: str | None) -> Any:

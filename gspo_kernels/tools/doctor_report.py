@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 SIZES_OF_HEAD = {"H": (1, 2**16), "V": (2, 2**22)}  # least and largest
+MOST_RANKS = 4096  # of a process group
 
 
 def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, Any]]:
@@ -98,10 +99,18 @@ def compile_kernels(
 
 
 def memory_of(
-    batch: str, dtype: str | None, architectures: list[str] | None, console: Console
+    batch: str, dtype: str | None, architectures: list[str] | None, ranks: tuple[int, int], console: Console
 ) -> tuple[str, bool, dict[str, Any]]:
-    """Print what `cache_mib` saves for a batch "N,H,V", and the memory of its loss. Return values: as `diagnose`."""
+    """Print what `cache_mib` saves for a batch "N,H,V", and memory and collectives of its loss.
+
+    `ranks` are the sizes of the tp_group and the cp_group; numbers are of one rank. Return values: as `diagnose`.
+    """
     n, width, vocab = _sizes(batch, "--memory", "N,H,V such as 8192,4096,151936", {"N": (1, 2**31), **SIZES_OF_HEAD})
+    for option, number in zip(("--tp", "--cp"), ranks, strict=True):
+        if not 1 <= number <= MOST_RANKS:
+            raise typer.BadParameter(f"expected 1 to {MOST_RANKS:,} ranks, got {number}", param_hint=option)
+    if n % ranks[1]:
+        raise typer.BadParameter(f"expected a divisor of N = {n:,} in --memory, got {ranks[1]}", param_hint="--cp")
     from .doctor_checks import DTYPES
 
     short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -117,23 +126,64 @@ def memory_of(
     from . import doctor_memory
 
     architecture = architectures[0] if architectures else None
-    where, sizes, bound = doctor_memory.plan((n, width, vocab), None if name is None else DTYPES[name], architecture)
+    planned = doctor_memory.plan(
+        doctor_memory.Batch(n, width, vocab, *ranks), None if name is None else DTYPES[name], architecture
+    )
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in ("cache_mib", "rows\nkept", "passes,\ndense step", "passes,\nRL-like step", "peak, MiB,\nat most"):
         table.add_column(column, justify="right", no_wrap=True)
-    for x in sizes:
+    for x in planned.sizes:
         numbers = (f"{x.passes_dense:.2f}", f"{x.passes_rl_like:.2f}", f"{x.peak_mib:,.0f}")
         table.add_row(f"{x.cache_mib:,}", f"{x.kept_rows:.0%}", *numbers)
     console.print(table)
-    parts = {part: size / 2**20 for part, size in asdict(bound).items() if part != "cache"}
-    names = ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in parts.items())
-    for line in (
-        "One pass is 2 N H V operations. RL-like: 3 of 8 sequences have no gradient, 2 for their advantage of 0.",
-        f"Without a cache the loss needs at most {bound.total / 2**20:,.0f} MiB on top of its inputs: {names}.",
-    ):
+    for line in _lines_of(planned):
         console.print(line, markup=False, soft_wrap=True)
-    verdict = f"{where}: cache_mib={sizes[-1].cache_mib} keeps all rows."
-    return verdict, True, {"sizes": [asdict(x) for x in sizes], "bound_mib": parts}
+    verdict = f"{planned.where}: cache_mib={planned.sizes[-1].cache_mib} keeps all rows."
+    details = {
+        "sizes": [asdict(x) for x in planned.sizes],
+        "bound_mib": _mib(asdict(planned.bound)),
+        "inputs_mib": _mib(planned.inputs),
+        "operations_per_pass": planned.operations_per_pass,
+        "collectives": [{**asdict(x), "received": x.received} for x in planned.collectives],
+    }
+    return verdict, True, details
+
+
+def _mib(sizes: dict[str, int]) -> dict[str, float]:
+    """Return bytes in MiB, without the cache, which the bound leaves out."""
+    return {part: size / 2**20 for part, size in sizes.items() if part != "cache"}
+
+
+def _lines_of(planned: Any) -> list[str]:
+    """Return the lines of a `doctor_memory.Plan` below its table."""
+
+    def named(sizes: dict[str, int]) -> str:
+        return ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in _mib(sizes).items())
+
+    lines = [
+        f"One pass is 2 N H V operations, here {planned.operations_per_pass:.3g}. RL-like: 3 of 8 sequences have no "
+        "gradient, 2 for their advantage of 0.",
+        f"Inputs: {named(planned.inputs)} MiB.",
+        f"Without a cache the loss needs at most {planned.bound.total / 2**20:,.0f} MiB on top of its inputs: "
+        f"{named(asdict(planned.bound))}.",
+    ]
+    for x in planned.collectives:
+        size = f"{x.size:,} bytes" + (
+            f" ({planned.with_entropies:,} with entropies)" if x.of == "results of tiles" else ""
+        )
+        if x.per_sequence:
+            size = f"{x.per_sequence} bytes per sequence"
+        notes = {
+            "d_hidden": '; none with reduce_hidden="none"',
+            "work of the backward": "; only with cache_mib or a budget",
+        }
+        lines.append(f"{x.group}, {x.ranks} ranks: {x.kind} of the {x.of}, {size} from each rank{notes.get(x.of, '')}.")
+    if not planned.aligned:
+        lines.append(
+            "Not all shards begin at a vocabulary tile, so log-probs may differ in the last bits from those of another "
+            f"--tp. For equal bits, pad V to a multiple of {planned.tile_width} times --tp."
+        )
+    return lines
 
 
 def _check_architectures(names: list[str]) -> None:

@@ -42,7 +42,7 @@ def predicted_memory(config: TrainConfig, device: torch.device) -> dict[str, flo
     rows = (config.micro_batch_size or config.mini_batch_size) * config.max_new_tokens
     with FakeTensorMode():
         dtype = torch.bfloat16 if config.precision != "fp32" else torch.float32
-        sizes = doctor_memory.shape_only(rows, head.shape[1], decoder_config(model).vocab_size, dtype, device)
+        sizes = doctor_memory.Batch(rows, head.shape[1], decoder_config(model).vocab_size).head(dtype, device)
         backend = dispatch.pick_backend(Call("gspo train"), config.backend, device)
         loss = doctor_memory.bound(sizes, backend, int((config.cache_mib or 0) * MIB)).total
     parts = {

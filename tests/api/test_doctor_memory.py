@@ -82,7 +82,7 @@ def rl_like(mib: int) -> Any:
 @pytest.mark.parametrize("n", [1, 100, 129, 5000])
 def test_the_largest_size_is_the_least_that_keeps_all_rows(n: int, backend: str) -> None:
     with FakeTensorMode():
-        head = doctor_memory.shape_only(n, 64, 151_936, torch.bfloat16)
+        head = doctor_memory.Batch(n, 64, 151_936).head(torch.bfloat16)
         found = doctor_memory.sizes(head, backend)
         rows = doctor_memory.dispatch.implementation(backend).cache_rows
         assert rows(head, found[-1].cache_mib * MIB) >= n > rows(head, (found[-1].cache_mib - 1) * MIB)

@@ -1,6 +1,6 @@
 """Sharded vocabularies and sequences on gloo processes, compared with one process. The cases: helpers/sharded_cases.py.
 
-All cases run in one start of the processes.
+All selected cases run in one start of the processes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 from helpers.ranks import run_ranks
 from helpers.sharded_cases import CASES
-from helpers.sharded_ranks import DEADLINE, WORLD, main
+from helpers.sharded_ranks import DEADLINE, main
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(main, WORLD, folder, deadline=DEADLINE)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    tests = [item for item in request.session.items if "reports" in getattr(item, "fixturenames", ())]
+    names = [test.callspec.params["name"] for test in tests]  # pyright: ignore[reportAttributeAccessIssue]
+    folder, ranks = tmp_path_factory.mktemp("ranks"), max(CASES[name].ranks for name in names)
+    run_ranks(main, ranks, folder, names, deadline=DEADLINE)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -18,12 +18,17 @@ def run_ranks(main: Callable[..., None], ranks: int, folder: Path, *args: Any, d
     """Run main(rank, folder, *args) in new processes, with the environment variables that `init_process_group` reads.
 
     An exception in a rank is raised in the caller. The test fails if the ranks take longer than `deadline` seconds.
+    Ranks are spawned, or forked if GSPO_TEST_START is "fork", which is fast but needs a caller without threads.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     started: Any = mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
-        _run, args=(main, ranks, port, folder, args), nprocs=ranks, start_method="spawn", join=False
+        _run,
+        args=(main, ranks, port, folder, args),
+        nprocs=ranks,
+        start_method=os.environ.get("GSPO_TEST_START", "spawn"),
+        join=False,
     )
     end = time.monotonic() + deadline
     while not started.join(timeout=1):  # `join` raises the exception of a rank

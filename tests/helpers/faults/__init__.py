@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.faults import backends, core, integrations, torch_backend, triton_backend
+from helpers.faults import backends, core, integrations, sharded, torch_backend, triton_backend
 
 FAULTS = {
     **core.FAULTS,
@@ -10,4 +10,5 @@ FAULTS = {
     **torch_backend.FAULTS,
     **triton_backend.FAULTS,
     **integrations.FAULTS,
+    **sharded.FAULTS,
 }

@@ -90,6 +90,7 @@ def _run_test(folder: Path, test: str) -> None:
     os.dup2(log, 2)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    os.environ["GSPO_TEST_START"] = "fork"  # of the ranks of sharded tests, which import the copy, too
     gc.freeze()  # spare pytest's ten garbage collections the objects that were imported before the fork
     sys.dont_write_bytecode = True  # write no compiled files into the checkout, to which the links point
     plugins = [f"no:{name}" for name in ("cacheprovider", "xdist", "benchmark", "anyio")]

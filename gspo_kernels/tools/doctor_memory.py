@@ -163,16 +163,33 @@ def collectives(head: HeadRows, backend: str, cp: int = 1, caches: bool = False)
         tiles = shard_of(head.shard).tiles(_tile_width(head, backend))
         numbers = (3 if head.entropy else 2) * tiles[0] + 1  # and the target's logit
         size = numbers * _gathered_rows(head, backend) * accumulator(head.hidden.dtype).itemsize
-        found.append(Collective("tp_group", "all-gather", "results of tiles", len(tiles), size))
+        found.append(Collective("tp_group", "all-gather", "the results of tiles", len(tiles), size))
     if cp > 1:
-        found.append(Collective("cp_group", "all-gather", "sums before the clip gate", cp, 0, per_sequence=3 * 8))
-        found.append(Collective("cp_group", "all-gather", "sums after it", cp, 0, per_sequence=12 * 8))
+        found.append(Collective("cp_group", "all-gather", "the sums before the clip gate", cp, 0, per_sequence=3 * 8))
+        found.append(Collective("cp_group", "all-gather", "the sums after it", cp, 0, per_sequence=12 * 8))
         if caches:
-            found.append(Collective("cp_group", "all-gather", "work of the backward", cp, 6 * 8))
+            found.append(Collective("cp_group", "all-gather", "the work of the backward", cp, 6 * 8))
     if head.shard:
         ranks = shard_of(head.shard).ranks
         found.append(Collective("tp_group", "all-reduce", "d_hidden", ranks, head.hidden.nbytes))
     return found
+
+
+def unsharded_traffic(head: HeadRows, backend: str) -> dict[str, int]:
+    """Return the least bytes of device memory that each rank of a tp_group reads and writes whatever their number.
+
+    All rows have a gradient. Matrix products, which shrink with the number of ranks, are not included. Per row, the
+    loss and the selection of rows with a gradient add less than 200 bytes.
+    """
+    (rows, width), item, wide = head.hidden.shape, head.hidden.dtype.itemsize, accumulator(head.hidden.dtype).itemsize
+    columns = _tile_width(head, backend)
+    tiles = sum(shard_of(head.shard).tiles(columns)) if head.shard else -(-head.vocab_size // columns)
+    table = (3 if head.entropy else 2) * tiles * _gathered_rows(head, backend) * wide
+    return {
+        "table": table * (4 if head.shard else 2),  # written, put in the order of columns (read, written), reduced
+        # Rows are gathered in the forward and in the backward. d_hidden is written, read and rounded.
+        "hidden": rows * width * (4 * item + 2 * wide + item),
+    }
 
 
 def shards_are_aligned(head: HeadRows, backend: str) -> bool:

@@ -169,15 +169,20 @@ def _lines_of(planned: Any) -> list[str]:
     ]
     for x in planned.collectives:
         size = f"{x.size:,} bytes" + (
-            f" ({planned.with_entropies:,} with entropies)" if x.of == "results of tiles" else ""
+            f" ({planned.with_entropies:,} with entropies)" if x.of == "the results of tiles" else ""
         )
         if x.per_sequence:
             size = f"{x.per_sequence} bytes per sequence"
         notes = {
             "d_hidden": '; none with reduce_hidden="none"',
-            "work of the backward": "; only with cache_mib or a budget",
+            "the work of the backward": "; only with cache_mib or a budget",
         }
-        lines.append(f"{x.group}, {x.ranks} ranks: {x.kind} of the {x.of}, {size} from each rank{notes.get(x.of, '')}.")
+        lines.append(f"{x.group}, {x.ranks} ranks: {x.kind} of {x.of}, {size} from each rank{notes.get(x.of, '')}.")
+    if received := sum(x.received for x in planned.collectives if x.group == "tp_group"):
+        lines.append(
+            f"A dense step of 4 passes computes {4 * planned.operations_per_pass / received:,.0f} operations per byte "
+            "that arrives over the tp_group. docs/scale.md says when more ranks stop paying."
+        )
     if not planned.aligned:
         lines.append(
             "Not all shards begin at a vocabulary tile, so log-probs may differ in the last bits from those of another "

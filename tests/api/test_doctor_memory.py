@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.counters import LiveBytes
+from helpers.predictions import Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-from gspo_kernels import gspo_fused_loss
-from gspo_kernels.tools import doctor_memory
+from gspo_kernels import gspo_fused_loss, parallel
+from gspo_kernels.backends.triton import tuning
+from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.tools import compile_cases, doctor_memory
 from gspo_kernels.tools.cli import app
 
 MIB = 2**20
@@ -96,6 +99,63 @@ def test_the_block_shapes_of_an_architecture_are_used() -> None:
     assert "Without a cache the loss needs at most 1,736 MiB" in out
 
 
+LLAMA = ("--memory", "32768,4096,128256", "--architecture", "sm_90")
+
+
+def test_the_numbers_of_a_rank_are_printed() -> None:
+    """16,384 tokens, 63 tiles of 256 columns and the target's logit; 24 and 96 bytes per sequence."""
+    code, out = run(*LLAMA, "--tp", "8", "--cp", "2")
+    assert code == 0 and "a rank of TP 8 x CP 2: 16,384 tokens, H = 4,096, 16,128 rows of V = 128,256" in out
+    table, with_entropies, d_hidden = (4 * 16_384 * n for n in (2 * 63 + 1, 3 * 63 + 1, 4096 // 2))
+    assert f"tp_group, 8 ranks: all-gather of the results of tiles, {table:,} bytes ({with_entropies:,} with" in out
+    assert f"tp_group, 8 ranks: all-reduce of d_hidden, {d_hidden:,} bytes" in out
+    assert "cp_group, 2 ranks: all-gather of the sums before the clip gate, 24 bytes per sequence" in out
+    assert "cp_group, 2 ranks: all-gather of the sums after it, 96 bytes per sequence" in out
+    assert "Inputs: hidden 128, weight 126 MiB." in out and "Not all shards begin" not in out
+    dense_step, received = 4 * 2 * 16_384 * 4096 * 16_128, 7 * table + 2 * 7 / 8 * d_hidden
+    assert f"{dense_step / received:,.0f} operations per byte" in out
+    assert "pad V to a multiple of 256 times --tp" in run(*LLAMA, "--tp", "2")[1]
+    assert "_group" not in run(*LLAMA)[1]
+
+
+@pytest.mark.parametrize("vocab", [128_256, 130_900, 262_144])
+def test_the_vocabulary_is_padded_as_by_megatron(vocab: int) -> None:
+    for tp in (2, 3, 16):
+        rows = doctor_memory.Batch(1, 64, vocab, tp).rows_of_weight
+        assert rows % 128 == 0 and 0 <= rows * tp - vocab < 128 * tp
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("tp", [2, 8, 16])
+@pytest.mark.parametrize("shape", [(32_768, 4096, 128_256), (131_072, 896, 262_144)])
+def test_the_bound_of_a_rank_holds(
+    shape: tuple[int, int, int], tp: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "gather", lambda x, group: x.new_empty(tp, *x.shape))
+    head = doctor_memory.Batch(*shape, tp=tp).head(torch.bfloat16, "meta", entropy)
+    with tuning.assume("sm_90"), LiveBytes() as live:
+        compile_cases.forward_and_backward(head)
+        bound = doctor_memory.bound(head, "triton", 0)
+    assert bound.gradients < live.peak <= bound.total
+
+
+def test_the_traffic_that_does_not_shrink_with_ranks_is_that_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counted bytes of a step are a + b / ranks. Two numbers of ranks give a."""
+    counted: list[tuple[float, float]] = []
+    for tp in (16, 32):
+        monkeypatch.setattr(parallel, "gather", lambda x, group, tp=tp: x.new_empty(tp, *x.shape))
+        head = doctor_memory.Batch(8192, 4096, 131_072, tp).head(torch.bfloat16, "meta")
+        with tuning.assume("sm_90"), launches() as seen, Operations() as operations:
+            compile_cases.forward_and_backward(head)
+            traffic = doctor_memory.unsharded_traffic(head, "triton")
+        (reduction,) = (x.arguments for x in seen if x.kernel.__name__ == "reduce_rows")
+        table = reduction["tile_top"].nbytes + reduction["tile_mass"].nbytes
+        assert 4 * table == traffic["table"]
+        counted.append((sum(operations.bytes) + table, sum(traffic.values())))
+    (of_16, formula), (of_32, same) = counted
+    assert formula == same <= 2 * of_32 - of_16
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -110,6 +170,11 @@ def test_the_block_shapes_of_an_architecture_are_used() -> None:
         (["--memory", BATCH, "--compile"], "--memory: cannot be combined with --compile or --interpret"),
         (["--dtype", "bf16"], "--dtype: requires --memory"),
         (["--shape", "64,100", "--memory", BATCH], "--shape: requires --compile"),
+        (["--tp", "2"], "--tp: requires --memory"),
+        (["--cp", "2", "--compile"], "--cp: requires --memory"),
+        (["--memory", BATCH, "--tp", "0"], "--tp: expected 1 to 4,096 ranks, got 0"),
+        (["--memory", BATCH, "--cp", "5000"], "--cp: expected 1 to 4,096 ranks, got 5000"),
+        (["--memory", BATCH, "--cp", "3"], "--cp: expected a divisor of N = 1,024 in --memory, got 3"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], message: str) -> None:

@@ -1,11 +1,12 @@
-"""Read the code blocks of Markdown pages, and provide the blocks of docs/integrations.md that tests run."""
+"""Read the code blocks of Markdown pages, and provide those of docs/integrations.md and docs/scale.md that tests run."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-INTEGRATIONS = (Path(__file__).parent.parent.parent / "docs" / "integrations.md").read_text()
+DOCS = Path(__file__).parent.parent.parent / "docs"
+INTEGRATIONS, SCALE = ((DOCS / name).read_text() for name in ("integrations.md", "scale.md"))
 
 
 def code_blocks(page: str, language: str, text: str = "") -> list[str]:
@@ -21,3 +22,8 @@ def code_blocks(page: str, language: str, text: str = "") -> list[str]:
 (VERL_BUDGET,) = code_blocks(INTEGRATIONS, "bash", "fused_kernel_options")  # overrides only
 _TESTED_ELSEWHERE = (TRL_LINES, HUGGINGFACE_LINES, MEGATRON_LINES)
 OTHER_PYTHON = [block for block in code_blocks(INTEGRATIONS, "python") if block not in _TESTED_ELSEWHERE]
+# On one GPU, under FSDP2, under FSDP2 x TP, and under CP, in the order of the page; the other blocks are those of
+# docs/integrations.md.
+(ONE_GPU_LINES,) = code_blocks(SCALE, "python", "integrations.huggingface")
+FSDP_LINES, FSDP_TP_LINES = code_blocks(SCALE, "python", "fully_shard")
+(CP_LINES,) = code_blocks(SCALE, "python", "import linear_log_probs, policy_loss")

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from helpers.pages import CP_LINES, FSDP_LINES, FSDP_TP_LINES, ONE_GPU_LINES
+from helpers.samples import make_sample, run_fused
 from helpers.sharded_cases import Context, case, relative
 from helpers.sharded_features import raises, rows
+from helpers.sharded_runs import contiguous, shard_rows
 from helpers.tiny_model import SHAPE
 from tolerance import SHARDED_GRADIENT_RELATIVE
 from torch import Tensor
@@ -65,10 +68,12 @@ def _loss(model: Any, batch: slice, normalizer: float) -> Tensor:
     return model(input_ids=ids, with_head=loss).result.loss
 
 
-def _assert_gradients_equal(model: Any) -> None:
-    one = _model()
-    fuse_head(one)
-    _loss(one, slice(0, 4), 4.0).backward()
+def _assert_gradients_equal(model: Any, one: Any = None) -> None:
+    """Compare with the gradients of `one`, or of the model of `_loss` in one process."""
+    if one is None:
+        one = _model()
+        fuse_head(one)
+        _loss(one, slice(0, 4), 4.0).backward()
     expected = dict(one.named_parameters())
     for name, p in model.named_parameters():
         grad, truth = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, expected[name].grad
@@ -119,3 +124,40 @@ def _fsdp(context: Context) -> None:
             gspo_fused_loss(
                 torch.zeros(1, 1, 16).double(), model.lm_head.weight, torch.zeros(1, 1).long(), torch.ones(1)
             )
+
+
+# -- the lines of docs/scale.md
+
+
+@case("documented lines of FSDP2 x TP", 4)
+def _documented_fsdp(context: Context) -> None:
+    groups = context.square()
+    mesh = DeviceMesh.from_group([groups.cp, groups.tp], "cpu", mesh=[[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    ids = torch.randint(0, 50, (4, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(6).expand(4, 6) >= 2
+    batch = {"ids": ids, "mask": mask, "advantages": torch.tensor([1.0, -1.0, 0.5, -2.0]), "old_log_probs": None}
+    one: dict[str, Any] = {"model": _model(), "batch": batch, "sequences": 4}
+    exec(ONE_GPU_LINES, one)
+    half = slice(0, 2) if context.rank < 2 else slice(2, 4)
+    own = {name: None if x is None else x[half] for name, x in batch.items()}
+    for lines in (FSDP_LINES, FSDP_TP_LINES):
+        scope = one | {"model": _model(), "batch": own, "mesh": mesh}
+        exec(lines, scope)
+        _assert_gradients_equal(scope["model"], one["model"])
+
+
+@case("documented lines of CP", 4)
+def _documented_cp(context: Context) -> None:
+    groups, sample = context.square(), make_sample(6, dtype=torch.float64, vocab=48)
+    mine = contiguous(sample.target_ids.shape, 2) == groups.cp.rank()
+    leaves = {"hidden": sample.leaves["hidden"][mine], "lm_head": shard_rows(sample.leaves["weight"], groups.tp)}
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+    per_token = {name: x[mine] for name, x in sample.options.items()}
+    scope = {**leaves, **per_token, "target_ids": sample.target_ids[mine], "advantages": sample.advantages}
+    scope |= {"cu_seqlens": torch.cat([torch.zeros(1, dtype=torch.int64), mine.sum(1).cumsum(0)]), "vocab_size": 48}
+    exec(CP_LINES, scope | {"tp_group": groups.tp, "cp_group": groups.cp})
+    _, expected = run_fused(sample, "torch")
+    assert leaves["hidden"].grad is not None and leaves["lm_head"].grad is not None
+    assert relative(leaves["hidden"].grad, expected["hidden"][mine]) <= SHARDED_GRADIENT_RELATIVE
+    torch.distributed.all_reduce(leaves["lm_head"].grad, group=groups.cp)
+    assert relative(leaves["lm_head"].grad, shard_rows(expected["weight"], groups.tp)) <= SHARDED_GRADIENT_RELATIVE

@@ -7,8 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers.pages import MEGATRON_LINES, SCALE, TRL_LINES, VERL_LINES, code_blocks
+from typer.testing import CliRunner
 
 from gspo_kernels.objective import _PRESETS
+from gspo_kernels.tools.cli import app
 
 ROOT = Path(__file__).parent.parent.parent
 PARITY = (ROOT / "docs" / "parity.md").read_text()
@@ -41,3 +44,19 @@ def test_measured_numbers_of_the_settings_page_are_on_the_benchmarks_page() -> N
     settings, benchmarks = ((ROOT / "docs" / name).read_text() for name in ("settings.md", "benchmarks.md"))
     numbers = re.findall(r"\d\.\d\d \(\de-\d\d\)|(?<=\| )[\d.]+%(?= \|)", settings)
     assert len(numbers) == 10 and [number for number in numbers if number not in benchmarks] == []
+
+
+@pytest.mark.parametrize(
+    ("language", "name", "run"),
+    [("python", "trl", TRL_LINES), ("python", "megatron", MEGATRON_LINES), ("bash", "verl", VERL_LINES)],
+)
+def test_the_trainers_lines_of_the_scale_page_are_those_that_run(language: str, name: str, run: str) -> None:
+    """Other tests run the lines of integrations.md."""
+    (block,) = code_blocks(SCALE, language, f"gspo_kernels.integrations.{name}")
+    assert {line.strip() for line in block.splitlines()} <= {line.strip() for line in run.splitlines()}
+
+
+def test_the_command_of_the_scale_page_runs() -> None:
+    (command,) = code_blocks(SCALE, "bash", "gspo doctor")
+    result = CliRunner().invoke(app, command.split()[1:])
+    assert result.exit_code == 0 and "a rank of TP 8 x CP 2" in result.output

@@ -1,4 +1,4 @@
-"""Read the code blocks of Markdown pages, and provide those of docs/integrations.md and docs/scale.md that tests run."""
+"""Read the code blocks of Markdown pages, and provide those of integrations.md and scale.md that tests run."""
 
 from __future__ import annotations
 

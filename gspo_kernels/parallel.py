@@ -125,13 +125,15 @@ def gather_tiles(shard: Shard, tables: Sequence[tuple[Tensor, int]], target_logi
     """
     if not shard.columns():  # the rank computed a column of padding
         target_logit = torch.full_like(target_logit, torch.nan)
-    sizes, parts = [shard.tiles(width) for _, width in tables], []
+    sizes = [shard.tiles(width) for _, width in tables]
+    # Padded, because rank 0 has most tiles.
+    own, start = target_logit.new_zeros(sum(tiles[0] for tiles in sizes) + 1, target_logit.shape[0]), 0
     for (table, width), tiles in zip(tables, sizes, strict=True):
         _warn_of_unaligned(shard, width)
-        padded = table.new_zeros(tiles[0], table.shape[1])  # rank 0 has most tiles
-        padded[: tiles[shard.rank]] = table[: tiles[shard.rank]]
-        parts.append(padded)
-    every = gather(torch.cat([*parts, target_logit[None]]), shard.group)  # [ranks, tiles of all tables + 1, n]
+        own[start : start + tiles[shard.rank]] = table[: tiles[shard.rank]]
+        start += tiles[0]
+    own[-1] = target_logit
+    every = gather(own, shard.group)  # [ranks, tiles of all tables + 1, n]
     gathered, start = [], 0
     for tiles in sizes:
         gathered.append(torch.cat([every[rank, start : start + count] for rank, count in enumerate(tiles)]))

@@ -134,9 +134,9 @@ def _tile_table(head: HeadRows, backend: str) -> int:
     size = rows * accumulator(head.hidden.dtype).itemsize
     if not head.shard:
         return -(-head.vocab_size // width) * size * (numbers - 1)
-    # While the ranks' results are put in order: this rank's, padded and joined, and those of all ranks, twice.
+    # While the ranks' results are put in order: this rank's, twice, and those of all ranks, twice.
     tiles = shard_of(head.shard).tiles(width)
-    return size * (numbers * (tiles[0] * (3 + len(tiles)) + sum(tiles)) + 3 * len(tiles))
+    return size * (numbers * (tiles[0] * (2 + len(tiles)) + sum(tiles)) + 3 * len(tiles))
 
 
 def _gathered_rows(head: HeadRows, backend: str) -> int:
@@ -178,8 +178,8 @@ def collectives(head: HeadRows, backend: str, cp: int = 1, caches: bool = False)
 def unsharded_traffic(head: HeadRows, backend: str) -> dict[str, int]:
     """Return the least bytes of device memory that each rank of a tp_group reads and writes whatever their number.
 
-    All rows have a gradient. Matrix products, which shrink with the number of ranks, are not included. Per row, the
-    loss and the selection of rows with a gradient add less than 200 bytes.
+    All rows have a gradient. Matrix products, which shrink with the number of ranks, are not included. Nor are about 50
+    bytes per row of the loss and of the selection of rows with a gradient.
     """
     (rows, width), item, wide = head.hidden.shape, head.hidden.dtype.itemsize, accumulator(head.hidden.dtype).itemsize
     columns = _tile_width(head, backend)

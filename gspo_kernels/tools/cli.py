@@ -94,6 +94,13 @@ def train(
     console.print(f"curves:  {report.curves}" if report.curves else report.note, markup=False, soft_wrap=True)
 
 
+def _only_with(required: str, present: bool, options: dict[str, object]) -> None:
+    """Refuse options that need the option `required`, if it is absent."""
+    for option, value in options.items():
+        if value is not None and not present:
+            raise typer.BadParameter(f"requires {required}", param_hint=option)
+
+
 @app.command()
 def doctor(
     interpret: Annotated[
@@ -138,11 +145,8 @@ def doctor(
         raise typer.BadParameter("cannot be combined with --compile or --interpret", param_hint="--memory")
     if architecture and not compile_ and memory is None:
         raise typer.BadParameter("requires --compile or --memory", param_hint="--architecture")
-    requirements = [("--shape", shape, "--compile")]
-    requirements += [(option, value, "--memory") for option, value in (("--dtype", dtype), ("--tp", tp), ("--cp", cp))]
-    for option, value, required in requirements:
-        if value is not None and not (compile_ if required == "--compile" else memory is not None):
-            raise typer.BadParameter(f"requires {required}", param_hint=option)
+    _only_with("--compile", compile_, {"--shape": shape})
+    _only_with("--memory", memory is not None, {"--dtype": dtype, "--tp": tp, "--cp": cp})
     console = Console(quiet=as_json)
     if not console.is_terminal:
         console.width = 120  # fixed, so that tables in a log do not wrap

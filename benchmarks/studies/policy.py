@@ -26,10 +26,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.integrations.reference_trainer.policy import Policy, make_policy
-from gspo_kernels.integrations.reference_trainer.rewards import answer_found
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
-from gspo_kernels.integrations.reference_trainer.tasks import Example
-from gspo_kernels.integrations.reference_trainer.tasks.arithmetic import FIRST, WORDS, Problem, joined, problems
+from gspo_kernels.integrations.tasks import Example, answer_found
+from gspo_kernels.integrations.tasks.arithmetic import FIRST, WORDS, Problem, joined, problems
 
 from .. import measure, peaked, workloads
 from ..measure import Record

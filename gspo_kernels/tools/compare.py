@@ -22,8 +22,8 @@ from gspo_kernels.integrations.reference_trainer.config import InputError, Train
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.policy import SORTING, Policy, demo_policy, make_policy
 from gspo_kernels.integrations.reference_trainer.sampling import sample
-from gspo_kernels.integrations.reference_trainer.tasks import Task, batches, task_by_name
 from gspo_kernels.integrations.reference_trainer.update import mini_batches, update, with_log_probs
+from gspo_kernels.integrations.tasks import Task, batches, task_by_name
 
 from ..advantages import RunningMoments
 from ..objective import Objective

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 from gspo_kernels import advantages as library
 from gspo_kernels.advantages import RunningMoments
 
+from ..tasks import RewardBatch
 from .config import InputError, TrainConfig
-from .rewards import RewardBatch
 from .update import Batch
 
 KL: dict[str, Callable[[Tensor], Tensor]] = {  # estimators, of old minus reference log-prob
@@ -37,6 +37,11 @@ def advantages_of(config: TrainConfig, batch: Batch, rewards: RewardBatch, runni
     """
     if rewards.turns is not None and config.objective.ratio != "sequence":
         return advantages_of_turns(config, batch, rewards.total, rewards.turns)
+
+    def kl(estimator: str) -> Tensor:  # of each token, [B, T]
+        assert batch.ref_log_probs is not None, "TrainConfig.needs_reference is true for every kl_coef"
+        return KL[estimator](batch.old_log_probs - batch.ref_log_probs)
+
     mask = batch.rollout.answer_mask
     x = torch.tensor(rewards.total, device=mask.device)  # [B], then possibly [B, T]
     for name, options in config.advantages:
@@ -46,22 +51,15 @@ def advantages_of(config: TrainConfig, batch: Batch, rewards: RewardBatch, runni
         if options.get("by") == "running":
             options["by"] = running
         if name == "token_returns" and options.get("kl_coef"):
-            options["kl"] = kl_of(batch, options.get("kl", "k1").split(",")[0])
+            options["kl"] = kl(options.get("kl", "k1").split(",")[0])
         if name == "clamp":
             x = x.clamp(**options)
         elif name == "subtract_kl":
-            x = x - options["kl_coef"] * (kl_of(batch, options["kl_estimator"]) * mask).sum(1)
-        elif name in ("token_returns", "whiten"):
-            x = getattr(library, name)(x, mask, **options)
+            x = x - options["kl_coef"] * (kl(options["kl_estimator"]) * mask).sum(1)
         else:
-            x = getattr(library, name)(x, **options)
+            arguments = (x, mask) if name in ("token_returns", "whiten") else (x,)
+            x = getattr(library, name)(*arguments, **options)
     return x
-
-
-def kl_of(batch: Batch, estimator: str) -> Tensor:
-    """Return the KL of each token between old and reference policy, [B, T]."""
-    assert batch.ref_log_probs is not None, "TrainConfig.needs_reference is true for every kl_coef"
-    return KL[estimator](batch.old_log_probs - batch.ref_log_probs)
 
 
 def advantages_of_turns(config: TrainConfig, batch: Batch, total: list[float], turns: list[list[float]]) -> Tensor:

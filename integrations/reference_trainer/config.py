@@ -10,6 +10,7 @@ from typing import Any
 from gspo_kernels import Objective
 
 from ..settings import Step
+from ..tasks import InputError
 
 GROUP_ADVANTAGES = (Step("group_advantages", {}),)
 CHOICES = {
@@ -27,10 +28,6 @@ AT_LEAST_ZERO = (
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
 POSITIVE = "learning_rate max_grad_norm temperature reward_timeout lora_alpha"
-
-
-class InputError(ValueError):
-    """An option or a file cannot be used. The message names it, the expected value and the actual value."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -15,6 +14,7 @@ from gspo_kernels import Objective
 
 from ..settings import Step, from_roll
 from ..settings.yaml_file import read_yaml
+from ..tasks import nearest
 from .config import InputError, TrainConfig, train_config
 
 _LORA = {"lora_rank": 8, "lora_alpha": 32, "group_size": 4}
@@ -72,7 +72,7 @@ def read_config(file: Path | None = None, texts: Sequence[str] = (), resume: Pat
     options |= dict(map(split_text, texts))
     preset = options.pop("preset", "demo")
     if preset not in PRESETS:
-        raise InputError(f"preset: expected {choices(preset, PRESETS)}")
+        raise InputError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}{nearest(preset, PRESETS)}")
     return train_config(**converted(PRESETS[preset] | options))
 
 
@@ -82,12 +82,6 @@ def split_text(text: str) -> tuple[str, str]:
     if not equals or text.startswith("-"):
         raise InputError(f"{text}: expected key=value, such as steps=100")
     return key, value
-
-
-def choices(name: object, names: Any) -> str:
-    """List names, what came instead, and which name is nearest: the end of an error message."""
-    nearest = difflib.get_close_matches(str(name), list(names), 1, 0.5)
-    return f"one of {', '.join(sorted(names))}, got {name!r}" + (f" (is it {nearest[0]!r}?)" if nearest else "")
 
 
 def options_of_file(path: Path) -> dict[str, Any]:
@@ -134,8 +128,7 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `train_config`: check the names, convert the values, and make the Objective."""
     for name in options:
         if name not in NAMES:
-            nearest = difflib.get_close_matches(name, NAMES, 1, 0.5)
-            hint = f" (is it {nearest[0]!r}?)" if nearest else ""
+            hint = nearest(name, NAMES)
             raise InputError(f"{name}: there is no such option{hint}; `gspo train --dry-run` prints all options")
     chosen = {name: convert(name, TYPES[name], value) for name, value in options.items() if name in TYPES}
     changes = {name: convert(name, OBJECTIVE[name], value) for name, value in options.items() if name in OBJECTIVE}

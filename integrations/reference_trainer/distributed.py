@@ -9,25 +9,23 @@ as in one process.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
 from datetime import timedelta
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import functional as F
 
 from .config import InputError, TrainConfig
 from .policy import Policy, decoder_config
 
 DEADLINE = timedelta(minutes=30)  # of a collective; a process that waits longer ends with an error
 Item = TypeVar("Item")
-Record = TypeVar("Record", bound=Any)
 
 
 def rank() -> int:
@@ -45,12 +43,11 @@ def processes(config: TrainConfig) -> Iterator[None]:
     if count == 1 or dist.is_initialized():
         yield
         return
-    for name, size in (
-        ("prompts_per_step", config.prompts_per_step),
-        ("updates_per_rollout", config.mini_batch_size),
-        ("micro_batch_size", config.mini_batch_size // (config.micro_batch_size or config.mini_batch_size)),
-    ):
-        if size % count and not (name == "micro_batch_size" and not config.micro_batch_size):
+    sizes = {"prompts_per_step": config.prompts_per_step, "updates_per_rollout": config.mini_batch_size}
+    if config.micro_batch_size:
+        sizes["micro_batch_size"] = config.mini_batch_size // config.micro_batch_size
+    for name, size in sizes.items():
+        if size % count:
             expected = "prompts_per_step, the answers of an update and its micro-batches to be multiples"
             raise InputError(f"WORLD_SIZE: expected {expected} of the {count} processes, got {name} with {size}")
     if torch.cuda.is_available() and config.device != "cpu":
@@ -77,84 +74,14 @@ def gather(value: Item) -> list[Item]:
     return values
 
 
-def concatenate(lists: Iterable[list[Item]]) -> list[Item]:
-    return list(chain.from_iterable(lists))
+def gather_lists(items: list[Item]) -> list[Item]:
+    """Concatenate the lists of all processes."""
+    return [item for part in gather(items) for item in part]
 
 
 def gather_rows(rows: Tensor) -> Tensor:
-    """Concatenate rows of equal shape from all processes."""
-    if world() == 1:
-        return rows
-    parts = [torch.empty_like(rows) for _ in range(world())]
-    dist.all_gather(parts, rows.contiguous())
-    return torch.cat(parts)
-
-
-def mean(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Return the mean of each value over all processes; of names that end in _min or _max the extreme."""
-    if world() == 1:
-        return values
-    table = gather_rows(torch.tensor([list(values.values())], dtype=torch.float64, device=device))
-    picked = {name: table[:, i] for i, name in enumerate(values)}
-    return {name: extreme_or_mean(name, column.tolist()) for name, column in picked.items()}
-
-
-def extreme_or_mean(name: str, values: Sequence[float]) -> float:
-    """Reduce the values of a metric: by its minimum, maximum or mean, according to its name."""
-    if name.endswith("_min"):
-        return min(values)
-    return max(values) if name.endswith("_max") else sum(values) / len(values)
-
-
-def agreed(stop: bool, device: torch.device) -> bool:
-    """Return whether `stop` is true in any process."""
-    return bool(gather_rows(torch.tensor([int(stop)], device=device)).any())
-
-
-def join(rollout: Record) -> Record:
-    """Return the rollout of all processes."""
-    if world() == 1:
-        return rollout
-    device = rollout.input_ids.device
-    return moved(concatenated(gather(moved(rollout, torch.device("cpu")))), device)
-
-
-def concatenated(parts: Sequence[Any]) -> Any:
-    """Pad rollouts (`sampling.Rollout`) to the longest prompt and the longest answer, and concatenate them."""
-    prompt = max(part.prompt_width for part in parts)
-    answer = max(part.answer_ids.shape[1] for part in parts)
-
-    def joined(name: str) -> Any:
-        values: list[Any] = [getattr(part, name) for part in parts]
-        if isinstance(values[0], int):
-            return prompt
-        if isinstance(values[0], list):
-            return list(chain.from_iterable(values))
-        if values[0].ndim == 1:
-            return torch.cat(values)
-        has_prompt = values[0].shape[1] == parts[0].input_ids.shape[1]
-        left = [prompt - part.prompt_width if has_prompt else 0 for part in parts]
-        right = [answer - part.answer_ids.shape[1] for part in parts]
-        return torch.cat([F.pad(x, pair) for x, *pair in zip(values, left, right, strict=True)])
-
-    return replace(parts[0], **{f.name: joined(f.name) for f in fields(parts[0])})
-
-
-def join_rewards(rewards: Record) -> Record:
-    """Return the rewards (`rewards.RewardBatch`) of all processes."""
-    total, components, failures, turns = zip(*gather(rewards), strict=True)
-    return rewards._replace(
-        total=concatenate(total),
-        components={name: concatenate(part[name] for part in components) for name in components[0]},
-        failures=concatenate(failures),
-        turns=None if turns[0] is None else concatenate(turns),
-    )
-
-
-def moved(rollout: Record, device: torch.device) -> Record:
-    """Return a rollout with its tensors on another device."""
-    tensors: Any = {name: x.to(device) for name, x in vars(rollout).items() if isinstance(x, Tensor)}
-    return replace(rollout, **tensors)
+    """Concatenate the rows of all processes."""
+    return rows if world() == 1 else torch.cat(gather(rows.cpu())).to(rows.device)
 
 
 def average_gradients(weights: Sequence[nn.Parameter]) -> None:
@@ -168,9 +95,6 @@ def average_gradients(weights: Sequence[nn.Parameter]) -> None:
 
 def shard(policy: Policy, config: TrainConfig) -> None:
     """Shard the weights of a policy over the processes with FSDP2, one group of weights per decoder layer."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     mesh = init_device_mesh(policy.device.type, (world(),))
     low = torch.bfloat16 if config.precision == "bf16" else None
     options: Any = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)}
@@ -185,8 +109,6 @@ def shard(policy: Policy, config: TrainConfig) -> None:
 @contextmanager
 def gathered(policy: Policy) -> Iterator[None]:
     """Hold all weights of a sharded policy in every process, so that each process can sample at its own pace."""
-    from torch.distributed.fsdp import FSDPModule
-
     modules = [module for module in policy.inner.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -207,7 +129,7 @@ def full(tensor: Tensor) -> Tensor:
 
 def whole_weights(policy: Policy) -> dict[str, Tensor] | None:
     """Return the state dict of a sharded model as whole tensors; None if the model is not sharded."""
-    if not any(isinstance(weight, DTensor) for weight in policy.inner.parameters()):
+    if not isinstance(policy.inner, FSDPModule):
         return None
     return {name: full(weight) for name, weight in policy.model.state_dict().items()}
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo_kernels.backends import dispatch
 from gspo_kernels.tools import doctor_memory
 from gspo_kernels.validation import Call
 
-from .config import TrainConfig
-from .loading import empty_model, pick_device, weight_dtype
-from .policy import decoder_config
+from .config import InputError, TrainConfig
+from .loading import pick_device, weight_dtype
+from .policy import decoder_config, demo_policy
 
 BYTES = {"8bit": 1.0, "4bit": 0.5}
 MIB = 2**20
@@ -24,21 +26,30 @@ def predicted_memory(config: TrainConfig, device: torch.device) -> dict[str, flo
 
     Activations of the layers and the cache of keys and values are not part of it: they depend on the model's code.
     With parallel=fsdp2 and n processes, all but the loss is divided by n.
+
+    Raises:
+        InputError: there is no such model.
     """
-    model = empty_model(config)
+    if config.model is None:
+        model = demo_policy().model
+    else:
+        try:
+            settings = AutoConfig.from_pretrained(str(Path(config.model).expanduser()))
+        except (OSError, ValueError) as error:
+            raise InputError(f"model {config.model}: no configuration: {' '.join(str(error).split())}") from error
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings)
     item = weight_dtype(config).itemsize
     head = model.get_output_embeddings().weight  # [V, H]
     linear = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m.weight is not head}
     in_layers = sum(weight.numel() for weight in linear)
     total = sum(weight.numel() for weight in model.parameters())
+    weights = (total - in_layers) * item + in_layers * BYTES.get(config.quantization, item)
     trainable, trained_item = total, item
     if config.lora_rank:
         shapes = [weight.shape for weight in (*linear, *([head] if config.lora_head else []))]
         trainable, trained_item = config.lora_rank * sum(a + b for a, b in shapes), 4  # adapters are fp32
-    weights = (total - in_layers) * item + in_layers * BYTES.get(config.quantization, item)
-    if config.lora_rank:
         weights += trainable * trained_item
-    masters = 4 * trainable if trained_item == 2 else 0
     rows = (config.micro_batch_size or config.mini_batch_size) * config.max_new_tokens
     with FakeTensorMode():
         dtype = torch.bfloat16 if config.precision != "fp32" else torch.float32
@@ -49,7 +60,7 @@ def predicted_memory(config: TrainConfig, device: torch.device) -> dict[str, flo
         "weights": weights,
         "reference": weights if config.needs_reference and not config.lora_rank else 0,
         "gradients": trainable * trained_item,
-        "optimizer": 8 * trainable + masters,
+        "optimizer": (8 + 4 * (trained_item == 2)) * trainable,  # two moments, and masters of bf16 weights
         "loss": loss,
     }
     return {name: size / MIB for name, size in parts.items() if size}
@@ -57,15 +68,16 @@ def predicted_memory(config: TrainConfig, device: torch.device) -> dict[str, flo
 
 def forecast(config: TrainConfig) -> str:
     """Return all options as YAML, the updates of a run, and the predicted memory."""
-    lines = [f"{name}: {json.dumps(value)}" for name, value in config.to_dict().items()]
-    size = config.micro_batch_size or config.mini_batch_size
-    updates = config.updates_per_rollout * config.epochs
-    lines += [
-        "",
-        f"# {config.rollout_size} answers per rollout, {updates} updates per rollout, {config.total_updates} per seed",
-        f"# {config.mini_batch_size} answers per update, in {config.mini_batch_size // size} micro-batches",
-    ]
+    size, updates = config.mini_batch_size, config.updates_per_rollout * config.epochs
     parts = predicted_memory(config, pick_device(config.device))
     listed = ", ".join(f"{name} {mib:,.1f}" for name, mib in parts.items())
-    lines += [f"# predicted memory in MiB, without activations: {sum(parts.values()):,.1f} ({listed})"]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            *(f"{name}: {json.dumps(value)}" for name, value in config.to_dict().items()),
+            "",
+            f"# {config.rollout_size} answers per rollout, {updates} updates per rollout, "
+            f"{config.total_updates} per seed",
+            f"# {size} answers per update, in {size // (config.micro_batch_size or size)} micro-batches",
+            f"# predicted memory in MiB, without activations: {sum(parts.values()):,.1f} ({listed})",
+        ]
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .config import TrainConfig
 from .distributed import average_gradients, full, like
@@ -17,9 +16,8 @@ class Optimizer:
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self._config = config
-        named = [(name, weight) for name, weight in policy.model.named_parameters() if weight.requires_grad]
-        self.names = [name for name, _ in named]
-        self.weights = [weight for _, weight in named]
+        trained = {name: weight for name, weight in policy.model.named_parameters() if weight.requires_grad}
+        self.names, self.weights = list(trained), list(trained.values())
         self.masters = [w if w.dtype.itemsize >= 4 else w.detach().float().requires_grad_() for w in self.weights]
         self.updates = 0
         self._adamw = torch.optim.AdamW(self.masters, lr=config.learning_rate, weight_decay=config.weight_decay)
@@ -53,13 +51,12 @@ class Optimizer:
     @torch.no_grad()
     def _copy_masters(self) -> None:
         for weight, master in zip(self.weights, self.masters, strict=True):
-            if master is not weight:
-                weight.copy_(master)
+            weight.copy_(master)
 
     def state(self) -> dict[str, Any]:
         """Return weights, moments and the number of updates, as whole tensors. All processes must call this."""
         weights = {
-            name: {"weight": full(master), **{key: full(x) for key, x in self._adamw.state[master].items()}}
+            name: {key: full(x) for key, x in {"weight": master, **self._adamw.state[master]}.items()}
             for name, master in zip(self.names, self.masters, strict=True)
         }
         return {"updates": self.updates, "weights": weights}
@@ -69,7 +66,7 @@ class Optimizer:
         """Restore what `state` returned, into the policy too."""
         self.updates = state["updates"]
         for name, master in zip(self.names, self.masters, strict=True):
-            saved: dict[str, Tensor] = dict(state["weights"][name])
-            master.copy_(like(saved.pop("weight"), master))
-            self._adamw.state[master] = {key: like(x, master) for key, x in saved.items()}
+            saved = {key: like(x, master) for key, x in state["weights"][name].items()}
+            master.copy_(saved.pop("weight"))
+            self._adamw.state[master] = saved
         self._copy_masters()

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,20 +61,6 @@ class Policy:
         """Whether the model is a mixture of experts: its configuration has `output_router_logits`, True or False."""
         return hasattr(decoder_config(self.inner), "output_router_logits")
 
-    @property
-    def counts_router_loss(self) -> bool:
-        """Whether the load-balancing loss of a mixture of experts is part of the loss."""
-        return self.router_loss_weight != 0
-
-    @property
-    def router_note(self) -> str:
-        """A line that says whether the routers' loss of a mixture of experts is counted; "" for other models."""
-        if self.counts_router_loss:
-            return f"router auxiliary loss: counted, times router_aux_loss_coef={self.router_loss_weight:g}"
-        if self.has_routers:
-            return "router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0"
-        return ""
-
     def run(self, rollout: Any, with_head: Callable[..., Any], train: bool = False) -> tuple[Any, Any]:
         """Run the model on prompts and answers, and call `with_head` with the hidden states that predict the answers.
 
@@ -95,8 +82,15 @@ class Policy:
         def at_answers(hidden: Tensor, head: Any, **options: Any) -> Any:
             return with_head(hidden[:, first - 1 : -1], head, **options)
 
-        with self._recomputing() if train and self.checkpointing else contextlib.nullcontext():
+        # Layers recompute activations only in training mode. This sets the mode of the layers, not of their dropout.
+        layers = [layer for layer in self.inner.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        try:
+            for layer in layers:
+                layer.training = train and self.checkpointing
             return self.model(**inputs, with_head=at_answers)
+        finally:
+            for layer in layers:
+                layer.training = False
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, first: int) -> Tensor:
         """Compute the hidden states that predict the tokens from position `first` on.
@@ -107,26 +101,8 @@ class Policy:
         Returns:
             [B, width - first, H].
         """
-        return self.run(Inputs(input_ids, attention_mask, first), lambda hidden, head, **options: hidden)[0]
-
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Tensor:
-        """Generate answers with the cache of keys and values. Return prompts and answers, [B, P + T]."""
-        if self.has_routers:
-            # The routers' loss needs all positions, but a generation step with a cache sees only one position.
-            options["output_router_logits"] = False
-        return self.inner.generate(input_ids, attention_mask=attention_mask, **options)
-
-    @contextlib.contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        """Put the layers that support gradient checkpointing, but not their dropout, in training mode."""
-        layers = [module for module in self.inner.modules() if isinstance(module, GradientCheckpointingLayer)]
-        try:
-            for layer in layers:
-                layer.training = True
-            yield
-        finally:
-            for layer in layers:
-                layer.training = False
+        inputs = SimpleNamespace(input_ids=input_ids, attention_mask=attention_mask, prompt_width=first)
+        return self.run(inputs, lambda hidden, head, **options: hidden)[0]
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Policy]:
@@ -148,22 +124,13 @@ class Policy:
             weights: the state dict, for a model whose own is sharded.
         """
         inner = self.inner
-        sampling_config, inner.generation_config = inner.generation_config, self.checkpoint_generation_config
         adapter = {"save_embedding_layers": False} if inner is not self.model else {}
+        sampling_config, inner.generation_config = inner.generation_config, self.checkpoint_generation_config
         try:
             self.model.save_pretrained(folder, state_dict=weights, **adapter)
         finally:
             inner.generation_config = sampling_config
         self.tokenizer.save_pretrained(folder)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The part of a rollout that `Policy.run` needs."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    prompt_width: int
 
 
 def make_policy(model: Any, tokenizer: Any) -> Policy:
@@ -194,7 +161,10 @@ def make_policy(model: Any, tokenizer: Any) -> Policy:
         fused = fuse_head(model)
     except (TypeError, ValueError) as error:
         raise InputError(f"model: {error}") from error
-    return Policy(model, tokenizer, fused, checkpoint_config, get_router_loss_weight(inner))
+    policy = Policy(model, tokenizer, fused, checkpoint_config)
+    if policy.has_routers:
+        policy.router_loss_weight = float(getattr(decoder_config(inner), "router_aux_loss_coef", 0))
+    return policy
 
 
 def decoder_config(model: Any) -> Any:
@@ -202,48 +172,28 @@ def decoder_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def get_router_loss_weight(model: Any) -> float:
-    """Return the factor of the routers' loss, or 0 for a model without routers. TRL 1.16 has the same rule.
-
-    A model has routers if its configuration has the entry `output_router_logits`, True or False.
-    """
-    config = decoder_config(model)
-    return float(getattr(config, "router_aux_loss_coef", 0)) if hasattr(config, "output_router_logits") else 0.0
-
-
 def check_head(policy: Policy, backend: str) -> None:
-    """Compare log-probs computed from hidden states with those of the model's own logits.
+    """Run the model and its head once. `fuse_head` has compared the log-probs with those of the model's logits.
 
     Raises:
-        InputError: the log-probs differ by more than 1e-2 nats, so training would use wrong numbers; the loss does not
-            support the model, device and backend; or the routers' loss is counted, but the model does not return it.
+        InputError: the loss does not support the model, device and backend; or the routers' loss is counted, but the
+            model does not return it.
     """
     ids = torch.arange(8, device=policy.device)[None] % decoder_config(policy.inner).vocab_size  # [1, 8]
-    ones = torch.ones_like(ids)
-    with torch.no_grad():
-        routers = {"output_router_logits": True} if policy.counts_router_loss else {}
-        output = policy.inner(input_ids=ids, attention_mask=ones, **routers)
-        if policy.counts_router_loss and not isinstance(getattr(output, "aux_loss", None), Tensor):
-            raise InputError(
-                f"model: the checkpoint's config has router_aux_loss_coef={policy.router_loss_weight:g}, but "
-                f"{type(policy.inner).__name__} returns no aux_loss: set it to 0 to train without the routers' loss"
-            )
-        logits = output.logits[:, :-1].float()
-        expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]  # [1, 7]
+    rollout = SimpleNamespace(input_ids=ids, attention_mask=torch.ones_like(ids), prompt_width=1)
 
-        def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
-            return linear_log_probs(hidden, head, ids[:, 1:], backend=backend, **options).log_probs
+    def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
+        return linear_log_probs(hidden, head, ids[:, 1:], backend=backend, **options).log_probs
 
-        try:
-            fused, _ = policy.run(Inputs(ids, ones, 1), log_probs)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"the loss does not support this model, device and backend: {error}") from error
-    difference = (fused - expected).abs().max().item()
-    tolerance = 1e-2 if logits.dtype == output.logits.dtype else 0.1  # logits in bf16 are rounded
-    if not difference <= tolerance:
+    try:
+        with torch.no_grad():
+            _, output = policy.run(rollout, log_probs, train=True)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the loss does not support this model, device and backend: {error}") from error
+    if policy.router_loss_weight and getattr(output, "aux_loss", None) is None:
         raise InputError(
-            f"model: the logits of {type(policy.inner).__name__} are not the product of its head and its hidden "
-            f"states (log-probs differ by {difference:.2g}), so it cannot be trained from hidden states"
+            f"model: the checkpoint's config has router_aux_loss_coef={policy.router_loss_weight:g}, but "
+            f"{type(policy.inner).__name__} returns no aux_loss: set it to 0 to train without the routers' loss"
         )
 
 

@@ -7,10 +7,13 @@ import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import IO, Any
 
 import torch
 from rich.table import Table
+
+from gspo_kernels.extras import MissingExtraError, needs
 
 from .checkpoints import write_checkpoint
 from .config import InputError, TrainConfig
@@ -19,24 +22,6 @@ from .distributed import rank, whole_weights
 from .policy import Policy
 from .trackers import Trackers
 
-# Every line of metrics.jsonl has these keys. Their values are null at step 0, before the first rollout.
-STEP_KEYS = (
-    "reward",
-    "groups_without_signal",
-    "truncated",
-    "loss",
-    "clip_fraction",
-    "token_clip_fraction",
-    "ratio_mean",
-    "entropy",
-    "dropped_gradient_mass",
-    "passes",
-    "tokens_per_second",
-)
-NO_MATPLOTLIB = (
-    "curves.png was not drawn because matplotlib is missing: "
-    "pip install 'gspo-kernels[train]', or '.[train]' in a clone"
-)
 Row = dict[str, Any]  # one line of metrics.jsonl
 
 
@@ -47,7 +32,7 @@ def lacks_signal(row: Row) -> bool:
 
 def likely_cause(rows: list[Row]) -> str:
     """Return why, in these steps, all answers to each prompt probably had the same reward."""
-    rewards, cut = {row["reward"] for row in rows}, sum(row["truncated"] for row in rows) / len(rows)
+    rewards, cut = {row["reward"] for row in rows}, fmean(row["truncated"] for row in rows)
     if rewards == {0.0}:
         return (
             "Every reward was 0. Likely causes: the reward expects another format than the model writes, the expected "
@@ -77,8 +62,7 @@ class SeedResult:
     def from_rows(cls, seed: int, rows: list[Row]) -> SeedResult:
         """Summarise the metrics of one seed. `rows` has one entry per step, from step 0 on."""
         steps = rows[1:]
-        first_half = steps[: (len(steps) + 1) // 2]
-        clip_fraction = sum(row["clip_fraction"] for row in first_half) / len(first_half)
+        clip_fraction = fmean(row["clip_fraction"] for row in steps[: (len(steps) + 1) // 2])
         no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) else ""
         seconds = sum(row["seconds"] for row in steps)
         return cls(seed, rows[0]["eval_reward"], rows[-1]["eval_reward"], clip_fraction, seconds, no_signal)
@@ -100,18 +84,13 @@ class RunReport:
 
     def table(self) -> Table:
         """Return a table with one line per seed."""
-        table = Table(title="Held-out reward (greedy answers)")
-        for heading in ("seed", "start", "end", "rise", "clip fraction, first half", "seconds"):
-            table.add_column(heading, justify="right")
-        for result in self.results:
-            table.add_row(
-                str(result.seed),
-                f"{result.start_reward:.3f}",
-                f"{result.end_reward:.3f}",
-                f"{result.rise:+.3f}",
-                f"{result.clip_fraction:.3f}",
-                f"{result.seconds:.0f}",
-            )
+        headings = ("seed", "start", "end", "rise", "clip fraction, first half", "seconds")
+        table = Table(*headings, title="Held-out reward (greedy answers)")
+        for column in table.columns:
+            column.justify = "right"
+        for x in self.results:
+            rewards = f"{x.start_reward:.3f}", f"{x.end_reward:.3f}", f"{x.rise:+.3f}"
+            table.add_row(str(x.seed), *rewards, f"{x.clip_fraction:.3f}", f"{x.seconds:.0f}")
         return table
 
     def warnings(self) -> list[str]:
@@ -132,18 +111,16 @@ class RunFolder:
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = config.folder
-        self.metrics = self.path / "metrics.jsonl"
-        self.checkpoint = self.path / "checkpoint.pt"
+        self.metrics, self.checkpoint = self.path / "metrics.jsonl", self.path / "checkpoint.pt"
         self._config = config
         self._writes = rank() == 0
         self._files: dict[str, IO[str]] = {}
         self._drawn = time.monotonic()
-        self._opened = False
         self._trackers = Trackers(config)
-        if config.resume:
-            if not self.metrics.is_file():
-                raise InputError(f"resume: expected a run in {self.path}, but it has no metrics.jsonl")
-        elif not config.overwrite and self._writes and self.path.is_dir() and any(self.path.iterdir()):
+        if config.resume and not self.metrics.is_file():
+            raise InputError(f"resume: expected a run in {self.path}, but it has no metrics.jsonl")
+        kept = config.resume or config.overwrite or not self._writes
+        if not kept and self.path.is_dir() and any(self.path.iterdir()):
             raise InputError(
                 f"{self.path} exists already and is not empty: use resume=true to continue that run, overwrite=true to "
                 "replace it, or name=NAME to write to another folder"
@@ -157,29 +134,22 @@ class RunFolder:
             file.close()
         self._trackers.close()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether `open` has been called."""
-        return self._opened
-
     def open(self, sizes: dict[str, int] | None = None) -> None:
-        """Make the folder and open its files. Called when a run can start, so that a failed start destroys nothing.
+        """Make the folder and open its files. `write` does so when a run can start: a failed start destroys nothing.
 
         Args:
             sizes: the files' sizes at the checkpoint from which the run continues; what was written later is removed.
                 None: an earlier run is removed.
         """
-        self._opened = True
         if not self._writes:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if sizes is None:
-                # Remove what belongs to the earlier run, because it does not belong to the new metrics.
-                for name in ("curves.png", "checkpoint.pt", "failed_update.pt"):
-                    (self.path / name).unlink(missing_ok=True)
-                for model in (*self.path.glob("model-seed*"), *self.path.glob("tensorboard")):
-                    shutil.rmtree(model)
+                for path in map(self.path.joinpath, ("curves.png", "checkpoint.pt")):
+                    path.unlink(missing_ok=True)
+                for path in (*self.path.glob("model-seed*"), *self.path.glob("tensorboard")):
+                    shutil.rmtree(path)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 file = self._files[name] = (self.path / name).open("a", encoding="utf-8")
                 file.truncate((sizes or {}).get(name, 0))
@@ -187,14 +157,12 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"output: expected a folder to write to, got {self.path} ({error})") from error
 
-    def sizes(self) -> dict[str, int]:
-        """Return the sizes of the files in bytes, for `open`."""
-        return {name: file.tell() for name, file in self._files.items()}
-
     def write(self, seed: int, row: Row) -> None:
-        """Append the metrics of one step of one seed. Metrics of STEP_KEYS that are missing are null."""
+        """Append the metrics of one step of one seed."""
         if self._writes:
-            self._append("metrics.jsonl", {"seed": seed, "step": row["step"], **dict.fromkeys(STEP_KEYS), **row})
+            if not self._files:
+                self.open()
+            self._append("metrics.jsonl", {"seed": seed, **row})
             self._trackers.write(seed, row)
 
     def write_samples(self, seed: int, step: int, samples: list[Row]) -> None:
@@ -215,20 +183,21 @@ class RunFolder:
         folder = self.path / f"model-seed{seed}"
         partial = folder.with_name(f"{folder.name}.partial")
         weights = whole_weights(policy)
-        if not self._writes:
-            return folder
         try:
-            policy.save(partial, weights)
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
+            if self._writes:
+                policy.save(partial, weights)
+                shutil.rmtree(folder, ignore_errors=True)
+                partial.rename(folder)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            if self._writes:
+                shutil.rmtree(partial, ignore_errors=True)
         return folder
 
     def save_checkpoint(self, state: Row) -> None:
         """Replace checkpoint.pt by a new state of the run."""
         if self._writes:
-            write_checkpoint(self.checkpoint, {**state, "sizes": self.sizes()})
+            sizes = {name: file.tell() for name, file in self._files.items()}
+            write_checkpoint(self.checkpoint, {**state, "sizes": sizes})
 
     def save_failed(self, batch: Any) -> Path:
         """Write the batch of an update that is not finite, with torch.save."""
@@ -242,14 +211,13 @@ class RunFolder:
         Return None and the reason if there is no plot.
         """
         curves = self.path / "curves.png"
-        if not self._writes or time.monotonic() - self._drawn < every:
-            return curves, ""
-        try:
-            import matplotlib.figure  # noqa: F401
-        except ImportError:
-            return None, NO_MATPLOTLIB
-        plot_curves(read_rows(self.metrics), curves)
-        self._drawn = time.monotonic()
+        if self._writes and time.monotonic() - self._drawn >= every:
+            try:
+                with needs("curves.png", "train", "matplotlib"):
+                    plot_curves(read_rows(self.metrics), curves)
+            except MissingExtraError as error:
+                return None, str(error)
+            self._drawn = time.monotonic()
         return curves, ""
 
 

@@ -19,19 +19,6 @@ from .config import InputError
 ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "MixtralTopKRouter", "OlmoeTopKRouter")
 
 
-def routers(model: Any) -> list[Any]:
-    """Return the routers of a model, one per sparse layer. Raise an InputError if it has none that can be replayed."""
-    every = [module for module in model.modules() if type(module).__name__ in ROUTERS]
-    if not every:
-        raise InputError(f"model: expected a mixture of experts with {', '.join(ROUTERS)}, got {type(model).__name__}")
-    return every
-
-
-def can_record(model: Any) -> bool:
-    """Return whether `routers` knows the routers of a model."""
-    return any(type(module).__name__ in ROUTERS for module in model.modules())
-
-
 @contextmanager
 def routing(model: Any, replayed: Tensor | None = None) -> Iterator[list[Tensor]]:
     """Record the experts of one forward of the model. If `replayed` is not None, compute with those experts instead.
@@ -41,7 +28,10 @@ def routing(model: Any, replayed: Tensor | None = None) -> Iterator[list[Tensor]
 
     Yields:
         A list that receives, for each layer, the experts that its router chose, [B * width, k] int64. `stacked` turns
-        it into [B, width, layers, k].
+        it into [B, width, layers, k]. It stays empty for a model without routers of `ROUTERS`.
+
+    Raises:
+        InputError: `replayed` experts, but no router of `ROUTERS`.
     """
     chosen: list[Tensor] = []
 
@@ -56,7 +46,9 @@ def routing(model: Any, replayed: Tensor | None = None) -> Iterator[list[Tensor]
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         return logits, probabilities.to(weights.dtype), experts
 
-    hooks = [router.register_forward_hook(hook) for router in routers(model)]
+    hooks = [module.register_forward_hook(hook) for module in model.modules() if type(module).__name__ in ROUTERS]
+    if not hooks and replayed is not None:
+        raise InputError(f"model: expected a mixture of experts with {', '.join(ROUTERS)}, got {type(model).__name__}")
     try:
         yield chosen
     finally:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from ..tasks import Example, Task
+from ..tasks.rewards import Prompt
 from .config import InputError
-from .policy import Policy
-from .rewards import Example, Prompt
-from .tasks.base import Task
+from .policy import Policy, decoder_config
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,6 @@ class Rollout:
         """The ids of the answers, [B, T] int64."""
         return self.input_ids[:, self.prompt_width :]
 
-    def select(self, start: int, stop: int) -> Rollout:
-        """Return the answers `start` to `stop` - 1, with the same padded width."""
-        rows = {name: value[start:stop] for name, value in vars(self).items() if name != "prompt_width"}
-        return replace(self, **rows)
-
 
 @dataclass
 class Dialogue:
@@ -51,7 +48,7 @@ class Dialogue:
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # for each token of `ids`: the policy sampled it
     turn_of: list[int] = field(default_factory=list)  # for each token of `ids`
-    texts: list[str] = field(default_factory=list)  # turns and replies
+    text: str = ""  # turns and replies
     turns: list[str] = field(default_factory=list)
     done: bool = False
     truncated: bool = False
@@ -60,14 +57,19 @@ class Dialogue:
         """Append the tokens of a turn, which the policy sampled, or of a reply."""
         if sampled:
             self.turns.append(text)
-        self.texts.append(text)
+        self.text += text
         self.ids += ids
         self.sampled += [sampled] * len(ids)
         self.turn_of += [len(self.turns) - 1] * len(ids)
 
 
+def sample(policy: Policy, examples: Sequence[Example], **options: Any) -> Rollout:
+    """Sample answers as `converse` does, and pad them to a rollout."""
+    return padded(policy, converse(policy, examples, **options))
+
+
 @torch.no_grad()
-def sample(
+def converse(
     policy: Policy,
     examples: Sequence[Example],
     *,
@@ -75,7 +77,7 @@ def sample(
     max_new_tokens: int,
     temperature: float | None,
     task: Task | None = None,
-) -> Rollout:
+) -> list[Dialogue]:
     """Sample `group_size` consecutive answers per example. A temperature of None means greedy decoding.
 
     `task` has the replies of a dialogue; without it, an answer has one turn. An answer ends after `task.max_turns`
@@ -100,7 +102,7 @@ def sample(
             dialogue.truncated, dialogue.done = not ended, True
             if ended and task is not None and task.reply is not None and turn + 1 < task.max_turns:
                 reply_to(policy, dialogue, task.reply(text, dialogue.example), max_new_tokens)
-    return padded(policy, dialogues)
+    return dialogues
 
 
 def reply_to(policy: Policy, dialogue: Dialogue, reply: str | None, max_new_tokens: int) -> None:
@@ -118,11 +120,12 @@ def reply_to(policy: Policy, dialogue: Dialogue, reply: str | None, max_new_toke
 def generate(policy: Policy, prompts: Sequence[list[int]], room: int, temperature: float | None) -> list[list[int]]:
     """Continue token ids by at most `room` tokens, up to and including the first end-of-sequence token."""
     ids, mask = left_padded(policy, prompts)
-    if temperature is None:
-        options: dict[str, Any] = {"do_sample": False}
-    else:
+    options: dict[str, Any] = {"do_sample": False}
+    if temperature is not None:
         options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    out = policy.generate(ids, mask, max_new_tokens=room, **options)[:, ids.shape[1] :]  # [B, T]
+    if policy.has_routers:  # the routers' loss needs all positions, but a step with a cache sees only one
+        options["output_router_logits"] = False
+    out = policy.inner.generate(ids, attention_mask=mask, max_new_tokens=room, **options)[:, ids.shape[1] :]  # [B, T]
     is_end = torch.isin(out, torch.tensor(sorted(end_tokens(policy)), device=out.device))
     lengths = ((is_end.cumsum(-1) - is_end.long()) == 0).sum(-1)  # [B], no end token before these positions
     return [row[:length] for row, length in zip(out.tolist(), lengths.tolist(), strict=True)]
@@ -135,43 +138,40 @@ def end_tokens(policy: Policy) -> set[int]:
 
 def padded(policy: Policy, dialogues: Sequence[Dialogue]) -> Rollout:
     """Make a rollout of finished dialogues."""
+    device, pad = policy.device, policy.tokenizer.pad_token_id
     prompt_ids, prompt_mask = left_padded(policy, [dialogue.prompt for dialogue in dialogues])
-    width = max(len(dialogue.ids) for dialogue in dialogues)
-
-    def right_padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-        filled = [[*row, *[value] * (width - len(row))] for row in rows]
-        return torch.tensor(filled, dtype=torch.long, device=prompt_ids.device)  # [B, T]
-
-    answer_ids = right_padded([dialogue.ids for dialogue in dialogues], policy.tokenizer.pad_token_id)
-    attended = right_padded([[1] * len(dialogue.ids) for dialogue in dialogues], 0)
+    answer_ids = stack([dialogue.ids for dialogue in dialogues], "right", pad).to(device)
+    attended = stack([[1] * len(dialogue.ids) for dialogue in dialogues], "right").to(device)
     return Rollout(
         torch.cat([prompt_ids, answer_ids], dim=1),
         torch.cat([prompt_mask, attended], dim=1),
         prompt_ids.shape[1],
-        ["".join(dialogue.texts) for dialogue in dialogues],
-        right_padded([dialogue.sampled for dialogue in dialogues], 0).bool(),
-        right_padded([dialogue.turn_of for dialogue in dialogues], 0),
-        torch.tensor([dialogue.truncated for dialogue in dialogues], device=prompt_ids.device),
+        [dialogue.text for dialogue in dialogues],
+        stack([dialogue.sampled for dialogue in dialogues], "right").to(device).bool(),
+        stack([dialogue.turn_of for dialogue in dialogues], "right").to(device),
+        torch.tensor([dialogue.truncated for dialogue in dialogues], device=device),
         [dialogue.turns for dialogue in dialogues],
     )
 
 
 def left_padded(policy: Policy, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
     """Pad token ids on the left. Return ids and attention mask, [B, P] int64."""
-    width = max(map(len, rows))
-    ids = [[policy.tokenizer.pad_token_id] * (width - len(row)) + row for row in rows]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    device = policy.device
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    ids = stack(rows, "left", policy.tokenizer.pad_token_id)
+    return ids.to(policy.device), stack([[1] * len(row) for row in rows], "left").to(policy.device)
+
+
+def stack(rows: Sequence[Sequence[int]], side: str, value: int = 0) -> Tensor:
+    """Pad rows to the longest on one side, int64."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 
 def encode(policy: Policy, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Encode prompts. Use the tokenizer's chat template; without one, join the messages of a chat by newlines."""
     tokenizer = policy.tokenizer
     if tokenizer.chat_template is None:
-        return tokenizer([p if isinstance(p, str) else "\n".join(m["content"] for m in p) for p in prompts])[
-            "input_ids"
-        ]
+        texts = [p if isinstance(p, str) else "\n".join(message["content"] for message in p) for p in prompts]
+        return tokenizer(texts)["input_ids"]
     chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
     texts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # a chat template has the special tokens
@@ -194,20 +194,27 @@ def encode_reply(policy: Policy, reply: str) -> list[int]:
     return tokenizer(text[start:], add_special_tokens=False)["input_ids"]
 
 
-def fitting(policy: Policy, task: Task, max_prompt_tokens: int) -> tuple[Task, int]:
-    """Leave out prompts of more than `max_prompt_tokens` tokens. Return the task and how many were left out.
+def fitting(policy: Policy, task: Task, max_prompt_tokens: int, max_new_tokens: int) -> tuple[Task, int]:
+    """Leave out prompts of more than `max_prompt_tokens` tokens (0: none). Return the task and how many were left out.
 
     Raises:
-        InputError: no prompt is left to train on, or none to evaluate on.
+        InputError: no prompt is left to train on, or none to evaluate on; or the longest prompt and an answer of
+            `max_new_tokens` exceed the model's positions.
     """
-
-    def short(examples: Sequence[Example]) -> list[Example]:
-        lengths = map(len, encode(policy, [example.prompt for example in examples]))
-        kept = [example for example, n in zip(examples, lengths, strict=True) if n <= max_prompt_tokens]
-        if not kept:
+    kept: list[list[Example]] = []
+    longest = 0
+    for examples in (task.train, task.held_out):
+        lengths = [len(ids) for ids in encode(policy, [example.prompt for example in examples])]
+        fits = [length <= (max_prompt_tokens or math.inf) for length in lengths]
+        if not any(fits):
             raise InputError(f"max_prompt_tokens: expected a limit that some prompts meet, got {max_prompt_tokens}")
-        return kept
-
-    train, held_out = short(task.train), short(task.held_out)
-    left_out = len(task.train) + len(task.held_out) - len(train) - len(held_out)
-    return replace(task, train=train, held_out=held_out), left_out
+        kept.append([example for example, fit in zip(examples, fits, strict=True) if fit])
+        longest = max(longest, *(length for length, fit in zip(lengths, fits, strict=True) if fit))
+    positions = getattr(decoder_config(policy.inner), "max_position_embeddings", None) or math.inf
+    if longest + max_new_tokens > positions:
+        raise InputError(
+            f"max_new_tokens={max_new_tokens}: with the longest prompt ({longest} tokens) an answer would exceed the "
+            f"model's {positions} positions"
+        )
+    left_out = len(task.train) + len(task.held_out) - sum(map(len, kept))
+    return replace(task, train=kept[0], held_out=kept[1]), left_out

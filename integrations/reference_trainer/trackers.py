@@ -15,8 +15,6 @@ class Trackers:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._board: Any = None
-        self._writer: Any = None
-        self._wandb: Any = None
         self._run: Any = None
         if "tensorboard" in config.report_to:
             with needs("report_to=tensorboard", "trackers", "tensorboard"):
@@ -29,25 +27,26 @@ class Trackers:
 
     def write(self, seed: int, row: dict[str, Any]) -> None:
         """Write the metrics of one step of one seed."""
+        config, step = self._config, row["step"]
         numbers = {name: x for name, x in row.items() if isinstance(x, int | float) and name != "step"}
-        if self._writer is not None:
-            self._board = self._board or self._writer(str(self._config.folder / "tensorboard"))
+        if "tensorboard" in config.report_to:
+            self._board = self._board or self._writer(str(config.folder / "tensorboard"))
             for name, x in numbers.items():
-                self._board.add_scalar(f"seed{seed}/{name}", x, row["step"])
-        if self._wandb is not None:
-            name = f"{self._config.name}-seed{seed}"
+                self._board.add_scalar(f"seed{seed}/{name}", x, step)
+        if "wandb" in config.report_to:
+            name = f"{config.name}-seed{seed}"
             if self._run is None or self._run.name != name:
-                self.close_run()
-                options: dict[str, Any] = {"project": "gspo", "group": self._config.name, "name": name}
-                self._run = self._wandb.init(dir=str(self._config.folder), config=self._config.to_dict(), **options)
-            self._run.log(numbers, step=row["step"])
+                self._finish_run()
+                options: dict[str, Any] = {"project": "gspo", "group": config.name, "name": name}
+                self._run = self._wandb.init(dir=str(config.folder), config=config.to_dict(), **options)
+            self._run.log(numbers, step=step)
 
-    def close_run(self) -> None:
+    def _finish_run(self) -> None:
         if self._run is not None:
             self._run.finish()
 
     def close(self) -> None:
         """Flush and close all trackers."""
-        self.close_run()
+        self._finish_run()
         if self._board is not None:
             self._board.close()

@@ -13,22 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import set_seed
 
 from gspo_kernels.advantages import RunningMoments
 
+from ..tasks import Example, RewardBatch, RewardComponent, Task, batches, task_by_name
 from . import distributed
 from .advantages import advantages_of
-from .checkpoints import read_checkpoint, rng_states, seed_all, set_rng_states
+from .checkpoints import read_checkpoint, rng_states, set_rng_states
 from .config import InputError, TrainConfig
-from .loading import check_room, pick_device, policy_of_seed
+from .data import jsonl_task, load_reward
+from .loading import pick_device, policy_of_seed
 from .optimizer import Optimizer
 from .policy import PRINTABLE
 from .progress import TrainingProgress
 from .report import Row, RunFolder, RunReport, SeedResult
-from .rewards import RewardBatch, RewardComponent, load_reward
-from .sampling import Rollout, fitting, sample
+from .sampling import Dialogue, converse, fitting, padded
 from .stopping import StopSignals
-from .tasks import Example, Task, batches, jsonl_task, task_by_name
 from .update import NotFiniteError, TrainingError, autocast, average, mini_batches, update, with_log_probs
 
 REDRAW = 30.0  # seconds between refreshes of curves.png
@@ -61,7 +62,7 @@ def train(
         TrainingProgress(config) as progress,
     ):
         device = pick_device(config.device)
-        task = make_task(config, task, reward)
+        task = task_of(config, task, reward)
         saved = read_checkpoint(folder.checkpoint) if config.resume and folder.checkpoint.is_file() else None
         results = []
         for seed in config.seeds:
@@ -73,9 +74,7 @@ def train(
         return RunReport(results, folder.path, *folder.plot())
 
 
-def make_task(
-    config: TrainConfig, task: Task | None, reward: RewardFunction | Sequence[RewardComponent] | None
-) -> Task:
+def task_of(config: TrainConfig, task: Task | None, reward: RewardFunction | Sequence[RewardComponent] | None) -> Task:
     """Return the run's task with the run's rewards."""
     components = tuple(load_reward(spec) for spec in config.reward)
     if callable(reward):
@@ -83,16 +82,14 @@ def make_task(
     elif reward is not None:
         components = tuple(reward)
     if task is not None:
-        rewards = replace(task.rewards, components=components) if components else task.rewards
+        task = replace(task, rewards=replace(task.rewards, components=components or task.rewards.components))
     elif config.data is not None:
         task = jsonl_task(config.data, config.eval_prompts, components)
-        rewards = task.rewards
+    elif config.model is not None and not config.task:
+        raise InputError("model needs data=FILE, the jsonl file to train it on, or task=NAME")
     else:
-        if config.model is not None and not config.task:
-            raise InputError("model needs data=FILE, the jsonl file to train it on, or task=NAME")
         task = task_by_name(config.task or "sorting", config.eval_prompts, components)
-        rewards = task.rewards
-    return replace(task, rewards=replace(rewards, timeout=config.reward_timeout))
+    return replace(task, rewards=replace(task.rewards, timeout=config.reward_timeout))
 
 
 class Training:
@@ -111,13 +108,9 @@ class Training:
         self.config, self.seed = config, seed
         self.folder, self.progress, self.stop = folder, progress, stop
         self.policy = policy_of_seed(config, seed, task.characters or PRINTABLE, device)
-        self.task = task
-        if config.max_prompt_tokens:
-            self.task, left_out = fitting(self.policy, task, config.max_prompt_tokens)
-            if left_out:
-                progress.say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
-        prompts = (example.prompt for example in (*self.task.train, *self.task.held_out))
-        check_room(self.policy, prompts, config.max_prompt_tokens, config.max_new_tokens)
+        self.task, left_out = fitting(self.policy, task, config.max_prompt_tokens, config.max_new_tokens)
+        if left_out:
+            progress.say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
         self.optimizer = Optimizer(self.policy, config)
         self.running = RunningMoments()
         self.step = 0  # rollouts that have been trained on
@@ -127,7 +120,7 @@ class Training:
     def run(self, saved: dict[str, Any] | None) -> SeedResult:
         """Train from the beginning, or from a checkpoint. Save the model."""
         config = self.config
-        seed_all(self.seed + 1_000_003 * distributed.rank())
+        set_seed(self.seed + 1_000_003 * distributed.rank())
         if saved:
             self.restore(saved)
         else:
@@ -145,14 +138,17 @@ class Training:
         return SeedResult.from_rows(self.seed, self.rows)
 
     def begin(self) -> None:
-        """Evaluate the policy before training, which is step 0."""
-        if not self.folder.is_open:
-            self.print_notes()
+        """Print notes about the checkpoint and the settings. Evaluate the policy before training, which is step 0."""
+        say, weight = self.progress.say, self.policy.router_loss_weight
+        if weight:
+            say(f"router auxiliary loss: counted, times router_aux_loss_coef={weight:g}")
+        elif self.policy.has_routers:
+            say("router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0")
+        if self.config.updates_per_rollout * self.config.epochs == 1:
+            say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
         row = {"step": 0, "eval_reward": self.evaluate()[0]}
-        if not self.folder.is_open:
-            self.folder.open()
         self.finish_step(row)
-        self.progress.start(self.seed, row, 0)
+        self.progress.begin(self.seed, row)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a checkpoint: weights, optimizer, random numbers, and the files as they were."""
@@ -165,7 +161,7 @@ class Training:
             raise InputError(f"resume: expected {len(saved['rng'])} processes as before, got {distributed.world()}")
         set_rng_states(saved["rng"][distributed.rank()])
         evaluated = [row for row in self.rows if "eval_reward" in row]
-        self.progress.start(self.seed, evaluated[-1], self.step)
+        self.progress.begin(self.seed, evaluated[-1], self.step)
 
     def state(self) -> dict[str, Any]:
         """Return the state at the end of the last step, for `restore`. All processes must call this."""
@@ -177,31 +173,22 @@ class Training:
             "rng": distributed.gather(self.rng),
         }
 
-    def print_notes(self) -> None:
-        """Print notes about the checkpoint and the settings before training begins."""
-        if self.policy.router_note:
-            self.progress.say(self.policy.router_note)
-        if self.config.updates_per_rollout * self.config.epochs == 1:
-            self.progress.say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
-
     def train_step(self, examples: list[Example]) -> None:
         """Sample one rollout, train on it, and write the step's metrics. Those of the loss are means over updates."""
         config, step, started = self.config, self.step + 1, time.perf_counter()
         limit = config.new_tokens_at(step)
-        rollout, rewards = self.collect(distributed.share(examples), config.group_size, config.temperature, limit)
-        rollout, rewards = distributed.join(rollout), distributed.join_rewards(rewards)
+        answers, rewards = self.collect(distributed.share(examples), config.group_size, config.temperature, limit)
+        rollout, rewards = padded(self.policy, distributed.gather_lists(answers)), of_all_processes(rewards)
         epochs = mini_batches(config, self.seed, step)
         batch = with_log_probs(config, self.policy, rollout, epochs[0])
         batch = replace(batch, advantages=advantages_of(config, batch, rewards, self.running))
         with self.stop.postponed():
             try:
-                updates = [
-                    update(config, self.policy, self.optimizer, batch, rows) for epoch in epochs for rows in epoch
-                ]
+                parts = [rows for epoch in epochs for rows in epoch]
+                updates = [update(config, self.policy, self.optimizer, batch, rows) for rows in parts]
             except NotFiniteError as error:
                 path = self.folder.save_failed(error.batch)
                 raise TrainingError(f"{error}. Its batch is in {path}") from error
-            seconds = time.perf_counter() - started
             tokens = int(rollout.answer_mask.sum())
             row = {
                 "step": step,
@@ -211,7 +198,7 @@ class Training:
                 "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
                 "answer_tokens": tokens / config.rollout_size,
                 "max_new_tokens": limit,
-                "tokens_per_second": tokens / seconds,
+                "tokens_per_second": tokens / (time.perf_counter() - started),
             }
             for failure in rewards.failures[:1]:
                 self.progress.say(f"{len(rewards.failures)} calls of reward functions failed, such as {failure}")
@@ -226,7 +213,7 @@ class Training:
             if "eval_reward" in row:
                 self.folder.plot(every=REDRAW)
         if distributed.world() > 1:
-            self.stop.check(distributed.agreed(self.stop.received is not None, self.policy.device))
+            self.stop.check(any(distributed.gather(self.stop.received is not None)))
 
     def finish_step(self, row: Row) -> None:
         """Write the metrics of a step."""
@@ -234,23 +221,17 @@ class Training:
         self.rows.append(row)
         self.folder.write(self.seed, row)
         if row["step"]:
-            self.progress.advance(row)
+            self.progress.show(row)
 
     def collect(
         self, examples: Sequence[Example], group_size: int, temperature: float | None, max_new_tokens: int
-    ) -> tuple[Rollout, RewardBatch]:
+    ) -> tuple[list[Dialogue], RewardBatch]:
         """Sample `group_size` answers per prompt and compute their rewards. A temperature of None means greedy."""
+        options: dict[str, Any] = {"group_size": group_size, "max_new_tokens": max_new_tokens, "task": self.task}
         with autocast(self.config, self.policy), distributed.gathered(self.policy):
-            rollout = sample(
-                self.policy,
-                examples,
-                group_size=group_size,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                task=self.task,
-            )
-        repeated = [example for example in examples for _ in range(group_size)]
-        return rollout, self.task.rewards(rollout.texts, repeated, rollout.turns)
+            answers = converse(self.policy, examples, temperature=temperature, **options)
+        texts, turns = [x.text for x in answers], [x.turns for x in answers]
+        return answers, self.task.rewards(texts, [x.example for x in answers], turns)
 
     def evaluate(self) -> tuple[float, list[Row]]:
         """Return the mean reward of greedy answers to the held-out prompts, and the first process's first answers."""
@@ -259,14 +240,13 @@ class Training:
         samples: list[Row] = []
         size = config.rollout_size // distributed.world()
         for start in range(0, len(held_out), size):
-            examples = held_out[start : start + size]
-            rollout, scored = self.collect(examples, 1, None, config.max_new_tokens)
+            answers, scored = self.collect(held_out[start : start + size], 1, None, config.max_new_tokens)
             rewards += scored.total
-            for i, example in enumerate(examples[: config.samples - len(samples)]):
+            for i, answer in enumerate(answers[: config.samples - len(samples)]):
                 components = {name: values[i] for name, values in scored.components.items()}
-                answer = {"prompt": example.prompt, "answer": example.answer, "completion": rollout.texts[i]}
-                samples.append({**answer, "reward": scored.total[i], "components": components})
-        rewards = distributed.concatenate(distributed.gather(rewards))
+                sample = {**vars(answer.example), "completion": answer.text}
+                samples.append({**sample, "reward": scored.total[i], "components": components})
+        rewards = distributed.gather_lists(rewards)
         return sum(rewards) / len(rewards), samples
 
     def save_stopped(self) -> None:
@@ -282,6 +262,14 @@ class Training:
             say(f"model: {folder.save_model(self.policy, self.seed)}")
         say(f"stopped after step {self.step} of seed {self.seed}; metrics: {folder.metrics}")
         say(f"continue: gspo train --resume {folder.path}")
+
+
+def of_all_processes(rewards: RewardBatch) -> RewardBatch:
+    """Concatenate the rewards of all processes."""
+    total, components, failures, turns = rewards
+    together = distributed.gather_lists
+    components = {name: together(x) for name, x in components.items()}
+    return RewardBatch(together(total), components, together(failures), None if turns is None else together(turns))
 
 
 def reward_metrics(rewards: RewardBatch, group_size: int) -> Row:

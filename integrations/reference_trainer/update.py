@@ -1,11 +1,11 @@
-"""From a rollout to an optimizer step: old log-probs, advantages, mini-batches, the loss."""
+"""From a rollout to an optimizer step: old log-probs, mini-batches, the loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,29 +14,11 @@ from torch import Tensor
 from gspo_kernels import LossOutput, gspo_fused_loss, linear_log_probs
 
 from .config import TrainConfig
-from .distributed import extreme_or_mean, gather_rows, mean, share, world
+from .distributed import gather_lists, gather_rows, share, world
 from .optimizer import Optimizer
 from .policy import Policy, decoder_config
-from .routing import can_record, changed_share, routing, stacked
+from .routing import changed_share, routing, stacked
 from .sampling import Rollout
-
-LOSS_METRICS = (
-    "clip_fraction",
-    "clip_fraction_low",
-    "clip_fraction_high",
-    "token_clip_fraction",
-    "ratio_mean",
-    "ratio_min",
-    "ratio_max",
-    "kl_to_old",
-    "entropy",
-    "dropped_gradient_mass",
-    "passes",
-)
-
-
-class TrainingError(RuntimeError):
-    """Training cannot continue."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +30,10 @@ class Batch:
     ref_log_probs: Tensor | None  # [B, T] fp32, of the policy before training
     experts: Tensor | None = None  # [B, P + T, layers, k] int64, that the routers of a mixture chose for old_log_probs
     advantages: Tensor | None = None  # [B] or [B, T]
+
+
+class TrainingError(RuntimeError):
+    """Training cannot continue."""
 
 
 class NotFiniteError(TrainingError):
@@ -106,44 +92,35 @@ def with_log_probs(config: TrainConfig, policy: Policy, rollout: Rollout, first_
     Old log-probs are computed with the micro-batches and the padding of the first epoch. So the first update has a
     ratio of exactly 1, and later ratios measure only the updates, not rounding that depends on the batch shape.
     """
+    order = torch.cat(first_epoch).argsort().to(rollout.input_ids.device)
 
-    def log_probs(model: Policy) -> tuple[Tensor, Tensor | None]:
-        done = [
-            [log_probs_of(config, model, take(rollout, part)) for part in micro_batches(config, rows)]
-            for rows in first_epoch
-        ]
-        order = torch.cat(first_epoch).argsort().to(rollout.input_ids.device)
+    def computed(model: Policy) -> list[Tensor]:
+        """Return log-probs, and experts if there are any, in the order of the rollout."""
+        done = []
+        for rows in first_epoch:
+            parts = [log_probs_of(config, model, take(rollout, part)) for part in micro_batches(config, rows)]
+            done.append([gather_rows(torch.cat(pieces)) for pieces in zip(*parts, strict=True)])
+        return [torch.cat(pieces)[order] for pieces in zip(*done, strict=True)]
 
-        def whole(item: int) -> Tensor:
-            return torch.cat([gather_rows(torch.cat([part[item] for part in parts])) for parts in done])[order]
-
-        return whole(0), whole(1) if done[0][0][1] is not None else None
-
-    old, experts = log_probs(policy)
-    if not config.needs_reference:
-        return Batch(rollout, old, None, experts)
-    with policy.reference() as reference:
-        return Batch(rollout, old, log_probs(reference)[0], experts)
+    old, *experts = computed(policy)
+    batch = Batch(rollout, old, None, *experts)
+    if config.needs_reference:
+        with policy.reference() as reference:
+            batch = replace(batch, ref_log_probs=computed(reference)[0])
+    return batch
 
 
 @torch.no_grad()
-def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> tuple[Tensor, Any]:
-    """Compute the log-probs of answers, [b, T] fp32, and the experts that the routers of a mixture chose, or None."""
+def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> list[Tensor]:
+    """Return the log-probs of answers, [b, T] fp32, and for a mixture the experts that its routers chose."""
 
     def log_probs(hidden: Tensor, head: Any, **options: Any) -> Tensor:
-        mask = rollout.answer_mask
-        options |= {"mask": mask, "temperature": config.temperature, "backend": config.backend}
+        options |= {"mask": rollout.answer_mask, "temperature": config.temperature, "backend": config.backend}
         return linear_log_probs(hidden, head, rollout.answer_ids, **options).log_probs
 
-    with autocast(config, policy), routing_of(policy) as chosen:
+    with autocast(config, policy), routing(policy.inner) as chosen:
         computed, _ = policy.run(rollout, log_probs)
-    return computed, stacked(chosen, len(computed)) if chosen else None
-
-
-def count(unit: str, mask: Tensor) -> int:
-    """Count rows, sequences (rows with an unmasked token), tokens or one in a mask [B, T], at least 1."""
-    counts = {"rows": len(mask), "sequences": int(mask.any(1).sum()), "tokens": int(mask.sum()), "one": 1}
-    return max(1, counts[unit])
+    return [computed, *([stacked(chosen, len(computed))] if chosen else [])]
 
 
 def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float]:
@@ -152,9 +129,13 @@ def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float]:
     Gradients are averaged over processes, so the counts are divided by their number.
     """
     of = config.objective
-    units = {"normalizer": of.aggregation, "kl_normalizer": of.kl_aggregation or of.aggregation}
-    default = {name: "tokens" if x == "token-mean" else "sequences" for name, x in units.items()}
-    return {name: count(config.normalizer or unit, mask) / world() for name, unit in default.items()}
+    counts = {"rows": len(mask), "sequences": int(mask.any(1).sum()), "tokens": int(mask.sum()), "one": 1}
+
+    def divisor(aggregation: str) -> float:
+        default = "tokens" if aggregation == "token-mean" else "sequences"
+        return max(1, counts[config.normalizer or default]) / world()
+
+    return {"normalizer": divisor(of.aggregation), "kl_normalizer": divisor(of.kl_aggregation or of.aggregation)}
 
 
 def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor) -> dict[str, float]:
@@ -170,23 +151,19 @@ def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Bat
     for part in parts:
         micro_batch = take(batch, part)
         replayed = micro_batch.experts if config.routing_replay else None
-        with autocast(config, policy), routing_of(policy, replayed) as chosen:
+        with autocast(config, policy), routing(policy.inner, replayed) as chosen:
             out, model_output = policy.run(micro_batch.rollout, loss_of(config, micro_batch, divisors), train=True)
         metrics = loss_metrics(micro_batch, out)
         loss = out.loss
         if policy.has_routers:
-            metrics |= router_metrics(policy, model_output, micro_batch.rollout.attention_mask)
-        if micro_batch.experts is not None:
-            after, mask = stacked(chosen, len(part)), micro_batch.rollout.attention_mask
-            metrics["router_changed"] = changed_share(micro_batch.experts, after, mask)
-        if policy.counts_router_loss:
+            metrics |= router_metrics(policy, model_output, micro_batch, chosen)
+        if policy.router_loss_weight:
             loss = loss + policy.router_loss_weight * model_output.aux_loss / len(parts)  # a mean over micro-batches
             metrics["router_aux_loss"] = model_output.aux_loss.item()
         loss.backward()
         optimizer.collect()
         measured.append({"loss": loss.item() * len(parts), **metrics})
-    means = mean(average(measured), policy.device)
-    means["grad_norm"] = optimizer.clip()
+    means = average(gather_lists(measured)) | {"grad_norm": optimizer.clip()}
     if not math.isfinite(means["loss"]) or not math.isfinite(means["grad_norm"]):
         raise NotFiniteError(means, take(batch, rows))
     optimizer.step()
@@ -221,41 +198,37 @@ def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float]) -> Ca
 
 def loss_metrics(batch: Batch, out: LossOutput) -> dict[str, float]:
     """Return metrics of the loss, and the standard deviations of the log-ratios of tokens and of sequences."""
-    names = (*LOSS_METRICS, *(["kl"] if batch.ref_log_probs is not None else []))
     mask = batch.rollout.answer_mask
     log_ratios = torch.where(mask, out.log_probs - batch.old_log_probs, 0)  # [b, T]
     of_sequences = log_ratios.sum(1) / mask.sum(1).clamp(min=1)
-    return {name: out.metrics[name].item() for name in names} | {
+    return {name: x.item() for name, x in out.metrics.items()} | {
         "token_log_ratio_std": log_ratios[mask].std(correction=0).item(),
         "sequence_log_ratio_std": of_sequences.std(correction=0).item(),
     }
 
 
-def routing_of(policy: Policy, replayed: Tensor | None = None) -> AbstractContextManager[list[Tensor]]:
-    """Record, or replay, the experts that the routers choose (`routing`). For other models the record is empty."""
-    if policy.has_routers and (replayed is not None or can_record(policy.inner)):
-        return routing(policy.inner, replayed)
-    return nullcontext([])
-
-
-def router_metrics(policy: Policy, output: Any, attention_mask: Tensor) -> dict[str, float]:
-    """Measure how evenly the routers use the experts, as means over the layers.
+def router_metrics(policy: Policy, output: Any, batch: Batch, chosen: list[Tensor]) -> dict[str, float]:
+    """Measure how evenly the routers use the experts, as means over the layers, and which experts have changed.
 
     router_max_load: load of the busiest expert divided by the mean load, from 1 (even) to the number of experts.
     router_entropy: entropy of the routing distribution of a token, in nats.
+    router_changed: share of experts that differ from those of the old policy; only if `chosen` has the experts.
     """
-    logits = torch.stack(tuple(output.router_logits)).detach().float()  # [layers, b * (P + T), experts]
-    logits = logits[:, attention_mask.reshape(-1).bool()]
-    chosen = logits.topk(decoder_config(policy.inner).num_experts_per_tok).indices.flatten(1)  # [layers, choices]
-    load = torch.stack([row.bincount(minlength=logits.shape[-1]) for row in chosen]).float()
-    log_probs = logits.log_softmax(-1)
-    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
-    return {
+    mask = batch.rollout.attention_mask.bool()
+    logits = torch.stack(tuple(output.router_logits)).detach().float()[:, mask.flatten()]  # [layers, tokens, experts]
+    top = logits.topk(decoder_config(policy.inner).num_experts_per_tok).indices.flatten(1)  # [layers, choices]
+    load = torch.stack([row.bincount(minlength=logits.shape[-1]) for row in top]).float()
+    metrics = {
         "router_max_load": (load.amax(1) / load.mean(1)).mean().item(),
-        "router_entropy": entropy.item(),
+        "router_entropy": torch.distributions.Categorical(logits=logits).entropy().mean().item(),
     }
+    if batch.experts is not None:
+        metrics["router_changed"] = changed_share(batch.experts, stacked(chosen, len(mask)), mask)
+    return metrics
 
 
-def average(rows: list[dict[str, float]]) -> dict[str, float]:
+def average(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of every entry; of entries whose names end in _min or _max the extreme."""
-    return {name: extreme_or_mean(name, [row[name] for row in rows]) for name in rows[0]}
+    reductions: dict[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {name: reductions.get(name[-4:], fmean)(column) for name, column in columns.items()}

@@ -18,7 +18,7 @@ from gspo_kernels.integrations.reference_trainer import InputError
 from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy, make_policy
 from gspo_kernels.integrations.reference_trainer.routing import changed_share, routing, stacked
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
-from gspo_kernels.integrations.reference_trainer.tasks import Example
+from gspo_kernels.integrations.tasks import Example
 from gspo_kernels.tools import compare, compare_report
 from gspo_kernels.tools.cli import app
 
@@ -77,10 +77,10 @@ def test_the_share_of_changed_experts_ignores_order_and_padding() -> None:
     assert changed_share(before, before, torch.ones(1, 3)) == 0
 
 
-def test_a_dense_model_has_no_routing() -> None:
+def test_a_dense_model_has_no_routing_to_replay() -> None:
     with (
         pytest.raises(InputError, match=r"expected a mixture of experts with .*, got Qwen3ForCausalLM"),
-        routing(demo_policy().model),
+        routing(demo_policy().model, torch.zeros(1, 1, 1, 1, dtype=torch.long)),
     ):
         pass
 

@@ -30,12 +30,12 @@ from gspo_kernels.integrations.reference_trainer import (
     update,
 )
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
-from gspo_kernels.integrations.reference_trainer.checkpoints import seed_all
 from gspo_kernels.integrations.reference_trainer.config_file import PRESETS, TYPES
+from gspo_kernels.integrations.reference_trainer.loading import set_seed
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
-from gspo_kernels.integrations.reference_trainer.rewards import Example, RewardBatch
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.settings import Step
+from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent
 from gspo_kernels.tools.cli import app
 
 # The settings of ROLL's documentation of GSPO.
@@ -179,9 +179,9 @@ def test_the_reference_is_the_policy_before_training(tmp_path: Path) -> None:
 def gradients(tmp_path: Path, **changes: Any) -> dict[str, torch.Tensor]:
     """Return the gradients of one update."""
     config = small(tmp_path, updates_per_rollout=1, max_grad_norm=1e9, **changes)
-    seed_all(0)
+    set_seed(0)
     trained = loading.initial_policy(config)
-    seed_all(1)
+    set_seed(1)
     rollout = sample(trained, [Example("sort ba:", "ab")] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
     (epoch,) = update.mini_batches(config, seed=0, step=1)
     batch = update.with_log_probs(config, trained, rollout, epoch)
@@ -343,8 +343,6 @@ def test_the_advantage_of_a_turn_comes_from_the_rewards_from_this_turn_on() -> N
 def test_components_failures_and_samples_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def broken(completion: str, answer: str) -> float:
         raise KeyError(answer)
-
-    from gspo_kernels.integrations.reference_trainer.rewards import RewardComponent
 
     components = [RewardComponent("length", 1.0, lambda text, _: len(text)), RewardComponent("broken", 1.0, broken)]
     report = train(small(tmp_path, samples=3), reward=components)

@@ -15,24 +15,24 @@ from helpers.ranks import run_ranks
 from helpers.reference_runs import rows_of, small
 from tolerance import TRAINER_ABSOLUTE
 
-from gspo_kernels.integrations.reference_trainer import InputError, distributed, read_config, train, trainer
+from gspo_kernels.integrations.reference_trainer import InputError, read_config, train, trainer
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
-from gspo_kernels.integrations.reference_trainer.rewards import Example
-from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
+from gspo_kernels.integrations.reference_trainer.sampling import Dialogue, converse
+from gspo_kernels.integrations.tasks import Example
 
 OPTIONS: dict[str, Any] = dict(steps=2, learning_rate=3e-4, save=True, micro_batch_size=2, updates_per_rollout=2)
 OPTIONS |= dict(prompts_per_step=4, group_size=4, kl_coef=0.1, objective="dapo", checkpoint_every=1, epochs=2)
 ONE, SHARDED, LORA = {}, {"parallel": "fsdp2"}, {"lora_rank": 4, "lora_head": True, "precision": "bf16"}
 
 
-def one_by_one(policy: Any, examples: Sequence[Example], *, group_size: int, **options: Any) -> Rollout:
+def one_by_one(policy: Any, examples: Sequence[Example], *, group_size: int, **options: Any) -> list[Dialogue]:
     """Sample each answer with a seed of its own, so that any number of processes samples the same answers."""
-    rollouts = []
+    dialogues = []
     for example in examples:
         for member in range(group_size):
             torch.manual_seed(zlib.crc32(f"{example.key}{member}".encode()))
-            rollouts.append(sample(policy, [example], **options))
-    return distributed.concatenated(rollouts)
+            dialogues += converse(policy, [example], **options)
+    return dialogues
 
 
 def config_of(folder: Path, **changes: Any) -> Any:
@@ -41,14 +41,14 @@ def config_of(folder: Path, **changes: Any) -> Any:
 
 
 def train_in_ranks(rank: int, folder: Path, changes: dict[str, Any]) -> None:
-    trainer.sample = one_by_one  # type: ignore[assignment]
+    trainer.converse = one_by_one  # type: ignore[assignment]
     train(config_of(folder, **changes))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [ONE, SHARDED, LORA], ids=["ddp", "fsdp2", "ddp with LoRA and bf16"])
 def test_two_processes_train_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
-    monkeypatch.setattr(trainer, "sample", one_by_one)
+    monkeypatch.setattr(trainer, "converse", one_by_one)
     alone = train(config_of(tmp_path / "alone", **{**changes, "parallel": "ddp"})).folder
     run_ranks(train_in_ranks, 2, tmp_path, changes, deadline=120.0)
     together = tmp_path / "demo"
@@ -69,10 +69,9 @@ def test_two_processes_train_like_one(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def load_policy_weights(folder: Path, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the trainable weights before training."""
-    from gspo_kernels.integrations.reference_trainer.checkpoints import seed_all
-    from gspo_kernels.integrations.reference_trainer.loading import initial_policy
+    from gspo_kernels.integrations.reference_trainer.loading import initial_policy, set_seed
 
-    seed_all(0)
+    set_seed(0)
     policy = initial_policy(config_of(folder, **{**changes, "parallel": "ddp"}))
     return {name: weight.detach() for name, weight in policy.model.named_parameters() if weight.requires_grad}
 

@@ -117,9 +117,7 @@ def test_a_wheel_holds_the_integrations_and_the_type_marker(tmp_path: Path) -> N
         absent = {str(x.parent) for x in files if not (inside / x).exists()}
         assert absent == ({"benchmarks/studies", "benchmarks/report"} if name == "benchmarks" else set())
     # The import of arithmetic.py fails if the wheel lacks words.json.
-    code = (
-        "import gspo_kernels.integrations.reference_trainer.tasks.arithmetic as r, gspo_kernels.benchmarks.suites.bench"
-    )
+    code = "import gspo_kernels.integrations.tasks.arithmetic as r, gspo_kernels.benchmarks.suites.bench"
     code += "; print(r.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)

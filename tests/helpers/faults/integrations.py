@@ -175,13 +175,13 @@ FAULTS: dict[str, Fault] = {
         "trainer_tasks::test_a_dialogue_masks_the_calculators_replies",
     ),
     "an error in a reward function stops the run": (
-        "integrations/reference_trainer/rewards",
+        "integrations/tasks/rewards",
         "except Exception as error:",
         "except ValueError as error:",
         "trainer_tasks::test_a_failed_component_scores_zero_and_is_reported",
     ),
     "the caller's timer lost after a reward": (
-        "integrations/reference_trainer/rewards",
+        "integrations/tasks/rewards",
         "if remaining:",
         "if False:",
         "trainer_tasks::test_the_time_limit_restores_the_callers_timer_and_handler",

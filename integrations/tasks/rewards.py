@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import difflib
 import math
 import re
 import signal
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple, cast
-
-from .config import InputError
+from typing import Any, NamedTuple
 
 TURNS = "turns"  # the name under which rewards of turns are logged
-EXPECTED = 'expected "module:function" or "file.py:function", with a weight if wanted: "0.5*file.py:function"'
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 Prompt = str | list[dict[str, str]]  # text, or chat messages with "role" and "content"
+
+
+class InputError(ValueError):
+    """An option or a file cannot be used. The message names it, the expected value and the actual value."""
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """Return " (is it 'x'?)" for the most similar of the names, or ""."""
+    similar = difflib.get_close_matches(str(name), list(names), 1, 0.5)
+    return f" (is it {similar[0]!r}?)" if similar else ""
 
 
 @dataclass(frozen=True)
@@ -94,11 +97,10 @@ class Rewards:
         failures: list[str] = []
         components: dict[str, list[float]] = {name: [] for name, *_ in self.components}
         of_turns: list[list[float]] = []
-        for index, (text, example) in enumerate(zip(completions, examples, strict=True)):
+        for text, example, said in zip(completions, examples, turns or [[x] for x in completions], strict=True):
             for name, _, function in self.components:
                 components[name] += self._call(name, partial(function, text, example.answer), 1, text, failures)
             if self.turn_reward is not None:
-                said = [text] if turns is None else turns[index]
                 call = partial(self.turn_reward, said, example.answer)
                 of_turns.append(self._call(TURNS, call, len(said), text, failures))
         weights = {name: weight for name, weight, _ in self.components}
@@ -160,48 +162,6 @@ def time_limit(seconds: float) -> Iterator[None]:
                 signal.setitimer(signal.ITIMER_REAL, max(remaining - (time.monotonic() - started), 1e-3), interval)
 
 
-def load_reward(spec: str) -> RewardComponent:
-    """Load a reward function from "module:function" or "file.py:function", with a weight if wanted: "0.5*...".
-
-    Modules are also looked for in the current folder. The function's name is the component's name.
-
-    Raises:
-        InputError: the text has another form, or the function cannot be imported. The message gives the reason.
-    """
-    factor, separator, place = spec.rpartition("*")
-    source, colon, name = place.rpartition(":")
-    try:
-        weight = float(factor) if separator else 1.0
-    except ValueError as error:
-        raise InputError(f"reward: {EXPECTED}, got {spec!r}") from error
-    if not (colon and source and name.isidentifier()):
-        raise InputError(f"reward: {EXPECTED}, got {spec!r}")
-    try:
-        module = import_source(source)
-    except Exception as error:  # whatever the user's file raises when imported
-        raise InputError(f"reward {spec!r}: {source} cannot be imported: {type(error).__name__}: {error}") from error
-    function: Any = getattr(module, name, None)
-    if not callable(function):
-        raise InputError(f"reward {spec!r}: expected a function {name} in {source}, got {function!r}")
-    return RewardComponent(name, weight, cast("Callable[[str, str], float]", function))
-
-
-def import_source(source: str) -> ModuleType:
-    """Import a file, which can import modules of its folder, or a module, which may be in the current folder."""
-    path = Path(source).expanduser().resolve()
-    sys.path.insert(0, str(path.parent))
-    try:
-        if path.suffix != ".py":
-            return importlib.import_module(source)
-        module_spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert module_spec is not None and module_spec.loader is not None  # as the name ends in .py
-        module = importlib.util.module_from_spec(module_spec)
-        module_spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.pop(0)
-
-
 def letters_in_place(completion: str, answer: str) -> float:
     """Return the number of characters in the right place, divided by the longer length of completion and answer.
 
@@ -222,12 +182,8 @@ def answer_found(completion: str, answer: str) -> float:
         return 1.0
     if NUMBER.fullmatch(answer):
         numbers = NUMBER.findall(completion)
-        return float(bool(numbers) and as_number(numbers[-1]) == as_number(answer))
+        values = [float(text.replace(",", "")) for text in (answer, *numbers[-1:])]
+        return float(len(values) == 2 and values[0] == values[1])
     words = completion.rstrip(".!?\"')*").split()
     expected = answer.split()
     return float(words[-len(expected) :] == expected)
-
-
-def as_number(text: str) -> float:
-    """Parse a number in which commas may group digits."""
-    return float(text.replace(",", ""))

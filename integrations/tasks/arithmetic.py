@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..rewards import Example, RewardComponent, Rewards, answer_found
 from .base import Task, make_task
+from .rewards import Example, RewardComponent, Rewards, answer_found
 
 SMALLEST, LARGEST_START = 2, 24  # bounds of the first number of a problem
 LARGEST = 48  # upper bound of every result

@@ -6,8 +6,8 @@ import random
 import re
 from collections.abc import Sequence
 
-from ..rewards import Example, RewardComponent, Rewards, letters_in_place
 from .base import Task, make_task
+from .rewards import Example, RewardComponent, Rewards, letters_in_place
 
 LETTERS = "abcdef"
 STYLES = {  # name of a style -> what stands before, between and after the letters

@@ -1,24 +1,23 @@
 """Tasks: prompts, rewards that a program can compute, and for dialogues the environment's replies.
 
 `task_by_name` makes the tasks of this folder: "sorting" and "format" for the demo's random model, "calculator"
-and "arithmetic" for a model that can already copy and add. `jsonl_task` reads the user's own prompts.
+and "arithmetic" for a model that can already copy and add. The reference trainer trains on them, or on a `Task` of
+your own (docs/tasks.md). Needs only the standard library.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
-from ..config import InputError
-from ..rewards import Example, RewardComponent
 from .arithmetic import arithmetic_task
 from .base import Task, batches
 from .calculator import calculator_task
 from .format import format_task
-from .jsonl import jsonl_task
+from .rewards import Example, InputError, RewardBatch, RewardComponent, Rewards, answer_found, letters_in_place, nearest
 from .sorting import sorting_task
 
-__all__ = ["TASKS", "Example", "Task", "batches", "jsonl_task", "task_by_name"]
+__all__ = ["TASKS", "Example", "InputError", "RewardBatch", "RewardComponent", "Rewards", "Task", "answer_found"]
+__all__ += ["batches", "letters_in_place", "nearest", "task_by_name"]
 
 TASKS = {
     "sorting": sorting_task,
@@ -35,7 +34,5 @@ def task_by_name(name: str, held_out: int, rewards: Sequence[RewardComponent] = 
         InputError: there is no such task, or it has too few prompts.
     """
     if name not in TASKS:
-        nearest = difflib.get_close_matches(name, TASKS, 1)
-        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-        raise InputError(f"task: expected one of {', '.join(TASKS)}, got {name!r}{hint}")
+        raise InputError(f"task: expected one of {', '.join(TASKS)}, got {name!r}{nearest(name, TASKS)}")
     return TASKS[name](held_out, rewards)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import InputError
-from ..rewards import Example, RewardComponent, Rewards
+from .rewards import Example, InputError, RewardComponent, Rewards
 
 SPLIT_SEED = 0  # fixed, so that runs with different seeds are evaluated on the same prompts
 

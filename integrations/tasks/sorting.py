@@ -6,8 +6,8 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from ..rewards import Example, RewardComponent, Rewards, letters_in_place
 from .base import Task, make_task
+from .rewards import Example, RewardComponent, Rewards, letters_in_place
 
 LETTERS = "abcdef"
 

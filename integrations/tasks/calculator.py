@@ -16,8 +16,8 @@ import random
 import re
 from collections.abc import Sequence
 
-from ..rewards import Example, RewardComponent, Rewards, letters_in_place
 from .base import Task, make_task
+from .rewards import Example, RewardComponent, Rewards, letters_in_place
 
 CALL = re.compile(r"(-?\d{1,9}) ?([+*-]) ?(-?\d{1,9})")
 PROBLEMS = 640

@@ -1,0 +1,110 @@
+"""Prompts and rewards of the user's own: a jsonl file of prompts and answers, and functions named by their place."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..tasks import Example, RewardComponent, Rewards, Task, answer_found
+from ..tasks.base import make_task
+from .config import InputError
+
+EXPECTED = 'expected "module:function" or "file.py:function", with a weight if wanted: "0.5*file.py:function"'
+
+
+def jsonl_task(path: Path, held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task:
+    """Make a task from a jsonl file: one object with "prompt" and "answer" (text or number) per line.
+
+    A prompt is text, or a list of chat messages, each with "role" and "content". If several lines have the same prompt,
+    the first is used. `held_out` prompts, but at most a fifth of the file, are kept for evaluation. Without `rewards`,
+    the reward is `answer_found`.
+
+    Raises:
+        InputError: the file or a line cannot be used. The message names the file, and the line if it is at fault.
+    """
+    if not path.is_file():
+        raise InputError(f"data {path}: expected a jsonl file, got {'a folder' if path.is_dir() else 'no file'}")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"data {path}: expected readable UTF-8 text: {error}") from error
+    by_key: dict[str, Example] = {}
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            example = parse_line(f"data {path}, line {number}", line)
+            by_key.setdefault(example.key, example)
+    if len(by_key) < 2:
+        raise InputError(f"data {path}: expected at least 2 different prompts (one is held out), got {len(by_key)}")
+    held_out = max(1, min(held_out, len(by_key) // 5))
+    default = Rewards((RewardComponent("answer_found", 1.0, answer_found),))
+    return make_task(path.stem, list(by_key.values()), held_out, rewards, default)
+
+
+def parse_line(where: str, line: str) -> Example:
+    """Parse one line of the file. Raise an InputError that begins with `where` for an invalid line."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: expected a JSON object, got {line.strip()[:60]!r} ({error})") from error
+    if not isinstance(record, dict):
+        raise InputError(f'{where}: expected a JSON object with "prompt" and "answer", got {line.strip()[:60]!r}')
+    for key in ("prompt", "answer"):
+        if key not in record:
+            raise InputError(f'{where}: "{key}" is missing; the keys are {sorted(record)}')
+    prompt, answer = record["prompt"], record["answer"]
+    if not (is_chat(prompt) if isinstance(prompt, list) else isinstance(prompt, str) and prompt.strip()):
+        expected = 'text that is not empty, or a list of chat messages, each with a "role" and a "content" of text'
+        raise InputError(f'{where}: "prompt" must be {expected}, got {prompt!r}')
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise InputError(f'{where}: "answer" must be text or a number, and not empty, got {answer!r}')
+    return Example(prompt, str(answer).strip())
+
+
+def is_chat(messages: list[Any]) -> bool:
+    """Return whether there are messages, each with a role and a content of text."""
+    shaped = all(isinstance(message, dict) and set(message) == {"role", "content"} for message in messages)
+    return bool(messages) and shaped and all(isinstance(x, str) for message in messages for x in message.values())
+
+
+def load_reward(spec: str) -> RewardComponent:
+    """Load a reward function from "module:function" or "file.py:function", with a weight if wanted: "0.5*...".
+
+    Modules are also looked for in the current folder. The function's name is the component's name.
+
+    Raises:
+        InputError: the text has another form, or the function cannot be imported. The message gives the reason.
+    """
+    factor, separator, place = spec.rpartition("*")
+    source, colon, name = place.rpartition(":")
+    try:
+        weight = float(factor) if separator else 1.0
+    except ValueError as error:
+        raise InputError(f"reward: {EXPECTED}, got {spec!r}") from error
+    if not (colon and source and name.isidentifier()):
+        raise InputError(f"reward: {EXPECTED}, got {spec!r}")
+    try:
+        function: Any = getattr(import_source(source), name, None)
+    except Exception as error:  # whatever the user's file raises when imported
+        raise InputError(f"reward {spec!r}: {source} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise InputError(f"reward {spec!r}: expected a function {name} in {source}, got {function!r}")
+    return RewardComponent(name, weight, function)
+
+
+def import_source(source: str) -> Any:
+    """Import a file, which can import modules of its folder, or a module, which may be in the current folder."""
+    path = Path(source).expanduser().resolve()
+    sys.path.insert(0, str(path.parent))
+    try:
+        if path.suffix != ".py":
+            return importlib.import_module(source)
+        spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.pop(0)

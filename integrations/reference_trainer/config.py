@@ -24,7 +24,7 @@ CHOICES = {
 AT_LEAST_ONE = "steps prompts_per_step updates_per_rollout epochs max_new_tokens eval_every eval_prompts warn_after"
 AT_LEAST_ZERO = (
     "micro_batch_size threads initial_new_tokens length_steps max_prompt_tokens warmup_updates lora_rank "
-    "checkpoint_every samples"
+    "checkpoint_every samples weight_decay"
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
 POSITIVE = "learning_rate max_grad_norm temperature reward_timeout lora_alpha"
@@ -99,30 +99,23 @@ class TrainConfig:
     warn_after: int = 10  # consecutive steps in which no group has different rewards
 
     def __post_init__(self) -> None:
-        require = self._require
+        require, size = self._require, self.rollout_size
         plain = self.name not in ("", ".", "..") and Path(self.name).name == self.name
         require("name", plain, "a plain folder name")
-        require("seeds", len(self.seeds) > 0, "at least one seed")
-        require("seeds", all(seed >= 0 for seed in self.seeds), "numbers >= 0")
-        require("seeds", len(set(self.seeds)) == len(self.seeds), "different numbers")
+        distinct = len(self.seeds) == len(set(self.seeds)) > 0 and min(self.seeds) >= 0
+        require("seeds", distinct, "different numbers >= 0, at least one")
         for name in AT_LEAST_ONE.split():
             require(name, getattr(self, name) >= 1, "at least 1")
         for name in AT_LEAST_ZERO.split():
-            require(name, getattr(self, name) >= 0, "at least 0")
+            require(name, 0 <= getattr(self, name) < math.inf, "a number >= 0")
         for name in POSITIVE.split():
             require(name, 0 < getattr(self, name) < math.inf, "a number above 0")
         for name, values in CHOICES.items():
             require(name, getattr(self, name) in values, f"one of {', '.join(map(repr, values))}")
         require("report_to", set(self.report_to) <= {"tensorboard", "wandb"}, "tensorboard, wandb or both")
         require("group_size", self.group_size >= 2, "at least 2 (in a group of one the advantage is always 0)")
-        require("weight_decay", 0 <= self.weight_decay < math.inf, "a number >= 0")
         require("gradient_budget", 0 <= self.gradient_budget < 1, "a number from 0 (exact) to below 1")
         require("cache_mib", self.cache_mib is None or 0 <= self.cache_mib < 2**40, "a number of MiB >= 0")
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """Check options that depend on each other."""
-        require, size = self._require, self.rollout_size
         divides = size % self.updates_per_rollout == 0
         answers = f"the {size} answers of a rollout (prompts_per_step * group_size)"
         require("updates_per_rollout", divides, f"a divisor of {answers}")
@@ -136,8 +129,7 @@ class TrainConfig:
         require("routing_replay", not (self.routing_replay and self.gradient_checkpointing), "false with recomputing")
         require("lora_head", not self.lora_head or self.lora_rank > 0, "false unless lora_rank is above 0")
         require("overwrite", not (self.overwrite and self.resume), "false with resume, which keeps the earlier run")
-        for step in self.advantages:
-            require("advantages", step.call in STEPS, f"calls of {', '.join(STEPS)}")
+        require("advantages", {step.call for step in self.advantages} <= set(STEPS), f"calls of {', '.join(STEPS)}")
         if self.objective.rollout_correction is not None:
             raise InputError("rollout_correction: expected None (the trained model itself samples), got a correction")
         if self.data is not None and self.model is None:

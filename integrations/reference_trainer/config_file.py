@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 TYPES = {f.name: str(f.type) for f in fields(TrainConfig) if f.name != "objective"}
 OBJECTIVE = {f.name: str(f.type) for f in fields(Objective) if f.name != "rollout_correction"}
-NAMES = {*TYPES, *OBJECTIVE, "objective", "preset"}
 # A file with any of these keys has ROLL's settings. ROLL's name -> ours, where the values mean the same.
 ROLL_MARKS = {"rollout_batch_size", "num_return_sequences_in_group", "adv_estimator", "importance_sampling"}
 ROLL_NAMES = {
@@ -56,32 +55,21 @@ def read_config(file: Path | None = None, texts: Sequence[str] = (), resume: Pat
     Raises:
         InputError: an option does not exist (the message names the nearest), or its value cannot be used.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if file is None else options_of_file(file)
     if resume is not None:
         if file is not None:
             raise InputError("--resume: expected no --config, because the run's own options are continued")
-        options |= options_of_file(resume / "config.json")
-        options |= {
-            "name": resume.resolve().name,
-            "output": resume.resolve().parent,
-            "resume": True,
-            "overwrite": False,
-        }
-    elif file is not None:
-        options |= options_of_file(file)
-    options |= dict(map(split_text, texts))
+        place = {"name": resume.resolve().name, "output": resume.resolve().parent}
+        options = options_of_file(resume / "config.json") | place | {"resume": True, "overwrite": False}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or text.startswith("-"):
+            raise InputError(f"{text}: expected key=value, such as steps=100")
+        options[key] = value
     preset = options.pop("preset", "demo")
     if preset not in PRESETS:
         raise InputError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}{nearest(preset, PRESETS)}")
     return train_config(**converted(PRESETS[preset] | options))
-
-
-def split_text(text: str) -> tuple[str, str]:
-    """Split "key=value". Raise an InputError for another form."""
-    key, equals, value = text.partition("=")
-    if not equals or text.startswith("-"):
-        raise InputError(f"{text}: expected key=value, such as steps=100")
-    return key, value
 
 
 def options_of_file(path: Path) -> dict[str, Any]:
@@ -126,19 +114,19 @@ def roll_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def converted(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `train_config`: check the names, convert the values, and make the Objective."""
-    for name in options:
-        if name not in NAMES:
-            hint = nearest(name, NAMES)
+    chosen: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in TYPES:
+            chosen[name] = convert(name, TYPES[name], value)
+        elif name in OBJECTIVE:
+            changes[name] = convert(name, OBJECTIVE[name], value)
+        elif name != "objective":
+            hint = nearest(name, [*TYPES, *OBJECTIVE, "objective", "preset"])
             raise InputError(f"{name}: there is no such option{hint}; `gspo train --dry-run` prints all options")
-    chosen = {name: convert(name, TYPES[name], value) for name, value in options.items() if name in TYPES}
-    changes = {name: convert(name, OBJECTIVE[name], value) for name, value in options.items() if name in OBJECTIVE}
-    objective = options.get("objective", "gspo")
+    of = options.get("objective", "gspo")
     try:
-        if isinstance(objective, Objective):
-            changes = {f.name: getattr(objective, f.name) for f in fields(Objective)} | changes
-            is_luspo = objective.ratio != "token" and objective.aggregation != "seq-mean-token-mean"
-            objective = "luspo" if is_luspo else "gspo"  # the same fields, without a warning about the aggregation
-        chosen["objective"] = Objective.preset(str(objective), **changes)
+        chosen["objective"] = replace(of, **changes) if isinstance(of, Objective) else Objective.preset(of, **changes)
     except (TypeError, ValueError) as error:
         raise InputError(f"objective: {error}") from error
     return chosen
@@ -146,39 +134,31 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def convert(name: str, kind: str, value: Any) -> Any:
     """Convert a value from YAML, or the text of key=value, to the type of an option. Raise an InputError for others."""
-    if value is None or (isinstance(value, str) and value.lower() in ("none", "null") and kind.endswith("| None")):
+    if value is None or (kind.endswith("| None") and str(value).lower() in ("none", "null")):
         return None
     kind = kind.removesuffix(" | None")
     try:
-        if kind == "bool":
-            return {"true": True, "false": False}[str(value).lower()]
-        if kind.startswith("tuple"):
-            return steps_of(value) if "Step" in kind else tuple_of(int if "int" in kind else str, value)
-        if kind == "int" and float(value) != int(float(value)):
-            raise ValueError(f"{value} has decimals")
-        return {"int": lambda x: int(float(x)), "float": float, "str": str, "Path": Path}[kind](value)
+        return CONVERTERS[kind](value)
     except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{name}: expected {kind}, got {value!r}") from error
 
 
-def tuple_of(kind: type, value: Any) -> tuple[Any, ...]:
-    """Convert a list, or a text with commas such as "0,1,2"."""
-    parts = value.strip("[] ").split(",") if isinstance(value, str) else value
-    parts = parts if isinstance(parts, Sequence) else [parts]
-    return tuple(kind(part.strip() if isinstance(part, str) else part) for part in parts if part != "")
+def items_of(value: Any) -> Sequence[Any]:
+    """Return the items of a list, or of a text with commas such as "0,1,2"."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.strip("[] ").split(",") if part.strip()]
+    return value if isinstance(value, Sequence) else [value]
 
 
 def steps_of(value: Any) -> tuple[Step, ...]:
     """Convert calls such as [{group_advantages: {scale: none}}, whiten]."""
     value = yaml.safe_load(value) if isinstance(value, str) else value
-    calls = [value] if isinstance(value, str | Mapping) else value
     steps = []
-    for call in calls:
-        if isinstance(call, Mapping):
-            ((call, options),) = call.items()
-            steps.append(Step(call, {key: number(x) for key, x in (options or {}).items()}))
-        else:
-            steps.append(call if isinstance(call, Step) else Step(call, {}))
+    for call in [value] if isinstance(value, str | Mapping) else value:
+        ((name, options),) = (
+            call.items() if isinstance(call, Mapping) else [call if isinstance(call, Step) else (call, {})]
+        )
+        steps.append(Step(name, {key: number(x) for key, x in (options or {}).items()}))
     return tuple(steps)
 
 
@@ -188,3 +168,15 @@ def number(value: Any) -> Any:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
+
+
+CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "bool": lambda x: {"true": True, "false": False}[str(x).lower()],
+    "int": lambda x: int(float(x)) if float(x).is_integer() else int(str(x)),  # the second int raises a ValueError
+    "float": float,
+    "str": str,
+    "Path": Path,
+    "tuple[int, ...]": lambda x: tuple(map(int, items_of(x))),
+    "tuple[str, ...]": lambda x: tuple(map(str, items_of(x))),
+    "tuple[Step, ...]": steps_of,
+}

@@ -1,6 +1,6 @@
 """Train the policy of `policy.py` with gradient budgets, and compare with training at budget 0.
 
-    python -m gspo_kernels.benchmarks budgets    12 trainings of 300 updates, two at a time with one thread each
+    python -m gspo_kernels.benchmarks budgets    12 trainings of 300 updates, with one thread
 
 A budget mostly leaves out gradients of likely tokens, which is a bias. So rewards and entropies are compared
 with those of the run at budget 0 with the same seed. Sampling may amplify any difference, so there are two
@@ -10,13 +10,10 @@ controls at budget 0: runs with other seeds, and runs with the same seeds whose 
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -28,15 +25,13 @@ from gspo_kernels.tools.compare import about
 
 from .. import measure
 from ..measure import Record
-from ..suites.options import parser_of, positive
+from ..suites.options import parser_of
 from .policy import FOLDER as POLICY
 from .policy import digest
 
 EXACT, CONTROL = "budget 0", "budget 0, weights x (1 + 1e-6 noise)"
 ARMS: dict[str, float] = {EXACT: 0.0, "budget 1e-3": 1e-3, "budget 4e-3": 4e-3, CONTROL: 0.0}
-NOISE = 1e-6  # standard deviation of the relative change of each initial weight, for CONTROL
 TOTALS = ("passes", "dropped_gradient_mass")
-END = 0.2  # the last fifth of the rollouts is "the end"
 
 # Why 1e-4: with seed 0 and the same prompts, the mean reward of 15 rollouts was 0.653 at 2e-5 and 0.688 at 1e-4. After
 # 24 rollouts, the held-out reward was still 0.875 at 1e-4. At 3e-4, tried with smaller rollouts, it was 0.69.
@@ -47,10 +42,10 @@ TINY |= dict(learning_rate=1e-3, eval_every=1, eval_prompts=2)
 FULL_SEEDS, TINY_SEEDS = (0, 1, 2), (0, 1)
 
 
-def run(model: str, data: str, folder: str, name: str, seed: int, budget: float, options: dict[str, Any]) -> Record:
-    """Train once. Return means, and values at the end. `trainings` runs this in a new process."""
-    machine: Record = dict(device="cpu", threads=1, overwrite=True, output=Path(folder), data=Path(data))
-    config = train_config(name=name, model=model, seeds=(seed,), gradient_budget=budget, **machine, **options)
+def run(model: Path, data: Path, folder: Path, seed: int, budget: float, options: Record) -> Record:
+    """Train once. Return means, and values at the end."""
+    machine: Record = dict(device="cpu", threads=1, overwrite=True, output=folder, name="training")
+    config = train_config(model=str(model), data=data, seeds=(seed,), gradient_budget=budget, **machine, **options)
     train(config)
     rows = read_rows(config.folder / "metrics.jsonl")
     held_out = [row["eval_reward"] for row in rows if "eval_reward" in row]
@@ -64,7 +59,8 @@ def run(model: str, data: str, folder: str, name: str, seed: int, budget: float,
 
 
 def at_the_end(curve: Sequence[float]) -> float:
-    return statistics.fmean(curve[-max(1, round(END * len(curve))) :])
+    """Return the mean over the last fifth of the rollouts."""
+    return statistics.fmean(curve[-max(1, round(0.2 * len(curve))) :])
 
 
 def moved(model: Path, seed: int, folder: Path) -> Path:
@@ -73,36 +69,20 @@ def moved(model: Path, seed: int, folder: Path) -> Path:
     policy = load_policy(str(model))
     with torch.no_grad():
         for weight in policy.model.parameters():
-            weight.mul_(1 + NOISE * torch.randn_like(weight))
+            weight.mul_(1 + 1e-6 * torch.randn_like(weight))
     policy.save(folder / f"start-{seed}")
     return folder / f"start-{seed}"
 
 
-def trainings(
-    options: Record, seeds: Sequence[int], model: Path, data: Path, folder: Path, workers: int
-) -> dict[str, list[Record]]:
-    """Train every arm with every seed, `workers` at a time. Return records by arm, in the order of the seeds."""
-    jobs = list(itertools.product(seeds, ARMS))
-    starts = {seed: moved(model, seed, folder) for seed in seeds}
-
-    def train_one(job: tuple[int, str]) -> Record:
-        seed, arm = job
-        start = starts[seed] if arm == CONTROL else model
-        paths = dict(model=str(start), data=str(data), folder=str(folder), name=folder_name(arm, seed))
-        record = measure.fresh("studies.budgets", "run", seed=seed, budget=ARMS[arm], options=options, **paths)
-        if record is None:
-            raise MemoryError(f"{arm}: out of memory; try --workers 1")
-        before, after = record["held-out reward"]
+def trainings(options: Record, seeds: Sequence[int], model: Path, data: Path, folder: Path) -> dict[str, list[Record]]:
+    """Train every arm with every seed. Return records by arm, in the order of the seeds."""
+    runs: dict[str, list[Record]] = {arm: [] for arm in ARMS}
+    for seed, arm in itertools.product(seeds, ARMS):
+        start = moved(model, seed, folder) if arm == CONTROL else model
+        runs[arm].append(run(start, data, folder, seed, ARMS[arm], options))
+        before, after = runs[arm][-1]["held-out reward"]
         print(f"{arm}, seed {seed}: held-out reward {before:.3f} -> {after:.3f}", flush=True)
-        return record
-
-    with ThreadPoolExecutor(workers) as pool:  # if one fails, `map` cancels the waiting ones
-        records = dict(zip(jobs, pool.map(train_one, jobs), strict=True))
-    return {arm: [records[seed, arm] for seed in seeds] for arm in ARMS}
-
-
-def folder_name(arm: str, seed: int) -> str:
-    return re.sub(r"[^\w.]+", "-", arm).strip("-") + f"-{seed}"
+    return runs
 
 
 def differences(runs: dict[str, list[Record]], key: str) -> Record:
@@ -115,7 +95,6 @@ def differences(runs: dict[str, list[Record]], key: str) -> Record:
 def main() -> None:
     parser = parser_of("budgets", __doc__)
     parser.add_argument("--policy", type=Path, help="the initial policy (default runs/policy or runs/tiny-policy)")
-    parser.add_argument("--workers", type=positive, default=2, help="trainings that run at the same time (default 2)")
     asked = parser.parse_args()
     tiny = " --tiny" if asked.tiny else ""
     options, seeds = (TINY, TINY_SEEDS) if tiny else (FULL, FULL_SEEDS)
@@ -127,11 +106,7 @@ def main() -> None:
     disable_progress_bar()  # transformers' progress bar would write between our lines
     model = policy / "model"
     with TemporaryDirectory(dir=policy, prefix="budgets-") as folder:  # holds gigabytes of checkpoints
-        runs = trainings(options, seeds, model, policy / "problems.jsonl", Path(folder), asked.workers)
-    results = {
-        "policy": digest(policy),
-        "settings": options,
-        "runs": runs,
-        "differences": {key: differences(runs, key) for key in ("entropy", "reward")},
-    }
+        runs = trainings(options, seeds, model, policy / "problems.jsonl", Path(folder))
+    results: Record = {"policy": digest(policy), "settings": options, "runs": runs}
+    results["differences"] = {key: differences(runs, key) for key in ("entropy", "reward")}
     print(measure.save("budgets", torch.device("cpu"), results, output))

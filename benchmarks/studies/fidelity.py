@@ -86,11 +86,6 @@ def updated(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tokens:
     return Tokens(hidden.bfloat16(), moved, weight.bfloat16(), ids, torch.arange(ids.numel()))
 
 
-def synthetic(count: int, head: Head, device: torch.device) -> Tokens:
-    policy = peaked.make(count, head.width, head.vocab, device=device)
-    return updated(policy.hidden, policy.weight, policy.target_ids)
-
-
 def trained(folder: Path, count: int, device: torch.device) -> Tokens:
     """Load the answers of a trained policy. If there is none, the FileNotFoundError names the command to run."""
     from . import policy  # needs transformers
@@ -109,16 +104,12 @@ def log_probs(run: LogProbs, hidden: Tensor, weight: Tensor, ids: Tensor, rows: 
     return torch.cat(parts).cpu()
 
 
-def float64_log_probs(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> Tensor:
-    """Return the reference log-probs. `weight` must already be float64: callers cast it once, to 1 GB for `FULL`."""
-    return candidates.full_log_probs(hidden.double(), weight, ids, softcap, torch.float64)
-
-
 def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return by implementation: errors of old and new log-probs, [2, N] on the CPU, and the dtype that it returns."""
     weight, ids, states = tokens.weight, tokens.target_ids, (tokens.old_hidden, tokens.new_hidden)
-    exact = weight.double()  # cast once
-    true = torch.stack([log_probs(float64_log_probs, h, exact, ids, rows=64) for h in states])
+    exact = weight.double()  # cast once, to 1 GB for `FULL`
+    reference: LogProbs = lambda h, *rest: candidates.full_log_probs(h.double(), *rest, torch.float64)  # noqa: E731
+    true = torch.stack([log_probs(reference, h, exact, ids, rows=64) for h in states])
     errors, dtypes = {}, {}
     for name, run in runs.items():
         result = torch.stack([log_probs(run, h, weight, ids) for h in states])
@@ -248,7 +239,8 @@ def main() -> None:
     count, sequences, head = TINY if options.tiny else FULL
     output = measure.destination("fidelity", options.device, options.output, options.tiny)
     sets: dict[str, Record] = {}
-    sets["synthetic"], absent = study(synthetic(count, head, options.device), sequences)
+    policy = peaked.make(count, head.width, head.vocab, device=options.device)
+    sets["synthetic"], absent = study(updated(policy.hidden, policy.weight, policy.target_ids), sequences)
     try:
         sets["trained"] = study(trained(options.policy, count, options.device), sequences)[0]
     except FileNotFoundError as missing:

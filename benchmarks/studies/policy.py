@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from gspo_kernels import linear_log_probs
 from gspo_kernels.integrations.reference_trainer.policy import Policy, make_policy
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
-from gspo_kernels.integrations.tasks import Example, answer_found
+from gspo_kernels.integrations.tasks import Example, answer_found, batches
 from gspo_kernels.integrations.tasks.arithmetic import FIRST, WORDS, Problem, joined, problems
 
 from .. import measure, peaked, workloads
@@ -104,19 +104,13 @@ def story(rng: random.Random) -> str:
     return template.format(**names, n=n, m=m, year=rng.randint(1900, 2099))
 
 
-def stories_of(count: int, seed: int) -> Iterator[str]:
-    rng = random.Random(seed)
-    return (story(rng) for _ in range(count))
-
-
 def bpe(texts: Sequence[str], vocab: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of exactly `vocab` entries. Raise a ValueError if the texts are too few."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options: dict[str, Any] = dict(min_frequency=2, special_tokens=[PAD, END], initial_alphabet=alphabet)
-    trainer = trainers.BpeTrainer(vocab_size=vocab, show_progress=False, **options)
+    options: Record = dict(special_tokens=[PAD, END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab, min_frequency=2, show_progress=False, **options)
     tokenizer.train_from_iterator(texts, trainer, length=len(texts))
     if (size := tokenizer.get_vocab_size()) != vocab:
         raise ValueError(f"texts: expected enough for a vocabulary of {vocab}, got one of {size}")
@@ -138,14 +132,6 @@ def tokenized(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], s
     solutions = tokenizer([p.solution + END for p in problems])["input_ids"]
     texts = [(a + b, len(a)) for a, b in zip(prompts, solutions, strict=True)]
     return texts + [(ids, 1) for ids in tokenizer([story + END for story in stories])["input_ids"]]
-
-
-def batches(texts: Sequence[Text], size: int, seed: int) -> Iterator[list[Text]]:
-    """Yield batches without end. Every epoch has a new order."""
-    rng = random.Random(seed)
-    while True:
-        order = rng.sample(texts, len(texts))
-        yield from (order[at : at + size] for at in range(0, len(order) - size + 1, size))
 
 
 def train(policy: Policy, texts: Sequence[Text], size: Size, accuracy: Callable[[], float]) -> Record:
@@ -194,7 +180,7 @@ def accuracy_of(policy: Policy, problems: Sequence[Problem]) -> float:
 @torch.no_grad()
 def states_of(policy: Policy, problems: Sequence[Problem]) -> States:
     rollout = answers_of(policy, problems)
-    hidden = policy.hidden_states(rollout.input_ids, rollout.attention_mask, rollout.prompt_width)
+    hidden, _ = policy.run(rollout, lambda hidden, *_, **options: hidden)
     return States(hidden, policy.head.get_parameter("weight").detach(), rollout.answer_ids, rollout.answer_mask)
 
 
@@ -203,13 +189,12 @@ def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tens
 
     hidden [N, H], weight [V, H], target_ids [N], lengths [S]. `name` is printed with the results.
     """
-    count = lengths.shape[0]
+    count = len(lengths)
     advantages, log_ratio = workloads.roles(count, round(ZERO * count), round(CLIPPED * count))
     with torch.no_grad():
         out = linear_log_probs(hidden, weight, target_ids, entropy=True)
     assert out.entropy is not None
     old, cu_seqlens = out.log_probs - log_ratio.repeat_interleave(lengths), F.pad(lengths.cumsum(0), (1, 0))
-
     budgets = sparsity.by_budget(name, hidden, weight, target_ids, advantages, cu_seqlens=cu_seqlens, old_log_probs=old)
     return {"entropy": peaked.entropy_quantiles(out.entropy), "budgets": budgets}
 
@@ -219,7 +204,8 @@ def make(size: Size, folder: Path) -> Record:
     torch.manual_seed(0)
     held_out = problems(size.for_rl, seed=1)  # for RL and for accuracies, not for training
     learned = problems(size.problems, seed=0, without=frozenset(p.prompt for p in held_out))
-    stories = list(stories_of(size.stories, seed=2))
+    rng = random.Random(2)
+    stories = [story(rng) for _ in range(size.stories)]
     tokenizer = bpe([*stories, *(p.prompt + p.solution + END for p in learned)], size.vocab)
     policy = random_policy(size, tokenizer)
     texts = tokenized(tokenizer, learned, stories[: len(learned) // 3])

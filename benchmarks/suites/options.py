@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,6 +48,4 @@ def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def say(what: str) -> None:
-    """Print a line of progress."""
-    print(f"  {what}", flush=True)
+say = partial(print, " ", flush=True)  # prints a line of progress, indented

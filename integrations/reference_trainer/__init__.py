@@ -1,12 +1,13 @@
 """A reference trainer for GSPO: the complete loop in plain PyTorch and `transformers`, short enough to read in full.
 
-`gspo train` is its command line, docs/trainer.md its manual. Read `trainer.py` and `update.py` first. All modules:
+`gspo train` is its command line, docs/trainer.md its manual. Read `trainer.py` and `update.py` first.
+Prompts and their rewards are in `integrations/tasks`. All modules here:
 
     trainer      the loop                  update       from a rollout to an optimizer step
     config       options                   config_file  presets, YAML files, key=value
     policy       the model                 loading      checkpoints, LoRA, quantised weights
-    rewards      examples, their rewards   tasks        sorting, format, calculator, arithmetic, the user's jsonl
-    sampling     rollouts                  advantages   from rewards to advantages
+    data         jsonl files, rewards      sampling     rollouts
+    advantages   from rewards to advantages
     optimizer    AdamW, fp32 masters       distributed  several processes
     report       files and tables          checkpoints  the state of a run on disk
     progress     printed progress          curves       curves.png

@@ -48,11 +48,6 @@ class Policy:
         return self.inner.get_output_embeddings()
 
     @property
-    def head_options(self) -> dict[str, Any]:
-        """Keyword arguments of the loss: the operations that the model applies to its logits."""
-        return self.fused.options.kwargs()
-
-    @property
     def device(self) -> torch.device:
         return next(self.inner.parameters()).device
 
@@ -91,18 +86,6 @@ class Policy:
         finally:
             for layer in layers:
                 layer.training = False
-
-    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor, first: int) -> Tensor:
-        """Compute the hidden states that predict the tokens from position `first` on.
-
-        Args:
-            input_ids, attention_mask: [B, width] int64.
-
-        Returns:
-            [B, width - first, H].
-        """
-        inputs = SimpleNamespace(input_ids=input_ids, attention_mask=attention_mask, prompt_width=first)
-        return self.run(inputs, lambda hidden, head, **options: hidden)[0]
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[Policy]:

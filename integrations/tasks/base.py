@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .rewards import Example, InputError, RewardComponent, Rewards
 
+Item = TypeVar("Item")
 SPLIT_SEED = 0  # fixed, so that runs with different seeds are evaluated on the same prompts
 
 
@@ -56,10 +57,10 @@ def split(examples: Sequence[Example], held_out: int) -> tuple[list[Example], li
     return shuffled[held_out:], shuffled[:held_out]
 
 
-def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[list[Example]]:
+def batches(examples: Sequence[Item], size: int, seed: int) -> Iterator[list[Item]]:
     """Yield batches endlessly. Each pass over the examples has a new random order."""
     generator = random.Random(seed)
-    queue: list[Example] = []
+    queue: list[Item] = []
     while True:
         while len(queue) < size:
             queue += generator.sample(examples, len(examples))

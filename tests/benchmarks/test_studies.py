@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import enable_progress_bar
 
+from gspo_kernels.benchmarks import peaked
 from gspo_kernels.benchmarks.report import figures
 from gspo_kernels.benchmarks.studies import budgets, fidelity, policy
 from gspo_kernels.benchmarks.workloads import BUDGETS, Head
@@ -41,7 +42,7 @@ def test_coarser_logits_and_log_probs_flip_more_decisions() -> None:
     runs, _ = fidelity.implementations(Head(128, 4096), CPU)
     runs = {name: runs[name] for name in (NAIVE, "fp16 logits", "fp32 logits", OURS)}
     runs["rounded"] = lambda *arguments: runs[OURS](*arguments).bfloat16()
-    errors, _ = fidelity.measured(fidelity.synthetic(256, Head(128, 4096), CPU), runs)
+    errors, _ = fidelity.measured(fidelity.updated(*peaked.make(256, 128, 4096)[:3]), runs)
     share = {name: record["wrong"] for name, record in wrong(fidelity.of_log_ratios(errors), 64).items()}
     assert share[NAIVE] > 0.2 > share["fp16 logits"] > 0.02 < share["rounded"] and share[fidelity.OTHER_ENGINE] > 0.2
     assert share[OURS] < 2e-3 and share["fp32 logits"] < 2e-3
@@ -85,7 +86,7 @@ def test_fidelity_reports_a_missing_trained_policy_and_measures_the_rest(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_policy_is_trained_and_other_studies_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_is_trained_and_other_studies_use_it(tmp_path: Path) -> None:
     results = run_tiny(policy, tmp_path / "policy.json", "--folder", tmp_path)
     hidden, _ = policy.load(tmp_path).rows()
     assert results["sampled"]["tokens"] == len(hidden) > 0
@@ -97,8 +98,7 @@ def test_a_policy_is_trained_and_other_studies_use_it(tmp_path: Path, monkeypatc
     lengths = policy.load(tmp_path).mask.sum(1)
     assert torch.equal(fidelity.trained(tmp_path, 10_000, CPU).sequence.bincount(minlength=len(lengths)), lengths)
 
-    monkeypatch.setattr(budgets.measure, "fresh", lambda *_, **job: budgets.run(**job))  # run in this process
-    trained = run_tiny(budgets, tmp_path / "budgets.json", "--policy", tmp_path, "--workers", 1)
+    trained = run_tiny(budgets, tmp_path / "budgets.json", "--policy", tmp_path)
     assert trained["policy"] == results["digest"] and not list(tmp_path.glob("budgets-*"))
     for records in trained["runs"].values():
         assert [r["seed"] for r in records] == list(budgets.TINY_SEEDS)

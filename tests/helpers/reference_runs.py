@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from gspo_kernels.integrations.reference_trainer import TrainConfig, train_config
+from gspo_kernels.integrations.reference_trainer.policy import Policy
 
 SMALL = {"steps": 3, "prompts_per_step": 4, "group_size": 4, "eval_every": 2, "eval_prompts": 8, "threads": 1}
 
@@ -13,6 +17,11 @@ SMALL = {"steps": 3, "prompts_per_step": 4, "group_size": 4, "eval_every": 2, "e
 def small(tmp_path: Path, **changes: object) -> TrainConfig:
     """Return the options of a run that takes a few seconds."""
     return train_config(**{"output": tmp_path, "seeds": (0,), "save": False, **SMALL, **changes})
+
+
+def hidden_states(policy: Policy, rollout: Any) -> Tensor:
+    """Return the hidden states that predict the answers, [B, T, H]."""
+    return policy.run(rollout, lambda hidden, *_, **options: hidden)[0]
 
 
 def rows_of(folder: Path) -> list[dict]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.reference_runs import hidden_states
 from tolerance import PARAMETER_ABSOLUTE
 from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
@@ -42,8 +43,10 @@ def rollout_of(policy: Policy) -> Rollout:
 @torch.no_grad()
 def log_probs(policy: Policy, rollout: Rollout, replayed: torch.Tensor | None = None) -> tuple[Any, torch.Tensor]:
     with routing(policy.model, replayed) as chosen:
-        hidden = policy.hidden_states(rollout.input_ids, rollout.attention_mask, rollout.prompt_width)
-    out = linear_log_probs(hidden, policy.head, rollout.answer_ids, mask=rollout.answer_mask, **policy.head_options)
+        hidden = hidden_states(policy, rollout)
+    out = linear_log_probs(
+        hidden, policy.head, rollout.answer_ids, mask=rollout.answer_mask, **policy.fused.options.kwargs()
+    )
     return out.log_probs, stacked(chosen, len(rollout.texts))
 
 

@@ -6,11 +6,12 @@ import builtins
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.reference_runs import rows_of, small, write_jsonl
+from helpers.reference_runs import hidden_states, rows_of, small, write_jsonl
 from tolerance import PARAMETER_ABSOLUTE
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -237,8 +238,11 @@ def test_left_padding_does_not_change_the_hidden_states() -> None:
     ids, mask = left_padded(gpt2, encode(gpt2, ["sort abc:", "sort fedcb:"]))
     alone, ones = left_padded(gpt2, encode(gpt2, ["sort abc:"]))
     with torch.no_grad():
-        padded = gpt2.hidden_states(ids, mask, first=ids.shape[1] - 3)[0]
-        torch.testing.assert_close(padded, gpt2.hidden_states(alone, ones, first=alone.shape[1] - 3)[0])
+        padded, single = (
+            hidden_states(gpt2, SimpleNamespace(input_ids=x, attention_mask=m, prompt_width=x.shape[1] - 3))[0]
+            for x, m in ((ids, mask), (alone, ones))
+        )
+    torch.testing.assert_close(padded, single)
 
 
 def test_a_chat_template_is_used() -> None:
@@ -343,7 +347,7 @@ def test_logit_options_of_the_model_reach_the_loss() -> None:
         bos_token_id=1,
     )
     gemma = policy.make_policy(Gemma2ForCausalLM(Gemma2Config(**config, final_logit_softcapping=3.0)), tokenizer)
-    assert gemma.head_options == {"logit_scale": 1.0, "logit_softcap": 3.0, "vocab_size": 15}
+    assert gemma.fused.options.kwargs() == {"logit_scale": 1.0, "logit_softcap": 3.0, "vocab_size": 15}
     policy.check_head(gemma, "auto")
 
 

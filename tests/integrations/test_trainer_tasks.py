@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.reference_runs import write_jsonl
+from helpers.reference_runs import hidden_states, write_jsonl
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -335,7 +335,7 @@ def test_replies_get_no_gradient_and_turns_their_own_advantages(
 ) -> None:
     speak(character_policy, monkeypatch, solve)
     rollout = dialogue(character_policy)
-    hidden = character_policy.hidden_states(rollout.input_ids, rollout.attention_mask, rollout.prompt_width)
+    hidden = hidden_states(character_policy, rollout)
     hidden = hidden.detach().requires_grad_()
     per_turn = torch.tensor([[1.0, 0.0, -1.0], [0.0, 1.0, 0.0]])
     loss = gspo_fused_loss(

@@ -31,7 +31,6 @@ from .policy import digest
 
 EXACT, CONTROL = "budget 0", "budget 0, weights x (1 + 1e-6 noise)"
 ARMS: dict[str, float] = {EXACT: 0.0, "budget 1e-3": 1e-3, "budget 4e-3": 4e-3, CONTROL: 0.0}
-TOTALS = ("passes", "dropped_gradient_mass")
 
 # Why 1e-4: with seed 0 and the same prompts, the mean reward of 15 rollouts was 0.653 at 2e-5 and 0.688 at 1e-4. After
 # 24 rollouts, the held-out reward was still 0.875 at 1e-4. At 3e-4, tried with smaller rollouts, it was 0.69.
@@ -49,11 +48,11 @@ def run(model: Path, data: Path, folder: Path, seed: int, budget: float, options
     train(config)
     rows = read_rows(config.folder / "metrics.jsonl")
     held_out = [row["eval_reward"] for row in rows if "eval_reward" in row]
-    values = {key: [row[key] for row in rows[1:]] for key in ("reward", "entropy", *TOTALS)}
+    values = {key: [row[key] for row in rows[1:]] for key in ("reward", "entropy", "passes", "dropped_gradient_mass")}
     return {
         "seed": seed,
         "held-out reward": [held_out[0], held_out[-1]],
-        "mean": {key: statistics.fmean(values[key]) for key in TOTALS},
+        "mean": {key: statistics.fmean(values[key]) for key in ("passes", "dropped_gradient_mass")},
         "at the end": {key: at_the_end(values[key]) for key in ("entropy", "reward")},
     }
 

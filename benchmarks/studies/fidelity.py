@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,8 +109,8 @@ def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> tuple[dict[str, Tenso
     """Return by implementation: errors of old and new log-probs, [2, N] on the CPU, and the dtype that it returns."""
     weight, ids, states = tokens.weight, tokens.target_ids, (tokens.old_hidden, tokens.new_hidden)
     exact = weight.double()  # cast once, to 1 GB for `FULL`
-    reference: LogProbs = lambda h, *rest: candidates.full_log_probs(h.double(), *rest, torch.float64)  # noqa: E731
-    true = torch.stack([log_probs(reference, h, exact, ids, rows=64) for h in states])
+    full = partial(candidates.full_log_probs, accumulator=torch.float64)
+    true = torch.stack([log_probs(full, h.double(), exact, ids, rows=64) for h in states])
     errors, dtypes = {}, {}
     for name, run in runs.items():
         result = torch.stack([log_probs(run, h, weight, ids) for h in states])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,11 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(f"{name}: there is no such option{hint}; `gspo train --dry-run` prints all options")
     of = options.get("objective", "gspo")
     try:
-        chosen["objective"] = replace(of, **changes) if isinstance(of, Objective) else Objective.preset(of, **changes)
+        if isinstance(of, Objective):
+            changes = {f.name: getattr(of, f.name) for f in fields(Objective)} | changes
+            # With all fields given, the presets differ only in that luspo does not warn about this aggregation.
+            of = "luspo" if of.ratio != "token" and of.aggregation != "seq-mean-token-mean" else "gspo"
+        chosen["objective"] = Objective.preset(of, **changes)
     except (TypeError, ValueError) as error:
         raise InputError(f"objective: {error}") from error
     return chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def load_reward(spec: str) -> RewardComponent:
     if not (colon and source and name.isidentifier()):
         raise InputError(f"reward: {EXPECTED}, got {spec!r}")
     try:
-        function: Any = getattr(import_source(source), name, None)
+        function: Callable[[str, str], float] | None = getattr(import_source(source), name, None)
     except Exception as error:  # whatever the user's file raises when imported
         raise InputError(f"reward {spec!r}: {source} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(function):

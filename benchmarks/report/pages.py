@@ -1,13 +1,11 @@
-"""Write docs/benchmarks.md, the results of README.md, the tables of docs/scale.md and all figures.
+"""Write docs/benchmarks.md, the results of README.md and all figures from the committed JSON.
 
     python -m gspo_kernels.benchmarks report            writes pages and figures
     python -m gspo_kernels.benchmarks report --check    lists stale pages and figures, and exits with 1 if there are any
 
-Measurements come from the committed JSON files. `page.md` holds the prose of docs/benchmarks.md and placeholders:
-{r[...]} is a value of a JSON file, and the others are texts from `tables.py` and `summary.py`. In README.md, only the
-text between the lines `<!-- measured: results -->` and `<!-- end -->` is written; in docs/scale.md, the text between
-`<!-- counted: NAME -->` and `<!-- end -->` (`scale.py`). A figure contains the digest of its JSON file, so `--check`
-need not draw it.
+`page.md` holds the prose of docs/benchmarks.md and placeholders: {r[...]} is a value of a JSON file, and the others are
+texts from `tables.py` and `summary.py`. In README.md, only the text between the lines `<!-- measured: results -->` and
+`<!-- end -->` is written. A figure contains the digest of its JSON file, so `--check` need not draw it.
 """
 
 from __future__ import annotations
@@ -25,11 +23,10 @@ from typing import Any
 from gspo_kernels.tools.compare_report import verdicts
 
 from ..measure import RESULTS, ROOT
-from . import scale, summary
+from . import summary
 from .tables import SECTIONS, Results, conditions
 
 README, PAGE, FIGURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures"
-SCALE = ROOT / "docs" / "scale.md"
 TEMPLATE = Path(__file__).with_name("page.md")
 BLOCK = re.compile(r"(<!-- measured: results -->\n).*?(<!-- end -->)", re.DOTALL)
 Draw = Callable[[Results, Path], None]
@@ -56,7 +53,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def texts() -> dict[Path, str]:
-    """Return the new texts of README.md, docs/benchmarks.md and docs/scale.md."""
+    """Return the new texts of README.md and docs/benchmarks.md."""
     introduction, *sections = TEMPLATE.read_text().split("\n<!-- suite: ")
     fields = {path: fields_of(suite, path) for suite in SECTIONS for path in files(suite)}
     first = {suite: fields[files(suite)[0]]["r"] for suite in SECTIONS}
@@ -71,7 +68,7 @@ def texts() -> dict[Path, str]:
                 page.append(prose.format(**common, **fields[path]))
     block = summary.readme(first)
     readme = BLOCK.sub(lambda match: f"{match[1]}{block}\n{match[2]}", README.read_text())
-    return {README: readme, PAGE: "\n".join(page), SCALE: scale.page(SCALE, first["prediction"])}
+    return {README: readme, PAGE: "\n".join(page)}
 
 
 def fields_of(suite: str, path: Path) -> dict[str, Any]:
@@ -142,9 +139,7 @@ def main() -> int:
     if parser.parse_args().check:
         differing = stale()
         lines = [f"{name} is stale: run python -m gspo_kernels.benchmarks report" for name in differing]
-        print(
-            "\n".join(lines or [f"{README.name}, {PAGE.name}, {SCALE.name} and every figure agree with the JSON files"])
-        )
+        print("\n".join(lines or [f"{README.name}, {PAGE.name} and every figure agree with the JSON files"]))
         return 1 if differing else 0
     written = texts()  # make all texts before writing the first file
     for name in stale_figures():

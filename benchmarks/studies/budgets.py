@@ -36,8 +36,7 @@ ARMS: dict[str, float] = {EXACT: 0.0, "budget 1e-3": 1e-3, "budget 4e-3": 4e-3, 
 # 24 rollouts, the held-out reward was still 0.875 at 1e-4. At 3e-4, tried with smaller rollouts, it was 0.69.
 FULL: Record = dict(steps=75, prompts_per_step=6, group_size=8, updates_per_rollout=4, max_new_tokens=24)
 FULL |= dict(learning_rate=1e-4, eval_every=25, eval_prompts=128)
-TINY: Record = dict(steps=2, prompts_per_step=2, group_size=4, updates_per_rollout=2, max_new_tokens=4)
-TINY |= dict(learning_rate=1e-3, eval_every=1, eval_prompts=2)
+TINY: Record = dict(steps=2, prompts_per_step=2, group_size=4, updates_per_rollout=2, max_new_tokens=4, eval_prompts=2)
 FULL_SEEDS, TINY_SEEDS = (0, 1, 2), (0, 1)
 
 

@@ -3,7 +3,7 @@
     python -m gspo_kernels.benchmarks policy    10 minutes on one core; saves the policy in runs/policy
 
 Other benchmarks use a synthetic policy, made by the formula in `peaked.py`. This one checks the formula: a Qwen3 learns
-the problems of the reference trainer's `tasks/arithmetic.py` until about half of its sampled answers are right, and is
+the problems of `integrations/tasks/arithmetic.py` until about half of its sampled answers are right, and is
 compared with a synthetic policy of the same sizes. `fidelity` and `budgets` load what it saves.
 """
 

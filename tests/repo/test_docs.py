@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers import scale
 from helpers.pages import MEGATRON_LINES, SCALE, TRL_LINES, VERL_LINES, code_blocks
 from typer.testing import CliRunner
 
@@ -60,3 +61,10 @@ def test_the_command_of_the_scale_page_runs() -> None:
     (command,) = code_blocks(SCALE, "bash", "gspo doctor")
     result = CliRunner().invoke(app, command.split()[1:])
     assert result.exit_code == 0 and "a rank of TP 8 x CP 2" in result.output
+
+
+def test_the_tables_of_the_scale_page_are_those_of_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(scale.BLOCK.findall(SCALE)) == 3
+    assert scale.page() == SCALE, "run PYTHONPATH=tests python -m helpers.scale"
+    monkeypatch.setattr(scale.doctor_memory, "PADDED_TO", 256)
+    assert scale.page() != SCALE

@@ -1,4 +1,6 @@
-"""The tables of docs/scale.md: memory, bytes and operations of the head step on each rank. Nothing is measured.
+"""Write the tables of docs/scale.md: memory, bytes and operations of the head step on each rank. Nothing is measured.
+
+    PYTHONPATH=tests python -m helpers.scale    rewrites the text between <!-- counted: NAME --> and <!-- end -->
 
 All numbers follow from `gspo_kernels.tools.doctor_memory`, whose formulas tests compare with counted bytes. The last
 table also uses published rates of a GPU and of its links.
@@ -7,16 +9,19 @@ table also uses published rates of a GPU and of its links.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gspo_kernels.backends.triton.tuning import assume
+from gspo_kernels.benchmarks.report.tables import percent, table
 from gspo_kernels.tools import doctor_memory
 from gspo_kernels.tools.doctor_memory import MIB, Batch
 
-from .tables import Results, percent, table
+from .pages import DOCS
+from .predictions import CHIPS, Chip
+
+PAGE, H200 = DOCS / "scale.md", CHIPS["H200"]
 
 MODELS = {
     "Llama-3 8B": (4096, 128_256),
@@ -30,11 +35,11 @@ LINKS = {"NVLink": 450.0, "400 Gb/s": 50.0}
 BLOCK = re.compile(r"(<!-- counted: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def page(path: Path, prediction: Results) -> str:
-    """Return the text of docs/scale.md with new tables. `prediction` has the rates of GPUs."""
+def page() -> str:
+    """Return the text of docs/scale.md with new tables."""
     with FakeTensorMode(), assume(ARCHITECTURE):
-        tables = {"parts": parts(), "totals": totals(), "limits": limits(prediction["chips"]["H200"])}
-    return BLOCK.sub(lambda match: f"{match[1]}{tables[match[2]]}\n{match[3]}", path.read_text())
+        tables = {"parts": parts(), "totals": totals(), "limits": limits()}
+    return BLOCK.sub(lambda match: f"{match[1]}{tables[match[2]]}\n{match[3]}", PAGE.read_text())
 
 
 def parts() -> str:
@@ -68,7 +73,7 @@ def totals() -> str:
     return table(("model", "TP", *(f"CP {cp}" for cp in CP)), rows)
 
 
-def limits(chip: Results) -> str:
+def limits(chip: Chip = H200) -> str:
     """Return what shrinks with TP and what does not, and the TP at which both take equally long."""
     header = ["model", "TP", "TFLOP", "received", "traffic", "operations per byte"]
     header += [f"share, {link}" for link in LINKS]
@@ -87,18 +92,22 @@ def limits(chip: Results) -> str:
     return table(header, rows)
 
 
-def share(chip: Results, operations: float, received: float, traffic: float, link: float) -> float:
+def share(chip: Chip, operations: float, received: float, traffic: float, link: float) -> float:
     """Return the share of a step's time that does not shrink with TP, at the published rates and without overlap."""
-    products = operations / (chip["peak"] * 1e12)
-    others = received / (link * 1e9) + traffic / (chip["bandwidth"] * 1e12)
+    products = operations / (chip.peak * 1e12)
+    others = received / (link * 1e9) + traffic / (chip.bandwidth * 1e12)
     return others / (products + others)
 
 
-def crossing(chip: Results, width: int, vocab: int, link: float) -> int:
+def crossing(chip: Chip, width: int, vocab: int, link: float) -> int:
     """Return the TP at which what does not shrink takes as long as the products; V is not padded."""
     head = Batch(TOKENS, width, vocab, TP[-1]).head(torch.bfloat16)
     traffic = doctor_memory.unsharded_traffic(head, "triton")
     # With many ranks, each receives the results of all tiles, a quarter of the table's traffic, and twice its d_hidden.
     others = (traffic["table"] / 4 + 2 * head.hidden.nbytes) / (link * 1e9)
-    others += sum(traffic.values()) / (chip["bandwidth"] * 1e12)
-    return round(PASSES * 2.0 * TOKENS * width * vocab / (chip["peak"] * 1e12) / others)
+    others += sum(traffic.values()) / (chip.bandwidth * 1e12)
+    return round(PASSES * 2.0 * TOKENS * width * vocab / (chip.peak * 1e12) / others)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ class BackwardSettings(NamedTuple):
         cache_limit(Field(place), self.cache_mib)
 
     def __str__(self) -> str:
-        source = " (GSPO_CACHE_MIB)" if self.cache_mib is None else ""
+        source = "GSPO_CACHE_MIB" if "GSPO_CACHE_MIB" in os.environ else "default"
+        source = f" ({source})" if self.cache_mib is None else ""
         mib = cache_limit(Field("cache_mib"), self.cache_mib) / 2**20
         return f"gradient_budget={self.gradient_budget:g}, cache_mib={mib:g}{source}"
 

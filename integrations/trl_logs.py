@@ -14,7 +14,10 @@ def print_settings(trainer: Any, head: object, settings: BackwardSettings) -> No
     # By default, TRL shows no logger's INFO messages. Like Trainer's own logs, the line goes to stdout.
     if trainer.accelerator.is_main_process:
         backend = describe_backend("accelerate_trainer", trainer.accelerator.device)
-        print(f"gspo_kernels: {backend}; {head}; {settings}", flush=True)
+        autocast = {"bf16": ", cast to bfloat16", "fp16": ", cast to float16"}.get(
+            trainer.accelerator.mixed_precision, ""
+        )
+        print(f"gspo_kernels: {backend}; {head}{autocast}; {settings}", flush=True)
 
 
 def log_backwards(trainer: Any) -> None:

@@ -119,12 +119,15 @@ def doctor(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="N,H,V of your batch, such as 8192,4096,151936: print what cache_mib saves, and check nothing."
+            help="N,H,V of your batch, such as 8192,4096,151936: print what cache_mib saves, and check nothing. N is the "
+            "number of unmasked tokens of a micro-batch."
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="With --memory: fp32, bf16 or fp16. (default: bf16 with Triton, else fp32)"),
+        typer.Option(
+            help="With --memory: fp32, bf16 (also under autocast) or fp16. (default: bf16 with Triton, else fp32)"
+        ),
     ] = None,
     tp: Annotated[
         int | None, typer.Option(help="With --memory: ranks that share the vocabulary (tp_group). (default: 1)")

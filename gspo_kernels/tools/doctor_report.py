@@ -162,7 +162,7 @@ def _lines_of(planned: Any) -> list[str]:
 
     lines = [
         f"One pass is 2 N H V operations, here {planned.operations_per_pass:.3g}. RL-like: 3 of 8 sequences have no "
-        "gradient, 2 for their advantage of 0.",
+        "gradient: 2 have an advantage of 0, and 1 is clipped.",
         f"Inputs: {named(planned.inputs)} MiB.",
         f"Without a cache the loss needs at most {planned.bound.total / 2**20:,.0f} MiB on top of its inputs: "
         f"{named(asdict(planned.bound))}.",

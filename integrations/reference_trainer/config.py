@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_kernels import Objective
+from gspo_kernels.backends.workspace import cache_bytes, workspace_bytes
 
 from ..settings import Step
 from ..tasks import InputError
@@ -115,7 +116,14 @@ class TrainConfig:
         require("report_to", set(self.report_to) <= {"tensorboard", "wandb"}, "tensorboard, wandb or both")
         require("group_size", self.group_size >= 2, "at least 2 (in a group of one the advantage is always 0)")
         require("gradient_budget", 0 <= self.gradient_budget < 1, "a number from 0 (exact) to below 1")
+        with_entropy = "0 with an entropy bonus (entropy_coef above 0)"
+        require("gradient_budget", not (self.gradient_budget and self.objective.entropy_coef), with_entropy)
         require("cache_mib", self.cache_mib is None or 0 <= self.cache_mib < 2**40, "a number of MiB >= 0")
+        try:
+            for read in (cache_bytes, workspace_bytes):
+                read()
+        except ValueError as error:
+            raise InputError(str(error)) from error
         divides = size % self.updates_per_rollout == 0
         answers = f"the {size} answers of a rollout (prompts_per_step * group_size)"
         require("updates_per_rollout", divides, f"a divisor of {answers}")

@@ -64,7 +64,8 @@ def read_config(file: Path | None = None, texts: Sequence[str] = (), resume: Pat
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or text.startswith("-"):
-            raise InputError(f"{text}: expected key=value, such as steps=100")
+            hint = f" (is it {key.lstrip('-')}=VALUE?)" if nearest(key.lstrip("-"), [*TYPES, *OBJECTIVE]) else ""
+            raise InputError(f"{text}: expected key=value, such as steps=100{hint}")
         options[key] = value
     preset = options.pop("preset", "demo")
     if preset not in PRESETS:

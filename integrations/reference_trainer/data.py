@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..tasks import Example, RewardComponent, Rewards, Task, answer_found
+from ..tasks import Example, RewardComponent, Rewards, Task, answer_found, nearest
 from ..tasks.base import make_task
 from .config import InputError
 
@@ -87,11 +87,13 @@ def load_reward(spec: str) -> RewardComponent:
     if not (colon and source and name.isidentifier()):
         raise InputError(f"reward: {EXPECTED}, got {spec!r}")
     try:
-        function: Callable[[str, str], float] | None = getattr(import_source(source), name, None)
+        module = import_source(source)
     except Exception as error:  # whatever the user's file raises when imported
         raise InputError(f"reward {spec!r}: {source} cannot be imported: {type(error).__name__}: {error}") from error
+    function: Callable[[str, str], float] | None = getattr(module, name, None)
     if not callable(function):
-        raise InputError(f"reward {spec!r}: expected a function {name} in {source}, got {function!r}")
+        hint = nearest(name, [other for other, value in vars(module).items() if callable(value)])
+        raise InputError(f"reward {spec!r}: expected a function {name} in {source}, got {function!r}{hint}")
     return RewardComponent(name, weight, function)
 
 

@@ -15,6 +15,7 @@ from gspo_kernels.extras import needs
 from .config import InputError, TrainConfig
 from .distributed import shard, world
 from .policy import SORTING, Policy, check_head, demo_policy, make_policy
+from .routing import ROUTERS, routers
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -59,19 +60,13 @@ def load_policy(source: str, config: TrainConfig | None = None) -> Policy:
     Raises:
         InputError: there is no such checkpoint, it cannot be loaded, or `make_policy` refuses it.
     """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        source, missing = str(path), "the folder does not hold a checkpoint and tokenizer that transformers can load"
-    elif HUB_ID.fullmatch(source) and not path.exists():
-        missing = "there is no such folder, and the hub did not provide it"
-    else:
-        raise InputError(f"model {source}: there is no such folder, and this is not a hub id of the form org/name")
+    source, missing = located(source)
     options: dict[str, Any] = {"dtype": weight_dtype(config) if config else torch.float32}
     if config and config.quantization:
         options["quantization_config"] = quantization(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        if (path / "adapter_config.json").is_file():
+        if (Path(source) / "adapter_config.json").is_file():
             with needs(f"model {source}, a LoRA adapter,", "lora", "peft"):
                 from peft import AutoPeftModelForCausalLM
             adapted: Any = AutoPeftModelForCausalLM.from_pretrained(source, **options)
@@ -81,6 +76,20 @@ def load_policy(source: str, config: TrainConfig | None = None) -> Policy:
     except (OSError, ValueError) as error:
         raise InputError(f"model {source}: {missing}: {' '.join(str(error).split())}") from error
     return prepared(model, tokenizer, config or TrainConfig())
+
+
+def located(source: str) -> tuple[str, str]:
+    """Return the folder or hub id of a checkpoint, and what is the matter if it cannot be loaded.
+
+    Raises:
+        InputError: `source` is neither a folder nor of the form of a hub id.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return str(path), "the folder does not hold a checkpoint and tokenizer that transformers can load"
+    if HUB_ID.fullmatch(source) and not path.exists():
+        return source, "there is no such folder, and the hub did not provide it"
+    raise InputError(f"model {source}: there is no such folder, and this is not a hub id of the form org/name")
 
 
 def quantization(config: TrainConfig) -> Any:
@@ -107,6 +116,11 @@ def prepared(model: Any, tokenizer: Any, config: TrainConfig) -> Policy:
             raise InputError(f"gradient_checkpointing: expected false, as {type(model).__name__} does not support it")
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = make_policy(model, tokenizer)
+    if config.routing_replay and not routers(policy.inner):
+        raise InputError(
+            f"routing_replay: expected a mixture of experts with one of the routers {', '.join(ROUTERS)}, got "
+            f"{type(policy.inner).__name__}"
+        )
     policy.checkpointing = config.gradient_checkpointing
     return policy
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gspo_kernels.backends import dispatch
+from gspo_kernels.inputs.memory import cache_limit
 from gspo_kernels.tools import doctor_memory
-from gspo_kernels.validation import Call
+from gspo_kernels.validation import Call, Field
 
+from ..tasks.rewards import TURNS
 from .config import InputError, TrainConfig
-from .loading import pick_device, weight_dtype
+from .loading import located, pick_device, weight_dtype
 from .policy import decoder_config, demo_policy
+from .trainer import task_of
 
 BYTES = {"8bit": 1.0, "4bit": 0.5}
 MIB = 2**20
@@ -33,10 +35,11 @@ def predicted_memory(config: TrainConfig, device: torch.device) -> dict[str, flo
     if config.model is None:
         model = demo_policy().model
     else:
+        source, missing = located(config.model)
         try:
-            settings = AutoConfig.from_pretrained(str(Path(config.model).expanduser()))
+            settings = AutoConfig.from_pretrained(source)
         except (OSError, ValueError) as error:
-            raise InputError(f"model {config.model}: no configuration: {' '.join(str(error).split())}") from error
+            raise InputError(f"model {config.model}: {missing}: {' '.join(str(error).split())}") from error
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings)
     item = weight_dtype(config).itemsize
@@ -55,7 +58,8 @@ def predicted_memory(config: TrainConfig, device: torch.device) -> dict[str, flo
         dtype = torch.bfloat16 if config.precision != "fp32" else torch.float32
         sizes = doctor_memory.Batch(rows, head.shape[1], decoder_config(model).vocab_size).head(dtype, device)
         backend = dispatch.pick_backend(Call("gspo train"), config.backend, device)
-        loss = doctor_memory.bound(sizes, backend, int((config.cache_mib or 0) * MIB)).total
+        cache = cache_limit(Field("gspo train"), config.cache_mib)
+        loss = doctor_memory.bound(sizes, backend, min(cache, doctor_memory.full_cache_mib(sizes, backend) * MIB)).total
     parts = {
         "weights": weights,
         "reference": weights if config.needs_reference and not config.lora_rank else 0,
@@ -67,7 +71,13 @@ def predicted_memory(config: TrainConfig, device: torch.device) -> dict[str, flo
 
 
 def forecast(config: TrainConfig) -> str:
-    """Return all options as YAML, the updates of a run, and the predicted memory."""
+    """Return all options as YAML, the prompts and updates of a run, and the predicted memory.
+
+    Raises:
+        InputError: the model's configuration, the prompts or a reward cannot be loaded.
+    """
+    task = task_of(config)
+    rewards = [x.name for x in task.rewards.components] + [TURNS] * (task.rewards.turn_reward is not None)
     size, updates = config.mini_batch_size, config.updates_per_rollout * config.epochs
     parts = predicted_memory(config, pick_device(config.device))
     listed = ", ".join(f"{name} {mib:,.1f}" for name, mib in parts.items())
@@ -75,6 +85,8 @@ def forecast(config: TrainConfig) -> str:
         [
             *(f"{name}: {json.dumps(value)}" for name, value in config.to_dict().items()),
             "",
+            f"# {len(task.train):,} prompts for training, {len(task.held_out):,} for evaluation; rewards: "
+            f"{', '.join(rewards)}",
             f"# {config.rollout_size} answers per rollout, {updates} updates per rollout, "
             f"{config.total_updates} per seed",
             f"# {size} answers per update, in {size // (config.micro_batch_size or size)} micro-batches",

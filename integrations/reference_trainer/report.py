@@ -33,8 +33,10 @@ def lacks_signal(row: Row) -> bool:
 def likely_cause(rows: list[Row]) -> str:
     """Return why, in these steps, all answers to each prompt probably had the same reward."""
     rewards, cut = {row["reward"] for row in rows}, fmean(row["truncated"] for row in rows)
+    failures = sum(row.get("reward_failures", 0) for row in rows)
+    failed = f"{failures:,} calls of reward functions failed, of which the output above has one per step. "
     if rewards == {0.0}:
-        return (
+        return (failed if failures else "") + (
             "Every reward was 0. Likely causes: the reward expects another format than the model writes, the expected "
             f"answers are wrong, answers are cut off at max_new_tokens ({cut:.0%} of them were), or the task is too "
             "hard. samples.jsonl has some answers."

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from .config import InputError
+from torch import Tensor, nn
 
 # Routers of transformers that return (logits, weights, experts), with the softmax of the logits as weights.
 ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "MixtralTopKRouter", "OlmoeTopKRouter")
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """Return the routers of a model whose experts `routing` records, in the order of the layers."""
+    return [module for module in model.modules() if type(module).__name__ in ROUTERS]
 
 
 @contextmanager
@@ -28,10 +31,7 @@ def routing(model: Any, replayed: Tensor | None = None) -> Iterator[list[Tensor]
 
     Yields:
         A list that receives, for each layer, the experts that its router chose, [B * width, k] int64. `stacked` turns
-        it into [B, width, layers, k]. It stays empty for a model without routers of `ROUTERS`.
-
-    Raises:
-        InputError: `replayed` experts, but no router of `ROUTERS`.
+        it into [B, width, layers, k]. It stays empty for a model without `routers`.
     """
     chosen: list[Tensor] = []
 
@@ -46,9 +46,7 @@ def routing(model: Any, replayed: Tensor | None = None) -> Iterator[list[Tensor]
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         return logits, probabilities.to(weights.dtype), experts
 
-    hooks = [module.register_forward_hook(hook) for module in model.modules() if type(module).__name__ in ROUTERS]
-    if not hooks and replayed is not None:
-        raise InputError(f"model: expected a mixture of experts with {', '.join(ROUTERS)}, got {type(model).__name__}")
+    hooks = [router.register_forward_hook(hook) for router in routers(model)]
     try:
         yield chosen
     finally:

@@ -74,8 +74,10 @@ def train(
         return RunReport(results, folder.path, *folder.plot())
 
 
-def task_of(config: TrainConfig, task: Task | None, reward: RewardFunction | Sequence[RewardComponent] | None) -> Task:
-    """Return the run's task with the run's rewards."""
+def task_of(
+    config: TrainConfig, task: Task | None = None, reward: RewardFunction | Sequence[RewardComponent] | None = None
+) -> Task:
+    """Return the run's task with the run's rewards. The arguments are those of `train`."""
     components = tuple(load_reward(spec) for spec in config.reward)
     if callable(reward):
         components = (RewardComponent(getattr(reward, "__name__", "reward"), 1.0, reward),)

@@ -160,7 +160,8 @@ def table(architecture: str) -> set[tuple[str, Any]]:
     entries: set[tuple[str, Any]] = {("reduce_rows", tuning.REDUCE_ROWS)}
     entries |= {(name, tuning.LIST) for name in ("list_cells", "row_masses", "keep_cells", "decide")}
     entries |= {("cell_masses", tuning.CELL_MASSES)}
-    entries |= {(name, tuning.SEQUENCE) for name in ("count_tokens", "sequence_loss", "finish")}
+    sequences = (tuning.sequence_config(dtype) for dtype in (torch.float32, torch.float64))
+    entries |= {(name, config) for config in sequences for name in ("count_tokens", "sequence_loss", "finish")}
     with tuning.assume(architecture):
         cpu = torch.device("cpu")
         products = [tuning.product_config(dtype, cpu) for dtype in (torch.bfloat16, torch.float32, torch.float64)]

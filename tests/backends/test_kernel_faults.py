@@ -32,7 +32,7 @@ from gspo_kernels.backends.triton.launch import Launch, launches
 
 def test_metrics_combine_several_blocks_of_sequences(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The extreme ratios are in the first block, so the minimum and maximum of the last block alone are wrong."""
-    monkeypatch.setattr(sequence, "SEQUENCE", tuning.Config(block_n=8))
+    monkeypatch.setattr(sequence, "sequence_config", lambda dtype: tuning.Config(block_n=8))
     log_ratio = (0.2 * torch.randn(19, generator=torch.Generator().manual_seed(0))).double()
     log_ratio[:2] = torch.tensor([-3.0, 3.0])
     log_probs = log_ratio[:, None].expand(-1, 2)

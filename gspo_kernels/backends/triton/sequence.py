@@ -46,7 +46,7 @@ from .totals import (
     finish,
     total,
 )
-from .tuning import SEQUENCE
+from .tuning import sequence_config
 
 
 @triton.jit
@@ -203,6 +203,7 @@ def policy_forward(
     """Compute the loss and its derivatives with respect to log-probs and entropies, from tensors [N]."""
     n, sequences, dtype, device = log_probs.shape[0], policy.offsets.shape[0] - 1, log_probs.dtype, log_probs.device
     by_token, has_bonus = objective.ratio == "token", objective.entropy_coef != 0
+    block = sequence_config(dtype)
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=kind, device=device)
@@ -211,9 +212,7 @@ def policy_forward(
         return None if x is None else x.contiguous()
 
     mask, lengths = mask.contiguous(), empty(sequences)
-    launch(
-        count_tokens, sequences, SEQUENCE, mask=mask, offsets=policy.offsets, lengths=lengths, BLOCK=SEQUENCE.block_n
-    )
+    launch(count_tokens, sequences, block, mask=mask, offsets=policy.offsets, lengths=lengths, BLOCK=block.block_n)
     kl_aggregation = objective.kl_aggregation or objective.aggregation
     kl_normalizer = policy.kl_normalizer
     if kl_normalizer is None and kl_aggregation == objective.aggregation:
@@ -225,7 +224,7 @@ def policy_forward(
     launch(
         sequence_loss,
         sequences,
-        SEQUENCE,
+        block,
         log_probs=contiguous(log_probs),
         entropy=contiguous(entropy),
         mask=mask,
@@ -243,13 +242,13 @@ def policy_forward(
         entropy_coefficient=result.entropy_coefficient if has_bonus else None,
         partials=partials,
         sequences=sequences,
-        BLOCK=SEQUENCE.block_n,
+        BLOCK=block.block_n,
         **objective_arguments(objective, kl_aggregation, dtype),
     )
     launch(
         finish,
         1,
-        SEQUENCE,
+        block,
         partials=partials,
         invalid=policy.invalid,
         loss=result.loss,
@@ -257,6 +256,6 @@ def policy_forward(
         sequences=sequences,
         RATIO_KIND=RATIOS.index(objective.ratio),
         SLOTS=SLOTS,
-        BLOCK=SEQUENCE.block_n,
+        BLOCK=block.block_n,
     )
     return result

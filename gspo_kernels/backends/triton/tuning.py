@@ -77,13 +77,14 @@ _DOUBLE["sm_103"] = _Blocks(*[Config(32, 64, 16, 4, 2)] * 4)
 
 # Block-sparse products, by bytes per element: rows and columns of the result, elements summed at a time.
 _PRODUCT = {2: Config(128, 128, 64, 8, 3), 4: Config(64, 64, 32, 8, 2), 8: Config(32, 64, 16, 8, 2)}
+_DOUBLE_PRODUCT = dict.fromkeys(("sm_89", "sm_120"), Config(64, 64, 16, 8, 2))  # 32 rows spill with Triton 3.6.0
 _AMD_STAGES = 2  # with three, Triton 3.9.0 fails to compile the products for gfx950
 
 KEPT_STEP = 64  # columns that `kept_tile` computes at a time
 REDUCE_ROWS = Config(block_n=64, warps=4)
 REDUCE_TILES = 32  # tiles added up at a time
 # The kernels of the loss process so many tokens of a sequence at a time.
-SEQUENCE = Config(block_n=256, warps=4)
+_SEQUENCE, _DOUBLE_SEQUENCE = Config(block_n=256, warps=4), Config(block_n=128, warps=4)
 LIST = Config(block_n=1024, warps=4)  # rows or cells of one program, in the choice and the lists of cells
 CELL_MASSES = Config(block_n=1, block_v=16, warps=4)  # tiles whose cells one program adds up, for one row block
 
@@ -125,8 +126,16 @@ def architecture(device: torch.device) -> str | None:
 
 def product_config(dtype: torch.dtype, device: torch.device) -> Config:
     """Return the block shape of block-sparse products: block_v elements of H, block_h elements summed at a time."""
-    config, name = _PRODUCT[dtype.itemsize], architecture(device)
+    name = architecture(device)
+    if dtype.itemsize == 8 and name in _DOUBLE_PRODUCT:
+        return _DOUBLE_PRODUCT[name]
+    config = _PRODUCT[dtype.itemsize]
     return replace(config, stages=_AMD_STAGES) if name in ("gfx942", "gfx950") else config
+
+
+def sequence_config(dtype: torch.dtype) -> Config:
+    """Return how many tokens of a sequence the kernels of the loss process at a time, for log-probs of `dtype`."""
+    return _DOUBLE_SEQUENCE if dtype == torch.float64 else _SEQUENCE
 
 
 def tile_config(head: HeadRows, kernel: str) -> Config:

@@ -32,6 +32,7 @@ from gspo_kernels.integrations.reference_trainer import (
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config_file import PRESETS, TYPES
 from gspo_kernels.integrations.reference_trainer.loading import set_seed
+from gspo_kernels.integrations.reference_trainer.memory import predicted_memory
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.settings import Step
@@ -138,7 +139,43 @@ def test_a_dry_run_prints_options_updates_and_memory(tmp_path: Path) -> None:
     assert f"weights {weights:.1f}, reference {weights:.1f}, gradients {weights:.1f}, optimizer {2 * weights:.1f}" in (
         result.output
     )
+    assert "# 520 prompts for training, 128 for evaluation; rewards: letters_in_place\n" in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_the_predicted_cache_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 answers of up to 7 tokens and 15 ids: all exponentials take 27 KB."""
+    config = read_config(None, ["backend=torch"])
+    without = predicted_memory(config, torch.device("cpu"))["loss"]
+    assert predicted_memory(replace(config, cache_mib=1000), torch.device("cpu"))["loss"] == without + 1
+    monkeypatch.setenv("GSPO_CACHE_MIB", "640")
+    assert predicted_memory(config, torch.device("cpu"))["loss"] == without + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reward=missing.py:score"], "reward 'missing.py:score': missing.py cannot be imported"),
+        (["reward=math:cielo"], "expected a function cielo in math, got None (is it 'ceil'?)"),
+        (["model=org/name", "data=missing.jsonl"], "data missing.jsonl: expected a jsonl file, got no file"),
+        (["model=/no/such/folder", "task=sorting"], "model /no/such/folder: there is no such folder"),
+        (["gradient_budget=1e-3", "entropy_coef=0.01"], "gradient_budget: expected 0 with an entropy bonus"),
+        (["--gradient_budget", "1e-3"], "(is it gradient_budget=VALUE?)"),
+        (["routing_replay=true"], "routing_replay: expected a mixture of experts with one of the routers Qwen3Moe"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    modes = [[]] if "routing_replay=true" in arguments else [["--dry-run"], []]
+    for mode in modes:
+        result = CliRunner().invoke(app, ["train", *mode, f"output={tmp_path}", *arguments])
+        assert result.exit_code == 1 and result.output.startswith("error: ") and message in result.output
+        assert result.output.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_CACHE_MIB", "-3")
+    with pytest.raises(InputError, match=r"^environment variable GSPO_CACHE_MIB must be an integer .* got '-3'"):
+        read_config()
 
 
 # Schedules

@@ -216,6 +216,10 @@ def test_the_last_call_decides_and_each_change_is_printed_once(
     make_trainer(GSPOTrainer, trainer.model, tmp_path, **SEQUENCE)
     second = capsys.readouterr().out
     assert second == line + "gradient_budget=0, cache_mib=3 (GSPO_CACHE_MIB)\n"
+    monkeypatch.delenv("GSPO_CACHE_MIB")
+    make_trainer(GSPOTrainer, trainer.model, tmp_path, **SEQUENCE, bf16=True)
+    third = capsys.readouterr().out
+    assert third == line.replace("float32", "float32, cast to bfloat16") + "gradient_budget=0, cache_mib=0 (default)\n"
 
 
 def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +239,19 @@ def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatc
         calls.clear()
         trainer.train()
         assert set(calls) == {settings}
+
+
+@pytest.mark.skipif(not adapter._ASKS_THE_MODEL, reason="before TRL 1.15, the forward of the model is not replaced")
+def test_a_replaced_forward_is_warned_of(tmp_path: Path) -> None:
+    options: dict[str, Any] = SEQUENCE | {"num_iterations": 1, "max_steps": 1}
+    first = make_trainer(GSPOTrainer, peaked_model(tmp_path / "model", 20.0), tmp_path, **options)
+    make_trainer(GRPOTrainer, first.model, tmp_path, **options)  # TRL replaces the forward of its model
+    with pytest.warns(UserWarning, match="forward of the model was replaced .* Call accelerate_trainer.trainer. again"):
+        first.train()
+    assert not adapter._is_wrapped(first.model)
+    accelerate_trainer(first)
+    first.train()
+    assert adapter._is_wrapped(first.model)
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -1,4 +1,4 @@
-"""Prompts and rewards of the user's own: a jsonl file of prompts and answers, and functions named by their place."""
+"""The prompts and rewards of a run: its task, a jsonl file of prompts and answers, functions named by their place."""
 
 from __future__ import annotations
 
@@ -6,14 +6,36 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..tasks import Example, RewardComponent, Rewards, Task, answer_found, nearest
+from ..tasks import Example, RewardComponent, Rewards, Task, answer_found, nearest, task_by_name
 from ..tasks.base import make_task
-from .config import InputError
+from .config import InputError, TrainConfig
 
+RewardFunction = Callable[[str, str], float]  # function(completion, answer)
 EXPECTED = 'expected "module:function" or "file.py:function", with a weight if wanted: "0.5*file.py:function"'
+
+
+def task_of(
+    config: TrainConfig, task: Task | None = None, reward: RewardFunction | Sequence[RewardComponent] | None = None
+) -> Task:
+    """Return the run's task with the run's rewards. The arguments are those of `train`."""
+    components = tuple(load_reward(spec) for spec in config.reward)
+    if callable(reward):
+        components = (RewardComponent(getattr(reward, "__name__", "reward"), 1.0, reward),)
+    elif reward is not None:
+        components = tuple(reward)
+    if task is not None:
+        task = replace(task, rewards=replace(task.rewards, components=components or task.rewards.components))
+    elif config.data is not None:
+        task = jsonl_task(config.data, config.eval_prompts, components)
+    elif config.model is not None and not config.task:
+        raise InputError("model needs data=FILE, the jsonl file to train it on, or task=NAME")
+    else:
+        task = task_by_name(config.task or "sorting", config.eval_prompts, components)
+    return replace(task, rewards=replace(task.rewards, timeout=config.reward_timeout))
 
 
 def jsonl_task(path: Path, held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task:

@@ -15,9 +15,9 @@ from gspo_kernels.validation import Call, Field
 
 from ..tasks.rewards import TURNS
 from .config import InputError, TrainConfig
+from .data import task_of
 from .loading import located, pick_device, weight_dtype
 from .policy import decoder_config, demo_policy
-from .trainer import task_of
 
 BYTES = {"8bit": 1.0, "4bit": 0.5}
 MIB = 2**20

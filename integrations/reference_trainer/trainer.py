@@ -6,7 +6,7 @@ docs/trainer.md follows one rollout through this file and `update.py`, with the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -17,12 +17,12 @@ from transformers import set_seed
 
 from gspo_kernels.advantages import RunningMoments
 
-from ..tasks import Example, RewardBatch, RewardComponent, Task, batches, task_by_name
+from ..tasks import Example, RewardBatch, RewardComponent, Task, batches
 from . import distributed
 from .advantages import advantages_of
 from .checkpoints import read_checkpoint, rng_states, set_rng_states
 from .config import InputError, TrainConfig
-from .data import jsonl_task, load_reward
+from .data import RewardFunction, task_of
 from .loading import pick_device, policy_of_seed
 from .optimizer import Optimizer
 from .policy import PRINTABLE
@@ -33,7 +33,6 @@ from .stopping import StopSignals
 from .update import NotFiniteError, TrainingError, autocast, average, mini_batches, update, with_log_probs
 
 REDRAW = 30.0  # seconds between refreshes of curves.png
-RewardFunction = Callable[[str, str], float]  # function(completion, answer)
 
 
 def train(
@@ -72,26 +71,6 @@ def train(
             training = Training(config, seed, task, device, folder, progress, stop)
             results.append(training.run(saved if saved and saved["seed"] == seed else None))
         return RunReport(results, folder.path, *folder.plot())
-
-
-def task_of(
-    config: TrainConfig, task: Task | None = None, reward: RewardFunction | Sequence[RewardComponent] | None = None
-) -> Task:
-    """Return the run's task with the run's rewards. The arguments are those of `train`."""
-    components = tuple(load_reward(spec) for spec in config.reward)
-    if callable(reward):
-        components = (RewardComponent(getattr(reward, "__name__", "reward"), 1.0, reward),)
-    elif reward is not None:
-        components = tuple(reward)
-    if task is not None:
-        task = replace(task, rewards=replace(task.rewards, components=components or task.rewards.components))
-    elif config.data is not None:
-        task = jsonl_task(config.data, config.eval_prompts, components)
-    elif config.model is not None and not config.task:
-        raise InputError("model needs data=FILE, the jsonl file to train it on, or task=NAME")
-    else:
-        task = task_by_name(config.task or "sorting", config.eval_prompts, components)
-    return replace(task, rewards=replace(task.rewards, timeout=config.reward_timeout))
 
 
 class Training:

@@ -148,8 +148,8 @@ def _log_probs(layer: Any, hidden: Tensor, weight: Any, targets: Targets) -> Log
     """Return log-probs [S, B] where the layer would return logits."""
     weight = layer.weight if weight is None else weight
     _check_layer(layer, weight)
-    if layer.sequence_parallel:  # the backward sums the gradient over ranks and scatters it
-        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=layer.tp_group)
+    if layer.sequence_parallel:
+        hidden = gathered(hidden, layer.tp_group)
     ids = _transposed(targets.target_ids)
     if ids.shape != hidden.shape[:2]:
         expected = f"[B, S] = {list(hidden.shape[1::-1])}, as the hidden states"
@@ -160,17 +160,29 @@ def _log_probs(layer: Any, hidden: Tensor, weight: Any, targets: Targets) -> Log
         weight,
         ids,
         mask=_transposed(targets.mask),
-        bias=None if layer.skip_bias_add else layer.bias,  # GPTModel ignores a bias that the layer returns
         logit_scale=config.mup_output_mult if getattr(config, "use_mup", False) else 1.0,
         temperature=_transposed(targets.temperature),
         vocab_size=targets.vocab_size,
         entropy=targets.entropy,
         gradient_budget=targets.gradient_budget,
         cache_mib=targets.cache_mib,
-        tp_group=layer.tp_group,
-        reduce_hidden="all" if layer.allreduce_dgrad else "none",
         backend=targets.backend,
+        **layer_options(layer),
     )
+
+
+def gathered(hidden: Tensor, tp_group: Any) -> Tensor:
+    """Gather [S / TP, B, H] of sequence parallelism to [S, B, H]. The backward sums over the ranks and scatters."""
+    return tensor_parallel.gather_from_sequence_parallel_region(hidden, group=tp_group)
+
+
+def layer_options(layer: Any) -> dict[str, Any]:
+    """Return the options of `linear_log_probs` that a ColumnParallelLinear's settings stand for."""
+    return {
+        "bias": None if layer.skip_bias_add else layer.bias,  # GPTModel ignores a bias that the layer returns
+        "tp_group": layer.tp_group,
+        "reduce_hidden": "all" if layer.allreduce_dgrad else "none",
+    }
 
 
 def _transposed(x: Any) -> Any:

@@ -231,8 +231,7 @@ class WithProcessor(GPTModel):
             context=output_processor_context,
             config=self.config,
             runtime_gather_output=None,
-            **dict.fromkeys(names),
-            **inputs,
+            **{**dict.fromkeys(names), **inputs},
         )
 
 

@@ -1,4 +1,5 @@
-"""Log-probs at the output layer of Megatron Core's GPTModel, on gloo processes. The cases: helpers/megatron_cases.py.
+"""Log-probs at the output layer of Megatron Core's GPTModel, on gloo processes. The cases: helpers/megatron_cases.py
+and megatron_seam_cases.py.
 
 `make test-trainers` runs these tests in an environment with megatron-core. Without it they are skipped. All cases run
 in one start of the processes.
@@ -14,7 +15,8 @@ from helpers.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
 
-from helpers.megatron_cases import CASES, DEADLINE, WORLD, main
+from helpers.megatron_cases import CASES, DEADLINE, WORLD
+from helpers.megatron_seam_cases import main
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,293 @@
+"""Log-probs with the signatures of the functions that trainers on Megatron Core call at the head.
+
+    verl      model_forward_fused.linear_cross_entropy                   = verl_linear_cross_entropy
+    verl      model_forward_fused.fused_output_processor                 = verl_output_processor
+    NeMo RL   model_utils.from_parallel_hidden_states_to_logprobs        = nemo_rl_logprobs
+    SkyRL     megatron_model_wrapper.from_parallel_hidden_to_logprobs    = skyrl_logprobs
+    AReaL     megatron_engine.chunked_lm_head_logprobs_entropy           = areal_logprobs_entropy
+
+docs/integrations.md has the complete lines, and the commits of the trainers that these functions were written for. No
+trainer is imported. Sizes: S positions, B sequences, hidden size H, V ids. Every rank of the tensor-parallel group has
+V / TP rows of the head. Results are fp32 (fp64 for fp64 inputs) and equal on these ranks.
+
+`options` are gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Set them by `functools.partial`.
+Without vocab_size, Megatron's padding of the vocabulary counts, as in the trainers' own functions. Errors are those of
+`linear_log_probs`. The trainers' sizes of chunks have no effect.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gspo_kernels import LogProbOutput, linear_log_probs
+from gspo_kernels.validation import Field
+
+from .megatron import Targets, gathered, layer_options, output_processor
+
+
+def verl_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: Any = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute log-probs and entropies, as verl's `linear_cross_entropy`.
+
+    As in verl, the gradient of hidden is this rank's term of the sum over the tensor-parallel group. Sequence
+    parallelism, which verl switches on with tensor parallelism, adds the terms up.
+
+    Args:
+        hidden: [..., H], of all tokens of the tensor-parallel group.
+        weight: [V / TP, H].
+        labels: ids, int64, as many as hidden has rows and in the same order.
+        reduction: must be "none".
+
+    Returns:
+        Log-probs and entropies, [tokens].
+    """
+    if reduction != "none":
+        Field("verl_linear_cross_entropy").fail("reduction", "'none'", reduction)
+    out = linear_log_probs(
+        hidden.flatten(0, -2),
+        weight,
+        labels.flatten(),
+        temperature=temperature,
+        entropy=True,
+        tp_group=dist_process_group,
+        reduce_hidden="none" if dist_process_group is not None else "all",
+        **options,
+    )
+    return out.log_probs, _entropy(out)
+
+
+class VerlOutput:
+    """The attributes that verl reads from its CausalLMOutputForPPO: log_probs and entropy, [tokens]."""
+
+    def __init__(self, log_probs: Tensor, entropy: Tensor) -> None:
+        self.log_probs, self.entropy = log_probs, entropy
+
+
+def verl_output_processor(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor, context: Any, **_: Any
+) -> VerlOutput:
+    """Compute log-probs and entropies, as verl's `fused_output_processor`, with Megatron Core 0.18 and later.
+
+    Unlike `verl_linear_cross_entropy`, this also sums the gradient of the hidden states without sequence parallelism.
+
+    Args:
+        hidden_states: [S, 1, H], or [S / TP, 1, H] with sequence parallelism.
+        output_layer, output_weight: as in `megatron.output_processor`.
+        labels: [1, S], of packed sequences.
+        context: has verl's temperature. Fields named after options of `Targets`, such as gradient_budget, are used.
+    """
+    names = ("vocab_size", "gradient_budget", "cache_mib", "backend")
+    options = {name: getattr(context, name) for name in names if hasattr(context, name)}
+    targets = Targets(labels, temperature=context.temperature, entropy=True, **options)
+    out = output_processor(
+        hidden_states=hidden_states, output_layer=output_layer, output_weight=output_weight, context=targets
+    )
+    return VerlOutput(out.log_probs.flatten(), _entropy(out).flatten())
+
+
+def nemo_rl_logprobs(
+    tensor_parallel_hidden_states: Tensor,
+    output_weight_layer: Tensor,
+    runtime_gather_output: bool | None,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    inference_only: bool = False,
+    cp_group: Any = None,
+    chunk_size: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """Compute log-probs of each next token, as NeMo RL's `from_parallel_hidden_states_to_logprobs`.
+
+    Args:
+        tensor_parallel_hidden_states: [S / TP, B, H]. Sequence parallelism is expected if TP > 1, as in NeMo RL.
+        output_weight_layer: [V / TP, H].
+        target: [B, S] int64, the input ids: this function shifts them.
+        vocab_start_index: the first id of this rank's rows.
+        inference_only: record nothing for a backward.
+        cp_group: None, or a group of one rank.
+        runtime_gather_output, vocab_end_index, chunk_size: not used.
+
+    Returns:
+        [B, S - 1]. Position s has the log-prob of target[:, s + 1].
+    """
+    check = Field("nemo_rl_logprobs")
+    if cp_group is not None and dist.get_world_size(cp_group) > 1:
+        check.fail("cp_group", "None or a group of one rank, as in NeMo RL", f"{dist.get_world_size(cp_group)} ranks")
+    _check_start(check, vocab_start_index, output_weight_layer, tp_group)
+    with torch.no_grad() if inference_only else nullcontext():
+        several = dist.get_world_size(tp_group) > 1
+        hidden = gathered(tensor_parallel_hidden_states, tp_group) if several else tensor_parallel_hidden_states
+        ids, mask = _next_tokens(target)
+        out = linear_log_probs(
+            hidden, output_weight_layer, ids.t(), mask=mask.t(), tp_group=tp_group, reduce_hidden="none", **options
+        )
+        return out.log_probs.t()[:, :-1].contiguous()
+
+
+def skyrl_logprobs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    inference_only: bool = False,
+    cp_group: Any = None,
+    chunk_size: int | None = None,
+    temperature: float = 1.0,
+    fused_backend: str = "torch",
+    **options: Any,
+) -> Tensor:
+    """Compute log-probs of each next token, as SkyRL's `from_parallel_hidden_to_logprobs`.
+
+    As in SkyRL, the gradient of hidden is this rank's term of the sum over the tensor-parallel group. SkyRL gathered
+    the hidden states of sequence parallelism before, and the backward of that gather adds the terms up.
+
+    Args:
+        hidden: [B, S / CP, H], cast to the dtype of the weight. Under context parallelism, S / CP positions in
+            Megatron's order: of 2 CP equal parts, rank r has parts r and 2 CP - 1 - r.
+        lm_head_weight: [V / TP, H].
+        target: [B, S] int64, the input ids of all ranks: this function shifts them. S may leave out padding at the end.
+        vocab_start_index: the first id of this rank's rows.
+        inference_only: record nothing for a backward.
+        vocab_end_index, chunk_size, fused_backend: not used.
+
+    Returns:
+        [B, S - 1], of the tokens of all ranks of cp_group, on each of them. The backward adds up the gradients of these
+        ranks, as SkyRL's does.
+    """
+    _check_start(Field("skyrl_logprobs"), vocab_start_index, lm_head_weight, tp_group)
+    ranks, width = 1 if cp_group is None else dist.get_world_size(cp_group), target.shape[1]
+    ids, mask = (torch.nn.functional.pad(x, (0, hidden.shape[1] * ranks - width)) for x in _next_tokens(target))
+    order = _order(ids.shape[1], ranks).to(ids.device)  # [CP, S / CP]
+    mine = order[0 if cp_group is None else dist.get_rank(cp_group)]
+    with torch.no_grad() if inference_only else nullcontext():
+        out = linear_log_probs(
+            hidden.to(lm_head_weight.dtype),
+            lm_head_weight,
+            ids[:, mine],
+            mask=mask[:, mine],
+            temperature=temperature,
+            tp_group=tp_group,
+            reduce_hidden="none",
+            **options,
+        )
+        every = out.log_probs if ranks == 1 else _Gathered.apply(out.log_probs, cp_group)
+    return every[:, order.flatten().argsort()][:, : width - 1]
+
+
+class ChunkedLMHeadOutput(NamedTuple):
+    """The fields of AReaL's ChunkedLMHeadOutput, [tokens] each."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    vocab_min_logits: Tensor
+    vocab_max_logits: Tensor
+    vocab_mean_logits: Tensor
+    vocab_norm_logits: Tensor
+
+
+def areal_logprobs_entropy(
+    output_layer: Any,
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float,
+    chunk_size: int,
+    logit_scale: float = 1.0,
+    **options: Any,
+) -> Any:
+    """Compute log-probs and entropies, as AReaL's `chunked_lm_head_logprobs_entropy`.
+
+    Args:
+        output_layer: AReaL's head. Its settings say how hidden states are sharded and who sums their gradient.
+        hidden_states: [S, B, H], or [S / TP, B, H] with sequence parallelism.
+        weight: [V / TP, H].
+        labels: [S, B] or [S * B] int64, already shifted.
+        chunk_size: not used.
+
+    Returns:
+        AReaL's ChunkedLMHeadOutput, with fields [S * B]. The entropies have no gradient, as in AReaL. The statistics of
+        the logits, which AReaL only logs, are NaN, because the logits are never complete.
+    """
+    if output_layer.config.defer_embedding_wgrad_compute:
+        Field("areal_logprobs_entropy").fail("defer_embedding_wgrad_compute", "False", True)
+    if getattr(output_layer, "fp32_operands", False):
+        hidden_states, weight = hidden_states.float(), weight.float()
+    if output_layer.sequence_parallel:
+        hidden_states = gathered(hidden_states, output_layer.tp_group)
+    out = linear_log_probs(
+        hidden_states.flatten(0, -2),
+        weight,
+        labels.flatten(),
+        temperature=temperature,
+        logit_scale=logit_scale,
+        entropy=True,
+        **layer_options(output_layer),
+        **options,
+    )
+    unknown = torch.full_like(out.log_probs, torch.nan, requires_grad=False)
+    kind = getattr(
+        sys.modules.get("areal.models.mcore.vocab_parallel_head"), "ChunkedLMHeadOutput", ChunkedLMHeadOutput
+    )
+    return kind(out.log_probs, _entropy(out).detach(), unknown, unknown, unknown, unknown)
+
+
+def _entropy(out: LogProbOutput) -> Tensor:
+    assert out.entropy is not None
+    return out.entropy
+
+
+def _check_start(check: Field, start: int, weight: Tensor, tp_group: Any) -> None:
+    """Raise an error unless this rank's rows of the head begin at id `start`."""
+    expected = dist.get_rank(tp_group) * weight.shape[0]
+    if start != expected:
+        check.fail("vocab_start_index", f"{expected}, the ranks before this one times the rows of the weight", start)
+
+
+def _next_tokens(target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the id after each position, [B, S], and a mask without the last position, which has none."""
+    mask = torch.ones_like(target, dtype=torch.bool)
+    mask[:, -1] = False
+    return target.roll(-1, -1), mask
+
+
+def _order(width: int, ranks: int) -> Tensor:
+    """Return the positions of each rank in Megatron's order of context parallelism, [ranks, width / ranks]."""
+    if ranks == 1:
+        return torch.arange(width)[None]
+    parts = torch.arange(width).view(2 * ranks, -1)
+    return torch.stack([torch.cat([parts[rank], parts[-1 - rank]]) for rank in range(ranks)])
+
+
+class _Gathered(torch.autograd.Function):
+    """Concatenate [B, S] of all ranks to [B, ranks S]. The backward adds up the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.width = group, x.shape[1]
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.split(ctx.width, 1)[dist.get_rank(ctx.group)], None

@@ -1,0 +1,163 @@
+"""More cases of test_megatron.py: `integrations/megatron_seams.py`, compared with the logits of one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers import megatron_cases
+from helpers.megatron_cases import WithProcessor, assert_close, case, gradients, of_logits, refused, weighted
+from helpers.megatron_models import PADDED, VOCAB, B, S, batch, make
+from megatron.core import parallel_state
+from tolerance import SHARDED_GRADIENT_RELATIVE
+from torch import Tensor
+
+from gspo_kernels.integrations import megatron_seams as seams
+
+H, ROWS = 16, PADDED // 2  # rows of the head on each of two ranks
+
+
+def main(rank: int, folder: Path) -> None:
+    """Run the cases of this module and those of `megatron_cases`."""
+    megatron_cases.main(rank, folder)
+
+
+def operands(width: int = S) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states [width, B, H], a complete head [PADDED, H] and ids [B, width], the same on every rank."""
+    rng = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(*shape, H, generator=rng).double() for shape in ((width, B), (PADDED,)))
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(VOCAB, (B, width), generator=rng)
+
+
+def shard_of(weight: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Return this rank's rows of a head, and their first id and the id after them."""
+    first = parallel_state.get_tensor_model_parallel_rank() * ROWS
+    return weight.detach()[first : first + ROWS].clone().requires_grad_(), (first, first + ROWS)
+
+
+def summed(x: Tensor | None, group: Any) -> Tensor:
+    """Return the sum over the ranks of a group."""
+    assert x is not None
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def assert_equal(**pairs: tuple[Tensor, Tensor | None]) -> None:
+    """Assert that each first tensor equals the second, the truth."""
+    truths = {name: truth.detach() for name, (_, truth) in pairs.items() if truth is not None}
+    assert_close({name: x.detach() for name, (x, _) in pairs.items()}, truths, SHARDED_GRADIENT_RELATIVE)
+
+
+@case("verl's linear_cross_entropy", tensor_model_parallel_size=2)
+def _verl() -> None:
+    hidden, weight, ids = operands()
+    shard, (first, end) = shard_of(weight)
+    group, labels = parallel_state.get_tensor_model_parallel_group(), ids.t().contiguous()
+    own = hidden.detach().clone().requires_grad_()
+    log_probs, entropy = seams.verl_linear_cross_entropy(own, shard, labels, 0.7, "none", group)
+    everything = torch.ones_like(log_probs, dtype=torch.bool)
+    weighted(log_probs, entropy, everything).backward()
+    true_log_probs, true_entropy = (x.flatten() for x in of_logits(hidden @ weight.t(), labels, 0.7, PADDED))
+    weighted(true_log_probs, true_entropy, everything).backward()
+    assert weight.grad is not None and shard.grad is not None
+    assert_equal(log_probs=(log_probs, true_log_probs), entropy=(entropy, true_entropy))
+    assert_equal(hidden=(summed(own.grad, group), hidden.grad), weight=(shard.grad, weight.grad[first:end]))
+    run = partial(seams.verl_linear_cross_entropy, own, shard, labels, 0.7)
+    refused("reduction must be 'none', got 'mean'", ValueError, lambda: run("mean", group))
+
+
+for _sequence_parallel in (False, True):
+
+    @case(f"verl's fused_output_processor{', sp' * _sequence_parallel}", tensor_model_parallel_size=2)
+    def _verl_processor(sequence_parallel: bool = _sequence_parallel) -> None:
+        model = make(True, sequence_parallel, kind=WithProcessor)
+        inputs, targets, mask = batch()
+        one = {name: x[:1] for name, x in inputs.items()}
+        context = SimpleNamespace(temperature=0.7, vocab_size=VOCAB)
+        processor: dict[str, Any] = {"output_processor": seams.verl_output_processor}
+        out = model(**one, labels=targets[:1], **processor, output_processor_context=context)
+        weighted(out.log_probs, out.entropy, mask[0]).backward()
+        ours = gradients(model)
+        log_probs, entropy = of_logits(model(**one, runtime_gather_output=True), targets[:1], 0.7, VOCAB)
+        weighted(log_probs[0], entropy[0], mask[0]).backward()
+        assert_close(ours, gradients(model), SHARDED_GRADIENT_RELATIVE)
+        assert_equal(log_probs=(out.log_probs, log_probs[0]), entropy=(out.entropy, entropy[0]))
+
+    @case(f"AReaL's chunked head{', sp' * _sequence_parallel}", tensor_model_parallel_size=2)
+    def _areal(sequence_parallel: bool = _sequence_parallel) -> None:
+        layer = make(False, sequence_parallel).output_layer
+        rank, (complete, _, ids) = parallel_state.get_tensor_model_parallel_rank(), operands()
+        part = complete.detach().chunk(2)[rank] if sequence_parallel else complete.detach()
+        hidden, plain = (part.clone().requires_grad_() for _ in range(2))
+        labels, everything = ids.t().contiguous(), torch.ones(S * B, dtype=torch.bool)
+        out = seams.areal_logprobs_entropy(
+            layer, hidden, layer.weight, labels, temperature=0.7, chunk_size=3, logit_scale=0.5
+        )
+        weighted(out.logprobs, None, everything).backward()
+        ours = gradients(layer)
+        logits = layer(plain, runtime_gather_output=True)[0]
+        log_probs, entropy = (x.flatten() for x in of_logits(logits * 0.5, labels, 0.7, PADDED))
+        weighted(log_probs, None, everything).backward()
+        assert_close(ours, gradients(layer), SHARDED_GRADIENT_RELATIVE)
+        assert_equal(log_probs=(out.logprobs, log_probs), entropy=(out.entropy, entropy))
+        assert hidden.grad is not None
+        assert_equal(hidden=(hidden.grad, plain.grad))
+        assert not out.entropy.requires_grad and out.vocab_min_logits.isnan().all() and len(out) == 6
+
+
+@case("NeMo RL's hidden states", tensor_model_parallel_size=2)
+def _nemo_rl() -> None:
+    hidden, weight, ids = operands()
+    shard, bounds = shard_of(weight)
+    rank, group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_group()
+    own = hidden.detach().chunk(2)[rank].clone().requires_grad_()
+    before = ids.clone()
+    out = seams.nemo_rl_logprobs(own, shard, None, ids, *bounds, group, cp_group=None, chunk_size=2)
+    everything = torch.ones(B, S - 1, dtype=torch.bool)
+    weighted(out, None, everything).backward()
+    logits = (hidden @ weight.t()).transpose(0, 1)[:, :-1]
+    truth, _ = of_logits(logits, ids[:, 1:], 1.0, PADDED)
+    weighted(truth, None, everything).backward()
+    assert hidden.grad is not None and weight.grad is not None and own.grad is not None and shard.grad is not None
+    assert_equal(log_probs=(out, truth), hidden=(own.grad, hidden.grad.chunk(2)[rank]))
+    assert_equal(weight=(shard.grad, weight.grad[slice(*bounds)]))
+    assert torch.equal(ids, before)
+    assert not seams.nemo_rl_logprobs(own, shard, None, ids, *bounds, group, inference_only=True).requires_grad
+    wrong = partial(seams.nemo_rl_logprobs, own, shard, None, ids, bounds[0] + 1, bounds[1], group)
+    refused(f"vocab_start_index must be {bounds[0]}", ValueError, wrong)
+    two = partial(seams.nemo_rl_logprobs, own, shard, None, ids, *bounds, group, cp_group=group)
+    refused("cp_group must be None or a group of one rank", ValueError, two)
+
+
+for _padding in (0, 3):
+
+    @case(
+        f"SkyRL's hidden states, cp 2, {_padding} positions of padding",
+        tensor_model_parallel_size=2,
+        context_parallel_size=2,
+    )
+    def _skyrl(padding: int = _padding) -> None:
+        hidden, weight, ids = operands()
+        ids = ids[:, : S - padding]
+        shard, bounds = shard_of(weight)
+        tp, cp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+        rank = dist.get_rank(cp)
+        mine = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])][rank]  # S = 8 in four parts
+        own = hidden.detach().transpose(0, 1)[:, mine].clone().requires_grad_()
+        options: dict[str, Any] = {"cp_group": cp, "temperature": 0.7, "fused_backend": "triton"}
+        out = seams.skyrl_logprobs(own, shard, ids, *bounds, tp, **options)
+        everything = torch.ones(B, S - padding - 1, dtype=torch.bool)
+        weighted(out, None, everything).backward()  # on both ranks of cp, so all gradients are twice the truth
+        logits = (hidden @ weight.t()).transpose(0, 1)[:, : S - padding - 1]
+        truth, _ = of_logits(logits, ids[:, 1:], 0.7, PADDED)
+        (2 * weighted(truth, None, everything)).backward()
+        assert hidden.grad is not None and weight.grad is not None
+        assert_equal(log_probs=(out, truth), weight=(summed(shard.grad, cp), weight.grad[slice(*bounds)]))
+        assert_equal(hidden=(summed(own.grad, tp), hidden.grad.transpose(0, 1)[:, mine]))
+        alone = seams.skyrl_logprobs(hidden.transpose(0, 1), shard, ids, *bounds, tp, inference_only=True)
+        assert alone.shape == (B, S - padding - 1) and not alone.requires_grad

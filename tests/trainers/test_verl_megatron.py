@@ -1,0 +1,18 @@
+"""verl's Megatron engine with our log-probs: verl's own forward of a GPTModel, on two gloo processes (TP 2, SP)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.ranks import run_ranks
+
+pytest.importorskip("verl")
+pytest.importorskip("megatron.core")
+
+from helpers.verl_megatron import DEADLINE, main
+
+
+def test_verls_forward_of_a_sharded_model_equals_that_of_complete_logits(tmp_path: Path) -> None:
+    run_ranks(main, 2, tmp_path, deadline=DEADLINE)
+    assert len(list(tmp_path.iterdir())) == 2

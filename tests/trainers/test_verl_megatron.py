@@ -14,5 +14,4 @@ from helpers.verl_megatron import DEADLINE, main
 
 
 def test_verls_forward_of_a_sharded_model_equals_that_of_complete_logits(tmp_path: Path) -> None:
-    run_ranks(main, 2, tmp_path, deadline=DEADLINE)
-    assert len(list(tmp_path.iterdir())) == 2
+    run_ranks(main, 2, tmp_path, deadline=DEADLINE)  # raises the exception of a rank

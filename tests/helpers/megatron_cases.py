@@ -28,7 +28,7 @@ from gspo_kernels.integrations.megatron import Targets, output_processor
 
 WORLD, DEADLINE = 4, 100.0  # seconds
 TIMEOUT = datetime.timedelta(seconds=DEADLINE)
-CASES: dict[str, Callable[[], None]] = {}
+CASES: dict[str, tuple[dict[str, int], Callable[[], None]]] = {}  # sizes of Megatron's groups, and the case
 model_log_probs: Any = megatron.model_log_probs  # LogProbOutput on the last stage, a Tensor on others
 
 
@@ -36,15 +36,8 @@ def case(name: str, **sizes: int) -> Callable[[Callable[[], None]], Callable[[],
     """Add a case that runs with these sizes of Megatron's groups."""
 
     def add(run: Callable[[], None]) -> Callable[[], None]:
-        def with_groups() -> None:
-            parallel_state.initialize_model_parallel(**sizes)
-            try:
-                run()
-            finally:
-                parallel_state.destroy_model_parallel()
-
         assert name not in CASES, name
-        CASES[name] = with_groups
+        CASES[name] = sizes, run
         return run
 
     return add
@@ -54,8 +47,13 @@ def main(rank: int, folder: Path) -> None:
     """Run all cases, and write the errors of this rank, by name of the case."""
     run_without_gpu()
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    errors = {}
-    for name, run in CASES.items():
+    errors, current = {}, {}
+    # Cases with equal sizes share their groups, because threads of gloo's groups live as long as the process.
+    for name, (sizes, run) in sorted(CASES.items(), key=lambda item: str(item[1][0])):
+        if sizes != current:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(**sizes)
+            current = sizes
         try:
             run()
         except Exception:

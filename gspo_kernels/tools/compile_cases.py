@@ -70,10 +70,19 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 # The heads that `gspo doctor --compile --shape` compiles.
-SHAPE_CASES = ("bf16", "bf16 entropy", "bf16 temperature", "fp16", "fp32", "bf16 cells", "fp16 cells")
+SHAPE_CASES = (
+    "bf16",
+    "bf16 entropy",
+    "bf16 temperature",
+    "fp16",
+    "fp32",
+    "bf16 cells",
+    "bf16 cells added",
+    "fp16 cells",
+)
 # (H, V) of Llama 2, GPT-2, Llama 3, Qwen (small and large models) and Gemma, and the heads compiled for each. Their
 # tile kernels are the same, because H and V are ordinary arguments. The products of cells differ: bf16 only.
-SHARED_CASES = ("bf16", "bf16 entropy", "bf16 temperature", "fp16", "fp32", "bf16 cells")
+SHARED_CASES = ("bf16", "bf16 entropy", "bf16 temperature", "fp16", "fp32", "bf16 cells", "bf16 cells added")
 SHAPES = [(h, v) for v in (32_000, 50_257, 128_256, 151_936, 152_064, 262_144) for h in (896, 2560, 4096)]
 
 
@@ -82,7 +91,8 @@ def runs(
 ) -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
     """Yield (name, dtype, host call on meta tensors) of every case; with `shape` (H, V), of those in `of_shape`."""
     heads = [(name, options, forward_and_backward) for name, options in CASES.items()]
-    heads += [(name, options, live_cells) for name, options in CELL_CASES.items()]
+    for ending, added in (("", False), (" added", True)):
+        heads += [(name + ending, options, partial(live_cells, added=added)) for name, options in CELL_CASES.items()]
     heads += [(name, options, partial(forward_and_backward, cached=True)) for name, options in CACHE_CASES.items()]
     if shape is not None:
         sizes: dict[str, Any] = dict(width=shape[0], vocab=shape[1], rows=256)  # few rows: few slabs
@@ -144,10 +154,9 @@ def full_cache(head: HeadRows) -> int:
     return (head.hidden.shape[0] + 127) * (head.vocab_size + 255) * head.hidden.dtype.itemsize
 
 
-def live_cells(head: HeadRows) -> None:
-    """Run forward and the backward of selected cells, with products that are added up and with products of one part."""
-    backward_of_cells(head, all_cells=True, chunks=2)
-    backward_of_cells(head, all_cells=False, chunks=1)
+def live_cells(head: HeadRows, added: bool) -> None:
+    """Run forward and the backward of selected cells: of one part, or of two whose products are added up."""
+    backward_of_cells(head, all_cells=added, chunks=1 + added)
 
 
 def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None) -> None:

@@ -220,7 +220,8 @@ def variants(batches: int) -> dict[str, int]:
             for head in cases.CASES.values():
                 cases.forward_and_backward(cases.meta_head(rows=rows, **head))
             for head in cases.CELL_CASES.values():
-                cases.live_cells(cases.meta_head(rows=rows, **head))
+                for added in (True, False):
+                    cases.live_cells(cases.meta_head(rows=rows, **head), added)
             for objective in cases.OBJECTIVES.values():
                 cases.loss(replace(objective, clip_low=low, clip_high=high), torch.float32, rows, sequences)
     return Counter(kernel for kernel, *_ in {(x.kernel.__name__, x.config, specialise(x)) for x in seen})

@@ -171,8 +171,12 @@ def skyrl_logprobs(
         [B, S - 1], of the tokens of all ranks of cp_group, on each of them. The backward adds up the gradients of these
         ranks, as SkyRL's does.
     """
-    _check_start(Field("skyrl_logprobs"), vocab_start_index, lm_head_weight, tp_group)
+    check = Field("skyrl_logprobs")
+    _check_start(check, vocab_start_index, lm_head_weight, tp_group)
     ranks, width = 1 if cp_group is None else dist.get_world_size(cp_group), target.shape[1]
+    if hidden.shape[1] * ranks < width or (ranks > 1 and hidden.shape[1] % 2):
+        expected = f"[B, S / CP, H], S / CP even with CP > 1, and S at least the {width} positions of target"
+        check.fail("hidden", expected, hidden)
     ids, mask = (torch.nn.functional.pad(x, (0, hidden.shape[1] * ranks - width)) for x in _next_tokens(target))
     order = _order(ids.shape[1], ranks).to(ids.device)  # [CP, S / CP]
     mine = order[0 if cp_group is None else dist.get_rank(cp_group)]

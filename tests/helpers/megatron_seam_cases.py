@@ -159,5 +159,7 @@ for _padding in (0, 3):
         assert hidden.grad is not None and weight.grad is not None
         assert_equal(log_probs=(out, truth), weight=(summed(shard.grad, cp), weight.grad[slice(*bounds)]))
         assert_equal(hidden=(summed(own.grad, tp), hidden.grad.transpose(0, 1)[:, mine]))
+        wrong = partial(seams.skyrl_logprobs, own[:, :3], shard, ids, *bounds, tp, cp_group=cp)
+        refused("hidden must be [B, S / CP, H], S / CP even", ValueError, wrong)
         alone = seams.skyrl_logprobs(hidden.transpose(0, 1), shard, ids, *bounds, tp, inference_only=True)
         assert alone.shape == (B, S - padding - 1) and not alone.requires_grad

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import partial
+from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from helpers import megatron_cases
 from helpers.megatron_cases import WithProcessor, assert_close, case, gradients, of_logits, refused, weighted
 from helpers.megatron_models import PADDED, VOCAB, B, S, batch, make
 from megatron.core import parallel_state
-from tolerance import SHARDED_GRADIENT_RELATIVE
+from tolerance import MODEL_GRADIENT_RELATIVE, SHARDED_GRADIENT_RELATIVE
 from torch import Tensor
 
 from gspo_kernels.integrations import megatron_seams as seams
@@ -132,6 +134,32 @@ def _nemo_rl() -> None:
     refused(f"vocab_start_index must be {bounds[0]}", ValueError, wrong)
     two = partial(seams.nemo_rl_logprobs, own, shard, None, ids, *bounds, group, cp_group=group)
     refused("cp_group must be None or a group of one rank", ValueError, two)
+
+
+def skyrls_own() -> Any:
+    """Return SkyRL's module with its log-probs, without importing its package, which needs all of SkyRL."""
+    place = distribution("skyrl").locate_file("skyrl/backends/skyrl_train/distributed/megatron/model_utils.py")
+    spec: Any = importlib.util.spec_from_file_location("skyrl_model_utils", str(place))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@case("SkyRL's own function", tensor_model_parallel_size=2, context_parallel_size=2)
+def _skyrl_itself() -> None:
+    hidden, weight, ids = operands()
+    shard, bounds = shard_of(weight)
+    tp, cp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    options: dict[str, Any] = {"chunk_size": 3, "temperature": 0.7}
+    found = []
+    for function in (seams.skyrl_logprobs, skyrls_own().from_parallel_hidden_to_logprobs):
+        own, rows = (x.detach().float().requires_grad_() for x in (hidden.transpose(0, 1), shard))
+        out = function(own, rows, ids, *bounds, tp, **options)
+        weighted(out, None, torch.ones_like(out, dtype=torch.bool)).backward()
+        with torch.no_grad():  # SkyRL's backward of the gather over cp_group needs a GPU
+            of_ranks = function(own[:, : S // 2], rows, ids[:, : S - 1], *bounds, tp, cp_group=cp, **options)
+        found.append({"log_probs": out.detach(), "hidden": own.grad, "weight": rows.grad, "cp": of_ranks})
+    assert_close(found[0], found[1], MODEL_GRADIENT_RELATIVE[torch.float32])
 
 
 for _padding in (0, 3):

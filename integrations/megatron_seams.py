@@ -3,6 +3,7 @@
     verl      model_forward_fused.linear_cross_entropy                   = verl_linear_cross_entropy
     verl      model_forward_fused.fused_output_processor                 = verl_output_processor
     NeMo RL   model_utils.from_parallel_hidden_states_to_logprobs        = nemo_rl_logprobs
+    SkyRL     model_utils._fused_lm_head_logprob_apply                   = skyrl_fused_logprobs
     SkyRL     megatron_model_wrapper.from_parallel_hidden_to_logprobs    = skyrl_logprobs
     AReaL     megatron_engine.chunked_lm_head_logprobs_entropy           = areal_logprobs_entropy
 
@@ -12,20 +13,23 @@ V / TP rows of the head. Results are fp32 (fp64 for fp64 inputs) and equal on th
 
 `options` are gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Set them by `functools.partial`.
 Without vocab_size, Megatron's padding of the vocabulary counts, as in the trainers' own functions. Errors are those of
-`linear_log_probs`. The trainers' sizes of chunks have no effect.
+`linear_log_probs`. vocab_start_index is the first id of this rank's rows; inference_only records nothing for a
+backward. vocab_end_index and sizes of chunks are not used.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import namedtuple
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_kernels import LogProbOutput, linear_log_probs
+from gspo_kernels import linear_log_probs
 from gspo_kernels.validation import Field
 
 from .megatron import Targets, gathered, layer_options, output_processor
@@ -56,7 +60,7 @@ def verl_linear_cross_entropy(
     """
     if reduction != "none":
         Field("verl_linear_cross_entropy").fail("reduction", "'none'", reduction)
-    out = linear_log_probs(
+    out: Any = linear_log_probs(
         hidden.flatten(0, -2),
         weight,
         labels.flatten(),
@@ -66,19 +70,12 @@ def verl_linear_cross_entropy(
         reduce_hidden="none" if dist_process_group is not None else "all",
         **options,
     )
-    return out.log_probs, _entropy(out)
-
-
-class VerlOutput:
-    """The attributes that verl reads from its CausalLMOutputForPPO: log_probs and entropy, [tokens]."""
-
-    def __init__(self, log_probs: Tensor, entropy: Tensor) -> None:
-        self.log_probs, self.entropy = log_probs, entropy
+    return out.log_probs, out.entropy
 
 
 def verl_output_processor(
     *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, labels: Tensor, context: Any, **_: Any
-) -> VerlOutput:
+) -> SimpleNamespace:
     """Compute log-probs and entropies, as verl's `fused_output_processor`, with Megatron Core 0.18 and later.
 
     Unlike `verl_linear_cross_entropy`, this also sums the gradient of the hidden states without sequence parallelism.
@@ -88,14 +85,17 @@ def verl_output_processor(
         output_layer, output_weight: as in `megatron.output_processor`.
         labels: [1, S], of packed sequences.
         context: has verl's temperature. Fields named after options of `Targets`, such as gradient_budget, are used.
+
+    Returns:
+        log_probs and entropy, [S], which is what verl reads from its CausalLMOutputForPPO.
     """
     names = ("vocab_size", "gradient_budget", "cache_mib", "backend")
     options = {name: getattr(context, name) for name in names if hasattr(context, name)}
     targets = Targets(labels, temperature=context.temperature, entropy=True, **options)
-    out = output_processor(
+    out: Any = output_processor(
         hidden_states=hidden_states, output_layer=output_layer, output_weight=output_weight, context=targets
     )
-    return VerlOutput(out.log_probs.flatten(), _entropy(out).flatten())
+    return SimpleNamespace(log_probs=out.log_probs.flatten(), entropy=out.entropy.flatten())
 
 
 def nemo_rl_logprobs(
@@ -117,10 +117,8 @@ def nemo_rl_logprobs(
         tensor_parallel_hidden_states: [S / TP, B, H]. Sequence parallelism is expected if TP > 1, as in NeMo RL.
         output_weight_layer: [V / TP, H].
         target: [B, S] int64, the input ids: this function shifts them.
-        vocab_start_index: the first id of this rank's rows.
-        inference_only: record nothing for a backward.
         cp_group: None, or a group of one rank.
-        runtime_gather_output, vocab_end_index, chunk_size: not used.
+        runtime_gather_output: not used.
 
     Returns:
         [B, S - 1]. Position s has the log-prob of target[:, s + 1].
@@ -128,15 +126,43 @@ def nemo_rl_logprobs(
     check = Field("nemo_rl_logprobs")
     if cp_group is not None and dist.get_world_size(cp_group) > 1:
         check.fail("cp_group", "None or a group of one rank, as in NeMo RL", f"{dist.get_world_size(cp_group)} ranks")
-    _check_start(check, vocab_start_index, output_weight_layer, tp_group)
+    ids, mask = _next_tokens(target)
+    options |= {"mask": mask.t(), "tp_group": tp_group}
     with torch.no_grad() if inference_only else nullcontext():
         several = dist.get_world_size(tp_group) > 1
         hidden = gathered(tensor_parallel_hidden_states, tp_group) if several else tensor_parallel_hidden_states
-        ids, mask = _next_tokens(target)
-        out = linear_log_probs(
-            hidden, output_weight_layer, ids.t(), mask=mask.t(), tp_group=tp_group, reduce_hidden="none", **options
-        )
-        return out.log_probs.t()[:, :-1].contiguous()
+        out = _of_shard(check, hidden, output_weight_layer, ids.t(), vocab_start_index, **options)
+        return out.t()[:, :-1].contiguous()
+
+
+def skyrl_fused_logprobs(
+    backend: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    chunk_size: int,
+    tp_group: Any,
+    inference_only: bool,
+    **options: Any,
+) -> Tensor:
+    """Compute log-probs, as SkyRL's `_fused_lm_head_logprob_apply`, which computes those of packed and other batches.
+
+    The gradient of hidden is as in `skyrl_logprobs`.
+
+    Args:
+        hidden: [B, S, H], cast to the dtype of the weight.
+        weight: [V / TP, H], which SkyRL has divided by the temperature.
+        target: [B, S] int64, already shifted.
+        backend: not used.
+
+    Returns:
+        [B, S].
+    """
+    check = Field("skyrl_fused_logprobs")
+    with torch.no_grad() if inference_only else nullcontext():
+        return _of_shard(check, hidden, weight, target, vocab_start_index, tp_group=tp_group, **options)
 
 
 def skyrl_logprobs(
@@ -163,16 +189,13 @@ def skyrl_logprobs(
             Megatron's order: of 2 CP equal parts, rank r has parts r and 2 CP - 1 - r.
         lm_head_weight: [V / TP, H].
         target: [B, S] int64, the input ids of all ranks: this function shifts them. S may leave out padding at the end.
-        vocab_start_index: the first id of this rank's rows.
-        inference_only: record nothing for a backward.
-        vocab_end_index, chunk_size, fused_backend: not used.
+        fused_backend: not used.
 
     Returns:
         [B, S - 1], of the tokens of all ranks of cp_group, on each of them. The backward adds up the gradients of these
         ranks, as SkyRL's does.
     """
     check = Field("skyrl_logprobs")
-    _check_start(check, vocab_start_index, lm_head_weight, tp_group)
     ranks, width = 1 if cp_group is None else dist.get_world_size(cp_group), target.shape[1]
     if hidden.shape[1] * ranks < width or (ranks > 1 and hidden.shape[1] % 2):
         expected = f"[B, S / CP, H], S / CP even with CP > 1, and S at least the {width} positions of target"
@@ -180,30 +203,15 @@ def skyrl_logprobs(
     ids, mask = (torch.nn.functional.pad(x, (0, hidden.shape[1] * ranks - width)) for x in _next_tokens(target))
     order = _order(ids.shape[1], ranks).to(ids.device)  # [CP, S / CP]
     mine = order[0 if cp_group is None else dist.get_rank(cp_group)]
+    options |= {"mask": mask[:, mine], "temperature": temperature, "tp_group": tp_group}
     with torch.no_grad() if inference_only else nullcontext():
-        out = linear_log_probs(
-            hidden.to(lm_head_weight.dtype),
-            lm_head_weight,
-            ids[:, mine],
-            mask=mask[:, mine],
-            temperature=temperature,
-            tp_group=tp_group,
-            reduce_hidden="none",
-            **options,
-        )
-        every = out.log_probs if ranks == 1 else _Gathered.apply(out.log_probs, cp_group)
+        own = _of_shard(check, hidden, lm_head_weight, ids[:, mine], vocab_start_index, **options)
+        every = own if ranks == 1 else _Gathered.apply(own, cp_group)
     return every[:, order.flatten().argsort()][:, : width - 1]
 
 
-class ChunkedLMHeadOutput(NamedTuple):
-    """The fields of AReaL's ChunkedLMHeadOutput, [tokens] each."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    vocab_min_logits: Tensor
-    vocab_max_logits: Tensor
-    vocab_mean_logits: Tensor
-    vocab_norm_logits: Tensor
+STATISTICS = ["vocab_min_logits", "vocab_max_logits", "vocab_mean_logits", "vocab_norm_logits"]
+ChunkedLMHeadOutput: Any = namedtuple("ChunkedLMHeadOutput", ["logprobs", "entropy", *STATISTICS])  # as AReaL's
 
 
 def areal_logprobs_entropy(
@@ -224,7 +232,6 @@ def areal_logprobs_entropy(
         hidden_states: [S, B, H], or [S / TP, B, H] with sequence parallelism.
         weight: [V / TP, H].
         labels: [S, B] or [S * B] int64, already shifted.
-        chunk_size: not used.
 
     Returns:
         AReaL's ChunkedLMHeadOutput, with fields [S * B]. The entropies have no gradient, as in AReaL. The statistics of
@@ -236,7 +243,7 @@ def areal_logprobs_entropy(
         hidden_states, weight = hidden_states.float(), weight.float()
     if output_layer.sequence_parallel:
         hidden_states = gathered(hidden_states, output_layer.tp_group)
-    out = linear_log_probs(
+    out: Any = linear_log_probs(
         hidden_states.flatten(0, -2),
         weight,
         labels.flatten(),
@@ -250,19 +257,15 @@ def areal_logprobs_entropy(
     kind = getattr(
         sys.modules.get("areal.models.mcore.vocab_parallel_head"), "ChunkedLMHeadOutput", ChunkedLMHeadOutput
     )
-    return kind(out.log_probs, _entropy(out).detach(), unknown, unknown, unknown, unknown)
+    return kind(out.log_probs, out.entropy.detach(), unknown, unknown, unknown, unknown)
 
 
-def _entropy(out: LogProbOutput) -> Tensor:
-    assert out.entropy is not None
-    return out.entropy
-
-
-def _check_start(check: Field, start: int, weight: Tensor, tp_group: Any) -> None:
-    """Raise an error unless this rank's rows of the head begin at id `start`."""
-    expected = dist.get_rank(tp_group) * weight.shape[0]
+def _of_shard(check: Field, hidden: Tensor, weight: Tensor, ids: Tensor, start: int, **options: Any) -> Tensor:
+    """Return log-probs in the shape of ids. Raise an error unless this rank's rows of the head begin at id `start`."""
+    expected = dist.get_rank(options["tp_group"]) * weight.shape[0]
     if start != expected:
         check.fail("vocab_start_index", f"{expected}, the ranks before this one times the rows of the weight", start)
+    return linear_log_probs(hidden.to(weight.dtype), weight, ids, reduce_hidden="none", **options).log_probs
 
 
 def _next_tokens(target: Tensor) -> tuple[Tensor, Tensor]:

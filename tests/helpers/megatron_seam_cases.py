@@ -8,6 +8,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -159,6 +160,25 @@ def _skyrl_itself() -> None:
         with torch.no_grad():  # SkyRL's backward of the gather over cp_group needs a GPU
             of_ranks = function(own[:, : S // 2], rows, ids[:, : S - 1], *bounds, tp, cp_group=cp, **options)
         found.append({"log_probs": out.detach(), "hidden": own.grad, "weight": rows.grad, "cp": of_ranks})
+    assert_close(found[0], found[1], MODEL_GRADIENT_RELATIVE[torch.float32])
+
+
+@case("SkyRL's packed sequences", tensor_model_parallel_size=2, context_parallel_size=2)
+def _skyrl_packed() -> None:
+    """SkyRL's function of packed sequences, with our log-probs inside and with its own."""
+    hidden, weight, ids = operands(12)
+    shard, bounds = shard_of(weight)
+    tp, cp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    module, offsets, found = skyrls_own(), torch.tensor([0, 8, 12]), []
+    part = hidden.detach()[:, :1].chunk(2)[dist.get_rank(cp)].transpose(0, 1).float()  # [1, 6, H]
+    for apply in (seams.skyrl_fused_logprobs, module._fused_lm_head_logprob_apply):
+        own, rows = part.clone().requires_grad_(), shard.detach().float().requires_grad_()
+        with mock.patch.object(module, "_fused_lm_head_logprob_apply", apply):
+            out = module.from_parallel_hidden_to_logprobs_packed_sequences(
+                own, rows, ids[:1], offsets, 8, *bounds, tp, cp_group=cp, chunk_size=3, temperature=0.7
+            )
+        weighted(out, None, out != 0).backward()
+        found.append({"log_probs": out.detach(), "hidden": own.grad, "weight": rows.grad})
     assert_close(found[0], found[1], MODEL_GRADIENT_RELATIVE[torch.float32])
 
 

@@ -22,7 +22,11 @@ from gspo_kernels.integrations.tasks import Example
 
 OPTIONS: dict[str, Any] = dict(steps=2, learning_rate=3e-4, save=True, micro_batch_size=2, updates_per_rollout=2)
 OPTIONS |= dict(prompts_per_step=4, group_size=4, kl_coef=0.1, objective="dapo", checkpoint_every=1, epochs=2)
-ONE, SHARDED, LORA = {}, {"parallel": "fsdp2"}, {"lora_rank": 4, "lora_head": True, "precision": "bf16"}
+ONE, SHARDED = {}, {"parallel": "fsdp2"}
+# One micro-batch per process. Then one process and two add the same two gradients, which gives the same bits. With more
+# micro-batches, the order of additions differs: bf16 activations may round the other way, and AdamW divides small
+# gradients by their size, so no useful limit follows from bf16's rounding.
+LORA = {"lora_rank": 4, "lora_head": True, "precision": "bf16", "micro_batch_size": 4, "threads": 1}
 
 
 def one_by_one(policy: Any, examples: Sequence[Example], *, group_size: int, **options: Any) -> list[Dialogue]:
@@ -60,7 +64,8 @@ def test_two_processes_train_like_one(tmp_path: Path, monkeypatch: pytest.Monkey
     states = [torch.load(folder / "checkpoint.pt")["optimizer"]["weights"] for folder in (alone, together)]
     before = load_policy_weights(tmp_path, changes)
     for name, values in states[0].items():
-        torch.testing.assert_close(states[1][name]["weight"], values["weight"], rtol=0, atol=TRAINER_ABSOLUTE)
+        limit = 0.0 if changes is LORA else TRAINER_ABSOLUTE
+        torch.testing.assert_close(states[1][name]["weight"], values["weight"], rtol=0, atol=limit)
         if name in before:
             assert (values["weight"] - before[name]).abs().max() > 20 * TRAINER_ABSOLUTE, name
     if not changes.get("lora_rank"):

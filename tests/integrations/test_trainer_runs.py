@@ -34,7 +34,7 @@ from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
-from gspo_kernels.integrations.tasks import Example
+from gspo_kernels.integrations.tasks import Example, RewardBatch
 from gspo_kernels.tools.cli import app
 
 SIZES = [f"{name}={value}" for name, value in SMALL.items() if name != "steps"]
@@ -208,7 +208,7 @@ def test_a_run_with_equal_rewards_warns_at_the_end(tmp_path: Path, reward: float
 
 
 def test_groups_without_a_signal_have_equal_rewards() -> None:
-    assert trainer.share_of_equal_groups(torch.tensor([0.0, 0.0, 0.5, 0.5, 0.0, 1.0, 1.0, 1.0]), 2) == 0.75
+    assert RewardBatch([0.0, 0.0, 0.5, 0.5, 0.0, 1.0, 1.0, 1.0], {}, []).share_of_equal_groups(2) == 0.75
 
 
 # Mixtures of experts

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gspo_kernels import Objective, gspo_fused_loss
-from gspo_kernels.integrations.reference_trainer import InputError, policy
+from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy
 from gspo_kernels.integrations.reference_trainer.data import jsonl_task, load_reward
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, encode, fitting, sample
 from gspo_kernels.integrations.tasks import TASKS, Example, RewardComponent, Rewards, task_by_name
@@ -107,7 +108,7 @@ def test_a_failed_component_scores_zero_and_is_reported(function: Callable[..., 
     batch = rewards(["ab"], [Example("", "ab")])
     assert time.monotonic() - started < 5
     assert batch.total == [1.0] and batch.components == {"custom": [0.0], "one": [1.0]}
-    assert batch.failures == [f"custom: {reason}; completion 'ab'"]
+    assert [str(failure) for failure in batch.failures] == [f"custom: {reason}; completion 'ab'"]
 
 
 def test_the_time_limit_restores_the_callers_timer_and_handler() -> None:
@@ -237,11 +238,12 @@ def test_jsonl_prompts_may_be_chats(tmp_path: Path) -> None:
 
 def test_prompts_above_the_limit_are_left_out(character_policy: policy.Policy) -> None:
     task = task_by_name("sorting", 32)
-    kept, left_out = fitting(character_policy, task, len("sort abcd:"), 8)
+    config = TrainConfig(max_prompt_tokens=len("sort abcd:"), max_new_tokens=8)
+    kept, left_out = fitting(config, character_policy, task)
     assert {len(e.key) for e in [*kept.train, *kept.held_out]} == {9, 10}
     assert left_out == 216 and len(kept.train) + len(kept.held_out) == 432
     with pytest.raises(InputError, match="max_prompt_tokens: expected a limit that some prompts meet, got 8"):
-        fitting(character_policy, task, 8, 8)
+        fitting(replace(config, max_prompt_tokens=8), character_policy, task)
 
 
 # Dialogues

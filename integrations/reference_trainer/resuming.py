@@ -37,30 +37,33 @@ def start_of(
             arguments of `train` differ from those of the run in a way that it cannot continue with.
     """
     from_python = [name for name, x in (("task", task), ("reward", reward)) if x is not None]
-    before, record = read_run(config.folder) if config.resume else ({}, {})
-    if config.resume:
-        check_arguments(config.folder, record.get("from_python", []), from_python)
-    task = task_of(config, task, reward)
-    weights = {component.name: component.weight for component in task.rewards.components}
-    start = Start(task, {"from_python": from_python, "rewards": weights, "prompts": task.digest}, None, [])
     if not config.resume:
-        return start
+        task = task_of(config, task, reward)
+        return Start(task, record_of(task, from_python), None, [])
+    before, then = read_run(config.folder)
+    check_arguments(config.folder, then.get("from_python", []), from_python)
+    changes = changed_options(config, before)
     path = config.folder / "checkpoint.pt"
     saved = read_checkpoint(path) if path.is_file() else None
-    now = json.loads(json.dumps(config.to_dict()))
-    options = [name for name in now if name in before and name not in ("name", "output")]
-    changes = {name: [before[name], now[name]] for name in options if before[name] != now[name]}
     check_changes(config, changes, before, saved)
-    if record.get("prompts", task.digest) != task.digest:
-        related = [f"; {name}: {arrow(*changes[name])}" for name in PROMPTS if name in changes]
-        expected = f"the prompts and answers of {config.folder} in their order, with the digest {record['prompts']}"
-        refuse("data" if config.data else "task", expected, "".join([f"the digest {task.digest}", *related]))
-    if record.get("rewards", weights) != weights:
-        changes["weights of rewards"] = [record["rewards"], weights]
+    task = task_of(config, task, reward)
+    record = record_of(task, from_python)
+    if then.get("prompts", record["prompts"]) != record["prompts"]:
+        related = "".join(f"; {name}: {arrow(*changes[name])}" for name in PROMPTS if name in changes)
+        expected = f"the prompts and answers of {config.folder} in their order, with the digest {then['prompts']}"
+        refuse("data" if config.data else "task", expected, f"the digest {record['prompts']}{related}")
+    if then.get("rewards", record["rewards"]) != record["rewards"]:
+        changes["weights of rewards"] = [then["rewards"], record["rewards"]]
     notes = [f"resume: {name}: {arrow(*change)}, taken from here on" for name, change in changes.items()]
     if saved is None:
         notes.append(f"resume: {config.folder} has no checkpoint yet, so training starts again from the beginning")
-    return start._replace(saved=saved, notes=notes)
+    return Start(task, record, saved, notes)
+
+
+def record_of(task: Task, from_python: list[str]) -> dict[str, Any]:
+    """Return what config.json records besides the options."""
+    rewards = {component.name: component.weight for component in task.rewards.components}
+    return {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
 
 
 def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -91,6 +94,13 @@ def refuse(name: str, expected: object, got: object) -> NoReturn:
 
 def arrow(before: Any, now: Any) -> str:
     return f"{json.dumps(before)} -> {json.dumps(now)}"
+
+
+def changed_options(config: TrainConfig, before: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the values, before and now, of the options that have changed."""
+    now = json.loads(json.dumps(config.to_dict()))
+    names = [name for name in now if name in before and name not in ("name", "output")]
+    return {name: [before[name], now[name]] for name in names if before[name] != now[name]}
 
 
 def check_arguments(folder: Path, started: list[str], resumed: list[str]) -> None:
@@ -125,7 +135,7 @@ def check_changes(
     begun = seeds[: seeds.index(seed) + 1] if seed in seeds else [seed]
     if list(config.seeds[: len(begun)]) != begun:
         refuse("seeds", f"{begun} first, on which {folder} has trained", list(config.seeds))
-    if "steps" in changes and len(begun) > 1:
-        refuse("steps", f"{before['steps']}, after which earlier seeds of {folder} have ended", config.steps)
     if config.steps < saved["step"]:
         refuse("steps", f"at least {saved['step']}, which seed {seed} of {folder} has reached", config.steps)
+    if "steps" in changes and len(begun) > 1:
+        refuse("steps", f"{before['steps']}, after which earlier seeds of {folder} have ended", config.steps)

@@ -15,12 +15,11 @@ from ..tasks.base import make_task
 from .config import InputError, TrainConfig
 
 RewardFunction = Callable[[str, str], float | None]  # function(completion, answer)
+Reward = RewardFunction | Sequence[RewardComponent]
 EXPECTED = 'expected "module:function" or "file.py:function", with a weight if wanted: "0.5*file.py:function"'
 
 
-def task_of(
-    config: TrainConfig, task: Task | None = None, reward: RewardFunction | Sequence[RewardComponent] | None = None
-) -> Task:
+def task_of(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> Task:
     """Return the run's task with the run's rewards. The arguments are those of `train`."""
     components = tuple(load_reward(spec) for spec in config.reward)
     if callable(reward):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +15,10 @@ from gspo_kernels.inputs.memory import cache_limit
 from gspo_kernels.tools import doctor_memory
 from gspo_kernels.validation import Call, Field
 
-from ..tasks import RewardComponent, Task
+from ..tasks import Task
 from ..tasks.rewards import TURNS
 from .config import InputError, TrainConfig
-from .data import RewardFunction
+from .data import Reward
 from .loading import located, pick_device, weight_dtype
 from .policy import PRINTABLE, SORTING, decoder_config, demo_policy
 from .resuming import start_of
@@ -82,9 +81,7 @@ def predicted_memory(config: TrainConfig, device: torch.device, model: Any = Non
     return {name: size / MIB for name, size in parts.items() if size}
 
 
-def forecast(
-    config: TrainConfig, task: Task | None = None, reward: RewardFunction | Sequence[RewardComponent] | None = None
-) -> str:
+def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> str:
     """Return all options as YAML, the prompts and updates of a run, and the predicted memory.
 
     The arguments are those of `train`.

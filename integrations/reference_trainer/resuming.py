@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ..tasks import RewardComponent, Task
+from ..tasks import Task
 from .checkpoints import read_checkpoint
 from .config import InputError, TrainConfig
-from .data import RewardFunction, task_of
+from .data import Reward, task_of
 
 RECORD = "started_with"  # the key of config.json that is not an option
 FIXED = ("model", "lora_rank", "lora_alpha", "lora_head", "quantization")  # they define what the trained weights mean
@@ -27,9 +27,7 @@ class Start(NamedTuple):
     notes: list[str]  # lines that say what differs from the run so far
 
 
-def start_of(
-    config: TrainConfig, task: Task | None, reward: RewardFunction | Sequence[RewardComponent] | None
-) -> Start:
+def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> Start:
     """Load prompts, rewards and, to resume a run, its checkpoint. The arguments are those of `train`.
 
     Raises:
@@ -70,9 +68,8 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the options of a run, and what it was started with. Raise an InputError if the folder has no run."""
     path = folder / "config.json"
     if not path.is_file():
-        refuse(
-            "resume", "the folder of a run, with a config.json", folder if folder.is_dir() else f"no folder: {folder}"
-        )
+        got = folder if folder.is_dir() else f"no folder: {folder}"
+        refuse("resume", "the folder of a run, with a config.json", got)
     try:
         options = json.loads(path.read_text(encoding="utf-8"))
         return options, options.pop(RECORD, {})
@@ -107,11 +104,12 @@ def check_arguments(folder: Path, started: list[str], resumed: list[str]) -> Non
     """Refuse to resume a run unless the same arguments of `train` come from Python as when it was started."""
     if started != resumed:
         then, now = (
-            " and ".join(f"{x}=" for x in names) or "neither task= nor reward=" for names in (started, resumed)
+            f"{' and '.join(f'{x}=' for x in names) or 'no task= or reward='} from Python"
+            for names in (started, resumed)
         )
         command = continue_command(folder, started)
         raise InputError(
-            f"resume: {folder} was started from Python with {then}, but got {now}. Continue it with {command}"
+            f"resume: {folder} was started with {then}, but resumed with {now}. Continue it with {command}"
         )
 
 
@@ -125,11 +123,8 @@ def check_changes(
             refuse(name, f"{json.dumps(before[name])}, with which {folder} was started", json.dumps(changes[name][1]))
     if saved is None:
         if before.get("checkpoint_every") == 0:
-            refuse(
-                "resume",
-                f"a checkpoint in {folder}",
-                "none, as checkpoint_every is 0. To train again, use overwrite=true",
-            )
+            why = "as checkpoint_every is 0; overwrite=true trains again from the beginning"
+            refuse("resume", f"a checkpoint in {folder}", f"none, {why}")
         return
     seed, seeds = saved["seed"], before.get("seeds", list(config.seeds))
     begun = seeds[: seeds.index(seed) + 1] if seed in seeds else [seed]

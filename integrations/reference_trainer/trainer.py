@@ -16,13 +16,13 @@ from transformers import set_seed
 
 from gspo_kernels.advantages import RunningMoments
 
-from ..tasks import Example, RewardBatch, RewardComponent, Task, batches
+from ..tasks import Example, RewardBatch, Task, batches
 from ..tasks.rewards import joined
 from . import distributed
 from .advantages import advantages_of
 from .checkpoints import rng_states, set_rng_states
 from .config import InputError, TrainConfig
-from .data import RewardFunction
+from .data import Reward
 from .loading import pick_device, policy_of_seed
 from .optimizer import Optimizer
 from .policy import PRINTABLE
@@ -36,9 +36,7 @@ from .update import NotFiniteError, TrainingError, autocast, average, mini_batch
 REDRAW = 30.0  # seconds between refreshes of curves.png
 
 
-def train(
-    config: TrainConfig, task: Task | None = None, reward: RewardFunction | Sequence[RewardComponent] | None = None
-) -> RunReport:
+def train(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> RunReport:
     """Train once per seed. Write metrics.jsonl, samples.jsonl, curves.png and the models to `config.folder`.
 
     On the CPU of one machine, the same seed and thread count always give the same numbers. Ctrl-C and SIGTERM save a
@@ -131,9 +129,7 @@ class Training:
             say("router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0")
         if self.config.updates_per_rollout * self.config.epochs == 1:
             say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
-        rewards, _ = self.evaluate()
-        self.refuse_failures(rewards, "the evaluation before the first step")
-        row = {"step": 0, "eval_reward": rewards.mean}
+        row = {"step": 0, "eval_reward": self.evaluate(0)[0]}
         with self.stop.postponed():
             self.finish_step(row)
         self.progress.begin(self.seed, row)
@@ -168,7 +164,7 @@ class Training:
         limit = config.new_tokens_at(step)
         answers, rewards = self.collect(distributed.share(examples), config.group_size, config.temperature, limit)
         rollout, rewards = padded(self.policy, distributed.gather_lists(answers)), joined(distributed.gather(rewards))
-        self.refuse_failures(rewards, f"step {step}")
+        self.report_failures(rewards, f"step {step}", allowed=False)
         epochs = mini_batches(config, self.seed, step)
         batch = with_log_probs(config, self.policy, rollout, epochs[0])
         with self.stop.postponed():
@@ -193,8 +189,7 @@ class Training:
             }
             is_last = step == config.steps
             if step % config.eval_every == 0 or is_last:
-                held_out, samples = self.evaluate()
-                row["eval_reward"] = held_out.mean
+                row["eval_reward"], samples = self.evaluate(step)
                 self.folder.write_samples(self.seed, step, samples)
             self.step = step
             self.finish_step({**row, "seconds": time.perf_counter() - started})
@@ -224,16 +219,19 @@ class Training:
         texts, turns = [x.text for x in answers], [x.turns for x in answers]
         return answers, self.task.rewards(texts, [x.example for x in answers], turns)
 
-    def refuse_failures(self, rewards: RewardBatch, when: str) -> None:
-        """Print one of the calls of reward functions that failed. Raise a TrainingError if all of a component did."""
-        for failure in rewards.all_failed:
-            calls = f"all {len(rewards.total)} calls of the reward {failure.component!r} failed in {when}"
-            raise TrainingError(f"{calls}, such as {failure}")
+    def report_failures(self, rewards: RewardBatch, when: str, allowed: bool) -> None:
+        """Print one of the failed calls. Unless `allowed`, raise a TrainingError if all calls of a component failed.
+
+        `rewards` are those of all processes, so that all processes raise it.
+        """
+        for failure in [] if allowed else rewards.all_failed:
+            calls = f"all {len(rewards.total)} calls of the reward {failure.component!r}"
+            raise TrainingError(f"{calls} failed in {when}, such as {failure}")
         for failure in rewards.failures[:1]:
             self.progress.say(f"{len(rewards.failures)} calls of reward functions failed in {when}, such as {failure}")
 
-    def evaluate(self) -> tuple[RewardBatch, list[Row]]:
-        """Return the rewards of greedy answers to the held-out prompts, and the first process's first answers."""
+    def evaluate(self, step: int) -> tuple[float, list[Row]]:
+        """Return the mean reward of greedy answers to the held-out prompts, and the first process's first answers."""
         config, held_out = self.config, distributed.share(self.task.held_out)
         rewards = [self.task.rewards([], [])]  # a process may have no prompts
         samples: list[Row] = []
@@ -246,7 +244,10 @@ class Training:
                 sample = {**vars(answer.example), "completion": answer.text}
                 reward = scored.total[i] if scored.scored[i] else None
                 samples.append({**sample, "reward": reward, "components": components})
-        return joined(distributed.gather(joined(rewards))), samples
+        together = joined(distributed.gather(joined(rewards)))
+        when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
+        self.report_failures(together, when, allowed=step > 0)
+        return together.mean, samples
 
     def save_stopped(self) -> None:
         """Save a run that was stopped at the end of a step or while sampling, and print how to continue it."""

@@ -190,7 +190,8 @@ class Rewards:
                 result: Any = function()
                 if result is None and optional:
                     return None
-                rewards = [float(reward) for reward in (result if isinstance(result, list) else [result])]
+                values: list[Any] = result if isinstance(result, list) else [result]
+                rewards = [float(value) for value in values]
             if len(rewards) == count and all(map(math.isfinite, rewards)):
                 return rewards
             reason = f"expected {count} finite number{'s' * (count > 1)}, got {', '.join(map(str, rewards))}"

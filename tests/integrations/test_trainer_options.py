@@ -230,7 +230,7 @@ TOO_LARGE = "model {model}: expected token ids below {rows}, the rows of its emb
 @pytest.mark.parametrize(
     ("rows", "pad", "prompt", "message"),
     [
-        (9, "<pad>", "sort ba:", TOO_LARGE + " 14 for the prompt 'user: sort ba:' of data {data}"),
+        (14, "<pad>", "sort ba:", TOO_LARGE + " 14 for the prompt 'user: sort ba:' of data {data}"),
         (15, "<pad>", "", "data {data}: expected prompts with at least 1 token, got 0 tokens for 'user: '"),
         (15, "<more>", "abc", TOO_LARGE + " 15 for the tokenizer's pad_token '<more>'"),
     ],

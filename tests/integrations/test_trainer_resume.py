@@ -239,7 +239,9 @@ def test_a_run_with_arguments_from_python_continues_with_them_only(
     assert capsys.readouterr().out.splitlines()[-1] == f"continue: {call}"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     names = " and ".join(f"{name}=" for name in arguments)
-    message = f"resume: {folder} was started from Python with {names}, but got neither task= nor reward=. "
+    message = (
+        f"resume: {folder} was started with {names} from Python, but resumed with no task= or reward= from Python. "
+    )
     message += f"Continue it with {call}"
     for mode in ([], ["--dry-run"]):
         result = CliRunner().invoke(app, ["train", "--resume", str(folder), *mode])
@@ -255,9 +257,8 @@ def test_a_run_with_options_alone_takes_no_arguments_from_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = stopped(tmp_path, monkeypatch)
-    message = (
-        f"{folder} was started from Python with neither task= nor reward=, but got reward=. Continue it with gspo tr"
-    )
+    message = f"{folder} was started with no task= or reward= from Python, but resumed with reward= from Python. "
+    message += f"Continue it with gspo train --resume {folder}"
     with pytest.raises(InputError, match=re.escape(message)):
         train(read_config(resume=folder), reward=length)
 

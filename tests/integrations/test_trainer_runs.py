@@ -108,10 +108,16 @@ def test_a_reward_whose_every_call_fails_in_a_step_stops_before_its_updates(
 
 @pytest.mark.parametrize(("first", "last", "failures"), [(9, 23, [15, None, None]), (41, 48, [None] * 3)])
 def test_training_goes_on_if_a_call_succeeds_or_only_a_later_evaluation_fails(
-    tmp_path: Path, first: int, last: int, failures: list[int | None]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int, last: int, failures: list[int | None]
 ) -> None:
     folder = train(small(tmp_path), reward=[RewardComponent("flaky", 1.0, Flaky(first, last))]).folder
     assert [row.get("reward_failures") for row in rows_of(folder)[1:]] == failures
+    said = (
+        "15 calls of reward functions failed in step 1,"
+        if failures[0]
+        else "8 calls of reward functions failed in the "
+    )
+    assert said + ("" if failures[0] else "evaluation after step 2, such as flaky: Conn") in capsys.readouterr().out
 
 
 # Stopping

@@ -10,6 +10,7 @@ Prompts and their rewards are in `integrations/tasks`. All modules here:
     advantages   from rewards to advantages
     optimizer    AdamW, fp32 masters       distributed  several processes
     report       files and tables          checkpoints  the state of a run on disk
+    resuming     what may change when a run is resumed
     progress     printed progress          curves       curves.png
     stopping     Ctrl-C and SIGTERM        trackers     TensorBoard, Weights & Biases
     routing      experts of a mixture      memory       predicted memory
@@ -18,8 +19,8 @@ Prompts and their rewards are in `integrations/tasks`. All modules here:
 from gspo_kernels.extras import needs
 
 with needs(__name__, "train", "transformers", "tokenizers", "rich"):
-    from .config import InputError, TrainConfig, train_config
-    from .config_file import read_config
+    from .config import InputError, TrainConfig
+    from .config_file import read_config, train_config
     from .memory import forecast
     from .trainer import train
     from .update import TrainingError

@@ -13,7 +13,7 @@ from gspo_kernels.advantages import RunningMoments
 
 from ..tasks import RewardBatch
 from .config import InputError, TrainConfig
-from .update import Batch
+from .update import Batch, take
 
 KL: dict[str, Callable[[Tensor], Tensor]] = {  # estimators, of old minus reference log-prob
     "k1": lambda d: d,
@@ -33,21 +33,32 @@ def advantages_of(config: TrainConfig, batch: Batch, rewards: RewardBatch, runni
         running: the moments of all rewards so far, for normalize_rewards with by="running".
 
     Returns:
-        [B] or [B, T].
+        [B] or [B, T], 0 for answers to which no reward applies. They do not count in means and standard deviations.
     """
     if rewards.turns is not None and config.objective.ratio != "sequence":
         return advantages_of_turns(config, batch, rewards.total, rewards.turns)
+    device = batch.old_log_probs.device
+    total = torch.tensor(rewards.total, device=device)  # [B]
+    rows = torch.tensor(rewards.scored, device=device).nonzero()[:, 0]  # of the answers to which a reward applies
+    if len(rows) == 0:
+        return torch.zeros_like(total)
+    scored = batch if len(rows) == len(total) else take(batch, rows)
+    advantages = advantages_of_scored(config, scored, total[rows], rows, running)
+    return advantages.new_zeros(len(total), *advantages.shape[1:]).index_copy(0, rows, advantages)
+
+
+def advantages_of_scored(config: TrainConfig, batch: Batch, x: Tensor, rows: Tensor, running: RunningMoments) -> Tensor:
+    """Apply the functions that `config.advantages` names to rewards `x` [b] of the answers `rows` [b] of a rollout."""
 
     def kl(estimator: str) -> Tensor:  # of each token, [B, T]
         assert batch.ref_log_probs is not None, "TrainConfig.needs_reference is true for every kl_coef"
         return KL[estimator](batch.old_log_probs - batch.ref_log_probs)
 
     mask = batch.rollout.answer_mask
-    x = torch.tensor(rewards.total, device=mask.device)  # [B], then possibly [B, T]
-    for name, options in config.advantages:
+    for name, options in config.advantages:  # x becomes [b] or [b, T]
         options = dict(options)
         if name in ("group_advantages", "normalize_rewards") and options.get("by", "group") == "group":
-            options.setdefault("group_size", config.group_size)
+            options["group_ids"] = rows // options.pop("group_size", config.group_size)
         if options.get("by") == "running":
             options["by"] = running
         if name == "token_returns" and options.get("kl_coef"):

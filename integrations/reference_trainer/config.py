@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,9 @@ AT_LEAST_ZERO = (
     "checkpoint_every samples weight_decay"
 )
 STEPS = ("group_advantages", "normalize_rewards", "token_returns", "whiten", "clamp", "subtract_kl")
+ACCEPTED: dict[str, Any] = {"bool": bool, "int": Integral, "float": Real, "Step": Step, "Objective": Objective}
+ACCEPTED |= {"str": (str, os.PathLike), "Path": (str, os.PathLike)}
+CONVERTED: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "Path": Path}
 POSITIVE = "learning_rate max_grad_norm temperature reward_timeout lora_alpha"
 
 
@@ -100,6 +106,8 @@ class TrainConfig:
     warn_after: int = 10  # consecutive steps in which no group has different rewards
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, typed(f.name, str(f.type), getattr(self, f.name)))
         require, size = self._require, self.rollout_size
         plain = self.name not in ("", ".", "..") and Path(self.name).name == self.name
         require("name", plain, "a plain folder name")
@@ -198,6 +206,22 @@ class TrainConfig:
         return self.learning_rate * factor
 
 
+def typed(name: str, kind: str, value: Any) -> Any:
+    """Convert a value to the type `kind` of an option: a text to a Path, a list to a tuple, an int to a float.
+
+    Raises:
+        InputError: the value has another type.
+    """
+    if value is None and kind.endswith(" | None"):
+        return None
+    if kind.startswith("tuple[") and isinstance(value, list | tuple):
+        return tuple(typed(name, kind.removeprefix("tuple[").removesuffix(", ...]"), x) for x in value)
+    plain = kind.removesuffix(" | None")
+    if not isinstance(value, ACCEPTED.get(plain, ())) or (isinstance(value, bool) and plain != "bool"):
+        raise InputError(f"{name}: expected {kind}, got {value!r}")
+    return CONVERTED.get(plain, lambda x: x)(value)
+
+
 # Defaults that differ for a pretrained model.
 CHECKPOINT_DEFAULTS: dict[str, Any] = {
     "seeds": (0,),
@@ -207,16 +231,8 @@ CHECKPOINT_DEFAULTS: dict[str, Any] = {
 }
 
 
-def train_config(**options: Any) -> TrainConfig:
-    """Make a TrainConfig from `options`. Missing options take the defaults of a checkpoint or of the demo.
-
-    The defaults of a checkpoint apply if `model` or `data` is set. An option of None counts as missing. The demo
-    overwrites the files of its earlier run. The demo uses one CPU thread: its model is too small to gain from several
-    threads, and on a busy machine threads wait for each other.
-
-    Raises:
-        InputError: the value of an option cannot be used, or options contradict each other.
-    """
+def with_defaults(options: Mapping[str, Any]) -> TrainConfig:
+    """Make a TrainConfig. Missing options take the defaults of a checkpoint or of the demo, as in `train_config`."""
     chosen = {name: value for name, value in options.items() if value is not None}
     if "model" in chosen or "data" in chosen:
         name = Path(str(chosen.get("model", "model"))).name

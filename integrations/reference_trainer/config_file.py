@@ -15,7 +15,8 @@ from gspo_kernels import Objective
 from ..settings import Step, from_roll
 from ..settings.yaml_file import read_yaml
 from ..tasks import nearest
-from .config import InputError, TrainConfig, train_config
+from .config import InputError, TrainConfig, with_defaults
+from .resuming import RECORD, read_run
 
 _LORA = {"lora_rank": 8, "lora_alpha": 32, "group_size": 4}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -49,28 +50,48 @@ ROLL_NAMES = {
 ROLL_TRAINING = {"learning_rate": "learning_rate", "weight_decay": "weight_decay", "warmup_steps": "warmup_updates"}
 
 
-def read_config(file: Path | None = None, texts: Sequence[str] = (), resume: Path | None = None) -> TrainConfig:
+def train_config(**options: Any) -> TrainConfig:
+    """Make a TrainConfig from options and fields of `Objective`. Values may also be texts, as on the command line.
+
+    Missing options take the defaults of a checkpoint if `model` or `data` is set, otherwise those of the demo. An
+    option of None counts as missing. The demo overwrites the files of its earlier run. It uses one CPU thread: its
+    model is too small to gain from several threads, and on a busy machine threads wait for each other.
+
+    Raises:
+        InputError: an option does not exist (the message names the nearest), its value cannot be used, or options
+            contradict each other.
+    """
+    preset = options.pop("preset", None) or "demo"
+    if preset not in PRESETS:
+        raise InputError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}{nearest(preset, PRESETS)}")
+    return with_defaults(converted(PRESETS[preset] | options))
+
+
+def read_config(
+    file: str | Path | None = None, texts: Sequence[str] = (), resume: str | Path | None = None
+) -> TrainConfig:
     """Make a TrainConfig. Later sources win: preset, the file or the resumed run's options, key=value texts.
 
     Raises:
         InputError: an option does not exist (the message names the nearest), or its value cannot be used.
     """
-    options: dict[str, Any] = {} if file is None else options_of_file(file)
+    options: dict[str, Any] = {} if file is None else options_of_file(Path(file))
+    place: dict[str, Any] = {}
     if resume is not None:
         if file is not None:
             raise InputError("--resume: expected no --config, because the run's own options are continued")
-        place = {"name": resume.resolve().name, "output": resume.resolve().parent}
-        options = options_of_file(resume / "config.json") | place | {"resume": True, "overwrite": False}
+        folder = Path(resume).resolve()
+        place = {"name": folder.name, "output": folder.parent, "resume": True, "overwrite": False}
+        options = read_run(Path(resume))[0] | place
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or text.startswith("-"):
             hint = f" (is it {key.lstrip('-')}=VALUE?)" if nearest(key.lstrip("-"), [*TYPES, *OBJECTIVE]) else ""
             raise InputError(f"{text}: expected key=value, such as steps=100{hint}")
+        if key in place:
+            raise InputError(f"{key}: expected no such option with --resume, which continues {resume}, got {value!r}")
         options[key] = value
-    preset = options.pop("preset", "demo")
-    if preset not in PRESETS:
-        raise InputError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}{nearest(preset, PRESETS)}")
-    return train_config(**converted(PRESETS[preset] | options))
+    return train_config(**options)
 
 
 def options_of_file(path: Path) -> dict[str, Any]:
@@ -81,7 +102,13 @@ def options_of_file(path: Path) -> dict[str, Any]:
         raise InputError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(options, Mapping):
         raise InputError(f"--config {path}: expected keys and values, got {type(options).__name__}")
-    return roll_options(options) if ROLL_MARKS & options.keys() else dict(options)
+    options = dict(options)
+    if from_python := options.pop(RECORD, {}).get("from_python"):
+        raise InputError(
+            f"--config {path}: expected all options of a run, but its {' and '.join(from_python)} came from Python. To "
+            f'use the others with a {from_python[0]} of your own, remove the key "{RECORD}"'
+        )
+    return roll_options(options) if ROLL_MARKS & options.keys() else options
 
 
 def roll_options(settings: Mapping[str, Any]) -> dict[str, Any]:

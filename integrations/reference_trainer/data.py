@@ -14,13 +14,12 @@ from ..tasks import Example, RewardComponent, Rewards, Task, answer_found, neare
 from ..tasks.base import make_task
 from .config import InputError, TrainConfig
 
-RewardFunction = Callable[[str, str], float]  # function(completion, answer)
+RewardFunction = Callable[[str, str], float | None]  # function(completion, answer)
+Reward = RewardFunction | Sequence[RewardComponent]
 EXPECTED = 'expected "module:function" or "file.py:function", with a weight if wanted: "0.5*file.py:function"'
 
 
-def task_of(
-    config: TrainConfig, task: Task | None = None, reward: RewardFunction | Sequence[RewardComponent] | None = None
-) -> Task:
+def task_of(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> Task:
     """Return the run's task with the run's rewards. The arguments are those of `train`."""
     components = tuple(load_reward(spec) for spec in config.reward)
     if callable(reward):
@@ -112,7 +111,7 @@ def load_reward(spec: str) -> RewardComponent:
         module = import_source(source)
     except Exception as error:  # whatever the user's file raises when imported
         raise InputError(f"reward {spec!r}: {source} cannot be imported: {type(error).__name__}: {error}") from error
-    function: Callable[[str, str], float] | None = getattr(module, name, None)
+    function: RewardFunction | None = getattr(module, name, None)
     if not callable(function):
         hint = nearest(name, [other for other, value in vars(module).items() if callable(value)])
         raise InputError(f"reward {spec!r}: expected a function {name} in {source}, got {function!r}{hint}")

@@ -3,45 +3,56 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.backends import dispatch
 from gspo_kernels.inputs.memory import cache_limit
 from gspo_kernels.tools import doctor_memory
 from gspo_kernels.validation import Call, Field
 
+from ..tasks import Task
 from ..tasks.rewards import TURNS
 from .config import InputError, TrainConfig
-from .data import task_of
+from .data import Reward
 from .loading import located, pick_device, weight_dtype
-from .policy import decoder_config, demo_policy
+from .policy import PRINTABLE, SORTING, decoder_config, demo_policy
+from .resuming import start_of
+from .sampling import fitting
 
 BYTES = {"8bit": 1.0, "4bit": 0.5}
 MIB = 2**20
 
 
-def predicted_memory(config: TrainConfig, device: torch.device) -> dict[str, float]:
-    """Predict the memory of model, gradients, optimizer and loss on one device, in MiB.
-
-    Activations of the layers and the cache of keys and values are not part of it: they depend on the model's code.
-    With parallel=fsdp2 and n processes, all but the loss is divided by n.
+def untrained(config: TrainConfig, characters: str = SORTING) -> Any:
+    """Return the model without its weights as `inner`, and its `tokenizer`.
 
     Raises:
         InputError: there is no such model.
     """
     if config.model is None:
-        model = demo_policy().model
-    else:
-        source, missing = located(config.model)
-        try:
-            settings = AutoConfig.from_pretrained(source)
-        except (OSError, ValueError) as error:
-            raise InputError(f"model {config.model}: {missing}: {' '.join(str(error).split())}") from error
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings)
+        return demo_policy(characters)
+    source, missing = located(config.model)
+    try:
+        settings, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise InputError(f"model {config.model}: {missing}: {' '.join(str(error).split())}") from error
+    with torch.device("meta"):
+        return SimpleNamespace(inner=AutoModelForCausalLM.from_config(settings), tokenizer=tokenizer)
+
+
+def predicted_memory(config: TrainConfig, device: torch.device, model: Any = None) -> dict[str, float]:
+    """Predict the memory of model, gradients, optimizer and loss on one device, in MiB.
+
+    Activations of the layers and the cache of keys and values are not part of it: they depend on the model's code.
+    With parallel=fsdp2 and n processes, all but the loss is divided by n. `model` may be on the meta device; without
+    it, use that of `untrained`.
+    """
+    model = untrained(config).inner if model is None else model
     item = weight_dtype(config).itemsize
     head = model.get_output_embeddings().weight  # [V, H]
     linear = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m.weight is not head}
@@ -70,21 +81,29 @@ def predicted_memory(config: TrainConfig, device: torch.device) -> dict[str, flo
     return {name: size / MIB for name, size in parts.items() if size}
 
 
-def forecast(config: TrainConfig) -> str:
+def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> str:
     """Return all options as YAML, the prompts and updates of a run, and the predicted memory.
 
+    The arguments are those of `train`.
+
     Raises:
-        InputError: the model's configuration, the prompts or a reward cannot be loaded.
+        InputError: the model's configuration, the prompts or a reward cannot be loaded, or `train` would refuse to
+            resume the run.
     """
-    task = task_of(config)
+    task, _, _, notes = start_of(config, task, reward)
+    model = untrained(config, task.characters or PRINTABLE)
+    task, left_out = fitting(config, model, task)
+    if left_out:
+        notes.append(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
     rewards = [x.name for x in task.rewards.components] + [TURNS] * (task.rewards.turn_reward is not None)
     size, updates = config.mini_batch_size, config.updates_per_rollout * config.epochs
-    parts = predicted_memory(config, pick_device(config.device))
+    parts = predicted_memory(config, pick_device(config.device), model.inner)
     listed = ", ".join(f"{name} {mib:,.1f}" for name, mib in parts.items())
     return "\n".join(
         [
             *(f"{name}: {json.dumps(value)}" for name, value in config.to_dict().items()),
             "",
+            *(f"# {note}" for note in notes),
             f"# {len(task.train):,} prompts for training, {len(task.held_out):,} for evaluation; rewards: "
             f"{', '.join(rewards)}",
             f"# {config.rollout_size} answers per rollout, {updates} updates per rollout, "

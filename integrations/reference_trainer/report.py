@@ -20,6 +20,7 @@ from .config import InputError, TrainConfig
 from .curves import plot_curves
 from .distributed import rank, whole_weights
 from .policy import Policy
+from .resuming import RECORD
 from .trackers import Trackers
 
 Row = dict[str, Any]  # one line of metrics.jsonl
@@ -35,6 +36,8 @@ def likely_cause(rows: list[Row]) -> str:
     rewards, cut = {row["reward"] for row in rows}, fmean(row["truncated"] for row in rows)
     failures = sum(row.get("reward_failures", 0) for row in rows)
     failed = f"{failures:,} calls of reward functions failed, of which the output above has one per step. "
+    if all(row.get("unscored") == 1 for row in rows):
+        return "Every reward function returned None for every answer."
     if rewards == {0.0}:
         return (failed if failures else "") + (
             "Every reward was 0. Likely causes: the reward expects another format than the model writes, the expected "
@@ -119,8 +122,7 @@ class RunFolder:
         self._files: dict[str, IO[str]] = {}
         self._drawn = time.monotonic()
         self._trackers = Trackers(config)
-        if config.resume and not self.metrics.is_file():
-            raise InputError(f"resume: expected a run in {self.path}, but it has no metrics.jsonl")
+        self.record: Row = {}  # what the run was started with, for config.json
         kept = config.resume or config.overwrite or not self._writes
         if not kept and self.path.is_dir() and any(self.path.iterdir()):
             raise InputError(
@@ -145,6 +147,8 @@ class RunFolder:
         """
         if not self._writes:
             return
+        options = json.dumps({**self._config.to_dict(), RECORD: self.record}, indent=1)
+        partial = self.path / "config.json.partial"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if sizes is None:
@@ -154,8 +158,12 @@ class RunFolder:
                     shutil.rmtree(path)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 file = self._files[name] = (self.path / name).open("a", encoding="utf-8")
-                file.truncate((sizes or {}).get(name, 0))
-            (self.path / "config.json").write_text(json.dumps(self._config.to_dict(), indent=1), encoding="utf-8")
+                size = (sizes or {}).get(name, 0)
+                if file.tell() < size:
+                    raise InputError(f"resume: {file.name} is shorter than when the checkpoint was written")
+                file.truncate(size)
+            partial.write_text(options, encoding="utf-8")
+            partial.replace(self.path / "config.json")
         except OSError as error:
             raise InputError(f"output: expected a folder to write to, got {self.path} ({error})") from error
 

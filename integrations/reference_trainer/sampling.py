@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..tasks import Example, Task
 from ..tasks.rewards import Prompt
-from .config import InputError
+from .config import InputError, TrainConfig
 from .policy import Policy, decoder_config
 
 
@@ -194,17 +194,20 @@ def encode_reply(policy: Policy, reply: str) -> list[int]:
     return tokenizer(text[start:], add_special_tokens=False)["input_ids"]
 
 
-def fitting(policy: Policy, task: Task, max_prompt_tokens: int, max_new_tokens: int) -> tuple[Task, int]:
+def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]:
     """Leave out prompts of more than `max_prompt_tokens` tokens (0: none). Return the task and how many were left out.
 
     Raises:
-        InputError: no prompt is left to train on, or none to evaluate on; or the longest prompt and an answer of
-            `max_new_tokens` exceed the model's positions.
+        InputError: no prompt is left to train on, or none to evaluate on; the longest prompt and an answer of
+            `max_new_tokens` exceed the model's positions; or a prompt has no tokens, or one that the model does not
+            have.
     """
     kept: list[list[Example]] = []
-    longest = 0
+    longest, max_prompt_tokens, max_new_tokens = 0, config.max_prompt_tokens, config.max_new_tokens
     for examples in (task.train, task.held_out):
-        lengths = [len(ids) for ids in encode(policy, [example.prompt for example in examples])]
+        prompts = encode(policy, [example.prompt for example in examples])
+        check_tokens(config, policy, examples, prompts)
+        lengths = [len(ids) for ids in prompts]
         fits = [length <= (max_prompt_tokens or math.inf) for length in lengths]
         if not any(fits):
             raise InputError(f"max_prompt_tokens: expected a limit that some prompts meet, got {max_prompt_tokens}")
@@ -218,3 +221,18 @@ def fitting(policy: Policy, task: Task, max_prompt_tokens: int, max_new_tokens: 
         )
     left_out = len(task.train) + len(task.held_out) - sum(map(len, kept))
     return replace(task, train=kept[0], held_out=kept[1]), left_out
+
+
+def check_tokens(config: TrainConfig, policy: Policy, examples: Sequence[Example], prompts: list[list[int]]) -> None:
+    """Raise an InputError for a prompt without tokens, or a token id beyond the model's embeddings."""
+    source, rows = config.data or config.task or "task", policy.inner.get_input_embeddings().weight.shape[0]
+    beyond = f"model {config.model}: expected token ids below {rows}, the rows of its embeddings, got"
+    for name in ("pad_token", "eos_token"):
+        token, number = getattr(policy.tokenizer, name), getattr(policy.tokenizer, f"{name}_id")
+        if number is not None and number >= rows:
+            raise InputError(f"{beyond} {number} for the tokenizer's {name} {token!r}")
+    for example, ids in zip(examples, prompts, strict=True):
+        if not ids:
+            raise InputError(f"data {source}: expected prompts with at least 1 token, got 0 tokens for {example.key!r}")
+        if max(ids) >= rows:
+            raise InputError(f"{beyond} {max(ids)} for the prompt {example.key[:60]!r} of data {source}")

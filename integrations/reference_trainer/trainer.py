@@ -12,22 +12,23 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import set_seed
 
 from gspo_kernels.advantages import RunningMoments
 
-from ..tasks import Example, RewardBatch, RewardComponent, Task, batches
+from ..tasks import Example, RewardBatch, Task, batches
+from ..tasks.rewards import joined
 from . import distributed
 from .advantages import advantages_of
-from .checkpoints import read_checkpoint, rng_states, set_rng_states
+from .checkpoints import rng_states, set_rng_states
 from .config import InputError, TrainConfig
-from .data import RewardFunction, task_of
+from .data import Reward
 from .loading import pick_device, policy_of_seed
 from .optimizer import Optimizer
 from .policy import PRINTABLE
 from .progress import TrainingProgress
 from .report import Row, RunFolder, RunReport, SeedResult
+from .resuming import continue_command, start_of
 from .sampling import Dialogue, converse, fitting, padded
 from .stopping import StopSignals
 from .update import NotFiniteError, TrainingError, autocast, average, mini_batches, update, with_log_probs
@@ -35,9 +36,7 @@ from .update import NotFiniteError, TrainingError, autocast, average, mini_batch
 REDRAW = 30.0  # seconds between refreshes of curves.png
 
 
-def train(
-    config: TrainConfig, task: Task | None = None, reward: RewardFunction | Sequence[RewardComponent] | None = None
-) -> RunReport:
+def train(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> RunReport:
     """Train once per seed. Write metrics.jsonl, samples.jsonl, curves.png and the models to `config.folder`.
 
     On the CPU of one machine, the same seed and thread count always give the same numbers. Ctrl-C and SIGTERM save a
@@ -50,7 +49,8 @@ def train(
 
     Raises:
         InputError: an option, a file or the checkpoint cannot be used.
-        TrainingError: a loss or a gradient is not finite.
+        TrainingError: a loss or a gradient is not finite, or every call of a reward function failed in the rewards of
+            a step or in the evaluation before the first step.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -61,8 +61,9 @@ def train(
         TrainingProgress(config) as progress,
     ):
         device = pick_device(config.device)
-        task = task_of(config, task, reward)
-        saved = read_checkpoint(folder.checkpoint) if config.resume and folder.checkpoint.is_file() else None
+        task, folder.record, saved, notes = start_of(config, task, reward)
+        for note in notes:
+            progress.say(note)
         results = []
         for seed in config.seeds:
             if saved and config.seeds.index(saved["seed"]) > config.seeds.index(seed):
@@ -89,13 +90,14 @@ class Training:
         self.config, self.seed = config, seed
         self.folder, self.progress, self.stop = folder, progress, stop
         self.policy = policy_of_seed(config, seed, task.characters or PRINTABLE, device)
-        self.task, left_out = fitting(self.policy, task, config.max_prompt_tokens, config.max_new_tokens)
+        self.task, left_out = fitting(config, self.policy, task)
         if left_out:
             progress.say(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
         self.optimizer = Optimizer(self.policy, config)
         self.running = RunningMoments()
         self.step = 0  # rollouts that have been trained on
         self.rows: list[Row] = []
+        self.updating = False  # between the first update of a step and the step's end
         self.rng = rng_states()  # at the end of the last step
 
     def run(self, saved: dict[str, Any] | None) -> SeedResult:
@@ -104,14 +106,14 @@ class Training:
         set_seed(self.seed + 1_000_003 * distributed.rank())
         if saved:
             self.restore(saved)
-        else:
-            self.begin()
         prompts = islice(batches(self.task.train, config.prompts_per_step, self.seed), self.step, None)
         try:
+            if not saved:
+                self.begin()
             while self.step < config.steps:
                 self.rng = rng_states()
                 self.train_step(next(prompts))
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, TrainingError):
             self.save_stopped()
             raise
         if config.save:
@@ -127,13 +129,15 @@ class Training:
             say("router auxiliary loss: not counted, as the checkpoint's config has no router_aux_loss_coef above 0")
         if self.config.updates_per_rollout * self.config.epochs == 1:
             say("updates_per_rollout=1: the importance ratio is always 1, and nothing is clipped")
-        row = {"step": 0, "eval_reward": self.evaluate()[0]}
-        self.finish_step(row)
+        row = {"step": 0, "eval_reward": self.evaluate(0)[0]}
+        with self.stop.postponed():
+            self.finish_step(row)
         self.progress.begin(self.seed, row)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a checkpoint: weights, optimizer, random numbers, and the files as they were."""
         self.folder.open(saved["sizes"])
+        distributed.gather(None)  # the first process has now removed what was written after the checkpoint
         self.optimizer.load(saved["optimizer"])
         self.running = RunningMoments(**saved["running"])
         self.step = saved["step"]
@@ -159,11 +163,13 @@ class Training:
         config, step, started = self.config, self.step + 1, time.perf_counter()
         limit = config.new_tokens_at(step)
         answers, rewards = self.collect(distributed.share(examples), config.group_size, config.temperature, limit)
-        rollout, rewards = padded(self.policy, distributed.gather_lists(answers)), of_all_processes(rewards)
+        rollout, rewards = padded(self.policy, distributed.gather_lists(answers)), joined(distributed.gather(rewards))
+        self.report_failures(rewards, f"step {step}", allowed=False)
         epochs = mini_batches(config, self.seed, step)
         batch = with_log_probs(config, self.policy, rollout, epochs[0])
-        batch = replace(batch, advantages=advantages_of(config, batch, rewards, self.running))
         with self.stop.postponed():
+            self.updating = True
+            batch = replace(batch, advantages=advantages_of(config, batch, rewards, self.running))
             try:
                 parts = [rows for epoch in epochs for rows in epoch]
                 updates = [update(config, self.policy, self.optimizer, batch, rows) for rows in parts]
@@ -173,7 +179,7 @@ class Training:
             tokens = int(rollout.answer_mask.sum())
             row = {
                 "step": step,
-                **reward_metrics(rewards, config.group_size),
+                **rewards.metrics(config.group_size),
                 "truncated": rollout.truncated.float().mean().item(),
                 **average(updates),
                 "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
@@ -181,14 +187,13 @@ class Training:
                 "max_new_tokens": limit,
                 "tokens_per_second": tokens / (time.perf_counter() - started),
             }
-            for failure in rewards.failures[:1]:
-                self.progress.say(f"{len(rewards.failures)} calls of reward functions failed, such as {failure}")
             is_last = step == config.steps
             if step % config.eval_every == 0 or is_last:
-                row["eval_reward"], samples = self.evaluate()
+                row["eval_reward"], samples = self.evaluate(step)
                 self.folder.write_samples(self.seed, step, samples)
             self.step = step
             self.finish_step({**row, "seconds": time.perf_counter() - started})
+            self.updating = False
             if config.checkpoint_every and (step % config.checkpoint_every == 0 or is_last):
                 self.folder.save_checkpoint(self.state())
             if "eval_reward" in row:
@@ -214,55 +219,49 @@ class Training:
         texts, turns = [x.text for x in answers], [x.turns for x in answers]
         return answers, self.task.rewards(texts, [x.example for x in answers], turns)
 
-    def evaluate(self) -> tuple[float, list[Row]]:
+    def report_failures(self, rewards: RewardBatch, when: str, allowed: bool) -> None:
+        """Print one of the failed calls. Unless `allowed`, raise a TrainingError if all calls of a component failed.
+
+        `rewards` are those of all processes, so that all processes raise it.
+        """
+        for failure in [] if allowed else rewards.all_failed:
+            calls = f"all {len(rewards.total)} calls of the reward {failure.component!r}"
+            raise TrainingError(f"{calls} failed in {when}, such as {failure}")
+        for failure in rewards.failures[:1]:
+            self.progress.say(f"{len(rewards.failures)} calls of reward functions failed in {when}, such as {failure}")
+
+    def evaluate(self, step: int) -> tuple[float, list[Row]]:
         """Return the mean reward of greedy answers to the held-out prompts, and the first process's first answers."""
         config, held_out = self.config, distributed.share(self.task.held_out)
-        rewards: list[float] = []
+        rewards = [self.task.rewards([], [])]  # a process may have no prompts
         samples: list[Row] = []
         size = config.rollout_size // distributed.world()
         for start in range(0, len(held_out), size):
             answers, scored = self.collect(held_out[start : start + size], 1, None, config.max_new_tokens)
-            rewards += scored.total
+            rewards.append(scored)
             for i, answer in enumerate(answers[: config.samples - len(samples)]):
                 components = {name: values[i] for name, values in scored.components.items()}
                 sample = {**vars(answer.example), "completion": answer.text}
-                samples.append({**sample, "reward": scored.total[i], "components": components})
-        rewards = distributed.gather_lists(rewards)
-        return sum(rewards) / len(rewards), samples
+                reward = scored.total[i] if scored.scored[i] else None
+                samples.append({**sample, "reward": reward, "components": components})
+        together = joined(distributed.gather(joined(rewards)))
+        when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
+        self.report_failures(together, when, allowed=step > 0)
+        return together.mean, samples
 
     def save_stopped(self) -> None:
-        """Save a run that was stopped, and print how to continue it."""
+        """Save a run that was stopped at the end of a step or while sampling, and print how to continue it."""
         say, folder = self.progress.say, self.folder
-        if not self.rows:
+        if self.updating:
+            say(f"stopped in the updates of step {self.step + 1} of seed {self.seed}, which are not saved")
+        elif not self.rows:
             say(f"stopped before training seed {self.seed}")
-            return
-        say("stopping: saving a checkpoint; a second signal stops without saving")
-        folder.save_checkpoint(self.state())
-        folder.plot()
-        if self.config.save:
-            say(f"model: {folder.save_model(self.policy, self.seed)}")
-        say(f"stopped after step {self.step} of seed {self.seed}; metrics: {folder.metrics}")
-        say(f"continue: gspo train --resume {folder.path}")
-
-
-def of_all_processes(rewards: RewardBatch) -> RewardBatch:
-    """Concatenate the rewards of all processes."""
-    total, components, failures, turns = rewards
-    together = distributed.gather_lists
-    components = {name: together(x) for name, x in components.items()}
-    return RewardBatch(together(total), components, together(failures), None if turns is None else together(turns))
-
-
-def reward_metrics(rewards: RewardBatch, group_size: int) -> Row:
-    """Return the mean reward, of each component too, and the share of groups without a signal."""
-    total = torch.tensor(rewards.total)
-    metrics = {"reward": total.mean().item(), "groups_without_signal": share_of_equal_groups(total, group_size)}
-    if len(rewards.components) > 1:
-        metrics |= {f"reward/{name}": sum(x) / len(x) for name, x in rewards.components.items()}
-    return metrics | ({"reward_failures": len(rewards.failures)} if rewards.failures else {})
-
-
-def share_of_equal_groups(rewards: Tensor, group_size: int) -> float:
-    """Return the share of groups whose rewards are all equal and whose advantages are therefore 0."""
-    groups = rewards.view(-1, group_size)  # [prompts, group_size]
-    return (groups == groups[:, :1]).all(1).float().mean().item()
+        else:
+            say("stopping: saving a checkpoint; a second signal stops without saving")
+            folder.save_checkpoint(self.state())
+            folder.plot()
+            if self.config.save:
+                say(f"model: {folder.save_model(self.policy, self.seed)}")
+            say(f"stopped after step {self.step} of seed {self.seed}; metrics: {folder.metrics}")
+        if folder.checkpoint.is_file() and (self.rows or self.config.seeds[0] != self.seed):
+            say(f"continue: {continue_command(folder.path, folder.record['from_python'])}")

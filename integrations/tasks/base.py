@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,17 @@ class Task:
         shared = {example.key for example in self.train} & {example.key for example in self.held_out}
         if shared:
             raise ValueError(f"{len(shared)} prompts are both trained on and held out, such as {min(shared)!r}")
+
+    @property
+    def digest(self) -> str:
+        """A hash of prompts and answers in their order."""
+        total = hashlib.sha256()
+        for examples in (self.train, self.held_out):
+            for example in examples:
+                line = json.dumps([example.prompt, example.answer], default=lambda x: type(x).__name__)
+                total.update(f"{line}\n".encode())
+            total.update(b"\n")
+        return total.hexdigest()[:16]
 
 
 def make_task(

@@ -1,4 +1,4 @@
-"""Examples, and rewards: weighted sums of functions, each with a time limit. A function that fails scores 0."""
+"""Examples, and rewards: weighted sums of functions, each with a time limit. A call that fails scores 0."""
 
 from __future__ import annotations
 
@@ -50,24 +50,83 @@ class RewardComponent(NamedTuple):
 
     name: str
     weight: float
-    function: Callable[[str, str], float]  # function(completion, answer)
+    function: Callable[[str, str], float | None]  # function(completion, answer); None: does not apply
+
+
+class Failure(NamedTuple):
+    """A call of a reward function that failed."""
+
+    component: str
+    reason: str
+    completion: str
+
+    def __str__(self) -> str:
+        return f"{self.component}: {self.reason}; completion {self.completion[:60]!r}"
 
 
 class RewardBatch(NamedTuple):
     """The rewards of B completions."""
 
-    total: list[float]  # B weighted sums of the components, plus the rewards of the turns
-    components: dict[str, list[float]]  # B unweighted rewards by component
-    failures: list[str]  # one line per failed call: component, what went wrong, start of the completion
+    total: list[float]  # B weighted sums of the components that apply, plus the rewards of the turns
+    components: dict[str, list[float | None]]  # B unweighted rewards by component; None: the component does not apply
+    failures: list[Failure]
     turns: list[list[float]] | None = None  # one reward per turn of each completion; None without a `turn_reward`
+
+    @property
+    def scored(self) -> list[bool]:
+        """For each completion, whether any component applies. The total of the others is 0, but means nothing."""
+        columns = list(self.components.values())
+        return [not columns or any(column[i] is not None for column in columns) for i in range(len(self.total))]
+
+    @property
+    def mean(self) -> float:
+        """The mean total of the scored completions, or 0 if there are none."""
+        totals = [total for total, scored in zip(self.total, self.scored, strict=True) if scored]
+        return sum(totals) / max(1, len(totals))
+
+    @property
+    def all_failed(self) -> list[Failure]:
+        """For each component whose every call failed, its first failure."""
+        first = {failure.component: failure for failure in reversed(self.failures)}
+        counts = Counter(failure.component for failure in self.failures)
+        return [first[name] for name in self.components if 0 < counts[name] == len(self.total)]
+
+    def metrics(self, group_size: int) -> dict[str, float]:
+        """Return means of the rewards, the share of groups without a signal, and counts of failures.
+
+        Completions to which no component applies are left out of the means, and a component that applies to none has no
+        mean.
+        """
+        metrics = {"reward": self.mean, "groups_without_signal": self.share_of_equal_groups(group_size)}
+        if len(self.components) > 1:
+            applied = {name: [x for x in column if x is not None] for name, column in self.components.items()}
+            metrics |= {f"reward/{name}": sum(x) / len(x) for name, x in applied.items() if x}
+        if not all(self.scored):
+            metrics["unscored"] = 1 - sum(self.scored) / len(self.scored)
+        return metrics | ({"reward_failures": len(self.failures)} if self.failures else {})
+
+    def share_of_equal_groups(self, group_size: int) -> float:
+        """Return the share of groups whose scored totals are all equal and whose advantages are therefore 0."""
+        totals = [total if scored else None for total, scored in zip(self.total, self.scored, strict=True)]
+        groups = [set(totals[at : at + group_size]) - {None} for at in range(0, len(totals), group_size)]
+        return sum(len(group) <= 1 for group in groups) / len(groups)
+
+
+def joined(parts: Sequence[RewardBatch]) -> RewardBatch:
+    """Concatenate batches of rewards of the same components, at least one."""
+    components = {name: [x for part in parts for x in part.components[name]] for name in parts[0].components}
+    turns = None if parts[0].turns is None else [row for part in parts for row in part.turns or []]
+    total = [x for part in parts for x in part.total]
+    return RewardBatch(total, components, [x for part in parts for x in part.failures], turns)
 
 
 @dataclass(frozen=True)
 class Rewards:
     """Weighted components and, for multi-turn tasks, a function that rewards each turn.
 
-    A call that raises an exception, takes longer than `timeout` seconds or returns anything but finite numbers is a
-    failure: its reward is 0, and training continues.
+    A component that returns None does not apply to the completion: it adds nothing to the total. A call that raises an
+    exception, takes longer than `timeout` seconds or returns anything else but finite numbers is a failure, and its
+    reward is 0. `turn_reward` must return a number for every turn.
 
     The time limit uses SIGALRM. It interrupts Python code and C code that checks for signals, such as `re`. Other C
     code is interrupted when it returns. Outside the main thread and on Windows there is no limit.
@@ -94,40 +153,53 @@ class Rewards:
         self, completions: Sequence[str], examples: Sequence[Example], turns: Sequence[list[str]] | None = None
     ) -> RewardBatch:
         """Reward B completions of B examples. `turns` has the policy's text of each turn of each completion."""
-        failures: list[str] = []
-        components: dict[str, list[float]] = {name: [] for name, *_ in self.components}
+        failures: list[Failure] = []
+        components: dict[str, list[float | None]] = {name: [] for name, *_ in self.components}
         of_turns: list[list[float]] = []
         for text, example, said in zip(completions, examples, turns or [[x] for x in completions], strict=True):
             for name, _, function in self.components:
-                components[name] += self._call(name, partial(function, text, example.answer), 1, text, failures)
+                rewards = self._call(name, partial(function, text, example.answer), 1, text, failures, optional=True)
+                components[name].append(None if rewards is None else rewards[0])
             if self.turn_reward is not None:
                 call = partial(self.turn_reward, said, example.answer)
-                of_turns.append(self._call(TURNS, call, len(said), text, failures))
+                of_turns.append(self._call(TURNS, call, len(said), text, failures) or [])
         weights = {name: weight for name, weight, _ in self.components}
         if self.turn_reward is not None:
             components[TURNS], weights[TURNS] = [sum(rewards) for rewards in of_turns], 1.0
-        total = [sum(weights[name] * x[i] for name, x in components.items()) for i in range(len(completions))]
+        total = [
+            sum((weights[name] * reward for name, x in components.items() if (reward := x[i]) is not None), 0.0)
+            for i in range(len(completions))
+        ]
         return RewardBatch(total, components, failures, None if self.turn_reward is None else of_turns)
 
     def _call(
-        self, name: str, function: Callable[[], Any], count: int, completion: str, failures: list[str]
-    ) -> list[float]:
+        self,
+        name: str,
+        function: Callable[[], Any],
+        count: int,
+        completion: str,
+        failures: list[Failure],
+        optional: bool = False,
+    ) -> list[float] | None:
         """Call a function that returns `count` numbers, or one number if `count` is 1, with the time limit.
 
-        If it fails, append a line to `failures` and return zeros.
+        If it fails, append to `failures` and return zeros. Return None if the function does and `optional` allows it.
         """
         try:
             with time_limit(self.timeout):
-                result = function()
-                rewards = [float(reward) for reward in (result if isinstance(result, list) else [result])]
+                result: Any = function()
+                if result is None and optional:
+                    return None
+                values: list[Any] = result if isinstance(result, list) else [result]
+                rewards = [float(value) for value in values]
             if len(rewards) == count and all(map(math.isfinite, rewards)):
                 return rewards
             reason = f"expected {count} finite number{'s' * (count > 1)}, got {', '.join(map(str, rewards))}"
         except RewardTimeout:
             reason = f"no result after {self.timeout:g} s"
         except Exception as error:  # whatever the user's function raises is reported
-            reason = f"{type(error).__name__}: {error}"
-        failures.append(f"{name}: {reason}; completion {completion[:60]!r}")
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        failures.append(Failure(name, reason, completion))
         return [0.0] * count
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +29,7 @@ from gspo_kernels.integrations.reference_trainer import (
     policy,
     read_config,
     train,
+    train_config,
     update,
 )
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
@@ -34,7 +37,7 @@ from gspo_kernels.integrations.reference_trainer.config_file import PRESETS, TYP
 from gspo_kernels.integrations.reference_trainer.loading import set_seed
 from gspo_kernels.integrations.reference_trainer.memory import predicted_memory
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
-from gspo_kernels.integrations.reference_trainer.sampling import sample
+from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
 from gspo_kernels.integrations.settings import Step
 from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent
 from gspo_kernels.tools.cli import app
@@ -170,6 +173,85 @@ def test_what_cannot_run_is_refused_in_one_line(tmp_path: Path, arguments: list[
         result = CliRunner().invoke(app, ["train", *mode, f"output={tmp_path}", *arguments])
         assert result.exit_code == 1 and result.output.startswith("error: ") and message in result.output
         assert result.output.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+# Values from Python
+
+
+def test_values_from_python_may_be_texts_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy.demo_policy().save(tmp_path / "tiny")
+    write_jsonl(tmp_path / "data.jsonl", *({"prompt": f"sort {x}:", "answer": x} for x in "abcdef"))
+    options: dict[str, Any] = {**SMALL, "steps": 1, "max_new_tokens": 2, "seeds": [1], "report_to": []}
+    config = train_config(model=Path("tiny"), data="data.jsonl", output="runs", kl_coef=0.1, **options)
+    assert (config.data, config.output, config.seeds) == (Path("data.jsonl"), Path("runs"), (1,))
+    assert config.objective.kl_coef == 0.1 and train_config(objective="dapo").objective.ratio == "token"
+    assert len(rows_of(train(config).folder)) == 2 and (tmp_path / "runs" / "tiny" / "model-seed1").is_dir()
+    direct = TrainConfig(model="tiny", data="data.jsonl", output="runs", seeds=[1])  # type: ignore[arg-type]
+    assert (direct.data, direct.folder, direct.seeds) == (Path("data.jsonl"), Path("runs/demo"), (1,))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seeds": 0}, "seeds: expected tuple[int, ...], got 0"),
+        ({"seeds": [0, "1"]}, "seeds: expected int, got '1'"),
+        ({"steps": "5"}, "steps: expected int, got '5'"),
+        ({"steps": True}, "steps: expected int, got True"),
+        ({"output": 3}, "output: expected Path, got 3"),
+        ({"shuffle": 1}, "shuffle: expected bool, got 1"),
+        ({"learning_rate": None}, "learning_rate: expected float, got None"),
+        ({"reward": "rewards.py:f"}, "reward: expected tuple[str, ...], got 'rewards.py:f'"),
+        ({"advantages": ["whiten"]}, "advantages: expected Step, got 'whiten'"),
+        ({"objective": "dapo"}, "objective: expected Objective, got 'dapo'"),
+    ],
+)
+def test_values_of_another_type_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        TrainConfig(**options)
+
+
+def test_train_config_names_the_option(tmp_path: Path) -> None:
+    for options, message in [
+        ({"stesp": 5}, "stesp: there is no such option (is it 'steps'?)"),
+        ({"seeds": "a"}, "seeds: expected tuple[int, ...], got 'a'"),
+        ({"output": 3}, "output: expected Path, got 3"),
+    ]:
+        with pytest.raises(InputError, match=f"^{re.escape(message)}"):
+            train_config(**options)
+
+
+# Tokens that the model does not have
+
+
+TOO_LARGE = "model {model}: expected token ids below {rows}, the rows of its embeddings, got"
+
+
+@pytest.mark.parametrize(
+    ("rows", "pad", "prompt", "message"),
+    [
+        (14, "<pad>", "sort ba:", TOO_LARGE + " 14 for the prompt 'user: sort ba:' of data {data}"),
+        (15, "<pad>", "", "data {data}: expected prompts with at least 1 token, got 0 tokens for 'user: '"),
+        (15, "<more>", "abc", TOO_LARGE + " 15 for the tokenizer's pad_token '<more>'"),
+    ],
+)
+def test_prompts_that_the_model_cannot_read_are_refused(
+    tmp_path: Path, rows: int, pad: str, prompt: str, message: str
+) -> None:
+    demo, folder, output = policy.demo_policy(), tmp_path / "tiny", tmp_path / "runs"
+    demo.fused.remove()
+    demo.model.resize_token_embeddings(rows)
+    demo.tokenizer.add_special_tokens({"pad_token": pad})
+    demo.model.save_pretrained(folder)
+    demo.tokenizer.save_pretrained(folder)
+    chats = [[{"role": "user", "content": text}] for text in (prompt, "ab")]
+    data = write_jsonl(tmp_path / "data.jsonl", *({"prompt": chat, "answer": "a"} for chat in chats))
+    expected = f"error: {message.format(model=folder, data=data, rows=rows)}\n"
+    for mode in ([], ["--dry-run"]):
+        arguments = ["train", *mode, f"model={folder}", f"data={data}", f"output={output}", "max_new_tokens=4"]
+        result = CliRunner().invoke(app, arguments)
+        assert (result.exit_code, result.output) == (1, expected)
+    assert not output.exists()
 
 
 def test_a_cache_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +440,29 @@ def test_advantages_are_computed_by_the_named_functions() -> None:
     assert running.count == 4 and running.mean == pytest.approx(2.875)
 
 
+def test_answers_without_a_reward_have_no_advantage_and_do_not_count() -> None:
+    """As in TRL, mean and standard deviation are those of the other answers."""
+    totals, none = [1.0, 2.0, 0.0, 0.5, 3.0, 4.0], [2, 4, 5]
+    components = {"one": [None if i in none else total for i, total in enumerate(totals)]}
+    rewards = RewardBatch([0.0 if i in none else total for i, total in enumerate(totals)], components, [])
+    rollout: Any = Rollout(*([torch.zeros(6, 2)] * 2), 1, *([torch.ones(6, 2, dtype=torch.bool)] * 4), [[]] * 6)  # type: ignore[arg-type]
+    batch = update.Batch(rollout, torch.zeros(6, 2), None)
+    running = RunningMoments()
+
+    def computed(*steps: Step) -> list[float]:
+        return advantages_of(TrainConfig(group_size=3, advantages=steps), batch, rewards, running).tolist()
+
+    half = 0.5 / 0.5**0.5  # the standard deviation of 1 and 2 is the root of 0.5
+    assert computed(Step("group_advantages", {"eps": 0.0})) == pytest.approx([-half, half, 0, 0, 0, 0])
+    assert computed(Step("group_advantages", {"scale": "none"})) == pytest.approx([-0.5, 0.5, 0, 0, 0, 0])
+    assert computed(Step("normalize_rewards", {"by": "running", "scale": False})) == pytest.approx(
+        [1 - 3.5 / 3, 2 - 3.5 / 3, 0, 0.5 - 3.5 / 3, 0, 0]
+    )
+    assert running.count == 3
+    nothing = RewardBatch([0.0] * 6, {"one": [None] * 6}, [])
+    assert advantages_of(TrainConfig(group_size=3), batch, nothing, running).tolist() == [0] * 6
+
+
 def test_the_advantage_of_a_turn_comes_from_the_rewards_from_this_turn_on() -> None:
     rewards = RewardBatch([1.0, 0.0, 1.5, 0.5], {}, [], [[0.0, 1.0], [0.0, 0.0], [1.0, 0.5], [0.5]])
     config = TrainConfig(group_size=2, objective=Objective(ratio="sequence-token"))
@@ -378,17 +483,48 @@ def test_the_advantage_of_a_turn_comes_from_the_rewards_from_this_turn_on() -> N
 
 
 def test_components_failures_and_samples_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = itertools.count()
+
     def broken(completion: str, answer: str) -> float:
-        raise KeyError(answer)
+        if next(calls) % 2:
+            raise KeyError(answer)
+        return 0.0
 
     components = [RewardComponent("length", 1.0, lambda text, _: len(text)), RewardComponent("broken", 1.0, broken)]
     report = train(small(tmp_path, samples=3), reward=components)
     row = rows_of(report.folder)[1]
-    assert row["reward"] == row["reward/length"] > 0 == row["reward/broken"] and row["reward_failures"] == 16
-    assert "16 calls of reward functions failed, such as broken: KeyError" in capsys.readouterr().out
+    assert row["reward"] == row["reward/length"] > 0 == row["reward/broken"] and row["reward_failures"] == 8
+    out = capsys.readouterr().out
+    for calls_that_failed, when in [(4, "the evaluation before the first step"), (8, "step 1")]:
+        assert f"{calls_that_failed} calls of reward functions failed in {when}, such as broken: KeyError" in out
     samples = [json.loads(line) for line in (report.folder / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [2, 2, 2, 3, 3, 3]
     assert samples[0]["reward"] == samples[0]["components"]["length"] == len(samples[0]["completion"])
+
+
+def test_rewards_may_be_none(tmp_path: Path) -> None:
+    components = [
+        RewardComponent("never", 1.0, lambda *_: None),
+        RewardComponent("long", 1.0, lambda text, answer: None if len(answer) == 4 else float(len(text))),
+    ]
+    folder = train(small(tmp_path, samples=8), reward=components).folder
+    rows, written = (
+        [json.loads(line, parse_constant=pytest.fail) for line in (folder / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "samples.jsonl")
+    )
+    for row in rows[1:]:
+        assert "reward/never" not in row and row["reward"] == row["reward/long"] >= 1
+    assert {0.25, 0.5, 0.75} & {row.get("unscored") for row in rows}  # of four prompts
+    for line in written:
+        expected = None if len(line["answer"]) == 4 else float(len(line["completion"]))
+        assert line["reward"] == expected and line["components"] == {"never": None, "long": expected}
+    assert {line["reward"] is None for line in written} == {True, False}
+
+
+def test_a_reward_that_is_always_none_is_explained(tmp_path: Path) -> None:
+    report = train(small(tmp_path), reward=lambda *_: None)
+    assert "Every reward function returned None for every answer." in report.warnings()[0]
+    assert [(row["reward"], row["grad_norm"], row["unscored"]) for row in rows_of(report.folder)[1:]] == [(0, 0, 1)] * 3
 
 
 def test_metrics_reach_tensorboard_and_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from helpers.ranks import run_ranks
 from helpers.reference_runs import rows_of, small
 from tolerance import TRAINER_ABSOLUTE
 
-from gspo_kernels.integrations.reference_trainer import InputError, read_config, train, trainer
+from gspo_kernels.integrations.reference_trainer import InputError, TrainingError, read_config, train, trainer
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.sampling import Dialogue, converse
-from gspo_kernels.integrations.tasks import Example
+from gspo_kernels.integrations.tasks import Example, RewardComponent
 
 OPTIONS: dict[str, Any] = dict(steps=2, learning_rate=3e-4, save=True, micro_batch_size=2, updates_per_rollout=2)
 OPTIONS |= dict(prompts_per_step=4, group_size=4, kl_coef=0.1, objective="dapo", checkpoint_every=1, epochs=2)
@@ -107,6 +107,30 @@ def test_a_signal_to_one_process_stops_both_and_they_resume_to_the_bit(tmp_path:
     stopped, whole = (rows_of(tmp_path / name) for name in ("stopped", "whole"))
     clock = ("seconds", "tokens_per_second")
     assert [{**row, **dict.fromkeys(clock)} for row in stopped] == [{**row, **dict.fromkeys(clock)} for row in whole]
+
+
+def train_with_failures(rank: int, folder: Path) -> None:
+    """Fail in all calls of the first process, then in all calls of both."""
+
+    def failing(*ranks: int) -> list[RewardComponent]:
+        def reward(completion: str, answer: str) -> float:
+            if rank in ranks:
+                raise ConnectionError("no server")
+            return float(len(completion))
+
+        return [RewardComponent("server", 1.0, reward)]
+
+    train(config_of(folder, name="first", steps=1), reward=failing(0))
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    with pytest.raises(TrainingError, match=r"^all 8 calls of the reward 'server' failed in the evaluation before"):
+        train(config_of(folder, name="both", steps=1), reward=failing(0, 1))
+
+
+@pytest.mark.slow
+def test_processes_stop_together_if_the_calls_of_all_fail(tmp_path: Path) -> None:
+    run_ranks(train_with_failures, 2, tmp_path, deadline=120.0)
+    assert [row.get("reward_failures") for row in rows_of(tmp_path / "first")] == [None, 8]
+    assert not (tmp_path / "both").exists()
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

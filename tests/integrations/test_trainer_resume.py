@@ -1,9 +1,15 @@
-"""A run that is killed and resumed gives the same numbers, to the bit, as one that was not."""
+"""A run that is stopped at any moment and resumed gives the same numbers, to the bit, as one that was not.
+
+A run is resumed with the arguments, options and prompts with which it was started, or says what differs.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +19,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.reference_runs import rows_of, small
+from helpers.reference_runs import rows_of, small, write_jsonl
+from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy, read_config, train
 from gspo_kernels.integrations.reference_trainer import trainer as loop
 from gspo_kernels.integrations.reference_trainer.checkpoints import read_checkpoint, write_checkpoint
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
+from gspo_kernels.integrations.tasks import Example, RewardComponent, Rewards, Task
+from gspo_kernels.tools.cli import app
 
 CLOCK = ("seconds", "tokens_per_second")
 TRAIN = """
@@ -27,8 +36,9 @@ from pathlib import Path
 from gspo_kernels.integrations.reference_trainer import read_config, train
 train(read_config(texts=sys.argv[1:]))
 """
-OPTIONS: dict[str, Any] = dict(steps=8, checkpoint_every=2, eval_every=3, updates_per_rollout=2, epochs=2)
+OPTIONS: dict[str, Any] = dict(steps=5, checkpoint_every=2, eval_every=3, updates_per_rollout=2, epochs=2)
 OPTIONS |= dict(schedule="cosine", warmup_updates=3, weight_decay=0.1, seeds=(0, 1), save=True)
+OPTIONS |= dict(advantages=[{"normalize_rewards": {"by": "running"}}])  # so that the moments change the numbers
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
@@ -51,7 +61,7 @@ def test_a_killed_run_continues_to_the_bit(tmp_path: Path, uninterrupted: Path) 
     texts = [f"{name}={x if isinstance(x, str) else json.dumps(x)}" for name, x in options.items()]
     process = subprocess.Popen([sys.executable, "-c", TRAIN, *texts], stdout=subprocess.DEVNULL)
     folder, generator = tmp_path / "demo", random.Random()
-    lines = generator.randint(1, 16)  # of 18, in either seed, before or after the first checkpoint
+    lines = generator.randint(1, 10)  # of 12, in either seed, before or after the first checkpoint
     deadline = time.monotonic() + 120
     while not (folder / "metrics.jsonl").is_file() or len((folder / "metrics.jsonl").read_text().splitlines()) < lines:
         assert process.poll() is None and time.monotonic() < deadline
@@ -66,29 +76,106 @@ def test_a_killed_run_continues_to_the_bit(tmp_path: Path, uninterrupted: Path) 
         assert torch.equal(head_of(folder, seed), head_of(uninterrupted, seed))
 
 
-@pytest.mark.parametrize("at", [1, 3, 5])
-def test_an_interrupted_run_continues_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path, at: int
+def interrupt(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, call: int, number: int = signal.SIGINT, times: int = 1
 ) -> None:
-    """Ctrl-C during sampling, and during an update, which is postponed to the end of the step."""
-    steps: list[int] = []
-    place = "collect" if at == 3 else "train_step"
-    original = getattr(loop.Training, place)
+    """Send this process a signal, `times` times, at the given call of a function, counted from 1."""
+    original, calls = getattr(owner, name), itertools.count(1)
 
-    def interrupted(self: loop.Training, *arguments: Any) -> Any:
-        steps.append(self.step)
-        if self.step == at and steps.count(at) == 1:
-            signal.raise_signal(signal.SIGINT)
-        return original(self, *arguments)
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            for _ in range(times):
+                signal.raise_signal(number)
+        return original(*arguments, **options)
 
-    monkeypatch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)  # shells may ignore SIGINT
+    patch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)  # shells may ignore SIGINT
+    patch.setattr(owner, name, interrupted)
+
+
+# The function in which the signal arrives, its call, and the number of steps that are done when the run stops.
+MOMENTS: dict[str, tuple[Any, str, int, int]] = {
+    "before the first step": (loop.Training, "train_step", 1, 0),
+    "before a step": (loop.Training, "train_step", 5, 4),
+    "sampling": (loop.Training, "collect", 4, 2),  # the first call evaluates
+    "rewards": (Rewards, "__call__", 5, 2),  # an evaluation has one more call, without answers
+    "old log-probs": (loop, "with_log_probs", 4, 3),
+    "advantages": (loop, "advantages_of", 4, 4),
+    "first update": (loop, "update", 5, 2),
+    "last update": (loop, "update", 8, 2),
+    "evaluation after a step": (loop.Training, "evaluate", 2, 3),
+    "metrics before the first step": (loop.RunFolder, "write", 1, 0),
+    "metrics": (loop.RunFolder, "write", 4, 3),
+    "samples": (loop.RunFolder, "write_samples", 1, 3),
+    "checkpoint": (loop.RunFolder, "save_checkpoint", 2, 4),
+    "curves": (loop.RunFolder, "plot", 1, 3),
+    "evaluation before the second seed": (loop.Training, "evaluate", 4, 5),
+    "first step of the second seed": (loop.Training, "train_step", 6, 6),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_interrupted_run_continues_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path, moment: str
+) -> None:
+    """A signal while sampling stops at once; one in the updates stops at the end of the step."""
+    owner, name, call, done = MOMENTS[moment]
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, place, interrupted)
+        interrupt(patch, owner, name, call)
         with pytest.raises(KeyboardInterrupt):
             train(small(tmp_path, **OPTIONS))
     folder = tmp_path / "demo"
-    assert len(rows_of(folder)) == at + 1
-    assert policy and (folder / "model-seed0").is_dir()
+    assert len(rows_of(folder)) == done + 1
+    train(read_config(resume=folder))
+    assert numbers(folder) == numbers(uninterrupted)
+
+
+@pytest.mark.parametrize("owner", ["first", "later"])
+def test_a_second_signal_in_the_updates_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path, capsys: pytest.CaptureFixture[str], owner: str
+) -> None:
+    """Half of a step would be saved as a whole one."""
+    call = {"first": 2, "later": 14}[owner]  # in step 1, before a checkpoint; in step 4, after that of step 2
+    with monkeypatch.context() as patch:
+        interrupt(patch, loop, "update", call, times=2)
+        with pytest.raises(KeyboardInterrupt):
+            train(small(tmp_path, **OPTIONS))
+    folder, out = tmp_path / "demo", capsys.readouterr().out
+    assert f"stopped in the updates of step {(call + 3) // 4} of seed 0, which are not saved" in out
+    assert (
+        (f"continue: gspo train --resume {folder}" in out) == (owner == "later") == (folder / "checkpoint.pt").exists()
+    )
+    train(read_config(resume=folder))
+    assert numbers(folder) == numbers(uninterrupted)
+
+
+def test_a_run_stopped_in_its_first_evaluation_keeps_the_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier = train(small(tmp_path, steps=1)).folder
+    files = {path.name: path.read_bytes() for path in earlier.iterdir()}
+    with monkeypatch.context() as patch:
+        interrupt(patch, loop.Training, "collect", 1, signal.SIGTERM)
+        with pytest.raises(SystemExit) as caught:
+            train(small(tmp_path, steps=2))
+    assert caught.value.code == 143 and {path.name: path.read_bytes() for path in earlier.iterdir()} == files
+    assert capsys.readouterr().out.splitlines()[-1] == "stopped before training seed 0"
+
+
+def test_an_interrupted_resume_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path
+) -> None:
+    """The weights of the policy are those of the checkpoint only at the end of `restore`."""
+    folder = tmp_path / "demo"
+    for owner, name, call in [
+        (loop.Training, "train_step", 4),
+        (loop.RunFolder, "open", 1),
+        (loop.Optimizer, "load", 1),
+        (loop.TrainingProgress, "begin", 1),
+    ]:
+        with monkeypatch.context() as patch:
+            interrupt(patch, owner, name, call)
+            with pytest.raises(KeyboardInterrupt):
+                train(small(tmp_path, **OPTIONS) if call == 4 else read_config(resume=folder))
     train(read_config(resume=folder))
     assert numbers(folder) == numbers(uninterrupted)
 
@@ -117,8 +204,205 @@ def test_a_kill_while_a_checkpoint_is_written_keeps_the_earlier_one(tmp_path: Pa
         read_checkpoint(path)
 
 
+# Arguments from Python
+
+
+def length(completion: str, answer: str) -> float:
+    return float(len(completion))
+
+
+def own_task() -> Task:
+    examples = [Example(f"sort {letter}:", letter) for letter in "abcdefg"]
+    rewards = Rewards((RewardComponent("length", 1.0, length),))
+    return Task("own", examples[3:], examples[:3], rewards, characters="sort abcdefg:")
+
+
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int = 2, **arguments: Any) -> Path:
+    """Return the folder of a run that was stopped before its step `at`, with the options of `small`."""
+    options = {"output": tmp_path, "name": "mine", **arguments.pop("options", {})}
+    with monkeypatch.context() as patch:
+        interrupt(patch, loop.Training, "train_step", at, signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            train(small(**{"tmp_path": tmp_path, **options}), **arguments)
+    return tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"reward": length}, {"task": own_task()}, {"task": own_task(), "reward": length}]
+)
+def test_a_run_with_arguments_from_python_continues_with_them_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: dict[str, Any]
+) -> None:
+    whole = train(small(tmp_path, name="whole"), **arguments).folder
+    folder = stopped(tmp_path, monkeypatch, **arguments)
+    call = f'train(read_config(resume="{folder}"){"".join(f", {name}=..." for name in arguments)})'
+    assert capsys.readouterr().out.splitlines()[-1] == f"continue: {call}"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    names = " and ".join(f"{name}=" for name in arguments)
+    message = (
+        f"resume: {folder} was started with {names} from Python, but resumed with no task= or reward= from Python. "
+    )
+    message += f"Continue it with {call}"
+    for mode in ([], ["--dry-run"]):
+        result = CliRunner().invoke(app, ["train", "--resume", str(folder), *mode])
+        assert (result.exit_code, result.output) == (1, f"error: {message}\n")
+    with pytest.raises(InputError, match=re.escape(message)):
+        train(read_config(resume=folder))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    eval(call.replace("task=...", "task=task").replace("reward=...", "reward=reward"), {**globals(), **arguments})
+    assert numbers(folder) == numbers(whole)
+
+
+def test_a_run_with_options_alone_takes_no_arguments_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = stopped(tmp_path, monkeypatch)
+    message = f"{folder} was started with no task= or reward= from Python, but resumed with reward= from Python. "
+    message += f"Continue it with gspo train --resume {folder}"
+    with pytest.raises(InputError, match=re.escape(message)):
+        train(read_config(resume=folder), reward=length)
+
+
+def test_the_options_of_a_run_with_arguments_from_python_are_no_other_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = stopped(tmp_path, monkeypatch, reward=length) / "config.json"
+    with pytest.raises(InputError, match=r"expected all options of a run, but its reward came from Python"):
+        read_config(file)
+    file = stopped(tmp_path / "options", monkeypatch) / "config.json"
+    assert read_config(file).steps == 3
+
+
+# Changes
+
+
+def test_changed_options_are_said_and_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = stopped(tmp_path, monkeypatch)
+    changes = ["learning_rate=1e-2", "clip_high=5e-4", "steps=4"]
+    notes = [
+        "resume: steps: 3 -> 4, taken from here on",
+        "resume: learning_rate: 0.0005 -> 0.01, taken from here on",
+        "resume: clip_high: 0.0004 -> 0.0005, taken from here on",
+    ]
+    result = CliRunner().invoke(app, ["train", "--resume", str(folder), "--dry-run", *changes])
+    assert result.exit_code == 0 and [line for line in result.output.splitlines() if "taken" in line] == [
+        f"# {note}" for note in notes
+    ]
+    capsys.readouterr()
+    train(read_config(texts=changes, resume=folder))
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume")] == notes
+    assert [row.get("learning_rate") for row in rows_of(folder)] == [None, 5e-4, 1e-2, 1e-2, 1e-2]
+    assert json.loads((folder / "config.json").read_text())["learning_rate"] == 1e-2
+    train(read_config(resume=folder))
+    assert "resume" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("steps=1", "steps: expected at least 2, which seed 1 of {} has reached, got 1"),
+        ("steps=9", "steps: expected 3, after which earlier seeds of {} have ended, got 9"),
+        ("seeds=1", "seeds: expected [0, 1] first, on which {} has trained, got [1]"),
+        ("seeds=1,0,2", "seeds: expected [0, 1] first, on which {} has trained, got [1, 0, 2]"),
+        ("model=x", 'model: expected null, with which {} was started, got "x"'),
+        ("lora_rank=4", "lora_rank: expected 0, with which {} was started, got 4"),
+        ("name=other", "name: expected no such option with --resume, which continues {}, got 'other'"),
+        ("task=format", "in their order, with the digest "),
+        ("eval_prompts=9", "; eval_prompts: 8 -> 9"),
+    ],
+)
+def test_changes_with_which_a_run_cannot_continue_are_refused(two_seeds: Path, changes: str, message: str) -> None:
+    before = {path.name: path.read_bytes() for path in two_seeds.iterdir()}
+    for mode in ([], ["--dry-run"]):
+        result = CliRunner().invoke(app, ["train", "--resume", str(two_seeds), *mode, changes])
+        assert result.exit_code == 1 and result.output.count("\n") == 1
+        assert message.format(two_seeds) in result.output
+    assert {path.name: path.read_bytes() for path in two_seeds.iterdir()} == before
+
+
+@pytest.fixture(scope="module")
+def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after step 2 of its second seed."""
+    folder = tmp_path_factory.mktemp("seeds")
+    with pytest.MonkeyPatch.context() as patch:
+        return stopped(folder, patch, 6, options={"seeds": (0, 1, 2)})
+
+
+def test_a_stopped_run_may_drop_seeds_that_have_not_begun(two_seeds: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(two_seeds, folder)
+    report = train(read_config(texts=["seeds=0,1"], resume=folder))
+    assert [result.seed for result in report.results] == [0, 1]
+    assert [row["step"] for row in rows_of(folder)] == [0, 1, 2, 3] * 2
+
+
+@pytest.mark.parametrize("changed", ["answer", "order", "nothing"])
+def test_changed_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+    policy.demo_policy().save(tmp_path / "model")
+    lines = [{"prompt": f"sort {x}:", "answer": x} for x in "abcdefsort"]
+    data = write_jsonl(tmp_path / "data.jsonl", *lines)
+    options = {"model": str(tmp_path / "model"), "data": data, "max_new_tokens": 2}
+    folder = stopped(tmp_path, monkeypatch, options=options)
+    if changed == "answer":
+        lines[5]["answer"] = "z"
+    lines = lines[::-1] if changed == "order" else lines
+    moved = write_jsonl(tmp_path / "moved.jsonl", *lines)
+    config = read_config(texts=[f"data={moved}"], resume=folder)
+    if changed == "nothing":
+        train(config)
+        return
+    message = (
+        rf"^data: expected the prompts and answers of {folder} in their order, with the digest \w+, got the digest \w+"
+    )
+    with pytest.raises(InputError, match=message + f'; data: "{data}" -> "{moved}"$'):
+        train(config)
+    write_jsonl(data, *lines)
+    with pytest.raises(InputError, match=message + "$"):
+        train(read_config(resume=folder))
+
+
+def test_other_weights_of_rewards_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = stopped(tmp_path, monkeypatch, reward=length)
+    train(read_config(resume=folder), reward=[RewardComponent("other", 2.0, length)])
+    assert 'resume: weights of rewards: {"length": 1.0} -> {"other": 2.0}, taken from' in capsys.readouterr().out
+
+
+# Folders without a run or a checkpoint
+
+
 def test_resume_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"config\.json"):
-        read_config(resume=tmp_path / "none")
-    with pytest.raises(InputError, match="resume: expected a run in"):
-        train(TrainConfig(output=tmp_path, name="none", resume=True))
+    (tmp_path / "empty").mkdir()
+    for name, got in [("none", f"no folder: {tmp_path / 'none'}"), ("empty", str(tmp_path / "empty"))]:
+        message = f"resume: expected the folder of a run, with a config.json, got {got}"
+        result = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / name)])
+        assert (result.exit_code, result.output) == (1, f"error: {message}\n")
+        with pytest.raises(InputError, match=re.escape(message)):
+            train(TrainConfig(output=tmp_path, name=name, resume=True))
+
+
+def test_without_a_checkpoint_a_run_starts_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = train(small(tmp_path)).folder
+    expected = numbers(folder)
+    (folder / "checkpoint.pt").unlink()
+    train(read_config(resume=folder))
+    assert numbers(folder) == expected
+    assert f"{folder} has no checkpoint yet, so training starts again from the beginning" in capsys.readouterr().out
+
+
+def test_a_run_without_checkpoints_is_not_replaced_by_resume(tmp_path: Path) -> None:
+    folder = train(small(tmp_path, checkpoint_every=0, steps=1, save=True)).folder
+    with pytest.raises(InputError, match=r"resume: expected a checkpoint in .*, got none, as checkpoint_every is 0"):
+        train(read_config(resume=folder))
+    assert (folder / "model-seed0").is_dir()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_a_file_that_lost_its_end_is_named(tmp_path: Path, name: str) -> None:
+    folder = train(small(tmp_path)).folder
+    (folder / name).write_text("")
+    with pytest.raises(InputError, match=f"{folder / name} is shorter than when the checkpoint was written"):
+        train(read_config(resume=folder))

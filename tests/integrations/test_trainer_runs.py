@@ -23,8 +23,10 @@ from typer.testing import CliRunner
 
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
+    TrainingError,
     policy,
     progress,
+    read_config,
     train,
     train_config,
     trainer,
@@ -34,7 +36,7 @@ from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.stopping import StopSignals
-from gspo_kernels.integrations.tasks import Example
+from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent
 from gspo_kernels.tools.cli import app
 
 SIZES = [f"{name}={value}" for name, value in SMALL.items() if name != "steps"]
@@ -52,6 +54,70 @@ def test_an_existing_folder_is_kept_and_the_error_names_both_options(tmp_path: P
     assert earlier.exists()
     train(small(tmp_path, steps=1, name="mine", overwrite=True))
     assert not earlier.exists()
+
+
+# Rewards that fail
+
+
+def test_a_reward_whose_every_call_fails_in_the_first_evaluation_stops_the_run(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def broken(completion, answer):\n    raise KeyError('a\\nb')\n")
+    arguments = [f"reward={tmp_path}/rewards.py:broken", f"output={tmp_path}/runs", "seeds=0", *SIZES]
+    result = CliRunner().invoke(app, ["train", *arguments])
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+    assert re.fullmatch(
+        r"error: all 8 calls of the reward 'broken' failed in the evaluation before the first step, such as broken: "
+        r"KeyError: 'a\\nb'; completion '.*'\n",
+        result.stderr,
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+class Flaky:
+    """Rewards the length of a completion. The calls `first` to `last`, counted from 1, fail, in this process only."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.failing, self.calls = range(first, last + 1), 0
+
+    def __call__(self, completion: str, answer: str) -> float:
+        self.calls += 1
+        if self.calls in self.failing:
+            raise ConnectionError("no server")
+        return float(len(completion))
+
+
+@pytest.mark.parametrize(("step", "first"), [(1, 9), (3, 49)])
+def test_a_reward_whose_every_call_fails_in_a_step_stops_before_its_updates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, first: int
+) -> None:
+    """Calls: 8 of the first evaluation, 16 of each step, 8 of the evaluation after step 2."""
+    whole = train(small(tmp_path, name="whole"), reward=[RewardComponent("flaky", 1.0, Flaky(0, -1))]).folder
+    capsys.readouterr()
+    message = (
+        f"all 16 calls of the reward 'flaky' failed in step {step}, such as flaky: ConnectionError: no server; compl"
+    )
+    with pytest.raises(TrainingError, match=f"^{message}"):
+        train(small(tmp_path), reward=[RewardComponent("flaky", 1.0, Flaky(first, first + 15))])
+    folder = tmp_path / "demo"
+    assert len(rows_of(folder)) == step
+    line = f'continue: train(read_config(resume="{folder}"), reward=...)'
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    train(read_config(resume=folder), reward=[RewardComponent("flaky", 1.0, Flaky(0, -1))])
+    clock = dict.fromkeys(("seconds", "tokens_per_second"))
+    assert [{**row, **clock} for row in rows_of(folder)] == [{**row, **clock} for row in rows_of(whole)]
+
+
+@pytest.mark.parametrize(("first", "last", "failures"), [(9, 23, [15, None, None]), (41, 48, [None] * 3)])
+def test_training_goes_on_if_a_call_succeeds_or_only_a_later_evaluation_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: int, last: int, failures: list[int | None]
+) -> None:
+    folder = train(small(tmp_path), reward=[RewardComponent("flaky", 1.0, Flaky(first, last))]).folder
+    assert [row.get("reward_failures") for row in rows_of(folder)[1:]] == failures
+    said = (
+        "15 calls of reward functions failed in step 1,"
+        if failures[0]
+        else "8 calls of reward functions failed in the "
+    )
+    assert said + ("" if failures[0] else "evaluation after step 2, such as flaky: Conn") in capsys.readouterr().out
 
 
 # Stopping
@@ -208,7 +274,7 @@ def test_a_run_with_equal_rewards_warns_at_the_end(tmp_path: Path, reward: float
 
 
 def test_groups_without_a_signal_have_equal_rewards() -> None:
-    assert trainer.share_of_equal_groups(torch.tensor([0.0, 0.0, 0.5, 0.5, 0.0, 1.0, 1.0, 1.0]), 2) == 0.75
+    assert RewardBatch([0.0, 0.0, 0.5, 0.5, 0.0, 1.0, 1.0, 1.0], {}, []).share_of_equal_groups(2) == 0.75
 
 
 # Mixtures of experts

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gspo_kernels import Objective, gspo_fused_loss
-from gspo_kernels.integrations.reference_trainer import InputError, policy
+from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy
 from gspo_kernels.integrations.reference_trainer.data import jsonl_task, load_reward
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, encode, fitting, sample
 from gspo_kernels.integrations.tasks import TASKS, Example, RewardComponent, Rewards, task_by_name
@@ -107,7 +108,67 @@ def test_a_failed_component_scores_zero_and_is_reported(function: Callable[..., 
     batch = rewards(["ab"], [Example("", "ab")])
     assert time.monotonic() - started < 5
     assert batch.total == [1.0] and batch.components == {"custom": [0.0], "one": [1.0]}
-    assert batch.failures == [f"custom: {reason}; completion 'ab'"]
+    assert [str(failure) for failure in batch.failures] == [f"custom: {reason}; completion 'ab'"]
+
+
+def test_a_component_that_returns_none_does_not_apply() -> None:
+    """It adds nothing to the total and is no failure, as in TRL."""
+    short = RewardComponent("short", 0.5, lambda text, _: 1.0 if len(text) < 3 else None)
+    equal = RewardComponent("equal", 2.0, lambda text, answer: None if answer == "?" else text == answer)
+    batch = Rewards((short, equal))(
+        ["ab", "ab", "abc", "abc"], [Example("", "ab"), Example("", "?"), Example("", "abc"), Example("", "?")]
+    )
+    assert batch.components == {"short": [1.0, 1.0, None, None], "equal": [1.0, None, 1.0, None]}
+    assert batch.total == [2.5, 0.5, 2.0, 0.0] and batch.scored == [True, True, True, False] and not batch.failures
+    assert batch.mean == pytest.approx(5 / 3)
+    metrics = batch.metrics(group_size=2)
+    assert metrics["reward"] == pytest.approx(5 / 3) and metrics["unscored"] == 0.25
+    assert metrics["reward/short"] == metrics["reward/equal"] == 1.0
+    assert metrics["groups_without_signal"] == 0.5  # of the second group, only one answer has a reward
+
+
+def test_components_that_apply_to_no_completion_have_no_mean() -> None:
+    never = [RewardComponent(name, 1.0, lambda *_: None) for name in ("one", "two")]
+    batch = Rewards(tuple(never))(["a", "b"], [EXAMPLE] * 2)
+    assert batch.metrics(2) == {"reward": 0.0, "groups_without_signal": 1.0, "unscored": 1.0}
+
+
+def test_the_components_whose_every_call_failed_are_known() -> None:
+    def sometimes(text: str, _: str) -> float | None:
+        return 1 / len(text) if text != "none" else None
+
+    rewards = Rewards((RewardComponent("sometimes", 1.0, sometimes), RewardComponent("never", 1.0, broken)))
+    for texts, names in [(["ab", "ab"], ["never"]), (["ab", "abc"], []), (["", ""], ["sometimes"]), ([], [])]:
+        assert [failure.component for failure in rewards(texts, [EXAMPLE] * len(texts)).all_failed] == names, texts
+    assert rewards(["", "none"], [EXAMPLE] * 2).all_failed == []  # a call that returns None has not failed
+    first = rewards(["ab", "ab"], [EXAMPLE] * 2).all_failed[0]
+    assert first == ("never", "ZeroDivisionError: division by zero", "ab")
+
+
+def test_the_reason_of_a_failure_is_one_line() -> None:
+    def lines(*_: str) -> float:
+        raise ValueError("first\n\tsecond")
+
+    (failure,) = Rewards((RewardComponent("x", 1.0, lines),))(["a\nb"], [EXAMPLE]).failures
+    assert str(failure) == "x: ValueError: first second; completion 'a\\nb'"
+
+
+def test_a_turn_without_a_number_is_a_failure() -> None:
+    rewards = Rewards(turn_reward=lambda turns, _: [1.0, None])  # type: ignore[list-item, return-value]
+    batch = rewards(["ab"], [EXAMPLE], [["a", "b"]])
+    assert batch.total == [0.0] and batch.turns == [[0.0, 0.0]] and len(batch.failures) == 1
+
+
+def test_the_digest_of_a_task_depends_on_prompts_answers_and_their_order() -> None:
+    task = task_by_name("sorting", 8)
+    first, second, *others = task.train
+    changed = [
+        replace(task, train=[second, first, *others]),
+        replace(task, train=[replace(first, answer="?"), second, *others]),
+        replace(task, train=others, held_out=[first, second, *task.held_out]),
+        replace(task, train=[replace(first, prompt=[{"role": "user", "content": first.key}]), second, *others]),
+    ]
+    assert task.digest == task_by_name("sorting", 8).digest and len({x.digest for x in (task, *changed)}) == 5
 
 
 def test_the_time_limit_restores_the_callers_timer_and_handler() -> None:
@@ -237,11 +298,12 @@ def test_jsonl_prompts_may_be_chats(tmp_path: Path) -> None:
 
 def test_prompts_above_the_limit_are_left_out(character_policy: policy.Policy) -> None:
     task = task_by_name("sorting", 32)
-    kept, left_out = fitting(character_policy, task, len("sort abcd:"), 8)
+    config = TrainConfig(max_prompt_tokens=len("sort abcd:"), max_new_tokens=8)
+    kept, left_out = fitting(config, character_policy, task)
     assert {len(e.key) for e in [*kept.train, *kept.held_out]} == {9, 10}
     assert left_out == 216 and len(kept.train) + len(kept.held_out) == 432
     with pytest.raises(InputError, match="max_prompt_tokens: expected a limit that some prompts meet, got 8"):
-        fitting(character_policy, task, 8, 8)
+        fitting(replace(config, max_prompt_tokens=8), character_policy, task)
 
 
 # Dialogues

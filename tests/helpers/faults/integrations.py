@@ -198,4 +198,72 @@ FAULTS: dict[str, Fault] = {
         "torch.manual_seed(len(name))",
         "compare::test_all_arms_begin_alike_and_gspo_token_trains_as_gspo",
     ),
+    "a run from Python resumed with options alone": (
+        "integrations/reference_trainer/resuming",
+        "if started != resumed:",
+        "if False:",
+        "trainer_resume::test_a_run_with_arguments_from_python_continues_with_them_only",
+    ),
+    "changed prompts accepted": (
+        "integrations/reference_trainer/resuming",
+        'if then.get("prompts", record["prompts"]) != record["prompts"]:',
+        "if False:",
+        "trainer_resume::test_changed_data_are_refused",
+    ),
+    "digest without the order": (
+        "integrations/tasks/base",
+        "for example in examples:\n                line",
+        "for example in sorted(examples, key=lambda x: x.key):\n                line",
+        "trainer_tasks::test_the_digest_of_a_task_depends_on_prompts_answers_and_their_order",
+    ),
+    "changed options not said": (
+        "integrations/reference_trainer/resuming",
+        "for name, change in changes.items()]",
+        "for name, change in ()]",
+        "trainer_resume::test_changed_options_are_said_and_taken",
+    ),
+    "half of a step saved": (
+        "integrations/reference_trainer/trainer",
+        "        if self.updating:",
+        "        if False:",
+        "trainer_resume::test_a_second_signal_in_the_updates_saves_nothing",
+    ),
+    "moments of a step that is sampled again": (
+        "integrations/reference_trainer/trainer",
+        "        with self.stop.postponed():\n            self.updating = True\n"
+        "            batch = replace(batch, advantages=advantages_of(config, batch, rewards, self.running))\n",
+        "        batch = replace(batch, advantages=advantages_of(config, batch, rewards, self.running))\n"
+        "        with self.stop.postponed():\n            self.updating = True\n",
+        "trainer_resume::test_an_interrupted_run_continues_to_the_bit",
+    ),
+    "a process that stops alone": (
+        "integrations/reference_trainer/trainer",
+        "together = joined(distributed.gather(joined(rewards)))",
+        "together = joined(rewards)",
+        "trainer_ranks::test_processes_stop_together_if_the_calls_of_all_fail",
+    ),
+    "failures of a first evaluation allowed": (
+        "integrations/reference_trainer/trainer",
+        "allowed=step > 0",
+        "allowed=True",
+        "trainer_runs::test_a_reward_whose_every_call_fails_in_the_first_evaluation_stops_the_run",
+    ),
+    "answers without a reward counted": (
+        "integrations/tasks/rewards",
+        "any(column[i] is not None for column in columns)",
+        "True",
+        "trainer_tasks::test_a_component_that_returns_none_does_not_apply",
+    ),
+    "groups of the scored answers only": (
+        "integrations/reference_trainer/advantages",
+        'rows // options.pop("group_size", config.group_size)',
+        'torch.arange(len(rows)) // options.pop("group_size", config.group_size)',
+        "trainer_options::test_answers_without_a_reward_have_no_advantage_and_do_not_count",
+    ),
+    "a token one beyond the embeddings": (
+        "integrations/reference_trainer/sampling",
+        "if max(ids) >= rows:",
+        "if max(ids) > rows:",
+        "trainer_options::test_prompts_that_the_model_cannot_read_are_refused",
+    ),
 }

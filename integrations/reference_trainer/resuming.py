@@ -1,0 +1,136 @@
+"""How a run starts: anew, or from its checkpoint. config.json records what must not change in between."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from ..tasks import Task
+from .checkpoints import read_checkpoint
+from .config import InputError, TrainConfig
+from .data import Reward, task_of
+
+RECORD = "started_with"  # the key of config.json that is not an option
+FIXED = ("model", "lora_rank", "lora_alpha", "lora_head", "quantization")  # they define what the trained weights mean
+PROMPTS = ("task", "data", "eval_prompts")  # they define prompts and answers
+
+
+class Start(NamedTuple):
+    """What a run starts with."""
+
+    task: Task
+    record: dict[str, Any]  # for config.json
+    saved: dict[str, Any] | None  # the checkpoint from which the run continues
+    notes: list[str]  # lines that say what differs from the run so far
+
+
+def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> Start:
+    """Load prompts, rewards and, to resume a run, its checkpoint. The arguments are those of `train`.
+
+    Raises:
+        InputError: prompts or rewards cannot be loaded; there is no such run; or the options, the prompts or the
+            arguments of `train` differ from those of the run in a way that it cannot continue with.
+    """
+    from_python = [name for name, x in (("task", task), ("reward", reward)) if x is not None]
+    if not config.resume:
+        task = task_of(config, task, reward)
+        return Start(task, record_of(task, from_python), None, [])
+    before, then = read_run(config.folder)
+    check_arguments(config.folder, then.get("from_python", []), from_python)
+    changes = changed_options(config, before)
+    path = config.folder / "checkpoint.pt"
+    saved = read_checkpoint(path) if path.is_file() else None
+    check_changes(config, changes, before, saved)
+    task = task_of(config, task, reward)
+    record = record_of(task, from_python)
+    if then.get("prompts", record["prompts"]) != record["prompts"]:
+        related = "".join(f"; {name}: {arrow(*changes[name])}" for name in PROMPTS if name in changes)
+        expected = f"the prompts and answers of {config.folder} in their order, with the digest {then['prompts']}"
+        refuse("data" if config.data else "task", expected, f"the digest {record['prompts']}{related}")
+    if then.get("rewards", record["rewards"]) != record["rewards"]:
+        changes["weights of rewards"] = [then["rewards"], record["rewards"]]
+    notes = [f"resume: {name}: {arrow(*change)}, taken from here on" for name, change in changes.items()]
+    if saved is None:
+        notes.append(f"resume: {config.folder} has no checkpoint yet, so training starts again from the beginning")
+    return Start(task, record, saved, notes)
+
+
+def record_of(task: Task, from_python: list[str]) -> dict[str, Any]:
+    """Return what config.json records besides the options."""
+    rewards = {component.name: component.weight for component in task.rewards.components}
+    return {"from_python": from_python, "rewards": rewards, "prompts": task.digest}
+
+
+def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the options of a run, and what it was started with. Raise an InputError if the folder has no run."""
+    path = folder / "config.json"
+    if not path.is_file():
+        got = folder if folder.is_dir() else f"no folder: {folder}"
+        refuse("resume", "the folder of a run, with a config.json", got)
+    try:
+        options = json.loads(path.read_text(encoding="utf-8"))
+        return options, options.pop(RECORD, {})
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"resume: {path} cannot be read: {error}") from error
+
+
+def continue_command(folder: Path, from_python: Sequence[str]) -> str:
+    """Return the command or, for a run with arguments from Python, the call that continues a run."""
+    if not from_python:
+        return f"gspo train --resume {shlex.quote(str(folder))}"
+    arguments = "".join(f", {name}=..." for name in from_python)
+    return f"train(read_config(resume={json.dumps(str(folder), ensure_ascii=False)}){arguments})"
+
+
+def refuse(name: str, expected: object, got: object) -> NoReturn:
+    raise InputError(f"{name}: expected {expected}, got {got}")
+
+
+def arrow(before: Any, now: Any) -> str:
+    return f"{json.dumps(before)} -> {json.dumps(now)}"
+
+
+def changed_options(config: TrainConfig, before: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return the values, before and now, of the options that have changed."""
+    now = json.loads(json.dumps(config.to_dict()))
+    names = [name for name in now if name in before and name not in ("name", "output")]
+    return {name: [before[name], now[name]] for name in names if before[name] != now[name]}
+
+
+def check_arguments(folder: Path, started: list[str], resumed: list[str]) -> None:
+    """Refuse to resume a run unless the same arguments of `train` come from Python as when it was started."""
+    if started != resumed:
+        then, now = (
+            f"{' and '.join(f'{x}=' for x in names) or 'no task= or reward='} from Python"
+            for names in (started, resumed)
+        )
+        command = continue_command(folder, started)
+        raise InputError(
+            f"resume: {folder} was started with {then}, but resumed with {now}. Continue it with {command}"
+        )
+
+
+def check_changes(
+    config: TrainConfig, changes: dict[str, list[Any]], before: dict[str, Any], saved: dict[str, Any] | None
+) -> None:
+    """Refuse changes of options that the run cannot continue with."""
+    folder = config.folder
+    for name in FIXED:
+        if name in changes:
+            refuse(name, f"{json.dumps(before[name])}, with which {folder} was started", json.dumps(changes[name][1]))
+    if saved is None:
+        if before.get("checkpoint_every") == 0:
+            why = "as checkpoint_every is 0; overwrite=true trains again from the beginning"
+            refuse("resume", f"a checkpoint in {folder}", f"none, {why}")
+        return
+    seed, seeds = saved["seed"], before.get("seeds", list(config.seeds))
+    begun = seeds[: seeds.index(seed) + 1] if seed in seeds else [seed]
+    if list(config.seeds[: len(begun)]) != begun:
+        refuse("seeds", f"{begun} first, on which {folder} has trained", list(config.seeds))
+    if config.steps < saved["step"]:
+        refuse("steps", f"at least {saved['step']}, which seed {seed} of {folder} has reached", config.steps)
+    if "steps" in changes and len(begun) > 1:
+        refuse("steps", f"{before['steps']}, after which earlier seeds of {folder} have ended", config.steps)

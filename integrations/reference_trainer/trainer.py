@@ -162,8 +162,8 @@ class Training:
         rollout, rewards = padded(self.policy, distributed.gather_lists(answers)), of_all_processes(rewards)
         epochs = mini_batches(config, self.seed, step)
         batch = with_log_probs(config, self.policy, rollout, epochs[0])
-        batch = replace(batch, advantages=advantages_of(config, batch, rewards, self.running))
         with self.stop.postponed():
+            batch = replace(batch, advantages=advantages_of(config, batch, rewards, self.running))
             try:
                 parts = [rows for epoch in epochs for rows in epoch]
                 updates = [update(config, self.policy, self.optimizer, batch, rows) for rows in parts]

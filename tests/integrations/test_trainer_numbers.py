@@ -6,21 +6,25 @@ in float64 from logits, or by hand.
 
 from __future__ import annotations
 
+import math
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.ranks import run_ranks
 from helpers.reference_runs import rows_of, small
 from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE, MODEL_GRADIENT_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective
 from gspo_kernels.advantages import RunningMoments
-from gspo_kernels.integrations.reference_trainer import TrainConfig, distributed, policy, train, trainer, update
+from gspo_kernels.integrations.reference_trainer import TrainConfig, policy, train, trainer, update
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
@@ -194,67 +198,100 @@ def test_the_optimizer_takes_the_step_of_adamw() -> None:
         torch.testing.assert_close(weight.detach(), start + 0.01 / 4 * (1 - 0.5 * start), rtol=1e-5, atol=1e-6)
 
 
+def test_router_metrics_are_means_over_unmasked_tokens_and_layers() -> None:
+    """Two layers of four experts, of which a token gets one. The last token of the second row is padding."""
+    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])  # entropy 1.75 ln 2
+    even = torch.zeros(4, 4)
+    logits = torch.stack([probabilities, probabilities, probabilities.roll(1), torch.tensor([0.0, 0.0, 0.0, 1.0])])
+    settings = SimpleNamespace(num_experts_per_tok=1)
+    model: Any = SimpleNamespace(
+        inner=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: settings))
+    )
+    rollout: Any = SimpleNamespace(attention_mask=torch.tensor([[1, 1], [1, 0]]))
+    before = torch.tensor([[[[0], [2]], [[1], [2]]], [[[1], [2]], [[1], [1]]]])  # [B, width, layers, k]
+    batch = update.Batch(rollout, torch.zeros(2, 1), None, experts=before)
+    chosen = [torch.tensor([[0], [0], [1], [3]]), torch.tensor([[2], [2], [2], [3]])]  # of each layer
+    output = SimpleNamespace(router_logits=(logits.log(), even.index_fill(1, torch.tensor(2), 1.0).log()))
+    metrics = update.router_metrics(model, output, batch, chosen)
+    assert metrics["router_max_load"] == close((2 / 0.75 + 3 / 0.75) / 2)
+    assert metrics["router_entropy"] == close(1.75 * math.log(2) / 2)
+    assert metrics["router_changed"] == close(1 / 6)
+
+
 # One run
 
 
-def test_every_number_of_a_step_equals_its_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollouts: list[Rollout] = []
+def score(text: str, answer: str) -> int:
+    """Return a number of two texts, 0 to 9, which differs for almost all of them."""
+    return zlib.crc32(f"{text} {answer}".encode()) % 10
+
+
+def sometimes(text: str, answer: str) -> float:
+    return 1.0 if score(text, answer) < 5 else float("nan")
+
+
+COMPONENTS = [RewardComponent("score", 0.5, score), RewardComponent("sometimes", 2.0, sometimes)]
+
+
+def check_numbers_of_steps(rank: int, folder: Path) -> None:
+    """Train for three steps. Compare every number of metrics.jsonl with its definition, on the first process."""
+    rollouts: list[tuple[Rollout, list[tuple[str, str]]]] = []
     updates: list[list[dict[str, float]]] = []
-    padded, updated = trainer.padded, trainer.update
 
-    def noted_rollout(*args: Any) -> Rollout:
-        rollouts.append(padded(*args))
+    def noted_rollout(*arguments: Any) -> Rollout:
+        pairs = [(x.text, x.example.answer) for x in arguments[1]]
+        rollouts.append((padded(*arguments), pairs))
         updates.append([])
-        return rollouts[-1]
+        return rollouts[-1][0]
 
-    def noted_update(*args: Any) -> dict[str, float]:
-        updates[-1].append(updated(*args))
+    def noted_update(*arguments: Any) -> dict[str, float]:
+        updates[-1].append(updated(*arguments))
         return updates[-1][-1]
 
-    def fails_on_long_answers(text: str, answer: str) -> float:
-        return 1.0 if len(text) < 5 else float("nan")
-
-    monkeypatch.setattr(trainer, "padded", noted_rollout)
-    monkeypatch.setattr(trainer, "update", noted_update)
-    components = [
-        RewardComponent("vowels", 0.5, lambda text, _: sum(letter in "ae" for letter in text)),
-        RewardComponent("short", 2.0, fails_on_long_answers),
-    ]
+    padded, updated = trainer.padded, trainer.update
     sizes: dict[str, Any] = dict(steps=3, updates_per_rollout=2, eval_every=2, eval_prompts=21, save=True)
     rates: dict[str, Any] = dict(learning_rate=0.01, warmup_updates=1, schedule="linear", initial_new_tokens=5)
-    folder = train(small(tmp_path, length_steps=1, **sizes, **rates), reward=components).folder
-    rows = rows_of(folder)[1:]
+    config = small(folder, length_steps=1, micro_batch_size=4, **sizes, **rates)
+    with patch.multiple(trainer, padded=noted_rollout, update=noted_update):
+        report = train(config, reward=COMPONENTS)
+    if rank:
+        return
+    rows = rows_of(report.folder)[1:]
     assert [row["max_new_tokens"] for row in rows] == [5, 7, 7]
-    for row, rollout, parts in zip(rows, rollouts, updates, strict=True):
+    for row, (rollout, pairs), parts in zip(rows, rollouts, updates, strict=True):
         assert rollout.answer_mask.shape[1] <= row["max_new_tokens"] and len(parts) == 2
-        vowels = [float(sum(letter in "ae" for letter in text)) for text in rollout.texts]
-        short = [1.0 if len(text) < 5 else 0.0 for text in rollout.texts]
-        total = [0.5 * a + 2.0 * b for a, b in zip(vowels, short, strict=True)]
-        groups = [total[i : i + 4] for i in range(0, 16, 4)]
+        scores, worked = [score(*pair) for pair in pairs], [score(*pair) < 5 for pair in pairs]
+        total = [0.5 * x + 2.0 * works for x, works in zip(scores, worked, strict=True)]
         assert row["reward"] == close(fmean(total))
-        assert (row["reward/vowels"], row["reward/short"]) == (close(fmean(vowels)), close(fmean(short)))
-        assert row["reward_failures"] == short.count(0.0) > 0
-        assert row["groups_without_signal"] == close(fmean(len(set(group)) == 1 for group in groups))
+        assert (row["reward/score"], row["reward/sometimes"]) == (close(fmean(scores)), close(fmean(worked)))
+        assert row["reward_failures"] == worked.count(False) > 0
+        assert row["groups_without_signal"] == close(fmean(len(set(total[i : i + 4])) == 1 for i in range(0, 16, 4)))
         assert row["truncated"] == close(rollout.truncated.double().mean()) and rollout.truncated.any()
         assert row["answer_tokens"] == close(rollout.answer_mask.sum() / 16)
         assert row["learning_rate"] == close(0.01 * (7 - 2 * row["step"]) / 5)  # of its second update
         for name in parts[0]:
             reduce = {"_min": min, "_max": max}.get(name[-4:], fmean)
             assert row[name] == close(reduce([part[name] for part in parts])), name
-    saved, held_out = load_policy(str(folder / "model-seed0")), task_by_name("sorting", 21).held_out
+    saved, held_out = load_policy(str(report.folder / "model-seed0")), task_by_name("sorting", 21).held_out
     greedy = sample(saved, held_out, max_new_tokens=7, temperature=None)
-    assert rows[2]["eval_reward"] == close(
-        fmean(0.5 * sum(letter in "ae" for letter in text) + 2.0 * (len(text) < 5) for text in greedy.texts)
+    pairs = [(text, example.answer) for text, example in zip(greedy.texts, held_out, strict=True)]
+    assert rows[2]["eval_reward"] == close(fmean(0.5 * score(*pair) + 2.0 * (score(*pair) < 5) for pair in pairs))
+    (result,) = report.results
+    assert (result.start_reward, result.end_reward) == (
+        rows_of(report.folder)[0]["eval_reward"],
+        rows[2]["eval_reward"],
     )
+    assert result.clip_fraction == close(fmean(row["clip_fraction"] for row in rows[:2]))  # of the first half
 
 
-def test_rewards_and_failures_of_all_processes_are_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "gather", lambda own: [own, own[::-1]])  # of the other process: the reverse
-    own = RewardBatch([1.0, 2.0], {"x": [3.0, 4.0]}, ["a", "b"], [[1.0], [2.0, 0.0]])
-    together = trainer.of_all_processes(own)
-    turns = [[1.0], [2.0, 0.0], [2.0, 0.0], [1.0]]
-    assert together == ([1.0, 2.0, 2.0, 1.0], {"x": [3.0, 4.0, 4.0, 3.0]}, ["a", "b", "b", "a"], turns)
-    assert trainer.reward_metrics(together, 2)["reward_failures"] == 4
+def test_every_number_of_a_step_equals_its_definition(tmp_path: Path) -> None:
+    check_numbers_of_steps(0, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_number_of_two_processes_equals_its_definition(tmp_path: Path) -> None:
+    """Rewards, failures and evaluations of both processes count."""
+    run_ranks(check_numbers_of_steps, 2, tmp_path, deadline=120.0)
 
 
 # Advantages

@@ -1,4 +1,4 @@
-"""Stop training on Ctrl-C and SIGTERM, but never between the first update of a step and its line in the metrics."""
+"""Stop training on Ctrl-C and SIGTERM, but never between the advantages of a step and its line in the metrics."""
 
 from __future__ import annotations
 

@@ -256,23 +256,26 @@ def test_the_gradient_tile_reads_and_writes_rows_past_two_to_the_31() -> None:
 
 def test_partial_results_past_two_to_the_31_are_written_and_reduced() -> None:
     """The offset of a tile's partial results, its number times N, exceeds 2^31."""
-    head, _, _ = head_and_upstream(40, 1201)
+    head = head_and_upstream(40, 1201)[0]._replace(entropy=True)
     with launches() as seen:
-        expected = triton_backend.head_forward(head)
+        expected, kept = triton_backend.forward_and_keep(head, shares=True)
     # The kernels are given 2^28 as the number of rows, although 40 exist. Results of the tenth tile begin past 2^31.
     far = 2**28
     tiles = next(x for x in seen if x.kernel.__name__ == "forward_tile").arguments["column_blocks"]
     assert (tiles - 1) * far > 2**31
-    partial = {k: far_view((tiles, 40), far, torch.zeros(tiles, 40)) for k in ("tile_top", "tile_mass")}
+    names = ("tile_top", "tile_mass", "tile_entropy")
+    partial = {name: far_view((tiles, 40), far, torch.zeros(tiles, 40)) for name in names}
     tile = next(x for x in seen if x.kernel.__name__ == "forward_tile").arguments
     # A full block of rows may be read and written.
     hidden, order = torch.cat([tile["hidden"], torch.zeros(88, 24)]), torch.cat([tile["order"], torch.arange(40, 128)])
     relaunch(seen, "forward_tile", n_rows=far, hidden=hidden, order=order, **partial)
-    log_probs, shift, log_total = torch.empty(3, 128)
-    relaunch(
-        seen, "reduce_rows", n_rows=far, order=order, log_probs=log_probs, shift=shift, log_total=log_total, **partial
-    )
-    assert torch.equal(log_probs[:40], expected.log_probs)
+    outputs = dict(zip(("log_probs", "entropy", "shift", "log_total"), torch.empty(4, 128), strict=True))
+    place = torch.empty(128, dtype=torch.int64)
+    relaunch(seen, "reduce_rows", n_rows=far, order=order, place=place, **outputs, **partial)
+    assert torch.equal(outputs["log_probs"][:40], expected.log_probs)
+    assert torch.equal(outputs["entropy"][:40], expected.entropy)
+    unmasked = int(head.mask.sum())  # these rows come first
+    assert torch.equal(partial["tile_mass"][:, :unmasked], kept.share[:, :unmasked])
 
 
 # -- compiled variants

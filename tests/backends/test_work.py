@@ -11,6 +11,7 @@ from helpers.head_rows import NEEDS, head_rows
 from helpers.samples import make_sample, run_fused
 from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE
 
+from gspo_kernels import Objective
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.rows import NeedsGradient
 from gspo_kernels.backends.torch import tiles as torch_tiles
@@ -78,30 +79,35 @@ def test_clipped_and_zero_advantage_sequences_have_no_gradient() -> None:
     torch.testing.assert_close(out.metrics["zero_coefficient_share"], share)
 
 
-def test_metrics_equal_their_definitions() -> None:
-    sample = make_sample(1)
-    out, _ = run_fused(sample, entropy=True)
-    mask, s = sample.options["mask"], out.log_ratio.exp().double()
-    lengths = mask.sum(1)
-    low = (sample.advantages < 0) & (s < 1 - sample.objective.clip_low)
-    high = (sample.advantages > 0) & (s > 1 + sample.objective.clip_high)
+@pytest.mark.parametrize("ratio", ["sequence", "token"])
+def test_metrics_equal_their_definitions(ratio: str, backend: str) -> None:
+    """The batch has masked tokens, a sequence without tokens, and tokens clipped at both bounds."""
+    sample = make_sample(1, objective=Objective(ratio=ratio, clip_low=0.02, clip_high=0.03))
+    mask = sample.options["mask"]
+    mask[3] = False
+    out, _ = run_fused(sample, backend, entropy=True)
     lp, old, ref = out.log_probs.double(), sample.options["old_log_probs"], sample.options["ref_log_probs"]
-    d = (lp - ref)[mask]
-    assert low.any() and high.any() and out.entropy is not None
+    r = torch.where(mask, lp - old, 0)
+    u = r if ratio == "token" else (r.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(r)
+    s, advantages, filled, tokens = u.exp(), sample.advantages[:, None], mask.any(1), mask.sum()
+    low = mask & (advantages < 0) & (s < 1 - sample.objective.clip_low)
+    high = mask & (advantages > 0) & (s > 1 + sample.objective.clip_high)
+    ratios, d = s[mask] if ratio == "token" else s[filled, 0], (lp - ref)[mask]
+    assert low.any() and high.any() and low.sum() != high.sum() and out.entropy is not None
     expected = {
-        "clip_fraction": (low | high).double().mean(),
-        "clip_fraction_low": low.double().mean(),
-        "clip_fraction_high": high.double().mean(),
-        "token_clip_fraction": ((low | high) * lengths).sum() / lengths.sum(),
-        "token_clip_fraction_low": (low * lengths).sum() / lengths.sum(),
-        "token_clip_fraction_high": (high * lengths).sum() / lengths.sum(),
-        "ratio_mean": s.mean(),
-        "ratio_min": s.min(),
-        "ratio_max": s.max(),
-        "kl_to_old": (old - lp)[mask].mean(),
+        "clip_fraction": (low | high).any(1)[filled].double().mean(),
+        "clip_fraction_low": low.any(1)[filled].double().mean(),
+        "clip_fraction_high": high.any(1)[filled].double().mean(),
+        "token_clip_fraction": (low | high).sum() / tokens,
+        "token_clip_fraction_low": low.sum() / tokens,
+        "token_clip_fraction_high": high.sum() / tokens,
+        "ratio_mean": ratios.mean(),
+        "ratio_min": ratios.min(),
+        "ratio_max": ratios.max(),
+        "kl_to_old": -r[mask].mean(),
         "kl": (torch.exp(-d) + d - 1).mean(),
         "entropy": out.entropy[mask].mean(),
-        "zero_coefficient_share": ((low | high | (sample.advantages == 0)) * lengths).sum() / lengths.sum(),
+        "zero_coefficient_share": (mask & (low | high | (advantages == 0))).sum() / tokens,
         "invalid": torch.tensor(0),
         "dropped_gradient_mass": torch.tensor(0.0),
     }

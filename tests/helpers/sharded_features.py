@@ -171,6 +171,28 @@ def _compiled(context: Context) -> None:
             assert torch.equal(ours, theirs)  # pyright: ignore[reportArgumentType]
 
 
+@case("cp 2 equal tokens", 2)
+def _equal_tokens(context: Context) -> None:
+    """In fp32, all additions of equal terms would round in the same direction: by 2e-5 of the sum for these tokens."""
+    u, tokens = torch.tensor(3.1e-4), 65_536
+    for objective in (Objective(), Objective(ratio="token", aggregation="token-mean")):
+        log_probs = u.repeat(1, tokens).requires_grad_()
+        out = policy_loss(
+            log_probs,
+            torch.ones(1),
+            old_log_probs=torch.zeros(1, tokens),
+            objective=objective,
+            cp_group=context.group(2),
+        )
+        (gradient,) = torch.autograd.grad(out.loss, log_probs)
+        ratio = u.double().exp()
+        assert (out.log_ratio == u).all()
+        torch.testing.assert_close(out.loss.double(), -ratio, rtol=3e-7, atol=0)
+        torch.testing.assert_close(out.metrics["kl_to_old"], -u, rtol=1e-6, atol=0)
+        expected = (-ratio / (2 * tokens)).expand_as(gradient)
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=0)
+
+
 # -- errors
 
 

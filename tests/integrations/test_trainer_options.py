@@ -351,9 +351,11 @@ def test_bf16_weights_have_fp32_masters(tmp_path: Path) -> None:
     start = [master.detach().clone() for master in optimizer.masters]
     for _ in range(3):
         optimizer.zero_grad()
-        for weight in optimizer.weights:
-            weight.grad = torch.ones_like(weight)
-        optimizer.collect()
+        for _ in range(2):  # micro-batches
+            for weight in optimizer.weights:
+                weight.grad = torch.ones_like(weight)
+            optimizer.collect()
+        assert all((master.grad == 2).all() for master in optimizer.masters)  # type: ignore[union-attr, arg-type]
         optimizer.step()
     for weight, master, before in zip(optimizer.weights, optimizer.masters, start, strict=True):
         assert weight.dtype == torch.bfloat16 and master.dtype == torch.float32

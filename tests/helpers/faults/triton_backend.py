@@ -57,6 +57,19 @@ FAULTS: dict[str, Fault] = {
         "t = start + tl.arange(0, BLOCK_T)",
         "kernels::test_partial_results_past_two_to_the_31_are_written_and_reduced",
     ),
+    "a share's offset in 32 bits": (
+        "backends/triton/reduce_rows",
+        'in place."""\n    for start in range(0, n_tiles, BLOCK_T):\n'
+        "        t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)",
+        'in place."""\n    for start in range(0, n_tiles, BLOCK_T):\n        t = start + tl.arange(0, BLOCK_T)',
+        "kernels::test_partial_results_past_two_to_the_31_are_written_and_reduced",
+    ),
+    "sign of a logit scale in the mass of d_logits": (
+        "backends/triton/masses",
+        "tl.abs(tl.full([], logit_scale, c.dtype))",
+        "tl.full([], logit_scale, c.dtype)",
+        "loss_faults::test_a_negative_scale_drops_as_much_as_a_positive_one[triton]",
+    ),
     "a column's offset in 32 bits": (
         "backends/triton/logit_tile",
         "head.vocab_size - 1).to(tl.int64)",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +15,12 @@ from tolerance import TRAINER_ABSOLUTE
 
 from gspo_kernels.integrations.reference_trainer import InputError, read_config, train, trainer
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
-from gspo_kernels.integrations.reference_trainer.sampling import Dialogue, converse
 from gspo_kernels.integrations.tasks import Example
 
 OPTIONS: dict[str, Any] = dict(steps=2, learning_rate=3e-4, save=True, micro_batch_size=2, updates_per_rollout=2)
 OPTIONS |= dict(prompts_per_step=4, group_size=4, kl_coef=0.1, objective="dapo", checkpoint_every=1, epochs=2)
 ONE, SHARDED, LORA = {}, {"parallel": "fsdp2"}, {"lora_rank": 4, "lora_head": True, "precision": "bf16"}
-
-
-def one_by_one(policy: Any, examples: Sequence[Example], *, group_size: int, **options: Any) -> list[Dialogue]:
-    """Sample each answer with a seed of its own, so that any number of processes samples the same answers."""
-    dialogues = []
-    for example in examples:
-        for member in range(group_size):
-            torch.manual_seed(zlib.crc32(f"{example.key}{member}".encode()))
-            dialogues += converse(policy, [example], **options)
-    return dialogues
+THREE_EACH = {"prompts_per_step": 6, "group_size": 2, "micro_batch_size": 3}
 
 
 def config_of(folder: Path, **changes: Any) -> Any:
@@ -41,14 +29,14 @@ def config_of(folder: Path, **changes: Any) -> Any:
 
 
 def train_in_ranks(rank: int, folder: Path, changes: dict[str, Any]) -> None:
-    trainer.converse = one_by_one  # type: ignore[assignment]
     train(config_of(folder, **changes))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [ONE, SHARDED, LORA], ids=["ddp", "fsdp2", "ddp with LoRA and bf16"])
-def test_two_processes_train_like_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
-    monkeypatch.setattr(trainer, "converse", one_by_one)
+@pytest.mark.parametrize(
+    "changes", [ONE, THREE_EACH, SHARDED, LORA], ids=["ddp", "ddp with other shares", "fsdp2", "ddp with LoRA and bf16"]
+)
+def test_two_processes_train_like_one(tmp_path: Path, changes: dict[str, Any]) -> None:
     alone = train(config_of(tmp_path / "alone", **{**changes, "parallel": "ddp"})).folder
     run_ranks(train_in_ranks, 2, tmp_path, changes, deadline=120.0)
     together = tmp_path / "demo"

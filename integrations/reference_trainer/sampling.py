@@ -80,6 +80,7 @@ def converse(
     temperature: float | None,
     task: Task | None = None,
     seeds: Sequence[Sequence[int]] | None = None,
+    width: int = 0,
 ) -> list[Dialogue]:
     """Sample `group_size` consecutive answers per example. A temperature of None means greedy decoding.
 
@@ -88,7 +89,8 @@ def converse(
     it is cut and has no end-of-sequence token; a reply that leaves no room for the next turn is left out.
 
     `seeds` has a few integers >= 0 per example. They determine the random numbers of its answers, whatever else is
-    sampled in the same call. None: draw them from torch's generator.
+    sampled in the same call. None: draw them from torch's generator. `width` is the least number of tokens to which
+    prompts are padded: padding changes the rounding of logits.
     """
     prompts = encode(policy, [example.prompt for example in examples])
     dialogues = [Dialogue(e, ids) for e, ids in zip(examples, prompts, strict=True) for _ in range(group_size)]
@@ -102,7 +104,7 @@ def converse(
             break
         rooms = [max_new_tokens - len(dialogue.ids) for dialogue in active]
         ahead = [row[len(d.ids) :] for row, d in zip(numbers, dialogues, strict=True) if not d.done]
-        answers = generate(policy, [d.prompt + d.ids for d in active], ahead, temperature)
+        answers = generate(policy, [d.prompt + d.ids for d in active], ahead, temperature, width)
         cut = [ids[:room] for ids, room in zip(answers, rooms, strict=True)]
         ends = [bool(ids) and ids[-1] in end_tokens(policy) for ids in cut]
         # Keep special tokens in the text. Otherwise a model could pad its answers with tokens that rewards do not see.
@@ -129,13 +131,13 @@ def reply_to(policy: Policy, dialogue: Dialogue, reply: str | None, max_new_toke
 
 
 def generate(
-    policy: Policy, prompts: Sequence[list[int]], numbers: Sequence[np.ndarray], temperature: float | None
+    policy: Policy, prompts: Sequence[list[int]], numbers: Sequence[np.ndarray], temperature: float | None, width: int
 ) -> list[list[int]]:
     """Continue token ids up to and including the first end-of-sequence token, or for as many tokens as `numbers` has.
 
     `numbers` has a row of uniform numbers in [0, 1) per prompt, which choose the tokens, unless temperature is None.
     """
-    ids, mask = left_padded(policy, prompts)
+    ids, mask = left_padded(policy, prompts, width)
     room = max(map(len, numbers))
     options: dict[str, Any] = {"do_sample": False}
     if temperature is not None:
@@ -185,30 +187,32 @@ def padded(policy: Policy, dialogues: Sequence[Dialogue]) -> Rollout:
     """Make a rollout of finished dialogues."""
     device, pad = policy.device, policy.tokenizer.pad_token_id
     prompt_ids, prompt_mask = left_padded(policy, [dialogue.prompt for dialogue in dialogues])
-    answer_ids = stack([dialogue.ids for dialogue in dialogues], "right", pad).to(device)
-    attended = stack([[1] * len(dialogue.ids) for dialogue in dialogues], "right").to(device)
+    answer_ids = right_padded([dialogue.ids for dialogue in dialogues], pad).to(device)
+    attended = right_padded([[1] * len(dialogue.ids) for dialogue in dialogues]).to(device)
     return Rollout(
         torch.cat([prompt_ids, answer_ids], dim=1),
         torch.cat([prompt_mask, attended], dim=1),
         prompt_ids.shape[1],
         [dialogue.text for dialogue in dialogues],
-        stack([dialogue.sampled for dialogue in dialogues], "right").to(device).bool(),
-        stack([dialogue.turn_of for dialogue in dialogues], "right").to(device),
+        right_padded([dialogue.sampled for dialogue in dialogues]).to(device).bool(),
+        right_padded([dialogue.turn_of for dialogue in dialogues]).to(device),
         torch.tensor([dialogue.truncated for dialogue in dialogues], device=device),
         [dialogue.turns for dialogue in dialogues],
     )
 
 
-def left_padded(policy: Policy, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-    """Pad token ids on the left. Return ids and attention mask, [B, P] int64."""
-    ids = stack(rows, "left", policy.tokenizer.pad_token_id)
-    return ids.to(policy.device), stack([[1] * len(row) for row in rows], "left").to(policy.device)
+def left_padded(policy: Policy, rows: Sequence[list[int]], width: int = 0) -> tuple[Tensor, Tensor]:
+    """Pad token ids on the left, to at least `width`. Return ids and attention mask, [B, P] int64."""
+    pad, missing = policy.tokenizer.pad_token_id, [max(width, *map(len, rows)) - len(row) for row in rows]
+    ids = torch.tensor([[pad] * count + row for count, row in zip(missing, rows, strict=True)], dtype=torch.long)
+    mask = torch.tensor([[0] * count + [1] * len(row) for count, row in zip(missing, rows, strict=True)])
+    return ids.to(policy.device), mask.to(policy.device)
 
 
-def stack(rows: Sequence[Sequence[int]], side: str, value: int = 0) -> Tensor:
-    """Pad rows to the longest on one side, int64."""
+def right_padded(rows: Sequence[Sequence[int]], value: int = 0) -> Tensor:
+    """Pad rows on the right to the longest, int64."""
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+    return pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def encode(policy: Policy, prompts: Sequence[Prompt]) -> list[list[int]]:

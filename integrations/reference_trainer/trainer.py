@@ -27,7 +27,7 @@ from .optimizer import Optimizer
 from .policy import PRINTABLE
 from .progress import TrainingProgress
 from .report import Row, RunFolder, RunReport, SeedResult
-from .sampling import Dialogue, converse, fitting, padded
+from .sampling import Dialogue, converse, encode, fitting, padded
 from .stopping import StopSignals
 from .update import NotFiniteError, TrainingError, autocast, average, mini_batches, update, with_log_probs
 
@@ -156,9 +156,11 @@ class Training:
         config, step, started = self.config, self.step + 1, time.perf_counter()
         self.seed_generators(step)
         limit = config.new_tokens_at(step)
+        # Random numbers and padding are the same for every number of processes, and so are the answers.
         seeds = distributed.share([(self.seed, step, place) for place in range(len(examples))])
-        examples = distributed.share(examples)
-        answers, rewards = self.collect(examples, config.group_size, config.temperature, limit, seeds)
+        width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
+        sampling = (config.group_size, config.temperature, limit, seeds, width)
+        answers, rewards = self.collect(distributed.share(examples), *sampling)
         rollout, rewards = padded(self.policy, distributed.gather_lists(answers)), of_all_processes(rewards)
         epochs = mini_batches(config, self.seed, step)
         batch = with_log_probs(config, self.policy, rollout, epochs[0])
@@ -210,11 +212,13 @@ class Training:
         temperature: float | None,
         max_new_tokens: int,
         seeds: Sequence[Sequence[int]] | None = None,
+        width: int = 0,
     ) -> tuple[list[Dialogue], RewardBatch]:
         """Sample `group_size` answers per prompt and compute their rewards. The arguments are those of `converse`."""
         options: dict[str, Any] = {"group_size": group_size, "max_new_tokens": max_new_tokens, "task": self.task}
+        options |= {"seeds": seeds, "width": width}
         with autocast(self.config, self.policy), distributed.gathered(self.policy):
-            answers = converse(self.policy, examples, temperature=temperature, seeds=seeds, **options)
+            answers = converse(self.policy, examples, temperature=temperature, **options)
         texts, turns = [x.text for x in answers], [x.turns for x in answers]
         return answers, self.task.rewards(texts, [x.example for x in answers], turns)
 

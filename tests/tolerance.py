@@ -72,6 +72,12 @@ DROPPED_MASS_RELATIVE = 1e-4
 # Gradients computed from the kept entries of d_logits, by dtype. The limits detect wrong entries, not rounding.
 KEPT_GRADIENT_RELATIVE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5, torch.float64: 1e-11}
 
+# Counts of sampled tokens, compared with their probabilities: how many standard deviations the chi-square statistic may
+# exceed its mean.
+CHI_SQUARE_DEVIATIONS = 5
+# Log-probs of a small model's answers in fp32, compared with fp64.
+MODEL_LOG_PROB_ABSOLUTE = 1e-5
+
 # Parameters after a few updates, each from one batch or from the same batch in micro-batches.
 PARAMETER_ABSOLUTE = 1e-6
 

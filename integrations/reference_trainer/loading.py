@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.extras import needs
 
@@ -18,6 +20,13 @@ from .policy import SORTING, Policy, check_head, demo_policy, make_policy
 from .routing import ROUTERS, routers
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def set_seed(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch. The function of this name in transformers would import PEFT."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def weight_dtype(config: TrainConfig) -> torch.dtype:

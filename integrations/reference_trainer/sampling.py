@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from ..tasks import Example, Task
 from ..tasks.rewards import Prompt
@@ -77,21 +79,32 @@ def converse(
     max_new_tokens: int,
     temperature: float | None,
     task: Task | None = None,
+    seeds: Sequence[Sequence[int]] | None = None,
+    width: int = 0,
 ) -> list[Dialogue]:
     """Sample `group_size` consecutive answers per example. A temperature of None means greedy decoding.
 
     `task` has the replies of a dialogue; without it, an answer has one turn. An answer ends after `task.max_turns`
     turns, or where `task.reply` returns None. It has at most `max_new_tokens` tokens, replies included. At that limit
     it is cut and has no end-of-sequence token; a reply that leaves no room for the next turn is left out.
+
+    `seeds` has a few integers >= 0 per example. They determine the random numbers of its answers, whatever else is
+    sampled in the same call. None: draw them from torch's generator. `width` is the least number of tokens to which
+    prompts are padded: padding changes the rounding of logits.
     """
     prompts = encode(policy, [example.prompt for example in examples])
     dialogues = [Dialogue(e, ids) for e, ids in zip(examples, prompts, strict=True) for _ in range(group_size)]
+    if seeds is None:
+        seeds = [[0]] * len(examples) if temperature is None else torch.randint(2**62, (len(examples), 1)).tolist()
+    # One number per token of an answer, [B, max_new_tokens].
+    numbers = np.concatenate([np.random.default_rng(seed).random((group_size, max_new_tokens)) for seed in seeds])
     for turn in range(1 if task is None else task.max_turns):
         active = [dialogue for dialogue in dialogues if not dialogue.done]
         if not active:
             break
         rooms = [max_new_tokens - len(dialogue.ids) for dialogue in active]
-        answers = generate(policy, [d.prompt + d.ids for d in active], max(rooms), temperature)
+        ahead = [row[len(d.ids) :] for row, d in zip(numbers, dialogues, strict=True) if not d.done]
+        answers = generate(policy, [d.prompt + d.ids for d in active], ahead, temperature, width)
         cut = [ids[:room] for ids, room in zip(answers, rooms, strict=True)]
         ends = [bool(ids) and ids[-1] in end_tokens(policy) for ids in cut]
         # Keep special tokens in the text. Otherwise a model could pad its answers with tokens that rewards do not see.
@@ -117,18 +130,52 @@ def reply_to(policy: Policy, dialogue: Dialogue, reply: str | None, max_new_toke
     dialogue.done = False
 
 
-def generate(policy: Policy, prompts: Sequence[list[int]], room: int, temperature: float | None) -> list[list[int]]:
-    """Continue token ids by at most `room` tokens, up to and including the first end-of-sequence token."""
-    ids, mask = left_padded(policy, prompts)
+def generate(
+    policy: Policy, prompts: Sequence[list[int]], numbers: Sequence[np.ndarray], temperature: float | None, width: int
+) -> list[list[int]]:
+    """Continue token ids up to and including the first end-of-sequence token, or for as many tokens as `numbers` has.
+
+    `numbers` has a row of uniform numbers in [0, 1) per prompt, which choose the tokens, unless temperature is None.
+    """
+    ids, mask = left_padded(policy, prompts, width)
+    room = max(map(len, numbers))
     options: dict[str, Any] = {"do_sample": False}
     if temperature is not None:
-        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        uniform = pad_sequence([torch.from_numpy(row) for row in numbers], batch_first=True)  # [B, room]
+        options["logits_processor"] = LogitsProcessorList([ChosenTokens(uniform.to(ids.device), temperature)])
     if policy.has_routers:  # the routers' loss needs all positions, but a step with a cache sees only one
         options["output_router_logits"] = False
     out = policy.inner.generate(ids, attention_mask=mask, max_new_tokens=room, **options)[:, ids.shape[1] :]  # [B, T]
     is_end = torch.isin(out, torch.tensor(sorted(end_tokens(policy)), device=out.device))
     lengths = ((is_end.cumsum(-1) - is_end.long()) == 0).sum(-1)  # [B], no end token before these positions
     return [row[:length] for row, length in zip(out.tolist(), lengths.tolist(), strict=True)]
+
+
+class ChosenTokens(LogitsProcessor):
+    """Make greedy decoding sample: the logits of a step become infinite at the token that a random number chooses.
+
+    `generate` would draw all answers of a batch from one stream, so that each answer depended on the others.
+    """
+
+    def __init__(self, uniform: Tensor, temperature: float) -> None:
+        self._columns, self._temperature = iter(uniform.unbind(1)), temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        tokens = choose(scores / self._temperature, next(self._columns))
+        return scores.scatter(1, tokens[:, None], math.inf)
+
+
+def choose(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Choose a token per row of logits [B, V] fp32 by a number in [0, 1) [B] float64.
+
+    It is the first token whose cumulative probability exceeds the number. A token of probability 0 is never chosen.
+    """
+    probabilities = logits.softmax(-1)
+    # In fp32, the sum over a large vocabulary would round small probabilities away.
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64).masked_fill_(probabilities == 0, 0)
+    total = cumulative.amax(-1, keepdim=True)  # 1, up to rounding
+    # A float64 below 1 times the total is rounded to less than the total, so that some token exceeds it.
+    return (cumulative > uniform[:, None] * total).byte().argmax(-1)
 
 
 def end_tokens(policy: Policy) -> set[int]:
@@ -140,30 +187,32 @@ def padded(policy: Policy, dialogues: Sequence[Dialogue]) -> Rollout:
     """Make a rollout of finished dialogues."""
     device, pad = policy.device, policy.tokenizer.pad_token_id
     prompt_ids, prompt_mask = left_padded(policy, [dialogue.prompt for dialogue in dialogues])
-    answer_ids = stack([dialogue.ids for dialogue in dialogues], "right", pad).to(device)
-    attended = stack([[1] * len(dialogue.ids) for dialogue in dialogues], "right").to(device)
+    answer_ids = right_padded([dialogue.ids for dialogue in dialogues], pad).to(device)
+    attended = right_padded([[1] * len(dialogue.ids) for dialogue in dialogues]).to(device)
     return Rollout(
         torch.cat([prompt_ids, answer_ids], dim=1),
         torch.cat([prompt_mask, attended], dim=1),
         prompt_ids.shape[1],
         [dialogue.text for dialogue in dialogues],
-        stack([dialogue.sampled for dialogue in dialogues], "right").to(device).bool(),
-        stack([dialogue.turn_of for dialogue in dialogues], "right").to(device),
+        right_padded([dialogue.sampled for dialogue in dialogues]).to(device).bool(),
+        right_padded([dialogue.turn_of for dialogue in dialogues]).to(device),
         torch.tensor([dialogue.truncated for dialogue in dialogues], device=device),
         [dialogue.turns for dialogue in dialogues],
     )
 
 
-def left_padded(policy: Policy, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-    """Pad token ids on the left. Return ids and attention mask, [B, P] int64."""
-    ids = stack(rows, "left", policy.tokenizer.pad_token_id)
-    return ids.to(policy.device), stack([[1] * len(row) for row in rows], "left").to(policy.device)
+def left_padded(policy: Policy, rows: Sequence[list[int]], width: int = 0) -> tuple[Tensor, Tensor]:
+    """Pad token ids on the left, to at least `width`. Return ids and attention mask, [B, P] int64."""
+    pad, missing = policy.tokenizer.pad_token_id, [max(width, *map(len, rows)) - len(row) for row in rows]
+    ids = torch.tensor([[pad] * count + row for count, row in zip(missing, rows, strict=True)], dtype=torch.long)
+    mask = torch.tensor([[0] * count + [1] * len(row) for count, row in zip(missing, rows, strict=True)])
+    return ids.to(policy.device), mask.to(policy.device)
 
 
-def stack(rows: Sequence[Sequence[int]], side: str, value: int = 0) -> Tensor:
-    """Pad rows to the longest on one side, int64."""
+def right_padded(rows: Sequence[Sequence[int]], value: int = 0) -> Tensor:
+    """Pad rows on the right to the longest, int64."""
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+    return pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def encode(policy: Policy, prompts: Sequence[Prompt]) -> list[list[int]]:

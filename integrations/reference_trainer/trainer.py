@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from transformers import set_seed
 
 from gspo_kernels.advantages import RunningMoments
 
@@ -20,16 +19,15 @@ from ..tasks import Example, RewardBatch, Task, batches
 from ..tasks.rewards import joined
 from . import distributed
 from .advantages import advantages_of
-from .checkpoints import rng_states, set_rng_states
-from .config import InputError, TrainConfig
+from .config import TrainConfig
 from .data import Reward
-from .loading import pick_device, policy_of_seed
+from .loading import pick_device, policy_of_seed, set_seed
 from .optimizer import Optimizer
 from .policy import PRINTABLE
 from .progress import TrainingProgress
 from .report import Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
-from .sampling import Dialogue, converse, fitting, padded
+from .sampling import Dialogue, converse, encode, fitting, padded
 from .stopping import StopSignals
 from .update import NotFiniteError, TrainingError, autocast, average, mini_batches, update, with_log_probs
 
@@ -98,12 +96,10 @@ class Training:
         self.step = 0  # rollouts that have been trained on
         self.rows: list[Row] = []
         self.updating = False  # between the first update of a step and the step's end
-        self.rng = rng_states()  # at the end of the last step
 
     def run(self, saved: dict[str, Any] | None) -> SeedResult:
         """Train from the beginning, or from a checkpoint. Save the model."""
         config = self.config
-        set_seed(self.seed + 1_000_003 * distributed.rank())
         if saved:
             self.restore(saved)
         prompts = islice(batches(self.task.train, config.prompts_per_step, self.seed), self.step, None)
@@ -111,7 +107,6 @@ class Training:
             if not saved:
                 self.begin()
             while self.step < config.steps:
-                self.rng = rng_states()
                 self.train_step(next(prompts))
         except (KeyboardInterrupt, SystemExit, TrainingError):
             self.save_stopped()
@@ -120,9 +115,14 @@ class Training:
             self.folder.save_model(self.policy, self.seed)
         return SeedResult.from_rows(self.seed, self.rows)
 
+    def seed_generators(self, step: int) -> None:
+        """Seed the generators of Python, NumPy and torch, which rewards and modules may use, for a step."""
+        set_seed(hash((self.seed, step, distributed.rank())) % 2**32)
+
     def begin(self) -> None:
         """Print notes about the checkpoint and the settings. Evaluate the policy before training, which is step 0."""
         say, weight = self.progress.say, self.policy.router_loss_weight
+        self.seed_generators(0)
         if weight:
             say(f"router auxiliary loss: counted, times router_aux_loss_coef={weight:g}")
         elif self.policy.has_routers:
@@ -135,16 +135,13 @@ class Training:
         self.progress.begin(self.seed, row)
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from a checkpoint: weights, optimizer, random numbers, and the files as they were."""
+        """Continue from a checkpoint: weights, optimizer, and the files as they were."""
         self.folder.open(saved["sizes"])
         distributed.gather(None)  # the first process has now removed what was written after the checkpoint
         self.optimizer.load(saved["optimizer"])
         self.running = RunningMoments(**saved["running"])
         self.step = saved["step"]
         self.rows = self.folder.rows_of(self.seed)
-        if len(saved["rng"]) != distributed.world():
-            raise InputError(f"resume: expected {len(saved['rng'])} processes as before, got {distributed.world()}")
-        set_rng_states(saved["rng"][distributed.rank()])
         evaluated = [row for row in self.rows if "eval_reward" in row]
         self.progress.begin(self.seed, evaluated[-1], self.step)
 
@@ -155,14 +152,18 @@ class Training:
             "step": self.step,
             "optimizer": self.optimizer.state(),
             "running": dict(vars(self.running)),
-            "rng": distributed.gather(self.rng),
         }
 
     def train_step(self, examples: list[Example]) -> None:
         """Sample one rollout, train on it, and write the step's metrics. Those of the loss are means over updates."""
         config, step, started = self.config, self.step + 1, time.perf_counter()
+        self.seed_generators(step)
         limit = config.new_tokens_at(step)
-        answers, rewards = self.collect(distributed.share(examples), config.group_size, config.temperature, limit)
+        # Random numbers and padding are the same for every number of processes, and so are the answers.
+        seeds = distributed.share([(self.seed, step, place) for place in range(len(examples))])
+        width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
+        sampling = (config.group_size, config.temperature, limit, seeds, width)
+        answers, rewards = self.collect(distributed.share(examples), *sampling)
         rollout, rewards = padded(self.policy, distributed.gather_lists(answers)), joined(distributed.gather(rewards))
         self.report_failures(rewards, f"step {step}", allowed=False)
         epochs = mini_batches(config, self.seed, step)
@@ -203,17 +204,23 @@ class Training:
 
     def finish_step(self, row: Row) -> None:
         """Write the metrics of a step."""
-        self.rng = rng_states()
         self.rows.append(row)
         self.folder.write(self.seed, row)
         if row["step"]:
             self.progress.show(row)
 
     def collect(
-        self, examples: Sequence[Example], group_size: int, temperature: float | None, max_new_tokens: int
+        self,
+        examples: Sequence[Example],
+        group_size: int,
+        temperature: float | None,
+        max_new_tokens: int,
+        seeds: Sequence[Sequence[int]] | None = None,
+        width: int = 0,
     ) -> tuple[list[Dialogue], RewardBatch]:
-        """Sample `group_size` answers per prompt and compute their rewards. A temperature of None means greedy."""
+        """Sample `group_size` answers per prompt and compute their rewards. The arguments are those of `converse`."""
         options: dict[str, Any] = {"group_size": group_size, "max_new_tokens": max_new_tokens, "task": self.task}
+        options |= {"seeds": seeds, "width": width}
         with autocast(self.config, self.policy), distributed.gathered(self.policy):
             answers = converse(self.policy, examples, temperature=temperature, **options)
         texts, turns = [x.text for x in answers], [x.turns for x in answers]

@@ -174,6 +174,48 @@ FAULTS: dict[str, Fault] = {
         "dialogue.add(ids, reply, sampled=True)",
         "trainer_tasks::test_a_dialogue_masks_the_calculators_replies",
     ),
+    "sampling without the temperature": (
+        "integrations/reference_trainer/sampling",
+        "choose(scores / self._temperature,",
+        "choose(scores,",
+        "trainer_sampling::test_answers_have_the_probabilities_that_the_loss_computes",
+    ),
+    "all prompts of a rollout have the same random numbers": (
+        "integrations/reference_trainer/sampling",
+        "np.random.default_rng(seed)",
+        "np.random.default_rng(0)",
+        "trainer_sampling::test_an_answer_does_not_depend_on_the_others_of_its_batch",
+    ),
+    "the turns of a dialogue have the same random numbers": (
+        "integrations/reference_trainer/sampling",
+        "row[len(d.ids) :]",
+        "row",
+        "trainer_sampling::test_each_position_of_an_answer_has_a_random_number_of_its_own",
+    ),
+    "cumulative probabilities in fp32": (
+        "integrations/reference_trainer/sampling",
+        "probabilities.cumsum(-1, dtype=torch.float64)",
+        "probabilities.cumsum(-1)",
+        "trainer_sampling::test_small_probabilities_of_a_large_vocabulary_are_kept",
+    ),
+    "all steps have the same random numbers": (
+        "integrations/reference_trainer/trainer",
+        "(self.seed, step, place)",
+        "(self.seed, 1, place)",
+        "trainer_sampling::test_a_run_names_each_stream_by_seed_step_and_place",
+    ),
+    "each process numbers its prompts from 0": (
+        "integrations/reference_trainer/trainer",
+        "distributed.share([(self.seed, step, place) for place in range(len(examples))])",
+        "[(self.seed, step, place) for place in range(len(distributed.share(examples)))]",
+        "trainer_ranks::test_two_processes_train_like_one[ddp]",
+    ),
+    "generators seeded alike in all steps": (
+        "integrations/reference_trainer/trainer",
+        "hash((self.seed, step, distributed.rank()))",
+        "hash((self.seed, distributed.rank()))",
+        "trainer_sampling::test_rewards_with_random_numbers_are_the_same_after_a_resume",
+    ),
     "an error in a reward function stops the run": (
         "integrations/tasks/rewards",
         "except Exception as error:",

@@ -1,0 +1,206 @@
+"""Each answer has random numbers of its own, and its tokens have the probabilities that the loss assumes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.reference_runs import rows_of, small
+from tolerance import CHI_SQUARE_DEVIATIONS, MODEL_LOG_PROB_ABSOLUTE
+
+from gspo_kernels.integrations.reference_trainer import policy, read_config, train, update
+from gspo_kernels.integrations.reference_trainer import trainer as loop
+from gspo_kernels.integrations.reference_trainer.sampling import choose, converse, encode, left_padded, padded
+from gspo_kernels.integrations.tasks import Example, RewardComponent, Rewards, Task
+
+SIX = [Example(f"sort {letters}:", "") for letters in ("abc", "fed", "abc", "c", "fedcba", "ab")]
+SEEDS = [(3, 1, place) for place in range(6)]
+
+
+@pytest.fixture
+def demo() -> policy.Policy:
+    """Return a demo policy whose distributions are far from uniform."""
+    torch.manual_seed(0)
+    demo = policy.demo_policy()
+    with torch.no_grad():
+        demo.head.get_parameter("weight").mul_(4)
+    return demo
+
+
+# The distribution
+
+
+def test_a_token_is_chosen_in_proportion_to_its_probability() -> None:
+    """With equally spaced numbers, every share is within one spacing of the probability, whatever the seed."""
+    count, logits = 20_000, torch.tensor([-math.inf, 0.3, -200.0, 2.0, -3.0, 1.0, -math.inf, -200.0])
+    numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    shares = torch.bincount(choose(logits.expand(count, -1), numbers), minlength=8) / count
+    torch.testing.assert_close(shares.double(), logits.double().softmax(-1), rtol=0, atol=1.01 / count)
+
+
+@pytest.mark.parametrize("number", [0.0, 2**-53, 0.5, 1 - 2**-53])
+def test_a_token_of_probability_zero_is_never_chosen(number: float) -> None:
+    """At both ends of the vocabulary, and where the cumulative sum is rounded."""
+    logits = torch.randn(500, 1_000, generator=torch.Generator().manual_seed(0)) * 5
+    logits[:, :3] = logits[:, -3:] = -math.inf
+    logits[:, 500] = logits.amax(-1) - 200  # its probability is 0 in fp32
+    tokens = choose(logits, torch.full((500,), number, dtype=torch.float64))
+    assert (logits.softmax(-1).gather(1, tokens[:, None]) > 0).all()
+    only = torch.full((1, 5), -math.inf).index_fill(1, torch.tensor([3]), 7.0)
+    assert choose(only, torch.tensor([number], dtype=torch.float64)).item() == 3
+
+
+def test_a_sum_that_is_not_monotonic_chooses_no_token_of_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU adds in parallel, so rounding may raise the sum at a token of probability 0, or lower it."""
+    cumsum, logits = torch.Tensor.cumsum, torch.randn(1, 100, generator=torch.Generator().manual_seed(0))
+    logits[:, ::2] = -math.inf
+    uneven = torch.arange(100) % 4 * 1e-3
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, *args, **options: cumsum(self, *args, **options) + uneven)
+    numbers = torch.arange(10_000, dtype=torch.float64) / 10_000
+    assert (choose(logits.expand(10_000, -1), numbers) % 2 == 1).all()
+
+
+def test_small_probabilities_of_a_large_vocabulary_are_kept() -> None:
+    """After a token with nearly all of the mass, 2**17 tokens have a probability of 2**-27 each."""
+    logits = torch.zeros(1, 2**17 + 1)
+    logits[0, 0] = 27 * math.log(2)
+    numbers = 1 - (torch.arange(64, dtype=torch.float64) + 1000) / 2**27
+    tokens = choose(logits.expand(64, -1), numbers)
+    assert len(set(tokens.tolist())) == 64
+
+
+def test_answers_have_the_probabilities_that_the_loss_computes(demo: policy.Policy) -> None:
+    """Compare the counts of pairs of tokens with exact probabilities, at a temperature of 0.7."""
+    count, temperature = 3_000, 0.7
+    options = dict(group_size=count, max_new_tokens=2, temperature=temperature, seeds=[(0, 1, 0)])
+    rollout = padded(demo, converse(demo, [Example("sort ba:", "")], **options))
+    model, end = demo.model.double(), demo.tokenizer.eos_token_id
+    ids, _ = left_padded(demo, encode(demo, ["sort ba:"]))
+    size = model.config.vocab_size
+    with torch.no_grad():
+        pairs = torch.cat([ids.expand(size, -1), torch.arange(size)[:, None]], dim=1)
+        first, second = (model(pairs).logits[:, -2:] / temperature).log_softmax(-1).unbind(1)
+    second[end] = -math.inf  # nothing follows the end of an answer; its second token counts as 0, the padding
+    second[end, demo.tokenizer.pad_token_id] = 0
+    exact = first[0][:, None] + second  # [V, V]
+    counts = torch.bincount(rollout.answer_ids @ torch.tensor([size, 1]), minlength=size**2).double()
+    expected = count * exact.exp().flatten()
+    often = expected >= 5
+    cells = torch.stack([torch.cat([x[often], x[~often].sum()[None]]) for x in (counts, expected)])
+    statistic, freedom = ((cells[0] - cells[1]).square() / cells[1]).sum().item(), cells.shape[1] - 1
+    assert freedom > 30 and statistic < freedom + CHI_SQUARE_DEVIATIONS * math.sqrt(2 * freedom), (statistic, freedom)
+    assert counts.sum() == count and (counts[expected == 0] == 0).all()
+
+    demo.model.float()
+    config = read_config(texts=[f"temperature={temperature}"])
+    rollout = update.take(rollout, torch.arange(500))
+    (log_probs,) = update.log_probs_of(config, demo, rollout)
+    sampled = exact[tuple(rollout.answer_ids.T)]
+    torch.testing.assert_close(log_probs.double().sum(1), sampled, rtol=0, atol=MODEL_LOG_PROB_ABSOLUTE)
+
+
+# Streams
+
+
+def test_an_answer_does_not_depend_on_the_others_of_its_batch(demo: policy.Policy) -> None:
+    options = dict(group_size=3, max_new_tokens=7, temperature=1.0)
+    whole = [answer.ids for answer in converse(demo, SIX, seeds=SEEDS, **options)]
+    for parts in ([1] * 6, [3, 3], [2, 4], [5, 1]):
+        shares = [slice(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(parts)])]
+        apart = [x.ids for share in shares for x in converse(demo, SIX[share], seeds=SEEDS[share], width=12, **options)]
+        assert apart == whole, parts
+    assert len(set(map(tuple, whole))) > 15  # of 18, although two prompts are the same
+
+
+def test_a_dialogue_does_not_depend_on_the_others(demo: policy.Policy) -> None:
+    task = Task("guess", SIX, [Example("sort d:", "")], Rewards(()), reply=lambda turn, example: " : ", max_turns=3)
+    options = dict(group_size=4, max_new_tokens=40, temperature=3.0, task=task)
+    whole = converse(demo, SIX, seeds=SEEDS, **options)
+    assert {len(answer.turns) for answer in whole} == {1, 2, 3}
+    halves = [slice(0, 3), slice(3, 6)]
+    apart = [x for half in halves for x in converse(demo, SIX[half], seeds=SEEDS[half], **options)]
+    assert [answer.ids for answer in apart] == [answer.ids for answer in whole]
+
+
+def test_each_position_of_an_answer_has_a_random_number_of_its_own(demo: policy.Policy) -> None:
+    """If all tokens are equally likely, the numbers can be read from the tokens, after a reply too."""
+    with torch.no_grad():
+        demo.head.get_parameter("weight").zero_()
+    task = Task("guess", SIX, [Example("sort d:", "")], Rewards(()), reply=lambda turn, example: " : ", max_turns=3)
+    answers = converse(demo, SIX, group_size=4, max_new_tokens=40, temperature=1.0, task=task, seeds=SEEDS)
+    assert {len(answer.turns) for answer in answers} == {1, 2, 3}
+    numbers = [row for seed in SEEDS for row in np.random.default_rng(seed).random((4, 40))]
+    for answer, row in zip(answers, numbers, strict=True):
+        sampled = np.array(answer.sampled)
+        expected = (row * demo.model.config.vocab_size).astype(int)[: len(sampled)]
+        assert (np.array(answer.ids)[sampled] == expected[sampled]).all()
+
+
+def test_every_answer_and_step_has_random_numbers_of_its_own(demo: policy.Policy) -> None:
+    def answers(*seeds: tuple[int, ...]) -> list[tuple[int, ...]]:
+        options = dict(group_size=4, max_new_tokens=7, temperature=1.0)
+        sampled = converse(demo, [Example("sort ba:", "")] * len(seeds), seeds=seeds, **options)
+        return [tuple(answer.ids) for answer in sampled]
+
+    first = answers((0, 1, 0), (0, 1, 1))
+    assert answers((0, 1, 0), (0, 1, 1)) == first
+    everything = [first, answers((0, 2, 0), (0, 2, 1)), answers((1, 1, 0), (1, 1, 1))]
+    assert len({answer for group in everything for answer in group}) >= 22  # of 24
+    # Without seeds, torch's generator decides; greedy decoding takes no random numbers from it.
+    options = dict(group_size=4, max_new_tokens=7)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        converse(demo, SIX, temperature=None, **options)
+        drawn.append([answer.ids for answer in converse(demo, SIX, temperature=1.0, **options)])
+    assert drawn[0] == drawn[1] != [answer.ids for answer in converse(demo, SIX, temperature=1.0, **options)]
+
+
+def test_a_run_names_each_stream_by_seed_step_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        used.extend(options["seeds"] or [])
+        return converse(*args, **options)
+
+    monkeypatch.setattr(loop, "converse", recorded)
+    train(small(tmp_path, seeds=(0, 7), steps=2))
+    assert used == list(itertools.product((0, 7), (1, 2), range(4)))
+
+
+# Rewards that use random numbers
+
+
+def noisy(completion: str, answer: str) -> float:
+    import random
+
+    return random.random() + float(np.random.rand()) + torch.rand(()).item()
+
+
+def test_rewards_with_random_numbers_are_the_same_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = [RewardComponent("noisy", 1.0, noisy)]
+    whole = rows_of(train(small(tmp_path / "whole", steps=4), reward=reward).folder)
+    collect = loop.Training.collect
+
+    def interrupted(self: loop.Training, *arguments: object) -> object:
+        if self.step == 2:
+            noisy("", "")
+            raise KeyboardInterrupt
+        return collect(self, *arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(small(tmp_path, steps=4), reward=reward)
+    noisy("", "")
+    resumed = rows_of(train(small(tmp_path, steps=4, resume=True), reward=reward).folder)
+    rewards = [row["reward"] for row in whole[1:]]
+    assert [row["reward"] for row in resumed[1:]] == rewards and len(set(rewards)) == 4
+    assert [row.get("eval_reward") for row in resumed] == [row.get("eval_reward") for row in whole]

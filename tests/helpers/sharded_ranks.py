@@ -9,6 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
+import helpers.sharded_agreement
 import helpers.sharded_bits
 import helpers.sharded_features
 import helpers.sharded_modules  # noqa: F401

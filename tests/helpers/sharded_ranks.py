@@ -12,8 +12,8 @@ from pathlib import Path
 import helpers.sharded_agreement
 import helpers.sharded_bits
 import helpers.sharded_features
-import helpers.sharded_modules
-import helpers.sharded_work  # noqa: F401
+import helpers.sharded_metrics
+import helpers.sharded_modules  # noqa: F401
 import torch.distributed as dist
 from helpers.sharded_cases import CASES, Context
 

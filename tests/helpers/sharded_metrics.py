@@ -1,4 +1,4 @@
-"""Cases of tests/distributed: metrics of the work of all ranks, compared with float64 formulas over all tokens."""
+"""Cases of tests/distributed: metrics of all ranks, compared with float64 formulas over all tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from helpers.samples import Sample, make_sample
 from helpers.sharded_cases import Context, case
 from helpers.sharded_runs import Groups, contiguous, rank_in, run_sharded, size_of
 from helpers.tile_choices import Chosen, choices, kept, small_tiles
-from tolerance import DROPPED_MASS_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE
+from tolerance import DROPPED_MASS_RELATIVE, FLOAT64_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE
 from torch import Tensor
+
+from gspo_kernels import Objective, policy_loss
 
 BUDGET = 0.05
 HEADS: dict[str, dict[str, Any]] = {
@@ -103,3 +105,61 @@ for _head in HEADS:
                 for metric, value in expected.items():
                     ours = out.metrics[metric].item()
                     assert abs(ours - value) <= METRIC_RELATIVE * value + METRIC_ABSOLUTE, (metric, ours, value)
+
+
+# -- metrics of the loss
+
+
+def expected_metrics(x: dict[str, Tensor], objective: Objective) -> dict[str, Tensor]:
+    """Compute metrics by their definitions in float64, from tensors [B, T] of all ranks."""
+    mask, lengths = x["mask"], x["mask"].sum(1)
+    r = torch.where(mask, x["log_probs"] - x["old_log_probs"], 0)
+    d = x["log_probs"] - x["ref_log_probs"]
+    by_token = objective.ratio == "token"
+    u = r if by_token else (r.sum(1) / lengths.clamp(min=1))[:, None].expand_as(r)
+    (low, high), sign = objective.log_window, x["advantages"].sign()[:, None]
+    clipped = {"_low": mask & (u < low) & (sign < 0), "_high": mask & (u > high) & (sign > 0)}
+    clipped[""] = clipped["_low"] | clipped["_high"]
+    ratios = u[mask].exp() if by_token else u[lengths > 0, 0].exp()
+    shares = {f"clip_fraction{end}": where.any(1)[lengths > 0].double().mean() for end, where in clipped.items()}
+    tokens = {f"token_clip_fraction{end}": where[mask].double().mean() for end, where in clipped.items()}
+    return {
+        **shares,
+        **tokens,
+        "ratio_mean": ratios.mean(),
+        "ratio_min": ratios.amin(),
+        "ratio_max": ratios.amax(),
+        "kl_to_old": -r[mask].mean(),
+        "zero_coefficient_share": (clipped[""] | (sign == 0))[mask].double().mean(),
+        "kl": (torch.exp(-d) + d - 1)[mask].mean(),
+        "entropy": x["entropy"][mask].mean(),
+        "invalid": torch.tensor(0),
+    }
+
+
+for _ratio in ("sequence", "token"):
+
+    @case(f"metrics of the loss, {_ratio} ratios", 2)
+    def _loss_metrics(context: Context, ratio: str = _ratio) -> None:
+        objective, group = Objective(ratio=ratio, clip_low=0.01, clip_high=0.01), context.group(2)
+        rng = torch.Generator().manual_seed(0)
+        log_probs, ref, entropy, size = -torch.rand(4, 6, 10, generator=rng, dtype=torch.float64) - 0.1
+        mask = torch.rand(6, 10, generator=rng) < 0.7
+        mask[2, :5], mask[4] = False, False  # masked on the first rank, masked on both
+        advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0], dtype=torch.float64)
+        mine = slice(0, 5) if rank_in(group) == 0 else slice(5, 10)
+        for side in (-1.0, 1.0):  # all ratios above 1 or all below: masked tokens have ratio 1
+            x = {"log_probs": log_probs, "old_log_probs": log_probs + side * 0.02 * size}
+            x |= {"ref_log_probs": ref, "entropy": -entropy}
+            garbage = torch.tensor([torch.nan, -torch.inf, 1e30]).repeat(20).view(6, 10).double()
+            x = {name: torch.where(mask, value, garbage) for name, value in x.items()} | {"mask": mask}
+            own: dict[str, Any] = {name: value[:, mine].clone() for name, value in x.items()}
+            out = policy_loss(
+                own.pop("log_probs").requires_grad_(), advantages, objective=objective, cp_group=group, **own
+            )
+            expected = expected_metrics(x | {"advantages": advantages}, objective)
+            assert out.metrics.keys() == expected.keys()
+            assert 0 < expected["token_clip_fraction"] < 1
+            for name, value in expected.items():
+                error = (out.metrics[name] - value).abs()
+                assert error <= FLOAT64_RELATIVE * (1 + value.abs()), (name, out.metrics[name], value)

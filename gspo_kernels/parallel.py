@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -233,6 +234,12 @@ def vocabulary_group(call: Call, weight: Any, tp_group: Any) -> Any:
 def local(x: Any) -> Any:
     """Return this rank's part of a DTensor, and other objects unchanged. The gradient becomes a DTensor again."""
     return x.to_local() if is_dtensor(x) else x
+
+
+def local_rows(x: Any) -> Any:
+    """Return this rank's rows of a DTensor, and other objects unchanged. A rank without rows gets a row of padding."""
+    rows = local(x)
+    return F.pad(rows, (0,) * (2 * rows.ndim - 1) + (1,)) if is_dtensor(x) and rows.shape[0] == 0 else rows
 
 
 def local_hidden(call: Call, hidden: Any, group: Any) -> tuple[Any, bool]:

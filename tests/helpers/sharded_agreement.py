@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers.sharded_cases import Context, case
 from helpers.sharded_features import raises, rows
 from helpers.sharded_runs import rank_in, shard_rows
-from torch import Tensor
+from torch import Tensor, nn
 
 from gspo_kernels import Objective, agreement, gspo_fused_loss, linear_log_probs, policy_loss, validation
 from gspo_kernels.sampler_mismatch import RolloutCorrection
@@ -176,6 +176,34 @@ def _readings(context: Context) -> None:
         policy_loss(tokens, torch.ones_like(tokens), cu_seqlens=offsets, cp_group=group)
 
 
+@case("adapters of ranks", 2)
+def _adapters(context: Context) -> None:
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear
+
+    group, last = context.group(2), rank_in(context.group(2)) == 1
+    hidden, weight, ids = rows(V)
+
+    def log_probs(change: float = 0.0, rank: int = 4, dropout: float = 0.0) -> Any:
+        base = nn.Linear(weight.shape[1], V // 2, bias=False)
+        base.weight.data = shard_rows(weight, group)
+        torch.manual_seed(0)
+        head = Linear(base, "default", LoraConfig(r=rank, lora_dropout=dropout), r=rank, lora_alpha=8)
+        left: Any = head.lora_A["default"].weight
+        left.data[0, 0] += change
+        torch.manual_seed(group.rank())  # of the dropout
+        return linear_log_probs(hidden, head, ids, tp_group=group)
+
+    log_probs()
+    with raises("the rank of the adapter must be equal on all ranks of tp_group, got [4, 3]"):
+        log_probs(rank=3 if last else 4)
+    with raises("h A^T of the adapter must be equal"):
+        log_probs(change=1e-3 if last else 0.0)
+    with raises("h A^T of the adapter must be equal"):
+        log_probs(dropout=0.5)
+    log_probs()
+
+
 # -- environment
 
 
@@ -184,6 +212,7 @@ def _environment(context: Context) -> None:
     group, last = context.group(2), rank_in(context.group(2)) == 1
     for function, kind in FUNCTIONS:
         mine = arguments(function, kind, group)
+        run(function, mine)
         for name in agreement.ENVIRONMENT:
             with mock.patch.dict(os.environ, {name: "many"} if last else {}), raises(f"environment variable {name}"):
                 run(function, mine)

@@ -25,7 +25,6 @@ from .backends.workspace import cache_bytes, workspace_bytes
 from .inputs.head import HeadArguments, HeadInputs
 from .inputs.memory import needed_by_autograd
 from .inputs.policy import PolicyArguments, PolicyInputs
-from .layout import Layout
 from .parallel import all_columns, is_dtensor, shard_of
 from .validation import Call, Unquoted, dtype_name
 
@@ -194,16 +193,16 @@ def head_values(arguments: HeadArguments, head: HeadInputs, cache: int, gradient
     }
 
 
-def policy_values(arguments: PolicyArguments, policy: PolicyInputs) -> dict[str, Any]:
+def policy_values(arguments: PolicyArguments, policy: PolicyInputs, mask: Tensor) -> dict[str, Any]:
     """Return the arguments of a loss by name, as the call computes with them."""
-    rows, layout, rollout = policy.rows, policy.layout, arguments.rollout_log_probs
+    rows, rollout = policy.rows, arguments.rollout_log_probs
     flat = arguments._replace(
         cu_seqlens=rows.offsets,
         rollout_log_probs=None if rollout is None else rollout.reshape(-1),
         cp_group=policy.cp_group,
     )
     values = {
-        "the number of sequences": layout.sequences,
+        "the number of sequences": policy.layout.sequences,
         "cu_seqlens": rows.offsets,  # before advantages, so that an error names the offsets
         "the dtype of log-probs": dtype_name(rows.advantages.dtype),
         **_as_computed(flat, rows),
@@ -211,8 +210,8 @@ def policy_values(arguments: PolicyArguments, policy: PolicyInputs) -> dict[str,
     }
     del values["objective"]
     if policy.cp_group is not None:  # otherwise the values of all tokens are compared
-        values |= _of_sequences("advantages", arguments.advantages, layout, rows.advantages.dtype)
-        values |= _of_sequences("token_weights", arguments.token_weights, layout, rows.advantages.dtype)
+        values |= _of_sequences("advantages", arguments.advantages, policy, mask)
+        values |= _of_sequences("token_weights", arguments.token_weights, policy, mask)
     return values
 
 
@@ -221,16 +220,16 @@ def _as_computed(arguments: Any, rows: Any) -> dict[str, Any]:
     return arguments._asdict() | {name: x for name, x in rows._asdict().items() if name in arguments._fields}
 
 
-def _of_sequences(name: str, x: Tensor | None, layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the values of an argument with one value per sequence, which all ranks of a cp_group must share.
+def _of_sequences(name: str, x: Tensor | None, policy: PolicyInputs, mask: Tensor) -> dict[str, Any]:
+    """Return the values of an argument with one value per sequence, which the ranks of a cp_group share.
 
-    Where this rank has exactly one token of each sequence, both readings are the same, and nothing is returned.
+    Nothing is returned if the values may as well be of this rank's tokens.
     """
-    if x is None or bool((layout.offsets.diff() == 1).all()):
+    if x is None:
         return {}
-    if layout.padded:
-        per_sequence = x.ndim == 1 or x.shape[1] == 1
-    else:
-        per_sequence = name == "advantages" and x.shape[0] == layout.sequences
-    key = f"{name} (one value per sequence)"
-    return {key: x.detach().to(dtype).reshape(-1) if per_sequence else Unquoted("one value per token")}
+    layout, key = policy.layout, f"{name} (one value per sequence)"
+    flat = x.detach().to(policy.rows.advantages.dtype).reshape(-1)
+    if not (x.ndim == 1 or x.shape[1] == 1 if layout.padded else name == "advantages" and len(x) == layout.sequences):
+        return {key: Unquoted("one value per token")}
+    either = len(flat) == layout.rows and bool((layout.per_row(flat) == flat)[mask.reshape(-1)].all())
+    return {} if either else {key: flat}

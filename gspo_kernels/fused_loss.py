@@ -161,7 +161,7 @@ def gspo_fused_loss(
         cache = cache_size(call, cache_mib, head.rows)
         if values is not None:
             values.update(head_values(head_arguments, head, cache, gradient_budget))
-            values.update(policy_values(arguments, policy))
+            values.update(policy_values(arguments, policy, unmasked))
     result = ops.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), cache, head.backend)
     entropies = result.head.entropy if head.rows.entropy else None
     out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective)

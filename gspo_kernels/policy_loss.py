@@ -111,7 +111,7 @@ def policy_loss(
             call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
         backend = pick_backend(call, backend, log_probs.device)
         if values is not None:
-            values.update(policy_values(arguments, policy))
+            values.update(policy_values(arguments, policy, unmasked))
             needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (log_probs, entropy)]
             values.update(log_probs=log_probs, entropy=entropy, mask=unmasked, backend=backend)
             values["whether log_probs and entropy need a gradient"] = needs

@@ -130,7 +130,7 @@ def _spellings(context: Context) -> None:
         spellings: dict[str, tuple[Any, Any]] = {
             "mask": (mine["mask"], mine["mask"].long()),
             "cu_seqlens": (torch.tensor([0, 7, 12, 20]), torch.tensor([0, 7, 12, 20], dtype=torch.int32)),
-            "advantages": (torch.tensor([1.0, -0.0, 2.0]), torch.tensor([1.0, 0.0, 2.0]).double()),
+            "advantages": (torch.tensor([1.0, -0.0, 1 / 3]), torch.tensor([1.0, 0.0, 1 / 3]).double()),
             "logit_scale": (1, 1.0),
             "temperature": (1.0, torch.tensor(1.0)),
             "vocab_size": (None, V),
@@ -172,8 +172,14 @@ def _readings(context: Context) -> None:
     # As many tokens as sequences: the last rank reads advantages per sequence, although they are per token.
     offsets = torch.tensor([0, 2, 2, 3] if last else [0, 2, 3, 5])
     tokens = torch.full((int(offsets[-1]),), -1.0)
+    per_token = torch.arange(len(tokens)).float()
     with raises("advantages (one value per sequence) must be equal", "one value per token"):
-        policy_loss(tokens, torch.ones_like(tokens), cu_seqlens=offsets, cp_group=group)
+        policy_loss(tokens, per_token, cu_seqlens=offsets, cp_group=group)
+    # Both readings are the same at unmasked tokens.
+    mask = per_token != 1
+    policy_loss(
+        tokens, torch.where(per_token == 2, 1.0, 0.5), mask=mask & (per_token < 2), cu_seqlens=offsets, cp_group=group
+    )
 
 
 @case("adapters of ranks", 2)

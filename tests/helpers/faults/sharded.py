@@ -85,13 +85,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "advantages per sequence not compared with a cp_group": (
         "agreement",
-        'values |= _of_sequences("advantages", arguments.advantages, layout, rows.advantages.dtype)',
+        'values |= _of_sequences("advantages", arguments.advantages, policy, mask)',
         "pass",
         "distributed/sharded::test_case[policy_loss with other arguments of a rank, cp_group]",
     ),
     "token weights per sequence not compared with a cp_group": (
         "agreement",
-        'values |= _of_sequences("token_weights", arguments.token_weights, layout, rows.advantages.dtype)',
+        'values |= _of_sequences("token_weights", arguments.token_weights, policy, mask)',
         "pass",
         "distributed/sharded::test_case[tokens of a cp_group read per sequence or per token]",
     ),

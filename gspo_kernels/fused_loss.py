@@ -7,16 +7,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import ops
+from .agreement import head_values, policy_values, same_on_all_ranks
 from .backends.rows import products
-from .inputs.head import HeadArguments, HeadInputs, head_rows
+from .inputs.head import HeadArguments, head_rows
 from .inputs.lm_head import weight_of
-from .inputs.memory import cache_size, check_budget, head_facts, needed_by_autograd
-from .inputs.policy import PolicyArguments, PolicyInputs, policy_facts, policy_rows
+from .inputs.memory import cache_size, check_budget, needed_by_autograd
+from .inputs.policy import PolicyArguments, policy_rows
 from .layout import accumulator
 from .metrics import work_metrics
 from .objective import Objective
 from .outputs import LossOutput, loss_output
-from .parallel import checked_on_all_ranks, process_group, vocabulary_group
+from .parallel import process_group, vocabulary_group
 from .validation import Call
 
 
@@ -144,26 +145,23 @@ def gspo_fused_loss(
         cp_group,
     )
 
-    def inputs() -> tuple[HeadInputs, PolicyInputs, int]:
-        check_budget(call, gradient_budget)
-        call.boolean("entropy", entropy)
-        if has_bonus and gradient_budget > 0:
-            call.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
-        head = head_rows(call, head_arguments._replace(entropy=entropy or has_bonus))
-        unmasked = head.rows.mask.view(target_ids.shape)
-        policy = policy_rows(call, arguments, unmasked, accumulator(head.rows.hidden.dtype))
-        return head, policy, cache_size(call, cache_mib, head.rows)
-
-    def facts(inputs: tuple[HeadInputs, PolicyInputs, int]) -> dict[str, Any]:
-        head, policy, cache = inputs
-        work = (gradient_budget, cache, any(needed_by_autograd(head.rows)))
-        return head_facts(head, cache, gradient_budget) | policy_facts(policy, objective, work)
-
     groups = {
         "tp_group": vocabulary_group(call, weight_of(lm_head), tp_group),
         "cp_group": process_group(call, "cp_group", cp_group),
     }
-    head, policy, cache = checked_on_all_ranks(call, groups, hidden, inputs, facts)
+    with same_on_all_ranks(call, groups, hidden) as values:
+        check_budget(call, gradient_budget)
+        call.boolean("entropy", entropy)
+        if has_bonus and gradient_budget > 0:
+            call.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
+        head_arguments = head_arguments._replace(entropy=entropy or has_bonus)
+        head = head_rows(call, head_arguments)
+        unmasked = head.rows.mask.view(target_ids.shape)
+        policy = policy_rows(call, arguments, unmasked, accumulator(head.rows.hidden.dtype))
+        cache = cache_size(call, cache_mib, head.rows)
+        if values is not None:
+            values.update(head_values(head_arguments, head, cache, gradient_budget))
+            values.update(policy_values(arguments, policy, unmasked))
     result = ops.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), cache, head.backend)
     entropies = result.head.entropy if head.rows.entropy else None
     out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective)

@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import ops
-from .inputs.head import HeadArguments, HeadInputs, head_rows
+from .agreement import head_values, same_on_all_ranks
+from .inputs.head import HeadArguments, head_rows
 from .inputs.lm_head import weight_of
-from .inputs.memory import cache_size, check_budget, head_facts, needed_by_autograd
+from .inputs.memory import cache_size, check_budget, needed_by_autograd
 from .outputs import LogProbOutput
-from .parallel import checked_on_all_ranks, vocabulary_group
+from .parallel import vocabulary_group
 from .validation import Call
 
 
@@ -98,15 +99,13 @@ def linear_log_probs(
         reduce_hidden,
     )
 
-    def inputs() -> tuple[HeadInputs, int]:
+    groups = {"tp_group": vocabulary_group(call, weight_of(lm_head), tp_group)}
+    with same_on_all_ranks(call, groups, hidden) as values:
         check_budget(call, gradient_budget)
         head = head_rows(call, arguments)
-        return head, cache_size(call, cache_mib, head.rows)
-
-    group = vocabulary_group(call, weight_of(lm_head), tp_group)
-    head, cache = checked_on_all_ranks(
-        call, {"tp_group": group}, hidden, inputs, lambda x: head_facts(*x, gradient_budget)
-    )
+        cache = cache_size(call, cache_mib, head.rows)
+        if values is not None:
+            values.update(head_values(arguments, head, cache, gradient_budget))
     budget = float(gradient_budget) if any(needed_by_autograd(head.rows)) else 0.0  # without a backward, keep nothing
     out = ops.linear_log_probs(head.rows, budget, cache, head.backend).head
     shape = target_ids.shape

@@ -14,17 +14,16 @@ Operators take a group by its name, because a schema has no type for process gro
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .validation import Call, Unquoted, warn_once
-
-R = TypeVar("R")
 
 
 class Shard(NamedTuple):
@@ -237,6 +236,12 @@ def local(x: Any) -> Any:
     return x.to_local() if is_dtensor(x) else x
 
 
+def local_rows(x: Any) -> Any:
+    """Return this rank's rows of a DTensor, and other objects unchanged. A rank without rows gets a row of padding."""
+    rows = local(x)
+    return F.pad(rows, (0,) * (2 * rows.ndim - 1) + (1,)) if is_dtensor(x) and rows.shape[0] == 0 else rows
+
+
 def local_hidden(call: Call, hidden: Any, group: Any) -> tuple[Any, bool]:
     """Return plain hidden states, and whether their gradient remains to be summed over the ranks of `group`.
 
@@ -252,20 +257,3 @@ def local_hidden(call: Call, hidden: Any, group: Any) -> tuple[Any, bool]:
         got = Unquoted(f"a DTensor with placements {tuple(hidden.placements)}")
         call.fail("hidden", expected, got, TypeError)
     return hidden.to_local(grad_placements=[Partial()]), False
-
-
-def checked_on_all_ranks(
-    call: Call, groups: dict[str, Any], tokens: Any, make: Callable[[], R], facts: Callable[[R], dict[str, Any]]
-) -> R:
-    """Return `make()`, which checks the arguments of a call. If sharded, ranks compare them (`agreement.agree`)."""
-    present = {name: group for name, group in groups.items() if group is not None}
-    if not present or torch.compiler.is_compiling():
-        return make()
-    from .agreement import agree  # most users need none of it
-
-    return agree(call, present, tokens, make, facts)
-
-
-def checksum(x: Tensor) -> int:
-    """Return a number by which ranks compare an integer tensor."""
-    return int((x.reshape(-1).to(torch.int64) * torch.arange(1, x.numel() + 1, device=x.device)).sum())

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .agreement import policy_values, same_on_all_ranks
 from .backends.dispatch import pick_backend
 from .inputs.head import token_mask
-from .inputs.policy import PolicyArguments, PolicyInputs, policy_facts, policy_rows
+from .inputs.policy import PolicyArguments, policy_rows
 from .objective import Objective
 from .outputs import LossOutput, loss_output
-from .parallel import checked_on_all_ranks, process_group
+from .parallel import process_group
 from .validation import Call
 
 
@@ -95,7 +96,8 @@ def policy_loss(
         cp_group,
     )
 
-    def inputs() -> tuple[Tensor, Tensor | None, PolicyInputs, str]:
+    groups = {"cp_group": process_group(call, "cp_group", cp_group)}
+    with same_on_all_ranks(call, groups, log_probs) as values:
         packed = cu_seqlens is not None
         text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
         call.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
@@ -104,17 +106,15 @@ def policy_loss(
         if entropy is not None:
             shapes, device = [log_probs.shape], log_probs.device
             call.log_probs("entropy", entropy, shapes=shapes, shape_text="like log_probs", device=device)
+            entropy = entropy.to(log_probs.dtype)
         elif objective.entropy_coef != 0:
             call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
-        entropies = None if entropy is None else entropy.to(log_probs.dtype)
-        return unmasked, entropies, policy, pick_backend(call, backend, log_probs.device)
-
-    def facts(inputs: tuple[Tensor, Tensor | None, PolicyInputs, str]) -> dict[str, Any]:
-        _, entropies, policy, _ = inputs
-        return policy_facts(policy, objective, (log_probs.requires_grad, entropies is not None))
-
-    groups = {"cp_group": process_group(call, "cp_group", cp_group)}
-    unmasked, entropy, policy, backend = checked_on_all_ranks(call, groups, log_probs, inputs, facts)
+        backend = pick_backend(call, backend, log_probs.device)
+        if values is not None:
+            values.update(policy_values(arguments, policy, unmasked))
+            needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (log_probs, entropy)]
+            values.update(log_probs=log_probs, entropy=entropy, mask=unmasked, backend=backend)
+            values["whether log_probs and entropy need a gradient"] = needs
     result = ops.policy_loss(
         log_probs.reshape(-1),
         None if entropy is None else entropy.reshape(-1),

@@ -83,11 +83,8 @@ def exact_work(head: HeadRows, has_gradient: Tensor, kept: Kept) -> Work:
 
 def work_of_all_ranks(work: Work, head: HeadRows, result: HeadResult, coefficient: Tensor, group: str) -> Work:
     """Return the work of all ranks over which the tokens are sharded. One all-gather of six numbers."""
-    has_gradient = head.mask & (coefficient != 0)
-    mass = coefficient.double().abs() * -torch.expm1(result.log_probs.double())
-    if head.temperature is not None:
-        mass = mass / head.temperature
-    total, unmasked = torch.where(has_gradient, mass, 0).sum(), head.mask.sum().double()
+    _, at_target = _mass_at_target(head, result, coefficient)
+    total, unmasked = _least_mass(head, result, at_target), head.mask.sum().double()
     own = torch.stack([work.dropped * total, *(x.double() * unmasked for x in work[1:]), total, unmasked])
     *sums, total, unmasked = gather(own, group).sum(0).unbind()
     dropped = sums[0] / torch.where(total > 0, total, 1)
@@ -138,10 +135,7 @@ def choose(
     """
     n, vocab, (block_rows, columns) = head.hidden.shape[0], columns_of_all_ranks(head.shard, head.vocab_size), cell
     has_gradient = head.mask & (coefficient != 0)  # [N]
-    factor = torch.where(has_gradient, coefficient.abs() * abs(head.logit_scale), 0)  # [N]: f above
-    if head.temperature is not None:
-        factor = torch.where(has_gradient, factor / head.temperature, 0)
-    at_target = factor * torch.where(has_gradient, -torch.expm1(result.log_probs), 0)  # [N]: f (1 - p(target))
+    factor, at_target = _mass_at_target(head, result, coefficient)
     order = torch.where(has_gradient, at_target, -1).sort(descending=True, stable=True).indices  # [N]
     order = kept_first(order, has_gradient, kept)
     total, rows = _least_mass(head, result, at_target), has_gradient.sum()
@@ -181,6 +175,15 @@ def _tile_of_target(head: HeadRows, has_gradient: Tensor, columns: int) -> Tenso
     shard = shard_of(head.shard)
     ids = torch.where(has_gradient, head.target_ids + shard.first, 0).clamp(0, shard.vocab_size - 1)
     return shard.tile_of(ids, columns)
+
+
+def _mass_at_target(head: HeadRows, result: HeadResult, coefficient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factor f of each row, and f (1 - p(target)), the mass of its target's column; 0 without a gradient."""
+    has_gradient = head.mask & (coefficient != 0)
+    factor = torch.where(has_gradient, coefficient.abs() * abs(head.logit_scale), 0)
+    if head.temperature is not None:
+        factor = torch.where(has_gradient, factor / head.temperature, 0)
+    return factor, factor * torch.where(has_gradient, -torch.expm1(result.log_probs), 0)
 
 
 def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor:

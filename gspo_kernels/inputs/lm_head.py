@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..backends.adapter import adapter_product
 from ..layout import accumulator
-from ..parallel import local, sum_gradient
+from ..parallel import local, local_rows, sum_gradient
 from ..validation import Call, Unquoted
 
 
@@ -122,9 +122,9 @@ def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask:
     If the vocabulary is sharded over `tp_group`, the tensors are this rank's, and A is replicated.
     """
     if not isinstance(lm_head, nn.Module):
-        return Head(local(lm_head), local(bias))
+        return Head(local_rows(lm_head), local_rows(bias))
     module, lora, tokens, called = take_apart(lm_head)
-    call.unsharded(local(getattr(module, "weight", None)))
+    call.unsharded(local_rows(getattr(module, "weight", None)))
     for reason in _reasons_to_reject(module, called):
         call.fail(
             "lm_head",
@@ -142,7 +142,7 @@ def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask:
             call.fail("lm_head", "a weight, an nn.Linear or LoRA, because it is sharded over ranks", got)
         weight, module_bias = _trained_rows(call, tokens)
         return Head(weight, module_bias if bias is None else bias)
-    weight, bias = local(module.weight), local(module.bias if bias is None else bias)
+    weight, bias = local_rows(module.weight), local_rows(module.bias if bias is None else bias)
     if lora is None or not _adapts(call, lora):
         return Head(weight, bias)
     call.weight(weight, hidden)
@@ -244,7 +244,7 @@ def _low_rank_term(call: Call, lora: Any, hidden: Tensor, mask: Tensor, tp_group
             unsupported = "a LoRA bias" if variant is None else type(variant).__name__
             expected = "plain LoRA (no DoRA or other variant, no LoRA bias)"
             call.fail("lm_head", expected, Unquoted(f"adapter {name!r} with {unsupported}"))
-        left, right = local(lora_a.weight), local(lora_b.weight)
+        left, right = local(lora_a.weight), local_rows(lora_b.weight)
         if tp_group is not None:  # the gradient of A is a sum over the columns of all ranks
             left = sum_gradient(left, tp_group)
         dtype = torch.promote_types(accumulator(hidden.dtype), left.dtype)

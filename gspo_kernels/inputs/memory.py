@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..backends.rows import HeadRows, NeedsGradient
 from ..backends.workspace import LARGEST_MIB, cache_bytes
-from ..parallel import checksum, shard_of
 from ..validation import Field
-from .head import HeadInputs
 
 
 def check_budget(call: Field, gradient_budget: float) -> None:
@@ -36,30 +32,3 @@ def needed_by_autograd(head: HeadRows) -> NeedsGradient:
     """Return which operands need a gradient. None does while autograd does not record."""
     operands = (getattr(head, name) for name in NeedsGradient._fields)
     return NeedsGradient(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in operands))
-
-
-def head_facts(head: HeadInputs, cache: int, gradient_budget: float) -> dict[str, Any]:
-    """Return what must be equal on all ranks that share a vocabulary, see `agreement.agree`."""
-    if head.tp_group is None:
-        return {}
-    rows, shard = head.rows, shard_of(head.rows.shard)
-    temperature = rows.temperature
-    values = {
-        "the shape of hidden": tuple(rows.hidden.shape),
-        "the dtype of hidden": rows.hidden.dtype,
-        "the number of rows of lm_head": shard.rows,
-        "vocab_size": shard.vocab_size,
-        "the mask": checksum(rows.mask),
-        "target_ids": checksum(torch.where(rows.mask, rows.target_ids + shard.first, 0)),
-        "logit_scale": rows.logit_scale,
-        "logit_softcap": rows.logit_softcap,
-        "temperature": None if temperature is None else (tuple(temperature.shape), temperature.sum().item()),
-        "the presence of a bias": rows.bias is not None,
-        "the rank of the adapter": None if rows.adapter_hidden is None else rows.adapter_hidden.shape[1],
-        "entropy": rows.entropy,
-        "gradient_budget": gradient_budget,
-        "cache_mib": cache / 2**20,
-        "the operands that need a gradient": tuple(needed_by_autograd(rows)),
-        "backend": head.backend,
-    }
-    return {f"tp_group {name}": value for name, value in values.items()}

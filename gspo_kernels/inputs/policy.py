@@ -89,27 +89,6 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
     return PolicyInputs(rows, layout, rollout_metrics, cp_group)
 
 
-def policy_facts(policy: PolicyInputs, objective: Objective, options: tuple[Any, ...]) -> dict[str, Any]:
-    """Return what must be equal on all ranks that share sequences, see `agreement.agree`.
-
-    `options` are further values of the call.
-    """
-    if policy.cp_group is None:
-        return {}
-    rows = policy.rows
-    present = [name for name, x in rows._asdict().items() if x is not None]
-    normalizers = [None if x is None else x.item() for x in (rows.normalizer, rows.kl_normalizer)]
-    values = {
-        "the number of sequences": policy.layout.sequences,
-        "the dtype of log-probs": rows.advantages.dtype,
-        "objective": objective.text,
-        "the set of arguments": present,
-        "normalizer and kl_normalizer": normalizers,
-        "the set of options": options,
-    }
-    return {f"cp_group {name}": value for name, value in values.items()}
-
-
 def _layout(call: Call, cu_seqlens: Tensor | None, mask: Tensor) -> Layout:
     """Return the layout of the batch."""
     shape = tuple(mask.shape)

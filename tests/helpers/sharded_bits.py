@@ -16,7 +16,7 @@ from helpers.sharded_features import H, N, rows, small_tiles
 from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
+from gspo_kernels import Objective, agreement, gspo_fused_loss, linear_log_probs, policy_loss, validation
 from gspo_kernels.tools import doctor_memory
 
 GATHER = ("all_gather_into_tensor", "all_gather_single")
@@ -86,7 +86,8 @@ def counted() -> Iterator[list[tuple[str, int]]]:
         for name in names:
             if callable(getattr(dist, name)) and not isinstance(getattr(dist, name), type):
                 stack.enter_context(mock.patch.object(dist, name, record(name)))
-        stack.enter_context(mock.patch.object(validation, "values_are_checked", lambda device: False))
+        for module, name in ((validation, "values_are_checked"), (agreement, "compares_every_call")):
+            stack.enter_context(mock.patch.object(module, name, lambda device: False))
         yield calls
 
 

@@ -12,7 +12,7 @@ from helpers.sharded_features import raises, rows
 from helpers.sharded_runs import contiguous, shard_rows
 from helpers.tiny_model import SHAPE
 from tolerance import SHARDED_GRADIENT_RELATIVE
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -48,6 +48,40 @@ def _dtensor(context: Context) -> None:
         run(distribute_tensor(hidden, mesh, [Shard(0)]), *sharded)
     with raises("hidden", "plain tensor"):
         run(replicated, weight, bias)
+
+
+for _vocab, _ranks in ((5, 4), (2, 4)):
+
+    @case(f"dtensor head with {_vocab} rows on {_ranks} ranks", _ranks)
+    def _no_rows(context: Context, vocab: int = _vocab, ranks: int = _ranks) -> None:
+        """The last ranks hold no rows: 2, 2, 1, 0, or 1, 1, 0, 0."""
+        mesh = DeviceMesh.from_group(context.group(ranks), "cpu", mesh_dim_names=("tp",))
+        hidden, weight, ids = rows(vocab, torch.float64)
+        bias = torch.linspace(-1, 1, vocab, dtype=torch.float64)
+
+        def run(lm_head: Any, bias: Any, **options: Any) -> tuple[Any, ...]:
+            h = hidden.clone().requires_grad_()
+            out = linear_log_probs(h, lm_head, ids, bias=bias, entropy=True, **options)
+            (out.log_probs.square().sum() + out.entropy.sum()).backward()  # pyright: ignore[reportOptionalMemberAccess]
+            return out.log_probs.detach(), out.entropy, h.grad
+
+        for backend in ("torch", "triton"):
+            one = [x.clone().requires_grad_() for x in (weight, bias)]
+            leaves: list[Any] = [distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in (weight, bias)]
+            assert (leaves[0].to_local().shape[0] == 0) == (context.rank >= {5: 3, 2: 2}[vocab])
+            for ours, theirs in zip(run(*leaves, backend=backend), run(*one, backend=backend), strict=True):
+                assert relative(ours, theirs) <= SHARDED_GRADIENT_RELATIVE
+            for ours, theirs in zip(leaves, one, strict=True):
+                assert isinstance(ours.grad, DTensor) and ours.grad.placements == (Shard(0),)
+                assert ours.grad.to_local().shape == ours.to_local().shape and theirs.grad is not None
+                assert relative(ours.grad.full_tensor(), theirs.grad) <= SHARDED_GRADIENT_RELATIVE
+        head = nn.Linear(weight.shape[1], vocab, dtype=torch.float64)
+        head.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+        head.bias = nn.Parameter(distribute_tensor(bias, mesh, [Shard(0)]))
+        d_hidden = run(head, None, cache_mib=1.0)[2]
+        assert relative(d_hidden, run(weight, bias)[2]) <= SHARDED_GRADIENT_RELATIVE
+        with raises("lm_head", "empty tensor [0, 8]"):  # a plain tensor is never padded
+            linear_log_probs(hidden, weight[:0], ids)
 
 
 def _model() -> Any:

@@ -9,8 +9,10 @@ import time
 import traceback
 from pathlib import Path
 
+import helpers.sharded_agreement
 import helpers.sharded_bits
 import helpers.sharded_features
+import helpers.sharded_metrics
 import helpers.sharded_modules  # noqa: F401
 import torch.distributed as dist
 from helpers.sharded_cases import CASES, Context

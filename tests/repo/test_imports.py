@@ -16,11 +16,11 @@ PACKAGES = ("gspo_kernels", "integrations", "benchmarks")
 # From the lowest floor to the highest. A room imports only from floors below its own.
 HOUSE = (
     {"extras", "layout", "reference", "validation"},
-    {"agreement", "groups", "metrics", "sampler_mismatch"},
+    {"groups", "metrics", "sampler_mismatch"},
     {"advantages", "objective", "parallel"},
     {"backends", "custom_op"},
     {"inputs", "head_ops"},
-    {"outputs", "ops"},
+    {"agreement", "outputs", "ops"},
     {"fused_loss", "log_probs", "policy_loss"},
     {"", "tools"},  # "" is the package's __init__.py, which exports the public names
 )

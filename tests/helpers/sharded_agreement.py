@@ -1,0 +1,276 @@
+"""Cases of tests/distributed: ranks with different arguments or environment variables raise, all of them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from helpers.sharded_cases import Context, case
+from helpers.sharded_features import raises, rows
+from helpers.sharded_runs import rank_in, shard_rows
+from torch import Tensor, nn
+
+from gspo_kernels import Objective, agreement, gspo_fused_loss, linear_log_probs, policy_loss, validation
+from gspo_kernels.sampler_mismatch import RolloutCorrection
+
+V, S = 64, 3
+FUNCTIONS: tuple[tuple[Callable[..., Any], str], ...] = (
+    (gspo_fused_loss, "tp_group"),
+    (gspo_fused_loss, "cp_group"),
+    (linear_log_probs, "tp_group"),
+    (policy_loss, "cp_group"),
+)
+
+
+def arguments(function: Callable[..., Any], kind: str, group: Any) -> dict[str, Any]:
+    """Return every argument of the function but the other group: a packed batch of three sequences."""
+    hidden, weight, ids = rows(V)
+    rng = torch.Generator().manual_seed(1)
+    old, ref, rollout, weights = (torch.rand(len(ids), generator=rng) for _ in range(4))
+    sharded = shard_rows if kind == "tp_group" else lambda x, _: x
+    every: dict[str, Any] = {
+        "hidden": hidden.requires_grad_(),
+        "lm_head": sharded(weight, group).requires_grad_(),
+        "target_ids": ids.clamp(max=58),
+        "advantages": torch.tensor([1.0, -1.0, 0.5]),
+        "mask": torch.arange(len(ids)) % 5 != 0,
+        "cu_seqlens": torch.tensor([0, 7, 12, 20]),
+        "old_log_probs": -old,
+        "ref_log_probs": -ref,
+        "rollout_log_probs": -rollout,
+        "token_weights": weights,
+        "bias": sharded(torch.zeros(V), group),
+        "logit_scale": 1.0,
+        "logit_softcap": 3.0,
+        "temperature": 0.7,
+        "vocab_size": 60,
+        "objective": Objective(kl_coef=0.1, rollout_correction=RolloutCorrection() if kind == "tp_group" else None),
+        "normalizer": 3.0,
+        "kl_normalizer": 2.0,
+        "entropy": False,
+        "gradient_budget": 0.0,
+        "cache_mib": 0.0,
+        "reduce_hidden": "all",
+        "backend": "torch",
+        kind: group,
+    }
+    if kind == "cp_group":
+        del every["rollout_log_probs"]
+    if function is policy_loss:
+        every |= {"log_probs": (-old).requires_grad_(), "entropy": ref}
+    return {name: every[name] for name in inspect.signature(function).parameters if name in every}
+
+
+def run(function: Callable[..., Any], mine: dict[str, Any], **changes: Any) -> Any:
+    return function(**{**mine, **changes})
+
+
+def other_value(name: str, x: Any) -> Any:
+    """Return another valid value of an argument: a tensor with one value changed as little as possible."""
+    if name == "objective":
+        return Objective(kl_coef=0.1, clip_low=2e-4, rollout_correction=x.rollout_correction)
+    if isinstance(x, Tensor) and x.is_floating_point():
+        changed = x.detach().clone()
+        changed.view(-1)[-1] = torch.nextafter(changed.view(-1)[-1], torch.tensor(2.0))
+        return changed.requires_grad_(x.requires_grad)
+    if name == "target_ids":
+        return x[[*range(17), 18, 17, 19]]  # two tokens change places
+    return {
+        "mask": torch.arange(len(rows(V)[2])) % 6 != 0,
+        "cu_seqlens": torch.tensor([0, 8, 12, 20]),
+        "logit_scale": 1.5,
+        "logit_softcap": None,
+        "temperature": 0.8,
+        "vocab_size": 61,
+        "normalizer": 4.0,
+        "kl_normalizer": None,
+        "entropy": True,
+        "gradient_budget": 0.1,
+        "cache_mib": 1.0,
+        "reduce_hidden": "none",
+        "backend": "triton",
+    }[name]
+
+
+for _function, _kind in FUNCTIONS:
+
+    @case(f"{_function.__name__} with other arguments of a rank, {_kind}", 2)
+    def _others(context: Context, function: Callable[..., Any] = _function, kind: str = _kind) -> None:
+        group = context.group(2)
+        mine, last = arguments(function, kind, group), rank_in(group) == 1
+        assert (
+            mine.keys() | {"tp_group", "cp_group", "rollout_log_probs"} >= inspect.signature(function).parameters.keys()
+        )
+        optional = {"bias", "token_weights", *(("old_log_probs", "entropy") if kind == "cp_group" else ())}
+        for name, x in mine.items():
+            if name == kind:
+                continue
+            if name in optional and isinstance(x, Tensor):
+                with raises(f"{function.__name__}: {name} must be equal on all ranks of {kind}"):
+                    run(function, mine, **{name: None} if last else {})
+            change = {name: other_value(name, x)} if last else {}
+            if name in agreement.EXCUSED[kind] and isinstance(x, Tensor) and name != "advantages":
+                run(function, mine, **change)
+            else:
+                with raises(f"{function.__name__}: {name}", f"must be equal on all ranks of {kind}"):
+                    run(function, mine, **change)
+        run(function, mine)  # the ranks are still in step
+
+
+@case("equal arguments that are spelled differently", 2)
+def _spellings(context: Context) -> None:
+    group, last = context.group(2), rank_in(context.group(2)) == 1
+    for function, kind in FUNCTIONS:
+        mine = arguments(function, kind, group)
+        spellings: dict[str, tuple[Any, Any]] = {
+            "mask": (mine["mask"], mine["mask"].long()),
+            "cu_seqlens": (torch.tensor([0, 7, 12, 20]), torch.tensor([0, 7, 12, 20], dtype=torch.int32)),
+            "advantages": (torch.tensor([1.0, -0.0, 1 / 3]), torch.tensor([1.0, 0.0, 1 / 3]).double()),
+            "logit_scale": (1, 1.0),
+            "temperature": (1.0, torch.tensor(1.0)),
+            "vocab_size": (None, V),
+            "objective": (
+                Objective.preset("gspo", kl_coef=0.1, rollout_correction=mine["objective"].rollout_correction)
+                if "objective" in mine else None,
+                mine.get("objective"),
+            ),
+            "normalizer": (3, torch.tensor(3.0)),
+            "gradient_budget": (0, 0.0),
+            "cache_mib": (0, None),
+            "backend": ("torch", "auto"),
+        }  # fmt: skip  # a table
+        for name, (one, other) in spellings.items():
+            if name in mine:
+                run(function, mine, **{name: other if last else one})
+        for name in agreement.PER_TOKEN:  # whatever masked tokens hold
+            if isinstance(mine.get(name), Tensor) and name != "advantages":
+                garbage = mine[name].detach().clone()
+                garbage[~mine["mask"]] = 999 if last else torch.nan if garbage.is_floating_point() else -(2**40)
+                run(function, mine, **{name: garbage.requires_grad_(mine[name].requires_grad)})
+        with mock.patch.dict(os.environ, GSPO_CHECK="0" if last else "", GSPO_CACHE_MIB="0"):
+            run(function, mine)
+
+
+@case("tokens of a cp_group read per sequence or per token", 2)
+def _readings(context: Context) -> None:
+    group, last = context.group(2), rank_in(context.group(2)) == 1
+    log_probs = torch.full((2, 1 if last else 3), -1.0)
+    for advantages in (torch.tensor([1.0, -1.0]), torch.tensor([[1.0], [-1.0]]), log_probs * (2 if last else 3)):
+        policy_loss(log_probs, advantages, cp_group=group)
+    with raises("advantages (one value per sequence) must be equal"):
+        policy_loss(
+            torch.full((2, 2 if last else 3), -1.0), torch.tensor([[1.0], [2.0 if last else -1.0]]), cp_group=group
+        )
+    with raises("token_weights (one value per sequence) must be equal"):
+        weights = torch.tensor([[1.0], [2.0 if last else 1.0]])
+        policy_loss(torch.full((2, 4), -1.0), torch.ones(2), token_weights=weights, cp_group=group)
+    # As many tokens as sequences: the last rank reads advantages per sequence, although they are per token.
+    offsets = torch.tensor([0, 2, 2, 3] if last else [0, 2, 3, 5])
+    tokens = torch.full((int(offsets[-1]),), -1.0)
+    per_token = torch.arange(len(tokens)).float()
+    with raises("advantages (one value per sequence) must be equal", "one value per token"):
+        policy_loss(tokens, per_token, cu_seqlens=offsets, cp_group=group)
+    # Both readings are the same at unmasked tokens.
+    mask = per_token != 1
+    policy_loss(
+        tokens, torch.where(per_token == 2, 1.0, 0.5), mask=mask & (per_token < 2), cu_seqlens=offsets, cp_group=group
+    )
+
+
+@case("adapters of ranks", 2)
+def _adapters(context: Context) -> None:
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear
+
+    group, last = context.group(2), rank_in(context.group(2)) == 1
+    hidden, weight, ids = rows(V)
+
+    def log_probs(change: float = 0.0, rank: int = 4, dropout: float = 0.0) -> Any:
+        base = nn.Linear(weight.shape[1], V // 2, bias=False)
+        base.weight.data = shard_rows(weight, group)
+        torch.manual_seed(0)
+        head = Linear(base, "default", LoraConfig(r=rank, lora_dropout=dropout), r=rank, lora_alpha=8)
+        left: Any = head.lora_A["default"].weight
+        left.data[0, 0] += change
+        torch.manual_seed(group.rank())  # of the dropout
+        return linear_log_probs(hidden, head, ids, tp_group=group)
+
+    log_probs()
+    with raises("the rank of the adapter must be equal on all ranks of tp_group, got [4, 3]"):
+        log_probs(rank=3 if last else 4)
+    with raises("h A^T of the adapter must be equal"):
+        log_probs(change=1e-3 if last else 0.0)
+    with raises("h A^T of the adapter must be equal"):
+        log_probs(dropout=0.5)
+    log_probs()
+
+
+# -- environment
+
+
+@case("environment variables of ranks", 2)
+def _environment(context: Context) -> None:
+    group, last = context.group(2), rank_in(context.group(2)) == 1
+    for function, kind in FUNCTIONS:
+        mine = arguments(function, kind, group)
+        run(function, mine)
+        for name in agreement.ENVIRONMENT:
+            with mock.patch.dict(os.environ, {name: "many"} if last else {}), raises(f"environment variable {name}"):
+                run(function, mine)
+            if name != "GSPO_CHECK":  # on a CPU, it changes nothing
+                with (
+                    mock.patch.dict(os.environ, {name: "17"} if last else {}),
+                    raises(f"environment variable {name} must be equal on all ranks of {kind}", "17]"),
+                ):
+                    run(function, mine)
+        run(function, mine)
+
+
+# -- which calls are compared
+
+
+@case("only the first call on an accelerator is compared", 2)
+def _first_call(context: Context) -> None:
+    group, last = context.group(2), rank_in(context.group(2)) == 1
+    mine, exchanges, gather = arguments(policy_loss, "cp_group", group), [], dist.all_gather_object
+
+    def counted(*args: Any, **options: Any) -> None:
+        exchanges.append(args)
+        gather(*args, **options)
+
+    with (
+        mock.patch.object(agreement, "_met", {}),
+        mock.patch.object(agreement, "compares_every_call", lambda device: False),
+        mock.patch.object(validation, "values_are_checked", lambda device: False),
+        mock.patch.object(dist, "all_gather_object", counted),
+    ):
+        for _ in range(2):  # a call that raised is not counted as the first
+            with raises("normalizer must be equal on all ranks of cp_group, got [3.0, 4.0]"):
+                run(policy_loss, mine, normalizer=4.0 if last else 3.0)
+        run(policy_loss, mine)
+        assert len(exchanges) == 3
+        run(policy_loss, mine, normalizer=4.0 if last else 3.0)
+        assert len(exchanges) == 3
+        with (
+            mock.patch.object(agreement, "_met", {}),
+            mock.patch.object(validation, "values_are_checked", lambda device: last),
+            raises("GSPO_CHECK must be equal on all ranks of cp_group, got [False, True]"),
+        ):
+            run(policy_loss, mine)
+
+
+@case("ranks of a mesh raise together", 4)
+def _mesh(context: Context) -> None:
+    groups = context.square()
+    mine = arguments(gspo_fused_loss, "tp_group", groups.tp) | {"cp_group": groups.cp, "rollout_log_probs": None}
+    mine["objective"] = Objective(kl_coef=0.1)
+    run(gspo_fused_loss, mine)
+    for name in ("normalizer", "advantages", "reduce_hidden"):
+        with raises(name):
+            run(gspo_fused_loss, mine, **{name: other_value(name, mine[name])} if context.rank == 3 else {})
+    run(gspo_fused_loss, mine)

@@ -548,12 +548,26 @@ def test_metrics_equal_those_of_the_torch_backend(name: str, has_nan: bool) -> N
 
 
 @on_device
-def test_the_mean_of_equal_log_ratios_is_exact() -> None:
+def test_sums_of_equal_tokens_are_exact(backend: str) -> None:
     """Sums in fp32 would round equal terms in one direction, by an amount that matters in GSPO's clip window."""
-    log_ratio = torch.linspace(1e-4, 9e-4, 8)
-    lp = log_ratio[:, None].expand(8, 4096)
-    out = policy_loss(lp, torch.ones(8), old_log_probs=torch.zeros(8, 4096), backend="triton")
+    tokens, log_ratio = 8192, torch.tensor([1e-4, 3.1e-4])
+    log_probs = log_ratio[:, None].repeat(1, tokens).requires_grad_()
+    objective = Objective(kl_coef=0.1, kl_estimator="k1")
+    old, ref = torch.zeros(2, tokens), torch.full((2, tokens), -0.3)
+    options = dict(old_log_probs=old, ref_log_probs=ref, entropy=torch.full((2, tokens), 0.7))
+    out = policy_loss(log_probs, torch.tensor([1.0, -1.0]), objective=objective, backend=backend, **options)
+    (gradient,) = torch.autograd.grad(out.loss, log_probs)
+    wide = log_ratio.double()
+    ratio = wide.exp() * torch.tensor([1.0, -1.0])
+    kl = wide - ref[:, 0].double()
     assert torch.equal(out.log_ratio, log_ratio)
+    exact: dict[str, Any] = {"rtol": 2e-7, "atol": 0}
+    torch.testing.assert_close(out.loss.double(), (0.1 * kl - ratio).mean(), rtol=0, atol=1e-7)
+    of_token = (0.1 - ratio) / (2 * tokens)
+    torch.testing.assert_close(gradient.double(), of_token[:, None].expand_as(gradient), rtol=3e-7, atol=0)
+    torch.testing.assert_close(out.metrics["kl"].double(), kl.mean(), **exact)
+    torch.testing.assert_close(out.metrics["kl_to_old"].double(), -wide.mean(), **exact)
+    torch.testing.assert_close(out.metrics["entropy"].double(), torch.tensor(0.7).double(), **exact)
 
 
 def test_empty_sequences_are_not_in_the_default_normalizer(backend: str) -> None:

@@ -81,19 +81,28 @@ def test_clipped_and_zero_advantage_sequences_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 def test_metrics_equal_their_definitions(ratio: str, backend: str) -> None:
-    """The batch has masked tokens, a sequence without tokens, and tokens clipped at both bounds."""
-    sample = make_sample(1, objective=Objective(ratio=ratio, clip_low=0.02, clip_high=0.03))
+    """The batch has masked tokens, a sequence without tokens, and tokens clipped at both bounds.
+
+    If ratios are per token, some sequences have tokens clipped at both bounds.
+    """
+    objective = Objective(ratio=ratio, clip_low=0.02, clip_high=0.03)
+    sample = make_sample(1, objective=objective, per_token_advantages=ratio == "token")
     mask = sample.options["mask"]
     mask[3] = False
+    if ratio == "token":  # so that the ratios of a sequence are on both sides of the window
+        noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+        sample = sample.with_options(old_log_probs=sample.options["old_log_probs"] + 0.05 * noise)
     out, _ = run_fused(sample, backend, entropy=True)
     lp, old, ref = out.log_probs.double(), sample.options["old_log_probs"], sample.options["ref_log_probs"]
     r = torch.where(mask, lp - old, 0)
     u = r if ratio == "token" else (r.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(r)
-    s, advantages, filled, tokens = u.exp(), sample.advantages[:, None], mask.any(1), mask.sum()
+    advantages = sample.advantages if ratio == "token" else sample.advantages[:, None]
+    s, filled, tokens = u.exp(), mask.any(1), mask.sum()
     low = mask & (advantages < 0) & (s < 1 - sample.objective.clip_low)
     high = mask & (advantages > 0) & (s > 1 + sample.objective.clip_high)
     ratios, d = s[mask] if ratio == "token" else s[filled, 0], (lp - ref)[mask]
     assert low.any() and high.any() and low.sum() != high.sum() and out.entropy is not None
+    assert (low.any(1) & high.any(1)).any() == (ratio == "token")
     expected = {
         "clip_fraction": (low | high).any(1)[filled].double().mean(),
         "clip_fraction_low": low.any(1)[filled].double().mean(),

@@ -2,8 +2,8 @@
 
 Types, shapes, dtypes and devices are always checked. Bad values (target ids out of range, NaN advantages, unordered
 offsets) raise errors on a CPU. On a GPU this check would make the host wait, so bad values are counted in
-`metrics["invalid"]` and make the loss NaN. GSPO_CHECK=1 raises errors on a GPU as well. Under torch.compile, bad values
-are only counted, on any device.
+`metrics["invalid"]` and make the loss NaN. GSPO_CHECK=1 raises errors on a GPU as well. Under torch.compile and
+torch.func.vmap, bad values are only counted, on any device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed  # as by torch.func.vmap
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedParameter
 
@@ -254,7 +255,7 @@ class Call(Field):
 
     def flag(self, name: str, wrong: Tensor, expected: Text, got: Callable[[], object]) -> None:
         """Raise if `wrong` (bool) has a true entry, on a CPU or with GSPO_CHECK=1. Elsewhere `invalid` counts them."""
-        if not values_are_checked(wrong.device) or type(wrong).__name__ == "FakeTensor":
+        if not values_are_checked(wrong.device) or type(wrong).__name__ == "FakeTensor" or is_transformed(wrong):
             self._wrong.append(wrong)
         elif wrong.any().item():
             self.fail(name, expected, got())

@@ -138,4 +138,28 @@ FAULTS: dict[str, Fault] = {
         "variance",
         "advantages::test_equal_rewards_of_a_batch_are_not_divided",
     ),
+    "a second backward of the head names the other function": (
+        "head_ops",
+        '"gspo_fused_loss" if gradient_budget is None else "linear_log_probs"',
+        '"linear_log_probs" if gradient_budget is None else "gspo_fused_loss"',
+        "derivatives::test_a_second_backward_raises_an_error_that_says_what_to_use",
+    ),
+    "a second backward of an adapter meets PyTorch's error": (
+        "backends/adapter",
+        "_adapter_backward.register_autograd(",
+        "(lambda function: None)(",
+        "derivatives::test_a_second_backward_of_an_adapter_raises[torch]",
+    ),
+    "torch.func.grad of a mapped tensor meets PyTorch's error": (
+        "derivatives",
+        "        x = get_unwrapped(x)\n",
+        "        return False\n",
+        "derivatives::test_reverse_mode_of_torch_func_is_refused",
+    ),
+    "values of mapped tensors are read": (
+        "validation",
+        'type(wrong).__name__ == "FakeTensor" or is_transformed(wrong)',
+        'type(wrong).__name__ == "FakeTensor"',
+        "derivatives::test_under_vmap_invalid_values_are_counted",
+    ),
 }

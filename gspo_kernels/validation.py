@@ -27,6 +27,8 @@ WIDE = (torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # A message, or a function that returns it: under torch.compile, sizes may be symbols that only a failing check prints.
 Text = str | Callable[[], str]
+# In bf16, a logit minus its log-sum-exp may be rounded to +0.25 if both are near 128.
+ROUNDING = 0.25
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # normal and finite float32
 
 
@@ -149,6 +151,12 @@ class Call(Field):
             self.fail(name, wide, dtype_name(x.dtype), TypeError)
         self.tensor(name, x, dtypes=WIDE, **expected)
 
+    def sign(self, name: str, x: Tensor, unmasked: Tensor, *, positive: bool = False) -> None:
+        """Check that log-probs are <= 0, or entropies >= 0, up to ROUNDING. NaN passes: it makes the loss NaN."""
+        wrong = unmasked & (x < -ROUNDING if positive else x > ROUNDING)
+        expected = f"{'>=' if positive else '<='} 0 where mask is true (rounding may add {ROUNDING:g})"
+        self.flag(name, wrong, expected, lambda: up_to_five(x[wrong]))
+
     def unsharded(self, weight: Any) -> None:
         """Check that a head's weight is a plain, initialised, non-empty tensor, neither sharded nor quantised."""
         # Called before the other checks of a head. ZeRO-3 and FSDP add hooks, and without this order the error would
@@ -209,17 +217,6 @@ class Call(Field):
                 self.fail("vocab_size", "an int", vocab_size, TypeError)
             if not 1 <= int(vocab_size) <= columns:
                 self.fail("vocab_size", lambda: f"between 1 and the {columns} rows of lm_head", vocab_size)
-
-    def temperature(self, temperature: Any, shape: Sequence[int], device: torch.device) -> None:
-        """Check a temperature: a number, a tensor [], or a tensor of the tokens' shape."""
-        if not isinstance(temperature, Tensor):
-            expected = "a finite number > 0, within float32, or a tensor with no dimension or one value per token"
-            self.number("temperature", temperature, expected, positive)
-            return
-        text = lambda: f"with no dimension, or {list(shape)} (one per token)"  # noqa: E731
-        self.tensor("temperature", temperature, dtypes=FLOATS, shapes=[(), shape], shape_text=text, device=device)
-        if temperature.requires_grad:
-            self.fail("temperature", "without gradient (it is a constant of the loss)", Unquoted("requires_grad=True"))
 
     def normalizer(self, name: str, value: Any, mask: Tensor) -> None:
         """Check a normalizer: a number, a tensor [] or None.

@@ -162,4 +162,40 @@ FAULTS: dict[str, Fault] = {
         'type(wrong).__name__ == "FakeTensor"',
         "derivatives::test_under_vmap_invalid_values_are_counted",
     ),
+    "positive log-probs accepted": (
+        "validation",
+        "else x > ROUNDING)",
+        "else x > 1e9)",
+        "bad_inputs::test_a_bad_input_is_named_and_nothing_is_written[old-log-probs-positive-policy_loss]",
+    ),
+    "negative entropies are not counted": (
+        "policy_loss",
+        'call.sign("entropy", entropy.detach(), unmasked, positive=True)',
+        "pass",
+        "unchecked_values::test_values_of_the_wrong_sign_are_counted_once_per_token[torch-entropy]",
+    ),
+    "positive log-probs of masked tokens refused": (
+        "validation",
+        "wrong = unmasked & (x < -ROUNDING if positive else x > ROUNDING)",
+        "wrong = x < -ROUNDING if positive else x > ROUNDING",
+        "bad_inputs::test_rounded_and_masked_log_probs_and_entropies_are_accepted",
+    ),
+    "a group of infinite rewards has advantages 0": (
+        "groups",
+        "return torch.where(wrong, torch.nan, x)",
+        "return x",
+        "advantages::test_a_value_that_is_not_checked_becomes_nan",
+    ),
+    "a divisor of a missing KL term is ignored": (
+        "inputs/policy",
+        "if arguments.kl_normalizer is not None and objective.kl_coef == 0:",
+        "if False:",
+        "bad_inputs::test_a_bad_input_is_named_and_nothing_is_written[kl-normalizer-without-kl-policy_loss]",
+    ),
+    "tokens of weight 0 are not clipped": (
+        "backends/torch/sequence",
+        "        low=low,\n",
+        "        low=low if policy.token_weights is None else low & (policy.token_weights != 0),\n",
+        "presets::test_the_clip_fractions_are_those_of_the_surrogate",
+    ),
 }

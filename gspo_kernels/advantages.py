@@ -1,4 +1,7 @@
-"""Compute advantages from rewards, on the device of the rewards; the host reads no values.
+"""Compute advantages from rewards, on the device of the rewards.
+
+On a CPU and with GSPO_CHECK=1, NaN and infinite values raise a ValueError. On a GPU, where the host reads no values,
+they make advantages NaN, which the loss counts as invalid. Through `RunningMoments`, they do so in all later calls.
 
 The advantages of common trainers (R: rewards, with groups of n answers to one prompt):
 
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .groups import Groups, check_rewards, over_deviation, variance_of
+from .groups import Groups, checked_rewards, finite, over_deviation, per_token, variance_of
 from .layout import accumulator
 from .validation import FLOATS, Call
 
@@ -55,9 +58,9 @@ def group_advantages(
 
     Returns:
         [B] fp32 (fp64 for fp64 rewards). With a baseline, advantages are exactly 0 in a group of one answer and in a
-        group of equal rewards. Nothing is divided where the standard deviation is 0. A NaN reward makes the advantages
-        of its group NaN, and with scale="batch" those of the batch. There are two exceptions: an advantage that is 0
-        before the division stays 0, and with baseline="none", scale="none" no other advantage becomes NaN.
+        group of equal rewards. Nothing is divided where the standard deviation is 0. On a GPU, a NaN or infinite
+        reward makes the advantages of its group NaN, and with scale="batch" those of the batch, except those that are 0
+        before the division. With baseline="none", scale="none", it makes only its own advantage NaN.
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
@@ -97,8 +100,8 @@ class RunningMoments:
     variance: Tensor | None = None  # of the population
 
     def update(self, rewards: Tensor) -> None:
-        """Add rewards to the moments (T. Chan, G. Golub, R. LeVeque, "Updating formulae")."""
-        x = rewards.double()
+        """Add finite rewards to the moments (T. Chan, G. Golub, R. LeVeque, "Updating formulae")."""
+        x = checked_rewards(Call("RunningMoments.update"), rewards).double()
         count, mean = torch.full((), float(x.numel()), dtype=x.dtype, device=x.device), x.mean()
         variance = (x - mean).square().mean()
         if x.numel() == 0:
@@ -160,10 +163,9 @@ def normalize_rewards(
         std = (groups.per_reward(groups.sum(centred.square())) / (n - 1).clamp(min=1)).sqrt()
         x = centred if shift else groups.rewards
     else:
-        check_rewards(call, rewards)
-        x = rewards.to(accumulator(rewards.dtype))
+        x = checked_rewards(call, rewards)
         if isinstance(by, RunningMoments):
-            by.update(rewards)
+            by.update(x)
             if by.mean is None:  # no reward so far
                 return x
             mean, std = by.mean.to(x.dtype), by.std.to(x.dtype)
@@ -192,11 +194,11 @@ def whiten(advantages: Tensor, mask: Tensor, *, shift: bool = True, eps: float =
         ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
     call = Call("whiten")
-    shape = _mask_shape(call, mask)
-    x = _per_token(call, "advantages", advantages, shape)  # [B, T]
+    _mask_shape(call, mask)
+    unmasked = mask != 0
+    x = per_token(call, "advantages", advantages, unmasked)  # [B, T]
     call.boolean("shift", shift)
     call.number("eps", eps, "a number >= 0", lambda v: v >= 0)
-    unmasked = mask != 0
     n = unmasked.sum().clamp(min=1)
     centred = torch.where(unmasked, x, 0).double()
     mean = centred.sum() / n
@@ -238,17 +240,18 @@ def token_returns(
     """
     call = Call("token_returns")
     shape = _mask_shape(call, mask)
-    check_rewards(call, rewards, shape[0])
+    rewards = checked_rewards(call, rewards, shape[0])
     call.number("kl_coef", kl_coef, "a number >= 0", lambda x: x >= 0)
     call.number("gamma", gamma, "a number from 0 to 1", lambda x: 0 <= x <= 1)
     if reward_clip is not None:
         call.number("reward_clip", reward_clip, "a number > 0, or None", lambda x: x > 0)
-    unmasked, dtype = mask != 0, accumulator(rewards.dtype)
+    unmasked = mask != 0
     last = unmasked & (unmasked.flip(1).cumsum(1).flip(1) == 1)  # [B, T]: the last unmasked token of each sequence
-    returns = torch.where(last, rewards.to(dtype)[:, None], 0)  # [B, T]
+    returns = torch.where(last, rewards[:, None], 0)  # [B, T]
     if kl is not None:
         call.tensor("kl", kl, dtypes=FLOATS, shapes=[shape], shape_text=lambda: f"{list(shape)}")
-        returns = returns - torch.where(unmasked, kl_coef * kl.to(dtype), 0)
+        kl = finite(call, "kl", kl.to(rewards.dtype), "finite where mask is true", unmasked)
+        returns = returns - torch.where(unmasked, kl_coef * kl, 0)
     elif kl_coef > 0:
         call.fail("kl", "a tensor [B, T] for kl_coef > 0", None)
     if reward_clip is not None:
@@ -281,18 +284,11 @@ def turn_advantages(advantages: Tensor, turn_ids: Tensor) -> Tensor:
     inside = (turn_ids >= 0) & (turn_ids < turns)
     x = advantages.to(accumulator(advantages.dtype))
     x = torch.cat([x, x.new_zeros(x.shape[0], 1)], 1)  # [B, K + 1]: the last column is for tokens outside all turns
-    return x.gather(1, torch.where(inside, turn_ids, turns))
+    x = x.gather(1, torch.where(inside, turn_ids, turns))
+    return finite(call, "advantages", x, "finite in turns with tokens")
 
 
 def _mask_shape(call: Call, mask: Any) -> tuple[int, int]:
     """Check a mask [B, T] and return (B, T)."""
     call.mask(mask, shapes=[(None, None)], shape_text="[B, T]")
     return mask.shape[0], mask.shape[1]
-
-
-def _per_token(call: Call, name: str, x: Any, shape: tuple[int, int]) -> Tensor:
-    """Check values per sequence or per token and return them as [B, T]."""
-    batch = shape[0]
-    text = f"[{batch}], [{batch}, 1] or {list(shape)}"
-    call.tensor(name, x, dtypes=FLOATS, shapes=[(batch,), (batch, 1), shape], shape_text=text)
-    return (x[:, None] if x.ndim == 1 else x).to(accumulator(x.dtype)).expand(shape)

@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
+from .derivatives import refuse_second_derivative, refuse_torch_func
 from .objective import Objective
 
 P = ParamSpec("P")
@@ -63,7 +64,9 @@ class Operator(Generic[P, R]):
         inputs = ", ".join(f"{kind} {name}" for name, kind in types.items())
         # A result is never None: gradients that are not needed are empty tensors.
         outputs = ", ".join(kind.rstrip("?") for group in self._outputs for kind in group.fields.values())
-        self.name = f"gspo_kernels::{function.__name__}"  # pyright: ignore[reportAttributeAccessIssue] - it is a function
+        name = function.__name__  # pyright: ignore[reportAttributeAccessIssue] - it is a function
+        self.name = f"gspo_kernels::{name}"
+        self.function = {"fused_loss": "gspo_fused_loss"}.get(name, name)  # the public function, for messages
         self.op: Any = torch.library.custom_op(
             self.name,
             self._of_flat(function),
@@ -74,7 +77,9 @@ class Operator(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if kwargs:
             raise TypeError(f"{self.name} takes its arguments by position, got {', '.join(kwargs)} by name")
-        return self._result_of(self.op(*flatten(args)))
+        flat = flatten(args)
+        refuse_torch_func(self.function, flat)
+        return self._result_of(self.op(*flat))
 
     def fake(self, function: Callable[P, R]) -> Callable[P, R]:
         """Register a function with the same parameters that returns empty tensors of the right shapes and dtypes."""
@@ -104,6 +109,16 @@ class Operator(Generic[P, R]):
             return tuple(gradients.get(name) for name in self.arguments)
 
         self.op.register_autograd(backward_flat, setup_context=setup_flat)
+
+    def no_autograd(self, function: Callable[..., str]) -> None:
+        """Register a backward that raises an error. `function(*args)` is the public function that the error names."""
+
+        def setup_flat(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.function = function(*_grouped(inputs, self._inputs))
+
+        self.op.register_autograd(
+            lambda ctx, *upstream: refuse_second_derivative(ctx.function), setup_context=setup_flat
+        )
 
     def _of_flat(self, function: Callable[P, R]) -> Callable[..., tuple[Tensor, ...]]:
         call: Callable[..., Any] = function

@@ -80,7 +80,7 @@ def gspo_fused_loss(
         rollout_log_probs: log-probs that the sampler reported, fp32 or fp64; required by
             objective.rollout_correction, and allowed only with it.
         token_weights: [B, 1], [B, T] or [N]; they multiply the policy term, but neither the KL term nor the entropy.
-            No gradient.
+            Metrics and the ratio of a sequence count a token with weight 0 like any other. No gradient.
         bias, logit_scale, logit_softcap, temperature, vocab_size: further options of the head, see `linear_log_probs`.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
         normalizer, kl_normalizer: divisors of the sums, see `policy_loss`. If the normalizer counts the sequences (or

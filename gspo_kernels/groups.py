@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from .layout import accumulator, segment_sum
-from .validation import FLOATS, Call, Unquoted
+from .validation import FLOATS, Call, Unquoted, up_to_five
 
 
 class Groups:
     """Rewards [B] and the group of each reward. A group's rewards are added in fp64, in the order of the batch."""
 
     def __init__(self, call: Call, rewards: Tensor, group_size: Any, group_ids: Any) -> None:
-        check_rewards(call, rewards)
+        rewards = checked_rewards(call, rewards)
         batch = rewards.shape[0]
         if (group_size is None) == (group_ids is None):
             got = Unquoted("both" if group_ids is not None else "neither")
@@ -40,7 +40,7 @@ class Groups:
             group_ids = torch.arange(batch, device=rewards.device) // group_size
         # The host does not know the number of groups. So tensors over groups have length B, and groups past the last
         # are empty.
-        self.rewards = rewards.to(accumulator(rewards.dtype))  # [B]
+        self.rewards = rewards  # [B]
         self.order = group_ids.argsort(stable=True)  # [B]: rewards sorted by group
         sorted_ids = group_ids[self.order]
         starts = torch.ones(batch, dtype=torch.bool, device=rewards.device)  # [B], sorted: True where a group begins
@@ -70,10 +70,31 @@ class Groups:
         return torch.where(self.per_reward(smallest == largest), 0, self.rewards - self.per_reward(mean))
 
 
-def check_rewards(call: Call, rewards: Any, batch: int | None = None) -> None:
-    """Check that rewards are a floating-point tensor [B]. If `batch` is not None, B must equal it."""
+def checked_rewards(call: Call, rewards: Any, batch: int | None = None) -> Tensor:
+    """Check that rewards are finite and a floating-point tensor [B]. If `batch` is not None, B must equal it.
+
+    Return them in fp32 or fp64. Infinite rewards that raise no error become NaN, because all advantages of a group of
+    rewards inf would be 0.
+    """
     text = "[B]" if batch is None else f"[{batch}]"
     call.tensor("rewards", rewards, dtypes=FLOATS, shapes=[(batch,)], shape_text=text)
+    return finite(call, "rewards", rewards.to(accumulator(rewards.dtype)), "finite")
+
+
+def finite(call: Call, name: str, x: Tensor, expected: str, where: Tensor | None = None) -> Tensor:
+    """Check that `x` is finite, or only where `where` is true. Return it with NaN instead of inf."""
+    wrong = ~x.isfinite() if where is None else where & ~x.isfinite()
+    call.flag(name, wrong, expected, lambda: up_to_five(x[wrong]))
+    return torch.where(wrong, torch.nan, x)
+
+
+def per_token(call: Call, name: str, x: Any, unmasked: Tensor) -> Tensor:
+    """Check values per sequence or per token and return them as [B, T]."""
+    batch, shape = len(unmasked), unmasked.shape
+    text = f"[{batch}], [{batch}, 1] or {list(shape)}"
+    call.tensor(name, x, dtypes=FLOATS, shapes=[(batch,), (batch, 1), shape], shape_text=text)
+    x = (x[:, None] if x.ndim == 1 else x).to(accumulator(x.dtype)).expand(shape)
+    return finite(call, name, x, "finite where mask is true", unmasked)
 
 
 def variance_of(x: Tensor, ddof: int) -> Tensor:

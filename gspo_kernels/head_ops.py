@@ -136,6 +136,13 @@ def _fake_gradients(
     return HeadGradients(*(like(getattr(head, name), getattr(needs, name)) for name in HeadGradients._fields))
 
 
+head_backward.no_autograd(
+    lambda head, result, kept, d_log_probs, d_entropy, live_tiles, gradient_budget, needs, backend: (
+        "gspo_fused_loss" if gradient_budget is None else "linear_log_probs"
+    )
+)
+
+
 def needed_gradients(needs: dict[str, bool]) -> NeedsGradient:
     """Return which operands need a gradient, from the needs of a forward operator's arguments."""
     return NeedsGradient(*(needs[f"head_{name}"] for name in NeedsGradient._fields))

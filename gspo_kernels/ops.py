@@ -120,6 +120,9 @@ def _fake_scale(
     return ScaledCoefficients(torch.empty_like(coefficient), torch.empty_like(entropy_coefficient))
 
 
+scale.no_autograd(lambda *_: "policy_loss")
+
+
 def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
     """Multiply coefficients by the upstream gradient. A coefficient of 0 gives 0, even if d_loss is inf."""
     return multiply_no_nan(coefficient, d_loss.to(coefficient.dtype))

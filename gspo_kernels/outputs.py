@@ -27,6 +27,8 @@ class LossOutput(NamedTuple):
     and raises an error if they have changed.
 
     `metrics` holds 0-dim tensors on the device; the host does not wait for them. "Tokens" are unmasked tokens here.
+    Clip fractions, ratios, KL and entropy do not depend on token weights: a token with weight 0 is part of its
+    sequence's ratio, and counts as clipped if its ratio is outside the window.
         clip_fraction: share of non-empty sequences that have a clipped token. clip_fraction_low counts sequences with a
             token clipped at 1 - clip_low, clip_fraction_high sequences with a token clipped at 1 + clip_high, dual_clip
             or delta.
@@ -50,7 +52,8 @@ class LossOutput(NamedTuple):
         kl: mean over tokens of the objective's KL estimator, in nats; only with ref_log_probs.
         entropy: mean over tokens, in nats; only if entropies are computed.
         rollout_weight_mean, ...: metrics of `sampler_mismatch.Correction`; only with objective.rollout_correction.
-        invalid: number of invalid values (ids out of range, NaN advantages, ...). If there are any, the loss is NaN.
+        invalid: number of invalid values (ids out of range, NaN advantages, positive log-probs, ...). If there are any,
+            the loss is NaN.
     """
 
     loss: Tensor  # []

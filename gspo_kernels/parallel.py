@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .validation import Call, Unquoted, warn_once
 
@@ -161,10 +160,10 @@ class _SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         d_x = d_x.contiguous()
-        dist.all_reduce(d_x, group=ctx.group)
+        with torch.no_grad():  # d_x keeps its graph, in which a second backward meets the error of `head_backward`
+            dist.all_reduce(d_x, group=ctx.group)
         return d_x, None
 
 

@@ -40,7 +40,8 @@ def policy_loss(
     Args:
         log_probs: log-probs of the current policy, [B, T], or [N] with cu_seqlens; fp32 or fp64, differentiable.
             Masked positions may hold any value, NaN included. NaN at an unmasked token raises no error, but makes the
-            loss NaN, except in terms whose advantage or token weight is 0. The same holds for old_log_probs.
+            loss NaN, except in terms whose advantage or token weight is 0. The same holds for old_log_probs. Unmasked
+            log-probs may exceed 0 by at most 0.25, which allows for rounding in bf16.
         advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. If a packed batch has as many sequences
             as tokens (N == S), advantages are read as per sequence. No gradient.
         mask: True or 1 at unmasked tokens, bool or 0/1, in the shape of log_probs. None: all tokens are unmasked.
@@ -54,16 +55,17 @@ def policy_loss(
         rollout_log_probs: log-probs that the sampler reported, fp32 or fp64; required by
             objective.rollout_correction, and allowed only with it.
         token_weights: [B, 1], [B, T] or [N]; they multiply the policy term, but neither the KL term nor the entropy.
-            No gradient.
-        entropy: entropy of each token's distribution, in the shape of log_probs. If objective.entropy_coef != 0, it is
-            required and differentiable.
+            Metrics and the ratio of a sequence count a token with weight 0 like any other. No gradient.
+        entropy: entropy of each token's distribution, in the shape of log_probs, >= 0 up to the same rounding. If
+            objective.entropy_coef != 0, it is required and differentiable.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
         normalizer: divisor of the sum over tokens; a number, or a tensor with no dimension. Usually this is the number
             of non-empty sequences (for aggregation="token-mean", of unmasked tokens) in a full optimizer step, counted
             over all ranks and micro-batches. If gradients are averaged over ranks, as by DDP and FSDP, divide this
             number by the number of ranks. None: the number in this batch.
-        kl_normalizer: divisor of the KL term. None: `normalizer` if the KL term and the policy term have the same
-            aggregation, otherwise the number of tokens or sequences in this batch, as for `normalizer`.
+        kl_normalizer: divisor of the KL term; allowed only if objective.kl_coef > 0. None: `normalizer` if the KL term
+            and the policy term have the same aggregation, otherwise the number of tokens or sequences in this batch, as
+            for `normalizer`.
         cp_group: process group, or DeviceMesh of one dimension, over whose ranks the tokens of each sequence are
             sharded (context parallelism). Every rank passes its tokens of the same sequences in the same order. On a
             rank, a sequence may be empty, and all sizes but S may differ. How the tokens are divided (contiguous,
@@ -102,12 +104,14 @@ def policy_loss(
         text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
         call.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
         unmasked = token_mask(call, mask, log_probs, log_probs.device)
-        policy = policy_rows(call, arguments, unmasked, log_probs.dtype)
+        call.sign("log_probs", log_probs.detach(), unmasked)
         if entropy is not None:
             shapes, device = [log_probs.shape], log_probs.device
             call.log_probs("entropy", entropy, shapes=shapes, shape_text="like log_probs", device=device)
             entropy = entropy.to(log_probs.dtype)
-        elif objective.entropy_coef != 0:
+            call.sign("entropy", entropy.detach(), unmasked, positive=True)
+        policy = policy_rows(call, arguments, unmasked, log_probs.dtype)  # it counts the values that are invalid so far
+        if entropy is None and objective.entropy_coef != 0:
             call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
         backend = pick_backend(call, backend, log_probs.device)
         if values is not None:

@@ -98,8 +98,11 @@ def importance_weights(
     """
     call = Call("importance_weights")
     layout, unmasked = _layout(call, mask, cu_seqlens)
-    difference = _difference(call, layout, unmasked, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
+    log_probs = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
+    difference = _difference(call, layout, unmasked, **log_probs)
     low, high = _bounds(call, level, mode, low, high)
+    for name, x in log_probs.items():
+        call.sign(name, x.detach().reshape(-1), unmasked)
     return _weigh(layout, unmasked, difference, RolloutCorrection(level, mode, low, high), call.invalid(mask.device))
 
 
@@ -108,6 +111,7 @@ def rollout_weights(
 ) -> Correction:
     """Run `importance_weights` for a loss that has checked its mask, `unmasked` [N] bool, and its offsets."""
     difference = _difference(call, layout, unmasked, old_log_probs=old, rollout_log_probs=rollout)
+    call.sign("rollout_log_probs", rollout.detach().reshape(-1), unmasked)
     return _weigh(layout, unmasked, difference, correction, unmasked.new_zeros((), dtype=torch.int64))
 
 
@@ -167,8 +171,11 @@ def off_policy_mask(
     """
     call = Call("off_policy_mask")
     layout, unmasked = _layout(call, mask, cu_seqlens)
-    difference = _difference(call, layout, unmasked, log_probs=log_probs, rollout_log_probs=rollout_log_probs)
+    checked = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
+    difference = _difference(call, layout, unmasked, **checked)
     call.number("threshold", threshold, "a number >= 0", lambda x: x >= 0)
+    for name, x in checked.items():
+        call.sign(name, x.detach().reshape(-1), unmasked)
     sequences = layout.sequences
     shapes = [(sequences,), (sequences, 1), layout.shape] if layout.padded else [(sequences,), layout.shape]
     text = f"[{sequences}] or one per token"

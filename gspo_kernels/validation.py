@@ -2,8 +2,8 @@
 
 Types, shapes, dtypes and devices are always checked. Bad values (target ids out of range, NaN advantages, unordered
 offsets) raise errors on a CPU. On a GPU this check would make the host wait, so bad values are counted in
-`metrics["invalid"]` and make the loss NaN. GSPO_CHECK=1 raises errors on a GPU as well. Under torch.compile, bad values
-are only counted, on any device.
+`metrics["invalid"]` and make the loss NaN. GSPO_CHECK=1 raises errors on a GPU as well. Under torch.compile and
+torch.func.vmap, bad values are only counted, on any device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed  # as by torch.func.vmap
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedParameter
 
@@ -26,6 +27,8 @@ WIDE = (torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # A message, or a function that returns it: under torch.compile, sizes may be symbols that only a failing check prints.
 Text = str | Callable[[], str]
+# In bf16, a logit minus its log-sum-exp may be rounded to +0.25 if both are near 128.
+ROUNDING = 0.25
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # normal and finite float32
 
 
@@ -148,6 +151,12 @@ class Call(Field):
             self.fail(name, wide, dtype_name(x.dtype), TypeError)
         self.tensor(name, x, dtypes=WIDE, **expected)
 
+    def sign(self, name: str, x: Tensor, unmasked: Tensor, *, positive: bool = False) -> None:
+        """Check that log-probs are <= 0, or entropies >= 0, up to ROUNDING. NaN passes: it makes the loss NaN."""
+        wrong = unmasked & (x < -ROUNDING if positive else x > ROUNDING)
+        expected = f"{'>=' if positive else '<='} 0 where mask is true (rounding may add {ROUNDING:g})"
+        self.flag(name, wrong, expected, lambda: up_to_five(x[wrong]))
+
     def unsharded(self, weight: Any) -> None:
         """Check that a head's weight is a plain, initialised, non-empty tensor, neither sharded nor quantised."""
         # Called before the other checks of a head. ZeRO-3 and FSDP add hooks, and without this order the error would
@@ -209,17 +218,6 @@ class Call(Field):
             if not 1 <= int(vocab_size) <= columns:
                 self.fail("vocab_size", lambda: f"between 1 and the {columns} rows of lm_head", vocab_size)
 
-    def temperature(self, temperature: Any, shape: Sequence[int], device: torch.device) -> None:
-        """Check a temperature: a number, a tensor [], or a tensor of the tokens' shape."""
-        if not isinstance(temperature, Tensor):
-            expected = "a finite number > 0, within float32, or a tensor with no dimension or one value per token"
-            self.number("temperature", temperature, expected, positive)
-            return
-        text = lambda: f"with no dimension, or {list(shape)} (one per token)"  # noqa: E731
-        self.tensor("temperature", temperature, dtypes=FLOATS, shapes=[(), shape], shape_text=text, device=device)
-        if temperature.requires_grad:
-            self.fail("temperature", "without gradient (it is a constant of the loss)", Unquoted("requires_grad=True"))
-
     def normalizer(self, name: str, value: Any, mask: Tensor) -> None:
         """Check a normalizer: a number, a tensor [] or None.
 
@@ -254,7 +252,7 @@ class Call(Field):
 
     def flag(self, name: str, wrong: Tensor, expected: Text, got: Callable[[], object]) -> None:
         """Raise if `wrong` (bool) has a true entry, on a CPU or with GSPO_CHECK=1. Elsewhere `invalid` counts them."""
-        if not values_are_checked(wrong.device) or type(wrong).__name__ == "FakeTensor":
+        if not values_are_checked(wrong.device) or type(wrong).__name__ == "FakeTensor" or is_transformed(wrong):
             self._wrong.append(wrong)
         elif wrong.any().item():
             self.fail(name, expected, got())

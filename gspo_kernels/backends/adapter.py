@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..derivatives import refuse_second_derivative, refuse_torch_func
 from .precision import exact_products, pad_columns
 from .torch.tiles import tile_shape
 
@@ -38,13 +39,20 @@ def _adapter_backward_op(x: Tensor, lora_a: Tensor, mask: Tensor, d_out: Tensor)
         return d_x, torch.mm(d_rows.t(), x[index])
 
 
-adapter_product: Any = torch.library.custom_op("gspo_kernels::adapter", _adapter_op, mutates_args=())
+_adapter: Any = torch.library.custom_op("gspo_kernels::adapter", _adapter_op, mutates_args=())
 _adapter_backward: Any = torch.library.custom_op(
     "gspo_kernels::adapter_backward", _adapter_backward_op, mutates_args=()
 )
-adapter_product.register_fake(lambda x, lora_a, mask: x.new_empty(x.shape[0], lora_a.shape[0]))
+_adapter.register_fake(lambda x, lora_a, mask: x.new_empty(x.shape[0], lora_a.shape[0]))
 _adapter_backward.register_fake(lambda x, lora_a, mask, d_out: (torch.empty_like(x), torch.empty_like(lora_a)))
-adapter_product.register_autograd(
+_adapter.register_autograd(
     lambda ctx, d_out: (*_adapter_backward(*ctx.saved_tensors, d_out), None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+_adapter_backward.register_autograd(lambda ctx, *upstream: refuse_second_derivative("linear_log_probs"))
+
+
+def adapter_product(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
+    """Return x A^T [N, R] from x [N, H] and A [R, H]; 0 at masked rows."""
+    refuse_torch_func("linear_log_probs", (x, lora_a))
+    return _adapter(x, lora_a, mask)

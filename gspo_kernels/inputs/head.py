@@ -19,7 +19,7 @@ from ..parallel import (
     sum_gradient,
     vocabulary_group,
 )
-from ..validation import FLOATS, Call, up_to_five
+from ..validation import FLOATS, Call, Unquoted, positive, up_to_five
 from .lm_head import resolve, weight_of
 
 
@@ -76,7 +76,6 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
     call.logit_options(arguments.logit_scale, softcap, vocab_size, columns)
     columns = columns if vocab_size is None else int(vocab_size)
     _check_ids(call, target_ids, mask, columns)
-    call.temperature(arguments.temperature, shape, device)
     temperature = _temperature(call, arguments.temperature, mask, rows)
     checked = HeadRows(
         hidden=rows,
@@ -121,11 +120,18 @@ def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.devi
 
 
 def _temperature(call: Call, temperature: float | Tensor, mask: Tensor, hidden: Tensor) -> Tensor | None:
-    """Return the temperature: a tensor [] or [N], or None if it is 1. Values must be finite and > 0."""
+    """Check the temperature. Return it as a tensor [] or [N], or None if it is 1. Values must be finite and > 0."""
+    dtype, shape = accumulator(hidden.dtype), list(mask.shape)
     if not isinstance(temperature, Tensor):
-        dtype = accumulator(hidden.dtype)
+        expected = "a finite number > 0, within float32, or a tensor with no dimension or one value per token"
+        call.number("temperature", temperature, expected, positive)
         return None if temperature == 1 else hidden.new_full((), float(temperature), dtype=dtype)
-    temperature = temperature.to(accumulator(hidden.dtype))
+    text = lambda: f"with no dimension, or {shape} (one per token)"  # noqa: E731
+    shapes, device = [(), mask.shape], mask.device
+    call.tensor("temperature", temperature, dtypes=FLOATS, shapes=shapes, shape_text=text, device=device)
+    if temperature.requires_grad:
+        call.fail("temperature", "without gradient (it is a constant of the loss)", Unquoted("requires_grad=True"))
+    temperature = temperature.to(dtype)
     wrong = mask & ~((temperature > 0) & temperature.isfinite())
     call.flag(
         "temperature",

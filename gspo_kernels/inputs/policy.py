@@ -55,8 +55,8 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
     layout = _layout(call, arguments.cu_seqlens, mask)
     unmasked = mask.reshape(-1)
     advantages = _advantages(call, arguments.advantages, layout, unmasked, dtype)
-    old = _log_probs(call, "old_log_probs", arguments.old_log_probs, layout, dtype)
-    ref = _log_probs(call, "ref_log_probs", arguments.ref_log_probs, layout, dtype)
+    old = _log_probs(call, "old_log_probs", arguments.old_log_probs, layout, unmasked, dtype)
+    ref = _log_probs(call, "ref_log_probs", arguments.ref_log_probs, layout, unmasked, dtype)
     if objective.kl_coef > 0 and ref is None:
         call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
     weights = _token_weights(call, arguments.token_weights, layout, unmasked, dtype)
@@ -75,6 +75,9 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
         weights = rollout if weights is None else multiply_no_nan(weights, rollout)
     call.normalizer("normalizer", arguments.normalizer, mask)
     call.normalizer("kl_normalizer", arguments.kl_normalizer, mask)
+    if arguments.kl_normalizer is not None and objective.kl_coef == 0:
+        expected = "None, because objective.kl_coef is 0, so the loss has no KL term"
+        call.fail("kl_normalizer", expected, arguments.kl_normalizer)
     rows = PolicyRows(
         offsets=layout.offsets,
         advantages=advantages,
@@ -118,13 +121,17 @@ def _advantages(call: Call, advantages: Tensor, layout: Layout, unmasked: Tensor
     return per_row
 
 
-def _log_probs(call: Call, name: str, x: Tensor | None, layout: Layout, dtype: torch.dtype) -> Tensor | None:
+def _log_probs(
+    call: Call, name: str, x: Tensor | None, layout: Layout, unmasked: Tensor, dtype: torch.dtype
+) -> Tensor | None:
     """Return detached log-probs [N]."""
     if x is None:
         return None
     shape, device = layout.shape, layout.offsets.device
     call.log_probs(name, x, shapes=[shape], shape_text=lambda: f"{list(shape)}, one per token", device=device)
-    return x.detach().to(dtype).reshape(-1)
+    rows = x.detach().to(dtype).reshape(-1)
+    call.sign(name, rows, unmasked)
+    return rows
 
 
 def _token_weights(

@@ -123,7 +123,7 @@ def log_probs_of(config: TrainConfig, policy: Policy, rollout: Rollout) -> list[
     return [computed, *([stacked(chosen, len(computed))] if chosen else [])]
 
 
-def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float]:
+def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float | None]:
     """Return the divisors of the loss for a mini-batch with this mask [B, T], so that its micro-batches add up exactly.
 
     Gradients are averaged over processes, so the counts are divided by their number.
@@ -135,7 +135,8 @@ def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float]:
         default = "tokens" if aggregation == "token-mean" else "sequences"
         return max(1, counts[config.normalizer or default]) / world()
 
-    return {"normalizer": divisor(of.aggregation), "kl_normalizer": divisor(of.kl_aggregation or of.aggregation)}
+    kl_normalizer = divisor(of.kl_aggregation or of.aggregation) if of.kl_coef > 0 else None
+    return {"normalizer": divisor(of.aggregation), "kl_normalizer": kl_normalizer}
 
 
 def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor) -> dict[str, float]:

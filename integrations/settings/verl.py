@@ -109,7 +109,7 @@ def _divisors(keys: Keys, name: str, fields: dict[str, Any]) -> tuple[Normalizer
     if bonus:
         keys.refuse("entropy_coeff", f"0 with {name}, where bonus and policy term have different aggregations")
     fields["kl_aggregation"] = aggregation
-    return normalizer, divisor
+    return normalizer, divisor if fields["kl_coef"] else None
 
 
 def _correction(keys: Keys, section: str, name: str) -> RolloutCorrection | None:

@@ -24,7 +24,7 @@ import torch
 from helpers.samples import make_sample
 from torch import Tensor, nn
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
 from gspo_kernels.advantages import group_advantages
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
@@ -384,6 +384,17 @@ KINDS: dict[str, Kind] = {
     "normalizer-1d": Kind({"normalizer": torch.ones(1)}, V_, "normalizer", "no dimension", "[1]"),
     "normalizer-bool-tensor": Kind({"normalizer": torch.tensor(True)}, T_, "normalizer", "float32", "bool"),
     "normalizer-device": Kind({"normalizer": torch.ones((), device=META)}, V_, "normalizer", "on cpu", "meta"),
+    "kl-normalizer-without-kl": Kind(
+        {"kl_normalizer": 2.0}, V_, "kl_normalizer", "None, because objective.kl_coef is 0", "2.0"
+    ),
+    "old-log-probs-positive": Kind({"old_log_probs": tokens(0.3)}, V_, "old_log_probs", "<= 0 where mask", "0.3"),
+    "old-log-probs-inf": Kind({"old_log_probs": tokens(INF)}, V_, "old_log_probs", "<= 0 where mask", "inf"),
+    "ref-log-probs-positive": Kind({"ref_log_probs": tokens(2.0)}, V_, "ref_log_probs", "<= 0 where mask", "2.0"),
+    "log-probs-positive": Kind({"log_probs": tokens(0.3)}, V_, "log_probs", "<= 0 where mask", "0.3"),
+    "rollout-log-probs-positive": Kind(
+        {"rollout_log_probs": tokens(1.5), "objective": CORRECTED}, V_, "rollout_log_probs", "<= 0 where mask", "1.5"
+    ),
+    "entropy-negative": Kind({"entropy": tokens(-0.3)}, V_, "entropy", ">= 0 where mask", "-0.3", functions=POLICY),
     "kl-normalizer-zero": Kind({"kl_normalizer": 0.0}, V_, "kl_normalizer", "> 0", "0.0"),
     "kl-normalizer-1d": Kind({"kl_normalizer": torch.ones(B)}, V_, "kl_normalizer", "no dimension", "[2]"),
     "budget": Kind({"gradient_budget": 1.0}, V_, "gradient_budget", "below 1", "1.0"),
@@ -787,6 +798,23 @@ def test_forward_mode_is_rejected() -> None:
     x = torch.full((B, T), -1.0)
     call = partial(torch.func.jvp, LossOfLogProbs(), (x,), (torch.ones_like(x),))
     assert_rejected(TypeError, "policy_loss", "log_probs", "reverse mode", "dual tensor", call)
+
+
+def test_rounded_and_masked_log_probs_and_entropies_are_accepted() -> None:
+    """In bf16, the difference of a logit and a log-sum-exp near 128 is off by at most ROUNDING."""
+    logits = torch.tensor([[120.3, 110.0], [127.7, 127.4], [64.3, 60.0], [127.7, 10.0]], dtype=torch.bfloat16)
+    rounded = logits[:, 0] - torch.logsumexp(logits.double(), 1).bfloat16()
+    steps = torch.arange(64, 128, 0.05).double()
+    assert (steps.bfloat16().double() - steps).abs().max() <= validation.ROUNDING
+    log_probs = torch.full((B, T), validation.ROUNDING)
+    log_probs[0] = rounded[:T].float()
+    log_probs[1, 1] = 1e6
+    mask = log_probs < 1e6
+    inputs: dict[str, Any] = {
+        name: log_probs for name in ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    }
+    out = policy_loss(**inputs, entropy=-log_probs, advantages=torch.ones(B), mask=mask, objective=CORRECTED)
+    assert out.loss.isfinite() and out.metrics["invalid"] == 0
 
 
 HUGE: dict[str, tuple[str, Any]] = {

@@ -65,8 +65,8 @@ def test_a_nested_tensor_is_named_by_every_function() -> None:
     x, ones = nested(torch.ones(B, T), torch.strided), torch.ones(B, T)
     calls: list[tuple[str, Any]] = [
         ("log_probs", lambda: policy_loss(x, torch.ones(B))),
-        ("entropy", lambda: policy_loss(ones, torch.ones(B), entropy=x, objective=Objective(entropy_coef=0.1))),
-        ("cu_seqlens", lambda: policy_loss(torch.ones(5), torch.ones(B), cu_seqlens=x.long())),
+        ("entropy", lambda: policy_loss(-ones, torch.ones(B), entropy=x, objective=Objective(entropy_coef=0.1))),
+        ("cu_seqlens", lambda: policy_loss(-torch.ones(5), torch.ones(B), cu_seqlens=x.long())),
         ("mask", lambda: importance_weights(ones, ones, x)),
         ("rewards", lambda: group_advantages(x, 2)),
     ]

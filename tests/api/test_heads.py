@@ -499,7 +499,7 @@ def test_autocast_does_not_reach_policy_loss(backend: str) -> None:
         assert a.dtype == torch.float32 and torch.equal(a, b)
 
 
-# -- checkpointing, micro-batches, second derivatives, precision settings, threads
+# -- checkpointing, micro-batches, precision settings, threads
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -576,59 +576,6 @@ def test_micro_batches_with_a_common_normalizer_equal_one_batch(
     same_hidden, true_hidden = expected_grads["hidden"].flatten(0, 1), true_grads["hidden"].flatten(0, 1)
     check("d_hidden", d_hidden.flatten(0, 1), same_hidden, true_hidden, DTYPES[dtype])
     check("d_weight", grads["weight"], expected_grads["weight"], true_grads["weight"], DTYPES[dtype])
-
-
-def leaf_calls() -> dict[str, tuple[Callable[[], list[Tensor]], Callable[..., Tensor]]]:
-    """Return, for each public function, a function that makes leaves and a function from these leaves to a scalar."""
-    ids, mask = targets_and_mask()
-    advantages = torch.tensor([1.0, -0.5, 0.3])
-    old = torch.full((B, T), -3.7)
-
-    def operands() -> list[Tensor]:
-        return [hidden_states(), torch.linspace(-1, 1, V * H).view(V, H).clone().requires_grad_()]
-
-    def log_probs() -> list[Tensor]:
-        return [old.clone().requires_grad_(), torch.ones(B, T, requires_grad=True)]
-
-    def fused(hidden: Tensor, weight: Tensor) -> Tensor:
-        return gspo_fused_loss(hidden, weight, ids, advantages, mask=mask, objective=Objective(entropy_coef=0.1)).loss
-
-    def both(hidden: Tensor, weight: Tensor) -> Tensor:
-        out = linear_log_probs(hidden, weight, ids, mask=mask, entropy=True)
-        assert out.entropy is not None
-        return (out.log_probs + out.entropy).sum()
-
-    def policy(lp: Tensor, entropy: Tensor) -> Tensor:
-        objective = Objective(entropy_coef=0.1)
-        return policy_loss(lp, advantages, mask=mask, old_log_probs=old, entropy=entropy, objective=objective).loss
-
-    return {
-        "gspo_fused_loss": (operands, fused),
-        "linear_log_probs": (operands, both),
-        "policy_loss": (log_probs, policy),
-    }
-
-
-@pytest.mark.parametrize("with_another_term", [False, True])
-@pytest.mark.parametrize("of", [0, 1])
-@pytest.mark.parametrize("name", ["gspo_fused_loss", "linear_log_probs", "policy_loss"])
-def test_a_second_derivative_raises(name: str, of: int, with_another_term: bool) -> None:
-    make, call = leaf_calls()[name]
-    leaves = make()
-    value = call(*leaves)
-    if with_another_term:
-        value = value + sum((x**3).sum() for x in leaves)
-    grad = torch.autograd.grad(value, leaves[of], create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="gspo_kernels"):
-        grad.square().sum().backward()
-
-
-def test_a_second_derivative_through_the_upstream_gradient_raises() -> None:
-    for make, call in leaf_calls().values():
-        leaves, scale = make(), torch.tensor(2.0, requires_grad=True)
-        grad = torch.autograd.grad(call(*leaves) * scale, leaves[0], create_graph=True)[0]
-        with pytest.raises(RuntimeError, match="gspo_kernels"):
-            torch.autograd.grad(grad.sum(), scale)
 
 
 @pytest.fixture

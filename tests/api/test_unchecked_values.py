@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
 from gspo_kernels.advantages import group_advantages
+from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,9 @@ BAD_VALUES: dict[str, Any] = {
     "mask of 2": lambda a: {"mask": a["mask"].int() * 2},
     "normalizer 0": lambda a: {"normalizer": torch.zeros((), dtype=torch.int64)},
     "negative normalizer": lambda a: {"normalizer": torch.tensor(-3.0)},
-    "NaN normalizer of KL": lambda a: {"kl_normalizer": torch.tensor(torch.nan)},
+    "NaN normalizer of KL": lambda a: {"kl_normalizer": torch.tensor(torch.nan), "objective": Objective(kl_coef=0.1)},
+    "positive old log-prob": lambda a: {"old_log_probs": first_token(a, "old_log_probs", 1.0)},
+    "infinite reference log-prob": lambda a: {"ref_log_probs": first_token(a, "ref_log_probs", torch.inf)},
     "temperature 0": lambda a: {"temperature": torch.zeros(())},
     "negative temperature of one token": lambda a: {
         "temperature": torch.where(torch.arange(a["mask"].numel()).view(a["mask"].shape) == 0, -1.0, 1.0)
@@ -86,6 +89,19 @@ def test_bad_values_are_counted_and_make_the_loss_nan(name: str, packed: bool) -
 def test_bad_offsets_are_counted_and_index_nothing_out_of_bounds(name: str) -> None:
     inputs = arguments(packed=True)
     assert_loss_is_nan({**inputs, "cu_seqlens": BAD_OFFSETS[name](inputs["cu_seqlens"])})
+
+
+@on_device
+@pytest.mark.parametrize("name", ["log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy"])
+def test_values_of_the_wrong_sign_are_counted_once_per_token(name: str, backend: str) -> None:
+    log_probs, entropy = -torch.ones(2, 3), torch.ones(2, 3)
+    inputs = {key: log_probs for key in ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs")}
+    inputs |= {"entropy": entropy, "advantages": torch.ones(2), "mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    objective = Objective(rollout_correction=RolloutCorrection())
+    wrong = -inputs[name]
+    wrong[1, 1:] = inputs[name][1, 1:]  # three wrong tokens are unmasked
+    out = under_test.policy_loss(**{**inputs, name: wrong}, objective=objective, backend=backend)
+    assert out.metrics["invalid"] == 3 and out.loss.isnan()
 
 
 @on_device

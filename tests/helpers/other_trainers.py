@@ -51,7 +51,7 @@ def rollout(objective: Objective, seed: int = 0, weights: bool = False) -> Rollo
     mask &= torch.rand(shape, generator=rng) > 0.2
     mask[:, 0] = True
     randn = lambda: torch.randn(shape, generator=rng, dtype=torch.float64)  # noqa: E731
-    log_probs = -randn().abs() - 0.1
+    log_probs = -randn().abs() - 4  # so far below 0 that old and reference log-probs are below 0, too
     if objective.ratio == "token" or objective.surrogate == "gmpo":
         r = randn() * max(objective.clip_low % 1, objective.clip_high % 1, 0.2) * 1.5
     else:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gspo_kernels import LossOutput, Objective
 from gspo_kernels.reference import ReferenceOutput, gspo_reference_loss
+from gspo_kernels.validation import ROUNDING
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,9 @@ def make_sample(
         else:
             noise = randn(*shape).masked_fill(~mask, 0) * 0.02
             per_token = per_token + noise - noise.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-        old = (true_lp - per_token).float()
+        old = (true_lp - per_token).clamp(max=ROUNDING).float()
         options["old_log_probs"] = _garbage_where_masked(old, mask)
-    ref = (true_lp + 0.3 * randn(*shape)).float()
+    ref = (true_lp + 0.3 * randn(*shape)).clamp(max=ROUNDING).float()
     options["ref_log_probs"] = _garbage_where_masked(ref, mask)
     if token_weights:
         options["token_weights"] = 0.5 + torch.rand(shape, generator=rng)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from helpers.samples import Sample, make_sample, run_fused
@@ -111,6 +112,19 @@ def _no_reduction(context: Context) -> None:
     assert partial.grad is not None and full.grad is not None
     dist.all_reduce(partial.grad, group=group)
     assert relative(partial.grad, full.grad) <= SHARDED_GRADIENT_RELATIVE
+
+
+@case("tp 2 second backward", 2)
+def _second_backward(context: Context) -> None:
+    group, (hidden, weight, ids) = context.group(2), rows(64, torch.float64)
+    leaf, local = hidden.clone().requires_grad_(), shard_rows(weight, group)
+    total = linear_log_probs(leaf, local, ids, tp_group=group).log_probs.sum()
+    (grad,) = torch.autograd.grad(total, leaf, create_graph=True)
+    hidden.requires_grad_()
+    linear_log_probs(hidden, weight, ids).log_probs.sum().backward()
+    assert hidden.grad is not None and relative(grad.detach(), hidden.grad) <= SHARDED_GRADIENT_RELATIVE
+    with pytest.raises(RuntimeError, match="linear_log_probs: the gradient is not differentiable"):
+        grad.square().sum().backward()
 
 
 for _reduce in ("all", "none"):

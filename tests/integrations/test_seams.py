@@ -101,7 +101,9 @@ def prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwargs: An
 
 
 def test_prime_rls_ppo_is_a_preset(batch: Rollout) -> None:
-    b = replace(batch, old=batch.log_probs - 100 * (batch.log_probs - batch.old))  # some ratios leave the window
+    # Some ratios leave the window. The level of the log-probs keeps the old ones below 0.
+    level = batch.log_probs - 50
+    b = replace(batch, log_probs=level, old=level - 100 * (batch.log_probs - batch.old))
 
     def ppo(lp: Tensor) -> Tensor:
         return (clipped((lp - b.old).exp(), per_token(b), 0.2, 0.2) * b.mask).sum() / b.mask.sum()

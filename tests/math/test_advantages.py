@@ -15,6 +15,7 @@ from tolerance import ADVANTAGE_RELATIVE, FLOAT64_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import advantages as adv
+from gspo_kernels import validation
 from gspo_kernels.advantages import RunningMoments, group_advantages, normalize_rewards, token_returns, turn_advantages
 from gspo_kernels.advantages import whiten as whitened
 
@@ -241,3 +242,54 @@ def test_deviations_of_large_fp32_values_match_fp64() -> None:
     torch.testing.assert_close(scaled.double(), x.double() / std, rtol=ADVANTAGE_RELATIVE, atol=0)
     white, truth = whitened(x, torch.ones(64, 1), eps=0.0)[:, 0].double(), (x.double() - mean) / std
     assert (white - truth).norm() <= ADVANTAGE_RELATIVE * truth.norm()
+
+
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+WITH_A_BAD_VALUE: dict[str, Any] = {  # functions of a bad value, and the argument that the error names
+    "group": (lambda x: group_advantages(torch.tensor([1.0, x]), 2), "rewards"),
+    "batch": (lambda x: group_advantages(torch.tensor([1.0, x]), 2, scale="batch"), "rewards"),
+    "group of two bad values": (lambda x: group_advantages(torch.tensor([x, x]), 2), "rewards"),
+    "nothing to subtract or divide": (
+        lambda x: group_advantages(torch.tensor([1.0, x]), 2, baseline="none", scale="none"),
+        "rewards",
+    ),
+    "normalized by batch": (lambda x: normalize_rewards(torch.tensor([1.0, x]), "batch"), "rewards"),
+    "normalized by group": (lambda x: normalize_rewards(torch.tensor([x, x]), "group", 2), "rewards"),
+    "running": (lambda x: normalize_rewards(torch.tensor([1.0, x]), RunningMoments()), "rewards"),
+    "whiten": (lambda x: whitened(torch.tensor([1.0, x]), MASK), "advantages"),
+    "returns": (lambda x: token_returns(torch.tensor([1.0, x]), MASK), "rewards"),
+    "clipped returns": (lambda x: token_returns(torch.tensor([1.0, x]), MASK, reward_clip=5.0), "rewards"),
+    "kl": (lambda x: token_returns(torch.ones(2), MASK, kl=torch.full((2, 3), x), kl_coef=0.1), "kl"),
+    "turns": (lambda x: turn_advantages(torch.tensor([[1.0, x]]), torch.tensor([[0, 1]])), "advantages"),
+}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", WITH_A_BAD_VALUE)
+def test_a_value_that_is_not_finite_is_named(name: str, value: float) -> None:
+    function, argument = WITH_A_BAD_VALUE[name]
+    with pytest.raises(ValueError, match=rf"{argument} must be finite.*, got \[{value}\]$"):
+        function(value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", WITH_A_BAD_VALUE)
+def test_a_value_that_is_not_checked_becomes_nan(name: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. Without this rule, the advantages of a group of infinite rewards would be 0."""
+    monkeypatch.setattr(validation, "values_are_checked", lambda device: False)
+    assert WITH_A_BAD_VALUE[name][0](value).reshape(-1)[-1].isnan()
+
+
+def test_unused_values_may_be_anything() -> None:
+    bad = torch.tensor([[1.0, 1.0, math.inf], [1.0, 2.0, 3.0]])
+    assert whitened(bad, MASK).isfinite().all()
+    assert token_returns(torch.ones(2), MASK, kl=bad, kl_coef=0.1).isfinite().all()
+    assert turn_advantages(torch.tensor([[1.0, math.nan]]), torch.tensor([[0, 0, -1]])).tolist() == [[1.0, 1.0, 0.0]]
+
+
+def test_bad_rewards_leave_running_moments_unchanged() -> None:
+    moments = RunningMoments()
+    moments.update(torch.tensor([1.0, 2.0]))
+    with pytest.raises(ValueError, match="rewards must be finite"):
+        moments.update(torch.tensor([math.nan]))
+    assert moments.count == 2 and moments.mean == 1.5

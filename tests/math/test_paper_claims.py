@@ -36,11 +36,13 @@ def test_token_weights_turn_gspo_token_into_another_loss(backend: str) -> None:
     assert (gradients[0] - gradients[1]).abs().max() > 0.1 * gradients[0].abs().max()
 
 
-def weights_of(log_ratio: Tensor, advantages: Tensor, objective: Objective, backend: str) -> Tensor:
+def weights_of(
+    log_ratio: Tensor, advantages: Tensor, objective: Objective, backend: str, old_log_prob: float = -4.0
+) -> Tensor:
     """Return the weight in each token's gradient, -weight * advantage / length: [S, L], 0 if clipped."""
     leaf = log_ratio.clone().requires_grad_()
-    old = torch.zeros_like(log_ratio)
-    out = policy_loss(leaf, advantages, old_log_probs=old, objective=objective, normalizer=1.0, backend=backend)
+    old = torch.full_like(log_ratio, old_log_prob)
+    out = policy_loss(leaf + old, advantages, old_log_probs=old, objective=objective, normalizer=1.0, backend=backend)
     (gradient,) = torch.autograd.grad(out.loss, leaf)
     return -gradient * log_ratio.shape[1] / advantages[:, None]
 
@@ -69,7 +71,8 @@ def test_weights_lie_inside_the_bounds_and_are_zero_beyond(objective: Objective,
     for sign, bound in zip((-1.0, 1.0), objective.log_window, strict=True):
         on = torch.tensor(bound, dtype=torch.float64)
         beyond = torch.nextafter(on, torch.tensor(math.copysign(math.inf, bound), dtype=torch.float64))
-        kept = weights_of(torch.stack([on, beyond])[:, None], torch.full((2,), sign).double(), objective, backend) != 0
+        at_bound, signs = torch.stack([on, beyond])[:, None], torch.full((2,), sign).double()
+        kept = weights_of(at_bound, signs, objective, backend, old_log_prob=0.0) != 0  # 0, so that nothing is rounded
         assert kept.tolist() == [[True], [False]]
 
 

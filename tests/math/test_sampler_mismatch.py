@@ -20,7 +20,7 @@ def batch(packed: bool) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(0)
     mask = torch.rand(5, 9, generator=rng) > 0.3
     mask[2] = False
-    old = -torch.rand(5, 9, generator=rng, dtype=torch.float64)
+    old = -4 - torch.rand(5, 9, generator=rng, dtype=torch.float64)
     roll = old - 0.5 * torch.randn(5, 9, generator=rng, dtype=torch.float64)
     old[~mask], roll[~mask] = torch.nan, torch.inf
     inputs = {"old_log_probs": old, "rollout_log_probs": roll, "mask": mask}
@@ -71,7 +71,7 @@ def test_weights_and_metrics_match_plain_python(level: str, mode: str, packed: b
 
 
 def test_equal_log_probs_have_weight_one() -> None:
-    lp = torch.randn(2, 3)
+    lp = -torch.rand(2, 3)
     for level in LEVELS:
         result = importance_weights(lp, lp, torch.ones(2, 3), level=level)
         assert result.weights.eq(1).all() and result.metrics["effective_sample_size"] == 1
@@ -107,7 +107,7 @@ def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, 
     sample = make_sample(2, packed=packed, token_weights=True)
     mask, old = sample.options["mask"], sample.options["old_log_probs"]
     noise = 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(0))
-    rollout = torch.where(mask, old + noise, torch.nan)
+    rollout = torch.where(mask, (old + noise).clamp(max=0), torch.nan)
     bounds: dict[str, Any] = {"level": level, "mode": "mask", "low": 0.8, "high": 1.3}
     result = importance_weights(old, rollout, mask, cu_seqlens=sample.options.get("cu_seqlens"), **bounds)
     both = torch.where(mask, sample.options["token_weights"] * result.weights, 0)
@@ -203,14 +203,17 @@ ONES = torch.ones(2, 3)
 BAD: dict[str, tuple[Callable[[], object], str, str]] = {
     "shape": (lambda: importance_weights(ONES, torch.ones(2), ONES), "rollout_log_probs", "[2]"),
     "half": (lambda: importance_weights(ONES.half(), ONES, ONES), "old_log_probs", "float16"),
-    "level": (lambda: importance_weights(ONES, ONES, ONES, level="turn"), "level", "'turn'"),
-    "mode": (lambda: importance_weights(ONES, ONES, ONES, mode="clip"), "mode", "'clip'"),
-    "low": (lambda: importance_weights(ONES, ONES, ONES, low=-1.0), "low", "-1.0"),
-    "high": (lambda: importance_weights(ONES, ONES, ONES, low=1.0, high=0.5), "high", "0.5"),
+    "level": (lambda: importance_weights(-ONES, -ONES, ONES, level="turn"), "level", "'turn'"),
+    "mode": (lambda: importance_weights(-ONES, -ONES, ONES, mode="clip"), "mode", "'clip'"),
+    "low": (lambda: importance_weights(-ONES, -ONES, ONES, low=-1.0), "low", "-1.0"),
+    "high": (lambda: importance_weights(-ONES, -ONES, ONES, low=1.0, high=0.5), "high", "0.5"),
     "mask": (lambda: importance_weights(ONES, ONES, torch.ones(6)), "mask", "[6]"),
     "offsets": (lambda: importance_weights(ONES[0], ONES[0], ONES[0], cu_seqlens=ONES[0]), "cu_seqlens", "float32"),
-    "threshold": (lambda: off_policy_mask(ONES, ONES, ONES, ONES, threshold=-1), "threshold", "-1"),
-    "advantages": (lambda: off_policy_mask(ONES, ONES, torch.ones(3), ONES, threshold=1.0), "advantages", "[3]"),
+    "positive": (lambda: importance_weights(ONES, -ONES, ONES), "old_log_probs", "[1.0]"),
+    "positive rollout": (lambda: importance_weights(-ONES, ONES, ONES), "rollout_log_probs", "[1.0]"),
+    "positive current": (lambda: off_policy_mask(ONES, -ONES, ONES, ONES, threshold=1.0), "log_probs", "[1.0]"),
+    "threshold": (lambda: off_policy_mask(-ONES, -ONES, ONES, ONES, threshold=-1), "threshold", "-1"),
+    "advantages": (lambda: off_policy_mask(-ONES, -ONES, torch.ones(3), ONES, threshold=1.0), "advantages", "[3]"),
 }
 
 

@@ -1,0 +1,336 @@
+"""Derivatives beyond one backward: second derivatives, forward mode and the transforms of `torch.func`.
+
+Each test holds a line of docs/limits.md: what is supported is compared with the float64 oracle, and what is not raises
+an error that names the function and what to use instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.device import on_device
+from helpers.samples import make_sample
+from tolerance import FLOAT64_RELATIVE
+from torch import Tensor, nn
+from torch.autograd import functional
+
+import gspo_kernels
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, reference
+
+OBJECTIVE = Objective(ratio="token", clip_low=0.2, clip_high=0.2, kl_coef=0.1)
+SMALL: dict[str, Any] = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64, "spread": 0.3}
+BATCHES = 3  # of a vmap
+REPLACEMENTS = {
+    "gspo_fused_loss": "gspo_kernels.reference.gspo_reference_loss",
+    "linear_log_probs": "gspo_kernels.reference.token_log_probs",
+    "policy_loss": "gspo_kernels.reference.log_ratios_of_sequence and surrogate",
+}
+each_function = pytest.mark.parametrize("name", REPLACEMENTS)
+
+
+def arguments(seed: int, name: str) -> dict[str, Any]:
+    """Return the tensor arguments of a public function, in float64. The first is differentiable, as is lm_head."""
+    sample = make_sample(seed, objective=OBJECTIVE, token_weights=True, temperature="per-token", **SMALL)
+    tensors = {**sample.options, "advantages": sample.advantages, "target_ids": sample.target_ids}
+    tensors |= {"lm_head": sample.leaves["weight"], "normalizer": torch.tensor(2.5 + seed, dtype=torch.float64)}
+    head = ("lm_head", "target_ids", "mask", "temperature")
+    policy = ("advantages", "mask", "old_log_probs", "ref_log_probs", "token_weights", "normalizer")
+    if name == "policy_loss":
+        log_probs = torch.where(sample.options["mask"], sample.options["old_log_probs"] - 0.05, -1.0)
+        names, first = policy, {"log_probs": log_probs}
+    else:
+        names = head if name == "linear_log_probs" else (*head, *policy)
+        first = {"hidden": sample.leaves["hidden"]}
+    tensors = first | {k: tensors[k] for k in names}
+    # Masked positions hold NaN and 1e30. A vmap over another mask would unmask them, so they are replaced.
+    if "target_ids" in tensors:
+        tensors["target_ids"] = tensors["target_ids"].clamp(0, SMALL["vocab"] - 1)
+    cleaned = {k: x.detach().double().nan_to_num().clamp(-9, 9) for k, x in tensors.items() if x.is_floating_point()}
+    return tensors | cleaned
+
+
+def scalar(name: str, backend: str, tensors: dict[str, Any]) -> Tensor:
+    """Return the loss, or the sum of squares of the log-probs."""
+    function = getattr(gspo_kernels, name)
+    options = {} if name == "linear_log_probs" else {"objective": OBJECTIVE}
+    out = function(**tensors, backend=backend, **options)
+    return out.log_probs.square().sum() if name == "linear_log_probs" else out.loss
+
+
+def oracle(name: str, tensors: dict[str, Any]) -> Tensor:
+    """Compute `scalar` with the functions of gspo_kernels.reference that the error messages name."""
+    tensors = dict(tensors)
+    mask = tensors["mask"]
+    if name == "gspo_fused_loss":
+        tensors["weight"] = tensors.pop("lm_head")
+        return reference.gspo_reference_loss(**tensors, objective=OBJECTIVE).loss
+    total = mask.new_zeros((), dtype=torch.float64)
+    for i, keep in enumerate(mask):
+        x = {k: v[i][keep] for k, v in tensors.items() if v.shape[:2] == mask.shape}
+        if name == "linear_log_probs":
+            lp, _ = reference.token_log_probs(
+                x["hidden"], tensors["lm_head"], x["target_ids"], temperature=x["temperature"]
+            )
+            total = total + lp.square().sum()
+            continue
+        lp, old, advantage = x["log_probs"], x["old_log_probs"], tensors["advantages"][i].expand(int(keep.sum()))
+        _, _, log_ratio = reference.log_ratios_of_sequence(lp, old, advantage, OBJECTIVE)
+        terms = reference.surrogate(log_ratio, advantage * x["token_weights"], OBJECTIVE)
+        terms = terms + OBJECTIVE.kl_coef * reference.kl_to_reference(lp, x["ref_log_probs"], log_ratio, "k3")
+        total = total + terms.sum() / len(terms) / tensors["normalizer"]
+    return total
+
+
+def of_first(name: str, backend: str, seed: int = 0) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """Return the scalar as a function of the first argument, and that argument."""
+    tensors = arguments(seed, name)
+    first = next(iter(tensors))
+    return lambda x: scalar(name, backend, {**tensors, first: x}), tensors[first]
+
+
+def assert_equal(ours: Tensor, truth: Tensor) -> None:
+    torch.testing.assert_close(ours, truth, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE * truth.abs().max().item())
+
+
+def gradient_penalty(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    leaf = x.clone().requires_grad_()
+    loss = function(leaf)
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    (loss + grad.norm()).backward()
+
+
+def jacobian_and_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    leaf = x.clone().requires_grad_()
+    jacobian: Any = functional.jacobian(function, leaf, create_graph=True)
+    jacobian.square().sum().backward()
+
+
+TWICE: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
+    "gradient penalty": gradient_penalty,
+    "jacobian(create_graph=True)": jacobian_and_backward,
+    "hvp": lambda f, x: functional.hvp(f, x, torch.ones_like(x)),
+    "vhp": lambda f, x: functional.vhp(f, x, torch.ones_like(x)),
+    "hessian": functional.hessian,
+    "jvp by two backwards": lambda f, x: functional.jvp(f, x, torch.ones_like(x)),
+}
+
+
+@on_device
+@each_function
+@pytest.mark.parametrize("how", TWICE)
+def test_a_second_backward_raises_an_error_that_says_what_to_use(how: str, name: str, backend: str) -> None:
+    function, x = of_first(name, backend)
+    with pytest.raises(RuntimeError) as caught:
+        TWICE[how](function, x)
+    text = str(caught.value)
+    assert text.startswith(f"{name}: the gradient is not differentiable") and REPLACEMENTS[name] in text
+
+
+@each_function
+def test_a_second_backward_by_the_upstream_gradient_raises(name: str) -> None:
+    function, x = of_first(name, "torch")
+    leaf, scale = x.clone().requires_grad_(), torch.tensor(2.0, dtype=x.dtype, requires_grad=True)
+    (grad,) = torch.autograd.grad(function(leaf) * scale, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name}: the gradient is not differentiable"):
+        torch.autograd.grad(grad.sum(), scale)
+
+
+def test_a_second_backward_of_the_head_or_an_entropy_raises(backend: str) -> None:
+    tensors = arguments(0, "linear_log_probs")
+    weight = tensors["lm_head"].clone().requires_grad_()
+    out = linear_log_probs(**{**tensors, "lm_head": weight}, entropy=True, backend=backend)
+    assert out.entropy is not None
+    (grad,) = torch.autograd.grad(out.entropy.sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_log_probs: the gradient is not differentiable"):
+        grad.square().sum().backward()
+
+
+def test_a_second_backward_of_an_adapter_raises(backend: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.ModuleDict({"lm_head": nn.Linear(4, 6, bias=False, dtype=torch.float64)})
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False), model)
+    adapter = [x for x in model.parameters() if x.requires_grad]
+    tensors = arguments(0, "linear_log_probs") | {"lm_head": model["lm_head"].to(torch.float64)}
+    for x in adapter:
+        (grad,) = torch.autograd.grad(scalar("linear_log_probs", backend, tensors), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="linear_log_probs: the gradient is not differentiable"):
+            torch.autograd.grad(grad.square().sum(), x)
+
+
+@on_device
+@each_function
+def test_create_graph_alone_changes_no_gradient(name: str, backend: str) -> None:
+    function, x = of_first(name, backend)
+    plain, with_graph = x.clone().requires_grad_(), x.clone().requires_grad_()
+    function(plain).backward()
+    (grad,) = torch.autograd.grad(function(with_graph), with_graph, create_graph=True)
+    jacobian: Any = functional.jacobian(function, x, create_graph=True)
+    batched: Any = functional.jacobian(function, x, vectorize=True)
+    assert plain.grad is not None and plain.grad.norm() > 0
+    assert all(torch.equal(plain.grad, other) for other in (grad.detach(), jacobian.detach(), batched))
+
+
+@each_function
+def test_the_reference_has_the_same_gradient_and_a_second_derivative(name: str) -> None:
+    """The product of Hessian and vector is compared with central differences of our gradient."""
+    tensors = arguments(0, name)
+    first = next(iter(tensors))
+    function, x = of_first(name, "torch")
+
+    def gradient(at: Tensor) -> Tensor:
+        leaf = at.clone().requires_grad_()
+        return torch.autograd.grad(function(leaf), leaf)[0]
+
+    leaf = x.clone().requires_grad_()
+    (truth,) = torch.autograd.grad(oracle(name, {**tensors, first: leaf}), leaf)
+    assert_equal(gradient(x), truth)
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+    _, product = functional.hvp(lambda y: oracle(name, {**tensors, first: y}), x, direction)
+    step = 1e-5
+    differences = (gradient(x + step * direction) - gradient(x - step * direction)) / (2 * step)
+    product = torch.as_tensor(product)
+    assert product.norm() > 0
+    torch.testing.assert_close(differences, product, rtol=1e-6, atol=1e-6 * product.abs().max().item())
+
+
+# -- torch.func
+
+FUNC: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "grad_and_value": lambda f, x: torch.func.grad_and_value(f)(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "jacrev of jacrev": lambda f, x: torch.func.jacrev(torch.func.jacrev(f))(x),
+    "grad of grad": lambda f, x: torch.func.grad(lambda y: torch.func.grad(f)(y).sum())(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(f))(x[None]),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda y: torch.func.vmap(f)(y[None]).sum())(x),
+}
+FORWARD_MODE: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "linearize": lambda f, x: torch.func.linearize(f, x),
+}
+
+
+@each_function
+@pytest.mark.parametrize("how", FUNC)
+def test_reverse_mode_of_torch_func_is_refused(how: str, name: str) -> None:
+    function, x = of_first(name, "torch")
+    with pytest.raises(RuntimeError, match=rf"^{name}: torch.func.grad, vjp, .* torch.autograd.grad"):
+        FUNC[how](function, x)
+
+
+@each_function
+@pytest.mark.parametrize("how", FORWARD_MODE)
+def test_forward_mode_is_refused(how: str, name: str) -> None:
+    function, x = of_first(name, "torch")
+    with pytest.raises(TypeError, match=rf"^{name}: (hidden|log_probs) must be a tensor without forward-mode tangent"):
+        FORWARD_MODE[how](function, x)
+
+
+def test_reverse_mode_by_the_head_or_its_adapter_is_refused() -> None:
+    tensors = arguments(0, "gspo_fused_loss")
+    weight = tensors.pop("lm_head")
+    with pytest.raises(RuntimeError, match=r"^gspo_fused_loss: torch.func.grad"):
+        torch.func.grad(lambda x: scalar("gspo_fused_loss", "torch", {**tensors, "lm_head": x}))(weight)
+
+
+def test_log_probs_without_a_gradient_are_computed_inside_torch_func_grad() -> None:
+    tensors = arguments(0, "linear_log_probs")
+    expected = scalar("linear_log_probs", "torch", tensors)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            constant = scalar("linear_log_probs", "torch", {**tensors, "hidden": x})
+        return x.sum() * constant
+
+    x = tensors["hidden"].nan_to_num()  # masked positions hold NaN
+    torch.testing.assert_close(torch.func.grad(function)(x), torch.full_like(x, expected.item()))
+
+
+class Model(nn.Module):
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(tensors["lm_head"].clone())
+        self.name = "gspo_fused_loss"
+
+    def forward(self, tensors: dict[str, Any]) -> Tensor:
+        return scalar(self.name, "torch", {**tensors, "lm_head": self.weight})
+
+
+def test_functional_call_is_differentiated_by_autograd() -> None:
+    tensors = arguments(0, "gspo_fused_loss")
+    weight = (tensors["lm_head"] * 0.9).requires_grad_()
+    loss = torch.func.functional_call(Model(tensors), {"weight": weight}, (tensors,))
+    truth = oracle("gspo_fused_loss", {**tensors, "lm_head": weight})
+    assert_equal(loss, truth)
+    assert_equal(*(torch.autograd.grad(x, weight)[0] for x in (loss, truth)))
+
+
+MAPPED = [("torch", name, mapped) for name in REPLACEMENTS for mapped in [*arguments(0, name), "all"]]
+
+
+@on_device
+@pytest.mark.parametrize(("backend", "name", "mapped"), [*MAPPED, *(("triton", name, "all") for name in REPLACEMENTS)])
+def test_vmap_equals_the_oracle_in_each_entry(name: str, mapped: str, backend: str) -> None:
+    batches = [arguments(seed, name) for seed in range(BATCHES)]
+    chosen = list(batches[0]) if mapped == "all" else [mapped]
+    tensors = {k: torch.stack([b[k] for b in batches]) if k in chosen else x for k, x in batches[0].items()}
+    leaves = [x.requires_grad_() for k, x in tensors.items() if k in ("hidden", "log_probs", "lm_head")]
+    in_dims = {k: 0 if k in chosen else None for k in tensors}
+    out = torch.func.vmap(lambda x: scalar(name, backend, x), in_dims=(in_dims,))(tensors)
+    truth = torch.stack(
+        [oracle(name, {k: x[i] if k in chosen else x for k, x in tensors.items()}) for i in range(BATCHES)]
+    )
+    assert_equal(out, truth)
+    upstream = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    for ours, true in zip(*(torch.autograd.grad(x, leaves, upstream) for x in (out, truth)), strict=True):
+        assert_equal(ours, true)
+
+
+def test_vmap_over_stacked_parameters_of_a_model() -> None:
+    tensors = arguments(0, "gspo_fused_loss")
+    models = [Model(arguments(seed, "gspo_fused_loss")) for seed in range(BATCHES)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    out = torch.func.vmap(
+        lambda p: torch.func.functional_call(models[0], (p, buffers), (tensors,))  # pyright: ignore[reportArgumentType]
+    )(parameters)
+    assert_equal(out, torch.stack([oracle("gspo_fused_loss", {**tensors, "lm_head": m.weight}) for m in models]))
+
+
+def test_vmap_over_packed_batches_with_a_budget_and_a_cache(backend: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(BATCHES, 6, 4, generator=rng), torch.randn(300, 4, generator=rng).requires_grad_()
+    ids, advantages = torch.randint(0, 300, (BATCHES, 6), generator=rng), torch.randn(BATCHES, 2, generator=rng)
+    offsets = torch.tensor([[0, 2, 6], [0, 3, 6], [0, 1, 6]])
+
+    def loss(*mapped: Tensor) -> Tensor:
+        x, targets, of_sequences, cu_seqlens = mapped
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "gradient_budget": 0.1, "cache_mib": 1, "backend": backend}
+        return gspo_fused_loss(x, weight, targets, of_sequences, **options).loss
+
+    tensors = (hidden, ids, advantages, offsets)
+    out, loop = torch.func.vmap(loss)(*tensors), torch.stack([loss(*entry) for entry in zip(*tensors, strict=True)])
+    assert torch.equal(out, loop)
+    assert torch.equal(*(torch.autograd.grad(x.sum(), weight)[0] for x in (out, loop)))
+
+
+@pytest.mark.parametrize("name", ["gspo_fused_loss", "policy_loss"])
+def test_under_vmap_invalid_values_are_counted(name: str) -> None:
+    """A value of a mapped tensor cannot be read, so it raises no error on a CPU either."""
+    tensors = arguments(0, name)
+    advantages = tensors.pop("advantages").expand(BATCHES, -1).clone()
+    advantages[1, 0] = torch.nan
+    function = getattr(gspo_kernels, name)
+
+    def loss_and_count(x: Tensor) -> tuple[Tensor, Tensor]:
+        out = function(**tensors, advantages=x, objective=OBJECTIVE)
+        return out.loss, out.metrics["invalid"]
+
+    loss, invalid = torch.func.vmap(loss_and_count)(advantages)
+    assert loss.isnan().tolist() == [False, True, False]
+    assert (invalid > 0).tolist() == [False, True, False]

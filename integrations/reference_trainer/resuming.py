@@ -53,6 +53,8 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     if then.get("rewards", record["rewards"]) != record["rewards"]:
         changes["weights of rewards"] = [then["rewards"], record["rewards"]]
     notes = [f"resume: {name}: {arrow(*change)}, taken from here on" for name, change in changes.items()]
+    if not then:
+        notes.append(f"resume: {path.parent}/config.json does not record prompts and rewards, so they are not compared")
     if saved is None:
         notes.append(f"resume: {config.folder} has no checkpoint yet, so training starts again from the beginning")
     return Start(task, record, saved, notes)

@@ -363,6 +363,17 @@ def test_changed_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         train(read_config(resume=folder))
 
 
+def test_a_run_without_a_record_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a copy of its options, or an earlier version, may have written it."""
+    folder = stopped(tmp_path, monkeypatch)
+    (folder / "config.json").write_text(json.dumps(small(tmp_path, name="mine").to_dict()))
+    train(read_config(resume=folder))
+    said = f"resume: {folder}/config.json does not record prompts and rewards, so they are not compared"
+    assert said in capsys.readouterr().out.splitlines()
+
+
 def test_other_weights_of_rewards_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

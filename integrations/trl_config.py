@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import re
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trl.trainer.grpo_config import GRPOConfig
@@ -16,6 +18,10 @@ from .backwards import BackwardSettings
 UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four mini-batches
 # These loss types clip the ratio to [1 - epsilon, 1 + epsilon_high]. cispo is missing: its upper bound is epsilon_high.
 CLIPPING_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# Those of TRL 0.29, and those that the installed release lists.
+(_HELP,) = (f.metadata.get("help", "") for f in fields(GRPOConfig) if f.name == "loss_type")
+LOSS_TYPES = tuple(dict.fromkeys([*CLIPPING_LOSS_TYPES, "cispo", "sapo", *re.findall(r"'(\w+)':", _HELP)]))
+LEVELS = ("token", "sequence", "sequence_token")  # the last is the level of trl.experimental.gspo_token
 
 
 @dataclass
@@ -45,7 +51,9 @@ class GSPOConfig(GRPOConfig):
 
     Raises:
         ValueError, TypeError: GRPOConfig refuses a setting; `generation_batch_size` and `steps_per_generation`
-            disagree; or `gradient_budget` or `cache_mib` is invalid.
+            disagree; `gradient_budget` or `cache_mib` is invalid; or a setting of the loss is: `loss_type`,
+            `importance_sampling_level`, `epsilon`, `epsilon_high`, `delta`, `beta`, `temperature`,
+            `sapo_temperature_pos`, `sapo_temperature_neg`.
     """
 
     importance_sampling_level: str = field(default="sequence", metadata={"help": "One ratio per sequence."})
@@ -75,6 +83,7 @@ class GSPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         BackwardSettings(self.gradient_budget, self.cache_mib).check("GSPOConfig")
+        _check_loss(self)
         batch_size = self.generation_batch_size
         if self.steps_per_generation is not None:
             self.generation_batch_size = None  # TRL computes a value, which is compared with batch_size below
@@ -89,6 +98,36 @@ class GSPOConfig(GRPOConfig):
                 f"= {' * '.join(map(str, factors))})",
                 batch_size,
             )
+
+
+def _check_loss(config: GSPOConfig) -> None:
+    """Check the settings of the loss, which TRL checks in the first training step, if at all.
+
+    Raises:
+        ValueError, TypeError: the message names the setting.
+    """
+    check = Field("GSPOConfig")
+    loss_type = config.loss_type
+    check.choice("importance_sampling_level", config.importance_sampling_level, LEVELS)
+    check.choice("loss_type", loss_type, LOSS_TYPES)
+    if loss_type in CLIPPING_LOSS_TYPES:
+        expected = f"a number from 0 to 1 with loss_type={loss_type!r}, whose lower clip bound is 1 - epsilon"
+        check.number("epsilon", config.epsilon, expected, lambda x: 0 <= x <= 1)
+    else:
+        check.number("epsilon", config.epsilon, "a number >= 0", lambda x: x >= 0)
+    if config.epsilon_high is not None:
+        expected = "a number >= 0, or None for epsilon"
+        check.number("epsilon_high", config.epsilon_high, expected, lambda x: x >= 0)
+    bound = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    if loss_type == "cispo" and bound < 1:
+        expected = "at least 1 with loss_type='cispo', where it bounds the ratio itself (MiniMax-M1: 5.0)"
+        check.fail("epsilon_high", expected, config.epsilon_high)
+    if config.delta is not None:
+        expected = "a number > 1, or None (it bounds the ratio where the advantage is negative)"
+        check.number("delta", config.delta, expected, lambda x: x > 1)
+    check.number("beta", config.beta, "a finite number >= 0", lambda x: 0 <= x < math.inf)
+    for name in ("temperature", "sapo_temperature_pos", "sapo_temperature_neg"):
+        check.number(name, getattr(config, name), "a finite number > 0", lambda x: 0 < x < math.inf)
 
 
 def backward_settings(trainer: GRPOTrainer, gradient_budget: float | None, cache_mib: float | None) -> BackwardSettings:

@@ -171,7 +171,7 @@ def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Bat
     return means
 
 
-def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float]) -> Callable[..., LossOutput]:
+def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float | None]) -> Callable[..., LossOutput]:
     """Return the function of hidden states and head that computes the loss of a micro-batch."""
 
     def loss(hidden: Tensor, head: Any, **options: Any) -> LossOutput:

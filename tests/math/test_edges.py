@@ -348,11 +348,11 @@ def test_enormous_ratios_match_float64(
     ratio: str, ceiling: dict[str, Any], advantage: float, log_ratio: float, backend: str
 ) -> None:
     objective = Objective(ratio=ratio, **ceiling)
-    lp = torch.zeros(1, 4, requires_grad=True)
+    lp = torch.full((1, 4), min(log_ratio, 0.0), requires_grad=True)
     out = policy_loss(
         lp,
         torch.tensor([advantage]),
-        old_log_probs=torch.full((1, 4), -log_ratio),
+        old_log_probs=lp.detach() - log_ratio,
         objective=objective,
         backend=backend,
     )

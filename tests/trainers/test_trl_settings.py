@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import sys
@@ -23,6 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 from gspo_kernels import validation
 from gspo_kernels.integrations import trl as adapter
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
+from gspo_kernels.integrations.trl_config import LOSS_TYPES
 
 ON_A_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": []}
 
@@ -40,6 +42,74 @@ def named_settings(caught: list[warnings.WarningMessage]) -> list[str]:
     """Return the first setting that each of our warnings names."""
     texts = [str(w.message) for w in caught if str(w.message).startswith("gspo_kernels")]
     return [next(iter(re.findall(r"steps_per_generation|epsilon|train_dataset", text)), text) for text in texts]
+
+
+NAN, INF = float("nan"), float("inf")
+WRONG: list[tuple[str, Any, dict[str, Any]]] = [  # a setting, its value, and other settings
+    ("epsilon", 2.0, {}),
+    ("epsilon", -3e-4, {}),
+    ("epsilon", NAN, {}),
+    ("epsilon", "3e-4", {}),
+    ("epsilon", None, {}),
+    ("epsilon", -0.2, {"loss_type": "cispo", "epsilon_high": 5.0}),
+    ("epsilon_high", -4e-4, {}),
+    ("epsilon_high", NAN, {}),
+    ("epsilon_high", NAN, {"loss_type": "sapo"}),
+    ("epsilon_high", 4e-4, {"loss_type": "cispo"}),  # the default, which would bound the ratio itself
+    ("epsilon_high", None, {"loss_type": "cispo", "epsilon": 0.2}),
+    ("delta", 0.9, {}),
+    ("delta", -1.0, {}),
+    ("delta", NAN, {}),
+    ("loss_type", "gspo", {}),
+    ("loss_type", "GRPO", {}),
+    ("loss_type", None, {}),
+    ("importance_sampling_level", "sequences", {}),
+    ("beta", -0.1, {}),
+    ("beta", NAN, {}),
+    ("temperature", 0.0, {}),
+    ("temperature", NAN, {}),
+    ("sapo_temperature_pos", 0.0, {"loss_type": "sapo"}),
+    ("sapo_temperature_neg", NAN, {"loss_type": "sapo"}),
+]
+ALLOWED: list[dict[str, Any]] = [
+    {"loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None},
+    {"loss_type": "bnpo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": 0.28, "delta": 4.0},
+    {"loss_type": "grpo", "epsilon": 0.0, "epsilon_high": 0.0},
+    {"loss_type": "grpo", "epsilon": 1.0, "epsilon_high": INF},  # no clipping
+    {"loss_type": "dr_grpo", "importance_sampling_level": "token", "epsilon_high": 3.0},
+    {"loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3},
+    {"loss_type": "cispo", "importance_sampling_level": "token", "epsilon_high": 5.0},
+    {"loss_type": "cispo", "importance_sampling_level": "token", "epsilon": 5.0, "epsilon_high": None},
+    {"loss_type": "sapo", "importance_sampling_level": "token", "epsilon": 2.0},
+    {"importance_sampling_level": "sequence_token", "epsilon": 3e-4, "delta": 1.0006, "beta": 0.04},
+    {"beta": 0, "temperature": 1},
+]
+
+
+@pytest.mark.parametrize(("name", "value", "options"), WRONG)
+def test_a_setting_of_the_loss_is_checked_when_the_config_is_made(name: str, value: Any, options: Any) -> None:
+    with pytest.raises(
+        (ValueError, TypeError), match=rf"^GSPOConfig: {name} must be .*, got {re.escape(repr(value))}$"
+    ):
+        config(**{**options, name: value})
+    with pytest.raises((ValueError, TypeError), match=f"^GSPOConfig: {name} must be"):
+        dataclasses.replace(config(), **{**options, name: value})
+
+
+@pytest.mark.parametrize("options", ALLOWED)
+def test_settings_that_trl_trains_with_are_accepted(options: dict[str, Any]) -> None:
+    made = config(**options)
+    assert {name: getattr(made, name) for name in options} == options
+
+
+def test_every_loss_type_of_the_installed_trl_is_accepted() -> None:
+    """The loss types are those that the trainer's method compares with."""
+    code = inspect.getsource(GRPOTrainer._compute_loss)
+    names = set(re.findall(r'loss_type == "(\w+)"', code))
+    names |= {x for group in re.findall(r"loss_type in \[(.*?)\]", code) for x in re.findall(r'"(\w+)"', group)}
+    assert names == set(LOSS_TYPES)
+    for name in names:
+        assert config(loss_type=name, epsilon=0.2, epsilon_high=1.5).loss_type == name
 
 
 # Options, and the resulting steps_per_generation and generation_batch_size. TRL's defaults are 8 completions per device

@@ -105,13 +105,13 @@ def test_columns_of_the_head_past_two_to_the_31_are_read(width: int) -> None:
 FAR_CELL = 2**18  # the d_logits of this cell begin at an offset of at least 2^31 elements
 
 
-def sparse_launch(name: str) -> tuple[list[Launch], Launch, Tensor]:
-    """Record a sparse backward.
+def sparse_launch(name: str, **options: Any) -> tuple[list[Launch], Launch, Tensor]:
+    """Record a sparse backward. `options` are those of the loss.
 
     Return all launches, the first launch of the kernel `name`, and the d_logits of that launch moved to FAR_CELL. Only
     the touched pages of the moved d_logits take memory.
     """
-    sample = make_sample(3, lengths=(40, 31), vocab=601, logit_std=6.0).with_options(gradient_budget=0.1)
+    sample = make_sample(3, lengths=(40, 31), vocab=601, logit_std=6.0).with_options(gradient_budget=0.1, **options)
     with choices(), launches() as seen:
         run_fused(sample, "triton")
     launched = next(x for x in seen if x.kernel.__name__ == name)
@@ -153,9 +153,10 @@ def test_the_hidden_product_reads_columns_of_the_head_past_two_to_the_31() -> No
     assert torch.equal(near, distant)
 
 
-def test_the_gradient_tile_writes_cells_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gradient_tile", "kept_tile"])
+def test_tiles_write_cells_past_two_to_the_31(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch begins at program FAR_CELL. The list of cells is moved, so that this program reads the first cell."""
-    seen, launched, far = sparse_launch("gradient_tile")
+    seen, launched, far = sparse_launch(name, cache_mib=16.0 if name == "kept_tile" else 0.0)
     near = launched.arguments["d_logits"]
 
     def set_grid_idx(x: int, y: int, z: int) -> None:
@@ -163,7 +164,7 @@ def test_the_gradient_tile_writes_cells_past_two_to_the_31(monkeypatch: pytest.M
 
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
     far[FAR_CELL:] = 0
-    relaunch(seen, "gradient_tile", d_logits=far, first_cell=launched.arguments["first_cell"] - FAR_CELL)
+    relaunch(seen, name, d_logits=far, first_cell=launched.arguments["first_cell"] - FAR_CELL)
     assert torch.equal(far[FAR_CELL:], near) and near.any()
 
 

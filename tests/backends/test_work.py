@@ -128,3 +128,8 @@ def test_metrics_equal_their_definitions(ratio: str, backend: str) -> None:
             out.metrics[name].double(), value.double(), rtol=METRIC_RELATIVE, atol=METRIC_ABSOLUTE, msg=name
         )
         assert out.metrics[name].ndim == 0 and not out.metrics[name].requires_grad
+    cached = run_fused(sample, backend, entropy=True, cache_mib=8.0)[0].metrics  # recomputes nothing
+    for name, value in {**expected, "passes": 1 + 2 * live}.items():
+        torch.testing.assert_close(
+            cached[name].double(), value.double(), rtol=METRIC_RELATIVE, atol=METRIC_ABSOLUTE, msg=name
+        )

@@ -28,9 +28,11 @@ from gspo_kernels.integrations.reference_trainer import TrainConfig, policy, tra
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
+from gspo_kernels.integrations.reference_trainer.report import SeedResult
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
 from gspo_kernels.integrations.settings import Step
-from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent, task_by_name
+from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent, Rewards, task_by_name
+from gspo_kernels.integrations.tasks.base import Task
 
 WIDE: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -281,7 +283,6 @@ def check_numbers_of_steps(rank: int, folder: Path) -> None:
         rows_of(report.folder)[0]["eval_reward"],
         rows[2]["eval_reward"],
     )
-    assert result.clip_fraction == close(fmean(row["clip_fraction"] for row in rows[:2]))  # of the first half
 
 
 def test_every_number_of_a_step_equals_its_definition(tmp_path: Path) -> None:
@@ -292,6 +293,35 @@ def test_every_number_of_a_step_equals_its_definition(tmp_path: Path) -> None:
 def test_every_number_of_two_processes_equals_its_definition(tmp_path: Path) -> None:
     """Rewards, failures and evaluations of both processes count."""
     run_ranks(check_numbers_of_steps, 2, tmp_path, deadline=120.0)
+
+
+def test_rewards_of_turns_are_those_of_the_dialogue(tmp_path: Path) -> None:
+    """The reward of a turn is the number of turns, so the reward of a dialogue is its square."""
+    rollouts: list[Rollout] = []
+    padded = trainer.padded
+
+    def noted(*arguments: Any) -> Rollout:
+        rollouts.append(padded(*arguments))
+        return rollouts[-1]
+
+    rewards = Rewards(turn_reward=lambda turns, answer: [float(len(turns))] * len(turns))
+    examples = [Example(f"{a}{b}:", "") for a in "abc" for b in "abc"]
+    task = Task("echo", examples[1:], examples[:1], rewards, reply=lambda *_: "a:", max_turns=2, characters="abc:")
+    config = small(tmp_path, steps=1, max_new_tokens=20, objective=Objective.preset("gspo-token"))
+    with patch.object(trainer, "padded", noted):
+        row = rows_of(train(config, task=task).folder)[1]
+    counts = [len(turns) for turns in rollouts[0].turns]
+    assert set(counts) == {1, 2} and row["reward"] == close(fmean(count**2 for count in counts))
+    assert "reward_failures" not in row and row["grad_norm"] > 0
+
+
+def test_a_summary_averages_clip_fractions_over_the_first_half_of_the_steps() -> None:
+    steps = [{"clip_fraction": x, "seconds": 2.0, "groups_without_signal": 0.0} for x in (0.1, 0.3, 0.8)]
+    rows: list[dict[str, Any]] = [{"eval_reward": 0.25}, *steps]
+    rows[-1]["eval_reward"] = 0.75
+    result = SeedResult.from_rows(3, rows)
+    assert (result.start_reward, result.end_reward, result.rise, result.seconds) == (0.25, 0.75, 0.5, 6.0)
+    assert result.clip_fraction == close(0.2)
 
 
 # Advantages

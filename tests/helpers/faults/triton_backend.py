@@ -356,7 +356,19 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/gradient_tile",
         "at = tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V)",
         "at = tl.program_id(0) * (BLOCK_N * BLOCK_V)",
-        "kernel_faults::test_the_gradient_tile_writes_cells_past_two_to_the_31",
+        "kernel_faults::test_tiles_write_cells_past_two_to_the_31[gradient_tile]",
+    ),
+    "a kept cell's offset in 32 bits": (
+        "backends/triton/kept_tile",
+        "tl.program_id(0).to(tl.int64) * (BLOCK_N * BLOCK_V)",
+        "tl.program_id(0) * (BLOCK_N * BLOCK_V)",
+        "kernel_faults::test_tiles_write_cells_past_two_to_the_31[kept_tile]",
+    ),
+    "power-of-two scale with the sign of the slope": (
+        "backends/precision",
+        "size = size * abs(slope)",
+        "size = size * slope",
+        "loss_faults::test_fp16_gradients_of_a_small_slope_do_not_underflow[triton-1.0--1e-06]",
     ),
     "an offset along H in 32 bits for d_hidden": (
         "backends/triton/sparse_products",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import shutil
 import subprocess
@@ -21,22 +20,6 @@ def test_source_files_have_at_most_300_lines() -> None:
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "integrations").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     too_long = {str(f): n for f in files if (n := len(f.read_text().splitlines())) > 300}
     assert not too_long
-
-
-def test_the_benchmarks_and_the_reference_trainer_stay_small() -> None:
-    """Benchmarks: all lines. The trainer: lines of code, so that docstrings are not saved on."""
-    assert sum(len(file.read_text().splitlines()) for file in (ROOT / "benchmarks").rglob("*.py")) < 3500
-    trainer = (ROOT / "integrations" / "reference_trainer").rglob("*.py")
-    assert sum(map(lines_of_code, trainer)) <= 2000
-
-
-def lines_of_code(file: Path) -> int:
-    """Count the lines that are not blank, not a comment and not part of a docstring."""
-    text = file.read_text()
-    texts = (x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))
-    docstrings = {line for x in texts for line in range(x.lineno, (x.end_lineno or x.lineno) + 1)}
-    lines = (line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in docstrings)
-    return sum(bool(line) and not line.startswith("#") for line in lines)
 
 
 def run_python(code: str, **environment: str) -> str:

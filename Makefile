@@ -28,7 +28,7 @@ build/typing:
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl,lora,trackers]'
 	touch $@
 
 # Beside the trainers' own code, which wants environments. `build/peers/bin/gspo bench` measures all of them in one.

@@ -103,6 +103,9 @@ class TrainConfig:
     save: bool = True  # write the trained model and tokenizer next to the metrics
     samples: int = 4  # completions that each evaluated step writes to samples.jsonl
     report_to: tuple[str, ...] = ()  # besides metrics.jsonl: tensorboard, wandb
+    wandb_project: str | None = None  # None: the variable WANDB_PROJECT, or gspo
+    wandb_entity: str | None = None  # None: the variable WANDB_ENTITY, or the account's default
+    wandb_tags: tuple[str, ...] | None = None  # None: the variable WANDB_TAGS, or no tags
     warn_after: int = 10  # consecutive steps in which no group has different rewards
 
     def __post_init__(self) -> None:
@@ -138,14 +141,20 @@ class TrainConfig:
         divides = self.mini_batch_size % (self.micro_batch_size or self.mini_batch_size) == 0
         require("micro_batch_size", divides, f"a divisor of the {self.mini_batch_size} answers of an update")
         require("initial_new_tokens", self.initial_new_tokens <= self.max_new_tokens, "at most max_new_tokens")
+        updates = f"at most the {self.total_updates} updates of the run (steps * epochs * updates_per_rollout)"
+        require("warmup_updates", self.warmup_updates <= self.total_updates, updates)
         grows = 0 < self.initial_new_tokens < self.max_new_tokens
         require("length_steps", grows == (self.length_steps > 0), "a number above 0 together with initial_new_tokens")
         require("quantization", not self.quantization or self.lora_rank > 0, "'' unless lora_rank is above 0")
         require("quantization", not self.quantization or self.parallel != "fsdp2", "'' with parallel=fsdp2")
-        require("routing_replay", not (self.routing_replay and self.gradient_checkpointing), "false with recomputing")
         require("lora_head", not self.lora_head or self.lora_rank > 0, "false unless lora_rank is above 0")
         require("overwrite", not (self.overwrite and self.resume), "false with resume, which keeps the earlier run")
+        require("advantages", len(self.advantages) > 0, "at least one call, such as [group_advantages]")
         require("advantages", {step.call for step in self.advantages} <= set(STEPS), f"calls of {', '.join(STEPS)}")
+        require("task", not self.task or self.data is None, f"'' with data={self.data}, which has its own prompts")
+        if self.routing_replay and self.gradient_checkpointing:
+            presets = "the presets 1b-10b and moe set it to true"
+            raise InputError(f"routing_replay: expected gradient_checkpointing=false with it, got true ({presets})")
         if self.objective.rollout_correction is not None:
             raise InputError("rollout_correction: expected None (the trained model itself samples), got a correction")
         if self.data is not None and self.model is None:

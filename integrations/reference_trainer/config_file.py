@@ -47,6 +47,44 @@ ROLL_NAMES = {
     "exp_name": "name",
     "output_dir": "output",
 }
+# TRL's name -> ours, for the message about an unknown option.
+TRL_NAMES = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "beta": "kl_coef",
+    "bf16": "precision=bf16 or precision=autocast",
+    "dataset_name": "data",
+    "epsilon": "clip_low and clip_high",
+    "epsilon_high": "clip_high",
+    "eval_steps": "eval_every",
+    "generation_batch_size": "prompts_per_step * group_size",
+    "gradient_accumulation_steps": "micro_batch_size and updates_per_rollout",
+    "importance_sampling_level": "ratio",
+    "load_in_4bit": "quantization=4bit",
+    "load_in_8bit": "quantization=8bit",
+    "lora_r": "lora_rank",
+    "loss_type": "objective or aggregation",
+    "lr_scheduler_type": "schedule",
+    "max_completion_length": "max_new_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model",
+    "num_generations": "group_size",
+    "num_iterations": "epochs",
+    "num_train_epochs": "steps",
+    "output_dir": "output",
+    "overwrite_output_dir": "overwrite",
+    "per_device_train_batch_size": "micro_batch_size",
+    "resume_from_checkpoint": "--resume FOLDER",
+    "reward_funcs": "reward",
+    "run_name": "name",
+    "save_steps": "checkpoint_every",
+    "scale_rewards": "advantages=[{group_advantages: {scale: none}}]",
+    "seed": "seeds",
+    "steps_per_generation": "updates_per_rollout",
+    "use_cpu": "device=cpu",
+    "warmup_ratio": "warmup_updates",
+    "warmup_steps": "warmup_updates",
+}
 ROLL_TRAINING = {"learning_rate": "learning_rate", "weight_decay": "weight_decay", "warmup_steps": "warmup_updates"}
 
 
@@ -73,7 +111,8 @@ def read_config(
     """Make a TrainConfig. Later sources win: preset, the file or the resumed run's options, key=value texts.
 
     Raises:
-        InputError: an option does not exist (the message names the nearest), or its value cannot be used.
+        InputError: an option does not exist (the message names the nearest, or ours for TRL's), or its value cannot be
+            used.
     """
     options: dict[str, Any] = {} if file is None else options_of_file(Path(file))
     place: dict[str, Any] = {}
@@ -150,7 +189,8 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
         elif name in OBJECTIVE:
             changes[name] = convert(name, OBJECTIVE[name], value)
         elif name != "objective":
-            hint = nearest(name, [*TYPES, *OBJECTIVE, "objective", "preset"])
+            names = [*TYPES, *OBJECTIVE, "objective", "preset"]
+            hint = f" (TRL's {name} is {TRL_NAMES[name]} here)" if name in TRL_NAMES else nearest(name, names)
             raise InputError(f"{name}: there is no such option{hint}; `gspo train --dry-run` prints all options")
     of = options.get("objective", "gspo")
     try:
@@ -168,11 +208,12 @@ def convert(name: str, kind: str, value: Any) -> Any:
     """Convert a value from YAML, or the text of key=value, to the type of an option. Raise an InputError for others."""
     if value is None or (kind.endswith("| None") and str(value).lower() in ("none", "null")):
         return None
-    kind = kind.removesuffix(" | None")
+    expected, converter = KINDS[kind.removesuffix(" | None")]
     try:
-        return CONVERTERS[kind](value)
+        return converter(value)
     except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{name}: expected {kind}, got {value!r}") from error
+        optional = ", or none" if kind.endswith("| None") else ""
+        raise InputError(f"{name}: expected {expected}{optional}, got {value!r}") from error
 
 
 def items_of(value: Any) -> Sequence[Any]:
@@ -202,13 +243,15 @@ def number(value: Any) -> Any:
         return value
 
 
-CONVERTERS: dict[str, Callable[[Any], Any]] = {
-    "bool": lambda x: {"true": True, "false": False}[str(x).lower()],
-    "int": lambda x: int(float(x)) if float(x).is_integer() else int(str(x)),  # the second int raises a ValueError
-    "float": float,
-    "str": str,
-    "Path": Path,
-    "tuple[int, ...]": lambda x: tuple(map(int, items_of(x))),
-    "tuple[str, ...]": lambda x: tuple(map(str, items_of(x))),
-    "tuple[Step, ...]": steps_of,
+# The type of an option -> its accepted spellings, and how to convert them.
+KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "bool": ("true or false", lambda x: {"true": True, "false": False}[str(x).lower()]),
+    # The second int raises a ValueError.
+    "int": ("a whole number, such as 8 or 1e3", lambda x: int(float(x)) if float(x).is_integer() else int(str(x))),
+    "float": ("a number, such as 0.001 or 1e-3", float),
+    "str": ("a text", str),
+    "Path": ("a path", Path),
+    "tuple[int, ...]": ("whole numbers, such as 0 or 0,1,2 or [0, 1, 2]", lambda x: tuple(map(int, items_of(x)))),
+    "tuple[str, ...]": ("texts, such as a or a,b or [a, b]", lambda x: tuple(map(str, items_of(x)))),
+    "tuple[Step, ...]": ("calls, such as group_advantages or [{group_advantages: {scale: none}}, whiten]", steps_of),
 }

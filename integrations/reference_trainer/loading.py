@@ -107,7 +107,7 @@ def quantization(config: TrainConfig) -> Any:
 
     try:
         with needs(f"quantization={config.quantization}", "lora", "bitsandbytes"):
-            import bitsandbytes  # type: ignore[import-not-found]  # noqa: F401
+            import bitsandbytes  # noqa: F401
     except RuntimeError as error:  # bitsandbytes has no library for this machine
         raise InputError(f"quantization={config.quantization}: bitsandbytes cannot be used here: {error}") from error
     if config.quantization == "8bit":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from gspo_kernels.extras import needs
@@ -22,7 +23,7 @@ class Trackers:
             self._writer = SummaryWriter
         if "wandb" in config.report_to:
             with needs("report_to=wandb", "trackers", "wandb"):
-                import wandb  # type: ignore[import-not-found]
+                import wandb
             self._wandb = wandb
 
     def write(self, seed: int, row: dict[str, Any]) -> None:
@@ -37,8 +38,11 @@ class Trackers:
             name = f"{config.name}-seed{seed}"
             if self._run is None or self._run.name != name:
                 self._finish_run()
-                options: dict[str, Any] = {"project": "gspo", "group": config.name, "name": name}
-                self._run = self._wandb.init(dir=str(config.folder), config=config.to_dict(), **options)
+                options: dict[str, Any] = {"group": config.name, "name": name, "entity": config.wandb_entity}
+                options |= {"tags": config.wandb_tags, "dir": str(config.folder), "config": config.to_dict()}
+                # W&B reads its own variables for what is None.
+                project = config.wandb_project or os.environ.get("WANDB_PROJECT") or "gspo"
+                self._run = self._wandb.init(project=project, **options)
             self._run.log(numbers, step=step)
 
     def _finish_run(self) -> None:

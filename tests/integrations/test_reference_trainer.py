@@ -371,8 +371,24 @@ def test_a_model_with_unsupported_logit_operations_is_refused() -> None:
     [
         ("group_size=1", "group_size: expected at least 2"),
         ("steps=0", "steps: expected at least 1, got 0"),
-        ("steps=1.5", "steps: expected int, got '1.5'"),
-        ("shuffle=maybe", "shuffle: expected bool, got 'maybe'"),
+        ("steps=1.5", "steps: expected a whole number, such as 8 or 1e3, got '1.5'"),
+        ("shuffle=maybe", "shuffle: expected true or false, got 'maybe'"),
+        ("learning_rate=abc", "learning_rate: expected a number, such as 0.001 or 1e-3, got 'abc'"),
+        ("cache_mib=some", "cache_mib: expected a number, such as 0.001 or 1e-3, or none, got 'some'"),
+        ("seeds=a,b", "seeds: expected whole numbers, such as 0 or 0,1,2 or [0, 1, 2], got 'a,b'"),
+        (
+            "advantages=3",
+            "advantages: expected calls, such as group_advantages or [{group_advantages: ",
+        ),
+        ("advantages=[]", "advantages: expected at least one call, such as [group_advantages], got ()"),
+        (
+            "warmup_updates=801",
+            "warmup_updates: expected at most the 800 updates of the run (steps *",
+        ),
+        (
+            "model=x data=x.jsonl task=sorting",
+            "task: expected '' with data=x.jsonl, which has its own prompts, got",
+        ),
         ("learning_rate=nan", "learning_rate: expected a number above 0, got nan"),
         ("gradient_budget=1", "gradient_budget: expected a number from 0 (exact) to below 1"),
         ("gradient_budget=-0.1", "got -0.1"),

@@ -33,11 +33,12 @@ from gspo_kernels.integrations.reference_trainer import (
     update,
 )
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
-from gspo_kernels.integrations.reference_trainer.config_file import PRESETS, TYPES
+from gspo_kernels.integrations.reference_trainer.config_file import OBJECTIVE, PRESETS, TRL_NAMES, TYPES
 from gspo_kernels.integrations.reference_trainer.loading import set_seed
 from gspo_kernels.integrations.reference_trainer.memory import predicted_memory
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
+from gspo_kernels.integrations.reference_trainer.trackers import Trackers
 from gspo_kernels.integrations.settings import Step
 from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent
 from gspo_kernels.tools.cli import app
@@ -115,6 +116,30 @@ def test_roll_settings_run_as_they_are(tmp_path: Path, recwarn: pytest.WarningsR
         read_config(file)
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("max_completion_length", "max_new_tokens"),
+        ("num_generations", "group_size"),
+        ("beta", "kl_coef"),
+        ("epsilon_high", "clip_high"),
+        ("num_iterations", "epochs"),
+        ("per_device_train_batch_size", "micro_batch_size"),
+    ],
+)
+def test_an_option_of_trl_names_ours(name: str, ours: str) -> None:
+    with pytest.raises(InputError, match=rf"^{name}: there is no such option \(TRL's {name} is {ours} here\);"):
+        read_config(texts=[f"{name}=1"])
+
+
+def test_options_of_trl_are_translated_to_options_of_ours() -> None:
+    known = {*TYPES, *OBJECTIVE, "objective"}
+    for name, ours in TRL_NAMES.items():
+        assert name not in known
+        words = re.findall(r"(?<!--)\b[a-z_]{4,}\b", re.sub("=.*", "", ours))
+        assert ours == "--resume FOLDER" or (words and set(words) <= known), ours
+
+
 @pytest.mark.parametrize("text", ["- 1", "a: [", "a: 1\na: 2"])
 def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "run.yaml"
@@ -164,11 +189,15 @@ def test_the_predicted_cache_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch)
         (["model=/no/such/folder", "task=sorting"], "model /no/such/folder: there is no such folder"),
         (["gradient_budget=1e-3", "entropy_coef=0.01"], "gradient_budget: expected 0 with an entropy bonus"),
         (["--gradient_budget", "1e-3"], "(is it gradient_budget=VALUE?)"),
+        (
+            ["preset=moe", "routing_replay=true"],
+            "routing_replay: expected gradient_checkpointing=false with it",
+        ),
         (["routing_replay=true"], "routing_replay: expected a mixture of experts with one of the routers Qwen3Moe"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
-    modes = [[]] if "routing_replay=true" in arguments else [["--dry-run"], []]
+    modes = [[]] if arguments == ["routing_replay=true"] else [["--dry-run"], []]
     for mode in modes:
         result = CliRunner().invoke(app, ["train", *mode, f"output={tmp_path}", *arguments])
         assert result.exit_code == 1 and result.output.startswith("error: ") and message in result.output
@@ -535,11 +564,12 @@ def test_metrics_reach_tensorboard_and_wandb(tmp_path: Path, monkeypatch: pytest
         log=lambda numbers, step: calls.append(("wandb", step, numbers.get("reward"))),
         finish=lambda: calls.append(("end",)),
     )
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
     wandb, writer = ModuleType("wandb"), ModuleType("torch.utils.tensorboard.writer")
 
     def init(**options: Any) -> SimpleNamespace:
         run.name = options["name"]
-        calls.append(("init", options["name"], options["config"]["clip_low"]))
+        calls.append(("init", options["name"], options["project"], options["config"]["clip_low"]))
         return run
 
     wandb.init = init  # type: ignore[attr-defined]
@@ -550,8 +580,37 @@ def test_metrics_reach_tensorboard_and_wandb(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", ModuleType("torch.utils.tensorboard"))
     rows = rows_of(train(small(tmp_path, steps=1, seeds=(0, 1), report_to=("tensorboard", "wandb"))).folder)
     assert ("seed1/reward", rows[3]["reward"], 1) in calls and ("wandb", 1, rows[1]["reward"]) in calls
-    assert [call[1] for call in calls if call[0] == "init"] == ["demo-seed0", "demo-seed1"]
+    assert [call[1:] for call in calls if call[0] == "init"] == [(f"demo-seed{seed}", "gspo", 3e-4) for seed in (0, 1)]
     assert calls.count(("end",)) == 2 and calls.count(("closed",)) == 1
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_wandb_writes_runs_offline_where_options_and_variables_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explicit: bool
+) -> None:
+    """The options win over W&B's variables, and the variables over our default."""
+    wandb = pytest.importorskip("wandb")
+    of_variables = {"WANDB_PROJECT": "project-v", "WANDB_ENTITY": "entity-v", "WANDB_TAGS": "tag-v"}
+    folders = {f"WANDB_{name}_DIR": str(tmp_path / name) for name in ("CACHE", "CONFIG", "DATA")}
+    offline = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+    for name, value in {**of_variables, **folders, **offline}.items():
+        monkeypatch.setenv(name, value)
+    texts = ["report_to=wandb", f"output={tmp_path}", "name=my-run", "learning_rate=0.0123456"]
+    texts += ["wandb_project=project-o", "wandb_entity=entity-o", "wandb_tags=tag-o"] if explicit else []
+    config = read_config(texts=texts)
+    config.folder.mkdir()
+    trackers = Trackers(config)
+    for step, reward in ((0, None), (1, 0.1234567), (2, 0.7654321)):
+        trackers.write(5, {"step": step, "reward": reward})
+    trackers.close()
+    wandb.teardown()  # wait until W&B's process has written the file
+    (log,) = config.folder.glob("wandb/offline-run-*/run-*.wandb")
+    text = log.read_bytes().decode(errors="replace")
+    places = [f"{name}-{'o' if explicit else 'v'}" for name in ("project", "entity", "tag")]
+    others = [f"{name}-{'v' if explicit else 'o'}" for name in ("project", "entity", "tag")]
+    for word in ("my-run-seed5", "learning_rate", "0.0123456", "0.1234567", "0.7654321", *places):
+        assert word in text, word
+    assert not [word for word in others if word in text]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])

@@ -198,4 +198,10 @@ FAULTS: dict[str, Fault] = {
         "torch.manual_seed(len(name))",
         "compare::test_all_arms_begin_alike_and_gspo_token_trains_as_gspo",
     ),
+    "a clip window of GSPOConfig is not checked": (
+        "integrations/trl_config",
+        "        _check_loss(self)\n",
+        "",
+        "trainers/trl_settings::test_a_setting_of_the_loss_is_checked_when_the_config_is_made",
+    ),
 }

@@ -17,10 +17,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -30,27 +30,24 @@ from gspo_kernels.extras import needs
 from gspo_kernels.validation import Field, Unquoted, warn_once
 
 from .backwards import BackwardSettings
-from .huggingface import base_model, fuse_head
+from .huggingface import HeadError, base_model, fuse_head, is_fused
 
 with needs(__name__, "trl", "trl"):
     from trl.trainer import grpo_trainer, utils
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     from .trl_config import GSPOConfig, backward_settings, warn_of_settings_that_never_clip
-    from .trl_logs import call_before_each_batch, log_backwards, print_settings
+    from .trl_logs import call_before_each_batch, log_backwards, print_settings, replace_method, restore_methods
+    from .trl_model import SETTINGS, ModelSettings, is_wrapped, unwrap_forward, wrap_forward
 
-__all__ = ["GSPOConfig", "GSPOTrainer", "accelerate_trainer"]
+__all__ = ["GSPOConfig", "GSPOTrainer", "accelerate_trainer", "restore_trainer"]
 
-_ATTRIBUTE = "_gspo_log_probs"
-_SETTINGS = "_gspo_settings"  # of a model: _ModelSettings; of a trainer: BackwardSettings
+_SETTINGS = "_gspo_settings"  # the attribute of a trainer that holds its BackwardSettings
 _ASKS_THE_MODEL = hasattr(utils, "add_fused_lm_head")  # TRL 1.15 and later
 _METHOD = "_get_per_token_logps_and_entropies"
 Trainer = TypeVar("Trainer", bound=GRPOTrainer)
-
-
-class _ModelSettings(NamedTuple):
-    temperature: float
-    backward: BackwardSettings
+_MODELS: WeakKeyDictionary[GRPOTrainer, list[Any]] = WeakKeyDictionary()  # of each accelerated trainer
+_FUSED_BEFORE: WeakSet[Any] = WeakSet()  # models that were fused before a trainer was accelerated
 
 
 class GSPOTrainer(GRPOTrainer):
@@ -101,7 +98,7 @@ def accelerate_trainer(
     before 1.15, TRL's own code still computes the log-probs of inputs with images, and a UserWarning says so.
 
     The trainer logs gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share, means over the micro-batches of
-    its process since the last log. `gspo_kernels.LossOutput` documents them.
+    its process since the last log. `gspo_kernels.LossOutput` documents them. `restore_trainer` undoes this function.
 
     Args:
         gradient_budget, cache_mib: arguments of `linear_log_probs` for the training steps of the policy. None: the
@@ -130,12 +127,14 @@ def accelerate_trainer(
     warn_of_settings_that_never_clip(trainer, stacklevel=4)
     models: list[Any] = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
     models = [base_model(trainer.accelerator.unwrap_model(model)) for model in models]
+    _FUSED_BEFORE.update(base for base in models if is_fused(base) and not _trainers_of(base))
     heads = [fuse_head(base) for base in models]
+    _MODELS[trainer] = models
     for base in models:
-        if _ASKS_THE_MODEL and not _is_wrapped(base):
-            _wrap_forward(base)
+        if _ASKS_THE_MODEL and not is_wrapped(base):
+            wrap_forward(base)
     if not _ASKS_THE_MODEL and _METHOD not in vars(trainer):
-        setattr(trainer, _METHOD, _LogProbs(trainer))
+        replace_method(trainer, _METHOD, _LogProbs(trainer))
     previous = vars(trainer).get(_SETTINGS)
     setattr(trainer, _SETTINGS, settings)
     _use_settings(trainer, models)
@@ -145,6 +144,52 @@ def accelerate_trainer(
     if previous != settings:
         print_settings(trainer, heads[0], settings)
     return trainer
+
+
+def restore_trainer(trainer: Trainer) -> Trainer:
+    """Undo `accelerate_trainer` or the acceleration of a GSPOTrainer: TRL's own code computes the log-probs again.
+
+    The methods, attributes and logs of trainer and models become what they were, with two exceptions. If another
+    accelerated trainer uses the model, the model keeps our log-probs, with the settings of that trainer. If another
+    wrapper encloses our forward of the model, such as accelerate's autocast after `trainer.train()`, our forward stays
+    inside it and passes all calls on. `accelerate_trainer(trainer)` may be called again.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        TypeError: `trainer` is not a GRPOTrainer.
+        ValueError: `trainer` is not accelerated; one of its methods was replaced after `accelerate_trainer`; with TRL
+            1.15 or later, the head has an adapter, which TRL's own log-probs would ignore. Nothing is changed.
+    """
+    check = Field("restore_trainer")
+    if not isinstance(trainer, GRPOTrainer):
+        check.fail("trainer", "a GRPOTrainer", Unquoted(f"a {type(trainer).__name__}"), TypeError)
+    if trainer not in _MODELS:
+        got = Unquoted(f"a {type(trainer).__name__} that is not accelerated")
+        check.fail("trainer", "one that accelerate_trainer or GSPOTrainer has accelerated", got)
+    tuner_layer = getattr(grpo_trainer, "BaseTunerLayer", ())
+    if _ASKS_THE_MODEL and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in _MODELS[trainer]):
+        check.fail("trainer", "of a model without an adapter on its head", Unquoted("one, which TRL would ignore"))
+    restore_methods(trainer, check)
+    delattr(trainer, _SETTINGS)
+    for base in _MODELS.pop(trainer):
+        others = _trainers_of(base)
+        if others:
+            _use_settings(others[0], [base])
+            continue
+        unwrap_forward(base)
+        if base in _FUSED_BEFORE:
+            _FUSED_BEFORE.remove(base)
+        else:
+            with contextlib.suppress(HeadError):  # enclosed by another wrapper
+                fuse_head(base).remove()
+    return trainer
+
+
+def _trainers_of(model: Any) -> list[GRPOTrainer]:
+    """Return the accelerated trainers that use the model."""
+    return [trainer for trainer, models in _MODELS.items() if any(x is model for x in models)]
 
 
 def _check(trainer: GRPOTrainer) -> None:
@@ -170,70 +215,13 @@ def _check(trainer: GRPOTrainer) -> None:
 def _use_settings(trainer: Any, models: list[Any]) -> None:
     """Make the models use the trainer's settings. Another trainer may share them."""
     for model in models:
-        setattr(model, _SETTINGS, _ModelSettings(trainer.temperature, vars(trainer)[_SETTINGS]))
-        if _ASKS_THE_MODEL and not _is_wrapped(model):
+        setattr(model, SETTINGS, ModelSettings(trainer.temperature, vars(trainer)[_SETTINGS]))
+        if _ASKS_THE_MODEL and not is_wrapped(model):
             warn_once(
                 "accelerate_trainer: the forward of the model was replaced after the call, for example by another "
                 "trainer of the model. Call accelerate_trainer(trainer) again",
                 stacklevel=4,
             )
-
-
-def _is_wrapped(model: Any) -> bool:
-    """Return whether the model's forward is that of `_wrap_forward`, directly or inside accelerate's wrapper."""
-    wrapper = vars(model).get(_ATTRIBUTE)
-    # accelerate stores the forward inside its wrapper as `_original_forward`.
-    return wrapper is not None and wrapper in (model.forward, vars(model).get("_original_forward"))
-
-
-def _wrap_forward(model: Any) -> None:
-    """Make the model's forward handle TRL's `fused_lm_head=True`. Other calls do not change."""
-    wrapped = model.forward
-
-    @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head:
-            return wrapped(*args, **kwargs)
-        return _log_probs(wrapped, vars(self)[_SETTINGS], *args, **kwargs)
-
-    model.forward = types.MethodType(forward, model)
-    setattr(model, _ATTRIBUTE, model.forward)
-
-
-def _log_probs(
-    forward: Any,
-    settings: _ModelSettings,
-    *args: Any,
-    labels: Tensor | None = None,
-    shift_labels: Tensor | None = None,
-    num_items_in_batch: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """Compute TRL's FusedCausalLMOutput. Log-probs are [B, T - 1] with `labels` and [B, T] with `shift_labels`.
-
-    Raises:
-        ValueError: neither `labels` nor `shift_labels` is given.
-    """
-    targets = shift_labels if shift_labels is not None else None if labels is None else labels[:, 1:]
-    if targets is None:
-        raise ValueError("fused_lm_head: labels or shift_labels must be given, got neither")
-
-    def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
-        states = hidden if shift_labels is not None else hidden[:, :-1]
-        options |= {"temperature": settings.temperature, **settings.backward._asdict()}
-        return linear_log_probs(states, lm_head, targets, entropy=True, **options)
-
-    kwargs["use_cache"] = False
-    scores, output = forward(*args, with_head=score, **kwargs)
-    mask = targets != -100  # [B, T - 1] or [B, T]
-    loss = -scores.log_probs.sum() / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
-    return utils.FusedCausalLMOutput(
-        loss=loss,
-        log_probs=scores.log_probs,
-        entropy=scores.entropy,
-        label_mask=mask,
-        aux_loss=getattr(output, "aux_loss", None),
-    )
 
 
 class _LogProbs:

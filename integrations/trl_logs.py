@@ -1,4 +1,4 @@
-"""What an accelerated trainer of TRL prints and logs, and what it does before each batch."""
+"""What an accelerated trainer of TRL prints and logs, and what it does before each batch. All of it can be undone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from gspo_kernels.validation import Field, Unquoted
+
 from .backwards import BackwardMetrics, BackwardSettings, describe_backend
+
+_REPLACED = "_gspo_replaced"  # the attribute of a trainer that holds its replaced methods: name -> (before, ours)
 
 
 def print_settings(trainer: Any, head: object, settings: BackwardSettings) -> None:
@@ -37,7 +41,8 @@ def log_backwards(trainer: Any) -> None:
             trainer._metrics["train"][name].extend(values)  # the next log of training has their mean
         return log(*args, **kwargs)
 
-    trainer.training_step, trainer.log = training_step, log_with_backwards
+    replace_method(trainer, "training_step", training_step)
+    replace_method(trainer, "log", log_with_backwards)
 
 
 def call_before_each_batch(trainer: Any, function: Callable[[], None]) -> None:
@@ -49,4 +54,27 @@ def call_before_each_batch(trainer: Any, function: Callable[[], None]) -> None:
         function()
         return prepare(*args, **kwargs)
 
-    trainer._prepare_inputs = prepare_inputs
+    replace_method(trainer, "_prepare_inputs", prepare_inputs)
+
+
+def replace_method(trainer: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace a method of the instance until `restore_methods`."""
+    vars(trainer).setdefault(_REPLACED, {})[name] = (vars(trainer).get(name), function)
+    setattr(trainer, name, function)
+
+
+def restore_methods(trainer: Any, check: Field) -> None:
+    """Undo all calls of `replace_method`.
+
+    Raises:
+        ValueError: a method has been replaced by someone else since then. Nothing is changed.
+    """
+    replaced = vars(trainer)[_REPLACED]
+    for name, (_, ours) in replaced.items():
+        if vars(trainer).get(name) is not ours:
+            check.fail(f"trainer.{name}", "the one that accelerate_trainer installed", Unquoted("another one"))
+    for name, (previous, _) in replaced.items():
+        delattr(trainer, name)
+        if previous is not None:
+            setattr(trainer, name, previous)
+    delattr(trainer, _REPLACED)

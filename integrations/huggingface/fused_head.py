@@ -99,6 +99,11 @@ def base_model(model: Any) -> Any:
             return model
 
 
+def is_fused(model: nn.Module) -> bool:
+    """Return whether the model takes `with_head`."""
+    return _ATTRIBUTE in vars(base_model(model))
+
+
 class FusedHead:
     """A model whose forward takes `with_head`. The head module is replaced only during calls with `with_head`."""
 
@@ -262,7 +267,7 @@ def logit_options(model: nn.Module) -> Mapping[str, Any]:
     For training loops that compute the hidden states without `with_head`. Arguments and errors are those of
     `fuse_head`. Afterwards the model is fused only if it was fused before.
     """
-    was_fused = _ATTRIBUTE in vars(base_model(model))
+    was_fused = is_fused(model)
     fused = fuse_head(model)
     try:
         return fused.options.kwargs()

@@ -248,10 +248,10 @@ def test_a_replaced_forward_is_warned_of(tmp_path: Path) -> None:
     make_trainer(GRPOTrainer, first.model, tmp_path, **options)  # TRL replaces the forward of its model
     with pytest.warns(UserWarning, match="forward of the model was replaced .* Call accelerate_trainer.trainer. again"):
         first.train()
-    assert not adapter._is_wrapped(first.model)
+    assert not adapter.is_wrapped(first.model)
     accelerate_trainer(first)
     first.train()
-    assert adapter._is_wrapped(first.model)
+    assert adapter.is_wrapped(first.model)
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -380,4 +380,10 @@ FAULTS: dict[str, Fault] = {
         "if max(ids) > rows:",
         "trainer_options::test_prompts_that_the_model_cannot_read_are_refused",
     ),
+    "a clip window of GSPOConfig is not checked": (
+        "integrations/trl_config",
+        "        _check_loss(self)\n",
+        "",
+        "trainers/trl_settings::test_a_setting_of_the_loss_is_checked_when_the_config_is_made",
+    ),
 }

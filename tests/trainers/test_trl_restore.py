@@ -1,0 +1,230 @@
+"""`restore_trainer` undoes `accelerate_trainer`: attributes, methods, logs and log-probs are again TRL's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", minversion="0.29")
+pytest.importorskip("datasets")
+import transformers
+import trl
+from helpers.trl_trainer import SEQUENCE, checkpoint, make_trainer
+from trl import GRPOTrainer
+
+from gspo_kernels import linear_log_probs
+from gspo_kernels.integrations import trl as adapter
+from gspo_kernels.integrations import trl_model
+from gspo_kernels.integrations.huggingface import base_model, fuse_head, is_fused
+from gspo_kernels.integrations.trl import GSPOTrainer, accelerate_trainer, restore_trainer
+
+asks_the_model = hasattr(trl.trainer.utils, "add_fused_lm_head")
+OPTIONS: dict[str, Any] = {**SEQUENCE, "max_steps": 2, "beta": 0.1}
+
+
+def models_of(trainer: Any) -> list[Any]:
+    """Return the policy, its transformers model, its head, and the same of the reference model."""
+    models = [x for x in (trainer.model, trainer.ref_model) if x is not None]
+    return [y for x in models for y in (x, base_model(x), base_model(x).get_output_embeddings())]
+
+
+def snapshot(trainer: Any) -> list[dict[str, Any]]:
+    """Return all attributes of the trainer and its models, and the hooks and submodules of each model."""
+    return [dict(vars(owner)) for owner in (trainer, *models_of(trainer))]
+
+
+def assert_unchanged(trainer: Any, before: list[dict[str, Any]]) -> None:
+    for now, then in zip(snapshot(trainer), before, strict=True):
+        assert now.keys() == then.keys()
+        different = [name for name, x in then.items() if now[name] is not x and not now[name] == x]
+        assert different == []
+
+
+def traces(trainer: Any) -> list[str]:
+    """Return the names of our attributes on the trainer and its models."""
+    return [name for owner in (trainer, *models_of(trainer)) for name in vars(owner) if name.startswith("_gspo")]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows with each call of `linear_log_probs` by a trainer."""
+    made: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return linear_log_probs(*args, **kwargs)
+
+    for module in (adapter, trl_model):
+        monkeypatch.setattr(module, "linear_log_probs", counted)
+    return made
+
+
+def stock(folder: Path, **options: Any) -> Any:
+    return make_trainer(GRPOTrainer, checkpoint(folder / "model"), folder, **{**OPTIONS, **options})
+
+
+def results(trainer: Any) -> tuple[list[dict[str, float]], list[torch.Tensor]]:
+    """Return the logs without times, and the parameters."""
+    timed = ("runtime", "per_second", "step_time", "time")
+    logs = [{k: v for k, v in log.items() if not any(t in k for t in timed)} for log in trainer.state.log_history]
+    return logs, [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def assert_same_run(ours: Any, theirs: Any) -> None:
+    (logs, parameters), (their_logs, their_parameters) = results(ours), results(theirs)
+    assert logs == their_logs and len(logs) > 1
+    assert not any(key.startswith("gspo/") for log in logs for key in log)
+    assert all(torch.equal(x, y) for x, y in zip(parameters, their_parameters, strict=True))
+
+
+@pytest.mark.parametrize("peft", [False, True])
+@pytest.mark.parametrize("by_class", [False, True])
+def test_a_restored_trainer_is_a_stock_trainer(by_class: bool, peft: bool, tmp_path: Path, calls: list[int]) -> None:
+    lora = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"]) if peft else None
+
+    def make(trainer_class: type[GRPOTrainer], name: str) -> Any:
+        folder = tmp_path / name
+        return make_trainer(trainer_class, checkpoint(folder / "model"), folder, lora, **OPTIONS)
+
+    expected = make(GRPOTrainer, "expected")
+    expected.train()
+    trainer = make(GSPOTrainer if by_class else GRPOTrainer, "ours")
+    if not by_class:
+        before = snapshot(trainer)
+        assert accelerate_trainer(trainer, gradient_budget=1e-3) is trainer
+        assert traces(trainer)
+        accelerate_trainer(trainer)  # a second call only replaces the settings
+    assert restore_trainer(trainer) is trainer
+    if not by_class:
+        assert_unchanged(trainer, before)
+    assert traces(trainer) == []
+    trainer.train()
+    assert calls == []
+    assert_same_run(trainer, expected)
+
+
+def test_after_training_the_next_log_probs_are_trls(tmp_path: Path, calls: list[int]) -> None:
+    """Accelerated for two steps and restored for two, which are those of a stock trainer that resumes there."""
+    saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer = accelerate_trainer(stock(tmp_path / "ours", **saving))
+    trainer.train()
+    assert calls
+    restore_trainer(trainer)
+    assert traces(trainer) == []
+    calls.clear()
+    step_2 = str(tmp_path / "ours" / "out" / "checkpoint-2")
+    trainer.train(resume_from_checkpoint=step_2)
+    resumed = stock(tmp_path / "stock", **saving)
+    resumed.train(resume_from_checkpoint=step_2)
+    assert calls == []
+    assert [log["loss"] for log in trainer.state.log_history[-3:] if "loss" in log] == [
+        log["loss"] for log in resumed.state.log_history[-3:] if "loss" in log
+    ]
+    for x, y in zip(trainer.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(x, y)
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for x, y in zip(trainer.model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_forward_inside_autocast_passes_calls_on(tmp_path: Path, calls: list[int]) -> None:
+    """With bf16, accelerate wraps the forward when training starts. The restored trainer still runs TRL's code."""
+    options = {"bf16": True, "max_steps": 1}
+    trainer, expected = accelerate_trainer(stock(tmp_path / "a", **options)), stock(tmp_path / "b", **options)
+    trainer.train()
+    expected.train()
+    restore_trainer(trainer)
+    calls.clear()
+    expected.model.load_state_dict(trainer.model.state_dict())
+    ids = torch.randint(2, 10, (4, 9), generator=torch.Generator().manual_seed(0))
+    log_probs = [
+        x._get_per_token_logps_and_entropies(x.model, ids, torch.ones_like(ids), 5, compute_entropy=True)[:2]
+        for x in (trainer, expected)
+    ]
+    assert calls == [] and all(torch.equal(x, y) for x, y in zip(*log_probs, strict=True))
+    trainer.train()
+    assert not any(key.startswith("gspo/") for key in trainer.state.log_history[0])
+    accelerate_trainer(trainer).train()
+    assert calls and "gspo/passes" in trainer.state.log_history[0]
+
+
+def test_trainers_that_share_a_model_are_restored_one_by_one(tmp_path: Path, calls: list[int]) -> None:
+    path = checkpoint(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    first = make_trainer(GRPOTrainer, model, tmp_path / "first", **{**OPTIONS, "beta": 0.0})
+    second = make_trainer(GRPOTrainer, model, tmp_path / "second", **{**OPTIONS, "beta": 0.0, "temperature": 0.7})
+    before = snapshot(first), snapshot(second)
+    accelerate_trainer(first)
+    accelerate_trainer(second, cache_mib=3)
+    restore_trainer(first)
+    assert not any(name.startswith("_gspo") for name in vars(first))
+    second.train()
+    assert calls, "the second trainer is still accelerated"
+    assert vars(model)[adapter.SETTINGS].temperature == 0.7 and vars(model)[adapter.SETTINGS].backward.cache_mib == 3
+    restore_trainer(second)
+    assert traces(first) == traces(second) == []
+    for trainer, then in zip((first, second), before, strict=True):
+        assert vars(trainer.model).get("forward") == then[1].get("forward")
+    calls.clear()
+    first.train()
+    assert calls == []
+
+
+def test_a_model_that_the_user_fused_stays_fused(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(tmp_path / "model"))
+    fused = fuse_head(model)
+    trainer = make_trainer(GRPOTrainer, model, tmp_path, **OPTIONS)
+    before = snapshot(trainer)
+    restore_trainer(accelerate_trainer(trainer))
+    assert_unchanged(trainer, before)
+    assert is_fused(model) and fuse_head(model) is fused
+
+
+def test_a_trainer_that_is_not_accelerated_is_named(tmp_path: Path) -> None:
+    trainer = stock(tmp_path)
+    text = "restore_trainer: trainer must be one that .* has accelerated, got a GRPOTrainer that is not accelerated"
+    with pytest.raises(ValueError, match=text):
+        restore_trainer(trainer)
+    restore_trainer(accelerate_trainer(trainer))
+    with pytest.raises(ValueError, match=text):
+        restore_trainer(trainer)
+    wrong: Any = object()
+    with pytest.raises(TypeError, match="restore_trainer: trainer must be a GRPOTrainer, got a object"):
+        restore_trainer(wrong)
+
+
+def test_a_method_that_was_replaced_later_is_named_and_nothing_changes(tmp_path: Path) -> None:
+    trainer = accelerate_trainer(stock(tmp_path))
+    log = trainer.log
+    trainer.log = lambda *args, **kwargs: log(*args, **kwargs)
+    before = snapshot(trainer)
+    with pytest.raises(ValueError, match=r"trainer.log must be the one that accelerate_trainer installed, got another"):
+        restore_trainer(trainer)
+    assert_unchanged(trainer, before)
+    trainer.log = log
+    restore_trainer(trainer)
+    assert traces(trainer) == []
+
+
+def test_a_method_of_the_instance_is_restored(tmp_path: Path) -> None:
+    trainer = stock(tmp_path)
+    log, made = trainer.log, []
+    trainer.log = lambda *args, **kwargs: (made.append(1), log(*args, **kwargs))
+    mine = trainer.log
+    restore_trainer(accelerate_trainer(trainer))
+    assert vars(trainer)["log"] is mine
+
+
+@pytest.mark.skipif(not asks_the_model, reason="before TRL 1.15, TRL's log-probs come from logits, with the adapter")
+def test_a_head_with_an_adapter_is_refused(tmp_path: Path) -> None:
+    """TRL's own log-probs would ignore the adapter."""
+    lora = pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+    trainer = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, lora, **SEQUENCE)
+    before = snapshot(trainer)
+    with pytest.raises(ValueError, match="restore_trainer: trainer must be of a model without an adapter on its head"):
+        restore_trainer(trainer)
+    assert_unchanged(trainer, before)

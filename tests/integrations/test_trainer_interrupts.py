@@ -101,6 +101,7 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_interrupted_at_every_place_continues_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -154,7 +154,8 @@ class Call(Field):
     def sign(self, name: str, x: Tensor, unmasked: Tensor, *, positive: bool = False) -> None:
         """Check that log-probs are <= 0, or entropies >= 0, up to ROUNDING. NaN passes: it makes the loss NaN."""
         wrong = unmasked & (x < -ROUNDING if positive else x > ROUNDING)
-        expected = f"{'>=' if positive else '<='} 0 where mask is true (rounding may add {ROUNDING:g})"
+        sign = ">=" if positive else "<="
+        expected = lambda: f"{sign} 0 where mask is true (rounding may add {ROUNDING:g})"  # noqa: E731
         self.flag(name, wrong, expected, lambda: up_to_five(x[wrong]))
 
     def unsharded(self, weight: Any) -> None:

@@ -144,7 +144,7 @@ def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: An
             kwargs = {k: v for k, v in kwargs.items() if not k.endswith("_log_probs")}
             linear_log_probs(leaves["hidden"], leaves["weight"], sample.target_ids, bias=leaves.get("bias"), **kwargs)
         elif name == "policy_loss":
-            lp = torch.randn(sample.target_ids.shape, requires_grad=True)
+            lp = (-torch.rand(sample.target_ids.shape)).requires_grad_()
             kwargs = {k: kwargs[k] for k in ("mask", "old_log_probs", "ref_log_probs")}
             entropy = torch.rand_like(lp) if sample.objective.entropy_coef else None
             policy_loss(lp, sample.advantages, objective=sample.objective, entropy=entropy, **kwargs)
@@ -297,7 +297,7 @@ def test_an_objective_made_inside_a_compiled_function_is_read() -> None:
         objective = gspo_kernels.Objective(clip_low=clip, clip_high=float("inf"), kl_coef=0.0)
         return gspo_kernels.policy_loss(log_probs, torch.tensor([-1.0, 1.0]), objective=objective, backend="torch").loss
 
-    log_probs = torch.randn(2, 5)
+    log_probs = -torch.rand(2, 5)
     assert torch.equal(torch.compile(loss, fullgraph=True, backend="aot_eager")(log_probs, 2e-3), loss(log_probs, 2e-3))
 
 

@@ -65,11 +65,12 @@ BOUNDS = {  # objective, sign of the advantage, log-ratio exactly at the bound
 def test_a_ratio_on_a_bound_is_not_clipped(name: str, backend: str) -> None:
     objective, advantage, bound = BOUNDS[name]
     for beyond, fraction in ((0.0, 0.0), (math.copysign(1e-9, bound), 1.0)):
-        log_probs = torch.full((1, 1), bound + beyond, dtype=torch.float64, requires_grad=True)
+        log_ratio = torch.full((1, 1), bound + beyond, dtype=torch.float64)
+        log_probs = log_ratio.clamp(max=0).requires_grad_()  # either it or the old log-prob is 0, so nothing is rounded
         out = policy_loss(
             log_probs,
             torch.tensor([advantage]),
-            old_log_probs=torch.zeros(1, 1).double(),
+            old_log_probs=-log_ratio.clamp(min=0),
             objective=objective,
             backend=backend,
         )
@@ -93,13 +94,13 @@ def test_a_small_sapo_temperature_has_a_slope_at_far_ratios(temperature: float, 
         surrogate="sapo", ratio="token", sapo_temperature_pos=temperature, sapo_temperature_neg=temperature
     )
     around = torch.tensor([[-3.0, -1.0, 0.0, 1.0, 2.0]] * 2, dtype=torch.float64)
-    log_probs = (around - math.log(temperature)).requires_grad_()
+    log_ratio = (around - math.log(temperature)).requires_grad_()
     advantages = torch.tensor([1.0, -0.5], dtype=torch.float64)
-    expected = reference.surrogate(log_probs, advantages[:, None].expand(2, 5), objective).mean(1).mean()
-    (truth,) = torch.autograd.grad(expected, log_probs)
-    old = torch.zeros_like(log_probs)
-    out = policy_loss(log_probs, advantages, old_log_probs=old, objective=objective, backend=backend)
-    (gradient,) = torch.autograd.grad(out.loss, log_probs)
+    expected = reference.surrogate(log_ratio, advantages[:, None].expand(2, 5), objective).mean(1).mean()
+    (truth,) = torch.autograd.grad(expected, log_ratio)
+    old = torch.full_like(log_ratio, -128.0)
+    out = policy_loss(log_ratio + old, advantages, old_log_probs=old, objective=objective, backend=backend)
+    (gradient,) = torch.autograd.grad(out.loss, log_ratio)
     torch.testing.assert_close(out.loss, expected, rtol=FLOAT64_RELATIVE, atol=0)
     torch.testing.assert_close(gradient, truth, rtol=FLOAT64_RELATIVE, atol=0)
     assert (truth.abs() > truth.abs().max() / 100).all()
@@ -134,11 +135,11 @@ def test_empty_sequences_do_not_change_the_smallest_and_largest_ratio(
 
     An empty sequence or a masked token would have ratio 1, and all other ratios here are on the same side of 1.
     """
-    log_probs, mask = torch.full((3, 4), log_ratio), torch.ones(3, 4, dtype=torch.bool)
+    old, mask = -torch.ones(3, 4), torch.ones(3, 4, dtype=torch.bool)
     mask[1], mask[0, 2] = False, False
     objective = Objective(ratio=ratio, clip_low=0.9, clip_high=9.0)
     out = policy_loss(
-        log_probs, torch.ones(3), mask=mask, old_log_probs=torch.zeros(3, 4), objective=objective, backend=backend
+        old + log_ratio, torch.ones(3), mask=mask, old_log_probs=old, objective=objective, backend=backend
     )
     for name in ("ratio_mean", "ratio_min", "ratio_max"):
         assert out.metrics[name].item() == pytest.approx(math.exp(log_ratio)), name
@@ -166,12 +167,12 @@ def test_an_infinite_ratio_times_kl_does_not_change_masked_tokens(masked: bool, 
 @on_device
 def test_tokens_with_only_an_entropy_gradient_count_as_having_a_gradient(backend: str) -> None:
     """All tokens are clipped, so only the entropy bonus can have a gradient."""
-    log_probs, entropy = torch.ones(2, 3), torch.ones(2, 3)
+    log_probs, entropy = -torch.ones(2, 3), torch.ones(2, 3)
     for bonus, share in ((0.0, 1.0), (0.1, 0.0)):
         out = policy_loss(
             log_probs,
             torch.ones(2),
-            old_log_probs=torch.zeros(2, 3),
+            old_log_probs=log_probs - 1,
             entropy=entropy,
             objective=Objective(entropy_coef=bonus),
             backend=backend,

@@ -79,7 +79,7 @@ FAULTS: dict[str, Fault] = {
         "seams::test_openrlhfs_loss_without_a_batch_size_is_a_mean_over_answers",
     ),
     "TRL's mean loss divided by all positions": (
-        "integrations/trl",
+        "integrations/trl_model",
         "(mask.sum().clamp(min=1) if num_items",
         "(mask.numel() if num_items",
         "trainers/trl::test_policy_and_reference_model_return_a_mean_loss_over_labels",
@@ -104,8 +104,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "a second call of accelerate_trainer keeps the settings": (
         "integrations/trl",
-        "setattr(model, _SETTINGS, _ModelSettings(",
-        "vars(model).setdefault(_SETTINGS, _ModelSettings(",
+        "setattr(model, SETTINGS, ModelSettings(",
+        "vars(model).setdefault(SETTINGS, ModelSettings(",
         "trainers/trl_budget::test_the_last_call_decides_and_each_change_is_printed_once",
     ),
     "trainers of one model share their settings": (
@@ -385,5 +385,47 @@ FAULTS: dict[str, Fault] = {
         "        _check_loss(self)\n",
         "",
         "trainers/trl_settings::test_a_setting_of_the_loss_is_checked_when_the_config_is_made",
+    ),
+    "restore_trainer leaves the trainer's methods": (
+        "integrations/trl",
+        "    restore_methods(trainer, check)\n",
+        "",
+        "trainers/trl_restore::test_a_restored_trainer_is_a_stock_trainer[False-False]",
+    ),
+    "restore_trainer leaves the model's forward": (
+        "integrations/trl",
+        "        unwrap_forward(base)\n",
+        "",
+        "trainers/trl_restore::test_a_restored_trainer_is_a_stock_trainer[True-False]",
+    ),
+    "restore_trainer takes a shared model from the other trainer": (
+        "integrations/trl",
+        "        others = _trainers_of(base)\n",
+        "        others = []\n",
+        "trainers/trl_restore::test_trainers_that_share_a_model_are_restored_one_by_one",
+    ),
+    "restore_trainer removes the user's FusedHead": (
+        "integrations/trl",
+        "if base in _FUSED_BEFORE:",
+        "if False:",
+        "trainers/trl_restore::test_a_model_that_the_user_fused_stays_fused",
+    ),
+    "an enclosed forward still computes log-probs after restore_trainer": (
+        "integrations/trl_model",
+        "    vars(model).pop(SETTINGS, None)\n",
+        "",
+        "trainers/trl_restore::test_a_forward_inside_autocast_passes_calls_on",
+    ),
+    "restore_trainer checks methods after it has changed some": (
+        "integrations/trl_logs",
+        "        if vars(trainer).get(name) is not ours:\n",
+        "        if False:\n",
+        "trainers/trl_restore::test_a_method_that_was_replaced_later_is_named_and_nothing_changes",
+    ),
+    "restore_trainer accepts a head whose adapter TRL ignores": (
+        "integrations/trl",
+        "if _ASKS_THE_MODEL and any(isinstance(",
+        "if False and any(isinstance(",
+        "trainers/trl_restore::test_a_head_with_an_adapter_is_refused",
     ),
 }

@@ -43,8 +43,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "sums over the tokens of ranks in fp32": (
         "backends/torch/sharded_sequence",
-        "torch.segment_reduce(x.double(),",
-        "torch.segment_reduce(x.double() if x.dtype == torch.bool else x,",
+        'return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0)',
+        "x = x if x.is_floating_point() else x.double()\n"
+        '    return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0).double()',
         "distributed/sharded::test_case[cp 2 equal tokens]",
     ),
     "lengths and normalizer of this rank's tokens": (

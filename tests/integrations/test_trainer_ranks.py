@@ -73,6 +73,9 @@ def test_two_processes_train_like_one(tmp_path: Path, changes: dict[str, Any]) -
             assert (values["weight"] - before[name]).abs().max() > 20 * TRAINER_ABSOLUTE, name
     if not changes.get("lora_rank"):
         assert load_policy(str(together / "model-seed0"))
+        expected, row = (rows_of(train(read_config(texts=["steps=3"], resume=x)).folder)[3] for x in (alone, together))
+        assert row["reward"] == expected["reward"] > 0  # one process continues what two began
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-3, abs=1e-5)
 
 
 def load_policy_weights(folder: Path, changes: dict[str, Any]) -> dict[str, torch.Tensor]:

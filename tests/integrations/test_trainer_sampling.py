@@ -77,7 +77,7 @@ def test_small_probabilities_of_a_large_vocabulary_are_kept() -> None:
 def test_answers_have_the_probabilities_that_the_loss_computes(demo: policy.Policy) -> None:
     """Compare the counts of pairs of tokens with exact probabilities, at a temperature of 0.7."""
     count, temperature = 3_000, 0.7
-    options = dict(group_size=count, max_new_tokens=2, temperature=temperature, seeds=[(0, 1, 0)])
+    options: dict[str, Any] = dict(group_size=count, max_new_tokens=2, temperature=temperature, seeds=[(0, 1, 0)])
     rollout = padded(demo, converse(demo, [Example("sort ba:", "")], **options))
     model, end = demo.model.double(), demo.tokenizer.eos_token_id
     ids, _ = left_padded(demo, encode(demo, ["sort ba:"]))
@@ -108,7 +108,7 @@ def test_answers_have_the_probabilities_that_the_loss_computes(demo: policy.Poli
 
 
 def test_an_answer_does_not_depend_on_the_others_of_its_batch(demo: policy.Policy) -> None:
-    options = dict(group_size=3, max_new_tokens=7, temperature=1.0)
+    options: dict[str, Any] = dict(group_size=3, max_new_tokens=7, temperature=1.0)
     whole = [answer.ids for answer in converse(demo, SIX, seeds=SEEDS, **options)]
     for parts in ([1] * 6, [3, 3], [2, 4], [5, 1]):
         shares = [slice(a, b) for a, b in itertools.pairwise([0, *itertools.accumulate(parts)])]
@@ -119,7 +119,7 @@ def test_an_answer_does_not_depend_on_the_others_of_its_batch(demo: policy.Polic
 
 def test_a_dialogue_does_not_depend_on_the_others(demo: policy.Policy) -> None:
     task = Task("guess", SIX, [Example("sort d:", "")], Rewards(()), reply=lambda turn, example: " : ", max_turns=3)
-    options = dict(group_size=4, max_new_tokens=40, temperature=3.0, task=task)
+    options: dict[str, Any] = dict(group_size=4, max_new_tokens=40, temperature=3.0, task=task)
     whole = converse(demo, SIX, seeds=SEEDS, **options)
     assert {len(answer.turns) for answer in whole} == {1, 2, 3}
     halves = [slice(0, 3), slice(3, 6)]
@@ -143,7 +143,7 @@ def test_each_position_of_an_answer_has_a_random_number_of_its_own(demo: policy.
 
 def test_every_answer_and_step_has_random_numbers_of_its_own(demo: policy.Policy) -> None:
     def answers(*seeds: tuple[int, ...]) -> list[tuple[int, ...]]:
-        options = dict(group_size=4, max_new_tokens=7, temperature=1.0)
+        options: dict[str, Any] = dict(group_size=4, max_new_tokens=7, temperature=1.0)
         sampled = converse(demo, [Example("sort ba:", "")] * len(seeds), seeds=seeds, **options)
         return [tuple(answer.ids) for answer in sampled]
 
@@ -152,7 +152,7 @@ def test_every_answer_and_step_has_random_numbers_of_its_own(demo: policy.Policy
     everything = [first, answers((0, 2, 0), (0, 2, 1)), answers((1, 1, 0), (1, 1, 1))]
     assert len({answer for group in everything for answer in group}) >= 22  # of 24
     # Without seeds, torch's generator decides; greedy decoding takes no random numbers from it.
-    options = dict(group_size=4, max_new_tokens=7)
+    options: dict[str, Any] = dict(group_size=4, max_new_tokens=7)
     drawn = []
     for _ in range(2):
         torch.manual_seed(5)

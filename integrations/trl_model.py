@@ -44,7 +44,7 @@ def wrap_forward(model: Any) -> None:
             return wrapped(*args, fused_lm_head=True, **kwargs)
         return _log_probs(wrapped, settings, *args, **kwargs)
 
-    forward.wrapped = wrapped  # pyright: ignore[reportFunctionMemberAccess]
+    forward.wrapped = wrapped  # pyright: ignore[reportAttributeAccessIssue] - a function
     model.forward = types.MethodType(forward, model)
     setattr(model, _ATTRIBUTE, model.forward)
 

@@ -92,8 +92,8 @@ def test_a_restored_trainer_is_a_stock_trainer(by_class: bool, peft: bool, tmp_p
     expected = make(GRPOTrainer, "expected")
     expected.train()
     trainer = make(GSPOTrainer if by_class else GRPOTrainer, "ours")
+    before = snapshot(trainer)
     if not by_class:
-        before = snapshot(trainer)
         assert accelerate_trainer(trainer, gradient_budget=1e-3) is trainer
         assert traces(trainer)
         accelerate_trainer(trainer)  # a second call only replaces the settings
@@ -174,10 +174,12 @@ def test_trainers_that_share_a_model_are_restored_one_by_one(tmp_path: Path, cal
     assert calls == []
 
 
-def test_a_model_that_the_user_fused_stays_fused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused_first", [False, True])
+def test_a_model_that_the_user_fused_stays_fused(fused_first: bool, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(tmp_path / "model"))
-    fused = fuse_head(model)
+    fused = fuse_head(model) if fused_first else None
     trainer = make_trainer(GRPOTrainer, model, tmp_path, **OPTIONS)
+    fused = fused or fuse_head(model)
     before = snapshot(trainer)
     restore_trainer(accelerate_trainer(trainer))
     assert_unchanged(trainer, before)

@@ -228,12 +228,6 @@ FAULTS: dict[str, Fault] = {
         "if False:",
         "trainer_tasks::test_the_time_limit_restores_the_callers_timer_and_handler",
     ),
-    "random numbers of an interrupted step saved instead of the checkpoint's": (
-        "integrations/reference_trainer/trainer",
-        '"rng": distributed.gather(self.rng)',
-        '"rng": distributed.gather(rng_states())',
-        "trainer_interrupts::test_a_run_interrupted_at_every_place_continues_to_the_bit[Ctrl-C]",
-    ),
     "running moments of rewards not restored": (
         "integrations/reference_trainer/trainer",
         'self.running = RunningMoments(**saved["running"])',
@@ -253,9 +247,9 @@ FAULTS: dict[str, Fault] = {
         "trainer_options::test_bf16_weights_have_fp32_masters",
     ),
     "failed rewards of the first process only": (
-        "integrations/reference_trainer/trainer",
-        "together(failures)",
-        "failures",
+        "integrations/tasks/rewards",
+        "[x for part in parts for x in part.failures]",
+        "list(parts[0].failures)",
         "trainer_numbers::test_every_number_of_two_processes_equals_its_definition",
     ),
     "metrics of the last update only": (

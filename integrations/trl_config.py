@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from trl.trainer.grpo_config import GRPOConfig
@@ -18,9 +17,7 @@ from .backwards import BackwardSettings
 UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four mini-batches
 # These loss types clip the ratio to [1 - epsilon, 1 + epsilon_high]. cispo is missing: its upper bound is epsilon_high.
 CLIPPING_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-# Those of TRL 0.29, and those that the installed release lists.
-(_HELP,) = (f.metadata.get("help", "") for f in fields(GRPOConfig) if f.name == "loss_type")
-LOSS_TYPES = tuple(dict.fromkeys([*CLIPPING_LOSS_TYPES, "cispo", "sapo", *re.findall(r"'(\w+)':", _HELP)]))
+LOSS_TYPES = (*CLIPPING_LOSS_TYPES, "cispo", "sapo", "vespo")  # of TRL 0.29 to 1.16
 LEVELS = ("token", "sequence", "sequence_token")  # the last is the level of trl.experimental.gspo_token
 
 

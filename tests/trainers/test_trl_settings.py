@@ -107,7 +107,7 @@ def test_every_loss_type_of_the_installed_trl_is_accepted() -> None:
     code = inspect.getsource(GRPOTrainer._compute_loss)
     names = set(re.findall(r'loss_type == "(\w+)"', code))
     names |= {x for group in re.findall(r"loss_type in \[(.*?)\]", code) for x in re.findall(r'"(\w+)"', group)}
-    assert names == set(LOSS_TYPES)
+    assert names <= set(LOSS_TYPES)
     for name in names:
         assert config(loss_type=name, epsilon=0.2, epsilon_high=1.5).loss_type == name
 

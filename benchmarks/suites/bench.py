@@ -130,9 +130,9 @@ def absent(candidate: Candidate, spec: Spec) -> str | None:
 
 
 def _set_device(spec: Spec) -> torch.device:
-    """Make the spec's device current, and return it. Other libraries may launch kernels only on the current device."""
+    """Return the spec's device, and make it current. Other libraries may launch kernels only on the current device."""
     device = torch.device(spec.device)
-    if device.type == "cuda":
+    if device.index is not None:  # "cuda" is the current device already
         torch.cuda.set_device(device)
     return device
 

@@ -66,9 +66,12 @@ def _request_ieee(kind: str) -> None:
             torch.set_float32_matmul_precision("highest")
             saved.insert(0, partial(torch.set_float32_matmul_precision, precision))
     if kind == "cuda" and kind not in _requested:  # otherwise the parts of a split bf16 product are added in bf16
-        matmul, name = torch_backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
-        saved.append(partial(setattr, matmul, name, getattr(matmul, name)))
-        matmul.allow_bf16_reduced_precision_reduction = False
+        matmul = torch_backends.cuda.matmul
+        # The setter takes a pair. A single bool would also allow split-K products, which the user may have disabled.
+        split_k = matmul.allow_bf16_reduced_precision_reduction_split_k
+        pair = (matmul.allow_bf16_reduced_precision_reduction, split_k)
+        saved.append(partial(setattr, matmul, "allow_bf16_reduced_precision_reduction", pair))
+        matmul.allow_bf16_reduced_precision_reduction = (False, split_k)
     for name in kinds:
         backends[name].fp32_precision = "ieee"
     _requested.update(kinds)

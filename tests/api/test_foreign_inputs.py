@@ -121,6 +121,22 @@ def test_precision_settings_per_backend_are_restored() -> None:
     assert backends.cuda.matmul.fp32_precision == "tf32"
 
 
+@pytest.mark.parametrize(("reduced", "split_k"), [(True, True), (False, True), (False, False)])
+def test_settings_of_bf16_sums_on_cuda_are_restored(reduced: bool, split_k: bool) -> None:
+    """Batch-invariant inference disables both. A backward must not enable split-K for the rest of the process."""
+    matmul: Any = torch.backends.cuda.matmul
+    settings = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
+    before = settings()
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = (reduced, split_k)
+        requested = settings()
+        with exact_products(torch.device("cuda")):
+            assert settings() == (False, split_k)
+        assert settings() == requested
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_forked_during_a_call_has_the_original_precision() -> None:
     code = """

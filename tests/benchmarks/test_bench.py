@@ -50,6 +50,15 @@ def test_all_candidates_compute_the_same_loss_and_gradients(scenario: str, softc
             assert error.loss < CANDIDATE_LOSS, (candidate.name, error)
 
 
+def test_the_device_need_not_have_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.set_device` refuses "cuda", the default device on a machine with a GPU."""
+    made_current: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", made_current.append, raising=False)
+    for name in ("cpu", "cuda", "cuda:1"):
+        assert bench._set_device(SMALL._replace(device=name)) == torch.device(name)
+    assert made_current == [1]
+
+
 def test_trl_with_an_fp32_head_has_fp32_errors_in_bf16() -> None:
     if ALL["TRL fused head"].absent(SMALL.head, torch.bfloat16, CPU):
         pytest.skip("needs trl")

@@ -2,6 +2,7 @@
 
     python -m gspo_kernels.benchmarks gpu            the groups of measurements for ten minutes of a GPU
     python -m gspo_kernels.benchmarks gpu --plan     list the groups with estimated seconds; needs no GPU
+    python -m gspo_kernels.benchmarks gpu checks     the tests that need a GPU; run them first
     python -m gspo_kernels.benchmarks gpu A rl       only these groups; rl stands for rl-4k and rl-8k
     python -m gspo_kernels.benchmarks gpu tune       rank block shapes
 
@@ -68,7 +69,7 @@ def main() -> int:
 def parsed() -> argparse.Namespace:
     """Return the command line's options; exit with a line on stderr for bad ones. This makes no CUDA context."""
     parser = parser_of("gpu", __doc__)
-    parser.add_argument("groups", nargs="*", help="groups to measure (default: all but tune)")
+    parser.add_argument("groups", nargs="*", help="groups to measure (default: all but checks and tune)")
     parser.add_argument("--plan", action="store_true", help="list the groups with estimated seconds, measure nothing")
     parser.add_argument("--again", action="store_true", help="repeat groups that have a record")
     parser.add_argument("--minutes", type=float, default=9.5, help="end after so many minutes (default 9.5)")

@@ -254,12 +254,14 @@ def profile(setting: Setting) -> Iterator[Measurement]:
 
 
 def checks(setting: Setting) -> Iterator[Measurement]:
-    """Run the tests that need a GPU. Their output is printed."""
-    options = "-n 8 --dist loadfile" if setting.on_gpu else "--collect-only tests/backends/test_gpu.py"
+    """Run the tests that need a GPU: first the kernels at a model's sizes, then all others. The log names each test."""
+    first = ["tests/backends/test_gpu.py", "tests/backends/test_model_sizes.py"]
+    parts = {"kernels": first, "other tests": ["tests", *(f"--ignore={path}" for path in first)]}
 
-    def run() -> list[Record]:
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", *options.split()]
+    def run(what: str) -> list[Record]:
+        options = ["-n", "12", "--dist", "worksteal", "-v"] if setting.on_gpu else ["--collect-only", "-q"]
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", *parts[what], *options]
         status = subprocess.run(command, cwd=ROOT).returncode
-        return [{"what": "pytest -m gpu", "fault": f"exit status {status}" if status else ""}]
+        return [{"what": f"pytest -m gpu, {what}", "fault": f"exit status {status}" if status else ""}]
 
-    yield "checks", run
+    yield from ((what, partial(run, what)) for what in (parts if setting.on_gpu else ["kernels"]))

@@ -33,10 +33,11 @@ def test_a_dry_run_measures_every_group_and_a_second_run_keeps_them(
     monkeypatch.setattr(groups.shutil, "which", lambda name: None)
     for library in ("OMP", "OPENBLAS"):  # the shapes are so small that more threads are slower
         monkeypatch.setenv(f"{library}_NUM_THREADS", "1")
-    path = tmp_path / "new" / "gpu.json"
-    assert run(monkeypatch, "--tiny", "--output", str(path)) == 0
+    path, chosen = tmp_path / "new" / "gpu.json", [*groups.DEFAULT, "checks"]
+    assert run(monkeypatch, *chosen, "--tiny", "--output", str(path)) == 0
     results, printed = results_in(path), capfd.readouterr().out
-    assert list(results) == [name for name in groups.DEFAULT if name != "profile"]
+    assert list(results) == [name for name in chosen if name != "profile"]
+    assert set(chosen) == {name for name in groups.GROUPS if not name.startswith("tune-")}
     assert "profile: skipped, because ncu is not installed" in printed and printed.endswith("no faults\n")
     timed = {(r.get("shape"), r.get("batch"), r["what"]) for group in results.values() for r in group["results"]}
     kernels = {f"kernel {name}" for name in (*tune.KERNELS, "reduce_rows", "count_tokens", "sequence_loss", "finish")}
@@ -45,7 +46,7 @@ def test_a_dry_run_measures_every_group_and_a_second_run_keeps_them(
     assert {("A", "rl-like, 128 tokens", x) for x in ("naive GSPO", "ours", "ours, budget 1e-3")} <= timed
     assert all(r["seconds"] > 0 for group in results.values() for r in group["results"] if "seconds" in r)
     before = path.read_text()
-    assert run(monkeypatch, "--tiny", "--output", str(path)) == 0
+    assert run(monkeypatch, *chosen, "--tiny", "--output", str(path)) == 0
     assert capfd.readouterr().out.count(": kept, measured at commit ") == len(results) and path.read_text() == before
 
 

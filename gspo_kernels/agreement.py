@@ -113,7 +113,7 @@ def _compared(
         facts = {name: _facts(values, name) for name in groups}
     except Exception as raised:  # raised again below, after the other ranks know of it
         error = raised
-    failure = "" if error is None else str(error)
+    failure = "" if error is None else str(error) or type(error).__name__
     messages = []
     for name, group in groups.items():
         answers: list[Any] = [None] * group.size()

@@ -15,7 +15,6 @@ that method on the instance.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -126,10 +125,10 @@ def accelerate_trainer(
     settings = backward_settings(trainer, gradient_budget, cache_mib)
     warn_of_settings_that_never_clip(trainer, stacklevel=4)
     models: list[Any] = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
-    models = [base_model(trainer.accelerator.unwrap_model(model)) for model in models]
+    models = list(dict.fromkeys(base_model(trainer.accelerator.unwrap_model(model)) for model in models))
     _FUSED_BEFORE.update(base for base in models if is_fused(base) and not _trainers_of(base))
     heads = [fuse_head(base) for base in models]
-    _MODELS[trainer] = models
+    _MODELS[trainer] = list(dict.fromkeys([*models, *_MODELS.get(trainer, ())]))  # `trainer.model` may be a new one
     for base in models:
         if _ASKS_THE_MODEL and not is_wrapped(base):
             wrap_forward(base)
@@ -140,7 +139,7 @@ def accelerate_trainer(
     _use_settings(trainer, models)
     if previous is None:
         log_backwards(trainer)
-        call_before_each_batch(trainer, functools.partial(_use_settings, trainer, models))
+        call_before_each_batch(trainer, lambda: _use_settings(trainer, _MODELS[trainer]))
     if previous != settings:
         print_settings(trainer, heads[0], settings)
     return trainer

@@ -114,8 +114,8 @@ class TrainConfig:
         require, size = self._require, self.rollout_size
         plain = self.name not in ("", ".", "..") and Path(self.name).name == self.name
         require("name", plain, "a plain folder name")
-        distinct = len(self.seeds) == len(set(self.seeds)) > 0 and min(self.seeds) >= 0
-        require("seeds", distinct, "different numbers >= 0, at least one")
+        distinct = len(self.seeds) == len(set(self.seeds)) > 0 and 0 <= min(self.seeds) <= max(self.seeds) < 2**32
+        require("seeds", distinct, "different numbers from 0 to 2**32 - 1, at least one")
         for name in AT_LEAST_ONE.split():
             require(name, getattr(self, name) >= 1, "at least 1")
         for name in AT_LEAST_ZERO.split():
@@ -221,11 +221,11 @@ def typed(name: str, kind: str, value: Any) -> Any:
     Raises:
         InputError: the value has another type.
     """
-    if value is None and kind.endswith(" | None"):
-        return None
-    if kind.startswith("tuple[") and isinstance(value, list | tuple):
-        return tuple(typed(name, kind.removeprefix("tuple[").removesuffix(", ...]"), x) for x in value)
     plain = kind.removesuffix(" | None")
+    if value is None and plain != kind:
+        return None
+    if plain.startswith("tuple[") and isinstance(value, list | tuple):
+        return tuple(typed(name, plain.removeprefix("tuple[").removesuffix(", ...]"), x) for x in value)
     if not isinstance(value, ACCEPTED.get(plain, ())) or (isinstance(value, bool) and plain != "bool"):
         raise InputError(f"{name}: expected {kind}, got {value!r}")
     return CONVERTED.get(plain, lambda x: x)(value)

@@ -15,17 +15,15 @@ from ..tasks.base import make_task
 from .config import InputError, TrainConfig
 
 RewardFunction = Callable[[str, str], float | None]  # function(completion, answer)
-Reward = RewardFunction | Sequence[RewardComponent]
+Reward = RewardFunction | Sequence[RewardFunction | RewardComponent]
 EXPECTED = 'expected "module:function" or "file.py:function", with a weight if wanted: "0.5*file.py:function"'
 
 
 def task_of(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> Task:
     """Return the run's task with the run's rewards. The arguments are those of `train`."""
     components = tuple(load_reward(spec) for spec in config.reward)
-    if callable(reward):
-        components = (RewardComponent(getattr(reward, "__name__", "reward"), 1.0, reward),)
-    elif reward is not None:
-        components = tuple(reward)
+    if reward is not None:
+        components = components_of(reward)
     if task is not None:
         task = replace(task, rewards=replace(task.rewards, components=components or task.rewards.components))
     elif config.data is not None:
@@ -35,6 +33,20 @@ def task_of(config: TrainConfig, task: Task | None = None, reward: Reward | None
     else:
         task = task_by_name(config.task or "sorting", config.eval_prompts, components)
     return replace(task, rewards=replace(task.rewards, timeout=config.reward_timeout))
+
+
+def components_of(reward: Reward) -> tuple[RewardComponent, ...]:
+    """Return the reward of `train` as components. Functions have weight 1 and are logged under their own names."""
+    several = isinstance(reward, list | tuple) and not isinstance(reward, RewardComponent)  # which is a tuple
+    rewards: list[Any] = list(reward) if several else [reward]
+    components = []
+    for x in rewards:
+        if not isinstance(x, RewardComponent) and not callable(x):
+            expected = "a function(completion, answer), or a list of functions or RewardComponents"
+            raise InputError(f"reward: expected {expected}, got {x!r}")
+        is_component = isinstance(x, RewardComponent)
+        components.append(x if is_component else RewardComponent(getattr(x, "__name__", "reward"), 1.0, x))
+    return tuple(components)
 
 
 def jsonl_task(path: Path, held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task:

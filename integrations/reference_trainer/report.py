@@ -58,7 +58,7 @@ class SeedResult:
 
     seed: int
     start_reward: float  # on held-out prompts, before the first update
-    end_reward: float  # on held-out prompts, after the last update
+    end_reward: float  # on held-out prompts, in the last evaluation
     clip_fraction: float  # mean over the first half of the steps
     seconds: float
     no_signal: str = ""  # the likely cause, if no step had a group with different rewards
@@ -70,7 +70,8 @@ class SeedResult:
         clip_fraction = fmean(row["clip_fraction"] for row in steps[: (len(steps) + 1) // 2])
         no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) else ""
         seconds = sum(row["seconds"] for row in steps)
-        return cls(seed, rows[0]["eval_reward"], rows[-1]["eval_reward"], clip_fraction, seconds, no_signal)
+        held_out = [row["eval_reward"] for row in rows if "eval_reward" in row]
+        return cls(seed, held_out[0], held_out[-1], clip_fraction, seconds, no_signal)
 
     @property
     def rise(self) -> float:

@@ -39,7 +39,8 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
         task = task_of(config, task, reward)
         return Start(task, record_of(task, from_python), None, [])
     before, then = read_run(config.folder)
-    check_arguments(config.folder, then.get("from_python", []), from_python)
+    if "from_python" in then:
+        check_arguments(config.folder, then["from_python"], from_python)
     changes = changed_options(config, before)
     path = config.folder / "checkpoint.pt"
     saved = read_checkpoint(path) if path.is_file() else None

@@ -142,6 +142,7 @@ class Training:
         self.running = RunningMoments(**saved["running"])
         self.step = saved["step"]
         self.rows = self.folder.rows_of(self.seed)
+        self.progress.say(f"seed {self.seed}: continues after step {self.step}")
         evaluated = [row for row in self.rows if "eval_reward" in row]
         self.progress.begin(self.seed, evaluated[-1], self.step)
 
@@ -163,7 +164,8 @@ class Training:
         seeds = distributed.share([(self.seed, step, place) for place in range(len(examples))])
         width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
         sampling = (config.group_size, config.temperature, limit, seeds, width)
-        answers, rewards = self.collect(distributed.share(examples), *sampling)
+        with distributed.gathered(self.policy):
+            answers, rewards = self.collect(distributed.share(examples), *sampling)
         rollout, rewards = padded(self.policy, distributed.gather_lists(answers)), joined(distributed.gather(rewards))
         self.report_failures(rewards, f"step {step}", allowed=False)
         epochs = mini_batches(config, self.seed, step)
@@ -221,7 +223,7 @@ class Training:
         """Sample `group_size` answers per prompt and compute their rewards. The arguments are those of `converse`."""
         options: dict[str, Any] = {"group_size": group_size, "max_new_tokens": max_new_tokens, "task": self.task}
         options |= {"seeds": seeds, "width": width}
-        with autocast(self.config, self.policy), distributed.gathered(self.policy):
+        with autocast(self.config, self.policy):
             answers = converse(self.policy, examples, temperature=temperature, **options)
         texts, turns = [x.text for x in answers], [x.turns for x in answers]
         return answers, self.task.rewards(texts, [x.example for x in answers], turns)
@@ -233,9 +235,9 @@ class Training:
         """
         for failure in [] if allowed else rewards.all_failed:
             calls = f"all {len(rewards.total)} calls of the reward {failure.component!r}"
-            raise TrainingError(f"{calls} failed in {when}, such as {failure}")
+            raise TrainingError(f"{calls} failed in {when}. One of them: {failure}")
         for failure in rewards.failures[:1]:
-            self.progress.say(f"{len(rewards.failures)} calls of reward functions failed in {when}, such as {failure}")
+            self.progress.say(f"{len(rewards.failures)} reward calls failed in {when}. One of them: {failure}")
 
     def evaluate(self, step: int) -> tuple[float, list[Row]]:
         """Return the mean reward of greedy answers to the held-out prompts, and the first process's first answers."""
@@ -243,14 +245,15 @@ class Training:
         rewards = [self.task.rewards([], [])]  # a process may have no prompts
         samples: list[Row] = []
         size = config.rollout_size // distributed.world()
-        for start in range(0, len(held_out), size):
-            answers, scored = self.collect(held_out[start : start + size], 1, None, config.max_new_tokens)
-            rewards.append(scored)
-            for i, answer in enumerate(answers[: config.samples - len(samples)]):
-                components = {name: values[i] for name, values in scored.components.items()}
-                sample = {**vars(answer.example), "completion": answer.text}
-                reward = scored.total[i] if scored.scored[i] else None
-                samples.append({**sample, "reward": reward, "components": components})
+        with distributed.gathered(self.policy):  # once, because processes may have different numbers of batches
+            for start in range(0, len(held_out), size):
+                answers, scored = self.collect(held_out[start : start + size], 1, None, config.max_new_tokens)
+                rewards.append(scored)
+                for i, answer in enumerate(answers[: config.samples - len(samples)]):
+                    components = {name: values[i] for name, values in scored.components.items()}
+                    sample = {**vars(answer.example), "completion": answer.text}
+                    reward = scored.total[i] if scored.scored[i] else None
+                    samples.append({**sample, "reward": reward, "components": components})
         together = joined(distributed.gather(joined(rewards)))
         when = f"the evaluation {f'after step {step}' if step else 'before the first step'}"
         self.report_failures(together, when, allowed=step > 0)
@@ -264,7 +267,8 @@ class Training:
         elif not self.rows:
             say(f"stopped before training seed {self.seed}")
         else:
-            say("stopping: saving a checkpoint; a second signal stops without saving")
+            if self.stop.received is not None:
+                say("stopping: saving a checkpoint; a second signal stops without saving")
             folder.save_checkpoint(self.state())
             folder.plot()
             if self.config.save:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 TURNS = "turns"  # the name under which rewards of turns are logged
+LARGEST = 3.4028234663852886e38  # of a reward: the largest finite float32
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 Prompt = str | list[dict[str, str]]  # text, or chat messages with "role" and "content"
 
@@ -192,9 +193,9 @@ class Rewards:
                     return None
                 values: list[Any] = result if isinstance(result, list) else [result]
                 rewards = [float(value) for value in values]
-            if len(rewards) == count and all(map(math.isfinite, rewards)):
+            if len(rewards) == count and all(abs(x) <= LARGEST for x in rewards):
                 return rewards
-            reason = f"expected {count} finite number{'s' * (count > 1)}, got {', '.join(map(str, rewards))}"
+            reason = f"expected {count} finite float32 number{'s' * (count > 1)}, got {', '.join(map(str, rewards))}"
         except RewardTimeout:
             reason = f"no result after {self.timeout:g} s"
         except Exception as error:  # whatever the user's function raises is reported

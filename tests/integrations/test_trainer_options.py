@@ -527,7 +527,7 @@ def test_components_failures_and_samples_are_written(tmp_path: Path, capsys: pyt
     assert row["reward"] == row["reward/length"] > 0 == row["reward/broken"] and row["reward_failures"] == 8
     out = capsys.readouterr().out
     for calls_that_failed, when in [(4, "the evaluation before the first step"), (8, "step 1")]:
-        assert f"{calls_that_failed} calls of reward functions failed in {when}, such as broken: KeyError" in out
+        assert f"{calls_that_failed} reward calls failed in {when}. One of them: broken: KeyError" in out
     samples = [json.loads(line) for line in (report.folder / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [2, 2, 2, 3, 3, 3]
     assert samples[0]["reward"] == samples[0]["components"]["length"] == len(samples[0]["completion"])

@@ -115,6 +115,17 @@ def test_a_signal_to_one_process_stops_both_and_they_resume_to_the_bit(tmp_path:
     assert [{**row, **dict.fromkeys(clock)} for row in stopped] == [{**row, **dict.fromkeys(clock)} for row in whole]
 
 
+def train_with_one_held_out_prompt(rank: int, folder: Path) -> None:
+    train(config_of(folder, parallel="fsdp2", eval_prompts=1))
+
+
+@pytest.mark.slow
+def test_a_process_without_held_out_prompts_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    """Sharded weights are gathered for an evaluation by all processes, whatever prompts each has."""
+    run_ranks(train_with_one_held_out_prompt, 2, tmp_path, deadline=120.0)
+    assert all("eval_reward" in row for row in rows_of(tmp_path / "demo"))
+
+
 def train_with_failures(rank: int, folder: Path) -> None:
     """Fail in all calls of the first process, then in all calls of both."""
 

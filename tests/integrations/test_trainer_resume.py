@@ -180,6 +180,18 @@ def test_an_interrupted_resume_can_be_resumed(
     assert numbers(folder) == numbers(uninterrupted)
 
 
+def test_a_stopped_run_can_end_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step was not evaluated, so the report has the reward of the evaluation before it."""
+    with monkeypatch.context() as patch:
+        interrupt(patch, loop.Training, "train_step", 3)
+        with pytest.raises(KeyboardInterrupt):
+            train(small(tmp_path, **{**OPTIONS, "seeds": (0,)}))
+    folder = tmp_path / "demo"
+    (result,) = train(read_config(texts=["steps=2", "save=true"], resume=folder)).results
+    assert result.end_reward == result.start_reward == rows_of(folder)[0]["eval_reward"]
+    assert len(rows_of(folder)) == 3 and (folder / "model-seed0").is_dir()
+
+
 def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
     options = dict(OPTIONS, seeds=(0,), steps=4, schedule="constant", eval_every=2)
     long = train(small(tmp_path / "long", **{**options, "steps": 6})).folder
@@ -251,6 +263,15 @@ def test_a_run_with_arguments_from_python_continues_with_them_only(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     eval(call.replace("task=...", "task=task").replace("reward=...", "reward=reward"), {**globals(), **arguments})
     assert numbers(folder) == numbers(whole)
+
+
+def test_a_run_without_a_record_of_its_arguments_continues_with_any(tmp_path: Path) -> None:
+    folder = train(small(tmp_path, checkpoint_every=1), reward=lambda text, _: float(len(text))).folder
+    options = json.loads((folder / "config.json").read_text())
+    del options["started_with"]
+    (folder / "config.json").write_text(json.dumps(options))
+    train(read_config(texts=["steps=4"], resume=folder), reward=lambda text, _: float(len(text)))
+    assert len(rows_of(folder)) == 5
 
 
 def test_a_run_with_options_alone_takes_no_arguments_from_python(

@@ -65,8 +65,8 @@ def test_a_reward_whose_every_call_fails_in_the_first_evaluation_stops_the_run(t
     result = CliRunner().invoke(app, ["train", *arguments])
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
     assert re.fullmatch(
-        r"error: all 8 calls of the reward 'broken' failed in the evaluation before the first step, such as broken: "
-        r"KeyError: 'a\\nb'; completion '.*'\n",
+        r"error: all 8 calls of the reward 'broken' failed in the evaluation before the first step. One of them: "
+        r"broken: KeyError: 'a\\nb'; completion '.*'\n",
         result.stderr,
     )
     assert not (tmp_path / "runs").exists()
@@ -93,7 +93,7 @@ def test_a_reward_whose_every_call_fails_in_a_step_stops_before_its_updates(
     whole = train(small(tmp_path, name="whole"), reward=[RewardComponent("flaky", 1.0, Flaky(0, -1))]).folder
     capsys.readouterr()
     message = (
-        f"all 16 calls of the reward 'flaky' failed in step {step}, such as flaky: ConnectionError: no server; compl"
+        f"all 16 calls of the reward 'flaky' failed in step {step}. One of them: flaky: ConnectionError: no server; "
     )
     with pytest.raises(TrainingError, match=f"^{message}"):
         train(small(tmp_path), reward=[RewardComponent("flaky", 1.0, Flaky(first, first + 15))])
@@ -112,12 +112,28 @@ def test_training_goes_on_if_a_call_succeeds_or_only_a_later_evaluation_fails(
 ) -> None:
     folder = train(small(tmp_path), reward=[RewardComponent("flaky", 1.0, Flaky(first, last))]).folder
     assert [row.get("reward_failures") for row in rows_of(folder)[1:]] == failures
-    said = (
-        "15 calls of reward functions failed in step 1,"
-        if failures[0]
-        else "8 calls of reward functions failed in the "
+    when = (
+        "15 reward calls failed in step 1." if failures[0] else "8 reward calls failed in the evaluation after step 2."
     )
-    assert said + ("" if failures[0] else "evaluation after step 2, such as flaky: Conn") in capsys.readouterr().out
+    assert f"{when} One of them: flaky: ConnectionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e300])
+def test_a_reward_beyond_float32_is_a_failed_call(tmp_path: Path, reward: float) -> None:
+    with pytest.raises(TrainingError, match=r"One of them: huge: expected 1 finite float32 number, got -?1e\+"):
+        train(small(tmp_path), reward=[RewardComponent("huge", 1.0, lambda *_: reward)])
+
+
+def test_rewards_from_python_are_functions_or_components(tmp_path: Path) -> None:
+    def length(completion: str, answer: str) -> float:
+        return float(len(completion))
+
+    parts = [length, RewardComponent("half", 0.5, length)]
+    row = rows_of(train(small(tmp_path), reward=parts).folder)[1]
+    assert row["reward"] == pytest.approx(1.5 * row["reward/length"]) and row["reward/half"] == row["reward/length"] > 0
+    for wrong in ("file.py:length", [length, "length"]):
+        with pytest.raises(InputError, match=r"reward: expected a function\(completion, answer\), or a list .*, got"):
+            train(small(tmp_path), reward=wrong)  # type: ignore[arg-type]
 
 
 # Stopping

@@ -230,3 +230,23 @@ def test_a_head_with_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="restore_trainer: trainer must be of a model without an adapter on its head"):
         restore_trainer(trainer)
     assert_unchanged(trainer, before)
+
+
+def test_a_model_that_is_its_own_reference_keeps_the_head_that_the_user_fused(tmp_path: Path) -> None:
+    trainer = stock(tmp_path)
+    trainer.ref_model = trainer.model
+    fuse_head(base_model(trainer.model))
+    restore_trainer(accelerate_trainer(trainer))
+    assert is_fused(base_model(trainer.model))
+
+
+def test_a_model_that_was_replaced_is_restored_too(tmp_path: Path) -> None:
+    trainer, other = stock(tmp_path / "first"), stock(tmp_path / "second")
+    first, before = trainer.model, snapshot(trainer)
+    accelerate_trainer(trainer)
+    trainer.model = other.model
+    restore_trainer(accelerate_trainer(trainer))
+    assert traces(trainer) == []
+    trainer.model = first
+    assert_unchanged(trainer, before)
+    assert traces(trainer) == []

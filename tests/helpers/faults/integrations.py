@@ -216,6 +216,12 @@ FAULTS: dict[str, Fault] = {
         "hash((self.seed, distributed.rank()))",
         "trainer_sampling::test_rewards_with_random_numbers_are_the_same_after_a_resume",
     ),
+    "W&B's variable wins over the option": (
+        "integrations/reference_trainer/trackers",
+        'config.wandb_project or os.environ.get("WANDB_PROJECT")',
+        'os.environ.get("WANDB_PROJECT") or config.wandb_project',
+        "trainer_options::test_wandb_writes_runs_offline_where_options_and_variables_say[True]",
+    ),
     "an error in a reward function stops the run": (
         "integrations/tasks/rewards",
         "except Exception as error:",

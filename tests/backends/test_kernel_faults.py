@@ -35,8 +35,8 @@ def test_metrics_combine_several_blocks_of_sequences(backend: str, monkeypatch: 
     monkeypatch.setattr(sequence, "sequence_config", lambda dtype: tuning.Config(block_n=8))
     log_ratio = (0.2 * torch.randn(19, generator=torch.Generator().manual_seed(0))).double()
     log_ratio[:2] = torch.tensor([-3.0, 3.0])
-    log_probs = log_ratio[:, None].expand(-1, 2)
-    out = policy_loss(log_probs, torch.ones(len(log_ratio)), old_log_probs=torch.zeros_like(log_probs), backend=backend)
+    old = torch.full((19, 2), -4.0, dtype=torch.float64)
+    out = policy_loss(old + log_ratio[:, None], torch.ones(len(log_ratio)), old_log_probs=old, backend=backend)
     ratio = log_ratio.exp()
     expected = {
         "ratio_mean": ratio.mean(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import transformers
 from helpers import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trl import GRPOConfig, GRPOTrainer
+
+from gspo_kernels.integrations import trl as trl_adapter
+from gspo_kernels.integrations import trl_model
 
 LETTERS = "abcdefgh"
 SEQUENCE = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4}
@@ -88,3 +92,9 @@ def make_trainer(trainer: type[GRPOTrainer], model: Any, folder: Path, peft_conf
         processing_class=tokenizer(),
         peft_config=peft_config,
     )
+
+
+def replace_log_probs(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
+    """Make accelerated trainers call `function` in place of `linear_log_probs`."""
+    for module in (trl_adapter, trl_model):
+        monkeypatch.setattr(module, "linear_log_probs", function)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.trl_trainer import SEQUENCE, checkpoint, make_trainer
+from helpers.trl_trainer import SEQUENCE, checkpoint, make_trainer, replace_log_probs
 
 pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
@@ -190,9 +190,7 @@ def test_gspo_config_has_the_papers_settings() -> None:
 def test_accelerate_trainer_changes_a_trainer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     fused = adapter.linear_log_probs
-    monkeypatch.setattr(
-        adapter, "linear_log_probs", lambda *args, **kwargs: (calls.append(1), fused(*args, **kwargs))[1]
-    )
+    replace_log_probs(monkeypatch, lambda *args, **kwargs: (calls.append(1), fused(*args, **kwargs))[1])
     trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **SEQUENCE, max_steps=1, beta=0.1)
     accelerate_trainer(trainer)
     forwards = trainer.model.forward, trainer.ref_model.forward

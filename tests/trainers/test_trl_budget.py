@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.tile_choices import Chosen, choices, d_logits, kept, small_tiles
-from helpers.trl_trainer import LETTERS, SEQUENCE, SHAPE, checkpoint, make_trainer, tokenizer
+from helpers.trl_trainer import LETTERS, SEQUENCE, SHAPE, checkpoint, make_trainer, replace_log_probs, tokenizer
 
 pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
@@ -108,7 +108,7 @@ def test_a_cache_keeps_the_bits_of_log_probs_and_the_gradients(tmp_path: Path, m
         log_probs.setdefault(options["cache_mib"], []).append(out.log_probs.detach())
         return out
 
-    monkeypatch.setattr(adapter, "linear_log_probs", recorded)
+    replace_log_probs(monkeypatch, recorded)
     runs = {mib: train(tmp_path / str(mib), {"cache_mib": mib}) for mib in (0, 64)}
     assert len(log_probs[0]) == len(log_probs[64]) > 2
     assert all(map(torch.equal, log_probs[0], log_probs[64]))
@@ -191,9 +191,7 @@ def test_the_last_call_decides_and_each_change_is_printed_once(
     trainer = GSPOTrainer(peaked_model(tmp_path / "model"), lambda completions, **_: [0.0], args, train_dataset=prompts)
     calls: list[dict[str, Any]] = []
     fused = adapter.linear_log_probs
-    monkeypatch.setattr(
-        adapter, "linear_log_probs", lambda *args, **options: (calls.append(options), fused(*args, **options))[1]
-    )
+    replace_log_probs(monkeypatch, lambda *args, **options: (calls.append(options), fused(*args, **options))[1])
 
     def settings() -> tuple[float, float | None]:
         ids = torch.randint(2, 10, (2, 7))
@@ -234,7 +232,7 @@ def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatc
         calls.append((options["temperature"], options["gradient_budget"]))
         return fused(*args, **options)
 
-    monkeypatch.setattr(adapter, "linear_log_probs", recorded)
+    replace_log_probs(monkeypatch, recorded)
     for trainer, settings in ((first, (0.5, 0.0)), (second, (2.0, 0.3)), (first, (0.5, 0.0))):
         calls.clear()
         trainer.train()

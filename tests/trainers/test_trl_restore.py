@@ -12,12 +12,11 @@ pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
 import transformers
 import trl
-from helpers.trl_trainer import SEQUENCE, checkpoint, make_trainer
+from helpers.trl_trainer import SEQUENCE, checkpoint, make_trainer, replace_log_probs
 from trl import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.integrations import trl as adapter
-from gspo_kernels.integrations import trl_model
 from gspo_kernels.integrations.huggingface import base_model, fuse_head, is_fused
 from gspo_kernels.integrations.trl import GSPOTrainer, accelerate_trainer, restore_trainer
 
@@ -57,8 +56,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(1)
         return linear_log_probs(*args, **kwargs)
 
-    for module in (adapter, trl_model):
-        monkeypatch.setattr(module, "linear_log_probs", counted)
+    replace_log_probs(monkeypatch, counted)
     return made
 
 

@@ -37,15 +37,18 @@ def task_of(config: TrainConfig, task: Task | None = None, reward: Reward | None
 
 def components_of(reward: Reward) -> tuple[RewardComponent, ...]:
     """Return the reward of `train` as components. Functions have weight 1 and are logged under their own names."""
-    several = isinstance(reward, list | tuple) and not isinstance(reward, RewardComponent)  # which is a tuple
-    rewards: list[Any] = list(reward) if several else [reward]
-    components = []
+    rewards: Any = reward
+    if not isinstance(reward, list | tuple) or isinstance(reward, RewardComponent):  # a component is a tuple
+        rewards = [reward]
+    components: list[RewardComponent] = []
     for x in rewards:
-        if not isinstance(x, RewardComponent) and not callable(x):
+        if isinstance(x, RewardComponent):
+            components.append(x)
+        elif callable(x):
+            components.append(RewardComponent(getattr(x, "__name__", "reward"), 1.0, x))  # type: ignore[arg-type]
+        else:
             expected = "a function(completion, answer), or a list of functions or RewardComponents"
             raise InputError(f"reward: expected {expected}, got {x!r}")
-        is_component = isinstance(x, RewardComponent)
-        components.append(x if is_component else RewardComponent(getattr(x, "__name__", "reward"), 1.0, x))
     return tuple(components)
 
 

@@ -53,7 +53,7 @@ LENGTH, FEWEST = 1024, 8  # tokens per sequence; least number of sequences (smal
 INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios inside and outside the clip window
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 KL_COEF = 0.04
-DRIFT = 0.1  # scale of reference minus current log-probs, which is half a normal distribution
+DRIFT = -0.2  # least reference minus current log-prob; it is uniform up to 0, so that no log-prob is above 0
 BUDGETS = (0.0, 1e-4, 1e-3, 4e-3, 1e-2)  # gradient budgets that are measured
 
 
@@ -129,15 +129,13 @@ def batch(
     """Return `count` sequences of equal length with the advantages and log-ratios of `roles`."""
     advantages, log_ratio = roles(count, zero, clipped)
     device, rng = policy.hidden.device, torch.Generator().manual_seed(1)
-    # Not positive, so that no reference log-prob is above 0.
-    drift = -DRIFT * torch.randn(count, len(policy.hidden) // count, generator=rng).abs()
     return Workload(
         hidden=policy.hidden.to(dtype).view(count, -1, policy.hidden.shape[-1]),
         weight=policy.weight.to(dtype),
         target_ids=policy.target_ids.view(count, -1),
         advantages=advantages.to(device),
         log_ratio=log_ratio.to(device),
-        kl_drift=drift.to(device) if kl else None,
+        kl_drift=DRIFT * torch.rand(count, len(policy.hidden) // count, generator=rng).to(device) if kl else None,
         softcap=None,
         entropy=policy.entropy.view(count, -1),
     )

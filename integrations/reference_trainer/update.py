@@ -135,8 +135,8 @@ def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float | None]:
         default = "tokens" if aggregation == "token-mean" else "sequences"
         return max(1, counts[config.normalizer or default]) / world()
 
-    kl_normalizer = divisor(of.kl_aggregation or of.aggregation) if of.kl_coef > 0 else None
-    return {"normalizer": divisor(of.aggregation), "kl_normalizer": kl_normalizer}
+    kl = divisor(of.kl_aggregation or of.aggregation) if of.kl_coef > 0 else None
+    return {"normalizer": divisor(of.aggregation), "kl_normalizer": kl}
 
 
 def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor) -> dict[str, float]:

@@ -110,7 +110,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "trainers of one model share their settings": (
         "integrations/trl",
-        "call_before_each_batch(trainer, functools.partial(_use_settings, trainer, models))",
+        "call_before_each_batch(trainer, lambda: _use_settings(trainer, _MODELS[trainer]))",
         "pass",
         "trainers/trl_budget::test_trainers_of_one_model_use_their_own_settings",
     ),

@@ -44,7 +44,7 @@ PER_TOKEN = (
 )
 # What may differ between the ranks of a group, and why. Ranks compare only whether it is given. Numbers are never
 # excused, such as a temperature that is not per token.
-# What the ranks of a cp_group compare, those of a tp_group compare as well. So on a mesh all ranks raise together.
+# A tp_group compares everything that a cp_group compares, and more. So on a mesh all ranks raise together.
 EXCUSED: dict[str, dict[str, str]] = {
     "tp_group": {
         "lm_head": "rows of this rank",
@@ -97,7 +97,7 @@ def same_on_all_ranks(call: Call, groups: dict[str, Any], tokens: Any) -> Abstra
 
 
 def compares_every_call(device: torch.device) -> bool:
-    """Return whether ranks compare the arguments of every call on `device`, not only those of the first."""
+    """Return whether ranks compare arguments in every call on `device`, or only in the first call."""
     # On a CPU, the variable GSPO_CHECK is not read here: a rank where it is invalid must tell the others.
     return device.type == "cpu" or validation.values_are_checked(device)
 
@@ -106,7 +106,9 @@ def compares_every_call(device: torch.device) -> bool:
 def _compared(
     call: Call, groups: dict[str, Any], key: tuple[str, ...], device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    error, values, facts = None, {}, {}
+    error: Exception | None = None
+    values: dict[str, Any] = {}
+    facts: dict[str, dict[str, Any]] = {}
     try:
         yield values
         values |= {f"environment variable {name}": read(device) for name, read in ENVIRONMENT.items()}

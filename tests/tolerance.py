@@ -67,6 +67,13 @@ LOG_RATIO_RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12}
 METRIC_RELATIVE, METRIC_ABSOLUTE = 1e-5, 1e-7
 SHARE_ABSOLUTE = 1e-6
 
+# Loss and gradients of a long sequence of equal tokens in fp32. Sums in fp32 would have a relative error of 2e-5.
+EQUAL_TOKENS_RELATIVE, EQUAL_TOKENS_ABSOLUTE = 3e-7, 1e-7
+# The same with sequences that are sharded over ranks: gradients, and kl_to_old.
+SHARDED_EQUAL_TOKENS_RELATIVE = 1e-6
+# Products of a Hessian and a vector in fp64, compared with central differences of gradients.
+CENTRAL_DIFFERENCE_RELATIVE = 1e-6
+
 # The L1 mass of d_logits that a gradient budget drops, in fp32, compared with fp64.
 DROPPED_MASS_RELATIVE = 1e-4
 # Gradients computed from the kept entries of d_logits, by dtype. The limits detect wrong entries, not rounding.

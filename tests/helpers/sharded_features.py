@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers.samples import Sample, make_sample, run_fused
 from helpers.sharded_cases import Context, assert_equals_one_process, case, relative
 from helpers.sharded_runs import Groups, contiguous, of_every_rank, rank_in, run_sharded, shard_rows
-from tolerance import SHARDED_GRADIENT_RELATIVE
+from tolerance import EQUAL_TOKENS_RELATIVE, SHARDED_EQUAL_TOKENS_RELATIVE, SHARDED_GRADIENT_RELATIVE
 from torch import Tensor, nn
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
@@ -201,10 +201,10 @@ def _equal_tokens(context: Context) -> None:
         (gradient,) = torch.autograd.grad(out.loss, log_probs)
         ratio = u.double().exp()
         assert (out.log_ratio == u).all()
-        torch.testing.assert_close(out.loss.double(), -ratio, rtol=3e-7, atol=0)
-        torch.testing.assert_close(out.metrics["kl_to_old"], -u, rtol=1e-6, atol=0)
+        torch.testing.assert_close(out.loss.double(), -ratio, rtol=EQUAL_TOKENS_RELATIVE, atol=0)
+        torch.testing.assert_close(out.metrics["kl_to_old"], -u, rtol=SHARDED_EQUAL_TOKENS_RELATIVE, atol=0)
         expected = (-ratio / (2 * tokens)).expand_as(gradient)
-        torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(gradient.double(), expected, rtol=SHARDED_EQUAL_TOKENS_RELATIVE, atol=0)
 
 
 # -- errors

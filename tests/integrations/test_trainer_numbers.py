@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 from helpers.reference_runs import rows_of, small
-from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE, MODEL_GRADIENT_RELATIVE
+from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE, MODEL_GRADIENT_RELATIVE, PARAMETER_ABSOLUTE
 from torch import Tensor
 
 from gspo_kernels import Objective
@@ -197,7 +197,8 @@ def test_the_optimizer_takes_the_step_of_adamw() -> None:
         weight.grad = -torch.ones_like(weight)
     optimizer.step()
     for weight, start in zip(optimizer.weights, before, strict=True):
-        torch.testing.assert_close(weight.detach(), start + 0.01 / 4 * (1 - 0.5 * start), rtol=1e-5, atol=1e-6)
+        expected = start + 0.01 / 4 * (1 - 0.5 * start)
+        torch.testing.assert_close(weight.detach(), expected, rtol=METRIC_RELATIVE, atol=PARAMETER_ABSOLUTE)
 
 
 def test_router_metrics_are_means_over_unmasked_tokens_and_layers() -> None:
@@ -368,4 +369,5 @@ def test_rewards_are_normalised_by_group_by_default() -> None:
     batch = update.Batch(rollout, torch.zeros(4, 1), None)
     config = TrainConfig(group_size=2, advantages=(Step("normalize_rewards", {"by": "group"}),))
     computed = advantages_of(config, batch, rewards, RunningMoments())
-    torch.testing.assert_close(computed, torch.tensor([-1.0, 1.0, -1.0, 1.0]) / 2**0.5, rtol=1e-5, atol=0)
+    expected = torch.tensor([-1.0, 1.0, -1.0, 1.0]) / 2**0.5
+    torch.testing.assert_close(computed, expected, rtol=METRIC_RELATIVE, atol=0)

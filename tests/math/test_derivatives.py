@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.device import on_device
 from helpers.samples import make_sample
-from tolerance import FLOAT64_RELATIVE
+from tolerance import CENTRAL_DIFFERENCE_RELATIVE, FLOAT64_RELATIVE
 from torch import Tensor, nn
 from torch.autograd import functional
 
@@ -193,7 +193,8 @@ def test_the_reference_has_the_same_gradient_and_a_second_derivative(name: str) 
     differences = (gradient(x + step * direction) - gradient(x - step * direction)) / (2 * step)
     product = torch.as_tensor(product)
     assert product.norm() > 0
-    torch.testing.assert_close(differences, product, rtol=1e-6, atol=1e-6 * product.abs().max().item())
+    limit = CENTRAL_DIFFERENCE_RELATIVE
+    torch.testing.assert_close(differences, product, rtol=limit, atol=limit * product.abs().max().item())
 
 
 # -- torch.func

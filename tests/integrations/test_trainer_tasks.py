@@ -98,7 +98,7 @@ def broken(completion: str, _: str) -> float:
         (backtracking, "no result after 0.05 s"),
         (broken, "ZeroDivisionError: division by zero"),
         (no_number, "ValueError: could not convert string to float: 'good'"),
-        (infinite, "expected 1 finite number, got inf"),
+        (infinite, "expected 1 finite float32 number, got inf"),
     ],
 )
 def test_a_failed_component_scores_zero_and_is_reported(function: Callable[..., float], reason: str) -> None:

@@ -124,6 +124,11 @@ def architecture(device: torch.device) -> str | None:
     return exact.get(capability) or family.get(capability[0], "sm_120")  # 12.1, and what comes later
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU. Elsewhere, return that of an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def product_config(dtype: torch.dtype, device: torch.device) -> Config:
     """Return the block shape of block-sparse products: block_v elements of H, block_h elements summed at a time."""
     name = architecture(device)

@@ -580,4 +580,22 @@ FAULTS: dict[str, Fault] = {
         'family = {8: "sm_80"',
         "kernels::test_cuda_devices_select_their_block_shapes",
     ),
+    "kernels of the dense backward are loaded by the capture of a step": (
+        "backends/triton/gradient_rows",
+        "        _load_dense_kernels(rows, config)",
+        "        pass",
+        "stub/launcher::test_a_captured_step_loads_no_kernel[budget]",
+    ),
+    "the kernel of kept exponentials is loaded by the capture of a step": (
+        "backends/triton/gradient_rows",
+        "if rows.kept is not None:\n        launch",
+        "if rows.kept is not None and high > 1:\n        launch",
+        "stub/launcher::test_a_captured_step_loads_no_kernel[budget and cache]",
+    ),
+    "an unaligned tensor is read by descriptors": (
+        "backends/triton/logit_tile",
+        " and x.data_ptr() % 16 == 0",
+        "",
+        "stub/launcher::test_every_launch_is_legal[sm_90-unaligned]",
+    ),
 }

@@ -7,7 +7,6 @@ capture. `driver.py` compares what it receives with the arguments of the launch.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from stub.cases import CAPTURED, CASES, Report
-from stub.driver import COMPILER
+from stub.driver import COMPILER, environment
 
 TESTS = Path(__file__).parent.parent
 FEW = ["bf16 budget and cache", "bf16 extras", "bf16 adapter", "fp16", "fp32 budget and cache", "fp64 extras"]
@@ -45,10 +44,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Report]:
     """Run the cases for every architecture, each in its own process, which compiles instead of interpreting."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    folders = [environment.get("PYTHONPATH", ""), str(TESTS), str(TESTS.parent)]
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": "1"}
-    pipes: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipes: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
     started = {
         name: subprocess.Popen([sys.executable, "-m", "stub.cases", name, *cases], **pipes)
         for name, cases in RUNS.items()

@@ -183,8 +183,9 @@ def mistakes(stub: driver.Stub) -> dict[str, Callable[[], object]]:
     """Return calls that a GPU would refuse."""
     x = torch.zeros(2, dtype=torch.int64)
 
-    def encode(base: int = 4096, box: tuple[int, int] = (128, 64), stride: int = 64, size: int = 64) -> None:
-        stub.encode(base, swizzle=3, element=2, dtype=9, box=box, shape=(100, size), strides=(stride, 1))
+    def encode(base: int = 4096, size: int = 64, stride: int = 64, **options: Any) -> None:
+        usual: Options = dict(swizzle=3, element=2, dtype=9, box=(128, 64))  # dtype 9 is bf16
+        stub.encode(base, shape=(100, size), strides=(stride, 1), **usual | options)
 
     def launch(height: int = 1, warps: int = 4, shared: int = 0) -> None:
         variant = nothing.warmup(x, 2, grid=(1,))
@@ -216,6 +217,8 @@ def mistakes(stub: driver.Stub) -> dict[str, Callable[[], object]]:
         "stride of 136 bytes": partial(encode, stride=68),
         "overlapping rows": partial(encode, stride=56),
         "empty tensor": partial(encode, size=0),
+        "unknown type": partial(encode, dtype=20),
+        "unknown swizzle": partial(encode, swizzle=5),
         "box of 512 rows": partial(encode, box=(512, 64)),
         "rows of a box wider than the swizzle": partial(encode, box=(128, 128)),
         "grid": partial(launch, height=70_000),

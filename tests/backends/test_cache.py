@@ -224,6 +224,17 @@ def needs_both() -> Any:
     return NeedsGradient(True, True, False, False, False)
 
 
+@on_device
+def test_a_nan_column_makes_kept_and_recomputed_gradients_nan(backend: str) -> None:
+    """Column 0 is NaN, so all probabilities are. The kept exponentials of other tiles are finite."""
+    head = random_head(150, 24, 601, torch.float32)
+    head.weight[0] = torch.nan
+    d = torch.ones(150, device=DEVICE)
+    for size in (0, 2**20):
+        results = log_probs_and_gradients(head, (d, None), backend, size)
+        assert results["d_hidden"][head.mask].isnan().all() and results["d_weight"].isnan().all()
+
+
 # -- a budget at the log-probs
 
 

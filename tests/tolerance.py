@@ -29,8 +29,8 @@ FLOAT64_RELATIVE = 1e-11
 # Error of log-probs on a CPU, for |logit| <= 30 and H <= 4096: standard deviation and bias per token.
 LOG_PROB_STD = 1e-5
 LOG_PROB_BIAS = 2e-6
-# RMS error of such log-probs on a GPU, whose tensor cores truncate when they add.
-LOG_PROB_RMS_ON_TENSOR_CORES = 3e-5
+# RMS error of such log-probs on a GPU. `truncation` adds to it.
+LOG_PROB_RMS_ON_GPUS = 3e-5
 # Relative RMS error of sums of half-precision products that are accumulated in fp32. Sums rounded to fp16 would have an
 # error of 2e-4, and sums rounded to bf16 an error of 1.7e-3.
 ACCUMULATED_IN_FP32 = 1e-4
@@ -108,8 +108,36 @@ def decision_band(length: int) -> float:
     return 3e-6 if length >= 1024 else 3e-6 + 6e-5 / length**0.5
 
 
-def check(name: str, ours: Tensor | None, same_dtype: Tensor | None, truth: Tensor | None, dtype: torch.dtype) -> float:
-    """Assert that an output is within its limits (module docstring); return our error divided by the allowed error."""
+def truncation(device: torch.device, dtype: torch.dtype, width: int, largest_logit: float) -> float:
+    """Return the RMS error of log-probs and entropies that the truncation of a GPU's tensor cores may cause.
+
+    Tensor cores multiply half-precision operands. They add 8 (Ampere) or 16 (Hopper) products at a time to the fp32 sum
+    of a logit, and truncate each new sum toward zero. In a model of this addition that keeps one bit more than fp32 until
+    the sum is complete, an addition loses about 2^-26 of the sum. The sum is rarely larger than the largest logit. So
+    H / 8 additions move a logit by at most
+
+        H / 8 * 2^-26 * max|z|
+
+    All logits move toward zero by the same share, so a log-prob moves by this share of the target's distance from the
+    mean logit. In the model, Hopper's additions caused a quarter of this error at H = 896, 2560 and 4096. This has not
+    been measured on a GPU yet.
+    """
+    on_tensor_cores = device.type != "cpu" and dtype.itemsize == 2
+    return width / 8 * 2.0**-26 * largest_logit if on_tensor_cores else 0.0
+
+
+def check(
+    name: str,
+    ours: Tensor | None,
+    same_dtype: Tensor | None,
+    truth: Tensor | None,
+    dtype: torch.dtype,
+    more_rms: float = 0.0,
+) -> float:
+    """Assert that an output is within its limits (module docstring); return our error divided by the allowed error.
+
+    `more_rms` is added to the allowed RMS error. It is absolute.
+    """
     assert ours is not None and same_dtype is not None and truth is not None, f"{name} is absent"
     ours, same_dtype = ours.detach().double(), same_dtype.detach().double()
     truth = truth.detach().double()
@@ -127,10 +155,11 @@ def check(name: str, ours: Tensor | None, same_dtype: Tensor | None, truth: Tens
     else:
         allowed = 2 * ((s - t).abs().max().item() + torch.finfo(dtype).eps * largest)
     assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (largest value {largest:.3e})"
-    rms = (o - t).square().mean().sqrt() / t.square().mean().sqrt().clamp(min=1e-300)
+    true_rms = t.square().mean().sqrt().clamp(min=1e-300)
+    rms = (o - t).square().mean().sqrt() / true_rms
     if largest > 0:
-        limit = RELATIVE_RMS[dtype]
-        assert rms <= limit, f"{name}: relative RMS error {rms:.3e}, allowed {limit:.0e}"
+        limit = RELATIVE_RMS[dtype] + more_rms / true_rms
+        assert rms <= limit, f"{name}: relative RMS error {rms:.3e}, allowed {limit:.1e}"
     if truth.ndim == 2 and finite.all():
         _check_rows(name, ours, truth, torch.finfo(dtype).eps * largest)
     return error / allowed if allowed else 0.0

@@ -112,15 +112,14 @@ def truncation(device: torch.device, dtype: torch.dtype, width: int, largest_log
     """Return the RMS error of log-probs and entropies that the truncation of a GPU's tensor cores may cause.
 
     Tensor cores multiply half-precision operands. They add 8 (Ampere) or 16 (Hopper) products at a time to the fp32 sum
-    of a logit, and truncate each new sum toward zero. In a model of this addition that keeps one bit more than fp32 until
-    the sum is complete, an addition loses about 2^-26 of the sum. The sum is rarely larger than the largest logit. So
-    H / 8 additions move a logit by at most
+    of a logit, and truncate the new sum toward zero. In the model of tests/math/test_truncation.py, an addition loses
+    about 2^-26 of the sum. The sum is rarely larger than the largest logit. So H / 8 additions move a logit by at most
 
         H / 8 * 2^-26 * max|z|
 
     All logits move toward zero by the same share, so a log-prob moves by this share of the target's distance from the
-    mean logit. In the model, Hopper's additions caused a quarter of this error at H = 896, 2560 and 4096. This has not
-    been measured on a GPU yet.
+    mean logit. In the model, Hopper's additions cause a quarter of this error, and Ampere's less than half. Nobody has
+    measured it yet.
     """
     on_tensor_cores = device.type != "cpu" and dtype.itemsize == 2
     return width / 8 * 2.0**-26 * largest_logit if on_tensor_cores else 0.0

@@ -32,6 +32,7 @@ from torch import Tensor
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, ops, policy_loss
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import triton as triton_backend
+from gspo_kernels.backends.adapter import adapter_product
 from gspo_kernels.backends.precision import add_product
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.benchmarks import peaked
@@ -221,6 +222,21 @@ def test_log_probs_have_the_same_bits_in_every_batch_and_memory_layout(dtype: st
         assert_same_bits([ours], [expected_rows], case)
 
 
+def test_an_adapter_product_has_the_same_bits_in_every_batch(device: torch.device) -> None:
+    """LoRA's h A^T is the vendor's product, so its bits depend on the vendor's choice of an algorithm."""
+    rng = torch.Generator(device).manual_seed(0)
+    x = torch.randn(SIZES.batch, SIZES.width, generator=rng, device=device)
+    lora_a, mask = (
+        torch.randn(16, SIZES.width, generator=rng, device=device),
+        torch.ones_like(x[:, 0], dtype=torch.bool),
+    )
+    expected, rows = adapter_product(x, lora_a, mask), torch.randperm(SIZES.batch, generator=rng, device=device)
+    for part in (rows, rows[: SIZES.batch // 3], rows[:1]):
+        unmasked = torch.zeros_like(mask).index_fill_(0, part, True)
+        assert_same_bits([adapter_product(x[part], lora_a, mask[part])], [expected[part]], f"{len(part)} rows")
+        assert_same_bits([adapter_product(x, lora_a, unmasked)[part]], [expected[part]], f"{len(part)} unmasked rows")
+
+
 def log_probs_of(head: HeadRows) -> Tensor:
     hidden = head.hidden.detach().requires_grad_()
     return ops.linear_log_probs(head._replace(hidden=hidden), 0.0, 0, "triton").head.log_probs.detach()
@@ -273,9 +289,10 @@ def test_gradients_of_more_than_two_to_the_31_hidden_elements_equal_float64() ->
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_products_of_the_backward_are_accumulated_in_fp32(dtype: str, device: torch.device) -> None:
+@pytest.mark.parametrize("rows", [SIZES.batch, 1])
+def test_products_of_the_backward_are_accumulated_in_fp32(rows: int, dtype: str, device: torch.device) -> None:
     """Products of half-precision operands are accumulated in fp32, without rounding partial sums."""
-    rows, vocab, width = SIZES.batch, SIZES.batch // 2, SIZES.width
+    vocab, width = SIZES.batch // 2, SIZES.width
     rng = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:

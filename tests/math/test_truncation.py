@@ -17,10 +17,10 @@ def truncated(x: Tensor, bits: int, of: Tensor) -> Tensor:
 
 
 def product(hidden: Tensor, weight: Tensor, at_once: int) -> Tensor:
-    """Return hidden weight^T in float64, with additions of `at_once` products as tensor cores are believed to make them.
+    """Return hidden weight^T as tensor cores are believed to add it, `at_once` products at a time.
 
-    The old sum and the new products are aligned to the larger one with one bit more than fp32's 24, and truncated. Their
-    sum is truncated to fp32.
+    The old sum and the new products are truncated to the larger one's exponent and 25 bits, one more than fp32 has.
+    Their sum is truncated to fp32.
     """
     total = hidden.new_zeros(hidden.shape[0], weight.shape[0])
     for h, w in zip(hidden.split(at_once, 1), weight.split(at_once, 1), strict=True):

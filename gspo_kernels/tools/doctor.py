@@ -5,10 +5,11 @@ If something is absent or broken, it is reported, and the other checks (`doctor_
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -28,6 +29,12 @@ class Device:
     block_shapes: str | None  # the architecture whose block shapes the Triton kernels use on this device
     auto: str | None  # the backend that "auto" picks, None if "auto" raises an error
     why: str  # the reason for `auto`
+
+    @property
+    def text(self) -> str:
+        """Return what is printed after the name."""
+        shapes = f", block shapes of {self.block_shapes}" if self.block_shapes else ""
+        return f"{self.description}{shapes}; backend='auto' takes {self.auto or 'nothing'}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,29 @@ class Diagnosis:
         if self.faults:
             return f"Do not train with this: {'; '.join(self.faults)}."
         return f"Good: all {len(self.checks)} checks agree with float64."
+
+    @property
+    def paragraph(self) -> str:
+        """Return one paragraph about versions, accelerators, settings and results, to paste into an issue.
+
+        Devices that differ only in their index are described once. Without an accelerator, the paragraph is empty.
+        """
+        alike: dict[Device, list[str]] = {}
+        for device in self.devices[1:]:
+            alike.setdefault(replace(device, name=""), []).append(device.name)
+        if not alike:
+            return ""
+        lines = [", ".join(f"{name} {release}" for name, release in self.versions.items() if release)]
+        lines += [f"{', '.join(names)}: {device.text}" for device, names in alike.items()]
+        settings = [f"{x}={os.environ[x]}" for x in sorted(os.environ) if x.startswith(("GSPO_", "PYTORCH_"))]
+        lines += [f"Environment: {' '.join(settings)}"] if settings else []
+        good = [(c.error_ratio or 0.0, c.place) for c in self.checks if c.verdict == "ok"]
+        ratio, place = max(good, default=(0.0, "no backend"))
+        passed = f"{len(good)} of {len(self.checks)} checks passed"
+        lines.append(f"{passed}, with at most {ratio:.2g} of the allowed error ({place})")
+        bad = [c for c in self.checks if c.verdict != "ok"]
+        lines += [f"{c.place} {c.verdict}: {c.message or f'error {c.error_ratio} of what is allowed'}" for c in bad]
+        return " ".join(f"{line.rstrip('.')}." for line in [*lines, *self.remarks])
 
 
 def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda _: None) -> Diagnosis:

@@ -25,9 +25,7 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
         diagnosis = doctor.diagnose(interpret, status.update)
     print_line(", ".join(f"{name} {release}" for name, release in diagnosis.versions.items() if release))
     for device in diagnosis.devices:
-        shapes = f", block shapes of {device.block_shapes}" if device.block_shapes else ""
-        auto = f"backend='auto' takes {device.auto or 'nothing'}: {device.why}"
-        print_line(f"{device.name}: {device.description}{shapes}; {auto}")
+        print_line(f"{device.name}: {device.text}")
     for remark in diagnosis.remarks:
         print_line(remark)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption="Error divided by allowed error; above 1 is wrong.")
@@ -40,7 +38,7 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
     for check in diagnosis.checks:
         if check.message:
             print_line(f"{check.place}: {check.message}")
-    return diagnosis.verdict, not diagnosis.faults, asdict(diagnosis)
+    return diagnosis.verdict, not diagnosis.faults, asdict(diagnosis) | {"paragraph": diagnosis.paragraph}
 
 
 def compile_kernels(

@@ -69,7 +69,7 @@ def predicted_memory(config: TrainConfig, device: torch.device, model: Any = Non
         dtype = torch.bfloat16 if config.precision != "fp32" else torch.float32
         sizes = doctor_memory.Batch(rows, head.shape[1], decoder_config(model).vocab_size).head(dtype, device)
         backend = dispatch.pick_backend(Call("gspo train"), config.backend, device)
-        cache = cache_limit(Field("gspo train"), config.cache_mib)
+        cache = cache_limit(Field("gspo train"), config.cache_mib, device)
         loss = doctor_memory.bound(sizes, backend, min(cache, doctor_memory.full_cache_mib(sizes, backend) * MIB)).total
     parts = {
         "weights": weights,

@@ -20,7 +20,7 @@ def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     """Return how many rows of exponentials fit `cache_bytes`: full tiles of rows, or all N."""
     rows, n = cell_shape(head)[0], head.hidden.shape[0]
     fit = cache_bytes // (rows * max(widest(head.shard, head.vocab_size), 1) * head.hidden.dtype.itemsize) * rows
-    return n if fit >= n else fit
+    return torch.sym_min(fit, n)  # under torch.compile, one graph for all batches
 
 
 def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:

@@ -110,7 +110,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "an environment variable in neither list": (
         "agreement",
-        '    "GSPO_CACHE_MIB": lambda _: cache_bytes() // 2**20,\n',
+        '    "GSPO_CACHE_MIB": lambda _: cache_variable(),\n',
         "",
         "distributed/agreement::test_every_environment_variable_is_compared_or_excused",
     ),

@@ -197,8 +197,8 @@ def predictions() -> list[Record]:
         steps = {"": {chip: {f"vendor {what}": seconds for what in PRODUCTS} for chip, seconds in vendor.items()}}
         steps |= {b: {chip: step(x, shape, *how) for chip, x in CHIPS.items()} for b, how in batches.items()}
         for batch, chips in steps.items():
-            for what in chips["H200"]:
-                times = {chip: 1e3 * seconds[what] for chip, seconds in chips.items()}
+            for what in dict.fromkeys(what for seconds in chips.values() for what in seconds):
+                times = {chip: 1e3 * seconds[what] for chip, seconds in chips.items() if what in seconds}
                 records.append({"shape": name, "batch": batch, "what": what, **times})
     return records
 

@@ -16,6 +16,7 @@ from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import Cache, HeadGradients, HeadRows, LiveTiles, NeedsGradient
 from gspo_kernels.backends.triton import backward, gradient_rows, sparse_backward, tuning
 from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.backends.workspace import workspace_bytes
 from gspo_kernels.tools import compile_cases as cases
 from gspo_kernels.tools import doctor_memory
 
@@ -148,3 +149,16 @@ def test_memory_is_within_the_formula(
         bound = doctor_memory.bound(head, "triton", 0)
     added = (4 + 2) * v * (head.bias is not None) + (4 + 4) * (n + v) * options.get("rank", 0)
     assert bound.gradients < live.peak <= bound.total + added
+
+
+@pytest.mark.parametrize("options", [dict(bias=True), dict(entropy=True), dict(rank=16)], ids=str)
+def test_slabs_leave_room_for_copies(options: dict[str, Any]) -> None:
+    """Hidden states, d_logits and the sum of d_weight of a slab, and the copies, fit 7/8 of the workspace."""
+    head = cases.meta_head(rows=32_768, width=4096, vocab=151_936, **options)
+    with tuning.assume("gfx942"):
+        unrounded = head.bias is not None or head.adapter_weight is not None
+        config = tuning.tile_config(head, "gradient")
+        chunk, slab, gather_once = gradient_rows.chunk_and_slab(head, 32_768, config, unrounded, direct=True)
+    assert chunk < 32_768 and not gather_once  # so d_weight of a slab is summed in fp32
+    taken = chunk * 4096 * 2 + slab * (chunk * gradient_rows.bytes_per_entry(head, unrounded) + 4096 * 4)
+    assert taken + precision.bytes_of_copies() <= workspace_bytes() * 7 // 8

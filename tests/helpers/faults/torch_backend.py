@@ -315,4 +315,10 @@ FAULTS: dict[str, Fault] = {
         "with torch.no_grad():",
         "workers::test_inference_mode_gives_the_same_bits",
     ),
+    "a graph for batches that fit the cache of the torch backend": (
+        "backends/torch/kept_tile",
+        "torch.sym_min(fit, n)",
+        "n if fit >= n else fit",
+        "default_cache::test_batches_that_fit_the_cache_and_larger_ones_share_a_graph[True-torch]",
+    ),
 }

@@ -609,6 +609,6 @@ FAULTS: dict[str, Fault] = {
         "backends/triton/forward",
         "torch.sym_min(",
         "min(",
-        "default_cache::test_batches_that_fit_the_cache_and_larger_ones_share_a_graph[True-triton]",
+        "default_cache::test_batches_that_fit_the_cache_and_larger_ones_share_a_graph[True-triton-0.3]",
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from gspo_kernels.backends import workspace
 from gspo_kernels.backends.rows import Cache
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.inputs.memory import cache_limit, cache_size
+from gspo_kernels.integrations.backwards import BackwardSettings
 from gspo_kernels.tools import compile_cases as cases
 from gspo_kernels.tools import doctor_memory
 from gspo_kernels.validation import Field
@@ -107,6 +109,34 @@ def test_memory_with_the_default_is_within_the_formula(
         bound = doctor_memory.bound(head, "triton", size)
     assert rows > 0 and kept.exponentials.nbytes <= size
     assert bound.gradients + kept.exponentials.nbytes <= live.peak <= bound.total
+
+
+def test_a_compiled_call_takes_the_default_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler could not trace what asks for the memory here: it opens a file."""
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        with open(os.devnull):
+            return SimpleNamespace(total_memory=H100)
+
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_properties=properties)
+    monkeypatch.setattr(workspace, "torch", SimpleNamespace(cuda=cuda))
+
+    def add_default(x: torch.Tensor) -> torch.Tensor:
+        return x + cache_limit(CALL, None, torch.device("cuda:0")) // MIB
+
+    torch.compiler.reset()
+    compiled = torch.compile(add_default, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(2)).tolist() == [1266, 1266]
+
+
+def test_the_line_of_the_trainers_names_the_default_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    see_gpus(monkeypatch, H100)
+    line = BackwardSettings().describe(torch.device("cuda"))
+    assert line == "gradient_budget=0, cache_mib=1266 (default, 1/64 of the GPU's memory)"
+    assert BackwardSettings().describe(torch.device("cpu")) == "gradient_budget=0, cache_mib=0 (default)"
+    assert BackwardSettings(1e-3, 5).describe(torch.device("cuda")) == "gradient_budget=0.001, cache_mib=5"
+    monkeypatch.setenv("GSPO_CACHE_MIB", "3")
+    assert BackwardSettings().describe(torch.device("cuda")) == "gradient_budget=0, cache_mib=3 (GSPO_CACHE_MIB)"
 
 
 @pytest.mark.parametrize(("backend", "cache_mib"), [("torch", 0.07), ("triton", 0.3)])

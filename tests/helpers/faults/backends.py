@@ -224,6 +224,12 @@ FAULTS: dict[str, Fault] = {
         "",
         f"{DEFAULT}::test_fake_tensors_on_a_gpu_that_does_not_exist_have_no_cache",
     ),
+    "the compiler traces the default cache": (
+        "backends/workspace",
+        "cache_of_device._dynamo_marked_constant = True",
+        "pass",
+        f"{DEFAULT}::test_a_compiled_call_takes_the_default_as_a_constant",
+    ),
     "a cache of 0 replaced by the default": (
         "backends/workspace",
         "(cache_of_device(device) if mib is None else mib)",

@@ -321,4 +321,22 @@ FAULTS: dict[str, Fault] = {
         "n if fit >= n else fit",
         "default_cache::test_batches_that_fit_the_cache_and_larger_ones_share_a_graph[True-torch-0.07]",
     ),
+    "sums of a slab on a GPU beyond the workspace": (
+        "backends/torch/tiles",
+        "return min(columns, _columns_beside_sums(head))",
+        "return columns",
+        "torch_memory::test_memory_on_a_gpu_is_within_the_formula[2048-8192-32000-bf16-CUDA]",
+    ),
+    "copies of operands on ROCm beyond the workspace": (
+        "backends/torch/tiles",
+        "operand_dtype(device, dtype) != dtype",
+        "False",
+        "torch_memory::test_memory_on_a_gpu_is_within_the_formula[2048-8192-32000-bf16-ROCm]",
+    ),
+    "the host waits for every kept tile": (
+        "backends/torch/kept_tile",
+        "first, last, adjacent = self.places[rows.start]",
+        "first, last, adjacent = int(place[0]), int(place[-1]), bool((place.diff() == 1).all())",
+        "torch_memory::test_the_host_reads_the_places_of_kept_rows_once",
+    ),
 }

@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr.split()[:1] == ["gpu"]:
         os.environ.setdefault("GSPO_TEST_DEVICE", "cuda")
         os.environ.pop("TRITON_INTERPRET", None)
+        os.environ.setdefault("GSPO_CACHE_MIB", "0")  # tests count passes and name the caches that they use
         from helpers.device import obstacle
 
         if not config.option.collectonly and (reason := obstacle()):

@@ -119,7 +119,8 @@ def doctor(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="N,H,V of your batch, such as 8192,4096,151936: print what cache_mib saves, and check nothing. N: "
+            help="N,H,V of your batch, such as 8192,4096,151936: print what cache_mib saves, and its default on "
+            "this machine, and check nothing. N: "
             "unmasked tokens of a micro-batch."
         ),
     ] = None,

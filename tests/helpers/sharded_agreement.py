@@ -16,6 +16,7 @@ from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor, nn
 
 from gspo_kernels import Objective, agreement, gspo_fused_loss, linear_log_probs, policy_loss, validation
+from gspo_kernels.backends import workspace
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 V, S = 64, 3
@@ -229,6 +230,22 @@ def _environment(context: Context) -> None:
                 ):
                     run(function, mine)
         run(function, mine)
+
+
+@case("default caches of GPUs with different memory", 2)
+def _default_caches(context: Context) -> None:
+    group, last = context.group(2), rank_in(context.group(2)) == 1
+    for function, kind in FUNCTIONS[:3]:
+        mine = arguments(function, kind, group) | {"cache_mib": None}
+        with mock.patch.object(workspace, "cache_of_device", lambda device: 3 if last else 2):
+            if kind == "cp_group":
+                run(function, mine)
+            else:
+                with raises("cache_mib must be equal on all ranks of tp_group, got [2 (default), 3 (default)]"):
+                    run(function, mine)
+            with raises(f"cache_mib must be equal on all ranks of {kind}"):
+                run(function, mine, cache_mib=4.0 if last else None)
+            run(function, mine, cache_mib=1.0)
 
 
 # -- which calls are compared

@@ -24,7 +24,7 @@ HOUSE = (
     {"fused_loss", "log_probs", "policy_loss"},
     {"", "tools"},  # "" is the package's __init__.py, which exports the public names
 )
-BACKENDS = ({"precision", "rows", "workspace"}, {"live_tiles"}, {"torch", "triton"}, {"adapter", "dispatch"})
+BACKENDS = ({"rows", "workspace"}, {"live_tiles", "precision"}, {"torch", "triton"}, {"adapter", "dispatch"})
 MOST_FLOORS = 8
 
 

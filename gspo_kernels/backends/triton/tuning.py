@@ -124,13 +124,18 @@ def architecture(device: torch.device) -> str | None:
     return exact.get(capability) or family.get(capability[0], "sm_120")  # 12.1, and what comes later
 
 
+def is_amd(device: torch.device) -> bool:
+    """Return whether a device uses the block shapes of an AMD GPU."""
+    return (architecture(device) or "").startswith("gfx")
+
+
 def product_config(dtype: torch.dtype, device: torch.device) -> Config:
     """Return the block shape of block-sparse products: block_v elements of H, block_h elements summed at a time."""
     name = architecture(device)
     if dtype.itemsize == 8 and name in _DOUBLE_PRODUCT:
         return _DOUBLE_PRODUCT[name]
     config = _PRODUCT[dtype.itemsize]
-    return replace(config, stages=_AMD_STAGES) if name in ("gfx942", "gfx950") else config
+    return replace(config, stages=_AMD_STAGES) if is_amd(device) else config
 
 
 def sequence_config(dtype: torch.dtype) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from helpers.faults.table import Fault
 
+DEFAULT = "default_cache"
 FAULTS: dict[str, Fault] = {
     "matrix products in the precision that the process has set": (
         "backends/precision",
@@ -192,5 +193,65 @@ FAULTS: dict[str, Fault] = {
         "first_row=chunk.start",
         "first_row=0",
         "cache::test_a_cached_backward_in_many_parts_has_the_gradients_of_one[triton-0.0]",
+    ),
+    "a default cache of the free memory": (
+        "backends/workspace",
+        "torch.cuda.get_device_properties(device).total_memory",
+        "torch.cuda.mem_get_info(device)[0]",
+        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
+    ),
+    "a default cache of a 32nd of the memory": (
+        "backends/workspace",
+        "CACHE_SHARE = 64",
+        "CACHE_SHARE = 32",
+        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
+    ),
+    "a default cache on a CPU": (
+        "backends/workspace",
+        'device.type != "cuda" or not torch',
+        "not torch",
+        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
+    ),
+    "a default cache of the current device": (
+        "backends/workspace",
+        "get_device_properties(device)",
+        'get_device_properties(torch.device("cuda"))',
+        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
+    ),
+    "fake tensors need a GPU": (
+        "backends/workspace",
+        "or not torch.cuda.is_available()",
+        "",
+        f"{DEFAULT}::test_fake_tensors_on_a_gpu_that_does_not_exist_have_no_cache",
+    ),
+    "the compiler traces the default cache": (
+        "backends/workspace",
+        "cache_of_device._dynamo_marked_constant = True",
+        "pass",
+        f"{DEFAULT}::test_a_compiled_call_takes_the_default_as_a_constant",
+    ),
+    "a cache of 0 replaced by the default": (
+        "backends/workspace",
+        "(cache_of_device(device) if mib is None else mib)",
+        "(mib or cache_of_device(device))",
+        f"{DEFAULT}::test_the_variable_replaces_the_default_and_the_argument_replaces_both[0-None-0]",
+    ),
+    "a cache without a backward": (
+        "inputs/memory",
+        "return size if any(needed_by_autograd(head)) else 0",
+        "return size",
+        "cache::test_the_cache_is_free_after_the_backward_and_absent_without_autograd[torch]",
+    ),
+    "operands copied as a whole": (
+        "backends/precision",
+        "size = max(bytes_of_copies() // ((a.shape[0] + b.shape[1]) * out.itemsize), 1)",
+        "size = a.shape[1]",
+        "amd::test_products_of_copies_are_complete[False-bf16]",
+    ),
+    "the first product of copies forgotten": (
+        "backends/precision",
+        "beta=beta if start == 0 else 1",
+        "beta=beta",
+        "amd::test_products_of_copies_are_complete[True-bf16]",
     ),
 }

@@ -2,18 +2,29 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test quick lint test-distributed test-benchmarks test-trainers gate
+.PHONY: demo test test-all quick lint test-distributed test-benchmarks test-trainers test-stub gate
 demo: .venv/ready
 	$(BIN)/gspo train
 
 test: lint test-distributed
-	$(BIN)/$(PYTEST) --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed
+	$(BIN)/$(PYTEST) --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed --ignore tests/stub
+
+test-all: test test-benchmarks test-trainers test-stub
 
 test-distributed: .venv/ready
 	$(BIN)/python -m pytest tests/distributed
 
 test-benchmarks: .venv/ready
 	$(BIN)/$(PYTEST) tests/benchmarks
+
+# Triton's launcher on a stub of the CUDA driver, with the tested and the oldest Triton.
+test-stub: .venv/ready build/triton-3.6.0
+	$(BIN)/python -m pytest tests/stub
+	PYTHONPATH=build/triton-3.6.0 $(BIN)/python -m pytest tests/stub
+
+build/triton-3.6.0: .venv/ready
+	$(BIN)/pip install -q --no-deps --upgrade --target $@ triton==3.6.0
+	touch $@
 
 quick: .venv/ready
 	$(BIN)/$(PYTEST) --quick tests/math tests/api tests/backends

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
 from gspo_kernels.backends.rows import HeadRows
+from gspo_kernels.backends.triton.gradient_tile import gradient_tile
+from gspo_kernels.backends.triton.kept_tile import kept_tile
+from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.backends.triton.tuning import tile_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device", "cached_memory_is_returned")]
@@ -82,6 +85,32 @@ def test_a_captured_step_has_the_bits_of_the_eager_step(masked: bool) -> None:
         assert_same_bits(first[:bitwise], eager[:bitwise], f"{numbers}, eager")
         for ours, expected in zip(first[2:], eager[2:], strict=True):
             assert relative_rms(ours, expected) <= RELATIVE_RMS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("cache_mib", [0.0, 64.0])
+def test_a_step_with_a_budget_is_captured_after_steps_that_compute_cells(cache_mib: float) -> None:
+    """The captured backward computes all cells, with kernels and a cuBLAS handle that the capture cannot load."""
+    head = random_head(SIZES.rows)
+    options: tuple[dict[str, Any], ...] = ({}, dict(gradient_budget=0.9, cache_mib=cache_mib))
+    steps = []
+    for option in options:
+        torch.manual_seed(0)  # the same advantages
+        steps.append(step(head, 64, **option))
+    exact, budget = steps
+    torch.cuda.synchronize()
+    for kernel in (gradient_tile, kept_tile):
+        kernel.device_caches.clear()  # other tests may have loaded them
+    with launches() as seen:
+        on_side_stream(budget)
+    assert "hidden_product" in {x.kernel.__name__ for x in seen}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = budget()
+    graph.replay()
+    expected = exact()
+    assert_same_bits(held[:2], expected[:2])
+    for ours, truth in zip(held[2:], expected[2:], strict=True):
+        assert relative_rms(ours, truth) <= RELATIVE_RMS[torch.bfloat16]
 
 
 def on_side_stream(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

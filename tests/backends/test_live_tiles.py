@@ -196,7 +196,9 @@ def test_triton_launches_one_program_per_counted_cell() -> None:
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=1201, logit_std=6.0).with_options(gradient_budget=0.1)
     with choices() as decisions, launches() as seen:
         run_fused(sample, "triton")
-    tiles = sum(x.programs for x in seen if x.kernel.__name__ == "gradient_tile")
+    # On a GPU, the first step also loads the kernel of the dense backward, by one program without a list of cells.
+    of_cells = [x for x in seen if x.kernel.__name__ == "gradient_tile" and x.arguments["by_tile"] is not None]
+    tiles = sum(x.programs for x in of_cells)
     assert 0 < tiles == int(decisions[0].live.cells.sum()) < decisions[0].live.cells.numel()
 
 

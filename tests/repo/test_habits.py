@@ -23,7 +23,8 @@ def test_the_commit_hooks_run_the_pinned_linter() -> None:
 def test_ci_runs_targets_of_the_makefile() -> None:
     commands = [step["run"] for job in JOBS.values() for step in job["steps"] if "run" in step]
     targets = [command.split()[1] for command in commands if command.startswith("make ")]
-    assert targets == ["lint", "quick", "test", "test-benchmarks", "test-trainers", "gate-${{", ".venv/ready"]
+    tests = ["lint", "quick", "test", "test-benchmarks", "test-stub", "test-trainers"]
+    assert targets == [*tests, "gate-${{", ".venv/ready"]
     for target in targets:
         assert re.search(rf"^{re.escape(target.replace('${{', '%'))}:", MAKEFILE, re.MULTILINE), target
     assert [command for command in commands if not command.startswith("make ")] == [".venv/bin/python -m pytest -m gpu"]

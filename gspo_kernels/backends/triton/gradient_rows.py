@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...layout import accumulator
 from ..live_tiles import leading
-from ..precision import bytes_of_copies, power_of_two
+from ..precision import add_product, bytes_of_copies, power_of_two
 from ..rows import HeadResult, HeadRows, Kept
 from ..workspace import workspace_bytes
 from .cells import Part
@@ -22,10 +22,12 @@ from .gradient_tile import gradient_tile
 from .kept_tile import launch_kept_tile
 from .launch import launch
 from .logit_tile import INTERPRETED, gather_rows, tile_arguments
-from .tuning import Config, is_amd
+from .tuning import Config, is_amd, multiprocessors
 
 # Largest chunk. At this size, accumulating d_weight over chunks adds 3 % to the time of the products (NOTES.md).
 _ROWS_AT_ONCE = 8192
+# `gradient_tile` as compiled for cells, if the kernels that compute the same gradients densely are loaded too.
+_ready_for_capture: set[Any] = set()
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, dire
         -(-head.vocab_size // config.block_v),
         remaining // (rows * per_element + slab_of_weight) // config.block_v,
         -(-rows // config.block_n),
-        _multiprocessors(head.hidden.device),
+        multiprocessors(head.hidden.device),
     )
     return Sizes(rows, tiles * config.block_v, gather_once)
 
@@ -177,11 +179,6 @@ def _tiles_of_slab(tiles: int, most: int, row_blocks: int, multiprocessors: int)
 
     most = max(min(tiles, most), 1)
     return min(range(most, most // 2, -1), key=waves)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU. Elsewhere, return that of an H200."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 class Shares(NamedTuple):
@@ -247,8 +244,24 @@ def gradient_of_tiles(
     out: Any = d_logits
     if config.descriptors and part is None:
         out = TensorDescriptor.from_tensor(d_logits, [config.block_n, config.block_v])
-    launch(gradient_tile, programs, config, **operands, **shared, d_logits=out, ROUNDED=dtype.itemsize == 2)
-    return d_logits[:, :columns] if part is None else d_logits
+    compiled = launch(gradient_tile, programs, config, **operands, **shared, d_logits=out, ROUNDED=dtype.itemsize == 2)
+    if part is None:
+        return d_logits[:, :columns]
+    if compiled is not None and compiled not in _ready_for_capture:
+        _ready_for_capture.add(compiled)
+        _load_dense_kernels(rows, config)
+    return d_logits
+
+
+def _load_dense_kernels(rows: GradientRows, config: Config) -> None:
+    """Compute d_logits of one row and column, and a product of it, as the dense backward does.
+
+    A step with a budget that is captured as a CUDA graph takes the dense backward. The steps before it may have
+    computed cells only, and a capture can neither load a kernel nor create the handle of cuBLAS.
+    """
+    d_z = gradient_of_tiles(rows, rows.hidden(slice(0, 1)), slice(0, 1), 0, 1, config, unrounded=False)
+    weight = rows.head.weight[:1]
+    add_product(torch.empty_like(weight, dtype=rows.d_log_probs.dtype), d_z, weight, first=True)
 
 
 def round_to_operands(d_logits: Tensor, rows: GradientRows) -> Tensor:

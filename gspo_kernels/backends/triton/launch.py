@@ -38,15 +38,19 @@ def launches() -> Iterator[list[Launch]]:
         _listeners[:] = [x for x in _listeners if x is not recorded]  # not `remove`: two lists may be equal
 
 
-def launch(kernel: Any, programs: int, config: Config, **arguments: Any) -> None:
-    """Run `programs` programs of a kernel, unless its tensors are meta tensors."""
+def launch(kernel: Any, programs: int, config: Config, **arguments: Any) -> Any:
+    """Run `programs` programs of a kernel, unless its tensors are meta tensors.
+
+    Returns:
+        The compiled kernel, the same object for all launches that Triton does not tell apart. None if there is none.
+    """
     for recorded in _listeners:
         recorded.append(Launch(kernel, arguments, config, programs))
     device = next(x for x in arguments.values() if isinstance(x, torch.Tensor)).device
     if device.type == "meta" or programs == 0:
-        return
+        return None
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(programs,)](**arguments, **launch_options(config))
+        return kernel[(programs,)](**arguments, **launch_options(config))
 
 
 def launch_options(config: Config) -> dict[str, Any]:

@@ -129,6 +129,11 @@ def is_amd(device: torch.device) -> bool:
     return (architecture(device) or "").startswith("gfx")
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU. Elsewhere, return that of an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def product_config(dtype: torch.dtype, device: torch.device) -> Config:
     """Return the block shape of block-sparse products: block_v elements of H, block_h elements summed at a time."""
     name = architecture(device)

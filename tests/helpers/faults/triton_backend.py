@@ -611,4 +611,22 @@ FAULTS: dict[str, Fault] = {
         "min(",
         "default_cache::test_batches_that_fit_the_cache_and_larger_ones_share_a_graph[True-triton-0.3]",
     ),
+    "kernels of the dense backward are loaded by the capture of a step": (
+        "backends/triton/gradient_rows",
+        "        _load_dense_kernels(rows, config)",
+        "        pass",
+        "stub/launcher::test_a_captured_step_loads_no_kernel[budget]",
+    ),
+    "the kernel of kept exponentials is loaded by the capture of a step": (
+        "backends/triton/gradient_rows",
+        "if rows.kept is not None:\n        launch",
+        "if rows.kept is not None and high > 1:\n        launch",
+        "stub/launcher::test_a_captured_step_loads_no_kernel[budget and cache]",
+    ),
+    "an unaligned tensor is read by descriptors": (
+        "backends/triton/logit_tile",
+        " and x.data_ptr() % 16 == 0",
+        "",
+        "stub/launcher::test_every_launch_is_legal[sm_90-unaligned]",
+    ),
 }

@@ -113,7 +113,7 @@ def policy_loss(
         policy = policy_rows(call, arguments, unmasked, log_probs.dtype)  # it counts the values that are invalid so far
         if entropy is None and objective.entropy_coef != 0:
             call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
-        backend = pick_backend(call, backend, log_probs.device)
+        backend = pick_backend(call, backend, log_probs.device, log_probs.dtype, "loss")
         if values is not None:
             values.update(policy_values(arguments, policy, unmasked))
             needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (log_probs, entropy)]

@@ -7,8 +7,8 @@ functions directly, without autograd and without collectives. `self_check.py` de
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,15 +60,17 @@ def run_check(device: torch.device, dtype: torch.dtype, subject: str) -> str | N
 def _checked(device: torch.device, dtype: torch.dtype, subject: str) -> str | None:
     """Run every stage. Name the kernels since the last correct result, or the last kernel before an exception."""
     stages: list[Callable[[], None]] = [lambda: _check_loss(device, accumulator(dtype))]
-    with launches() as seen, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with launches() as seen:
         try:
-            if subject == "head":
-                plain, skewed, ragged = (_Check(device, dtype, kind, seen) for kind in ("plain", "skewed", "ragged"))
-                stages += [plain.forward, lambda: _check_many_tiles(device, dtype), plain.backward, plain.cache]
-                stages += [skewed.budget, skewed.cache_and_budget, ragged.backward]
-            for stage in stages:
-                seen.clear()
-                stage()
+            with _on(device):
+                if subject == "head":
+                    samples = (_Check(device, dtype, kind, seen) for kind in ("plain", "skewed", "ragged"))
+                    plain, skewed, ragged = samples
+                    stages += [plain.forward, lambda: _check_many_tiles(device, dtype), plain.backward, plain.cache]
+                    stages += [skewed.budget, skewed.cache_and_budget, ragged.backward]
+                for stage in stages:
+                    seen.clear()
+                    stage()
         except WrongResult as wrong:
             names = dict.fromkeys(x.kernel.__name__ for x in seen)
             return f"{', '.join(names)}: {wrong}"
@@ -76,6 +78,21 @@ def _checked(device: torch.device, dtype: torch.dtype, subject: str) -> str | No
             text = " ".join(str(error).split())[:300]
             return f"{seen[-1].kernel.__name__ if seen else 'no kernel'}: {type(error).__name__}: {text}"
     return None
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Make `device` current, and allow the host to wait for it."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with torch.cuda.device(device):
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 # -- the loss

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch._guards import detect_fake_mode
 
+from ..layout import accumulator
 from ..validation import dtype_name, warn_once
 
 _logger = logging.getLogger(__name__)
@@ -165,6 +166,10 @@ def _shared_check(key: Key, file: Path | None, facts: dict[str, str]) -> str:
         failure = _run(*key)
         written = _remember(file, facts, failure)
         if not failure:
+            device, dtype, subject = key
+            if subject == "head":  # its check includes that of the loss
+                of_loss = _facts(device, accumulator(dtype), "loss")
+                _remember(result_file(of_loss), of_loss, failure)
             where = f"remembered in {file}" if written else "not remembered, because no cache folder can be written"
             seconds = time.monotonic() - start
             what = f"{facts['subject']} in {facts['dtype']} on {facts['device']}"

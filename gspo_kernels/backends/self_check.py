@@ -181,6 +181,7 @@ def _facts(device: torch.device, dtype: torch.dtype, subject: str) -> dict[str, 
     """Return what the result of a check depends on."""
     import triton
 
+    from .triton import logit_tile
     from .triton.tuning import architecture
 
     return {
@@ -190,7 +191,7 @@ def _facts(device: torch.device, dtype: torch.dtype, subject: str) -> dict[str, 
         "subject": subject,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "kernels": _hash_of_sources(),
+        "kernels": ("interpreted " if logit_tile.INTERPRETED else "") + _hash_of_sources(),
     }
 
 

@@ -241,6 +241,12 @@ FAULTS: dict[str, Fault] = {
         'folder.glob("*.py")',
         "self_check::test_a_changed_kernel_changes_the_hash",
     ),
+    "interpreted kernels that pass make compiled ones trusted": (
+        "backends/self_check",
+        '("interpreted " if logit_tile.INTERPRETED else "") + ',
+        "",
+        "self_check::test_the_result_of_interpreted_kernels_is_not_that_of_compiled_ones",
+    ),
     "GSPO_SELF_CHECK=0 ignored": (
         "backends/self_check",
         "if not is_enabled() or is_measured(key[0]):",

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import validation
+from .backends import self_check
 from .backends.workspace import cache_variable, workspace_bytes
 from .inputs.head import HeadArguments, HeadInputs
 from .inputs.memory import needed_by_autograd
@@ -69,6 +70,7 @@ ENVIRONMENT: dict[str, Callable[[torch.device], Any]] = {
     "GSPO_CHECK": lambda device: validation.values_are_checked(device),
     "GSPO_WORKSPACE_MIB": lambda _: workspace_bytes() // 2**20,
     "GSPO_CACHE_MIB": lambda _: cache_variable(),
+    "GSPO_SELF_CHECK": lambda _: self_check.is_enabled(),
 }
 
 # Function and groups of calls whose arguments the ranks have compared, and the device of these calls.

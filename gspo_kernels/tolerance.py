@@ -14,8 +14,7 @@ ROW_COSINE = 0.999
 # fp64 compared with the fp64 oracle: only the order of additions differs.
 FLOAT64_RELATIVE = 1e-11
 
-# RMS error of log-probs on a GPU, for |logit| <= 30. Tensor cores add `truncation` of tests/tolerance.py, which is small
-# for the small H of the self-check.
+# RMS error of log-probs on a GPU, for |logit| <= 30. With a large H, `truncation` of tests/tolerance.py is added.
 LOG_PROB_RMS_ON_GPUS = 3e-5
 
 # On-policy, GSPO's loss is about 0, so errors of losses are relative to the mean |advantage|.

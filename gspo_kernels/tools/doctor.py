@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ..backends import dispatch
+from ..backends import dispatch, self_check
 from ..validation import Call
 from .doctor_checks import CPU, DTYPES, Check, check, interpreted_checks, one_line
 
@@ -95,7 +95,6 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
     accelerators, absent = _accelerators()
     devices, checks = [], []
     for device in (CPU, *accelerators):
-        devices.append(describe(device))
         with_triton = _obstacle(device) is None
         for backend in ("torch", "triton") if with_triton else ("torch",):
             for dtype in DTYPES:
@@ -104,6 +103,7 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
         if interpret and device == CPU and not with_triton:
             progress("triton on cpu, interpreted")
             checks += interpreted_checks()
+        devices.append(describe(device))  # after the checks, the first of which ran the self-check
     return Diagnosis(_versions(triton), devices, checks, remarks + absent)
 
 
@@ -175,7 +175,11 @@ def describe(device: torch.device) -> Device:
     except Exception as error:
         return Device(str(device), description, block_shapes, None, one_line(error))
     why = obstacle or "the Triton kernels run here"
-    if obstacle is None and auto == "torch":
+    if auto == "triton":
+        checked = self_check.state(device, torch.bfloat16)
+        auto = "torch" if checked.startswith("failed") else auto
+        why += f", self-check in bfloat16 {checked}"
+    elif obstacle is None:
         why = "Triton kernels are only interpreted here, which is slow and meant for tests"
     return Device(str(device), description, block_shapes, auto, why)
 

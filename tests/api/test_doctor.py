@@ -17,7 +17,7 @@ import torch
 from tolerance import LOSS_PER_ADVANTAGE, check_loss, decision_band
 from typer.testing import CliRunner
 
-from gspo_kernels.backends import dispatch
+from gspo_kernels.backends import dispatch, self_check
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.reference import gspo_reference_loss
 from gspo_kernels.tools import compile_gate, doctor, doctor_checks
@@ -92,14 +92,19 @@ def test_the_text_reports_the_same() -> None:
     assert all(f"{backend} on cpu in {dtype}" in out for backend in ("torch", "triton") for dtype in DTYPES)
 
 
-def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=139.8 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: None)
     device = doctor.describe(torch.device("cuda", 0))
     assert device.name == "cuda:0" and device.description == "NVIDIA H200, compute capability 9.0, 140 GiB"
-    assert (device.block_shapes, device.auto, device.why) == ("sm_90", "triton", "the Triton kernels run here")
+    why = "the Triton kernels run here, self-check in bfloat16 not run"
+    assert (device.block_shapes, device.auto, device.why) == ("sm_90", "triton", why)
+    monkeypatch.setattr(self_check, "state", lambda *_: "failed: forward_tile: error 1, allowed 0.1")
+    device = doctor.describe(torch.device("cuda", 0))
+    assert device.auto == "torch" and device.why.endswith("failed: forward_tile: error 1, allowed 0.1")
 
 
 def test_one_paragraph_describes_accelerators_and_results(monkeypatch: pytest.MonkeyPatch) -> None:

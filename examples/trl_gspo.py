@@ -23,7 +23,7 @@ torch.manual_seed(0)
 tiny, gpu = demo_policy(), torch.cuda.is_available()  # a Qwen3 with 76,000 random weights
 model, tokenizer, rate = (sys.argv[1], None, 1e-6) if len(sys.argv) > 1 else (tiny.model, tiny.tokenizer, 3e-3)
 options = {"learning_rate": rate, "max_steps": 200, "logging_steps": 20, "use_cpu": not gpu, "bf16": gpu}
-# GSPOConfig: GRPOConfig with the paper's window and four updates per rollout; gradient_budget and cache_mib are off.
+# GSPOConfig: GRPOConfig with the paper's window and four updates per rollout, without a gradient_budget.
 args = GSPOConfig("runs/trl", per_device_train_batch_size=32, num_generations=8, max_completion_length=6, **options)
 trainer = GSPOTrainer(model, reward, args, train_dataset=prompts, processing_class=tokenizer)
 trainer.train()

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import validation
-from .backends.workspace import cache_bytes, workspace_bytes
+from .backends import self_check
+from .backends.workspace import cache_variable, workspace_bytes
 from .inputs.head import HeadArguments, HeadInputs
 from .inputs.memory import needed_by_autograd
 from .inputs.policy import PolicyArguments, PolicyInputs
@@ -59,6 +60,7 @@ EXCUSED: dict[str, dict[str, str]] = {
         "cu_seqlens": "tokens of this rank",
         "lm_head": "parameters, too many to compare in each call",
         "bias": "parameters, too many to compare in each call",
+        "cache_mib": "the default of this rank's device",  # each rank keeps rows of its own tokens
         "tp_group": "a group of other ranks",
         "cp_group": "the group itself",
     },
@@ -67,7 +69,8 @@ EXCUSED: dict[str, dict[str, str]] = {
 ENVIRONMENT: dict[str, Callable[[torch.device], Any]] = {
     "GSPO_CHECK": lambda device: validation.values_are_checked(device),
     "GSPO_WORKSPACE_MIB": lambda _: workspace_bytes() // 2**20,
-    "GSPO_CACHE_MIB": lambda _: cache_bytes() // 2**20,
+    "GSPO_CACHE_MIB": lambda _: cache_variable(),
+    "GSPO_SELF_CHECK": lambda _: self_check.is_enabled(),
 }
 
 # Function and groups of calls whose arguments the ranks have compared, and the device of these calls.
@@ -167,12 +170,16 @@ def _checksum(x: Tensor) -> int:
 # -- the values of a call
 
 
-def head_values(arguments: HeadArguments, head: HeadInputs, cache: int, gradient_budget: float) -> dict[str, Any]:
+def head_values(
+    arguments: HeadArguments, head: HeadInputs, cache_mib: float | None, cache: int, gradient_budget: float
+) -> dict[str, Any]:
     """Return the arguments that determine log-probs, and facts about the head, by name.
 
-    Arguments are returned as the call computes with them, so that two spellings of a value are equal.
+    Arguments are returned as the call computes with them, so that two spellings of a value are equal. `cache` is the
+    size that `cache_mib` means, in bytes. With a tp_group it must be equal, because kept rows come first when the
+    cells of a budget are chosen, and all ranks must choose alike.
     """
-    rows = head.rows
+    rows, mib = head.rows, cache / 2**20
     return {
         "the number of rows of lm_head": shard_of(rows.shard).rows if rows.shard else rows.weight.shape[0],
         "the hidden size": rows.hidden.shape[1],
@@ -184,7 +191,7 @@ def head_values(arguments: HeadArguments, head: HeadInputs, cache: int, gradient
         "vocab_size": all_columns(rows.shard, rows.vocab_size),
         "temperature": 1.0 if rows.temperature is None else rows.temperature,
         "gradient_budget": gradient_budget,
-        "cache_mib": cache / 2**20,
+        "cache_mib": Unquoted(f"{mib:g} (default)") if cache_mib is None and cache else mib,
         "tp_group": head.tp_group,
         # The gradient of a DTensor is never summed here.
         "reduce_hidden": "none" if is_dtensor(arguments.hidden) else arguments.reduce_hidden,

@@ -101,11 +101,13 @@ def gspo_fused_loss(
             does not recompute these logits. The rest is recomputed. It keeps them for rows that may have a gradient,
             in the dtype of hidden: all of a batch takes N V values. Log-probs have the same bits for every size. The
             memory is free after the backward, and nothing is kept if no operand needs a gradient. `gspo doctor
-            --memory N,H,V` prints what a size saves. None: the environment variable GSPO_CACHE_MIB, or 0.
+            --memory N,H,V` prints what a size saves, and the default. None: the environment variable GSPO_CACHE_MIB; if
+            it is not set, 1/64 of the GPU's total memory, and 0 on a CPU.
         tp_group, reduce_hidden: a vocabulary that is sharded over ranks, see `linear_log_probs`.
         cp_group: sequences that are sharded over ranks, see `policy_loss`.
-        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
-            that you name cannot run, an error is raised.
+        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check of a few seconds,
+            which the first call makes once per machine (docs/limits.md), otherwise torch. If the backend that you name
+            cannot run, or its kernels fail the check, an error is raised.
 
     Returns:
         LossOutput. `loss` [] is differentiable; `log_probs`, `entropy`, `log_ratio` and `metrics` are detached.
@@ -160,7 +162,7 @@ def gspo_fused_loss(
         policy = policy_rows(call, arguments, unmasked, accumulator(head.rows.hidden.dtype))
         cache = cache_size(call, cache_mib, head.rows)
         if values is not None:
-            values.update(head_values(head_arguments, head, cache, gradient_budget))
+            values.update(head_values(head_arguments, head, cache_mib, cache, gradient_budget))
             values.update(policy_values(arguments, policy, unmasked))
     result = ops.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), cache, head.backend)
     entropies = result.head.entropy if head.rows.entropy else None

@@ -62,7 +62,8 @@ def linear_log_probs(
             the gradient of the log-probs, and `metrics.last_backward()` says how much it was. If the entropies have a
             gradient too, the backward raises a ValueError.
         cache_mib: memory, in MiB, in which the forward may keep exponentials of logits until the backward, which then
-            does not recompute these logits; see `gspo_fused_loss`. None: the environment variable GSPO_CACHE_MIB, or 0.
+            does not recompute these logits; see `gspo_fused_loss`. None: the environment variable GSPO_CACHE_MIB; if it
+            is not set, 1/64 of the GPU's total memory, and 0 on a CPU.
         tp_group: process group, or DeviceMesh of one dimension, over whose ranks the vocabulary is sharded. Then
             lm_head and bias are this rank's rows, [V / ranks, H] and [V / ranks], in the order of the ranks. So is
             LoRA's B; its A is replicated. hidden, target_ids and all other arguments must be equal on all ranks, and
@@ -72,8 +73,9 @@ def linear_log_probs(
             vocabulary tile; otherwise a warning is given once.
         reduce_hidden: "all": the gradient of hidden is summed over the ranks, by one all-reduce. "none": it is this
             rank's term of that sum, for callers that reduce it themselves (Megatron's sequence parallelism does).
-        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
-            that you name cannot run, an error is raised.
+        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check of a few seconds,
+            which the first call makes once per machine (docs/limits.md), otherwise torch. If the backend that you name
+            cannot run, or its kernels fail the check, an error is raised.
 
     Returns:
         LogProbOutput.
@@ -105,7 +107,7 @@ def linear_log_probs(
         head = head_rows(call, arguments)
         cache = cache_size(call, cache_mib, head.rows)
         if values is not None:
-            values.update(head_values(arguments, head, cache, gradient_budget))
+            values.update(head_values(arguments, head, cache_mib, cache, gradient_budget))
     budget = float(gradient_budget) if any(needed_by_autograd(head.rows)) else 0.0  # without a backward, keep nothing
     out = ops.linear_log_probs(head.rows, budget, cache, head.backend).head
     shape = target_ids.shape

@@ -73,8 +73,9 @@ def policy_loss(
             ranks, and so are default normalizers. Gradients of log-probs are of this rank's tokens. So gradients of
             parameters must be summed over the group; where a trainer averages them, multiply the loss by the number of
             ranks.
-        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU, otherwise torch. If the backend
-            that you name cannot run, an error is raised.
+        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check of a few seconds,
+            which the first call makes once per machine (docs/limits.md), otherwise torch. If the backend that you name
+            cannot run, or its kernels fail the check, an error is raised.
 
     Returns:
         LossOutput. `loss` [] is differentiable; the other fields are detached.
@@ -113,7 +114,7 @@ def policy_loss(
         policy = policy_rows(call, arguments, unmasked, log_probs.dtype)  # it counts the values that are invalid so far
         if entropy is None and objective.entropy_coef != 0:
             call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
-        backend = pick_backend(call, backend, log_probs.device)
+        backend = pick_backend(call, backend, log_probs.device, log_probs.dtype, "loss")
         if values is not None:
             values.update(policy_values(arguments, policy, unmasked))
             needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (log_probs, entropy)]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.backends.dispatch import pick_backend, triton_obstacle
-from gspo_kernels.inputs.memory import cache_limit, check_budget
+from gspo_kernels.backends.workspace import CACHE_SHARE
+from gspo_kernels.inputs.memory import cache_limit, check_budget, check_cache
 from gspo_kernels.metrics import last_backward
 from gspo_kernels.validation import Call, Field
 
@@ -29,12 +30,15 @@ class BackwardSettings(NamedTuple):
             ValueError, TypeError: the message begins with `place`, the function or class that received the values.
         """
         check_budget(Field(place), self.gradient_budget)
-        cache_limit(Field(place), self.cache_mib)
+        check_cache(Field(place), self.cache_mib)
 
-    def __str__(self) -> str:
+    def describe(self, device: torch.device) -> str:
+        """Return the settings as text, with the default of `cache_mib` on `device` if it is not set."""
         source = "GSPO_CACHE_MIB" if "GSPO_CACHE_MIB" in os.environ else "default"
+        if source == "default" and device.type == "cuda":
+            source += f", 1/{CACHE_SHARE} of the GPU's memory"
         source = f" ({source})" if self.cache_mib is None else ""
-        mib = cache_limit(Field("cache_mib"), self.cache_mib) / 2**20
+        mib = cache_limit(Field("cache_mib"), self.cache_mib, device) / 2**20
         return f"gradient_budget={self.gradient_budget:g}, cache_mib={mib:g}{source}"
 
 

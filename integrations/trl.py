@@ -101,7 +101,7 @@ def accelerate_trainer(
 
     Args:
         gradient_budget, cache_mib: arguments of `linear_log_probs` for the training steps of the policy. None: the
-            setting of the trainer's GSPOConfig; otherwise a budget of 0, and GSPO_CACHE_MIB.
+            setting of the trainer's GSPOConfig; otherwise a budget of 0, and the default of `cache_mib`.
 
     Returns:
         The trainer.

@@ -17,11 +17,12 @@ def print_settings(trainer: Any, head: object, settings: BackwardSettings) -> No
     """Print backend, head and settings in one line, on the main process."""
     # By default, TRL shows no logger's INFO messages. Like Trainer's own logs, the line goes to stdout.
     if trainer.accelerator.is_main_process:
-        backend = describe_backend("accelerate_trainer", trainer.accelerator.device)
+        device = trainer.accelerator.device
+        backend = describe_backend("accelerate_trainer", device)
         autocast = {"bf16": ", cast to bfloat16", "fp16": ", cast to float16"}.get(
             trainer.accelerator.mixed_precision, ""
         )
-        print(f"gspo_kernels: {backend}; {head}{autocast}; {settings}", flush=True)
+        print(f"gspo_kernels: {backend}; {head}{autocast}; {settings.describe(device)}", flush=True)
 
 
 def log_backwards(trainer: Any) -> None:

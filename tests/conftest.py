@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr.split()[:1] == ["gpu"]:
         os.environ.setdefault("GSPO_TEST_DEVICE", "cuda")
         os.environ.pop("TRITON_INTERPRET", None)
+        os.environ.setdefault("GSPO_CACHE_MIB", "0")  # tests count passes and name the caches that they use
         from helpers.device import obstacle
 
         if not config.option.collectonly and (reason := obstacle()):
@@ -39,9 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         os.environ["GSPO_TEST_DEVICE"] = "cpu"
         os.environ["TRITON_INTERPRET"] = "1"  # the compile gate runs in its own process
-        from helpers.interpreter import patch_language_once
+        from helpers.interpreter import ignore_nan_in_extremes, patch_language_once
 
         patch_language_once()
+        ignore_nan_in_extremes()
     import torch
 
     torch.set_num_threads(1)  # shapes are so small that more threads are slower

@@ -1,5 +1,7 @@
 """All error limits of the tests. To loosen a limit, make a separate commit that gives the reason.
 
+Limits that the library itself needs, for the self-check and `gspo doctor`, are in gspo_kernels/tolerance.py.
+
 `check` compares with float64, the truth. Let r be the largest error of plain PyTorch in the same dtype (see
 PLAIN_ORDERS), and floor = eps(dtype) * max|truth|. Our largest error must be at most 2 * (r + floor). The relative RMS
 error has a limit per dtype, NaN and inf must be in the same places, and the cosine of each row with the true row must
@@ -13,6 +15,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gspo_kernels.tolerance import (
+    DROPPED_MASS_RELATIVE,
+    FLOAT64_RELATIVE,
+    KEPT_GRADIENT_RELATIVE,
+    LOG_PROB_RMS_ON_GPUS,
+    LOSS_PER_ADVANTAGE,
+    RELATIVE_RMS,
+    ROW_COSINE,
+)
+
+__all__ = [
+    "DROPPED_MASS_RELATIVE",
+    "FLOAT64_RELATIVE",
+    "KEPT_GRADIENT_RELATIVE",
+    "LOG_PROB_RMS_ON_GPUS",
+    "LOSS_PER_ADVANTAGE",
+    "RELATIVE_RMS",
+    "ROW_COSINE",
+]
+
 # Plain PyTorch runs in this many orders of additions, and r is the largest error. In fp32 the error depends on the
 # order in which a logit's terms are added: a gradient was off by 1.4 to 4.2 eps in six orders of the same numbers. With
 # one order, 7 of 512 gradients failed the check, 12 failed with another NumPy, and each processor had other failures.
@@ -20,17 +42,9 @@ from torch import Tensor
 # decision, and its large r would allow any gradient.
 PLAIN_ORDERS = {torch.float32: 4}
 
-RELATIVE_RMS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6, torch.float64: 1e-12}
-ROW_COSINE = 0.999
-
-# fp64 compared with the fp64 oracle: only the order of additions differs.
-FLOAT64_RELATIVE = 1e-11
-
 # Error of log-probs on a CPU, for |logit| <= 30 and H <= 4096: standard deviation and bias per token.
 LOG_PROB_STD = 1e-5
 LOG_PROB_BIAS = 2e-6
-# RMS error of such log-probs on a GPU, whose tensor cores truncate when they add.
-LOG_PROB_RMS_ON_TENSOR_CORES = 3e-5
 # Relative RMS error of sums of half-precision products that are accumulated in fp32. Sums rounded to fp16 would have an
 # error of 2e-4, and sums rounded to bf16 an error of 1.7e-3.
 ACCUMULATED_IN_FP32 = 1e-4
@@ -40,9 +54,6 @@ LOG_PROB_UNIT_RMS = 0.35
 
 # Error of fp32 advantages of rewards far from zero, compared with float64.
 ADVANTAGE_RELATIVE = 1e-6
-
-# On-policy, GSPO's loss is about 0, so errors of losses are relative to the mean |advantage|.
-LOSS_PER_ADVANTAGE = 1e-6
 
 # Gradients of our loss and of another trainer's, for the same batch in float64. Some trainers add 1e-8 to a divisor.
 PARITY_GRADIENT_RELATIVE = 1e-6
@@ -74,11 +85,6 @@ SHARDED_EQUAL_TOKENS_RELATIVE = 1e-6
 # Products of a Hessian and a vector in fp64, compared with central differences of gradients.
 CENTRAL_DIFFERENCE_RELATIVE = 1e-6
 
-# The L1 mass of d_logits that a gradient budget drops, in fp32, compared with fp64.
-DROPPED_MASS_RELATIVE = 1e-4
-# Gradients computed from the kept entries of d_logits, by dtype. The limits detect wrong entries, not rounding.
-KEPT_GRADIENT_RELATIVE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5, torch.float64: 1e-11}
-
 # Counts of sampled tokens, compared with their probabilities: how many standard deviations the chi-square statistic may
 # exceed its mean.
 CHI_SQUARE_DEVIATIONS = 5
@@ -108,8 +114,35 @@ def decision_band(length: int) -> float:
     return 3e-6 if length >= 1024 else 3e-6 + 6e-5 / length**0.5
 
 
-def check(name: str, ours: Tensor | None, same_dtype: Tensor | None, truth: Tensor | None, dtype: torch.dtype) -> float:
-    """Assert that an output is within its limits (module docstring); return our error divided by the allowed error."""
+def truncation(device: torch.device, dtype: torch.dtype, width: int, largest_logit: float) -> float:
+    """Return the RMS error of log-probs and entropies that the truncation of a GPU's tensor cores may cause.
+
+    Tensor cores multiply half-precision operands. They add 8 (Ampere) or 16 (Hopper) products at a time to the fp32 sum
+    of a logit, and truncate the new sum toward zero. In the model of tests/math/test_truncation.py, an addition loses
+    about 2^-26 of the sum. The sum is rarely larger than the largest logit. So H / 8 additions move a logit by at most
+
+        H / 8 * 2^-26 * max|z|
+
+    All logits move toward zero by the same share, so a log-prob moves by this share of the target's distance from the
+    mean logit. In the model, Hopper's additions cause a quarter of this error, and Ampere's less than half. Nobody has
+    measured it yet.
+    """
+    on_tensor_cores = device.type != "cpu" and dtype.itemsize == 2
+    return width / 8 * 2.0**-26 * largest_logit if on_tensor_cores else 0.0
+
+
+def check(
+    name: str,
+    ours: Tensor | None,
+    same_dtype: Tensor | None,
+    truth: Tensor | None,
+    dtype: torch.dtype,
+    more_rms: float = 0.0,
+) -> float:
+    """Assert that an output is within its limits (module docstring); return our error divided by the allowed error.
+
+    `more_rms` is added to the allowed RMS error. It is absolute.
+    """
     assert ours is not None and same_dtype is not None and truth is not None, f"{name} is absent"
     ours, same_dtype = ours.detach().double(), same_dtype.detach().double()
     truth = truth.detach().double()
@@ -127,10 +160,11 @@ def check(name: str, ours: Tensor | None, same_dtype: Tensor | None, truth: Tens
     else:
         allowed = 2 * ((s - t).abs().max().item() + torch.finfo(dtype).eps * largest)
     assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (largest value {largest:.3e})"
-    rms = (o - t).square().mean().sqrt() / t.square().mean().sqrt().clamp(min=1e-300)
+    true_rms = t.square().mean().sqrt().clamp(min=1e-300)
+    rms = (o - t).square().mean().sqrt() / true_rms
     if largest > 0:
-        limit = RELATIVE_RMS[dtype]
-        assert rms <= limit, f"{name}: relative RMS error {rms:.3e}, allowed {limit:.0e}"
+        limit = RELATIVE_RMS[dtype] + more_rms / true_rms
+        assert rms <= limit, f"{name}: relative RMS error {rms:.3e}, allowed {limit:.1e}"
     if truth.ndim == 2 and finite.all():
         _check_rows(name, ours, truth, torch.finfo(dtype).eps * largest)
     return error / allowed if allowed else 0.0

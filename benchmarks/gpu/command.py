@@ -6,8 +6,9 @@
     python -m gspo_kernels.benchmarks gpu A rl       only these groups; rl stands for rl-4k and rl-8k
     python -m gspo_kernels.benchmarks gpu tune       rank block shapes
 
-Each group runs in a process of its own until a deadline, so that a crash ends one group only. Results are written to
-runs/gpu.json after each measurement. A second run skips groups that have a record without a fault. A dry run:
+The versions in use, and the packages that are not installed, are printed first. Each group runs in a process of its
+own until a deadline, so that a crash ends one group only. Results are written to runs/gpu.json after each measurement,
+and all that a group prints to runs/gpu.log. A second run skips groups that have a record without a fault. A dry run:
 `TRITON_INTERPRET=1 python -m gspo_kernels.benchmarks gpu --tiny --device cpu`.
 """
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +30,8 @@ import torch
 
 from gspo_kernels.backends.dispatch import triton_obstacle
 
-from ..measure import RESULTS, ROOT, Record, about, destination, results_in, save
+from ..candidates import ALL
+from ..measure import RESULTS, ROOT, Record, about, destination, results_in, save, version
 from ..suites.options import parser_of
 from .groups import DEFAULT, GROUPS, UNFINISHED, missing, run_group
 from .times import FULL, TINY
@@ -36,6 +40,8 @@ from .tune import ranked, shape_text
 CPU = torch.device("cpu")
 PREDICTION = RESULTS / "prediction-gpu.json"  # written by tests/helpers/predictions.py
 SHORTEST = 20.0  # seconds; no group is started if less time is left
+# Lines of a group's log that are also printed: finished measurements, and tests that failed.
+PROGRESS = re.compile(r": done after |\b(FAILED|ERROR)\b")
 
 
 def main() -> int:
@@ -47,6 +53,7 @@ def main() -> int:
         place = torch.device(options.device)
         setting = (TINY if options.tiny else FULL)._replace(device=place, minutes=options.minutes)
         return max(run_group(name, setting, options.output) for name in options.groups)
+    print(installed(), flush=True)
     end = time.monotonic() + 60 * options.minutes
     for i, name in enumerate(options.groups):
         left, kept = end - time.monotonic(), results_in(options.output).get(name)
@@ -98,6 +105,17 @@ def planned(names: list[str]) -> str:
     return "\n".join([*lines, f"{'':27}{total:5.0f} s, estimated from counted operations for an H200; not measured"])
 
 
+def installed() -> str:
+    """Return the versions in use, the groups' packages that are absent, and the GPU as its driver describes it."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit", "--format=csv"]
+    gpus = subprocess.run(query, capture_output=True, text=True).stdout if shutil.which(query[0]) else ""
+    versions = ", ".join(f"{name} {number}" for name, number in about(CPU)["versions"].items())
+    packages = dict.fromkeys(c.package for c in ALL.values())
+    absent = ", ".join(name for name in packages if version(name) is None)
+    lines = [*gpus.splitlines(), versions, f"not installed, so not measured: {absent}" if absent else ""]
+    return "\n".join(filter(None, lines))
+
+
 def run_apart(name: str, options: argparse.Namespace, seconds: float) -> str:
     """Run a group in a new process, and kill it after `seconds`. Return what is wrong with its record, or ""."""
     unfinished: Record = {"measured": about(CPU), "fault": UNFINISHED, "results": []}
@@ -107,9 +125,7 @@ def run_apart(name: str, options: argparse.Namespace, seconds: float) -> str:
         command = command_of(name, options, seconds)
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, preexec_fn=os.setpgrp)
         try:
-            reason = f"exit status {process.wait(seconds)}"
-        except subprocess.TimeoutExpired:
-            reason = f"killed after {seconds:.0f} s"
+            reason = followed(process, log.name, begin, seconds)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
@@ -121,6 +137,20 @@ def run_apart(name: str, options: argparse.Namespace, seconds: float) -> str:
         results[name]["fault"] = f"{reason}: {printed[-600:].strip()}"
         save("gpu", CPU, results, options.output)
     return results[name]["fault"]
+
+
+def followed(process: subprocess.Popen[bytes], path: str, begin: int, seconds: float) -> str:
+    """Print progress and failed tests from the log as they come. Return how the process ended, or that it is to be."""
+    end, status = time.monotonic() + seconds, None
+    with open(path) as log:
+        log.seek(begin)
+        while status is None and time.monotonic() < end:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(min(1.0, max(end - time.monotonic(), 0)))
+            for line in log:
+                if PROGRESS.search(line):
+                    print(f"  {line.rstrip()}", flush=True)
+    return f"killed after {seconds:.0f} s" if status is None else f"exit status {status}"
 
 
 def command_of(name: str, options: argparse.Namespace, seconds: float) -> list[str]:

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import gspo_fused_loss
+from gspo_kernels.backends.precision import add_product, write_product
 from gspo_kernels.backends.rows import HeadRows, LiveTiles, NeedsGradient
 from gspo_kernels.backends.triton import backward, forward
+from gspo_kernels.backends.triton.gradient_rows import chunk_and_slab
 from gspo_kernels.backends.triton.launch import Launch, launch, launches
+from gspo_kernels.backends.triton.tuning import tile_config
 
 from .. import peaked, workloads
 from ..candidates import ALL, Candidate
@@ -92,7 +95,7 @@ def clock(function: Step, on_gpu: bool, seconds: float = SECONDS) -> Record:
 
 
 def ceilings(setting: Setting) -> Iterator[Measurement]:
-    """Measure a copy from the device to itself, and the vendor's products of every shape."""
+    """Measure a copy from the device to itself, and the vendor's products of every shape and of its slabs."""
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, device=setting.device, dtype=torch.bfloat16)
@@ -112,8 +115,31 @@ def ceilings(setting: Setting) -> Iterator[Measurement]:
             for what, time in zip(PRODUCTS, times, strict=True)
         ]
 
+    def of_slabs(name: str, batch: str, n: int) -> list[Record]:
+        """Time the products of the backward's widest slab: d_hidden is added in fp32, d_weight is written rounded."""
+        _, h, v = setting.shapes[name]
+        weight, ids = randn(v, h), torch.zeros(n, dtype=torch.int64, device=setting.device)
+        head = HeadRows(randn(n, h), weight, None, None, None, ids, ids == 0, None, 1.0, None, v, entropy=False)
+        rows, columns, _ = chunk_and_slab(head, n, tile_config(head, "gradient"), unrounded=False, direct=True)
+        columns = min(columns, v)
+        d_logits, hidden, d_weight = randn(rows, columns), head.hidden[:rows], torch.empty_like(weight[:columns])
+        total = torch.zeros_like(hidden, dtype=torch.float32)
+        times = {
+            PRODUCTS[1]: clock(partial(add_product, total, d_logits, weight[:columns]), setting.on_gpu),
+            PRODUCTS[2]: clock(partial(write_product, d_weight, d_logits.T, hidden), setting.on_gpu),
+        }
+        tags, operations = {"shape": name, "batch": f"{batch}, {rows} x {columns}"}, 2.0 * rows * columns * h
+        return [
+            {**tags, "what": f"slab {what}", **time, "TFLOP/s": operations / time["seconds"] / 1e12}
+            for what, time in times.items()
+        ]
+
     yield "copy", copy
     yield from ((f"products, shape {name}", partial(products, name)) for name in setting.shapes)
+    count, *idle = setting.roles
+    for name, shape in setting.shapes.items():
+        for batch, n in (("dense", shape.rows), ("rl-like", shape.rows * (count - sum(idle)) // count)):
+            yield f"slabs, shape {name}, {batch}", partial(of_slabs, name, batch, n)
 
 
 def steps(setting: Setting, name: str) -> Iterator[Measurement]:

@@ -24,6 +24,7 @@ from gspo_kernels.backends.rows import HeadResult, HeadRows
 from gspo_kernels.backends.triton import backward, cells, forward, sparse_products
 from gspo_kernels.backends.triton.launch import Launch, launch_options, launches
 from gspo_kernels.backends.triton.tuning import SHARED_MEMORY, Config, architecture, assume
+from gspo_kernels.tolerance import LOG_PROB_RMS_ON_GPUS, RELATIVE_RMS
 
 from ..measure import Record
 from .times import BOTH, Measurement, Setting, clock, replay, selected
@@ -34,8 +35,6 @@ SHARE = 0.3  # of the cells, for the products
 SHAPES_PER_BATCH = 32  # shapes that are compiled together
 REFINED = 4  # number of fastest shapes that are also tried with other group sizes
 SECONDS = 0.1  # duration of one measurement
-# Allowed differences of log-probs (root mean square) and bf16 gradients (relative): the tests' limits.
-LOG_PROB_RMS, GRADIENT_RELATIVE_RMS = 3e-5, 4e-3
 
 
 def shapes(device: torch.device, kernel: str) -> list[Config]:
@@ -145,9 +144,9 @@ class KernelBench:
             time = clock(replay(seen, self.on_gpu), self.on_gpu, SECONDS)
         except Exception as error:  # any error, mostly too much shared memory
             return {"failure": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-        scale, limit = self.expected.norm(), GRADIENT_RELATIVE_RMS
+        scale, limit = self.expected.norm(), RELATIVE_RMS[torch.bfloat16]
         if self.kernel == "forward_tile":
-            scale, limit = len(self.expected) ** 0.5, LOG_PROB_RMS
+            scale, limit = len(self.expected) ** 0.5, LOG_PROB_RMS_ON_GPUS
         off = ((out.double() - self.expected).norm() / scale).item()
         failure = "" if off <= limit else f"off by {off:.2g}, allowed {limit:.2g}"
         return {"failure": failure, **time, "TFLOP/s": self.operations / time["seconds"] / 1e12}

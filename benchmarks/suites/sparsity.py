@@ -52,13 +52,14 @@ def by_budget(
 ) -> list[Record]:
     """Return a record per budget: dropped share of the L1 mass of d_logits, shares computed, passes and errors.
 
-    Errors are relative to the gradients of budget 0. Tensors and `options` are arguments of `gspo_fused_loss`.
+    There is no cache. Errors are relative to the gradients of budget 0. Tensors and `options` are arguments of
+    `gspo_fused_loss`.
     """
     records: list[Record] = []
     exact: tuple[Tensor, ...] = ()
     for budget in BUDGETS:
         leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        out = gspo_fused_loss(*leaves, target_ids, advantages, gradient_budget=budget, **options)
+        out = gspo_fused_loss(*leaves, target_ids, advantages, gradient_budget=budget, cache_mib=0, **options)
         gradients = torch.autograd.grad(out.loss, leaves)
         exact = exact or gradients
         errors = [((g - e).norm() / e.norm()).item() for g, e in zip(gradients, exact, strict=True)]

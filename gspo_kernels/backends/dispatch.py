@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..objective import Objective
 from ..validation import Call
+from . import self_check
 from . import torch as torch_backend
 from .live_tiles import Work
 from .rows import (
@@ -98,12 +99,25 @@ def implementation(backend: str) -> Backend:
     return triton_backend
 
 
-def pick_backend(call: Call, backend: str, device: torch.device) -> str:
-    """Return the name of the backend that runs on `device`. If `backend` names one that cannot run, raise an error."""
+def pick_backend(
+    call: Call, backend: str, device: torch.device, dtype: torch.dtype | None = None, subject: str = "head"
+) -> str:
+    """Return the name of the backend that runs on `device`. If `backend` names one that cannot run, raise an error.
+
+    Args:
+        call: names the public function in error messages.
+        backend: "auto", "torch" or "triton".
+        device: of the arguments.
+        dtype: of hidden states and head or, for "loss", of log-probs. The first use of the Triton kernels on an
+            accelerator checks them in this dtype. None: nothing is checked, and the kernels are assumed to be right.
+        subject: which kernels to check, "head" or "loss".
+    """
     call.choice("backend", backend, ("auto", "torch", "triton"))
     if backend == "torch":
         return "torch"
     obstacle = triton_obstacle(device)
+    if obstacle is None and device.type != "cpu" and dtype is not None:
+        obstacle = self_check.obstacle(backend, device, dtype, subject, torch.compiler.is_compiling())
     if backend == "triton" and obstacle:
         call.fail("backend", f"'torch' or 'auto' on {device}, because {obstacle}", backend)
     # On a CPU the kernels would be interpreted, which is for tests only.

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .workspace import workspace_bytes
+
 # A constant, because torch 2.11's compiler cannot trace is_autocast_available.
 AUTOCAST_DEVICES = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
@@ -125,9 +127,9 @@ def pad_columns(weight: Tensor) -> Tensor:
 def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
     """Add a @ b to `out`, accumulated in out's dtype; write it if it is the `first` product.
 
-    CUDA multiplies half-precision operands without a cast.
+    CUDA multiplies half-precision operands without a cast. PyTorch for ROCm refuses an fp32 product of such operands.
     """
-    if out.is_meta:  # not every version of torch supports the product below on meta tensors
+    if out.is_meta and torch.version.hip is None:  # not every version of torch supports the product below on meta
         return
     beta = 0 if first else 1  # with 0, `out` is not read
     if a.dtype == out.dtype:
@@ -135,7 +137,23 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
     elif a.is_cuda and torch.version.hip is None:
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
     else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=beta)
+        _add_product_of_copies(out, a, b, beta)
+
+
+def bytes_of_copies() -> int:
+    """Return the memory limit for copies of operands in the dtype of their product, in bytes."""
+    return workspace_bytes() // 8
+
+
+def _add_product_of_copies(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """Compute beta * out + a @ b in place, from copies of `a` [n, k] and `b` [k, m] in the dtype of `out`.
+
+    Only as many columns of `a` and rows of `b` are copied at a time as `bytes_of_copies` allows.
+    """
+    size = max(bytes_of_copies() // ((a.shape[0] + b.shape[1]) * out.itemsize), 1)
+    for start in range(0, a.shape[1], size):
+        part = slice(start, start + size)
+        out.addmm_(a[:, part].to(out.dtype), b[part].to(out.dtype), beta=beta if start == 0 else 1)
 
 
 def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:

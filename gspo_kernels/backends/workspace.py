@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 LARGEST_MIB = 2**40  # so that the number of bytes fits int64
+CACHE_SHARE = 64  # by default, the cache is this fraction of a GPU's memory: 1/64
 
 
 def workspace_bytes() -> int:
@@ -15,9 +18,30 @@ def workspace_bytes() -> int:
     return _mebibytes("GSPO_WORKSPACE_MIB", "256", least=1) * 2**20
 
 
-def cache_bytes() -> int:
-    """Return the default of `cache_mib`, in bytes: the environment variable GSPO_CACHE_MIB, or 0."""
-    return _mebibytes("GSPO_CACHE_MIB", "0", least=0) * 2**20
+def cache_bytes(device: torch.device) -> int:
+    """Return the default of `cache_mib` on `device`, in bytes: GSPO_CACHE_MIB if it is set, else `cache_of_device`."""
+    mib = cache_variable()
+    return (cache_of_device(device) if mib is None else mib) * 2**20
+
+
+def cache_variable() -> int | None:
+    """Return the value of the environment variable GSPO_CACHE_MIB, None if it is not set."""
+    return _mebibytes("GSPO_CACHE_MIB", "0", least=0) if "GSPO_CACHE_MIB" in os.environ else None
+
+
+def cache_of_device(device: torch.device) -> int:
+    """Return 1/64 of the total memory of a CUDA or ROCm device, in whole MiB, and 0 for other devices.
+
+    Every call on the device gets the same size, and so do all runs: how much memory is free does not matter. A device
+    without an index is the current device.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors may be on a GPU that does not exist
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory // (CACHE_SHARE * 2**20)
+
+
+# torch.compile takes the result as a constant, see `dispatch.triton_obstacle`.
+cache_of_device._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _mebibytes(name: str, default: str, least: int) -> int:

@@ -62,7 +62,6 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
     call.tensor("target_ids", target_ids, dtypes=[torch.int64], shapes=[shape], shape_text=like_hidden, device=device)
     mask = token_mask(call, arguments.mask, target_ids, device)
     call.boolean("entropy", arguments.entropy)
-    backend = pick_backend(call, arguments.backend, device)
     if hidden.shape[-1] == 0:
         call.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", hidden)
     rows = hidden.flatten(0, -2)  # [N, H]
@@ -71,6 +70,7 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
     head = resolve(call, arguments.lm_head, arguments.bias, rows, mask.reshape(-1), tp_group)
     rows, weight, bias = _autocast(rows, head.weight, head.bias)
     call.head(weight, bias, rows)
+    backend = pick_backend(call, arguments.backend, device, rows.dtype)
     softcap, vocab_size = arguments.logit_softcap, arguments.vocab_size
     columns = weight.shape[0] if tp_group is None else columns_over(tp_group, weight_of(arguments.lm_head))
     call.logit_options(arguments.logit_scale, softcap, vocab_size, columns)

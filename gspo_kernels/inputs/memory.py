@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backends.rows import HeadRows, NeedsGradient
-from ..backends.workspace import LARGEST_MIB, cache_bytes
+from ..backends.workspace import LARGEST_MIB, cache_bytes, cache_variable
 from ..validation import Field
 
 
@@ -14,17 +14,24 @@ def check_budget(call: Field, gradient_budget: float) -> None:
     call.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
 
 
-def cache_limit(call: Field, cache_mib: float | None) -> int:
-    """Check `cache_mib`, and return the memory for exponentials in bytes. None means GSPO_CACHE_MIB."""
+def check_cache(call: Field, cache_mib: float | None) -> None:
+    """Check `cache_mib`; if it is None, the environment variable GSPO_CACHE_MIB."""
     if cache_mib is None:
-        return cache_bytes()
-    expected = f"a number of MiB from 0 to {LARGEST_MIB}, or None for GSPO_CACHE_MIB"
-    return int(call.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= LARGEST_MIB) * 2**20)
+        cache_variable()
+    else:
+        expected = f"a number of MiB from 0 to {LARGEST_MIB}, or None for the default"
+        call.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= LARGEST_MIB)
+
+
+def cache_limit(call: Field, cache_mib: float | None, device: torch.device) -> int:
+    """Check `cache_mib`, and return the memory for exponentials in bytes. None means the default on `device`."""
+    check_cache(call, cache_mib)
+    return cache_bytes(device) if cache_mib is None else int(float(cache_mib) * 2**20)
 
 
 def cache_size(call: Field, cache_mib: float | None, head: HeadRows) -> int:
     """Return the memory for exponentials in bytes: 0 if no operand needs a gradient."""
-    size = cache_limit(call, cache_mib)
+    size = cache_limit(call, cache_mib, head.hidden.device)
     return size if any(needed_by_autograd(head)) else 0
 
 

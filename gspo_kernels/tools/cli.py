@@ -119,7 +119,8 @@ def doctor(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="N,H,V of your batch, such as 8192,4096,151936: print what cache_mib saves, and check nothing. N: "
+            help="N,H,V of your batch, such as 8192,4096,151936: print what cache_mib saves, and its default on "
+            "this machine, and check nothing. N: "
             "unmasked tokens of a micro-batch."
         ),
     ] = None,
@@ -162,6 +163,9 @@ def doctor(
             compile_kernels(architecture, shape, console) if compile_ else diagnose(interpret, console)
         )
     console.print(verdict, style="bold green" if ok else "bold red", markup=False, soft_wrap=True)
+    if paragraph := details.get("paragraph"):
+        text = f"\nTo report this machine in an issue, paste:\n\n{paragraph}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         typer.echo(json.dumps({"ok": ok, "verdict": verdict, **details}, allow_nan=False))
     raise typer.Exit(0 if ok else 1)

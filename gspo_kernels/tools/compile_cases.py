@@ -94,6 +94,8 @@ def runs(
     for ending, added in (("", False), (" added", True)):
         heads += [(name + ending, options, partial(live_cells, added=added)) for name, options in CELL_CASES.items()]
     heads += [(name, options, partial(forward_and_backward, cached=True)) for name, options in CACHE_CASES.items()]
+    cached = partial(live_cells, added=False, cached=True)
+    heads += [(name + " cache", options, cached) for name, options in CELL_CASES.items()]
     if shape is not None:
         sizes: dict[str, Any] = dict(width=shape[0], vocab=shape[1], rows=256)  # few rows: few slabs
         heads = [(name, options | sizes, run) for name, options, run in heads if name in of_shape]
@@ -140,8 +142,7 @@ def meta_head(
 
 def forward_and_backward(head: HeadRows, cached: bool = False) -> None:
     """Run forward and backward. If `cached`, the exponentials of all rows are kept."""
-    cache = Cache(cache_rows(head, full_cache(head)), head.mask) if cached else None
-    result, kept = forward_and_keep(head, cache=cache)
+    result, kept = forward_and_keep(head, cache=cache_of(head) if cached else None)
     d_entropy = torch.ones_like(result.entropy) if head.entropy else None
     needs = NeedsGradient(
         True, True, head.bias is not None, head.adapter_hidden is not None, head.adapter_weight is not None
@@ -149,22 +150,24 @@ def forward_and_backward(head: HeadRows, cached: bool = False) -> None:
     head_backward(head, result, torch.ones_like(result.log_probs), d_entropy, needs, kept=kept)
 
 
-def full_cache(head: HeadRows) -> int:
-    """Return at least as many bytes as the exponentials of all rows take with padding."""
-    return (head.hidden.shape[0] + 127) * (head.vocab_size + 255) * head.hidden.dtype.itemsize
+def cache_of(head: HeadRows) -> Cache:
+    """Return a cache that keeps the exponentials of all rows."""
+    size = (head.hidden.shape[0] + 127) * (head.vocab_size + 255) * head.hidden.dtype.itemsize  # with padding
+    return Cache(cache_rows(head, size), head.mask)
 
 
-def live_cells(head: HeadRows, added: bool) -> None:
+def live_cells(head: HeadRows, added: bool, cached: bool = False) -> None:
     """Run forward and the backward of selected cells: of one part, or of two whose products are added up."""
-    backward_of_cells(head, all_cells=added, chunks=1 + added)
+    backward_of_cells(head, all_cells=added, chunks=1 + added, cached=cached)
 
 
-def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None) -> None:
+def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None, cached: bool = False) -> None:
     """Run forward, the choice of cells, and the backward of all cells or of one.
 
-    `chunks`: number of chunks of rows. None: as many as the library makes.
+    `chunks`: number of chunks of rows; None: as many as the library makes. If `cached`, the exponentials of all rows
+    are kept.
     """
-    result, kept = forward_and_keep(head, shares=True)
+    result, kept = forward_and_keep(head, shares=True, cache=cache_of(head) if cached else None)
     cell = cell_shape(head)
     assert cell is not None
     choose(head, result, torch.ones_like(result.log_probs), kept, cell, budget=1e-3)
@@ -179,7 +182,8 @@ def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None
         first = begin[i][-1]
     n = head.hidden.shape[0] if all_cells else min(config.block_n, head.hidden.shape[0])  # rows with a gradient
     order = torch.arange(n, device=device)
-    rows = gradient_rows(straighten(head, config), result, torch.ones_like(result.log_probs), None, order, False)
+    d_log_probs = torch.ones_like(result.log_probs)
+    rows = gradient_rows(straighten(head, config), result, d_log_probs, None, order, False, kept)
     needs = NeedsGradient(True, True, False, False, False)
     plan = CellPlan(n, True, lists, begin, lists.row_blocks * config.block_n)
     cell_backward(rows, head.vocab_size, config, needs, plan)

@@ -5,16 +5,17 @@ If something is absent or broken, it is reported, and the other checks (`doctor_
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ..backends import dispatch
+from ..backends import dispatch, self_check
 from ..validation import Call
 from .doctor_checks import CPU, DTYPES, Check, check, interpreted_checks, one_line
 
@@ -28,6 +29,12 @@ class Device:
     block_shapes: str | None  # the architecture whose block shapes the Triton kernels use on this device
     auto: str | None  # the backend that "auto" picks, None if "auto" raises an error
     why: str  # the reason for `auto`
+
+    @property
+    def text(self) -> str:
+        """Return what is printed after the name."""
+        shapes = f", block shapes of {self.block_shapes}" if self.block_shapes else ""
+        return f"{self.description}{shapes}; backend='auto' takes {self.auto or 'nothing'}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,29 @@ class Diagnosis:
             return f"Do not train with this: {'; '.join(self.faults)}."
         return f"Good: all {len(self.checks)} checks agree with float64."
 
+    @property
+    def paragraph(self) -> str:
+        """Return one paragraph about versions, accelerators, settings and results, to paste into an issue.
+
+        Devices that differ only in their index are described once. Without an accelerator, the paragraph is empty.
+        """
+        alike: dict[Device, list[str]] = {}
+        for device in self.devices[1:]:
+            alike.setdefault(replace(device, name=""), []).append(device.name)
+        if not alike:
+            return ""
+        lines = [", ".join(f"{name} {release}" for name, release in self.versions.items() if release)]
+        lines += [f"{', '.join(names)}: {device.text}" for device, names in alike.items()]
+        settings = [f"{x}={os.environ[x]}" for x in sorted(os.environ) if x.startswith(("GSPO_", "PYTORCH_"))]
+        lines += [f"Environment: {' '.join(settings)}"] if settings else []
+        good = [(c.error_ratio or 0.0, c.place) for c in self.checks if c.verdict == "ok"]
+        ratio, place = max(good, default=(0.0, "no backend"))
+        passed = f"{len(good)} of {len(self.checks)} checks passed"
+        lines.append(f"{passed}, with at most {ratio:.2g} of the allowed error ({place})")
+        bad = [c for c in self.checks if c.verdict != "ok"]
+        lines += [f"{c.place} {c.verdict}: {c.message or f'error {c.error_ratio} of what is allowed'}" for c in bad]
+        return " ".join(f"{line.rstrip('.')}." for line in [*lines, *self.remarks])
+
 
 def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda _: None) -> Diagnosis:
     """Check every device with every backend that runs on it.
@@ -65,7 +95,6 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
     accelerators, absent = _accelerators()
     devices, checks = [], []
     for device in (CPU, *accelerators):
-        devices.append(describe(device))
         with_triton = _obstacle(device) is None
         for backend in ("torch", "triton") if with_triton else ("torch",):
             for dtype in DTYPES:
@@ -74,6 +103,7 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
         if interpret and device == CPU and not with_triton:
             progress("triton on cpu, interpreted")
             checks += interpreted_checks()
+        devices.append(describe(device))  # after the checks, the first of which ran the self-check
     return Diagnosis(_versions(triton), devices, checks, remarks + absent)
 
 
@@ -145,7 +175,11 @@ def describe(device: torch.device) -> Device:
     except Exception as error:
         return Device(str(device), description, block_shapes, None, one_line(error))
     why = obstacle or "the Triton kernels run here"
-    if obstacle is None and auto == "torch":
+    if auto == "triton":
+        checked = self_check.state(device, torch.bfloat16)
+        auto = "torch" if checked.startswith("failed") else auto
+        why += f", self-check in bfloat16 {checked}"
+    elif obstacle is None:
         why = "Triton kernels are only interpreted here, which is slow and meant for tests"
     return Device(str(device), description, block_shapes, auto, why)
 

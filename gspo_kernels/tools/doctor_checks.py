@@ -21,6 +21,7 @@ from torch import Tensor
 from ..fused_loss import gspo_fused_loss
 from ..objective import Objective
 from ..reference import gspo_reference_loss, token_log_probs
+from ..tolerance import LOSS_PER_ADVANTAGE
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,10 +33,6 @@ LENGTHS = (24, 18, 31, 13, 22, 25, 17)
 LOG_RATIOS = (1e-4, -6e-4, 8e-4, -6e-4, 0.0, 8e-4, -1e-4)
 ADVANTAGES = (1.2, -0.8, 0.7, 0.9, 0.0, -1.1, 0.6)
 HIDDEN, VOCAB = 72, 601  # not multiples of a tile's sizes; the vocabulary has more than two tiles
-
-# Allowed error of a loss, relative to the mean |advantage|. Not relative to the loss, in which terms of both signs
-# nearly cancel.
-LOSS_PER_ADVANTAGE = 1e-6
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..backends import dispatch
 from ..backends.rows import HeadRows
-from ..backends.workspace import workspace_bytes
+from ..backends.workspace import cache_of_device, cache_variable, workspace_bytes
 from ..layout import accumulator
 from ..parallel import Shard, shard_of
 from ..validation import Call
@@ -214,14 +214,30 @@ def passes(kept_rows: float) -> tuple[float, float]:
     return 1 + (2 + 1 - kept_rows), 1 + LIVE * (2 + 1 - of_rl_like)
 
 
+def size(head: HeadRows, backend: str, cache_mib: int) -> Size:
+    """Return what a cache size saves. The peak includes at most the memory that all rows take."""
+    n = head.hidden.shape[0]
+    kept = min(dispatch.implementation(backend).cache_rows(head, cache_mib * MIB), n) / n
+    most = min(cache_mib, full_cache_mib(head, backend))
+    return Size(cache_mib, kept, *passes(kept), bound(head, backend, most * MIB).total / MIB)
+
+
 def sizes(head: HeadRows, backend: str) -> list[Size]:
     """Return what cache sizes from 0 to that of all rows save."""
-    kernels, n = dispatch.implementation(backend), head.hidden.shape[0]
-    full, out = full_cache_mib(head, backend), []
-    for mib in sorted({math.ceil(share * full) for share in SHARES}):
-        kept = min(kernels.cache_rows(head, mib * MIB), n) / n
-        out.append(Size(mib, kept, *passes(kept), bound(head, backend, mib * MIB).total / MIB))
-    return out
+    full = full_cache_mib(head, backend)
+    return [size(head, backend, mib) for mib in sorted({math.ceil(share * full) for share in SHARES})]
+
+
+def default_cache_mib(device: torch.device, architecture: str | None) -> tuple[int | None, str]:
+    """Return the default of `cache_mib` and its source. It is None if it depends on a GPU that is not here."""
+    mib = cache_variable()
+    if mib is not None:
+        return mib, "GSPO_CACHE_MIB"
+    if architecture is not None:
+        return None, "1/64 of the GPU's total memory"
+    if device.type != "cuda":
+        return 0, f"on a {device.type.upper()}"
+    return cache_of_device(device), f"1/64 of the total memory of {torch.cuda.get_device_name(device)}"
 
 
 @dataclass(frozen=True)
@@ -230,6 +246,8 @@ class Plan:
 
     where: str  # the batch and the backend
     sizes: list[Size]
+    default: Size | None  # of `cache_mib`, on this machine; None if it depends on a GPU that is not here
+    default_source: str
     bound: Bound  # without a cache
     inputs: dict[str, int]  # bytes of hidden states and of the rank's part of the head
     collectives: list[Collective]
@@ -244,6 +262,7 @@ def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> P
     device = torch.device("cuda" if torch.cuda.is_available() and architecture is None else "cpu")
     backend = "triton" if architecture else dispatch.pick_backend(Call("gspo doctor"), "auto", device)
     dtype = dtype or (torch.bfloat16 if backend == "triton" else torch.float32)
+    default, source = default_cache_mib(device, architecture)
     with _assumed(architecture), FakeTensorMode():
         head, with_entropies = batch.head(dtype, device), batch.head(dtype, device, entropy=True)
         (n, width), columns = head.hidden.shape, head.vocab_size
@@ -254,6 +273,8 @@ def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> P
             where=f"{of_ranks}{n:,} tokens, H = {width:,}, {vocab}, {name}, {backend} backend, "
             f"{architecture or device.type}",
             sizes=sizes(head, backend),
+            default=None if default is None else size(head, backend, default),
+            default_source=source,
             bound=bound(head, backend, 0),
             inputs={"hidden": head.hidden.nbytes, "weight": head.weight.nbytes},
             collectives=collectives(head, backend, batch.cp, caches=True),

@@ -25,9 +25,7 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
         diagnosis = doctor.diagnose(interpret, status.update)
     print_line(", ".join(f"{name} {release}" for name, release in diagnosis.versions.items() if release))
     for device in diagnosis.devices:
-        shapes = f", block shapes of {device.block_shapes}" if device.block_shapes else ""
-        auto = f"backend='auto' takes {device.auto or 'nothing'}: {device.why}"
-        print_line(f"{device.name}: {device.description}{shapes}; {auto}")
+        print_line(f"{device.name}: {device.text}")
     for remark in diagnosis.remarks:
         print_line(remark)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption="Error divided by allowed error; above 1 is wrong.")
@@ -40,7 +38,7 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
     for check in diagnosis.checks:
         if check.message:
             print_line(f"{check.place}: {check.message}")
-    return diagnosis.verdict, not diagnosis.faults, asdict(diagnosis)
+    return diagnosis.verdict, not diagnosis.faults, asdict(diagnosis) | {"paragraph": diagnosis.paragraph}
 
 
 def compile_kernels(
@@ -141,6 +139,7 @@ def memory_of(
     verdict = f"{planned.where}: cache_mib={planned.sizes[-1].cache_mib} keeps all rows."
     details = {
         "sizes": [asdict(x) for x in planned.sizes],
+        "default": asdict(planned.default) if planned.default else None,
         "bound_mib": _mib(asdict(planned.bound)),
         "inputs_mib": _mib(planned.inputs),
         "operations_per_pass": planned.operations_per_pass,
@@ -160,7 +159,15 @@ def _lines_of(planned: Any) -> list[str]:
     def named(sizes: dict[str, int]) -> str:
         return ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in _mib(sizes).items())
 
+    default = f"The default of cache_mib is {planned.default_source}."
+    if (x := planned.default) is not None:
+        default = (
+            f"The default here is cache_mib={x.cache_mib} ({planned.default_source}). It keeps {x.kept_rows:.0%} of "
+            f"the rows: {x.passes_dense:.2f} passes in a dense step, {x.passes_rl_like:.2f} in an RL-like one, and a "
+            f"peak of at most {x.peak_mib:,.0f} MiB."
+        )
     lines = [
+        default,
         f"One pass is 2 N H V operations, here {planned.operations_per_pass:.3g}. RL-like: 3 of 8 sequences have no "
         "gradient: 2 have an advantage of 0, and 1 is clipped.",
         f"Inputs: {named(planned.inputs)} MiB.",
@@ -180,8 +187,8 @@ def _lines_of(planned: Any) -> list[str]:
         lines.append(f"{x.group}, {x.ranks} ranks: {x.kind} of {x.of}, {size} from each rank{notes.get(x.of, '')}.")
     if received := sum(x.received for x in planned.collectives if x.group == "tp_group"):
         lines.append(
-            f"A dense step of 4 passes computes {4 * planned.operations_per_pass / received:,.0f} operations per byte "
-            "that arrives over the tp_group. docs/scale.md says when more ranks stop paying."
+            f"A dense step of 4 passes, without a cache, computes {4 * planned.operations_per_pass / received:,.0f} "
+            "operations per byte that arrives over the tp_group. docs/scale.md says when more ranks stop paying."
         )
     if not planned.aligned:
         lines.append(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_kernels import Objective
-from gspo_kernels.backends.workspace import cache_bytes, workspace_bytes
+from gspo_kernels.backends.workspace import cache_variable, workspace_bytes
 
 from ..settings import Step
 from ..tasks import InputError
@@ -74,7 +74,7 @@ class TrainConfig:
     advantages: tuple[Step, ...] = GROUP_ADVANTAGES  # functions of gspo_kernels.advantages, applied in this order
     normalizer: str = ""  # unit that divides the loss: rows, sequences, tokens or one; "": the objective's default
     gradient_budget: float = 0.0  # share of the L1 mass of d_logits that the backward may drop; 0: exact
-    cache_mib: float | None = None  # memory for exponentials of logits; None: the variable GSPO_CACHE_MIB, or 0
+    cache_mib: float | None = None  # for exponentials of logits; None: GSPO_CACHE_MIB, or 1/64 of a GPU's memory
     backend: str = "auto"  # of the loss: "triton", "torch" or "auto"
     # Updates
     updates_per_rollout: int = 4  # per epoch; with one update the ratio is always 1 and nothing is clipped
@@ -131,7 +131,7 @@ class TrainConfig:
         require("gradient_budget", not (self.gradient_budget and self.objective.entropy_coef), with_entropy)
         require("cache_mib", self.cache_mib is None or 0 <= self.cache_mib < 2**40, "a number of MiB >= 0")
         try:
-            for read in (cache_bytes, workspace_bytes):
+            for read in (cache_variable, workspace_bytes):
                 read()
         except ValueError as error:
             raise InputError(str(error)) from error

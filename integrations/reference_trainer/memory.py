@@ -15,6 +15,7 @@ from gspo_kernels.inputs.memory import cache_limit
 from gspo_kernels.tools import doctor_memory
 from gspo_kernels.validation import Call, Field
 
+from ..backwards import BackwardSettings
 from ..tasks import Task
 from ..tasks.rewards import TURNS
 from .config import InputError, TrainConfig
@@ -69,7 +70,7 @@ def predicted_memory(config: TrainConfig, device: torch.device, model: Any = Non
         dtype = torch.bfloat16 if config.precision != "fp32" else torch.float32
         sizes = doctor_memory.Batch(rows, head.shape[1], decoder_config(model).vocab_size).head(dtype, device)
         backend = dispatch.pick_backend(Call("gspo train"), config.backend, device)
-        cache = cache_limit(Field("gspo train"), config.cache_mib)
+        cache = cache_limit(Field("gspo train"), config.cache_mib, device)
         loss = doctor_memory.bound(sizes, backend, min(cache, doctor_memory.full_cache_mib(sizes, backend) * MIB)).total
     parts = {
         "weights": weights,
@@ -97,7 +98,9 @@ def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | Non
         notes.append(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
     rewards = [x.name for x in task.rewards.components] + [TURNS] * (task.rewards.turn_reward is not None)
     size, updates = config.mini_batch_size, config.updates_per_rollout * config.epochs
-    parts = predicted_memory(config, pick_device(config.device), model.inner)
+    device = pick_device(config.device)
+    parts = predicted_memory(config, device, model.inner)
+    backward = BackwardSettings(config.gradient_budget, config.cache_mib)
     listed = ", ".join(f"{name} {mib:,.1f}" for name, mib in parts.items())
     return "\n".join(
         [
@@ -109,6 +112,7 @@ def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | Non
             f"# {config.rollout_size} answers per rollout, {updates} updates per rollout, "
             f"{config.total_updates} per seed",
             f"# {size} answers per update, in {size // (config.micro_batch_size or size)} micro-batches",
+            f"# the loss has {backward.describe(device)}",
             f"# predicted memory in MiB, without activations: {sum(parts.values()):,.1f} ({listed})",
         ]
     )

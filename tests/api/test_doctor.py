@@ -17,7 +17,7 @@ import torch
 from tolerance import LOSS_PER_ADVANTAGE, check_loss, decision_band
 from typer.testing import CliRunner
 
-from gspo_kernels.backends import dispatch
+from gspo_kernels.backends import dispatch, self_check
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.reference import gspo_reference_loss
 from gspo_kernels.tools import compile_gate, doctor, doctor_checks
@@ -71,7 +71,7 @@ def test_all_checks_pass_and_the_json_reports_it() -> None:
     code, report = run_json()
     assert code == 0 and report["ok"] is True
     assert report["verdict"] == f"Good: all {len(report['checks'])} checks agree with float64."
-    assert set(report) == {"ok", "verdict", "versions", "devices", "checks", "remarks"}
+    assert set(report) == {"ok", "verdict", "versions", "devices", "checks", "remarks", "paragraph"}
     assert report["versions"]["torch"] == torch.__version__
     assert set(report["versions"]) >= {"gspo-kernels", "python", "cuda", "hip", "triton", "transformers", "trl", "verl"}
     cpu = report["devices"][0]
@@ -92,14 +92,45 @@ def test_the_text_reports_the_same() -> None:
     assert all(f"{backend} on cpu in {dtype}" in out for backend in ("torch", "triton") for dtype in DTYPES)
 
 
-def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=139.8 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: None)
     device = doctor.describe(torch.device("cuda", 0))
     assert device.name == "cuda:0" and device.description == "NVIDIA H200, compute capability 9.0, 140 GiB"
-    assert (device.block_shapes, device.auto, device.why) == ("sm_90", "triton", "the Triton kernels run here")
+    why = "the Triton kernels run here, self-check in bfloat16 not run"
+    assert (device.block_shapes, device.auto, device.why) == ("sm_90", "triton", why)
+    monkeypatch.setattr(self_check, "state", lambda *_: "failed: forward_tile: error 1, allowed 0.1")
+    device = doctor.describe(torch.device("cuda", 0))
+    assert device.auto == "torch" and device.why.endswith("failed: forward_tile: error 1, allowed 0.1")
+
+
+def test_one_paragraph_describes_accelerators_and_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "512")
+    monkeypatch.setenv("PATH_TO_A_SECRET", "secret")
+    gpus = [doctor.Device(f"cuda:{i}", "NVIDIA H200, 140 GiB", "sm_90", "triton", "the kernels run") for i in (0, 1)]
+    checks = [
+        doctor_checks.Check("cuda:0", "triton", "bfloat16", "ok", 0.25),
+        doctor_checks.Check("cuda:0", "torch", "bfloat16", "ok", 0.5),
+        doctor_checks.Check("cuda:1", "triton", "bfloat16", "crashed", message="OutOfResources: shared memory."),
+    ]
+    diagnosis = doctor.Diagnosis({"torch": "2.13.0", "trl": None}, [doctor.describe(CPU), *gpus], checks, ["a remark"])
+    assert diagnosis.paragraph.startswith(
+        "torch 2.13.0. cuda:0, cuda:1: NVIDIA H200, 140 GiB, block shapes of sm_90; backend='auto' takes triton: the "
+        "kernels run. Environment: "
+    )
+    assert "GSPO_WORKSPACE_MIB=512" in diagnosis.paragraph and "secret" not in diagnosis.paragraph
+    assert diagnosis.paragraph.endswith(
+        "2 of 3 checks passed, with at most 0.5 of the allowed error (torch on cuda:0 in bfloat16). "
+        "triton on cuda:1 in bfloat16 crashed: OutOfResources: shared memory. a remark."
+    )
+    assert doctor.Diagnosis({}, [doctor.describe(CPU)], checks, []).paragraph == ""  # no accelerator
+    monkeypatch.setattr(doctor, "diagnose", lambda *_: diagnosis)
+    report = f"{diagnosis.verdict}\n\nTo report this machine in an issue, paste:\n\n{diagnosis.paragraph}\n"
+    assert run()[1].endswith(report)
+    assert run_json()[1]["paragraph"] == diagnosis.paragraph
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -180,3 +180,31 @@ def test_the_traffic_that_does_not_shrink_with_ranks_is_that_of_a_step(monkeypat
 def test_bad_options_are_refused(arguments: list[str], message: str) -> None:
     code, out = run(*arguments)
     assert code == 2 and message in out, out
+
+
+def test_the_default_of_this_machine_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    line = "The default here is cache_mib={} ({}). It keeps {} of the rows: {} passes in a dense step"
+    assert line.format(0, "on a CPU", "0%", "4.00") in run("--memory", BATCH)[1]
+    assert line.format(0, "on a CPU", "0%", "4.00") not in run("--memory", BATCH, "--architecture", "sm_90")[1]
+    assert "The default of cache_mib is 1/64 of the GPU's total memory." in run(*LLAMA)[1]
+    monkeypatch.setenv("GSPO_CACHE_MIB", "2001")
+    for arguments in (LLAMA, LLAMA[:2]):
+        assert "The default here is cache_mib=2001 (GSPO_CACHE_MIB)" in run(*arguments)[1]
+    assert json.loads(run("--json", *LLAMA)[1])["default"]["kept_rows"] == pytest.approx(1 / 4, abs=0.01)
+
+
+def test_the_default_of_a_gpu_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 GiB: the 1,280 MiB keep 5,120 of 16,384 rows of 256 KiB."""
+    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
+    monkeypatch.setattr(doctor_memory, "cache_of_device", lambda device: 1280)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    cuda = torch.device("cuda")
+    assert doctor_memory.default_cache_mib(cuda, None) == (1280, "1/64 of the total memory of a GPU")
+    with tuning.assume("sm_90"), FakeTensorMode():
+        head = doctor_memory.Batch(16_384, 4096, 131_072).head(torch.bfloat16)
+        found, full = (doctor_memory.size(head, "triton", mib) for mib in (1280, 2**20))
+        assert (found.kept_rows, found.passes_dense) == (5 / 16, 4 - 5 / 16)
+        most = doctor_memory.full_cache_mib(head, "triton")
+        assert full.passes_dense == 3 and full.peak_mib == found.peak_mib - 1280 + most

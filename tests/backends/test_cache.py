@@ -22,6 +22,7 @@ from torch import Tensor
 from gspo_kernels import Objective, metrics, ops
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends.rows import Kept
+from gspo_kernels.backends.triton import backward, gradient_rows
 from gspo_kernels.backends.triton.launch import launches
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -67,7 +68,7 @@ def test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients(
         ours = log_probs_and_gradients(head, upstream, backend, size)
         for name in ("log_probs", "entropy"):
             assert name not in ours or torch.equal(ours[name], none[name])
-        assert_law(ours, same, truth, DTYPES[dtype])
+        assert_law(head, ours, same, truth)
         assert (metrics.last_backward()["passes"] == 1 + 2 * metrics.last_backward()["live_row_share"]) == (
             size == 1 << 24
         )
@@ -125,6 +126,22 @@ def test_a_cached_backward_in_many_parts_has_the_gradients_of_one(
     # With a budget, kept rows come first in the order, so other cells are left out.
     for ours, exact in zip(results[2], results[0], strict=True):
         assert (ours - exact).norm() <= 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_captured_backward_uses_the_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is captured, all rows are gathered. NaN hidden states of rows without a gradient do no harm."""
+    head = random_head(300, 24, 410, DTYPES[dtype])
+    kernels: Any = dispatch.implementation("triton")
+    d = torch.where(head.mask & (torch.arange(300) % 3 != 0), torch.linspace(-1, 1, 300), 0)
+    head.hidden[d == 0] = torch.nan
+    result, of_forward = kernels.forward_and_keep(head, cache=cache_of(kernels, head, 140 * 512 * head.hidden.itemsize))
+    expected = kernels.head_backward(head, result, d, None, needs_both(), None, of_forward)
+    for module in (gradient_rows, backward):
+        monkeypatch.setattr(module, "may_read", lambda x: False)
+    captured = kernels.head_backward(head, result, d, None, needs_both(), None, of_forward)
+    for ours, eager in zip(captured[:2], expected[:2], strict=True):
+        assert eager.isfinite().all() and (ours - eager).float().norm() <= 1e-2 * eager.float().norm()
 
 
 @on_device
@@ -222,6 +239,17 @@ def needs_both() -> Any:
     from gspo_kernels.backends.rows import NeedsGradient
 
     return NeedsGradient(True, True, False, False, False)
+
+
+@on_device
+def test_a_nan_column_makes_kept_and_recomputed_gradients_nan(backend: str) -> None:
+    """Column 0 is NaN, so all probabilities are. The kept exponentials of other tiles are finite."""
+    head = random_head(150, 24, 601, torch.float32)
+    head.weight[0] = torch.nan
+    d = torch.ones(150, device=DEVICE)
+    for size in (0, 2**20):
+        results = log_probs_and_gradients(head, (d, None), backend, size)
+        assert results["d_hidden"][head.mask].isnan().all() and results["d_weight"].isnan().all()
 
 
 # -- a budget at the log-probs

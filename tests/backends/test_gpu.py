@@ -61,11 +61,15 @@ def test_peak_memory_is_within_the_formula(entropy: bool) -> None:
     assert gradients <= peak <= limit, f"{peak / 2**20:.0f} MiB, {limit / 2**20:.0f} allowed"
 
 
+@pytest.mark.parametrize("cache_mib", [0, None])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_captured_step_has_the_bits_of_the_eager_step(masked: bool) -> None:
+def test_a_captured_step_has_the_bits_of_the_eager_step(
+    masked: bool, cache_mib: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The captured graph is replayed with the inputs of the capture, and with new inputs in the same memory."""
+    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
     head = random_head(SIZES.rows, masked=masked)
-    run = step(head, 64)
+    run = step(head, 64, cache_mib=cache_mib)
     on_side_stream(run)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -138,7 +142,8 @@ def test_a_second_stream_gives_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
-def test_the_forward_and_policy_loss_backward_do_not_synchronise(ratio: str) -> None:
+def test_the_forward_and_policy_loss_backward_do_not_synchronise(ratio: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)  # with the default cache
     objective = Objective(ratio=ratio, kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
     head = random_head(SIZES.rows)
     ids, mask, hidden = head.target_ids[None], head.mask[None], head.hidden[None].requires_grad_()
@@ -164,7 +169,21 @@ def test_the_forward_and_policy_loss_backward_do_not_synchronise(ratio: str) -> 
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_torch_compile_has_no_graph_break_and_the_same_bits() -> None:
+def test_the_default_cache_keeps_rows_and_the_bits_of_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
+    head = random_head(SIZES.rows)
+    hidden, weight = head.hidden[None].requires_grad_(), head.weight.requires_grad_()
+    advantages, mask = torch.ones(1, device=hidden.device), head.mask[None]
+    cached, plain = (
+        gspo_fused_loss(hidden, weight, head.target_ids[None], advantages, mask=mask, cache_mib=size, backend="triton")
+        for size in (None, 0)
+    )
+    assert_same_bits([cached.log_probs], [plain.log_probs])
+    assert cached.metrics["passes"] == 3 and plain.metrics["passes"] == 4
+
+
+def test_torch_compile_has_no_graph_break_and_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
     head = random_head(SIZES.rows)
     ids, mask = head.target_ids[None], head.mask[None]
     advantages = torch.ones(1, device=ids.device)

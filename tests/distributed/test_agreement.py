@@ -25,6 +25,7 @@ EXCUSED_VARIABLES = {
     "LOCAL_RANK": "the launcher sets it, different on each rank",
     "WORLD_SIZE": "read before there are groups",
     "VERL_ENGINE_VENDOR": "read when verl is imported; selects an engine, which calls the library",
+    "XDG_CACHE_HOME": "folder in which the self-check remembers its result",
     "WANDB_PROJECT": "names a run of Weights & Biases",
 }
 

@@ -1,8 +1,9 @@
-"""Make Triton's interpreter faster."""
+"""Make Triton's interpreter faster, and its NaN like a GPU's."""
 
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 
 def patch_language_once() -> None:
@@ -26,3 +27,15 @@ def patch_language_once() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_once  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def ignore_nan_in_extremes() -> None:
+    """Make `tl.minimum` and `tl.maximum` ignore a NaN operand, as GPUs do. The interpreter returns NaN."""
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def extreme(function: np.ufunc) -> Any:
+        return lambda self, a, b: self.binary_op(a, b, function)
+
+    InterpreterBuilder.create_minnumf = extreme(np.fmin)
+    InterpreterBuilder.create_maxnumf = extreme(np.fmax)

@@ -16,6 +16,7 @@ from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor, nn
 
 from gspo_kernels import Objective, agreement, gspo_fused_loss, linear_log_probs, policy_loss, validation
+from gspo_kernels.backends import workspace
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 V, S = 64, 3
@@ -223,12 +224,29 @@ def _environment(context: Context) -> None:
             with mock.patch.dict(os.environ, {name: "many"} if last else {}), raises(f"environment variable {name}"):
                 run(function, mine)
             if name != "GSPO_CHECK":  # on a CPU, it changes nothing
+                value, shown = ("0", "False]") if name == "GSPO_SELF_CHECK" else ("17", "17]")
                 with (
-                    mock.patch.dict(os.environ, {name: "17"} if last else {}),
-                    raises(f"environment variable {name} must be equal on all ranks of {kind}", "17]"),
+                    mock.patch.dict(os.environ, {name: value} if last else {}),
+                    raises(f"environment variable {name} must be equal on all ranks of {kind}", shown),
                 ):
                     run(function, mine)
         run(function, mine)
+
+
+@case("default caches of GPUs with different memory", 2)
+def _default_caches(context: Context) -> None:
+    group, last = context.group(2), rank_in(context.group(2)) == 1
+    for function, kind in FUNCTIONS[:3]:
+        mine = arguments(function, kind, group) | {"cache_mib": None}
+        with mock.patch.object(workspace, "cache_of_device", lambda device: 3 if last else 2):
+            if kind == "cp_group":
+                run(function, mine)
+            else:
+                with raises("cache_mib must be equal on all ranks of tp_group, got [2 (default), 3 (default)]"):
+                    run(function, mine)
+            with raises(f"cache_mib must be equal on all ranks of {kind}"):
+                run(function, mine, cache_mib=4.0 if last else None)
+            run(function, mine, cache_mib=1.0)
 
 
 # -- which calls are compared

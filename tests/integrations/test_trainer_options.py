@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from gspo_kernels import Objective
 from gspo_kernels.advantages import RunningMoments, group_advantages, whiten
+from gspo_kernels.backends import workspace
 from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.reference_trainer import (
     InputError,
@@ -148,7 +149,8 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
         read_config(file)
 
 
-def test_a_dry_run_prints_options_updates_and_memory(tmp_path: Path) -> None:
+def test_a_dry_run_prints_options_updates_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
     arguments = [
         "train",
         "--dry-run",
@@ -167,15 +169,20 @@ def test_a_dry_run_prints_options_updates_and_memory(tmp_path: Path) -> None:
     assert f"weights {weights:.1f}, reference {weights:.1f}, gradients {weights:.1f}, optimizer {2 * weights:.1f}" in (
         result.output
     )
+    assert "# the loss has gradient_budget=0, cache_mib=0 (default)\n" in result.output
     assert "# 520 prompts for training, 128 for evaluation; rewards: letters_in_place\n" in result.output
     assert not list(tmp_path.iterdir())
 
 
 def test_the_predicted_cache_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 answers of up to 7 tokens and 15 ids: all exponentials take 27 KB."""
+    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
     config = read_config(None, ["backend=torch"])
     without = predicted_memory(config, torch.device("cpu"))["loss"]
     assert predicted_memory(replace(config, cache_mib=1000), torch.device("cpu"))["loss"] == without + 1
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(workspace, "cache_of_device", lambda device: 1280)
+        assert predicted_memory(config, torch.device("cpu"))["loss"] == without + 1
     monkeypatch.setenv("GSPO_CACHE_MIB", "640")
     assert predicted_memory(config, torch.device("cpu"))["loss"] == without + 1
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("gspo_kernels", "integrations", "benchmarks")
 # From the lowest floor to the highest. A room imports only from floors below its own.
 HOUSE = (
-    {"derivatives", "extras", "layout", "reference", "validation"},
+    {"derivatives", "extras", "layout", "reference", "tolerance", "validation"},
     {"groups", "metrics", "sampler_mismatch"},
     {"advantages", "objective", "parallel"},
     {"backends", "custom_op"},
@@ -24,7 +24,14 @@ HOUSE = (
     {"fused_loss", "log_probs", "policy_loss"},
     {"", "tools"},  # "" is the package's __init__.py, which exports the public names
 )
-BACKENDS = ({"precision", "rows", "workspace"}, {"live_tiles"}, {"torch", "triton"}, {"adapter", "dispatch"})
+BACKENDS = (
+    {"rows", "workspace"},
+    {"check_samples", "live_tiles", "precision"},
+    {"torch", "triton"},
+    {"adapter", "kernel_check"},
+    {"self_check"},
+    {"dispatch"},
+)
 MOST_FLOORS = 8
 
 

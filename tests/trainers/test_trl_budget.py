@@ -259,7 +259,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"cache_mib": -1},
         ValueError,
-        "cache_mib must be .* from 0 to .*, or None for GSPO_CACHE_MIB, got -1",
+        "cache_mib must be .* from 0 to .*, or None for the default, got -1",
     ),
     ({"cache_mib": True}, TypeError, "cache_mib must be .* got True"),
 ]

@@ -22,7 +22,8 @@ from ..precision import exact_products, multiplies_bf16, pad_columns, power_of_t
 from ..rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
 from . import workers
 from .kept_tile import KeptTiles
-from .tiles import LOG_OF_NOTHING, Run, Tiles, WorkList, add_product_of_tile, product_of_tile
+from .tiles import LOG_OF_NOTHING, Tiles, add_product_of_tile, product_of_tile
+from .work_list import Run, WorkList
 
 # On a CPU that multiplies bf16, the limit for d_logits of one slab, whose product is rounded once.
 _D_LOGITS_BYTES = 16 * 2**20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,8 @@ def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     """Return how many rows of exponentials fit `cache_bytes`: full tiles of rows, or all N."""
     rows, n = cell_shape(head)[0], head.hidden.shape[0]
     fit = cache_bytes // (rows * max(widest(head.shard, head.vocab_size), 1) * head.hidden.dtype.itemsize) * rows
-    return n if fit >= n else fit
+    most: Any = torch.sym_min(fit, n)  # under torch.compile, one graph for all batches
+    return most
 
 
 def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
@@ -60,6 +62,19 @@ class KeptTiles:
         if self.exponentials.dtype == torch.float16:
             log_scale -= math.log(KEPT_FACTOR)
         self.log_scale = F.pad(log_scale, (0, tiles.padded - self.rows))  # [slabs, padded]
+        self.places = self._places()
+
+    def _places(self) -> dict[int, tuple[int, int, bool]]:
+        """Return the first and last place of each chunk, and whether its places are adjacent, by its first row.
+
+        The host reads them once, and not for every tile, because it waits for a GPU each time.
+        """
+        chunks = {x.start: self.place[x] for x in self.tiles.chunks() if x.start < self.rows}
+        if not chunks:
+            return {}
+        facts = [torch.stack([x[0], x[-1], (x.diff() == 1).all().to(x.dtype)]) for x in chunks.values()]
+        host = torch.stack(facts).tolist()
+        return {start: (first, last, near == 1) for start, (first, last, near) in zip(chunks, host, strict=True)}
 
     def hold(self, rows: slice) -> bool:
         """Return whether all rows of a chunk were kept."""
@@ -72,9 +87,8 @@ class KeptTiles:
     def tile(self, rows: slice, low: int, high: int) -> Tensor:
         """Return E of a chunk in columns low to high, [rows, high - low]: a view, or a copy. Do not write to it."""
         place = self.place[rows.start : min(rows.stop, self.rows)]
-        first, last = int(place[0]), int(place[-1])
+        first, last, adjacent = self.places[rows.start]
         columns = self.exponentials[:, low:high]
-        adjacent = bool((place.diff() == 1).all())
         tile = columns[first : last + 1] if adjacent else columns.index_select(0, place)
         missing = rows.stop - rows.start - len(place)  # the last chunk is padded
         return F.pad(tile, (0, 0, 0, missing)) if missing else tile

@@ -1,4 +1,4 @@
-"""Tiles of the torch backend: their shape, the gathered rows, the logits of a tile, and the backward's work list.
+"""Tiles of the torch backend: their shape, the gathered rows, the logits of a tile, and products of tiles.
 
 The shape of a tile depends on device, dtype, H, V and GSPO_WORKSPACE_MIB, but not on the batch, because matrix products
 of other shapes may round differently.
@@ -6,10 +6,8 @@ of other shapes may round differently.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +59,8 @@ def slab_columns(head: HeadRows) -> int:
     """
     device, dtype = head.hidden.device, accumulator(head.hidden.dtype)
     columns = tile_shape(device, dtype)[1]
+    if device.type != "cpu" and head.hidden.dtype != dtype:
+        return min(columns, _columns_beside_sums(head))
     vocab = all_columns(head.shard, head.vocab_size)
     if device.type != "cpu" or columns % _CELL_ON_CPU or vocab <= columns:
         return columns
@@ -68,6 +68,22 @@ def slab_columns(head: HeadRows) -> int:
     if head.hidden.dtype != dtype:
         cells = min(cells, _SLAB_BYTES // (head.hidden.shape[1] * dtype.itemsize * _CELL_ON_CPU))
     return min(max(cells, 1) * _CELL_ON_CPU, columns)
+
+
+def _columns_beside_sums(head: HeadRows) -> int:
+    """Return the most columns of a slab on a GPU that fit the workspace with half-precision operands, in full cells.
+
+    The backward sums a slab of d_weight in fp32, and adds a product of the same size. Without tensor cores, a slab
+    of the weight and a chunk of hidden states are copied in fp32, too.
+    """
+    device, dtype, width = head.hidden.device, head.hidden.dtype, head.hidden.shape[1]
+    wide, copies = accumulator(dtype).itemsize, operand_dtype(device, dtype) != dtype
+    rows = tile_shape(device, accumulator(dtype))[0]
+    of_rows = rows * width * wide * (1 + copies)  # a product added to d_hidden, the copy of hidden states
+    of_logits = rows * wide * _TILES_IN_MEMORY + width * wide * (1 + copies)  # per column, while d_logits are computed
+    of_products = rows * wide + width * wide * (2 + copies)  # and while they are multiplied
+    columns = (workspace_bytes() - of_rows) // max(of_logits, of_products)
+    return max(columns // _CELL_ELSEWHERE * _CELL_ELSEWHERE, min(columns, _CELL_ELSEWHERE), 1)
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int]:
@@ -220,60 +236,6 @@ class Tiles:
         return self.temperature[rows, None] if self.temperature.ndim else self.temperature
 
 
-class Run(NamedTuple):
-    """Adjacent columns of one slab that the backward computes together, for one chunk of rows."""
-
-    slab: tuple[int, int]  # (first column, last column + 1) of the slab
-    rows: slice  # the chunk
-    first: int  # first column of the run
-    end: int  # last column of the run + 1
-    turn: int  # number of earlier runs of the same chunk; d_hidden is summed in this order
-
-
-class WorkList:
-    """The runs of a backward: all slabs of all chunks, or with `cells` [row blocks, tiles] bool only the True cells."""
-
-    def __init__(self, tiles: Tiles, cells: Tensor | None) -> None:
-        self.tiles, self.sparse = tiles, cells is not None
-        rows, self.columns = cell_shape(tiles.head)
-        self.cells: list[list[bool]] = [] if cells is None else cells.tolist()
-        shape = -(-tiles.head.hidden.shape[0] // rows), -(-tiles.head.vocab_size // self.columns)
-        if cells is not None and tuple(cells.shape) != shape:
-            raise RuntimeError(
-                f"the forward divided d_logits into {tuple(cells.shape)} cells, the backward into {shape}: "
-                "GSPO_WORKSPACE_MIB must not change between them"
-            )
-
-    def by_slab(self) -> list[list[Run]]:
-        """Return the runs of each slab; slabs without runs are left out."""
-        turns: dict[int, int] = {}
-        slabs = []
-        for low, high in self.tiles.slabs():
-            runs = []
-            for rows, first, end in self._columns(low, high):
-                turn = turns[rows.start] = turns.get(rows.start, -1) + 1
-                runs.append(Run((low, high), rows, first, end, turn))
-            if runs:
-                slabs.append(runs)
-        return slabs
-
-    def _columns(self, low: int, high: int) -> list[tuple[slice, int, int]]:
-        """Return (chunk, first column, last column + 1) of the runs of a slab."""
-        if not self.sparse:
-            return [(rows, low, high) for rows in self.tiles.chunks()]
-        runs, columns = [], self.columns
-        # `cells` covers all rows, sorted so that rows without a gradient come last. Those rows are not gathered, so
-        # there may be fewer chunks than rows of `cells`; hence strict=False.
-        for rows, cells in zip(self.tiles.chunks(), self.cells, strict=False):
-            begin = low // columns
-            for computed, group in itertools.groupby(cells[begin : -(-high // columns)]):
-                end = begin + len(list(group))
-                if computed:
-                    runs.append((rows, begin * columns, min(end * columns, high)))
-                begin = end
-        return runs
-
-
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in fp32 (fp64 for fp64 operands; on a CPU bf16 for bf16 operands)."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype.itemsize == 2 else torch.mm(a, b)
@@ -286,7 +248,7 @@ def product_of_tile(a: Tensor, b: Tensor, boost: Tensor | None) -> Tensor:
     d_logits were multiplied before they were rounded.
     """
     product = _product(a, b)
-    return product if boost is None or a.dtype.itemsize != 2 else product / boost
+    return product if boost is None or a.dtype.itemsize != 2 else product.div_(boost)
 
 
 def add_product_of_tile(out: Tensor, a: Tensor, b: Tensor, boost: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of a head. Logits are recomputed a slab of the vocabulary at a time; cuBLAS or hipBLAS multiplies.
+"""Gradients of a head. Logits are recomputed a slab of the vocabulary at a time; the vendor's library multiplies.
 
     d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail
 
@@ -10,6 +10,9 @@ d_hidden is summed over slabs. d_weight of a slab is summed over chunks and writ
 The host reads once: the number of rows with a gradient and, with a gradient budget, the number of cells to compute in
 each tile. During the capture of a CUDA graph it reads nothing: all rows are gathered, and those without a gradient are
 set to 0.
+
+On AMD, where PyTorch has no fp32 product of half-precision operands, our own kernels multiply if they can
+(`sparse_backward.py`, with all cells). Otherwise copies of the operands in fp32 are multiplied.
 
 Must match the torch backend's `backward.py`.
 """
@@ -33,8 +36,8 @@ from .gradient_rows import (
     torch_rounds,
 )
 from .logit_tile import straighten
-from .sparse_backward import cell_backward, plan_cells
-from .tuning import Config, tile_config
+from .sparse_backward import cell_backward, plan_all_cells, plan_cells
+from .tuning import Config, is_amd, tile_config
 
 
 def head_backward(
@@ -60,11 +63,25 @@ def head_backward(
             return cell_backward(rows, rows_of_weight, config, needs, plan)
         index = index.sort().values
     rows = gradient_rows(head, result, d_log_probs, d_entropy, index, kept=kept)
+    if _sums_in_kernels(rows):
+        return cell_backward(rows, rows_of_weight, config, needs, plan_all_cells(rows, config))
     gradients = _Gradients(rows, rows_of_weight, config, needs)
     with exact_products(head.hidden.device):
         for low in range(0, head.vocab_size if gradients.n else 0, gradients.slab):
             gradients.add_slab(low, min(low + gradients.slab, head.vocab_size))
     return gradients.scattered()
+
+
+def _sums_in_kernels(rows: GradientRows) -> bool:
+    """Return whether to compute all columns as cells, whose products our kernels sum in fp32.
+
+    PyTorch for ROCm would multiply fp32 copies of half-precision operands, at an eighth of the speed (NOTES.md). Heads
+    with a bias or an adapter have no kernels for these products, and cells have no variant with a gradient of the
+    entropy.
+    """
+    head = rows.head
+    is_plain = head.bias is None and head.adapter_weight is None and rows.d_entropy is None
+    return is_plain and head.hidden.dtype.itemsize == 2 and rows.index.shape[0] > 0 and is_amd(head.hidden.device)
 
 
 class _Gradients:

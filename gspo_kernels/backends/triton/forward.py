@@ -262,7 +262,9 @@ def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     config = tile_config(head, "forward")
     columns = -(-widest(head.shard, head.vocab_size) // config.block_v) * config.block_v
     fit = cache_bytes // (config.block_n * columns * head.hidden.dtype.itemsize)
-    return min(fit, -(-head.hidden.shape[0] // config.block_n)) * config.block_n
+    # Under torch.compile, `min` would make one graph for batches that fit and another for those that do not.
+    blocks: Any = torch.sym_min(fit, -(-head.hidden.shape[0] // config.block_n))
+    return blocks * config.block_n
 
 
 def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...layout import accumulator
 from ..live_tiles import leading
-from ..precision import add_product, power_of_two
+from ..precision import add_product, bytes_of_copies, power_of_two
 from ..rows import HeadResult, HeadRows, Kept
 from ..workspace import workspace_bytes
 from .cells import Part
@@ -22,7 +22,7 @@ from .gradient_tile import gradient_tile
 from .kept_tile import launch_kept_tile
 from .launch import launch
 from .logit_tile import INTERPRETED, gather_rows, tile_arguments
-from .tuning import Config, multiprocessors
+from .tuning import Config, is_amd, multiprocessors
 
 # Largest chunk. At this size, accumulating d_weight over chunks adds 3 % to the time of the products (NOTES.md).
 _ROWS_AT_ONCE = 8192
@@ -143,6 +143,8 @@ def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, dire
     """
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
     space = workspace_bytes() * 7 // 8  # the remainder is for vectors over rows
+    if size == 2 and is_amd(head.hidden.device):  # `add_product` copies its operands
+        space -= bytes_of_copies()
     # At most a third for gathered hidden states, and half for d_logits of one tile of columns.
     per_element = bytes_per_entry(head, unrounded)
     most = min(space // 3 // (width * size), space // 2 // (config.block_v * per_element), _ROWS_AT_ONCE)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rows import Kept
-from .elementary import KEPT_FACTOR, LOG_OF_NOTHING
+from .elementary import KEPT_FACTOR, LOG_OF_NOTHING, at_most
 from .gradient_tile import RowInputs, gradient_of_target, row_slope
 from .launch import launch
 from .logit_tile import HeadArguments, HeadStrides, grouped, target_column
@@ -109,7 +109,7 @@ def kept_tile(
     tile_of_forward = low // BLOCK_V + tile
     tile_top = tl.load(top + tile_of_forward.to(tl.int64) * stride_top + at)
     # At most 0, except for a tile that consists of the target's column, where the exponentials are 0.
-    log_scale = tl.minimum((tile_top - shift_of_row) - log_total_of_row, 0.0)
+    log_scale = at_most((tile_top - shift_of_row) - log_total_of_row, 0.0)
     log_scale = tl.where(has_gradient, log_scale, 0.0)
     head = HeadArguments(
         hidden=None,

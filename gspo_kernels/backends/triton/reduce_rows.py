@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .elementary import LOG_OF_NOTHING, at_least, difference, finite, log1p, softplus
+from .elementary import LOG_OF_NOTHING, at_least, at_most, difference, finite, log1p, softplus
 
 
 class TileSums(NamedTuple):
@@ -148,6 +148,6 @@ def _store_shares(tiles, top_all, log_total, n, valid, n_rows, n_tiles, BLOCK_T:
         at = t[:, None] * n_rows + n[None, :]
         top = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
         # At most 0, except for a tile that consists of the target's column: its mass is 0 and its maximum arbitrary.
-        over = tl.minimum((top - top_all[None, :]) - log_total[None, :], 0.0)
+        over = at_most((top - top_all[None, :]) - log_total[None, :], 0.0)
         mass = tl.load(tiles.mass + at, mask=inside, other=0.0) * tl.exp(over)
         tl.store(tiles.mass + at, mass, mask=inside)

@@ -1,5 +1,7 @@
 """The backward of selected cells: d_logits of these cells only, and block-sparse products of them.
 
+A gradient budget selects cells. Without one, AMD computes all cells of the rows with a gradient here.
+
 A part is a range of tiles and a chunk of rows. Its d_logits and its gathered hidden states fit the workspace. Mostly
 there is one part, because few cells are selected: then the products are rounded and written directly. Otherwise they
 are summed in fp32, with slabs as the outer loop and chunks as the inner one, so that each slab of d_weight is rounded
@@ -48,6 +50,19 @@ def plan_cells(head: HeadRows, live_tiles: LiveTiles, config: Config) -> CellPla
     rows, sparse, *begin = torch.cat([live_tiles.counts, lists.tile_begin[:: lists.row_blocks]]).tolist()
     by_chunk = [begin[i : i + lists.tiles + 1] for i in range(0, len(begin) - 1, lists.tiles)]
     return CellPlan(rows, bool(sparse), lists, by_chunk, chunk)
+
+
+def plan_all_cells(rows: GradientRows, config: Config) -> CellPlan:
+    """List all cells of the gathered rows, of which there must be at least one. Nothing is read on the host."""
+    n, tiles = rows.index.shape[0], -(-rows.head.vocab_size // config.block_v)
+    row_blocks = -(-n // config.block_n)
+    cells = torch.ones(row_blocks, tiles, dtype=torch.bool, device=rows.index.device)
+    lists, chunk = lists_of(rows.head, cells, config)
+    begin = []
+    for first in range(0, row_blocks, lists.row_blocks):
+        of_tile = min(lists.row_blocks, row_blocks - first)  # cells of a tile in this chunk
+        begin.append([first * tiles + tile * of_tile for tile in range(tiles + 1)])
+    return CellPlan(n, True, lists, begin, chunk)
 
 
 def lists_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, int]:

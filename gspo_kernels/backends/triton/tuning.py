@@ -124,6 +124,11 @@ def architecture(device: torch.device) -> str | None:
     return exact.get(capability) or family.get(capability[0], "sm_120")  # 12.1, and what comes later
 
 
+def is_amd(device: torch.device) -> bool:
+    """Return whether a device uses the block shapes of an AMD GPU."""
+    return (architecture(device) or "").startswith("gfx")
+
+
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU. Elsewhere, return that of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -135,7 +140,7 @@ def product_config(dtype: torch.dtype, device: torch.device) -> Config:
     if dtype.itemsize == 8 and name in _DOUBLE_PRODUCT:
         return _DOUBLE_PRODUCT[name]
     config = _PRODUCT[dtype.itemsize]
-    return replace(config, stages=_AMD_STAGES) if name in ("gfx942", "gfx950") else config
+    return replace(config, stages=_AMD_STAGES) if is_amd(device) else config
 
 
 def sequence_config(dtype: torch.dtype) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from helpers.faults.table import Fault
 
+DEFAULT = "default_cache"
 FAULTS: dict[str, Fault] = {
     "matrix products in the precision that the process has set": (
         "backends/precision",
@@ -192,5 +193,155 @@ FAULTS: dict[str, Fault] = {
         "first_row=chunk.start",
         "first_row=0",
         "cache::test_a_cached_backward_in_many_parts_has_the_gradients_of_one[triton-0.0]",
+    ),
+    "a default cache of the free memory": (
+        "backends/workspace",
+        "torch.cuda.get_device_properties(device).total_memory",
+        "torch.cuda.mem_get_info(device)[0]",
+        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
+    ),
+    "a default cache of a 32nd of the memory": (
+        "backends/workspace",
+        "CACHE_SHARE = 64",
+        "CACHE_SHARE = 32",
+        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
+    ),
+    "a default cache on a CPU": (
+        "backends/workspace",
+        'device.type != "cuda" or not torch',
+        "not torch",
+        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
+    ),
+    "a default cache of the current device": (
+        "backends/workspace",
+        "get_device_properties(device)",
+        'get_device_properties(torch.device("cuda"))',
+        f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
+    ),
+    "fake tensors need a GPU": (
+        "backends/workspace",
+        "or not torch.cuda.is_available()",
+        "",
+        f"{DEFAULT}::test_fake_tensors_on_a_gpu_that_does_not_exist_have_no_cache",
+    ),
+    "the compiler traces the default cache": (
+        "backends/workspace",
+        "cache_of_device._dynamo_marked_constant = True",
+        "pass",
+        f"{DEFAULT}::test_a_compiled_call_takes_the_default_as_a_constant",
+    ),
+    "a cache of 0 replaced by the default": (
+        "backends/workspace",
+        "(cache_of_device(device) if mib is None else mib)",
+        "(mib or cache_of_device(device))",
+        f"{DEFAULT}::test_the_variable_replaces_the_default_and_the_argument_replaces_both[0-None-0]",
+    ),
+    "a cache without a backward": (
+        "inputs/memory",
+        "return size if any(needed_by_autograd(head)) else 0",
+        "return size",
+        "cache::test_the_cache_is_free_after_the_backward_and_absent_without_autograd[torch]",
+    ),
+    "operands copied as a whole": (
+        "backends/precision",
+        "size = max(bytes_of_copies() // ((a.shape[0] + b.shape[1]) * out.itemsize), 1)",
+        "size = a.shape[1]",
+        "amd::test_products_of_copies_are_complete[False-bf16]",
+    ),
+    "the first product of copies forgotten": (
+        "backends/precision",
+        "beta=beta if start == 0 else 1",
+        "beta=beta",
+        "amd::test_products_of_copies_are_complete[True-bf16]",
+    ),
+    "the self-check runs while a CUDA graph is captured": (
+        "backends/self_check",
+        'captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()',
+        "captured = False",
+        "self_check::test_nothing_runs_during_capture_and_compilation[captured]",
+    ),
+    "the self-check runs with fake tensors": (
+        "backends/self_check",
+        "or detect_fake_mode() is not None",
+        "",
+        "self_check::test_nothing_runs_during_capture_and_compilation[faked]",
+    ),
+    "torch.compile traces the self-check": (
+        "backends/self_check",
+        "obstacle._dynamo_marked_constant = True",
+        "obstacle._not_marked = True",
+        "self_check::test_nothing_runs_during_capture_and_compilation[compiled]",
+    ),
+    "auto trusts kernels that were not checked": (
+        "backends/self_check",
+        'unchecked = failure is None and backend == "auto"',
+        "unchecked = False",
+        "self_check::test_nothing_runs_during_capture_and_compilation[captured]",
+    ),
+    "the explicit choice of unchecked kernels raises": (
+        "backends/self_check",
+        'unchecked = failure is None and backend == "auto"',
+        "unchecked = failure is None",
+        "self_check::test_nothing_runs_during_capture_and_compilation[captured]",
+    ),
+    "the self-check is not remembered": (
+        "backends/self_check",
+        "os.replace(temporary, file)",
+        "os.unlink(temporary)",
+        "self_check::test_a_check_that_passed_is_remembered_on_disk",
+    ),
+    "a failed self-check is remembered forever": (
+        "backends/self_check",
+        'is_old = not 0 <= time.time() - entry["time"] <= FAILURE_SECONDS',
+        "is_old = False",
+        "self_check::test_a_failure_is_remembered_for_an_hour",
+    ),
+    "the self-check of other kernels is trusted": (
+        "backends/self_check",
+        'folder.rglob("*.py")',
+        'folder.glob("*.py")',
+        "self_check::test_a_changed_kernel_changes_the_hash",
+    ),
+    "interpreted kernels that pass make compiled ones trusted": (
+        "backends/self_check",
+        '("interpreted " if logit_tile.INTERPRETED else "") + ',
+        "",
+        "self_check::test_the_result_of_interpreted_kernels_is_not_that_of_compiled_ones",
+    ),
+    "GSPO_SELF_CHECK=0 ignored": (
+        "backends/self_check",
+        "if not is_enabled() or is_measured(key[0]):",
+        "if is_measured(key[0]):",
+        "self_check::test_the_variable_switches_the_check_off",
+    ),
+    "every process runs the self-check": (
+        "backends/self_check",
+        "fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        "self_check::test_processes_that_start_together_run_one_check",
+    ),
+    "every thread runs the self-check": (
+        "backends/self_check",
+        "with _one_check:",
+        "with contextlib.nullcontext():",
+        "self_check::test_threads_run_one_check",
+    ),
+    "the self-check runs in the caller's thread": (
+        "backends/kernel_check",
+        "thread.start()\n    thread.join()",
+        "thread.run()",
+        "self_check::test_the_check_neither_sees_nor_changes_the_state_of_its_caller",
+    ),
+    "NaN passes the self-check": (
+        "backends/kernel_check",
+        "if not error <= allowed:",
+        "if error > allowed:",
+        "self_check::test_an_error_above_the_limit_or_nan_is_wrong[nan]",
+    ),
+    "the kernels are checked in a dtype other than autocast's": (
+        "inputs/head",
+        "pick_backend(call, arguments.backend, device, rows.dtype)",
+        "pick_backend(call, arguments.backend, device, hidden.dtype)",
+        "self_check::test_the_kernels_are_checked_in_the_dtype_that_they_compute_with",
     ),
 }

@@ -108,9 +108,21 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "distributed/sharded::test_case[only the first call on an accelerator is compared]",
     ),
+    "default caches of a cp_group compared": (
+        "agreement",
+        '        "cache_mib": "the default of this rank\'s device",  # each rank keeps rows of its own tokens\n',
+        "",
+        "distributed/sharded::test_case[default caches of GPUs with different memory]",
+    ),
+    "default caches of a tp_group not compared": (
+        "agreement",
+        'Unquoted(f"{mib:g} (default)") if',
+        'Unquoted("default") if',
+        "distributed/sharded::test_case[default caches of GPUs with different memory]",
+    ),
     "an environment variable in neither list": (
         "agreement",
-        '    "GSPO_CACHE_MIB": lambda _: cache_bytes() // 2**20,\n',
+        '    "GSPO_CACHE_MIB": lambda _: cache_variable(),\n',
         "",
         "distributed/agreement::test_every_environment_variable_is_compared_or_excused",
     ),

@@ -176,7 +176,7 @@ FAULTS: dict[str, Fault] = {
         "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
     "the last, narrower cell of a slab left out": (
-        "backends/torch/tiles",
+        "backends/torch/work_list",
         "for computed, group in itertools.groupby(cells[begin : -(-high // columns)]):",
         "for computed, group in itertools.groupby(cells[begin : high // columns]):",
         "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
@@ -314,5 +314,29 @@ FAULTS: dict[str, Fault] = {
         "with torch.inference_mode(inference), torch.no_grad():",
         "with torch.no_grad():",
         "workers::test_inference_mode_gives_the_same_bits",
+    ),
+    "a graph for batches that fit the cache of the torch backend": (
+        "backends/torch/kept_tile",
+        "torch.sym_min(fit, n)",
+        "n if fit >= n else fit",
+        "default_cache::test_batches_that_fit_the_cache_and_larger_ones_share_a_graph[True-torch-0.07]",
+    ),
+    "sums of a slab on a GPU beyond the workspace": (
+        "backends/torch/tiles",
+        "return min(columns, _columns_beside_sums(head))",
+        "return columns",
+        "torch_memory::test_memory_on_a_gpu_is_within_the_formula[2048-8192-32000-bf16-CUDA]",
+    ),
+    "copies of operands on ROCm beyond the workspace": (
+        "backends/torch/tiles",
+        "operand_dtype(device, dtype) != dtype",
+        "False",
+        "torch_memory::test_memory_on_a_gpu_is_within_the_formula[700-8192-128256-bf16-ROCm]",
+    ),
+    "the host waits for every kept tile": (
+        "backends/torch/kept_tile",
+        "first, last, adjacent = self.places[rows.start]",
+        "first, last, adjacent = int(place[0]), int(place[-1]), bool((place.diff() == 1).all())",
+        "torch_memory::test_the_host_reads_the_places_of_kept_rows_once",
     ),
 }

@@ -8,6 +8,7 @@ PARITY = "parity::test_every_head_and_layout_equals_the_oracle"
 OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 BLOCKS = "kernels::test_block_shapes_of_every_architecture_equal_the_oracle"
 CELLS = "live_tiles::test_gradients_of_every_dtype_equal_those_of_the_kept_entries"
+AMD = "amd"
 FAULTS: dict[str, Fault] = {
     "padding columns counted as copies of the last column": (
         "backends/triton/forward",
@@ -579,6 +580,36 @@ FAULTS: dict[str, Fault] = {
         'family = {8: "sm_89"',
         'family = {8: "sm_80"',
         "kernels::test_cuda_devices_select_their_block_shapes",
+    ),
+    "plain heads multiplied by copies on AMD": (
+        "backends/triton/backward",
+        "head.hidden.dtype.itemsize == 2 and rows.index",
+        "head.hidden.dtype.itemsize < 2 and rows.index",
+        f"{AMD}::test_plain_heads_are_multiplied_by_our_kernels[None-0-bf16]",
+    ),
+    "a gradient of the entropy multiplied as cells": (
+        "backends/triton/backward",
+        "and head.adapter_weight is None and rows.d_entropy is None",
+        "and head.adapter_weight is None",
+        f"{AMD}::test_other_heads_and_fp32_are_multiplied_by_torch[options0]",
+    ),
+    "chunks of all cells begin at the same cell": (
+        "backends/triton/sparse_backward",
+        "first * tiles + tile * of_tile",
+        "tile * of_tile",
+        f"{AMD}::test_plain_heads_are_multiplied_by_our_kernels[32768-0-bf16]",
+    ),
+    "no room for copies on AMD": (
+        "backends/triton/gradient_rows",
+        "space -= bytes_of_copies()",
+        "pass",
+        f"{AMD}::test_slabs_leave_room_for_copies",
+    ),
+    "a graph for batches that fit the cache": (
+        "backends/triton/forward",
+        "torch.sym_min(",
+        "min(",
+        "default_cache::test_batches_that_fit_the_cache_and_larger_ones_share_a_graph[True-triton-0.3]",
     ),
     "kernels of the dense backward are loaded by the capture of a step": (
         "backends/triton/gradient_rows",

@@ -1,0 +1,251 @@
+"""A check of the Triton kernels on small ragged batches against float64: forward, backward, cache and gradient budget.
+
+`run_check` takes a few MiB, and a few seconds on a GPU, most of them to compile kernels. It calls the backend's
+functions directly, without autograd and without collectives. `self_check.py` decides when it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import accumulator
+from ..objective import Objective
+from ..tolerance import (
+    DROPPED_MASS_RELATIVE,
+    FLOAT64_RELATIVE,
+    KEPT_GRADIENT_RELATIVE,
+    LARGEST_ERROR,
+    LOG_PROB_RMS_ON_GPUS,
+    LOSS_PER_ADVANTAGE,
+    RELATIVE_RMS,
+    ROW_COSINE,
+)
+from . import triton as kernels
+from .check_samples import LENGTHS, ROWS, VOCAB, make_sample, policy_of, true_loss, truth_of, unmasked_rows, wide_head
+from .rows import Cache, HeadGradients, HeadRows, LiveTiles, NeedsGradient
+from .triton.launch import Launch, launches
+from .triton.tuning import tile_config
+
+BUDGET = 0.01
+
+
+class WrongResult(Exception):
+    """A result of the kernels is not within its limits."""
+
+
+def run_check(device: torch.device, dtype: torch.dtype, subject: str) -> str | None:
+    """Compare the Triton kernels with float64. Return None, or which kernels are wrong and by how much.
+
+    The check runs in a thread of its own, so that it neither sees nor changes the caller's modes: autocast, grad and
+    inference mode, default device, dispatch modes, current stream. It uses no global random state.
+
+    Args:
+        device: where the kernels run. On a CPU they must be interpreted.
+        dtype: of hidden states and head or, for "loss", of log-probs.
+        subject: "head": kernels of all public functions; "loss": only those of `policy_loss`.
+    """
+    results: list[str | None] = []
+    thread = threading.Thread(target=lambda: results.append(_checked(device, dtype, subject)), daemon=True)
+    thread.start()
+    thread.join()
+    return results[0] if results else "the thread of the check ended early"
+
+
+def _checked(device: torch.device, dtype: torch.dtype, subject: str) -> str | None:
+    """Run every stage. Name the kernels since the last correct result, or the last kernel before an exception."""
+    stages: list[Callable[[], None]] = [lambda: _check_loss(device, accumulator(dtype))]
+    with launches() as seen:
+        try:
+            with _on(device):
+                if subject == "head":
+                    samples = (_Check(device, dtype, kind, seen) for kind in ("plain", "skewed", "ragged"))
+                    plain, skewed, ragged = samples
+                    stages += [plain.forward, lambda: _check_many_tiles(device, dtype), plain.backward, plain.cache]
+                    stages += [skewed.budget, skewed.cache_and_budget, ragged.backward]
+                for stage in stages:
+                    seen.clear()
+                    stage()
+        except WrongResult as wrong:
+            names = dict.fromkeys(x.kernel.__name__ for x in seen)
+            return f"{', '.join(names)}: {wrong}"
+        except Exception as error:  # a kernel that does not load may raise any exception
+            text = " ".join(str(error).split())[:300]
+            return f"{seen[-1].kernel.__name__ if seen else 'no kernel'}: {type(error).__name__}: {text}"
+    return None
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Make `device` current, and allow the host to wait for it."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with torch.cuda.device(device):
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+# -- the loss
+
+
+def _check_loss(device: torch.device, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(2)
+    log_probs = torch.randn(ROWS, generator=rng, dtype=torch.float64).square().neg().to(dtype)
+    mask = unmasked_rows()
+    policy = policy_of(log_probs.double(), mask, dtype)
+    ours = kernels.policy_forward(log_probs.to(device), None, mask.to(device), _to(policy, device), Objective())
+    loss, coefficient = true_loss(log_probs, mask, policy)
+    error = abs(ours.loss.item() - loss.item())
+    _limit("loss", dtype, error, LOSS_PER_ADVANTAGE * max(policy.advantages.abs().mean().item(), abs(loss.item())))
+    _check_decisions(ours.coefficient, coefficient)
+    _compare("d_log_probs", ours.coefficient, coefficient, dtype)
+
+
+def _check_decisions(ours: Tensor, truth: Tensor) -> None:
+    """Check which sequences are clipped: the gradient of a clipped sequence is exactly 0."""
+    wrong = sum(bool(a.any() != b.any()) for a, b in zip(ours.cpu().split(LENGTHS), truth.split(LENGTHS), strict=True))
+    if wrong:
+        raise WrongResult(f"clip decisions of {wrong} of {len(LENGTHS)} sequences differ from float64")
+
+
+# -- the head
+
+
+class _Check:
+    """Comparisons of the kernels with the true results of a sample.
+
+    `launched` lists the launches that may have caused a wrong result. It is cleared when a result is correct.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, kind: str, launched: list[Launch]) -> None:
+        self.device, self.dtype, self.launched = device, dtype, launched
+        self.sample = make_sample(kind, dtype)
+        self.head, self.d_log_probs = _to(self.sample.head, device), self.sample.d_log_probs.to(device)
+
+    def forward(self) -> None:
+        """Check log-probs, and the clip decisions that follow from them."""
+        result = kernels.head_forward(self.head)
+        _compare_rows("log-probs", result.log_probs, self.sample.truth.log_probs, self.dtype)
+        policy = _to(self.sample.policy, self.device)
+        ours = kernels.policy_forward(result.log_probs, None, self.head.mask, policy, Objective())
+        _check_decisions(ours.coefficient, self.sample.d_log_probs)
+
+    def backward(self, cache: Cache | None = None) -> None:
+        """Check log-probs, entropies if there are any, and the exact gradients of all operands."""
+        head, truth, d_entropy = self.head, self.sample.truth, self.sample.d_entropy
+        result, kept = kernels.forward_and_keep(head, cache=cache)
+        _compare_rows("log-probs", result.log_probs, truth.log_probs, self.dtype)
+        if d_entropy is not None:
+            _compare_rows("entropies", result.entropy, truth.entropy, self.dtype)
+            d_entropy = d_entropy.to(self.device)
+        self.launched.clear()
+        gradients = kernels.head_backward(head, result, self.d_log_probs, d_entropy, _needs(head), None, kept)
+        for name, ours, expected in self._gradients(gradients, truth.d_logits):
+            _compare(f"d_{name}", ours, expected, self.dtype)
+
+    def cache(self) -> None:
+        """Check a backward that recomputes some logits and takes others from the cache."""
+        self.backward(self._cache())
+
+    def budget(self, cache: Cache | None = None) -> None:
+        """Check which cells are computed, and that the gradients are those of their entries."""
+        head, cell = self.head, kernels.cell_shape(self.head)
+        assert cell is not None
+        result, kept = kernels.forward_and_keep(head, True, cache)
+        _compare_rows("log-probs", result.log_probs, self.sample.truth.log_probs, self.dtype)
+        self.launched.clear()
+        live, work = kernels.choose(head, result, self.d_log_probs, kept, cell, BUDGET)
+        d_logits = self._kept_entries(live, cell, work.dropped.item())
+        self.launched.clear()
+        gradients = kernels.head_backward(head, result, self.d_log_probs, None, _needs(head), live, kept)
+        for name, ours, expected in self._gradients(gradients, d_logits):
+            error, allowed = (ours - expected).norm() / expected.norm(), KEPT_GRADIENT_RELATIVE[self.dtype]
+            _limit(f"d_{name} of the kept cells, relative", self.dtype, error.item(), allowed)
+
+    def cache_and_budget(self) -> None:
+        """Check a backward that takes some of the cells from the cache."""
+        self.budget(self._cache())
+
+    def _cache(self) -> Cache:
+        """Return a cache for all but the last row block."""
+        block = tile_config(self.head, "forward").block_n
+        return Cache((ROWS - 1) // block * block, self.head.mask)
+
+    def _gradients(self, ours: HeadGradients, d_logits: Tensor) -> list[tuple[str, Tensor, Tensor]]:
+        """Return name, our gradient, and the gradient that follows from `d_logits`, both on the CPU, by operand."""
+        head = self.sample.head
+        truth = {"hidden": d_logits @ head.weight.double(), "weight": d_logits.t() @ head.hidden.double()}
+        if head.adapter_hidden is not None and head.adapter_weight is not None:
+            truth["bias"] = d_logits.sum(0)
+            truth["adapter_hidden"] = d_logits @ head.adapter_weight.double()
+            truth["adapter_weight"] = d_logits.t() @ head.adapter_hidden.double()
+        return [(name, getattr(ours, name).cpu().double(), x) for name, x in truth.items()]
+
+    def _kept_entries(self, live: LiveTiles, cell: tuple[int, int], reported: float) -> Tensor:
+        """Check that cells are dropped, and their mass. Return d_logits [N, V] with 0 in dropped cells."""
+        order, cells, (_, sparse) = live.order.cpu(), live.cells.cpu(), live.counts.tolist()
+        if not sparse:
+            raise WrongResult("no cells are dropped, although few have most of the mass")
+        entries = cells.repeat_interleave(cell[0], 0).repeat_interleave(cell[1], 1)[:ROWS, :VOCAB]
+        entries = torch.zeros_like(entries).index_copy_(0, order, entries)
+        d_logits = self.sample.truth.d_logits
+        dropped = (torch.where(entries, 0, d_logits.abs()).sum() / d_logits.abs().sum()).item()
+        _limit("dropped mass", self.dtype, dropped, BUDGET)
+        _limit("reported dropped mass", self.dtype, abs(dropped - reported), DROPPED_MASS_RELATIVE * reported + 1e-9)
+        return torch.where(entries, d_logits, 0)
+
+
+def _check_many_tiles(device: torch.device, dtype: torch.dtype) -> None:
+    """Check log-probs over more tiles than the reduction adds up at a time."""
+    head = wide_head(dtype)
+    truth = truth_of(head, torch.zeros(head.hidden.shape[0]), None)
+    _compare_rows("log-probs", kernels.head_forward(_to(head, device)).log_probs, truth.log_probs, dtype)
+
+
+def _needs(head: HeadRows) -> NeedsGradient:
+    return NeedsGradient(*(getattr(head, name) is not None for name in NeedsGradient._fields))
+
+
+def _to(rows: Any, device: torch.device) -> Any:
+    """Return a named tuple with its tensors on `device`."""
+    return type(rows)(*(x.to(device) if isinstance(x, Tensor) else x for x in rows))
+
+
+# -- limits
+
+
+def _compare_rows(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+    """Check log-probs or entropies of operands of `dtype`."""
+    if dtype.itemsize > 2:
+        _compare(name, ours, truth, dtype)
+        return
+    rms = (ours.cpu().double() - truth).square().mean().sqrt()
+    _limit(f"{name}, RMS", dtype, rms.item(), LOG_PROB_RMS_ON_GPUS)
+
+
+def _compare(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+    """Check largest error, RMS error and direction of each row. NaN is outside every limit."""
+    ours, largest = ours.cpu().double(), truth.abs().max().item()
+    unit = FLOAT64_RELATIVE if dtype == torch.float64 else LARGEST_ERROR[dtype] * torch.finfo(dtype).eps
+    _limit(f"{name} {list(truth.shape)}", dtype, (ours - truth).abs().max().item(), unit * largest)
+    rms = ((ours - truth).square().mean() / truth.square().mean()).sqrt().item()
+    _limit(f"{name}, relative RMS", dtype, rms, RELATIVE_RMS[dtype])
+    if truth.ndim == 2:
+        rows = truth.norm(dim=1) > torch.finfo(dtype).eps * largest * truth.shape[1] ** 0.5
+        cosine = torch.cosine_similarity(ours[rows], truth[rows], dim=1, eps=1e-300).min().item()
+        _limit(f"{name}, 1 - cosine of a row", dtype, 1 - cosine, 1 - ROW_COSINE)
+
+
+def _limit(name: str, dtype: torch.dtype, error: float, allowed: float) -> None:
+    if not error <= allowed:
+        raise WrongResult(f"{name} in {str(dtype).removeprefix('torch.')}: error {error:.2e}, allowed {allowed:.2e}")

@@ -1,0 +1,164 @@
+"""The backward of the Triton backend on AMD GPUs, where PyTorch has no fp32 product of half-precision operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.counters import LiveBytes
+from helpers.oracle import DTYPES
+from helpers.random_heads import random_head
+from torch import Tensor
+
+from gspo_kernels.backends import precision
+from gspo_kernels.backends import triton as triton_backend
+from gspo_kernels.backends.rows import Cache, HeadGradients, HeadRows, LiveTiles, NeedsGradient
+from gspo_kernels.backends.triton import backward, gradient_rows, sparse_backward, tuning
+from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.backends.workspace import workspace_bytes
+from gspo_kernels.tools import compile_cases as cases
+from gspo_kernels.tools import doctor_memory
+
+PRODUCTS = {"hidden_product", "weight_product"}
+HALF = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+
+
+def needs_of(head: HeadRows) -> NeedsGradient:
+    return NeedsGradient(*(getattr(head, name) is not None for name in NeedsGradient._fields))
+
+
+def gradients(
+    head: HeadRows, d: Tensor, kept_bytes: int = 0, choice: LiveTiles | None = None
+) -> tuple[HeadGradients, set[str]]:
+    """Return the gradients with AMD's block shapes, and the names of the kernels of the backward."""
+    with tuning.assume("gfx942"):
+        rows = triton_backend.cache_rows(head, kept_bytes)
+        result, kept = triton_backend.forward_and_keep(head, cache=Cache(rows, head.mask) if rows else None)
+        d_entropy = d / 3 if head.entropy else None
+        with launches() as seen:
+            out = triton_backend.head_backward(head, result, d, d_entropy, needs_of(head), choice, kept)
+    return out, {x.kernel.__name__ for x in seen}
+
+
+def upstream(head: HeadRows) -> Tensor:
+    """Return gradients of log-probs, 0 at masked rows and at every third row."""
+    d = torch.randn(len(head.mask), generator=torch.Generator().manual_seed(5))
+    return torch.where(head.mask & (torch.arange(len(d)) % 3 != 0), d, 0)
+
+
+def equal(ours: HeadGradients, dense: HeadGradients, dtype: str) -> None:
+    tolerance = {"bf16": 2e-2, "fp16": 2e-3}[dtype]
+    for a, b in zip(ours, dense, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.dtype == b.dtype and (a - b).float().norm() <= tolerance * b.float().norm()
+
+
+@HALF
+@pytest.mark.parametrize("kept_bytes", [0, 140 * 512 * 2])
+@pytest.mark.parametrize("workspace", [None, 2**15])
+def test_plain_heads_are_multiplied_by_our_kernels(
+    dtype: str, kept_bytes: int, workspace: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small workspace divides the cells into several chunks and slabs."""
+    head = random_head(300, 24, 410, DTYPES[dtype], logit_softcap=9.0)
+    d = upstream(head)
+    with monkeypatch.context() as patched:
+        patched.setattr(backward, "_sums_in_kernels", lambda rows: False)
+        dense, kernels = gradients(head, d, kept_bytes)
+        assert not kernels & PRODUCTS
+    if workspace is not None:
+        monkeypatch.setattr(sparse_backward, "workspace_bytes", lambda: workspace)
+    monkeypatch.setattr(backward, "add_product", None)  # it is not called
+    ours, kernels = gradients(head, d, kept_bytes)
+    assert kernels >= PRODUCTS and ("kept_tile" in kernels) == (kept_bytes > 0)
+    equal(ours, dense, dtype)
+    assert ours.hidden is not None and not ours.hidden[d == 0].any()
+
+
+@HALF
+def test_a_captured_backward_launches_the_same_kernels_and_reads_nothing(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = random_head(300, 24, 410, DTYPES[dtype])
+    d = upstream(head)
+    expected, kernels = gradients(head, d)
+    for module in (gradient_rows, backward):
+        monkeypatch.setattr(module, "may_read", lambda x: False)
+    for name in ("item", "tolist", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("the host reads a tensor"))
+    captured, same = gradients(head, d)
+    monkeypatch.undo()
+    assert same == kernels
+    equal(captured, expected, dtype)
+
+
+def test_a_budget_that_drops_nothing_takes_the_same_kernels() -> None:
+    head = random_head(300, 24, 410, torch.bfloat16)
+    d = upstream(head)
+    order = (d == 0).sort(stable=True).indices
+    choice = LiveTiles(order, torch.ones(3, 2, dtype=torch.bool), torch.tensor([int((d != 0).sum()), 0]))
+    ours, kernels = gradients(head, d, choice=choice)
+    assert kernels >= PRODUCTS
+    equal(ours, gradients(head, d)[0], "bf16")
+
+
+@pytest.mark.parametrize("options", [dict(entropy=True), dict(bias=True), dict(rank=4)])
+def test_other_heads_and_fp32_are_multiplied_by_torch(options: dict[str, Any]) -> None:
+    for dtype, changed in ((torch.bfloat16, options), (torch.float32, {})):
+        head = random_head(140, 24, 300, dtype, **changed)
+        assert not gradients(head, upstream(head))[1] & PRODUCTS
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_batch_without_gradients_has_zero_gradients(masked: bool) -> None:
+    head = random_head(40, 24, 300, torch.bfloat16)
+    head = head._replace(mask=torch.zeros_like(head.mask)) if masked else head
+    out, _ = gradients(head, torch.zeros(40))
+    assert out.hidden is not None and not out.hidden.any() and out.weight is not None and not out.weight.any()
+
+
+@HALF
+@pytest.mark.parametrize("first", [False, True])
+def test_products_of_copies_are_complete(dtype: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies of 1,000 columns take several parts. The first product does not read what it overwrites."""
+    rng = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=rng).to(DTYPES[dtype]) for shape in ((70, 1000), (1000, 90)))
+    before = torch.full((70, 90), torch.nan) if first else torch.randn(70, 90, generator=rng)
+    monkeypatch.setattr(precision, "bytes_of_copies", lambda: 170 * 4 * 64)
+    out = before.clone()
+    with LiveBytes() as live:
+        precision.add_product(out, a, b, first)
+    assert 0 < live.peak <= 170 * 4 * 64
+    expected = a.double() @ b.double()
+    torch.testing.assert_close(out, (expected if first else expected + before).float(), rtol=1e-5, atol=1e-4)
+
+
+@HALF
+@pytest.mark.parametrize("options", [{}, dict(entropy=True), dict(bias=True), dict(rank=16)], ids=str)
+@pytest.mark.parametrize(("n", "h", "v"), [(8192, 4096, 151_936), (32_768, 4096, 32_000)])
+def test_memory_is_within_the_formula(
+    n: int, h: int, v: int, options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The formula of docs/limits.md. Gradients of a bias and of an adapter are fp32 and come in addition."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    head = cases.meta_head(dtype=DTYPES[dtype], rows=n, width=h, vocab=v, **options)
+    with tuning.assume("gfx942"), LiveBytes() as live:
+        cases.forward_and_backward(head)
+        bound = doctor_memory.bound(head, "triton", 0)
+    added = (4 + 2) * v * (head.bias is not None) + (4 + 4) * (n + v) * options.get("rank", 0)
+    assert bound.gradients < live.peak <= bound.total + added
+
+
+@pytest.mark.parametrize("options", [dict(bias=True), dict(entropy=True), dict(rank=16)], ids=str)
+def test_slabs_leave_room_for_copies(options: dict[str, Any]) -> None:
+    """Hidden states, d_logits and the sum of d_weight of a slab, and the copies, fit 7/8 of the workspace."""
+    head = cases.meta_head(rows=32_768, width=4096, vocab=151_936, **options)
+    with tuning.assume("gfx942"):
+        unrounded = head.bias is not None or head.adapter_weight is not None
+        config = tuning.tile_config(head, "gradient")
+        chunk, slab, gather_once = gradient_rows.chunk_and_slab(head, 32_768, config, unrounded, direct=True)
+    assert chunk < 32_768 and not gather_once  # so d_weight of a slab is summed in fp32
+    taken = chunk * 4096 * 2 + slab * (chunk * gradient_rows.bytes_per_entry(head, unrounded) + 4096 * 4)
+    assert taken + precision.bytes_of_copies() <= workspace_bytes() * 7 // 8

@@ -1,0 +1,164 @@
+"""The default of `cache_mib`: 1/64 of a GPU's total memory, 0 on a CPU. The variable and the argument replace it."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.counters import LiveBytes
+from helpers.head_rows import NEEDS, head_rows
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gspo_kernels import gspo_fused_loss, linear_log_probs, metrics
+from gspo_kernels.backends import triton as triton_backend
+from gspo_kernels.backends import workspace
+from gspo_kernels.backends.rows import Cache
+from gspo_kernels.backends.triton import tuning
+from gspo_kernels.inputs.memory import cache_limit, cache_size
+from gspo_kernels.integrations.backwards import BackwardSettings
+from gspo_kernels.tools import compile_cases as cases
+from gspo_kernels.tools import doctor_memory
+from gspo_kernels.validation import Field
+
+MIB = 2**20
+CALL = Field("test")
+H100, H200 = 85_017_624_576, 150_110_011_392  # total memory in bytes
+TABLES = [name for name in tuning.ARCHITECTURES if name not in tuning.SAME_AS]
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
+
+
+def see_gpus(monkeypatch: pytest.MonkeyPatch, *memories: int) -> None:
+    """Let torch see GPUs with these total memories, all but 1 MiB of them in use. The first is the current device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (MIB, memories[0]))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memories[device.index or 0])
+    )
+
+
+def test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    see_gpus(monkeypatch, H100, H200)
+    for device, expected in (("cuda", 1266), ("cuda:0", 1266), ("cuda:1", 2236), ("cpu", 0), ("meta", 0)):
+        assert cache_limit(CALL, None, torch.device(device)) == expected * MIB
+
+
+@pytest.mark.parametrize(
+    ("variable", "argument", "expected"), [("7", None, 7), ("7", 0, 0), ("0", None, 0), ("7", 3, 3)]
+)
+def test_the_variable_replaces_the_default_and_the_argument_replaces_both(
+    variable: str, argument: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see_gpus(monkeypatch, H100)
+    monkeypatch.setenv("GSPO_CACHE_MIB", variable)
+    for device in ("cuda", "cpu"):
+        assert cache_limit(CALL, argument, torch.device(device)) == expected * MIB
+
+
+def test_fake_tensors_on_a_gpu_that_does_not_exist_have_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with FakeTensorMode():
+        head = doctor_memory.Batch(8, 16, 32).head(torch.bfloat16, "cuda")
+        assert cache_size(CALL, None, head._replace(hidden=head.hidden.requires_grad_())) == 0
+
+
+def test_the_public_functions_keep_the_default_if_there_is_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = head_rows(6, 8, 20)
+    hidden, weight = head.hidden.view(2, 3, 8).requires_grad_(), head.weight.requires_grad_()
+    ids, advantages = head.target_ids.view(2, 3), torch.tensor([1.0, -1.0])
+    seen: list[torch.device] = []
+
+    def of_device(device: torch.device) -> int:
+        seen.append(device)
+        return 1
+
+    monkeypatch.setattr(workspace, "cache_of_device", of_device)
+    options: dict[str, Any] = dict(backend="torch")
+    for argument, passes in (({}, 3.0), ({"cache_mib": 0}, 4.0)):
+        out = gspo_fused_loss(hidden, weight, ids, advantages, **argument, **options)
+        assert out.metrics["passes"] == passes
+        linear_log_probs(hidden, weight, ids, **argument, **options).log_probs.sum().backward()
+        assert metrics.last_backward()["passes"] == passes
+    assert seen == [hidden.device] * 2
+    with torch.no_grad():
+        assert gspo_fused_loss(hidden, weight, ids, advantages, **options).metrics["passes"] == 1
+
+
+@pytest.mark.parametrize("memory", [24 * 2**30, H100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("n", "h", "v"), [(8192, 4096, 151_936), (512, 2304, 256_000), (32_768, 896, 32_000)])
+@pytest.mark.parametrize("architecture", TABLES)
+def test_memory_with_the_default_is_within_the_formula(
+    architecture: str, n: int, h: int, v: int, dtype: torch.dtype, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Count the bytes of a step on meta tensors, with every table of block shapes."""
+    see_gpus(monkeypatch, memory)
+    if architecture.startswith("gfx"):
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+    size, head = cache_limit(CALL, None, torch.device("cuda")), cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)
+    with tuning.assume(architecture), LiveBytes() as live:
+        rows = triton_backend.cache_rows(head, size)
+        result, kept = triton_backend.forward_and_keep(head, cache=Cache(rows, head.mask))
+        triton_backend.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS, kept=kept)
+        bound = doctor_memory.bound(head, "triton", size)
+    assert rows > 0 and kept.exponentials.nbytes <= size
+    assert bound.gradients + kept.exponentials.nbytes <= live.peak <= bound.total
+
+
+def test_a_compiled_call_takes_the_default_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler could not trace what asks for the memory here: it opens a file."""
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        with open(os.devnull):
+            return SimpleNamespace(total_memory=H100)
+
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_properties=properties)
+    monkeypatch.setattr(workspace, "torch", SimpleNamespace(cuda=cuda))
+
+    def add_default(x: torch.Tensor) -> torch.Tensor:
+        return x + cache_limit(CALL, None, torch.device("cuda:0")) // MIB
+
+    torch.compiler.reset()
+    compiled = torch.compile(add_default, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(2)).tolist() == [1266, 1266]
+
+
+def test_the_line_of_the_trainers_names_the_default_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    see_gpus(monkeypatch, H100)
+    line = BackwardSettings().describe(torch.device("cuda"))
+    assert line == "gradient_budget=0, cache_mib=1266 (default, 1/64 of the GPU's memory)"
+    assert BackwardSettings().describe(torch.device("cpu")) == "gradient_budget=0, cache_mib=0 (default)"
+    assert BackwardSettings(1e-3, 5).describe(torch.device("cuda")) == "gradient_budget=0.001, cache_mib=5"
+    monkeypatch.setenv("GSPO_CACHE_MIB", "3")
+    assert BackwardSettings().describe(torch.device("cuda")) == "gradient_budget=0, cache_mib=3 (GSPO_CACHE_MIB)"
+
+
+@pytest.mark.parametrize(("backend", "cache_mib"), [("torch", 0.07), ("triton", 0.3)])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_batches_that_fit_the_cache_and_larger_ones_share_a_graph(
+    backend: str, cache_mib: float, dynamic: bool | None
+) -> None:
+    """The cache holds 256 rows."""
+    graphs: list[Any] = []
+
+    def count(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        advantages = torch.tensor([1.0, -1.0])
+        return gspo_fused_loss(hidden, weight, ids, advantages, cache_mib=cache_mib, backend=backend).loss
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend=count, dynamic=dynamic)
+    for length in (3, 5, 70, 200, 9, 300):
+        head = head_rows(2 * length, 8, 60)
+        arguments = (head.hidden.view(2, length, 8).requires_grad_(), head.weight, head.target_ids.view(2, length))
+        assert torch.equal(compiled(*arguments), loss(*arguments))
+    assert len(graphs) == (1 if dynamic else 2)  # one for all shapes; before it, one for the first shape

@@ -1,0 +1,422 @@
+"""The check of the Triton kernels that `backend="auto"` makes: it detects wrong kernels, and runs once per machine."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.counters import LiveBytes
+from helpers.device import DEVICE
+from helpers.faults import FAULTS
+from helpers.faults.run import is_killed
+from torch._subclasses import FakeTensorMode
+
+from gspo_kernels import linear_log_probs, policy_loss, validation
+from gspo_kernels.backends import dispatch, kernel_check, self_check
+from gspo_kernels.backends.triton import logit_tile, sequence, tuning
+from gspo_kernels.inputs import head as inputs_of_head
+from gspo_kernels.validation import Call, dtype_name
+
+policy_module = importlib.import_module("gspo_kernels.policy_loss")  # the package exports a function of this name
+GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
+WRONG = "gradient_tile: d_weight [1301, 128] in bfloat16: error 2.00e-01, allowed 1.00e-02"
+CALL = Call("test")
+
+
+# -- the check of the kernels
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_name)
+def test_correct_kernels_pass(dtype: torch.dtype) -> None:
+    assert kernel_check.run_check(DEVICE, dtype, "head") is None
+
+
+@pytest.mark.usefixtures("device")
+def test_correct_kernels_of_the_loss_pass_in_float64() -> None:
+    assert kernel_check.run_check(DEVICE, torch.float64, "loss") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_80", "gfx942"])
+def test_correct_kernels_pass_with_other_block_shapes_than_hoppers(architecture: str) -> None:
+    with tuning.assume(architecture):
+        assert kernel_check.run_check(torch.device("cpu"), torch.float16, "head") is None
+
+
+# Seeded faults of tests/helpers/faults, and the kernel that the check must name.
+DETECTED = {
+    "padding columns counted as copies of the last column": "forward_tile",
+    "last ragged tile dropped": "forward_tile",
+    "rows not in their original order": "forward_tile",
+    "only the last partial sum over H kept": "forward_tile",
+    "mass not rescaled to the new maximum": "reduce_rows",
+    "masked tokens in the length": "sequence_loss",
+    "soft-cap missing in the kernel": "gradient_tile",
+    "the target's own share left out of the entropy": "gradient_tile",
+    "the largest logit of a tile not subtracted": "kept_tile",
+    "all but the lightest cells dropped": "keep_cells",
+    "a cell's row block used as its vocabulary tile": "hidden_product",
+    "rows beyond the last in a cell not zero": "weight_product",
+}
+EDITS = {
+    "the largest logit of a tile not subtracted": (
+        "backends/triton/kept_tile",
+        "tl.minimum((tile_top - shift_of_row) - log_total_of_row, 0.0)",
+        "-log_total_of_row",
+    ),
+    **{name: fault[:3] for name, fault in FAULTS.items()},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", DETECTED)
+def test_a_seeded_fault_is_detected_and_the_kernel_is_named(fault: str, tmp_path: Path) -> None:
+    assert is_killed((*EDITS[fault], "self_check::test_correct_kernels_pass[float32]"), tmp_path)
+    (names,) = set(re.findall(r"AssertionError: assert '([\w, ]+): ", (tmp_path / "log").read_text()))
+    assert DETECTED[fault] in names.split(", ")
+
+
+def test_a_kernel_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        __name__ = "finish"
+
+        def __getitem__(self, grid: Any) -> Any:
+            raise RuntimeError("out of resource:\nshared memory")
+
+    monkeypatch.setattr(sequence, "finish", Broken())
+    failure = kernel_check.run_check(torch.device("cpu"), BF16, "head")
+    assert failure == "finish: RuntimeError: out of resource: shared memory"
+
+
+@pytest.mark.parametrize("error", [2.0, math.nan, math.inf])
+def test_an_error_above_the_limit_or_nan_is_wrong(error: float) -> None:
+    kernel_check._limit("x", BF16, 1.0, 1.0)
+    with pytest.raises(kernel_check.WrongResult, match=r"x in bfloat16: error .*, allowed 1\.00e\+00"):
+        kernel_check._limit("x", BF16, error, 1.0)
+
+
+def test_the_check_neither_sees_nor_changes_the_state_of_its_caller() -> None:
+    random_state = torch.get_rng_state()
+    with (
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.device("meta"),
+        LiveBytes() as live,
+    ):
+        assert kernel_check.run_check(torch.device("cpu"), torch.float32, "loss") is None
+        assert live.peak == 0  # the mode saw no operation
+        assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
+        assert torch.empty(1).device.type == "meta"
+    results = torch.vmap(lambda x: x + (kernel_check.run_check(torch.device("cpu"), torch.float32, "loss") is None))
+    assert results(torch.zeros(2)).tolist() == [1, 1]
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_the_host_may_wait_during_the_check_whatever_the_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    with pytest.raises(KeyError), kernel_check._on(GPU):
+        assert modes == ["default"]
+        raise KeyError
+    assert modes == ["default", 2]
+
+
+@pytest.mark.slow
+def test_correct_kernels_pass_whatever_the_default_dtype_is() -> None:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert kernel_check.run_check(torch.device("cpu"), torch.float16, "head") is None
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(default)
+
+
+# -- when it runs
+
+
+class Machine:
+    """A machine with a GPU whose kernels have the result `failure`. It counts the checks."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failure: str | None = None
+        self.checks, self.captures, self.folder = 0, False, folder
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        monkeypatch.setattr(validation, "_warned", set())
+        monkeypatch.setattr(kernel_check, "run_check", self._run)
+        monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.captures)
+        self._monkeypatch = monkeypatch
+        self.new_process()
+
+    def new_process(self) -> None:
+        self._monkeypatch.setattr(self_check, "_failures", {})
+
+    def _run(self, *_: Any) -> str | None:
+        self.checks += 1
+        time.sleep(0.05)
+        return self.failure
+
+    def file(self) -> Path:
+        """Return the only file of a check of the head."""
+        files = (self.folder / "gspo_kernels").glob("*.json")
+        (file,) = (x for x in files if json.loads(x.read_text())["facts"]["subject"] == "head")
+        return file
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with tuning.assume("sm_90"):
+        yield Machine(tmp_path, monkeypatch)
+
+
+def pick(backend: str = "auto", dtype: torch.dtype | None = BF16, subject: str = "head") -> str:
+    return dispatch.pick_backend(CALL, backend, GPU, dtype, subject)
+
+
+def test_a_check_that_passed_is_remembered_on_disk(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [pick(), pick(), pick("triton")] == ["triton"] * 3
+        machine.new_process()
+        assert pick() == "triton"
+    assert machine.checks == 1
+    (line,) = caplog.messages
+    assert "passed" in line and "head in bfloat16 on a GPU" in line and str(machine.file()) in line
+    assert pick(dtype=torch.float32, subject="loss") == "triton" and machine.checks == 1, "part of the head's check"
+    assert pick(dtype=torch.float32) == "triton" and machine.checks == 2
+    assert self_check.state(GPU, BF16) == "passed" and self_check.state(GPU, torch.float16) == "not run"
+
+
+def test_after_a_failed_check_auto_is_torch_and_triton_raises(machine: Machine) -> None:
+    machine.failure = WRONG
+    for _ in range(2):
+        with pytest.warns(UserWarning) as caught:
+            assert [pick(), pick()] == ["torch"] * 2
+        (warning,) = caught
+        assert WRONG in str(warning.message) and str(machine.file()) in str(warning.message)
+        with pytest.raises(ValueError, match=r"test: backend must be 'torch' or 'auto' on cuda:0.*d_weight.*2\.00e-01"):
+            pick("triton")
+        machine.new_process()
+        validation._warned.clear()
+    assert machine.checks == 1
+    assert self_check.state(GPU, BF16) == f"failed: {WRONG}"
+
+
+def test_a_failure_is_remembered_for_an_hour(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.failure = WRONG
+    with pytest.warns(UserWarning):
+        pick()
+    machine.failure = None
+    machine.new_process()
+    monkeypatch.setattr(self_check, "FAILURE_SECONDS", 0.0)
+    assert pick() == "triton" and machine.checks == 2
+    machine.new_process()
+    assert pick() == "triton" and machine.checks == 2
+
+
+@pytest.mark.parametrize("change", ["torch", "kernels", "device", "architecture"])
+def test_another_version_device_or_kernel_is_checked_again(
+    change: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = self_check._facts
+    pick()
+    machine.new_process()
+    monkeypatch.setattr(self_check, "_facts", lambda *key: facts(*key) | {change: "another"})
+    pick()
+    assert machine.checks == 2
+
+
+def test_a_changed_kernel_changes_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = self_check._facts(torch.device("cpu"), BF16, "head")
+    copy = shutil.copytree(Path(self_check.__file__).parent, tmp_path / "backends")
+    monkeypatch.setattr(self_check, "__file__", str(copy / "self_check.py"))
+    hash_of_sources = self_check._hash_of_sources.__wrapped__
+    assert f"interpreted {hash_of_sources()}" == facts["kernels"]
+    source = copy / "triton" / "gradient_tile.py"
+    source.write_text(source.read_text().replace("1.0", "2.0", 1))
+    assert f"interpreted {hash_of_sources()}" != facts["kernels"]
+
+
+def test_the_result_of_interpreted_kernels_is_not_that_of_compiled_ones(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pick()
+    machine.new_process()
+    monkeypatch.setattr(logit_tile, "INTERPRETED", False)
+    pick()
+    assert machine.checks == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"facts": {}}', "\x00"])
+def test_a_damaged_file_is_replaced(text: str, machine: Machine) -> None:
+    pick()
+    machine.file().write_text(text)
+    machine.new_process()
+    assert pick() == "triton" and machine.checks == 2
+    assert json.loads(machine.file().read_text())["failure"] == ""
+
+
+def test_without_a_cache_folder_each_process_checks(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = machine.folder / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert [pick(), pick()] == ["triton"] * 2 and machine.checks == 1
+    machine.new_process()
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # must be ignored
+    monkeypatch.setattr(Path, "home", classmethod(lambda _: (_ for _ in ()).throw(RuntimeError("no home"))))
+    assert [pick(), pick()] == ["triton"] * 2 and machine.checks == 2
+
+
+def test_a_full_disk_leaves_no_file(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(self_check.json, "dump", full)
+    assert pick() == "triton"
+    assert [x.suffix for x in (machine.folder / "gspo_kernels").iterdir()] == [".lock"]
+
+
+def test_the_variable_switches_the_check_off(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.failure = WRONG
+    monkeypatch.setenv("GSPO_SELF_CHECK", "0")
+    assert pick() == pick("triton") == "triton" and machine.checks == 0
+    assert self_check.state(GPU, BF16) == "off (GSPO_SELF_CHECK=0)"
+    machine.new_process()
+    monkeypatch.setenv("GSPO_SELF_CHECK", "no")
+    with pytest.raises(ValueError, match="GSPO_SELF_CHECK must be 0 or 1, got 'no'"):
+        pick()
+
+
+def test_a_measured_combination_is_not_checked(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    machine.failure = WRONG
+    release = torch.__version__.partition("+")[0]
+    monkeypatch.setattr(self_check, "MEASURED", (self_check.Measured("sm_90", triton.__version__, release),))
+    assert pick() == "triton" and machine.checks == 0
+    assert self_check.state(GPU, BF16) == "not needed (measured)"
+
+
+def test_without_a_dtype_nothing_is_checked(machine: Machine) -> None:
+    machine.failure = WRONG
+    assert pick(dtype=None) == "triton" and pick("torch") == "torch" and machine.checks == 0
+
+
+def compiled(backend: str) -> str:
+    torch.compiler.reset()
+    one = torch.ones(1)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def is_triton(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if pick(backend) == "triton" else x
+
+    return "triton" if is_triton(one).item() == 2 else "torch"
+
+
+def faked(backend: str) -> str:
+    with FakeTensorMode():
+        return pick(backend)
+
+
+@pytest.mark.parametrize("where", ["captured", "compiled", "faked"])
+def test_nothing_runs_during_capture_and_compilation(where: str, machine: Machine) -> None:
+    functions: dict[str, Callable[[str], str]] = {"captured": pick, "compiled": compiled, "faked": faked}
+    machine.captures, pick_there = where == "captured", functions[where]
+    with pytest.warns(UserWarning, match="have not been checked in bfloat16") as caught:
+        assert pick_there("auto") == pick_there("auto") == "torch"
+    assert len(caught) == 1
+    assert pick_there("triton") == "triton" and machine.checks == 0
+    machine.captures = False
+    assert pick() == "triton" and machine.checks == 1
+    machine.captures = where == "captured"
+    machine.new_process()  # the result on disk counts
+    assert pick_there("auto") == "triton" and machine.checks == 1
+
+
+def test_threads_run_one_check(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "result_file", lambda _: None)  # without a file lock
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda _: pick(), range(4))) == ["triton"] * 4
+    assert machine.checks == 1
+
+
+PROCESS = """
+import os, sys, time
+import torch
+from gspo_kernels.backends import kernel_check, self_check
+def run_check(*_):
+    with open(sys.argv[1], "a") as log:
+        log.write("check ")
+    time.sleep(1.0)
+    return "the result of one process"
+kernel_check.run_check = run_check
+print("ready", flush=True)
+sys.stdin.readline()
+print(self_check._check_once((torch.device("cpu"), torch.bfloat16, "head"), False))
+"""
+
+
+def test_processes_that_start_together_run_one_check(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", PROCESS, str(tmp_path / "log")]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert [process.communicate(timeout=60)[0] for process in processes] == ["the result of one process\n"] * 3
+    assert (tmp_path / "log").read_text() == "check "
+
+
+def test_a_process_waits_for_the_lock_no_longer_than_the_limit(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_check, "LOCK_SECONDS", 0.2)
+    file = self_check.result_file(self_check._facts(GPU, BF16, "head"))
+    assert file is not None
+    file.parent.mkdir(parents=True)
+    with file.with_suffix(".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert pick() == "triton" and machine.checks == 1
+
+
+def test_the_kernels_are_checked_in_the_dtype_that_they_compute_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast changes the dtype of the head."""
+    picks: list[Any] = []
+
+    def record(call: Call, backend: str, device: torch.device, *subject: Any) -> str:
+        picks.append(subject)
+        return "torch"
+
+    for module in (inputs_of_head, policy_module):
+        monkeypatch.setattr(module, "pick_backend", record)
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    with torch.autocast("cpu", BF16):
+        out = linear_log_probs(torch.ones(2, 3, 8), torch.ones(5, 8), ids)
+    policy_loss(out.log_probs, torch.ones(2))
+    assert picks == [(BF16,), (torch.float32, "loss")]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from gspo_kernels import gspo_fused_loss
 from gspo_kernels.backends.precision import add_product, write_product
 from gspo_kernels.backends.rows import HeadRows, LiveTiles, NeedsGradient
 from gspo_kernels.backends.triton import backward, forward
-from gspo_kernels.backends.triton.gradient_rows import chunk_and_slab
 from gspo_kernels.backends.triton.launch import Launch, launch, launches
+from gspo_kernels.backends.triton.slabs import chunk_and_slab
 from gspo_kernels.backends.triton.tuning import tile_config
 
 from .. import peaked, workloads
@@ -160,14 +160,16 @@ def time_step(setting: Setting, w: Workload, tags: Record, operations: dict[str,
     old = ALL["ours"].old(w).log_probs
     leaves = w.hidden.requires_grad_(), w.weight.requires_grad_()
 
-    def loss() -> Tensor:
-        return gspo_fused_loss(*leaves, w.target_ids, w.advantages, old_log_probs=old, backend="triton").loss
+    def loss(cache_mib: float | None = 0.0) -> Tensor:
+        options: dict[str, Any] = dict(old_log_probs=old, cache_mib=cache_mib, backend="triton")
+        return gspo_fused_loss(*leaves, w.target_ids, w.advantages, **options).loss
 
-    def both() -> object:
-        return torch.autograd.grad(loss(), leaves)
+    def both(cache_mib: float | None = 0.0) -> object:
+        return torch.autograd.grad(loss(cache_mib), leaves)
 
     backward = partial(torch.autograd.grad, loss(), leaves, retain_graph=True)
     passes: dict[str, Step] = {"forward": loss, "backward": backward, "both": both}
+    passes["both, default cache"] = partial(both, None)
     records = [{**tags, "what": f"ours {what}", **clock(run, setting.on_gpu)} for what, run in passes.items()]
     return records + time_kernels(setting, both, tags, operations)
 

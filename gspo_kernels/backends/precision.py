@@ -127,17 +127,27 @@ def pad_columns(weight: Tensor) -> Tensor:
 def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
     """Add a @ b to `out`, accumulated in out's dtype; write it if it is the `first` product.
 
-    CUDA multiplies half-precision operands without a cast. PyTorch for ROCm refuses an fp32 product of such operands.
+    CUDA multiplies half-precision operands without a cast, except if `refuses_mixed_products`.
     """
     if out.is_meta and torch.version.hip is None:  # not every version of torch supports the product below on meta
         return
     beta = 0 if first else 1  # with 0, `out` is not read
     if a.dtype == out.dtype:
         out.addmm_(a, b, beta=beta)
-    elif a.is_cuda and torch.version.hip is None:
+    elif a.is_cuda and not refuses_mixed_products():
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, out=out)
     else:
         _add_product_of_copies(out, a, b, beta)
+
+
+def refuses_mixed_products() -> bool:
+    """Return whether PyTorch may refuse an fp32 product of half-precision operands on a GPU.
+
+    Some versions for ROCm do, and all versions do with TunableOp (PYTORCH_TUNABLEOP_ENABLED=1).
+    """
+    if torch.version.hip is not None:
+        return True
+    return torch.version.cuda is not None and torch.cuda.tunable.is_enabled()
 
 
 def bytes_of_copies() -> int:

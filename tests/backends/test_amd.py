@@ -1,4 +1,4 @@
-"""The backward of the Triton backend on AMD GPUs, where PyTorch has no fp32 product of half-precision operands."""
+"""The backward of the Triton backend where PyTorch may refuse an fp32 product of half-precision operands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from gspo_kernels.backends import precision
 from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import Cache, HeadGradients, HeadRows, LiveTiles, NeedsGradient
-from gspo_kernels.backends.triton import backward, gradient_rows, sparse_backward, tuning
+from gspo_kernels.backends.torch.tiles import operand_dtype
+from gspo_kernels.backends.triton import backward, gradient_rows, slabs, sparse_backward, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.backends.workspace import workspace_bytes
 from gspo_kernels.tools import compile_cases as cases
@@ -104,6 +105,24 @@ def test_a_budget_that_drops_nothing_takes_the_same_kernels() -> None:
     equal(ours, gradients(head, d)[0], "bf16")
 
 
+def test_tunable_op_takes_the_kernels_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PYTORCH_TUNABLEOP_ENABLED=1, PyTorch raises an error for these products. CPU builds have no TunableOp."""
+    head = random_head(140, 24, 300, torch.bfloat16)
+    result = triton_backend.head_forward(head)
+
+    def kernels() -> set[str]:
+        with launches() as seen:
+            triton_backend.head_backward(head, result, upstream(head), None, needs_of(head))
+        return {x.kernel.__name__ for x in seen}
+
+    assert not kernels() & PRODUCTS
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for is_enabled in (False, True):
+        monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda answer=is_enabled: answer)
+        assert bool(kernels() & PRODUCTS) == is_enabled
+        assert operand_dtype(torch.device("cuda"), torch.bfloat16) == (torch.float32 if is_enabled else torch.bfloat16)
+
+
 @pytest.mark.parametrize("options", [dict(entropy=True), dict(bias=True), dict(rank=4)])
 def test_other_heads_and_fp32_are_multiplied_by_torch(options: dict[str, Any]) -> None:
     for dtype, changed in ((torch.bfloat16, options), (torch.float32, {})):
@@ -158,7 +177,7 @@ def test_slabs_leave_room_for_copies(options: dict[str, Any]) -> None:
     with tuning.assume("gfx942"):
         unrounded = head.bias is not None or head.adapter_weight is not None
         config = tuning.tile_config(head, "gradient")
-        chunk, slab, gather_once = gradient_rows.chunk_and_slab(head, 32_768, config, unrounded, direct=True)
+        chunk, slab, gather_once = slabs.chunk_and_slab(head, 32_768, config, unrounded, direct=True)
     assert chunk < 32_768 and not gather_once  # so d_weight of a slab is summed in fp32
-    taken = chunk * 4096 * 2 + slab * (chunk * gradient_rows.bytes_per_entry(head, unrounded) + 4096 * 4)
+    taken = chunk * 4096 * 2 + slab * (chunk * slabs.bytes_per_entry(head, unrounded) + 4096 * 4)
     assert taken + precision.bytes_of_copies() <= workspace_bytes() * 7 // 8

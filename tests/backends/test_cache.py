@@ -109,14 +109,14 @@ def test_a_cached_backward_in_many_parts_has_the_gradients_of_one(
     budget: float, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many parts are several chunks of rows and slabs of columns. The cache holds some of their rows."""
-    from gspo_kernels.backends.triton import gradient_rows, sparse_backward
+    from gspo_kernels.backends.triton import gradient_rows, slabs, sparse_backward
 
     head = random_head(420, 24, 601, torch.float32, std=6.0)
     options: dict[str, Any] = dict(mask=head.mask, gradient_budget=budget, backend=backend)
     hidden, weight = head.hidden.requires_grad_(), head.weight.requires_grad_()
     results = []
     for size, workspace in ((0.0, 2**28), (0.6, 2**17), (64, 2**17)):
-        for module in (gradient_rows, sparse_backward):
+        for module in (gradient_rows, slabs, sparse_backward):
             monkeypatch.setattr(module, "workspace_bytes", lambda workspace=workspace: workspace)
         with choices():
             out = linear_log_probs(hidden, weight, head.target_ids, cache_mib=size, **options)

@@ -25,7 +25,7 @@ from gspo_kernels.backends import dispatch, live_tiles
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import Cache, HeadResult, HeadRows, NeedsGradient
-from gspo_kernels.backends.triton import forward, gradient_rows, tuning
+from gspo_kernels.backends.triton import forward, gradient_rows, slabs, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools import compile_cases as cases
 from gspo_kernels.tools import doctor_memory
@@ -72,8 +72,9 @@ def test_gradients_of_many_chunks_and_slabs_equal_those_of_one(dtype: str, monke
     head, result, d = head_and_upstream(700, 2000)
     head = head._replace(hidden=head.hidden.to(DTYPES[dtype]), weight=head.weight.to(DTYPES[dtype]))
     at_once = triton_backend.head_backward(head, result, d, None, NEEDS)
-    monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**17)
-    monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
+    for module in (gradient_rows, slabs):
+        monkeypatch.setattr(module, "workspace_bytes", lambda: 2**17)
+    monkeypatch.setattr(slabs, "_ROWS_AT_ONCE", 64)
     with launches() as seen:
         chunked = triton_backend.head_backward(head, result, d, None, NEEDS)
     tiles = [x for x in seen if x.kernel.__name__ == "gradient_tile"]
@@ -92,8 +93,9 @@ def test_gradients_of_bias_and_adapter_are_sums_over_chunks(monkeypatch: pytest.
     head, result, d = head_and_upstream(300, 601, bias=torch.randn(601, generator=rng), **adapter)
     needs = NeedsGradient(*[True] * 5)
     at_once = triton_backend.head_backward(head, result, d, None, needs)
-    monkeypatch.setattr(gradient_rows, "workspace_bytes", lambda: 2**17)
-    monkeypatch.setattr(gradient_rows, "_ROWS_AT_ONCE", 64)
+    for module in (gradient_rows, slabs):
+        monkeypatch.setattr(module, "workspace_bytes", lambda: 2**17)
+    monkeypatch.setattr(slabs, "_ROWS_AT_ONCE", 64)
     with launches() as seen:
         chunked = triton_backend.head_backward(head, result, d, None, needs)
     assert len({x.arguments["index"].data_ptr() for x in seen}) >= 2

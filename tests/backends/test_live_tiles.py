@@ -82,10 +82,10 @@ def test_gradients_of_every_dtype_equal_those_of_the_kept_entries(
     parts: str, head: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many parts are several chunks of rows and slabs of columns, with ragged ends."""
-    from gspo_kernels.backends.triton import gradient_rows, sparse_backward
+    from gspo_kernels.backends.triton import gradient_rows, slabs, sparse_backward
 
     if parts == "many parts":
-        for module in (gradient_rows, sparse_backward):
+        for module in (gradient_rows, slabs, sparse_backward):
             monkeypatch.setattr(module, "workspace_bytes", lambda: 2**17)
     heads: dict[str, Any] = {"tail": {"logit_softcap": 8.0, "temperature": "per-token"}, "padded": {"padded_vocab": 70}}
     sample = make_sample(

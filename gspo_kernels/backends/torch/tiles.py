@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...layout import accumulator
 from ...parallel import all_columns
-from ..precision import COLUMN_MULTIPLE, pad_columns
+from ..precision import COLUMN_MULTIPLE, pad_columns, refuses_mixed_products
 from ..rows import HeadRows
 from ..workspace import workspace_bytes
 
@@ -47,7 +47,7 @@ def tile_shape(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
 
 def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which operands are multiplied: half precision only if the products accumulate in fp32."""
-    tensor_cores = device.type == "cuda" and torch.version.hip is None
+    tensor_cores = device.type == "cuda" and not refuses_mixed_products()
     return dtype if tensor_cores and dtype.itemsize == 2 else accumulator(dtype)
 
 

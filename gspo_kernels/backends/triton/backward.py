@@ -11,8 +11,8 @@ The host reads once: the number of rows with a gradient and, with a gradient bud
 each tile. During the capture of a CUDA graph it reads nothing: all rows are gathered, and those without a gradient are
 set to 0.
 
-On AMD, where PyTorch has no fp32 product of half-precision operands, our own kernels multiply if they can
-(`sparse_backward.py`, with all cells). Otherwise copies of the operands in fp32 are multiplied.
+On AMD and with TunableOp, PyTorch may refuse an fp32 product of half-precision operands. Then our own kernels multiply
+if they can (`sparse_backward.py`, with all cells). Otherwise copies of the operands in fp32 are multiplied.
 
 Must match the torch backend's `backward.py`.
 """
@@ -26,7 +26,6 @@ from ..precision import add_product, exact_products, write_product
 from ..rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
 from .gradient_rows import (
     GradientRows,
-    chunk_and_slab,
     gradient_of_tiles,
     gradient_rows,
     may_read,
@@ -36,8 +35,9 @@ from .gradient_rows import (
     torch_rounds,
 )
 from .logit_tile import straighten
+from .slabs import chunk_and_slab, multiplies_copies
 from .sparse_backward import cell_backward, plan_all_cells, plan_cells
-from .tuning import Config, is_amd, tile_config
+from .tuning import Config, tile_config
 
 
 def head_backward(
@@ -75,13 +75,13 @@ def head_backward(
 def _sums_in_kernels(rows: GradientRows) -> bool:
     """Return whether to compute all columns as cells, whose products our kernels sum in fp32.
 
-    PyTorch for ROCm would multiply fp32 copies of half-precision operands, at an eighth of the speed (NOTES.md). Heads
+    Otherwise PyTorch would multiply fp32 copies of half-precision operands, at an eighth of the speed (NOTES.md). Heads
     with a bias or an adapter have no kernels for these products, and cells have no variant with a gradient of the
     entropy.
     """
     head = rows.head
     is_plain = head.bias is None and head.adapter_weight is None and rows.d_entropy is None
-    return is_plain and head.hidden.dtype.itemsize == 2 and rows.index.shape[0] > 0 and is_amd(head.hidden.device)
+    return is_plain and rows.index.shape[0] > 0 and multiplies_copies(head)
 
 
 class _Gradients:

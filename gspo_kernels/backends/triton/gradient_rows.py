@@ -6,7 +6,7 @@ A slab is a range of vocabulary columns, a chunk a range of rows. `cells.py` def
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...layout import accumulator
 from ..live_tiles import leading
-from ..precision import add_product, bytes_of_copies, power_of_two
+from ..precision import add_product, power_of_two
 from ..rows import HeadResult, HeadRows, Kept
 from ..workspace import workspace_bytes
 from .cells import Part
@@ -22,10 +22,8 @@ from .gradient_tile import gradient_tile
 from .kept_tile import launch_kept_tile
 from .launch import launch
 from .logit_tile import INTERPRETED, gather_rows, tile_arguments
-from .tuning import Config, is_amd, multiprocessors
+from .tuning import Config
 
-# Largest chunk. At this size, accumulating d_weight over chunks adds 3 % to the time of the products (NOTES.md).
-_ROWS_AT_ONCE = 8192
 # `gradient_tile` as compiled for cells, if the kernels that compute the same gradients densely are loaded too.
 _ready_for_capture: set[Any] = set()
 
@@ -120,76 +118,6 @@ def torch_rounds(head: HeadRows) -> bool:
 def may_read(x: Tensor) -> bool:
     """Return whether the host may read values of `x`: not from meta tensors, and not while a CUDA graph is captured."""
     return not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def bytes_per_entry(head: HeadRows, unrounded: bool) -> int:
-    """Return the bytes of an entry of d_logits, both before and after rounding if torch rounds it."""
-    size = head.hidden.dtype.itemsize
-    return 4 + size if unrounded and size < 4 else size
-
-
-class Sizes(NamedTuple):
-    """How a dense backward divides its work, so that its tensors fit the workspace."""
-
-    chunk: int  # rows
-    slab: int  # columns
-    gather_once: bool  # gather the hidden states of all rows before the first slab, not of each chunk in each slab
-
-
-def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, direct: bool) -> Sizes:
-    """Return the sizes for `n` gathered rows.
-
-    `unrounded` as in `gradient_of_tiles`. `direct`: with one chunk of rows, no slab of d_weight is summed in fp32.
-    """
-    size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
-    space = workspace_bytes() * 7 // 8  # the remainder is for vectors over rows
-    if size == 2 and is_amd(head.hidden.device):  # `add_product` copies its operands
-        space -= bytes_of_copies()
-    # At most a third for gathered hidden states, and half for d_logits of one tile of columns.
-    per_element = bytes_per_entry(head, unrounded)
-    most = min(space // 3 // (width * size), space // 2 // (config.block_v * per_element), _ROWS_AT_ONCE)
-    chunks = shares(-(-n // config.block_n), most // config.block_n)
-    rows = max(min(chunks.size * config.block_n, n), 1)
-    gather_once = n * width * size <= space // 3
-    slab_of_weight = 4 * width if size == 2 and not (direct and chunks.number == 1) else 0
-    remaining = space - (n if gather_once else rows) * width * size
-    tiles = _tiles_of_slab(
-        -(-head.vocab_size // config.block_v),
-        remaining // (rows * per_element + slab_of_weight) // config.block_v,
-        -(-rows // config.block_n),
-        multiprocessors(head.hidden.device),
-    )
-    return Sizes(rows, tiles * config.block_v, gather_once)
-
-
-def _tiles_of_slab(tiles: int, most: int, row_blocks: int, multiprocessors: int) -> int:
-    """Return how many of `tiles` a slab has, at most `most`, so that the backward takes the fewest waves.
-
-    In a wave, each multiprocessor computes one cell. A slab ends with a wave that may be partial, and adding its term
-    to d_hidden takes about as long as a wave (NOTES.md).
-    """
-
-    def waves(size: int) -> int:
-        full, last = divmod(tiles, size)
-        return sum(
-            count * (-(-row_blocks * width // multiprocessors) + 1)
-            for count, width in ((full, size), (1, last))
-            if width
-        )
-
-    most = max(min(tiles, most), 1)
-    return min(range(most, most // 2, -1), key=waves)
-
-
-class Shares(NamedTuple):
-    number: int
-    size: int  # of all but the last
-
-
-def shares(total: int, most: int) -> Shares:
-    """Divide `total` blocks into as few shares as possible, of at most `most` blocks each, of nearly equal size."""
-    number = max(-(-total // max(most, 1)), 1)
-    return Shares(number, max(-(-total // number), 1))
 
 
 def gradient_of_tiles(

@@ -1,6 +1,7 @@
 """The backward of selected cells: d_logits of these cells only, and block-sparse products of them.
 
-A gradient budget selects cells. Without one, AMD computes all cells of the rows with a gradient here.
+A gradient budget selects cells. Without one, all cells of the rows with a gradient are computed here where PyTorch may
+refuse an fp32 product of half-precision operands (`backward.py`).
 
 A part is a range of tiles and a chunk of rows. Its d_logits and its gathered hidden states fit the workspace. Mostly
 there is one part, because few cells are selected: then the products are rounded and written directly. Otherwise they
@@ -23,13 +24,12 @@ from ..workspace import workspace_bytes
 from .cells import CellLists, Part, cell_lists
 from .gradient_rows import (
     GradientRows,
-    bytes_per_entry,
     gradient_of_tiles,
     round_to_operands,
     scatter_in_place,
-    shares,
     torch_rounds,
 )
+from .slabs import bytes_per_entry, shares
 from .sparse_products import product_of_hidden, product_of_weight
 from .tuning import Config
 

@@ -242,6 +242,12 @@ FAULTS: dict[str, Fault] = {
         "return size",
         "cache::test_the_cache_is_free_after_the_backward_and_absent_without_autograd[torch]",
     ),
+    "TunableOp forgotten": (
+        "backends/precision",
+        "and torch.cuda.tunable.is_enabled()",
+        "and False",
+        "amd::test_tunable_op_takes_the_kernels_of_amd",
+    ),
     "operands copied as a whole": (
         "backends/precision",
         "size = max(bytes_of_copies() // ((a.shape[0] + b.shape[1]) * out.itemsize), 1)",

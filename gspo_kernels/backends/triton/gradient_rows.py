@@ -25,7 +25,7 @@ from .logit_tile import INTERPRETED, gather_rows, tile_arguments
 from .tuning import Config
 
 # `gradient_tile` as compiled for cells, if the kernels that compute the same gradients densely are loaded too.
-_ready_for_capture: set[Any] = set()
+_ready_for_capture: set[Any] = {None}  # None if kernels are interpreted
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,10 @@ def gradient_of_tiles(
     if config.descriptors and part is None:
         out = TensorDescriptor.from_tensor(d_logits, [config.block_n, config.block_v])
     compiled = launch(gradient_tile, programs, config, **operands, **shared, d_logits=out, ROUNDED=dtype.itemsize == 2)
-    if part is None:
-        return d_logits[:, :columns]
-    if compiled is not None and compiled not in _ready_for_capture:
+    if part is not None and compiled not in _ready_for_capture:
         _ready_for_capture.add(compiled)
         _load_dense_kernels(rows, config)
-    return d_logits
+    return d_logits[:, :columns] if part is None else d_logits
 
 
 def _load_dense_kernels(rows: GradientRows, config: Config) -> None:
@@ -188,8 +186,7 @@ def _load_dense_kernels(rows: GradientRows, config: Config) -> None:
     computed cells only, and a capture can neither load a kernel nor create the handle of cuBLAS.
     """
     d_z = gradient_of_tiles(rows, rows.hidden(slice(0, 1)), slice(0, 1), 0, 1, config, unrounded=False)
-    weight = rows.head.weight[:1]
-    add_product(torch.empty_like(weight, dtype=rows.d_log_probs.dtype), d_z, weight, first=True)
+    add_product(rows.d_log_probs.new_empty(1, rows.head.weight.shape[1]), d_z, rows.head.weight[:1], first=True)
 
 
 def round_to_operands(d_logits: Tensor, rows: GradientRows) -> Tensor:

@@ -207,7 +207,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "half-precision operands multiplied on ROCm": (
         "backends/torch/tiles",
-        'tensor_cores = device.type == "cuda" and torch.version.hip is None',
+        'tensor_cores = device.type == "cuda" and not refuses_mixed_products()',
         'tensor_cores = device.type == "cuda"',
         "loss_faults::test_operands_are_half_precision_only_if_products_are_fp32",
     ),

@@ -205,7 +205,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "the rescaling of a tile without mass not clamped": (
         "backends/triton/reduce_rows",
-        "tl.minimum((top - top_all[None, :]) - log_total[None, :], 0.0)",
+        "at_most((top - top_all[None, :]) - log_total[None, :], 0.0)",
         "(top - top_all[None, :]) - log_total[None, :]",
         "live_tiles::test_the_mass_of_a_last_tile_with_only_the_target_is_correct[triton]",
     ),

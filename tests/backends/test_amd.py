@@ -105,6 +105,19 @@ def test_a_budget_that_drops_nothing_takes_the_same_kernels() -> None:
     equal(ours, gradients(head, d)[0], "bf16")
 
 
+def test_leaving_out_cells_always_pays() -> None:
+    """All cells would be computed by the same kernels. Elsewhere, the vendor's dense products are faster per cell."""
+    head = random_head(140, 24, 300, torch.bfloat16)
+    for architecture in ("gfx942", "sm_90"):
+        with tuning.assume(architecture), launches() as seen:
+            result, kept = triton_backend.forward_and_keep(head, shares=True)
+            cell = triton_backend.cell_shape(head)
+            assert cell is not None
+            triton_backend.choose(head, result, upstream(head), kept, cell, 0.1)
+        (decide,) = (x for x in seen if x.kernel.__name__ == "decide")
+        assert (decide.arguments["most_share"] >= 1) == (architecture == "gfx942")
+
+
 def test_tunable_op_takes_the_kernels_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """With PYTORCH_TUNABLEOP_ENABLED=1, PyTorch raises an error for these products. CPU builds have no TunableOp."""
     head = random_head(140, 24, 300, torch.bfloat16)

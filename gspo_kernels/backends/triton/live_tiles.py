@@ -9,6 +9,8 @@ order, so the same batch always gives the same cells.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from ..live_tiles import choose as choose_in_torch
 from ..rows import HeadResult, HeadRows, Kept, LiveTiles
 from .launch import launch
 from .masses import ROWS, TOTAL, UNITS, UNMASKED, masses_of_cells, masses_of_rows
+from .slabs import multiplies_copies
 from .totals import SUM, total
 from .tuning import LIST
 
@@ -142,7 +145,8 @@ def choose(
         cells=cells,
         counts=counts,
         work=work,
-        most_share=break_even(head.hidden.shape[1], head.hidden.device),
+        # Where all cells would take the same kernels, fewer always pay.
+        most_share=math.inf if multiplies_copies(head) else break_even(head.hidden.shape[1], head.hidden.device),
         cell_programs=cell_programs,
         **shared,
     )

@@ -20,6 +20,7 @@ import triton.language as tl
 from helpers.random_heads import by_kernels, random_head, random_upstream, take_rows
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
+from gspo_kernels.backends.kernel_check import run_check
 from gspo_kernels.backends.triton.launch import launches
 
 from . import driver
@@ -141,6 +142,7 @@ class Report(NamedTuple):
     kernels: list[str]  # names of those that were launched
     captured: dict[str, str]  # of each captured step, "" if it loaded no kernel
     refusals: dict[str, str]  # the error of each mistake
+    self_check: list[str | None]  # its failures, if kernels compute nothing and if they do not load
 
 
 def report(stub: driver.Stub, names: list[str]) -> Report:
@@ -153,7 +155,16 @@ def report(stub: driver.Stub, names: list[str]) -> Report:
             counts[name] = {what: n - before[what] for what, n in stub.counts().items()}
     captured = {name: fault_of(partial(capture, stub, options)) for name, options in CAPTURED.items() if not names}
     refusals = {name: fault_of(mistake) for name, mistake in mistakes(stub).items() if not names}
-    return Report(faults, counts, sorted({x.kernel.__name__ for x in seen}), captured, refusals)
+    kernels = sorted({x.kernel.__name__ for x in seen})
+    return Report(faults, counts, kernels, captured, refusals, [] if names else self_checks(stub))
+
+
+def self_checks(stub: driver.Stub) -> list[str | None]:
+    """Run the self-check of the kernels, which compute nothing here, then while none can be loaded."""
+    computes_nothing = run_check(torch.device("cpu"), torch.bfloat16, "head")
+    stub.forget_kernels()
+    with stub.capture():
+        return [computes_nothing, run_check(torch.device("cpu"), torch.bfloat16, "head")]
 
 
 def fault_of(run: Callable[[], object]) -> str:

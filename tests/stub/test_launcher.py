@@ -82,3 +82,10 @@ def test_a_captured_step_loads_no_kernel(reports: dict[str, Report], name: str) 
 def test_the_stub_refuses_what_a_gpu_would_refuse(reports: dict[str, Report], mistake: str) -> None:
     assert REFUSALS[mistake] in reports["sm_90"].refusals[mistake]
     assert set(reports["sm_90"].refusals) == set(REFUSALS)
+
+
+def test_the_self_check_names_kernels_that_are_wrong_or_do_not_load(reports: dict[str, Report]) -> None:
+    wrong, not_loaded = reports["sm_90"].self_check
+    assert wrong is not None and wrong.startswith("count_tokens, sequence_loss, finish: loss in float32: error ")
+    assert not_loaded is not None and not_loaded.startswith("count_tokens: RuntimeError: ")
+    assert "a kernel is loaded while a graph is captured" in not_loaded

@@ -2,14 +2,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-all quick lint test-distributed test-benchmarks test-trainers test-stub gate
+.PHONY: demo test test-all quick lint test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate
 demo: .venv/ready
 	$(BIN)/gspo train
 
-test: lint test-distributed
+test: lint test-distributed test-stub
 	$(BIN)/$(PYTEST) --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed --ignore tests/stub
 
-test-all: test test-benchmarks test-trainers test-stub
+test-all: test test-benchmarks test-trainers test-stub-oldest
 
 test-distributed: .venv/ready
 	$(BIN)/python -m pytest tests/distributed
@@ -17,9 +17,11 @@ test-distributed: .venv/ready
 test-benchmarks: .venv/ready
 	$(BIN)/$(PYTEST) tests/benchmarks
 
-# Triton's launcher on a stub of the CUDA driver, with the tested and the oldest Triton.
+# Triton's launcher on a stub of the CUDA driver, with the tested and with the oldest Triton.
 test-stub: .venv/ready
 	$(BIN)/python -m pytest tests/stub
+
+test-stub-oldest: .venv/ready
 	test -d build/triton-3.6.0 || $(BIN)/pip install -q --no-deps --target build/triton-3.6.0 triton==3.6.0
 	PYTHONPATH=build/triton-3.6.0 $(BIN)/python -m pytest tests/stub
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import validation
 from .backends import self_check
+from .backends.dispatch import backend_variable
 from .backends.workspace import cache_variable, workspace_bytes
 from .inputs.head import HeadArguments, HeadInputs
 from .inputs.memory import needed_by_autograd
@@ -71,6 +72,7 @@ ENVIRONMENT: dict[str, Callable[[torch.device], Any]] = {
     "GSPO_WORKSPACE_MIB": lambda _: workspace_bytes() // 2**20,
     "GSPO_CACHE_MIB": lambda _: cache_variable(),
     "GSPO_SELF_CHECK": lambda _: self_check.is_enabled(),
+    "GSPO_BACKEND": lambda _: backend_variable(),
 }
 
 # Function and groups of calls whose arguments the ranks have compared, and the device of these calls.

@@ -105,9 +105,10 @@ def gspo_fused_loss(
             it is not set, 1/64 of the GPU's total memory, and 0 on a CPU.
         tp_group, reduce_hidden: a vocabulary that is sharded over ranks, see `linear_log_probs`.
         cp_group: sequences that are sharded over ranks, see `policy_loss`.
-        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check of a few seconds,
-            which the first call makes once per machine (docs/limits.md), otherwise torch. If the backend that you name
-            cannot run, or its kernels fail the check, an error is raised.
+        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check that the first call
+            makes, once per machine, dtype and version (docs/limits.md), otherwise torch. The environment variable
+            GSPO_BACKEND replaces "auto". If the backend that you name cannot run, or its kernels fail the check, an
+            error is raised.
 
     Returns:
         LossOutput. `loss` [] is differentiable; `log_probs`, `entropy`, `log_ratio` and `metrics` are detached.

@@ -73,9 +73,10 @@ def linear_log_probs(
             vocabulary tile; otherwise a warning is given once.
         reduce_hidden: "all": the gradient of hidden is summed over the ranks, by one all-reduce. "none": it is this
             rank's term of that sum, for callers that reduce it themselves (Megatron's sequence parallelism does).
-        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check of a few seconds,
-            which the first call makes once per machine (docs/limits.md), otherwise torch. If the backend that you name
-            cannot run, or its kernels fail the check, an error is raised.
+        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check that the first call
+            makes, once per machine, dtype and version (docs/limits.md), otherwise torch. The environment variable
+            GSPO_BACKEND replaces "auto". If the backend that you name cannot run, or its kernels fail the check, an
+            error is raised.
 
     Returns:
         LogProbOutput.

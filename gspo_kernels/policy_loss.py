@@ -73,9 +73,10 @@ def policy_loss(
             ranks, and so are default normalizers. Gradients of log-probs are of this rank's tokens. So gradients of
             parameters must be summed over the group; where a trainer averages them, multiply the loss by the number of
             ranks.
-        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check of a few seconds,
-            which the first call makes once per machine (docs/limits.md), otherwise torch. If the backend that you name
-            cannot run, or its kernels fail the check, an error is raised.
+        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check that the first call
+            makes, once per machine, dtype and version (docs/limits.md), otherwise torch. The environment variable
+            GSPO_BACKEND replaces "auto". If the backend that you name cannot run, or its kernels fail the check, an
+            error is raised.
 
     Returns:
         LossOutput. `loss` [] is differentiable; the other fields are detached.

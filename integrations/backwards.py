@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.backends.dispatch import pick_backend, triton_obstacle
+from gspo_kernels.backends.dispatch import backend_variable, pick_backend, triton_obstacle
 from gspo_kernels.backends.workspace import CACHE_SHARE
 from gspo_kernels.inputs.memory import cache_limit, check_budget, check_cache
 from gspo_kernels.metrics import last_backward
@@ -72,8 +72,14 @@ class BackwardMetrics:
         return {f"gspo/{name}": values for name, values in zip(METRICS, table.t().tolist(), strict=True)}
 
 
-def describe_backend(place: str, device: torch.device) -> str:
-    """Return which backend computes on `device` and, if a GPU has no Triton kernels, why."""
-    name = pick_backend(Call(place), "auto", device)
-    obstacle = triton_obstacle(device) if name == "torch" and device.type != "cpu" else None
-    return f"backend {name} on {device}" + (f" ({obstacle})" if obstacle else "")
+def describe_backend(place: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Return which backend computes a head in `dtype` on `device` and, if it is PyTorch on an accelerator, why.
+
+    This may run the self-check of the kernels.
+    """
+    name, why = pick_backend(Call(place), "auto", device, dtype), ""
+    if backend_variable() != "auto":
+        why = " (GSPO_BACKEND)"
+    elif name == "torch" and device.type != "cpu":
+        why = f" ({triton_obstacle(device) or 'the self-check failed'})"
+    return f"backend {name} on {device}{why}"

@@ -6,23 +6,27 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from gspo_kernels.validation import Field, Unquoted
+import torch
+
+from gspo_kernels.inputs.lm_head import take_apart
+from gspo_kernels.validation import Field, Unquoted, dtype_name
 
 from .backwards import BackwardMetrics, BackwardSettings, describe_backend
+from .huggingface.fused_head import FusedHead
 
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by the accelerator's mixed precision
 _REPLACED = "_gspo_replaced"  # the attribute of a trainer that holds its replaced methods: name -> (before, ours)
 
 
-def print_settings(trainer: Any, head: object, settings: BackwardSettings) -> None:
+def print_settings(trainer: Any, head: FusedHead, settings: BackwardSettings) -> None:
     """Print backend, head and settings in one line, on the main process."""
     # By default, TRL shows no logger's INFO messages. Like Trainer's own logs, the line goes to stdout.
     if trainer.accelerator.is_main_process:
-        device = trainer.accelerator.device
-        backend = describe_backend("accelerate_trainer", device)
-        autocast = {"bf16": ", cast to bfloat16", "fp16": ", cast to float16"}.get(
-            trainer.accelerator.mixed_precision, ""
-        )
-        print(f"gspo_kernels: {backend}; {head}{autocast}; {settings.describe(device)}", flush=True)
+        device, autocast = trainer.accelerator.device, _AUTOCAST.get(trainer.accelerator.mixed_precision)
+        dtype = autocast or take_apart(head.head).linear.weight.dtype
+        backend = describe_backend("accelerate_trainer", device, dtype)
+        cast = f", cast to {dtype_name(dtype)}" if autocast else ""
+        print(f"gspo_kernels: {backend}; {head}{cast}; {settings.describe(device)}", flush=True)
 
 
 def log_backwards(trainer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Protocol
 
 import torch
@@ -24,6 +25,8 @@ from .rows import (
     PolicyResult,
     PolicyRows,
 )
+
+BACKENDS = ("auto", "torch", "triton")  # the values of `backend`
 
 
 class Backend(Protocol):
@@ -106,13 +109,15 @@ def pick_backend(
 
     Args:
         call: names the public function in error messages.
-        backend: "auto", "torch" or "triton".
+        backend: "torch", "triton", or "auto", which the environment variable GSPO_BACKEND may replace.
         device: of the arguments.
         dtype: of hidden states and head or, for "loss", of log-probs. The first use of the Triton kernels on an
             accelerator checks them in this dtype. None: nothing is checked, and the kernels are assumed to be right.
         subject: which kernels to check, "head" or "loss".
     """
-    call.choice("backend", backend, ("auto", "torch", "triton"))
+    call.choice("backend", backend, BACKENDS)
+    if backend == "auto":
+        backend = backend_variable()
     if backend == "torch":
         return "torch"
     obstacle = triton_obstacle(device)
@@ -122,6 +127,14 @@ def pick_backend(
         call.fail("backend", f"'torch' or 'auto' on {device}, because {obstacle}", backend)
     # On a CPU the kernels would be interpreted, which is for tests only.
     return "torch" if obstacle or (backend == "auto" and device.type == "cpu") else "triton"
+
+
+def backend_variable() -> str:
+    """Return the value of the environment variable GSPO_BACKEND; "auto" if it is not set."""
+    name = os.environ.get("GSPO_BACKEND") or "auto"
+    if name not in BACKENDS:
+        raise ValueError(f"environment variable GSPO_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return name
 
 
 def triton_obstacle(device: torch.device) -> str | None:

@@ -1,6 +1,6 @@
 """A check of the Triton kernels on small ragged batches against float64: forward, backward, cache and gradient budget.
 
-`run_check` takes a few MiB, and a few seconds on a GPU, most of them to compile kernels. It calls the backend's
+`run_check` takes a few MiB. Most of its time is spent to compile kernels. It calls the backend's
 functions directly, without autograd and without collectives. `self_check.py` decides when it runs.
 """
 

@@ -29,7 +29,7 @@ from ..validation import dtype_name, warn_once
 _logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 120.0  # then a process stops waiting for another one's check, and runs its own
-FAILURE_SECONDS = 3600.0  # a failure is remembered this long, because its cause may pass, such as too little memory
+FAILURE_SECONDS = 3600.0  # a failure is remembered this long, because its cause may pass, such as a broken installation
 
 
 class Measured(NamedTuple):
@@ -79,7 +79,8 @@ def obstacle(backend: str, device: torch.device, dtype: torch.dtype, subject: st
     if backend == "auto":
         file = result_file(_facts(*key))
         again = f"it is repeated after an hour, or once you delete {file}" if file else "each process repeats it"
-        text = f"backend='auto' uses PyTorch on {device}, because {reason} ({again}; GSPO_SELF_CHECK=0 skips it)"
+        again += "; with GSPO_BACKEND=torch, there is no check"
+        text = f"backend='auto' uses PyTorch on {device}, because {reason} ({again})"
         warn_once(text, 2, kind=f"self-check failed {key}")
     return reason
 
@@ -164,7 +165,8 @@ def _shared_check(key: Key, file: Path | None, facts: dict[str, str]) -> str:
             return failure
         start = time.monotonic()
         failure = _run(*key)
-        written = _remember(file, facts, failure)
+        # Too little memory is no fault of the kernels.
+        written = "OutOfMemoryError" not in failure and _remember(file, facts, failure)
         if not failure:
             device, dtype, subject = key
             if subject == "head":  # its check includes that of the loss

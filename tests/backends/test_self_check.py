@@ -79,7 +79,7 @@ DETECTED = {
 EDITS = {
     "the largest logit of a tile not subtracted": (
         "backends/triton/kept_tile",
-        "tl.minimum((tile_top - shift_of_row) - log_total_of_row, 0.0)",
+        "at_most((tile_top - shift_of_row) - log_total_of_row, 0.0)",
         "-log_total_of_row",
     ),
     **{name: fault[:3] for name, fault in FAULTS.items()},
@@ -307,6 +307,25 @@ def test_the_variable_switches_the_check_off(machine: Machine, monkeypatch: pyte
     monkeypatch.setenv("GSPO_SELF_CHECK", "no")
     with pytest.raises(ValueError, match="GSPO_SELF_CHECK must be 0 or 1, got 'no'"):
         pick()
+
+
+def test_the_backend_variable_replaces_auto_only(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSPO_BACKEND", "torch")
+    assert pick() == "torch" and machine.checks == 0
+    assert pick("triton") == "triton" and machine.checks == 1
+    monkeypatch.setenv("GSPO_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="GSPO_BACKEND must be one of auto, torch, triton, got 'cuda'"):
+        pick()
+
+
+def test_a_lack_of_memory_is_remembered_by_this_process_only(machine: Machine) -> None:
+    machine.failure = "forward_tile: OutOfMemoryError: CUDA out of memory"
+    with pytest.warns(UserWarning, match="out of memory"):
+        assert pick() == "torch"
+    machine.failure = None
+    assert pick() == "torch" and machine.checks == 1
+    machine.new_process()
+    assert pick() == "triton" and machine.checks == 2
 
 
 def test_a_measured_combination_is_not_checked(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

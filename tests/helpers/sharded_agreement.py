@@ -224,7 +224,8 @@ def _environment(context: Context) -> None:
             with mock.patch.dict(os.environ, {name: "many"} if last else {}), raises(f"environment variable {name}"):
                 run(function, mine)
             if name != "GSPO_CHECK":  # on a CPU, it changes nothing
-                value, shown = ("0", "False]") if name == "GSPO_SELF_CHECK" else ("17", "17]")
+                others = {"GSPO_SELF_CHECK": ("0", "False]"), "GSPO_BACKEND": ("torch", "'torch']")}
+                value, shown = others.get(name, ("17", "17]"))
                 with (
                     mock.patch.dict(os.environ, {name: value} if last else {}),
                     raises(f"environment variable {name} must be equal on all ranks of {kind}", shown),

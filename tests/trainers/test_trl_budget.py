@@ -18,7 +18,9 @@ from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, TRAINER_GRA
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
+from gspo_kernels.backends import dispatch, self_check
 from gspo_kernels.backends import torch as torch_backend
+from gspo_kernels.integrations import backwards
 from gspo_kernels.integrations import trl as adapter
 from gspo_kernels.integrations.backwards import METRICS, BackwardMetrics, describe_backend
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
@@ -161,9 +163,9 @@ def test_logs_are_means_over_micro_batches_and_only_of_training(
     trainer.train()
     assert len(recorded) == 8
     first, second = step_logs(trainer)
-    for log, backwards in ((first, recorded[:4]), (second, recorded[4:])):
+    for log, of_step in ((first, recorded[:4]), (second, recorded[4:])):
         for name in METRICS:
-            mean = sum(backward[name] for backward in backwards) / 4
+            mean = sum(backward[name] for backward in of_step) / 4
             assert log[f"gspo/{name}"] == pytest.approx(mean, rel=TRAINER_LOG_RELATIVE)
         assert log["gspo/dropped_gradient_mass"] == 0
         # All columns of a row are computed, by three products.
@@ -311,9 +313,20 @@ def test_calls_without_autograd_keep_nothing(tmp_path: Path, monkeypatch: pytest
     assert len(kept_by_calls) == 2 + kept_by_calls.count((False, False))
 
 
-def test_the_backend_of_a_device_is_named_with_its_obstacle() -> None:
-    assert describe_backend("here", torch.device("cpu")) == "backend torch on cpu"
-    assert describe_backend("here", torch.device("mps")).startswith("backend torch on mps (the Triton kernels run on")
+def test_the_backend_of_a_device_is_named_with_its_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, mps, cuda = (torch.device(name) for name in ("cpu", "mps", "cuda:0"))
+    assert describe_backend("here", cpu, torch.bfloat16) == "backend torch on cpu"
+    assert describe_backend("here", mps, torch.bfloat16).startswith("backend torch on mps (the Triton kernels run on")
+    monkeypatch.setattr(backwards, "triton_obstacle", lambda _: None)
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: None)
+    for failure, text in (
+        ("forward_tile is wrong", "torch on cuda:0 (the self-check failed)"),
+        (None, "triton on cuda:0"),
+    ):
+        monkeypatch.setattr(self_check, "obstacle", lambda *_, failure=failure: failure)
+        assert describe_backend("here", cuda, torch.bfloat16) == f"backend {text}"
+    monkeypatch.setenv("GSPO_BACKEND", "torch")
+    assert describe_backend("here", cuda, torch.bfloat16) == "backend torch on cuda:0 (GSPO_BACKEND)"
 
 
 def test_the_head_is_described_with_everything_that_changes_its_logits(

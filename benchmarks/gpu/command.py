@@ -8,8 +8,12 @@
 
 The versions in use, and the packages that are not installed, are printed first. Each group runs in a process of its
 own until a deadline, so that a crash ends one group only. Results are written to runs/gpu.json after each measurement,
-and all that a group prints to runs/gpu.log. A second run skips groups that have a record without a fault. A dry run:
-`TRITON_INTERPRET=1 python -m gspo_kernels.benchmarks gpu --tiny --device cpu`.
+and all that a group prints to runs/gpu.log.
+
+A second run keeps a group's record if it has no fault and is of the same commit, GPU, shapes, and versions of torch and
+triton. Another record is replaced; give another --output to keep it.
+
+A dry run: `TRITON_INTERPRET=1 python -m gspo_kernels.benchmarks gpu --tiny --device cpu`.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -29,17 +34,25 @@ from pathlib import Path
 import torch
 
 from gspo_kernels.backends.dispatch import triton_obstacle
+from gspo_kernels.backends.triton.elementary import INTERPRETED
 
 from ..candidates import ALL
 from ..measure import RESULTS, ROOT, Record, about, destination, results_in, save, version
 from ..suites.options import parser_of
-from .groups import DEFAULT, GROUPS, UNFINISHED, missing, run_group
+from .groups import DEFAULT, GROUPS, UNFINISHED, conditions, gibibytes, missing, run_group, unlike
 from .times import FULL, TINY
 from .tune import ranked, shape_text
 
 CPU = torch.device("cpu")
 PREDICTION = RESULTS / "prediction-gpu.json"  # written by tests/helpers/predictions.py
-SHORTEST = 20.0  # seconds; no group is started if less time is left
+SHORTEST = 20.0  # seconds; no group is started if less time is left, or less than half of its estimate
+OUTPUT = "JSON file (default runs/gpu.json, for a dry run runs/trials/gpu-cpu.json); the log is beside it"
+WORDS = """\
+dense    every token has a gradient
+rl-like  about 3 of 10 answers have advantage 0, and 15 % of the others are clipped: they have no gradient
+cells    blocks of the logits; the backward computes this share of them
+slab     columns of the logits' gradient that the backward holds at a time; its two products, timed alone
+vendor   products of whole operands by the vendor's library, such as cuBLAS, as torch.mm calls it"""
 # Lines of a group's log that are also printed: finished measurements, and tests that failed.
 PROGRESS = re.compile(r": done after |\b(FAILED|ERROR)\b")
 
@@ -47,39 +60,59 @@ PROGRESS = re.compile(r": done after |\b(FAILED|ERROR)\b")
 def main() -> int:
     options = parsed()
     if options.plan:
-        print(planned(options.groups))
+        print(planned(options.groups, options.minutes))
         return 0
     if options.in_process:
         place = torch.device(options.device)
         setting = (TINY if options.tiny else FULL)._replace(device=place, minutes=options.minutes)
         return max(run_group(name, setting, options.output) for name in options.groups)
+    kernels = ["interpreted kernels" + " on a CPU" * (options.device == "cpu")] * INTERPRETED
+    dry = ", ".join(kernels + ["small shapes"] * options.tiny)
+    if dry:
+        print(f"Dry run: {dry}. The times mean nothing.")
     print(installed(), flush=True)
-    end = time.monotonic() + 60 * options.minutes
-    for i, name in enumerate(options.groups):
-        left, kept = end - time.monotonic(), results_in(options.output).get(name)
-        if kept and not kept["fault"] and not options.again:
-            print(f"{name}: kept, measured at commit {kept['measured']['commit'][:7]}")
-        elif why := missing(name):
-            print(f"{name}: skipped, because {why}")
-        elif left < SHORTEST:
-            print(f"{name}: not started, because {left:.0f} s are left")
-        else:
-            limit = left / (len(options.groups) - i) if name.startswith("tune") else min(left, GROUPS[name].deadline)
-            print(f"{name}: {run_apart(name, options, limit) or 'complete'}", flush=True)
+    waiting = measure(options)
     results = results_in(options.output)
     print_results(results)
     faulty = [name for name in options.groups if results.get(name, {}).get("fault")]
-    print(f"\n{options.output}: {'FAILED: ' + ', '.join(faulty) if faulty else 'no faults'}")
+    lists = {"FAILED": faulty, "not started": waiting}
+    end = "; ".join(f"{what}: {', '.join(names)}" for what, names in lists.items() if names) or "no faults"
+    print(f"\n{options.output}: {end}{'. This was a dry run: the times mean nothing.' if dry else ''}")
     return int(bool(faulty))
+
+
+def measure(options: argparse.Namespace) -> list[str]:
+    """Measure the groups that have no record of the same conditions. Return those that time did not suffice for."""
+    end, waiting = time.monotonic() + 60 * options.minutes, []
+    finished = {name: x for name, x in results_in(options.output).items() if not (x["fault"] or options.again)}
+    now = conditions(device_name(options.device), options.tiny) if finished else {}
+    for i, name in enumerate(options.groups):
+        left, kept = end - time.monotonic(), finished.get(name)
+        others = unlike(kept, now) if kept else []
+        if kept and not others:
+            print(f"{name}: kept, measured at commit {kept['measured']['commit'][:7]}")
+        elif why := missing(name):
+            print(f"{name}: skipped, because {why}")
+        elif left < max(SHORTEST, GROUPS[name].seconds / 2):
+            print(f"{name}: not started, because {left:.0f} s are left; start the command again to continue")
+            waiting.append(name)
+        else:
+            if others:
+                print(f"{name}: measured again, because its record is of {', '.join(others)}", flush=True)
+            limit = left / (len(options.groups) - i) if name.startswith("tune") else min(left, GROUPS[name].deadline)
+            print(f"{name}: {run_apart(name, options, limit) or 'complete'}", flush=True)
+    return waiting
 
 
 def parsed() -> argparse.Namespace:
     """Return the command line's options; exit with a line on stderr for bad ones. This makes no CUDA context."""
-    parser = parser_of("gpu", __doc__)
+    parser = parser_of("gpu", None, OUTPUT)
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.epilog = textwrap.fill(f"groups: {', '.join(GROUPS)}", 100, break_on_hyphens=False)
     parser.add_argument("groups", nargs="*", help="groups to measure (default: all but checks and tune)")
     parser.add_argument("--plan", action="store_true", help="list the groups with estimated seconds, measure nothing")
-    parser.add_argument("--again", action="store_true", help="repeat groups that have a record")
-    parser.add_argument("--minutes", type=float, default=9.5, help="end after so many minutes (default 9.5)")
+    parser.add_argument("--again", action="store_true", help="repeat groups whose record would be kept")
+    parser.add_argument("--minutes", type=float, default=9.5, help="stop after so many minutes (default 9.5)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run (default cuda)")
     parser.add_argument("--in-process", action="store_true", help="run the groups in this process, for a debugger")
     options = parser.parse_args()
@@ -92,35 +125,69 @@ def parsed() -> argparse.Namespace:
             parser.error("--device: PyTorch sees no GPU; see --plan, or give --device cpu for a dry run")
         if options.device == "cpu" and (obstacle := triton_obstacle(CPU)):
             parser.error(obstacle)
-        output = options.output or (None if options.tiny else Path("runs") / "gpu.json")
-        options.output = destination("gpu", CPU, output, options.tiny).resolve()
+        dry = options.tiny or INTERPRETED
+        output = options.output or (None if dry else Path("runs") / "gpu.json")
+        options.output = destination("gpu", CPU, output, dry).resolve()
     return options
 
 
-def planned(names: list[str]) -> str:
-    """Return a table of the groups with estimated seconds."""
-    chosen = {name: GROUPS[name] for name in names}
+def planned(names: list[str], minutes: float) -> str:
+    """Return a table of the groups with estimated seconds, and what to know before the first run."""
+    this, chosen = "python -m gspo_kernels.benchmarks gpu", {name: GROUPS[name] for name in names}
     lines = [f"{name:27}{x.seconds:5.0f} s, at most {x.deadline:4.0f} s: {x.what}" for name, x in chosen.items()]
     total = sum(group.seconds for group in chosen.values())
-    return "\n".join([*lines, f"{'':27}{total:5.0f} s, estimated from counted operations for an H200; not measured"])
+    lines += [f"{'':27}{total:5.0f} s, estimated from counted operations for an H200; not measured", ""]
+    if total > 60 * minutes:
+        lines.append(f"This is more than --minutes {minutes:g}: start the command again, or give more minutes.")
+    lines.append(f"It stops after --minutes {minutes:g}. Start it again to continue: finished groups are kept.")
+    lines.append("It writes runs/gpu.json and runs/gpu.log, or the file that --output names and a log beside it.")
+    lines.append(
+        "Install first: pip install '.[bench,test]'. ncu is optional: without it, the group profile is skipped."
+    )
+    if "checks" not in names:
+        lines.append(f"checks is not in the list and takes about 8 minutes. Run it first: {this} checks --minutes 15")
+    name, needed = gibibytes(names)
+    if needed:
+        lines.append(f"{name} needs the most GPU memory: about {needed} GiB for naive GSPO, computed, not measured.")
+        lines.append("A group that does not fit fails, and the others run.")
+    return "\n".join([*lines, "", WORDS])
+
+
+def device_name(device: str) -> str:
+    """Return the GPU's name, "" if unknown, or cpu. Another process asks PyTorch: this one makes no CUDA context."""
+    code = "import torch; print(torch.cuda.get_device_name())"
+    return "cpu" if device == "cpu" else "".join(asked(sys.executable, "-c", code, seconds=120)[0][-1:])
+
+
+def asked(*command: str, seconds: int) -> tuple[list[str], str]:
+    """Run a program. Return the lines that it prints, and why it failed, "" if it did not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return [], f"no answer in {seconds} s"
+    except OSError as error:
+        return [], str(error)
+    if done.returncode:
+        return [], f"exit status {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]}"
+    return done.stdout.splitlines(), ""
 
 
 def installed() -> str:
     """Return the versions in use, the groups' packages that are absent, and the GPU as its driver describes it."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit", "--format=csv"]
-    gpus = subprocess.run(query, capture_output=True, text=True).stdout if shutil.which(query[0]) else ""
+    gpus, fault = asked(*query, seconds=20) if shutil.which(query[0]) else ([], "")
     versions = ", ".join(f"{name} {number}" for name, number in about(CPU)["versions"].items())
     packages = dict.fromkeys(c.package for c in ALL.values())
     absent = ", ".join(name for name in packages if version(name) is None)
-    lines = [*gpus.splitlines(), versions, f"not installed, so not measured: {absent}" if absent else ""]
-    return "\n".join(filter(None, lines))
+    lines = [*gpus, f"nvidia-smi failed: {fault}" if fault else "", versions]
+    return "\n".join(filter(None, [*lines, f"not installed, so not measured: {absent}" if absent else ""]))
 
 
 def run_apart(name: str, options: argparse.Namespace, seconds: float) -> str:
     """Run a group in a new process, and kill it after `seconds`. Return what is wrong with its record, or ""."""
     unfinished: Record = {"measured": about(CPU), "fault": UNFINISHED, "results": []}
     save("gpu", CPU, results_in(options.output) | {name: unfinished}, options.output)
-    with options.output.with_suffix(".log").open("a+") as log:
+    with options.output.with_suffix(".log").open("a+", errors="replace") as log:
         begin = log.seek(0, os.SEEK_END)
         command = command_of(name, options, seconds)
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, preexec_fn=os.setpgrp)
@@ -142,7 +209,7 @@ def run_apart(name: str, options: argparse.Namespace, seconds: float) -> str:
 def followed(process: subprocess.Popen[bytes], path: str, begin: int, seconds: float) -> str:
     """Print progress and failed tests from the log as they come. Return how the process ended, or that it is to be."""
     end, status = time.monotonic() + seconds, None
-    with open(path) as log:
+    with open(path, errors="replace") as log:
         log.seek(begin)
         while status is None and time.monotonic() < end:
             with suppress(subprocess.TimeoutExpired):
@@ -165,7 +232,9 @@ def print_results(results: Record) -> None:
     records = json.loads(PREDICTION.read_text())["results"]["milliseconds"] if PREDICTION.exists() else []
     predicted = {(r["shape"], r["batch"], r["what"]): r for r in records}
     for name, group in results.items():
-        gpu, works = group["measured"]["machine"].get("gpu", "").split(), ranked(group["results"])
+        measured, works = group["measured"], ranked(group["results"])
+        tiny = measured.get("conditions", {}).get("set of shapes") == "tiny"  # predictions are of full shapes
+        gpu = [] if tiny else measured["machine"].get("gpu", "").split()
         tried = sum("config" in r for r in group["results"])
         shapes = f", {len(works)} of {tried} block shapes work, the fastest:" if tried else ""
         print(f"\n{name}: {GROUPS[name].what}{', FAILED' if group['fault'] else ''}{shapes}")
@@ -177,4 +246,5 @@ def print_results(results: Record) -> None:
             notes += [f"gradient error {r['error']['worst']:.1e}"] if "error" in r else []
             notes += [f"predicted {guess:.3f} ms, measured {1e3 * r['seconds'] / guess:.2f} of it"] if guess else []
             notes += [r[k] for k in ("absent", "does_not_fit", "failed", "fault") if r.get(k)]
-            print(f"  {batch or shape:21} {shape_text(r['config']) if 'config' in r else what:44}", ", ".join(notes))
+            label = " ".join(filter(None, (shape, batch)))
+            print(f"  {label:26} {shape_text(r['config']) if 'config' in r else what:44}", ", ".join(notes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import shutil
 import time
 import traceback
@@ -13,12 +14,15 @@ from typing import NamedTuple
 
 import torch
 
+from gspo_kernels.backends.triton.elementary import INTERPRETED
+
 from ..candidates import ALL
-from ..measure import about, results_in, save
+from ..measure import Record, about, results_in, save
 from . import times, tune
-from .times import SHAPES, SHARES, Measurement, Setting
+from .times import FULL, SHAPES, SHARES, Measurement, Setting, Shape
 
 UNFINISHED = "did not finish"
+RL = ("rl-4k", "rl-8k")  # groups that compare packages
 # Estimates assume half of an H200's 989.5 TFLOP/s (bf16, dense, datasheet), and half of its 67 TFLOP/s in float64.
 PASS, EXACT_PASS = (SHAPES["A"].operations / (0.5e12 * peak) for peak in (989.5, 67.0))  # seconds
 START, COMPILE, RUNS = 12.0, 3.0, 9  # seconds to make a batch in a new process, and to compile a kernel; `clock`'s runs
@@ -50,7 +54,7 @@ def all_groups() -> dict[str, Group]:
     for name in ("A", "C"):
         what = f"backward of {', '.join(f'{x:g}' for x in SHARES)} of the cells, shape {name}"
         groups[f"cells-{name}"] = Group(what, partial(times.cells, name=name), seconds(6, 16 * RUNS))
-    for n, name in enumerate(("rl-4k", "rl-8k")):
+    for n, name in enumerate(RL):
         what, steps = "RL-like: exact, budget 1e-3, other packages", (n + 1) * len(ALL) * (times.ROUNDS + 4)
         groups[name] = Group(what, partial(times.packages, size=n), seconds(8, 4 * steps, 8 * (n + 1), more=20))
     groups["profile"] = Group("ncu's counters of the forward tile", times.profile, seconds(2, more=20))
@@ -68,13 +72,50 @@ DEFAULT = ["A", "cells-A", "rl-4k", "ceilings", "B", "C", "cells-C", "rl-8k", "p
 
 def missing(name: str) -> str:
     """Return why a group cannot run on this machine, "" if it can."""
-    absent = {"profile": not shutil.which("ncu"), "checks": not importlib.util.find_spec("xdist")}
-    return {"profile": "ncu", "checks": "pytest-xdist"}[name] + " is not installed" if absent.get(name) else ""
+    tests = {"pytest-xdist": "xdist", "hypothesis": "hypothesis"}  # package and module
+    absent = [package for package, module in tests.items() if not importlib.util.find_spec(module)]
+    needs = {"profile": [] if shutil.which("ncu") else ["ncu"], "checks": absent}.get(name)
+    return f"not installed: {', '.join(needs)}" if needs else ""
+
+
+def gibibytes(names: list[str]) -> tuple[str, int]:
+    """Return the group that needs the most GPU memory, and its GiB, counted for naive GSPO. ("", 0): none runs it.
+
+    In naive GSPO's backward, three fp32 tensors have the size of the logits. Hidden states and head are in bf16, as
+    are their gradients. The gradients that these are compared with are in float64.
+    """
+    batches = SHAPES | {name: SHAPES["A"]._replace(rows=n) for name, n in zip(RL, FULL.tokens, strict=True)}
+
+    def needed(x: Shape) -> float:
+        return 3 * 4 * x.rows * x.vocab + (2 + 2 + 8) * (x.rows + x.vocab) * x.width
+
+    sizes = {name: math.ceil(needed(x) / 2**30) for name, x in batches.items() if name in names}
+    return max(sizes.items(), key=lambda item: item[1], default=("", 0))
+
+
+def conditions(device: str, tiny: bool) -> Record:
+    """Return what a record must share with a run to be kept. `device`: the GPU's name, or cpu."""
+    now = about(torch.device("cpu"))
+    return {
+        "commit": now["commit"],
+        "state of the sources": "uncommitted changes" if now["uncommitted changes"] else "as committed",
+        "device": device,
+        "set of shapes": "tiny" if tiny else "full",
+        "kind of kernels": "interpreted" if INTERPRETED else "compiled",
+        **{f"{name} version": now["versions"].get(name) for name in ("torch", "triton")},
+    }
+
+
+def unlike(record: Record, now: Record) -> list[str]:
+    """Return what a record's conditions do not share with those of a run."""
+    then = record["measured"].get("conditions", {})
+    return [f"another {name}" for name, value in now.items() if then.get(name) != value]
 
 
 def run_group(name: str, setting: Setting, path: Path) -> int:
     """Run a group in this process. Save its record after each measurement. Return 1 if a measurement failed."""
     start, head, records = time.monotonic(), about(setting.device), []
+    head["conditions"] = conditions(head["machine"].get("gpu", "cpu"), setting.shapes != SHAPES)
 
     def store(fault: str) -> int:
         group = {"measured": head, "seconds": time.monotonic() - start, "fault": fault, "results": records}

@@ -38,13 +38,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
+def parser_of(name: str, doc: str | None, output: str = OUTPUT) -> argparse.ArgumentParser:
     """Return a parser with the options of all measuring commands, described by the first paragraph of `doc`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m gspo_kernels.benchmarks {name}", description=(doc or "").split("\n\n")[0]
     )
     parser.add_argument("--tiny", action="store_true", help="a trial with small shapes")
-    parser.add_argument("--output", type=Path, help=OUTPUT)
+    parser.add_argument("--output", type=Path, help=output)
     return parser
 
 

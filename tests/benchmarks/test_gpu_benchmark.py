@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,11 @@ def test_a_dry_run_measures_every_group_and_a_second_run_keeps_them(
     results, printed = results_in(path), capfd.readouterr().out
     assert list(results) == [name for name in chosen if name != "profile"]
     assert set(chosen) == {name for name in groups.GROUPS if not name.startswith("tune-")}
-    assert "profile: skipped, because ncu is not installed" in printed and printed.endswith("no faults\n")
-    assert f"torch {torch.__version__}" in printed.splitlines()[0]
+    assert "profile: skipped, because not installed: ncu" in printed
+    first, second, *_, last = printed.splitlines()
+    assert first == "Dry run: interpreted kernels on a CPU, small shapes. The times mean nothing."
+    assert last == f"{path}: no faults. This was a dry run: the times mean nothing."
+    assert f"torch {torch.__version__}" in second and re.search(r"^  B dense, \d+ x \d+ +slab d_logits", printed, re.M)
     assert ("not installed, so not measured: verl" in printed) == (measure.version("verl") is None)
     assert path.with_suffix(".log").read_text().count(": done after ") == printed.count(": done after ") > len(chosen)
     timed = {(r.get("shape"), r.get("batch"), r["what"]) for group in results.values() for r in group["results"]}
@@ -50,13 +54,17 @@ def test_a_dry_run_measures_every_group_and_a_second_run_keeps_them(
     before = path.read_text()
     assert run(monkeypatch, *chosen, "--tiny", "--output", str(path)) == 0
     assert capfd.readouterr().out.count(": kept, measured at commit ") == len(results) and path.read_text() == before
+    differences = groups.unlike(results["A"], groups.conditions("NVIDIA H200", tiny=False))
+    assert differences == ["another device", "another set of shapes"]
 
 
 def child(path: Path, name: str, fault: str, end: str) -> list[str]:
     """Return a command that saves one measurement of a group, prints a line, then runs the code `end`."""
-    group = {"measured": {"machine": {}, "commit": "0"}, "fault": fault, "results": [{"what": "first"}]}
+    measured = {"machine": {}, "commit": "0", "conditions": groups.conditions("cpu", tiny=False)}
+    group = {"measured": measured, "fault": fault, "results": [{"what": "first"}]}
     code = f"import json, os, time; file = json.load(open({str(path)!r})); file['results'][{name!r}] = {group!r}; "
-    code += f"json.dump(file, open({str(path)!r}, 'w')); print('[gw0] FAILED a test\\na line', flush=True); {end}"
+    code += f"json.dump(file, open({str(path)!r}, 'w')); print('[gw0] FAILED a test', flush=True); "
+    code += f"os.write(1, b'a \\xff line\\n'); {end}"
     return [sys.executable, "-c", code]
 
 
@@ -73,7 +81,7 @@ def test_crashed_and_killed_groups_keep_their_measurements_and_are_repeated(
     monkeypatch.setattr(command, "command_of", command_of)
     monkeypatch.setattr(groups.Group, "deadline", 3.0)
     assert run(monkeypatch, "A", "B", "C", "--output", str(path)) == 1
-    printed = "[gw0] FAILED a test\na line"
+    printed = "[gw0] FAILED a test\na \N{REPLACEMENT CHARACTER} line"
     faults = {"A": f"exit status -6: {printed}", "B": f"killed after 3 s: {printed}", "C": ""}
     assert {name: group["fault"] for name, group in results_in(path).items()} == faults
     assert all(group["results"] == [{"what": "first"}] for group in results_in(path).values())
@@ -83,8 +91,15 @@ def test_crashed_and_killed_groups_keep_their_measurements_and_are_repeated(
     assert run(monkeypatch, "A", "B", "C", "--output", str(path)) == 0
     assert run(monkeypatch, "A", "--again", "--output", str(path)) == 0
     assert begun == ["A", "B", "C", "A", "B", "A"]
-    assert run(monkeypatch, "B", "--again", "--minutes", "0.1", "--output", str(path)) == 0
-    assert "B: not started, because 6 s are left" in capsys.readouterr().out
+    assert "measured again" not in capsys.readouterr().out
+    assert run(monkeypatch, "rl-8k", "--minutes", "0.5", "--output", str(path)) == 0  # less than half of its estimate
+    lines = capsys.readouterr().out.splitlines()
+    assert "rl-8k: not started, because 30 s are left; start the command again to continue" in lines
+    assert "not started: rl-8k. This was a dry run" in lines[-1]
+    monkeypatch.setattr(measure, "_checkout", lambda: ("another", False))
+    assert run(monkeypatch, "A", "--output", str(path)) == 0
+    assert "A: measured again, because its record is of another commit" in capsys.readouterr().out
+    assert begun == ["A", "B", "C", "A", "B", "A", "A"]
 
 
 def test_a_failed_measurement_is_recorded_and_the_next_one_runs(
@@ -129,9 +144,32 @@ def test_the_committed_predictions_follow_from_the_code() -> None:
 def test_the_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu", "--plan"])
     assert command.main() == 0
-    *lines, total = capsys.readouterr().out.splitlines()
+    table, answers, words = capsys.readouterr().out.split("\n\n")
+    *lines, total = table.splitlines()
     assert [line.split()[0] for line in lines] == groups.DEFAULT
     assert int(total.split()[0]) < 570 and "not measured" in total
+    for answer in ("--minutes 9.5", "runs/gpu.log", ".[bench,test]", "gpu checks --minutes 15", "B needs", "19 GiB"):
+        assert answer in answers
+    assert "This is more than" not in answers and "This is more than" in command.planned(groups.DEFAULT, 5)
+    assert all(f"\n{word} " in words for word in ("rl-like", "slab", "vendor"))
+
+
+def test_the_help_lists_usage_and_groups(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--help"])
+    with pytest.raises(SystemExit):
+        command.main()
+    printed = capsys.readouterr().out
+    assert "gpu A rl       only these groups" in printed and all(name in printed for name in groups.GROUPS)
+    assert "default runs/gpu.json" in printed and "benchmarks/results" not in printed
+
+
+def test_a_driver_that_fails_or_hangs_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'no \\377 driver'; exit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert command.installed().startswith("nvidia-smi failed: exit status 9: no \N{REPLACEMENT CHARACTER} driver\n")
+    assert command.asked("sleep", "9", seconds=1) == ([], "no answer in 1 s")
+    assert command.asked(str(tmp_path / "absent"), seconds=1)[1]
 
 
 @pytest.mark.parametrize("kernel", tune.KERNELS)

@@ -30,6 +30,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_measurement_is_made(results: dict[str, Any], group: str) -> None:
     assert results[group]["fault"] == ""
     assert results[group]["results"]
+    conditions = results[group]["measured"]["conditions"]
+    assert (conditions["device"], conditions["kind of kernels"]) == ("NVIDIA H200", "compiled")
     for record in results[group]["results"]:
         assert "failed" not in record and "absent" not in record
         assert not record.get("failure", "").removeprefix("off by nan, allowed 0.004")  # the results are wrong

@@ -25,6 +25,7 @@ from torch._guards import detect_fake_mode
 
 from ..layout import accumulator
 from ..validation import dtype_name, warn_once
+from .precision import refuses_mixed_products
 
 _logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def obstacle(backend: str, device: torch.device, dtype: torch.dtype, subject: st
     reason = f"the self-check of the Triton kernels in {dtype_name(dtype)} failed: {failure}"
     if backend == "auto":
         file = result_file(_facts(*key))
-        again = f"it is repeated after an hour, or once you delete {file}" if file else "each process repeats it"
+        again = f"a process repeats it after an hour, or once you delete {file}" if file else "each process repeats it"
         again += "; with GSPO_BACKEND=torch, there is no check"
         text = f"backend='auto' uses PyTorch on {device}, because {reason} ({again})"
         warn_once(text, 2, kind=f"self-check failed {key}")
@@ -193,6 +194,7 @@ def _facts(device: torch.device, dtype: torch.dtype, subject: str) -> dict[str, 
         "subject": subject,
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "mixed products": "copied" if refuses_mixed_products() else "direct",
         "kernels": ("interpreted " if logit_tile.INTERPRETED else "") + _hash_of_sources(),
     }
 
@@ -201,7 +203,7 @@ def _facts(device: torch.device, dtype: torch.dtype, subject: str) -> dict[str, 
 def _hash_of_sources() -> str:
     """Return a hash of the source files of both backends and of the check."""
     folder, digest = Path(__file__).parent, hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(x for x in folder.rglob("*.py") if not x.name.startswith(".")):  # without an editor's files
         digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -212,6 +214,8 @@ def result_file(facts: dict[str, str]) -> Path | None:
     try:
         base = base if base.is_absolute() else Path.home() / ".cache"
     except RuntimeError:  # the user has no home
+        return None
+    if not base.is_absolute():
         return None
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return base / "gspo_kernels" / f"self_check-{name}.json"
@@ -225,7 +229,7 @@ def _remembered(file: Path | None, facts: dict[str, str]) -> str | None:
             return None
         is_old = not 0 <= time.time() - entry["time"] <= FAILURE_SECONDS
         return None if entry["failure"] and is_old else entry["failure"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -263,6 +267,7 @@ def _locked(file: Path | None) -> Iterator[None]:
                 while time.monotonic() < deadline:
                     try:
                         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)  # a forked process has the file open, too
                         break
                     except BlockingIOError:
                         time.sleep(0.05)

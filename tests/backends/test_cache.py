@@ -341,3 +341,13 @@ def test_the_environment_variable_sets_the_cache(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GSPO_CACHE_MIB", "many")
     with pytest.raises(ValueError, match=r"GSPO_CACHE_MIB must be an integer .* from 0 to \d+, got 'many'"):
         linear_log_probs(*sample.leaves.values(), sample.target_ids, mask=mask, backend="torch")
+
+
+def test_the_workspace_must_not_change_between_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch backend keeps exponentials in slabs, whose width depends on the workspace."""
+    hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(20_000, 4)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    log_probs = linear_log_probs(hidden[None], weight, ids, cache_mib=100, backend="torch").log_probs
+    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
+    with pytest.raises(RuntimeError, match="GSPO_WORKSPACE_MIB and TunableOp must not change between forward and"):
+        log_probs.sum().backward()

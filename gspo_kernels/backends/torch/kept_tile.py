@@ -55,6 +55,12 @@ class KeptTiles:
 
     def __init__(self, tiles: Tiles, kept: Kept, result: HeadResult) -> None:
         self.tiles, self.exponentials = tiles, kept.exponentials
+        slabs = len(tiles.slabs())
+        if kept.top.shape[0] != slabs:
+            raise RuntimeError(
+                "GSPO_WORKSPACE_MIB and TunableOp must not change between forward and backward: the forward kept "
+                f"{kept.top.shape[0]} slabs of exponentials, and the backward has {slabs}"
+            )
         self.rows = int(leading((kept.place < kept.n_kept)[tiles.index]))
         index = tiles.index[: self.rows]
         self.place = kept.place[index]  # [rows]

@@ -32,6 +32,7 @@ _SLABS = 12
 # is summed in a fixed order (`workers.Sums`).
 _SLAB_BYTES = 16 * 2**20
 _CELL_ON_CPU, _CELL_ELSEWHERE = 168, 1024  # columns of a cell
+_LEAST_ON_GPU = 64  # columns of a slab with half-precision operands, even if it does not fit the workspace
 
 
 def tile_shape(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
@@ -83,7 +84,8 @@ def _columns_beside_sums(head: HeadRows) -> int:
     of_logits = rows * wide * _TILES_IN_MEMORY + width * wide * (1 + copies)  # per column, while d_logits are computed
     of_products = rows * wide + width * wide * (2 + copies)  # and while they are multiplied
     columns = (workspace_bytes() - of_rows) // max(of_logits, of_products)
-    return max(columns // _CELL_ELSEWHERE * _CELL_ELSEWHERE, min(columns, _CELL_ELSEWHERE), 1)
+    # Hidden states alone may fill the workspace, if H is large. Narrow slabs would copy them too often.
+    return max(columns // _CELL_ELSEWHERE * _CELL_ELSEWHERE, min(columns, _CELL_ELSEWHERE), _LEAST_ON_GPU)
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int]:

@@ -29,6 +29,7 @@ import sys
 import textwrap
 import time
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -214,7 +215,7 @@ def followed(process: subprocess.Popen[bytes], path: str, begin: int, seconds: f
         while status is None and time.monotonic() < end:
             with suppress(subprocess.TimeoutExpired):
                 status = process.wait(min(1.0, max(end - time.monotonic(), 0)))
-            for line in log:
+            for line in islice(log, 10_000):  # a group may print without pause
                 if PROGRESS.search(line):
                     print(f"  {line.rstrip()}", flush=True)
     return f"killed after {seconds:.0f} s" if status is None else f"exit status {status}"

@@ -47,7 +47,20 @@ def token_log_probs(
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target id and the entropy of each row's distribution, both [L]."""
-    logits = logit_scale * F.linear(hidden, weight, bias)
+    projection = F.linear(hidden, weight, bias)
+    return projection_log_probs(projection, target_ids, logit_scale, logit_softcap, temperature, vocab_size)
+
+
+def projection_log_probs(
+    projection: Tensor,  # [L, V]: h W^T + bias
+    target_ids: Tensor,  # [L]
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,  # scalar or [L]
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `token_log_probs` returns, from the product of hidden states and weight."""
+    logits = logit_scale * projection
     if logit_softcap is not None:
         logits = logit_softcap * torch.tanh(logits / logit_softcap)
     if isinstance(temperature, Tensor) and temperature.ndim:

@@ -85,6 +85,11 @@ SHARDED_EQUAL_TOKENS_RELATIVE = 1e-6
 # Products of a Hessian and a vector in fp64, compared with central differences of gradients.
 CENTRAL_DIFFERENCE_RELATIVE = 1e-6
 
+# Gradients whose products our kernels compute from cells, compared with those that PyTorch multiplies, by dtype.
+CELL_PRODUCTS_RELATIVE = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
+# fp32 products of copies of half-precision operands, compared with fp64.
+PRODUCT_OF_COPIES_RELATIVE, PRODUCT_OF_COPIES_ABSOLUTE = 1e-5, 1e-4
+
 # Counts of sampled tokens, compared with their probabilities: how many standard deviations the chi-square statistic may
 # exceed its mean.
 CHI_SQUARE_DEVIATIONS = 5

@@ -83,7 +83,11 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> list[str]:
-    """Measure the groups that have no record of the same conditions. Return those that time did not suffice for."""
+    """Measure the groups that have no record of the same conditions.
+
+    Returns:
+        The groups that were not started for lack of time.
+    """
     end, waiting = time.monotonic() + 60 * options.minutes, []
     finished = {name: x for name, x in results_in(options.output).items() if not (x["fault"] or options.again)}
     now = conditions(device_name(options.device), options.tiny) if finished else {}
@@ -208,7 +212,7 @@ def run_apart(name: str, options: argparse.Namespace, seconds: float) -> str:
 
 
 def followed(process: subprocess.Popen[bytes], path: str, begin: int, seconds: float) -> str:
-    """Print progress and failed tests from the log as they come. Return how the process ended, or that it is to be."""
+    """Print progress and failed tests from the log as they come. Return how the process ended, or its timeout."""
     end, status = time.monotonic() + seconds, None
     with open(path, errors="replace") as log:
         log.seek(begin)

@@ -107,7 +107,7 @@ def conditions(device: str, tiny: bool) -> Record:
 
 
 def unlike(record: Record, now: Record) -> list[str]:
-    """Return what a record's conditions do not share with those of a run."""
+    """Return how the conditions of a record differ from those of this run."""
     then = record["measured"].get("conditions", {})
     return [f"another {name}" for name, value in now.items() if then.get(name) != value]
 

@@ -122,7 +122,9 @@ def ceilings(setting: Setting) -> Iterator[Measurement]:
         head = HeadRows(randn(n, h), weight, None, None, None, ids, ids == 0, None, 1.0, None, v, entropy=False)
         rows, columns, _ = chunk_and_slab(head, n, tile_config(head, "gradient"), unrounded=False, direct=True)
         columns = min(columns, v)
-        d_logits, hidden, d_weight = randn(rows, columns), head.hidden[:rows], torch.empty_like(weight[:columns])
+        d_logits = randn(rows, columns)
+        hidden = head.hidden[:rows]
+        d_weight = torch.empty_like(weight[:columns])
         total = torch.zeros_like(hidden, dtype=torch.float32)
         times = {
             PRODUCTS[1]: clock(partial(add_product, total, d_logits, weight[:columns]), setting.on_gpu),

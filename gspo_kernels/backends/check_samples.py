@@ -9,22 +9,26 @@ from torch import Tensor
 
 from ..layout import accumulator
 from ..objective import Objective
-from ..reference import surrogate
+from ..reference import projection_log_probs, surrogate
 from .rows import HeadRows, PolicyRows
 
-# Lengths, log-ratios and advantages of packed sequences. The clip window is -3e-4 to 4e-4. The third and the fifth
-# sequence are clipped. The fourth and the sixth lie outside the window, too, but their advantages have the sign that
-# does not clip there. The second is empty, and the last has advantage 0. The first crosses a block of 256 tokens.
+# Lengths, log-ratios and advantages of packed sequences. The clip window is -3e-4 to 4e-4. Sequences 3 and 5 are
+# clipped. Sequences 4 and 6 are also outside the window, but on the side where the sign of their advantage does not
+# clip. Sequence 2 is empty. Sequence 7 has advantage 0. Sequence 1 is longer than a block of 256 tokens.
 LENGTHS = (270, 0, 24, 33, 17, 29, 1)
 LOG_RATIOS = (1e-4, 0.0, 5.5e-4, -4.5e-4, -4.5e-4, 5.5e-4, 0.0)
 ADVANTAGES = (1.2, 0.3, 0.7, 0.9, -0.8, -1.1, 0.0)
 ROWS = sum(LENGTHS)
-# V is not a multiple of any tile's width, and no number of rows of any block's height. H is summed in several steps.
-VOCAB, WIDTH = 1301, 512
-# The ragged head has all options, and an H that makes it take the kernels of "heavy" heads (`tuning.tile_config`).
-PADDING, RAGGED_WIDTH, RANK = 22, 328, 8
+VOCAB = 1301  # V, not a multiple of any tile's width; ROWS is not a multiple of any block's height
+WIDTH = 512  # H, which the kernels sum in several steps
+# The ragged head has all options. Its H selects the kernels of "heavy" heads (`tuning.tile_config`).
+RAGGED_WIDTH = 328
+RANK = 8  # of its adapter
+PADDING = 22  # columns that are not in its vocabulary
 # The wide head has more tiles than `reduce_rows` adds up at a time.
-WIDE_ROWS, WIDE_VOCAB, WIDE_WIDTH = 24, 8400, 128
+WIDE_ROWS = 24
+WIDE_VOCAB = 8400
+WIDE_WIDTH = 128
 FIRST = 256  # columns that get nearly all of the probability in the skewed batch
 UPSTREAM = 1024.0  # of the loss, so that small gradients are within the range of fp16
 
@@ -126,14 +130,10 @@ def truth_of(head: HeadRows, d_log_probs: Tensor, d_entropy: Tensor | None) -> T
     if head.adapter_hidden is not None and head.adapter_weight is not None and head.bias is not None:
         raw += head.adapter_hidden.double() @ head.adapter_weight.double().t() + head.bias.double()
     raw.requires_grad_()
-    z = raw * head.logit_scale
-    if head.logit_softcap is not None:
-        z = head.logit_softcap * torch.tanh(z / head.logit_softcap)
-    if head.temperature is not None:
-        z = z / head.temperature.double()[:, None]
-    log_p = torch.log_softmax(z[:, : head.vocab_size], 1)
-    log_probs = log_p.gather(1, torch.where(head.mask, head.target_ids, 0)[:, None])[:, 0]
-    entropy = -(log_p.exp() * log_p).sum(1)
+    ids = torch.where(head.mask, head.target_ids, 0)
+    temperature = 1.0 if head.temperature is None else head.temperature.double()
+    options = (head.logit_scale, head.logit_softcap, temperature, head.vocab_size)
+    log_probs, entropy = projection_log_probs(raw, ids, *options)
     total = (d_log_probs.double() * log_probs).sum()
     if d_entropy is not None:
         total = total + (d_entropy.double() * entropy).sum()
@@ -143,7 +143,7 @@ def truth_of(head: HeadRows, d_log_probs: Tensor, d_entropy: Tensor | None) -> T
 
 
 def policy_of(log_probs: Tensor, mask: Tensor, dtype: torch.dtype) -> PolicyRows:
-    """Return inputs of the loss on the CPU. The log-ratio of each sequence is that of LOG_RATIOS."""
+    """Return inputs of the loss on the CPU. The sequences have the log-ratios in LOG_RATIOS."""
     noise = 0.02 * torch.randn(ROWS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     difference = [  # log-probs minus old log-probs
         x - x[unmasked].mean() + log_ratio

@@ -1,7 +1,7 @@
 """A check of the Triton kernels on small ragged batches against float64: forward, backward, cache and gradient budget.
 
-`run_check` takes a few MiB. Most of its time is spent to compile kernels. It calls the backend's
-functions directly, without autograd and without collectives. `self_check.py` decides when it runs.
+`run_check` needs a few MiB, and spends most of its time compiling kernels. It calls the backend's functions directly,
+without autograd and without collectives. `self_check.py` decides when it runs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from ..layout import accumulator
 from ..objective import Objective
 from ..tolerance import (
+    DROPPED_MASS_ABSOLUTE,
     DROPPED_MASS_RELATIVE,
     FLOAT64_RELATIVE,
     KEPT_GRADIENT_RELATIVE,
@@ -26,6 +27,7 @@ from ..tolerance import (
     RELATIVE_RMS,
     ROW_COSINE,
 )
+from ..validation import dtype_name
 from . import triton as kernels
 from .check_samples import LENGTHS, ROWS, VOCAB, make_sample, policy_of, true_loss, truth_of, unmasked_rows, wide_head
 from .rows import Cache, HeadGradients, HeadRows, LiveTiles, NeedsGradient
@@ -36,7 +38,7 @@ BUDGET = 0.01
 
 
 class WrongResult(Exception):
-    """A result of the kernels is not within its limits."""
+    """A result of the kernels exceeds an error limit."""
 
 
 def run_check(device: torch.device, dtype: torch.dtype, subject: str) -> str | None:
@@ -128,9 +130,12 @@ class _Check:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, kind: str, launched: list[Launch]) -> None:
-        self.device, self.dtype, self.launched = device, dtype, launched
+        self.device = device
+        self.dtype = dtype
+        self.launched = launched
         self.sample = make_sample(kind, dtype)
-        self.head, self.d_log_probs = _to(self.sample.head, device), self.sample.d_log_probs.to(device)
+        self.head = _to(self.sample.head, device)
+        self.d_log_probs = self.sample.d_log_probs.to(device)
 
     def forward(self) -> None:
         """Check log-probs, and the clip decisions that follow from them."""
@@ -142,7 +147,9 @@ class _Check:
 
     def backward(self, cache: Cache | None = None) -> None:
         """Check log-probs, entropies if there are any, and the exact gradients of all operands."""
-        head, truth, d_entropy = self.head, self.sample.truth, self.sample.d_entropy
+        head = self.head
+        truth = self.sample.truth
+        d_entropy = self.sample.d_entropy
         result, kept = kernels.forward_and_keep(head, cache=cache)
         _compare_rows("log-probs", result.log_probs, truth.log_probs, self.dtype)
         if d_entropy is not None:
@@ -158,7 +165,7 @@ class _Check:
         self.backward(self._cache())
 
     def budget(self, cache: Cache | None = None) -> None:
-        """Check which cells are computed, and that the gradients are those of their entries."""
+        """Check the choice of cells, and the gradients that follow from the chosen cells of d_logits."""
         head, cell = self.head, kernels.cell_shape(self.head)
         assert cell is not None
         result, kept = kernels.forward_and_keep(head, True, cache)
@@ -201,7 +208,8 @@ class _Check:
         d_logits = self.sample.truth.d_logits
         dropped = (torch.where(entries, 0, d_logits.abs()).sum() / d_logits.abs().sum()).item()
         _limit("dropped mass", self.dtype, dropped, BUDGET)
-        _limit("reported dropped mass", self.dtype, abs(dropped - reported), DROPPED_MASS_RELATIVE * reported + 1e-9)
+        allowed = DROPPED_MASS_RELATIVE * reported + DROPPED_MASS_ABSOLUTE
+        _limit("reported dropped mass", self.dtype, abs(dropped - reported), allowed)
         return torch.where(entries, d_logits, 0)
 
 
@@ -248,4 +256,4 @@ def _compare(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None
 
 def _limit(name: str, dtype: torch.dtype, error: float, allowed: float) -> None:
     if not error <= allowed:
-        raise WrongResult(f"{name} in {str(dtype).removeprefix('torch.')}: error {error:.2e}, allowed {allowed:.2e}")
+        raise WrongResult(f"{name} in {dtype_name(dtype)}: error {error:.2e}, allowed {allowed:.2e}")

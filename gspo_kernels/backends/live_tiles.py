@@ -56,12 +56,13 @@ def break_even(width: int, device: torch.device) -> float:
 
     It is 0 while a CUDA graph is captured, because then the host cannot read the number of cells.
     """
-    if _captured(device):
+    if is_captured(device):
         return 0.0
     return SPARSE_EFFICIENCY.get(device.type, ESTIMATED_EFFICIENCY) * width / (width + CELL_OVERHEAD)
 
 
-def _captured(device: torch.device) -> bool:
+def is_captured(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured, so that the host can neither read values nor load kernels."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

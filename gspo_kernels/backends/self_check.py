@@ -25,6 +25,7 @@ from torch._guards import detect_fake_mode
 
 from ..layout import accumulator
 from ..validation import dtype_name, warn_once
+from .live_tiles import is_captured
 from .precision import refuses_mixed_products
 
 _logger = logging.getLogger(__name__)
@@ -94,18 +95,17 @@ def state(device: torch.device, dtype: torch.dtype, subject: str = "head") -> st
     """Return what is known of the check, for `gspo doctor`. Nothing runs."""
     if not is_enabled():
         return "off (GSPO_SELF_CHECK=0)"
-    if is_measured(device):
+    facts = _facts(device, dtype, subject)
+    if is_measured(facts):
         return "not needed (measured)"
     failure = _failures.get((device, dtype, subject))
     if failure is None:
-        facts = _facts(device, dtype, subject)
         failure = _remembered(result_file(facts), facts)
     return "not run" if failure is None else f"failed: {failure}" if failure else "passed"
 
 
-def is_measured(device: torch.device) -> bool:
-    """Return whether MEASURED has this architecture and these versions."""
-    facts = _facts(device, torch.float32, "head")
+def is_measured(facts: dict[str, str]) -> bool:
+    """Return whether MEASURED has the architecture and the versions in `facts`."""
     return Measured(facts["architecture"], facts["triton"], facts["torch"].partition("+")[0]) in MEASURED
 
 
@@ -125,13 +125,13 @@ def _warn_unchecked(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _check_once(key: Key, is_compiling: bool) -> str | None:
-    """Return the failure, "" if there is none, or None if nothing is known and the check cannot run now."""
+    """Return the failure, or "" if the check passed. Return None if no result is known and the check cannot run now."""
     with _one_check:
         if key not in _failures:
-            if not is_enabled() or is_measured(key[0]):
+            facts = _facts(*key) if is_enabled() else None
+            if facts is None or is_measured(facts):
                 _failures[key] = ""
                 return ""
-            facts = _facts(*key)
             file = result_file(facts)
             failure = _remembered(file, facts)
             if failure is None and not _can_run(key[0], is_compiling):
@@ -141,8 +141,7 @@ def _check_once(key: Key, is_compiling: bool) -> str | None:
 
 
 def _can_run(device: torch.device, is_compiling: bool) -> bool:
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return not (is_compiling or captured or detect_fake_mode() is not None)
+    return not (is_compiling or is_captured(device) or detect_fake_mode() is not None)
 
 
 def _run(device: torch.device, dtype: torch.dtype, subject: str) -> str:
@@ -170,7 +169,7 @@ def _shared_check(key: Key, file: Path | None, facts: dict[str, str]) -> str:
         written = "OutOfMemoryError" not in failure and _remember(file, facts, failure)
         if not failure:
             device, dtype, subject = key
-            if subject == "head":  # its check includes that of the loss
+            if subject == "head":  # a check of the head also checks the loss
                 of_loss = _facts(device, accumulator(dtype), "loss")
                 _remember(result_file(of_loss), of_loss, failure)
             where = f"remembered in {file}" if written else "not remembered, because no cache folder can be written"

@@ -214,18 +214,18 @@ def passes(kept_rows: float) -> tuple[float, float]:
     return 1 + (2 + 1 - kept_rows), 1 + LIVE * (2 + 1 - of_rl_like)
 
 
-def size(head: HeadRows, backend: str, cache_mib: int) -> Size:
-    """Return what a cache size saves. The peak includes at most the memory that all rows take."""
+def size(head: HeadRows, backend: str, cache_mib: int, full_mib: int) -> Size:
+    """Return what a cache size saves. The peak includes at most `full_mib`, the cache of all rows."""
     n = head.hidden.shape[0]
     kept = min(dispatch.implementation(backend).cache_rows(head, cache_mib * MIB), n) / n
-    most = min(cache_mib, full_cache_mib(head, backend))
+    most = min(cache_mib, full_mib)
     return Size(cache_mib, kept, *passes(kept), bound(head, backend, most * MIB).total / MIB)
 
 
 def sizes(head: HeadRows, backend: str) -> list[Size]:
     """Return what cache sizes from 0 to that of all rows save."""
     full = full_cache_mib(head, backend)
-    return [size(head, backend, mib) for mib in sorted({math.ceil(share * full) for share in SHARES})]
+    return [size(head, backend, mib, full) for mib in sorted({math.ceil(share * full) for share in SHARES})]
 
 
 def default_cache_mib(device: torch.device, architecture: str | None) -> tuple[int | None, str]:
@@ -273,7 +273,7 @@ def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> P
             where=f"{of_ranks}{n:,} tokens, H = {width:,}, {vocab}, {name}, {backend} backend, "
             f"{architecture or device.type}",
             sizes=sizes(head, backend),
-            default=None if default is None else size(head, backend, default),
+            default=None if default is None else size(head, backend, default, full_cache_mib(head, backend)),
             default_source=source,
             bound=bound(head, backend, 0),
             inputs={"hidden": head.hidden.nbytes, "weight": head.weight.nbytes},

@@ -145,7 +145,7 @@ def generate(
         options["logits_processor"] = LogitsProcessorList([ChosenTokens(uniform.to(ids.device), temperature)])
     if policy.has_routers:  # the routers' loss needs all positions, but a step with a cache sees only one
         options["output_router_logits"] = False
-    # Weights are gathered, so a process need not keep step with the others, which may sample fewer tokens.
+    # All weights are gathered already, so processes may sample different numbers of tokens.
     options |= {"max_new_tokens": room, "synced_gpus": False}
     out = policy.inner.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]  # [B, T]
     is_end = torch.isin(out, torch.tensor(sorted(end_tokens(policy)), device=out.device))

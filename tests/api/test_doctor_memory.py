@@ -204,7 +204,10 @@ def test_the_default_of_a_gpu_is_printed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert doctor_memory.default_cache_mib(cuda, None) == (1280, "1/64 of the total memory of a GPU")
     with tuning.assume("sm_90"), FakeTensorMode():
         head = doctor_memory.Batch(16_384, 4096, 131_072).head(torch.bfloat16)
-        found, full = (doctor_memory.size(head, "triton", mib) for mib in (1280, 2**20))
+        found, full = (
+            doctor_memory.size(head, "triton", mib, doctor_memory.full_cache_mib(head, "triton"))
+            for mib in (1280, 2**20)
+        )
         assert (found.kept_rows, found.passes_dense) == (5 / 16, 4 - 5 / 16)
         most = doctor_memory.full_cache_mib(head, "triton")
         assert full.passes_dense == 3 and full.peak_mib == found.peak_mib - 1280 + most

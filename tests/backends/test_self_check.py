@@ -156,7 +156,7 @@ def test_correct_kernels_pass_whatever_the_default_dtype_is() -> None:
 
 
 class Machine:
-    """A machine with a GPU whose kernels have the result `failure`. It counts the checks."""
+    """A fake machine with a GPU. Its self-check returns `failure`, and `checks` counts how often it ran."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failure: str | None = None

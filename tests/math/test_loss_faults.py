@@ -301,7 +301,7 @@ def test_a_budget_holds_under_a_soft_cap_that_binds_at_a_high_temperature() -> N
 
 @on_device
 def test_nothing_is_dropped_while_a_graph_is_captured(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_tiles, "_captured", lambda x: True)
+    monkeypatch.setattr(live_tiles, "is_captured", lambda x: True)
     sample = make_sample(3, lengths=(40, 31), vocab=601, logit_std=6.0).with_options(gradient_budget=0.3)
     with choices() as made:
         out, _ = run_fused(sample, backend)

@@ -46,7 +46,7 @@ def _of_every_dtype() -> Iterator[tuple[str, Options]]:
         yield f"{name} adapter", dict(dtype=dtype, rank=16)
 
 
-# Options of `step`; bf16 if they do not say otherwise.
+# Options of `step`, whose default dtype is bf16.
 CASES: dict[str, Options] = {
     **dict(_of_every_dtype()),
     "no rows": dict(rows=0),

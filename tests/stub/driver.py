@@ -73,7 +73,7 @@ class Stub:
         tuning._assumed = architecture
         self._replace_everywhere(launching.launch, self._launch)
         self._replace_everywhere(gradient_rows.may_read, lambda x: not x.is_meta and not self.capturing.value)
-        live_tiles._captured = lambda device: bool(self.capturing.value)
+        live_tiles.is_captured = lambda device: bool(self.capturing.value)
 
     def number(self, name: str) -> Any:
         return ctypes.c_int.in_dll(self.library, name)

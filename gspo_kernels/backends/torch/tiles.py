@@ -77,7 +77,9 @@ def _columns_beside_sums(head: HeadRows) -> int:
     The backward sums a slab of d_weight in fp32, and adds a product of the same size. Without tensor cores, a slab
     of the weight and a chunk of hidden states are copied in fp32, too.
     """
-    device, dtype, width = head.hidden.device, head.hidden.dtype, head.hidden.shape[1]
+    device = head.hidden.device
+    dtype = head.hidden.dtype
+    width = head.hidden.shape[1]
     wide, copies = accumulator(dtype).itemsize, operand_dtype(device, dtype) != dtype
     rows = tile_shape(device, accumulator(dtype))[0]
     of_rows = rows * width * wide * (1 + copies)  # a product added to d_hidden, the copy of hidden states

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...layout import accumulator
-from ..live_tiles import leading
+from ..live_tiles import is_captured, leading
 from ..precision import add_product, power_of_two
 from ..rows import HeadResult, HeadRows, Kept
 from ..workspace import workspace_bytes
@@ -117,7 +117,7 @@ def torch_rounds(head: HeadRows) -> bool:
 
 def may_read(x: Tensor) -> bool:
     """Return whether the host may read values of `x`: not from meta tensors, and not while a CUDA graph is captured."""
-    return not x.is_meta and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not x.is_meta and not is_captured(x.device)
 
 
 def gradient_of_tiles(

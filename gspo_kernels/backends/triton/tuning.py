@@ -130,7 +130,7 @@ def is_amd(device: torch.device) -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU. Elsewhere, return that of an H200."""
+    """Return the number of multiprocessors of a GPU; 132, as an H200 has, for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .log_probs import linear_log_probs
     from .objective import Objective
     from .outputs import LogProbOutput, LossOutput
-    from .policy_loss import policy_loss
+    from .policy import policy_loss
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,7 +34,7 @@ _MODULES = {
     "Objective": "objective",
     "gspo_fused_loss": "fused_loss",
     "linear_log_probs": "log_probs",
-    "policy_loss": "policy_loss",
+    "policy_loss": "policy",
 }
 
 

@@ -6,18 +6,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import ops
-from .agreement import head_values, policy_values, same_on_all_ranks
 from .backends.rows import products
+from .inputs.compared import head_values, policy_values
 from .inputs.head import HeadArguments, head_rows
 from .inputs.lm_head import weight_of
-from .inputs.memory import cache_size, check_budget, needed_by_autograd
+from .inputs.memory import cache_limit, check_budget, needed_by_autograd
 from .inputs.policy import PolicyArguments, policy_rows
 from .layout import accumulator
 from .metrics import work_metrics
 from .objective import Objective
+from .ops import loss as operators
 from .outputs import LossOutput, loss_output
-from .parallel import process_group, vocabulary_group
+from .ranks.agreement import same_on_all_ranks
+from .ranks.groups import process_group, vocabulary_group
 from .validation import Call
 
 
@@ -119,6 +120,8 @@ def gspo_fused_loss(
             NaN if there are any.
     """
     call = Call("gspo_fused_loss")
+    tp_group = vocabulary_group(call, weight_of(lm_head), tp_group)
+    cp_group = process_group(call, "cp_group", cp_group)
     has_bonus = isinstance(objective, Objective) and objective.entropy_coef != 0
     head_arguments = HeadArguments(
         hidden,
@@ -130,12 +133,12 @@ def gspo_fused_loss(
         logit_softcap,
         temperature,
         vocab_size,
-        entropy,
+        entropy or has_bonus,
         backend,
         tp_group,
         reduce_hidden,
     )
-    arguments = PolicyArguments(
+    policy_arguments = PolicyArguments(
         advantages,
         cu_seqlens,
         old_log_probs,
@@ -148,26 +151,23 @@ def gspo_fused_loss(
         cp_group,
     )
 
-    groups = {
-        "tp_group": vocabulary_group(call, weight_of(lm_head), tp_group),
-        "cp_group": process_group(call, "cp_group", cp_group),
-    }
-    with same_on_all_ranks(call, groups, hidden) as values:
+    with same_on_all_ranks(call, {"tp_group": tp_group, "cp_group": cp_group}, hidden) as compared:
         check_budget(call, gradient_budget)
         call.boolean("entropy", entropy)
         if has_bonus and gradient_budget > 0:
             call.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
-        head_arguments = head_arguments._replace(entropy=entropy or has_bonus)
         head = head_rows(call, head_arguments)
         unmasked = head.rows.mask.view(target_ids.shape)
-        policy = policy_rows(call, arguments, unmasked, accumulator(head.rows.hidden.dtype))
-        cache = cache_size(call, cache_mib, head.rows)
-        if values is not None:
-            values.update(head_values(head_arguments, head, cache_mib, cache, gradient_budget))
-            values.update(policy_values(arguments, policy, unmasked))
-    result = ops.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), cache, head.backend)
+        policy = policy_rows(call, policy_arguments, unmasked, accumulator(head.rows.hidden.dtype))
+        needs = needed_by_autograd(head.rows)
+        cache = cache_limit(call, cache_mib, head.rows.hidden.device, needs)
+        if compared is not None:
+            compared.update(head_values(head_arguments, head, cache_mib, cache, gradient_budget))
+            compared.update(policy_values(policy_arguments, policy, unmasked))
+
+    result = operators.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), cache, head.backend)
+
     entropies = result.head.entropy if head.rows.entropy else None
     out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective)
-    needed = products(needed_by_autograd(head.rows))
-    work = work_metrics(result.work.detach(), out.metrics["zero_coefficient_share"], needed)
+    work = work_metrics(result.work.detach(), out.metrics["zero_coefficient_share"], products(needs))
     return out._replace(metrics=out.metrics | work)

@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import ops
-from .agreement import head_values, same_on_all_ranks
+from .inputs.compared import head_values
 from .inputs.head import HeadArguments, head_rows
 from .inputs.lm_head import weight_of
-from .inputs.memory import cache_size, check_budget, needed_by_autograd
+from .inputs.memory import cache_limit, check_budget, needed_by_autograd
+from .ops import head as operators
 from .outputs import LogProbOutput
-from .parallel import vocabulary_group
+from .ranks.agreement import same_on_all_ranks
+from .ranks.groups import vocabulary_group
 from .validation import Call
 
 
@@ -86,6 +87,7 @@ def linear_log_probs(
             inside GPU tensors raise only if GSPO_CHECK=1. Otherwise an id out of range gives the log-prob NaN.
     """
     call = Call("linear_log_probs")
+    tp_group = vocabulary_group(call, weight_of(lm_head), tp_group)
     arguments = HeadArguments(
         hidden,
         lm_head,
@@ -102,14 +104,16 @@ def linear_log_probs(
         reduce_hidden,
     )
 
-    groups = {"tp_group": vocabulary_group(call, weight_of(lm_head), tp_group)}
-    with same_on_all_ranks(call, groups, hidden) as values:
+    with same_on_all_ranks(call, {"tp_group": tp_group}, hidden) as compared:
         check_budget(call, gradient_budget)
         head = head_rows(call, arguments)
-        cache = cache_size(call, cache_mib, head.rows)
-        if values is not None:
-            values.update(head_values(arguments, head, cache_mib, cache, gradient_budget))
-    budget = float(gradient_budget) if any(needed_by_autograd(head.rows)) else 0.0  # without a backward, keep nothing
-    out = ops.linear_log_probs(head.rows, budget, cache, head.backend).head
+        needs = needed_by_autograd(head.rows)
+        cache = cache_limit(call, cache_mib, head.rows.hidden.device, needs)
+        if compared is not None:
+            compared.update(head_values(arguments, head, cache_mib, cache, gradient_budget))
+
+    budget = float(gradient_budget) if any(needs) else 0.0  # without a backward, keep nothing
+    out = operators.linear_log_probs(head.rows, budget, cache, head.backend).head
+
     shape = target_ids.shape
     return LogProbOutput(out.log_probs.view(shape), out.entropy.view(shape) if entropy else None)

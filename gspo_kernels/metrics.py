@@ -1,13 +1,9 @@
-"""Metrics of a loss, as 0-dim tensors on the device. The host does not wait for them."""
+"""Names of the metrics of losses and backwards. Values are 0-dim tensors on the device; the host does not wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-
-from .layout import segment_sum
 
 NAMES = (
     "clip_fraction",  # share of non-empty sequences that have a clipped token
@@ -24,59 +20,6 @@ NAMES = (
     "kl",  # mean over tokens of the objective's estimator against ref_log_probs, nats; only with ref_log_probs
     "entropy",  # mean over tokens, nats; only if entropies are computed
 )
-
-
-def compute(
-    *,
-    mask: Tensor,  # [N] bool
-    offsets: Tensor,  # [S + 1]
-    low: Tensor,  # [N] bool: clipped at the lower bound
-    high: Tensor,  # [N] bool
-    log_ratio: Tensor,  # [S], or [N] for ratio="token"
-    log_ratio_mask: Tensor,  # bool, shape of log_ratio: non-empty sequences, or unmasked tokens
-    token_log_ratio: Tensor,  # [N], 0 at masked rows
-    has_gradient: Tensor,  # [N] bool
-    kl: Tensor | None,  # [N]
-    entropy: Tensor | None,  # [N]
-) -> Tensor:
-    """Return the metrics in the order of `NAMES`, [len(NAMES)]. If `kl` or `entropy` is None, its metric is 0."""
-    dtype = token_log_ratio.dtype
-    tokens = mask.sum().clamp(min=1).to(dtype)
-    sequences = (segment_sum(mask.to(dtype), offsets) > 0).sum().clamp(min=1)
-
-    def token_mean(x: Tensor) -> Tensor:
-        return torch.where(mask, x, 0).sum() / tokens
-
-    def sequence_share(x: Tensor) -> Tensor:
-        return (segment_sum((mask & x).to(dtype), offsets) > 0).sum().to(dtype) / sequences
-
-    clipped = low | high
-    ratio = log_ratio.exp()
-    count = log_ratio_mask.sum()
-    total = torch.where(log_ratio_mask, ratio, 0).sum()
-    zero = ratio.new_zeros(())
-    values = [
-        sequence_share(clipped),
-        sequence_share(low),
-        sequence_share(high),
-        token_mean(clipped),
-        token_mean(low),
-        token_mean(high),
-        torch.where(count > 0, total / count.clamp(min=1), 1),
-        torch.where(count > 0, _extreme(ratio, log_ratio_mask, torch.amin, torch.inf), 1),
-        torch.where(count > 0, _extreme(ratio, log_ratio_mask, torch.amax, -torch.inf), 1),
-        token_mean(-token_log_ratio),
-        torch.where(mask.any(), token_mean((~has_gradient).to(dtype)), 1),
-        zero if kl is None else token_mean(kl),
-        zero if entropy is None else token_mean(entropy),
-    ]
-    return torch.stack([value.to(dtype) for value in values])
-
-
-def _extreme(ratio: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], neutral: float) -> Tensor:
-    """Return the smallest or largest ratio where `mask` is true."""
-    # amin and amax reject an empty tensor, so one neutral element is added.
-    return reduce(torch.cat([torch.where(mask, ratio, neutral), ratio.new_full((1,), neutral)]))
 
 
 def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict[str, Tensor]:
@@ -118,9 +61,13 @@ _last_backward: dict[str, Tensor] = {}
 
 
 def record_backward(work: Tensor, products: int) -> None:
-    """Record the metrics that `last_backward` returns. Arguments: as of `work_metrics`, `work` not empty."""
+    """Record the metrics that `last_backward` returns. Arguments: as of `work_metrics`, `work` not empty.
+
+    The backward of a compiled graph records nothing: this runs while the graph is traced, with tensors without values.
+    """
     global _last_backward
-    _last_backward = work_metrics(work, work[0], products)
+    if type(work) is Tensor:
+        _last_backward = work_metrics(work, work[0], products)
 
 
 def last_backward() -> dict[str, Tensor]:

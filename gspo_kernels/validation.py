@@ -11,13 +11,18 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed  # as by torch.func.vmap
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,  # as by torch.func.vmap
+    is_gradtrackingtensor,
+    peek_interpreter_stack,
+)
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedParameter
 
@@ -129,11 +134,11 @@ class Call(Field):
         if type(x).__name__ == "DTensor":
             expected = "a plain tensor (gather a sharded one, or call inside the forward of its module)"
             self.fail(name, expected, Unquoted("a DTensor"), TypeError)
-        if not any(_matches(x.shape, shape) for shape in shapes):
+        if not _matches(x.shape, shapes):
             self.fail(name, f"a tensor {_text_of(shape_text)}", x)
         if x.layout != torch.strided:
             self.fail(name, "a dense tensor", Unquoted(f"a tensor of layout {x.layout}"), TypeError)
-        if _has_tangent(x):
+        if not torch.compiler.is_compiling() and forward_ad._current_level >= 0 and _has_tangent(x):
             expected = "a tensor without forward-mode tangent (only reverse mode is supported)"
             self.fail(name, expected, Unquoted("a dual tensor"), TypeError)
         if x.dtype not in dtypes:
@@ -253,7 +258,11 @@ class Call(Field):
 
     def flag(self, name: str, wrong: Tensor, expected: Text, got: Callable[[], object]) -> None:
         """Raise if `wrong` (bool) has a true entry, on a CPU or with GSPO_CHECK=1. Elsewhere `invalid` counts them."""
-        if not values_are_checked(wrong.device) or type(wrong).__name__ == "FakeTensor" or is_transformed(wrong):
+        if (
+            not values_are_checked(wrong.device)
+            or type(wrong).__name__ == "FakeTensor"
+            or is_functorch_wrapped_tensor(wrong)
+        ):
             self._wrong.append(wrong)
         elif wrong.any().item():
             self.fail(name, expected, got())
@@ -279,8 +288,6 @@ def _text_of(text: Text) -> str:
 
 
 def _has_tangent(x: Tensor) -> bool:
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
     return forward_ad.unpack_dual(x).tangent is not None
 
 
@@ -294,5 +301,46 @@ def values_are_checked(device: torch.device) -> bool:
     return device.type == "cpu" or (text == "1" and device.type != "meta")
 
 
-def _matches(shape: torch.Size, pattern: Sequence[int | None]) -> bool:
-    return len(shape) == len(pattern) and all(p is None or p == s for s, p in zip(shape, pattern, strict=True))
+def _matches(shape: torch.Size, patterns: Sequence[Sequence[int | None]]) -> bool:
+    """Return whether a shape matches one of the patterns, in which None matches any size."""
+    for pattern in patterns:
+        if len(shape) == len(pattern) and all([p is None or p == s for s, p in zip(shape, pattern, strict=True)]):
+            return True
+    return False
+
+
+# -- derivatives that the operators do not have
+
+# Functions of `gspo_kernels.reference` that autograd differentiates any number of times.
+REPLACEMENTS = {
+    "gspo_fused_loss": "gspo_reference_loss",
+    "linear_log_probs": "token_log_probs",
+    "policy_loss": "log_ratios_of_sequence and surrogate",
+}
+
+
+def refuse_second_derivative(function: str) -> NoReturn:
+    """Raise the error of a backward through the backward of a public function."""
+    raise RuntimeError(
+        f"{function}: the gradient is not differentiable, got a second backward through it (gradient penalty, hvp, "
+        f"hessian, jvp). Use gspo_kernels.reference.{REPLACEMENTS[function]}, which autograd differentiates twice"
+    )
+
+
+def refuse_torch_func(function: str, values: Iterable[object]) -> None:
+    """Raise an error if `torch.func` differentiates one of `values`. PyTorch's error would name no function of ours."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or peek_interpreter_stack() is None:
+        return
+    if any(isinstance(x, Tensor) and _is_tracked(x) for x in values):
+        raise RuntimeError(
+            f"{function}: torch.func.grad, vjp, jacrev and hessian are not supported. Use .backward() or "
+            "torch.autograd.grad, also with torch.func.functional_call"
+        )
+
+
+def _is_tracked(x: Tensor) -> bool:
+    while is_functorch_wrapped_tensor(x):
+        if is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = get_unwrapped(x)
+    return False

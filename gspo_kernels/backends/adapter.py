@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..derivatives import refuse_second_derivative, refuse_torch_func
+from ..validation import refuse_second_derivative, refuse_torch_func
 from .precision import exact_products, pad_columns
 from .torch.tiles import tile_shape
+from .workspace import DEFAULT_WORKSPACE
 
 
 def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
     """Return x A^T [N, R] from x [N, H] and A [R, H]; 0 at masked rows."""
-    index, tile_rows = mask.nonzero()[:, 0], tile_shape(x.device, x.dtype)[0]
+    index = mask.nonzero()[:, 0]
+    tile_rows = tile_shape(x.device, x.dtype, DEFAULT_WORKSPACE)[0]
     out = x.new_zeros(x.shape[0], lora_a.shape[0])  # [N, R]
     # Every product has the same number of rows, because products of other shapes may round differently.
     tile = x.new_zeros(tile_rows, x.shape[1])

@@ -29,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..parallel import all_columns as columns_of_all_ranks
-from ..parallel import gather, shard_of
+from ..ranks.collectives import gather
+from ..ranks.shards import columns_of_all_ranks, shard_of
 from .rows import HeadResult, HeadRows, Kept, LiveTiles
 
 # SPARSE_EFFICIENCY: throughput of products of scattered cells divided by the throughput of products of slabs, measured.

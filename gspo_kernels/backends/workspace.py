@@ -6,6 +6,7 @@ import os
 
 import torch
 
+DEFAULT_WORKSPACE = 256 * 2**20  # bytes
 LARGEST_MIB = 2**40  # so that the number of bytes fits int64
 CACHE_SHARE = 64  # by default, the cache is this fraction of a GPU's memory: 1/64
 
@@ -15,7 +16,7 @@ def workspace_bytes() -> int:
 
     The environment variable GSPO_WORKSPACE_MIB sets it, in MiB. Default: 256.
     """
-    return _mebibytes("GSPO_WORKSPACE_MIB", "256", least=1) * 2**20
+    return _mebibytes("GSPO_WORKSPACE_MIB", str(DEFAULT_WORKSPACE // 2**20), least=1) * 2**20
 
 
 def cache_bytes(device: torch.device) -> int:

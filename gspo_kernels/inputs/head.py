@@ -10,15 +10,11 @@ from torch import Tensor, nn
 from ..backends.dispatch import pick_backend
 from ..backends.precision import AUTOCAST_DEVICES
 from ..backends.rows import HeadRows
+from ..backends.workspace import workspace_bytes
 from ..layout import accumulator
-from ..parallel import (
-    Shard,
-    columns_over,
-    local_hidden,
-    shard_over,
-    sum_gradient,
-    vocabulary_group,
-)
+from ..ranks.collectives import sum_gradient
+from ..ranks.groups import local_hidden
+from ..ranks.shards import Shard, columns_over, shard_over
 from ..validation import FLOATS, Call, Unquoted, positive, up_to_five
 from .lm_head import resolve, weight_of
 
@@ -37,7 +33,7 @@ class HeadArguments(NamedTuple):
     vocab_size: int | None
     entropy: bool
     backend: str
-    tp_group: Any = None
+    tp_group: Any = None  # a process group of several ranks
     reduce_hidden: str = "all"
 
 
@@ -46,13 +42,12 @@ class HeadInputs(NamedTuple):
 
     rows: HeadRows
     backend: str  # "torch" or "triton"
-    tp_group: Any  # process group over which the vocabulary is sharded, or None
 
 
 def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
     """Check, cast and flatten the arguments. `call` names the public function in error messages."""
     target_ids = arguments.target_ids
-    tp_group = vocabulary_group(call, weight_of(arguments.lm_head), arguments.tp_group)
+    tp_group = arguments.tp_group
     hidden, is_partial = local_hidden(call, arguments.hidden, tp_group)
     call.choice("reduce_hidden", arguments.reduce_hidden, ("all", "none"))
     text = "[B, T, H] or [N, H]"
@@ -90,10 +85,11 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
         logit_softcap=None if softcap is None else float(softcap),
         vocab_size=columns,
         entropy=arguments.entropy,
+        workspace=workspace_bytes(),
     )
     if tp_group is not None:
         checked = _of_shard(checked, shard_over(tp_group, weight_of(arguments.lm_head), columns))
-    return HeadInputs(checked, backend, tp_group)
+    return HeadInputs(checked, backend)
 
 
 def _of_shard(head: HeadRows, shard: Shard) -> HeadRows:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..backends.adapter import adapter_product
 from ..layout import accumulator
-from ..parallel import local, local_rows, sum_gradient
+from ..ranks.collectives import sum_gradient
+from ..ranks.groups import local, local_rows
 from ..validation import Call, Unquoted
 
 

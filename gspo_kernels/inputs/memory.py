@@ -23,19 +23,22 @@ def check_cache(call: Field, cache_mib: float | None) -> None:
         call.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= LARGEST_MIB)
 
 
-def cache_limit(call: Field, cache_mib: float | None, device: torch.device) -> int:
-    """Check `cache_mib`, and return the memory for exponentials in bytes. None means the default on `device`."""
-    check_cache(call, cache_mib)
-    return cache_bytes(device) if cache_mib is None else int(float(cache_mib) * 2**20)
+def cache_limit(call: Field, cache_mib: float | None, device: torch.device, needs: NeedsGradient | None = None) -> int:
+    """Check `cache_mib`, and return the memory for exponentials in bytes: 0 if no operand needs a gradient.
 
-
-def cache_size(call: Field, cache_mib: float | None, head: HeadRows) -> int:
-    """Return the memory for exponentials in bytes: 0 if no operand needs a gradient."""
-    size = cache_limit(call, cache_mib, head.hidden.device)
-    return size if any(needed_by_autograd(head)) else 0
+    None means the default on `device`.
+    """
+    if cache_mib is None:
+        size = cache_bytes(device)
+    else:
+        check_cache(call, cache_mib)
+        size = int(float(cache_mib) * 2**20)
+    return 0 if needs is not None and not any(needs) else size
 
 
 def needed_by_autograd(head: HeadRows) -> NeedsGradient:
-    """Return which operands need a gradient. None does while autograd does not record."""
-    operands = (getattr(head, name) for name in NeedsGradient._fields)
-    return NeedsGradient(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in operands))
+    """Return which operands need a gradient. All are False when gradients are disabled."""
+    if not torch.is_grad_enabled():
+        return NeedsGradient(False, False, False, False, False)
+    operands = [getattr(head, name) for name in NeedsGradient._fields]
+    return NeedsGradient(*[x is not None and x.requires_grad for x in operands])

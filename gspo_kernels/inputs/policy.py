@@ -11,7 +11,6 @@ from ..backends.precision import multiply_no_nan
 from ..backends.rows import PolicyRows
 from ..layout import Layout, packed_layout, padded_layout
 from ..objective import Objective
-from ..parallel import process_group
 from ..sampler_mismatch import Correction, rollout_weights
 from ..validation import FLOATS, Call, Unquoted, up_to_five
 
@@ -28,7 +27,7 @@ class PolicyArguments(NamedTuple):
     objective: Objective
     normalizer: float | Tensor | None
     kl_normalizer: float | Tensor | None
-    cp_group: Any = None
+    cp_group: Any = None  # a process group of several ranks
 
 
 class PolicyInputs(NamedTuple):
@@ -37,7 +36,6 @@ class PolicyInputs(NamedTuple):
     rows: PolicyRows
     layout: Layout
     rollout_metrics: dict[str, Tensor]  # metrics of the rollout correction, by their names in `LossOutput.metrics`
-    cp_group: Any  # process group over which the tokens of each sequence are sharded, or None
 
 
 def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: torch.dtype) -> PolicyInputs:
@@ -60,7 +58,7 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
     if objective.kl_coef > 0 and ref is None:
         call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
     weights = _token_weights(call, arguments.token_weights, layout, unmasked, dtype)
-    cp_group = process_group(call, "cp_group", arguments.cp_group)
+    cp_group = arguments.cp_group
     if cp_group is not None and objective.rollout_correction is not None:
         expected = (
             "None with a cp_group (pass weights of the unsharded sequences as token_weights, see sampler_mismatch)"
@@ -89,7 +87,7 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
         invalid=call.invalid(mask.device),
         group="" if cp_group is None else cp_group.group_name,
     )
-    return PolicyInputs(rows, layout, rollout_metrics, cp_group)
+    return PolicyInputs(rows, layout, rollout_metrics)
 
 
 def _layout(call: Call, cu_seqlens: Tensor | None, mask: Tensor) -> Layout:
@@ -152,11 +150,9 @@ def _token_weights(
 
 def _rollout_correction(call: Call, arguments: PolicyArguments, layout: Layout, unmasked: Tensor) -> Correction | None:
     """Return the importance weights that correct for the sampler, or None if the objective has no correction."""
-    correction, rollout, old = (
-        arguments.objective.rollout_correction,
-        arguments.rollout_log_probs,
-        arguments.old_log_probs,
-    )
+    correction = arguments.objective.rollout_correction
+    rollout = arguments.rollout_log_probs
+    old = arguments.old_log_probs
     if correction is None:
         if rollout is not None:
             expected = "None, because objective.rollout_correction is None, and only this option uses it"

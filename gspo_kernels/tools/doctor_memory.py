@@ -19,7 +19,7 @@ from ..backends import dispatch
 from ..backends.rows import HeadRows
 from ..backends.workspace import cache_of_device, cache_variable, workspace_bytes
 from ..layout import accumulator
-from ..parallel import Shard, shard_of
+from ..ranks.shards import Shard, shard_of
 from ..validation import Call
 
 MIB = 2**20

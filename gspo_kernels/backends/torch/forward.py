@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...parallel import gather_tiles, shard_of
+from ...ranks.collectives import gather_tiles
+from ...ranks.shards import shard_of
 from ..precision import exact_products
-from ..rows import Cache, HeadResult, HeadRows, Kept
+from ..rows import Cache, HeadResult, HeadRows, Kept, nothing_kept
 from . import workers
 from .kept_tile import empty_kept, lift
-from .tiles import LOG_OF_NOTHING, Tiles, cell_shape
+from .tiles import LOG_OF_NOTHING, Tiles
 
 
 def head_forward(head: HeadRows) -> HeadResult:
@@ -28,17 +29,20 @@ def head_forward(head: HeadRows) -> HeadResult:
 
 def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None = None) -> tuple[HeadResult, Kept]:
     """Run `head_forward`. Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`."""
-    kept = empty_kept(head, shares, 0 if cache is None else cache.rows)
+    keeps = shares or cache is not None
+    kept = empty_kept(head, shares, 0 if cache is None else cache.rows) if keeps else nothing_kept(head)
     index = head.mask.nonzero()[:, 0]
     if cache is not None:  # first the rows that may have a gradient
         first = cache.may_have_gradient[index]
         index = torch.cat([index[first], index[~first]])
         kept.n_kept.copy_(first.sum().clamp(max=cache.rows))
-    tiles, columns = Tiles(head, index), cell_shape(head)[1]
-    totals = _SlabTotals(tiles, columns, kept)
+    tiles = Tiles(head, index)
+    totals = _SlabTotals(tiles, kept)
     with exact_products(tiles.device):
         workers.run(totals.reduce, tiles.tasks(), tiles.threads)
-    target_logit = totals.add_other_ranks(tiles.at_slab_of_target(totals.at_target))
+    target_logit = tiles.at_slab_of_target(totals.at_target)
+    if head.shard:
+        target_logit = totals.add_other_ranks(target_logit)
     # Tensors are [padded] from here on, or [slabs, padded]. "Others" are the columns other than the target's.
     top = totals.top
     top_others = _finite(top.amax(0))
@@ -62,7 +66,7 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
         kept.share[:, : tiles.padded].mul_(scale[: len(kept.share)])
     if cache is not None:
         kept.top[:, : tiles.padded] = totals.own_top
-    if shares or cache is not None:
+    if keeps:
         kept.place.zero_()[tiles.index] = torch.arange(tiles.count, device=tiles.device)
     return result, kept
 
@@ -70,15 +74,18 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
 class _SlabTotals:
     """Results of each slab for each row, [slabs, padded]. All but `at_target` exclude the target's column."""
 
-    def __init__(self, tiles: Tiles, cell_columns: int, kept: Kept) -> None:
-        self.tiles, self.cell_columns, self.slabs, self.kept = tiles, cell_columns, tiles.slabs(), kept
+    def __init__(self, tiles: Tiles, kept: Kept) -> None:
+        self.tiles = tiles
+        self.kept = kept
+        self.slabs = tiles.slabs()
+        self.cell_columns = tiles.cell_columns
         shape = len(self.slabs), tiles.padded
         self.top, self.log_mass = tiles.zeros(*shape), tiles.zeros(*shape)  # largest logit; log of sum exp(z - top)
         # Entropy of the softmax over the slab.
         self.entropy = tiles.zeros(*shape) if tiles.head.entropy else tiles.zeros(0, tiles.padded)
         self.at_target = tiles.zeros(*shape)  # logit of the target; the slab's first logit if the target is elsewhere
         # [cells, ...]: sum of exp(z - top of the slab) over a cell's columns, or [0, 0]
-        cells = -(-tiles.head.vocab_size // cell_columns)
+        cells = -(-tiles.head.vocab_size // self.cell_columns)
         sharded = tiles.head.shard and len(kept.share)
         self.share = tiles.zeros(cells, tiles.padded) if sharded else kept.share
         self.own_top = self.top  # of this rank's slabs, where `top` is of all ranks
@@ -115,9 +122,7 @@ class _SlabTotals:
                 self.entropy[s, rows] = torch.where(mass > 0, mass.log() - mean / mass, 0)
 
     def add_other_ranks(self, target_logit: Tensor) -> Tensor:
-        """If the vocabulary is sharded, gather the slabs of all ranks. Return the targets' logits, [padded]."""
-        if not self.tiles.head.shard:
-            return target_logit
+        """Gather the slabs of all ranks. Return the targets' logits, [padded]."""
         shard, width = shard_of(self.tiles.head.shard), self.tiles.tile_columns
         slabs = [(x, width) for x in (self.top, self.log_mass, self.entropy)[: 3 if len(self.entropy) else 2]]
         cells = [(self.share, self.cell_columns)] if len(self.share) else []

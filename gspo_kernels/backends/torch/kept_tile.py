@@ -10,34 +10,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...layout import accumulator
-from ...parallel import shard_of, widest
+from ...ranks.shards import shard_of, widest_shard
 from ..live_tiles import leading
 from ..rows import KEPT_FACTOR, HeadResult, HeadRows, Kept
-from .tiles import Tiles, cell_shape, slab_columns
+from .tiles import Tiles, tiling
 
 
 def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     """Return how many rows of exponentials fit `cache_bytes`: full tiles of rows, or all N."""
-    rows, n = cell_shape(head)[0], head.hidden.shape[0]
-    fit = cache_bytes // (rows * max(widest(head.shard, head.vocab_size), 1) * head.hidden.dtype.itemsize) * rows
+    rows, n = tiling(head).rows, head.hidden.shape[0]
+    fit = cache_bytes // (rows * max(widest_shard(head), 1) * head.hidden.dtype.itemsize) * rows
     most: Any = torch.sym_min(fit, n)  # under torch.compile, one graph for all batches
     return most
 
 
 def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
     """Return tensors for what the forward keeps; those not requested are empty."""
-    block, columns = cell_shape(head)
-    n, make = head.hidden.shape[0], partial(torch.empty, device=head.hidden.device)
-    dtype, padded = accumulator(head.hidden.dtype), -(-n // block) * block
-    slabs, cells = (-(-head.vocab_size // width) for width in (slab_columns(head), columns))
+    tiles = tiling(head)
+    n = head.hidden.shape[0]
+    padded = -(-n // tiles.rows) * tiles.rows
+    slabs = -(-head.vocab_size // tiles.columns)
+    cells = -(-head.vocab_size // tiles.cell_columns)
     if head.shard:
-        cells = sum(shard_of(head.shard).tiles(columns))
+        cells = sum(shard_of(head.shard).tiles(tiles.cell_columns))
+    make = partial(torch.empty, device=head.hidden.device)
     return Kept(
         place=make(n if shares or cache_rows else 0, dtype=torch.int64),
-        share=make((cells, padded) if shares else (0, 0), dtype=dtype).zero_(),
+        share=make((cells, padded) if shares else (0, 0), dtype=tiles.dtype).zero_(),
         exponentials=make((cache_rows, head.vocab_size) if cache_rows else (0, 0), dtype=head.hidden.dtype),
-        top=make((slabs, padded) if cache_rows else (0, 0), dtype=dtype).zero_(),
+        top=make((slabs, padded) if cache_rows else (0, 0), dtype=tiles.dtype).zero_(),
         n_kept=make(1 if cache_rows else 0, dtype=torch.int64),
     )
 
@@ -58,7 +59,7 @@ class KeptTiles:
         slabs = len(tiles.slabs())
         if kept.top.shape[0] != slabs:
             raise RuntimeError(
-                "GSPO_WORKSPACE_MIB and TunableOp must not change between forward and backward: the forward kept "
+                "TunableOp must not be switched on or off between forward and backward: the forward kept "
                 f"{kept.top.shape[0]} slabs of exponentials, and the backward has {slabs}"
             )
         self.rows = int(leading((kept.place < kept.n_kept)[tiles.index]))

@@ -24,11 +24,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import metrics
-from ...layout import segment_sum, sequence_of_row
+from ...layout import sequence_of_row
 from ...objective import Objective
 from ..precision import multiply_no_nan
 from ..rows import PolicyResult, PolicyRows
+from ..sums import TokenTerms, metrics_of, sums_after_gate, sums_before_gate
 from .surrogates import SCORES, bounded, divergence_times, kl_and_slope, surrogate
 
 
@@ -37,30 +37,27 @@ def policy_forward(
 ) -> PolicyResult:
     """Compute the loss and its derivatives with respect to log-probs and entropies, from tensors [N]."""
     offsets, advantages = policy.offsets, policy.advantages
+    by_token = objective.ratio == "token"
     sequence = sequence_of_row(offsets, mask.shape[0])  # [N]
     lp = torch.where(mask, log_probs, 0)
     token_log_ratio, averaged, token_bounds = _log_ratios(log_probs, mask, policy, objective)
-    if policy.group:
-        from .sharded_sequence import sums_before_gate  # most users need none of it, and an import takes 3 ms
-
-        lengths, total, invalid = sums_before_gate(mask, averaged, policy)
-        policy = policy._replace(invalid=invalid)
-    else:
-        lengths, total = segment_sum(mask.to(lp.dtype), offsets), segment_sum(averaged, offsets)  # [S]
+    lengths, total, invalid = sums_before_gate(mask, averaged, policy)  # [S], [S], []
+    policy = policy._replace(invalid=invalid)
     u = total / lengths.clamp(min=1)
-    by_token = objective.ratio == "token"
     log_ratio = token_log_ratio if by_token else u[sequence]  # [N], like all tensors over tokens below
 
     value, slope, low, high = surrogate(log_ratio, advantages, objective)
     if token_bounds is not None:
         low, high = token_bounds
     if policy.token_weights is not None:
-        value, slope = multiply_no_nan(policy.token_weights, value), multiply_no_nan(policy.token_weights, slope)
+        value = multiply_no_nan(policy.token_weights, value)
+        slope = multiply_no_nan(policy.token_weights, slope)
     share = _share_of_token(mask, sequence, lengths, policy, objective, objective.aggregation, policy.normalizer)
     d_log_ratio = torch.where(mask, share * slope, 0)
     d_log_prob = torch.zeros_like(lp)
     if objective.surrogate in SCORES:  # the slope is with respect to the log-prob
-        value, d_log_ratio, d_log_prob = multiply_no_nan(value, lp), d_log_prob, d_log_ratio
+        value = multiply_no_nan(value, lp)
+        d_log_ratio, d_log_prob = d_log_prob, d_log_ratio
     loss_rows = torch.where(mask, share * value, 0)
 
     kl = kl_slope = None
@@ -81,38 +78,27 @@ def policy_forward(
         loss_rows = loss_rows + torch.where(mask, entropy_coefficient * entropy, 0)
 
     free = mask if token_bounds is None else mask & ~(low | high)  # tokens through which u has a gradient
-    total_of_ranks = None
-    if policy.group:
-        from .sharded_sequence import TokenTerms, totals_of_ranks
-
-        terms = TokenTerms(
-            loss_rows, d_log_ratio, d_log_prob, entropy_coefficient, token_log_ratio, low, high, kl, entropy
-        )
-        total_of_ranks = totals_of_ranks(terms, free, mask, lengths, u, policy, objective)
+    terms = TokenTerms(loss_rows, d_log_ratio, -token_log_ratio, low, high, kl, entropy)
+    without_u = d_log_prob if objective.ratio == "sequence" else d_log_ratio + d_log_prob
+    sums = sums_after_gate(terms, _is_zero(without_u, entropy_coefficient), free, mask, policy, by_token)
     if objective.ratio == "sequence":
-        d_total = segment_sum(d_log_ratio, offsets) if total_of_ranks is None else total_of_ranks.d_log_ratio  # [S]
-        d_log_ratio = torch.where(free, (d_total / lengths.clamp(min=1))[sequence], 0)
+        d_log_ratio = torch.where(free, (sums.d_log_ratio.to(lp.dtype) / lengths.clamp(min=1))[sequence], 0)
     coefficient = d_log_ratio + d_log_prob
-    log_ratio = token_log_ratio.clone() if by_token else u
-    if total_of_ranks is not None:
-        return PolicyResult(total_of_ranks.loss, log_ratio, coefficient, entropy_coefficient, total_of_ranks.metrics)
-    has_gradient = coefficient != 0
-    if entropy_coefficient.numel():
-        has_gradient = has_gradient | (entropy_coefficient != 0)
-    values = metrics.compute(
-        mask=mask,
-        offsets=offsets,
-        low=low,
-        high=high,
-        log_ratio=token_log_ratio if by_token else u,
-        log_ratio_mask=mask if by_token else lengths > 0,
-        token_log_ratio=token_log_ratio,
-        has_gradient=has_gradient,
-        kl=kl,
-        entropy=entropy,
-    )
-    loss = torch.where(policy.invalid > 0, torch.nan, segment_sum(loss_rows, offsets).sum())
-    return PolicyResult(loss, log_ratio, coefficient, entropy_coefficient, values)
+    if not policy.group:
+        no_gradient = (mask & _is_zero(coefficient, entropy_coefficient)).sum()
+    elif objective.ratio == "sequence":  # a token whose terms cancel exactly is counted as one with a gradient
+        no_gradient = torch.where(sums.d_log_ratio == 0, sums.no_gradient, sums.never_gradient)
+    else:
+        no_gradient = sums.no_gradient
+    loss = torch.where(invalid > 0, torch.nan, sums.loss.to(lp.dtype).sum())
+    metrics = metrics_of(sums, no_gradient, lengths, u, invalid if policy.group else None)
+    return PolicyResult(loss, token_log_ratio.clone() if by_token else u, coefficient, entropy_coefficient, metrics)
+
+
+def _is_zero(coefficient: Tensor, entropy_coefficient: Tensor) -> Tensor:
+    """Return where a token has no gradient, [N] bool."""
+    is_zero = coefficient == 0
+    return is_zero & (entropy_coefficient == 0) if entropy_coefficient.numel() else is_zero
 
 
 def _log_ratios(

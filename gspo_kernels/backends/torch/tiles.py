@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...layout import accumulator
-from ...parallel import all_columns
+from ...ranks.shards import columns_of_all_ranks
 from ..precision import COLUMN_MULTIPLE, pad_columns, refuses_mixed_products
 from ..rows import HeadRows
-from ..workspace import workspace_bytes
 
 LOG_OF_NOTHING = -1000.0  # log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 * -1000 is 0, not NaN
 _TILES_IN_MEMORY = 4  # most tiles that a thread holds: logits, probabilities, factor of the soft-cap, one temporary
@@ -35,12 +36,46 @@ _CELL_ON_CPU, _CELL_ELSEWHERE = 168, 1024  # columns of a cell
 _LEAST_ON_GPU = 64  # columns of a slab with half-precision operands, even if it does not fit the workspace
 
 
-def tile_shape(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
+class Tiling(NamedTuple):
+    """How the torch backend divides the logits of a head. Every slab but the last consists of full cells."""
+
+    dtype: torch.dtype  # of logits and sums: fp32, or fp64 for fp64 inputs
+    operand_dtype: torch.dtype  # in which operands are multiplied
+    rows: int  # of a tile, and of a cell
+    columns: int  # of a tile, which is as wide as a slab
+    cell_columns: int  # of a cell, the unit that a backward may leave out
+
+
+def tiling(head: HeadRows) -> Tiling:
+    """Return how the logits of a head are divided.
+
+    A tile is as wide as a slab: the columns of `tile_shape`, or fewer on a CPU, where threads divide the work by slabs.
+    Narrower slabs give enough slabs to occupy all threads, and keep fp32 copies of half-precision slabs small.
+    """
+    device = head.hidden.device
+    dtype = accumulator(head.hidden.dtype)
+    operands = operand_dtype(device, head.hidden.dtype)
+    rows, columns = tile_shape(device, dtype, head.workspace)
+    if device.type != "cpu":
+        if head.hidden.dtype != dtype:
+            columns = min(columns, _columns_beside_sums(head, rows, dtype, operands))
+        cell_columns = _CELL_ELSEWHERE if columns % _CELL_ELSEWHERE == 0 else columns
+        return Tiling(dtype, operands, rows, columns, cell_columns)
+    vocab = columns_of_all_ranks(head.shard, head.vocab_size)
+    if columns % _CELL_ON_CPU == 0 and vocab > columns:
+        cells = -(-vocab // (_SLABS * _CELL_ON_CPU))
+        if head.hidden.dtype != dtype:
+            cells = min(cells, _SLAB_BYTES // (head.hidden.shape[1] * dtype.itemsize * _CELL_ON_CPU))
+        columns = min(max(cells, 1) * _CELL_ON_CPU, columns)
+    return Tiling(dtype, operands, rows, columns, _CELL_ON_CPU if columns % _CELL_ON_CPU == 0 else columns)
+
+
+def tile_shape(device: torch.device, dtype: torch.dtype, workspace: int) -> tuple[int, int]:
     """Return (rows, columns) of a tile of logits, so that the tiles of one thread fit the workspace.
 
     A thread holds at most _TILES_IN_MEMORY tiles. `_threads` limits the number of threads.
     """
-    elements = workspace_bytes() // (_TILES_IN_MEMORY * dtype.itemsize)
+    elements = workspace // (_TILES_IN_MEMORY * dtype.itemsize)
     rows, columns = _TILE_ON_CPU if device.type == "cpu" else _TILE_ELSEWHERE
     multiple = COLUMN_MULTIPLE if device.type == "cpu" else 1
     return rows, max(min(columns, elements // rows) // multiple, 1) * multiple
@@ -52,62 +87,36 @@ def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor_cores and dtype.itemsize == 2 else accumulator(dtype)
 
 
-def slab_columns(head: HeadRows) -> int:
-    """Return the number of columns of a slab.
-
-    A tile is as wide as a slab: the columns of `tile_shape`, or fewer on a CPU, where threads divide the work by slabs.
-    Narrower slabs give enough slabs to occupy all threads, and keep fp32 copies of half-precision slabs small.
-    """
-    device, dtype = head.hidden.device, accumulator(head.hidden.dtype)
-    columns = tile_shape(device, dtype)[1]
-    if device.type != "cpu" and head.hidden.dtype != dtype:
-        return min(columns, _columns_beside_sums(head))
-    vocab = all_columns(head.shard, head.vocab_size)
-    if device.type != "cpu" or columns % _CELL_ON_CPU or vocab <= columns:
-        return columns
-    cells = -(-vocab // (_SLABS * _CELL_ON_CPU))
-    if head.hidden.dtype != dtype:
-        cells = min(cells, _SLAB_BYTES // (head.hidden.shape[1] * dtype.itemsize * _CELL_ON_CPU))
-    return min(max(cells, 1) * _CELL_ON_CPU, columns)
-
-
-def _columns_beside_sums(head: HeadRows) -> int:
+def _columns_beside_sums(head: HeadRows, rows: int, dtype: torch.dtype, operands: torch.dtype) -> int:
     """Return the most columns of a slab on a GPU that fit the workspace with half-precision operands, in full cells.
 
     The backward sums a slab of d_weight in fp32, and adds a product of the same size. Without tensor cores, a slab
     of the weight and a chunk of hidden states are copied in fp32, too.
     """
-    device = head.hidden.device
-    dtype = head.hidden.dtype
     width = head.hidden.shape[1]
-    wide, copies = accumulator(dtype).itemsize, operand_dtype(device, dtype) != dtype
-    rows = tile_shape(device, accumulator(dtype))[0]
+    wide = dtype.itemsize
+    copies = operands != head.hidden.dtype
     of_rows = rows * width * wide * (1 + copies)  # a product added to d_hidden, the copy of hidden states
     of_logits = rows * wide * _TILES_IN_MEMORY + width * wide * (1 + copies)  # per column, while d_logits are computed
     of_products = rows * wide + width * wide * (2 + copies)  # and while they are multiplied
-    columns = (workspace_bytes() - of_rows) // max(of_logits, of_products)
+    columns = (head.workspace - of_rows) // max(of_logits, of_products)
     # Hidden states alone may fill the workspace, if H is large. Narrow slabs would copy them too often.
     return max(columns // _CELL_ELSEWHERE * _CELL_ELSEWHERE, min(columns, _CELL_ELSEWHERE), _LEAST_ON_GPU)
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int]:
-    """Return (rows, columns) of a cell, the unit that a backward may leave out.
-
-    Every slab but the last consists of full cells.
-    """
-    rows, columns = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0], slab_columns(head)
-    cell = _CELL_ON_CPU if head.hidden.device.type == "cpu" else _CELL_ELSEWHERE
-    return rows, cell if columns % cell == 0 else columns
+    """Return (rows, columns) of a cell, the unit that a backward may leave out."""
+    tiles = tiling(head)
+    return tiles.rows, tiles.cell_columns
 
 
 class Tiles:
     """Gathered rows, and the tiles in which their logits are computed. Gathered tensors are padded to full tiles."""
 
     def __init__(self, head: HeadRows, index: Tensor) -> None:
-        self.head, self.device = head, head.hidden.device
-        self.dtype = accumulator(head.hidden.dtype)
-        self.operand_dtype = operand_dtype(self.device, head.hidden.dtype)
-        self.tile_rows, self.tile_columns = tile_shape(self.device, self.dtype)[0], slab_columns(head)
+        self.head = head
+        self.device = head.hidden.device
+        self.dtype, self.operand_dtype, self.tile_rows, self.tile_columns, self.cell_columns = tiling(head)
         self.threads = self._threads()
         self.index = index
         self.count = self.index.shape[0]
@@ -135,7 +144,7 @@ class Tiles:
         width, size = self.head.hidden.shape[1], self.dtype.itemsize
         tiles = size * self.tile_rows * (_TILES_IN_MEMORY * self.tile_columns + width)
         copies = 0 if self.head.weight.dtype == self.dtype else 2 * size * self.tile_columns * width
-        fit = (workspace_bytes() - _SLAB_BYTES) // (tiles + copies)
+        fit = (self.head.workspace - _SLAB_BYTES) // (tiles + copies)
         return max(min(torch.get_num_threads(), fit), 1)
 
     def kept_products(self) -> int:
@@ -148,9 +157,8 @@ class Tiles:
 
     def gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Gather rows: [N, ...] -> [padded, ...], zeros after the last row."""
-        out = torch.zeros((self.padded, *x.shape[1:]), dtype=dtype or self.dtype, device=self.device)
-        out[: self.count] = x[self.index]
-        return out
+        rows = x.index_select(0, self.index).to(dtype or self.dtype)
+        return F.pad(rows, (0, 0) * (x.ndim - 1) + (0, self.padded - self.count))
 
     def scatter(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Scatter rows back: [padded, ...] -> [N, ...], zeros at rows that are not gathered."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .tiles import Tiles, cell_shape
+from .tiles import Tiles
 
 
 class Run(NamedTuple):
@@ -24,14 +24,15 @@ class WorkList:
     """The runs of a backward: all slabs of all chunks, or with `cells` [row blocks, tiles] bool only the True cells."""
 
     def __init__(self, tiles: Tiles, cells: Tensor | None) -> None:
-        self.tiles, self.sparse = tiles, cells is not None
-        rows, self.columns = cell_shape(tiles.head)
+        self.tiles = tiles
+        self.sparse = cells is not None
+        self.columns = tiles.cell_columns
         self.cells: list[list[bool]] = [] if cells is None else cells.tolist()
-        shape = -(-tiles.head.hidden.shape[0] // rows), -(-tiles.head.vocab_size // self.columns)
+        shape = -(-tiles.head.hidden.shape[0] // tiles.tile_rows), -(-tiles.head.vocab_size // self.columns)
         if cells is not None and tuple(cells.shape) != shape:
             raise RuntimeError(
                 f"the forward divided d_logits into {tuple(cells.shape)} cells, the backward into {shape}: "
-                "GSPO_WORKSPACE_MIB must not change between them"
+                "TunableOp must not be switched on or off between them"
             )
 
     def by_slab(self) -> list[list[Run]]:

@@ -12,7 +12,7 @@ each tile. During the capture of a CUDA graph it reads nothing: all rows are gat
 set to 0.
 
 On AMD and with TunableOp, PyTorch may refuse an fp32 product of half-precision operands. Then our own kernels multiply
-if they can (`sparse_backward.py`, with all cells). Otherwise copies of the operands in fp32 are multiplied.
+if they can (`cells/`, with all cells). Otherwise copies of the operands in fp32 are multiplied.
 
 Must match the torch backend's `backward.py`.
 """
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..precision import add_product, exact_products, write_product
 from ..rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
+from .cells.backward import cell_backward, plan_all_cells, plan_cells
 from .gradient_rows import (
     GradientRows,
     gradient_of_tiles,
@@ -36,7 +37,6 @@ from .gradient_rows import (
 )
 from .logit_tile import straighten
 from .slabs import chunk_and_slab, multiplies_copies
-from .sparse_backward import cell_backward, plan_all_cells, plan_cells
 from .tuning import Config, tile_config
 
 

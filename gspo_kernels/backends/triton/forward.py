@@ -24,7 +24,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...layout import accumulator
-from ...parallel import gather_tiles, shard_of, widest
+from ...ranks.collectives import gather_tiles
+from ...ranks.shards import shard_of, widest_shard
 from ..rows import Cache, HeadResult, HeadRows, Kept
 from .elementary import LOG_OF_NOTHING, fast_exp, finite, lift
 from .launch import launch
@@ -260,7 +261,7 @@ def _order(mask: Tensor, cache: Cache | None, n_kept: Tensor) -> tuple[Tensor, T
 def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     """Return how many rows of exponentials fit `cache_bytes`, a multiple of the forward's row block."""
     config = tile_config(head, "forward")
-    columns = -(-widest(head.shard, head.vocab_size) // config.block_v) * config.block_v
+    columns = -(-widest_shard(head) // config.block_v) * config.block_v
     fit = cache_bytes // (config.block_n * columns * head.hidden.dtype.itemsize)
     # Under torch.compile, `min` would make one graph for batches that fit and another for those that do not.
     blocks: Any = torch.sym_min(fit, -(-head.hidden.shape[0] // config.block_n))

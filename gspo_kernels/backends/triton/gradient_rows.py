@@ -16,8 +16,7 @@ from ...layout import accumulator
 from ..live_tiles import is_captured, leading
 from ..precision import add_product, power_of_two
 from ..rows import HeadResult, HeadRows, Kept
-from ..workspace import workspace_bytes
-from .cells import Part
+from .cells.lists import Part
 from .gradient_tile import gradient_tile
 from .kept_tile import launch_kept_tile
 from .launch import launch
@@ -203,7 +202,7 @@ def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
     moved yet.
     """
     dtype, (n_rows, width), n = rows.head.hidden.dtype, sums.shape, rows.index.shape[0]
-    fits = dtype != sums.dtype and (n_rows + chunk) * width * dtype.itemsize <= workspace_bytes()
+    fits = dtype != sums.dtype and (n_rows + chunk) * width * dtype.itemsize <= rows.head.workspace
     if rows.index_is_all_rows and (fits or dtype == sums.dtype):
         return (sums if rows.boost is None else sums.div_(rows.boost)).to(dtype)
     out = sums.view(-1).view(dtype)[: n_rows * width].view(n_rows, width)

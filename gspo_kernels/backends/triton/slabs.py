@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from ..precision import bytes_of_copies, refuses_mixed_products
 from ..rows import HeadRows
-from ..workspace import workspace_bytes
 from .tuning import Config, is_amd, multiprocessors
 
 # Largest chunk. At this size, accumulating d_weight over chunks adds 3 % to the time of the products (NOTES.md).
@@ -38,7 +37,7 @@ def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, dire
     `unrounded` as in `gradient_of_tiles`. `direct`: with one chunk of rows, no slab of d_weight is summed in fp32.
     """
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
-    space = workspace_bytes() * 7 // 8  # the remainder is for vectors over rows
+    space = head.workspace * 7 // 8  # the remainder is for vectors over rows
     if multiplies_copies(head):
         space -= bytes_of_copies()
     # At most a third for gathered hidden states, and half for d_logits of one tile of columns.

@@ -1,4 +1,4 @@
-"""The torch.library operators of a head: `linear_log_probs` and its backward. `ops.py` describes all operators."""
+"""The operators of a head: `linear_log_probs`, and `head_backward`, the backward of all operators with a head."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import metrics
-from .backends.dispatch import implementation
-from .backends.live_tiles import all_columns, exact_work
-from .backends.rows import Cache, HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient, products
-from .custom_op import Operator, restore, save
-from .layout import accumulator
-from .parallel import shard_of
+from .. import metrics
+from ..backends.dispatch import implementation
+from ..backends.live_tiles import all_columns, exact_work
+from ..backends.rows import Cache, HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient, products
+from ..layout import accumulator
+from ..ranks.shards import shard_of
+from .tuples import Operator, restore, save
 
 Gradients = dict[str, Tensor | None]  # by the name of the operator's argument
 
@@ -32,7 +32,7 @@ class LogProbsResult(NamedTuple):
 def linear_log_probs(head: HeadRows, gradient_budget: float, cache_bytes: int, backend: str) -> LogProbsResult:
     """Compute log-probs and entropies of rows. Both are differentiable."""
     kernels = implementation(backend)
-    rows = kernels.cache_rows(head, cache_bytes)
+    rows = kernels.cache_rows(head, cache_bytes) if cache_bytes else 0
     cache = Cache(rows, head.mask) if rows else None
     return LogProbsResult(*kernels.forward_and_keep(head, gradient_budget > 0, cache))
 
@@ -47,7 +47,7 @@ def fake_log_probs(head: HeadRows, gradient_budget: float, cache_bytes: int, bac
     return LogProbsResult(result, kept)
 
 
-def _save_linear_log_probs(ctx: Any, inputs: tuple[Any, ...], result: LogProbsResult) -> None:
+def _save_linear_log_probs(ctx: Any, inputs: list[Any], result: LogProbsResult) -> None:
     """Save the inputs and the result for the backward."""
     head, ctx.gradient_budget, _, ctx.backend = inputs
     ctx.mark_non_differentiable(result.head.shift, result.head.log_total, *result.kept)
@@ -73,14 +73,22 @@ def _differentiate_linear_log_probs(ctx: Any, upstream: LogProbsResult, needs: d
     needed = needed_gradients(needs)
     every = all_columns(head.hidden.device)
     budget = ctx.gradient_budget
-    gradients = head_backward(head, result, kept, d_log_probs, d_entropy, every, budget, needed, ctx.backend)
-    return by_argument(gradients, needed)
+    out = head_backward(head, result, kept, d_log_probs, d_entropy, every, budget, needed, ctx.backend)
+    metrics.record_backward(out.work, products(needed))
+    return by_argument(out.gradients, needed)
 
 
 linear_log_probs.autograd(_save_linear_log_probs, _differentiate_linear_log_probs)
 
 
 # -- head_backward
+
+
+class BackwardResult(NamedTuple):
+    """Gradients of a head's operands, and how much was computed."""
+
+    gradients: HeadGradients
+    work: Tensor  # [4] fp64: the fields of `live_tiles.Work`; [0] without a budget of its own
 
 
 @Operator
@@ -94,13 +102,13 @@ def head_backward(
     gradient_budget: float | None,
     needs: NeedsGradient,
     backend: str,
-) -> HeadGradients:
+) -> BackwardResult:
     """Compute the gradients of a head's operands. Gradients that are not needed are empty tensors.
 
-    If `gradient_budget` is not None, `live_tiles` is not used: the cells to compute are chosen here, and the work is
-    recorded as `metrics.last_backward()`.
+    If `gradient_budget` is not None, `live_tiles` is not used: the cells to compute are chosen here.
     """
     kernels = implementation(backend)
+    shares = d_log_probs.new_empty(0, dtype=torch.float64)
     if gradient_budget is not None:
         cell = kernels.cell_shape(head) if gradient_budget > 0 else None
         if cell is not None:
@@ -108,12 +116,13 @@ def head_backward(
         else:
             has_gradient = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
             work = exact_work(head, has_gradient, kept)
-        metrics.record_backward(torch.stack(work), products(needs))
+        shares = torch.stack(work)
     if head.shard and not shard_of(head.shard).columns():  # this rank holds only padding of the vocabulary
         operands = zip((getattr(head, name) for name in HeadGradients._fields), needs, strict=True)
-        return HeadGradients(*(torch.zeros_like(x) if needed else head.hidden.new_empty(0) for x, needed in operands))
-    gradients = kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept)
-    return HeadGradients(*(head.hidden.new_empty(0) if x is None else x for x in gradients))
+        gradients = HeadGradients(*(torch.zeros_like(x) if needed else None for x, needed in operands))
+    else:
+        gradients = kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept)
+    return BackwardResult(HeadGradients(*[head.hidden.new_empty(0) if x is None else x for x in gradients]), shares)
 
 
 @head_backward.fake
@@ -127,13 +136,14 @@ def _fake_gradients(
     gradient_budget: float | None,
     needs: NeedsGradient,
     backend: str,
-) -> HeadGradients:
+) -> BackwardResult:
     def like(operand: Tensor | None, needed: bool) -> Tensor:
         if operand is None or not needed:
             return head.hidden.new_empty(0)
         return torch.empty_like(operand, memory_format=torch.contiguous_format)
 
-    return HeadGradients(*(like(getattr(head, name), getattr(needs, name)) for name in HeadGradients._fields))
+    gradients = HeadGradients(*(like(getattr(head, name), getattr(needs, name)) for name in HeadGradients._fields))
+    return BackwardResult(gradients, head.hidden.new_empty(0 if gradient_budget is None else 4, dtype=torch.float64))
 
 
 head_backward.no_autograd(

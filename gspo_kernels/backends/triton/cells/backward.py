@@ -19,19 +19,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..rows import HeadGradients, HeadRows, LiveTiles, NeedsGradient
-from ..workspace import workspace_bytes
-from .cells import CellLists, Part, cell_lists
-from .gradient_rows import (
+from ...rows import HeadGradients, HeadRows, LiveTiles, NeedsGradient
+from ..gradient_rows import (
     GradientRows,
     gradient_of_tiles,
     round_to_operands,
     scatter_in_place,
     torch_rounds,
 )
-from .slabs import bytes_per_entry, shares
-from .sparse_products import product_of_hidden, product_of_weight
-from .tuning import Config
+from ..slabs import bytes_per_entry, shares
+from ..tuning import Config
+from .lists import CellLists, Part, cell_lists
+from .products import product_of_hidden, product_of_weight
 
 
 class CellPlan(NamedTuple):
@@ -68,7 +67,7 @@ def plan_all_cells(rows: GradientRows, config: Config) -> CellPlan:
 def lists_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, int]:
     """List `cells` [row blocks, tiles] bool. Also return the rows of a chunk, a third of the workspace or less."""
     row_bytes = head.hidden.shape[1] * head.hidden.dtype.itemsize
-    chunk = shares(cells.shape[0], workspace_bytes() // 3 // (row_bytes * config.block_n)).size
+    chunk = shares(cells.shape[0], head.workspace // 3 // (row_bytes * config.block_n)).size
     return cell_lists(cells.contiguous(), chunk), chunk * config.block_n
 
 
@@ -160,7 +159,7 @@ def _slabs(head: HeadRows, config: Config, plan: CellPlan, fp32_slab: bool) -> I
     `fp32_slab`: the slab of d_weight is summed in fp32, beside the parts.
     """
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
-    space = workspace_bytes() * 7 // 8 - min(plan.chunk, plan.rows) * width * size
+    space = head.workspace * 7 // 8 - min(plan.chunk, plan.rows) * width * size
     cell = config.block_n * config.block_v * bytes_per_entry(head, torch_rounds(head))
     tile = 4 * config.block_v * width if fp32_slab else 0
     first, tiles = 0, plan.lists.tiles

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
-from .tuning import LIST
+from ..launch import launch
+from ..tuning import LIST
 
 
 class CellLists(NamedTuple):

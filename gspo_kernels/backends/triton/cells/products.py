@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...layout import accumulator
-from ..rows import HeadRows
-from .cells import Part
-from .elementary import operands
-from .launch import launch
-from .logit_tile import triton_type
-from .tuning import product_config
+from ....layout import accumulator
+from ...rows import HeadRows
+from ..elementary import operands
+from ..launch import launch
+from ..logit_tile import triton_type
+from ..tuning import product_config
+from .lists import Part
 
 
 @triton.jit

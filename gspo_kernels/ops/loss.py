@@ -1,15 +1,4 @@
-"""The torch.library operators and their autograd.
-
-Each public function calls one differentiable operator. The operators' backwards call two more:
-
-    linear_log_probs            hidden states, head -> log-probs, entropies     (backward: head_backward)
-    policy_loss                 log-probs -> loss                               (backward: scale)
-    fused_loss                  hidden states, head -> loss                     (backward: head_backward)
-
-Those of the head are in `head_ops.py`. Gradients are computed by formulas, not by autograd. The backward operators
-have no derivative, so double backward raises an error. LoRA's product h A^T is another operator, in
-`backends/adapter.py`.
-"""
+"""The operators of a loss: `policy_loss` from log-probs, and `fused_loss` from hidden states."""
 
 from __future__ import annotations
 
@@ -18,16 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import metrics
-from .backends.dispatch import Backend, implementation
-from .backends.live_tiles import all_columns, exact_work, work_of_all_ranks
-from .backends.precision import multiply_no_nan
-from .backends.rows import Cache, HeadResult, HeadRows, Kept, LiveTiles, PolicyResult, PolicyRows
-from .custom_op import Operator, restore, save
-from .head_ops import Gradients, by_argument, fake_log_probs, head_backward, needed_gradients
-from .head_ops import linear_log_probs as linear_log_probs
-from .layout import segment_sum, sequence_of_row
-from .objective import Objective
+from .. import metrics
+from ..backends.dispatch import Backend, implementation
+from ..backends.live_tiles import all_columns, exact_work, work_of_all_ranks
+from ..backends.precision import multiply_no_nan
+from ..backends.rows import Cache, HeadResult, HeadRows, Kept, LiveTiles, PolicyResult, PolicyRows
+from ..layout import segment_sum, sequence_of_row
+from ..objective import Objective
+from .head import Gradients, by_argument, fake_log_probs, head_backward, needed_gradients
+from .tuples import Operator, restore, save
 
 # -- policy_loss
 
@@ -73,7 +61,7 @@ class _Coefficients(NamedTuple):
     entropy_coefficient: Tensor  # [N] d(loss)/d(entropy), or [0]
 
 
-def _save_policy_loss(ctx: Any, inputs: tuple[Any, ...], result: PolicyResult) -> None:
+def _save_policy_loss(ctx: Any, inputs: list[Any], result: PolicyResult) -> None:
     """Save the coefficients for the backward."""
     log_probs, *_ = inputs
     ctx.mark_non_differentiable(*(x for name, x in result._asdict().items() if name != "loss"))
@@ -147,7 +135,7 @@ def fused_loss(
 ) -> FusedResult:
     """Compute log-probs and loss of rows, and choose the cells of the backward. Only the loss is differentiable."""
     kernels = implementation(backend)
-    rows = kernels.cache_rows(head, cache_bytes)
+    rows = kernels.cache_rows(head, cache_bytes) if cache_bytes else 0
     cache = Cache(rows, may_have_gradient(head.mask, policy, objective)) if rows else None
     result, kept = kernels.forward_and_keep(head, gradient_budget > 0, cache)
     entropy = result.entropy if head.entropy else None
@@ -203,10 +191,10 @@ def _fake_fused(
     return FusedResult(result, loss, live_tiles, result.log_probs.new_empty(4 if has_work else 0), kept)
 
 
-def _save_fused_loss(ctx: Any, inputs: tuple[Any, ...], result: FusedResult) -> None:
+def _save_fused_loss(ctx: Any, inputs: list[Any], result: FusedResult) -> None:
     """Save head, results and coefficients for the backward."""
     head, *_, ctx.backend = inputs
-    details = (x for name, x in result.policy._asdict().items() if name != "loss")
+    _, *details = result.policy
     ctx.mark_non_differentiable(*result.head, *details, *result.live_tiles, result.work, *result.kept)
     coefficients = _Coefficients(result.policy.coefficient, result.policy.entropy_coefficient)
     save(ctx, head, result.head, coefficients, result.live_tiles, result.kept)
@@ -221,8 +209,8 @@ def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, 
     d_entropy = _times(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None
     needed = needed_gradients(needs)
     d_log_probs = _times(coefficient, d_loss)
-    gradients = head_backward(head, result, kept, d_log_probs, d_entropy, live_tiles, None, needed, ctx.backend)
-    return by_argument(gradients, needed)
+    out = head_backward(head, result, kept, d_log_probs, d_entropy, live_tiles, None, needed, ctx.backend)
+    return by_argument(out.gradients, needed)
 
 
 fused_loss.autograd(_save_fused_loss, _differentiate_fused_loss)

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
-from .agreement import policy_values, same_on_all_ranks
 from .backends.dispatch import pick_backend
+from .inputs.compared import policy_values
 from .inputs.head import token_mask
 from .inputs.policy import PolicyArguments, policy_rows
 from .objective import Objective
+from .ops import loss as operators
 from .outputs import LossOutput, loss_output
-from .parallel import process_group
+from .ranks.agreement import same_on_all_ranks
+from .ranks.groups import process_group
 from .validation import Call
 
 
@@ -87,6 +88,7 @@ def policy_loss(
             NaN if there are any.
     """
     call = Call("policy_loss")
+    cp_group = process_group(call, "cp_group", cp_group)
     arguments = PolicyArguments(
         advantages,
         cu_seqlens,
@@ -100,8 +102,7 @@ def policy_loss(
         cp_group,
     )
 
-    groups = {"cp_group": process_group(call, "cp_group", cp_group)}
-    with same_on_all_ranks(call, groups, log_probs) as values:
+    with same_on_all_ranks(call, {"cp_group": cp_group}, log_probs) as compared:
         packed = cu_seqlens is not None
         text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
         call.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
@@ -116,12 +117,13 @@ def policy_loss(
         if entropy is None and objective.entropy_coef != 0:
             call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
         backend = pick_backend(call, backend, log_probs.device, log_probs.dtype, "loss")
-        if values is not None:
-            values.update(policy_values(arguments, policy, unmasked))
+        if compared is not None:
+            compared.update(policy_values(arguments, policy, unmasked))
             needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (log_probs, entropy)]
-            values.update(log_probs=log_probs, entropy=entropy, mask=unmasked, backend=backend)
-            values["whether log_probs and entropy need a gradient"] = needs
-    result = ops.policy_loss(
+            compared.update(log_probs=log_probs, entropy=entropy, mask=unmasked, backend=backend)
+            compared["whether log_probs and entropy need a gradient"] = needs
+
+    result = operators.policy_loss(
         log_probs.reshape(-1),
         None if entropy is None else entropy.reshape(-1),
         unmasked.reshape(-1),
@@ -129,6 +131,7 @@ def policy_loss(
         objective,
         backend,
     )
+
     log_probs_out = torch.where(unmasked, log_probs.detach(), 0)
     entropy_out = None if entropy is None else torch.where(unmasked, entropy.detach(), 0)
     return loss_output(result, policy, log_probs_out, entropy_out, objective)

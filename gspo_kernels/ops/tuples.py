@@ -1,0 +1,199 @@
+"""torch.library operators whose parameters and results are named tuples.
+
+The schema of an operator allows no named tuples. `Operator` derives the schema from the type hints of a function: one
+argument for each tensor, and one string for all scalars, because the time that PyTorch takes for a call grows with the
+square of the number of arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from ..objective import Objective
+from ..validation import refuse_second_derivative, refuse_torch_func
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_TENSORS = {Tensor: "Tensor", Tensor | None: "Tensor?"}
+_READ: dict[Any, Callable[[str], Any]] = {
+    float: float,
+    float | None: lambda text: None if text == "None" else float(text),
+    int: int,
+    bool: lambda text: text == "True",
+    str: str,
+    # Without its rollout correction, which is already part of the token weights.
+    Objective: Objective.from_text,
+}
+
+
+class Group(NamedTuple):
+    """One parameter or one part of the result: a named tuple, or a single value such as an `Objective`."""
+
+    kind: Any  # its type
+    hints: dict[str, Any]  # type of each field, by name; a single value has the name ""
+
+    def of(self, values: list[Any]) -> Any:
+        """Return the parameter that has these fields."""
+        return values[0] if "" in self.hints else self.kind(*values)
+
+
+def _group(kind: Any) -> Group:
+    """Return the group of a parameter or result with type hint `kind`."""
+    single = kind in _TENSORS or kind in _READ
+    return Group(kind, {"": kind} if single else get_type_hints(kind))
+
+
+class Operator(Generic[P, R]):
+    """The operator `gspo_kernels::<name of the function>`, made from a function.
+
+    The parameters of the function are tensors, scalars, named tuples of tensors and scalars, or an `Objective`. The
+    result is a named tuple of tensors and named tuples of tensors. Names in the schema join parameter and field: the
+    field `mask` of the parameter `head` is `head_mask`. The last argument, `scalars`, has one line for each scalar.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        kinds = get_type_hints(function)
+        self._result: Any = kinds.pop("return")
+        self._inputs = [_group(kind) for kind in kinds.values()]
+        parts = [_group(kind) for kind in get_type_hints(self._result).values()]
+        self._is_nested = any("" not in part.hints for part in parts)
+        self._outputs = parts if self._is_nested else [_group(self._result)]
+        hints = {
+            "_".join(filter(None, [parameter, field])): hint
+            for parameter, group in zip(kinds, self._inputs, strict=True)
+            for field, hint in group.hints.items()
+        }
+        self._scalars = tuple(hint for hint in hints.values() if hint not in _TENSORS)
+        self.arguments = [*(name for name, hint in hints.items() if hint in _TENSORS), "scalars"]
+        inputs = ", ".join([*(f"{_TENSORS[hints[name]]} {name}" for name in self.arguments[:-1]), "str scalars"])
+        # A result is never None: gradients that are not needed are empty tensors.
+        outputs = ", ".join(["Tensor"] * sum(len(group.hints) for group in self._outputs))
+        name = function.__name__  # pyright: ignore[reportAttributeAccessIssue] - it is a function
+        self.name = f"gspo_kernels::{name}"
+        self.function = {"fused_loss": "gspo_fused_loss"}.get(name, name)  # the public function, for messages
+        self.op: Any = torch.library.custom_op(
+            self.name,
+            self._of_flat(function),
+            mutates_args=(),
+            schema=f"({inputs}) -> ({outputs})",
+        )
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if kwargs:
+            raise TypeError(f"{self.name} takes its arguments by position, got {', '.join(kwargs)} by name")
+        flat = self.flatten(args)
+        refuse_torch_func(self.function, flat)
+        return self._result_of(self.op(*flat))
+
+    def fake(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Register a function with the same parameters that returns empty tensors of the right shapes and dtypes."""
+        self.op.register_fake(self._of_flat(function))
+        return function
+
+    def autograd(
+        self,
+        setup: Callable[[Any, list[Any], R], None],
+        backward: Callable[[Any, R, dict[str, bool]], dict[str, Tensor | None]],
+    ) -> None:
+        """Register the backward, and the function that saves tensors for it.
+
+        Args:
+            setup: setup(ctx, inputs, result), called after the forward.
+            backward: backward(ctx, upstream, needs). `upstream` holds the gradient of each tensor of the result, or
+                None. `needs` says which gradients are needed, by argument name. Returns gradients by argument name.
+        """
+
+        def setup_flat(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.set_materialize_grads(False)
+            setup(ctx, self._arguments_of(inputs), self._result_of(output))
+
+        def backward_flat(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+            needs = dict(zip(self.arguments, ctx.needs_input_grad, strict=True))
+            gradients = backward(ctx, self._result_of(upstream), needs)
+            return tuple([gradients.get(name) for name in self.arguments])
+
+        self.op.register_autograd(backward_flat, setup_context=setup_flat)
+
+    def no_autograd(self, function: Callable[..., str]) -> None:
+        """Register a backward that raises an error. `function(*args)` is the public function that the error names."""
+
+        def setup_flat(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.function = function(*self._arguments_of(inputs))
+
+        self.op.register_autograd(
+            lambda ctx, *upstream: refuse_second_derivative(ctx.function), setup_context=setup_flat
+        )
+
+    def flatten(self, args: Iterable[Any]) -> list[Any]:
+        """Return the tensors of the arguments, and the text of their scalars at the end."""
+        tensors: list[Any] = []
+        scalars: list[str] = []
+        for x, group in zip(args, self._inputs, strict=True):
+            for value, hint in zip((x,) if "" in group.hints else x, group.hints.values(), strict=True):
+                if hint in _TENSORS:
+                    tensors.append(value)
+                elif hint is Objective:
+                    scalars.append(value.text)
+                else:
+                    scalars.append(value if hint is str else repr(value))
+        return [*tensors, "\n".join(scalars)]
+
+    def _arguments_of(self, flat: tuple[Any, ...]) -> list[Any]:
+        """Return the arguments that `flatten` flattened."""
+        tensors = iter(flat[:-1])
+        scalars = iter(_read(flat[-1], self._scalars))
+        return [
+            group.of([next(tensors if hint in _TENSORS else scalars) for hint in group.hints.values()])
+            for group in self._inputs
+        ]
+
+    def _of_flat(self, function: Callable[P, R]) -> Callable[..., tuple[Tensor, ...]]:
+        call: Callable[..., Any] = function
+
+        def of_flat(*flat: Any) -> tuple[Tensor, ...]:
+            result = call(*self._arguments_of(flat))
+            return tuple(_fields(result)) if self._is_nested else tuple(result)
+
+        return of_flat
+
+    def _result_of(self, flat: Iterable[Any]) -> R:
+        fields = iter(flat)
+        parts = [group.of(list(islice(fields, len(group.hints)))) for group in self._outputs]
+        return self._result(*parts) if self._is_nested else parts[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(text: str, hints: tuple[Any, ...]) -> list[Any]:
+    """Return the scalars in a text that `Operator.flatten` wrote."""
+    lines = text.split("\n") if hints else []
+    return [_READ[hint](line) for hint, line in zip(hints, lines, strict=True)]
+
+
+def _fields(result: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors of a result whose parts are tensors and named tuples of tensors."""
+    for part in result:
+        if isinstance(part, Tensor):
+            yield part
+        else:
+            yield from part
+
+
+def save(ctx: Any, *tuples: Any) -> None:
+    """Save named tuples of tensors and scalars for the backward."""
+    values = [value for fields in tuples for value in fields]
+    ctx.kinds = [type(fields) for fields in tuples]
+    ctx.scalars = [None if isinstance(value, Tensor) else value for value in values]
+    ctx.save_for_backward(*[value if isinstance(value, Tensor) else None for value in values])
+
+
+def restore(ctx: Any) -> list[Any]:
+    """Return the tuples that were passed to `save`."""
+    pairs = zip(ctx.saved_tensors, ctx.scalars, strict=True)
+    values = iter([scalar if tensor is None else tensor for tensor, scalar in pairs])
+    return [kind(*islice(values, len(kind._fields))) for kind in ctx.kinds]

@@ -1,0 +1,93 @@
+"""Collectives over a process group. Operators name a group by a string, because a schema has no type for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..validation import warn_once
+from .shards import Shard
+
+
+def resolve(group: str) -> Any:
+    """Return the process group of this name."""
+    c10d: Any = dist.distributed_c10d
+    return c10d._resolve_process_group(group)
+
+
+def gather(x: Tensor, group: str) -> Tensor:
+    """Return `x` [K, ...] of every rank, in rank order, [ranks, K, ...]. One all-gather, or none if `x` is empty."""
+    process_group = resolve(group)
+    out = x.new_empty(process_group.size(), *x.shape)
+    if x.numel():
+        # torch 2.13 deprecates the old name.
+        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+        getattr(dist, name)(out.flatten(0, 1), x.contiguous(), group=process_group)
+    return out
+
+
+def gather_tiles(shard: Shard, tables: Sequence[tuple[Tensor, int]], target_logit: Tensor) -> list[Tensor]:
+    """Gather the results of all tiles. One all-gather.
+
+    Args:
+        shard: the columns of this rank.
+        tables: pairs of a table [tiles of this rank, n] and the width of its tiles in columns.
+        target_logit: [n], NaN where the target is not in this rank's columns.
+
+    Returns:
+        Each table with the tiles of all ranks in the order of their columns, [tiles, n]; at the end the logits of the
+        targets, [n], NaN for targets outside the vocabulary.
+    """
+    if not shard.columns():  # the rank computed a column of padding
+        target_logit = torch.full_like(target_logit, torch.nan)
+    sizes = [shard.tiles(width) for _, width in tables]
+    # Padded, because rank 0 has most tiles.
+    own, start = target_logit.new_zeros(sum(tiles[0] for tiles in sizes) + 1, target_logit.shape[0]), 0
+    for (table, width), tiles in zip(tables, sizes, strict=True):
+        _warn_of_unaligned(shard, width)
+        own[start : start + tiles[shard.rank]] = table[: tiles[shard.rank]]
+        start += tiles[0]
+    own[-1] = target_logit
+    every = gather(own, shard.group)  # [ranks, tiles of all tables + 1, n]
+    gathered, start = [], 0
+    for tiles in sizes:
+        gathered.append(torch.cat([every[rank, start : start + count] for rank, count in enumerate(tiles)]))
+        start += tiles[0]
+    logits = every[:, -1]  # [ranks, n]
+    is_nan = logits.isnan()
+    gathered.append(torch.where(is_nan.all(0), torch.nan, torch.where(is_nan, -torch.inf, logits).amax(0)))
+    return gathered
+
+
+def _warn_of_unaligned(shard: Shard, width: int) -> None:
+    if shard.rows % width:
+        warn_once(
+            f"gspo_kernels: tp_group has {shard.rows} rows of lm_head per rank, which is no multiple of {width}, the "
+            "width of a vocabulary tile. Results are correct, but log-probs may differ in the last bits from those of "
+            "another number of ranks",
+            stacklevel=2,
+            kind="unaligned shards",
+        )
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_x = d_x.contiguous()
+        with torch.no_grad():  # d_x keeps its graph, in which a second backward meets the error of `head_backward`
+            dist.all_reduce(d_x, group=ctx.group)
+        return d_x, None
+
+
+def sum_gradient(x: Tensor, group: Any) -> Tensor:
+    """Return `x`. Its gradient is summed over the ranks of the group, by one all-reduce."""
+    return _SumGradient.apply(x, group) if torch.is_grad_enabled() and x.requires_grad else x

@@ -1,0 +1,87 @@
+"""The columns of a sharded vocabulary that each rank holds (tensor parallelism)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .groups import is_dtensor
+
+
+class Shard(NamedTuple):
+    """The columns of a sharded vocabulary that a rank holds."""
+
+    group: str  # name of the process group
+    rank: int
+    ranks: int
+    rows: int  # rows of lm_head on each rank; the last rank of a DTensor may hold fewer
+    vocab_size: int  # columns of all ranks that are not padding
+
+    @property
+    def text(self) -> str:
+        """Return the text that `shard_of` reads."""
+        return f"{self.rank} {self.ranks} {self.rows} {self.vocab_size} {self.group}"
+
+    @property
+    def first(self) -> int:
+        """Return the first column of this rank."""
+        return self.rank * self.rows
+
+    def columns(self, rank: int | None = None) -> int:
+        """Return the number of columns of a rank, without padding; by default of this rank."""
+        rank = self.rank if rank is None else rank
+        return max(min(self.vocab_size - rank * self.rows, self.rows), 0)
+
+    def tiles(self, width: int) -> list[int]:
+        """Return the number of tiles of each rank. A tile is `width` columns, or fewer at the end of a shard."""
+        return [-(-self.columns(rank) // width) for rank in range(self.ranks)]
+
+    def tile_of(self, column: Tensor, width: int) -> Tensor:
+        """Return the tile, counted over all ranks, of columns of the vocabulary, int64."""
+        return column // self.rows * -(-self.rows // width) + column % self.rows // width
+
+    def widths(self, width: int, device: torch.device) -> Tensor:
+        """Return the number of columns of each tile of all ranks, [tiles] int64."""
+        tile = torch.arange(sum(self.tiles(width)), device=device)
+        rank, tile = tile // -(-self.rows // width), tile % -(-self.rows // width)
+        columns = (self.vocab_size - rank * self.rows).clamp(max=self.rows)
+        return (columns - tile * width).clamp(max=width)
+
+    def own_tiles(self, x: Tensor, width: int) -> Tensor:
+        """Return the columns of `x` [..., tiles of all ranks] that are this rank's; one of zeros if it has none."""
+        tiles = self.tiles(width)
+        first = sum(tiles[: self.rank])
+        own = x[..., first : first + tiles[self.rank]]
+        return own if own.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+
+
+@functools.lru_cache
+def shard_of(text: str) -> Shard:
+    """Return the Shard of `Shard.text`."""
+    *numbers, group = text.split(" ", 4)
+    return Shard(group, *map(int, numbers))
+
+
+def widest_shard(head: Any) -> int:
+    """Return the column count of the widest rank. Caches are sized by it, so that all ranks keep as many rows."""
+    return shard_of(head.shard).columns(0) if head.shard else head.vocab_size
+
+
+def columns_of_all_ranks(shard: str, vocab_size: int) -> int:
+    """Return the number of vocabulary columns on all ranks, without padding."""
+    return shard_of(shard).vocab_size if shard else vocab_size
+
+
+def columns_over(group: Any, weight: Any) -> int:
+    """Return the number of rows of the head on all ranks, with padding."""
+    return weight.shape[0] if is_dtensor(weight) else weight.shape[0] * group.size()
+
+
+def shard_over(group: Any, weight: Any, vocab_size: int) -> Shard:
+    """Return the columns of this rank. A DTensor is divided as `torch.chunk` does."""
+    rows = -(-columns_over(group, weight) // group.size())
+    return Shard(group.group_name, dist.get_rank(group), group.size(), rows, vocab_size)

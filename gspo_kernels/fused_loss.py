@@ -6,19 +6,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .backends.rows import products
+from .backends.workspace import cache_limit, check_budget
 from .inputs.compared import head_values, policy_values
-from .inputs.head import HeadArguments, head_rows
+from .inputs.head import HeadArguments, head_rows, needed_by_autograd
 from .inputs.lm_head import weight_of
-from .inputs.memory import cache_limit, check_budget, needed_by_autograd
 from .inputs.policy import PolicyArguments, policy_rows
 from .layout import accumulator
 from .metrics import work_metrics
 from .objective import Objective
 from .ops import loss as operators
 from .outputs import LossOutput, loss_output
-from .ranks.agreement import same_on_all_ranks
-from .ranks.groups import process_group, vocabulary_group
+from .ranks.agreement import process_group, same_on_all_ranks, vocabulary_group
 from .validation import Call
 
 
@@ -120,7 +118,8 @@ def gspo_fused_loss(
             NaN if there are any.
     """
     call = Call("gspo_fused_loss")
-    tp_group = vocabulary_group(call, weight_of(lm_head), tp_group)
+    weight = weight_of(lm_head) if isinstance(lm_head, nn.Module) else lm_head
+    tp_group = vocabulary_group(call, weight, tp_group)
     cp_group = process_group(call, "cp_group", cp_group)
     has_bonus = isinstance(objective, Objective) and objective.entropy_coef != 0
     head_arguments = HeadArguments(
@@ -160,7 +159,7 @@ def gspo_fused_loss(
         unmasked = head.rows.mask.view(target_ids.shape)
         policy = policy_rows(call, policy_arguments, unmasked, accumulator(head.rows.hidden.dtype))
         needs = needed_by_autograd(head.rows)
-        cache = cache_limit(call, cache_mib, head.rows.hidden.device, needs)
+        cache = cache_limit(call, cache_mib, head.rows.hidden.device, any(needs))
         if compared is not None:
             compared.update(head_values(head_arguments, head, cache_mib, cache, gradient_budget))
             compared.update(policy_values(policy_arguments, policy, unmasked))
@@ -169,5 +168,11 @@ def gspo_fused_loss(
 
     entropies = result.head.entropy if head.rows.entropy else None
     out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective)
-    work = work_metrics(result.work.detach(), out.metrics["zero_coefficient_share"], products(needs))
+    work = work_metrics(
+        result.work.detach(),
+        out.metrics["zero_coefficient_share"],
+        d_hidden=needs.hidden,
+        d_weight=needs.weight,
+        has_backward=any(needs),
+    )
     return out._replace(metrics=out.metrics | work)

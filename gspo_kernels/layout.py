@@ -73,23 +73,13 @@ def sequence_of_row(offsets: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=max(offsets.shape[0] - 2, 0))
 
 
-def segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sum each sequence's rows in each line of `x`: [K, N] -> [K, S], fp64. One reduction for all K lines.
-
-    The bits of a sum are independent of other sequences and of padding. fp64, because on a CPU the terms are added one
-    after the other, and the terms of a sequence are often equal, for example its coefficients. In fp32, all additions
-    of equal terms could round in the same direction: the error of loss and gradient was 3e-4 for 32,768 tokens.
-    """
-    lines, rows = x.shape
-    first_row = torch.arange(lines, device=x.device) * rows  # of each line, once lines follow one another
-    begins = (first_row[:, None] + offsets[:-1]).flatten()
-    ends = torch.cat([begins, begins.new_full((1,), lines * rows)])
-    sums = torch.segment_reduce(x.double().flatten(), "sum", offsets=ends, initial=0.0)
-    return sums.view(lines, offsets.shape[0] - 1)
-
-
 def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sum each sequence's rows, [N] -> [S], in fp64 rounded to the dtype of `x`."""
+    """Sum each sequence's rows, [N] -> [S]. The bits of a sum are independent of other sequences and of padding.
+
+    The sum is computed in fp64. On a CPU the terms are added one after the other, and the terms of a sequence are often
+    equal, for example its coefficients. In fp32, all additions of equal terms could round in the same direction: the
+    error of loss and gradient was 3e-4 for 32,768 tokens.
+    """
     return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0).to(x.dtype)
 
 

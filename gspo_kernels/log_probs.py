@@ -9,14 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .backends.workspace import cache_limit, check_budget
 from .inputs.compared import head_values
-from .inputs.head import HeadArguments, head_rows
+from .inputs.head import HeadArguments, head_rows, needed_by_autograd
 from .inputs.lm_head import weight_of
-from .inputs.memory import cache_limit, check_budget, needed_by_autograd
 from .ops import head as operators
 from .outputs import LogProbOutput
-from .ranks.agreement import same_on_all_ranks
-from .ranks.groups import vocabulary_group
+from .ranks.agreement import same_on_all_ranks, vocabulary_group
 from .validation import Call
 
 
@@ -87,7 +86,8 @@ def linear_log_probs(
             inside GPU tensors raise only if GSPO_CHECK=1. Otherwise an id out of range gives the log-prob NaN.
     """
     call = Call("linear_log_probs")
-    tp_group = vocabulary_group(call, weight_of(lm_head), tp_group)
+    weight = weight_of(lm_head) if isinstance(lm_head, nn.Module) else lm_head
+    tp_group = vocabulary_group(call, weight, tp_group)
     arguments = HeadArguments(
         hidden,
         lm_head,
@@ -108,7 +108,7 @@ def linear_log_probs(
         check_budget(call, gradient_budget)
         head = head_rows(call, arguments)
         needs = needed_by_autograd(head.rows)
-        cache = cache_limit(call, cache_mib, head.rows.hidden.device, needs)
+        cache = cache_limit(call, cache_mib, head.rows.hidden.device, any(needs))
         if compared is not None:
             compared.update(head_values(arguments, head, cache_mib, cache, gradient_budget))
 

@@ -38,14 +38,18 @@ def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict
     return named
 
 
-def work_metrics(work: Tensor, zero_coefficient_share: Tensor, products: int) -> dict[str, Tensor]:
+def work_metrics(
+    work: Tensor, zero_coefficient_share: Tensor, *, d_hidden: bool, d_weight: bool, has_backward: bool
+) -> dict[str, Tensor]:
     """Return the metrics that say how much the backward computes.
 
     Args:
         work: [4], the fields of `live_tiles.Work`; [0] if the backward is exact and recomputes all logits.
         zero_coefficient_share: [], the metric.
-        products: number of matrix products that the backward computes per live tile.
+        d_hidden, d_weight: whether the backward computes these gradients.
+        has_backward: whether any operand of the head needs a gradient.
     """
+    products = d_hidden + d_weight + has_backward  # matrix products of a live tile, its logits included
     if work.numel() == 0:
         rows = tiles = 1 - zero_coefficient_share
         dropped = torch.zeros_like(rows)
@@ -60,14 +64,14 @@ def work_metrics(work: Tensor, zero_coefficient_share: Tensor, products: int) ->
 _last_backward: dict[str, Tensor] = {}
 
 
-def record_backward(work: Tensor, products: int) -> None:
-    """Record the metrics that `last_backward` returns. Arguments: as of `work_metrics`, `work` not empty.
+def record_backward(work: Tensor, *, d_hidden: bool, d_weight: bool) -> None:
+    """Record the metrics that `last_backward` returns, from the arguments of `work_metrics`; `work` is not empty.
 
     The backward of a compiled graph records nothing: this runs while the graph is traced, with tensors without values.
     """
     global _last_backward
     if type(work) is Tensor:
-        _last_backward = work_metrics(work, work[0], products)
+        _last_backward = work_metrics(work, work[0], d_hidden=d_hidden, d_weight=d_weight, has_backward=True)
 
 
 def last_backward() -> dict[str, Tensor]:

@@ -130,11 +130,6 @@ class Objective:
     def __post_init__(self) -> None:
         self._check()
         self._warn(stacklevel=5)  # the warning names the line that constructs the Objective
-        self._write_text()
-
-    def _write_text(self) -> None:
-        # Plain strings, because torch.compile cannot trace json.
-        object.__setattr__(self, "_text", ";".join([repr(getattr(self, f.name)) for f in fields(self)[:-1]]))
 
     def _check(self) -> None:
         check = validation.Field("Objective")
@@ -213,20 +208,20 @@ class Objective:
             object.__setattr__(objective, f.name, values.get(f.name, f.default))
         objective._check()
         objective._warn(stacklevel=4, luspo=name == "luspo")
-        objective._write_text()
         return objective
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """Return the values of all fields except `rollout_correction`. Operators take an objective as this string."""
-        return self._text  # pyright: ignore[reportAttributeAccessIssue] - set in __post_init__
+        # Plain strings, because torch.compile cannot trace json.
+        return ";".join([repr(getattr(self, f.name)) for f in fields(self)[:-1]])
 
     @classmethod
     def from_text(cls, text: str) -> Objective:
         """Return the objective with this `text`, without a rollout correction. Nothing is checked."""
         return _from_text(text)
 
-    @property
+    @functools.cached_property
     def ceiling(self) -> float:
         """Return the upper bound on the ratio for negative advantages: the smaller of dual_clip and delta.
 
@@ -234,7 +229,7 @@ class Objective:
         """
         return min((c for c in (self.dual_clip, self.delta) if c is not None), default=math.inf)
 
-    @property
+    @functools.cached_property
     def log_window(self) -> tuple[float, float]:
         """Return the bounds (low, high) on log-ratios.
 
@@ -254,7 +249,6 @@ def _from_text(text: str) -> Objective:
     values = [_CONSTANTS[x] if x in _CONSTANTS else x[1:-1] if x[0] == "'" else float(x) for x in text.split(";")]
     for f, value in zip(fields(Objective), [*values, None], strict=True):
         object.__setattr__(objective, f.name, value)
-    object.__setattr__(objective, "_text", text)
     return objective
 
 

@@ -14,8 +14,7 @@ from .inputs.policy import PolicyArguments, policy_rows
 from .objective import Objective
 from .ops import loss as operators
 from .outputs import LossOutput, loss_output
-from .ranks.agreement import same_on_all_ranks
-from .ranks.groups import process_group
+from .ranks.agreement import process_group, same_on_all_ranks
 from .validation import Call
 
 

@@ -21,7 +21,6 @@ from torch._C._functorch import (
     get_unwrapped,
     is_functorch_wrapped_tensor,  # as by torch.func.vmap
     is_gradtrackingtensor,
-    peek_interpreter_stack,
 )
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedParameter
@@ -50,6 +49,11 @@ def describe(x: object) -> str:
         return f"a tensor {list(x.shape)}"
     text = repr(x)
     return text if len(text) <= 120 and "\n" not in text else f"a value of type {type(x).__name__}"
+
+
+def is_dtensor(x: Any) -> bool:
+    """Return whether `x` is a DTensor, without importing the module that defines it."""
+    return type(x).__name__ == "DTensor"
 
 
 def up_to_five(wrong: Tensor) -> list[float]:
@@ -82,6 +86,7 @@ class Field:
     def __init__(self, place: str) -> None:
         self.place = place
         self._wrong: list[Tensor] = []  # bool, for `Call.invalid`
+        self._raises: bool | None = None  # whether bad values raise errors; None before the first check of values
 
     def fail(self, name: str, expected: Text, got: object, error: type[Exception] = ValueError) -> NoReturn:
         """Raise "<place>: <name> must be <expected>, got <got>"."""
@@ -258,11 +263,9 @@ class Call(Field):
 
     def flag(self, name: str, wrong: Tensor, expected: Text, got: Callable[[], object]) -> None:
         """Raise if `wrong` (bool) has a true entry, on a CPU or with GSPO_CHECK=1. Elsewhere `invalid` counts them."""
-        if (
-            not values_are_checked(wrong.device)
-            or type(wrong).__name__ == "FakeTensor"
-            or is_functorch_wrapped_tensor(wrong)
-        ):
+        if self._raises is None:  # all tensors of a call are on one device
+            self._raises = values_are_checked(wrong.device)
+        if not self._raises or type(wrong).__name__ == "FakeTensor" or is_functorch_wrapped_tensor(wrong):
             self._wrong.append(wrong)
         elif wrong.any().item():
             self.fail(name, expected, got())
@@ -329,7 +332,7 @@ def refuse_second_derivative(function: str) -> NoReturn:
 
 def refuse_torch_func(function: str, values: Iterable[object]) -> None:
     """Raise an error if `torch.func` differentiates one of `values`. PyTorch's error would name no function of ours."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or peek_interpreter_stack() is None:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     if any(isinstance(x, Tensor) and _is_tracked(x) for x in values):
         raise RuntimeError(

@@ -118,15 +118,15 @@ def pick_backend(
     call.choice("backend", backend, BACKENDS)
     if backend == "auto":
         backend = backend_variable()
-    if backend == "torch":
+    # On a CPU the kernels would be interpreted, which is for tests only.
+    if backend == "torch" or (backend == "auto" and device.type == "cpu"):
         return "torch"
     obstacle = triton_obstacle(device)
     if obstacle is None and device.type != "cpu" and dtype is not None:
         obstacle = self_check.obstacle(backend, device, dtype, subject, torch.compiler.is_compiling())
     if backend == "triton" and obstacle:
         call.fail("backend", f"'torch' or 'auto' on {device}, because {obstacle}", backend)
-    # On a CPU the kernels would be interpreted, which is for tests only.
-    return "torch" if obstacle or (backend == "auto" and device.type == "cpu") else "triton"
+    return "torch" if obstacle else "triton"
 
 
 def backend_variable() -> str:

@@ -66,12 +66,6 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def all_columns(device: torch.device) -> LiveTiles:
-    """Return the LiveTiles of an exact backward: every row with a gradient, and all columns."""
-    order, counts = (torch.empty(0, dtype=torch.int64, device=device) for _ in range(2))
-    return LiveTiles(order, torch.empty(0, 0, dtype=torch.bool, device=device), counts)
-
-
 def exact_work(head: HeadRows, has_gradient: Tensor, kept: Kept) -> Work:
     """Return the work of an exact backward. `has_gradient` [N] bool is False at masked rows."""
     unmasked = head.mask.sum().clamp(min=1).double()

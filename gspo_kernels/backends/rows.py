@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..layout import accumulator
 from .workspace import DEFAULT_WORKSPACE
 
 # Exponentials that are kept in fp16 are multiplied by it, because fp16 has no values below 2^-24.
@@ -32,8 +30,8 @@ class HeadRows(NamedTuple):
     logit_softcap: float | None
     vocab_size: int  # number of columns that are not padding
     entropy: bool  # compute entropies
-    # `ranks.shards.Shard.text` if the vocabulary is sharded over ranks, else "". Then weight, bias and adapter_weight are
-    # this rank's rows, vocab_size counts its columns (at least 1), and target_ids are relative to the first of them.
+    # `ranks.shards.Shard.text` if the vocabulary is sharded over ranks, else "". Then weight, bias and adapter_weight
+    # are this rank's rows, vocab_size counts its columns (at least 1), and target_ids are relative to the first one.
     shard: str = ""
     workspace: int = DEFAULT_WORKSPACE  # limit for temporary tensors, in bytes
 
@@ -58,11 +56,6 @@ class NeedsGradient(NamedTuple):
     bias: bool
     adapter_hidden: bool
     adapter_weight: bool
-
-
-def products(needs: NeedsGradient) -> int:
-    """Return how many matrix products a backward computes per tile: 0 to 3 of logits, d_hidden and d_weight."""
-    return needs.hidden + needs.weight + any(needs)
 
 
 class HeadGradients(NamedTuple):
@@ -118,18 +111,6 @@ class Kept(NamedTuple):
     exponentials: Tensor  # [C, columns], in the dtype of hidden: E = exp(logit - top), 0 in the target's column
     top: Tensor  # [tiles, n]: largest logit of each tile, the target's column excluded
     n_kept: Tensor  # [1] or [0] int64: number of rows in `exponentials`, those with a place below it
-
-
-def nothing_kept(head: HeadRows) -> Kept:
-    """Return a `Kept` of empty tensors."""
-    hidden, dtype = head.hidden, accumulator(head.hidden.dtype)
-    return Kept(
-        place=hidden.new_empty(0, dtype=torch.int64),
-        share=hidden.new_empty(0, 0, dtype=dtype),
-        exponentials=hidden.new_empty(0, 0),
-        top=hidden.new_empty(0, 0, dtype=dtype),
-        n_kept=hidden.new_empty(0, dtype=torch.int64),
-    )
 
 
 class LiveTiles(NamedTuple):

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import segment_sums
 from ..metrics import NAMES
 from ..ranks.collectives import gather
 from .rows import PolicyRows
+
+BOUNDS = ("", "_low", "_high")  # ends of the names of clip fractions: at either bound, at the lower, at the upper
 
 
 class TokenTerms(NamedTuple):
@@ -31,70 +32,53 @@ class TokenTerms(NamedTuple):
     high: Tensor  # bool: clipped at the upper bound
     kl: Tensor | None
     entropy: Tensor | None
+    no_gradient: Tensor | None  # bool: without a gradient, if u has none; only with CP
+    never_gradient: Tensor | None  # bool: without a gradient, whatever the gradient of u is; only with CP
 
 
 class Sums(NamedTuple):
-    """Sums over the tokens of each sequence, [S] fp64, on all ranks."""
+    """Sums over the tokens of each sequence on all ranks. Terms that are absent have no column."""
 
-    loss: Tensor
-    d_log_ratio: Tensor
-    minus_log_ratio: Tensor
-    low: Tensor
-    high: Tensor
-    no_gradient: Tensor  # tokens without a gradient, if u has none
-    never_gradient: Tensor  # tokens without a gradient, whatever the gradient of u is
-    kl: Tensor | None
-    entropy: Tensor | None
-    ratio: Tensor | None  # sum of token ratios, only for ratio="token"
+    columns: dict[str, Tensor]  # [S] fp64: by the names of `TokenTerms`, and "ratio" of tokens for ratio="token"
     ratio_min: Tensor | None  # [] smallest token ratio of all sequences; inf without tokens
     ratio_max: Tensor | None  # [] largest; -inf without tokens
 
 
 def sums_before_gate(mask: Tensor, averaged: Tensor, policy: PolicyRows) -> tuple[Tensor, Tensor, Tensor]:
     """Return the number of unmasked tokens of each sequence [S], their sum of `averaged` [S], and `policy.invalid`."""
-    sums = segment_sums(torch.stack([mask.to(averaged.dtype), averaged]), policy.offsets)
-    invalid = policy.invalid
+    dtype, invalid = averaged.dtype, policy.invalid
+    lengths = _segment_sum(mask, policy.offsets)
+    total = _segment_sum(averaged, policy.offsets)
     if policy.group:
-        own = torch.cat([sums, invalid.double().expand(1, sums.shape[1])])
-        every = _add_ranks(gather(own, policy.group))
-        sums = every[:2]
-        invalid = every[2, 0].to(torch.int64) if every.shape[1] else invalid
-    lengths, total = sums.to(averaged.dtype).unbind()
-    return lengths, total, invalid
+        own = torch.stack([lengths, total, invalid.double().expand_as(total)])
+        lengths, total, of_sequences = _add_ranks(gather(own, policy.group)).unbind()
+        invalid = of_sequences[0].to(torch.int64) if len(of_sequences) else invalid
+    return lengths.to(dtype), total.to(dtype), invalid
 
 
-def sums_after_gate(
-    terms: TokenTerms, no_gradient: Tensor, free: Tensor, mask: Tensor, policy: PolicyRows, by_token: bool
-) -> Sums:
+def sums_after_gate(terms: TokenTerms, mask: Tensor, policy: PolicyRows, by_token: bool) -> Sums:
     """Sum the terms of each sequence.
 
     Args:
         terms: of this rank's tokens.
-        no_gradient: True at tokens without a gradient if u has none, [N].
-        free: True at the tokens through which u has a gradient, [N].
         mask: True at unmasked tokens, [N].
         policy: offsets and, with CP, the group.
         by_token: True for ratio="token".
     """
-    ratio = terms.minus_log_ratio.neg().exp() if by_token else None
-    columns = terms._asdict() | {"no_gradient": no_gradient, "never_gradient": no_gradient & ~free, "ratio": ratio}
-    present = {name: x for name, x in columns.items() if x is not None}
-    values = torch.stack([x.double() for x in present.values()])
-    sums = segment_sums(torch.where(mask, values, 0), policy.offsets)  # [columns, S]
-    ratio_min = ratio_max = None
-    if ratio is not None:
-        ratio_min = _smallest(torch.where(mask, ratio, torch.inf).double())
-        ratio_max = -_smallest(torch.where(mask, -ratio, torch.inf).double())
+    present = {name: x for name, x in terms._asdict().items() if x is not None}
+    extremes = []
+    if by_token:
+        ratio = present["ratio"] = terms.minus_log_ratio.neg().exp()
+        extremes = [_smallest(torch.where(mask, x, torch.inf).double()) for x in (ratio, -ratio)]
+    sums = _segment_sums(torch.where(mask, torch.stack(list(present.values())), 0), policy.offsets)  # [columns, S]
     if policy.group:
-        extremes = [] if ratio_min is None or ratio_max is None else [ratio_min, -ratio_max]
         own = torch.cat([sums, *(x.expand(1, sums.shape[1]) for x in extremes)])
         every = gather(own, policy.group)  # [ranks, columns, S]
         sums = _add_ranks(every[:, : len(present)])
-        if extremes:
-            ratio_min = _smallest(every[:, -2])
-            ratio_max = -_smallest(every[:, -1])
-    of_all = dict.fromkeys(Sums._fields) | dict(zip(present, sums.unbind(), strict=True))
-    return Sums(**of_all | {"ratio_min": ratio_min, "ratio_max": ratio_max})  # pyright: ignore[reportArgumentType]
+        extremes = [_smallest(every[:, len(present) + i]) for i in range(len(extremes))]
+    smallest, minus_largest = extremes or (None, None)
+    largest = None if minus_largest is None else -minus_largest
+    return Sums(dict(zip(present, sums.unbind(), strict=True)), smallest, largest)
 
 
 def metrics_of(sums: Sums, no_gradient: Tensor, lengths: Tensor, u: Tensor, invalid: Tensor | None) -> Tensor:
@@ -108,37 +92,51 @@ def metrics_of(sums: Sums, no_gradient: Tensor, lengths: Tensor, u: Tensor, inva
         invalid: number of invalid values, [].
     """
     filled = lengths > 0
-    tokens = lengths.double().sum()
-    sequences = filled.sum().double()
+    tokens = lengths.sum(dtype=torch.float64)
+    sequences = filled.sum(dtype=torch.float64)
     per_token = tokens.clamp(min=1)
     per_sequence = sequences.clamp(min=1)
-    count, ratio_sum, ratio_min, ratio_max = tokens, sums.ratio, sums.ratio_min, sums.ratio_max
-    if ratio_sum is None or ratio_min is None or ratio_max is None:
+    columns = sums.columns
+    low, high = columns["low"], columns["high"]
+    clipped = torch.stack([low + high, low, high])  # tokens of each sequence
+    clipped_sequences = ((clipped > 0).sum(1) / per_sequence).unbind()
+    clipped_tokens = (clipped.sum(1) / per_token).unbind()
+    if sums.ratio_min is None or sums.ratio_max is None:
         ratio = u.exp().double()
         count = sequences
-        ratio_sum = torch.where(filled, ratio, 0)
+        ratio_mean = torch.where(filled, ratio, 0).sum() / per_sequence
         ratio_min = _smallest(torch.where(filled, ratio, torch.inf))
         ratio_max = -_smallest(torch.where(filled, -ratio, torch.inf))
-    clipped = torch.stack([sums.low + sums.high, sums.low, sums.high])  # tokens of each sequence
-    zero = tokens.new_zeros(())
+    else:
+        count = tokens
+        ratio_mean = columns["ratio"].sum() / per_token
+        ratio_min, ratio_max = sums.ratio_min, sums.ratio_max
+    ratios = torch.where(count > 0, torch.stack([ratio_mean, ratio_min, ratio_max]), 1).unbind()
     values = {
-        **_named("clip_fraction", (clipped > 0).sum(1) / per_sequence),
-        **_named("token_clip_fraction", clipped.sum(1) / per_token),
-        "ratio_mean": torch.where(count > 0, ratio_sum.sum() / count.clamp(min=1), 1),
-        "ratio_min": torch.where(count > 0, ratio_min, 1),
-        "ratio_max": torch.where(count > 0, ratio_max, 1),
-        "kl_to_old": sums.minus_log_ratio.sum() / per_token,
+        **{f"clip_fraction{end}": x for end, x in zip(BOUNDS, clipped_sequences, strict=True)},
+        **{f"token_clip_fraction{end}": x for end, x in zip(BOUNDS, clipped_tokens, strict=True)},
+        **{f"ratio_{name}": x for name, x in zip(("mean", "min", "max"), ratios, strict=True)},
+        "kl_to_old": columns["minus_log_ratio"].sum() / per_token,
         "zero_coefficient_share": torch.where(tokens > 0, no_gradient.sum() / per_token, 1),
-        "kl": zero if sums.kl is None else sums.kl.sum() / per_token,
-        "entropy": zero if sums.entropy is None else sums.entropy.sum() / per_token,
     }
+    for name in ("kl", "entropy"):
+        values[name] = columns[name].sum() / per_token if name in columns else tokens.new_zeros(())
     appended = [] if invalid is None else [invalid.double()]
     return torch.stack([*(values[name] for name in NAMES), *appended]).to(u.dtype)
 
 
-def _named(name: str, shares: Tensor) -> dict[str, Tensor]:
-    """Name the shares of all, low and high clips, [3]."""
-    return dict(zip((name, f"{name}_low", f"{name}_high"), shares.unbind(), strict=True))
+def _segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """Sum each sequence's rows, [N] -> [S], fp64. The reason for fp64: `layout.segment_sum`."""
+    return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0)
+
+
+def _segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
+    """Sum each sequence's rows in each line of `x`, [K, N] -> [K, S], fp64, in one reduction."""
+    lines, rows = x.shape
+    first_row = torch.arange(lines, device=x.device) * rows  # of each line, once lines follow one another
+    begins = (first_row[:, None] + offsets[:-1]).flatten()
+    ends = torch.cat([begins, begins.new_full((1,), lines * rows)])
+    return _segment_sum(x.flatten(), ends).view(lines, offsets.shape[0] - 1)
 
 
 def _smallest(x: Tensor) -> Tensor:

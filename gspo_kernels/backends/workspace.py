@@ -1,4 +1,4 @@
-"""Limits of memory: for tiles, and for what the forward keeps for the backward."""
+"""What a call may use and leave out: workspace, cache and gradient budget, as arguments and environment variables."""
 
 from __future__ import annotations
 
@@ -6,9 +6,38 @@ import os
 
 import torch
 
+from ..validation import Field
+
 DEFAULT_WORKSPACE = 256 * 2**20  # bytes
 LARGEST_MIB = 2**40  # so that the number of bytes fits int64
 CACHE_SHARE = 64  # by default, the cache is this fraction of a GPU's memory: 1/64
+
+
+def check_budget(call: Field, gradient_budget: float) -> None:
+    """Check that the budget is a number from 0 to below 1."""
+    call.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
+
+
+def check_cache(call: Field, cache_mib: float | None) -> None:
+    """Check `cache_mib`; if it is None, the environment variable GSPO_CACHE_MIB."""
+    if cache_mib is None:
+        cache_variable()
+    else:
+        expected = f"a number of MiB from 0 to {LARGEST_MIB}, or None for the default"
+        call.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= LARGEST_MIB)
+
+
+def cache_limit(call: Field, cache_mib: float | None, device: torch.device, has_backward: bool = True) -> int:
+    """Check `cache_mib`, and return the memory for exponentials in bytes: 0 without a backward.
+
+    None means the default on `device`.
+    """
+    if cache_mib is None:
+        size = cache_bytes(device)
+    else:
+        check_cache(call, cache_mib)
+        size = int(float(cache_mib) * 2**20)
+    return size if has_backward else 0
 
 
 def workspace_bytes() -> int:

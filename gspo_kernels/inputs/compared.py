@@ -13,11 +13,9 @@ from .. import validation
 from ..backends import self_check
 from ..backends.dispatch import backend_variable
 from ..backends.workspace import cache_variable, workspace_bytes
-from ..ranks.groups import is_dtensor
 from ..ranks.shards import columns_of_all_ranks, shard_of
-from ..validation import Unquoted, dtype_name
-from .head import HeadArguments, HeadInputs
-from .memory import needed_by_autograd
+from ..validation import Unquoted, dtype_name, is_dtensor
+from .head import HeadArguments, HeadInputs, needed_by_autograd
 from .policy import PolicyArguments, PolicyInputs
 
 # Environment variables that change what a rank allocates or does, and how their values are read on a device.

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from ..backends.dispatch import pick_backend
 from ..backends.precision import AUTOCAST_DEVICES
-from ..backends.rows import HeadRows
+from ..backends.rows import HeadRows, NeedsGradient
 from ..backends.workspace import workspace_bytes
 from ..layout import accumulator
 from ..ranks.collectives import sum_gradient
-from ..ranks.groups import local_hidden
+from ..ranks.dtensors import local_hidden, local_rows
 from ..ranks.shards import Shard, columns_over, shard_over
-from ..validation import FLOATS, Call, Unquoted, positive, up_to_five
-from .lm_head import resolve, weight_of
+from ..validation import FLOATS, Call, Unquoted, is_dtensor, positive, up_to_five
+from .lm_head import Head, resolve, weight_of
 
 
 class HeadArguments(NamedTuple):
@@ -48,7 +48,10 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
     """Check, cast and flatten the arguments. `call` names the public function in error messages."""
     target_ids = arguments.target_ids
     tp_group = arguments.tp_group
-    hidden, is_partial = local_hidden(call, arguments.hidden, tp_group)
+    hidden = arguments.hidden
+    sums_gradient = not is_dtensor(hidden)  # the model sums the gradient of a DTensor
+    if is_dtensor(hidden):
+        hidden = local_hidden(call, hidden, tp_group)
     call.choice("reduce_hidden", arguments.reduce_hidden, ("all", "none"))
     text = "[B, T, H] or [N, H]"
     call.tensor("hidden", hidden, dtypes=FLOATS, shapes=[(None, None, None), (None, None)], shape_text=text)
@@ -60,14 +63,20 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
     if hidden.shape[-1] == 0:
         call.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", hidden)
     rows = hidden.flatten(0, -2)  # [N, H]
-    if tp_group is not None and is_partial and arguments.reduce_hidden == "all":
+    if tp_group is not None and sums_gradient and arguments.reduce_hidden == "all":
         rows = sum_gradient(rows, tp_group)
-    head = resolve(call, arguments.lm_head, arguments.bias, rows, mask.reshape(-1), tp_group)
+    lm_head, bias = arguments.lm_head, arguments.bias
+    if isinstance(lm_head, nn.Module):
+        head = resolve(call, lm_head, bias, rows, mask.reshape(-1), tp_group)
+        whole_weight = weight_of(lm_head)
+    else:
+        head = Head(*[local_rows(x) if is_dtensor(x) else x for x in (lm_head, bias)])
+        whole_weight = lm_head
     rows, weight, bias = _autocast(rows, head.weight, head.bias)
     call.head(weight, bias, rows)
     backend = pick_backend(call, arguments.backend, device, rows.dtype)
     softcap, vocab_size = arguments.logit_softcap, arguments.vocab_size
-    columns = weight.shape[0] if tp_group is None else columns_over(tp_group, weight_of(arguments.lm_head))
+    columns = weight.shape[0] if tp_group is None else columns_over(tp_group, whole_weight)
     call.logit_options(arguments.logit_scale, softcap, vocab_size, columns)
     columns = columns if vocab_size is None else int(vocab_size)
     _check_ids(call, target_ids, mask, columns)
@@ -88,7 +97,7 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
         workspace=workspace_bytes(),
     )
     if tp_group is not None:
-        checked = _of_shard(checked, shard_over(tp_group, weight_of(arguments.lm_head), columns))
+        checked = _of_shard(checked, shard_over(tp_group, whole_weight, columns))
     return HeadInputs(checked, backend)
 
 
@@ -117,17 +126,19 @@ def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.devi
 
 def _temperature(call: Call, temperature: float | Tensor, mask: Tensor, hidden: Tensor) -> Tensor | None:
     """Check the temperature. Return it as a tensor [] or [N], or None if it is 1. Values must be finite and > 0."""
-    dtype, shape = accumulator(hidden.dtype), list(mask.shape)
     if not isinstance(temperature, Tensor):
         expected = "a finite number > 0, within float32, or a tensor with no dimension or one value per token"
         call.number("temperature", temperature, expected, positive)
-        return None if temperature == 1 else hidden.new_full((), float(temperature), dtype=dtype)
+        if temperature == 1:
+            return None
+        return hidden.new_full((), float(temperature), dtype=accumulator(hidden.dtype))
+    shape = list(mask.shape)
     text = lambda: f"with no dimension, or {shape} (one per token)"  # noqa: E731
     shapes, device = [(), mask.shape], mask.device
     call.tensor("temperature", temperature, dtypes=FLOATS, shapes=shapes, shape_text=text, device=device)
     if temperature.requires_grad:
         call.fail("temperature", "without gradient (it is a constant of the loss)", Unquoted("requires_grad=True"))
-    temperature = temperature.to(dtype)
+    temperature = temperature.to(accumulator(hidden.dtype))
     wrong = mask & ~((temperature > 0) & temperature.isfinite())
     call.flag(
         "temperature",
@@ -152,3 +163,11 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
         return x.to(dtype) if eligible else x
 
     return cast(hidden), cast(weight), cast(bias)
+
+
+def needed_by_autograd(head: HeadRows) -> NeedsGradient:
+    """Return which operands need a gradient. All are False when gradients are disabled."""
+    if not torch.is_grad_enabled():
+        return NeedsGradient(False, False, False, False, False)
+    operands = [getattr(head, name) for name in NeedsGradient._fields]
+    return NeedsGradient(*[x is not None and x.requires_grad for x in operands])

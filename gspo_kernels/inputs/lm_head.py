@@ -1,4 +1,4 @@
-"""Return the tensors of a head: of a weight, an `nn.Linear`, or one of PEFT's wrappers around an `nn.Linear`.
+"""Return the tensors of a module: an `nn.Linear`, or one of PEFT's wrappers around an `nn.Linear`.
 
 Modules that we cannot fully reproduce are rejected: those with a forward other than `hidden @ weight.T + bias`, with
 hooks, with a LoRA variant, or with a sharded weight. The error names the reason. `call_inside` runs a function as the
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..backends.adapter import adapter_product
 from ..layout import accumulator
 from ..ranks.collectives import sum_gradient
-from ..ranks.groups import local, local_rows
+from ..ranks.dtensors import local, local_rows
 from ..validation import Call, Unquoted
 
 
@@ -112,18 +112,16 @@ def _hooked_by_zero(module: nn.Module) -> bool:
     return bool(owners) and all(owner.startswith("deepspeed.") for owner in owners)
 
 
-def weight_of(lm_head: Any) -> Any:
-    """Return the weight of a head that is a weight or a module."""
-    return getattr(take_apart(lm_head).linear, "weight", None) if isinstance(lm_head, nn.Module) else lm_head
+def weight_of(lm_head: nn.Module) -> Any:
+    """Return the weight of a module, None if it has none."""
+    return getattr(take_apart(lm_head).linear, "weight", None)
 
 
-def resolve(call: Call, lm_head: Any, bias: Tensor | None, hidden: Tensor, mask: Tensor, tp_group: Any) -> Head:
-    """Return the tensors of a head that is a weight or a module, for `hidden` [N, H] with `mask` [N].
+def resolve(call: Call, lm_head: nn.Module, bias: Tensor | None, hidden: Tensor, mask: Tensor, tp_group: Any) -> Head:
+    """Return the tensors of a module, for `hidden` [N, H] with `mask` [N].
 
     If the vocabulary is sharded over `tp_group`, the tensors are this rank's, and A is replicated.
     """
-    if not isinstance(lm_head, nn.Module):
-        return Head(local_rows(lm_head), local_rows(bias))
     module, lora, tokens, called = take_apart(lm_head)
     call.unsharded(local_rows(getattr(module, "weight", None)))
     for reason in _reasons_to_reject(module, called):

@@ -71,8 +71,8 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
         rollout = correction.weights.reshape(-1).to(dtype)
         # A token weight of 0 gives 0, even if the rollout weight is NaN.
         weights = rollout if weights is None else multiply_no_nan(weights, rollout)
-    call.normalizer("normalizer", arguments.normalizer, mask)
-    call.normalizer("kl_normalizer", arguments.kl_normalizer, mask)
+    normalizer = _normalizer(call, "normalizer", arguments.normalizer, mask, dtype)
+    kl_normalizer = _normalizer(call, "kl_normalizer", arguments.kl_normalizer, mask, dtype)
     if arguments.kl_normalizer is not None and objective.kl_coef == 0:
         expected = "None, because objective.kl_coef is 0, so the loss has no KL term"
         call.fail("kl_normalizer", expected, arguments.kl_normalizer)
@@ -82,8 +82,8 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
         old_log_probs=old,
         ref_log_probs=ref,
         token_weights=weights,
-        normalizer=_as_scalar(arguments.normalizer, dtype, mask.device),
-        kl_normalizer=_as_scalar(arguments.kl_normalizer, dtype, mask.device),
+        normalizer=normalizer,
+        kl_normalizer=kl_normalizer,
         invalid=call.invalid(mask.device),
         group="" if cp_group is None else cp_group.group_name,
     )
@@ -165,8 +165,11 @@ def _rollout_correction(call: Call, arguments: PolicyArguments, layout: Layout, 
     return rollout_weights(call, layout, unmasked, old, rollout, correction)
 
 
-def _as_scalar(value: float | Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Return a number or a tensor [] as a detached tensor [] of `dtype`, and None unchanged."""
-    if value is None or isinstance(value, Tensor):
-        return None if value is None else value.detach().to(dtype)
-    return torch.full((), float(value), dtype=dtype, device=device)
+def _normalizer(call: Call, name: str, value: float | Tensor | None, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return a normalizer as a detached tensor [] of `dtype`, or None for the default."""
+    if value is None:
+        return None
+    call.normalizer(name, value, mask)
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype)
+    return torch.full((), float(value), dtype=dtype, device=mask.device)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .. import metrics
 from ..backends.dispatch import implementation
-from ..backends.live_tiles import all_columns, exact_work
-from ..backends.rows import Cache, HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient, products
+from ..backends.live_tiles import exact_work
+from ..backends.rows import Cache, HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
 from ..layout import accumulator
 from ..ranks.shards import shard_of
 from .tuples import Operator, restore, save
@@ -74,7 +74,7 @@ def _differentiate_linear_log_probs(ctx: Any, upstream: LogProbsResult, needs: d
     every = all_columns(head.hidden.device)
     budget = ctx.gradient_budget
     out = head_backward(head, result, kept, d_log_probs, d_entropy, every, budget, needed, ctx.backend)
-    metrics.record_backward(out.work, products(needed))
+    metrics.record_backward(out.work, d_hidden=needed.hidden, d_weight=needed.weight)
     return by_argument(out.gradients, needed)
 
 
@@ -82,6 +82,15 @@ linear_log_probs.autograd(_save_linear_log_probs, _differentiate_linear_log_prob
 
 
 # -- head_backward
+
+
+def all_columns(device: torch.device) -> LiveTiles:
+    """Return the LiveTiles of an exact backward: every row with a gradient, and all columns."""
+    return LiveTiles(
+        order=torch.empty(0, dtype=torch.int64, device=device),
+        cells=torch.empty(0, 0, dtype=torch.bool, device=device),
+        counts=torch.empty(0, dtype=torch.int64, device=device),
+    )
 
 
 class BackwardResult(NamedTuple):

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .. import metrics
-from ..backends.dispatch import Backend, implementation
-from ..backends.live_tiles import all_columns, exact_work, work_of_all_ranks
+from ..backends.dispatch import implementation
+from ..backends.live_tiles import exact_work, work_of_all_ranks
 from ..backends.precision import multiply_no_nan
 from ..backends.rows import Cache, HeadResult, HeadRows, Kept, LiveTiles, PolicyResult, PolicyRows
 from ..layout import segment_sum, sequence_of_row
 from ..objective import Objective
-from .head import Gradients, by_argument, fake_log_probs, head_backward, needed_gradients
+from .head import Gradients, all_columns, by_argument, fake_log_probs, head_backward, needed_gradients
 from .tuples import Operator, restore, save
 
 # -- policy_loss
@@ -26,12 +26,9 @@ def policy_loss(
 ) -> PolicyResult:
     """Compute the loss of rows, and its coefficients and metrics. Only the loss is differentiable."""
     with torch.autocast(log_probs.device.type, enabled=False):
-        return _sequence_backend(policy, backend).policy_forward(log_probs, entropy, mask, policy, objective)
-
-
-def _sequence_backend(policy: PolicyRows, backend: str) -> Backend:
-    """Return the backend that computes the loss. If sequences are sharded over ranks, it is always torch."""
-    return implementation("torch" if policy.group else backend)
+        # If sequences are sharded over ranks, it is always torch that computes the loss.
+        kernels = implementation("torch" if policy.group else backend)
+        return kernels.policy_forward(log_probs, entropy, mask, policy, objective)
 
 
 @policy_loss.fake
@@ -140,9 +137,8 @@ def fused_loss(
     result, kept = kernels.forward_and_keep(head, gradient_budget > 0, cache)
     entropy = result.entropy if head.entropy else None
     with torch.autocast(head.hidden.device.type, enabled=False):
-        loss = _sequence_backend(policy, backend).policy_forward(
-            result.log_probs, entropy, head.mask, policy, objective
-        )
+        of_loss = implementation("torch") if policy.group else kernels
+        loss = of_loss.policy_forward(result.log_probs, entropy, head.mask, policy, objective)
     cell = kernels.cell_shape(head) if gradient_budget > 0 else None
     if cell is not None:
         live_tiles, work = kernels.choose(head, result, loss.coefficient, kept, cell, gradient_budget)

@@ -8,12 +8,13 @@ square of the number of arguments.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from ..objective import Objective
 from ..validation import refuse_second_derivative, refuse_torch_func
@@ -37,16 +38,15 @@ class Group(NamedTuple):
 
     kind: Any  # its type
     hints: dict[str, Any]  # type of each field, by name; a single value has the name ""
-
-    def of(self, values: list[Any]) -> Any:
-        """Return the parameter that has these fields."""
-        return values[0] if "" in self.hints else self.kind(*values)
+    are_tensors: list[bool]  # for each field
+    is_tuple: bool
 
 
 def _group(kind: Any) -> Group:
     """Return the group of a parameter or result with type hint `kind`."""
-    single = kind in _TENSORS or kind in _READ
-    return Group(kind, {"": kind} if single else get_type_hints(kind))
+    is_tuple = kind not in _TENSORS and kind not in _READ
+    hints = get_type_hints(kind) if is_tuple else {"": kind}
+    return Group(kind, hints, [hint in _TENSORS for hint in hints.values()], is_tuple)
 
 
 class Operator(Generic[P, R]):
@@ -62,7 +62,7 @@ class Operator(Generic[P, R]):
         self._result: Any = kinds.pop("return")
         self._inputs = [_group(kind) for kind in kinds.values()]
         parts = [_group(kind) for kind in get_type_hints(self._result).values()]
-        self._is_nested = any("" not in part.hints for part in parts)
+        self._is_nested = any(part.is_tuple for part in parts)
         self._outputs = parts if self._is_nested else [_group(self._result)]
         hints = {
             "_".join(filter(None, [parameter, field])): hint
@@ -88,7 +88,8 @@ class Operator(Generic[P, R]):
         if kwargs:
             raise TypeError(f"{self.name} takes its arguments by position, got {', '.join(kwargs)} by name")
         flat = self.flatten(args)
-        refuse_torch_func(self.function, flat)
+        if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:  # inside torch.func
+            refuse_torch_func(self.function, flat)
         return self._result_of(self.op(*flat))
 
     def fake(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -135,36 +136,42 @@ class Operator(Generic[P, R]):
         tensors: list[Any] = []
         scalars: list[str] = []
         for x, group in zip(args, self._inputs, strict=True):
-            for value, hint in zip((x,) if "" in group.hints else x, group.hints.values(), strict=True):
-                if hint in _TENSORS:
+            for value, is_tensor in zip(x if group.is_tuple else (x,), group.are_tensors, strict=True):
+                if is_tensor:
                     tensors.append(value)
-                elif hint is Objective:
+                elif isinstance(value, Objective):
                     scalars.append(value.text)
                 else:
-                    scalars.append(value if hint is str else repr(value))
+                    scalars.append(value if isinstance(value, str) else repr(value))
         return [*tensors, "\n".join(scalars)]
 
     def _arguments_of(self, flat: tuple[Any, ...]) -> list[Any]:
         """Return the arguments that `flatten` flattened."""
         tensors = iter(flat[:-1])
         scalars = iter(_read(flat[-1], self._scalars))
-        return [
-            group.of([next(tensors if hint in _TENSORS else scalars) for hint in group.hints.values()])
-            for group in self._inputs
-        ]
+        arguments = []
+        for group in self._inputs:
+            values = [next(tensors if is_tensor else scalars) for is_tensor in group.are_tensors]
+            arguments.append(group.kind(*values) if group.is_tuple else values[0])
+        return arguments
 
     def _of_flat(self, function: Callable[P, R]) -> Callable[..., tuple[Tensor, ...]]:
         call: Callable[..., Any] = function
 
         def of_flat(*flat: Any) -> tuple[Tensor, ...]:
             result = call(*self._arguments_of(flat))
-            return tuple(_fields(result)) if self._is_nested else tuple(result)
+            if not self._is_nested:
+                return tuple(result)
+            return tuple([x for part in result for x in ((part,) if isinstance(part, Tensor) else part)])
 
         return of_flat
 
     def _result_of(self, flat: Iterable[Any]) -> R:
-        fields = iter(flat)
-        parts = [group.of(list(islice(fields, len(group.hints)))) for group in self._outputs]
+        tensors = iter(flat)
+        parts = []
+        for group in self._outputs:
+            values = islice(tensors, len(group.hints))
+            parts.append(group.kind(*values) if group.is_tuple else next(values))
         return self._result(*parts) if self._is_nested else parts[0]
 
 
@@ -173,15 +180,6 @@ def _read(text: str, hints: tuple[Any, ...]) -> list[Any]:
     """Return the scalars in a text that `Operator.flatten` wrote."""
     lines = text.split("\n") if hints else []
     return [_READ[hint](line) for hint, line in zip(hints, lines, strict=True)]
-
-
-def _fields(result: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors of a result whose parts are tensors and named tuples of tensors."""
-    for part in result:
-        if isinstance(part, Tensor):
-            yield part
-        else:
-            yield from part
 
 
 def save(ctx: Any, *tuples: Any) -> None:

@@ -1,4 +1,6 @@
-"""Compare the arguments of ranks that share a group, and raise on all of them if one is wrong or differs.
+"""Process groups as arguments, and the comparison of what their ranks passed.
+
+Ranks that share a group compare their arguments, and all of them raise if one is wrong or differs.
 
 A rank that raised alone would leave the others waiting in a collective. Ranks with different arguments would compute a
 mixture of two losses. So ranks compare every argument and every environment variable that the call reads
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import validation
-from ..validation import Call, Unquoted, dtype_name
+from ..validation import Call, Unquoted, dtype_name, is_dtensor
 
 # Values with one entry per token. Entries of masked tokens may be anything, so they are not compared.
 PER_TOKEN = (
@@ -60,6 +62,45 @@ EXCUSED: dict[str, dict[str, str]] = {
 }
 # Function and groups of calls whose arguments the ranks have compared, and the device of these calls.
 _met: dict[tuple[str, ...], torch.device] = {}
+
+
+def process_group(call: Call, name: str, group: Any) -> Any:
+    """Check a process group, or a device mesh of one dimension. Return the group; None if it has one rank."""
+    if group is None:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        call.fail(name, "None, because torch.distributed is not initialised", Unquoted(f"a {type(group).__name__}"))
+    if type(group).__name__ == "DeviceMesh":  # an import of its module takes 20 ms
+        if group.ndim != 1:
+            call.fail(name, "a device mesh of one dimension, such as mesh['tp']", Unquoted(f"{group.ndim} dimensions"))
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        got = Unquoted(f"a {type(group).__name__}")
+        call.fail(name, "a ProcessGroup of which this rank is a member, a DeviceMesh or None", got, TypeError)
+    return group if group.size() > 1 else None
+
+
+def vocabulary_group(call: Call, weight: Any, tp_group: Any) -> Any:
+    """Return the process group over which the head is sharded, or None. A DTensor weight says it itself."""
+    group = None if tp_group is None else process_group(call, "tp_group", tp_group)
+    if not is_dtensor(weight):
+        return group
+    mesh, placements = weight.device_mesh, weight.placements
+    sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    if (
+        len(sharded) != 1
+        or not placements[sharded[0]].is_shard(0)
+        or "Strided" in type(placements[sharded[0]]).__name__
+    ):
+        expected = (
+            "a DTensor with Shard(0) over exactly one mesh dimension (under FSDP, call inside the forward of the "
+            "module, for example by fuse_head, so that the other dimension is gathered)"
+        )
+        call.fail("lm_head", expected, Unquoted(f"a DTensor with placements {tuple(placements)}"), TypeError)
+    of_weight = mesh.get_group(sharded[0])
+    if group is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(of_weight):
+        call.fail("tp_group", "None or the group of the DTensor lm_head", Unquoted("a group of other ranks"))
+    return of_weight if of_weight.size() > 1 else None
 
 
 def same_on_all_ranks(call: Call, groups: dict[str, Any], tokens: Any) -> AbstractContextManager[dict[str, Any] | None]:

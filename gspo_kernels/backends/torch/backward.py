@@ -12,8 +12,10 @@ once, and d_hidden is summed in a fixed order.
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +25,6 @@ from ..rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGr
 from . import workers
 from .kept_tile import KeptTiles
 from .tiles import LOG_OF_NOTHING, Tiles, add_product_of_tile, product_of_tile
-from .work_list import Run, WorkList
 
 # On a CPU that multiplies bf16, the limit for d_logits of one slab, whose product is rounded once.
 _D_LOGITS_BYTES = 16 * 2**20
@@ -52,8 +53,63 @@ def head_backward(
     logit_gradients = LogitGradients(tiles, result, d_log_probs, d_entropy, kept)
     gradients = _Gradients(tiles, logit_gradients, needs, work_list.sparse)
     with exact_products(tiles.device):
-        workers.run(gradients.add_slab, work_list.by_slab(), tiles.threads, gradients.sums)
+        tiles.run(gradients.add_slab, work_list.by_slab(), gradients.sums)
     return gradients.scattered()
+
+
+class Run(NamedTuple):
+    """Adjacent columns of one slab that the backward computes together, for one chunk of rows."""
+
+    slab: tuple[int, int]  # (first column, last column + 1) of the slab
+    rows: slice  # the chunk
+    first: int  # first column of the run
+    end: int  # last column of the run + 1
+    turn: int  # number of earlier runs of the same chunk; d_hidden is summed in this order
+
+
+class WorkList:
+    """The runs of a backward: all slabs of all chunks, or with `cells` [row blocks, tiles] bool only the True cells."""
+
+    def __init__(self, tiles: Tiles, cells: Tensor | None) -> None:
+        self.tiles = tiles
+        self.sparse = cells is not None
+        self.columns = tiles.cell_columns
+        self.cells: list[list[bool]] = [] if cells is None else cells.tolist()
+        shape = -(-tiles.head.hidden.shape[0] // tiles.tile_rows), -(-tiles.head.vocab_size // self.columns)
+        if cells is not None and tuple(cells.shape) != shape:
+            raise RuntimeError(
+                f"the forward divided d_logits into {tuple(cells.shape)} cells, the backward into {shape}: "
+                "TunableOp must not be switched on or off between them"
+            )
+
+    def by_slab(self) -> list[list[Run]]:
+        """Return the runs of each slab; slabs without runs are left out."""
+        turns: dict[int, int] = {}
+        slabs = []
+        for low, high in self.tiles.slabs:
+            runs = []
+            for rows, first, end in self._columns(low, high):
+                turn = turns[rows.start] = turns.get(rows.start, -1) + 1
+                runs.append(Run((low, high), rows, first, end, turn))
+            if runs:
+                slabs.append(runs)
+        return slabs
+
+    def _columns(self, low: int, high: int) -> list[tuple[slice, int, int]]:
+        """Return (chunk, first column, last column + 1) of the runs of a slab."""
+        if not self.sparse:
+            return [(rows, low, high) for rows in self.tiles.chunks()]
+        runs, columns = [], self.columns
+        # `cells` covers all rows, sorted so that rows without a gradient come last. Those rows are not gathered, so
+        # there may be fewer chunks than rows of `cells`; hence strict=False.
+        for rows, cells in zip(self.tiles.chunks(), self.cells, strict=False):
+            begin = low // columns
+            for computed, group in itertools.groupby(cells[begin : -(-high // columns)]):
+                end = begin + len(list(group))
+                if computed:
+                    runs.append((rows, begin * columns, min(end * columns, high)))
+                begin = end
+        return runs
 
 
 class _Gradients:
@@ -75,8 +131,10 @@ class _Gradients:
         self.d_bias = tiles.zeros(weight.shape[0]) if need_bias else None
         self.d_ah = tiles.zeros(tiles.padded, tiles.rank) if need_ah else None  # of adapter_hidden
         self.d_aw = tiles.zeros(weight.shape[0], tiles.rank) if need_aw else None  # of adapter_weight
-        # Keeps the additions to d_hidden and d_ah in order. Each chunk of rows is one sum.
-        self.sums = workers.Sums(tiles.padded // tiles.tile_rows, tiles.kept_products())
+        # Keeps the additions of several threads to d_hidden and d_ah in order. Each chunk of rows is one sum.
+        self.sums = None
+        if tiles.threads > 1:
+            self.sums = workers.Sums(tiles.padded // tiles.tile_rows, tiles.kept_products())
 
     def add_slab(self, runs: list[Run]) -> None:
         """Compute d_logits of the runs of one slab, and add their terms to all gradients."""
@@ -120,7 +178,9 @@ class _Gradients:
             rounded.append(d_z)
             if self.d_hidden is not None:
                 terms.append((self.d_hidden[run.rows], product_of_tile(d_z, weight, boost)))
-            if terms:
+            if self.sums is None:
+                _add_all(terms)
+            elif terms:
                 self.sums.add(run.rows.start // tiles.tile_rows, run.turn, partial(_add_all, terms))
         if d_weight is not None:
             hidden = tiles.hidden[runs[0].rows.start : runs[-1].rows.stop].to(self.product_dtype)

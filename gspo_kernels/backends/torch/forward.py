@@ -16,8 +16,7 @@ from torch import Tensor
 from ...ranks.collectives import gather_tiles
 from ...ranks.shards import shard_of
 from ..precision import exact_products
-from ..rows import Cache, HeadResult, HeadRows, Kept, nothing_kept
-from . import workers
+from ..rows import Cache, HeadResult, HeadRows, Kept
 from .kept_tile import empty_kept, lift
 from .tiles import LOG_OF_NOTHING, Tiles
 
@@ -29,17 +28,20 @@ def head_forward(head: HeadRows) -> HeadResult:
 
 def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None = None) -> tuple[HeadResult, Kept]:
     """Run `head_forward`. Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`."""
-    keeps = shares or cache is not None
-    kept = empty_kept(head, shares, 0 if cache is None else cache.rows) if keeps else nothing_kept(head)
     index = head.mask.nonzero()[:, 0]
-    if cache is not None:  # first the rows that may have a gradient
+    kept = None
+    if shares or cache is not None:
+        kept = empty_kept(head, shares, 0 if cache is None else cache.rows)
+    if kept is not None and cache is not None:  # first the rows that may have a gradient
         first = cache.may_have_gradient[index]
         index = torch.cat([index[first], index[~first]])
         kept.n_kept.copy_(first.sum().clamp(max=cache.rows))
     tiles = Tiles(head, index)
+    if kept is None:
+        kept = _nothing_kept(head.hidden, tiles.dtype)
     totals = _SlabTotals(tiles, kept)
     with exact_products(tiles.device):
-        workers.run(totals.reduce, tiles.tasks(), tiles.threads)
+        tiles.run(totals.reduce, tiles.tasks())
     target_logit = tiles.at_slab_of_target(totals.at_target)
     if head.shard:
         target_logit = totals.add_other_ranks(target_logit)
@@ -66,9 +68,20 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
         kept.share[:, : tiles.padded].mul_(scale[: len(kept.share)])
     if cache is not None:
         kept.top[:, : tiles.padded] = totals.own_top
-    if keeps:
+    if kept.place.numel():
         kept.place.zero_()[tiles.index] = torch.arange(tiles.count, device=tiles.device)
     return result, kept
+
+
+def _nothing_kept(hidden: Tensor, dtype: torch.dtype) -> Kept:
+    """Return a `Kept` of empty tensors. `dtype` is the dtype of logits."""
+    return Kept(
+        place=hidden.new_empty(0, dtype=torch.int64),
+        share=hidden.new_empty(0, 0, dtype=dtype),
+        exponentials=hidden.new_empty(0, 0),
+        top=hidden.new_empty(0, 0, dtype=dtype),
+        n_kept=hidden.new_empty(0, dtype=torch.int64),
+    )
 
 
 class _SlabTotals:
@@ -77,7 +90,7 @@ class _SlabTotals:
     def __init__(self, tiles: Tiles, kept: Kept) -> None:
         self.tiles = tiles
         self.kept = kept
-        self.slabs = tiles.slabs()
+        self.slabs = tiles.slabs
         self.cell_columns = tiles.cell_columns
         shape = len(self.slabs), tiles.padded
         self.top, self.log_mass = tiles.zeros(*shape), tiles.zeros(*shape)  # largest logit; log of sum exp(z - top)

@@ -56,7 +56,7 @@ class KeptTiles:
 
     def __init__(self, tiles: Tiles, kept: Kept, result: HeadResult) -> None:
         self.tiles, self.exponentials = tiles, kept.exponentials
-        slabs = len(tiles.slabs())
+        slabs = len(tiles.slabs)
         if kept.top.shape[0] != slabs:
             raise RuntimeError(
                 "TunableOp must not be switched on or off between forward and backward: the forward kept "

@@ -78,19 +78,24 @@ def policy_forward(
         loss_rows = loss_rows + torch.where(mask, entropy_coefficient * entropy, 0)
 
     free = mask if token_bounds is None else mask & ~(low | high)  # tokens through which u has a gradient
-    terms = TokenTerms(loss_rows, d_log_ratio, -token_log_ratio, low, high, kl, entropy)
-    without_u = d_log_prob if objective.ratio == "sequence" else d_log_ratio + d_log_prob
-    sums = sums_after_gate(terms, _is_zero(without_u, entropy_coefficient), free, mask, policy, by_token)
+    no_gradient = never_gradient = None
+    if policy.group:
+        without_u = d_log_prob if objective.ratio == "sequence" else d_log_ratio + d_log_prob
+        no_gradient = _is_zero(without_u, entropy_coefficient)
+        never_gradient = no_gradient & ~free
+    terms = TokenTerms(loss_rows, d_log_ratio, -token_log_ratio, low, high, kl, entropy, no_gradient, never_gradient)
+    sums = sums_after_gate(terms, mask, policy, by_token)
+    d_total = sums.columns["d_log_ratio"]
     if objective.ratio == "sequence":
-        d_log_ratio = torch.where(free, (sums.d_log_ratio.to(lp.dtype) / lengths.clamp(min=1))[sequence], 0)
+        d_log_ratio = torch.where(free, (d_total.to(lp.dtype) / lengths.clamp(min=1))[sequence], 0)
     coefficient = d_log_ratio + d_log_prob
     if not policy.group:
         no_gradient = (mask & _is_zero(coefficient, entropy_coefficient)).sum()
     elif objective.ratio == "sequence":  # a token whose terms cancel exactly is counted as one with a gradient
-        no_gradient = torch.where(sums.d_log_ratio == 0, sums.no_gradient, sums.never_gradient)
+        no_gradient = torch.where(d_total == 0, sums.columns["no_gradient"], sums.columns["never_gradient"])
     else:
-        no_gradient = sums.no_gradient
-    loss = torch.where(invalid > 0, torch.nan, sums.loss.to(lp.dtype).sum())
+        no_gradient = sums.columns["no_gradient"]
+    loss = torch.where(invalid > 0, torch.nan, sums.columns["loss"].to(lp.dtype).sum())
     metrics = metrics_of(sums, no_gradient, lengths, u, invalid if policy.group else None)
     return PolicyResult(loss, token_log_ratio.clone() if by_token else u, coefficient, entropy_coefficient, metrics)
 

@@ -7,7 +7,7 @@ of other shapes may round differently.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from ...layout import accumulator
 from ...ranks.shards import columns_of_all_ranks
 from ..precision import COLUMN_MULTIPLE, pad_columns, refuses_mixed_products
 from ..rows import HeadRows
+from . import workers
 
 LOG_OF_NOTHING = -1000.0  # log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 * -1000 is 0, not NaN
 _TILES_IN_MEMORY = 4  # most tiles that a thread holds: logits, probabilities, factor of the soft-cap, one temporary
@@ -61,7 +62,7 @@ def tiling(head: HeadRows) -> Tiling:
             columns = min(columns, _columns_beside_sums(head, rows, dtype, operands))
         cell_columns = _CELL_ELSEWHERE if columns % _CELL_ELSEWHERE == 0 else columns
         return Tiling(dtype, operands, rows, columns, cell_columns)
-    vocab = columns_of_all_ranks(head.shard, head.vocab_size)
+    vocab = columns_of_all_ranks(head.shard, head.vocab_size) if head.shard else head.vocab_size
     if columns % _CELL_ON_CPU == 0 and vocab > columns:
         cells = -(-vocab // (_SLABS * _CELL_ON_CPU))
         if head.hidden.dtype != dtype:
@@ -117,6 +118,9 @@ class Tiles:
         self.head = head
         self.device = head.hidden.device
         self.dtype, self.operand_dtype, self.tile_rows, self.tile_columns, self.cell_columns = tiling(head)
+        vocab, width = head.vocab_size, self.tile_columns
+        # First column and last column + 1 of each slab.
+        self.slabs = [(low, min(low + width, vocab)) for low in range(0, vocab, width)]
         self.threads = self._threads()
         self.index = index
         self.count = self.index.shape[0]
@@ -147,6 +151,16 @@ class Tiles:
         fit = (self.head.workspace - _SLAB_BYTES) // (tiles + copies)
         return max(min(torch.get_num_threads(), fit), 1)
 
+    def run(
+        self, function: Callable[[workers.Task], None], tasks: Sequence[workers.Task], sums: workers.Sums | None = None
+    ) -> None:
+        """Call `function` once per task, in the calling thread or in several threads."""
+        if self.threads > 1:
+            workers.run(function, tasks, self.threads, sums)
+        else:
+            for task in tasks:
+                function(task)
+
     def kept_products(self) -> int:
         """Return how many products [tile_rows, H] may be ready before their turn to be added to d_hidden."""
         return max(_SLAB_BYTES // (self.tile_rows * self.hidden.shape[1] * self.dtype.itemsize), 1)
@@ -163,13 +177,7 @@ class Tiles:
     def scatter(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Scatter rows back: [padded, ...] -> [N, ...], zeros at rows that are not gathered."""
         out = torch.zeros((self.head.hidden.shape[0], *x.shape[1:]), dtype=dtype or self.dtype, device=self.device)
-        out[self.index] = x[: self.count].to(out.dtype)
-        return out
-
-    def slabs(self) -> list[tuple[int, int]]:
-        """Return (first column, last column + 1) of each slab."""
-        vocab, width = self.head.vocab_size, self.tile_columns
-        return [(low, min(low + width, vocab)) for low in range(0, vocab, width)]
+        return out.index_copy_(0, self.index, x[: self.count].to(out.dtype))
 
     def chunks(self) -> Iterator[slice]:
         """Return the chunks of gathered rows, of tile_rows each."""
@@ -180,7 +188,7 @@ class Tiles:
 
         There are at least 4 per thread if there are enough chunks.
         """
-        slabs, chunks = len(self.slabs()), list(self.chunks())
+        slabs, chunks = len(self.slabs), list(self.chunks())
         tasks_per_slab = min(-(-4 * self.threads // slabs), len(chunks))
         return [(s, chunks[i::tasks_per_slab]) for s in range(slabs) for i in range(tasks_per_slab)]
 
@@ -197,10 +205,6 @@ class Tiles:
         """Return the weight's rows for columns low to high, in the operands' dtype: [columns rounded up, H]."""
         return pad_columns(self.head.weight[low:high].to(self.operand_dtype))
 
-    def hidden_rows(self, rows: slice) -> Tensor:
-        """Return a chunk of hidden states in the operands' dtype, [rows, H]."""
-        return self.hidden[rows].to(self.operand_dtype)
-
     def target_columns(self, rows: slice, low: int, high: int) -> tuple[Tensor, Tensor]:
         """Return two tensors: whether each row's target lies in columns low to high, [rows], and its column, [rows, 1].
 
@@ -213,7 +217,7 @@ class Tiles:
     def logits(self, rows: slice, weight: Tensor, low: int, high: int) -> Tensor:
         """Compute the logits of a tile with all options of the head, [rows, high - low] in fp32 or fp64."""
         head = self.head
-        z = _product(self.hidden_rows(rows), weight.t())
+        z = _product(self.hidden[rows].to(self.operand_dtype), weight.t())
         if self.adapter_hidden is not None and self.adapter_weight is not None:
             z.addmm_(self.adapter_hidden[rows], pad_columns(self.adapter_weight[low:high]).t())
         z = z[:, : high - low]

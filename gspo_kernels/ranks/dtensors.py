@@ -1,0 +1,34 @@
+"""DTensors among the arguments of the public functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+
+from ..validation import Call, Unquoted, is_dtensor
+
+
+def local(x: Any) -> Any:
+    """Return this rank's part of a DTensor, and other objects unchanged. The gradient becomes a DTensor again."""
+    return x.to_local() if is_dtensor(x) else x
+
+
+def local_rows(x: Any) -> Any:
+    """Return this rank's rows of a DTensor, and other objects unchanged. A rank without rows gets a row of padding."""
+    rows = local(x)
+    return F.pad(rows, (0,) * (2 * rows.ndim - 1) + (1,)) if is_dtensor(x) and rows.shape[0] == 0 else rows
+
+
+def local_hidden(call: Call, hidden: Any, group: Any) -> Any:
+    """Return the plain tensor of hidden states that are a DTensor, replicated over the mesh of the head.
+
+    Their gradient is a DTensor of partial sums, which the next redistribution of the model adds up.
+    """
+    from torch.distributed.tensor import Partial
+
+    if group is None or hidden.device_mesh.ndim != 1 or not hidden.placements[0].is_replicate():
+        expected = "a plain tensor, or a DTensor that is replicated over the mesh dimension of a DTensor lm_head"
+        got = Unquoted(f"a DTensor with placements {tuple(hidden.placements)}")
+        call.fail("hidden", expected, got, TypeError)
+    return hidden.to_local(grad_placements=[Partial()])

@@ -17,8 +17,8 @@ share is never too small: the mass in the columns of the targets, where the slop
 Rows are sorted by their mass, so that light rows share row blocks. Afterwards the lightest cells (row block x tile) are
 dropped, as many as fit into the budget.
 
-`choose` is plain torch on any device, with a fixed order of additions. The host reads no values. The Triton backend has
-kernels for it (`triton/live_tiles.py`).
+`choose` is plain torch for both backends, with a fixed order of additions. The host reads no values. It launches about
+90 kernels and passes over the table of probabilities a few times, 1 % of a step (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from .rows import HeadResult, HeadRows, Kept, LiveTiles
 # ESTIMATED_EFFICIENCY: the same for other device types, estimated from instruction counts. In addition, a cell costs as
 # much as if H were larger by CELL_OVERHEAD (benchmarks/NOTES.md).
 SPARSE_EFFICIENCY, ESTIMATED_EFFICIENCY, CELL_OVERHEAD = {"cpu": 0.85}, 0.5, 32
-# Masses are rounded up to integers, in units of total / _UNITS. Sums of integers are the same in any order.
-_UNITS = 2.0**44
+# Masses are rounded up to integers, in units of total / _UNITS. Sums of integers are the same in any order, and sums of
+# up to 2^22 cells do not overflow.
+_UNITS = 2.0**40
 MARGIN = 1 - 1e-4  # the budget must not be exceeded, and fp32 masses have a relative error of up to 1e-4
 
 
@@ -78,7 +79,7 @@ def exact_work(head: HeadRows, has_gradient: Tensor, kept: Kept) -> Work:
 
 def work_of_all_ranks(work: Work, head: HeadRows, result: HeadResult, coefficient: Tensor, group: str) -> Work:
     """Return the work of all ranks over which the tokens are sharded. One all-gather of six numbers."""
-    _, at_target = _mass_at_target(head, result, coefficient)
+    _, at_target = _mass_at_target(head, result, coefficient, head.mask & (coefficient != 0))
     total, unmasked = _least_mass(head, result, at_target), head.mask.sum().double()
     own = torch.stack([work.dropped * total, *(x.double() * unmasked for x in work[1:]), total, unmasked])
     *sums, total, unmasked = gather(own, group).sum(0).unbind()
@@ -103,14 +104,6 @@ def kept_first(order: Tensor, has_gradient: Tensor, kept: Kept) -> Tensor:
     return order[rank[order].sort(descending=True, stable=True).indices]
 
 
-def pairs(rows: Tensor, cell: tuple[int, int], vocab: int, cells: Tensor) -> Tensor:
-    """Return the number of (row, column) pairs of each cell, in the shape of `cells`, for the first `rows` rows."""
-    (block_rows, columns), (blocks, tiles), device = cell, cells.shape, cells.device
-    height = (rows - torch.arange(blocks, device=device) * block_rows).clamp(0, block_rows)
-    width = (vocab - torch.arange(tiles, device=device) * columns).clamp(max=columns)
-    return height[:, None].double() * width
-
-
 def recomputed_share(of_block: Tensor, order: Tensor, has_gradient: Tensor, kept: Kept, block_rows: int) -> Tensor:
     """Return the sum of `of_block` [row blocks of `order`] over blocks whose exponentials are not all kept."""
     if not kept.exponentials.numel():
@@ -122,45 +115,67 @@ def recomputed_share(of_block: Tensor, order: Tensor, has_gradient: Tensor, kept
 
 
 def choose(
-    head: HeadRows, result: HeadResult, coefficient: Tensor, kept: Kept, cell: tuple[int, int], budget: float
+    head: HeadRows,
+    result: HeadResult,
+    coefficient: Tensor,
+    kept: Kept,
+    cell: tuple[int, int],
+    budget: float,
+    pays_below: float | None = None,
 ) -> tuple[LiveTiles, Work]:
     """Choose the cells to compute, so that at most a share `budget` of the L1 mass of d_logits is dropped.
 
-    `cell` is the shape of a cell, (rows, columns).
+    `cell` is the shape of a cell, (rows, columns). Cells are dropped only if the share of those that remain is below
+    `pays_below`, by default `break_even`.
     """
-    n, vocab, (block_rows, columns) = head.hidden.shape[0], columns_of_all_ranks(head.shard, head.vocab_size), cell
+    if pays_below is None:
+        pays_below = break_even(head.hidden.shape[1], head.hidden.device)
+    block_rows, columns = cell
+    n, device = head.hidden.shape[0], head.hidden.device
+    vocab = columns_of_all_ranks(head.shard, head.vocab_size)
     has_gradient = head.mask & (coefficient != 0)  # [N]
-    factor, at_target = _mass_at_target(head, result, coefficient)
+    rows = has_gradient.sum()
+    factor, at_target = _mass_at_target(head, result, coefficient, has_gradient)
+    total = _least_mass(head, result, at_target)
     order = torch.where(has_gradient, at_target, -1).sort(descending=True, stable=True).indices  # [N]
     order = kept_first(order, has_gradient, kept)
-    total, rows = _least_mass(head, result, at_target), has_gradient.sum()
 
+    # Mass and size of each cell, [row blocks, tiles].
     blocks = -(-n // block_rows)
     padded_order = F.pad(order, (0, blocks * block_rows - n))  # [n padded to row blocks]
-    has_mass = F.pad(has_gradient[order], (0, padded_order.shape[0] - n))
+    has_mass = torch.arange(len(padded_order), device=device) < rows  # rows with a gradient are first
     mass = kept.share.index_select(1, kept.place[padded_order]).mul_(factor[padded_order])  # [tiles, n padded]
     mass.masked_fill_(~has_mass, 0)  # the share of a masked row is undefined, and 0 * NaN is not 0
-    target_tile = _tile_of_target(head, has_gradient, columns)[padded_order]
-    at = (target_tile, torch.arange(padded_order.shape[0], device=order.device))
-    mass[at] += torch.where(has_mass, at_target[padded_order], 0)
-    mass = mass.unflatten(1, (blocks, block_rows)).sum(2).t()  # [row blocks, tiles]
-
-    size = pairs(rows, cell, vocab, mass)
-    if head.shard:  # every shard may end with a narrower tile
-        shard = shard_of(head.shard)
-        size = size[:, :1] / min(columns, vocab) * shard.widths(columns, size.device)
+    target_tile = _tile_of_target(head, has_gradient, columns)[None, padded_order]
+    at_target_tile = mass.gather(0, target_tile) + torch.where(has_mass, at_target[padded_order], 0)
+    mass.scatter_(0, target_tile, at_target_tile)
+    mass = mass.unflatten(1, (blocks, block_rows)).sum(2).t().double()
+    height = has_mass.view(blocks, block_rows).sum(1, dtype=torch.float64)
+    size = height[:, None] * _widths(head, columns, mass.shape[1])  # (row, column) pairs
     all_cells = size > 0  # the cells with a row that has a gradient
-    heavy = all_cells & ~_lightest(mass.double(), total, budget)
+
+    light = _lightest(mass, total, budget) & all_cells
+    heavy = all_cells & ~light
     share = (size * heavy).sum() / (rows * vocab).clamp(min=1)
-    pays = (rows > 0) & (share < break_even(head.hidden.shape[1], mass.device))
+    pays = (rows > 0) & (share < pays_below)
     cells = torch.where(pays, heavy, all_cells)
-    dropped = torch.where(cells | ~all_cells, 0, mass.double()).sum() / torch.where(total > 0, total, 1)
+    dropped = torch.where(light & pays, mass, 0).sum() / torch.where(total > 0, total, 1)
     unmasked = head.mask.sum().clamp(min=1)
     of_block = (size * cells).sum(1) / (unmasked * vocab)  # [row blocks]
     recomputed = recomputed_share(of_block, order, has_gradient, kept, block_rows)
     work = Work(dropped, rows / unmasked.double(), of_block.sum(), recomputed)
     own_cells = shard_of(head.shard).own_tiles(cells, columns) if head.shard else cells
     return LiveTiles(order, own_cells, torch.stack([rows, pays.to(rows.dtype)])), work
+
+
+def _widths(head: HeadRows, columns: int, tiles: int) -> Tensor:
+    """Return the number of columns of each tile, [tiles]."""
+    device = head.hidden.device
+    if head.shard:  # every shard may end with a narrower tile
+        return shard_of(head.shard).widths(columns, device)
+    widths = torch.full((tiles,), columns, device=device)
+    widths[-1:] = head.vocab_size - (tiles - 1) * columns
+    return widths
 
 
 def _tile_of_target(head: HeadRows, has_gradient: Tensor, columns: int) -> Tensor:
@@ -172,9 +187,10 @@ def _tile_of_target(head: HeadRows, has_gradient: Tensor, columns: int) -> Tenso
     return shard.tile_of(ids, columns)
 
 
-def _mass_at_target(head: HeadRows, result: HeadResult, coefficient: Tensor) -> tuple[Tensor, Tensor]:
+def _mass_at_target(
+    head: HeadRows, result: HeadResult, coefficient: Tensor, has_gradient: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the factor f of each row, and f (1 - p(target)), the mass of its target's column; 0 without a gradient."""
-    has_gradient = head.mask & (coefficient != 0)
     factor = torch.where(has_gradient, coefficient.abs() * abs(head.logit_scale), 0)
     if head.temperature is not None:
         factor = torch.where(has_gradient, factor / head.temperature, 0)
@@ -184,21 +200,22 @@ def _mass_at_target(head: HeadRows, result: HeadResult, coefficient: Tensor) -> 
 def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor:
     """Return the L1 mass of d_logits of all rows; with a soft-cap, a lower bound of this mass."""
     if head.logit_softcap is None:
-        return 2 * at_target.double().sum()
+        return 2 * at_target.sum(dtype=torch.float64)
     logit = (result.log_probs + result.log_total + result.shift) * (1 if head.temperature is None else head.temperature)
     # Subtract 1e-5, so that this stays a lower bound despite fp32 rounding.
     slope = (1 - (logit / head.logit_softcap).square() - 1e-5).clamp(min=0)
-    return torch.where(at_target == 0, 0, at_target * slope).double().sum()
+    return torch.where(at_target == 0, 0, at_target * slope).sum(dtype=torch.float64)
 
 
 def _lightest(mass: Tensor, total: Tensor, budget: float) -> Tensor:
     """Return a bool mask like `mass`, True for the lightest cells.
 
-    They are as many as together have a mass of at most `budget * total`. Cells whose mass is not finite are never True.
+    They are as many as together have a mass of at most `budget * total`. Cells whose mass is not finite are never True,
+    nor is any cell if the total is not finite and positive.
     """
-    finite = mass.isfinite() & total.isfinite() & (total > 0)
-    units = torch.where(finite, mass / total * _UNITS, 2 * _UNITS).ceil().clamp(max=2 * _UNITS)
-    light, index = units.to(torch.int64).flatten().sort(stable=True)
-    over = light.cumsum(0) > int(budget * MARGIN * _UNITS)
-    dropped = over.cumsum(0) == 0  # cells before the first over the budget: later sums may overflow
+    limit = int(budget * MARGIN * _UNITS)
+    total = total / total * total  # NaN if it is 0 or infinite
+    units = (mass / total * _UNITS).nan_to_num(nan=limit + 1, posinf=limit + 1)
+    light, index = units.ceil().clamp(max=limit + 1).to(torch.int64).flatten().sort(stable=True)
+    dropped = light.cumsum(0) <= limit
     return torch.empty_like(dropped).index_copy_(0, index, dropped).view_as(mass)

@@ -1,8 +1,8 @@
 """The Triton backend. It is imported only when it runs, so that the library works without Triton."""
 
 from .backward import head_backward
+from .cells.backward import choose
 from .forward import cache_rows, cell_shape, empty_kept, forward_and_keep, head_forward
-from .live_tiles import choose
 from .sequence import policy_forward
 
 __all__ = [

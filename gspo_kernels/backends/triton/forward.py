@@ -30,7 +30,7 @@ from ..rows import Cache, HeadResult, HeadRows, Kept
 from .elementary import LOG_OF_NOTHING, fast_exp, finite, lift
 from .launch import launch
 from .logit_tile import (
-    HeadArguments,
+    HeadPointers,
     HeadStrides,
     gather_rows,
     grouped,
@@ -47,7 +47,7 @@ from .tuning import REDUCE_ROWS, REDUCE_TILES, tile_config
 
 @triton.jit(do_not_specialize=["n_rows", "row_blocks", "column_blocks", "stride_temperature", "vocab_size"])
 def forward_tile(
-    hidden,  # [N, H]: gathered by `order`; this and the next five are fields of `HeadArguments`
+    hidden,  # [N, H]: gathered by `order`; this and the next five are fields of `HeadPointers`
     weight,
     bias,
     adapter_hidden,
@@ -93,7 +93,7 @@ def forward_tile(
     n = row_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     if row_block.to(tl.int64) * BLOCK_N < unmasked:
         rows = tl.load(order + tl.minimum(n, n_rows - 1))
-        head = HeadArguments(
+        head = HeadPointers(
             hidden=hidden,
             weight=weight,
             bias=bias,

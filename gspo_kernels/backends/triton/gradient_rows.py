@@ -1,6 +1,6 @@
-"""Steps of the dense backward and of the one of selected cells: gather rows, compute d_logits, scatter rows.
+"""Steps shared by the dense and the sparse backward: gather rows, compute d_logits, scatter rows.
 
-A slab is a range of vocabulary columns, a chunk a range of rows. `cells.py` defines cells and parts.
+A slab is a range of vocabulary columns, a chunk a range of rows. `cells/` defines cells and parts.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .elementary import LOG2_E, LOG_OF_NOTHING, at_least, expm1, fast_exp
-from .logit_tile import HeadArguments, HeadStrides, grouped, in_tile, logit_tile, target_column
+from .logit_tile import HeadPointers, HeadStrides, grouped, in_tile, logit_tile, target_column
 
 
 class RowInputs(NamedTuple):
@@ -44,7 +44,7 @@ class RowInputs(NamedTuple):
     ]
 )  # fmt: skip  # a list of names
 def gradient_tile(
-    hidden,  # [n, H]: gathered by `index`; this and the next five are fields of `HeadArguments`
+    hidden,  # [n, H]: gathered by `index`; this and the next five are fields of `HeadPointers`
     weight,
     bias,
     adapter_hidden,
@@ -105,7 +105,7 @@ def gradient_tile(
     n = row_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.load(index + tl.minimum(n, n_rows - 1))
     first_column = low + tile * BLOCK_V
-    head = HeadArguments(
+    head = HeadPointers(
         hidden=hidden,
         weight=weight,
         bias=bias,
@@ -178,7 +178,9 @@ def _gradient_of_logits(
     if HEAD.HAS_SOFTCAP:
         capped = z / tl.full([], head.logit_softcap, ACC)  # tanh of the logits before the soft-cap
     # The slope of scale and temperature is one factor per row, applied to the row's gradients and not to the tile.
-    slope = row_slope(head=head, rows=rows, boost=row_inputs.boost, ACC=ACC)
+    slope = row_slope(
+        head.logit_scale, head.temperature, head.strides.temperature, rows=rows, boost=row_inputs.boost, ACC=ACC
+    )
     if HEAD.HAS_SOFTCAP and head.temperature is not None:
         capped *= tl.load(head.temperature + rows * head.strides.temperature)[:, None]
     if row_inputs.d_entropy is not None:
@@ -209,11 +211,11 @@ def _gradient_of_logits(
 
 
 @triton.jit
-def row_slope(head, rows, boost, ACC: tl.constexpr):
-    """Return scale / temperature of rows, times the boost: the slope of the head's tail without that of a soft-cap."""
-    slope = tl.full([rows.shape[0]], head.logit_scale, ACC)
-    if head.temperature is not None:
-        slope /= tl.load(head.temperature + rows * head.strides.temperature)
+def row_slope(logit_scale, temperature, stride_temperature, rows, boost, ACC: tl.constexpr):
+    """Return scale / temperature of rows, times the boost: the slope of the head's tail without its soft-cap."""
+    slope = tl.full([rows.shape[0]], logit_scale, ACC)
+    if temperature is not None:
+        slope /= tl.load(temperature + rows * stride_temperature)
     if boost is not None:
         slope *= tl.load(boost)
     return slope

@@ -18,7 +18,7 @@ from ..rows import Kept
 from .elementary import KEPT_FACTOR, LOG_OF_NOTHING, at_most
 from .gradient_tile import RowInputs, gradient_of_target, row_slope
 from .launch import launch
-from .logit_tile import HeadArguments, HeadStrides, grouped, target_column
+from .logit_tile import grouped, target_column
 from .tuning import KEPT_STEP, Config
 
 
@@ -111,30 +111,7 @@ def kept_tile(
     # At most 0, except for a tile that consists of the target's column, where the exponentials are 0.
     log_scale = at_most((tile_top - shift_of_row) - log_total_of_row, 0.0)
     log_scale = tl.where(has_gradient, log_scale, 0.0)
-    head = HeadArguments(
-        hidden=None,
-        weight=None,
-        bias=None,
-        adapter_hidden=None,
-        adapter_weight=None,
-        temperature=temperature,
-        strides=HeadStrides(
-            hidden_row=0,
-            weight_row=0,
-            weight_column=0,
-            bias=0,
-            adapter_hidden_row=0,
-            adapter_hidden_column=0,
-            adapter_weight_row=0,
-            adapter_weight_column=0,
-            temperature=stride_temperature,
-        ),
-        hidden_size=0,
-        vocab_size=vocab_size,
-        logit_scale=logit_scale,
-        logit_softcap=logit_softcap,
-    )
-    slope = row_slope(head=head, rows=rows, boost=boost, ACC=ACC)
+    slope = row_slope(logit_scale, temperature, stride_temperature, rows=rows, boost=boost, ACC=ACC)
     target = target_column(target=tl.load(target_ids + rows), vocab_size=vocab_size)
     target = tl.where(has_gradient, target, -1)
     d_target = slope * gradient_of_target(row_inputs=row_inputs, rows=rows, has_gradient=has_gradient)

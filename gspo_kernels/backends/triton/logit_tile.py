@@ -1,7 +1,7 @@
 """The logits of a tile, in fp32 registers, for the kernels of forward and backward; and the arguments of these kernels.
 
 A kernel takes a head's tensors, strides and numbers as separate arguments. Fields of a tuple argument cannot be typed,
-so floats would be fp32 and strides could not be int64. Inside a kernel they are grouped as `HeadArguments`. There are
+so floats would be fp32 and strides could not be int64. Inside a kernel they are grouped as `HeadPointers`. There are
 two compile-time constants: `HeadConstants` and `tuning.Config`.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
@@ -25,8 +25,8 @@ from .tuning import Config
 
 __all__ = [
     "INTERPRETED",
-    "HeadArguments",
     "HeadConstants",
+    "HeadPointers",
     "HeadStrides",
     "gather_rows",
     "grouped",
@@ -53,7 +53,7 @@ class HeadStrides(NamedTuple):
     temperature: Any
 
 
-class HeadArguments(NamedTuple):
+class HeadPointers(NamedTuple):
     """A head inside a kernel. Tensors are pointers, or None if absent."""
 
     hidden: Any  # [n, H]: gathered, contiguous rows; a tensor descriptor if Config.descriptors
@@ -81,7 +81,7 @@ class HeadConstants(NamedTuple):
 
 @triton.jit
 def logit_tile(
-    head,  # HeadArguments
+    head,  # HeadPointers
     rows,  # [block_n] int64: the tile's rows, as rows of the batch
     first_row,  # int32: the tile's first row in `head.hidden`
     first_column,  # int32
@@ -94,7 +94,7 @@ def logit_tile(
     At ragged edges, indices of rows and columns are clamped, so that loads in the main loop need no mask; the caller
     masks these rows and columns. Indices are int64 before they are multiplied by a stride.
     """
-    ACC: tl.constexpr = HEAD.ACC  # some functions need a constexpr, and HEAD.ACC alone is none
+    ACC: tl.constexpr = HEAD.ACC  # some functions need a constexpr, and `HEAD.ACC` is not one
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_V: tl.constexpr = CONFIG.block_v
     columns = tl.minimum(first_column + tl.arange(0, BLOCK_V), head.vocab_size - 1).to(tl.int64)

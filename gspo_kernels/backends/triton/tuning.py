@@ -85,8 +85,7 @@ REDUCE_ROWS = Config(block_n=64, warps=4)
 REDUCE_TILES = 32  # tiles added up at a time
 # The kernels of the loss process so many tokens of a sequence at a time.
 _SEQUENCE, _DOUBLE_SEQUENCE = Config(block_n=256, warps=4), Config(block_n=128, warps=4)
-LIST = Config(block_n=1024, warps=4)  # rows or cells of one program, in the choice and the lists of cells
-CELL_MASSES = Config(block_n=1, block_v=16, warps=4)  # tiles whose cells one program adds up, for one row block
+LIST = Config(block_n=1024, warps=4)  # cells of one program, in the lists of cells
 
 _assumed: str | None = None
 

@@ -11,6 +11,7 @@ and written once. Rows are in the order of their mass. d_hidden is summed at the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...rows import HeadGradients, HeadRows, LiveTiles, NeedsGradient
+from ... import live_tiles
+from ...live_tiles import Work
+from ...rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
 from ..gradient_rows import (
     GradientRows,
     gradient_of_tiles,
@@ -27,7 +30,7 @@ from ..gradient_rows import (
     scatter_in_place,
     torch_rounds,
 )
-from ..slabs import bytes_per_entry, shares
+from ..slabs import bytes_per_entry, multiplies_copies, shares
 from ..tuning import Config
 from .lists import CellLists, Part, cell_lists
 from .products import product_of_hidden, product_of_weight
@@ -41,6 +44,15 @@ class CellPlan(NamedTuple):
     lists: CellLists
     begin: list[list[int]]  # index in `lists.by_tile` of each tile's first cell, then of the end, [chunk][T + 1]
     chunk: int  # rows of a chunk
+
+
+def choose(
+    head: HeadRows, result: HeadResult, coefficient: Tensor, kept: Kept, cell: tuple[int, int], budget: float
+) -> tuple[LiveTiles, Work]:
+    """Choose the cells to compute (`backends/live_tiles.py`)."""
+    # Where all cells would take the same kernels, fewer always pay.
+    pays_below = math.inf if multiplies_copies(head) else None
+    return live_tiles.choose(head, result, coefficient, kept, cell, budget, pays_below)
 
 
 def plan_cells(head: HeadRows, live_tiles: LiveTiles, config: Config) -> CellPlan:

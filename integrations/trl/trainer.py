@@ -1,16 +1,4 @@
-"""Compute the log-probs of TRL's GRPOTrainer with `gspo_kernels`. Use either the class or the function:
-
-    trainer = GSPOTrainer(model, reward_funcs, args=GSPOConfig(...), train_dataset=...)
-    accelerate_trainer(trainer)  # for an existing trainer of any subclass of GRPOTrainer
-
-`linear_log_probs`, called at the model's head, computes old, reference and new log-probs with the same kernel, in fp32
-and without storing logits. The backward of the head skips tokens whose log-prob gets no gradient from the loss. TRL's
-own code computes the loss and its metrics, so all of TRL's options work.
-
-TRL 1.15 and later asks the model for log-probs (`model(..., fused_lm_head=True)`), so we wrap the model's forward. TRL
-0.29 to 1.14 computes log-probs from logits in the trainer's method `_get_per_token_logps_and_entropies`, so we replace
-that method on the instance.
-"""
+"""`accelerate_trainer`, which replaces the log-probs of a GRPOTrainer, and `restore_trainer`, which undoes it."""
 
 from __future__ import annotations
 
@@ -23,23 +11,17 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
+from trl.trainer import grpo_trainer, utils
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.extras import needs
 from gspo_kernels.validation import Field, Unquoted, warn_once
 
-from .backwards import BackwardSettings
-from .huggingface import HeadError, base_model, fuse_head, is_fused
-
-with needs(__name__, "trl", "trl"):
-    from trl.trainer import grpo_trainer, utils
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    from .trl_config import GSPOConfig, backward_settings, warn_of_settings_that_never_clip
-    from .trl_logs import call_before_each_batch, log_backwards, print_settings, replace_method, restore_methods
-    from .trl_model import SETTINGS, ModelSettings, is_wrapped, unwrap_forward, wrap_forward
-
-__all__ = ["GSPOConfig", "GSPOTrainer", "accelerate_trainer", "restore_trainer"]
+from ..backwards import BackwardSettings
+from ..huggingface import HeadError, base_model, fuse_head, is_fused
+from .config import GSPOConfig, backward_settings, warn_of_settings_that_never_clip
+from .logs import call_before_each_batch, log_backwards, print_settings, replace_method, restore_methods
+from .model_forward import SETTINGS, ModelSettings, is_wrapped, unwrap_forward, wrap_forward
 
 _SETTINGS = "_gspo_settings"  # the attribute of a trainer that holds its BackwardSettings
 _ASKS_THE_MODEL = hasattr(utils, "add_fused_lm_head")  # TRL 1.15 and later

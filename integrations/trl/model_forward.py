@@ -11,7 +11,7 @@ from trl.trainer import utils
 
 from gspo_kernels import linear_log_probs
 
-from .backwards import BackwardSettings
+from ..backwards import BackwardSettings
 
 SETTINGS = "_gspo_settings"  # the attribute of a model that holds its ModelSettings
 _ATTRIBUTE = "_gspo_log_probs"

@@ -9,7 +9,7 @@ import torch
 from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Field, Unquoted, warn_once
 
-from .backwards import BackwardSettings
+from ..backwards import BackwardSettings
 
 LOSS_MODE = "gspo_kernels"
 SEQUENCE_MODES = ("gspo", LOSS_MODE)  # losses that clip a sequence ratio by clip_ratio_low and _high

@@ -11,8 +11,8 @@ import torch
 from gspo_kernels.inputs.lm_head import take_apart
 from gspo_kernels.validation import Field, Unquoted, dtype_name
 
-from .backwards import BackwardMetrics, BackwardSettings, describe_backend
-from .huggingface.fused_head import FusedHead
+from ..backwards import BackwardMetrics, BackwardSettings, describe_backend
+from ..huggingface.fused_head import FusedHead
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by the accelerator's mixed precision
 _REPLACED = "_gspo_replaced"  # the attribute of a trainer that holds its replaced methods: name -> (before, ours)

@@ -32,7 +32,7 @@ from torch import Tensor
 from gspo_kernels import linear_log_probs
 from gspo_kernels.validation import Field
 
-from .megatron import Targets, gathered, layer_options, output_processor
+from .output_layer import Targets, gathered, layer_options, output_processor
 
 
 def verl_linear_cross_entropy(

@@ -12,7 +12,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Field, Unquoted, warn_once
 
-from .backwards import BackwardSettings
+from ..backwards import BackwardSettings
 
 UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four mini-batches
 # These loss types clip the ratio to [1 - epsilon, 1 + epsilon_high]. cispo is missing: its upper bound is epsilon_high.

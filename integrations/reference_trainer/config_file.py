@@ -175,7 +175,7 @@ def roll_options(settings: Mapping[str, Any]) -> dict[str, Any]:
         "objective": reading.objective,
         "advantages": reading.advantages,
         "temperature": reading.temperature,
-        "normalizer": reading.normalizer.of,
+        "normalizer": reading.normalizer,
     }
 
 

@@ -117,7 +117,7 @@ def output_processor(
 def local_cu_seqlens(packed_seq_params: Any, cp_group: Any) -> Tensor:
     """Return the offsets of this rank's tokens of each packed sequence, [sequences + 1], for `policy_loss`.
 
-    Megatron pads every sequence to a multiple of 2 CP tokens, and gives each of the CP ranks equally many of them. The
+    Megatron pads every sequence to a multiple of 2 CP tokens, and gives each of the CP ranks the same number. The
     mask of the loss must leave out the padding.
     """
     padded = packed_seq_params.cu_seqlens_q_padded
@@ -189,8 +189,9 @@ def _check_layer(layer: Any, weight: Tensor) -> None:
 
 @contextmanager
 def _replaced(layer: Any, targets: Targets) -> Iterator[None]:
-    """Replace the layer's forward, so that its hooks fire, and its result is log-probs [S, B] ([S, B, 2])."""
-    original, calls = vars(layer).get("forward"), 0
+    """Make the layer return log-probs [S, B], or [S, B, 2] with entropies. Its hooks still fire."""
+    original = vars(layer).get("forward")
+    calls = 0
 
     def forward(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
         nonlocal calls

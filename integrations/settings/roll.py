@@ -167,11 +167,11 @@ def _roll_normalisation(keys: Keys) -> Step | None:
     if by is None:
         return _normalised(keys, mean, deviation)
     if mean is not None or deviation is not None:
-        keys.refuse("reward_norm", "None beside norm_mean_type and norm_std_type, which replace it")
+        keys.refuse("reward_norm", "None together with norm_mean_type and norm_std_type, which replace it")
     shift = keys.flag("reward_shift")
     scale = by == "running" and keys.flag("reward_scale")  # ROLL reads reward_scale only for "running"
     if shift and scale:
-        keys.refuse("reward_shift", "False beside reward_scale")
+        keys.refuse("reward_shift", "False together with reward_scale")
     return _normalised(keys, None if scale else by, None if shift else by)
 
 

@@ -153,7 +153,8 @@ def warn_of_settings_that_never_clip(trainer: GRPOTrainer, stacklevel: int) -> N
         stacklevel: as in warnings.warn, counted from `warn_once`: 3 is the caller of this function.
     """
     args: Any = trainer.args
-    steps, iterations = args.steps_per_generation, args.num_iterations
+    steps = args.steps_per_generation
+    iterations = args.num_iterations
     accumulation = args.gradient_accumulation_steps
     _warn_of_few_prompts(trainer, stacklevel + 1)
     # Under this condition TRL uses the current log-probs as the old log-probs. With vLLM, TRL may compute the old

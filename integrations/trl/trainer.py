@@ -34,7 +34,7 @@ _FUSED_BEFORE: WeakSet[Any] = WeakSet()  # models that were fused before a train
 class GSPOTrainer(GRPOTrainer):
     """A GRPOTrainer whose log-probs come from `linear_log_probs`.
 
-    The arguments are those of GRPOTrainer, but `args` defaults to a GSPOConfig. The head may have a LoRA adapter. From
+    Takes the same arguments as GRPOTrainer, but `args` defaults to a GSPOConfig. The head may have a LoRA adapter. From
     TRL 1.15 on, GRPOTrainer refuses such a head, because TRL's own log-probs would ignore the adapter.
 
     Warns:
@@ -213,7 +213,8 @@ class _LogProbs:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.trl_method = trainer, getattr(trainer, _METHOD)
+        self.trainer = trainer
+        self.trl_method = getattr(trainer, _METHOD)
         self.returns_aux_loss = "compute_aux_loss" in inspect.signature(self.trl_method).parameters
 
     def __call__(
@@ -237,7 +238,8 @@ class _LogProbs:
             return self.trl_method(model, input_ids, attention_mask, logits_to_keep, **options)
         want_aux_loss = options.get("compute_aux_loss", False)
         router = {"output_router_logits": True} if want_aux_loss else {}
-        scores, aux_losses = [], []
+        scores = []
+        aux_losses = []
         chunk_size = batch_size or len(input_ids)
         for ids, attended in zip(input_ids.split(chunk_size), attention_mask.split(chunk_size), strict=True):
             score = self._score(ids[:, -logits_to_keep:], attended[:, -logits_to_keep:], compute_entropy)

@@ -29,7 +29,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
     of each micro-batch.
 
     Raises:
-        ValueError: `use_fused_kernels` is set; or neither the budget nor the coefficient of the entropy bonus is 0.
+        ValueError: `use_fused_kernels` is set; or the budget and the coefficient of the entropy bonus are both nonzero.
         ValueError, TypeError: `gradient_budget` or `cache_mib` is invalid.
         HeadError, TypeError: `fuse_head` does not support the model or its head.
 
@@ -67,7 +67,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
         return output
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        self._backwards.collect()  # that of the previous micro-batch
+        self._backwards.collect()  # the backward of the previous micro-batch
         inputs, args = super().prepare_model_inputs(micro_batch)
         if not _needs_logits(micro_batch):
             inputs["with_head"] = _Score(micro_batch, args, self._settings, self._entropy_is_only_logged)
@@ -78,13 +78,14 @@ class GSPOEngine(FSDPEngineWithLMHead):
     ) -> dict[str, Any]:
         if isinstance(output, HeadOutput):
             # If a batch has use_fused_kernels, verl takes log-probs instead of logits, unpads them and gathers them.
-            output, micro_batch = output.result, micro_batch.copy()
+            output = output.result
+            micro_batch = micro_batch.copy()
             tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
 
 
 def _needs_logits(micro_batch: Any) -> bool:
-    """Return whether verl's loss of this batch reads the logits, not only log-probs and entropies."""
+    """True if verl's loss for this batch reads the logits, not only log-probs and entropies."""
     return any(
         tu.get_non_tensor_data(data=micro_batch, key=key, default=False)
         for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
@@ -111,7 +112,8 @@ class _Score:
         self.offsets = None
         temperature = args.get("temperature_rmpad")
         if temperature is None:  # verl pads this batch and has one temperature per sequence
-            temperature, self.offsets = args["temperature"][:, None], micro_batch["input_ids"].offsets()
+            temperature = args["temperature"][:, None]
+            self.offsets = micro_batch["input_ids"].offsets()
         self.temperature: Tensor | None = None if args["temperature_is_one"] else temperature
 
     def __call__(self, hidden: Tensor, lm_head: Any, **options: Any) -> ModelOutput:
@@ -149,7 +151,9 @@ def _predicts_response(micro_batch: Any, positions: int) -> Tensor:
     has_responses = "responses" in micro_batch and "prompts" in micro_batch
     if return_all or not has_responses or positions != len(input_ids.values()):
         return torch.ones(positions, dtype=torch.bool, device=input_ids.device)
-    prompts, responses, ends = micro_batch["prompts"], micro_batch["responses"], input_ids.offsets()[1:]
+    prompts = micro_batch["prompts"]
+    responses = micro_batch["responses"]
+    ends = input_ids.offsets()[1:]
     if responses.is_nested:
         lengths = responses.offsets().diff()
     else:

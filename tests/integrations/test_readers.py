@@ -285,7 +285,7 @@ REFUSED: list[tuple[Callable[..., Reading], Any, str]] = [
     (
         from_roll,
         {**ROLL, "reward_norm": "group", "norm_mean_type": "group"},
-        "reward_norm must be None beside norm_mean",
+        "reward_norm must be None together with norm_mean",
     ),
     (
         from_roll,

@@ -1,4 +1,4 @@
-"""What the integrations of TRL and verl share: settings of the head's backward, and the metrics of its backwards."""
+"""Shared by the TRL and verl adapters: settings of the head's backward, and its metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BackwardSettings(NamedTuple):
         check_cache(Field(place), self.cache_mib)
 
     def describe(self, device: torch.device) -> str:
-        """Return the settings as text, with the default of `cache_mib` on `device` if it is not set."""
+        """Describe the settings in one line, with the default of `cache_mib` on `device` if it is not set."""
         source = "GSPO_CACHE_MIB" if "GSPO_CACHE_MIB" in os.environ else "default"
         if source == "default" and device.type == "cuda":
             source += f", 1/{CACHE_SHARE} of the GPU's memory"
@@ -43,9 +43,9 @@ class BackwardSettings(NamedTuple):
 
 
 class BackwardMetrics:
-    """The metrics of the backwards that `linear_log_probs` ran since the last `take`.
+    """The metrics of each backward of `linear_log_probs` since the last `take`.
 
-    `collect` is called between any two backwards. It makes the host wait for nothing.
+    Call `collect` between any two backwards. It does not synchronise with the GPU.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class BackwardMetrics:
         self._backwards: list[dict[str, Tensor]] = []
 
     def begin(self) -> None:
-        """Ignore all backwards before this call, such as those of another model."""
+        """Ignore all backwards before this call, for example from another model."""
         self._latest = last_backward()
 
     def collect(self) -> None:
@@ -64,7 +64,7 @@ class BackwardMetrics:
             self._backwards.append(latest)
 
     def take(self) -> dict[str, list[float]]:
-        """Return one value per backward for each name in logs, and forget them. The host waits once."""
+        """Return one value per backward for each logged name, and forget them. Synchronises once."""
         if not self._backwards:
             return {}
         table = torch.stack([torch.stack([backward[name] for name in METRICS]) for backward in self._backwards])
@@ -73,11 +73,12 @@ class BackwardMetrics:
 
 
 def describe_backend(place: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return which backend computes a head in `dtype` on `device` and, if it is PyTorch on an accelerator, why.
+    """Name the backend for a head in `dtype` on `device` and, if it is PyTorch on an accelerator, say why.
 
     This may run the self-check of the kernels.
     """
-    name, why = pick_backend(Call(place), "auto", device, dtype), ""
+    name = pick_backend(Call(place), "auto", device, dtype)
+    why = ""
     if backend_variable() != "auto":
         why = " (GSPO_BACKEND)"
     elif name == "torch" and device.type != "cpu":

@@ -1,8 +1,9 @@
-"""Load the engine for verl if VERL_ENGINE_VENDOR=gspo. This module is an entry point that `import verl` imports.
+"""Load the engine for verl if VERL_ENGINE_VENDOR=gspo. `import verl` imports this module through an entry point.
 
-verl silently skips an entry point (`verl.plugins`) whose import fails, so this module warns before it raises. The
-settings `model.external_lib` and VERL_USE_EXTERNAL_MODULES name `gspo_kernels.integrations.verl` instead. verl does not
-hide errors of that import.
+The module is not in the folder verl/, because importing anything from there registers the engine. verl silently skips
+an entry point (`verl.plugins`) that fails to import, so this module warns before it raises. The settings
+`model.external_lib` and VERL_USE_EXTERNAL_MODULES name `gspo_kernels.integrations.verl` instead, and verl does not hide
+errors of that import.
 """
 
 from __future__ import annotations

@@ -49,17 +49,16 @@ def fuse_head(model: nn.Module) -> FusedHead:
             DeepSpeed's engine.
 
     With FSDP (1 and 2) and `parallelize_module`, call this on every rank, before or after sharding. The head may be
-    sharded by `ColwiseParallel`. If ZeRO-3 has already partitioned the
-    parameters, they exist only during the engine's calls. In this case, the first call with `with_head` measures and
-    checks the head, and may raise the errors below. If PEFT trains single tokens of the head
-    (trainable_token_indices), each call copies the weight [V, H], and the backward makes a gradient [V, H]. Two threads
-    must not call the same model at the same time.
+    sharded by `ColwiseParallel`. If ZeRO-3 has already partitioned the parameters, they exist only during the engine's
+    calls. In this case, the first call with `with_head` measures and checks the head, and may raise the errors below.
+    If PEFT trains single tokens of the head (trainable_token_indices), each call copies the weight [V, H], and the
+    backward makes a gradient [V, H]. Two threads must not call the same model at the same time.
 
     Raises:
         HeadError: the model has no output embeddings, or has parameters on the meta device; between head and logits,
             the model does something other than scale, soft-cap or drop the last columns; the model's forward does not
-            call its output embeddings exactly once; or the fused log-probs differ from those of the model's logits. In
-            each case the model is unchanged.
+            call its output embeddings exactly once; or the fused log-probs differ from the log-probs of the model's
+            logits. In each case the model is unchanged.
         TypeError, ValueError: `model` is not a module; or `linear_log_probs` does not support the head (DoRA, a weight
             that is sharded other than by `ColwiseParallel`).
     """
@@ -100,7 +99,7 @@ def base_model(model: Any) -> Any:
 
 
 def is_fused(model: nn.Module) -> bool:
-    """Return whether the model takes `with_head`."""
+    """True if the model takes `with_head`."""
     return _ATTRIBUTE in vars(base_model(model))
 
 
@@ -108,7 +107,8 @@ class FusedHead:
     """A model whose forward takes `with_head`. The head module is replaced only during calls with `with_head`."""
 
     def __init__(self, model: Any, head: Any) -> None:
-        self.model, self.head = model, head
+        self.model = model
+        self.head = head
         self._options: LogitOptions | None = None
         self._measured_head: tuple[Any, ...] = ()  # `identity` of the head that the options were measured on
         self._forward = model.forward
@@ -156,8 +156,8 @@ class FusedHead:
             call: the model, or a wrapper that gathers its parameters.
 
         Raises:
-            HeadError: `LogitOptions` cannot express the operations, or the fused log-probs differ from those of the
-                model's logits.
+            HeadError: `LogitOptions` cannot express the operations, or the fused log-probs differ from the
+                log-probs of the model's logits.
         """
         probe = functools.partial(self._probe, call)
         options = measure(self.model, self.head, probe)
@@ -264,7 +264,7 @@ class _StandIn(nn.Module):
 def logit_options(model: nn.Module) -> Mapping[str, Any]:
     """Return the operations that `model` applies to its logits, as keyword arguments of the losses.
 
-    For training loops that compute the hidden states without `with_head`. Arguments and errors are those of
+    For training loops that compute the hidden states without `with_head`. Arguments and errors are the same as in
     `fuse_head`. Afterwards the model is fused only if it was fused before.
     """
     was_fused = is_fused(model)

@@ -65,21 +65,26 @@ def measure(model: Any, head: Any, probe: Probe) -> LogitOptions:
     """
     columns = _columns(head)
     ramp = torch.linspace(-_PROBE_RANGE, _PROBE_RANGE, columns, dtype=torch.float32)  # [columns]
-    small, large = torch.full((columns,), 2.0**-10), torch.full((columns,), 2.0**20)
+    small = torch.full((columns,), 2.0**-10)
+    large = torch.full((columns,), 2.0**20)
 
     def logits_of(z: Tensor) -> Tensor:
         logits = probe(lambda hidden: z.to(hidden.device).expand(*hidden.shape[:-1], columns))
         return logits[0, -1].double().cpu()  # [vocab_size]
 
-    from_small, from_large, from_ramp = logits_of(small), logits_of(large), logits_of(ramp)
+    from_small = logits_of(small)
+    from_large = logits_of(large)
+    from_ramp = logits_of(ramp)
     numbers = _numbers(model.config)
     slope, plateau = from_small[0].item() / 2.0**-10, abs(from_large[0].item())
     scale = _snap(slope, [1.0, *numbers, *(1 / n for n in numbers)])
     softcap = _snap(plateau, numbers) if plateau < abs(slope) * 2.0**19 else None
     options = LogitOptions(scale, softcap, from_small.shape[0])
-    expected, eps = options.apply(ramp), torch.finfo(_logits_dtype(head)).eps
+    expected = options.apply(ramp)
+    eps = torch.finfo(_logits_dtype(head)).eps
     same_shape = options.vocab_size <= columns and from_ramp.shape == expected.shape
-    rtol, atol = max(_SCALE_ERROR, 2 * eps), max(1e-4, 2 * eps)
+    rtol = max(_SCALE_ERROR, 2 * eps)
+    atol = max(1e-4, 2 * eps)
     if not (same_shape and torch.allclose(from_ramp, expected, rtol=rtol, atol=atol)):
         column = int((from_ramp - expected).abs().argmax()) if same_shape else 0
         raise HeadError(
@@ -91,7 +96,7 @@ def measure(model: Any, head: Any, probe: Probe) -> LogitOptions:
 
 
 def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
-    """Check that fused log-probs equal those of the model's own logits. Each target is the model's likeliest token.
+    """Check fused log-probs against the model's own logits. Each target is the model's likeliest token.
 
     Raises:
         HeadError: the log-probs differ by more than rounding explains.
@@ -125,7 +130,7 @@ def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
 
 
 def _all_columns(head: Any, logits: Tensor) -> Tensor:
-    """Return the logits of all columns [..., V]. `parallelize_module` may return only those of this rank."""
+    """Return the logits of all columns [..., V]. `parallelize_module` may return only this rank's columns."""
     weight = _weight(head)
     if is_dtensor(logits):
         return cast("Any", logits).full_tensor()

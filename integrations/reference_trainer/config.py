@@ -111,7 +111,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             object.__setattr__(self, f.name, typed(f.name, str(f.type), getattr(self, f.name)))
-        require, size = self._require, self.rollout_size
+        require = self._require
+        size = self.rollout_size
         plain = self.name not in ("", ".", "..") and Path(self.name).name == self.name
         require("name", plain, "a plain folder name")
         distinct = len(self.seeds) == len(set(self.seeds)) > 0 and 0 <= min(self.seeds) <= max(self.seeds) < 2**32

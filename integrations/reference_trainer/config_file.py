@@ -91,7 +91,7 @@ ROLL_TRAINING = {"learning_rate": "learning_rate", "weight_decay": "weight_decay
 def train_config(**options: Any) -> TrainConfig:
     """Make a TrainConfig from options and fields of `Objective`. Values may also be texts, as on the command line.
 
-    Missing options take the defaults of a checkpoint if `model` or `data` is set, otherwise those of the demo. An
+    Missing options take the defaults of a checkpoint if `model` or `data` is set, otherwise the demo's. An
     option of None counts as missing. The demo overwrites the files of its earlier run. It uses one CPU thread: its
     model is too small to gain from several threads, and on a busy machine threads wait for each other.
 
@@ -175,7 +175,7 @@ def roll_options(settings: Mapping[str, Any]) -> dict[str, Any]:
         "objective": reading.objective,
         "advantages": reading.advantages,
         "temperature": reading.temperature,
-        "normalizer": reading.normalizer.of,
+        "normalizer": reading.normalizer,
     }
 
 

@@ -20,7 +20,7 @@ EXPECTED = 'expected "module:function" or "file.py:function", with a weight if w
 
 
 def task_of(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> Task:
-    """Return the run's task with the run's rewards. The arguments are those of `train`."""
+    """Return the run's task with the run's rewards. Takes arguments of `train`."""
     components = tuple(load_reward(spec) for spec in config.reward)
     if reward is not None:
         components = components_of(reward)
@@ -101,7 +101,7 @@ def parse_line(where: str, line: str) -> Example:
 
 
 def is_chat(messages: list[Any]) -> bool:
-    """Return whether there are messages, each with a role and a content of text."""
+    """True for a list of messages, each with a role and text content."""
     shaped = all(isinstance(message, dict) and set(message) == {"role", "content"} for message in messages)
     return bool(messages) and shaped and all(isinstance(x, str) for message in messages for x in message.values())
 

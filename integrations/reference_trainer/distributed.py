@@ -85,7 +85,7 @@ def gather_rows(rows: Tensor) -> Tensor:
 
 
 def average_gradients(weights: Sequence[nn.Parameter]) -> None:
-    """Average gradients over the processes. FSDP2 has already averaged those of its weights."""
+    """Average gradients over the processes. FSDP2 has already averaged its sharded gradients."""
     for weight in weights:
         if world() > 1 and not isinstance(weight, DTensor):
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad

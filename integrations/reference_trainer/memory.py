@@ -39,7 +39,8 @@ def untrained(config: TrainConfig, characters: str = SORTING) -> Any:
         return demo_policy(characters)
     source, missing = located(config.model)
     try:
-        settings, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+        settings = AutoConfig.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise InputError(f"model {config.model}: {missing}: {' '.join(str(error).split())}") from error
     with torch.device("meta"):
@@ -51,7 +52,7 @@ def predicted_memory(config: TrainConfig, device: torch.device, model: Any = Non
 
     Activations of the layers and the cache of keys and values are not part of it: they depend on the model's code.
     With parallel=fsdp2 and n processes, all but the loss is divided by n. `model` may be on the meta device; without
-    it, use that of `untrained`.
+    it, `untrained(config)` makes one.
     """
     model = untrained(config).inner if model is None else model
     item = weight_dtype(config).itemsize
@@ -85,7 +86,7 @@ def predicted_memory(config: TrainConfig, device: torch.device, model: Any = Non
 def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | None = None) -> str:
     """Return all options as YAML, the prompts and updates of a run, and the predicted memory.
 
-    The arguments are those of `train`.
+    Takes arguments of `train`.
 
     Raises:
         InputError: the model's configuration, the prompts or a reward cannot be loaded, or `train` would refuse to
@@ -97,7 +98,8 @@ def forecast(config: TrainConfig, task: Task | None = None, reward: Reward | Non
     if left_out:
         notes.append(f"max_prompt_tokens={config.max_prompt_tokens}: {left_out} prompts are left out")
     rewards = [x.name for x in task.rewards.components] + [TURNS] * (task.rewards.turn_reward is not None)
-    size, updates = config.mini_batch_size, config.updates_per_rollout * config.epochs
+    size = config.mini_batch_size
+    updates = config.updates_per_rollout * config.epochs
     device = pick_device(config.device)
     parts = predicted_memory(config, device, model.inner)
     backward = BackwardSettings(config.gradient_budget, config.cache_mib)

@@ -17,7 +17,8 @@ class Optimizer:
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self._config = config
         trained = {name: weight for name, weight in policy.model.named_parameters() if weight.requires_grad}
-        self.names, self.weights = list(trained), list(trained.values())
+        self.names = list(trained)
+        self.weights = list(trained.values())
         self.masters = [w if w.dtype.itemsize >= 4 else w.detach().float().requires_grad_() for w in self.weights]
         self.updates = 0
         self._adamw = torch.optim.AdamW(self.masters, lr=config.learning_rate, weight_decay=config.weight_decay)
@@ -27,7 +28,7 @@ class Optimizer:
             weight.grad = None
 
     def collect(self) -> None:
-        """Add the gradients of bf16 weights to those of their masters, so that micro-batches add up in fp32."""
+        """Add the gradients of bf16 weights to their fp32 masters' gradients, so that micro-batches add up in fp32."""
         for weight, master in zip(self.weights, self.masters, strict=True):
             if master is not weight and weight.grad is not None:
                 gradient = weight.grad.float()

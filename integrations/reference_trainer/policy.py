@@ -67,7 +67,8 @@ class Policy:
         Returns:
             The result of `with_head`, and the model's output (aux_loss, router_logits, ...).
         """
-        first, mask = rollout.prompt_width, rollout.attention_mask
+        first = rollout.prompt_width
+        mask = rollout.attention_mask
         # Positions count unmasked tokens, so that left padding does not shift a prompt.
         positions = (mask.cumsum(-1) - 1).clamp(min=0)  # [b, P + T]
         inputs = dict(input_ids=rollout.input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
@@ -156,7 +157,7 @@ def decoder_config(model: Any) -> Any:
 
 
 def check_head(policy: Policy, backend: str) -> None:
-    """Run the model and its head once. `fuse_head` has compared the log-probs with those of the model's logits.
+    """Run the model and its head once. `fuse_head` has compared the log-probs with the model's logits.
 
     Raises:
         InputError: the loss does not support the model, device and backend; or the routers' loss is counted, but the

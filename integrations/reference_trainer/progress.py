@@ -32,7 +32,8 @@ class TrainingProgress(Progress):
 
     def begin(self, seed: int, row: Row, step: int = 0) -> None:
         """Show that a seed begins, or continues after `step`. `row` has the metrics of the latest evaluation."""
-        self._seed, self._held_out = seed, row["eval_reward"]
+        self._seed = seed
+        self._held_out = row["eval_reward"]
         self._rows: list[Row] = []  # since the last evaluation
         self._without_signal: list[Row] = []  # the latest consecutive steps for which `lacks_signal` is true
         self._warned = False

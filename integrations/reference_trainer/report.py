@@ -27,13 +27,14 @@ Row = dict[str, Any]  # one line of metrics.jsonl
 
 
 def lacks_signal(row: Row) -> bool:
-    """Return whether all answers to each prompt had the same reward in a step, so that every advantage was 0."""
+    """True if all answers to each prompt had the same reward in a step, so that every advantage was 0."""
     return row["groups_without_signal"] == 1
 
 
 def likely_cause(rows: list[Row]) -> str:
     """Return why, in these steps, all answers to each prompt probably had the same reward."""
-    rewards, cut = {row["reward"] for row in rows}, fmean(row["truncated"] for row in rows)
+    rewards = {row["reward"] for row in rows}
+    cut = fmean(row["truncated"] for row in rows)
     failures = sum(row.get("reward_failures", 0) for row in rows)
     failed = f"{failures:,} calls of reward functions failed, of which the output above has one per step. "
     if all(row.get("unscored") == 1 for row in rows):
@@ -117,7 +118,8 @@ class RunFolder:
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = config.folder
-        self.metrics, self.checkpoint = self.path / "metrics.jsonl", self.path / "checkpoint.pt"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoint = self.path / "checkpoint.pt"
         self._config = config
         self._writes = rank() == 0
         self._files: dict[str, IO[str]] = {}

@@ -28,11 +28,11 @@ class Start(NamedTuple):
 
 
 def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> Start:
-    """Load prompts, rewards and, to resume a run, its checkpoint. The arguments are those of `train`.
+    """Load prompts, rewards and, to resume a run, its checkpoint. Takes arguments of `train`.
 
     Raises:
         InputError: prompts or rewards cannot be loaded; there is no such run; or the options, the prompts or the
-            arguments of `train` differ from those of the run in a way that it cannot continue with.
+            arguments of `train` differ from the run's in a way that it cannot continue with.
     """
     from_python = [name for name, x in (("task", task), ("reward", reward)) if x is not None]
     if not config.resume:
@@ -129,7 +129,8 @@ def check_changes(
             why = "as checkpoint_every is 0; overwrite=true trains again from the beginning"
             refuse("resume", f"a checkpoint in {folder}", f"none, {why}")
         return
-    seed, seeds = saved["seed"], before.get("seeds", list(config.seeds))
+    seed = saved["seed"]
+    seeds = before.get("seeds", list(config.seeds))
     begun = seeds[: seeds.index(seed) + 1] if seed in seeds else [seed]
     if list(config.seeds[: len(begun)]) != begun:
         refuse("seeds", f"{begun} first, on which {folder} has trained", list(config.seeds))

@@ -112,7 +112,8 @@ def converse(
         texts = policy.tokenizer.batch_decode(bodies, skip_special_tokens=False)
         for dialogue, ids, text, ended in zip(active, cut, texts, ends, strict=True):
             dialogue.add(ids, text, sampled=True)
-            dialogue.truncated, dialogue.done = not ended, True
+            dialogue.truncated = not ended
+            dialogue.done = True
             if ended and task is not None and task.reply is not None and turn + 1 < task.max_turns:
                 reply_to(policy, dialogue, task.reply(text, dialogue.example), max_new_tokens)
     return dialogues
@@ -160,7 +161,8 @@ class ChosenTokens(LogitsProcessor):
     """
 
     def __init__(self, uniform: Tensor, temperature: float) -> None:
-        self._columns, self._temperature = iter(uniform.unbind(1)), temperature
+        self._columns = iter(uniform.unbind(1))
+        self._temperature = temperature
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         tokens = choose(scores / self._temperature, next(self._columns))
@@ -187,7 +189,8 @@ def end_tokens(policy: Policy) -> set[int]:
 
 def padded(policy: Policy, dialogues: Sequence[Dialogue]) -> Rollout:
     """Make a rollout of finished dialogues."""
-    device, pad = policy.device, policy.tokenizer.pad_token_id
+    device = policy.device
+    pad = policy.tokenizer.pad_token_id
     prompt_ids, prompt_mask = left_padded(policy, [dialogue.prompt for dialogue in dialogues])
     answer_ids = right_padded([dialogue.ids for dialogue in dialogues], pad).to(device)
     attended = right_padded([[1] * len(dialogue.ids) for dialogue in dialogues]).to(device)
@@ -205,7 +208,8 @@ def padded(policy: Policy, dialogues: Sequence[Dialogue]) -> Rollout:
 
 def left_padded(policy: Policy, rows: Sequence[list[int]], width: int = 0) -> tuple[Tensor, Tensor]:
     """Pad token ids on the left, to at least `width`. Return ids and attention mask, [B, P] int64."""
-    pad, missing = policy.tokenizer.pad_token_id, [max(width, *map(len, rows)) - len(row) for row in rows]
+    pad = policy.tokenizer.pad_token_id
+    missing = [max(width, *map(len, rows)) - len(row) for row in rows]
     ids = torch.tensor([[pad] * count + row for count, row in zip(missing, rows, strict=True)], dtype=torch.long)
     mask = torch.tensor([[0] * count + [1] * len(row) for count, row in zip(missing, rows, strict=True)])
     return ids.to(policy.device), mask.to(policy.device)
@@ -254,7 +258,9 @@ def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]
             have.
     """
     kept: list[list[Example]] = []
-    longest, max_prompt_tokens, max_new_tokens = 0, config.max_prompt_tokens, config.max_new_tokens
+    longest = 0
+    max_prompt_tokens = config.max_prompt_tokens
+    max_new_tokens = config.max_new_tokens
     for examples in (task.train, task.held_out):
         prompts = encode(policy, [example.prompt for example in examples])
         check_tokens(config, policy, examples, prompts)
@@ -276,10 +282,12 @@ def fitting(config: TrainConfig, policy: Policy, task: Task) -> tuple[Task, int]
 
 def check_tokens(config: TrainConfig, policy: Policy, examples: Sequence[Example], prompts: list[list[int]]) -> None:
     """Raise an InputError for a prompt without tokens, or a token id beyond the model's embeddings."""
-    source, rows = config.data or config.task or "task", policy.inner.get_input_embeddings().weight.shape[0]
+    source = config.data or config.task or "task"
+    rows = policy.inner.get_input_embeddings().weight.shape[0]
     beyond = f"model {config.model}: expected token ids below {rows}, the rows of its embeddings, got"
     for name in ("pad_token", "eos_token"):
-        token, number = getattr(policy.tokenizer, name), getattr(policy.tokenizer, f"{name}_id")
+        token = getattr(policy.tokenizer, name)
+        number = getattr(policy.tokenizer, f"{name}_id")
         if number is not None and number >= rows:
             raise InputError(f"{beyond} {number} for the tokenizer's {name} {token!r}")
     for example, ids in zip(examples, prompts, strict=True):

@@ -55,6 +55,7 @@ class StopSignals:
             raise SystemExit(128 + (self.received or signal.SIGTERM))
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        is_second, self.received = self.received is not None, number
+        is_second = self.received is not None
+        self.received = number
         if is_second or not self._postponed:
             self.check()

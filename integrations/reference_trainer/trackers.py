@@ -28,7 +28,8 @@ class Trackers:
 
     def write(self, seed: int, row: dict[str, Any]) -> None:
         """Write the metrics of one step of one seed."""
-        config, step = self._config, row["step"]
+        config = self._config
+        step = row["step"]
         numbers = {name: x for name, x in row.items() if isinstance(x, int | float) and name != "step"}
         if "tensorboard" in config.report_to:
             self._board = self._board or self._writer(str(config.folder / "tensorboard"))

@@ -85,8 +85,11 @@ class Training:
         progress: TrainingProgress,
         stop: StopSignals,
     ) -> None:
-        self.config, self.seed = config, seed
-        self.folder, self.progress, self.stop = folder, progress, stop
+        self.config = config
+        self.seed = seed
+        self.folder = folder
+        self.progress = progress
+        self.stop = stop
         self.policy = policy_of_seed(config, seed, task.characters or PRINTABLE, device)
         self.task, left_out = fitting(config, self.policy, task)
         if left_out:
@@ -121,7 +124,8 @@ class Training:
 
     def begin(self) -> None:
         """Print notes about the checkpoint and the settings. Evaluate the policy before training, which is step 0."""
-        say, weight = self.progress.say, self.policy.router_loss_weight
+        say = self.progress.say
+        weight = self.policy.router_loss_weight
         self.seed_generators(0)
         if weight:
             say(f"router auxiliary loss: counted, times router_aux_loss_coef={weight:g}")
@@ -157,7 +161,9 @@ class Training:
 
     def train_step(self, examples: list[Example]) -> None:
         """Sample one rollout, train on it, and write the step's metrics. Those of the loss are means over updates."""
-        config, step, started = self.config, self.step + 1, time.perf_counter()
+        config = self.config
+        step = self.step + 1
+        started = time.perf_counter()
         self.seed_generators(step)
         limit = config.new_tokens_at(step)
         # Random numbers and padding are the same for every number of processes, and so are the answers.
@@ -166,7 +172,8 @@ class Training:
         sampling = (config.group_size, config.temperature, limit, seeds, width)
         with distributed.gathered(self.policy):
             answers, rewards = self.collect(distributed.share(examples), *sampling)
-        rollout, rewards = padded(self.policy, distributed.gather_lists(answers)), joined(distributed.gather(rewards))
+        rollout = padded(self.policy, distributed.gather_lists(answers))
+        rewards = joined(distributed.gather(rewards))
         self.report_failures(rewards, f"step {step}", allowed=False)
         epochs = mini_batches(config, self.seed, step)
         batch = with_log_probs(config, self.policy, rollout, epochs[0])
@@ -220,18 +227,19 @@ class Training:
         seeds: Sequence[Sequence[int]] | None = None,
         width: int = 0,
     ) -> tuple[list[Dialogue], RewardBatch]:
-        """Sample `group_size` answers per prompt and compute their rewards. The arguments are those of `converse`."""
+        """Sample `group_size` answers per prompt and compute their rewards. Takes the arguments of `converse`."""
         options: dict[str, Any] = {"group_size": group_size, "max_new_tokens": max_new_tokens, "task": self.task}
         options |= {"seeds": seeds, "width": width}
         with autocast(self.config, self.policy):
             answers = converse(self.policy, examples, temperature=temperature, **options)
-        texts, turns = [x.text for x in answers], [x.turns for x in answers]
+        texts = [x.text for x in answers]
+        turns = [x.turns for x in answers]
         return answers, self.task.rewards(texts, [x.example for x in answers], turns)
 
     def report_failures(self, rewards: RewardBatch, when: str, allowed: bool) -> None:
         """Print one of the failed calls. Unless `allowed`, raise a TrainingError if all calls of a component failed.
 
-        `rewards` are those of all processes, so that all processes raise it.
+        `rewards` come from all processes, so that all processes raise it.
         """
         for failure in [] if allowed else rewards.all_failed:
             calls = f"all {len(rewards.total)} calls of the reward {failure.component!r}"
@@ -241,7 +249,8 @@ class Training:
 
     def evaluate(self, step: int) -> tuple[float, list[Row]]:
         """Return the mean reward of greedy answers to the held-out prompts, and the first process's first answers."""
-        config, held_out = self.config, distributed.share(self.task.held_out)
+        config = self.config
+        held_out = distributed.share(self.task.held_out)
         rewards = [self.task.rewards([], [])]  # a process may have no prompts
         samples: list[Row] = []
         size = config.rollout_size // distributed.world()
@@ -261,7 +270,8 @@ class Training:
 
     def save_stopped(self) -> None:
         """Save a run that was stopped at the end of a step or while sampling, and print how to continue it."""
-        say, folder = self.progress.say, self.folder
+        say = self.progress.say
+        folder = self.folder
         if self.updating:
             say(f"stopped in the updates of step {self.step + 1} of seed {self.seed}, which are not saved")
         elif not self.rows:

@@ -213,7 +213,7 @@ def router_metrics(policy: Policy, output: Any, batch: Batch, chosen: list[Tenso
 
     router_max_load: load of the busiest expert divided by the mean load, from 1 (even) to the number of experts.
     router_entropy: entropy of the routing distribution of a token, in nats.
-    router_changed: share of experts that differ from those of the old policy; only if `chosen` has the experts.
+    router_changed: share of experts that differ from the old policy's; only if `chosen` has the experts.
     """
     mask = batch.rollout.attention_mask.bool()
     logits = torch.stack(tuple(output.router_logits)).detach().float()[:, mask.flatten()]  # [layers, tokens, experts]

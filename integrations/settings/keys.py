@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,18 +16,16 @@ from gspo_kernels import Objective
 from gspo_kernels.validation import Field, Unquoted
 
 Rule = tuple[str, Callable[[float], bool]]
-ANY: Rule = ("a number", lambda x: x == x)
 NOT_NEGATIVE: Rule = ("a number >= 0", lambda x: x >= 0)
 POSITIVE: Rule = ("a number > 0", lambda x: x > 0)
-ABOVE_ONE: Rule = ("a number > 1", lambda x: x > 1)
 
 
 class Step(NamedTuple):
-    """One call in the computation of advantages or token weights.
+    """One call in the computation of advantages.
 
-    call: the name of a function of `gspo_kernels.advantages` or `gspo_kernels.sampler_mismatch`; "clamp" for
-        torch.clamp; or "subtract_kl": subtract kl_coef times the KL of an answer from the answer's reward. This KL is
-        a sum over the answer's tokens: kl_estimator of old minus reference log-prob.
+    call: the name of a function of `gspo_kernels.advantages`; "clamp" for torch.clamp; or "subtract_kl": subtract
+        kl_coef times the KL of an answer from the answer's reward. This KL is a sum over the answer's tokens:
+        kl_estimator of old minus reference log-prob.
     options: the keyword arguments. For a tensor argument, a string describes which tensor to pass.
     """
 
@@ -35,48 +33,30 @@ class Step(NamedTuple):
     options: dict[str, Any]
 
 
-class Normalizer(NamedTuple):
-    """The value to pass as `normalizer`: count the units `of` in the batch `over`, then multiply the count by `times`.
-
-    of: "rows" (all answers, including entirely masked ones), "sequences" (answers with an unmasked token), "tokens"
-        (unmasked tokens) or "one" (the count is 1).
-    over: "micro-batch" (this call), "step" (all micro-batches of an optimizer step) or "rollout" (all answers that were
-        sampled at once). For "step" and "rollout", count over all processes and divide by the number of processes. This
-        assumes that gradients are averaged over processes, as DDP and FSDP do.
-    """
-
-    of: str
-    over: str
-    times: float = 1.0
-
-
 @dataclass(frozen=True)
 class Reading:
     """The loss that a trainer's settings describe. Every setting that changes the loss is in one of the fields.
 
     objective: the loss.
-    normalizer: the divisor of the loss.
-    kl_normalizer: the divisor of the KL term. None: the same as `normalizer`.
-    temperature: the divisor of the logits in the loss, which may differ from the sampling temperature. None: the
-        settings do not contain it.
-    advantages: the calls that turn rewards into advantages, in order. None: the settings do not contain them.
-    token_weights: the calls that compute token weights. Pass the product of their `weights` as `token_weights`.
-    old_log_probs: "trainer" (the trainer computes them with the policy before the first update of a rollout), "rollout"
-        (the sampling engine's) or "current" (log_probs.detach()).
+    normalizer: what to count in all micro-batches of an optimizer step: "rows" (all answers, including entirely masked
+        ones), "sequences" (answers with an unmasked token), "tokens" (unmasked tokens) or "one" (the count is 1). Pass
+        the count over all processes, divided by the number of processes, as `normalizer`. This assumes that gradients
+        are averaged over processes, as DDP and FSDP do.
+    temperature: the divisor of the logits in the loss, which may differ from the sampling temperature.
+    advantages: the calls that turn rewards into advantages, in order.
+    old_log_probs: "trainer" (the trainer computes them with the policy before the first update of a rollout) or
+        "rollout" (the sampling engine computes them).
     beside: other settings that act on the loss, with the trainer's names and values. They mask tokens, weight answers
-        or rewards, update the reference model (which otherwise is the policy before training) or add a loss term. The
-        caller must apply them.
+        or change rewards. The caller must apply them.
     ignored: settings of the loss that differ from their defaults, but that the trainer does not read because of other
         settings. A UserWarning also names them.
     not_the_loss: the names of all other settings. The loss does not depend on them.
     """
 
     objective: Objective
-    normalizer: Normalizer
-    kl_normalizer: Normalizer | None = None
-    temperature: float | None = None
-    advantages: tuple[Step, ...] | None = None
-    token_weights: tuple[Step, ...] = ()
+    normalizer: str
+    temperature: float
+    advantages: tuple[Step, ...]
     old_log_probs: str = "trainer"
     beside: dict[str, Any] = field(default_factory=dict)
     ignored: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +72,6 @@ class Keys:
         loss_defaults: all settings that can change the loss, with their defaults.
         other_names: all settings that cannot change the loss. (A reader may still read such a setting.)
         sections: names of nested settings. A setting inside is called "section.name".
-        additional: more settings, such as a section that is not in `settings`.
 
     Raises:
         ValueError: a setting is in neither table. The message names all such settings and the most similar known names.
@@ -106,7 +85,6 @@ class Keys:
         loss_defaults: Mapping[str, Any],
         other_names: Collection[str],
         sections: Collection[str] = (),
-        additional: Mapping[str, Any] | None = None,
     ) -> None:
         self.check = Field(reader)
         self._loss_defaults = loss_defaults
@@ -114,7 +92,6 @@ class Keys:
         self._values: dict[str, Any] = {}
         self._read: set[str] = set()
         self._add(settings, sections, "")
-        self._add(additional or {}, sections, "")
         known = {*loss_defaults, *other_names}
         unknown = [name for name in self._values if name not in known]
         if unknown:
@@ -148,7 +125,7 @@ class Keys:
         self._read.add(name)
         return self._values.get(name, self._loss_defaults.get(name, default))
 
-    def number(self, name: str, rule: Rule = ANY, default: float | None = None) -> float:
+    def number(self, name: str, rule: Rule, default: float | None = None) -> float:
         """Return a number, parsing a string if necessary. Refuse anything else, and numbers that break the rule."""
         value = self.get(name, default)
         return self.check.number(name, as_number(value), *rule)
@@ -157,13 +134,13 @@ class Keys:
         """Return a whole number >= 1."""
         return int(self.number(name, ("a whole number >= 1", lambda x: x >= 1 and x % 1 == 0), default))
 
-    def optional(self, name: str, rule: Rule = ANY) -> float | None:
+    def optional(self, name: str, rule: Rule) -> float | None:
         """Return a number, or None."""
         return None if self.get(name) is None else self.number(name, (f"{rule[0]}, or None", rule[1]))
 
-    def flag(self, name: str, default: bool | None = None) -> bool:
+    def flag(self, name: str) -> bool:
         """Return True or False."""
-        value = self.get(name, default)
+        value = self.get(name)
         self.check.boolean(name, value)
         return value
 
@@ -188,18 +165,17 @@ class Keys:
         values = {name: self.get(name) for name in names}
         return {name: value for name, value in values.items() if value not in (None, [], self._loss_defaults[name])}
 
-    def reading(self, fields: Mapping[str, Any], normalizer: Normalizer, luspo: bool = False, **extra: Any) -> Reading:
+    def reading(self, fields: Mapping[str, Any], normalizer: str, **others: Any) -> Reading:
         """Make the Reading from an Objective's `fields`, and classify the settings that were not read.
 
         Args:
-            luspo: whether `fields` describe LUSPO. If so, the Objective does not warn about weights by length.
-            extra: the other fields of the Reading.
+            others: the other fields of the Reading.
 
         Raises:
             ValueError: `fields` are not valid for an Objective.
         """
         try:
-            objective = Objective.preset("luspo" if luspo else "gspo", **fields)
+            objective = Objective(**fields)
         except ValueError as error:
             raise ValueError(f"{self.check.place}: no Objective has these settings ({error})") from error
         unread = [name for name in self._values if name not in self._read]
@@ -209,37 +185,14 @@ class Keys:
             listed = ", ".join(f"{name}={value!r}" for name, value in ignored.items())
             warnings.warn(f"{self.check.place}: with these settings the trainer does not read {listed}", stacklevel=3)
         not_the_loss = tuple(name for name in unread if name not in ignored)
-        return Reading(objective, normalizer, ignored=ignored, not_the_loss=not_the_loss, **extra)
+        return Reading(objective, normalizer, ignored=ignored, not_the_loss=not_the_loss, **others)
 
 
 def as_number(value: Any) -> Any:
-    """Parse a number in a string; return any other value unchanged. Flags are strings, and so is 1e-6 in YAML."""
+    """Parse a number in a string; return any other value unchanged. In YAML, 1e-6 is a string."""
     if isinstance(value, str):
         try:
             return float(value)
         except ValueError:
             return value
     return value
-
-
-def from_flags(check: Field, arguments: Sequence[Any]) -> dict[str, Any]:
-    """Parse flags such as ["--beta", "0", "--use_vllm", "true"] into a dict of settings.
-
-    Numbers and booleans are converted. A flag with several values becomes a list. A flag without a value becomes True.
-    """
-    settings: dict[str, list[Any]] = {}
-    values: list[Any] | None = None
-    for text in arguments:
-        if isinstance(text, str) and text.startswith("--"):
-            name, equals, value = text[2:].partition("=")
-            name = name.replace("-", "_")
-            if name in settings:
-                check.fail(f"--{name}", "given once", Unquoted("it twice"))
-            values = settings[name] = [value] if equals else []
-        elif not isinstance(text, str) or values is None:
-            check.fail("arguments", "flags that begin with --, each followed by its values", text)
-        else:
-            values.append(text)
-    booleans = {"true": True, "false": False}
-    parsed = {name: [booleans.get(v.lower(), as_number(v)) for v in texts] for name, texts in settings.items()}
-    return {name: values[0] if len(values) == 1 else values or True for name, values in parsed.items()}

@@ -1,4 +1,4 @@
-"""Read the settings of ROLL's RLVR pipeline."""
+"""Read the settings of ROLL's RLVR pipeline, as of July 2026 and with the keys of earlier versions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,55 @@ from gspo_kernels.objective import AGGREGATIONS
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 from gspo_kernels.validation import Field, Unquoted
 
-from . import tables
-from .keys import NOT_NEGATIVE, POSITIVE, Keys, Normalizer, Reading, Step
+from .keys import NOT_NEGATIVE, POSITIVE, Keys, Reading, Step
 
 _WORKER = "roll.pipeline.rlvr.actor_worker.ActorWorker"
 _TERMS = ("postive_loss_coef", "use_topr_neg_loss_coef", "sft_loss_coef", "use_topr_loss", "is_pure_opd", "use_opd")
-_DIVISORS = {"token-mean": Normalizer("tokens", "step"), "seq-mean-token-sum-norm": Normalizer("one", "step")}
+_NORMALIZERS = {"token-mean": "tokens", "seq-mean-token-sum-norm": "one"}  # by loss_agg_mode; otherwise "sequences"
+
+LOSS_DEFAULTS: dict[str, Any] = {
+    "importance_sampling": "token", "loss_agg_mode": None, "pg_clip": 0.2, "use_pg_clip_range": False,
+    "pg_clip_low": 0.2, "pg_clip_high": 0.2, "dual_clip_loss": False, "use_kl_loss": False, "kl_loss_coef": 0.0,
+    "entropy_loss_coef": 0.0, "rl_loss_coef": 1.0, "postive_loss_coef": 0.0, "use_topr_neg_loss_coef": 0.0,
+    "sft_loss_coef": 0.0, "use_topr_loss": False, "use_policy_loss_type": "PPO", "pg_variant": None,
+    "actor_train.pg_variant": None, "actor_train.worker_cls": None, "actor_train.apply_loss_scale": True,
+    "adv_estimator": "gae", "gamma": 1.0, "norm_mean_type": None, "norm_std_type": None, "reward_norm": None,
+    "reward_shift": False, "reward_scale": False, "reward_clip": None, "whiten_rewards": False,
+    "whiten_advantages": False, "advantage_clip": None, "add_token_level_kl": False, "kl_penalty": "kl",
+    "init_kl_coef": 0.2, "target_kl": None, "is_pure_opd": False, "use_opd": False, "opd_kl_coef": 1.0,
+    "use_reward_scaling": False, "use_reward_norm": False, "add_len_reward": False, "difficulty_loss_weight": False,
+    "length_loss_weight": False, "max_len_mask": False, "difficulty_mask": False, "difficulty_low_threshold": 0.0,
+    "difficulty_high_threshold": 1.0, "error_max_len_clip": False, "error_max_len_threshold": 9999999999,
+    "mask_type": "loss", "defaults": None, "train_infer_correction.filters": None,
+    "train_infer_correction.is_weight.enabled": False, "train_infer_correction.is_weight.weight_type": "token",
+    "train_infer_correction.is_weight.upper_bound": 1.2, "train_infer_correction.is_weight.detach": True,
+}  # fmt: skip  # a table
+SECTIONS = ("actor_train", "train_infer_correction", "train_infer_correction.is_weight")
+OTHER_NAMES = frozenset(
+    """
+    actor_infer actor_train.backend_timeout actor_train.data_args actor_train.device_mapping
+    actor_train.generating_args actor_train.infer_batch_size actor_train.logits_in_fp32 actor_train.max_concurrency
+    actor_train.max_tokens_per_microbatch_in_infer actor_train.max_tokens_per_microbatch_in_train
+    actor_train.model_args actor_train.model_update_frequency actor_train.name actor_train.num_gpus_per_worker
+    actor_train.offload_nccl actor_train.sequence_length_round_in_infer actor_train.sequence_length_round_in_train
+    actor_train.sequence_packing_args actor_train.strategy_args actor_train.system_envs
+    actor_train.topr_negative_weight actor_train.topr_positive_weight actor_train.training_args
+    actor_train.use_dynamic_batching_in_infer actor_train.use_dynamic_batching_in_train
+    actor_train.use_sequence_packing actor_train.world_size async_generation_ratio balance_length base_dir
+    checkpoint_config critic critic_warmup dataset_filter enable_old_logprobs_recompute enable_reference eval_steps
+    exp_name force_disable_old_logprobs_recompute generate_opt_level global_template hydra
+    is_num_return_sequences_expand is_offload_optimizer_states_in_train_step is_offload_states
+    is_use_additional_prompts kl_horizon l2 lambd length_profiler_dir local_rank logging_dir logging_steps
+    max_additional_running_prompts max_ckpt_to_keep max_grad_norm max_running_requests max_steps
+    minibatch_data_iter_num model_download_type model_update_buffer_size_mb num_gpus_per_node num_nodes
+    num_return_sequences_in_group output_dir ppo_epochs pretrain profiler_memory profiler_output_dir profiler_timeline
+    prompt_length reference report_length_and_rewards response_length resume_from_checkpoint reward reward_model
+    reward_pretrain rewards rollout_batch_size rollout_dump_dir rollout_mock router_args rpc_timeout
+    save_logging_board_dir save_steps seed sequence_length system_envs track_with tracker_kwargs
+    user_defined_rollout_loop_cls val_batch_size val_greedy val_n_sample val_prompt_length val_sequence_length
+    validation value_clip vlm_filter
+    """.split()
+)
 
 
 def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
@@ -40,7 +83,7 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
         with needs("from_roll, to read a YAML file,", "cli", "yaml"):
             from .yaml_file import read_yaml
         settings = read_yaml(Path(settings))
-    keys = Keys("from_roll", settings, tables.ROLL, tables.ROLL_OTHERS, tables.ROLL_SECTIONS)
+    keys = Keys("from_roll", settings, LOSS_DEFAULTS, OTHER_NAMES, SECTIONS)
     keys.must("actor_train.worker_cls", None, _WORKER, why="the losses of ActorPGWorker are not supported")
     keys.must("use_policy_loss_type", "PPO", why="ROLL's other policy gradients are not supported")
     keys.must("rl_loss_coef", 1.0, why="multiply the loss by this factor yourself")
@@ -77,7 +120,7 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
     beside = masks | keys.beside("defaults", "difficulty_loss_weight", "length_loss_weight", *shaping)
     return keys.reading(
         fields,
-        _DIVISORS.get(aggregation, Normalizer("sequences", "step")),
+        _NORMALIZERS.get(aggregation, "sequences"),
         temperature=1.0,
         beside=beside,
         advantages=tuple(_roll_advantages(keys)),
@@ -124,11 +167,11 @@ def _roll_normalisation(keys: Keys) -> Step | None:
     if by is None:
         return _normalised(keys, mean, deviation)
     if mean is not None or deviation is not None:
-        keys.refuse("reward_norm", "None beside norm_mean_type and norm_std_type, which replace it")
+        keys.refuse("reward_norm", "None together with norm_mean_type and norm_std_type, which replace it")
     shift = keys.flag("reward_shift")
     scale = by == "running" and keys.flag("reward_scale")  # ROLL reads reward_scale only for "running"
     if shift and scale:
-        keys.refuse("reward_shift", "False beside reward_scale")
+        keys.refuse("reward_shift", "False together with reward_scale")
     return _normalised(keys, None if scale else by, None if shift else by)
 
 

@@ -39,7 +39,8 @@ FIRST = joined("first")
 
 def problem(rng: random.Random) -> Problem:
     """Make a problem of one or two steps."""
-    name, good = FIRST[rng.randrange(60)], rng.choice(WORDS["small_goods"])
+    name = FIRST[rng.randrange(60)]
+    good = rng.choice(WORDS["small_goods"])
     first = value = rng.randint(SMALLEST, LARGEST_START)
     steps: list[Step] = []
     for _ in range(rng.choice((1, 2, 2))):
@@ -72,7 +73,8 @@ def _solution(rng: random.Random, first: int, steps: list[Step]) -> str:
 
 def problems(count: int, seed: int, without: frozenset[str] = frozenset()) -> list[Problem]:
     """Make problems with different prompts, none of which is in `without`."""
-    rng, by_prompt = random.Random(seed), {}
+    rng = random.Random(seed)
+    by_prompt = {}
     while len(by_prompt) < count:
         candidate = problem(rng)
         if candidate.prompt not in without:

@@ -32,7 +32,8 @@ def calculator_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> T
     `letters_in_place` divided by the number of expected turns, so that the reward of a dialogue is at most 1.
     `rewards` replace these rewards. They get the text of the dialogue, with the calculator's replies.
     """
-    generator, by_prompt = random.Random(0), {}
+    generator = random.Random(0)
+    by_prompt = {}
     while len(by_prompt) < PROBLEMS:
         example = problem(generator)
         by_prompt.setdefault(example.prompt, example)
@@ -44,7 +45,8 @@ def calculator_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> T
 def problem(generator: random.Random) -> Example:
     """Make a problem of one or two operations."""
     value = generator.randint(1, 9)
-    prompt, turns = str(value), []
+    prompt = str(value)
+    turns = []
     for _ in range(generator.choice((1, 2, 2, 2))):
         sign, number = generator.choice("+-"), generator.randint(1, 9)
         prompt += f"{sign}{number}"

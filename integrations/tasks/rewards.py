@@ -166,7 +166,8 @@ class Rewards:
                 of_turns.append(self._call(TURNS, call, len(said), text, failures) or [])
         weights = {name: weight for name, weight, _ in self.components}
         if self.turn_reward is not None:
-            components[TURNS], weights[TURNS] = [sum(rewards) for rewards in of_turns], 1.0
+            components[TURNS] = [sum(rewards) for rewards in of_turns]
+            weights[TURNS] = 1.0
         total = [
             sum((weights[name] * reward for name, x in components.items() if (reward := x[i]) is not None), 0.0)
             for i in range(len(completions))

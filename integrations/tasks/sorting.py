@@ -21,7 +21,7 @@ def sorting_task(held_out: int, rewards: Sequence[RewardComponent] = ()) -> Task
     examples: list[Example] = []
     for length in (3, 4, 5):
         words = ["".join(letters) for letters in itertools.product(LETTERS, repeat=length)]
-        # Take equally many words of each length. Otherwise nearly all words would have the greatest length.
+        # Take the same number of words of each length. Otherwise nearly all words would have the greatest length.
         words = generator.sample(words, len(LETTERS) ** 3)
         examples += [Example(f"sort {word}:", "".join(sorted(word))) for word in words]
     in_place = Rewards((RewardComponent("letters_in_place", 1.0, letters_in_place),))

@@ -1,4 +1,4 @@
-"""More cases of test_megatron.py: `integrations/megatron_seams.py`, compared with the logits of one process."""
+"""More cases of test_megatron.py: `integrations/megatron/trainers.py`, compared with the logits of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from tolerance import MODEL_GRADIENT_RELATIVE, SHARDED_GRADIENT_RELATIVE
 from torch import Tensor
 
-from gspo_kernels.integrations import megatron_seams as seams
+from gspo_kernels.integrations.megatron import trainers as seams
 
 H, ROWS = 16, PADDED // 2  # rows of the head on each of two ranks
 

@@ -17,8 +17,8 @@ from helpers import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trl import GRPOConfig, GRPOTrainer
 
-from gspo_kernels.integrations import trl as trl_adapter
-from gspo_kernels.integrations import trl_model
+from gspo_kernels.integrations.trl import model_forward
+from gspo_kernels.integrations.trl import trainer as trl_adapter
 
 LETTERS = "abcdefgh"
 SEQUENCE = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4}
@@ -96,5 +96,5 @@ def make_trainer(trainer: type[GRPOTrainer], model: Any, folder: Path, peft_conf
 
 def replace_log_probs(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
     """Make accelerated trainers call `function` in place of `linear_log_probs`."""
-    for module in (trl_adapter, trl_model):
+    for module in (trl_adapter, model_forward):
         monkeypatch.setattr(module, "linear_log_probs", function)

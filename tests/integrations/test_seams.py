@@ -24,7 +24,7 @@ from tolerance import MODEL_GRADIENT_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective
-from gspo_kernels.integrations import seams
+from gspo_kernels.integrations import trainers as seams
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 B, EMPTY = 12, 7  # number of sequences, and the index of a sequence without unmasked tokens
@@ -593,8 +593,8 @@ def test_the_documented_lines_of_each_trainer_run(
     assert torch.equal(loss, swift(batch, batch.log_probs)[0]) and metrics["mode"] == "train"
     assert scope["slime"].keywords["objective"].clip_low == 2e-4
     assert repr(scope["reading"].normalizer) in INTEGRATIONS
-    for name in re.findall(r"gspo_kernels\.integrations\.seams\.(\w+)", INTEGRATIONS):
+    for name in re.findall(r"gspo_kernels\.integrations\.trainers\.(\w+)", INTEGRATIONS):
         assert callable(getattr(seams, name))
     tomllib = pytest.importorskip("tomllib")
     loss = tomllib.loads(*code_blocks(INTEGRATIONS, "toml"))["trainer"]["loss"]
-    assert loss["import_path"].endswith(".seams.prime_rl") and prime_rl(batch, batch.log_probs, **loss["kwargs"])
+    assert loss["import_path"].endswith(".trainers.prime_rl") and prime_rl(batch, batch.log_probs, **loss["kwargs"])

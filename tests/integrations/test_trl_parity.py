@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "dapo": (Objective.preset("dapo"), {"loss_type": "dapo"}),
     "dr_grpo": (Objective.preset("dr_grpo", length_norm=LONGEST), {"loss_type": "dr_grpo"}),
     "luspo": (Objective.preset("luspo"), {"loss_type": "luspo", "level": SEQUENCE}),
+    "luspo, token ratios": (Objective.preset("grpo", aggregation="seq-mean-token-sum"), {"loss_type": "luspo"}),
     "cispo": (Objective.preset("cispo", clip_high=0.5), {"loss_type": "cispo", "epsilon_high": 1.5}),
     "cispo, sequence ratios": (
         Objective.preset("cispo", ratio="sequence", clip_high=4e-4),
@@ -88,17 +89,18 @@ def test_trls_off_policy_mask_is_token_weights(backend: str) -> None:
     assert_agree(batch, ours(replace(batch, weights=kept.weights), objective, backend), loss, gradient)
 
 
-def test_the_normalizer_of_trls_default_is_the_number_of_tokens_of_a_step(backend: str) -> None:
-    """TRL's default loss_type, dapo, divides by the tokens of all micro-batches of an optimizer step, per process.
+@pytest.mark.parametrize("name", CASES)
+def test_the_documented_normalizers_give_the_gradients_of_trls_micro_batches(name: str, backend: str) -> None:
+    """TRL divides by tokens or rows of all micro-batches of an optimizer step, per process.
 
     With this number as `normalizer`, the gradients of our micro-batches add up to TRL's.
     """
-    objective, config = CASES["dapo"]
+    objective, config = CASES[name]
     batch = rollout(objective)
     loss, gradient, _ = trl_loss(batch, objective, config)
-    tokens = batch.mask.sum() * GRADIENT_STEPS
-    out, ours_gradient = ours(batch, objective, backend, normalizer=tokens)
-    assert_agree(batch, (out, ours_gradient), loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
+    count = batch.mask.sum() if objective.aggregation == "token-mean" else len(batch.mask)
+    computed = ours(batch, objective, backend, normalizer=count * GRADIENT_STEPS)
+    assert_agree(batch, computed, loss / GRADIENT_STEPS, gradient / GRADIENT_STEPS)
 
 
 def test_sequence_ratios_with_trls_loss_type_dapo_are_luspo() -> None:

@@ -30,7 +30,7 @@ MODULES = sorted(
     # They need the extras "cli" and "train".
     if path.name not in ("cli.py", "bench_table.py", "doctor_report.py", "compare.py", "compare_command.py")
 )
-INTEGRATIONS = [f"gspo_kernels.integrations.{name}" for name in ("huggingface", "seams", "settings")]
+INTEGRATIONS = [f"gspo_kernels.integrations.{name}" for name in ("huggingface", "trainers", "settings")]
 # (the absent module, a command, the line that the command prints)
 COMMANDS = [
     ("typer", "gspo", "gspo needs typer, which is not installed: pip install 'gspo-kernels[cli]'"),

@@ -87,10 +87,10 @@ def test_a_checkout_can_be_imported_without_installation() -> None:
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if not finder.__module__.startswith("__editable__")]
 sys.path.insert(0, {str(ROOT)!r})
-import gspo_kernels.benchmarks.measure, gspo_kernels.integrations.seams as seams
-print(seams.__name__)
+import gspo_kernels.benchmarks.measure, gspo_kernels.integrations.trainers as trainers
+print(trainers.__name__)
 """
-    assert run_python(code).strip() == "gspo_kernels.integrations.seams"
+    assert run_python(code).strip() == "gspo_kernels.integrations.trainers"
 
 
 def test_integrations_are_part_of_the_package() -> None:

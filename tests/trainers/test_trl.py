@@ -26,11 +26,13 @@ from tolerance import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
+from gspo_kernels import linear_log_probs
 from gspo_kernels.backends import torch as torch_backend
-from gspo_kernels.integrations import trl as adapter
 from gspo_kernels.integrations.backwards import METRICS
 from gspo_kernels.integrations.huggingface import base_model, fuse_head
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
+from gspo_kernels.integrations.trl.model_forward import is_wrapped
+from gspo_kernels.integrations.trl.trainer import _LogProbs
 
 asks_the_model = hasattr(trl.trainer.utils, "add_fused_lm_head")  # from TRL 1.15, the model returns log-probs
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -189,8 +191,7 @@ def test_gspo_config_has_the_papers_settings() -> None:
 
 def test_accelerate_trainer_changes_a_trainer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    fused = adapter.linear_log_probs
-    replace_log_probs(monkeypatch, lambda *args, **kwargs: (calls.append(1), fused(*args, **kwargs))[1])
+    replace_log_probs(monkeypatch, lambda *args, **kwargs: (calls.append(1), linear_log_probs(*args, **kwargs))[1])
     trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **SEQUENCE, max_steps=1, beta=0.1)
     accelerate_trainer(trainer)
     forwards = trainer.model.forward, trainer.ref_model.forward
@@ -293,7 +294,7 @@ def test_before_trl_1_15_images_stay_with_trl_and_unsupported_settings_raise(tmp
     calls = []
     name = "_get_per_token_logps_and_entropies"
     setattr(trainer, name, lambda *args, **kwargs: calls.append(kwargs))
-    log_probs = adapter._LogProbs(trainer)
+    log_probs = _LogProbs(trainer)
     ids = torch.randint(2, 10, (2, 7))
     with pytest.warns(UserWarning, match="TRL before 1.15 computes the log-probs of inputs with pixel_values"):
         log_probs(trainer.model, ids, torch.ones_like(ids), 3, pixel_values=torch.ones(1), num_images=None)
@@ -335,7 +336,7 @@ def test_default_args_are_gspo_and_token_ratios_are_warned_of(tmp_path: Path, mo
         configs.append(GSPOConfig(str(tmp_path / output_dir), use_cpu=True, bf16=False))
         return configs[-1]
 
-    monkeypatch.setattr(adapter, "GSPOConfig", config)
+    monkeypatch.setattr("gspo_kernels.integrations.trl.trainer.GSPOConfig", config)
     options: dict[str, Any] = {
         "reward_funcs": lambda completions, **_: [0.0] * len(completions),
         "train_dataset": datasets.Dataset.from_list([{"prompt": "ab"}] * 8),
@@ -396,9 +397,7 @@ def test_log_probs_before_trl_1_15_equal_those_of_logits(tmp_path: Path) -> None
     mask = attended[:, -keep:]
     for bonus in (False, True):
         trainer._entropy_bonus_enabled = bonus
-        log_probs, entropies, *_ = adapter._LogProbs(trainer)(
-            model, ids, attended, keep, batch_size=2, compute_entropy=True
-        )
+        log_probs, entropies, *_ = _LogProbs(trainer)(model, ids, attended, keep, batch_size=2, compute_entropy=True)
         expected = dense.gather(-1, ids[:, -keep:, None])[..., 0] * mask
         torch.testing.assert_close(log_probs, expected, rtol=TRAINER_ABSOLUTE, atol=TRAINER_ABSOLUTE)
         expected = -(dense.exp() * dense).sum(-1) * mask
@@ -415,7 +414,7 @@ def test_policy_and_reference_model_return_a_mean_loss_over_labels(tmp_path: Pat
     labels[:, :3], labels[1, -2:] = -100, -100
     for model in (trainer.model, trainer.ref_model):
         base = base_model(trainer.accelerator.unwrap_model(model))
-        assert adapter.is_wrapped(base)
+        assert is_wrapped(base)
         logits = base(input_ids=ids, use_cache=False).logits
         expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         out = base(input_ids=ids, labels=labels, fused_lm_head=True)

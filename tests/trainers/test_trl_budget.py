@@ -18,12 +18,14 @@ from tolerance import DROPPED_MASS_RELATIVE, KEPT_GRADIENT_RELATIVE, TRAINER_GRA
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
+from gspo_kernels import linear_log_probs
 from gspo_kernels.backends import dispatch, self_check
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.integrations import backwards
-from gspo_kernels.integrations import trl as adapter
 from gspo_kernels.integrations.backwards import METRICS, BackwardMetrics, describe_backend
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
+from gspo_kernels.integrations.trl.model_forward import is_wrapped
+from gspo_kernels.integrations.trl.trainer import _ASKS_THE_MODEL
 
 BUDGET = 1e-2
 KEYS = [f"gspo/{name}" for name in METRICS]
@@ -103,10 +105,9 @@ def test_gradients_lack_the_reported_share_only(tmp_path: Path) -> None:
 
 def test_a_cache_keeps_the_bits_of_log_probs_and_the_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log_probs: dict[float, list[Tensor]] = {}
-    fused = adapter.linear_log_probs
 
     def recorded(*args: Any, **options: Any) -> Any:
-        out = fused(*args, **options)
+        out = linear_log_probs(*args, **options)
         log_probs.setdefault(options["cache_mib"], []).append(out.log_probs.detach())
         return out
 
@@ -192,8 +193,9 @@ def test_the_last_call_decides_and_each_change_is_printed_once(
     prompts = datasets.Dataset.from_list([{"prompt": "ab"}] * 8)
     trainer = GSPOTrainer(peaked_model(tmp_path / "model"), lambda completions, **_: [0.0], args, train_dataset=prompts)
     calls: list[dict[str, Any]] = []
-    fused = adapter.linear_log_probs
-    replace_log_probs(monkeypatch, lambda *args, **options: (calls.append(options), fused(*args, **options))[1])
+    replace_log_probs(
+        monkeypatch, lambda *args, **options: (calls.append(options), linear_log_probs(*args, **options))[1]
+    )
 
     def settings() -> tuple[float, float | None]:
         ids = torch.randint(2, 10, (2, 7))
@@ -228,11 +230,10 @@ def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatc
     second = make_trainer(GSPOTrainer, first.model, tmp_path, **options, temperature=2.0)
     accelerate_trainer(second, gradient_budget=0.3)
     calls: list[tuple[float, float]] = []
-    fused = adapter.linear_log_probs
 
     def recorded(*args: Any, **options: Any) -> Any:
         calls.append((options["temperature"], options["gradient_budget"]))
-        return fused(*args, **options)
+        return linear_log_probs(*args, **options)
 
     replace_log_probs(monkeypatch, recorded)
     for trainer, settings in ((first, (0.5, 0.0)), (second, (2.0, 0.3)), (first, (0.5, 0.0))):
@@ -241,17 +242,17 @@ def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatc
         assert set(calls) == {settings}
 
 
-@pytest.mark.skipif(not adapter._ASKS_THE_MODEL, reason="before TRL 1.15, the forward of the model is not replaced")
+@pytest.mark.skipif(not _ASKS_THE_MODEL, reason="before TRL 1.15, the forward of the model is not replaced")
 def test_a_replaced_forward_is_warned_of(tmp_path: Path) -> None:
     options: dict[str, Any] = SEQUENCE | {"num_iterations": 1, "max_steps": 1}
     first = make_trainer(GSPOTrainer, peaked_model(tmp_path / "model", 20.0), tmp_path, **options)
     make_trainer(GRPOTrainer, first.model, tmp_path, **options)  # TRL replaces the forward of its model
     with pytest.warns(UserWarning, match="forward of the model was replaced .* Call accelerate_trainer.trainer. again"):
         first.train()
-    assert not adapter.is_wrapped(first.model)
+    assert not is_wrapped(first.model)
     accelerate_trainer(first)
     first.train()
-    assert adapter.is_wrapped(first.model)
+    assert is_wrapped(first.model)
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -22,9 +22,8 @@ from helpers.trl_trainer import LETTERS, SEQUENCE, checkpoint, make_trainer, tok
 from trl import GRPOConfig, GRPOTrainer
 
 from gspo_kernels import validation
-from gspo_kernels.integrations import trl as adapter
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
-from gspo_kernels.integrations.trl_config import LOSS_TYPES
+from gspo_kernels.integrations.trl.config import LOSS_TYPES
 
 ON_A_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": []}
 
@@ -218,7 +217,10 @@ def test_default_settings_clip_in_training(accumulation: int, tmp_path: Path) ->
 
 
 def test_default_args_do_not_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "GSPOConfig", lambda output_dir: GSPOConfig(str(tmp_path / output_dir), **ON_A_CPU))
+    monkeypatch.setattr(
+        "gspo_kernels.integrations.trl.trainer.GSPOConfig",
+        lambda output_dir: GSPOConfig(str(tmp_path / output_dir), **ON_A_CPU),
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = GSPOTrainer(

@@ -145,7 +145,7 @@ def documented_main(rank: int, folder: Path) -> None:
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.config import HFModelConfig
 
-    from gspo_kernels.integrations.verl_config import backward_settings
+    from gspo_kernels.integrations.verl.config import backward_settings
 
     overrides = VERL_BUDGET.replace("\\\n", " ").split()
     with initialize_config_dir(str(Path(str(verl.__file__)).parent / "trainer" / "config"), version_base=None):

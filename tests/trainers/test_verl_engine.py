@@ -188,16 +188,16 @@ def rows_main(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo")
     from verl.utils import tensordict_utils as tu
 
-    from gspo_kernels.integrations import verl as adapter
+    from gspo_kernels.integrations.verl import engine
 
     rows: list[int] = []
-    fused = adapter.linear_log_probs
+    fused = engine.linear_log_probs
 
     def counted(*args: Any, mask: torch.Tensor, **kwargs: Any) -> Any:
         rows.append(int(mask.sum()))
         return fused(*args, mask=mask, **kwargs)
 
-    adapter.linear_log_probs = counted
+    engine.linear_log_probs = counted
     for packed in (True, False):
         for all_tokens in (False, True):
             worker = make_worker(folder / f"{packed}-{all_tokens}", True, {**BASE, "packed": packed})
@@ -314,7 +314,7 @@ def nested_main(rank: int, folder: Path) -> None:
     os.environ.update(ENVIRONMENT)
     from tensordict import TensorDict
 
-    from gspo_kernels.integrations.verl import _predicts_response
+    from gspo_kernels.integrations.verl.engine import _predicts_response
 
     def nested(*lengths: int) -> torch.Tensor:
         return torch.nested.nested_tensor([torch.ones(n, dtype=torch.long) for n in lengths], layout=torch.jagged)

@@ -115,6 +115,28 @@ def test_normalizers_of_the_global_batch(name: str, backend: str) -> None:
     assert_agree(batch, ours(batch, objective, backend, normalizer=normalizer), value, gradient)
 
 
+def test_verls_token_sum_is_a_token_mean_with_normalizer_1(backend: str) -> None:
+    """In this mode, too, verl multiplies by the number of ranks."""
+    objective = Objective.preset("dapo", dual_clip=3.0)
+    batch = rollout(objective, seed=3)
+    value, gradient, _ = verl_loss(batch, objective, "vanilla", "token-sum", dp_size=4)
+    assert_agree(batch, ours(batch, objective, backend, normalizer=1 / 4), value, gradient)
+
+
+def test_verls_kl_term_of_sapo_has_its_own_normalizer(backend: str) -> None:
+    """verl reads loss_agg_mode for the KL term, but not for the policy term of SAPO."""
+    objective = Objective.preset("sapo", kl_coef=0.1, kl_aggregation="token-mean")
+    batch = rollout(objective, seed=3)
+    size = {"dp_size": 4, "batch_num_tokens": 301, "global_batch_size": 48}
+    value, gradient, _ = verl_loss(batch, objective, "sapo", "token-mean", **size)
+    log_probs = batch.log_probs.clone().requires_grad_()
+    kl = core_algos.kl_penalty(log_probs, batch.ref, "low_var_kl")
+    kl_term = 0.1 * core_algos.agg_loss(kl, batch.double_mask(), "token-mean", **size)
+    (kl_gradient,) = torch.autograd.grad(kl_term, log_probs)
+    computed = ours(batch, objective, backend, normalizer=48 / 4, kl_normalizer=301 / 4)
+    assert_agree(batch, computed, value + kl_term.detach(), gradient + kl_gradient)
+
+
 def test_verls_gspo_is_the_token_form(backend: str) -> None:
     """Without token weights, verl's GSPO equals the sequence form. With token weights, it does not."""
     objective, loss, aggregation = CASES["gspo"]

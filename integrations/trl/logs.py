@@ -1,4 +1,4 @@
-"""What an accelerated trainer of TRL prints and logs, and what it does before each batch. All of it can be undone."""
+"""What an accelerated TRL trainer prints, logs and does before each batch. `restore_methods` undoes all of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from gspo_kernels.inputs.lm_head import take_apart
 from gspo_kernels.validation import Field, Unquoted, dtype_name
 
-from .backwards import BackwardMetrics, BackwardSettings, describe_backend
-from .huggingface.fused_head import FusedHead
+from ..backwards import BackwardMetrics, BackwardSettings, describe_backend
+from ..huggingface.fused_head import FusedHead
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by the accelerator's mixed precision
 _REPLACED = "_gspo_replaced"  # the attribute of a trainer that holds its replaced methods: name -> (before, ours)
@@ -22,7 +22,8 @@ def print_settings(trainer: Any, head: FusedHead, settings: BackwardSettings) ->
     """Print backend, head and settings in one line, on the main process."""
     # By default, TRL shows no logger's INFO messages. Like Trainer's own logs, the line goes to stdout.
     if trainer.accelerator.is_main_process:
-        device, autocast = trainer.accelerator.device, _AUTOCAST.get(trainer.accelerator.mixed_precision)
+        device = trainer.accelerator.device
+        autocast = _AUTOCAST.get(trainer.accelerator.mixed_precision)
         dtype = autocast or take_apart(head.head).linear.weight.dtype
         backend = describe_backend("accelerate_trainer", device, dtype)
         cast = f", cast to {dtype_name(dtype)}" if autocast else ""
@@ -31,7 +32,9 @@ def print_settings(trainer: Any, head: FusedHead, settings: BackwardSettings) ->
 
 def log_backwards(trainer: Any) -> None:
     """Make the trainer log the metrics of the backwards of its training steps, but not with the logs of evaluations."""
-    backwards, step, log = BackwardMetrics(), trainer.training_step, trainer.log
+    backwards = BackwardMetrics()
+    step = trainer.training_step
+    log = trainer.log
 
     @functools.wraps(step)
     def training_step(*args: Any, **kwargs: Any) -> Any:

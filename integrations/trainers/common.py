@@ -1,4 +1,4 @@
-"""Code that the seams (loss functions for other trainers) share: check settings, call `policy_loss`, name metrics."""
+"""Shared by the loss functions for other trainers: check settings, call `policy_loss`, name metrics."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ GSPO = Objective()
 USE_CORRECTION = "(use Objective(rollout_correction=...) instead)"  # appended to names of settings for sampler weights
 
 
-def check_settings(seam: str, objective: Objective, settings: Mapping[str, tuple[Any, Any]]) -> None:
+def check_settings(place: str, objective: Objective, settings: Mapping[str, tuple[Any, Any]]) -> None:
     """Check that the trainer's settings describe the same loss as `objective`.
 
     Args:
-        seam: the name of the seam, for the message.
+        place: the name of the loss function, for the message.
         settings: the name of each setting as the user writes it, its value, and the value that `objective` requires.
 
     Raises:
@@ -29,7 +29,7 @@ def check_settings(seam: str, objective: Objective, settings: Mapping[str, tuple
     aggregation = {"objective.aggregation": (objective.aggregation, "seq-mean-token-mean")}
     for name, (value, expected) in {**settings, **aggregation}.items():
         if value != expected:
-            Field(seam).fail(name, f"{expected!r} with this objective", value)
+            Field(place).fail(name, f"{expected!r} with this objective", value)
 
 
 def loss_of_log_probs(

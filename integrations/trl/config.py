@@ -12,7 +12,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Field, Unquoted, warn_once
 
-from .backwards import BackwardSettings
+from ..backwards import BackwardSettings
 
 UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four mini-batches
 # These loss types clip the ratio to [1 - epsilon, 1 + epsilon_high]. cispo is missing: its upper bound is epsilon_high.
@@ -153,7 +153,8 @@ def warn_of_settings_that_never_clip(trainer: GRPOTrainer, stacklevel: int) -> N
         stacklevel: as in warnings.warn, counted from `warn_once`: 3 is the caller of this function.
     """
     args: Any = trainer.args
-    steps, iterations = args.steps_per_generation, args.num_iterations
+    steps = args.steps_per_generation
+    iterations = args.num_iterations
     accumulation = args.gradient_accumulation_steps
     _warn_of_few_prompts(trainer, stacklevel + 1)
     # Under this condition TRL uses the current log-probs as the old log-probs. With vLLM, TRL may compute the old

@@ -11,7 +11,7 @@ from trl.trainer import utils
 
 from gspo_kernels import linear_log_probs
 
-from .backwards import BackwardSettings
+from ..backwards import BackwardSettings
 
 SETTINGS = "_gspo_settings"  # the attribute of a model that holds its ModelSettings
 _ATTRIBUTE = "_gspo_log_probs"
@@ -25,7 +25,7 @@ class ModelSettings(NamedTuple):
 
 
 def is_wrapped(model: Any) -> bool:
-    """Return whether the model's forward is that of `wrap_forward`, directly or inside accelerate's wrapper."""
+    """True if `wrap_forward` installed the model's forward, also if accelerate's wrapper encloses it."""
     wrapper = vars(model).get(_ATTRIBUTE)
     # accelerate stores the forward inside its wrapper as `_original_forward`.
     return wrapper is not None and wrapper in (model.forward, vars(model).get("_original_forward"))
@@ -72,8 +72,11 @@ def _log_probs(
     Raises:
         ValueError: neither `labels` nor `shift_labels` is given.
     """
-    targets = shift_labels if shift_labels is not None else None if labels is None else labels[:, 1:]
-    if targets is None:
+    if shift_labels is not None:
+        targets = shift_labels
+    elif labels is not None:
+        targets = labels[:, 1:]
+    else:
         raise ValueError("fused_lm_head: labels or shift_labels must be given, got neither")
 
     def score(hidden: Tensor, lm_head: Any, **options: Any) -> Any:

@@ -1,9 +1,7 @@
 """`policy_loss` with the signatures of the loss functions of five trainers that compute the log-probs themselves.
 
-A seam is the place where a trainer accepts a loss function from outside.
-
-    prime-rl   [trainer.loss] type = "custom", import_path = "gspo_kernels.integrations.seams.prime_rl"
-    slime      --loss-type custom_loss --custom-loss-function-path gspo_kernels.integrations.seams.slime
+    prime-rl   [trainer.loss] type = "custom", import_path = "gspo_kernels.integrations.trainers.prime_rl"
+    slime      --loss-type custom_loss --custom-loss-function-path gspo_kernels.integrations.trainers.slime
     SkyRL      PolicyLossRegistry.register("gspo_kernels", skyrl)
     ms-swift   _compute_loss_and_metrics = ms_swift, in a subclass of its GRPOTrainer
     OpenRLHF   openrlhf.models.PolicyLoss = OpenRLHFPolicyLoss, in every worker

@@ -1,16 +1,4 @@
-"""Compute the log-probs of TRL's GRPOTrainer with `gspo_kernels`. Use either the class or the function:
-
-    trainer = GSPOTrainer(model, reward_funcs, args=GSPOConfig(...), train_dataset=...)
-    accelerate_trainer(trainer)  # for an existing trainer of any subclass of GRPOTrainer
-
-`linear_log_probs`, called at the model's head, computes old, reference and new log-probs with the same kernel, in fp32
-and without storing logits. The backward of the head skips tokens whose log-prob gets no gradient from the loss. TRL's
-own code computes the loss and its metrics, so all of TRL's options work.
-
-TRL 1.15 and later asks the model for log-probs (`model(..., fused_lm_head=True)`), so we wrap the model's forward. TRL
-0.29 to 1.14 computes log-probs from logits in the trainer's method `_get_per_token_logps_and_entropies`, so we replace
-that method on the instance.
-"""
+"""`accelerate_trainer`, which replaces the log-probs of a GRPOTrainer, and `restore_trainer`, which undoes it."""
 
 from __future__ import annotations
 
@@ -23,23 +11,17 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
+from trl.trainer import grpo_trainer, utils
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.extras import needs
 from gspo_kernels.validation import Field, Unquoted, warn_once
 
-from .backwards import BackwardSettings
-from .huggingface import HeadError, base_model, fuse_head, is_fused
-
-with needs(__name__, "trl", "trl"):
-    from trl.trainer import grpo_trainer, utils
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    from .trl_config import GSPOConfig, backward_settings, warn_of_settings_that_never_clip
-    from .trl_logs import call_before_each_batch, log_backwards, print_settings, replace_method, restore_methods
-    from .trl_model import SETTINGS, ModelSettings, is_wrapped, unwrap_forward, wrap_forward
-
-__all__ = ["GSPOConfig", "GSPOTrainer", "accelerate_trainer", "restore_trainer"]
+from ..backwards import BackwardSettings
+from ..huggingface import HeadError, base_model, fuse_head, is_fused
+from .config import GSPOConfig, backward_settings, warn_of_settings_that_never_clip
+from .logs import call_before_each_batch, log_backwards, print_settings, replace_method, restore_methods
+from .model_forward import SETTINGS, ModelSettings, is_wrapped, unwrap_forward, wrap_forward
 
 _SETTINGS = "_gspo_settings"  # the attribute of a trainer that holds its BackwardSettings
 _ASKS_THE_MODEL = hasattr(utils, "add_fused_lm_head")  # TRL 1.15 and later
@@ -52,7 +34,7 @@ _FUSED_BEFORE: WeakSet[Any] = WeakSet()  # models that were fused before a train
 class GSPOTrainer(GRPOTrainer):
     """A GRPOTrainer whose log-probs come from `linear_log_probs`.
 
-    The arguments are those of GRPOTrainer, but `args` defaults to a GSPOConfig. The head may have a LoRA adapter. From
+    Takes the same arguments as GRPOTrainer, but `args` defaults to a GSPOConfig. The head may have a LoRA adapter. From
     TRL 1.15 on, GRPOTrainer refuses such a head, because TRL's own log-probs would ignore the adapter.
 
     Warns:
@@ -231,7 +213,8 @@ class _LogProbs:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.trl_method = trainer, getattr(trainer, _METHOD)
+        self.trainer = trainer
+        self.trl_method = getattr(trainer, _METHOD)
         self.returns_aux_loss = "compute_aux_loss" in inspect.signature(self.trl_method).parameters
 
     def __call__(
@@ -255,7 +238,8 @@ class _LogProbs:
             return self.trl_method(model, input_ids, attention_mask, logits_to_keep, **options)
         want_aux_loss = options.get("compute_aux_loss", False)
         router = {"output_router_logits": True} if want_aux_loss else {}
-        scores, aux_losses = [], []
+        scores = []
+        aux_losses = []
         chunk_size = batch_size or len(input_ids)
         for ids, attended in zip(input_ids.split(chunk_size), attention_mask.split(chunk_size), strict=True):
             score = self._score(ids[:, -logits_to_keep:], attended[:, -logits_to_keep:], compute_entropy)

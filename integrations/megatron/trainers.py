@@ -12,9 +12,9 @@ trainer is imported. Sizes: S positions, B sequences, hidden size H, V ids. Ever
 V / TP rows of the head. Results are fp32 (fp64 for fp64 inputs) and equal on these ranks.
 
 `options` are gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Set them by `functools.partial`.
-Without vocab_size, Megatron's padding of the vocabulary counts, as in the trainers' own functions. Errors are those of
-`linear_log_probs`. vocab_start_index is the first id of this rank's rows; inference_only records nothing for a
-backward. vocab_end_index and sizes of chunks are not used.
+Without vocab_size, Megatron's padding of the vocabulary counts, as in the trainers' own functions. Errors are the same
+as in `linear_log_probs`. vocab_start_index is the first id of this rank's rows. `inference_only=True` runs under
+`no_grad`. vocab_end_index and chunk sizes are not used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from gspo_kernels import linear_log_probs
 from gspo_kernels.validation import Field
 
-from .megatron import Targets, gathered, layer_options, output_processor
+from .output_layer import Targets, gathered, layer_options, output_processor
 
 
 def verl_linear_cross_entropy(
@@ -52,7 +52,7 @@ def verl_linear_cross_entropy(
     Args:
         hidden: [..., H], of all tokens of the tensor-parallel group.
         weight: [V / TP, H].
-        labels: ids, int64, as many as hidden has rows and in the same order.
+        labels: int64 ids, one for each row of hidden, in the same order.
         reduction: must be "none".
 
     Returns:
@@ -147,7 +147,7 @@ def skyrl_fused_logprobs(
     inference_only: bool,
     **options: Any,
 ) -> Tensor:
-    """Compute log-probs, as SkyRL's `_fused_lm_head_logprob_apply`, which computes those of packed and other batches.
+    """Compute log-probs, as SkyRL's `_fused_lm_head_logprob_apply`, for packed and padded batches.
 
     The gradient of hidden is as in `skyrl_logprobs`.
 
@@ -196,7 +196,8 @@ def skyrl_logprobs(
         ranks, as SkyRL's does.
     """
     check = Field("skyrl_logprobs")
-    ranks, width = 1 if cp_group is None else dist.get_world_size(cp_group), target.shape[1]
+    ranks = 1 if cp_group is None else dist.get_world_size(cp_group)
+    width = target.shape[1]
     if hidden.shape[1] * ranks < width or (ranks > 1 and hidden.shape[1] % 2):
         expected = f"[B, S / CP, H], S / CP even with CP > 1, and S at least the {width} positions of target"
         check.fail("hidden", expected, hidden)
@@ -269,7 +270,7 @@ def _of_shard(check: Field, hidden: Tensor, weight: Tensor, ids: Tensor, start: 
 
 
 def _next_tokens(target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the id after each position, [B, S], and a mask without the last position, which has none."""
+    """Return the id after each position, [B, S], and a mask that is False at the last position."""
     mask = torch.ones_like(target, dtype=torch.bool)
     mask[:, -1] = False
     return target.roll(-1, -1), mask
@@ -288,7 +289,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.width = group, x.shape[1]
+        ctx.group = group
+        ctx.width = x.shape[1]
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, 1)

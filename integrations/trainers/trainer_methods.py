@@ -191,7 +191,7 @@ def ms_swift_log_probs(
     ms-swift calls this method for old, reference and new log-probs.
 
     Args:
-        model: a transformers model, plain or wrapped by PEFT or DDP. Errors are those of `fuse_head`.
+        model: a transformers model, plain or wrapped by PEFT or DDP. Raises the errors of `fuse_head`.
         input_ids: [B, L], or packed without padding, [1, tokens].
 
     Returns:

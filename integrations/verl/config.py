@@ -1,4 +1,4 @@
-"""Read and check settings of verl: those of the head's backward, and those with which nothing is ever clipped."""
+"""Read verl's settings for the head's backward, and warn of settings with which nothing is ever clipped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Field, Unquoted, warn_once
 
-from .backwards import BackwardSettings
+from ..backwards import BackwardSettings
 
 LOSS_MODE = "gspo_kernels"
 SEQUENCE_MODES = ("gspo", LOSS_MODE)  # losses that clip a sequence ratio by clip_ratio_low and _high
@@ -34,10 +34,10 @@ def actor_config(loss_function: Any) -> Any:
 
 
 def entropy_is_only_logged(loss_function: Any, settings: BackwardSettings) -> bool:
-    """Return whether verl's loss multiplies the entropies by a coefficient of 0.
+    """True if verl's loss multiplies the entropies by a coefficient of 0.
 
     Raises:
-        ValueError: the coefficient is not 0, and neither is the gradient budget.
+        ValueError: both the coefficient and the gradient budget are nonzero.
     """
     coefficient = getattr(actor_config(loss_function), "entropy_coeff", None)
     if coefficient and settings.gradient_budget > 0:
@@ -68,7 +68,7 @@ def warn_of_settings_that_never_clip(data: Any, loss_function: Any, only_update:
 
 
 def _old_log_probs_are_the_samplers(data: Any) -> bool:
-    """Return whether old_log_probs equal rollout_log_probs (verl's `bypass_mode`). If so, ratios can differ from 1."""
+    """True if old_log_probs equal rollout_log_probs (verl's `bypass_mode`), in which case ratios can differ from 1."""
     if "rollout_log_probs" not in data:
         return False
     old, sampled = (x.values() if x.is_nested else x for x in (data["old_log_probs"], data["rollout_log_probs"]))

@@ -1,18 +1,4 @@
-"""Compute log-probs at the output layer of a Megatron Core GPTModel, without making logits.
-
-    out = model_log_probs(model, target_ids, input_ids=ids, position_ids=positions, attention_mask=None)
-    loss = policy_loss(out.log_probs, advantages, mask=mask, old_log_probs=old).loss
-
-`model_log_probs` works with Megatron Core 0.16.1, where it replaces the output layer's forward for the call, and with
-releases whose GPTModel takes an `output_processor` (0.18 and later). Code that calls such a model itself passes
-`output_processor` and a `Targets`:
-
-    out = model(ids, positions, None, output_processor=output_processor, output_processor_context=Targets(target_ids))
-
-The output layer is sharded over the tensor-parallel group, so its weight, its group and the kind of reduction of the
-hidden states' gradient are taken from the layer. Hidden states are [S, B, H]; with sequence parallelism, each rank has
-S / TP of the S positions. Results are [B, S], as Megatron's labels.
-"""
+"""`model_log_probs` and `output_processor`: log-probs at the sharded output layer of a GPTModel."""
 
 from __future__ import annotations
 
@@ -23,16 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 
 from gspo_kernels import LogProbOutput, linear_log_probs
-from gspo_kernels.extras import needs
 from gspo_kernels.validation import Field, Unquoted
-
-with needs(__name__, "megatron", "megatron"):
-    from megatron.core import tensor_parallel  # pyright: ignore[reportMissingImports]
-
-__all__ = ["Targets", "local_cu_seqlens", "model_log_probs", "output_processor"]
 
 
 @dataclass(frozen=True)
@@ -136,7 +117,7 @@ def output_processor(
 def local_cu_seqlens(packed_seq_params: Any, cp_group: Any) -> Tensor:
     """Return the offsets of this rank's tokens of each packed sequence, [sequences + 1], for `policy_loss`.
 
-    Megatron pads every sequence to a multiple of 2 CP tokens, and gives each of the CP ranks equally many of them. The
+    Megatron pads every sequence to a multiple of 2 CP tokens, and gives each of the CP ranks the same number. The
     mask of the loss must leave out the padding.
     """
     padded = packed_seq_params.cu_seqlens_q_padded
@@ -208,8 +189,9 @@ def _check_layer(layer: Any, weight: Tensor) -> None:
 
 @contextmanager
 def _replaced(layer: Any, targets: Targets) -> Iterator[None]:
-    """Replace the layer's forward, so that its hooks fire, and its result is log-probs [S, B] ([S, B, 2])."""
-    original, calls = vars(layer).get("forward"), 0
+    """Make the layer return log-probs [S, B], or [S, B, 2] with entropies. Its hooks still fire."""
+    original = vars(layer).get("forward")
+    calls = 0
 
     def forward(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
         nonlocal calls

@@ -1,50 +1,21 @@
-"""Run verl 0.9.1 with `gspo_kernels`: an engine for its FSDP workers, and a policy loss for any engine.
-
-    export VERL_ENGINE_VENDOR=gspo  # selects the engine, on every node
-    actor_rollout_ref.model.external_lib=gspo_kernels.integrations.verl
-    actor_rollout_ref.actor.policy_loss.loss_mode=gspo_kernels  # optional: selects the policy loss
-    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
-
-With the environment variable set, you may omit external_lib: verl finds the engine by the package's entry point.
-
-The engine is verl's FSDP engine with one difference. At the model's head, `linear_log_probs` computes the log-probs of
-the responses, and the entropies on request, without making logits. New, old and reference log-probs all come from this
-one kernel. verl's policy losses, KL terms and metrics do not change.
-
-The policy loss is GSPO's token form (`Objective(ratio="sequence-token")`) in one operator. Unlike verl's `gspo`, it
-does not clamp the log-ratio, and ignores values where the mask is 0, even NaN. To use it with one of verl's own
-engines, set `external_lib` and `loss_mode`, but not the environment variable.
-"""
+"""verl's FSDP engine, with log-probs computed at the model's head and without logits."""
 
 from __future__ import annotations
 
-import logging
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.generic import ModelOutput
+from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
 
-from gspo_kernels import Objective, linear_log_probs, policy_loss
-from gspo_kernels.extras import needs
-from gspo_kernels.validation import HALF, Field, warn_once
+from gspo_kernels import linear_log_probs
+from gspo_kernels.validation import Field
 
-from .backwards import BackwardMetrics, BackwardSettings
-from .huggingface import HeadOutput, fuse_head
-from .verl_config import (
-    LOSS_MODE,
-    backward_settings,
-    clip_window,
-    entropy_is_only_logged,
-    warn_of_settings_that_never_clip,
-    warn_of_wide_window,
-)
-
-with needs(__name__, "verl", "verl", "transformers"):
-    from transformers.utils.generic import ModelOutput
-    from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]
-    from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
-    from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
+from ..backwards import BackwardMetrics, BackwardSettings
+from ..huggingface import HeadOutput, fuse_head
+from .config import backward_settings, entropy_is_only_logged, warn_of_settings_that_never_clip
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="gspo")
@@ -58,7 +29,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
     of each micro-batch.
 
     Raises:
-        ValueError: `use_fused_kernels` is set; or neither the budget nor the coefficient of the entropy bonus is 0.
+        ValueError: `use_fused_kernels` is set; or the budget and the coefficient of the entropy bonus are both nonzero.
         ValueError, TypeError: `gradient_budget` or `cache_mib` is invalid.
         HeadError, TypeError: `fuse_head` does not support the model or its head.
 
@@ -96,7 +67,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
         return output
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        self._backwards.collect()  # that of the previous micro-batch
+        self._backwards.collect()  # the backward of the previous micro-batch
         inputs, args = super().prepare_model_inputs(micro_batch)
         if not _needs_logits(micro_batch):
             inputs["with_head"] = _Score(micro_batch, args, self._settings, self._entropy_is_only_logged)
@@ -107,13 +78,14 @@ class GSPOEngine(FSDPEngineWithLMHead):
     ) -> dict[str, Any]:
         if isinstance(output, HeadOutput):
             # If a batch has use_fused_kernels, verl takes log-probs instead of logits, unpads them and gathers them.
-            output, micro_batch = output.result, micro_batch.copy()
+            output = output.result
+            micro_batch = micro_batch.copy()
             tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
 
 
 def _needs_logits(micro_batch: Any) -> bool:
-    """Return whether verl's loss of this batch reads the logits, not only log-probs and entropies."""
+    """True if verl's loss for this batch reads the logits, not only log-probs and entropies."""
     return any(
         tu.get_non_tensor_data(data=micro_batch, key=key, default=False)
         for key in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
@@ -140,7 +112,8 @@ class _Score:
         self.offsets = None
         temperature = args.get("temperature_rmpad")
         if temperature is None:  # verl pads this batch and has one temperature per sequence
-            temperature, self.offsets = args["temperature"][:, None], micro_batch["input_ids"].offsets()
+            temperature = args["temperature"][:, None]
+            self.offsets = micro_batch["input_ids"].offsets()
         self.temperature: Tensor | None = None if args["temperature_is_one"] else temperature
 
     def __call__(self, hidden: Tensor, lm_head: Any, **options: Any) -> ModelOutput:
@@ -178,7 +151,9 @@ def _predicts_response(micro_batch: Any, positions: int) -> Tensor:
     has_responses = "responses" in micro_batch and "prompts" in micro_batch
     if return_all or not has_responses or positions != len(input_ids.values()):
         return torch.ones(positions, dtype=torch.bool, device=input_ids.device)
-    prompts, responses, ends = micro_batch["prompts"], micro_batch["responses"], input_ids.offsets()[1:]
+    prompts = micro_batch["prompts"]
+    responses = micro_batch["responses"]
+    ends = input_ids.offsets()[1:]
     if responses.is_nested:
         lengths = responses.offsets().diff()
     else:
@@ -190,91 +165,3 @@ def _predicts_response(micro_batch: Any, positions: int) -> Tensor:
     change.index_add_(0, (ends - lengths - 1).clamp(min=0), torch.ones_like(ends))
     change.index_add_(0, ends - 1, -torch.ones_like(ends))
     return change.cumsum(0)[:-1] > 0
-
-
-@register_policy_loss(LOSS_MODE)
-def gspo_policy_loss(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: Any,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Any]]:
-    """Compute GSPO's token form with `policy_loss`, as a policy loss of verl.
-
-    Args:
-        old_log_prob, log_prob, advantages, response_mask: [B, R]; the mask is bool or 0/1.
-        loss_agg_mode: GSPO's is "seq-mean-token-mean". The default of verl 0.9.1, "token-mean", weights answers by
-            length.
-        config: verl's ActorConfig with its global_batch_info. clip_ratio_low and clip_ratio_high set the clip window.
-        rollout_is_weights: [B, R], factors of the policy term.
-
-    Returns:
-        The loss [], and the metrics that verl's policy losses return. verl adds the KL term and the entropy bonus.
-
-    Raises:
-        ValueError: there are several ranks, but global_batch_info has no global size to divide by; or `loss_agg_mode`
-            is unknown.
-
-    Warns, once each:
-        UserWarning: `loss_agg_mode` weights answers by length; log-probs are in half precision; the clip window is made
-            for token ratios, such as verl's default clip_ratio of 0.2.
-    """
-    batch = config.global_batch_info
-    ranks = batch.get("dp_size") or 1
-    norm = loss_agg_mode == "seq-mean-token-sum-norm"
-    size = "batch_num_tokens" if loss_agg_mode == "token-mean" else "global_batch_size"
-    total = 1 if loss_agg_mode == "token-sum" else batch.get(size)
-    if total is None and ranks > 1:
-        Field("gspo_policy_loss").fail(f"config.global_batch_info[{size!r}]", "given with more than one rank", None)
-    if log_prob.dtype in HALF:
-        warn_once(
-            f"gspo_kernels: log-probs are {log_prob.dtype}, too coarse for a clip window of 3e-4 "
-            "(VERL_ENGINE_VENDOR=gspo computes them in fp32)",
-            stacklevel=3,
-        )
-    low, high = clip_window(config)
-    warn_of_wide_window(low, high, stacklevel=4)
-    out = policy_loss(
-        log_prob.float(),
-        advantages,
-        mask=response_mask,
-        old_log_probs=old_log_prob.float(),
-        token_weights=rollout_is_weights,
-        objective=_objective(
-            low,
-            high,
-            "token-mean" if loss_agg_mode == "token-sum" else loss_agg_mode,
-            float(batch.get("loss_scale_factor") or response_mask.shape[1]) if norm else None,
-        ),
-        # verl averages gradients over ranks. If the total is 0, every term of the loss is 0, whatever the divisor.
-        normalizer=None if total is None else max(float(total), 1.0) / ranks,
-    )
-    return out.loss, {
-        "actor/pg_clipfrac": out.metrics["token_clip_fraction"].item(),
-        "actor/ppo_kl": out.metrics["kl_to_old"].item(),
-        "actor/pg_clipfrac_lower": 0.0,
-    }
-
-
-def _objective(clip_low: float, clip_high: float, aggregation: str, length_norm: float | None) -> Objective:
-    """Return the Objective of the token form. Warn once if its aggregation weights answers by length."""
-    if aggregation != "seq-mean-token-mean":
-        warn_once(
-            f"gspo_kernels: loss_agg_mode={aggregation!r} weights answers by their length (LUSPO). GSPO's paper "
-            "uses actor.loss_agg_mode=seq-mean-token-mean, which is not verl 0.9.1's default",
-            stacklevel=4,
-        )
-    # The preset "luspo" omits Objective's warning about weights by length, which would repeat the one above.
-    window = {"clip_low": clip_low, "clip_high": clip_high}
-    return Objective.preset("luspo", ratio="sequence-token", aggregation=aggregation, length_norm=length_norm, **window)
-
-
-if os.environ.get("VERL_ENGINE_VENDOR") != "gspo":
-    logging.getLogger(__name__).warning(
-        "VERL_ENGINE_VENDOR is %r, not 'gspo', so verl computes the log-probs. Only the policy loss of gspo_kernels is "
-        "available",
-        os.environ.get("VERL_ENGINE_VENDOR"),
-    )

@@ -1,9 +1,6 @@
 """Compute the GSPO loss and its gradients from hidden states, without materialising the logits."""
 
-import os.path
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +14,17 @@ if TYPE_CHECKING:
     from .policy import policy_loss
 
 __version__ = "0.1.0"
+# The public names, and the modules that define them. A module is imported when a name is first used, so that
+# `gspo --help` works without PyTorch.
+_MODULES = {
+    "LogProbOutput": "outputs",
+    "LossOutput": "outputs",
+    "Objective": "objective",
+    "gspo_fused_loss": "fused_loss",
+    "linear_log_probs": "log_probs",
+    "policy_loss": "policy",
+}
+_SUBMODULES = ("advantages", "reference", "sampler_mismatch")
 __all__ = [
     "LogProbOutput",
     "LossOutput",
@@ -26,19 +34,6 @@ __all__ = [
     "linear_log_probs",
     "policy_loss",
 ]
-# The module that defines each public name. It is imported when the name is first used, so that `gspo --help` works
-# without PyTorch.
-_MODULES = {
-    "LogProbOutput": "outputs",
-    "LossOutput": "outputs",
-    "Objective": "objective",
-    "gspo_fused_loss": "fused_loss",
-    "linear_log_probs": "log_probs",
-    "policy_loss": "policy",
-}
-
-
-_SUBMODULES = ("advantages", "reference", "sampler_mismatch")
 
 
 def __getattr__(name: str) -> Any:
@@ -52,25 +47,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_SUBMODULES})
-
-
-class _Package(ModuleType):
-    """The class of this package. It keeps `gspo_kernels.policy_loss` the function.
-
-    Without it, an import of the module `gspo_kernels.policy_loss` would replace the function by the module.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        is_module = name == "policy_loss" and isinstance(value, ModuleType)
-        super().__setattr__(name, value.policy_loss if is_module else value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-# In a checkout that is not installed, integrations/ and benchmarks/ lie next to this folder, so submodules are also
-# searched in the parent folder. An installed package contains both.
-_CHECKOUT = os.path.dirname(os.path.dirname(__file__))
-if all(
-    os.path.isfile(os.path.join(_CHECKOUT, *file)) for file in (["pyproject.toml"], ["integrations", "__init__.py"])
-):
-    __path__.append(_CHECKOUT)

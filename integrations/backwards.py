@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.backends.dispatch import backend_variable, pick_backend, triton_obstacle
-from gspo_kernels.backends.workspace import CACHE_SHARE
-from gspo_kernels.inputs.memory import cache_limit, check_budget, check_cache
+from gspo_kernels.backends.workspace import CACHE_SHARE, cache_limit, check_budget, check_cache
 from gspo_kernels.metrics import last_backward
 from gspo_kernels.validation import Call, Field
 

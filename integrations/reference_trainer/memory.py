@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.backends import dispatch
-from gspo_kernels.inputs.memory import cache_limit
+from gspo_kernels.backends.workspace import cache_limit
 from gspo_kernels.tools import doctor_memory
 from gspo_kernels.validation import Call, Field
 

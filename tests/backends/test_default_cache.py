@@ -17,7 +17,7 @@ from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends import workspace
 from gspo_kernels.backends.rows import Cache
 from gspo_kernels.backends.triton import tuning
-from gspo_kernels.inputs.memory import cache_limit, cache_size
+from gspo_kernels.backends.workspace import cache_limit
 from gspo_kernels.integrations.backwards import BackwardSettings
 from gspo_kernels.tools import compile_cases as cases
 from gspo_kernels.tools import doctor_memory

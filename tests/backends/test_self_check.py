@@ -78,7 +78,7 @@ DETECTED = {
 }
 EDITS = {
     "the largest logit of a tile not subtracted": (
-        "backends/triton/kept_tile",
+        "kept_tile",
         "at_most((tile_top - shift_of_row) - log_total_of_row, 0.0)",
         "-log_total_of_row",
     ),

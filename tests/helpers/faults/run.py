@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.faults.place import LIBRARY, ROOT, faulty_source
 from helpers.faults.table import Fault
 
-ROOT = Path(__file__).parent.parent.parent.parent
 # Exit codes of a process that crashes because an interpreted kernel wrote out of bounds.
 CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 # Each fault runs in a new process. It is forked from a server that has already imported the slow modules.
@@ -35,25 +36,21 @@ def is_killed(fault: Fault, folder: Path) -> bool:
 
     For a fault in a kernel, a crash of the process counts as a failed test.
     """
-    code = run_with_fault(fault, folder)
-    return code == 1 or (fault[0].startswith("backends/triton/") and code in CRASHES)
+    path, source = faulty_source(fault)
+    code = run_with_fault(path, source, fault[3], folder)
+    return code == 1 or (path.parent.name == "triton" and code in CRASHES)
 
 
-def run_with_fault(fault: Fault, folder: Path) -> int | None:
-    """Run the fault's test on a copy of the library that has the fault. Return pytest's exit status."""
-    module, text, wrong, test = fault
-    inside = Path("integrations") if module.startswith("integrations/") else Path("gspo_kernels")
-    changed = source_of(module)
-    copy = folder / "gspo_kernels"
-    copy.mkdir()
-    overlay(ROOT / "gspo_kernels", copy, changed)
-    if inside == Path("integrations"):
-        (copy / "integrations").mkdir()
-        overlay(ROOT / "integrations", copy / "integrations", changed)
-    else:
-        (copy / "integrations").symlink_to(ROOT / "integrations")
-    (copy / f"{module}.py").write_text(changed.read_text().replace(text, wrong))
-    os.utime(copy / f"{module}.py", (0, 0))  # no compiled file has this time, so Python compiles the copy
+def run_with_fault(path: Path, source: str, test: str, folder: Path) -> int | None:
+    """Run a test on a copy of the library whose file `path` contains `source`. Return pytest's exit status."""
+    for name in LIBRARY:
+        copy = folder / "gspo_kernels" / ("" if name == "gspo_kernels" else name)
+        shutil.copytree(ROOT / name, copy, copy_function=os.symlink, dirs_exist_ok=True)
+        if path.is_relative_to(ROOT / name):
+            wrong = copy / path.relative_to(ROOT / name)
+            wrong.unlink()
+            wrong.write_text(source)
+            os.utime(wrong, (0, 0))  # no compiled file has this time, so Python compiles the copy
     for name in ("tests", "pyproject.toml", "README.md", "constraints.txt", "docs"):
         (folder / name).symlink_to(ROOT / name)
     suite, _, name = test.partition("::")
@@ -62,26 +59,6 @@ def run_with_fault(fault: Fault, folder: Path) -> int | None:
     process.start()
     process.join()
     return process.exitcode
-
-
-def source_of(module: str) -> Path:
-    """Return the source file of a module, named as in the tables of faults."""
-    return (ROOT if module.startswith("integrations/") else ROOT / "gspo_kernels") / f"{module}.py"
-
-
-def overlay(source: Path, copy: Path, changed: Path) -> None:
-    """Link the entries of the folder `source` into the folder `copy`, except the file `changed`.
-
-    Folders that contain `changed` are made anew, and their entries are linked.
-    """
-    for entry in source.iterdir():
-        if entry == changed or entry.is_symlink():  # the caller adds the linked folders
-            continue
-        if entry in changed.parents:
-            (copy / entry.name).mkdir()
-            overlay(entry, copy / entry.name, changed)
-        else:
-            (copy / entry.name).symlink_to(entry)
 
 
 def _run_test(folder: Path, test: str) -> None:

@@ -139,7 +139,7 @@ FAULTS: dict[str, Fault] = {
         "advantages::test_equal_rewards_of_a_batch_are_not_divided",
     ),
     "a second backward of the head names the other function": (
-        "head_ops:",
+        "ops/head:",
         '"gspo_fused_loss" if gradient_budget is None else "linear_log_probs"',
         '"linear_log_probs" if gradient_budget is None else "gspo_fused_loss"',
         "derivatives::test_a_second_backward_raises_an_error_that_says_what_to_use",
@@ -158,7 +158,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "values of mapped tensors are read": (
         "Call.flag",
-        "is_transformed(wrong)",
+        "is_functorch_wrapped_tensor(wrong)",
         "False",
         "derivatives::test_under_vmap_invalid_values_are_counted",
     ),

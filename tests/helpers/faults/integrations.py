@@ -128,8 +128,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "masses of tiles kept without autograd": (
         "linear_log_probs",
-        "any(needed_by_autograd(head.rows))",
-        "True",
+        "float(gradient_budget) if any(needs) else 0.0",
+        "float(gradient_budget)",
         "trainers/trl_budget::test_calls_without_autograd_keep_nothing",
     ),
     "temperature missing before TRL 1.15": (

@@ -42,7 +42,7 @@ FAULTS: dict[str, Fault] = {
         "distributed/sharded::test_case[cp 2 torch gspo]",
     ),
     "sums over the tokens of ranks in fp32": (
-        "_sequence_sum",
+        "sums:_segment_sum",
         'return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0)',
         "x = x if x.is_floating_point() else x.double()\n"
         'return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0).double()',
@@ -105,9 +105,9 @@ FAULTS: dict[str, Fault] = {
         "distributed/sharded::test_case[tokens of a cp_group read per sequence or per token]",
     ),
     "environment variables not compared": (
-        "_compared",
-        'values |= {f"environment variable {name}": read(device) for name, read in ENVIRONMENT.items()}',
-        "pass",
+        "compared:environment",
+        'return {f"environment variable {name}": read(device) for name, read in ENVIRONMENT.items()}',
+        "return {}",
         "distributed/sharded::test_case[only the first call on an accelerator is compared]",
     ),
     "default caches of a cp_group compared": (
@@ -142,8 +142,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "ranks weighted without the temperature": (
         "work_of_all_ranks",
-        "_, at_target = _mass_at_target(head, result, coefficient)",
-        "_, at_target = _mass_at_target(head._replace(temperature=None), result, coefficient)",
+        "_mass_at_target(head, result, coefficient, head.mask & (coefficient != 0))",
+        "_mass_at_target(head._replace(temperature=None), result, coefficient, head.mask & (coefficient != 0))",
         "distributed/sharded::test_case[work cp torch temperature]",
     ),
     "soft-cap of a rank without the temperature": (
@@ -159,39 +159,33 @@ FAULTS: dict[str, Fault] = {
         "distributed/sharded::test_case[work cp torch softcap]",
     ),
     "masked tokens in ratio_min": (
-        "_sums_after_gate",
-        "torch.where(mask, ratio, torch.inf)",
-        "ratio",
-        "distributed/sharded::test_case[metrics of the loss, token ratios]",
-    ),
-    "masked tokens in ratio_max": (
-        "_sums_after_gate",
-        "torch.where(mask, ratio, -torch.inf)",
-        "ratio",
-        "distributed/sharded::test_case[metrics of the loss, token ratios]",
-    ),
-    "masked tokens in the sums of ranks": (
-        "_sums_after_gate",
-        "torch.where(mask, x, 0)",
+        "sums_after_gate",
+        "torch.where(mask, x, torch.inf)",
         "x",
         "distributed/sharded::test_case[metrics of the loss, token ratios]",
     ),
+    "masked tokens in the sums of ranks": (
+        "sums_after_gate",
+        "torch.where(mask, torch.stack(list(present.values())), 0)",
+        "torch.stack(list(present.values()))",
+        "distributed/sharded::test_case[metrics of the loss, token ratios]",
+    ),
     "empty sequences in ratio_min": (
-        "_metrics",
+        "metrics_of",
         "torch.where(filled, ratio, torch.inf)",
         "ratio",
         "distributed/sharded::test_case[metrics of the loss, sequence ratios]",
     ),
     "empty sequences in ratio_max": (
-        "_metrics",
-        "torch.where(filled, ratio, -torch.inf)",
-        "ratio",
+        "metrics_of",
+        "torch.where(filled, -ratio, torch.inf)",
+        "-ratio",
         "distributed/sharded::test_case[metrics of the loss, sequence ratios]",
     ),
     "sequences that are empty on all ranks counted in means": (
-        "_metrics",
-        "tokens, sequences = lengths.double().sum(), filled.sum().double()",
-        "tokens, sequences = lengths.double().sum(), lengths.new_tensor(filled.numel()).double()",
+        "metrics_of",
+        "filled.sum(dtype=torch.float64)",
+        "lengths.new_tensor(filled.numel(), dtype=torch.float64)",
         "distributed/sharded::test_case[metrics of the loss, sequence ratios]",
     ),
     "no padding on a rank without rows of a DTensor": (

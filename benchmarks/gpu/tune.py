@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gspo_kernels.backends.rows import HeadResult, HeadRows
-from gspo_kernels.backends.triton import backward, cells, forward, sparse_products
+from gspo_kernels.backends.triton import backward, forward
+from gspo_kernels.backends.triton.cells import products
 from gspo_kernels.backends.triton.launch import Launch, launch_options, launches
 from gspo_kernels.backends.triton.tuning import SHARED_MEMORY, Config, architecture, assume
 from gspo_kernels.tolerance import LOG_PROB_RMS_ON_GPUS, RELATIVE_RMS
@@ -62,7 +63,7 @@ def shape_text(config: dict[str, Any]) -> str:
 def forced(config: Config, kernel: str) -> Iterator[None]:
     """Use this block shape for all tiles, or for all products of cells."""
     with ExitStack() as stack:
-        for module in (sparse_products,) if kernel in PRODUCTS else (forward, backward):
+        for module in (products,) if kernel in PRODUCTS else (forward, backward):
             name = "product_config" if kernel in PRODUCTS else "tile_config"
             stack.enter_context(patch.object(module, name, lambda *_: config))
         yield

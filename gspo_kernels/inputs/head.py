@@ -70,7 +70,10 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
         head = resolve(call, lm_head, bias, rows, mask.reshape(-1), tp_group)
         whole_weight = weight_of(lm_head)
     else:
-        head = Head(*[local_rows(x) if is_dtensor(x) else x for x in (lm_head, bias)])
+        head = Head(
+            weight=local_rows(lm_head) if is_dtensor(lm_head) else lm_head,
+            bias=local_rows(bias) if is_dtensor(bias) else bias,
+        )
         whole_weight = lm_head
     rows, weight, bias = _autocast(rows, head.weight, head.bias)
     call.head(weight, bias, rows)

@@ -145,9 +145,9 @@ def test_no_value_is_read_on_the_host(packed: bool, ratio: str) -> None:
 
 def test_the_torch_policy_forward_reads_no_value_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above does not run this function: fake tensors run the operator's fake implementation."""
-    from gspo_kernels import ops
     from gspo_kernels.backends.rows import PolicyRows
     from gspo_kernels.backends.torch.sequence import policy_forward
+    from gspo_kernels.ops import loss as ops
 
     objective = Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
     sample = make_sample(1)

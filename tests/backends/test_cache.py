@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from tolerance import DROPPED_MASS_RELATIVE
 from torch import Tensor
 
-from gspo_kernels import Objective, metrics, ops
+from gspo_kernels import Objective, metrics
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends.rows import Kept
 from gspo_kernels.backends.triton import backward, gradient_rows
 from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.ops import head as operators
 
 HEADS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -39,7 +40,7 @@ def log_probs_and_gradients(head: Any, upstream: Any, backend: str, cache_bytes:
         n for n in ("hidden", "weight", "bias", "adapter_hidden", "adapter_weight") if getattr(head, n) is not None
     ]
     leaves = {n: getattr(head, n).detach().requires_grad_() for n in names}
-    result = ops.linear_log_probs(head._replace(**leaves), 0.0, cache_bytes, backend).head
+    result = operators.linear_log_probs(head._replace(**leaves), 0.0, cache_bytes, backend).head
     outputs = {"log_probs": result.log_probs} | ({"entropy": result.entropy} if head.entropy else {})
     gradients = torch.autograd.grad(
         list(outputs.values()), list(leaves.values()), [x for x in upstream if x is not None]
@@ -109,15 +110,14 @@ def test_a_cached_backward_in_many_parts_has_the_gradients_of_one(
     budget: float, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many parts are several chunks of rows and slabs of columns. The cache holds some of their rows."""
-    from gspo_kernels.backends.triton import gradient_rows, slabs, sparse_backward
+    from gspo_kernels.inputs import head as inputs
 
     head = random_head(420, 24, 601, torch.float32, std=6.0)
     options: dict[str, Any] = dict(mask=head.mask, gradient_budget=budget, backend=backend)
     hidden, weight = head.hidden.requires_grad_(), head.weight.requires_grad_()
     results = []
     for size, workspace in ((0.0, 2**28), (0.6, 2**17), (64, 2**17)):
-        for module in (gradient_rows, slabs, sparse_backward):
-            monkeypatch.setattr(module, "workspace_bytes", lambda workspace=workspace: workspace)
+        monkeypatch.setattr(inputs, "workspace_bytes", lambda workspace=workspace: workspace)
         with choices():
             out = linear_log_probs(hidden, weight, head.target_ids, cache_mib=size, **options)
             results.append(torch.autograd.grad(out.log_probs.sum(), (hidden, weight)))
@@ -343,11 +343,12 @@ def test_the_environment_variable_sets_the_cache(monkeypatch: pytest.MonkeyPatch
         linear_log_probs(*sample.leaves.values(), sample.target_ids, mask=mask, backend="torch")
 
 
-def test_the_workspace_must_not_change_between_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_uses_the_workspace_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The torch backend keeps exponentials in slabs, whose width depends on the workspace."""
     hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(20_000, 4)
     ids = torch.zeros(1, 8, dtype=torch.int64)
     log_probs = linear_log_probs(hidden[None], weight, ids, cache_mib=100, backend="torch").log_probs
+    (expected,) = torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True)
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
-    with pytest.raises(RuntimeError, match="GSPO_WORKSPACE_MIB and TunableOp must not change between forward and"):
-        log_probs.sum().backward()
+    log_probs.sum().backward()
+    assert hidden.grad is not None and hidden.grad.equal(expected)

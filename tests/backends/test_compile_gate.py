@@ -36,10 +36,6 @@ KERNELS = {
     "hidden_product",
     "weight_product",
     "list_cells",
-    "row_masses",
-    "cell_masses",
-    "keep_cells",
-    "decide",
     "count_tokens",
     "sequence_loss",
     "finish",
@@ -158,8 +154,7 @@ def listed(seen: list[Launch]) -> set[tuple[str, Any]]:
 def table(architecture: str) -> set[tuple[str, Any]]:
     """Return (kernel, configuration) of all entries of the tuning table for an architecture."""
     entries: set[tuple[str, Any]] = {("reduce_rows", tuning.REDUCE_ROWS)}
-    entries |= {(name, tuning.LIST) for name in ("list_cells", "row_masses", "keep_cells", "decide")}
-    entries |= {("cell_masses", tuning.CELL_MASSES)}
+    entries |= {(name, tuning.LIST) for name in ("list_cells",)}
     sequences = (tuning.sequence_config(dtype) for dtype in (torch.float32, torch.float64))
     entries |= {(name, config) for config in sequences for name in ("count_tokens", "sequence_loss", "finish")}
     with tuning.assume(architecture):

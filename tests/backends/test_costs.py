@@ -19,9 +19,9 @@ import torch
 from helpers import costs
 from torch import Tensor
 
-from gspo_kernels import ops
 from gspo_kernels.backends.torch import backward, forward
 from gspo_kernels.backends.triton import sequence
+from gspo_kernels.ops import loss as operators
 
 ROOT = Path(__file__).parent.parent.parent
 GOLDEN = json.loads(costs.GOLDEN.read_text())
@@ -127,8 +127,8 @@ def multiply_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def multiply_rows_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = ops._times
-    monkeypatch.setattr(ops, "_times", lambda coefficient, d_loss: exact(coefficient, d_loss) + 1e-30)
+    exact = operators._times
+    monkeypatch.setattr(operators, "_times", lambda coefficient, d_loss: exact(coefficient, d_loss) + 1e-30)
 
 
 def keep_gradient_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_fake_tensors_on_a_gpu_that_does_not_exist_have_no_cache(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with FakeTensorMode():
         head = doctor_memory.Batch(8, 16, 32).head(torch.bfloat16, "cuda")
-        assert cache_size(CALL, None, head._replace(hidden=head.hidden.requires_grad_())) == 0
+        assert cache_limit(CALL, None, head.hidden.device) == 0
 
 
 def test_the_public_functions_keep_the_default_if_there_is_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from triton.runtime.interpreter import interpreter_builder
 from gspo_kernels import Objective, policy_loss
 from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import LiveTiles
-from gspo_kernels.backends.triton import logit_tile, sequence, sparse_backward, tuning
+from gspo_kernels.backends.triton import logit_tile, sequence, tuning
 from gspo_kernels.backends.triton.launch import Launch, launches
 
 # -- batches larger than a block, and non-contiguous tensors
@@ -170,13 +170,12 @@ def test_tiles_write_cells_past_two_to_the_31(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("chunks", "workspace"), [(1, 36 * 1024), (2, 32 * 1024)])
 def test_gradients_of_slabs_without_cells_in_some_chunks(
-    chunks: int, workspace: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    chunks: int, workspace: int, request: pytest.FixtureRequest
 ) -> None:
     """A slab has a cell in the first row block, in the second, or in neither."""
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    monkeypatch.setattr(sparse_backward, "workspace_bytes", lambda: workspace)
-    head, coefficient = head_rows(128, 24, 601), torch.ones(128)
+    head, coefficient = head_rows(128, 24, 601, workspace=workspace), torch.ones(128)
     result = triton_backend.head_forward(head)
     cell = triton_backend.cell_shape(head)
     assert cell is not None and cell == (64, 128)

@@ -21,7 +21,7 @@ from tolerance import EQUAL_TOKENS_ABSOLUTE, EQUAL_TOKENS_RELATIVE, METRIC_ABSOL
 from torch import Tensor
 
 from gspo_kernels import Objective
-from gspo_kernels.backends import dispatch, live_tiles
+from gspo_kernels.backends import dispatch
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import Cache, HeadResult, HeadRows, NeedsGradient
@@ -72,8 +72,7 @@ def test_gradients_of_many_chunks_and_slabs_equal_those_of_one(dtype: str, monke
     head, result, d = head_and_upstream(700, 2000)
     head = head._replace(hidden=head.hidden.to(DTYPES[dtype]), weight=head.weight.to(DTYPES[dtype]))
     at_once = triton_backend.head_backward(head, result, d, None, NEEDS)
-    for module in (gradient_rows, slabs):
-        monkeypatch.setattr(module, "workspace_bytes", lambda: 2**17)
+    head = head._replace(workspace=2**17)
     monkeypatch.setattr(slabs, "_ROWS_AT_ONCE", 64)
     with launches() as seen:
         chunked = triton_backend.head_backward(head, result, d, None, NEEDS)
@@ -93,8 +92,7 @@ def test_gradients_of_bias_and_adapter_are_sums_over_chunks(monkeypatch: pytest.
     head, result, d = head_and_upstream(300, 601, bias=torch.randn(601, generator=rng), **adapter)
     needs = NeedsGradient(*[True] * 5)
     at_once = triton_backend.head_backward(head, result, d, None, needs)
-    for module in (gradient_rows, slabs):
-        monkeypatch.setattr(module, "workspace_bytes", lambda: 2**17)
+    head = head._replace(workspace=2**17)
     monkeypatch.setattr(slabs, "_ROWS_AT_ONCE", 64)
     with launches() as seen:
         chunked = triton_backend.head_backward(head, result, d, None, needs)
@@ -400,17 +398,16 @@ except ValueError as error:
 def test_strides_of_gradients_of_transposed_operands_equal_the_fake_kernels(operand: str, backend: str) -> None:
     from torch._subclasses import FakeTensorMode
 
-    from gspo_kernels import ops
-    from gspo_kernels.custom_op import flatten
+    from gspo_kernels.ops.head import all_columns, head_backward
 
     head = head_rows(20, 24, 70)
     head = head._replace(**{operand: getattr(head, operand).t().contiguous().t()})
     result, kept = dispatch.implementation(backend).forward_and_keep(head)
-    live = live_tiles.all_columns(torch.device("cpu"))
-    args = flatten((head, result, kept, torch.ones(20), None, live, None, NEEDS, backend))
-    real = ops.head_backward.op(*args)
+    live = all_columns(torch.device("cpu"))
+    args = head_backward.flatten((head, result, kept, torch.ones(20), None, live, None, NEEDS, backend))
+    real = head_backward.op(*args)
     with FakeTensorMode() as mode:
-        fake = ops.head_backward.op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
+        fake = head_backward.op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
     assert [x.stride() for x in real] == [x.stride() for x in fake]
 
 

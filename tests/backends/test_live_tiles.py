@@ -26,6 +26,7 @@ from gspo_kernels.backends.live_tiles import break_even
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.metrics import work_metrics
+from gspo_kernels.ops.head import all_columns
 
 SHAPES = st.fixed_dictionaries(
     {
@@ -82,11 +83,10 @@ def test_gradients_of_every_dtype_equal_those_of_the_kept_entries(
     parts: str, head: str, dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many parts are several chunks of rows and slabs of columns, with ragged ends."""
-    from gspo_kernels.backends.triton import gradient_rows, slabs, sparse_backward
+    from gspo_kernels.inputs import head as inputs
 
     if parts == "many parts":
-        for module in (gradient_rows, slabs, sparse_backward):
-            monkeypatch.setattr(module, "workspace_bytes", lambda: 2**17)
+        monkeypatch.setattr(inputs, "workspace_bytes", lambda: 2**17)
     heads: dict[str, Any] = {"tail": {"logit_softcap": 8.0, "temperature": "per-token"}, "padded": {"padded_vocab": 70}}
     sample = make_sample(
         3,
@@ -175,7 +175,7 @@ def test_reported_passes_equal_the_counted_products(budget: float) -> None:
 
     def both_passes() -> None:
         result, kept = torch_backend.forward_and_keep(head, shares=budget > 0)
-        live = live_tiles.all_columns(ids.device)
+        live = all_columns(ids.device)
         if budget:
             cell = torch_backend.cell_shape(head)
             live, work = live_tiles.choose(head, result, coefficient, kept, cell, budget)
@@ -185,7 +185,7 @@ def test_reported_passes_equal_the_counted_products(budget: float) -> None:
     with choices(), small_tiles(8, 24):
         flops = product_flops(both_passes)
     work = torch.stack(works[0]) if works else torch.empty(0)
-    metrics = work_metrics(work, zero_coefficient_share=torch.tensor(0.5), products=3)
+    metrics = work_metrics(work, torch.tensor(0.5), d_hidden=True, d_weight=True, has_backward=True)
     passes = metrics["passes"].item()
     assert passes == pytest.approx(flops / (2 * n * width * vocab), rel=1e-6)
     assert (passes < 2.5) == (budget > 0.01) and metrics["live_row_share"] == 0.5
@@ -339,7 +339,7 @@ def test_triton_reads_once_on_the_host_in_the_backward(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(Tensor, name, recorded)
     monkeypatch.setattr("gspo_kernels.backends.triton.launch.launch", lambda *args, **options: None)
-    for module in ("forward", "sparse_products", "gradient_rows", "masses", "live_tiles", "cells"):
+    for module in ("forward", "gradient_rows", "cells.products", "cells.lists"):
         monkeypatch.setattr(f"gspo_kernels.backends.triton.{module}.launch", lambda *args, **options: None)
     with choices():
         result, tiles = triton_backend.forward_and_keep(head, shares=True)
@@ -348,8 +348,7 @@ def test_triton_reads_once_on_the_host_in_the_backward(monkeypatch: pytest.Monke
         tiles.share.fill_(1e-3)  # in place of the kernel's output, as are the next two
         tiles.place.copy_(torch.arange(len(tiles.place)))
         result.log_probs.fill_(-1.0)
-        triton_backend.choose(head, result, head.mask.float(), tiles, cell, 0.1)  # its kernels do not run
-        live, _ = live_tiles.choose(head, result, head.mask.float(), tiles, cell, 0.1)
+        live, _ = triton_backend.choose(head, result, head.mask.float(), tiles, cell, 0.1)
         assert reads == []
         triton_backend.head_backward(head, result, head.mask.float(), None, NEEDS, live)
     assert reads == ["tolist"]
@@ -459,16 +458,3 @@ def test_cells_heavier_than_the_total_and_overflowing_sums_are_not_dropped() -> 
     mass[3, 5], mass[0, 0] = 5e-5, torch.nan
     dropped = live_tiles._lightest(mass, total, 0.1)
     assert dropped.sum() == 1 and dropped[3, 5]
-
-
-def test_changing_the_workspace_before_the_backward_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = make_sample(3, dtype=torch.float64, vocab=5000, logit_std=6.0).with_options(gradient_budget=0.3)
-    with choices():
-        monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
-        hidden = sample.leaves["hidden"].detach().requires_grad_()
-        out = gspo_fused_loss(
-            hidden, sample.leaves["weight"], sample.target_ids, sample.advantages, backend="torch", **sample.options
-        )
-        monkeypatch.delenv("GSPO_WORKSPACE_MIB")
-        with pytest.raises(RuntimeError, match="GSPO_WORKSPACE_MIB must not change"):
-            out.loss.backward()

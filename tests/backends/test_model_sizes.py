@@ -29,7 +29,7 @@ from helpers.random_heads import (
 from tolerance import ACCUMULATED_IN_FP32, RELATIVE_RMS, decision_band
 from torch import Tensor
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, ops, policy_loss
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss
 from gspo_kernels.backends import live_tiles
 from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.adapter import adapter_product
@@ -37,6 +37,7 @@ from gspo_kernels.backends.precision import add_product
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.benchmarks import peaked
 from gspo_kernels.layout import segment_sum
+from gspo_kernels.ops import head as operators
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device", "cached_memory_is_returned")]
 
@@ -239,7 +240,7 @@ def test_an_adapter_product_has_the_same_bits_in_every_batch(device: torch.devic
 
 def log_probs_of(head: HeadRows) -> Tensor:
     hidden = head.hidden.detach().requires_grad_()
-    return ops.linear_log_probs(head._replace(hidden=hidden), 0.0, 0, "triton").head.log_probs.detach()
+    return operators.linear_log_probs(head._replace(hidden=hidden), 0.0, 0, "triton").head.log_probs.detach()
 
 
 def misaligned(x: Tensor) -> Tensor:

@@ -22,14 +22,11 @@ from gspo_kernels.backends.torch import tiles as torch_tiles
     "options", [{}, {"logit_softcap": 5.0, "temperature": torch.ones(3000)}], ids=["plain", "tail"]
 )
 @pytest.mark.parametrize("entropy", [False, True])
-def test_logits_stay_within_the_workspace(
-    mebibytes: int, options: dict[str, Any], entropy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GSPO_WORKSPACE_MIB", str(mebibytes))
-    n, h, v = 3000, 8, 20_000
-    head = head_rows(n, h, v, entropy, **options)
-    slabs = -(-v // torch_tiles.tile_shape(torch.device("cpu"), torch.float32)[1])
+def test_logits_stay_within_the_workspace(mebibytes: int, options: dict[str, Any], entropy: bool) -> None:
     workspace = mebibytes * 2**20
+    n, h, v = 3000, 8, 20_000
+    head = head_rows(n, h, v, entropy, workspace=workspace, **options)
+    slabs = -(-v // torch_tiles.tile_shape(torch.device("cpu"), torch.float32, workspace)[1])
     rows, columns = 4 * (n + 256), 4 * v
     with LiveBytes() as forward:
         result = torch_backend.head_forward(head)
@@ -46,7 +43,7 @@ def test_logits_stay_within_the_workspace(
 
 
 def test_masked_rows_are_never_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_tiles, "tile_shape", lambda device, dtype: (4, 24))
+    monkeypatch.setattr(torch_tiles, "tile_shape", lambda *_: (4, 24))
     head = head_rows(40, 8, 48)
     for kept in (0, 4, 12, 40):
         mask = torch.zeros(40, dtype=torch.bool)
@@ -56,7 +53,7 @@ def test_masked_rows_are_never_multiplied(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_rows_without_gradient_cost_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_tiles, "tile_shape", lambda device, dtype: (4, 24))
+    monkeypatch.setattr(torch_tiles, "tile_shape", lambda *_: (4, 24))
     head = head_rows(40, 8, 48)
     result = torch_backend.head_forward(head)
     for live in (0, 4, 12, 40):

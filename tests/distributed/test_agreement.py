@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from helpers.sharded_agreement import FUNCTIONS, arguments
 
-from gspo_kernels import agreement
+from gspo_kernels.inputs.compared import ENVIRONMENT
+from gspo_kernels.ranks import agreement
 
 ROOT = Path(__file__).parent.parent.parent
 EXCUSED_VARIABLES = {
@@ -56,4 +57,4 @@ def test_every_environment_variable_is_compared_or_excused() -> None:
         path for x in ("gspo_kernels", "integrations") for path in glob.glob(f"{ROOT}/{x}/**/*.py", recursive=True)
     ]
     found = {"".join(names) for path in sources for names in re.findall(reads, Path(path).read_text())}
-    assert found == agreement.ENVIRONMENT.keys() | EXCUSED_VARIABLES.keys()
+    assert found == ENVIRONMENT.keys() | EXCUSED_VARIABLES.keys()

@@ -15,8 +15,10 @@ from helpers.sharded_features import raises, rows
 from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor, nn
 
-from gspo_kernels import Objective, agreement, gspo_fused_loss, linear_log_probs, policy_loss, validation
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
 from gspo_kernels.backends import workspace
+from gspo_kernels.inputs.compared import ENVIRONMENT
+from gspo_kernels.ranks import agreement
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 V, S = 64, 3
@@ -220,7 +222,7 @@ def _environment(context: Context) -> None:
     for function, kind in FUNCTIONS:
         mine = arguments(function, kind, group)
         run(function, mine)
-        for name in agreement.ENVIRONMENT:
+        for name in ENVIRONMENT:
             with mock.patch.dict(os.environ, {name: "many"} if last else {}), raises(f"environment variable {name}"):
                 run(function, mine)
             if name != "GSPO_CHECK":  # on a CPU, it changes nothing

@@ -16,7 +16,8 @@ from helpers.sharded_features import H, N, rows, small_tiles
 from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor
 
-from gspo_kernels import Objective, agreement, gspo_fused_loss, linear_log_probs, policy_loss, validation
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
+from gspo_kernels.ranks import agreement
 from gspo_kernels.tools import doctor_memory
 
 GATHER = ("all_gather_into_tensor", "all_gather_single")

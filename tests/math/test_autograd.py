@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import gspo_kernels
 from gspo_kernels import Objective
-from gspo_kernels.custom_op import flatten
+from gspo_kernels.ops import head, loss
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 SMALL: dict[str, Any] = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64}
@@ -131,12 +131,13 @@ class Captured(Exception):
 
 def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
     """Return the flat arguments with which a public function calls its operator `name`."""
-    from gspo_kernels import ops
+    module = head if name == "linear_log_probs" else loss
+    operator = getattr(module, name)
 
     def capture(*args: Any) -> None:
-        raise Captured(flatten(args))
+        raise Captured(operator.flatten(args))
 
-    monkeypatch.setattr(ops, name, capture)
+    monkeypatch.setattr(module, name, capture)
     sample = make_sample(3, **{**SMALL, "dtype": torch.float32}, **options)
     leaves, kwargs = sample.leaves, dict(sample.options)
     with pytest.raises(Captured) as caught:

@@ -167,18 +167,10 @@ def _write_results(kernel: str, arguments: dict[str, Any]) -> None:
     if kernel == "reduce_rows":
         for name in ("log_probs", "shift", "log_total"):
             arguments[name].fill_(-1.0)
+        if arguments["SHARES"]:  # light cells, except those with a target
+            arguments["tile_mass"].fill_(1e-6)
+            arguments["place"].copy_(torch.arange(len(arguments["place"])))
     if kernel == "sequence_loss":
         coefficient = arguments["coefficient"].fill_(1e-3)
         coefficient[: len(coefficient) // 3] = 0
-    if kernel == "row_masses":
-        _live_rows[0] = int((arguments["coefficient"] != 0).sum())
-    if kernel == "decide":
-        cells, (rows,) = arguments["cells"], _live_rows
-        cells.view(-1).copy_(torch.arange(cells.numel()) % 4 == 0)
-        cells[-(-rows // arguments["ROWS_OF_CELL"]) :] = 0
-        sparse = rows > 0 and arguments["most_share"] > 0
-        arguments["counts"].copy_(torch.tensor([rows, sparse]))
         arguments["work"].fill_(0.25)
-
-
-_live_rows = [0]  # of the last batch

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from gspo_kernels.backends.rows import HeadResult, HeadRows
 from gspo_kernels.backends.triton import backward, forward
-from gspo_kernels.backends.triton.cells import products
+from gspo_kernels.backends.triton.cells import lists, products
 from gspo_kernels.backends.triton.launch import Launch, launch_options, launches
 from gspo_kernels.backends.triton.tuning import SHARED_MEMORY, Config, architecture, assume
 from gspo_kernels.tolerance import LOG_PROB_RMS_ON_GPUS, RELATIVE_RMS
@@ -127,7 +127,7 @@ class KernelBench:
         """Compile on all cores, as the JIT would."""
         meta, first = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, self.inputs), []
         for config in configs:
-            with forced(config, self.kernel), assume(architecture(self.device) or ""), patch.object(cells, "launch"):
+            with forced(config, self.kernel), assume(architecture(self.device) or ""), patch.object(lists, "launch"):
                 first.append(self.run(*meta)[1][0])  # the other launches run the same compiled kernel
 
         def compile_one(x: Launch) -> None:

@@ -15,7 +15,8 @@ from torch._subclasses import FakeTensorMode
 
 import gspo_kernels
 from gspo_kernels import Objective
-from gspo_kernels.ops import head, loss
+from gspo_kernels import ops as operators
+from gspo_kernels.ops import head, loss  # noqa: F401 - submodules of `operators`
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 SMALL: dict[str, Any] = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64}
@@ -131,7 +132,7 @@ class Captured(Exception):
 
 def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
     """Return the flat arguments with which a public function calls its operator `name`."""
-    module = head if name == "linear_log_probs" else loss
+    module = operators.head if name == "linear_log_probs" else operators.loss
     operator = getattr(module, name)
 
     def capture(*args: Any) -> None:

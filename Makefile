@@ -67,3 +67,10 @@ gate-%: .venv/ready
 	rm -rf build/triton-$*
 	$(BIN)/pip install -q --no-deps --target build/triton-$* triton$(if $(filter newest,$*),,==$*)
 	PYTHONPATH=build/triton-$* $(BIN)/gspo doctor --compile
+
+# Rewrite the golden counts, the figures and the generated parts of README.md and docs/. Takes about 5 minutes.
+.PHONY: golden
+golden: .venv/ready
+	PYTHONPATH=tests $(BIN)/python -m helpers.costs --write
+	$(BIN)/python tests/backends/test_compile_gate.py
+	$(BIN)/python -m gspo_kernels.benchmarks report

@@ -19,7 +19,6 @@ A dry run: `TRITON_INTERPRET=1 python -m gspo_kernels.benchmarks gpu --tiny --de
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -38,14 +37,13 @@ from gspo_kernels.backends.dispatch import triton_obstacle
 from gspo_kernels.backends.triton.elementary import INTERPRETED
 
 from ..candidates import ALL
-from ..measure import RESULTS, ROOT, Record, about, destination, results_in, save, version
+from ..measure import ROOT, Record, about, destination, results_in, save, version
 from ..suites.options import parser_of
 from .groups import DEFAULT, GROUPS, UNFINISHED, conditions, gibibytes, missing, run_group, unlike
 from .times import FULL, TINY
 from .tune import ranked, shape_text
 
 CPU = torch.device("cpu")
-PREDICTION = RESULTS / "prediction-gpu.json"  # written by tests/helpers/predictions.py
 SHORTEST = 20.0  # seconds; no group is started if less time is left, or less than half of its estimate
 OUTPUT = "JSON file (default runs/gpu.json, for a dry run runs/trials/gpu-cpu.json); the log is beside it"
 WORDS = """\
@@ -233,23 +231,17 @@ def command_of(name: str, options: argparse.Namespace, seconds: float) -> list[s
 
 
 def print_results(results: Record) -> None:
-    """Print every group's records beside the predicted times, and the ten fastest block shapes of each kernel."""
-    records = json.loads(PREDICTION.read_text())["results"]["milliseconds"] if PREDICTION.exists() else []
-    predicted = {(r["shape"], r["batch"], r["what"]): r for r in records}
+    """Print every group's records, and the ten fastest block shapes of each kernel."""
     for name, group in results.items():
-        measured, works = group["measured"], ranked(group["results"])
-        tiny = measured.get("conditions", {}).get("set of shapes") == "tiny"  # predictions are of full shapes
-        gpu = [] if tiny else measured["machine"].get("gpu", "").split()
+        works = ranked(group["results"])
         tried = sum("config" in r for r in group["results"])
         shapes = f", {len(works)} of {tried} block shapes work, the fastest:" if tried else ""
         print(f"\n{name}: {GROUPS[name].what}{', FAILED' if group['fault'] else ''}{shapes}")
         for r in works[:10] + [r for r in group["results"] if "config" not in r]:
-            shape, batch, what = (r.get(key, "") for key in ("shape", "batch", "what"))
-            guess = next((ms for chip, ms in predicted.get((shape, batch, what), {}).items() if chip in gpu), None)
             notes = [f"{1e3 * r['seconds']:10.3f} ms"] if "seconds" in r else []
             notes += [f"{r[k]:.4g} {k}" for k in ("TFLOP/s", "TB/s") if k in r]
             notes += [f"gradient error {r['error']['worst']:.1e}"] if "error" in r else []
-            notes += [f"predicted {guess:.3f} ms, measured {1e3 * r['seconds'] / guess:.2f} of it"] if guess else []
             notes += [r[k] for k in ("absent", "does_not_fit", "failed", "fault") if r.get(k)]
-            label = " ".join(filter(None, (shape, batch)))
-            print(f"  {label:26} {shape_text(r['config']) if 'config' in r else what:44}", ", ".join(notes))
+            label = " ".join(filter(None, (r.get("shape"), r.get("batch"))))
+            what = shape_text(r["config"]) if "config" in r else f"{r['what']:44}"
+            print(f"  {label:26} {what}", ", ".join(notes))

@@ -202,6 +202,6 @@ def budgets(results: Results) -> Texts:
 
 SECTIONS: dict[str, Callable[[Results], Texts]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "sparsity": sparsity, "policy": policy,
-    "fidelity": fidelity, "budgets": budgets, "prediction": lambda results: {},
+    "fidelity": fidelity, "budgets": budgets,
     **dict.fromkeys(("compare", "moe"), lambda results: {"table": table(*compare_report.rows(results))}),
 }  # fmt: skip  # by suite

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.counters import LiveBytes
-from helpers.predictions import Operations
+from helpers.counters import LiveBytes, Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 

@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from gspo_kernels.tools.compare_report import draw
-
+from ..studies.compare_report import draw
 from .tables import BUDGET, CACHED, NAIVE, OURS, Results, by_name, shown
 
 BLACK, DARK, GREY = "#000000", "#595959", "#999999"

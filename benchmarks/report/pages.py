@@ -21,9 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gspo_kernels.tools.compare_report import verdicts
-
 from ..measure import RESULTS, ROOT
+from ..studies.compare_report import verdicts
 from . import scale, summary
 from .tables import SECTIONS, Results, conditions
 

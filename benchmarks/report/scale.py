@@ -1,7 +1,7 @@
 """Make the tables of docs/scale.md: memory, bytes and operations of the head step on each rank. Nothing is measured.
 
 They replace the text between `<!-- counted: NAME -->` and `<!-- end -->`. All numbers follow from
-`gspo_kernels.tools.doctor_memory`, whose formulas tests compare with counted bytes. The last table also uses published
+`gspo_kernels.tools.doctor.memory`, whose formulas tests compare with counted bytes. The last table also uses published
 rates of a GPU and of its links.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gspo_kernels.backends.triton.tuning import assume
-from gspo_kernels.tools import doctor_memory
-from gspo_kernels.tools.doctor_memory import MIB, Batch
+from gspo_kernels.tools.doctor import memory as doctor_memory
+from gspo_kernels.tools.doctor.memory import MIB, Batch
 
 from ..measure import ROOT
 from .tables import percent, table

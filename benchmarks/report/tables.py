@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from gspo_kernels.tools import compare_report
-
+from ..studies import compare_report
 from ..workloads import BUDGETS
 
 Results = dict[str, Any]

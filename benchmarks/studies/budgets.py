@@ -21,11 +21,11 @@ from transformers.utils.logging import disable_progress_bar
 from gspo_kernels.integrations.reference_trainer import train, train_config
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.report import read_rows
-from gspo_kernels.tools.compare import about
 
 from .. import measure
 from ..measure import Record
 from ..suites.options import parser_of
+from .compare import about
 from .policy import FOLDER as POLICY
 from .policy import digest
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ..extras import MissingExtraError
 from . import bench_table
-from .doctor_report import compile_kernels, diagnose, memory_of
+from .doctor.report import compile_kernels, diagnose, memory_of
 
 app = typer.Typer(
     help="Fused GSPO losses: train a model, check an installation, measure time and memory.",
@@ -260,7 +260,7 @@ def compare(
     and a figure. With --moe it also shows how many experts change within a rollout. A training takes about a minute.
     """
     try:
-        from . import compare_command
+        from gspo_kernels.benchmarks.studies import compare_command
     except MissingExtraError as error:
         fail(error)
     console = Console()

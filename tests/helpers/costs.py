@@ -33,8 +33,8 @@ from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.benchmarks.peaked import make as make_policy
 from gspo_kernels.benchmarks.workloads import roles
-from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools.binding import specialise
+from gspo_kernels.tools.doctor import compile_cases as cases
+from gspo_kernels.tools.doctor.binding import specialise
 
 from .counters import StepCounts, TorchLaunches
 

@@ -17,7 +17,7 @@ from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor
 
 from gspo_kernels import Objective, agreement, gspo_fused_loss, linear_log_probs, policy_loss, validation
-from gspo_kernels.tools import doctor_memory
+from gspo_kernels.tools.doctor import memory as doctor_memory
 
 GATHER = ("all_gather_into_tensor", "all_gather_single")
 

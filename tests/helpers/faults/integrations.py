@@ -307,7 +307,7 @@ FAULTS: dict[str, Fault] = {
         "compare::test_replayed_routing_computes_with_the_recorded_experts",
     ),
     "compared objectives begin with different weights": (
-        "tools/compare",
+        "benchmarks/studies/compare",
         "torch.manual_seed(seed)",
         "torch.manual_seed(len(name))",
         "compare::test_all_arms_begin_alike_and_gspo_token_trains_as_gspo",

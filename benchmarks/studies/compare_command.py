@@ -8,10 +8,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gspo_kernels.benchmarks import measure
 from gspo_kernels.extras import needs
+from gspo_kernels.tools import bench_table
 
-from . import bench_table, compare_report
+from .. import measure
+from . import compare_report
 
 with needs("gspo compare", "train", "transformers", "tokenizers"):
     from gspo_kernels.integrations.reference_trainer.config import InputError

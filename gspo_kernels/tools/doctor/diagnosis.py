@@ -1,23 +1,21 @@
 """The diagnosis of `gspo doctor`: what is installed, which backend runs on each device, and whether it is correct.
 
-If something is absent or broken, it is reported, and the other checks (`doctor_checks.py`) still run.
+If something is absent or broken, it is reported, and the other checks (`checks.py`) still run.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ..backends import dispatch, self_check
-from ..validation import Call
-from .doctor_checks import CPU, DTYPES, Check, check, interpreted_checks, one_line
+from ...backends import dispatch, self_check
+from ...validation import Call
+from .checks import CPU, DTYPES, Check, check, interpreted_checks, one_line
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ def describe(device: torch.device) -> Device:
             kind = gpu.gcnArchName if torch.version.hip else f"compute capability {gpu.major}.{gpu.minor}"
             description = f"{gpu.name}, {kind}, {gpu.total_memory / 2**30:.0f} GiB"
             if obstacle is None:
-                from ..backends.triton.tuning import architecture
+                from ...backends.triton.tuning import architecture
 
                 block_shapes = architecture(device)
         auto = dispatch.pick_backend(Call("gspo doctor"), "auto", device)
@@ -182,9 +180,3 @@ def describe(device: torch.device) -> Device:
     elif obstacle is None:
         why = "Triton kernels are only interpreted here, which is slow and meant for tests"
     return Device(str(device), description, block_shapes, auto, why)
-
-
-if __name__ == "__main__":
-    # `python -m gspo_kernels.tools.doctor` runs `gspo doctor`. The command imports this module, so the command is
-    # imported here and not at the top.
-    import_module(".entry_point", __package__).main(["doctor", *sys.argv[1:]])

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fused_loss import gspo_fused_loss
-from ..objective import Objective
-from ..reference import gspo_reference_loss, token_log_probs
-from ..tolerance import LOSS_PER_ADVANTAGE
+from ...fused_loss import gspo_fused_loss
+from ...objective import Objective
+from ...reference import gspo_reference_loss, token_log_probs
+from ...tolerance import LOSS_PER_ADVANTAGE
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

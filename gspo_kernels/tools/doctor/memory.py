@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..backends import dispatch
-from ..backends.rows import HeadRows
-from ..backends.workspace import cache_of_device, cache_variable, workspace_bytes
-from ..layout import accumulator
-from ..parallel import Shard, shard_of
-from ..validation import Call
+from ...backends import dispatch
+from ...backends.rows import HeadRows
+from ...backends.workspace import cache_of_device, cache_variable, workspace_bytes
+from ...layout import accumulator
+from ...parallel import Shard, shard_of
+from ...validation import Call
 
 MIB = 2**20
 PADDED_TO = 128  # Megatron's default of --make-vocab-size-divisible-by, which it multiplies by the ranks
@@ -120,10 +120,10 @@ def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
 def _tile_width(head: HeadRows, backend: str) -> int:
     """Return the columns of a vocabulary tile of the forward."""
     if backend == "torch":
-        from ..backends.torch.tiles import slab_columns
+        from ...backends.torch.tiles import slab_columns
 
         return slab_columns(head)
-    from ..backends.triton.tuning import tile_config
+    from ...backends.triton.tuning import tile_config
 
     return tile_config(head, "forward").block_v
 
@@ -143,7 +143,7 @@ def _gathered_rows(head: HeadRows, backend: str) -> int:
     """Return the number of rows of the tables of tiles. The torch backend pads it to full tiles."""
     if backend == "triton":
         return head.hidden.shape[0]
-    from ..backends.torch.tiles import tile_shape
+    from ...backends.torch.tiles import tile_shape
 
     rows = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0]
     return -(-head.hidden.shape[0] // rows) * rows
@@ -289,6 +289,6 @@ def _assumed(architecture: str | None) -> Any:
     """Return a context in which the Triton backend uses the block shapes of `architecture`, if any."""
     if architecture is None:
         return nullcontext()
-    from ..backends.triton.tuning import assume
+    from ...backends.triton.tuning import assume
 
     return assume(architecture)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from gspo_kernels.advantages import RunningMoments
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
@@ -24,9 +25,8 @@ from gspo_kernels.integrations.reference_trainer.policy import SORTING, Policy, 
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.update import mini_batches, update, with_log_probs
 from gspo_kernels.integrations.tasks import Task, batches, task_by_name
+from gspo_kernels.objective import Objective
 
-from ..advantages import RunningMoments
-from ..objective import Objective
 from .compare_report import REPLAY
 
 Record = dict[str, Any]

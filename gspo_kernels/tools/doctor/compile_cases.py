@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from ..backends.rows import Cache, HeadRows, NeedsGradient, PolicyRows
-from ..backends.triton.backward import head_backward
-from ..backends.triton.cells import cell_lists
-from ..backends.triton.forward import cache_rows, cell_shape, forward_and_keep
-from ..backends.triton.gradient_rows import gradient_rows
-from ..backends.triton.live_tiles import choose
-from ..backends.triton.logit_tile import straighten
-from ..backends.triton.sequence import policy_forward
-from ..backends.triton.sparse_backward import CellPlan, cell_backward, lists_of
-from ..backends.triton.tuning import tile_config
-from ..objective import Objective
+from ...backends.rows import Cache, HeadRows, NeedsGradient, PolicyRows
+from ...backends.triton.backward import head_backward
+from ...backends.triton.cells import cell_lists
+from ...backends.triton.forward import cache_rows, cell_shape, forward_and_keep
+from ...backends.triton.gradient_rows import gradient_rows
+from ...backends.triton.live_tiles import choose
+from ...backends.triton.logit_tile import straighten
+from ...backends.triton.sequence import policy_forward
+from ...backends.triton.sparse_backward import CellPlan, cell_backward, lists_of
+from ...backends.triton.tuning import tile_config
+from ...objective import Objective
 
 # Options of `meta_head`, beyond hidden states and weights of Qwen3-8B's shape.
 _LOGIT_OPTIONS = dict(bias=True, logit_softcap=30.0, temperature=True)

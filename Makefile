@@ -28,13 +28,8 @@ test-stub-oldest: .venv/ready
 quick: .venv/ready
 	$(BIN)/$(PYTEST) --quick tests/math tests/api tests/backends
 
-lint: .venv/ready build/typing
+lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
-
-# Where pyright finds the folders that are imported as part of the package.
-build/typing:
-	mkdir -p $@/gspo_kernels
-	ln -sfn ../../../integrations ../../../benchmarks $@/gspo_kernels/
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

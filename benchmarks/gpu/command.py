@@ -86,11 +86,13 @@ def measure(options: argparse.Namespace) -> list[str]:
     Returns:
         The groups that were not started for lack of time.
     """
-    end, waiting = time.monotonic() + 60 * options.minutes, []
+    end = time.monotonic() + 60 * options.minutes
+    waiting = []
     finished = {name: x for name, x in results_in(options.output).items() if not (x["fault"] or options.again)}
     now = conditions(device_name(options.device), options.tiny) if finished else {}
     for i, name in enumerate(options.groups):
-        left, kept = end - time.monotonic(), finished.get(name)
+        left = end - time.monotonic()
+        kept = finished.get(name)
         others = unlike(kept, now) if kept else []
         if kept and not others:
             print(f"{name}: kept, measured at commit {kept['measured']['commit'][:7]}")
@@ -110,7 +112,8 @@ def measure(options: argparse.Namespace) -> list[str]:
 def parsed() -> argparse.Namespace:
     """Return the command line's options; exit with a line on stderr for bad ones. This makes no CUDA context."""
     parser = parser_of("gpu", None, OUTPUT)
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = textwrap.fill(f"groups: {', '.join(GROUPS)}", 100, break_on_hyphens=False)
     parser.add_argument("groups", nargs="*", help="groups to measure (default: all but checks and tune)")
     parser.add_argument("--plan", action="store_true", help="list the groups with estimated seconds, measure nothing")
@@ -136,7 +139,8 @@ def parsed() -> argparse.Namespace:
 
 def planned(names: list[str], minutes: float) -> str:
     """Return a table of the groups with estimated seconds, and what to know before the first run."""
-    this, chosen = "python -m gspo_kernels.benchmarks gpu", {name: GROUPS[name] for name in names}
+    this = "python -m gspo_kernels.benchmarks gpu"
+    chosen = {name: GROUPS[name] for name in names}
     lines = [f"{name:27}{x.seconds:5.0f} s, at most {x.deadline:4.0f} s: {x.what}" for name, x in chosen.items()]
     total = sum(group.seconds for group in chosen.values())
     lines += [f"{'':27}{total:5.0f} s, estimated from counted operations for an H200; not measured", ""]
@@ -211,7 +215,8 @@ def run_apart(name: str, options: argparse.Namespace, seconds: float) -> str:
 
 def followed(process: subprocess.Popen[bytes], path: str, begin: int, seconds: float) -> str:
     """Print progress and failed tests from the log as they come. Return how the process ended, or its timeout."""
-    end, status = time.monotonic() + seconds, None
+    end = time.monotonic() + seconds
+    status = None
     with open(path, errors="replace") as log:
         log.seek(begin)
         while status is None and time.monotonic() < end:

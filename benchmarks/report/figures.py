@@ -97,7 +97,8 @@ def draw_fidelity(results: Results, path: Path) -> None:
     """Draw wrong clip decisions against length, with a label at each line."""
     figure, (axes,) = panels(1)
     study = results["sets"]["synthetic"]
-    records, lengths = by_name(study["implementations"]), study["lengths"]
+    records = by_name(study["implementations"])
+    lengths = study["lengths"]
     most = 100 * max(x for name in (OURS, "fp32 logits") for x in records[name]["wrong"])
     ours = f"gspo_kernels: at most {most:.3f}%,\nwithout storing the logits"
     full = "full fp32 logits: equally exact, but they\nneed tokens x vocabulary memory"

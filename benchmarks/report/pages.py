@@ -75,7 +75,8 @@ def fields_of(suite: str, path: Path) -> dict[str, Any]:
     """Return the values of the placeholders in a suite's section, from one JSON file."""
     with naming(path):
         measured = load(path)
-        gpu, results = measured["machine"].get("gpu"), measured["results"]
+        gpu = measured["machine"].get("gpu")
+        results = measured["results"]
         heads = {f"{part}_conditions": conditions(x["measured"]) for part, x in parts(results).items()}
         heads |= {"on_gpu": f" ({gpu})" if gpu else "", "figure": f"figures/{path.stem}.png"}
         return {"r": results, "conditions": conditions(measured), **heads, **SECTIONS[suite](results)}
@@ -121,7 +122,8 @@ def draw(name: str) -> None:
 
     from .figures import STYLE
 
-    path, (source, figure) = FIGURES / f"{name}.png", figures_by_name()[name]
+    path = FIGURES / f"{name}.png"
+    source, figure = figures_by_name()[name]
     with naming(source), rc_context(STYLE):
         figure(load(source)["results"], path)
     text = PngImagePlugin.PngInfo()

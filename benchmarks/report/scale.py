@@ -26,7 +26,10 @@ MODELS = {
     "Llama-3 70B": (8192, 128_256),
     "Qwen3-235B-A22B": (4096, 151_936),
 }  # H, V
-TOKENS, TP, CP, ARCHITECTURE = 32_768, (1, 2, 4, 8, 16), (1, 2, 4, 8), "sm_90"
+TOKENS = 32_768
+TP = (1, 2, 4, 8, 16)
+CP = (1, 2, 4, 8)
+ARCHITECTURE = "sm_90"
 PASSES = 4  # of a step in which every token has a gradient, without a cache
 # H200 SXM datasheet: 1,979 TFLOP/s in bf16 with sparsity, 4.8 TB/s.
 PEAK = 989.5e12  # operations per second, dense

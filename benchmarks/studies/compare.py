@@ -106,9 +106,12 @@ def compare(arms: dict[str, Arm], seeds: Sequence[int], config: TrainConfig, moe
 
 def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Callable[[], object]) -> Record:
     """Train a policy. Return its held-out rewards, thinned curves over the rollouts, and means by update."""
-    optimizer, running = Optimizer(policy, config), RunningMoments()
+    optimizer = Optimizer(policy, config)
+    running = RunningMoments()
     prompts = batches(task.train, config.prompts_per_step, seed)
-    held_out, rewards, steps = [evaluate(config, policy, task)], [], []
+    held_out = [evaluate(config, policy, task)]
+    rewards = []
+    steps = []
     for step in range(1, config.steps + 1):
         examples = next(prompts)
         options = {"group_size": config.group_size, "max_new_tokens": config.max_new_tokens, "task": task}
@@ -154,7 +157,8 @@ def summary(runs: dict[str, list[Record]]) -> dict[str, Record]:
     """
     area = {arm: [statistics.fmean(run["held-out reward"]) for run in records] for arm, records in runs.items()}
     end = {arm: [run["held-out reward"][-1] for run in records] for arm, records in runs.items()}
-    first, result = next(iter(runs)), {}
+    first = next(iter(runs))
+    result = {}
     for arm, records in runs.items():
         without = arm.removesuffix(REPLAY)
         by_update = [record["by update"] for record in records]

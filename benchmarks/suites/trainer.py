@@ -55,13 +55,15 @@ def step_of(name: str, config: Record, length: int, dtype: str, device: str) -> 
 
     size = SEQUENCES * length * config["vocab_size"] * getattr(torch, dtype).itemsize  # of all exponentials
     cache_mib = -(-size // 2**20) if "cache" in name else 0
-    place, steps = torch.device(device), []
+    place = torch.device(device)
+    steps = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(config, length, dtype, folder, on_cpu=place.type == "cpu", cast=name == CAST)
         step = trainer.training_step
 
         def measured(*arguments: Any) -> Any:
-            losses, start = [], time.perf_counter()
+            losses = []
+            start = time.perf_counter()
             peak = peak_bytes(lambda: losses.append(step(*arguments)), place)
             loss = losses[0].item()  # waits for a GPU
             steps.append({"seconds": time.perf_counter() - start, "peak_bytes": peak, "loss": loss})
@@ -168,7 +170,8 @@ def main() -> None:
     parser.add_argument("--device", type=device_of, default=str(device_of(None)))
     options = parser.parse_args()
     check_packages("gspo_kernels.benchmarks trainer")
-    device, tiny = options.device, {"config": TINY, "length": 16} if options.tiny else {}
+    device = options.device
+    tiny = {"config": TINY, "length": 16} if options.tiny else {}
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     output = destination("trainer", device, options.output, options.tiny)
     names = (FULL, OURS) if options.tiny else names_of(dtype)

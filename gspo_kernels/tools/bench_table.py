@@ -61,7 +61,8 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
 
 def show(results: Record, console: Console, scenario: str) -> None:
     """Print a description of the batch, the table, the reason for each candidate that was not timed, and a legend."""
-    on, records = results["on"], results["candidates"]
+    on = results["on"]
+    records = results["candidates"]
     head = on["head"]
     softcap = f", logits capped at {head['softcap']:g}" if head["softcap"] else ""
     quantiles = ", ".join(f"{float(at):.0%} {value:.2g}" for at, value in on["entropy"]["quantiles"].items())

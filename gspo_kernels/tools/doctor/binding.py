@@ -69,7 +69,8 @@ def bind(launch: Launch) -> Variant:
         raise TypeError(f"{launch.kernel.__name__}: {error}") from error
     # Where a parameter has a type, the JIT does not check the number. The compiled launcher does, on a GPU.
     for parameter in launch.kernel.params:
-        kind, value = parameter.annotation_type or "", launch.arguments[parameter.name]
+        kind = parameter.annotation_type or ""
+        value = launch.arguments[parameter.name]
         if (kind[:1] == "i" and type(value) is not int) or (kind[:1] == "f" and type(value) not in (int, float)):
             raise TypeError(f"{launch.kernel.__name__}: {parameter.name} is {kind}, received {type(value).__name__}")
     return variant

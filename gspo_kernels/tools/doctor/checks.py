@@ -83,7 +83,8 @@ def make_batch(dtype: torch.dtype) -> Batch:
 
     Log-ratios are far enough from the clip bounds that rounding changes no clip decision.
     """
-    rng, n = torch.Generator().manual_seed(0), sum(LENGTHS)
+    rng = torch.Generator().manual_seed(0)
+    n = sum(LENGTHS)
     hidden = torch.randn(n, HIDDEN, generator=rng).to(dtype)
     weight = (torch.randn(VOCAB, HIDDEN, generator=rng) * 3 / HIDDEN**0.5).to(dtype)
     target_ids = torch.randint(0, VOCAB, (n,), generator=rng)

@@ -171,12 +171,14 @@ def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None
     cell = cell_shape(head)
     assert cell is not None
     choose(head, result, torch.ones_like(result.log_probs), kept, cell, budget=1e-3)
-    config, device = tile_config(head, "gradient"), head.hidden.device
+    config = tile_config(head, "gradient")
+    device = head.hidden.device
     cells = torch.ones(-(-head.hidden.shape[0] // cell[0]), kept.share.shape[0], dtype=torch.bool)
     lists, _ = lists_of(head, cells.to(device), config)
     if chunks is not None:
         lists = cell_lists(cells.to(device), -(-cells.shape[0] // chunks))
-    begin, first = [[0] + [1] * lists.tiles], 0
+    begin = [[0] + [1] * lists.tiles]
+    first = 0
     for i, of_chunk in enumerate(cells.split(lists.row_blocks) if all_cells else ()):
         begin[i:] = [[first + len(of_chunk) * tile for tile in range(lists.tiles + 1)]]
         first = begin[i][-1]

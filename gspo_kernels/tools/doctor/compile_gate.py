@@ -115,7 +115,8 @@ def survey(
 
 def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch, variant: Variant | TypeError) -> Row:
     """Compile a variant and report it; or report the error of a launch that cannot be bound."""
-    config, name = launch.config, launch.kernel.__name__
+    config = launch.config
+    name = launch.kernel.__name__
     shape = "x".join(str(x) for x in (config.block_n, config.block_v, config.block_h) if x)
     text = f"{shape} {config.warps}w {config.stages}s"
     try:

@@ -158,7 +158,8 @@ def _obstacle(device: torch.device) -> str | None:
 
 def describe(device: torch.device) -> Device:
     """Describe a device and the backend that "auto" picks there. If that raises, `auto` is None."""
-    description, block_shapes = f"{platform.machine()}, {torch.get_num_threads()} threads", None
+    description = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    block_shapes = None
     obstacle = _obstacle(device)
     try:
         if device.type == "cuda":

@@ -95,7 +95,8 @@ class Batch(NamedTuple):
             return torch.empty(shape, dtype=of, device=device)
 
         n = -(-self.tokens // self.cp)
-        ids, mask = empty(n, of=torch.int64), empty(n, of=torch.bool)
+        ids = empty(n, of=torch.int64)
+        mask = empty(n, of=torch.bool)
         hidden, weight = empty(n, self.width), empty(self.rows_of_weight, self.width)
         shard = Shard("", 0, self.tp, self.rows_of_weight, self.vocab)
         text, columns = (shard.text, shard.columns()) if self.tp > 1 else ("", self.vocab)
@@ -104,7 +105,8 @@ class Batch(NamedTuple):
 
 def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
     """Return the bound for a head without bias and adapter, whose operands both need gradients."""
-    (rows, width), item = head.hidden.shape, head.hidden.dtype.itemsize
+    rows, width = head.hidden.shape
+    item = head.hidden.dtype.itemsize
     wide = max(item, 4)
     # Both backends sum the gradient of the hidden states in fp32; Triton rounds it in place. torch gathers all rows.
     extra = wide - item if backend == "triton" else wide + item
@@ -130,7 +132,9 @@ def _tile_width(head: HeadRows, backend: str) -> int:
 
 def _tile_table(head: HeadRows, backend: str) -> int:
     """Return a bound of the bytes of the tiles' results."""
-    width, rows, numbers = _tile_width(head, backend), _gathered_rows(head, backend), 3 if head.entropy else 2
+    width = _tile_width(head, backend)
+    rows = _gathered_rows(head, backend)
+    numbers = 3 if head.entropy else 2
     size = rows * accumulator(head.hidden.dtype).itemsize
     if not head.shard:
         return -(-head.vocab_size // width) * size * (numbers - 1)
@@ -181,7 +185,9 @@ def unsharded_traffic(head: HeadRows, backend: str) -> dict[str, int]:
     All rows have a gradient. Matrix products, which shrink with the number of ranks, are not included. Nor are about 50
     bytes per row of the loss and of the selection of rows with a gradient.
     """
-    (rows, width), item, wide = head.hidden.shape, head.hidden.dtype.itemsize, accumulator(head.hidden.dtype).itemsize
+    rows, width = head.hidden.shape
+    item = head.hidden.dtype.itemsize
+    wide = accumulator(head.hidden.dtype).itemsize
     columns = _tile_width(head, backend)
     tiles = sum(shard_of(head.shard).tiles(columns)) if head.shard else -(-head.vocab_size // columns)
     table = (3 if head.entropy else 2) * tiles * _gathered_rows(head, backend) * wide
@@ -199,7 +205,8 @@ def shards_are_aligned(head: HeadRows, backend: str) -> bool:
 
 def full_cache_mib(head: HeadRows, backend: str) -> int:
     """Return the least `cache_mib` with which the exponentials of all rows fit."""
-    kernels, n = dispatch.implementation(backend), head.hidden.shape[0]
+    kernels = dispatch.implementation(backend)
+    n = head.hidden.shape[0]
     # Row blocks and tiles are padded to fewer than 65,536 rows and columns each.
     most = (n + 2**16) * (head.vocab_size + 2**16) * head.hidden.dtype.itemsize // MIB
     return bisect_left(range(most + 1), n, key=lambda mib: kernels.cache_rows(head, mib * MIB))
@@ -265,7 +272,8 @@ def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> P
     default, source = default_cache_mib(device, architecture)
     with _assumed(architecture), FakeTensorMode():
         head, with_entropies = batch.head(dtype, device), batch.head(dtype, device, entropy=True)
-        (n, width), columns = head.hidden.shape, head.vocab_size
+        n, width = head.hidden.shape
+        columns = head.vocab_size
         of_ranks = f"a rank of TP {batch.tp} x CP {batch.cp}: " if batch.tp * batch.cp > 1 else ""
         vocab = f"{head.weight.shape[0]:,} rows of V = {batch.vocab:,}" if head.shard else f"V = {batch.vocab:,}"
         name = str(dtype).removeprefix("torch.")

@@ -90,9 +90,9 @@ def save(suite: str, device: torch.device, results: Any, path: Path) -> Path:
 
     If `results` cannot be written as JSON, an existing file does not change.
     """
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(formatted(jsonable({"suite": suite, **about(device), "results": results}, digits=6)) + "\n")
-    return beside.replace(path)
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(formatted(jsonable({"suite": suite, **about(device), "results": results}, digits=6)) + "\n")
+    return temporary.replace(path)
 
 
 def jsonable(value: Any, digits: int = 17) -> Any:

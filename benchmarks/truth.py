@@ -96,7 +96,7 @@ def _products(gradient: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def sizes(result: Result) -> Sizes:
-    """Return the loss and the norms of both gradients, which `differ` compares with those of another result."""
+    """Return the loss and the norms of both gradients, for `differ` to compare with another result."""
     loss, d_hidden, d_weight = result
     norms = (torch.linalg.vector_norm(x, dtype=torch.float32).item() for x in (d_hidden, d_weight))
     return loss.item(), *norms

@@ -45,7 +45,7 @@ from .tune import ranked, shape_text
 
 CPU = torch.device("cpu")
 SHORTEST = 20.0  # seconds; no group is started if less time is left, or less than half of its estimate
-OUTPUT = "JSON file (default runs/gpu.json, for a dry run runs/trials/gpu-cpu.json); the log is beside it"
+OUTPUT = "JSON file (default runs/gpu.json, for a dry run runs/trials/gpu-cpu.json); the log is next to it"
 WORDS = """\
 dense    every token has a gradient
 rl-like  about 3 of 10 answers have advantage 0, and 15 % of the others are clipped: they have no gradient
@@ -147,7 +147,7 @@ def planned(names: list[str], minutes: float) -> str:
     if total > 60 * minutes:
         lines.append(f"This is more than --minutes {minutes:g}: start the command again, or give more minutes.")
     lines.append(f"It stops after --minutes {minutes:g}. Start it again to continue: finished groups are kept.")
-    lines.append("It writes runs/gpu.json and runs/gpu.log, or the file that --output names and a log beside it.")
+    lines.append("It writes runs/gpu.json and runs/gpu.log, or the file that --output names and a log next to it.")
     lines.append(
         "Install first: pip install '.[bench,test]'. ncu is optional: without it, the group profile is skipped."
     )

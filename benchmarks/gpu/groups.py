@@ -110,7 +110,7 @@ def conditions(device: str, tiny: bool) -> Record:
 
 
 def unlike(record: Record, now: Record) -> list[str]:
-    """Return how the conditions of a record differ from those of this run."""
+    """Return how a record's conditions differ from this run's."""
     then = record["measured"].get("conditions", {})
     return [f"another {name}" for name, value in now.items() if then.get(name) != value]
 

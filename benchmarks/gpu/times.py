@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
 class Setting(NamedTuple):
     device: torch.device
-    shapes: dict[str, Shape]  # V of A is a multiple of 256, that of B and C is not
+    shapes: dict[str, Shape]  # V is a multiple of 256 in A, but not in B and C
     roles: tuple[int, int, int]  # sequences of an RL-like batch: all, of advantage 0, and clipped
     tokens: tuple[int, int]  # of the batches on which packages are compared
     minutes: float = 1.0  # for the group
@@ -74,7 +74,7 @@ TINY = Setting(torch.device("cpu"), SMALL, (4, 1, 1), (64, 128))
 
 
 def clock(function: Step, on_gpu: bool, seconds: float = SECONDS) -> Record:
-    """Return median, 20th and 80th percentile of a function's seconds. A GPU's times are those of CUDA events.
+    """Return median, 20th and 80th percentile of a function's seconds. On a GPU, CUDA events measure the time.
 
     Runs repeat the same data. The timed functions read more data than the caches hold, so the caches do not help.
     """
@@ -147,7 +147,7 @@ def ceilings(setting: Setting) -> Iterator[Measurement]:
 
 
 def steps(setting: Setting, name: str) -> Iterator[Measurement]:
-    """Measure passes and kernels of a dense and an RL-like batch, then errors and times beside full logits."""
+    """Measure passes and kernels of a dense and an RL-like batch, then errors and times of full logits."""
     shape = setting.shapes[name]
     policy = peaked.make(*shape, device=setting.device)
     count, *idle = setting.roles
@@ -196,7 +196,7 @@ def compared(setting: Setting, name: str, tokens: int, scenario: str, chosen: li
 
 
 def packages(setting: Setting, size: int) -> Iterator[Measurement]:
-    """Measure ours, exact and with a gradient budget, beside the installed packages on an RL-like batch."""
+    """Measure ours, exact and with a gradient budget, and the installed packages on an RL-like batch."""
     chosen = [c for c in ALL.values() if not (c.per_token or c.against == "compile")]
     if not setting.on_gpu:  # a dry run imports no other package
         chosen = [c for c in chosen if c.against in ("naive", "ours")]

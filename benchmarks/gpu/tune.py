@@ -1,4 +1,4 @@
-"""Rank block shapes by speed. Each shape is compiled, timed, and its result compared with that of the tuning table's.
+"""Rank block shapes by speed. Each shape is compiled and timed, and its result compared with the tuned shape's.
 
 The fastest shapes must be entered in `gspo_kernels/backends/triton/tuning.py` by hand.
 """
@@ -142,7 +142,7 @@ class KernelBench:
             list(pool.map(compile_one, first))
 
     def _measure(self, config: Config) -> Record:
-        """Return times, and a failure if it raises or its result is too far from that of the table's shape."""
+        """Return times, and a failure if it raises or its result is too far from the tuned shape's."""
         try:
             with forced(config, self.kernel):
                 out, seen = self.run(*self.inputs)

@@ -1,7 +1,7 @@
 """Draw the figures of docs/benchmarks.md and README.md from the JSON files of results.
 
 In docs/benchmarks.md, a candidate has the same colour and marker in every figure. Some candidates share a colour and
-differ in the marker. The colours are greys and those of Okabe and Ito, which colour-blind readers can tell apart.
+differ in the marker. The colours are greys and Okabe and Ito's palette for colour-blind readers.
 """
 
 from __future__ import annotations

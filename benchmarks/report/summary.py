@@ -107,7 +107,7 @@ def windows(fidelity: Results) -> str:
     token = by_name(fidelity["sets"]["synthetic"]["implementations"])[NAIVE]["log-ratio"]["std"]
     sequence = token / LENGTH**0.5
     return (
-        f"With bf16 logits, a token's log-ratio is off by {token:.1e} nats, that of a sequence of {LENGTH:,} tokens by "
+        f"With bf16 logits, a token's log-ratio is off by {token:.1e} nats, and a sequence's ({LENGTH:,} tokens) by "
         f"{sequence:.1e}, so in nats the claim holds. But that is {token / 0.2:.0%} of GRPO's window and "
         f"{sequence / 3e-4:.0%} of GSPO's"
     )

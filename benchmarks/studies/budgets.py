@@ -3,7 +3,7 @@
     python -m gspo_kernels.benchmarks budgets    12 trainings of 300 updates, with one thread
 
 A budget mostly leaves out gradients of likely tokens, which is a bias. So rewards and entropies are compared
-with those of the run at budget 0 with the same seed. Sampling may amplify any difference, so there are two
+with the run at budget 0 with the same seed. Sampling may amplify any difference, so there are two
 controls at budget 0: runs with other seeds, and runs with the same seeds whose initial weights differ by a millionth.
 """
 

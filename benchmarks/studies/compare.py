@@ -1,7 +1,7 @@
 """Train with several objectives from the same initial weights, prompts and seeds, and measure what they clip.
 
-Sampling, rewards and updates are those of the reference trainer. Every arm samples its own answers, so its clip
-fractions are those of its own training. Metrics are recorded for each update of a rollout; in the first one, the ratio
+Sampling, rewards and updates come from the reference trainer. Every arm samples its own answers and clips in its own
+training. Metrics are recorded for each update of a rollout; in the first one, the ratio
 is always 1.
 """
 
@@ -59,7 +59,7 @@ def arms_of(names: Sequence[str], moe: bool, config: TrainConfig) -> dict[str, A
     With a mixture of experts, every objective is trained without and with Routing Replay.
 
     Raises:
-        InputError: a name is not that of a preset.
+        InputError: a name is not a preset.
     """
     changes: dict[str, Record] = {"grpo": {"clip_high": 0.27}, "dr_grpo": {"length_norm": config.max_new_tokens}}
     try:

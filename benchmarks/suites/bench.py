@@ -21,7 +21,7 @@ from ..peaked import entropy_quantiles
 from ..workloads import Head, Old, Spec, Workload, counts, make
 from .options import BadOption
 
-NAIVE = "naive GSPO"  # always measured, because errors and times are divided by those of naive GSPO
+NAIVE = "naive GSPO"  # always measured: errors and times are divided by its errors and times
 TOO_LARGE = "the batch and its float64 gradients do not fit in memory: use fewer --tokens, or a smaller --model"
 FEW = 256  # tokens on which naive PyTorch's errors are measured if full logits of the batch do not fit in memory
 SMALL = (64, 128, 1000)  # tokens, H, V of a first call, in which libraries initialise and allocate
@@ -94,7 +94,7 @@ def compare(
         tick(f"gradients of {candidate.name} again")
         with _failure_recorded(records[candidate.name]):
             if truth.differ(truth.sizes(candidate.step(w, olds[candidate.name])), sizes[candidate.name]):
-                records[candidate.name]["wrong"] = "after the timed runs its loss or a gradient has another norm"
+                records[candidate.name]["wrong"] = "after the timed runs, its loss or a gradient norm differs"
     for name in [candidate.name for candidate in remaining()]:
         records[name] |= measure.spread(seconds[name])
         if NAIVE in seconds:

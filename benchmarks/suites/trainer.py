@@ -4,9 +4,9 @@
     python -m gspo_kernels.benchmarks trainer --dtype bfloat16     replaces only this part of the JSON file
 
 The model is a Qwen2 with random weights, so nothing is downloaded, and its completions are random. A step is TRL's
-`training_step`: forward, loss and backward, without the optimizer's memory. Every token has a gradient. The norm of the
-gradients must agree with that of full logits. Of the timed steps, the fastest counts: other work on the machine only
-slows a step.
+`training_step`: forward, loss and backward, without the optimizer's memory. Every token has a gradient. The gradient
+norm must equal that of full logits. The fastest of the timed steps counts, because other work on the machine only slows
+a step.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def record_of(name: str, runs: dict[str, list[Record]], dtype: str) -> Record:
     record |= {"loss": last["loss"], "norm_over_full": last["norm"] / base["norm"]}
     record |= {"seconds": seconds, "over_naive": {"ratio": seconds / of_full}}
     if not abs(record["norm_over_full"] - 1) <= DIFFER[dtype]:
-        record["wrong"] = "its gradients have another norm than those of full logits"
+        record["wrong"] = "its gradient norm differs from that of full logits"
     return record
 
 

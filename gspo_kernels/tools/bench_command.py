@@ -18,7 +18,7 @@ from gspo_kernels.benchmarks.workloads import FEWEST, MODELS, SCENARIOS, Head, S
 
 
 class Plan(NamedTuple):
-    """A measurement that `gspo bench` is asked for."""
+    """What `gspo bench` will measure."""
 
     forecast: str  # a line for the user: estimated minutes, and what is measured
     steps: int  # how often `run` calls its argument, if nothing fails
@@ -72,7 +72,7 @@ def of_trainer(batch: dict[str, Any], dtype: str | None, device: str | None, rou
 
 
 def head_of(text: str) -> Head:
-    """Return the head of the named model, or with the sizes "H,V"."""
+    """Parse the name of a model, or sizes "H,V"."""
     if text in MODELS:
         return MODELS[text]
     expected = f"--model: expected one of {', '.join(MODELS)}, or H,V with 64 <= H < 2^20, 1000 <= V < 2^31"

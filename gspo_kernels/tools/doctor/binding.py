@@ -22,7 +22,6 @@ class Variant(NamedTuple):
     options: dict[str, Any]
 
     def compile(self) -> Any:
-        """Return the compiled kernel."""
         return triton.compile(self.source, target=self.target, options=self.options)
 
 
@@ -77,7 +76,7 @@ def bind(launch: Launch) -> Variant:
 
 
 def specialise(launch: Launch) -> str:
-    """Return what Triton's JIT tells kernels apart by: the types, constants and alignment of the arguments, as text."""
+    """Describe a variant: types, constants and alignment of the arguments. The JIT compiles one kernel for each."""
     with assume_driver("sm_90"):
         source = bind(launch).source
     return str((source.signature, source.constants, source.attrs))

@@ -1,7 +1,7 @@
 """What the compile gate compiles: heads and objectives that together launch every kernel with every flag.
 
 The gate (`compile_gate.py`) compiles kernels without a GPU. It runs the host code on meta tensors of a real model's
-sizes and records the launches, which are those of a run on a GPU.
+sizes and records the launches, the same ones as on a GPU.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def meta_head(
     logit_softcap: float | None = None,
     entropy: bool = False,
 ) -> HeadRows:
-    """Return a head on meta tensors. `rank` is that of an adapter, 0 for none."""
+    """Make a head on meta tensors. `rank`: of a LoRA adapter; 0: no adapter."""
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")

@@ -30,7 +30,7 @@ class Device:
 
     @property
     def text(self) -> str:
-        """Return what is printed after the name."""
+        """The text after the device's name."""
         shapes = f", block shapes of {self.block_shapes}" if self.block_shapes else ""
         return f"{self.description}{shapes}; backend='auto' takes {self.auto or 'nothing'}: {self.why}"
 
@@ -46,21 +46,21 @@ class Diagnosis:
 
     @property
     def faults(self) -> list[str]:
-        """Return one text for each device on which backend="auto" fails, and for each check that is not "ok"."""
+        """One text for each device on which backend="auto" fails, and for each check that is not "ok"."""
         broken = [f"backend='auto' fails on {device.name}" for device in self.devices if device.auto is None]
         verb = {"wrong": "is wrong", "crashed": "crashes"}
         return broken + [f"{c.place} {verb[c.verdict]}" for c in self.checks if c.verdict != "ok"]
 
     @property
     def verdict(self) -> str:
-        """Return one line that lists the faults, or says that there are none."""
+        """One line: the faults, or that all checks pass."""
         if self.faults:
             return f"Do not train with this: {'; '.join(self.faults)}."
         return f"Good: all {len(self.checks)} checks agree with float64."
 
     @property
     def paragraph(self) -> str:
-        """Return one paragraph about versions, accelerators, settings and results, to paste into an issue.
+        """Versions, accelerators, settings and results in one paragraph, to paste into an issue.
 
         Devices that differ only in their index are described once. Without an accelerator, the paragraph is empty.
         """
@@ -101,12 +101,12 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
         if interpret and device == CPU and not with_triton:
             progress("triton on cpu, interpreted")
             checks += interpreted_checks()
-        devices.append(describe(device))  # after the checks, the first of which ran the self-check
+        devices.append(describe(device))  # after the checks, because the first one ran the self-check
     return Diagnosis(_versions(triton), devices, checks, remarks + absent)
 
 
 def _installed(name: str) -> str | None:
-    """Return the installed version of a package, or None if the package is not installed."""
+    """Return a package's version, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -132,7 +132,7 @@ def _triton() -> tuple[str | None, list[str]]:
 
 
 def _accelerators() -> tuple[list[torch.device], list[str]]:
-    """Return the CUDA or ROCm devices, and remarks if there are none.
+    """Return the CUDA or ROCm devices, or else remarks about why there are no devices.
 
     Catches every exception, because a broken driver may raise any.
     """
@@ -149,7 +149,7 @@ def _accelerators() -> tuple[list[torch.device], list[str]]:
 
 
 def _obstacle(device: torch.device) -> str | None:
-    """Return the reason why the Triton kernels cannot run on a device, or None if they can."""
+    """Say why the Triton kernels cannot run on a device; None if they can."""
     try:
         return dispatch.triton_obstacle(device)
     except Exception as error:

@@ -188,8 +188,8 @@ def _lines_of(planned: Any) -> list[str]:
         )
     if not planned.aligned:
         lines.append(
-            "Not all shards begin at a vocabulary tile, so log-probs may differ in the last bits from those of another "
-            f"--tp. For equal bits, pad V to a multiple of {planned.tile_width} times --tp."
+            "Not all shards begin at a vocabulary tile, so log-probs may differ in the last bits from log-probs with "
+            f"another --tp. For equal bits, pad V to a multiple of {planned.tile_width} times --tp."
         )
     return lines
 

@@ -288,7 +288,6 @@ from gspo_kernels import Objective
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools.doctor import compile_cases as cases
-from gspo_kernels.tools.doctor import memory as doctor_memory
 from gspo_kernels.tools.doctor.binding import specialise
 random.seed(0)
 variants = {}

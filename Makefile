@@ -28,13 +28,8 @@ test-stub-oldest: .venv/ready
 quick: .venv/ready
 	$(BIN)/$(PYTEST) --quick tests/math tests/api tests/backends
 
-lint: .venv/ready build/typing
+lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
-
-# Where pyright finds the folders that are imported as part of the package.
-build/typing:
-	mkdir -p $@/gspo_kernels
-	ln -sfn ../../../integrations ../../../benchmarks $@/gspo_kernels/
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -67,3 +62,10 @@ gate-%: .venv/ready
 	rm -rf build/triton-$*
 	$(BIN)/pip install -q --no-deps --target build/triton-$* triton$(if $(filter newest,$*),,==$*)
 	PYTHONPATH=build/triton-$* $(BIN)/gspo doctor --compile
+
+# Rewrite the golden counts, the figures and the generated parts of README.md and docs/. Takes about 5 minutes.
+.PHONY: golden
+golden: .venv/ready
+	PYTHONPATH=tests $(BIN)/python -m helpers.costs --write
+	$(BIN)/python tests/backends/test_compile_gate.py
+	$(BIN)/python -m gspo_kernels.benchmarks report

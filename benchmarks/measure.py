@@ -90,9 +90,9 @@ def save(suite: str, device: torch.device, results: Any, path: Path) -> Path:
 
     If `results` cannot be written as JSON, an existing file does not change.
     """
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(formatted(jsonable({"suite": suite, **about(device), "results": results}, digits=6)) + "\n")
-    return beside.replace(path)
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(formatted(jsonable({"suite": suite, **about(device), "results": results}, digits=6)) + "\n")
+    return temporary.replace(path)
 
 
 def jsonable(value: Any, digits: int = 17) -> Any:
@@ -103,7 +103,8 @@ def jsonable(value: Any, digits: int = 17) -> Any:
 
 def formatted(value: Any, indent: str = "") -> str:
     """Format JSON. Lists of records, and nested containers longer than `LONGEST_RECORD`, get a line per entry."""
-    flat, entries = json.dumps(value), value if isinstance(value, list) else []
+    flat = json.dumps(value)
+    entries = value if isinstance(value, list) else []
     if isinstance(value, dict):
         entries = list(value.values())
     if not any(isinstance(x, dict | list) for x in entries) or ("[{" not in flat and len(flat) <= LONGEST_RECORD):
@@ -241,7 +242,8 @@ def _kib(path: Path, name: str) -> int:
 
 def _cpu() -> str:
     """Return the processor's name, with "(bf16)" if it multiplies bf16 natively."""
-    name, flags = platform.processor() or platform.machine(), ""
+    name = platform.processor() or platform.machine()
+    flags = ""
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)

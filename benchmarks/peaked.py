@@ -82,7 +82,8 @@ def _sampled(hidden: Tensor, weight: Tensor, softcap: float | None, rng: torch.G
 
 def entropy_quantiles(entropy: Tensor) -> dict[str, Any]:
     """Describe the tokens' entropies: mean and quantiles in nats, and shares below and above limits."""
-    exact, at = entropy.double(), (0.1, 0.25, 0.5, 0.75, 0.9)
+    exact = entropy.double()
+    at = (0.1, 0.25, 0.5, 0.75, 0.9)
     quantiles = exact.quantile(torch.tensor(at, dtype=torch.float64, device=entropy.device)).tolist()
     return {
         "mean entropy": exact.mean().item(),

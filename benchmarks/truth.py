@@ -17,7 +17,9 @@ ROWS = 256  # rows per chunk, so that float64 logits are [256, V]
 # the exact norm) exceeds both FLOOR and TIMES_NAIVE times the error of naive PyTorch in the same dtype; the size of a
 # gradient is off by more than SCALE; the loss is off by more than LOSS. SCALE can be tight: bf16 logits change a
 # gradient by a few percent, but in random directions, which hardly changes its component along the true gradient.
-TIMES_NAIVE, FLOOR, SCALE = 3.0, 1e-4, 5e-3
+TIMES_NAIVE = 3.0
+FLOOR = 1e-4
+SCALE = 5e-3
 LOSS = 1e-4  # allowed error of the loss; advantages are about 1
 Result = tuple[Tensor, Tensor, Tensor]  # loss, d_hidden, d_weight
 Sizes = tuple[float, float, float]  # loss, norm of d_hidden, norm of d_weight
@@ -42,7 +44,9 @@ class Errors(NamedTuple):
 
 def truth(w: Workload, per_token: bool = False) -> Truth:
     """Compute loss and gradients in float64. Old and reference log-probs are computed from the float64 log-probs."""
-    hidden, weight, ids = w.hidden.flatten(0, 1), w.weight.double(), w.target_ids.flatten()
+    hidden = w.hidden.flatten(0, 1)
+    weight = w.weight.double()
+    ids = w.target_ids.flatten()
     chunks = torch.arange(w.rows, device=ids.device).split(ROWS)
 
     def log_probs_of(states: Tensor, head: Tensor, rows: Tensor) -> Tensor:
@@ -92,7 +96,7 @@ def _products(gradient: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def sizes(result: Result) -> Sizes:
-    """Return the loss and the norms of both gradients, which `differ` compares with those of another result."""
+    """Return the loss and the norms of both gradients, for `differ` to compare with another result."""
     loss, d_hidden, d_weight = result
     norms = (torch.linalg.vector_norm(x, dtype=torch.float32).item() for x in (d_hidden, d_weight))
     return loss.item(), *norms

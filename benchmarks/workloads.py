@@ -49,7 +49,8 @@ SCENARIOS = {
     "kl": Scenario("rl-like, plus 0.04 times k3 KL, so every token has a gradient", zero=0.3, clipped=0.15, kl=True),
     "long": Scenario("only two long sequences; every token has a gradient", long=True),
 }
-LENGTH, FEWEST = 1024, 8  # tokens per sequence; least number of sequences (small batches have shorter sequences)
+LENGTH = 1024  # tokens per sequence
+FEWEST = 8  # sequences; small batches have shorter ones
 INSIDE, OUTSIDE = 1e-4, 1e-2  # log-ratios inside and outside the clip window
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 KL_COEF = 0.04
@@ -116,8 +117,11 @@ def counts(tokens: int, scenario: str) -> Counts:
 
 def make(spec: Spec, **policy: Any) -> Workload:
     """Return the batch of a spec. It is equal on all devices of a kind. `policy` holds arguments of `peaked.make`."""
-    scenario, (count, zero, clipped) = SCENARIOS[spec.scenario], counts(spec.tokens, spec.scenario)
-    length, head, device = spec.tokens // count, spec.head, torch.device(spec.device)
+    scenario = SCENARIOS[spec.scenario]
+    count, zero, clipped = counts(spec.tokens, spec.scenario)
+    length = spec.tokens // count
+    head = spec.head
+    device = torch.device(spec.device)
     source = peaked.make(count * length, head.width, head.vocab, softcap=head.softcap, device=device, **policy)
     w = batch(source, count, zero, clipped, scenario.kl, getattr(torch, spec.dtype))._replace(softcap=head.softcap)
     return w._replace(log_ratio=None) if scenario.on_policy else w
@@ -128,7 +132,8 @@ def batch(
 ) -> Workload:
     """Return `count` sequences of equal length with the advantages and log-ratios of `roles`."""
     advantages, log_ratio = roles(count, zero, clipped)
-    device, rng = policy.hidden.device, torch.Generator().manual_seed(1)
+    device = policy.hidden.device
+    rng = torch.Generator().manual_seed(1)
     return Workload(
         hidden=policy.hidden.to(dtype).view(count, -1, policy.hidden.shape[-1]),
         weight=policy.weight.to(dtype),

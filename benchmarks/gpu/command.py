@@ -19,7 +19,6 @@ A dry run: `TRITON_INTERPRET=1 python -m gspo_kernels.benchmarks gpu --tiny --de
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -38,16 +37,15 @@ from gspo_kernels.backends.dispatch import triton_obstacle
 from gspo_kernels.backends.triton.elementary import INTERPRETED
 
 from ..candidates import ALL
-from ..measure import RESULTS, ROOT, Record, about, destination, results_in, save, version
+from ..measure import ROOT, Record, about, destination, results_in, save, version
 from ..suites.options import parser_of
 from .groups import DEFAULT, GROUPS, UNFINISHED, conditions, gibibytes, missing, run_group, unlike
 from .times import FULL, TINY
 from .tune import ranked, shape_text
 
 CPU = torch.device("cpu")
-PREDICTION = RESULTS / "prediction-gpu.json"  # written by tests/helpers/predictions.py
 SHORTEST = 20.0  # seconds; no group is started if less time is left, or less than half of its estimate
-OUTPUT = "JSON file (default runs/gpu.json, for a dry run runs/trials/gpu-cpu.json); the log is beside it"
+OUTPUT = "JSON file (default runs/gpu.json, for a dry run runs/trials/gpu-cpu.json); the log is next to it"
 WORDS = """\
 dense    every token has a gradient
 rl-like  about 3 of 10 answers have advantage 0, and 15 % of the others are clipped: they have no gradient
@@ -88,11 +86,13 @@ def measure(options: argparse.Namespace) -> list[str]:
     Returns:
         The groups that were not started for lack of time.
     """
-    end, waiting = time.monotonic() + 60 * options.minutes, []
+    end = time.monotonic() + 60 * options.minutes
+    waiting = []
     finished = {name: x for name, x in results_in(options.output).items() if not (x["fault"] or options.again)}
     now = conditions(device_name(options.device), options.tiny) if finished else {}
     for i, name in enumerate(options.groups):
-        left, kept = end - time.monotonic(), finished.get(name)
+        left = end - time.monotonic()
+        kept = finished.get(name)
         others = unlike(kept, now) if kept else []
         if kept and not others:
             print(f"{name}: kept, measured at commit {kept['measured']['commit'][:7]}")
@@ -112,7 +112,8 @@ def measure(options: argparse.Namespace) -> list[str]:
 def parsed() -> argparse.Namespace:
     """Return the command line's options; exit with a line on stderr for bad ones. This makes no CUDA context."""
     parser = parser_of("gpu", None, OUTPUT)
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = textwrap.fill(f"groups: {', '.join(GROUPS)}", 100, break_on_hyphens=False)
     parser.add_argument("groups", nargs="*", help="groups to measure (default: all but checks and tune)")
     parser.add_argument("--plan", action="store_true", help="list the groups with estimated seconds, measure nothing")
@@ -138,14 +139,15 @@ def parsed() -> argparse.Namespace:
 
 def planned(names: list[str], minutes: float) -> str:
     """Return a table of the groups with estimated seconds, and what to know before the first run."""
-    this, chosen = "python -m gspo_kernels.benchmarks gpu", {name: GROUPS[name] for name in names}
+    this = "python -m gspo_kernels.benchmarks gpu"
+    chosen = {name: GROUPS[name] for name in names}
     lines = [f"{name:27}{x.seconds:5.0f} s, at most {x.deadline:4.0f} s: {x.what}" for name, x in chosen.items()]
     total = sum(group.seconds for group in chosen.values())
     lines += [f"{'':27}{total:5.0f} s, estimated from counted operations for an H200; not measured", ""]
     if total > 60 * minutes:
         lines.append(f"This is more than --minutes {minutes:g}: start the command again, or give more minutes.")
     lines.append(f"It stops after --minutes {minutes:g}. Start it again to continue: finished groups are kept.")
-    lines.append("It writes runs/gpu.json and runs/gpu.log, or the file that --output names and a log beside it.")
+    lines.append("It writes runs/gpu.json and runs/gpu.log, or the file that --output names and a log next to it.")
     lines.append(
         "Install first: pip install '.[bench,test]'. ncu is optional: without it, the group profile is skipped."
     )
@@ -213,7 +215,8 @@ def run_apart(name: str, options: argparse.Namespace, seconds: float) -> str:
 
 def followed(process: subprocess.Popen[bytes], path: str, begin: int, seconds: float) -> str:
     """Print progress and failed tests from the log as they come. Return how the process ended, or its timeout."""
-    end, status = time.monotonic() + seconds, None
+    end = time.monotonic() + seconds
+    status = None
     with open(path, errors="replace") as log:
         log.seek(begin)
         while status is None and time.monotonic() < end:
@@ -233,23 +236,17 @@ def command_of(name: str, options: argparse.Namespace, seconds: float) -> list[s
 
 
 def print_results(results: Record) -> None:
-    """Print every group's records beside the predicted times, and the ten fastest block shapes of each kernel."""
-    records = json.loads(PREDICTION.read_text())["results"]["milliseconds"] if PREDICTION.exists() else []
-    predicted = {(r["shape"], r["batch"], r["what"]): r for r in records}
+    """Print every group's records, and the ten fastest block shapes of each kernel."""
     for name, group in results.items():
-        measured, works = group["measured"], ranked(group["results"])
-        tiny = measured.get("conditions", {}).get("set of shapes") == "tiny"  # predictions are of full shapes
-        gpu = [] if tiny else measured["machine"].get("gpu", "").split()
+        works = ranked(group["results"])
         tried = sum("config" in r for r in group["results"])
         shapes = f", {len(works)} of {tried} block shapes work, the fastest:" if tried else ""
         print(f"\n{name}: {GROUPS[name].what}{', FAILED' if group['fault'] else ''}{shapes}")
         for r in works[:10] + [r for r in group["results"] if "config" not in r]:
-            shape, batch, what = (r.get(key, "") for key in ("shape", "batch", "what"))
-            guess = next((ms for chip, ms in predicted.get((shape, batch, what), {}).items() if chip in gpu), None)
             notes = [f"{1e3 * r['seconds']:10.3f} ms"] if "seconds" in r else []
             notes += [f"{r[k]:.4g} {k}" for k in ("TFLOP/s", "TB/s") if k in r]
             notes += [f"gradient error {r['error']['worst']:.1e}"] if "error" in r else []
-            notes += [f"predicted {guess:.3f} ms, measured {1e3 * r['seconds'] / guess:.2f} of it"] if guess else []
             notes += [r[k] for k in ("absent", "does_not_fit", "failed", "fault") if r.get(k)]
-            label = " ".join(filter(None, (shape, batch)))
-            print(f"  {label:26} {shape_text(r['config']) if 'config' in r else what:44}", ", ".join(notes))
+            label = " ".join(filter(None, (r.get("shape"), r.get("batch"))))
+            what = shape_text(r["config"]) if "config" in r else f"{r['what']:44}"
+            print(f"  {label:26} {what}", ", ".join(notes))

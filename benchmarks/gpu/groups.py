@@ -25,7 +25,9 @@ UNFINISHED = "did not finish"
 RL = ("rl-4k", "rl-8k")  # groups that compare packages
 # Estimates assume half of an H200's 989.5 TFLOP/s (bf16, dense, datasheet), and half of its 67 TFLOP/s in float64.
 PASS, EXACT_PASS = (SHAPES["A"].operations / (0.5e12 * peak) for peak in (989.5, 67.0))  # seconds
-START, COMPILE, RUNS = 12.0, 3.0, 9  # seconds to make a batch in a new process, and to compile a kernel; `clock`'s runs
+START = 12.0  # seconds to make a batch in a new process
+COMPILE = 3.0  # seconds to compile a kernel
+RUNS = 9  # of `clock`
 
 
 class Group(NamedTuple):
@@ -55,7 +57,8 @@ def all_groups() -> dict[str, Group]:
         what = f"backward of {', '.join(f'{x:g}' for x in SHARES)} of the cells, shape {name}"
         groups[f"cells-{name}"] = Group(what, partial(times.cells, name=name), seconds(6, 16 * RUNS))
     for n, name in enumerate(RL):
-        what, steps = "RL-like: exact, budget 1e-3, other packages", (n + 1) * len(ALL) * (times.ROUNDS + 4)
+        what = "RL-like: exact, budget 1e-3, other packages"
+        steps = (n + 1) * len(ALL) * (times.ROUNDS + 4)
         groups[name] = Group(what, partial(times.packages, size=n), seconds(8, 4 * steps, 8 * (n + 1), more=20))
     groups["profile"] = Group("ncu's counters of the forward tile", times.profile, seconds(2, more=20))
     groups["checks"] = Group("pytest -m gpu", times.checks, seconds(more=480))
@@ -107,14 +110,16 @@ def conditions(device: str, tiny: bool) -> Record:
 
 
 def unlike(record: Record, now: Record) -> list[str]:
-    """Return how the conditions of a record differ from those of this run."""
+    """Return how a record's conditions differ from this run's."""
     then = record["measured"].get("conditions", {})
     return [f"another {name}" for name, value in now.items() if then.get(name) != value]
 
 
 def run_group(name: str, setting: Setting, path: Path) -> int:
     """Run a group in this process. Save its record after each measurement. Return 1 if a measurement failed."""
-    start, head, records = time.monotonic(), about(setting.device), []
+    start = time.monotonic()
+    head = about(setting.device)
+    records = []
     head["conditions"] = conditions(head["machine"].get("gpu", "cpu"), setting.shapes != SHAPES)
 
     def store(fault: str) -> int:

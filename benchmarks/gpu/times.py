@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
 class Setting(NamedTuple):
     device: torch.device
-    shapes: dict[str, Shape]  # V of A is a multiple of 256, that of B and C is not
+    shapes: dict[str, Shape]  # V is a multiple of 256 in A, but not in B and C
     roles: tuple[int, int, int]  # sequences of an RL-like batch: all, of advantage 0, and clipped
     tokens: tuple[int, int]  # of the batches on which packages are compared
     minutes: float = 1.0  # for the group
@@ -74,7 +74,7 @@ TINY = Setting(torch.device("cpu"), SMALL, (4, 1, 1), (64, 128))
 
 
 def clock(function: Step, on_gpu: bool, seconds: float = SECONDS) -> Record:
-    """Return median, 20th and 80th percentile of a function's seconds. A GPU's times are those of CUDA events.
+    """Return median, 20th and 80th percentile of a function's seconds. On a GPU, CUDA events measure the time.
 
     Runs repeat the same data. The timed functions read more data than the caches hold, so the caches do not help.
     """
@@ -118,7 +118,8 @@ def ceilings(setting: Setting) -> Iterator[Measurement]:
     def of_slabs(name: str, batch: str, n: int) -> list[Record]:
         """Time the products of the backward's widest slab: d_hidden is added in fp32, d_weight is written rounded."""
         _, h, v = setting.shapes[name]
-        weight, ids = randn(v, h), torch.zeros(n, dtype=torch.int64, device=setting.device)
+        weight = randn(v, h)
+        ids = torch.zeros(n, dtype=torch.int64, device=setting.device)
         head = HeadRows(randn(n, h), weight, None, None, None, ids, ids == 0, None, 1.0, None, v, entropy=False)
         rows, columns, _ = chunk_and_slab(head, n, tile_config(head, "gradient"), unrounded=False, direct=True)
         columns = min(columns, v)
@@ -130,7 +131,8 @@ def ceilings(setting: Setting) -> Iterator[Measurement]:
             PRODUCTS[1]: clock(partial(add_product, total, d_logits, weight[:columns]), setting.on_gpu),
             PRODUCTS[2]: clock(partial(write_product, d_weight, d_logits.T, hidden), setting.on_gpu),
         }
-        tags, operations = {"shape": name, "batch": f"{batch}, {rows} x {columns}"}, 2.0 * rows * columns * h
+        tags = {"shape": name, "batch": f"{batch}, {rows} x {columns}"}
+        operations = 2.0 * rows * columns * h
         return [
             {**tags, "what": f"slab {what}", **time, "TFLOP/s": operations / time["seconds"] / 1e12}
             for what, time in times.items()
@@ -145,12 +147,13 @@ def ceilings(setting: Setting) -> Iterator[Measurement]:
 
 
 def steps(setting: Setting, name: str) -> Iterator[Measurement]:
-    """Measure passes and kernels of a dense and an RL-like batch, then errors and times beside full logits."""
+    """Measure passes and kernels of a dense and an RL-like batch, then errors and times of full logits."""
     shape = setting.shapes[name]
     policy = peaked.make(*shape, device=setting.device)
     count, *idle = setting.roles
     for batch, (zero, clipped) in (("dense", (0, 0)), ("rl-like", idle)):
-        w, live = workloads.batch(policy, count, zero, clipped, dtype=torch.bfloat16), 1 - (zero + clipped) / count
+        w = workloads.batch(policy, count, zero, clipped, dtype=torch.bfloat16)
+        live = 1 - (zero + clipped) / count
         operations = {"forward_tile": shape.operations, "gradient_tile": live * shape.operations}
         yield batch, partial(time_step, setting, w, {"shape": name, "batch": batch}, operations)
     del policy
@@ -178,7 +181,8 @@ def time_step(setting: Setting, w: Workload, tags: Record, operations: dict[str,
 
 def compared(setting: Setting, name: str, tokens: int, scenario: str, chosen: list[Candidate]) -> Measurement:
     """Return the measurement of implementations: errors against float64, and times in interleaved rounds."""
-    head, batch = Head(*setting.shapes[name][1:]), f"{scenario}, {tokens} tokens"
+    head = Head(*setting.shapes[name][1:])
+    batch = f"{scenario}, {tokens} tokens"
     spec = Spec(head, tokens, scenario, "bfloat16", str(setting.device))
 
     def compare() -> list[Record]:
@@ -192,7 +196,7 @@ def compared(setting: Setting, name: str, tokens: int, scenario: str, chosen: li
 
 
 def packages(setting: Setting, size: int) -> Iterator[Measurement]:
-    """Measure ours, exact and with a gradient budget, beside the installed packages on an RL-like batch."""
+    """Measure ours, exact and with a gradient budget, and the installed packages on an RL-like batch."""
     chosen = [c for c in ALL.values() if not (c.per_token or c.against == "compile")]
     if not setting.on_gpu:  # a dry run imports no other package
         chosen = [c for c in chosen if c.against in ("naive", "ours")]
@@ -203,10 +207,12 @@ def cells(setting: Setting, name: str) -> Iterator[Measurement]:
     """Measure the backward of selected cells and its kernels at several shares of cells."""
     shape = setting.shapes[name]
     head = setting.head(shape)
-    result, d_log_probs = forward.head_forward(head), torch.randn(shape.rows, device=setting.device) / shape.rows
+    result = forward.head_forward(head)
+    d_log_probs = torch.randn(shape.rows, device=setting.device) / shape.rows
 
     def run(share: float) -> list[Record]:
-        choice, tags = selected(head, shape.rows, share, setting.device), {"shape": name, "batch": f"cells {share:g}"}
+        choice = selected(head, shape.rows, share, setting.device)
+        tags = {"shape": name, "batch": f"cells {share:g}"}
         step = partial(backward.head_backward, head, result, d_log_probs, None, BOTH, choice)
         kernels = ("gradient_tile", "hidden_product", "weight_product")
         operations = {kernel: share * shape.operations for kernel in kernels}
@@ -218,11 +224,13 @@ def cells(setting: Setting, name: str) -> Iterator[Measurement]:
 
 def selected(head: HeadRows, rows: int, share: float | None, device: torch.device | str) -> LiveTiles:
     """Return the choice of the first `rows` rows and a random share of their cells; None: all their columns."""
-    cell, rng = forward.cell_shape(head), torch.Generator().manual_seed(0)
+    cell = forward.cell_shape(head)
+    rng = torch.Generator().manual_seed(0)
     assert cell is not None
     size = -(-len(head.mask) // cell[0]), -(-head.vocab_size // cell[1])
     cells = torch.rand(size, generator=rng) < (1.0 if share is None else share)
-    cells[0, 0], cells[-(-rows // cell[0]) :] = True, False
+    cells[0, 0] = True
+    cells[-(-rows // cell[0]) :] = False
     choice = LiveTiles(torch.arange(len(head.mask)), cells, torch.tensor([rows, int(share is not None)]))
     return LiveTiles(*(x.to(device) for x in choice))
 

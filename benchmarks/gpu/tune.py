@@ -1,4 +1,4 @@
-"""Rank block shapes by speed. Each shape is compiled, timed, and its result compared with that of the tuning table's.
+"""Rank block shapes by speed. Each shape is compiled and timed, and its result compared with the tuned shape's.
 
 The fastest shapes must be entered in `gspo_kernels/backends/triton/tuning.py` by hand.
 """
@@ -71,9 +71,11 @@ def forced(config: Config, kernel: str) -> Iterator[None]:
 
 def tune(setting: Setting, kernel: str, width: int) -> Iterator[Measurement]:
     """Measure a kernel's block shapes at one H, in batches, then the fastest tiles with other group sizes."""
-    bench, pool = KernelBench(setting, kernel, width), shapes(setting.device, kernel)
+    bench = KernelBench(setting, kernel, width)
+    pool = shapes(setting.device, kernel)
     pool = pool if setting.on_gpu else pool[-2:]  # a dry run only checks that tuning works
-    end, last = time.monotonic() + 48 * setting.minutes, 0.0  # four fifths of the time
+    end = time.monotonic() + 48 * setting.minutes  # four fifths of the time
+    last = 0.0
     for i in range(0, len(pool), SHAPES_PER_BATCH):
         start = time.monotonic()
         if start + 1.5 * last > end:
@@ -94,7 +96,9 @@ class KernelBench:
 
     def __init__(self, setting: Setting, kernel: str, width: int) -> None:
         shape = setting.shapes["B"]._replace(width=width)
-        self.device, self.on_gpu, self.kernel = setting.device, setting.on_gpu, kernel
+        self.device = setting.device
+        self.on_gpu = setting.on_gpu
+        self.kernel = kernel
         self.operations = shape.operations * (SHARE if kernel in PRODUCTS else 1.0)
         head = setting.head(shape)
         self.inputs = head, forward.head_forward(head), torch.randn(shape.rows, device=setting.device)
@@ -125,7 +129,8 @@ class KernelBench:
 
     def _compile(self, configs: list[Config]) -> None:
         """Compile on all cores, as the JIT would."""
-        meta, first = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, self.inputs), []
+        meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, self.inputs)
+        first = []
         for config in configs:
             with forced(config, self.kernel), assume(architecture(self.device) or ""), patch.object(lists, "launch"):
                 first.append(self.run(*meta)[1][0])  # the other launches run the same compiled kernel
@@ -138,16 +143,18 @@ class KernelBench:
             list(pool.map(compile_one, first))
 
     def _measure(self, config: Config) -> Record:
-        """Return times, and a failure if it raises or its result is too far from that of the table's shape."""
+        """Return times, and a failure if it raises or its result is too far from the tuned shape's."""
         try:
             with forced(config, self.kernel):
                 out, seen = self.run(*self.inputs)
             time = clock(replay(seen, self.on_gpu), self.on_gpu, SECONDS)
         except Exception as error:  # any error, mostly too much shared memory
             return {"failure": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-        scale, limit = self.expected.norm(), RELATIVE_RMS[torch.bfloat16]
+        scale = self.expected.norm()
+        limit = RELATIVE_RMS[torch.bfloat16]
         if self.kernel == "forward_tile":
-            scale, limit = len(self.expected) ** 0.5, LOG_PROB_RMS_ON_GPUS
+            scale = len(self.expected) ** 0.5
+            limit = LOG_PROB_RMS_ON_GPUS
         off = ((out.double() - self.expected).norm() / scale).item()
         failure = "" if off <= limit else f"off by {off:.2g}, allowed {limit:.2g}"
         return {"failure": failure, **time, "TFLOP/s": self.operations / time["seconds"] / 1e12}

@@ -1,7 +1,7 @@
 """Draw the figures of docs/benchmarks.md and README.md from the JSON files of results.
 
 In docs/benchmarks.md, a candidate has the same colour and marker in every figure. Some candidates share a colour and
-differ in the marker. The colours are greys and those of Okabe and Ito, which colour-blind readers can tell apart.
+differ in the marker. The colours are greys and Okabe and Ito's palette for colour-blind readers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from gspo_kernels.tools.compare_report import draw
-
+from ..studies.compare_report import draw
 from .tables import BUDGET, CACHED, NAIVE, OURS, Results, by_name, shown
 
 BLACK, DARK, GREY = "#000000", "#595959", "#999999"
@@ -98,7 +97,8 @@ def draw_fidelity(results: Results, path: Path) -> None:
     """Draw wrong clip decisions against length, with a label at each line."""
     figure, (axes,) = panels(1)
     study = results["sets"]["synthetic"]
-    records, lengths = by_name(study["implementations"]), study["lengths"]
+    records = by_name(study["implementations"])
+    lengths = study["lengths"]
     most = 100 * max(x for name in (OURS, "fp32 logits") for x in records[name]["wrong"])
     ours = f"gspo_kernels: at most {most:.3f}%,\nwithout storing the logits"
     full = "full fp32 logits: equally exact, but they\nneed tokens x vocabulary memory"

@@ -1,11 +1,12 @@
-"""Write docs/benchmarks.md, the results of README.md and all figures from the committed JSON.
+"""Write docs/benchmarks.md, the results in README.md and all figures from the committed JSON, and update docs/scale.md.
 
     python -m gspo_kernels.benchmarks report            writes pages and figures
     python -m gspo_kernels.benchmarks report --check    lists stale pages and figures, and exits with 1 if there are any
 
 `page.md` holds the prose of docs/benchmarks.md and placeholders: {r[...]} is a value of a JSON file, and the others are
 texts from `tables.py` and `summary.py`. In README.md, only the text between the lines `<!-- measured: results -->` and
-`<!-- end -->` is written. A figure contains the digest of its JSON file, so `--check` need not draw it.
+`<!-- end -->` is written. A figure contains the digest of its JSON file, so `--check` need not draw it. The tables of
+docs/scale.md are computed, not measured (`scale.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gspo_kernels.tools.compare_report import verdicts
-
 from ..measure import RESULTS, ROOT
-from . import summary
+from ..studies.compare_report import verdicts
+from . import scale, summary
 from .tables import SECTIONS, Results, conditions
 
 README, PAGE, FIGURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures"
@@ -53,7 +53,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def texts() -> dict[Path, str]:
-    """Return the new texts of README.md and docs/benchmarks.md."""
+    """Return the new texts of README.md, docs/benchmarks.md and docs/scale.md."""
     introduction, *sections = TEMPLATE.read_text().split("\n<!-- suite: ")
     fields = {path: fields_of(suite, path) for suite in SECTIONS for path in files(suite)}
     first = {suite: fields[files(suite)[0]]["r"] for suite in SECTIONS}
@@ -68,16 +68,15 @@ def texts() -> dict[Path, str]:
                 page.append(prose.format(**common, **fields[path]))
     block = summary.readme(first)
     readme = BLOCK.sub(lambda match: f"{match[1]}{block}\n{match[2]}", README.read_text())
-    return {README: readme, PAGE: "\n".join(page)}
+    return {README: readme, PAGE: "\n".join(page), scale.PAGE: scale.page()}
 
 
 def fields_of(suite: str, path: Path) -> dict[str, Any]:
     """Return the values of the placeholders in a suite's section, from one JSON file."""
     with naming(path):
         measured = load(path)
-        if suite == "prediction":  # has no date and machine
-            return {"r": measured["results"], **SECTIONS[suite](measured["results"])}
-        gpu, results = measured["machine"].get("gpu"), measured["results"]
+        gpu = measured["machine"].get("gpu")
+        results = measured["results"]
         heads = {f"{part}_conditions": conditions(x["measured"]) for part, x in parts(results).items()}
         heads |= {"on_gpu": f" ({gpu})" if gpu else "", "figure": f"figures/{path.stem}.png"}
         return {"r": results, "conditions": conditions(measured), **heads, **SECTIONS[suite](results)}
@@ -123,7 +122,8 @@ def draw(name: str) -> None:
 
     from .figures import STYLE
 
-    path, (source, figure) = FIGURES / f"{name}.png", figures_by_name()[name]
+    path = FIGURES / f"{name}.png"
+    source, figure = figures_by_name()[name]
     with naming(source), rc_context(STYLE):
         figure(load(source)["results"], path)
     text = PngImagePlugin.PngInfo()
@@ -139,7 +139,8 @@ def main() -> int:
     if parser.parse_args().check:
         differing = stale()
         lines = [f"{name} is stale: run python -m gspo_kernels.benchmarks report" for name in differing]
-        print("\n".join(lines or [f"{README.name}, {PAGE.name} and every figure agree with the JSON files"]))
+        pages = f"{README.name}, {PAGE.name}, {scale.PAGE.name}"
+        print("\n".join(lines or [f"{pages} and every figure are up to date"]))
         return 1 if differing else 0
     written = texts()  # make all texts before writing the first file
     for name in stale_figures():

@@ -86,7 +86,8 @@ def loses(first: Results) -> str:
         comparisons.append((f"peak MiB of a step of TRL's trainer, {dtype}", peaks(part["steps"]), ",.0f"))
     rows = []
     for situation, values, form in comparisons:
-        best, ours = best_other(values), values[OURS]
+        best = best_other(values)
+        ours = values[OURS]
         if values[best] < ours:
             rows.append((situation, f"{ours:{form}}", f"{values[best]:{form}} ({best})", f"{ours / values[best]:.2f}"))
     return table(("situation", "gspo_kernels", "best other", "ratio"), rows)
@@ -106,7 +107,7 @@ def windows(fidelity: Results) -> str:
     token = by_name(fidelity["sets"]["synthetic"]["implementations"])[NAIVE]["log-ratio"]["std"]
     sequence = token / LENGTH**0.5
     return (
-        f"With bf16 logits, a token's log-ratio is off by {token:.1e} nats, that of a sequence of {LENGTH:,} tokens by "
+        f"With bf16 logits, a token's log-ratio is off by {token:.1e} nats, and a sequence's ({LENGTH:,} tokens) by "
         f"{sequence:.1e}, so in nats the claim holds. But that is {token / 0.2:.0%} of GRPO's window and "
         f"{sequence / 3e-4:.0%} of GSPO's"
     )
@@ -114,7 +115,8 @@ def windows(fidelity: Results) -> str:
 
 def readme(first: Results) -> str:
     """Return the README's table and the text below it, from `readme.md`."""
-    wrong, parts = wrong_decisions(first["fidelity"]), first["trainer"]
+    wrong = wrong_decisions(first["fidelity"])
+    parts = first["trainer"]
     rows = []
     for name, label in README_ROWS.items():
         cells = []
@@ -124,9 +126,11 @@ def readme(first: Results) -> str:
             cells += [mib(record), over_naive(record)]
         rows.append((label, *cells, f"{wrong[name]:.2g}%"))
     header = ("", *(f"{what}, {dtype}" for dtype in parts for what in ("peak MiB", "time")), "wrong decisions")
-    part, rl_like = parts["float32"], by_name(run_of(first, "rl-like")["candidates"])
+    part = parts["float32"]
+    rl_like = by_name(run_of(first, "rl-like")["candidates"])
     (budget,) = (record for record in first["policy"]["trained"]["budgets"] if record["budget"] == 1e-3)
-    text, errors = Path(__file__).with_name("readme.md").read_text().strip(), (error_of(rl_like[BUDGET]), worse(budget))
+    text = Path(__file__).with_name("readme.md").read_text().strip()
+    errors = (error_of(rl_like[BUDGET]), worse(budget))
     caches = [f"{part['steps'][-1]['cache_mib']:,}" for part in parts.values()]
     of_budget = over_naive(rl_like[BUDGET])
     return text.format(table=table(header, rows), on=part, caches=caches, errors=errors, of_budget=of_budget)

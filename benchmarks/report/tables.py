@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
-from gspo_kernels.tools import compare_report
-
+from ..studies import compare_report
 from ..workloads import BUDGETS
 
 Results = dict[str, Any]
@@ -30,7 +29,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def conditions(measured: Results) -> str:
     """Return date, commit, machine and versions of a measurement."""
-    machine, versions = measured["machine"], measured["versions"]
+    machine = measured["machine"]
+    versions = measured["versions"]
     threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "gspo-kernels")
     changed = " with uncommitted changes" if measured["uncommitted changes"] else ""
@@ -101,7 +101,8 @@ def step(results: Results) -> Texts:
     time, memory, exact = {}, {}, {}
     first = results["time"]["runs"][0]["on"]
     for run in results["time"]["runs"]:
-        on, records = run["on"], run["candidates"]
+        on = run["on"]
+        records = run["candidates"]
         time[f"{on['scenario']}, {on['tokens']:,} tokens, {on['dtype']}"] = (records, over_naive_with_spread)
         if on["scenario"] == first["scenario"]:
             exact |= {f"passes, {on['dtype']}": (records, passes_of), f"error, {on['dtype']}": (records, error_of)}
@@ -180,7 +181,8 @@ def drifts(differences: Results, arm: str, control: str) -> bool:
 
 
 def budgets(results: Results) -> Texts:
-    runs, apart = results["runs"], results["differences"]
+    runs = results["runs"]
+    apart = results["differences"]
     *arms, control = [arm for arm in runs if arm in apart["entropy"]]
     rows = []
     for arm, records in runs.items():
@@ -202,6 +204,6 @@ def budgets(results: Results) -> Texts:
 
 SECTIONS: dict[str, Callable[[Results], Texts]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "sparsity": sparsity, "policy": policy,
-    "fidelity": fidelity, "budgets": budgets, "prediction": lambda results: {},
+    "fidelity": fidelity, "budgets": budgets,
     **dict.fromkeys(("compare", "moe"), lambda results: {"table": table(*compare_report.rows(results))}),
 }  # fmt: skip  # by suite

@@ -1,1 +1,1 @@
-"""Experiments: rounding errors and clip decisions, a trained policy, and training with gradient budgets."""
+"""Experiments: rounding and clip decisions, a trained policy, training with gradient budgets, and `gspo compare`."""

@@ -3,7 +3,7 @@
     python -m gspo_kernels.benchmarks budgets    12 trainings of 300 updates, with one thread
 
 A budget mostly leaves out gradients of likely tokens, which is a bias. So rewards and entropies are compared
-with those of the run at budget 0 with the same seed. Sampling may amplify any difference, so there are two
+with the run at budget 0 with the same seed. Sampling may amplify any difference, so there are two
 controls at budget 0: runs with other seeds, and runs with the same seeds whose initial weights differ by a millionth.
 """
 
@@ -21,11 +21,11 @@ from transformers.utils.logging import disable_progress_bar
 from gspo_kernels.integrations.reference_trainer import train, train_config
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.report import read_rows
-from gspo_kernels.tools.compare import about
 
 from .. import measure
 from ..measure import Record
 from ..suites.options import parser_of
+from .compare import about
 from .policy import FOLDER as POLICY
 from .policy import digest
 

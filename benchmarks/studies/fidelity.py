@@ -107,14 +107,17 @@ def log_probs(run: LogProbs, hidden: Tensor, weight: Tensor, ids: Tensor, rows: 
 
 def measured(tokens: Tokens, runs: dict[str, LogProbs]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return by implementation: errors of old and new log-probs, [2, N] on the CPU, and the dtype that it returns."""
-    weight, ids, states = tokens.weight, tokens.target_ids, (tokens.old_hidden, tokens.new_hidden)
+    weight = tokens.weight
+    ids = tokens.target_ids
+    states = (tokens.old_hidden, tokens.new_hidden)
     exact = weight.double()  # cast once, to 1 GB for `FULL`
     full = partial(candidates.full_log_probs, accumulator=torch.float64)
     true = torch.stack([log_probs(full, h.double(), exact, ids, rows=64) for h in states])
     errors, dtypes = {}, {}
     for name, run in runs.items():
         result = torch.stack([log_probs(run, h, weight, ids) for h in states])
-        errors[name], dtypes[name] = result.double() - true, str(result.dtype).removeprefix("torch.")
+        errors[name] = result.double() - true
+        dtypes[name] = str(result.dtype).removeprefix("torch.")
         print(f"  {name}: error {errors[name][1].std().item():.2g} nats per token", flush=True)
     return errors, dtypes
 
@@ -169,7 +172,8 @@ def decisions(
 
 def interval(hits: int, count: int, deviation: float = 0.0) -> tuple[float, float]:
     """Return Wilson's 95 % interval of hits / count, widened for a second error of standard deviation `deviation`."""
-    share, scale = hits / count, 1 + Z * Z / count
+    share = hits / count
+    scale = 1 + Z * Z / count
     middle = (share + Z * Z / (2 * count)) / scale
     half = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count)) / scale
     down, up = (share - middle + half if hits else 0.0), middle + half - share
@@ -179,7 +183,9 @@ def interval(hits: int, count: int, deviation: float = 0.0) -> tuple[float, floa
 
 def _means(errors: Tensor, count: int, lengths: tuple[int, ...], rng: torch.Generator) -> Iterator[Tensor]:
     """Draw `count` sequences that grow from length to length. At each length, yield their mean errors [count, K]."""
-    table, total, before = errors.float(), torch.zeros(count, errors.shape[1], dtype=torch.float64), 0
+    table = errors.float()
+    total = torch.zeros(count, errors.shape[1], dtype=torch.float64)
+    before = 0
     for length in lengths:
         drawn = torch.randint(len(errors), (count, length - before), generator=rng)
         total += torch.nn.functional.embedding_bag(drawn, table, mode="sum").double()

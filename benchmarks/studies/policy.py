@@ -99,7 +99,9 @@ def story(rng: random.Random) -> str:
     things = common(GOODS, rng).lower() + ("s" if rng.random() < 0.5 else "")
     template = rng.choice(WORDS["stories"])
     town, brand, other = (common(names, rng) for names in (TOWNS, BRANDS, TOWNS))
-    chore, n, m = rng.choice(WORDS["chores"]), rng.randrange(10_000), rng.randrange(10_000)
+    chore = rng.choice(WORDS["chores"])
+    n = rng.randrange(10_000)
+    m = rng.randrange(10_000)
     names = {"who": who, "things": things, "town": town, "brand": brand, "other": other, "chore": chore}
     return template.format(**names, n=n, m=m, year=rng.randint(1900, 2099))
 
@@ -118,7 +120,8 @@ def bpe(texts: Sequence[str], vocab: int) -> PreTrainedTokenizerFast:
 
 
 def random_policy(size: Size, tokenizer: PreTrainedTokenizerFast) -> Policy:
-    heads, entries = max(size.width // 64, 2), tokenizer.get_vocab()
+    heads = max(size.width // 64, 2)
+    entries = tokenizer.get_vocab()
     options: Record = dict(vocab_size=size.vocab, hidden_size=size.width, intermediate_size=3 * size.width)
     options |= dict(num_hidden_layers=size.layers, head_dim=size.width // heads, max_position_embeddings=256)
     options |= dict(num_attention_heads=heads, num_key_value_heads=heads // 2, tie_word_embeddings=False)
@@ -139,7 +142,8 @@ def train(policy: Policy, texts: Sequence[Text], size: Size, accuracy: Callable[
     model = policy.model
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
-    losses, batch = [], batches(texts, size.batch, seed=0)
+    losses = []
+    batch = batches(texts, size.batch, seed=0)
     while True:
         loss = cross_entropy(policy, next(batch))
         optimizer.zero_grad(set_to_none=True)
@@ -150,7 +154,8 @@ def train(policy: Policy, texts: Sequence[Text], size: Size, accuracy: Callable[
         losses.append(loss.item())
         last = len(losses) == size.steps
         if last or len(losses) % PROBE_EVERY == 0:
-            recent, share = fmean(losses[-PROBE_EVERY:]), accuracy()
+            recent = fmean(losses[-PROBE_EVERY:])
+            share = accuracy()
             print(f"step {len(losses)}: loss {recent:.3f}, accuracy {share:.3f}", flush=True)
             if last or share >= ENOUGH:
                 return {"steps": len(losses), "loss": recent}
@@ -194,7 +199,8 @@ def budgets_of(hidden: Tensor, weight: Tensor, target_ids: Tensor, lengths: Tens
     with torch.no_grad():
         out = linear_log_probs(hidden, weight, target_ids, entropy=True)
     assert out.entropy is not None
-    old, cu_seqlens = out.log_probs - log_ratio.repeat_interleave(lengths), F.pad(lengths.cumsum(0), (1, 0))
+    old = out.log_probs - log_ratio.repeat_interleave(lengths)
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
     budgets = sparsity.by_budget(name, hidden, weight, target_ids, advantages, cu_seqlens=cu_seqlens, old_log_probs=old)
     return {"entropy": peaked.entropy_quantiles(out.entropy), "budgets": budgets}
 
@@ -216,7 +222,8 @@ def make(size: Size, folder: Path) -> Record:
     (folder / "problems.jsonl").write_text("".join(lines))
     torch.save({name: x.cpu() for name, x in states._asdict().items()}, folder / "states.pt")
     hidden, ids = states.rows()
-    formula, lengths = peaked.make(len(hidden), size.width, size.vocab), states.mask.sum(1)
+    formula = peaked.make(len(hidden), size.width, size.vocab)
+    lengths = states.mask.sum(1)
     return {
         "model": {"layers": size.layers, "H": size.width, "V": size.vocab},
         "digest": digest(folder),

@@ -21,7 +21,7 @@ from ..peaked import entropy_quantiles
 from ..workloads import Head, Old, Spec, Workload, counts, make
 from .options import BadOption
 
-NAIVE = "naive GSPO"  # always measured, because errors and times are divided by those of naive GSPO
+NAIVE = "naive GSPO"  # always measured: errors and times are divided by its errors and times
 TOO_LARGE = "the batch and its float64 gradients do not fit in memory: use fewer --tokens, or a smaller --model"
 FEW = 256  # tokens on which naive PyTorch's errors are measured if full logits of the batch do not fit in memory
 SMALL = (64, 128, 1000)  # tokens, H, V of a first call, in which libraries initialise and allocate
@@ -49,7 +49,8 @@ def minutes(chosen: list[Candidate], spec: Spec, rounds: int) -> float:
     """
     here = present(spec, chosen)
     operations = 8.0 * spec.tokens * spec.head.width * spec.head.vocab
-    device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
+    device = torch.device(spec.device)
+    dtype = getattr(torch, spec.dtype)
     a = torch.randn(512, spec.head.width, device=device).to(dtype)
     b = torch.randn(spec.head.width, 8192, device=device).to(dtype)
     taken = statistics.median(measure.interleaved({"product": lambda: a @ b}, 5, device)["product"])
@@ -74,7 +75,8 @@ def compare(
         return [candidate for candidate in chosen if not records[candidate.name].keys() & {*NOT_TIMED}]
 
     tick("the batch and its float64 gradients")
-    w, olds = make(spec), {}
+    w = make(spec)
+    olds = {}
     for candidate in remaining():
         with _failure_recorded(records[candidate.name]):
             olds[candidate.name] = candidate.old(w)
@@ -92,7 +94,7 @@ def compare(
         tick(f"gradients of {candidate.name} again")
         with _failure_recorded(records[candidate.name]):
             if truth.differ(truth.sizes(candidate.step(w, olds[candidate.name])), sizes[candidate.name]):
-                records[candidate.name]["wrong"] = "after the timed runs its loss or a gradient has another norm"
+                records[candidate.name]["wrong"] = "after the timed runs, its loss or a gradient norm differs"
     for name in [candidate.name for candidate in remaining()]:
         records[name] |= measure.spread(seconds[name])
         if NAIVE in seconds:
@@ -163,7 +165,8 @@ def check(
         group = [candidate for candidate in chosen if candidate.per_token == per_token]
         if not group:
             continue
-        true, naive = truth.truth(w, per_token), ALL["naive GRPO" if per_token else NAIVE]
+        true = truth.truth(w, per_token)
+        naive = ALL["naive GRPO" if per_token else NAIVE]
         small_truth = true if small is w else truth.truth(small, per_token)
         base = truth.errors(naive.step(small, naive.old(small)), small_truth)
         for candidate in group:
@@ -171,7 +174,8 @@ def check(
             record = records[candidate.name]
             with _failure_recorded(record):
                 result = candidate.step(w, olds[candidate.name])
-                sizes[candidate.name], error = truth.sizes(result), truth.errors(result, true)
+                sizes[candidate.name] = truth.sizes(result)
+                error = truth.errors(result, true)
                 del result
                 record["error"] = error._asdict() | {"worst": error.worst}
                 record["error_over_naive"] = error.worst / base.worst
@@ -184,9 +188,11 @@ def check(
 def costs_of(name: str, spec: list[Any], passes: bool) -> Record:
     """Return the peak memory of a candidate's step and, if `passes`, its passes. `costs` runs this in a new process."""
     parsed = Spec(Head(*spec[0]), *spec[1:])  # JSON turned the named tuples into lists
-    device, candidate = _set_device(parsed), (ALL | BY_CACHE)[name]
+    device = _set_device(parsed)
+    candidate = (ALL | BY_CACHE)[name]
     tokens, width, vocab = SMALL
-    small, w = make(parsed._replace(tokens=tokens, head=Head(width, vocab, parsed.head.softcap))), make(parsed)
+    small = make(parsed._replace(tokens=tokens, head=Head(width, vocab, parsed.head.softcap)))
+    w = make(parsed)
     measured: Record = {}
     try:
         candidate.step(small, candidate.old(small))  # libraries allocate in their first call

@@ -110,7 +110,8 @@ def parsed() -> tuple[argparse.Namespace, Sizes, list[Candidate]]:
 
 def main() -> None:
     options, sizes, chosen = parsed()
-    device, paths = options.device, options.paths
+    device = options.device
+    paths = options.paths
     if options.time:
         runs = sweep(timed_specs(options, sizes), chosen, sizes.rounds)
         print(save_part("step", device, "time", {"runs": runs}, paths["step"]))

@@ -4,9 +4,9 @@
     python -m gspo_kernels.benchmarks trainer --dtype bfloat16     replaces only this part of the JSON file
 
 The model is a Qwen2 with random weights, so nothing is downloaded, and its completions are random. A step is TRL's
-`training_step`: forward, loss and backward, without the optimizer's memory. Every token has a gradient. The norm of the
-gradients must agree with that of full logits. Of the timed steps, the fastest counts: other work on the machine only
-slows a step.
+`training_step`: forward, loss and backward, without the optimizer's memory. Every token has a gradient. The gradient
+norm must equal that of full logits. The fastest of the timed steps counts, because other work on the machine only slows
+a step.
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ def step_of(name: str, config: Record, length: int, dtype: str, device: str) -> 
 
     size = SEQUENCES * length * config["vocab_size"] * getattr(torch, dtype).itemsize  # of all exponentials
     cache_mib = -(-size // 2**20) if "cache" in name else 0
-    place, steps = torch.device(device), []
+    place = torch.device(device)
+    steps = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(config, length, dtype, folder, on_cpu=place.type == "cpu", cast=name == CAST)
         step = trainer.training_step
 
         def measured(*arguments: Any) -> Any:
-            losses, start = [], time.perf_counter()
+            losses = []
+            start = time.perf_counter()
             peak = peak_bytes(lambda: losses.append(step(*arguments)), place)
             loss = losses[0].item()  # waits for a GPU
             steps.append({"seconds": time.perf_counter() - start, "peak_bytes": peak, "loss": loss})
@@ -157,7 +159,7 @@ def record_of(name: str, runs: dict[str, list[Record]], dtype: str) -> Record:
     record |= {"loss": last["loss"], "norm_over_full": last["norm"] / base["norm"]}
     record |= {"seconds": seconds, "over_naive": {"ratio": seconds / of_full}}
     if not abs(record["norm_over_full"] - 1) <= DIFFER[dtype]:
-        record["wrong"] = "its gradients have another norm than those of full logits"
+        record["wrong"] = "its gradient norm differs from that of full logits"
     return record
 
 
@@ -168,7 +170,8 @@ def main() -> None:
     parser.add_argument("--device", type=device_of, default=str(device_of(None)))
     options = parser.parse_args()
     check_packages("gspo_kernels.benchmarks trainer")
-    device, tiny = options.device, {"config": TINY, "length": 16} if options.tiny else {}
+    device = options.device
+    tiny = {"config": TINY, "length": 16} if options.tiny else {}
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     output = destination("trainer", device, options.output, options.tiny)
     names = (FULL, OURS) if options.tiny else names_of(dtype)

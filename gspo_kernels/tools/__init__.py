@@ -1,1 +1,1 @@
-"""The `gspo` command, the diagnosis of an installation, and the compile gate."""
+"""The `gspo` command; `gspo doctor` is in doctor/."""

@@ -18,7 +18,7 @@ from gspo_kernels.benchmarks.workloads import FEWEST, MODELS, SCENARIOS, Head, S
 
 
 class Plan(NamedTuple):
-    """A measurement that `gspo bench` is asked for."""
+    """What `gspo bench` will measure."""
 
     forecast: str  # a line for the user: estimated minutes, and what is measured
     steps: int  # how often `run` calls its argument, if nothing fails
@@ -30,7 +30,8 @@ class Plan(NamedTuple):
 def of_loss(batch: dict[str, Any], dtype: str | None, device: str | None, rounds: int) -> Plan:
     """Plan the comparison of losses. `batch`: the other options of the command. Raise BadOption if one is bad."""
     place = device_of(device)
-    on_gpu, scenario = place.type == "cuda", "rl-like" if batch["scenario"] is None else batch["scenario"]
+    on_gpu = place.type == "cuda"
+    scenario = "rl-like" if batch["scenario"] is None else batch["scenario"]
     dtype = dtype or ("bfloat16" if on_gpu else "float32")
     for option, value, values in (("dtype", dtype, DTYPES), ("scenario", scenario, SCENARIOS)):
         if value not in values:
@@ -38,7 +39,8 @@ def of_loss(batch: dict[str, Any], dtype: str | None, device: str | None, rounds
     model, tokens = batch["model"], batch["tokens"]
     head = head_of(("qwen3-8b" if on_gpu else "qwen2.5-0.5b") if model is None else model)
     count = tokens_of(("16k" if on_gpu else "1k") if tokens is None else tokens)
-    chosen, spec = bench.candidates(batch["against"]), Spec(head, count, scenario, dtype, str(place))
+    chosen = bench.candidates(batch["against"])
+    spec = Spec(head, count, scenario, dtype, str(place))
     here = bench.present(spec, chosen)
     minutes = math.ceil(bench.minutes(chosen, spec, rounds))
     return Plan(
@@ -70,7 +72,7 @@ def of_trainer(batch: dict[str, Any], dtype: str | None, device: str | None, rou
 
 
 def head_of(text: str) -> Head:
-    """Return the head of the named model, or with the sizes "H,V"."""
+    """Parse the name of a model, or sizes "H,V"."""
     if text in MODELS:
         return MODELS[text]
     expected = f"--model: expected one of {', '.join(MODELS)}, or H,V with 64 <= H < 2^20, 1000 <= V < 2^31"

@@ -35,7 +35,7 @@ EXPLAINED = (
     "passes: operations of matrix products, divided by 2 N H V. 'ours' skips rows without a gradient, but "
     "computes blocks of 128 rows: a partly filled block costs as much as a full one. "
     "error: relative error (norms) of the less accurate gradient against float64. "
-    "error / naive's: error divided by that of plain PyTorch. naive GRPO computes a different loss."
+    "error / naive's: error divided by plain PyTorch's error. naive GRPO computes a different loss."
 )
 
 
@@ -61,7 +61,8 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
 
 def show(results: Record, console: Console, scenario: str) -> None:
     """Print a description of the batch, the table, the reason for each candidate that was not timed, and a legend."""
-    on, records = results["on"], results["candidates"]
+    on = results["on"]
+    records = results["candidates"]
     head = on["head"]
     softcap = f", logits capped at {head['softcap']:g}" if head["softcap"] else ""
     quantiles = ", ".join(f"{float(at):.0%} {value:.2g}" for at, value in on["entropy"]["quantiles"].items())

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ..extras import MissingExtraError
 from . import bench_table
-from .doctor_report import compile_kernels, diagnose, memory_of
+from .doctor.report import compile_kernels, diagnose, memory_of
 
 app = typer.Typer(
     help="Fused GSPO losses: train a model, check an installation, measure time and memory.",
@@ -63,7 +63,7 @@ def train(
     """Train a model with GSPO and report metrics.
 
     Without options, this runs the demo: a tiny random model learns to sort letters from rewards alone, once per seed.
-    The results replace those of the demo's earlier run.
+    The results replace the previous demo's.
 
     With model=FOLDER data=FILE, this trains your checkpoint on your prompts. The reward is 1 if the answer equals the
     expected answer or ends in it, else 0; reward=file.py:function sets your own. All options are in docs/trainer.md.
@@ -211,7 +211,7 @@ def bench(
 ) -> None:
     """Measure time and memory of loss and gradients, and compare with other implementations.
 
-    All candidates compute the same loss and gradients from the same batch, except naive GRPO, whose loss is another.
+    All candidates compute the same loss and gradients from the same batch; only naive GRPO has a different loss.
     Their gradients are first compared with float64. Candidates with wrong gradients are not timed. Timed runs alternate
     between candidates. Peak memory is measured in a separate process.
     """
@@ -251,7 +251,7 @@ def compare(
     seeds: Annotated[str, typer.Option(help="Seeds; each is one training per objective.")] = "0,1,2,3,4",
     steps: Annotated[int, typer.Option(min=1, help="Rollouts per training, with four updates each.")] = 100,
     output: Annotated[
-        Path | None, typer.Option(help="JSON file; the figure is written beside it. (default: runs/compare/)")
+        Path | None, typer.Option(help="JSON file; the figure is saved next to it. (default: runs/compare/)")
     ] = None,
 ) -> None:
     """Train tiny models with several objectives, from the same weights, prompts and seeds, and compare them.
@@ -260,7 +260,7 @@ def compare(
     and a figure. With --moe it also shows how many experts change within a rollout. A training takes about a minute.
     """
     try:
-        from . import compare_command
+        from gspo_kernels.benchmarks.studies import compare_command
     except MissingExtraError as error:
         fail(error)
     console = Console()

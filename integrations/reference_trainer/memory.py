@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends.workspace import cache_limit
-from gspo_kernels.tools import doctor_memory
+from gspo_kernels.tools.doctor import memory as doctor_memory
 from gspo_kernels.validation import Call, Field
 
 from ..backwards import BackwardSettings

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from gspo_kernels.backends import dispatch, self_check
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.reference import gspo_reference_loss
-from gspo_kernels.tools import compile_gate, doctor, doctor_checks
 from gspo_kernels.tools.cli import app
-from gspo_kernels.tools.doctor_checks import (
+from gspo_kernels.tools.doctor import checks, compile_gate, diagnosis
+from gspo_kernels.tools.doctor.checks import (
     CPU,
     DTYPES,
     check,
@@ -98,39 +98,40 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda _: None)
-    device = doctor.describe(torch.device("cuda", 0))
+    device = diagnosis.describe(torch.device("cuda", 0))
     assert device.name == "cuda:0" and device.description == "NVIDIA H200, compute capability 9.0, 140 GiB"
     why = "the Triton kernels run here, self-check in bfloat16 not run"
     assert (device.block_shapes, device.auto, device.why) == ("sm_90", "triton", why)
     monkeypatch.setattr(self_check, "state", lambda *_: "failed: forward_tile: error 1, allowed 0.1")
-    device = doctor.describe(torch.device("cuda", 0))
+    device = diagnosis.describe(torch.device("cuda", 0))
     assert device.auto == "torch" and device.why.endswith("failed: forward_tile: error 1, allowed 0.1")
 
 
 def test_one_paragraph_describes_accelerators_and_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GSPO_WORKSPACE_MIB", "512")
     monkeypatch.setenv("PATH_TO_A_SECRET", "secret")
-    gpus = [doctor.Device(f"cuda:{i}", "NVIDIA H200, 140 GiB", "sm_90", "triton", "the kernels run") for i in (0, 1)]
-    checks = [
-        doctor_checks.Check("cuda:0", "triton", "bfloat16", "ok", 0.25),
-        doctor_checks.Check("cuda:0", "torch", "bfloat16", "ok", 0.5),
-        doctor_checks.Check("cuda:1", "triton", "bfloat16", "crashed", message="OutOfResources: shared memory."),
+    gpus = [diagnosis.Device(f"cuda:{i}", "NVIDIA H200, 140 GiB", "sm_90", "triton", "the kernels run") for i in (0, 1)]
+    results = [
+        checks.Check("cuda:0", "triton", "bfloat16", "ok", 0.25),
+        checks.Check("cuda:0", "torch", "bfloat16", "ok", 0.5),
+        checks.Check("cuda:1", "triton", "bfloat16", "crashed", message="OutOfResources: shared memory."),
     ]
-    diagnosis = doctor.Diagnosis({"torch": "2.13.0", "trl": None}, [doctor.describe(CPU), *gpus], checks, ["a remark"])
-    assert diagnosis.paragraph.startswith(
+    versions = {"torch": "2.13.0", "trl": None}
+    broken = diagnosis.Diagnosis(versions, [diagnosis.describe(CPU), *gpus], results, ["a remark"])
+    assert broken.paragraph.startswith(
         "torch 2.13.0. cuda:0, cuda:1: NVIDIA H200, 140 GiB, block shapes of sm_90; backend='auto' takes triton: the "
         "kernels run. Environment: "
     )
-    assert "GSPO_WORKSPACE_MIB=512" in diagnosis.paragraph and "secret" not in diagnosis.paragraph
-    assert diagnosis.paragraph.endswith(
+    assert "GSPO_WORKSPACE_MIB=512" in broken.paragraph and "secret" not in broken.paragraph
+    assert broken.paragraph.endswith(
         "2 of 3 checks passed, with at most 0.5 of the allowed error (torch on cuda:0 in bfloat16). "
         "triton on cuda:1 in bfloat16 crashed: OutOfResources: shared memory. a remark."
     )
-    assert doctor.Diagnosis({}, [doctor.describe(CPU)], checks, []).paragraph == ""  # no accelerator
-    monkeypatch.setattr(doctor, "diagnose", lambda *_: diagnosis)
-    report = f"{diagnosis.verdict}\n\nTo report this machine in an issue, paste:\n\n{diagnosis.paragraph}\n"
+    assert diagnosis.Diagnosis({}, [diagnosis.describe(CPU)], results, []).paragraph == ""  # no accelerator
+    monkeypatch.setattr(diagnosis, "diagnose", lambda *_: broken)
+    report = f"{broken.verdict}\n\nTo report this machine in an issue, paste:\n\n{broken.paragraph}\n"
     assert run()[1].endswith(report)
-    assert run_json()[1]["paragraph"] == diagnosis.paragraph
+    assert run_json()[1]["paragraph"] == broken.paragraph
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,7 +143,7 @@ def test_the_batch_has_every_clip_decision_far_from_the_bounds(dtype: str) -> No
     unmasked = batch.target_ids != -100
     assert not unmasked.all()
     bounds = torch.tensor([math.log1p(-3e-4), math.log1p(4e-4)], dtype=torch.float64)
-    sequences = zip(difference.split(doctor_checks.LENGTHS), unmasked.split(doctor_checks.LENGTHS), strict=True)
+    sequences = zip(difference.split(checks.LENGTHS), unmasked.split(checks.LENGTHS), strict=True)
     for log_ratio, keep in sequences:
         assert (log_ratio[keep].mean() - bounds).abs().min() > 5 * decision_band(int(keep.sum()))
 
@@ -165,7 +166,7 @@ def test_the_doctor_has_the_tolerance_of_the_tests(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("truth", [0.0, 0.3, 40.0])
 def test_the_doctor_has_the_tolerance_of_the_tests_for_losses(truth: float) -> None:
-    assert doctor_checks.LOSS_PER_ADVANTAGE == LOSS_PER_ADVANTAGE
+    assert checks.LOSS_PER_ADVANTAGE == LOSS_PER_ADVANTAGE
     loss, advantages = torch.tensor(truth, dtype=torch.float64), torch.tensor([1.0, -3.0])
     limit = LOSS_PER_ADVANTAGE * max(2.0, truth)
     assert loss_error_ratio(loss + 0.9 * limit, loss, advantages) == pytest.approx(0.9, rel=1e-6)
@@ -237,7 +238,7 @@ def test_a_wrong_clip_decision_is_wrong_at_any_size_of_the_error(monkeypatch: py
 
 @pytest.mark.usefixtures("torch_alone")
 def test_non_finite_gradients_are_wrong_and_the_json_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = wrong_backward(lambda g: g * math.nan if g.shape[0] == doctor_checks.VOCAB else g)
+    broken = wrong_backward(lambda g: g * math.nan if g.shape[0] == checks.VOCAB else g)
     monkeypatch.setattr(torch_backend, "head_backward", broken)
     code, report = run_json()
     assert code == 1
@@ -333,7 +334,7 @@ def test_a_broken_cuda_is_a_remark(is_available: Any, init: Any, remark: str, mo
 
 @pytest.mark.usefixtures("torch_alone")
 def test_a_device_that_cannot_be_read_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_accelerators", lambda: ([torch.device("cuda", 7)], []))
+    monkeypatch.setattr(diagnosis, "_accelerators", lambda: ([torch.device("cuda", 7)], []))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: 1 / 0)
     code, report = run_json()
     assert code == 1 and "backend='auto' fails on cuda:7" in report["verdict"]
@@ -366,7 +367,7 @@ def test_a_child_process_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch, t
 
 
 GOOD = compile_gate.Row(
-    "sm_90", "forward_tile", "bf16", "128x256x64", compile_gate.Report(168, 0, 98_304, 2, 0, 714, {"wgmma": 16}), []
+    "sm_90", "forward_tile", "bf16", "128x256x64", compile_gate.Report(168, 0, 98_304, 0, 714, 16, 0), []
 )
 BAD = GOOD._replace(kernel="gradient_tile", report=None, faults=["CompilationError: [/] at 3:4"])
 
@@ -392,7 +393,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_compiled_kernels_are_listed(compiler: list[list[str]]) -> None:
     code, out = run("--compile", "--architecture", "sm_90", "--architecture", "sm_100")
     assert code == 0 and compiler == [["sm_90", "sm_100"]]
-    assert all(text in out for text in ("forward_tile", "168", "98304", "wgmma 16", "Good: all 1 kernels compile"))
+    assert all(text in out for text in ("forward_tile", "168", "98304", "714", "16", "Good: all 1 kernels compile"))
 
 
 def test_a_kernel_that_does_not_compile_is_a_failure(compiler: list[list[str]]) -> None:

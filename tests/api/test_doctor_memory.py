@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.counters import LiveBytes
-from helpers.predictions import Operations
+from helpers.counters import LiveBytes, Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 from gspo_kernels import gspo_fused_loss, parallel
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
-from gspo_kernels.tools import compile_cases, doctor_memory
 from gspo_kernels.tools.cli import app
+from gspo_kernels.tools.doctor import compile_cases
+from gspo_kernels.tools.doctor import memory as doctor_memory
 
 MIB = 2**20
 N, H, V = 1024, 64, 8192

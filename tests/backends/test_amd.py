@@ -19,8 +19,8 @@ from gspo_kernels.backends.torch.tiles import operand_dtype
 from gspo_kernels.backends.triton import backward, gradient_rows, slabs, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.backends.workspace import DEFAULT_WORKSPACE
-from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools import doctor_memory
+from gspo_kernels.tools.doctor import compile_cases as cases
+from gspo_kernels.tools.doctor import memory as doctor_memory
 
 PRODUCTS = {"hidden_product", "weight_product"}
 HALF = pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -21,13 +21,11 @@ import triton
 from gspo_kernels.backends.rows import HeadRows
 from gspo_kernels.backends.triton import launch, tuning
 from gspo_kernels.backends.triton.launch import Launch, launches
-from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools import compile_gate
+from gspo_kernels.tools.doctor import compile_cases as cases
+from gspo_kernels.tools.doctor import compile_gate
 
 GOLDEN = Path(__file__).parent / "golden_kernels.json"
 GATED = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
-# Limits on the instructions after the main loop, per 128 elements of a thread, for tiles without a target.
-EPILOGUE = {"forward_tile": 900, "gradient_tile": 950}
 KERNELS = {
     "forward_tile",
     "reduce_rows",
@@ -45,8 +43,8 @@ PRODUCTS = ("hidden_product", "weight_product")
 BIND = """
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.backends.triton.tuning import assume
-from gspo_kernels.tools.binding import assume_driver, bind
-from gspo_kernels.tools.compile_cases import forward_and_backward, meta_head
+from gspo_kernels.tools.doctor.binding import assume_driver, bind
+from gspo_kernels.tools.doctor.compile_cases import forward_and_backward, meta_head
 for architecture in ("sm_90", "gfx942"):
     with assume(architecture), assume_driver(architecture), launches() as recorded:
         forward_and_backward(meta_head())
@@ -62,7 +60,7 @@ for architecture in ("sm_90", "gfx942"):
 """
 SURVEY = """
 import json, sys
-from gspo_kernels.tools.compile_gate import survey
+from gspo_kernels.tools.doctor.compile_gate import survey
 rows = survey(sys.argv[1:])
 print(json.dumps([[*row[:4], row.report and row.report.__dict__, row.faults] for row in rows]))
 """
@@ -115,20 +113,11 @@ def test_the_golden_file_covers_all_kernels_without_spills() -> None:
     golden = json.loads(GOLDEN.read_text())["kernels"]
     assert {k.split(" | ")[1] for k in golden} == KERNELS
     assert {k.split(" | ")[0] for k in golden} == set(GATED)
-    unit = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "sm_120": "mma", "gfx942": "mfma"}
     for name, report in golden.items():
-        architecture, kernel, case, _ = name.split(" | ")
+        _, kernel, case, _ = name.split(" | ")
         assert report["spilled_bytes"] <= (0 if kernel in compile_gate.MATRIX_KERNELS else compile_gate.ONE_REGISTER)
         if kernel in compile_gate.MATRIX_KERNELS and case[:4] in ("bf16", "fp16"):
-            assert report["instructions"][unit[architecture]] > 0
-
-
-@pytest.mark.parametrize("case", ["bf16", "fp16"])
-def test_tiles_without_a_target_have_a_short_epilogue(case: str) -> None:
-    golden = json.loads(GOLDEN.read_text())["kernels"]
-    for kernel, most in EPILOGUE.items():
-        (report,) = (x for name, x in golden.items() if name.startswith(f"sm_90 | {kernel} | {case} | 128x256"))
-        assert report["epilogue"] <= most
+            assert report["matrix_instructions"] > 0
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from gspo_kernels.backends.rows import Cache
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.workspace import cache_limit
 from gspo_kernels.integrations.backwards import BackwardSettings
-from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools import doctor_memory
+from gspo_kernels.tools.doctor import compile_cases as cases
+from gspo_kernels.tools.doctor import memory as doctor_memory
 from gspo_kernels.validation import Field
 
 MIB = 2**20

@@ -243,8 +243,8 @@ from pathlib import Path
 import torch
 from gspo_kernels.backends.triton import token_passes, tuning
 from gspo_kernels.backends.triton.launch import launches
-from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools.binding import assume_driver, bind
+from gspo_kernels.tools.doctor import compile_cases as cases
+from gspo_kernels.tools.doctor.binding import assume_driver, bind
 
 lines = Path(token_passes.__file__).read_text().splitlines()
 store, load = (

@@ -27,8 +27,8 @@ from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import Cache, HeadResult, HeadRows, NeedsGradient
 from gspo_kernels.backends.triton import forward, gradient_rows, slabs, tuning
 from gspo_kernels.backends.triton.launch import launches
-from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools import doctor_memory
+from gspo_kernels.tools.doctor import compile_cases as cases
+from gspo_kernels.tools.doctor import memory as doctor_memory
 
 # -- block shapes of every architecture
 
@@ -285,9 +285,8 @@ import json, random, torch
 from gspo_kernels import Objective
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
-from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools import doctor_memory
-from gspo_kernels.tools.binding import specialise
+from gspo_kernels.tools.doctor import compile_cases as cases
+from gspo_kernels.tools.doctor.binding import specialise
 random.seed(0)
 variants = {}
 with tuning.assume("sm_90"), launches() as seen:

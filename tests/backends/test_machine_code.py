@@ -1,37 +1,39 @@
-"""Count instructions in machine code: those after a kernel's main loop, and accesses of at most two bytes."""
+"""Count instructions, and accesses of at most two bytes, in machine code."""
 
 from __future__ import annotations
 
-from gspo_kernels.tools.machine_code import epilogue_instructions, narrow_accesses
+from gspo_kernels.tools.doctor.machine_code import count_amd, count_sass, narrow_accesses
 
-# A main loop of 3 instructions. After it come 2 instructions, of which the second is a branch around 3 further
-# instructions, and then 2 instructions up to the exit.
-LOOP = """
+SASS = """
         /*0000*/                   S2R R0, SR_CTAID.X ;
 .L_x_1:
         /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
-        /*0020*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR20], R24 ;
-        /*0030*/              @!P0 BRA `(.L_x_1) ;
-        /*0040*/                   FADD R1, R2, R3 ;
-        /*0050*/              @!P1 BRA `(.L_x_2) ;
-        /*0060*/                   FSEL R1, R2, R3, P0 ;
-        /*0070*/                   FSEL R1, R2, R3, P0 ;
-        /*0080*/                   FSEL R1, R2, R3, P0 ;
-.L_x_2:
-        /*0090*/               @P2 STG.E.U16 desc[UR4][R2.64], R1 ;
-        /*00a0*/                   EXIT ;
+        /*0020*/              @!P0 BRA `(.L_x_1) ;
+        /*0030*/                   EXIT ;
 .L_x_3:
-        /*00b0*/                   BRA `(.L_x_3);
+        /*0040*/                   BRA `(.L_x_3);
+        /*0050*/                   NOP;
+"""
+AMD = """
+\t.globl\tforward_tile
+forward_tile:
+\ts_load_dwordx2 s[2:3], s[0:1], 0x0
+\ts_nop 0
+\tglobal_load_ushort v1, v0, s[2:3]
+\tglobal_load_dwordx4 v[4:7], v0, s[2:3]
+\tbuffer_store_byte v1, v0, s[8:11], 0 offen
+\ts_endpgm
+    .private_segment_fixed_size: 4
+    .vgpr_count:     96
 """
 
 
-def test_the_epilogue_is_the_shortest_path_after_the_main_loop() -> None:
-    assert epilogue_instructions(LOOP) == 4
-    assert (
-        epilogue_instructions(LOOP.replace("              @!P1 BRA `(.L_x_2)", "                   FADD R1, R1, R1"))
-        == 7
-    )
-    assert epilogue_instructions(LOOP.replace("HGMMA.64x256x16.F32.BF16", "FFMA")) is None
+def test_all_instructions_but_nops_are_counted() -> None:
+    assert count_sass(SASS) == 5
+
+
+def test_resources_and_instructions_of_amds_assembly_are_counted() -> None:
+    assert count_amd(AMD) == (96, 4, 2, 5)
 
 
 def test_accesses_of_two_bytes_are_counted() -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.rows import Cache
 from gspo_kernels.backends.torch import tiles
-from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools import doctor_memory
+from gspo_kernels.tools.doctor import compile_cases as cases
+from gspo_kernels.tools.doctor import memory as doctor_memory
 
 
 def product_on_a_gpu(a: Tensor, b: Tensor) -> Tensor:

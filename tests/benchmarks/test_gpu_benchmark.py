@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import costs
 
 from gspo_kernels.benchmarks import measure
 from gspo_kernels.benchmarks.gpu import command, groups, times, tune
@@ -121,24 +120,6 @@ def test_the_profilers_counters_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     ((_, counters),) = times.profile(times.TINY)
     assert counters()[1:] == [{"what": "Memory Workload Analysis, L2 Hit Rate, 81.5, %"}]
-
-
-def test_results_are_printed_beside_predictions(capsys: pytest.CaptureFixture[str]) -> None:
-    (known,) = (r for r in predictions() if (r["shape"], r["batch"], r["what"]) == ("A", "dense", "ours both"))
-    record = {"shape": "A", "batch": "dense", "what": "ours both", "seconds": 2e-3 * known["H200"]}
-    group = {"measured": {"machine": {"gpu": "NVIDIA H200"}}, "fault": "", "results": [record]}
-    command.print_results({"A": group})
-    assert f"predicted {known['H200']:.3f} ms, measured 2.00 of it" in capsys.readouterr().out
-
-
-def predictions() -> list[dict[str, Any]]:
-    return results_in(command.PREDICTION)["milliseconds"]
-
-
-def test_the_committed_predictions_follow_from_the_code() -> None:
-    """After a change: `PYTHONPATH=tests python -m helpers.predictions`, and read the difference."""
-    now = measure.jsonable(costs.in_new_process("collect", "predictions"), digits=6)
-    assert now == results_in(command.PREDICTION)
 
 
 def test_the_plan_needs_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

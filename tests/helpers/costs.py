@@ -33,8 +33,8 @@ from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.benchmarks.peaked import make as make_policy
 from gspo_kernels.benchmarks.workloads import roles
-from gspo_kernels.tools import compile_cases as cases
-from gspo_kernels.tools.binding import specialise
+from gspo_kernels.tools.doctor import compile_cases as cases
+from gspo_kernels.tools.doctor.binding import specialise
 
 from .counters import StepCounts, TorchLaunches
 
@@ -234,12 +234,12 @@ def compiled() -> Record:
     }
 
 
-def in_new_process(function: str, module: str = "costs") -> Record:
-    """Return the result of a helper's function, by name, run in a new process.
+def in_new_process(function: str) -> Record:
+    """Return the result of a function of this module, by name, run in a new process.
 
     Triton reads TRITON_INTERPRET once per process.
     """
-    code = f"import json; from helpers import {module}; print(json.dumps({module}.{function}()))"
+    code = f"import json; from helpers import costs; print(json.dumps(costs.{function}()))"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     environment |= {"TRITON_INTERPRET": "1"} if function == "interpreted" else {}

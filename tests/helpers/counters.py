@@ -76,6 +76,23 @@ class TorchLaunches(TorchDispatchMode):
         return out
 
 
+class Operations(TorchDispatchMode):
+    """Record the bytes that operations on meta tensors would read and write. Views and allocations move none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        leaves = tree_leaves(out if "zeros" in name else (args, kwargs, out))
+        size = sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor) and x.is_meta)
+        if size and not func.is_view and "empty" not in name:
+            self.bytes.append(size)
+        return out
+
+
 def product_flops(fn: Any) -> int:
     """Return the sum of 2 m n k over all matrix products of `fn()`."""
     with StepCounts() as counter:

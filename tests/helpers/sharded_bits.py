@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
 from gspo_kernels.ranks import agreement
-from gspo_kernels.tools import doctor_memory
+from gspo_kernels.tools.doctor import memory as doctor_memory
 
 GATHER = ("all_gather_into_tensor", "all_gather_single")
 

@@ -15,11 +15,11 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
 from gspo_kernels import linear_log_probs
+from gspo_kernels.benchmarks.studies import compare, compare_report
 from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy, make_policy
 from gspo_kernels.integrations.reference_trainer.routing import changed_share, routing, stacked
 from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
 from gspo_kernels.integrations.tasks import Example
-from gspo_kernels.tools import compare, compare_report
 from gspo_kernels.tools.cli import app
 
 CONFIG = replace(compare.config_of("sorting", 2), prompts_per_step=8, group_size=4, eval_prompts=8, eval_every=1)

@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 
 import gspo_kernels
 from gspo_kernels import Objective
-from gspo_kernels import ops as operators
-from gspo_kernels.ops import head, loss  # noqa: F401 - submodules of `operators`
+from gspo_kernels.ops import head as head_operators
+from gspo_kernels.ops import loss as loss_operators
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 SMALL: dict[str, Any] = {"lengths": (3, 2, 4), "hidden_size": 4, "vocab": 6, "dtype": torch.float64}
@@ -126,17 +126,23 @@ def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
     assert gradcheck(loss, (lp.requires_grad_(), entropy.requires_grad_()), backend)
 
 
+OPERATORS = {
+    "linear_log_probs": head_operators.linear_log_probs,
+    "policy_loss": loss_operators.policy_loss,
+    "fused_loss": loss_operators.fused_loss,
+}
+
+
 class Captured(Exception):
     """Carries the arguments of an operator out of the call."""
 
 
-def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
-    """Return the flat arguments with which a public function calls its operator `name`."""
-    module = operators.head if name == "linear_log_probs" else operators.loss
-    operator = getattr(module, name)
+def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, ...]:
+    """Return the arguments with which a public function calls its operator `name`."""
+    module = head_operators if name == "linear_log_probs" else loss_operators
 
     def capture(*args: Any) -> None:
-        raise Captured(operator.flatten(args))
+        raise Captured(args)
 
     monkeypatch.setattr(module, name, capture)
     sample = make_sample(3, **{**SMALL, "dtype": torch.float32}, **options)
@@ -168,23 +174,26 @@ def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: An
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", ["linear_log_probs", "policy_loss", "fused_loss"])
 def test_operators_pass_opcheck(name: str, head: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gspo_kernels import ops
-
     objective = Objective(kl_coef=0.1, ratio="token") if head == "plain" else Objective(clip_high=0.3)
+    operator = OPERATORS[name]
     args = operator_arguments(name, monkeypatch, objective=objective, **HEADS[head])
-    # The sample has NaN and 1e30 at masked positions. opcheck compares inputs before and after the call, and NaN does
-    # not equal itself, so NaN is replaced.
-    args = tuple(x.nan_to_num().clamp(-9, 9) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
-    args = tuple(
-        x.detach().requires_grad_(y.requires_grad) if isinstance(x, Tensor) and isinstance(y, Tensor) else x
-        for x, y in zip(args, operator_arguments(name, monkeypatch, objective=objective, **HEADS[head]), strict=True)
-    )
-    torch.library.opcheck(getattr(ops, name).op, (*args[:-1], backend))
+    torch.library.opcheck(operator.op, finite(operator.flatten((*args[:-1], backend))))
     if name != "policy_loss":  # with a budget and a cache; only rows with a gradient are kept, so all have one
-        named = dict(zip(getattr(ops, name).arguments, args, strict=True))
-        named |= {n: torch.ones_like(named[n]) for n in ("head_mask", "policy_advantages") if n in named}
-        args = tuple((named | {"head_target_ids": named["head_target_ids"].clamp(0, 5)}).values())
-        torch.library.opcheck(getattr(ops, name).op, (*args[:-3], 0.1, 2**20, backend))
+        rows = args[0]._replace(mask=torch.ones_like(args[0].mask), target_ids=args[0].target_ids.clamp(0, 5))
+        policy = [x._replace(advantages=torch.ones_like(x.advantages)) for x in args[1:-3] if hasattr(x, "advantages")]
+        others = [x for x in args[1:-3] if not hasattr(x, "advantages")]
+        flat = operator.flatten((rows, *policy, *others, 0.1, 2**20, backend))
+        torch.library.opcheck(operator.op, finite(flat))
+
+
+def finite(flat: list[Any]) -> tuple[Any, ...]:
+    """Replace the NaN and 1e30 of masked positions, because opcheck compares inputs before and after the call."""
+    return tuple(
+        x.detach().nan_to_num().clamp(-9, 9).requires_grad_(x.requires_grad)
+        if isinstance(x, Tensor) and x.is_floating_point()
+        else x
+        for x in flat
+    )
 
 
 @on_device
@@ -197,16 +206,15 @@ def test_operators_pass_opcheck(name: str, head: str, backend: str, monkeypatch:
 def test_fake_outputs_have_every_field_of_real_ones(
     name: str, options: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gspo_kernels import ops
-
     budget = (options := dict(options)).pop("gradient_budget", 0.0)
     args = (*operator_arguments(name, monkeypatch, **options)[:-1], backend)
     if name != "policy_loss":
         args = (*args[:-3], budget, 2**20 if budget else 0, backend)
-    args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
-    real = getattr(ops, name).op(*args)
+    operator = OPERATORS[name]
+    flat = [x.detach() if isinstance(x, Tensor) else x for x in operator.flatten(args)]
+    real = operator.op(*flat)
     with FakeTensorMode() as mode:
-        fake = getattr(ops, name).op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args))
+        fake = operator.op(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in flat))
     assert len(real) == len(fake) >= 4
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.dtype, a.stride(), a.device, a.layout, a.requires_grad) == (

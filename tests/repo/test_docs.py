@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import scale
 from helpers.pages import MEGATRON_LINES, SCALE, TRL_LINES, VERL_LINES, code_blocks
 from typer.testing import CliRunner
 
+from gspo_kernels.benchmarks.report import scale
 from gspo_kernels.objective import _PRESETS
 from gspo_kernels.tools.cli import app
 
@@ -65,6 +65,6 @@ def test_the_command_of_the_scale_page_runs() -> None:
 
 def test_the_tables_of_the_scale_page_are_those_of_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(scale.BLOCK.findall(SCALE)) == 3
-    assert scale.page() == SCALE, "run PYTHONPATH=tests python -m helpers.scale"
+    assert scale.page() == SCALE, "run python -m gspo_kernels.benchmarks report"
     monkeypatch.setattr(scale.doctor_memory, "PADDED_TO", 256)
     assert scale.page() != SCALE

@@ -1,4 +1,4 @@
-"""Limits on the length of files and on the time of an import, and the contents of a wheel."""
+"""What an import takes, and what a wheel holds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,6 @@ from gspo_kernels import validation
 
 PACKAGE = Path(validation.__file__).parent
 ROOT = PACKAGE.parent
-
-
-def test_source_files_have_at_most_300_lines() -> None:
-    files = [*PACKAGE.rglob("*.py"), *(ROOT / "integrations").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-    too_long = {str(f): n for f in files if (n := len(f.read_text().splitlines())) > 300}
-    assert not too_long
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -115,21 +109,21 @@ def test_a_wheel_holds_the_integrations_and_the_type_marker(tmp_path: Path) -> N
         inside = site if name == "gspo_kernels" else site / "gspo_kernels"
         files = [x.relative_to(ROOT) for x in (ROOT / name).rglob("*.py")]
         absent = {str(x.parent) for x in files if not (inside / x).exists()}
-        assert absent == ({"benchmarks/studies", "benchmarks/report"} if name == "benchmarks" else set())
+        assert absent == ({"benchmarks/report"} if name == "benchmarks" else set())
     # The import of arithmetic.py fails if the wheel lacks words.json.
-    code = "import gspo_kernels.integrations.tasks.arithmetic as r, gspo_kernels.benchmarks.suites.bench"
+    code = "import gspo_kernels.integrations.tasks.arithmetic as r, gspo_kernels.benchmarks.studies.compare_command"
     code += "; print(r.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert str(site) in run.stdout, run.stderr
-    study = """
+    report = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if not finder.__module__.startswith("__editable__")]
-sys.argv[1:] = ["fidelity"]
+sys.argv[1:] = ["report"]
 from gspo_kernels.benchmarks.__main__ import main
 print(main())
 """
     run = subprocess.run(
-        [sys.executable, "-c", study], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", report], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
-    assert run.stdout == "fidelity: expected a clone of the repository, got an installed package\n", run.stderr
+    assert run.stdout == "report: expected a clone of the repository, got an installed package\n", run.stderr

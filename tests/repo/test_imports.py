@@ -129,7 +129,7 @@ def test_in_the_library_only_the_command_line_imports_integrations_and_benchmark
     for name, others in IMPORTS.items():
         outside = {".".join(x.split(".")[:2]) for x in others} & around
         allowed = {".".join(name.split(".")[:2])} if name.split(".")[1:2] != ["benchmarks"] else around
-        commands = {f"gspo_kernels.tools.{x}" for x in ("cli", "bench_command", "compare", "compare_command")}
+        commands = {f"gspo_kernels.tools.{x}" for x in ("cli", "bench_command")}
         assert outside <= (around if name in commands else allowed), name
 
 

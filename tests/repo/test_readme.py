@@ -39,7 +39,6 @@ def test_commands_in_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert targets == ["demo", "test"]
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
-    assert len(makefile.splitlines()) < 70
     assert {"make test", "make test-trainers"} <= set((ROOT / ".ci" / "run").read_text().splitlines())
 
 

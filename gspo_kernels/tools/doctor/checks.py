@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fused_loss import gspo_fused_loss
-from ..objective import Objective
-from ..reference import gspo_reference_loss, token_log_probs
-from ..tolerance import LOSS_PER_ADVANTAGE
+from ...fused_loss import gspo_fused_loss
+from ...objective import Objective
+from ...reference import gspo_reference_loss, token_log_probs
+from ...tolerance import LOSS_PER_ADVANTAGE
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,7 +50,6 @@ class Check:
 
     @property
     def place(self) -> str:
-        """Return backend, device and dtype as text."""
         return f"{self.backend} on {self.device} in {self.dtype}"
 
 
@@ -65,7 +64,7 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor  # [S + 1] int64
 
     def in_dtype(self, dtype: torch.dtype) -> Batch:
-        """Return the batch with all floating-point tensors in `dtype`."""
+        """Convert all floating-point tensors."""
         return Batch(*(x.to(dtype) if x.is_floating_point() else x for x in self))
 
 
@@ -79,11 +78,12 @@ class Outputs(NamedTuple):
 
 
 def make_batch(dtype: torch.dtype) -> Batch:
-    """Return the same batch at every call, with hidden states and weight in `dtype`.
+    """Make a fixed batch with hidden states and weight in `dtype`.
 
     Log-ratios are far enough from the clip bounds that rounding changes no clip decision.
     """
-    rng, n = torch.Generator().manual_seed(0), sum(LENGTHS)
+    rng = torch.Generator().manual_seed(0)
+    n = sum(LENGTHS)
     hidden = torch.randn(n, HIDDEN, generator=rng).to(dtype)
     weight = (torch.randn(VOCAB, HIDDEN, generator=rng) * 3 / HIDDEN**0.5).to(dtype)
     target_ids = torch.randint(0, VOCAB, (n,), generator=rng)
@@ -124,7 +124,7 @@ def error_ratio(ours: Tensor, same_dtype: Tensor, truth: Tensor, dtype: torch.dt
 
 
 def loss_error_ratio(ours: Tensor, truth: Tensor, advantages: Tensor) -> float:
-    """Return the error of a loss divided by the allowed error, by the rule for losses in tests/tolerance.py."""
+    """Return error / allowed error, by the rule for losses in tests/tolerance.py."""
     allowed = LOSS_PER_ADVANTAGE * torch.maximum(advantages.double().abs().mean(), truth.abs())
     return ((ours.double() - truth).abs() / allowed).item()
 
@@ -157,7 +157,7 @@ def check(device: torch.device, backend: str, dtype: str) -> Check:
 
 
 def one_line(error: Exception) -> str:
-    """Return the type and the text of an exception on one line, cut at 400 characters."""
+    """Format an exception on one line, cut at 400 characters."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= 400 else text[:400] + ' ...'}"
 

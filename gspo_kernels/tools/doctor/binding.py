@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from ..backends.triton.launch import Launch, launch_options
+from ...backends.triton.launch import Launch, launch_options
 
 
 class Variant(NamedTuple):
@@ -22,7 +22,6 @@ class Variant(NamedTuple):
     options: dict[str, Any]
 
     def compile(self) -> Any:
-        """Return the compiled kernel."""
         return triton.compile(self.source, target=self.target, options=self.options)
 
 
@@ -69,14 +68,15 @@ def bind(launch: Launch) -> Variant:
         raise TypeError(f"{launch.kernel.__name__}: {error}") from error
     # Where a parameter has a type, the JIT does not check the number. The compiled launcher does, on a GPU.
     for parameter in launch.kernel.params:
-        kind, value = parameter.annotation_type or "", launch.arguments[parameter.name]
+        kind = parameter.annotation_type or ""
+        value = launch.arguments[parameter.name]
         if (kind[:1] == "i" and type(value) is not int) or (kind[:1] == "f" and type(value) not in (int, float)):
             raise TypeError(f"{launch.kernel.__name__}: {parameter.name} is {kind}, received {type(value).__name__}")
     return variant
 
 
 def specialise(launch: Launch) -> str:
-    """Return what Triton's JIT tells kernels apart by: the types, constants and alignment of the arguments, as text."""
+    """Describe a variant: types, constants and alignment of the arguments. The JIT compiles one kernel for each."""
     with assume_driver("sm_90"):
         source = bind(launch).source
     return str((source.signature, source.constants, source.attrs))

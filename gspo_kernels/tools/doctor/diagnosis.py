@@ -1,23 +1,21 @@
 """The diagnosis of `gspo doctor`: what is installed, which backend runs on each device, and whether it is correct.
 
-If something is absent or broken, it is reported, and the other checks (`doctor_checks.py`) still run.
+If something is absent or broken, it is reported, and the other checks (`checks.py`) still run.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ..backends import dispatch, self_check
-from ..validation import Call
-from .doctor_checks import CPU, DTYPES, Check, check, interpreted_checks, one_line
+from ...backends import dispatch, self_check
+from ...validation import Call
+from .checks import CPU, DTYPES, Check, check, interpreted_checks, one_line
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Device:
 
     @property
     def text(self) -> str:
-        """Return what is printed after the name."""
+        """The text after the device's name."""
         shapes = f", block shapes of {self.block_shapes}" if self.block_shapes else ""
         return f"{self.description}{shapes}; backend='auto' takes {self.auto or 'nothing'}: {self.why}"
 
@@ -48,21 +46,21 @@ class Diagnosis:
 
     @property
     def faults(self) -> list[str]:
-        """Return one text for each device on which backend="auto" fails, and for each check that is not "ok"."""
+        """One text for each device on which backend="auto" fails, and for each check that is not "ok"."""
         broken = [f"backend='auto' fails on {device.name}" for device in self.devices if device.auto is None]
         verb = {"wrong": "is wrong", "crashed": "crashes"}
         return broken + [f"{c.place} {verb[c.verdict]}" for c in self.checks if c.verdict != "ok"]
 
     @property
     def verdict(self) -> str:
-        """Return one line that lists the faults, or says that there are none."""
+        """One line: the faults, or that all checks pass."""
         if self.faults:
             return f"Do not train with this: {'; '.join(self.faults)}."
         return f"Good: all {len(self.checks)} checks agree with float64."
 
     @property
     def paragraph(self) -> str:
-        """Return one paragraph about versions, accelerators, settings and results, to paste into an issue.
+        """Versions, accelerators, settings and results in one paragraph, to paste into an issue.
 
         Devices that differ only in their index are described once. Without an accelerator, the paragraph is empty.
         """
@@ -103,12 +101,12 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
         if interpret and device == CPU and not with_triton:
             progress("triton on cpu, interpreted")
             checks += interpreted_checks()
-        devices.append(describe(device))  # after the checks, the first of which ran the self-check
+        devices.append(describe(device))  # after the checks, because the first one ran the self-check
     return Diagnosis(_versions(triton), devices, checks, remarks + absent)
 
 
 def _installed(name: str) -> str | None:
-    """Return the installed version of a package, or None if the package is not installed."""
+    """Return a package's version, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -134,7 +132,7 @@ def _triton() -> tuple[str | None, list[str]]:
 
 
 def _accelerators() -> tuple[list[torch.device], list[str]]:
-    """Return the CUDA or ROCm devices, and remarks if there are none.
+    """Return the CUDA or ROCm devices, or else remarks about why there are no devices.
 
     Catches every exception, because a broken driver may raise any.
     """
@@ -151,7 +149,7 @@ def _accelerators() -> tuple[list[torch.device], list[str]]:
 
 
 def _obstacle(device: torch.device) -> str | None:
-    """Return the reason why the Triton kernels cannot run on a device, or None if they can."""
+    """Say why the Triton kernels cannot run on a device; None if they can."""
     try:
         return dispatch.triton_obstacle(device)
     except Exception as error:
@@ -160,7 +158,8 @@ def _obstacle(device: torch.device) -> str | None:
 
 def describe(device: torch.device) -> Device:
     """Describe a device and the backend that "auto" picks there. If that raises, `auto` is None."""
-    description, block_shapes = f"{platform.machine()}, {torch.get_num_threads()} threads", None
+    description = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    block_shapes = None
     obstacle = _obstacle(device)
     try:
         if device.type == "cuda":
@@ -168,7 +167,7 @@ def describe(device: torch.device) -> Device:
             kind = gpu.gcnArchName if torch.version.hip else f"compute capability {gpu.major}.{gpu.minor}"
             description = f"{gpu.name}, {kind}, {gpu.total_memory / 2**30:.0f} GiB"
             if obstacle is None:
-                from ..backends.triton.tuning import architecture
+                from ...backends.triton.tuning import architecture
 
                 block_shapes = architecture(device)
         auto = dispatch.pick_backend(Call("gspo doctor"), "auto", device)
@@ -182,9 +181,3 @@ def describe(device: torch.device) -> Device:
     elif obstacle is None:
         why = "Triton kernels are only interpreted here, which is slow and meant for tests"
     return Device(str(device), description, block_shapes, auto, why)
-
-
-if __name__ == "__main__":
-    # `python -m gspo_kernels.tools.doctor` runs `gspo doctor`. The command imports this module, so the command is
-    # imported here and not at the top.
-    import_module(".entry_point", __package__).main(["doctor", *sys.argv[1:]])

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..backends import dispatch
-from ..backends.rows import HeadRows
-from ..backends.workspace import cache_of_device, cache_variable, workspace_bytes
-from ..layout import accumulator
-from ..ranks.shards import Shard, shard_of
-from ..validation import Call
+from ...backends import dispatch
+from ...backends.rows import HeadRows
+from ...backends.workspace import cache_of_device, cache_variable, workspace_bytes
+from ...layout import accumulator
+from ...ranks.shards import Shard, shard_of
+from ...validation import Call
 
 MIB = 2**20
 PADDED_TO = 128  # Megatron's default of --make-vocab-size-divisible-by, which it multiplies by the ranks
@@ -42,7 +42,6 @@ class Bound:
 
     @property
     def total(self) -> int:
-        """Return the sum."""
         return self.gradients + self.hidden_copies + self.tile_table + self.workspace + self.cache
 
 
@@ -70,7 +69,7 @@ class Collective:
 
     @property
     def received(self) -> float:
-        """Return the bytes that arrive at a rank of a ring, without those per sequence."""
+        """Bytes that each rank receives in a ring, without `per_sequence`."""
         return self.size * (self.ranks - 1) / (1 if self.kind == "all-gather" else self.ranks / 2)
 
 
@@ -85,17 +84,18 @@ class Batch(NamedTuple):
 
     @property
     def rows_of_weight(self) -> int:
-        """Return the rows of the head on each rank. With several, V is padded to a multiple of 128 ranks."""
+        """Rows of the head on each rank. With several ranks, V is padded to a multiple of 128 times their number."""
         return self.vocab if self.tp == 1 else -(-self.vocab // (PADDED_TO * self.tp)) * PADDED_TO
 
     def head(self, dtype: torch.dtype, device: torch.device | str = "cpu", entropy: bool = False) -> HeadRows:
-        """Return the head of rank 0, with the shapes of the batch. Under a FakeTensorMode nothing is allocated."""
+        """Make the head of rank 0. Under a FakeTensorMode nothing is allocated."""
 
         def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=of, device=device)
 
         n = -(-self.tokens // self.cp)
-        ids, mask = empty(n, of=torch.int64), empty(n, of=torch.bool)
+        ids = empty(n, of=torch.int64)
+        mask = empty(n, of=torch.bool)
         hidden, weight = empty(n, self.width), empty(self.rows_of_weight, self.width)
         shard = Shard("", 0, self.tp, self.rows_of_weight, self.vocab)
         text, columns = (shard.text, shard.columns()) if self.tp > 1 else ("", self.vocab)
@@ -103,8 +103,9 @@ class Batch(NamedTuple):
 
 
 def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
-    """Return the bound for a head without bias and adapter, whose operands both need gradients."""
-    (rows, width), item = head.hidden.shape, head.hidden.dtype.itemsize
+    """Assume a head without bias and adapter, and gradients of both hidden states and head."""
+    rows, width = head.hidden.shape
+    item = head.hidden.dtype.itemsize
     wide = max(item, 4)
     # Both backends sum the gradient of the hidden states in fp32; Triton rounds it in place. torch gathers all rows.
     extra = wide - item if backend == "triton" else wide + item
@@ -118,34 +119,36 @@ def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
 
 
 def _tile_width(head: HeadRows, backend: str) -> int:
-    """Return the columns of a vocabulary tile of the forward."""
+    """Columns of the forward's vocabulary tiles."""
     if backend == "torch":
-        from ..backends.torch.tiles import slab_columns
+        from ...backends.torch.tiles import tiling
 
-        return slab_columns(head)
-    from ..backends.triton.tuning import tile_config
+        return tiling(head).columns
+    from ...backends.triton.tuning import tile_config
 
     return tile_config(head, "forward").block_v
 
 
 def _tile_table(head: HeadRows, backend: str) -> int:
-    """Return a bound of the bytes of the tiles' results."""
-    width, rows, numbers = _tile_width(head, backend), _gathered_rows(head, backend), 3 if head.entropy else 2
+    """Return an upper bound, in bytes, for the table of tile results."""
+    width = _tile_width(head, backend)
+    rows = _gathered_rows(head, backend)
+    numbers = 3 if head.entropy else 2
     size = rows * accumulator(head.hidden.dtype).itemsize
     if not head.shard:
         return -(-head.vocab_size // width) * size * (numbers - 1)
-    # While the ranks' results are put in order: this rank's, twice, and those of all ranks, twice.
+    # While results are put in order, two copies of this rank's and two copies of all ranks' results are alive.
     tiles = shard_of(head.shard).tiles(width)
     return size * (numbers * (tiles[0] * (2 + len(tiles)) + sum(tiles)) + 3 * len(tiles))
 
 
 def _gathered_rows(head: HeadRows, backend: str) -> int:
-    """Return the number of rows of the tables of tiles. The torch backend pads it to full tiles."""
+    """Rows of the table of tile results. The torch backend pads them to full tiles."""
     if backend == "triton":
         return head.hidden.shape[0]
-    from ..backends.torch.tiles import tile_shape
+    from ...backends.torch.tiles import tiling
 
-    rows = tile_shape(head.hidden.device, accumulator(head.hidden.dtype))[0]
+    rows = tiling(head).rows
     return -(-head.hidden.shape[0] // rows) * rows
 
 
@@ -176,12 +179,14 @@ def collectives(head: HeadRows, backend: str, cp: int = 1, caches: bool = False)
 
 
 def unsharded_traffic(head: HeadRows, backend: str) -> dict[str, int]:
-    """Return the least bytes of device memory that each rank of a tp_group reads and writes whatever their number.
+    """Return a lower bound on each rank's memory traffic, in bytes, that does not shrink with more ranks.
 
     All rows have a gradient. Matrix products, which shrink with the number of ranks, are not included. Nor are about 50
     bytes per row of the loss and of the selection of rows with a gradient.
     """
-    (rows, width), item, wide = head.hidden.shape, head.hidden.dtype.itemsize, accumulator(head.hidden.dtype).itemsize
+    rows, width = head.hidden.shape
+    item = head.hidden.dtype.itemsize
+    wide = accumulator(head.hidden.dtype).itemsize
     columns = _tile_width(head, backend)
     tiles = sum(shard_of(head.shard).tiles(columns)) if head.shard else -(-head.vocab_size // columns)
     table = (3 if head.entropy else 2) * tiles * _gathered_rows(head, backend) * wide
@@ -193,13 +198,14 @@ def unsharded_traffic(head: HeadRows, backend: str) -> dict[str, int]:
 
 
 def shards_are_aligned(head: HeadRows, backend: str) -> bool:
-    """Return whether every shard begins at a tile, so that log-probs have the bits of a single process."""
+    """If every shard begins at a tile, log-probs have the bits of a single process."""
     return not head.shard or shard_of(head.shard).rows % _tile_width(head, backend) == 0
 
 
 def full_cache_mib(head: HeadRows, backend: str) -> int:
     """Return the least `cache_mib` with which the exponentials of all rows fit."""
-    kernels, n = dispatch.implementation(backend), head.hidden.shape[0]
+    kernels = dispatch.implementation(backend)
+    n = head.hidden.shape[0]
     # Row blocks and tiles are padded to fewer than 65,536 rows and columns each.
     most = (n + 2**16) * (head.vocab_size + 2**16) * head.hidden.dtype.itemsize // MIB
     return bisect_left(range(most + 1), n, key=lambda mib: kernels.cache_rows(head, mib * MIB))
@@ -215,7 +221,7 @@ def passes(kept_rows: float) -> tuple[float, float]:
 
 
 def size(head: HeadRows, backend: str, cache_mib: int, full_mib: int) -> Size:
-    """Return what a cache size saves. The peak includes at most `full_mib`, the cache of all rows."""
+    """Compute passes and peak. The peak includes at most `full_mib`, the cache of all rows."""
     n = head.hidden.shape[0]
     kept = min(dispatch.implementation(backend).cache_rows(head, cache_mib * MIB), n) / n
     most = min(cache_mib, full_mib)
@@ -223,7 +229,7 @@ def size(head: HeadRows, backend: str, cache_mib: int, full_mib: int) -> Size:
 
 
 def sizes(head: HeadRows, backend: str) -> list[Size]:
-    """Return what cache sizes from 0 to that of all rows save."""
+    """Return what caches save, from no cache to one that holds all rows."""
     full = full_cache_mib(head, backend)
     return [size(head, backend, mib, full) for mib in sorted({math.ceil(share * full) for share in SHARES})]
 
@@ -258,14 +264,15 @@ class Plan:
 
 
 def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> Plan:
-    """Return the plan of a batch. Without an architecture, it is for this machine."""
+    """Plan for a GPU architecture, or for this machine if it is None."""
     device = torch.device("cuda" if torch.cuda.is_available() and architecture is None else "cpu")
     backend = "triton" if architecture else dispatch.pick_backend(Call("gspo doctor"), "auto", device)
     dtype = dtype or (torch.bfloat16 if backend == "triton" else torch.float32)
     default, source = default_cache_mib(device, architecture)
     with _assumed(architecture), FakeTensorMode():
         head, with_entropies = batch.head(dtype, device), batch.head(dtype, device, entropy=True)
-        (n, width), columns = head.hidden.shape, head.vocab_size
+        n, width = head.hidden.shape
+        columns = head.vocab_size
         of_ranks = f"a rank of TP {batch.tp} x CP {batch.cp}: " if batch.tp * batch.cp > 1 else ""
         vocab = f"{head.weight.shape[0]:,} rows of V = {batch.vocab:,}" if head.shard else f"V = {batch.vocab:,}"
         name = str(dtype).removeprefix("torch.")
@@ -286,9 +293,9 @@ def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> P
 
 
 def _assumed(architecture: str | None) -> Any:
-    """Return a context in which the Triton backend uses the block shapes of `architecture`, if any."""
+    """Make the Triton backend use the block shapes of `architecture`, if it is not None."""
     if architecture is None:
         return nullcontext()
-    from ..backends.triton.tuning import assume
+    from ...backends.triton.tuning import assume
 
     return assume(architecture)

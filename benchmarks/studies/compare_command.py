@@ -8,10 +8,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gspo_kernels.benchmarks import measure
 from gspo_kernels.extras import needs
+from gspo_kernels.tools import bench_table
 
-from . import bench_table, compare_report
+from .. import measure
+from . import compare_report
 
 with needs("gspo compare", "train", "transformers", "tokenizers"):
     from gspo_kernels.integrations.reference_trainer.config import InputError
@@ -37,7 +38,8 @@ def run(
     """
     config = config_of(task, steps)
     objectives = objectives or ("gspo,grpo" if moe else "gspo,gspo-token,grpo")
-    arms, numbers = arms_of(objectives.split(","), moe, config), parse_seeds(seeds)
+    arms = arms_of(objectives.split(","), moe, config)
+    numbers = parse_seeds(seeds)
     path = output or FOLDER / f"{'moe' if moe else 'compare'}-cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the models are too small to gain from several threads

@@ -1,7 +1,7 @@
 """What the compile gate compiles: heads and objectives that together launch every kernel with every flag.
 
 The gate (`compile_gate.py`) compiles kernels without a GPU. It runs the host code on meta tensors of a real model's
-sizes and records the launches, which are those of a run on a GPU.
+sizes and records the launches, the same ones as on a GPU.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-from ..backends.rows import Cache, HeadRows, NeedsGradient, PolicyRows
-from ..backends.triton.backward import head_backward
-from ..backends.triton.cells import cell_lists
-from ..backends.triton.forward import cache_rows, cell_shape, forward_and_keep
-from ..backends.triton.gradient_rows import gradient_rows
-from ..backends.triton.live_tiles import choose
-from ..backends.triton.logit_tile import straighten
-from ..backends.triton.sequence import policy_forward
-from ..backends.triton.sparse_backward import CellPlan, cell_backward, lists_of
-from ..backends.triton.tuning import tile_config
-from ..objective import Objective
+from ...backends.rows import Cache, HeadRows, NeedsGradient, PolicyRows
+from ...backends.triton.backward import head_backward
+from ...backends.triton.cells.backward import CellPlan, cell_backward, lists_of
+from ...backends.triton.cells.lists import cell_lists
+from ...backends.triton.forward import cache_rows, cell_shape, forward_and_keep
+from ...backends.triton.gradient_rows import gradient_rows
+from ...backends.triton.logit_tile import straighten
+from ...backends.triton.sequence import policy_forward
+from ...backends.triton.tuning import tile_config
+from ...objective import Objective
 
 # Options of `meta_head`, beyond hidden states and weights of Qwen3-8B's shape.
 _LOGIT_OPTIONS = dict(bias=True, logit_softcap=30.0, temperature=True)
@@ -118,7 +117,7 @@ def meta_head(
     logit_softcap: float | None = None,
     entropy: bool = False,
 ) -> HeadRows:
-    """Return a head on meta tensors. `rank` is that of an adapter, 0 for none."""
+    """Make a head on meta tensors. `rank`: of a LoRA adapter; 0: no adapter."""
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
@@ -162,7 +161,7 @@ def live_cells(head: HeadRows, added: bool, cached: bool = False) -> None:
 
 
 def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None, cached: bool = False) -> None:
-    """Run forward, the choice of cells, and the backward of all cells or of one.
+    """Run forward, and the backward of all cells or of one.
 
     `chunks`: number of chunks of rows; None: as many as the library makes. If `cached`, the exponentials of all rows
     are kept.
@@ -170,13 +169,14 @@ def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None
     result, kept = forward_and_keep(head, shares=True, cache=cache_of(head) if cached else None)
     cell = cell_shape(head)
     assert cell is not None
-    choose(head, result, torch.ones_like(result.log_probs), kept, cell, budget=1e-3)
-    config, device = tile_config(head, "gradient"), head.hidden.device
+    config = tile_config(head, "gradient")
+    device = head.hidden.device
     cells = torch.ones(-(-head.hidden.shape[0] // cell[0]), kept.share.shape[0], dtype=torch.bool)
     lists, _ = lists_of(head, cells.to(device), config)
     if chunks is not None:
         lists = cell_lists(cells.to(device), -(-cells.shape[0] // chunks))
-    begin, first = [[0] + [1] * lists.tiles], 0
+    begin = [[0] + [1] * lists.tiles]
+    first = 0
     for i, of_chunk in enumerate(cells.split(lists.row_blocks) if all_cells else ()):
         begin[i:] = [[first + len(of_chunk) * tile for tile in range(lists.tiles + 1)]]
         first = begin[i][-1]

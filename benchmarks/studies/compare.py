@@ -1,7 +1,7 @@
 """Train with several objectives from the same initial weights, prompts and seeds, and measure what they clip.
 
-Sampling, rewards and updates are those of the reference trainer. Every arm samples its own answers, so its clip
-fractions are those of its own training. Metrics are recorded for each update of a rollout; in the first one, the ratio
+Sampling, rewards and updates come from the reference trainer. Every arm samples its own answers and clips in its own
+training. Metrics are recorded for each update of a rollout; in the first one, the ratio
 is always 1.
 """
 
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from gspo_kernels.advantages import RunningMoments
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
@@ -24,9 +25,8 @@ from gspo_kernels.integrations.reference_trainer.policy import SORTING, Policy, 
 from gspo_kernels.integrations.reference_trainer.sampling import sample
 from gspo_kernels.integrations.reference_trainer.update import mini_batches, update, with_log_probs
 from gspo_kernels.integrations.tasks import Task, batches, task_by_name
+from gspo_kernels.objective import Objective
 
-from ..advantages import RunningMoments
-from ..objective import Objective
 from .compare_report import REPLAY
 
 Record = dict[str, Any]
@@ -59,7 +59,7 @@ def arms_of(names: Sequence[str], moe: bool, config: TrainConfig) -> dict[str, A
     With a mixture of experts, every objective is trained without and with Routing Replay.
 
     Raises:
-        InputError: a name is not that of a preset.
+        InputError: a name is not a preset.
     """
     changes: dict[str, Record] = {"grpo": {"clip_high": 0.27}, "dr_grpo": {"length_norm": config.max_new_tokens}}
     try:
@@ -106,9 +106,12 @@ def compare(arms: dict[str, Arm], seeds: Sequence[int], config: TrainConfig, moe
 
 def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Callable[[], object]) -> Record:
     """Train a policy. Return its held-out rewards, thinned curves over the rollouts, and means by update."""
-    optimizer, running = Optimizer(policy, config), RunningMoments()
+    optimizer = Optimizer(policy, config)
+    running = RunningMoments()
     prompts = batches(task.train, config.prompts_per_step, seed)
-    held_out, rewards, steps = [evaluate(config, policy, task)], [], []
+    held_out = [evaluate(config, policy, task)]
+    rewards = []
+    steps = []
     for step in range(1, config.steps + 1):
         examples = next(prompts)
         options = {"group_size": config.group_size, "max_new_tokens": config.max_new_tokens, "task": task}
@@ -154,7 +157,8 @@ def summary(runs: dict[str, list[Record]]) -> dict[str, Record]:
     """
     area = {arm: [statistics.fmean(run["held-out reward"]) for run in records] for arm, records in runs.items()}
     end = {arm: [run["held-out reward"][-1] for run in records] for arm, records in runs.items()}
-    first, result = next(iter(runs)), {}
+    first = next(iter(runs))
+    result = {}
     for arm, records in runs.items():
         without = arm.removesuffix(REPLAY)
         by_update = [record["by update"] for record in records]

@@ -16,29 +16,29 @@ MOST_RANKS = 4096  # of a process group
 
 def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, Any]]:
     """Run `gspo doctor` and print its report. Return the verdict, whether it is good, and the details for JSON."""
-    from . import doctor
+    from . import diagnosis
 
     def print_line(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
     with console.status("checking") as status:
-        diagnosis = doctor.diagnose(interpret, status.update)
-    print_line(", ".join(f"{name} {release}" for name, release in diagnosis.versions.items() if release))
-    for device in diagnosis.devices:
+        result = diagnosis.diagnose(interpret, status.update)
+    print_line(", ".join(f"{name} {release}" for name, release in result.versions.items() if release))
+    for device in result.devices:
         print_line(f"{device.name}: {device.text}")
-    for remark in diagnosis.remarks:
+    for remark in result.remarks:
         print_line(remark)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption="Error divided by allowed error; above 1 is wrong.")
     for column in ("", "verdict", "log\nprobs", "loss", "d\nhidden", "d\nweight", "wrong\nclips"):
         table.add_column(column, no_wrap=True)
-    for check in diagnosis.checks:
+    for check in result.checks:
         numbers = [*(check.ratios or dict.fromkeys(range(4))).values(), check.wrong_decisions]
         table.add_row(check.place, check.verdict, *("-" if x is None else f"{x:.2g}" for x in numbers))
     console.print(table)
-    for check in diagnosis.checks:
+    for check in result.checks:
         if check.message:
             print_line(f"{check.place}: {check.message}")
-    return diagnosis.verdict, not diagnosis.faults, asdict(diagnosis) | {"paragraph": diagnosis.paragraph}
+    return result.verdict, not result.faults, asdict(result) | {"paragraph": result.paragraph}
 
 
 def compile_kernels(
@@ -51,7 +51,7 @@ def compile_kernels(
     try:
         from triton import knobs
 
-        from ..backends.triton.tuning import ARCHITECTURES
+        from ...backends.triton.tuning import ARCHITECTURES
         from .compile_gate import survey
     except Exception as error:  # a broken Triton may raise any exception
         return f"Nothing can be compiled: {type(error).__name__}: {error}", False, {"rows": []}
@@ -69,18 +69,16 @@ def compile_kernels(
             sizes_of_head,
         )
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    columns = ("", "case", "blocks", "regis-\nters", "spilled\nbytes", "shared\nbytes", "blocks\nper SM")
-    for column in (*columns, "2-byte\naccesses", "epi-\nlogue"):
+    columns = ("", "case", "blocks", "regis-\nters", "spilled\nbytes", "shared\nbytes", "2-byte\naccesses")
+    for column in (*columns, "instruc-\ntions", "matrix in-\nstructions"):
         table.add_column(column, no_wrap=True)
-    table.add_column("instructions")
     for row in rows:
-        cells: tuple[Any, ...] = ("-",) * 7
+        cells: tuple[Any, ...] = ("-",) * 6
         if row.report:
             report = row.report
-            counts = ", ".join(f"{name} {count}" for name, count in report.instructions.items() if count)
-            sizes = (report.registers, report.spilled_bytes, report.shared_bytes)
-            epilogue = "-" if report.epilogue is None else report.epilogue
-            cells = (*sizes, report.blocks_per_multiprocessor, report.narrow_accesses, epilogue, counts)
+            resources = (report.registers, report.spilled_bytes, report.shared_bytes, report.narrow_accesses)
+            instructions = "-" if report.instructions is None else report.instructions
+            cells = (*resources, instructions, report.matrix_instructions)
         table.add_row(f"{row.architecture} {row.kernel}", row.case, row.config, *map(str, cells))
     console.print(table)
     failed = [row for row in rows if row.faults]
@@ -109,7 +107,7 @@ def memory_of(
             raise typer.BadParameter(f"expected 1 to {MOST_RANKS:,} ranks, got {number}", param_hint=option)
     if n % ranks[1]:
         raise typer.BadParameter(f"expected a divisor of N = {n:,} in --memory, got {ranks[1]}", param_hint="--cp")
-    from .doctor_checks import DTYPES
+    from .checks import DTYPES
 
     short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     name = None if dtype is None else short.get(dtype, dtype)
@@ -121,12 +119,10 @@ def memory_of(
             raise typer.BadParameter(
                 f"expected one architecture with --memory, got {', '.join(architectures)}", param_hint="--architecture"
             )
-    from . import doctor_memory
+    from . import memory
 
     architecture = architectures[0] if architectures else None
-    planned = doctor_memory.plan(
-        doctor_memory.Batch(n, width, vocab, *ranks), None if name is None else DTYPES[name], architecture
-    )
+    planned = memory.plan(memory.Batch(n, width, vocab, *ranks), None if name is None else DTYPES[name], architecture)
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for column in ("cache_mib", "rows\nkept", "passes,\ndense step", "passes,\nRL-like step", "peak, MiB,\nat most"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -154,7 +150,7 @@ def _mib(sizes: dict[str, int]) -> dict[str, float]:
 
 
 def _lines_of(planned: Any) -> list[str]:
-    """Return the lines of a `doctor_memory.Plan` below its table."""
+    """Return the lines of a `memory.Plan` below its table."""
 
     def named(sizes: dict[str, int]) -> str:
         return ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in _mib(sizes).items())
@@ -192,15 +188,15 @@ def _lines_of(planned: Any) -> list[str]:
         )
     if not planned.aligned:
         lines.append(
-            "Not all shards begin at a vocabulary tile, so log-probs may differ in the last bits from those of another "
-            f"--tp. For equal bits, pad V to a multiple of {planned.tile_width} times --tp."
+            "Not all shards begin at a vocabulary tile, so log-probs may differ in the last bits from log-probs with "
+            f"another --tp. For equal bits, pad V to a multiple of {planned.tile_width} times --tp."
         )
     return lines
 
 
 def _check_architectures(names: list[str]) -> None:
     try:
-        from ..backends.triton.tuning import ARCHITECTURES
+        from ...backends.triton.tuning import ARCHITECTURES
     except Exception as error:  # a broken Triton may raise any exception
         raise typer.BadParameter(f"Triton cannot be imported: {error}", param_hint="--architecture") from error
     if unknown := sorted(set(names) - set(ARCHITECTURES)):

@@ -1,9 +1,8 @@
-"""Write the tables of docs/scale.md: memory, bytes and operations of the head step on each rank. Nothing is measured.
+"""Make the tables of docs/scale.md: memory, bytes and operations of the head step on each rank. Nothing is measured.
 
-    PYTHONPATH=tests python -m helpers.scale    rewrites the text between <!-- counted: NAME --> and <!-- end -->
-
-All numbers follow from `gspo_kernels.tools.doctor_memory`, whose formulas tests compare with counted bytes. The last
-table also uses published rates of a GPU and of its links.
+They replace the text between `<!-- counted: NAME -->` and `<!-- end -->`. All numbers follow from
+`gspo_kernels.tools.doctor.memory`, whose formulas tests compare with counted bytes. The last table also uses published
+rates of a GPU and of its links.
 """
 
 from __future__ import annotations
@@ -14,22 +13,27 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gspo_kernels.backends.triton.tuning import assume
-from gspo_kernels.benchmarks.report.tables import percent, table
-from gspo_kernels.tools import doctor_memory
-from gspo_kernels.tools.doctor_memory import MIB, Batch
+from gspo_kernels.tools.doctor import memory as doctor_memory
+from gspo_kernels.tools.doctor.memory import MIB, Batch
 
-from .pages import DOCS
-from .predictions import CHIPS, Chip
+from ..measure import ROOT
+from .tables import percent, table
 
-PAGE, H200 = DOCS / "scale.md", CHIPS["H200"]
+PAGE = ROOT / "docs" / "scale.md"
 
 MODELS = {
     "Llama-3 8B": (4096, 128_256),
     "Llama-3 70B": (8192, 128_256),
     "Qwen3-235B-A22B": (4096, 151_936),
 }  # H, V
-TOKENS, TP, CP, ARCHITECTURE = 32_768, (1, 2, 4, 8, 16), (1, 2, 4, 8), "sm_90"
+TOKENS = 32_768
+TP = (1, 2, 4, 8, 16)
+CP = (1, 2, 4, 8)
+ARCHITECTURE = "sm_90"
 PASSES = 4  # of a step in which every token has a gradient, without a cache
+# H200 SXM datasheet: 1,979 TFLOP/s in bf16 with sparsity, 4.8 TB/s.
+PEAK = 989.5e12  # operations per second, dense
+BANDWIDTH = 4.8e12  # bytes per second
 # GB/s that a GPU receives. H200 datasheet: NVLink 900 GB/s, both directions together. InfiniBand NDR: 400 Gb/s a port.
 LINKS = {"NVLink": 450.0, "400 Gb/s": 50.0}
 BLOCK = re.compile(r"(<!-- counted: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -73,7 +77,7 @@ def totals() -> str:
     return table(("model", "TP", *(f"CP {cp}" for cp in CP)), rows)
 
 
-def limits(chip: Chip = H200) -> str:
+def limits() -> str:
     """Return what shrinks with TP and what does not, and the TP at which both take equally long."""
     header = ["model", "TP", "TFLOP", "received", "traffic", "operations per byte"]
     header += [f"share, {link}" for link in LINKS]
@@ -84,30 +88,26 @@ def limits(chip: Chip = H200) -> str:
             received = sum(x.received for x in doctor_memory.collectives(head, "triton"))
             traffic = sum(doctor_memory.unsharded_traffic(head, "triton").values())
             operations = PASSES * 2.0 * TOKENS * width * head.vocab_size
-            shares = [share(chip, operations, received, traffic, rate) for rate in LINKS.values()]
+            shares = [share(operations, received, traffic, rate) for rate in LINKS.values()]
             numbers = (f"{operations / 1e12:,.1f}", f"{received / MIB:,.0f}", f"{traffic / MIB:,.0f}")
             rows.append((name, str(tp), *numbers, f"{operations / received:,.0f}", *map(percent, shares)))
-        crossings = [str(crossing(chip, width, vocab, rate)) for rate in LINKS.values()]
+        crossings = [str(crossing(width, vocab, rate)) for rate in LINKS.values()]
         rows.append((name, "**half**", "", "", "", "", *(f"**at TP {x}**" for x in crossings)))
     return table(header, rows)
 
 
-def share(chip: Chip, operations: float, received: float, traffic: float, link: float) -> float:
+def share(operations: float, received: float, traffic: float, link: float) -> float:
     """Return the share of a step's time that does not shrink with TP, at the published rates and without overlap."""
-    products = operations / (chip.peak * 1e12)
-    others = received / (link * 1e9) + traffic / (chip.bandwidth * 1e12)
+    products = operations / PEAK
+    others = received / (link * 1e9) + traffic / BANDWIDTH
     return others / (products + others)
 
 
-def crossing(chip: Chip, width: int, vocab: int, link: float) -> int:
+def crossing(width: int, vocab: int, link: float) -> int:
     """Return the TP at which what does not shrink takes as long as the products; V is not padded."""
     head = Batch(TOKENS, width, vocab, TP[-1]).head(torch.bfloat16)
     traffic = doctor_memory.unsharded_traffic(head, "triton")
     # With many ranks, each receives the results of all tiles, a quarter of the table's traffic, and twice its d_hidden.
     others = (traffic["table"] / 4 + 2 * head.hidden.nbytes) / (link * 1e9)
-    others += sum(traffic.values()) / (chip.bandwidth * 1e12)
-    return round(PASSES * 2.0 * TOKENS * width * vocab / (chip.peak * 1e12) / others)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
+    others += sum(traffic.values()) / BANDWIDTH
+    return round(PASSES * 2.0 * TOKENS * width * vocab / PEAK / others)

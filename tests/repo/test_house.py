@@ -1,4 +1,4 @@
-"""Limits on the length of files and on the time of an import, and the contents of a wheel."""
+"""What an import costs and needs, and the contents of a wheel."""
 
 from __future__ import annotations
 
@@ -14,12 +14,6 @@ from gspo_kernels import validation
 
 PACKAGE = Path(validation.__file__).parent
 ROOT = PACKAGE.parent
-
-
-def test_source_files_have_at_most_300_lines() -> None:
-    files = [*PACKAGE.rglob("*.py"), *(ROOT / "integrations").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-    too_long = {str(f): n for f in files if (n := len(f.read_text().splitlines())) > 300}
-    assert not too_long
 
 
 def run_python(code: str, **environment: str) -> str:

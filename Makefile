@@ -7,17 +7,19 @@ demo: .venv/ready
 	$(BIN)/gspo train
 
 # Linters, the type checker, and every test that is not marked slow: 8 minutes on two cores.
-test: lint test-distributed
+test: lint
+	$(BIN)/python -m pytest -m "not slow" tests/distributed
 	$(BIN)/$(PYTEST) -m "not slow" --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed
 
 # Everything that runs without a GPU: about an hour on two cores.
-test-all: test test-slow test-benchmarks test-stub test-stub-oldest test-trainers
+test-all: test test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-trainers
 
 # Seeded faults, the compile gate of every architecture, long runs, and 200 examples of each property.
 test-slow: .venv/ready
-	$(BIN)/$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=long --ignore tests/trainers --ignore tests/benchmarks --ignore tests/stub
+	$(BIN)/$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=long \
+		--ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed --ignore tests/stub
 
-# Without xdist, because each test starts up to eight processes.
+# Sharded heads and sequences on up to eight processes. Without xdist, because all cases share one start of them.
 test-distributed: .venv/ready
 	$(BIN)/python -m pytest tests/distributed
 

@@ -92,7 +92,7 @@ SHOWN = {
     "api": "bad inputs are named, every form of input gives the same result, gspo doctor finds what is wrong",
     "backends": "interpreted Triton kernels compute what PyTorch computes, within the memory and work that is promised",
     "integrations": "Hugging Face heads, the trainers' hooks and the reference trainer compute the same loss",
-    "distributed": "sharded heads and sequences on eight processes compute what one process computes",
+    "distributed": "sharded heads and sequences on several processes compute what one process computes",
     "stub": "Triton's launcher accepts every launch on a stub of the CUDA driver",
     "trainers": "TRL, verl, DeepSpeed and Megatron train with our log-probs as with their own",
     "benchmarks": "the benchmarks run, and the published numbers are those of their results",

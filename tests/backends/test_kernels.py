@@ -14,6 +14,7 @@ import torch
 from helpers.counters import LiveBytes
 from helpers.device import DEVICE, on_device, policy_loss, to_device
 from helpers.head_rows import NEEDS, head_rows
+from helpers.marks import slow
 from helpers.oracle import DTYPES, HEADS, OBJECTIVES, assert_equals_oracle
 from helpers.relaunch import relaunch
 from helpers.samples import make_sample, run_fused
@@ -33,7 +34,7 @@ from gspo_kernels.tools import doctor_memory
 # -- block shapes of every architecture
 
 FAST = ("sm_90", "gfx942")
-ARCHITECTURES = [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in tuning.ARCHITECTURES]
+ARCHITECTURES = [x if x in FAST else slow(x) for x in tuning.ARCHITECTURES]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

@@ -2,31 +2,37 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-all quick lint test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate
+.PHONY: demo test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden
 demo: .venv/ready
 	$(BIN)/gspo train
 
-test: lint test-distributed test-stub
-	$(BIN)/$(PYTEST) --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed --ignore tests/stub
+# Linters, the type checker, and every test that is not marked slow: 8 minutes on two cores.
+test: lint
+	$(BIN)/python -m pytest -m "not slow" tests/distributed
+	$(BIN)/$(PYTEST) -m "not slow" --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed
 
-test-all: test test-benchmarks test-trainers test-stub-oldest
+# Everything that runs without a GPU: about an hour on two cores.
+test-all: test test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-trainers
 
+# Seeded faults, the compile gate of every architecture, long runs, and 200 examples of each property.
+test-slow: .venv/ready
+	$(BIN)/$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=long \
+		--ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed --ignore tests/stub
+
+# Sharded heads and sequences on up to eight processes. Without xdist, because all cases share one start of them.
 test-distributed: .venv/ready
 	$(BIN)/python -m pytest tests/distributed
 
 test-benchmarks: .venv/ready
 	$(BIN)/$(PYTEST) tests/benchmarks
 
-# Triton's launcher on a stub of the CUDA driver, with the tested and with the oldest Triton.
+# Triton's launcher on a stub of the CUDA driver, with the pinned and with the oldest supported Triton.
 test-stub: .venv/ready
 	$(BIN)/python -m pytest tests/stub
 
 test-stub-oldest: .venv/ready
 	test -d build/triton-3.6.0 || $(BIN)/pip install -q --no-deps --target build/triton-3.6.0 triton==3.6.0
 	PYTHONPATH=build/triton-3.6.0 $(BIN)/python -m pytest tests/stub
-
-quick: .venv/ready
-	$(BIN)/$(PYTEST) --quick tests/math tests/api tests/backends
 
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
@@ -36,7 +42,8 @@ lint: .venv/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl,lora,trackers]'
 	touch $@
 
-# Beside the trainers' own code, which wants environments. `build/peers/bin/gspo bench` measures all of them in one.
+# Tests against the real trainers, each in its own virtual environment. `build/peers` holds all that can share one, for
+# `build/peers/bin/gspo bench`.
 test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/verl/ready build/zero3/ready build/megatron/ready
 	$(BIN)/$(PYTEST) tests/trainers
 	build/trl-1.13.0/bin/$(PYTEST) tests/trainers/test_trl*.py
@@ -56,7 +63,7 @@ build/%/ready: pyproject.toml constraints.txt
 	build/$*/bin/pip install -q -c build/$*/constraints.txt -e $(NEEDS)
 	touch $@
 
-# The compile gate on the oldest and the newest Triton; the tested one is part of `make test`.
+# The compile gate with the oldest and the newest Triton. `make test-slow` runs it with the pinned one.
 gate: gate-3.6.0 gate-newest
 gate-%: .venv/ready
 	rm -rf build/triton-$*
@@ -64,7 +71,7 @@ gate-%: .venv/ready
 	PYTHONPATH=build/triton-$* $(BIN)/gspo doctor --compile
 
 # Rewrite the golden counts, the figures and the generated parts of README.md and docs/. Takes about 5 minutes.
-.PHONY: golden
+
 golden: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m helpers.costs --write
 	$(BIN)/python tests/backends/test_compile_gate.py

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -15,15 +16,15 @@ pytest.register_assert_rewrite("helpers")
 
 # In CI, Hypothesis always draws the same examples, so that a failure is due to the change. Elsewhere they vary.
 settings.register_profile(
-    "default",
+    "long",
     max_examples=200,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=os.environ.get("CI") == "true",
 )
-settings.register_profile("quick", settings.get_profile("default"), max_examples=10)
+settings.register_profile("default", settings.get_profile("long"), max_examples=20)
 # For a seeded fault it is enough that an example fails, so the example is not shrunk.
-settings.register_profile("fault", settings.get_profile("default"), phases=[Phase.explicit, Phase.generate])
+settings.register_profile("fault", settings.get_profile("long"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("default")
 
 
@@ -47,8 +48,6 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # shapes are so small that more threads are slower
-    if config.getoption("--quick"):
-        settings.load_profile("quick")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -87,23 +86,22 @@ def cached_memory_is_returned() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="run no slow tests, and at most two cases of a test")
+# What the tests of each folder show, printed with their number after a run.
+SHOWN = {
+    "math": "values, gradients and clip decisions equal float64 references and the trainers' formulas",
+    "api": "bad inputs are named, every form of input gives the same result, gspo doctor finds what is wrong",
+    "backends": "interpreted Triton kernels compute what PyTorch computes, within the memory and work that is promised",
+    "integrations": "Hugging Face heads, the trainers' hooks and the reference trainer compute the same loss",
+    "distributed": "sharded heads and sequences on several processes compute what one process computes",
+    "stub": "Triton's launcher accepts every launch on a stub of the CUDA driver",
+    "trainers": "TRL, verl, DeepSpeed and Megatron train with our log-probs as with their own",
+    "benchmarks": "the benchmarks run, and the published numbers are those of their results",
+    "repo": "README and docs are right, imports are few, the tests notice errors that are planted in the library",
+}
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --quick, keep no slow tests, and of other tests the first and last case (with Triton, only the last)."""
-    if not config.getoption("--quick"):
-        return
-    cases: dict[tuple[str, object], list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow") is None:
-            callspec = getattr(item, "callspec", None)
-            parameters = callspec.params if callspec else {}
-            cases.setdefault((item.nodeid.partition("[")[0], parameters.get("backend")), []).append(item)
-    kept: set[int] = set()
-    for (_, backend_name), group in cases.items():
-        # The last case often has all options. Interpreted kernels are slow, so they run only the last case.
-        kept |= {id(item) for item in (group[-1:] if backend_name == "triton" else (group[0], group[-1]))}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-    items[:] = [item for item in items if id(item) in kept]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    passed = Counter(report.nodeid.split("/")[1] for report in terminalreporter.getreports("passed"))
+    for folder, claim in SHOWN.items():
+        if passed[folder]:
+            terminalreporter.write_line(f"{passed[folder]:6,} passed: {claim}")

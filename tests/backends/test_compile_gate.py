@@ -64,6 +64,13 @@ from gspo_kernels.tools.doctor.compile_gate import survey
 rows = survey(sys.argv[1:])
 print(json.dumps([[*row[:4], row.report and row.report.__dict__, row.faults] for row in rows]))
 """
+# Only the kernels of a plain head in bf16.
+PLAIN = """
+from gspo_kernels.tools import compile_gate
+runs = compile_gate.runs
+compile_gate.SHAPES = ()
+compile_gate.runs = lambda *shape: [run for run in runs(*shape) if run[0] == "bf16"]
+"""
 
 
 def key(row: list[Any]) -> str:
@@ -92,6 +99,15 @@ def counts_of(rows: list[list[Any]]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def rows() -> list[list[Any]]:
     return compiled()
+
+
+def test_the_plain_kernels_of_sm_90_compile_as_in_the_golden_file() -> None:
+    rows = json.loads(output_of(PLAIN + SURVEY, "sm_90"))
+    assert {"forward_tile", "gradient_tile"} <= {row[1] for row in rows}
+    assert {key(row): row[5] for row in rows if row[5]} == {}
+    golden = json.loads(GOLDEN.read_text())
+    if golden["triton"] == triton.__version__:
+        assert {k: v for k, v in counts_of(rows).items() if v != golden["kernels"][k]} == {}
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def test_gradients_of_slabs_without_cells_in_some_chunks(
     with launches() as seen:
         gradients = triton_backend.head_backward(head, result, coefficient, None, NEEDS, live)
     products_of_weight = [x for x in seen if x.kernel.__name__ == "weight_product"]
-    assert len(products_of_weight) == 4 and all(x.arguments["ADD"] == (chunks == 2) for x in products_of_weight)
+    assert products_of_weight and all(x.arguments["ADD"] == (chunks == 2) for x in products_of_weight)
     chosen = Chosen(head, result, coefficient, live, cell, torch.empty(0))
     d = torch.where(kept(chosen), d_logits(chosen)[0], 0)
     for gradient, truth in zip(gradients, (d @ head.weight.double(), d.t() @ head.hidden.double()), strict=False):

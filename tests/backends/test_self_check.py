@@ -26,6 +26,7 @@ from helpers.counters import LiveBytes
 from helpers.device import DEVICE
 from helpers.faults import FAULTS
 from helpers.faults.run import is_killed
+from helpers.marks import slow
 from torch._subclasses import FakeTensorMode
 
 from gspo_kernels import linear_log_probs, policy_loss, validation
@@ -44,7 +45,7 @@ CALL = Call("test")
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_name)
+@pytest.mark.parametrize("dtype", [slow(torch.bfloat16), slow(torch.float16), torch.float32], ids=dtype_name)
 def test_correct_kernels_pass(dtype: torch.dtype) -> None:
     assert kernel_check.run_check(DEVICE, dtype, "head") is None
 

@@ -287,5 +287,5 @@ def test_bits_are_the_same_in_new_processes() -> None:
     # computes a loss with its own log-probs as old log-probs, whose ratios must be exactly 1.
     run = subprocess.run([sys.executable, "-c", FRESH, "200"], capture_output=True, text=True, timeout=10 * DEADLINE)
     seen = run.stdout.splitlines()
-    assert len(seen) == 201 and set(seen) == {seen[-1]}, run.stderr[-2000:]
+    assert len(seen) == 200 + 1 and set(seen) == {seen[-1]}, run.stderr[-2000:]
     assert seen[-1].endswith("True True [1.0, 1.0]")

@@ -40,7 +40,6 @@ def test_result_files_have_one_record_per_line(tmp_path: Path) -> None:
     text = measure.save("step", torch.device("cpu"), {"records": records}, tmp_path / "a.json").read_text()
     assert '\n   {"x": 0.333333, "y": [1, 2], "z": {"nan": null}},\n   {"x": 3.33333e-10}\n' in text
     assert json.loads(text)["suite"] == "step"
-    assert sum(len(path.read_text().splitlines()) for path in pages.RESULTS.glob("*.json")) < 2000
 
 
 @pytest.fixture

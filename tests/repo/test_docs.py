@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,12 @@ from gspo_kernels.tools.cli import app
 
 ROOT = Path(__file__).parent.parent.parent
 PARITY = (ROOT / "docs" / "parity.md").read_text()
-FEATURES = {"ROLL": 13, "blog": 6, "StateSet": 5, "review": 4}  # document -> number of its features in docs/parity.md
 
 
 def test_the_page_names_a_test_for_every_feature_of_the_documents() -> None:
     table = PARITY.partition("| document | feature |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| (\w+) \|.*\| (.+?) \|$", table, re.MULTILINE)
-    assert Counter(document for document, _ in rows) == FEATURES
+    assert {document for document, _ in rows} == {"ROLL", "blog", "StateSet", "review"}
     assert all("::test_" in tests for _, tests in rows)
 
 
@@ -44,7 +42,7 @@ def test_every_preset_is_in_the_table_of_presets() -> None:
 def test_measured_numbers_of_the_settings_page_are_on_the_benchmarks_page() -> None:
     settings, benchmarks = ((ROOT / "docs" / name).read_text() for name in ("settings.md", "benchmarks.md"))
     numbers = re.findall(r"\d\.\d\d \(\de-\d\d\)|(?<=\| )[\d.]+%(?= \|)", settings)
-    assert len(numbers) == 10 and [number for number in numbers if number not in benchmarks] == []
+    assert numbers and [number for number in numbers if number not in benchmarks] == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +62,6 @@ def test_the_command_of_the_scale_page_runs() -> None:
 
 
 def test_the_tables_of_the_scale_page_are_those_of_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(scale.BLOCK.findall(SCALE)) == 3
     assert scale.page() == SCALE, "run python -m gspo_kernels.benchmarks report"
     monkeypatch.setattr(scale.doctor_memory, "PADDED_TO", 256)
     assert scale.page() != SCALE

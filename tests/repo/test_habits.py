@@ -21,12 +21,13 @@ def test_the_commit_hooks_run_the_pinned_linter() -> None:
 
 
 def test_ci_runs_targets_of_the_makefile() -> None:
-    commands = [step["run"] for job in JOBS.values() for step in job["steps"] if "run" in step]
-    targets = [command.split()[1] for command in commands if command.startswith("make ")]
-    tests = ["lint", "quick", "test", "test-benchmarks", "test-stub", "test-trainers"]
-    assert targets == [*tests, "gate-${{", ".venv/ready"]
+    commands = [
+        re.sub(r"\$\{\{.*?\}\}", "%", step["run"]) for job in JOBS.values() for step in job["steps"] if "run" in step
+    ]
+    targets = [target for command in commands if command.startswith("make ") for target in command.split()[1:]]
+    assert {"test", "test-slow", "test-benchmarks", "test-stub", "test-trainers"} <= set(targets)
     for target in targets:
-        assert re.search(rf"^{re.escape(target.replace('${{', '%'))}:", MAKEFILE, re.MULTILINE), target
+        assert re.search(rf"^{re.escape(target)}:", MAKEFILE, re.MULTILINE), target
     assert [command for command in commands if not command.startswith("make ")] == [".venv/bin/python -m pytest -m gpu"]
     assert "inputs.gpu" in JOBS["gpu"]["if"]
 

@@ -1,4 +1,4 @@
-"""What an import takes, and what a wheel holds."""
+"""What an import costs and needs, and the contents of a wheel."""
 
 from __future__ import annotations
 

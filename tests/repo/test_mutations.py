@@ -13,6 +13,7 @@ import pytest
 from helpers.faults import FAULTS
 from helpers.faults.place import faulty_source, find
 from helpers.faults.run import is_killed, run_with_fault
+from helpers.marks import slow
 from stub.driver import COMPILER
 
 # One fault of each kind of test: formulas, interpreted kernels, sharded tensors.
@@ -34,7 +35,7 @@ def test_without_its_fault_the_test_passes(name: str, tmp_path: Path) -> None:
     assert run_with_fault(path, source, test, tmp_path) == 0
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in FAULTS])
+@pytest.mark.parametrize("name", [x if x in FAST else slow(x) for x in FAULTS])
 def test_a_seeded_fault_is_killed(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
     if fault[3].startswith("trainers/trl"):

@@ -37,10 +37,17 @@ REFUSALS = {
     "arguments": "AssertionError: reduce_rows: [(8, ",
 }
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not COMPILER, reason="needs a C compiler, as Triton does"),
-]
+pytestmark = pytest.mark.skipif(not COMPILER, reason="needs a C compiler, as Triton does")
+
+
+def test_every_launch_of_one_step_is_legal() -> None:
+    case = "bf16 budget and cache"
+    command = [sys.executable, "-m", "stub.cases", "sm_90", case]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    report = Report(**json.loads(run.stdout))
+    assert report.faults == {case: ""}
+    assert report.counts[case]["launches"] > 0 and report.counts[case]["descriptors"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +64,7 @@ def reports() -> dict[str, Report]:
     return {name: Report(**json.loads(output)) for name, (output, *_) in ended.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "case"), [(name, case) for name in RUNS for case in RUNS[name] or CASES])
 def test_every_launch_is_legal(reports: dict[str, Report], architecture: str, case: str) -> None:
     report = reports[architecture]
@@ -66,24 +74,28 @@ def test_every_launch_is_legal(reports: dict[str, Report], architecture: str, ca
     assert (report.counts[case]["descriptors"] > 0) == has_descriptors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", RUNS)
 def test_every_kernel_is_launched(reports: dict[str, Report], architecture: str) -> None:
     compiled = json.loads((TESTS / "backends" / "golden_kernels.json").read_text())["kernels"]
     assert set(reports[architecture].kernels) == {name.split(" | ")[1] for name in compiled}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_captured_step_loads_no_kernel(reports: dict[str, Report], name: str) -> None:
     """With a gradient budget, the step before computes selected cells, and the captured one computes all."""
     assert reports["sm_90"].captured[name] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", REFUSALS)
 def test_the_stub_refuses_what_a_gpu_would_refuse(reports: dict[str, Report], mistake: str) -> None:
     assert REFUSALS[mistake] in reports["sm_90"].refusals[mistake]
     assert set(reports["sm_90"].refusals) == set(REFUSALS)
 
 
+@pytest.mark.slow
 def test_the_self_check_names_kernels_that_are_wrong_or_do_not_load(reports: dict[str, Report]) -> None:
     wrong, not_loaded = reports["sm_90"].self_check
     assert wrong is not None and wrong.startswith("count_tokens, sequence_loss, finish: loss in float32: error ")

@@ -29,6 +29,8 @@ FORKS.set_forkserver_preload(
     ]
 )
 
+AROUND = ("integrations", "benchmarks")  # folders that are imported as part of gspo_kernels
+
 
 def is_killed(fault: Fault, folder: Path) -> bool:
     """Return whether the fault's test fails. pytest's output goes to `folder / "log"`.
@@ -42,16 +44,16 @@ def is_killed(fault: Fault, folder: Path) -> bool:
 def run_with_fault(fault: Fault, folder: Path) -> int | None:
     """Run the fault's test on a copy of the library that has the fault. Return pytest's exit status."""
     module, text, wrong, test = fault
-    inside = Path("integrations") if module.startswith("integrations/") else Path("gspo_kernels")
     changed = source_of(module)
     copy = folder / "gspo_kernels"
     copy.mkdir()
     overlay(ROOT / "gspo_kernels", copy, changed)
-    if inside == Path("integrations"):
-        (copy / "integrations").mkdir()
-        overlay(ROOT / "integrations", copy / "integrations", changed)
-    else:
-        (copy / "integrations").symlink_to(ROOT / "integrations")
+    for name in AROUND:
+        if module.startswith(f"{name}/"):
+            (copy / name).mkdir()
+            overlay(ROOT / name, copy / name, changed)
+        else:
+            (copy / name).symlink_to(ROOT / name)
     (copy / f"{module}.py").write_text(changed.read_text().replace(text, wrong))
     os.utime(copy / f"{module}.py", (0, 0))  # no compiled file has this time, so Python compiles the copy
     for name in ("tests", "pyproject.toml", "README.md", "constraints.txt", "docs"):
@@ -66,7 +68,7 @@ def run_with_fault(fault: Fault, folder: Path) -> int | None:
 
 def source_of(module: str) -> Path:
     """Return the source file of a module, named as in the tables of faults."""
-    return (ROOT if module.startswith("integrations/") else ROOT / "gspo_kernels") / f"{module}.py"
+    return (ROOT if module.startswith(AROUND) else ROOT / "gspo_kernels") / f"{module}.py"
 
 
 def overlay(source: Path, copy: Path, changed: Path) -> None:

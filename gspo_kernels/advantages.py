@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .groups import Groups, checked_rewards, finite, over_deviation, per_token, variance_of
 from .layout import accumulator
-from .validation import FLOATS, Call
+from .validation import FLOATS, TensorChecks
 
 BASELINES = ("mean", "leave-one-out", "none")
 SCALES = ("group", "batch", "none")
@@ -65,13 +65,13 @@ def group_advantages(
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
-    call = Call("group_advantages")
-    groups = Groups(call, rewards, group_size, group_ids)
-    call.choice("baseline", baseline, BASELINES)
-    call.choice("scale", scale, SCALES)
+    check = TensorChecks("group_advantages")
+    groups = Groups(check, rewards, group_size, group_ids)
+    check.choice("baseline", baseline, BASELINES)
+    check.choice("scale", scale, SCALES)
     if isinstance(ddof, bool) or ddof not in (0, 1):
-        call.fail("ddof", "0 or 1", ddof)
-    call.number("eps", eps, "a number >= 0", lambda x: x >= 0)
+        check.fail("ddof", "0 or 1", ddof)
+    check.number("eps", eps, "a number >= 0", lambda x: x >= 0)
     centred = groups.centred()  # [B]
     n = groups.per_reward(groups.counts)  # [B]
     advantages = centred
@@ -101,7 +101,7 @@ class RunningMoments:
 
     def update(self, rewards: Tensor) -> None:
         """Add finite rewards to the moments (T. Chan, G. Golub, R. LeVeque, "Updating formulae")."""
-        x = checked_rewards(Call("RunningMoments.update"), rewards).double()
+        x = checked_rewards(TensorChecks("RunningMoments.update"), rewards).double()
         count, mean = torch.full((), float(x.numel()), dtype=x.dtype, device=x.device), x.mean()
         variance = (x - mean).square().mean()
         if x.numel() == 0:
@@ -147,23 +147,23 @@ def normalize_rewards(
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
-    call = Call("normalize_rewards")
+    check = TensorChecks("normalize_rewards")
     running = isinstance(by, RunningMoments)
     if not running and by not in ("batch", "group"):
-        call.fail("by", "'batch', 'group' or a RunningMoments, which holds the moments of all rewards so far", by)
-    call.boolean("shift", shift)
-    call.boolean("scale", scale)
-    call.number("eps", eps, "a number >= 0", lambda x: x >= 0)
+        check.fail("by", "'batch', 'group' or a RunningMoments, which holds the moments of all rewards so far", by)
+    check.boolean("shift", shift)
+    check.boolean("scale", scale)
+    check.number("eps", eps, "a number >= 0", lambda x: x >= 0)
     for name, value in (("group_size", group_size), ("group_ids", group_ids)):
         if by != "group" and value is not None:
-            call.fail(name, "None unless by='group'", value)
+            check.fail(name, "None unless by='group'", value)
     if by == "group":
-        groups = Groups(call, rewards, group_size, group_ids)
+        groups = Groups(check, rewards, group_size, group_ids)
         centred, n = groups.centred(), groups.per_reward(groups.counts)  # [B] each
         std = (groups.per_reward(groups.sum(centred.square())) / (n - 1).clamp(min=1)).sqrt()
         x = centred if shift else groups.rewards
     else:
-        x = checked_rewards(call, rewards)
+        x = checked_rewards(check, rewards)
         if isinstance(by, RunningMoments):
             by.update(x)
             if by.mean is None:  # no reward so far
@@ -193,12 +193,12 @@ def whiten(advantages: Tensor, mask: Tensor, *, shift: bool = True, eps: float =
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
-    call = Call("whiten")
-    _mask_shape(call, mask)
+    check = TensorChecks("whiten")
+    _mask_shape(check, mask)
     unmasked = mask != 0
-    x = per_token(call, "advantages", advantages, unmasked)  # [B, T]
-    call.boolean("shift", shift)
-    call.number("eps", eps, "a number >= 0", lambda v: v >= 0)
+    x = per_token(check, "advantages", advantages, unmasked)  # [B, T]
+    check.boolean("shift", shift)
+    check.number("eps", eps, "a number >= 0", lambda v: v >= 0)
     n = unmasked.sum().clamp(min=1)
     centred = torch.where(unmasked, x, 0).double()
     mean = centred.sum() / n
@@ -238,22 +238,22 @@ def token_returns(
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
-    call = Call("token_returns")
-    shape = _mask_shape(call, mask)
-    rewards = checked_rewards(call, rewards, shape[0])
-    call.number("kl_coef", kl_coef, "a number >= 0", lambda x: x >= 0)
-    call.number("gamma", gamma, "a number from 0 to 1", lambda x: 0 <= x <= 1)
+    check = TensorChecks("token_returns")
+    shape = _mask_shape(check, mask)
+    rewards = checked_rewards(check, rewards, shape[0])
+    check.number("kl_coef", kl_coef, "a number >= 0", lambda x: x >= 0)
+    check.number("gamma", gamma, "a number from 0 to 1", lambda x: 0 <= x <= 1)
     if reward_clip is not None:
-        call.number("reward_clip", reward_clip, "a number > 0, or None", lambda x: x > 0)
+        check.number("reward_clip", reward_clip, "a number > 0, or None", lambda x: x > 0)
     unmasked = mask != 0
     last = unmasked & (unmasked.flip(1).cumsum(1).flip(1) == 1)  # [B, T]: the last unmasked token of each sequence
     returns = torch.where(last, rewards[:, None], 0)  # [B, T]
     if kl is not None:
-        call.tensor("kl", kl, dtypes=FLOATS, shapes=[shape], shape_text=lambda: f"{list(shape)}")
-        kl = finite(call, "kl", kl.to(rewards.dtype), "finite where mask is true", unmasked)
+        check.tensor("kl", kl, dtypes=FLOATS, shapes=[shape], shape_text=lambda: f"{list(shape)}")
+        kl = finite(check, "kl", kl.to(rewards.dtype), "finite where mask is true", unmasked)
         returns = returns - torch.where(unmasked, kl_coef * kl, 0)
     elif kl_coef > 0:
-        call.fail("kl", "a tensor [B, T] for kl_coef > 0", None)
+        check.fail("kl", "a tensor [B, T] for kl_coef > 0", None)
     if reward_clip is not None:
         returns = returns.clamp(-reward_clip, reward_clip)
     step = 1
@@ -276,19 +276,19 @@ def turn_advantages(advantages: Tensor, turn_ids: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
-    call = Call("turn_advantages")
-    call.tensor("advantages", advantages, dtypes=FLOATS, shapes=[(None, None)], shape_text="[B, K]")
+    check = TensorChecks("turn_advantages")
+    check.tensor("advantages", advantages, dtypes=FLOATS, shapes=[(None, None)], shape_text="[B, K]")
     shape, text = (advantages.shape[0], None), "[B, T] with the B of advantages"
-    call.tensor("turn_ids", turn_ids, dtypes=(torch.int64,), shapes=[shape], shape_text=text)
+    check.tensor("turn_ids", turn_ids, dtypes=(torch.int64,), shapes=[shape], shape_text=text)
     turns = advantages.shape[1]
     inside = (turn_ids >= 0) & (turn_ids < turns)
     x = advantages.to(accumulator(advantages.dtype))
     x = torch.cat([x, x.new_zeros(x.shape[0], 1)], 1)  # [B, K + 1]: the last column is for tokens outside all turns
     x = x.gather(1, torch.where(inside, turn_ids, turns))
-    return finite(call, "advantages", x, "finite in turns with tokens")
+    return finite(check, "advantages", x, "finite in turns with tokens")
 
 
-def _mask_shape(call: Call, mask: Any) -> tuple[int, int]:
+def _mask_shape(check: TensorChecks, mask: Any) -> tuple[int, int]:
     """Check a mask [B, T] and return (B, T)."""
-    call.mask(mask, shapes=[(None, None)], shape_text="[B, T]")
+    check.mask(mask, shapes=[(None, None)], shape_text="[B, T]")
     return mask.shape[0], mask.shape[1]

@@ -17,7 +17,7 @@ from .objective import Objective
 from .ops import loss as operators
 from .outputs import LossOutput, loss_output
 from .ranks.agreement import process_group, same_on_all_ranks, vocabulary_group
-from .validation import Call
+from .validation import TensorChecks
 
 
 def gspo_fused_loss(
@@ -117,10 +117,10 @@ def gspo_fused_loss(
             inside GPU tensors raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts them, and the loss is
             NaN if there are any.
     """
-    call = Call("gspo_fused_loss")
+    check = TensorChecks("gspo_fused_loss")
     weight = weight_of(lm_head) if isinstance(lm_head, nn.Module) else lm_head
-    tp_group = vocabulary_group(call, weight, tp_group)
-    cp_group = process_group(call, "cp_group", cp_group)
+    tp_group = vocabulary_group(check, weight, tp_group)
+    cp_group = process_group(check, "cp_group", cp_group)
     has_bonus = isinstance(objective, Objective) and objective.entropy_coef != 0
     head_arguments = HeadArguments(
         hidden,
@@ -150,16 +150,16 @@ def gspo_fused_loss(
         cp_group,
     )
 
-    with same_on_all_ranks(call, {"tp_group": tp_group, "cp_group": cp_group}, hidden) as compared:
-        check_budget(call, gradient_budget)
-        call.boolean("entropy", entropy)
+    with same_on_all_ranks(check, {"tp_group": tp_group, "cp_group": cp_group}, hidden) as compared:
+        check_budget(check, gradient_budget)
+        check.boolean("entropy", entropy)
         if has_bonus and gradient_budget > 0:
-            call.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
-        head = head_rows(call, head_arguments)
+            check.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
+        head = head_rows(check, head_arguments)
         unmasked = head.rows.mask.view(target_ids.shape)
-        policy = policy_rows(call, policy_arguments, unmasked, accumulator(head.rows.hidden.dtype))
+        policy = policy_rows(check, policy_arguments, unmasked, accumulator(head.rows.hidden.dtype))
         needs = needed_by_autograd(head.rows)
-        cache = cache_limit(call, cache_mib, head.rows.hidden.device, any(needs))
+        cache = cache_limit(check, cache_mib, head.rows.hidden.device, any(needs))
         if compared is not None:
             compared.update(head_values(head_arguments, head, cache_mib, cache, gradient_budget))
             compared.update(policy_values(policy_arguments, policy, unmasked))

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from .layout import accumulator, segment_sum
-from .validation import FLOATS, Call, Unquoted, up_to_five
+from .validation import FLOATS, TensorChecks, Unquoted, up_to_five
 
 
 class Groups:
     """Rewards [B] and the group of each reward. A group's rewards are added in fp64, in the order of the batch."""
 
-    def __init__(self, call: Call, rewards: Tensor, group_size: Any, group_ids: Any) -> None:
-        rewards = checked_rewards(call, rewards)
+    def __init__(self, check: TensorChecks, rewards: Tensor, group_size: Any, group_ids: Any) -> None:
+        rewards = checked_rewards(check, rewards)
         batch = rewards.shape[0]
         if (group_size is None) == (group_ids is None):
             got = Unquoted("both" if group_ids is not None else "neither")
-            call.fail("group_size", "given if and only if group_ids is not", got)
+            check.fail("group_size", "given if and only if group_ids is not", got)
         if group_ids is not None:
-            call.tensor(
+            check.tensor(
                 "group_ids",
                 group_ids,
                 dtypes=(torch.int64, torch.int32),
@@ -34,9 +34,9 @@ class Groups:
             )
         else:
             if isinstance(group_size, bool) or not isinstance(group_size, int):
-                call.fail("group_size", "an int", group_size, TypeError)
+                check.fail("group_size", "an int", group_size, TypeError)
             if group_size < 1 or batch % group_size:
-                call.fail("group_size", f">= 1 and a divisor of the {batch} rewards", group_size)
+                check.fail("group_size", f">= 1 and a divisor of the {batch} rewards", group_size)
             group_ids = torch.arange(batch, device=rewards.device) // group_size
         # The host does not know the number of groups. So tensors over groups have length B, and groups past the last
         # are empty.
@@ -70,31 +70,31 @@ class Groups:
         return torch.where(self.per_reward(smallest == largest), 0, self.rewards - self.per_reward(mean))
 
 
-def checked_rewards(call: Call, rewards: Any, batch: int | None = None) -> Tensor:
+def checked_rewards(check: TensorChecks, rewards: Any, batch: int | None = None) -> Tensor:
     """Check that rewards are finite and a floating-point tensor [B]. If `batch` is not None, B must equal it.
 
     Return them in fp32 or fp64. Infinite rewards that raise no error become NaN, because all advantages of a group of
     rewards inf would be 0.
     """
     text = "[B]" if batch is None else f"[{batch}]"
-    call.tensor("rewards", rewards, dtypes=FLOATS, shapes=[(batch,)], shape_text=text)
-    return finite(call, "rewards", rewards.to(accumulator(rewards.dtype)), "finite")
+    check.tensor("rewards", rewards, dtypes=FLOATS, shapes=[(batch,)], shape_text=text)
+    return finite(check, "rewards", rewards.to(accumulator(rewards.dtype)), "finite")
 
 
-def finite(call: Call, name: str, x: Tensor, expected: str, where: Tensor | None = None) -> Tensor:
+def finite(check: TensorChecks, name: str, x: Tensor, expected: str, where: Tensor | None = None) -> Tensor:
     """Check that `x` is finite, or only where `where` is true. Return it with NaN instead of inf."""
     wrong = ~x.isfinite() if where is None else where & ~x.isfinite()
-    call.flag(name, wrong, expected, lambda: up_to_five(x[wrong]))
+    check.flag(name, wrong, expected, lambda: up_to_five(x[wrong]))
     return torch.where(wrong, torch.nan, x)
 
 
-def per_token(call: Call, name: str, x: Any, unmasked: Tensor) -> Tensor:
+def per_token(check: TensorChecks, name: str, x: Any, unmasked: Tensor) -> Tensor:
     """Check values per sequence or per token and return them as [B, T]."""
     batch, shape = len(unmasked), unmasked.shape
     text = f"[{batch}], [{batch}, 1] or {list(shape)}"
-    call.tensor(name, x, dtypes=FLOATS, shapes=[(batch,), (batch, 1), shape], shape_text=text)
+    check.tensor(name, x, dtypes=FLOATS, shapes=[(batch,), (batch, 1), shape], shape_text=text)
     x = (x[:, None] if x.ndim == 1 else x).to(accumulator(x.dtype)).expand(shape)
-    return finite(call, name, x, "finite where mask is true", unmasked)
+    return finite(check, name, x, "finite where mask is true", unmasked)
 
 
 def variance_of(x: Tensor, ddof: int) -> Tensor:

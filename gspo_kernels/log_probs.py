@@ -16,7 +16,7 @@ from .inputs.lm_head import weight_of
 from .ops import head as operators
 from .outputs import LogProbOutput
 from .ranks.agreement import same_on_all_ranks, vocabulary_group
-from .validation import Call
+from .validation import TensorChecks
 
 
 def linear_log_probs(
@@ -85,9 +85,9 @@ def linear_log_probs(
         ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
             inside GPU tensors raise only if GSPO_CHECK=1. Otherwise an id out of range gives the log-prob NaN.
     """
-    call = Call("linear_log_probs")
+    check = TensorChecks("linear_log_probs")
     weight = weight_of(lm_head) if isinstance(lm_head, nn.Module) else lm_head
-    tp_group = vocabulary_group(call, weight, tp_group)
+    tp_group = vocabulary_group(check, weight, tp_group)
     arguments = HeadArguments(
         hidden,
         lm_head,
@@ -104,11 +104,11 @@ def linear_log_probs(
         reduce_hidden,
     )
 
-    with same_on_all_ranks(call, {"tp_group": tp_group}, hidden) as compared:
-        check_budget(call, gradient_budget)
-        head = head_rows(call, arguments)
+    with same_on_all_ranks(check, {"tp_group": tp_group}, hidden) as compared:
+        check_budget(check, gradient_budget)
+        head = head_rows(check, arguments)
         needs = needed_by_autograd(head.rows)
-        cache = cache_limit(call, cache_mib, head.rows.hidden.device, any(needs))
+        cache = cache_limit(check, cache_mib, head.rows.hidden.device, any(needs))
         if compared is not None:
             compared.update(head_values(arguments, head, cache_mib, cache, gradient_budget))
 

@@ -132,7 +132,7 @@ class Objective:
         self._warn(stacklevel=5)  # the warning names the line that constructs the Objective
 
     def _check(self) -> None:
-        check = validation.Field("Objective")
+        check = validation.Checks("Objective")
         check.choice("ratio", self.ratio, RATIOS)
         check.choice("surrogate", self.surrogate, SURROGATES)
         check.choice("aggregation", self.aggregation, AGGREGATIONS)
@@ -198,10 +198,10 @@ class Objective:
         Names: gspo, gspo-token, grpo, dapo, bnpo, dr_grpo (which needs `length_norm`), luspo, cispo, sapo, gmpo,
         reinforce. docs/parity.md lists the objectives of each trainer.
         """
-        validation.Field("Objective.preset").choice("name", name, tuple(_PRESETS))
+        validation.Checks("Objective.preset").choice("name", name, tuple(_PRESETS))
         known = {f.name for f in fields(cls)}
         for key in changes:
-            validation.Field("Objective.preset").choice("field", key, tuple(sorted(known)))
+            validation.Checks("Objective.preset").choice("field", key, tuple(sorted(known)))
         values = {**_PRESETS[name], **changes}
         objective = object.__new__(cls)
         for f in fields(cls):

@@ -15,7 +15,7 @@ from .objective import Objective
 from .ops import loss as operators
 from .outputs import LossOutput, loss_output
 from .ranks.agreement import process_group, same_on_all_ranks
-from .validation import Call
+from .validation import TensorChecks
 
 
 def policy_loss(
@@ -86,8 +86,8 @@ def policy_loss(
             inside GPU tensors raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts them, and the loss is
             NaN if there are any.
     """
-    call = Call("policy_loss")
-    cp_group = process_group(call, "cp_group", cp_group)
+    check = TensorChecks("policy_loss")
+    cp_group = process_group(check, "cp_group", cp_group)
     arguments = PolicyArguments(
         advantages,
         cu_seqlens,
@@ -101,21 +101,23 @@ def policy_loss(
         cp_group,
     )
 
-    with same_on_all_ranks(call, {"cp_group": cp_group}, log_probs) as compared:
+    with same_on_all_ranks(check, {"cp_group": cp_group}, log_probs) as compared:
         packed = cu_seqlens is not None
         text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
-        call.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
-        unmasked = token_mask(call, mask, log_probs, log_probs.device)
-        call.sign("log_probs", log_probs.detach(), unmasked)
+        check.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
+        unmasked = token_mask(check, mask, log_probs, log_probs.device)
+        check.sign("log_probs", log_probs.detach(), unmasked)
         if entropy is not None:
             shapes, device = [log_probs.shape], log_probs.device
-            call.log_probs("entropy", entropy, shapes=shapes, shape_text="like log_probs", device=device)
+            check.log_probs("entropy", entropy, shapes=shapes, shape_text="like log_probs", device=device)
             entropy = entropy.to(log_probs.dtype)
-            call.sign("entropy", entropy.detach(), unmasked, positive=True)
-        policy = policy_rows(call, arguments, unmasked, log_probs.dtype)  # it counts the values that are invalid so far
+            check.sign("entropy", entropy.detach(), unmasked, positive=True)
+        policy = policy_rows(
+            check, arguments, unmasked, log_probs.dtype
+        )  # it counts the values that are invalid so far
         if entropy is None and objective.entropy_coef != 0:
-            call.fail("entropy", "given, because objective.entropy_coef is not 0", None)
-        backend = pick_backend(call, backend, log_probs.device, log_probs.dtype, "loss")
+            check.fail("entropy", "given, because objective.entropy_coef is not 0", None)
+        backend = pick_backend(check, backend, log_probs.device, log_probs.dtype, "loss")
         if compared is not None:
             compared.update(policy_values(arguments, policy, unmasked))
             needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (log_probs, entropy)]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, packed_layout, padded_layout, segment_sum
-from .validation import FLOATS, LARGEST, Call, Field, up_to_five, valid_bound
+from .validation import FLOATS, LARGEST, Checks, TensorChecks, up_to_five, valid_bound
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")
@@ -43,7 +43,7 @@ class RolloutCorrection:
     high: float = 2.0
 
     def __post_init__(self) -> None:
-        low, high = _bounds(Field("RolloutCorrection"), self.level, self.mode, self.low, self.high)
+        low, high = _bounds(Checks("RolloutCorrection"), self.level, self.mode, self.low, self.high)
         object.__setattr__(self, "low", low)
         object.__setattr__(self, "high", high)
 
@@ -96,22 +96,22 @@ def importance_weights(
         ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
             in mask and cu_seqlens on a GPU raise only if GSPO_CHECK=1. Otherwise they make all weights NaN.
     """
-    call = Call("importance_weights")
-    layout, unmasked = _layout(call, mask, cu_seqlens)
+    check = TensorChecks("importance_weights")
+    layout, unmasked = _layout(check, mask, cu_seqlens)
     log_probs = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
-    difference = _difference(call, layout, unmasked, **log_probs)
-    low, high = _bounds(call, level, mode, low, high)
+    difference = _difference(check, layout, unmasked, **log_probs)
+    low, high = _bounds(check, level, mode, low, high)
     for name, x in log_probs.items():
-        call.sign(name, x.detach().reshape(-1), unmasked)
-    return _weigh(layout, unmasked, difference, RolloutCorrection(level, mode, low, high), call.invalid(mask.device))
+        check.sign(name, x.detach().reshape(-1), unmasked)
+    return _weigh(layout, unmasked, difference, RolloutCorrection(level, mode, low, high), check.invalid(mask.device))
 
 
 def rollout_weights(
-    call: Call, layout: Layout, unmasked: Tensor, old: Tensor, rollout: Tensor, correction: RolloutCorrection
+    check: TensorChecks, layout: Layout, unmasked: Tensor, old: Tensor, rollout: Tensor, correction: RolloutCorrection
 ) -> Correction:
     """Run `importance_weights` for a loss that has checked its mask, `unmasked` [N] bool, and its offsets."""
-    difference = _difference(call, layout, unmasked, old_log_probs=old, rollout_log_probs=rollout)
-    call.sign("rollout_log_probs", rollout.detach().reshape(-1), unmasked)
+    difference = _difference(check, layout, unmasked, old_log_probs=old, rollout_log_probs=rollout)
+    check.sign("rollout_log_probs", rollout.detach().reshape(-1), unmasked)
     return _weigh(layout, unmasked, difference, correction, unmasked.new_zeros((), dtype=torch.int64))
 
 
@@ -169,25 +169,25 @@ def off_policy_mask(
     Raises:
         ValueError, TypeError: as in `importance_weights`, and if an advantage is not finite where `mask` is true.
     """
-    call = Call("off_policy_mask")
-    layout, unmasked = _layout(call, mask, cu_seqlens)
+    check = TensorChecks("off_policy_mask")
+    layout, unmasked = _layout(check, mask, cu_seqlens)
     checked = {"log_probs": log_probs, "rollout_log_probs": rollout_log_probs}
-    difference = _difference(call, layout, unmasked, **checked)
-    call.number("threshold", threshold, "a number >= 0", lambda x: x >= 0)
+    difference = _difference(check, layout, unmasked, **checked)
+    check.number("threshold", threshold, "a number >= 0", lambda x: x >= 0)
     for name, x in checked.items():
-        call.sign(name, x.detach().reshape(-1), unmasked)
+        check.sign(name, x.detach().reshape(-1), unmasked)
     sequences = layout.sequences
     shapes = [(sequences,), (sequences, 1), layout.shape] if layout.padded else [(sequences,), layout.shape]
     text = f"[{sequences}] or one per token"
-    call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=mask.device)
+    check.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=mask.device)
     per_row = layout.per_row(advantages.detach())
     wrong = unmasked & ~per_row.isfinite()
-    call.flag("advantages", wrong, "finite where mask is true", lambda: up_to_five(per_row[wrong]))
+    check.flag("advantages", wrong, "finite where mask is true", lambda: up_to_five(per_row[wrong]))
     far = -_reduce_sequences(difference, unmasked, layout, mean=True) > threshold  # [N] bool
     dropped = far & (per_row < 0) & unmasked
     weights = torch.where(unmasked & ~dropped, 1.0, 0.0).to(difference.dtype)
     share = dropped.sum() / unmasked.sum().clamp(min=1)
-    return _correction(layout, weights, {"masked_share": share.to(difference.dtype)}, call.invalid(mask.device))
+    return _correction(layout, weights, {"masked_share": share.to(difference.dtype)}, check.invalid(mask.device))
 
 
 def _k3(difference: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def _k3(difference: Tensor) -> Tensor:
     return torch.where(difference.isposinf(), difference, torch.expm1(difference) - difference)
 
 
-def _bounds(check: Field, level: str, mode: str, low: float, high: float) -> tuple[float, float]:
+def _bounds(check: Checks, level: str, mode: str, low: float, high: float) -> tuple[float, float]:
     """Check the settings of a correction and return (low, high) as floats."""
     check.choice("level", level, LEVELS)
     check.choice("mode", mode, MODES)
@@ -204,14 +204,14 @@ def _bounds(check: Field, level: str, mode: str, low: float, high: float) -> tup
     return low, check.number("high", high, expected, lambda x: x >= low and valid_bound(x))
 
 
-def _layout(call: Call, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
+def _layout(check: TensorChecks, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
     """Return the layout, and the mask as bool [N]."""
     shape, text = ((None, None), "[B, T]") if cu_seqlens is None else ((None,), "[N], with cu_seqlens")
-    unmasked = call.mask(mask, shapes=[shape], shape_text=text)
+    unmasked = check.mask(mask, shapes=[shape], shape_text=text)
     if cu_seqlens is None:
         layout = padded_layout((mask.shape[0], mask.shape[1]), mask.device)
     else:
-        call.offsets(cu_seqlens, mask.shape[0], mask.device)
+        check.offsets(cu_seqlens, mask.shape[0], mask.device)
         layout = packed_layout(mask.shape[0], cu_seqlens)
     return layout, unmasked.reshape(-1)
 
@@ -221,11 +221,11 @@ def _correction(layout: Layout, weights: Tensor, metrics: dict[str, Tensor], inv
     return Correction(torch.where(invalid > 0, torch.nan, weights).view(layout.shape), metrics)
 
 
-def _difference(call: Call, layout: Layout, unmasked: Tensor, **log_probs: Tensor) -> Tensor:
+def _difference(check: TensorChecks, layout: Layout, unmasked: Tensor, **log_probs: Tensor) -> Tensor:
     """Check two tensors of log-probs and return the first minus the second, [N], 0 where masked."""
     for name, x in log_probs.items():
         text = f"{list(layout.shape)}, one per token"
-        call.log_probs(name, x, shapes=[layout.shape], shape_text=text, device=unmasked.device)
+        check.log_probs(name, x, shapes=[layout.shape], shape_text=text, device=unmasked.device)
     first, second = (x.detach().reshape(-1) for x in log_probs.values())
     return torch.where(unmasked, first - second, 0)
 

@@ -80,12 +80,12 @@ def warn_once(text: str, stacklevel: int, kind: str = "") -> None:
         warnings.warn(text, stacklevel=stacklevel)
 
 
-class Field:
+class Checks:
     """Checks of plain values. Messages begin with `place`, the function or class that received the value."""
 
     def __init__(self, place: str) -> None:
         self.place = place
-        self._wrong: list[Tensor] = []  # bool, for `Call.invalid`
+        self._wrong: list[Tensor] = []  # bool, for `TensorChecks.invalid`
         self._raises: bool | None = None  # whether bad values raise errors; None before the first check of values
 
     def fail(self, name: str, expected: Text, got: object, error: type[Exception] = ValueError) -> NoReturn:
@@ -115,7 +115,7 @@ class Field:
         return float(value)
 
 
-class Call(Field):
+class TensorChecks(Checks):
     """Checks of the arguments of one public call. Messages describe tensors by shape and never print them."""
 
     def tensor(

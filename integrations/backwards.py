@@ -11,7 +11,7 @@ from torch import Tensor
 from gspo_kernels.backends.dispatch import backend_variable, pick_backend, triton_obstacle
 from gspo_kernels.backends.workspace import CACHE_SHARE, cache_limit, check_budget, check_cache
 from gspo_kernels.metrics import last_backward
-from gspo_kernels.validation import Call, Field
+from gspo_kernels.validation import Checks, TensorChecks
 
 METRICS = ("passes", "dropped_gradient_mass", "live_row_share")  # logged as gspo/passes, ...
 
@@ -28,8 +28,8 @@ class BackwardSettings(NamedTuple):
         Raises:
             ValueError, TypeError: the message begins with `place`, the function or class that received the values.
         """
-        check_budget(Field(place), self.gradient_budget)
-        check_cache(Field(place), self.cache_mib)
+        check_budget(Checks(place), self.gradient_budget)
+        check_cache(Checks(place), self.cache_mib)
 
     def describe(self, device: torch.device) -> str:
         """Describe the settings in one line, with the default of `cache_mib` on `device` if it is not set."""
@@ -37,7 +37,7 @@ class BackwardSettings(NamedTuple):
         if source == "default" and device.type == "cuda":
             source += f", 1/{CACHE_SHARE} of the GPU's memory"
         source = f" ({source})" if self.cache_mib is None else ""
-        mib = cache_limit(Field("cache_mib"), self.cache_mib, device) / 2**20
+        mib = cache_limit(Checks("cache_mib"), self.cache_mib, device) / 2**20
         return f"gradient_budget={self.gradient_budget:g}, cache_mib={mib:g}{source}"
 
 
@@ -76,7 +76,7 @@ def describe_backend(place: str, device: torch.device, dtype: torch.dtype) -> st
 
     This may run the self-check of the kernels.
     """
-    name = pick_backend(Call(place), "auto", device, dtype)
+    name = pick_backend(TensorChecks(place), "auto", device, dtype)
     why = ""
     if backend_variable() != "auto":
         why = " (GSPO_BACKEND)"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..objective import Objective
-from ..validation import Call
+from ..validation import TensorChecks
 from . import self_check
 from . import torch as torch_backend
 from .live_tiles import Work
@@ -103,19 +103,19 @@ def implementation(backend: str) -> Backend:
 
 
 def pick_backend(
-    call: Call, backend: str, device: torch.device, dtype: torch.dtype | None = None, subject: str = "head"
+    check: TensorChecks, backend: str, device: torch.device, dtype: torch.dtype | None = None, subject: str = "head"
 ) -> str:
     """Return the name of the backend that runs on `device`. If `backend` names one that cannot run, raise an error.
 
     Args:
-        call: names the public function in error messages.
+        check: names the public function in error messages.
         backend: "torch", "triton", or "auto", which the environment variable GSPO_BACKEND may replace.
         device: of the arguments.
         dtype: of hidden states and head or, for "loss", of log-probs. The first use of the Triton kernels on an
             accelerator checks them in this dtype. None: nothing is checked, and the kernels are assumed to be right.
         subject: which kernels to check, "head" or "loss".
     """
-    call.choice("backend", backend, BACKENDS)
+    check.choice("backend", backend, BACKENDS)
     if backend == "auto":
         backend = backend_variable()
     # On a CPU the kernels would be interpreted, which is for tests only.
@@ -125,7 +125,7 @@ def pick_backend(
     if obstacle is None and device.type != "cpu" and dtype is not None:
         obstacle = self_check.obstacle(backend, device, dtype, subject, torch.compiler.is_compiling())
     if backend == "triton" and obstacle:
-        call.fail("backend", f"'torch' or 'auto' on {device}, because {obstacle}", backend)
+        check.fail("backend", f"'torch' or 'auto' on {device}, because {obstacle}", backend)
     return "torch" if obstacle else "triton"
 
 

@@ -6,28 +6,28 @@ import os
 
 import torch
 
-from ..validation import Field
+from ..validation import Checks
 
 DEFAULT_WORKSPACE = 256 * 2**20  # bytes
 LARGEST_MIB = 2**40  # so that the number of bytes fits int64
 CACHE_SHARE = 64  # by default, the cache is this fraction of a GPU's memory: 1/64
 
 
-def check_budget(call: Field, gradient_budget: float) -> None:
+def check_budget(check: Checks, gradient_budget: float) -> None:
     """Check that the budget is a number from 0 to below 1."""
-    call.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
+    check.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
 
 
-def check_cache(call: Field, cache_mib: float | None) -> None:
+def check_cache(check: Checks, cache_mib: float | None) -> None:
     """Check `cache_mib`; if it is None, the environment variable GSPO_CACHE_MIB."""
     if cache_mib is None:
         cache_variable()
     else:
         expected = f"a number of MiB from 0 to {LARGEST_MIB}, or None for the default"
-        call.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= LARGEST_MIB)
+        check.number("cache_mib", cache_mib, expected, lambda x: 0 <= x <= LARGEST_MIB)
 
 
-def cache_limit(call: Field, cache_mib: float | None, device: torch.device, has_backward: bool = True) -> int:
+def cache_limit(check: Checks, cache_mib: float | None, device: torch.device, has_backward: bool = True) -> int:
     """Check `cache_mib`, and return the memory for exponentials in bytes: 0 without a backward.
 
     None means the default on `device`.
@@ -35,7 +35,7 @@ def cache_limit(call: Field, cache_mib: float | None, device: torch.device, has_
     if cache_mib is None:
         size = cache_bytes(device)
     else:
-        check_cache(call, cache_mib)
+        check_cache(check, cache_mib)
         size = int(float(cache_mib) * 2**20)
     return size if has_backward else 0
 

@@ -15,7 +15,7 @@ from ..layout import accumulator
 from ..ranks.collectives import sum_gradient
 from ..ranks.dtensors import local_hidden, local_rows
 from ..ranks.shards import Shard, columns_over, shard_over
-from ..validation import FLOATS, Call, Unquoted, is_dtensor, positive, up_to_five
+from ..validation import FLOATS, TensorChecks, Unquoted, is_dtensor, positive, up_to_five
 from .lm_head import Head, resolve, weight_of
 
 
@@ -44,30 +44,30 @@ class HeadInputs(NamedTuple):
     backend: str  # "torch" or "triton"
 
 
-def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
-    """Check, cast and flatten the arguments. `call` names the public function in error messages."""
+def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
+    """Check, cast and flatten the arguments. `check` names the public function in error messages."""
     target_ids = arguments.target_ids
     tp_group = arguments.tp_group
     hidden = arguments.hidden
     sums_gradient = not is_dtensor(hidden)  # the model sums the gradient of a DTensor
     if is_dtensor(hidden):
-        hidden = local_hidden(call, hidden, tp_group)
-    call.choice("reduce_hidden", arguments.reduce_hidden, ("all", "none"))
+        hidden = local_hidden(check, hidden, tp_group)
+    check.choice("reduce_hidden", arguments.reduce_hidden, ("all", "none"))
     text = "[B, T, H] or [N, H]"
-    call.tensor("hidden", hidden, dtypes=FLOATS, shapes=[(None, None, None), (None, None)], shape_text=text)
+    check.tensor("hidden", hidden, dtypes=FLOATS, shapes=[(None, None, None), (None, None)], shape_text=text)
     shape, device = hidden.shape[:-1], hidden.device
     like_hidden = lambda: f"{list(shape)} like hidden"  # noqa: E731
-    call.tensor("target_ids", target_ids, dtypes=[torch.int64], shapes=[shape], shape_text=like_hidden, device=device)
-    mask = token_mask(call, arguments.mask, target_ids, device)
-    call.boolean("entropy", arguments.entropy)
+    check.tensor("target_ids", target_ids, dtypes=[torch.int64], shapes=[shape], shape_text=like_hidden, device=device)
+    mask = token_mask(check, arguments.mask, target_ids, device)
+    check.boolean("entropy", arguments.entropy)
     if hidden.shape[-1] == 0:
-        call.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", hidden)
+        check.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", hidden)
     rows = hidden.flatten(0, -2)  # [N, H]
     if tp_group is not None and sums_gradient and arguments.reduce_hidden == "all":
         rows = sum_gradient(rows, tp_group)
     lm_head, bias = arguments.lm_head, arguments.bias
     if isinstance(lm_head, nn.Module):
-        head = resolve(call, lm_head, bias, rows, mask.reshape(-1), tp_group)
+        head = resolve(check, lm_head, bias, rows, mask.reshape(-1), tp_group)
         whole_weight = weight_of(lm_head)
     else:
         head = Head(
@@ -76,14 +76,14 @@ def head_rows(call: Call, arguments: HeadArguments) -> HeadInputs:
         )
         whole_weight = lm_head
     rows, weight, bias = _autocast(rows, head.weight, head.bias)
-    call.head(weight, bias, rows)
-    backend = pick_backend(call, arguments.backend, device, rows.dtype)
+    check.head(weight, bias, rows)
+    backend = pick_backend(check, arguments.backend, device, rows.dtype)
     softcap, vocab_size = arguments.logit_softcap, arguments.vocab_size
     columns = weight.shape[0] if tp_group is None else columns_over(tp_group, whole_weight)
-    call.logit_options(arguments.logit_scale, softcap, vocab_size, columns)
+    check.logit_options(arguments.logit_scale, softcap, vocab_size, columns)
     columns = columns if vocab_size is None else int(vocab_size)
-    _check_ids(call, target_ids, mask, columns)
-    temperature = _temperature(call, arguments.temperature, mask, rows)
+    _check_ids(check, target_ids, mask, columns)
+    temperature = _temperature(check, arguments.temperature, mask, rows)
     checked = HeadRows(
         hidden=rows,
         weight=weight,
@@ -110,40 +110,40 @@ def _of_shard(head: HeadRows, shard: Shard) -> HeadRows:
     return head._replace(target_ids=target_ids, vocab_size=max(shard.columns(), 1), shard=shard.text)
 
 
-def _check_ids(call: Call, target_ids: Tensor, mask: Tensor, columns: int) -> None:
+def _check_ids(check: TensorChecks, target_ids: Tensor, mask: Tensor, columns: int) -> None:
     """Check that unmasked ids are in 0 to columns - 1."""
     wrong = mask & (target_ids != target_ids.clamp(0, columns - 1))
     expected = lambda: f"between 0 and {columns - 1} where mask is true"  # noqa: E731
-    call.flag("target_ids", wrong, expected, lambda: sorted(set(target_ids[wrong].tolist()))[:5])
+    check.flag("target_ids", wrong, expected, lambda: sorted(set(target_ids[wrong].tolist()))[:5])
 
 
-def token_mask(call: Call, mask: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
+def token_mask(check: TensorChecks, mask: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
     """Check the mask. Return it as bool, in the shape of `like`.
 
     `like` holds target ids or log-probs. Without a mask, ids other than -100 and all log-probs are unmasked.
     """
     if mask is None:
         mask = like != -100 if like.dtype == torch.int64 else torch.ones_like(like, dtype=torch.bool)
-    return call.mask(mask, shapes=[like.shape], shape_text=lambda: str(list(like.shape)), device=device)
+    return check.mask(mask, shapes=[like.shape], shape_text=lambda: str(list(like.shape)), device=device)
 
 
-def _temperature(call: Call, temperature: float | Tensor, mask: Tensor, hidden: Tensor) -> Tensor | None:
+def _temperature(check: TensorChecks, temperature: float | Tensor, mask: Tensor, hidden: Tensor) -> Tensor | None:
     """Check the temperature. Return it as a tensor [] or [N], or None if it is 1. Values must be finite and > 0."""
     if not isinstance(temperature, Tensor):
         expected = "a finite number > 0, within float32, or a tensor with no dimension or one value per token"
-        call.number("temperature", temperature, expected, positive)
+        check.number("temperature", temperature, expected, positive)
         if temperature == 1:
             return None
         return hidden.new_full((), float(temperature), dtype=accumulator(hidden.dtype))
     shape = list(mask.shape)
     text = lambda: f"with no dimension, or {shape} (one per token)"  # noqa: E731
     shapes, device = [(), mask.shape], mask.device
-    call.tensor("temperature", temperature, dtypes=FLOATS, shapes=shapes, shape_text=text, device=device)
+    check.tensor("temperature", temperature, dtypes=FLOATS, shapes=shapes, shape_text=text, device=device)
     if temperature.requires_grad:
-        call.fail("temperature", "without gradient (it is a constant of the loss)", Unquoted("requires_grad=True"))
+        check.fail("temperature", "without gradient (it is a constant of the loss)", Unquoted("requires_grad=True"))
     temperature = temperature.to(accumulator(hidden.dtype))
     wrong = mask & ~((temperature > 0) & temperature.isfinite())
-    call.flag(
+    check.flag(
         "temperature",
         wrong,
         "finite and > 0 where mask is true",

@@ -20,7 +20,7 @@ from ..backends.adapter import adapter_product
 from ..layout import accumulator
 from ..ranks.collectives import sum_gradient
 from ..ranks.dtensors import local, local_rows
-from ..validation import Call, Unquoted
+from ..validation import TensorChecks, Unquoted
 
 
 class Head(NamedTuple):
@@ -117,15 +117,17 @@ def weight_of(lm_head: nn.Module) -> Any:
     return getattr(take_apart(lm_head).linear, "weight", None)
 
 
-def resolve(call: Call, lm_head: nn.Module, bias: Tensor | None, hidden: Tensor, mask: Tensor, tp_group: Any) -> Head:
+def resolve(
+    check: TensorChecks, lm_head: nn.Module, bias: Tensor | None, hidden: Tensor, mask: Tensor, tp_group: Any
+) -> Head:
     """Return the tensors of a module, for `hidden` [N, H] with `mask` [N].
 
     If the vocabulary is sharded over `tp_group`, the tensors are this rank's, and A is replicated.
     """
     module, lora, tokens, called = take_apart(lm_head)
-    call.unsharded(local_rows(getattr(module, "weight", None)))
+    check.unsharded(local_rows(getattr(module, "weight", None)))
     for reason in _reasons_to_reject(module, called):
-        call.fail(
+        check.fail(
             "lm_head",
             "a weight [V, H], or an nn.Linear (plain, or in PEFT's LoRA Linear, ModulesToSaveWrapper or "
             "TrainableTokensWrapper) without hooks or a custom forward; if yours is only "
@@ -134,18 +136,18 @@ def resolve(call: Call, lm_head: nn.Module, bias: Tensor | None, hidden: Tensor,
             TypeError,
         )
     if bias is not None and module.bias is not None:
-        call.fail("bias", "None, because lm_head has a bias", bias)
-    if tokens is not None and _adapts(call, tokens):
+        check.fail("bias", "None, because lm_head has a bias", bias)
+    if tokens is not None and _adapts(check, tokens):
         if tp_group is not None:
             got = Unquoted("trainable_token_indices")
-            call.fail("lm_head", "a weight, an nn.Linear or LoRA, because it is sharded over ranks", got)
-        weight, module_bias = _trained_rows(call, tokens)
+            check.fail("lm_head", "a weight, an nn.Linear or LoRA, because it is sharded over ranks", got)
+        weight, module_bias = _trained_rows(check, tokens)
         return Head(weight, module_bias if bias is None else bias)
     weight, bias = local_rows(module.weight), local_rows(module.bias if bias is None else bias)
-    if lora is None or not _adapts(call, lora):
+    if lora is None or not _adapts(check, lora):
         return Head(weight, bias)
-    call.weight(weight, hidden)
-    return Head(weight, bias, *_low_rank_term(call, lora, hidden, mask, tp_group))
+    check.weight(weight, hidden)
+    return Head(weight, bias, *_low_rank_term(check, lora, hidden, mask, tp_group))
 
 
 def take_apart(lm_head: nn.Module) -> HeadModules:
@@ -182,10 +184,10 @@ def _active(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in adapters]
 
 
-def _adapts(call: Call, layer: Any) -> bool:
+def _adapts(check: TensorChecks, layer: Any) -> bool:
     """Return whether PEFT's layer has an active adapter that is not merged into the weight of the layer inside."""
     if layer.merged and layer.disable_adapters:
-        call.fail(
+        check.fail(
             "lm_head",
             "a head whose adapter is unmerged before it is disabled",
             Unquoted("a disabled adapter that is still merged into the weight"),
@@ -193,11 +195,11 @@ def _adapts(call: Call, layer: Any) -> bool:
     return not (layer.merged or layer.disable_adapters) and bool(_active(layer))
 
 
-def _trained_rows(call: Call, tokens: Any) -> tuple[Tensor, Tensor | None]:
+def _trained_rows(check: TensorChecks, tokens: Any) -> tuple[Tensor, Tensor | None]:
     """Return a differentiable copy of the weight [V, H] that contains PEFT's trained rows, and the bias [V]."""
     active = _active(tokens)
     for name in active:
-        call.unsharded(tokens.trainable_tokens_delta[name])
+        check.unsharded(tokens.trainable_tokens_delta[name])
     weight, bias = tokens.get_merged_weights(active), tokens.base_layer.bias
     if bias is not None:
         # PEFT 0.21 drops the bias (peft #3649), but a later version may add it. So take the bias from the layer itself:
@@ -230,7 +232,9 @@ def _reasons_to_reject(module: Any, called: list[Any]) -> Iterator[str]:
             yield f"{name(x)} with backward hooks"
 
 
-def _low_rank_term(call: Call, lora: Any, hidden: Tensor, mask: Tensor, tp_group: Any) -> tuple[Tensor, Tensor]:
+def _low_rank_term(
+    check: TensorChecks, lora: Any, hidden: Tensor, mask: Tensor, tp_group: Any
+) -> tuple[Tensor, Tensor]:
     """Return the factors of LoRA's term of the logits: scaled h A^T [N, R] and B [V, R].
 
     R is the sum of the ranks of all active adapters.
@@ -242,7 +246,7 @@ def _low_rank_term(call: Call, lora: Any, hidden: Tensor, mask: Tensor, tp_group
         if variant is not None or lora_b.bias is not None:
             unsupported = "a LoRA bias" if variant is None else type(variant).__name__
             expected = "plain LoRA (no DoRA or other variant, no LoRA bias)"
-            call.fail("lm_head", expected, Unquoted(f"adapter {name!r} with {unsupported}"))
+            check.fail("lm_head", expected, Unquoted(f"adapter {name!r} with {unsupported}"))
         left, right = local(lora_a.weight), local_rows(lora_b.weight)
         if tp_group is not None:  # the gradient of A is a sum over the columns of all ranks
             left = sum_gradient(left, tp_group)

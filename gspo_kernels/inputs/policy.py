@@ -12,7 +12,7 @@ from ..backends.rows import PolicyRows
 from ..layout import Layout, packed_layout, padded_layout
 from ..objective import Objective
 from ..sampler_mismatch import Correction, rollout_weights
-from ..validation import FLOATS, Call, Unquoted, up_to_five
+from ..validation import FLOATS, TensorChecks, Unquoted, up_to_five
 
 
 class PolicyArguments(NamedTuple):
@@ -38,44 +38,44 @@ class PolicyInputs(NamedTuple):
     rollout_metrics: dict[str, Tensor]  # metrics of the rollout correction, by their names in `LossOutput.metrics`
 
 
-def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: torch.dtype) -> PolicyInputs:
+def policy_rows(check: TensorChecks, arguments: PolicyArguments, mask: Tensor, dtype: torch.dtype) -> PolicyInputs:
     """Check and flatten the arguments of a loss.
 
     Args:
-        call: names the public function in error messages.
+        check: names the public function in error messages.
         arguments: as the caller passed them.
         mask: bool, in the caller's token shape; True at unmasked tokens.
         dtype: dtype of ratios and of the loss.
     """
     objective = arguments.objective
     if not isinstance(objective, Objective):
-        call.fail("objective", "an Objective", Unquoted(f"a {type(objective).__name__}"), TypeError)
-    layout = _layout(call, arguments.cu_seqlens, mask)
+        check.fail("objective", "an Objective", Unquoted(f"a {type(objective).__name__}"), TypeError)
+    layout = _layout(check, arguments.cu_seqlens, mask)
     unmasked = mask.reshape(-1)
-    advantages = _advantages(call, arguments.advantages, layout, unmasked, dtype)
-    old = _log_probs(call, "old_log_probs", arguments.old_log_probs, layout, unmasked, dtype)
-    ref = _log_probs(call, "ref_log_probs", arguments.ref_log_probs, layout, unmasked, dtype)
+    advantages = _advantages(check, arguments.advantages, layout, unmasked, dtype)
+    old = _log_probs(check, "old_log_probs", arguments.old_log_probs, layout, unmasked, dtype)
+    ref = _log_probs(check, "ref_log_probs", arguments.ref_log_probs, layout, unmasked, dtype)
     if objective.kl_coef > 0 and ref is None:
-        call.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
-    weights = _token_weights(call, arguments.token_weights, layout, unmasked, dtype)
+        check.fail("ref_log_probs", "given, because objective.kl_coef > 0", None)
+    weights = _token_weights(check, arguments.token_weights, layout, unmasked, dtype)
     cp_group = arguments.cp_group
     if cp_group is not None and objective.rollout_correction is not None:
         expected = (
             "None with a cp_group (pass weights of the unsharded sequences as token_weights, see sampler_mismatch)"
         )
-        call.fail("objective.rollout_correction", expected, objective.rollout_correction)
-    correction = _rollout_correction(call, arguments, layout, unmasked)
+        check.fail("objective.rollout_correction", expected, objective.rollout_correction)
+    correction = _rollout_correction(check, arguments, layout, unmasked)
     rollout_metrics = {}
     if correction is not None:
         rollout_metrics = {f"rollout_{name}": value for name, value in correction.metrics.items()}
         rollout = correction.weights.reshape(-1).to(dtype)
         # A token weight of 0 gives 0, even if the rollout weight is NaN.
         weights = rollout if weights is None else multiply_no_nan(weights, rollout)
-    normalizer = _normalizer(call, "normalizer", arguments.normalizer, mask, dtype)
-    kl_normalizer = _normalizer(call, "kl_normalizer", arguments.kl_normalizer, mask, dtype)
+    normalizer = _normalizer(check, "normalizer", arguments.normalizer, mask, dtype)
+    kl_normalizer = _normalizer(check, "kl_normalizer", arguments.kl_normalizer, mask, dtype)
     if arguments.kl_normalizer is not None and objective.kl_coef == 0:
         expected = "None, because objective.kl_coef is 0, so the loss has no KL term"
-        call.fail("kl_normalizer", expected, arguments.kl_normalizer)
+        check.fail("kl_normalizer", expected, arguments.kl_normalizer)
     rows = PolicyRows(
         offsets=layout.offsets,
         advantages=advantages,
@@ -84,26 +84,28 @@ def policy_rows(call: Call, arguments: PolicyArguments, mask: Tensor, dtype: tor
         token_weights=weights,
         normalizer=normalizer,
         kl_normalizer=kl_normalizer,
-        invalid=call.invalid(mask.device),
+        invalid=check.invalid(mask.device),
         group="" if cp_group is None else cp_group.group_name,
     )
     return PolicyInputs(rows, layout, rollout_metrics)
 
 
-def _layout(call: Call, cu_seqlens: Tensor | None, mask: Tensor) -> Layout:
+def _layout(check: TensorChecks, cu_seqlens: Tensor | None, mask: Tensor) -> Layout:
     """Return the layout of the batch."""
     shape = tuple(mask.shape)
     if cu_seqlens is None:
         if len(shape) != 2:
-            call.fail("cu_seqlens", "given for packed input (hidden [N, H], log_probs [N])", None)
+            check.fail("cu_seqlens", "given for packed input (hidden [N, H], log_probs [N])", None)
         return padded_layout((shape[0], shape[1]), mask.device)
     if len(shape) != 1:
-        call.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", Unquoted("a tensor"))
-    call.offsets(cu_seqlens, shape[0], mask.device)
+        check.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", Unquoted("a tensor"))
+    check.offsets(cu_seqlens, shape[0], mask.device)
     return packed_layout(shape[0], cu_seqlens)
 
 
-def _advantages(call: Call, advantages: Tensor, layout: Layout, unmasked: Tensor, dtype: torch.dtype) -> Tensor:
+def _advantages(
+    check: TensorChecks, advantages: Tensor, layout: Layout, unmasked: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Return the advantage of each row, [N]. It must be finite in unmasked rows."""
     shape, sequences = layout.shape, layout.sequences
     if layout.padded:
@@ -112,28 +114,28 @@ def _advantages(call: Call, advantages: Tensor, layout: Layout, unmasked: Tensor
     else:
         shapes = [(sequences,), shape]
         text = lambda: f"[S] = [{sequences}] or [N] = {list(shape)}"  # noqa: E731
-    call.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=unmasked.device)
+    check.tensor("advantages", advantages, dtypes=FLOATS, shapes=shapes, shape_text=text, device=unmasked.device)
     per_row = layout.per_row(advantages.detach()).to(dtype)
     wrong = unmasked & (per_row - per_row != 0)  # NaN or infinite
-    call.flag("advantages", wrong, "finite where mask is true", lambda: up_to_five(per_row[wrong]))
+    check.flag("advantages", wrong, "finite where mask is true", lambda: up_to_five(per_row[wrong]))
     return per_row
 
 
 def _log_probs(
-    call: Call, name: str, x: Tensor | None, layout: Layout, unmasked: Tensor, dtype: torch.dtype
+    check: TensorChecks, name: str, x: Tensor | None, layout: Layout, unmasked: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
     """Return detached log-probs [N]."""
     if x is None:
         return None
     shape, device = layout.shape, layout.offsets.device
-    call.log_probs(name, x, shapes=[shape], shape_text=lambda: f"{list(shape)}, one per token", device=device)
+    check.log_probs(name, x, shapes=[shape], shape_text=lambda: f"{list(shape)}, one per token", device=device)
     rows = x.detach().to(dtype).reshape(-1)
-    call.sign(name, rows, unmasked)
+    check.sign(name, rows, unmasked)
     return rows
 
 
 def _token_weights(
-    call: Call, weights: Tensor | None, layout: Layout, unmasked: Tensor, dtype: torch.dtype
+    check: TensorChecks, weights: Tensor | None, layout: Layout, unmasked: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
     """Return the weight of each row, [N]. In unmasked rows it must be finite and not negative."""
     if weights is None:
@@ -141,14 +143,16 @@ def _token_weights(
     shape = layout.shape
     shapes = [shape, (shape[0], 1)] if layout.padded else [shape]
     text = lambda: f"{list(shape)}{' or [B, 1]' if layout.padded else ''}"  # noqa: E731
-    call.tensor("token_weights", weights, dtypes=FLOATS, shapes=shapes, shape_text=text, device=unmasked.device)
+    check.tensor("token_weights", weights, dtypes=FLOATS, shapes=shapes, shape_text=text, device=unmasked.device)
     rows = layout.flatten(weights.detach()).to(dtype)
     wrong = unmasked & ~((rows >= 0) & rows.isfinite())
-    call.flag("token_weights", wrong, "finite and >= 0 where mask is true", lambda: up_to_five(rows[wrong]))
+    check.flag("token_weights", wrong, "finite and >= 0 where mask is true", lambda: up_to_five(rows[wrong]))
     return rows
 
 
-def _rollout_correction(call: Call, arguments: PolicyArguments, layout: Layout, unmasked: Tensor) -> Correction | None:
+def _rollout_correction(
+    check: TensorChecks, arguments: PolicyArguments, layout: Layout, unmasked: Tensor
+) -> Correction | None:
     """Return the importance weights that correct for the sampler, or None if the objective has no correction."""
     correction = arguments.objective.rollout_correction
     rollout = arguments.rollout_log_probs
@@ -156,20 +160,22 @@ def _rollout_correction(call: Call, arguments: PolicyArguments, layout: Layout, 
     if correction is None:
         if rollout is not None:
             expected = "None, because objective.rollout_correction is None, and only this option uses it"
-            call.fail("rollout_log_probs", expected, rollout)
+            check.fail("rollout_log_probs", expected, rollout)
         return None
     if rollout is None or old is None:
         missing = "old_log_probs" if rollout is not None else "rollout_log_probs"
         expected = "given, because objective.rollout_correction compares old_log_probs with rollout_log_probs"
-        call.fail(missing, expected, None)
-    return rollout_weights(call, layout, unmasked, old, rollout, correction)
+        check.fail(missing, expected, None)
+    return rollout_weights(check, layout, unmasked, old, rollout, correction)
 
 
-def _normalizer(call: Call, name: str, value: float | Tensor | None, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _normalizer(
+    check: TensorChecks, name: str, value: float | Tensor | None, mask: Tensor, dtype: torch.dtype
+) -> Tensor | None:
     """Return a normalizer as a detached tensor [] of `dtype`, or None for the default."""
     if value is None:
         return None
-    call.normalizer(name, value, mask)
+    check.normalizer(name, value, mask)
     if isinstance(value, Tensor):
         return value.detach().to(dtype)
     return torch.full((), float(value), dtype=dtype, device=mask.device)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import validation
-from ..validation import Call, Unquoted, dtype_name, is_dtensor
+from ..validation import TensorChecks, Unquoted, dtype_name, is_dtensor
 
 # Values with one entry per token. Entries of masked tokens may be anything, so they are not compared.
 PER_TOKEN = (
@@ -64,25 +64,25 @@ EXCUSED: dict[str, dict[str, str]] = {
 _met: dict[tuple[str, ...], torch.device] = {}
 
 
-def process_group(call: Call, name: str, group: Any) -> Any:
+def process_group(check: TensorChecks, name: str, group: Any) -> Any:
     """Check a process group, or a device mesh of one dimension. Return the group; None if it has one rank."""
     if group is None:
         return None
     if not dist.is_available() or not dist.is_initialized():
-        call.fail(name, "None, because torch.distributed is not initialised", Unquoted(f"a {type(group).__name__}"))
+        check.fail(name, "None, because torch.distributed is not initialised", Unquoted(f"a {type(group).__name__}"))
     if type(group).__name__ == "DeviceMesh":  # an import of its module takes 20 ms
         if group.ndim != 1:
-            call.fail(name, "a device mesh of one dimension, such as mesh['tp']", Unquoted(f"{group.ndim} dimensions"))
+            check.fail(name, "a device mesh of one dimension, such as mesh['tp']", Unquoted(f"{group.ndim} dimensions"))
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         got = Unquoted(f"a {type(group).__name__}")
-        call.fail(name, "a ProcessGroup of which this rank is a member, a DeviceMesh or None", got, TypeError)
+        check.fail(name, "a ProcessGroup of which this rank is a member, a DeviceMesh or None", got, TypeError)
     return group if group.size() > 1 else None
 
 
-def vocabulary_group(call: Call, weight: Any, tp_group: Any) -> Any:
+def vocabulary_group(check: TensorChecks, weight: Any, tp_group: Any) -> Any:
     """Return the process group over which the head is sharded, or None. A DTensor weight says it itself."""
-    group = None if tp_group is None else process_group(call, "tp_group", tp_group)
+    group = None if tp_group is None else process_group(check, "tp_group", tp_group)
     if not is_dtensor(weight):
         return group
     mesh, placements = weight.device_mesh, weight.placements
@@ -96,14 +96,16 @@ def vocabulary_group(call: Call, weight: Any, tp_group: Any) -> Any:
             "a DTensor with Shard(0) over exactly one mesh dimension (under FSDP, call inside the forward of the "
             "module, for example by fuse_head, so that the other dimension is gathered)"
         )
-        call.fail("lm_head", expected, Unquoted(f"a DTensor with placements {tuple(placements)}"), TypeError)
+        check.fail("lm_head", expected, Unquoted(f"a DTensor with placements {tuple(placements)}"), TypeError)
     of_weight = mesh.get_group(sharded[0])
     if group is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(of_weight):
-        call.fail("tp_group", "None or the group of the DTensor lm_head", Unquoted("a group of other ranks"))
+        check.fail("tp_group", "None or the group of the DTensor lm_head", Unquoted("a group of other ranks"))
     return of_weight if of_weight.size() > 1 else None
 
 
-def same_on_all_ranks(call: Call, groups: dict[str, Any], tokens: Any) -> AbstractContextManager[dict[str, Any] | None]:
+def same_on_all_ranks(
+    check: TensorChecks, groups: dict[str, Any], tokens: Any
+) -> AbstractContextManager[dict[str, Any] | None]:
     """Return a context in which a call checks its arguments. When it ends, ranks exchange errors and compare values.
 
     The context yields a dict, to which the call adds the values to compare, by name (`inputs/compared.py`); None if
@@ -111,18 +113,18 @@ def same_on_all_ranks(call: Call, groups: dict[str, Any], tokens: Any) -> Abstra
     checked (on a CPU, or with GSPO_CHECK=1), and elsewhere only in the first call with a group.
 
     Args:
-        call: names the public function in error messages.
+        check: names the public function in error messages.
         groups: process groups or None, by the name of their argument.
         tokens: the first argument of the call, on whose device values are checked.
     """
     present = {name: group for name, group in groups.items() if group is not None}
     if not present or torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    key = (call.place, *(group.group_name for group in present.values()))
+    key = (check.place, *(group.group_name for group in present.values()))
     device = tokens.device if isinstance(tokens, Tensor) else _met.get(key, torch.device("cpu"))
     if key in _met and not compares_every_call(device):
         return contextlib.nullcontext()
-    return _compared(call, present, key, device)
+    return _compared(check, present, key, device)
 
 
 def compares_every_call(device: torch.device) -> bool:
@@ -133,7 +135,7 @@ def compares_every_call(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def _compared(
-    call: Call, groups: dict[str, Any], key: tuple[str, ...], device: torch.device
+    check: TensorChecks, groups: dict[str, Any], key: tuple[str, ...], device: torch.device
 ) -> Iterator[dict[str, Any]]:
     error: Exception | None = None
     values: dict[str, Any] = {}
@@ -149,9 +151,9 @@ def _compared(
         answers: list[Any] = [None] * group.size()
         dist.all_gather_object(answers, (failure or " ".join(messages), facts.get(name, {})), group=group)
         failed = [(rank, text) for rank, (text, _) in enumerate(answers) if text]
-        messages += [f"{call.place}: rank {rank} of {name} raised: {text}" for rank, text in failed]
+        messages += [f"{check.place}: rank {rank} of {name} raised: {text}" for rank, text in failed]
         if not failed:
-            messages += _differences(call, name, [answer for _, answer in answers])
+            messages += _differences(check, name, [answer for _, answer in answers])
     if error is not None:
         raise error
     if messages:
@@ -159,13 +161,13 @@ def _compared(
     _met[key] = device
 
 
-def _differences(call: Call, group: str, answers: list[dict[str, Any]]) -> list[str]:
+def _differences(check: TensorChecks, group: str, answers: list[dict[str, Any]]) -> list[str]:
     """Return a message for each fact that differs between ranks. A fact that a rank lacks is not compared there."""
     messages = []
     for name in dict.fromkeys(name for answer in answers for name in answer):
         known = [answer[name] for answer in answers if name in answer]
         if any(fact != known[0] for fact in known):
-            messages.append(f"{call.place}: {name} must be equal on all ranks of {group}, got {known}")
+            messages.append(f"{check.place}: {name} must be equal on all ranks of {group}, got {known}")
     return messages
 
 

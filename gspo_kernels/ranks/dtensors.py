@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from ..validation import Call, Unquoted, is_dtensor
+from ..validation import TensorChecks, Unquoted, is_dtensor
 
 
 def local(x: Any) -> Any:
@@ -20,7 +20,7 @@ def local_rows(x: Any) -> Any:
     return F.pad(rows, (0,) * (2 * rows.ndim - 1) + (1,)) if is_dtensor(x) and rows.shape[0] == 0 else rows
 
 
-def local_hidden(call: Call, hidden: Any, group: Any) -> Any:
+def local_hidden(check: TensorChecks, hidden: Any, group: Any) -> Any:
     """Return the plain tensor of hidden states that are a DTensor, replicated over the mesh of the head.
 
     Their gradient is a DTensor of partial sums, which the next redistribution of the model adds up.
@@ -30,5 +30,5 @@ def local_hidden(call: Call, hidden: Any, group: Any) -> Any:
     if group is None or hidden.device_mesh.ndim != 1 or not hidden.placements[0].is_replicate():
         expected = "a plain tensor, or a DTensor that is replicated over the mesh dimension of a DTensor lm_head"
         got = Unquoted(f"a DTensor with placements {tuple(hidden.placements)}")
-        call.fail("hidden", expected, got, TypeError)
+        check.fail("hidden", expected, got, TypeError)
     return hidden.to_local(grad_placements=[Partial()])

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from gspo_kernels.inputs.lm_head import call_inside, take_apart
-from gspo_kernels.validation import Field, dtype_name
+from gspo_kernels.validation import Checks, dtype_name
 
 from .head_options import HeadError, LogitOptions, compare, identity, measure, packing_prevented
 
@@ -63,7 +63,7 @@ def fuse_head(model: nn.Module) -> FusedHead:
             that is sharded other than by `ColwiseParallel`).
     """
     if not isinstance(model, nn.Module):
-        Field("fuse_head").fail("model", "a transformers model", model, TypeError)
+        Checks("fuse_head").fail("model", "a transformers model", model, TypeError)
     base = base_model(model)
     existing = vars(base).get(_ATTRIBUTE)
     if existing is not None:
@@ -187,7 +187,7 @@ class FusedHead:
         if isinstance(with_head, _Probe):
             return self._forward_with(with_head.function, *args, **kwargs)
         if kwargs.get("labels") is not None:
-            Field("fuse_head").fail("labels", "None in a call with with_head, which makes no logits", kwargs["labels"])
+            Checks("fuse_head").fail("labels", "None in a call with with_head, which makes no logits", kwargs["labels"])
         self.head = self.model.get_output_embeddings()
         options = self._options
         if options is None or self._measured_head != identity(self.head):

@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel  # pyright: ignore[reportMissingImport
 from torch import Tensor, nn
 
 from gspo_kernels import LogProbOutput, linear_log_probs
-from gspo_kernels.validation import Field, Unquoted
+from gspo_kernels.validation import Checks, Unquoted
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def model_log_probs(
         ValueError: `labels` is among the inputs, target_ids does not have the shape of the hidden states, or the model
             trains multi-token prediction or defers the output layer's weight gradient.
     """
-    check = Field("model_log_probs")
+    check = Checks("model_log_probs")
     if "labels" in inputs:
         check.fail("labels", "absent, because target_ids takes its place", inputs["labels"])
     targets = Targets(target_ids, mask, temperature, vocab_size, entropy, gradient_budget, cache_mib, backend)
@@ -134,7 +134,7 @@ def _log_probs(layer: Any, hidden: Tensor, weight: Any, targets: Targets) -> Log
     ids = _transposed(targets.target_ids)
     if ids.shape != hidden.shape[:2]:
         expected = f"[B, S] = {list(hidden.shape[1::-1])}, as the hidden states"
-        Field("output_processor").fail("target_ids", expected, targets.target_ids)
+        Checks("output_processor").fail("target_ids", expected, targets.target_ids)
     config = layer.config
     return linear_log_probs(
         hidden,
@@ -173,7 +173,7 @@ def _transposed(x: Any) -> Any:
 
 def _check_layer(layer: Any, weight: Tensor) -> None:
     """Raise an error if the layer computes more than a product, or if Megatron would lose the weight's gradient."""
-    check = Field("output_processor")
+    check = Checks("output_processor")
     if type(layer).forward is not tensor_parallel.ColumnParallelLinear.forward:
         got = Unquoted(f"{type(layer).__module__}.{type(layer).__name__}")
         check.fail("output_layer", "a ColumnParallelLinear of megatron.core, no subclass", got, TypeError)
@@ -201,11 +201,11 @@ def _replaced(layer: Any, targets: Targets) -> Iterator[None]:
 
     if original is not None:
         got = Unquoted("one that was replaced before")
-        Field("model_log_probs").fail("output_layer", "a layer with the forward of its class", got, TypeError)
+        Checks("model_log_probs").fail("output_layer", "a layer with the forward of its class", got, TypeError)
     layer.forward = forward
     try:
         yield
     finally:
         del layer.forward
     if calls != 1:
-        Field("model_log_probs").fail("model", "one that calls its output layer once", Unquoted(f"{calls} calls"))
+        Checks("model_log_probs").fail("model", "one that calls its output layer once", Unquoted(f"{calls} calls"))

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.validation import Field
+from gspo_kernels.validation import Checks
 
 from .output_layer import Targets, gathered, layer_options, output_processor
 
@@ -59,7 +59,7 @@ def verl_linear_cross_entropy(
         Log-probs and entropies, [tokens].
     """
     if reduction != "none":
-        Field("verl_linear_cross_entropy").fail("reduction", "'none'", reduction)
+        Checks("verl_linear_cross_entropy").fail("reduction", "'none'", reduction)
     out: Any = linear_log_probs(
         hidden.flatten(0, -2),
         weight,
@@ -123,7 +123,7 @@ def nemo_rl_logprobs(
     Returns:
         [B, S - 1]. Position s has the log-prob of target[:, s + 1].
     """
-    check = Field("nemo_rl_logprobs")
+    check = Checks("nemo_rl_logprobs")
     if cp_group is not None and dist.get_world_size(cp_group) > 1:
         check.fail("cp_group", "None or a group of one rank, as in NeMo RL", f"{dist.get_world_size(cp_group)} ranks")
     ids, mask = _next_tokens(target)
@@ -160,7 +160,7 @@ def skyrl_fused_logprobs(
     Returns:
         [B, S].
     """
-    check = Field("skyrl_fused_logprobs")
+    check = Checks("skyrl_fused_logprobs")
     with torch.no_grad() if inference_only else nullcontext():
         return _of_shard(check, hidden, weight, target, vocab_start_index, tp_group=tp_group, **options)
 
@@ -195,7 +195,7 @@ def skyrl_logprobs(
         [B, S - 1], of the tokens of all ranks of cp_group, on each of them. The backward adds up the gradients of these
         ranks, as SkyRL's does.
     """
-    check = Field("skyrl_logprobs")
+    check = Checks("skyrl_logprobs")
     ranks = 1 if cp_group is None else dist.get_world_size(cp_group)
     width = target.shape[1]
     if hidden.shape[1] * ranks < width or (ranks > 1 and hidden.shape[1] % 2):
@@ -239,7 +239,7 @@ def areal_logprobs_entropy(
         the logits, which AReaL only logs, are NaN, because the logits are never complete.
     """
     if output_layer.config.defer_embedding_wgrad_compute:
-        Field("areal_logprobs_entropy").fail("defer_embedding_wgrad_compute", "False", True)
+        Checks("areal_logprobs_entropy").fail("defer_embedding_wgrad_compute", "False", True)
     if getattr(output_layer, "fp32_operands", False):
         hidden_states, weight = hidden_states.float(), weight.float()
     if output_layer.sequence_parallel:
@@ -261,7 +261,7 @@ def areal_logprobs_entropy(
     return kind(out.log_probs, out.entropy.detach(), unknown, unknown, unknown, unknown)
 
 
-def _of_shard(check: Field, hidden: Tensor, weight: Tensor, ids: Tensor, start: int, **options: Any) -> Tensor:
+def _of_shard(check: Checks, hidden: Tensor, weight: Tensor, ids: Tensor, start: int, **options: Any) -> Tensor:
     """Return log-probs in the shape of ids. Raise an error unless this rank's rows of the head begin at id `start`."""
     expected = dist.get_rank(options["tp_group"]) * weight.shape[0]
     if start != expected:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends.workspace import cache_limit
 from gspo_kernels.tools.doctor import memory as doctor_memory
-from gspo_kernels.validation import Call, Field
+from gspo_kernels.validation import Checks, TensorChecks
 
 from ..backwards import BackwardSettings
 from ..tasks import Task
@@ -70,8 +70,8 @@ def predicted_memory(config: TrainConfig, device: torch.device, model: Any = Non
     with FakeTensorMode():
         dtype = torch.bfloat16 if config.precision != "fp32" else torch.float32
         sizes = doctor_memory.Batch(rows, head.shape[1], decoder_config(model).vocab_size).head(dtype, device)
-        backend = dispatch.pick_backend(Call("gspo train"), config.backend, device)
-        cache = cache_limit(Field("gspo train"), config.cache_mib, device)
+        backend = dispatch.pick_backend(TensorChecks("gspo train"), config.backend, device)
+        cache = cache_limit(Checks("gspo train"), config.cache_mib, device)
         loss = doctor_memory.bound(sizes, backend, min(cache, doctor_memory.full_cache_mib(sizes, backend) * MIB)).total
     parts = {
         "weights": weights,

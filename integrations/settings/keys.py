@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from gspo_kernels import Objective
-from gspo_kernels.validation import Field, Unquoted
+from gspo_kernels.validation import Checks, Unquoted
 
 Rule = tuple[str, Callable[[float], bool]]
 NOT_NEGATIVE: Rule = ("a number >= 0", lambda x: x >= 0)
@@ -86,7 +86,7 @@ class Keys:
         other_names: Collection[str],
         sections: Collection[str] = (),
     ) -> None:
-        self.check = Field(reader)
+        self.check = Checks(reader)
         self._loss_defaults = loss_defaults
         self._defaults = dict(loss_defaults)  # `_add` adds the defaults of dataclass fields
         self._values: dict[str, Any] = {}

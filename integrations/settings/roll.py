@@ -10,7 +10,7 @@ from typing import Any
 from gspo_kernels.extras import needs
 from gspo_kernels.objective import AGGREGATIONS
 from gspo_kernels.sampler_mismatch import RolloutCorrection
-from gspo_kernels.validation import Field, Unquoted
+from gspo_kernels.validation import Checks, Unquoted
 
 from .keys import NOT_NEGATIVE, POSITIVE, Keys, Reading, Step
 
@@ -77,7 +77,7 @@ def from_roll(settings: Mapping[str, Any] | str | Path) -> Reading:
     """
     if isinstance(settings, str | Path):
         if "\n" in str(settings):
-            Field("from_roll").fail(
+            Checks("from_roll").fail(
                 "settings", "a mapping or the path of a YAML file", Unquoted("several lines of text")
             )
         with needs("from_roll, to read a YAML file,", "cli", "yaml"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from gspo_kernels.validation import Field, Unquoted
+from gspo_kernels.validation import Checks, Unquoted
 
 
 def read_yaml(path: Path) -> Any:
@@ -20,5 +20,5 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         names = [self.construct_object(key) for key, _ in node.value]
         for name in names:
             if names.count(name) > 1:
-                Field("from_roll").fail(str(name), "given once", Unquoted("it twice"))
+                Checks("from_roll").fail(str(name), "given once", Unquoted("it twice"))
         return super().construct_mapping(node, deep)

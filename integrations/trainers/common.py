@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import LossOutput, Objective, policy_loss
-from gspo_kernels.validation import Field
+from gspo_kernels.validation import Checks
 
 GSPO = Objective()
 USE_CORRECTION = "(use Objective(rollout_correction=...) instead)"  # appended to names of settings for sampler weights
@@ -29,7 +29,7 @@ def check_settings(place: str, objective: Objective, settings: Mapping[str, tupl
     aggregation = {"objective.aggregation": (objective.aggregation, "seq-mean-token-mean")}
     for name, (value, expected) in {**settings, **aggregation}.items():
         if value != expected:
-            Field(place).fail(name, f"{expected!r} with this objective", value)
+            Checks(place).fail(name, f"{expected!r} with this objective", value)
 
 
 def loss_of_log_probs(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gspo_kernels import Objective, policy_loss
-from gspo_kernels.validation import Field, positive
+from gspo_kernels.validation import Checks, positive
 
 from .common import GSPO, USE_CORRECTION, check_settings, logged_metrics, loss_of_log_probs, offsets
 
@@ -48,7 +48,7 @@ def prime_rl(inputs: PrimeRLInputs, preset: str = "gspo", mean_length: float = 1
             GSPO's size and gradient clipping acts as with GSPO. Leave it at 1 for an aggregation that sums tokens:
             prime-rl's division turns the sum into a mean.
     """
-    Field("prime_rl").number("mean_length", mean_length, "a number of tokens > 0", positive)
+    Checks("prime_rl").number("mean_length", mean_length, "a number of tokens > 0", positive)
     log_probs = inputs.trainer_logprobs
     out = policy_loss(
         log_probs,
@@ -177,7 +177,7 @@ class OpenRLHFPolicyLoss(nn.Module):
         """
         old = rollout_log_probs if self.old_from_engine else old_log_probs
         if old is None:
-            Field("OpenRLHFPolicyLoss").fail("rollout_log_probs", "given unless is_correction_level is 'off'", None)
+            Checks("OpenRLHFPolicyLoss").fail("rollout_log_probs", "given unless is_correction_level is 'off'", None)
         normalizer = None if global_batch_size is None else global_batch_size / dp_size
         out = loss_of_log_probs(
             log_probs,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import Objective, linear_log_probs
-from gspo_kernels.validation import Field
+from gspo_kernels.validation import Checks
 
 from ..huggingface import fuse_head
 from .common import GSPO, USE_CORRECTION, check_settings, logged_metrics, loss_of_log_probs, offsets
@@ -46,7 +46,7 @@ def slime(
     samples = sum(int(mask.any()) for mask in batch["loss_masks"])
     means_of_ones = sum_of_sample_mean(torch.ones_like(log_probs))
     if means_of_ones != samples:
-        Field("slime").fail(
+        Checks("slime").fail(
             "rollout_mask_sums",
             f"of one sample per rollout, so that {samples} sample means of ones add up to {samples}",
             means_of_ones.item(),

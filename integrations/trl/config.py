@@ -10,7 +10,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels.objective import TOKEN_WINDOW
-from gspo_kernels.validation import Field, Unquoted, warn_once
+from gspo_kernels.validation import Checks, Unquoted, warn_once
 
 from ..backwards import BackwardSettings
 
@@ -90,7 +90,7 @@ class GSPOConfig(GRPOConfig):
         super().__post_init__()
         if batch_size is not None and batch_size != self.generation_batch_size:
             factors = (self.per_device_train_batch_size, self.world_size, self.steps_per_generation)
-            Field("GSPOConfig").fail(
+            Checks("GSPOConfig").fail(
                 "generation_batch_size",
                 f"None or {self.generation_batch_size} (per_device_train_batch_size * processes * steps_per_generation "
                 f"= {' * '.join(map(str, factors))})",
@@ -104,7 +104,7 @@ def _check_loss(config: GSPOConfig) -> None:
     Raises:
         ValueError, TypeError: the message names the setting.
     """
-    check = Field("GSPOConfig")
+    check = Checks("GSPOConfig")
     loss_type = config.loss_type
     check.choice("importance_sampling_level", config.importance_sampling_level, LEVELS)
     check.choice("loss_type", loss_type, LOSS_TYPES)
@@ -142,7 +142,7 @@ def backward_settings(trainer: GRPOTrainer, gradient_budget: float | None, cache
     settings.check("accelerate_trainer")
     if settings.gradient_budget > 0 and getattr(trainer, "_entropy_bonus_enabled", False):
         expected = "0 with an entropy bonus (entropy_coef, use_adaptive_entropy), whose error it would not bound"
-        Field("accelerate_trainer").fail("gradient_budget", expected, Unquoted(f"{settings.gradient_budget:g}"))
+        Checks("accelerate_trainer").fail("gradient_budget", expected, Unquoted(f"{settings.gradient_budget:g}"))
     return settings
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gspo_kernels.inputs.lm_head import take_apart
-from gspo_kernels.validation import Field, Unquoted, dtype_name
+from gspo_kernels.validation import Checks, Unquoted, dtype_name
 
 from ..backwards import BackwardMetrics, BackwardSettings, describe_backend
 from ..huggingface.fused_head import FusedHead
@@ -71,7 +71,7 @@ def replace_method(trainer: Any, name: str, function: Callable[..., Any]) -> Non
     setattr(trainer, name, function)
 
 
-def restore_methods(trainer: Any, check: Field) -> None:
+def restore_methods(trainer: Any, check: Checks) -> None:
     """Undo all calls of `replace_method`.
 
     Raises:

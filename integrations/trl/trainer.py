@@ -15,7 +15,7 @@ from trl.trainer import grpo_trainer, utils
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.validation import Field, Unquoted, warn_once
+from gspo_kernels.validation import Checks, Unquoted, warn_once
 
 from ..backwards import BackwardSettings
 from ..huggingface import HeadError, base_model, fuse_head, is_fused
@@ -143,7 +143,7 @@ def restore_trainer(trainer: Trainer) -> Trainer:
         ValueError: `trainer` is not accelerated; one of its methods was replaced after `accelerate_trainer`; with TRL
             1.15 or later, the head has an adapter, which TRL's own log-probs would ignore. Nothing is changed.
     """
-    check = Field("restore_trainer")
+    check = Checks("restore_trainer")
     if not isinstance(trainer, GRPOTrainer):
         check.fail("trainer", "a GRPOTrainer", Unquoted(f"a {type(trainer).__name__}"), TypeError)
     if trainer not in _MODELS:
@@ -174,7 +174,7 @@ def _trainers_of(model: Any) -> list[GRPOTrainer]:
 
 
 def _check(trainer: GRPOTrainer) -> None:
-    check = Field("accelerate_trainer")
+    check = Checks("accelerate_trainer")
     if not isinstance(trainer, GRPOTrainer):
         check.fail("trainer", "a GRPOTrainer", Unquoted(f"a {type(trainer).__name__}"), TypeError)
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gspo_kernels.objective import TOKEN_WINDOW
-from gspo_kernels.validation import Field, Unquoted, warn_once
+from gspo_kernels.validation import Checks, Unquoted, warn_once
 
 from ..backwards import BackwardSettings
 
@@ -42,7 +42,7 @@ def entropy_is_only_logged(loss_function: Any, settings: BackwardSettings) -> bo
     coefficient = getattr(actor_config(loss_function), "entropy_coeff", None)
     if coefficient and settings.gradient_budget > 0:
         expected = f"0 with actor.entropy_coeff={coefficient:g}, because the budget does not bound the bonus's error"
-        Field("GSPOEngine").fail("gradient_budget", expected, Unquoted(f"{settings.gradient_budget:g}"))
+        Checks("GSPOEngine").fail("gradient_budget", expected, Unquoted(f"{settings.gradient_budget:g}"))
     return coefficient == 0
 
 

@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingIm
 from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead  # pyright: ignore[reportMissingImports]
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.validation import Field
+from gspo_kernels.validation import Checks
 
 from ..backwards import BackwardMetrics, BackwardSettings
 from ..huggingface import HeadOutput, fuse_head
@@ -46,7 +46,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
         self._backwards = BackwardMetrics()
         self._settings = backward_settings(self.model_config)
         if self.model_config.use_fused_kernels:
-            Field("GSPOEngine").fail("model.use_fused_kernels", "False (it selects verl's own fused log-probs)", True)
+            Checks("GSPOEngine").fail("model.use_fused_kernels", "False (it selects verl's own fused log-probs)", True)
         module = super()._build_fsdp_module(module)
         fuse_head(module)
         return module

@@ -8,7 +8,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]
 
 from gspo_kernels import Objective, policy_loss
-from gspo_kernels.validation import HALF, Field, warn_once
+from gspo_kernels.validation import HALF, Checks, warn_once
 
 from .config import LOSS_MODE, clip_window, warn_of_wide_window
 
@@ -49,7 +49,7 @@ def gspo_policy_loss(
     size = "batch_num_tokens" if loss_agg_mode == "token-mean" else "global_batch_size"
     total = 1 if loss_agg_mode == "token-sum" else batch.get(size)
     if total is None and ranks > 1:
-        Field("gspo_policy_loss").fail(f"config.global_batch_info[{size!r}]", "given with more than one rank", None)
+        Checks("gspo_policy_loss").fail(f"config.global_batch_info[{size!r}]", "given with more than one rank", None)
     if log_prob.dtype in HALF:
         warn_once(
             f"gspo_kernels: log-probs are {log_prob.dtype}, too coarse for a clip window of 3e-4 "

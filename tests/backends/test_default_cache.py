@@ -21,10 +21,10 @@ from gspo_kernels.backends.workspace import cache_limit
 from gspo_kernels.integrations.backwards import BackwardSettings
 from gspo_kernels.tools.doctor import compile_cases as cases
 from gspo_kernels.tools.doctor import memory as doctor_memory
-from gspo_kernels.validation import Field
+from gspo_kernels.validation import Checks
 
 MIB = 2**20
-CALL = Field("test")
+CALL = Checks("test")
 H100, H200 = 85_017_624_576, 150_110_011_392  # total memory in bytes
 TABLES = [name for name in tuning.ARCHITECTURES if name not in tuning.SAME_AS]
 

@@ -367,9 +367,9 @@ def test_rocm_devices_select_their_block_shapes(name: str, row: str | None, monk
 
 
 def test_auto_selects_triton_on_a_gpu_and_torch_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gspo_kernels.validation import Call
+    from gspo_kernels.validation import TensorChecks
 
-    call = Call("test")
+    call = TensorChecks("test")
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
     assert dispatch.pick_backend(call, "auto", torch.device("cuda")) == "triton"
     assert dispatch.pick_backend(call, "auto", torch.device("cpu")) == "torch"

@@ -33,12 +33,12 @@ from gspo_kernels import linear_log_probs, policy_loss, validation
 from gspo_kernels.backends import dispatch, kernel_check, self_check
 from gspo_kernels.backends.triton import logit_tile, sequence, tuning
 from gspo_kernels.inputs import head as inputs_of_head
-from gspo_kernels.validation import Call, dtype_name
+from gspo_kernels.validation import TensorChecks, dtype_name
 
 policy_module = importlib.import_module("gspo_kernels.policy_loss")  # the package exports a function of this name
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
 WRONG = "gradient_tile: d_weight [1301, 128] in bfloat16: error 2.00e-01, allowed 1.00e-02"
-CALL = Call("test")
+CALL = TensorChecks("test")
 
 
 # -- the check of the kernels
@@ -429,7 +429,7 @@ def test_the_kernels_are_checked_in_the_dtype_that_they_compute_with(monkeypatch
     """Autocast changes the dtype of the head."""
     picks: list[Any] = []
 
-    def record(call: Call, backend: str, device: torch.device, *subject: Any) -> str:
+    def record(call: TensorChecks, backend: str, device: torch.device, *subject: Any) -> str:
         picks.append(subject)
         return "torch"
 

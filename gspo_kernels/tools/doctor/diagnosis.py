@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from ...backends import dispatch, self_check
-from ...validation import Call
+from ...validation import TensorChecks
 from .checks import CPU, DTYPES, Check, check, interpreted_checks, one_line
 
 
@@ -170,7 +170,7 @@ def describe(device: torch.device) -> Device:
                 from ...backends.triton.tuning import architecture
 
                 block_shapes = architecture(device)
-        auto = dispatch.pick_backend(Call("gspo doctor"), "auto", device)
+        auto = dispatch.pick_backend(TensorChecks("gspo doctor"), "auto", device)
     except Exception as error:
         return Device(str(device), description, block_shapes, None, one_line(error))
     why = obstacle or "the Triton kernels run here"

@@ -20,7 +20,7 @@ from ...backends.rows import HeadRows
 from ...backends.workspace import cache_of_device, cache_variable, workspace_bytes
 from ...layout import accumulator
 from ...ranks.shards import Shard, shard_of
-from ...validation import Call
+from ...validation import TensorChecks
 
 MIB = 2**20
 PADDED_TO = 128  # Megatron's default of --make-vocab-size-divisible-by, which it multiplies by the ranks
@@ -266,7 +266,7 @@ class Plan:
 def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> Plan:
     """Plan for a GPU architecture, or for this machine if it is None."""
     device = torch.device("cuda" if torch.cuda.is_available() and architecture is None else "cpu")
-    backend = "triton" if architecture else dispatch.pick_backend(Call("gspo doctor"), "auto", device)
+    backend = "triton" if architecture else dispatch.pick_backend(TensorChecks("gspo doctor"), "auto", device)
     dtype = dtype or (torch.bfloat16 if backend == "triton" else torch.float32)
     default, source = default_cache_mib(device, architecture)
     with _assumed(architecture), FakeTensorMode():

@@ -347,8 +347,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "the kernels are checked in a dtype other than autocast's": (
         "head_rows",
-        "pick_backend(call, arguments.backend, device, rows.dtype)",
-        "pick_backend(call, arguments.backend, device, hidden.dtype)",
+        "pick_backend(check, arguments.backend, device, rows.dtype)",
+        "pick_backend(check, arguments.backend, device, hidden.dtype)",
         "self_check::test_the_kernels_are_checked_in_the_dtype_that_they_compute_with",
     ),
 }

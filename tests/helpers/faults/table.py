@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # (function, expression, wrong expression, test that must fail)
 #
-# "head_forward" is a function, method, class or variable of this name, "Call.sign" a method of a class, and
+# "head_forward" is a function, method, class or variable of this name, "TensorChecks.sign" a method of a class, and
 # "torch/tiles:slabs" a function in a file whose path ends so. "torch/tiles:" is the whole module. Exactly one place in
 # functions of this name has the expression; formatting does not matter. A fault may also replace statements, by `pass`
 # to delete them.

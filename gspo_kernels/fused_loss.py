@@ -132,7 +132,7 @@ def gspo_fused_loss(
         logit_softcap,
         temperature,
         vocab_size,
-        entropy or has_bonus,
+        entropy,
         backend,
         tp_group,
         reduce_hidden,
@@ -155,6 +155,7 @@ def gspo_fused_loss(
         check.boolean("entropy", entropy)
         if has_bonus and gradient_budget > 0:
             check.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
+        head_arguments = head_arguments._replace(entropy=entropy or has_bonus)
         head = head_rows(check, head_arguments)
         unmasked = head.rows.mask.view(target_ids.shape)
         policy = policy_rows(check, policy_arguments, unmasked, accumulator(head.rows.hidden.dtype))

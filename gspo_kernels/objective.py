@@ -130,6 +130,7 @@ class Objective:
     def __post_init__(self) -> None:
         self._check()
         self._warn(stacklevel=5)  # the warning names the line that constructs the Objective
+        self._write_text()
 
     def _check(self) -> None:
         check = validation.Checks("Objective")
@@ -208,13 +209,17 @@ class Objective:
             object.__setattr__(objective, f.name, values.get(f.name, f.default))
         objective._check()
         objective._warn(stacklevel=4, luspo=name == "luspo")
+        objective._write_text()
         return objective
 
-    @functools.cached_property
+    @property
     def text(self) -> str:
         """Return the values of all fields except `rollout_correction`. Operators take an objective as this string."""
-        # Plain strings, because torch.compile cannot trace json.
-        return ";".join([repr(getattr(self, f.name)) for f in fields(self)[:-1]])
+        return self._text  # pyright: ignore[reportAttributeAccessIssue] - set in __post_init__
+
+    def _write_text(self) -> None:
+        # Plain strings, because torch.compile cannot trace json or a cached property.
+        object.__setattr__(self, "_text", ";".join([repr(getattr(self, f.name)) for f in fields(self)[:-1]]))
 
     @classmethod
     def from_text(cls, text: str) -> Objective:
@@ -249,6 +254,7 @@ def _from_text(text: str) -> Objective:
     values = [_CONSTANTS[x] if x in _CONSTANTS else x[1:-1] if x[0] == "'" else float(x) for x in text.split(";")]
     for f, value in zip(fields(Objective), [*values, None], strict=True):
         object.__setattr__(objective, f.name, value)
+    object.__setattr__(objective, "_text", text)
     return objective
 
 

@@ -1,8 +1,8 @@
 """torch.library operators whose parameters and results are named tuples.
 
 The schema of an operator allows no named tuples. `Operator` derives the schema from the type hints of a function: one
-argument for each tensor, and one string for all scalars, because the time that PyTorch takes for a call grows with the
-square of the number of arguments.
+argument for each tensor and number, and one string for everything else, because the time that PyTorch takes for a call
+grows with the square of the number of arguments.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from ..validation import refuse_second_derivative, refuse_torch_func
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_TENSORS = {Tensor: "Tensor", Tensor | None: "Tensor?"}
+# Numbers have arguments of their own, because torch.compile may replace them by symbols.
+_ARGUMENTS = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    int: "int",
+}
 _READ: dict[Any, Callable[[str], Any]] = {
-    float: float,
-    float | None: lambda text: None if text == "None" else float(text),
-    int: int,
     bool: lambda text: text == "True",
     str: str,
     # Without its rollout correction, which is already part of the token weights.
@@ -38,15 +42,15 @@ class Group(NamedTuple):
 
     kind: Any  # its type
     hints: dict[str, Any]  # type of each field, by name; a single value has the name ""
-    are_tensors: list[bool]  # for each field
+    are_arguments: list[bool]  # for each field: whether it is an argument of the operator, or a line of `text`
     is_tuple: bool
 
 
 def _group(kind: Any) -> Group:
     """Return the group of a parameter or result with type hint `kind`."""
-    is_tuple = kind not in _TENSORS and kind not in _READ
+    is_tuple = kind not in _ARGUMENTS and kind not in _READ
     hints = get_type_hints(kind) if is_tuple else {"": kind}
-    return Group(kind, hints, [hint in _TENSORS for hint in hints.values()], is_tuple)
+    return Group(kind, hints, [hint in _ARGUMENTS for hint in hints.values()], is_tuple)
 
 
 class Operator(Generic[P, R]):
@@ -54,7 +58,8 @@ class Operator(Generic[P, R]):
 
     The parameters of the function are tensors, scalars, named tuples of tensors and scalars, or an `Objective`. The
     result is a named tuple of tensors and named tuples of tensors. Names in the schema join parameter and field: the
-    field `mask` of the parameter `head` is `head_mask`. The last argument, `scalars`, has one line for each scalar.
+    field `mask` of the parameter `head` is `head_mask`. The last argument, `text`, has one line for each string, bool
+    and objective.
     """
 
     def __init__(self, function: Callable[P, R]) -> None:
@@ -69,9 +74,9 @@ class Operator(Generic[P, R]):
             for parameter, group in zip(kinds, self._inputs, strict=True)
             for field, hint in group.hints.items()
         }
-        self._scalars = tuple(hint for hint in hints.values() if hint not in _TENSORS)
-        self.arguments = [*(name for name, hint in hints.items() if hint in _TENSORS), "scalars"]
-        inputs = ", ".join([*(f"{_TENSORS[hints[name]]} {name}" for name in self.arguments[:-1]), "str scalars"])
+        self._lines = tuple(hint for hint in hints.values() if hint in _READ)
+        self.arguments = [*(name for name, hint in hints.items() if hint in _ARGUMENTS), "text"]
+        inputs = ", ".join([*(f"{_ARGUMENTS[hints[name]]} {name}" for name in self.arguments[:-1]), "str text"])
         # A result is never None: gradients that are not needed are empty tensors.
         outputs = ", ".join(["Tensor"] * sum(len(group.hints) for group in self._outputs))
         name = function.__name__  # pyright: ignore[reportAttributeAccessIssue] - it is a function
@@ -112,7 +117,7 @@ class Operator(Generic[P, R]):
 
         def setup_flat(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.set_materialize_grads(False)
-            setup(ctx, self._arguments_of(inputs), self._result_of(output))
+            setup(ctx, self._parameters(inputs), self._result_of(output))
 
         def backward_flat(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
             needs = dict(zip(self.arguments, ctx.needs_input_grad, strict=True))
@@ -125,41 +130,39 @@ class Operator(Generic[P, R]):
         """Register a backward that raises an error. `function(*args)` is the public function that the error names."""
 
         def setup_flat(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            ctx.function = function(*self._arguments_of(inputs))
+            ctx.function = function(*self._parameters(inputs))
 
         self.op.register_autograd(
             lambda ctx, *upstream: refuse_second_derivative(ctx.function), setup_context=setup_flat
         )
 
     def flatten(self, args: Iterable[Any]) -> list[Any]:
-        """Return the tensors of the arguments, and the text of their scalars at the end."""
-        tensors: list[Any] = []
-        scalars: list[str] = []
+        """Return the arguments of the operator."""
+        arguments: list[Any] = []
+        lines: list[str] = []
         for x, group in zip(args, self._inputs, strict=True):
-            for value, is_tensor in zip(x if group.is_tuple else (x,), group.are_tensors, strict=True):
-                if is_tensor:
-                    tensors.append(value)
-                elif isinstance(value, Objective):
-                    scalars.append(value.text)
+            for value, is_argument in zip(x if group.is_tuple else (x,), group.are_arguments, strict=True):
+                if is_argument:
+                    arguments.append(value)
                 else:
-                    scalars.append(value if isinstance(value, str) else repr(value))
-        return [*tensors, "\n".join(scalars)]
+                    lines.append(value.text if isinstance(value, Objective) else str(value))
+        return [*arguments, "\n".join(lines)]
 
-    def _arguments_of(self, flat: tuple[Any, ...]) -> list[Any]:
-        """Return the arguments that `flatten` flattened."""
-        tensors = iter(flat[:-1])
-        scalars = iter(_read(flat[-1], self._scalars))
-        arguments = []
+    def _parameters(self, flat: tuple[Any, ...]) -> list[Any]:
+        """Return the parameters that `flatten` flattened."""
+        arguments = iter(flat[:-1])
+        lines = iter(_read(flat[-1], self._lines))
+        parameters = []
         for group in self._inputs:
-            values = [next(tensors if is_tensor else scalars) for is_tensor in group.are_tensors]
-            arguments.append(group.kind(*values) if group.is_tuple else values[0])
-        return arguments
+            values = [next(arguments if is_argument else lines) for is_argument in group.are_arguments]
+            parameters.append(group.kind(*values) if group.is_tuple else values[0])
+        return parameters
 
     def _of_flat(self, function: Callable[P, R]) -> Callable[..., tuple[Tensor, ...]]:
         call: Callable[..., Any] = function
 
         def of_flat(*flat: Any) -> tuple[Tensor, ...]:
-            result = call(*self._arguments_of(flat))
+            result = call(*self._parameters(flat))
             if not self._is_nested:
                 return tuple(result)
             return tuple([x for part in result for x in ((part,) if isinstance(part, Tensor) else part)])
@@ -177,7 +180,7 @@ class Operator(Generic[P, R]):
 
 @functools.lru_cache(maxsize=1024)
 def _read(text: str, hints: tuple[Any, ...]) -> list[Any]:
-    """Return the scalars in a text that `Operator.flatten` wrote."""
+    """Return the values in a text that `Operator.flatten` wrote."""
     lines = text.split("\n") if hints else []
     return [_READ[hint](line) for hint, line in zip(hints, lines, strict=True)]
 

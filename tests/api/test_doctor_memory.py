@@ -11,9 +11,10 @@ from helpers.counters import LiveBytes, Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-from gspo_kernels import gspo_fused_loss, parallel
+from gspo_kernels import gspo_fused_loss
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
+from gspo_kernels.ranks import collectives
 from gspo_kernels.tools.cli import app
 from gspo_kernels.tools.doctor import compile_cases
 from gspo_kernels.tools.doctor import memory as doctor_memory
@@ -131,7 +132,7 @@ def test_the_vocabulary_is_padded_as_by_megatron(vocab: int) -> None:
 def test_the_bound_of_a_rank_holds(
     shape: tuple[int, int, int], tp: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "gather", lambda x, group: x.new_empty(tp, *x.shape))
+    monkeypatch.setattr(collectives, "gather", lambda x, group: x.new_empty(tp, *x.shape))
     head = doctor_memory.Batch(*shape, tp=tp).head(torch.bfloat16, "meta", entropy)
     with tuning.assume("sm_90"), LiveBytes() as live:
         compile_cases.forward_and_backward(head)
@@ -143,7 +144,7 @@ def test_the_traffic_that_does_not_shrink_with_ranks_is_that_of_a_step(monkeypat
     """The counted bytes of a step are a + b / ranks. Two numbers of ranks give a."""
     counted: list[tuple[float, float]] = []
     for tp in (16, 32):
-        monkeypatch.setattr(parallel, "gather", lambda x, group, tp=tp: x.new_empty(tp, *x.shape))
+        monkeypatch.setattr(collectives, "gather", lambda x, group, tp=tp: x.new_empty(tp, *x.shape))
         head = doctor_memory.Batch(8192, 4096, 131_072, tp).head(torch.bfloat16, "meta")
         with tuning.assume("sm_90"), launches() as seen, Operations() as operations:
             compile_cases.forward_and_backward(head)

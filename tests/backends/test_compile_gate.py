@@ -66,7 +66,7 @@ print(json.dumps([[*row[:4], row.report and row.report.__dict__, row.faults] for
 """
 # Only the kernels of a plain head in bf16.
 PLAIN = """
-from gspo_kernels.tools import compile_gate
+from gspo_kernels.tools.doctor import compile_gate
 runs = compile_gate.runs
 compile_gate.SHAPES = ()
 compile_gate.runs = lambda *shape: [run for run in runs(*shape) if run[0] == "bf16"]

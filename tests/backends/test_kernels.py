@@ -207,10 +207,9 @@ def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_memory_respects_a_small_workspace(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GSPO_WORKSPACE_MIB", "1")
+def test_peak_memory_respects_a_small_workspace(dtype: torch.dtype) -> None:
     n, h, v = 2048, 64, 16_384
-    head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)
+    head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)._replace(workspace=2**20)
     with tuning.assume("sm_90"), LiveBytes() as live:
         result = triton_backend.head_forward(head)
         triton_backend.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS)
@@ -512,7 +511,11 @@ def test_rows_are_scattered_in_place(share: float, dtype: str) -> None:
     expected = torch.zeros(50, 6, dtype=DTYPES[dtype])
     expected[live] = sums[50 - len(index) :].to(expected.dtype)
     rows: Any = SimpleNamespace(
-        head=SimpleNamespace(hidden=expected), index=index, has_gradient=live, index_is_all_rows=False, boost=None
+        head=SimpleNamespace(hidden=expected, workspace=2**17),
+        index=index,
+        has_gradient=live,
+        index_is_all_rows=False,
+        boost=None,
     )
     assert torch.equal(gradient_rows.scatter_in_place(sums, rows, 4), expected)
 

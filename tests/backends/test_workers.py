@@ -120,7 +120,7 @@ def test_copies_of_a_half_precision_head_count_as_workspace(monkeypatch: pytest.
     rows = torch.arange(4)
     threads = {}
     for dtype in (torch.float32, torch.bfloat16):
-        head = head_rows(4, 256, 200_000)
+        head = head_rows(4, 256, 200_000, workspace=160 * 2**20)
         head = head._replace(hidden=head.hidden.to(dtype), weight=head.weight.to(dtype))
         work = torch_tiles.Tiles(head, rows)
         threads[dtype] = work.threads

@@ -15,18 +15,19 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("gspo_kernels", "integrations", "benchmarks")
 # From the lowest floor to the highest. A room imports only from floors below its own.
 HOUSE = (
-    {"derivatives", "extras", "layout", "reference", "tolerance", "validation"},
-    {"groups", "metrics", "sampler_mismatch"},
-    {"advantages", "objective", "parallel"},
-    {"backends", "custom_op"},
-    {"inputs", "head_ops"},
-    {"agreement", "outputs", "ops"},
-    {"fused_loss", "log_probs", "policy_loss"},
+    {"extras", "layout", "metrics", "reference", "tolerance", "validation"},
+    {"groups", "ranks", "sampler_mismatch"},
+    {"advantages", "objective"},
+    {"backends"},
+    {"inputs", "ops"},
+    {"outputs"},
+    {"fused_loss", "log_probs", "policy"},
     {"", "tools"},  # "" is the package's __init__.py, which exports the public names
 )
 BACKENDS = (
-    {"rows", "workspace"},
-    {"check_samples", "live_tiles", "precision"},
+    {"workspace"},
+    {"precision", "rows"},
+    {"check_samples", "live_tiles", "sums"},
     {"torch", "triton"},
     {"adapter", "kernel_check"},
     {"self_check"},

@@ -6,7 +6,7 @@ A slab is a range of vocabulary columns, a chunk a range of rows. `cells/` defin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ...layout import accumulator
 from ..live_tiles import is_captured, leading
 from ..precision import add_product, power_of_two
 from ..rows import HeadResult, HeadRows, Kept
-from .cells.lists import Part
 from .gradient_tile import gradient_tile
 from .kept_tile import launch_kept_tile
 from .launch import launch
@@ -25,6 +24,15 @@ from .tuning import Config
 
 # `gradient_tile` as compiled for cells, if the kernels that compute the same gradients densely are loaded too.
 _ready_for_capture: set[Any] = {None}  # None if kernels are interpreted
+
+
+class CellRange(NamedTuple):
+    """Cells whose d_logits are computed at once, and places in the list of cells."""
+
+    by_tile: Tensor  # `CellLists.by_tile`
+    row_blocks: int  # `CellLists.row_blocks`
+    first_cell: int  # index of the first cell in `by_tile`
+    cells: int  # number of cells
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ def gradient_of_tiles(
     high: int,
     config: Config,
     unrounded: bool,
-    part: Part | None = None,
+    part: CellRange | None = None,
 ) -> Tensor:
     """Compute d_logits of a chunk of rows and of columns low to high, or of the cells of a part.
 
@@ -160,11 +168,11 @@ def gradient_of_tiles(
         low=low,
         high=high,
         width=d_logits.shape[1],
-        by_tile=None if part is None else part.lists.by_tile,
+        by_tile=None if part is None else part.by_tile,
         n_kept=rows.n_kept,
         first_row=chunk.start,
         first_cell=0 if part is None else part.first_cell,
-        part_row_blocks=0 if part is None else part.lists.row_blocks,
+        part_row_blocks=0 if part is None else part.row_blocks,
     )
     if rows.kept is not None:
         launch_kept_tile(rows.kept, programs, config, operands | shared, d_logits)

@@ -24,6 +24,7 @@ from ... import live_tiles
 from ...live_tiles import Work
 from ...rows import HeadGradients, HeadResult, HeadRows, Kept, LiveTiles, NeedsGradient
 from ..gradient_rows import (
+    CellRange,
     GradientRows,
     gradient_of_tiles,
     round_to_operands,
@@ -147,7 +148,8 @@ class _CellGradients:
         rows, head = self.rows, self.rows.head
         chunk = slice(part.chunk * self.plan.chunk, min((part.chunk + 1) * self.plan.chunk, self.n))
         hidden = rows.hidden(chunk) if self.hidden is None else self.hidden
-        d_z = gradient_of_tiles(rows, hidden, chunk, 0, head.vocab_size, self.config, self.unrounded, part)
+        cells = CellRange(part.lists.by_tile, part.lists.row_blocks, part.first_cell, part.cells)
+        d_z = gradient_of_tiles(rows, hidden, chunk, 0, head.vocab_size, self.config, self.unrounded, cells)
         d_z = round_to_operands(d_z, rows) if self.unrounded else d_z
         if self.d_hidden is not None:
             index = rows.index[chunk]

@@ -269,7 +269,8 @@ def test_lora_dropout_drops_what_peft_drops(adapters: int, backend: str) -> None
         hidden = hidden_states()
         lp = plain_log_probs(head, hidden) if plain else linear_log_probs(hidden, head, ids, mask=mask).log_probs
         results.append({"log_probs": lp, **gradients(lp, {"hidden": hidden, **trained(head)})})
-    wide_head, wide_hidden = copy.deepcopy(head).double(), hidden_states().detach().double().requires_grad_()
+    wide_head = copy.deepcopy(head).double()
+    wide_hidden = hidden_states().detach().double().requires_grad_()
     torch.manual_seed(5)
     # Draw the random numbers in fp32 as above, so that the same elements are dropped.
     for name in wide_head.lora_dropout:
@@ -602,7 +603,9 @@ def test_a_global_setting_of_fast_products_changes_no_bit_and_is_restored(
     head_kind: str, precision: str, backend: str
 ) -> None:
     """On a CPU with bf16 products, "medium" rounds the operands of every fp32 product."""
-    width, vocab, ids = 64, 300, torch.arange(100)[None]
+    width = 64
+    vocab = 300
+    ids = torch.arange(100)[None]
     results = []
     for setting in ("highest", precision):
         torch.set_float32_matmul_precision(setting)
@@ -663,7 +666,8 @@ def test_two_threads_keep_exact_products_and_restore_the_setting(backend: str, m
         pytest.skip("patches the torch backend")
     from gspo_kernels.backends.torch import tiles as torch_tiles
 
-    compute, limit = torch_tiles.Tiles.logits, 20
+    compute = torch_tiles.Tiles.logits
+    limit = 20
     second_has_entered, first_has_left = threading.Event(), threading.Event()
     precisions: dict[str, str] = {}
 
@@ -799,7 +803,8 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(head_kind: str, backend:
     head: Any = nn.Linear(width, vocab)
     if head_kind == "lora":
         head = add_adapter_of_width(head)
-    hidden, ids = torch.randn(rows, width), torch.randint(0, vocab, (rows,))
+    hidden = torch.randn(rows, width)
+    ids = torch.randint(0, vocab, (rows,))
     together = linear_log_probs(hidden, head, ids, backend=backend).log_probs
     for low, high in ((0, 1), (7, 8), (3, 40), (100, 300)):
         alone = linear_log_probs(hidden[low:high], head, ids[low:high], backend=backend).log_probs

@@ -79,7 +79,8 @@ class Operations(TorchDispatchMode):
         self.bytes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
         leaves = tree_leaves(out if "zeros" in name else (args, kwargs, out))
         size = sum(x.nbytes for x in leaves if isinstance(x, Tensor) and x.is_meta)
         if size and not func.is_view and "empty" not in name:
@@ -128,14 +129,17 @@ def launch_seconds(chip: Chip, x: Launch) -> float:
 def work_of(x: Launch) -> tuple[float, int]:
     """Return the operations of a launch on tensor cores, and the bytes that it reads and writes."""
     tensors: Record = {name: getattr(value, "base", value) for name, value in x.arguments.items()}
-    name, config, d_logits = x.kernel.__name__, x.config, tensors.get("d_logits")
+    name = x.kernel.__name__
+    config = x.config
+    d_logits = tensors.get("d_logits")
     if name in ("hidden_product", "weight_product"):
         operand = tensors["hidden"].nbytes if "hidden" in tensors else 0  # how much of the weight is not known
         written = (1 + x.arguments["ADD"]) * tensors["out"].nbytes
         return 2.0 * d_logits.numel() * x.arguments["width"], d_logits.nbytes + operand + written
     if name not in ("forward_tile", "gradient_tile"):
         return 0.0, sum(t.nbytes for t in tensors.values() if isinstance(t, Tensor))
-    hidden, columns = tensors["hidden"], x.arguments["column_blocks"] * config.block_v
+    hidden = tensors["hidden"]
+    columns = x.arguments["column_blocks"] * config.block_v
     groups = 1 if tensors.get("by_tile") is not None else -(-len(hidden) // (config.block_n * config.group))
     head = groups * columns * hidden.shape[1] * hidden.itemsize  # each group of row blocks reads it once
     out = tensors["tile_top"].nbytes + tensors["tile_mass"].nbytes if d_logits is None else d_logits.nbytes
@@ -178,7 +182,8 @@ def step(chip: Chip, shape: Shape, live: float, share: float | None = None) -> d
         compile_cases.loss(Objective(), torch.float32, shape.rows, FULL.roles[0])
 
     with assume(chip.architecture):
-        result, choice = forward.head_forward(head), selected(head, round(live * shape.rows), share, "cpu")
+        result = forward.head_forward(head)
+        choice = selected(head, round(live * shape.rows), share, "cpu")
     d_log_probs = torch.empty_like(result.log_probs)
     first = seconds_of(chip, run_forward) if share is None else {}
     last = seconds_of(chip, lambda: backward.head_backward(head, result, d_log_probs, None, BOTH, choice))

@@ -21,14 +21,18 @@ from gspo_kernels.tools.doctor_memory import MIB, Batch
 from .pages import DOCS
 from .predictions import CHIPS, Chip
 
-PAGE, H200 = DOCS / "scale.md", CHIPS["H200"]
+PAGE = DOCS / "scale.md"
+H200 = CHIPS["H200"]
 
 MODELS = {
     "Llama-3 8B": (4096, 128_256),
     "Llama-3 70B": (8192, 128_256),
     "Qwen3-235B-A22B": (4096, 151_936),
 }  # H, V
-TOKENS, TP, CP, ARCHITECTURE = 32_768, (1, 2, 4, 8, 16), (1, 2, 4, 8), "sm_90"
+TOKENS = 32_768
+TP = (1, 2, 4, 8, 16)
+CP = (1, 2, 4, 8)
+ARCHITECTURE = "sm_90"
 PASSES = 4  # of a step in which every token has a gradient, without a cache
 # GB/s that a GPU receives. H200 datasheet: NVLink 900 GB/s, both directions together. InfiniBand NDR: 400 Gb/s a port.
 LINKS = {"NVLink": 450.0, "400 Gb/s": 50.0}

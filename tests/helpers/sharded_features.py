@@ -117,7 +117,8 @@ def _no_reduction(context: Context) -> None:
 @case("tp 2 second backward", 2)
 def _second_backward(context: Context) -> None:
     group, (hidden, weight, ids) = context.group(2), rows(64, torch.float64)
-    leaf, local = hidden.clone().requires_grad_(), shard_rows(weight, group)
+    leaf = hidden.clone().requires_grad_()
+    local = shard_rows(weight, group)
     total = linear_log_probs(leaf, local, ids, tp_group=group).log_probs.sum()
     (grad,) = torch.autograd.grad(total, leaf, create_graph=True)
     hidden.requires_grad_()
@@ -188,7 +189,8 @@ def _compiled(context: Context) -> None:
 @case("cp 2 equal tokens", 2)
 def _equal_tokens(context: Context) -> None:
     """In fp32, all additions of equal terms would round in the same direction: by 2e-5 of the sum for these tokens."""
-    u, tokens = torch.tensor(3.1e-4), 65_536
+    u = torch.tensor(3.1e-4)
+    tokens = 65_536
     for objective in (Objective(), Objective(ratio="token", aggregation="token-mean")):
         log_probs = u.repeat(1, tokens).requires_grad_()
         out = policy_loss(

@@ -277,7 +277,8 @@ def test_a_temperature_equals_a_smaller_head(sample: Sample) -> None:
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 1000])
 def test_a_zero_head_is_the_uniform_distribution(vocab: int, backend: str) -> None:
-    hidden, ids = torch.randn(2, 3, 5), torch.randint(0, vocab, (2, 3))
+    hidden = torch.randn(2, 3, 5)
+    ids = torch.randint(0, vocab, (2, 3))
     out = linear_log_probs(hidden, torch.zeros(vocab, 5), ids, entropy=True, backend=backend)
     expected = torch.full((2, 3), -float(torch.tensor(float(vocab)).log()))
     torch.testing.assert_close(out.log_probs, expected)

@@ -40,7 +40,8 @@ def test_a_reading_gives_the_loss_that_verl_computes(name: str, backend: str) ->
     config.global_batch_info.update(
         dp_size=4, batch_num_tokens=301, global_batch_size=48, loss_scale_factor=config.loss_scale_factor
     )
-    lp, mask = batch.log_probs.clone().requires_grad_(), batch.double_mask()
+    lp = batch.log_probs.clone().requires_grad_()
+    mask = batch.double_mask()
     loss, _ = core_algos.get_policy_loss_fn(config.policy_loss.loss_mode)(
         old_log_prob=batch.old,
         log_prob=lp,

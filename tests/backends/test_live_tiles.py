@@ -445,7 +445,8 @@ def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
     coefficient = torch.randn(140, generator=rng)
     needs = NeedsGradient(True, True, False, True, True)
     with choices():
-        (result, tiles), cell = torch_backend.forward_and_keep(head, shares=True), torch_backend.cell_shape(head)
+        result, tiles = torch_backend.forward_and_keep(head, shares=True)
+        cell = torch_backend.cell_shape(head)
         live, work = live_tiles.choose(head, result, coefficient, tiles, cell, 0.3)
     assert 0 < work.dropped <= 0.3 and live.cells[:, -1].any()
     chosen = Chosen(merged, result, coefficient, live, cell, tiles.share)

@@ -79,7 +79,8 @@ def test_gradients_of_a_list_of_all_cells_equal_float64(shape: tuple[int, int, i
     """Run the sparse backward, which computes a list of cells, with a list of all cells."""
     head = random_head(*shape, DTYPES[dtype], **OPTIONS[options])
     upstream = random_upstream(head)
-    (result, kept), cell = triton_backend.forward_and_keep(head, shares=True), triton_backend.cell_shape(head)
+    result, kept = triton_backend.forward_and_keep(head, shares=True)
+    cell = triton_backend.cell_shape(head)
     assert cell is not None
     live, _ = live_tiles.choose(head, result, upstream.d_log_probs, kept, cell, budget=0.0)
     blocks = -(-live.counts[:1] // cell[0])

@@ -264,7 +264,8 @@ def refused(text: str, error: type[Exception], run: Callable[[], Any]) -> None:
 
 @case("refused", tensor_model_parallel_size=2)
 def _refused() -> None:
-    model, (inputs, targets, _) = make(), batch()
+    model = make()
+    inputs, targets, _ = batch()
     refused("labels must be absent", ValueError, lambda: model_log_probs(model, targets, labels=targets, **inputs))
     refused("model must be a GPTModel", TypeError, lambda: model_log_probs(nn.Linear(2, 2), targets, **inputs))
     refused("target_ids must be [B, S] = [2, 8]", ValueError, lambda: model_log_probs(model, targets[:, 1:], **inputs))

@@ -95,7 +95,8 @@ for _sequence_parallel in (False, True):
     @case(f"AReaL's chunked head{', sp' * _sequence_parallel}", tensor_model_parallel_size=2)
     def _areal(sequence_parallel: bool = _sequence_parallel) -> None:
         layer = make(False, sequence_parallel).output_layer
-        rank, (complete, _, ids) = parallel_state.get_tensor_model_parallel_rank(), operands()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        complete, _, ids = operands()
         part = complete.detach().chunk(2)[rank] if sequence_parallel else complete.detach()
         hidden, plain = (part.clone().requires_grad_() for _ in range(2))
         labels = ids.t().contiguous()

@@ -114,10 +114,12 @@ def longer(chip: Chip, seconds: float, size: float) -> float:
 
 
 def launch_seconds(chip: Chip, x: Launch) -> float:
-    (operations, size), tile = work_of(x), x.kernel.__name__.endswith("_tile")
+    operations, size = work_of(x)
+    tile = x.kernel.__name__.endswith("_tile")
     if not operations:
         return longer(chip, 0.0, size)
-    elements, (instructions, blocks) = x.config.block_n * x.config.block_v, compiled(x, chip.architecture)
+    elements = x.config.block_n * x.config.block_v
+    instructions, blocks = compiled(x, chip.architecture)
     share = chip.vendor * (MAIN_LOOP if tile else CELLS)
     loop = operations / x.programs / (share * chip.operations)  # cycles of a program
     after = max(instructions * elements / chip.lanes, tile * elements / chip.exponentials)

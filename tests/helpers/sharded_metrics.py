@@ -119,7 +119,8 @@ def expected_metrics(x: dict[str, Tensor], objective: Objective) -> dict[str, Te
     d = x["log_probs"] - x["ref_log_probs"]
     by_token = objective.ratio == "token"
     u = r if by_token else (r.sum(1) / lengths.clamp(min=1))[:, None].expand_as(r)
-    (low, high), sign = objective.log_window, x["advantages"].sign()[:, None]
+    low, high = objective.log_window
+    sign = x["advantages"].sign()[:, None]
     clipped = {"_low": mask & (u < low) & (sign < 0), "_high": mask & (u > high) & (sign > 0)}
     clipped[""] = clipped["_low"] | clipped["_high"]
     ratios = u[mask].exp() if by_token else u[lengths > 0, 0].exp()

@@ -69,7 +69,8 @@ def lengths_of(sample: Sample) -> list[int]:
 
 def packed(sample: Sample) -> tuple[Sample, Tensor]:
     """Return the same tokens packed, and a bool mask [B, T] of their positions in the padded batch."""
-    lengths, (_, longest) = lengths_of(sample), sample.target_ids.shape
+    lengths = lengths_of(sample)
+    _, longest = sample.target_ids.shape
     inside = torch.arange(longest)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
 
     def cut(x: Any) -> Any:

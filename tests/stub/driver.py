@@ -175,7 +175,8 @@ def _write_results(kernel: str, arguments: dict[str, Any]) -> None:
     if kernel == "row_masses":
         _live_rows[0] = int((arguments["coefficient"] != 0).sum())
     if kernel == "decide":
-        cells, (rows,) = arguments["cells"], _live_rows
+        cells = arguments["cells"]
+        (rows,) = _live_rows
         cells.view(-1).copy_(torch.arange(cells.numel()) % 4 == 0)
         cells[-(-rows // arguments["ROWS_OF_CELL"]) :] = 0
         sparse = rows > 0 and arguments["most_share"] > 0

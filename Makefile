@@ -11,7 +11,7 @@ test: lint
 	$(BIN)/python -m pytest -m "not slow" tests/distributed
 	$(BIN)/$(PYTEST) -m "not slow" --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed
 
-# Everything that runs without a GPU: about an hour on two cores.
+# Everything that runs without a GPU: about 40 minutes on two cores, longer the first time.
 test-all: test test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-trainers
 
 # Seeded faults, the compile gate of every architecture, long runs, and 200 examples of each property.

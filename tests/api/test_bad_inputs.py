@@ -727,7 +727,8 @@ def test_an_unsupported_adapter_is_named(kind: str) -> None:
 
 
 def test_hidden_states_of_the_wrong_width_for_an_adapter_are_named() -> None:
-    head, inputs = peft_head(), good_inputs()
+    head = peft_head()
+    inputs = good_inputs()
     call = accepted(linear_log_probs, {**inputs, "hidden": torch.ones(B, T, H + 1), "lm_head": head})
     assert_rejected(ValueError, "linear_log_probs", "lm_head", "H = 5", "[7, 4]", lambda: linear_log_probs(**call))
 

@@ -62,7 +62,8 @@ def test_a_nested_tensor_is_named(name: str, layout: torch.layout) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_named_by_every_function() -> None:
-    x, ones = nested(torch.ones(B, T), torch.strided), torch.ones(B, T)
+    x = nested(torch.ones(B, T), torch.strided)
+    ones = torch.ones(B, T)
     calls: list[tuple[str, Any]] = [
         ("log_probs", lambda: policy_loss(x, torch.ones(B))),
         ("entropy", lambda: policy_loss(-ones, torch.ones(B), entropy=x, objective=Objective(entropy_coef=0.1))),

@@ -103,7 +103,9 @@ def test_a_linear_module_equals_its_forward(bias: bool, dtype: str, backend: str
 
 def test_a_module_equals_its_weight_and_bias_bitwise(backend: str) -> None:
     torch.manual_seed(0)
-    head, (ids, mask), hidden = nn.Linear(H, V), targets_and_mask(), hidden_states()
+    head = nn.Linear(H, V)
+    ids, mask = targets_and_mask()
+    hidden = hidden_states()
     module = linear_log_probs(hidden, head, ids, mask=mask, backend=backend).log_probs
     tensors = linear_log_probs(hidden, head.weight, ids, mask=mask, bias=head.bias, backend=backend).log_probs
     assert torch.equal(module, tensors)
@@ -170,7 +172,8 @@ def test_tied_weights_add_up_the_gradients_of_embedding_and_head(dtype: str, bac
 @pytest.mark.parametrize("entropy", [False, True])
 def test_a_frozen_head_gets_no_gradient_and_d_hidden_is_the_same(entropy: bool, backend: str) -> None:
     torch.manual_seed(0)
-    head, (ids, mask) = nn.Linear(H, V), targets_and_mask()
+    head = nn.Linear(H, V)
+    ids, mask = targets_and_mask()
     results = []
     for frozen in (False, True):
         head.requires_grad_(not frozen)
@@ -269,7 +272,8 @@ def test_lora_dropout_drops_what_peft_drops(adapters: int, backend: str) -> None
         hidden = hidden_states()
         lp = plain_log_probs(head, hidden) if plain else linear_log_probs(hidden, head, ids, mask=mask).log_probs
         results.append({"log_probs": lp, **gradients(lp, {"hidden": hidden, **trained(head)})})
-    wide_head, wide_hidden = copy.deepcopy(head).double(), hidden_states().detach().double().requires_grad_()
+    wide_head = copy.deepcopy(head).double()
+    wide_hidden = hidden_states().detach().double().requires_grad_()
     torch.manual_seed(5)
     # Draw the random numbers in fp32 as above, so that the same elements are dropped.
     for name in wide_head.lora_dropout:
@@ -287,7 +291,9 @@ def test_lora_dropout_drops_what_peft_drops(adapters: int, backend: str) -> None
 
 
 def test_a_fused_loss_with_lora_equals_the_chained_functions(backend: str) -> None:
-    head, (ids, mask), advantages = lora(adapters=2), targets_and_mask(), torch.tensor([1.0, -0.5, 0.3])
+    head = lora(adapters=2)
+    ids, mask = targets_and_mask()
+    advantages = torch.tensor([1.0, -0.5, 0.3])
     old = plain_log_probs(head, hidden_states()).detach() - 1e-4
     options = {"mask": mask, "backend": backend}
     results = []
@@ -305,7 +311,8 @@ def test_a_fused_loss_with_lora_equals_the_chained_functions(backend: str) -> No
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
 def test_masked_tokens_have_exactly_zero_influence_on_an_adapter(garbage: float, backend: str) -> None:
-    head, (ids, mask) = lora(adapters=2, base_bias=True), targets_and_mask()
+    head = lora(adapters=2, base_bias=True)
+    ids, mask = targets_and_mask()
     advantages = torch.tensor([1.0, -0.5, 0.3])
     results = []
     for value in (0.0, garbage):
@@ -322,7 +329,9 @@ def test_masked_tokens_have_exactly_zero_influence_on_an_adapter(garbage: float,
 
 @pytest.mark.parametrize("case", ["B = 0", "T = 0", "all masked"])
 def test_an_adapter_without_tokens_gets_zero(case: str, backend: str) -> None:
-    head, (ids, mask), advantages = lora(adapters=2), targets_and_mask(), torch.tensor([1.0, -0.5, 0.3])
+    head = lora(adapters=2)
+    ids, mask = targets_and_mask()
+    advantages = torch.tensor([1.0, -0.5, 0.3])
     cut = {"B = 0": (slice(0, 0),), "T = 0": (slice(None), slice(0, 0)), "all masked": (slice(None),)}[case]
     hidden = hidden_states()
     loss = gspo_fused_loss(
@@ -400,7 +409,8 @@ def add_adapter(head: Any, **config: Any) -> Any:
 @pytest.mark.parametrize("kind", REJECTED)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_head_that_cannot_be_reproduced_is_rejected(kind: str, backend: str) -> None:
-    head, (ids, mask) = REJECTED[kind](), targets_and_mask()
+    head = REJECTED[kind]()
+    ids, mask = targets_and_mask()
     with pytest.raises((TypeError, ValueError), match="lm_head must be"):
         linear_log_probs(hidden_states(), head, ids, mask=mask, backend=backend)
     with pytest.raises((TypeError, ValueError), match="lm_head must be"):
@@ -413,7 +423,8 @@ def test_a_head_that_cannot_be_reproduced_is_rejected(kind: str, backend: str) -
 @pytest.mark.parametrize("bias", [False, True])
 def test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else(bias: bool, backend: str) -> None:
     torch.manual_seed(0)
-    head, (ids, mask) = nn.Linear(H, V, bias=bias), targets_and_mask()
+    head = nn.Linear(H, V, bias=bias)
+    ids, mask = targets_and_mask()
     hidden = hidden_states()
     with torch.autocast("cpu", torch.bfloat16):
         out = linear_log_probs(hidden, head, ids, mask=mask, entropy=True, backend=backend)
@@ -463,7 +474,8 @@ def test_a_backward_inside_autocast_equals_one_outside(head_kind: str, backend: 
 
 def test_autocast_leaves_an_fp32_adapter_unrounded(backend: str) -> None:
     """Autocast casts the operands of the head, but not the adapter's term of the logits."""
-    head, (ids, mask) = lora(adapters=2), targets_and_mask()
+    head = lora(adapters=2)
+    ids, mask = targets_and_mask()
     hidden = hidden_states().detach()
     with torch.autocast("cpu", torch.bfloat16):
         ours = linear_log_probs(hidden, head, ids, mask=mask, backend=backend).log_probs
@@ -602,7 +614,9 @@ def test_a_global_setting_of_fast_products_changes_no_bit_and_is_restored(
     head_kind: str, precision: str, backend: str
 ) -> None:
     """On a CPU with bf16 products, "medium" rounds the operands of every fp32 product."""
-    width, vocab, ids = 64, 300, torch.arange(100)[None]
+    width = 64
+    vocab = 300
+    ids = torch.arange(100)[None]
     results = []
     for setting in ("highest", precision):
         torch.set_float32_matmul_precision(setting)
@@ -663,7 +677,8 @@ def test_two_threads_keep_exact_products_and_restore_the_setting(backend: str, m
         pytest.skip("patches the torch backend")
     from gspo_kernels.backends.torch import tiles as torch_tiles
 
-    compute, limit = torch_tiles.Tiles.logits, 20
+    compute = torch_tiles.Tiles.logits
+    limit = 20
     second_has_entered, first_has_left = threading.Event(), threading.Event()
     precisions: dict[str, str] = {}
 
@@ -799,7 +814,8 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(head_kind: str, backend:
     head: Any = nn.Linear(width, vocab)
     if head_kind == "lora":
         head = add_adapter_of_width(head)
-    hidden, ids = torch.randn(rows, width), torch.randint(0, vocab, (rows,))
+    hidden = torch.randn(rows, width)
+    ids = torch.randint(0, vocab, (rows,))
     together = linear_log_probs(hidden, head, ids, backend=backend).log_probs
     for low, high in ((0, 1), (7, 8), (3, 40), (100, 300)):
         alone = linear_log_probs(hidden[low:high], head, ids[low:high], backend=backend).log_probs

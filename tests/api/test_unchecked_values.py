@@ -94,7 +94,8 @@ def test_bad_offsets_are_counted_and_index_nothing_out_of_bounds(name: str) -> N
 @on_device
 @pytest.mark.parametrize("name", ["log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "entropy"])
 def test_values_of_the_wrong_sign_are_counted_once_per_token(name: str, backend: str) -> None:
-    log_probs, entropy = -torch.ones(2, 3), torch.ones(2, 3)
+    log_probs = -torch.ones(2, 3)
+    entropy = torch.ones(2, 3)
     inputs = {key: log_probs for key in ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs")}
     inputs |= {"entropy": entropy, "advantages": torch.ones(2), "mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
     objective = Objective(rollout_correction=RolloutCorrection())

@@ -58,12 +58,11 @@ def test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients(
 ) -> None:
     head = random_head(300, 24, 410, DTYPES[dtype], **HEADS[options])
     upstream = random_upstream(head)
-    none, truth, same = (
-        log_probs_and_gradients(head, upstream, backend, 0),
-        by_torch(head, upstream, torch.float64),
-        by_torch(head, upstream, DTYPES[dtype]),
-    )
-    kernels, itemsize = dispatch.implementation(backend), DTYPES[dtype].itemsize
+    none = log_probs_and_gradients(head, upstream, backend, 0)
+    truth = by_torch(head, upstream, torch.float64)
+    same = by_torch(head, upstream, DTYPES[dtype])
+    kernels = dispatch.implementation(backend)
+    itemsize = DTYPES[dtype].itemsize
     for size in (140 * 512 * itemsize, 1 << 24):  # a row block or two, and all rows
         assert 0 < kernels.cache_rows(head, size)
         ours = log_probs_and_gradients(head, upstream, backend, size)
@@ -165,7 +164,8 @@ def test_only_rows_that_may_have_a_gradient_are_kept(backend: str, monkeypatch: 
 
 def record_kept(backend: str, monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
     implementation: Any = dispatch.implementation(backend)
-    forward, found = implementation.forward_and_keep, list[Kept]()
+    forward = implementation.forward_and_keep
+    found = list[Kept]()
 
     def record(*args: Any, **options: Any) -> Any:
         result, of_call = forward(*args, **options)
@@ -264,7 +264,8 @@ def test_log_probs_drop_at_most_the_budget(budget: float, std: float, cached: bo
         head = random_head(200, 24, 601, torch.float32, std=std)
         d = torch.randn(200, generator=rng, device=DEVICE) * (torch.rand(200, generator=rng, device=DEVICE) > 0.3)
         d = torch.where(head.mask, d, torch.nan)  # what a loss gives masked rows does not count
-        hidden, weight = head.hidden.nan_to_num().requires_grad_(), head.weight.requires_grad_()
+        hidden = head.hidden.nan_to_num().requires_grad_()
+        weight = head.weight.requires_grad_()
         with choices() as decisions, launches() as seen:
             out = linear_log_probs(
                 hidden,
@@ -279,7 +280,8 @@ def test_log_probs_drop_at_most_the_budget(budget: float, std: float, cached: bo
             assert torch.equal(out.log_probs, exact.log_probs)
             gradients = torch.autograd.grad(out.log_probs, (hidden, weight), d)
         (chosen,) = decisions
-        true, keep = d_logits(chosen)[0], kept(chosen)
+        true = d_logits(chosen)[0]
+        keep = kept(chosen)
         dropped = torch.where(keep, 0, true.abs()).sum() / true.abs().sum()
         reported = metrics.last_backward()["dropped_gradient_mass"]
         assert dropped <= budget and abs(dropped - reported) <= DROPPED_MASS_RELATIVE * dropped + 1e-6

@@ -181,7 +181,9 @@ def test_the_gate_compiles_exactly_the_tuning_table(architecture: str) -> None:
 
 def small(head: HeadRows) -> HeadRows:
     """Return a small random head on the CPU with the same options: 40 rows, 601 columns, H with the same remainder."""
-    n, v, width = 40, 601, 64 + head.hidden.shape[1] % 64
+    n = 40
+    v = 601
+    width = 64 + head.hidden.shape[1] % 64
 
     def like(x: torch.Tensor | None, *shape: int) -> torch.Tensor | None:
         return None if x is None else torch.randn(shape, dtype=torch.float64).to(x.dtype)

@@ -104,7 +104,9 @@ def test_bytes_and_compiled_kernels_at_real_sizes_are_those_of_the_golden_file()
     expect_golden(counts, {part: GOLDEN[part] for part in counts})
     assert set(counts) | {"torch", "work", "launches"} == set(GOLDEN)
     for name, options in costs.REAL.items():
-        n, h, v = options["rows"], options.get("width", 4096), options.get("vocab", 151_936)
+        n = options["rows"]
+        h = options.get("width", 4096)
+        v = options.get("vocab", 151_936)
         gradients = 2 * n * h + 2 * v * h
         limit = gradients + 4 * n * v / 256 * (2 if options.get("entropy") else 1) + 2 * n * h + 256 * MIB
         assert gradients < counts["real sizes"][name]["peak bytes"] <= limit
@@ -132,7 +134,8 @@ def multiply_rows_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep_gradient_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    d_logits, kept = backward.LogitGradients.d_logits, []
+    d_logits = backward.LogitGradients.d_logits
+    kept = []
 
     def leaking(*args: Any) -> Tensor:
         kept.append(d_logits(*args))

@@ -70,8 +70,10 @@ def test_fake_tensors_on_a_gpu_that_does_not_exist_have_no_cache(monkeypatch: py
 
 def test_the_public_functions_keep_the_default_if_there_is_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     head = head_rows(6, 8, 20)
-    hidden, weight = head.hidden.view(2, 3, 8).requires_grad_(), head.weight.requires_grad_()
-    ids, advantages = head.target_ids.view(2, 3), torch.tensor([1.0, -1.0])
+    hidden = head.hidden.view(2, 3, 8).requires_grad_()
+    weight = head.weight.requires_grad_()
+    ids = head.target_ids.view(2, 3)
+    advantages = torch.tensor([1.0, -1.0])
     seen: list[torch.device] = []
 
     def of_device(device: torch.device) -> int:
@@ -101,7 +103,8 @@ def test_memory_with_the_default_is_within_the_formula(
     see_gpus(monkeypatch, memory)
     if architecture.startswith("gfx"):
         monkeypatch.setattr(torch.version, "hip", "7.0")
-    size, head = cache_limit(CALL, None, torch.device("cuda")), cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)
+    size = cache_limit(CALL, None, torch.device("cuda"))
+    head = cases.meta_head(dtype=dtype, rows=n, width=h, vocab=v)
     with tuning.assume(architecture), LiveBytes() as live:
         rows = triton_backend.cache_rows(head, size)
         result, kept = triton_backend.forward_and_keep(head, cache=Cache(rows, head.mask))

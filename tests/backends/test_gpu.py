@@ -45,7 +45,8 @@ def step(head: HeadRows, length: int, **options: Any) -> Callable[[], tuple[Tens
 @pytest.mark.parametrize("entropy", [False, True])
 def test_peak_memory_is_within_the_formula(entropy: bool) -> None:
     """Measure forward and backward of the fused loss, without its inputs."""
-    rows, width = 32_768, SIZES.wide
+    rows = 32_768
+    width = SIZES.wide
     head = random_head(rows, width, masked=False)
     step(take_rows(head, slice(512)), 256, entropy=entropy)()  # loads the kernels and allocates cuBLAS's workspace
     run = step(head, 1024, entropy=entropy)
@@ -129,7 +130,8 @@ def on_side_stream(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 def test_a_second_stream_gives_the_same_bits() -> None:
     """All kernels must run on the current stream, because this stream is still writing the inputs at their launch."""
     head = random_head(SIZES.batch)
-    hidden, run = head.hidden.clone(), step(head, 512)
+    hidden = head.hidden.clone()
+    run = step(head, 512)
     expected = run()
     head.hidden.zero_()
 
@@ -146,7 +148,9 @@ def test_the_forward_and_policy_loss_backward_do_not_synchronise(ratio: str, mon
     monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)  # with the default cache
     objective = Objective(ratio=ratio, kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
     head = random_head(SIZES.rows)
-    ids, mask, hidden = head.target_ids[None], head.mask[None], head.hidden[None].requires_grad_()
+    ids = head.target_ids[None]
+    mask = head.mask[None]
+    hidden = head.hidden[None].requires_grad_()
     old = torch.full(ids.shape, -1.0, device=ids.device)
     options: dict[str, Any] = dict(
         mask=mask,
@@ -173,7 +177,8 @@ def test_the_default_cache_keeps_rows_and_the_bits_of_log_probs(monkeypatch: pyt
     monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
     head = random_head(SIZES.rows)
     hidden, weight = head.hidden[None].requires_grad_(), head.weight.requires_grad_()
-    advantages, mask = torch.ones(1, device=hidden.device), head.mask[None]
+    advantages = torch.ones(1, device=hidden.device)
+    mask = head.mask[None]
     cached, plain = (
         gspo_fused_loss(hidden, weight, head.target_ids[None], advantages, mask=mask, cache_mib=size, backend="triton")
         for size in (None, 0)

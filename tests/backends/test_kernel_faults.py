@@ -146,7 +146,8 @@ def test_the_weight_product_reads_cells_past_two_to_the_31() -> None:
 
 def test_the_hidden_product_reads_columns_of_the_head_past_two_to_the_31() -> None:
     seen, launched, _ = sparse_launch("hidden_product")
-    weight, stride = launched.arguments["weight"], 2**28
+    weight = launched.arguments["weight"]
+    stride = 2**28
     apart = torch.empty((weight.shape[1] - 1) * stride + weight.shape[0], dtype=weight.dtype)
     apart = apart.as_strided(weight.shape, (1, stride)).copy_(weight)
     near, distant = products(seen, launched, weight=apart, stride_weight_row=1, stride_weight_column=stride)
@@ -175,7 +176,8 @@ def test_gradients_of_slabs_without_cells_in_some_chunks(
     """A slab has a cell in the first row block, in the second, or in neither."""
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    head, coefficient = head_rows(128, 24, 601, workspace=workspace), torch.ones(128)
+    head = head_rows(128, 24, 601, workspace=workspace)
+    coefficient = torch.ones(128)
     result = triton_backend.head_forward(head)
     cell = triton_backend.cell_shape(head)
     assert cell is not None and cell == (64, 128)

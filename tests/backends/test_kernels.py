@@ -196,7 +196,8 @@ def test_peak_memory_of_a_budget_is_within_the_formula(n: int, h: int, v: int) -
         cell = triton_backend.cell_shape(head)
         assert cell is not None
         triton_backend.choose(head, result, result.log_probs, kept, cell, 1e-3)
-        forward, columns = live.peak, kept.share.shape[0]
+        forward = live.peak
+        columns = kept.share.shape[0]
         del result, kept
         live.peak = live.now
         cases.backward_of_cells(head, all_cells=True)
@@ -249,7 +250,8 @@ def test_the_gradient_tile_reads_and_writes_rows_past_two_to_the_31() -> None:
         triton_backend.head_forward(head)
         triton_backend.head_backward(head, result, d, None, NEEDS)
     tile = next(x for x in seen if x.kernel.__name__ == "gradient_tile").arguments
-    n, stride = tile["n_rows"], 2**25
+    n = tile["n_rows"]
+    stride = 2**25
     assert n * stride > 2**31
     d_logits = far_view((n, 601), stride, torch.zeros(n, 601))
     hidden = far_view((n, 24), stride, tile["hidden"])
@@ -444,7 +446,8 @@ def test_an_infinite_target_logit_has_a_nan_log_prob(backend: str) -> None:
 
 def test_programs_run_in_groups_of_columns_and_skip_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs in the order of their ids, so the test can record the tiles."""
-    tiles, logit_tile = [], forward.logit_tile
+    tiles = []
+    logit_tile = forward.logit_tile
 
     def noted(*args: Any, **options: Any) -> Any:
         tiles.append(tuple(int(options[x].handle.data.item()) // 16 for x in ("first_row", "first_column")))
@@ -507,7 +510,8 @@ def test_nan_rows_without_a_gradient_stay_zero_without_host_reads(monkeypatch: p
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_rows_are_scattered_in_place(share: float, dtype: str) -> None:
     live = torch.rand(50, generator=torch.Generator().manual_seed(0)) < share
-    index, sums = live.nonzero()[:, 0], torch.arange(300.0).view(50, 6)
+    index = live.nonzero()[:, 0]
+    sums = torch.arange(300.0).view(50, 6)
     expected = torch.zeros(50, 6, dtype=DTYPES[dtype])
     expected[live] = sums[50 - len(index) :].to(expected.dtype)
     rows: Any = SimpleNamespace(
@@ -554,10 +558,12 @@ def test_metrics_equal_those_of_the_torch_backend(name: str, has_nan: bool) -> N
 @on_device
 def test_sums_of_equal_tokens_are_exact(backend: str) -> None:
     """Sums in fp32 would round equal terms in one direction, by an amount that matters in GSPO's clip window."""
-    tokens, log_ratio = 8192, torch.tensor([1e-4, 3.1e-4])
+    tokens = 8192
+    log_ratio = torch.tensor([1e-4, 3.1e-4])
     log_probs = log_ratio[:, None].repeat(1, tokens).requires_grad_()
     objective = Objective(kl_coef=0.1, kl_estimator="k1")
-    old, ref = torch.zeros(2, tokens), torch.full((2, tokens), -0.3)
+    old = torch.zeros(2, tokens)
+    ref = torch.full((2, tokens), -0.3)
     options = dict(old_log_probs=old, ref_log_probs=ref, entropy=torch.full((2, tokens), 0.7))
     out = policy_loss(log_probs, torch.tensor([1.0, -1.0]), objective=objective, backend=backend, **options)
     (gradient,) = torch.autograd.grad(out.loss, log_probs)

@@ -167,7 +167,8 @@ def test_reported_passes_equal_the_counted_products(budget: float) -> None:
     """Products are counted at PyTorch's dispatcher. All tiles are full, so the count includes no padding."""
     n, width, vocab = 64, 24, 48
     rng = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(n, width, generator=rng), 2 * torch.randn(vocab, width, generator=rng)
+    hidden = torch.randn(n, width, generator=rng)
+    weight = 2 * torch.randn(vocab, width, generator=rng)
     ids = torch.randint(0, vocab, (n,), generator=rng)
     mask = torch.ones(n, dtype=torch.bool)
     head = HeadRows(hidden, weight, None, None, None, ids, mask, None, 1.0, None, vocab, False)
@@ -255,7 +256,8 @@ def test_a_batch_without_unmasked_tokens_has_no_work(
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     hidden, weight = torch.randn(tokens, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
-    ids, offsets = torch.full((tokens,), -100), torch.tensor([0, tokens])
+    ids = torch.full((tokens,), -100)
+    offsets = torch.tensor([0, tokens])
     out = gspo_fused_loss(
         hidden, weight, ids, torch.ones(1), cu_seqlens=offsets, gradient_budget=budget, backend=backend
     )
@@ -409,7 +411,8 @@ def test_the_mass_of_a_last_tile_with_only_the_target_is_correct(backend: str) -
     Logits are so low that rescaling this tile by exp(maximum - log-sum-exp) would overflow without a clamp.
     """
     rng = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(300, 64, generator=rng), torch.randn(513, 64, generator=rng) / 8
+    hidden = torch.randn(300, 64, generator=rng)
+    weight = torch.randn(513, 64, generator=rng) / 8
     hidden[:, 0], weight[:, 0] = 1, -20
     ids = torch.randint(0, 512, (300,), generator=rng)
     ids[7] = 512
@@ -424,10 +427,13 @@ def test_the_mass_of_a_last_tile_with_only_the_target_is_correct(backend: str) -
 def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
     """A run of consecutive cells ends at the end of the vocabulary, and 1,000 is no multiple of COLUMN_MULTIPLE."""
     rng = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(140, 16, generator=rng), 2 * torch.randn(1000, 16, generator=rng)
+    hidden = torch.randn(140, 16, generator=rng)
+    weight = 2 * torch.randn(1000, 16, generator=rng)
     weight[-100:] *= 1.5
-    left, right = torch.randn(140, 4, generator=rng), torch.randn(1000, 4, generator=rng) / 8
-    ids, mask = torch.randint(0, 1000, (140,), generator=rng), torch.ones(140, dtype=torch.bool)
+    left = torch.randn(140, 4, generator=rng)
+    right = torch.randn(1000, 4, generator=rng) / 8
+    ids = torch.randint(0, 1000, (140,), generator=rng)
+    mask = torch.ones(140, dtype=torch.bool)
     head = HeadRows(hidden, weight, None, left, right, ids, mask, None, 1.0, None, 1000, False)
     merged = head._replace(
         hidden=torch.cat([hidden, left], 1),
@@ -435,9 +441,11 @@ def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
         adapter_hidden=None,
         adapter_weight=None,
     )
-    coefficient, needs = torch.randn(140, generator=rng), NeedsGradient(True, True, False, True, True)
+    coefficient = torch.randn(140, generator=rng)
+    needs = NeedsGradient(True, True, False, True, True)
     with choices():
-        (result, tiles), cell = torch_backend.forward_and_keep(head, shares=True), torch_backend.cell_shape(head)
+        result, tiles = torch_backend.forward_and_keep(head, shares=True)
+        cell = torch_backend.cell_shape(head)
         live, work = live_tiles.choose(head, result, coefficient, tiles, cell, 0.3)
     assert 0 < work.dropped <= 0.3 and live.cells[:, -1].any()
     chosen = Chosen(merged, result, coefficient, live, cell, tiles.share)

@@ -69,7 +69,8 @@ def name_of(case: object) -> str:
 def test_log_probs_and_gradients_equal_float64(shape: tuple[int, int, int], dtype: str, options: str) -> None:
     head = random_head(*shape, DTYPES[dtype], **OPTIONS[options])
     upstream = random_upstream(head)
-    ours, truth = by_kernels(head, upstream), by_torch(head, upstream, torch.float64)
+    ours = by_kernels(head, upstream)
+    truth = by_torch(head, upstream, torch.float64)
     assert_near(head, ours["log_probs"][head.mask], truth["log_probs"][head.mask])
     assert_law(head, ours, by_torch(head, upstream, DTYPES[dtype]), truth)
 
@@ -79,7 +80,8 @@ def test_gradients_of_a_list_of_all_cells_equal_float64(shape: tuple[int, int, i
     """Run the sparse backward, which computes a list of cells, with a list of all cells."""
     head = random_head(*shape, DTYPES[dtype], **OPTIONS[options])
     upstream = random_upstream(head)
-    (result, kept), cell = triton_backend.forward_and_keep(head, shares=True), triton_backend.cell_shape(head)
+    result, kept = triton_backend.forward_and_keep(head, shares=True)
+    cell = triton_backend.cell_shape(head)
     assert cell is not None
     live, _ = live_tiles.choose(head, result, upstream.d_log_probs, kept, cell, budget=0.0)
     blocks = -(-live.counts[:1] // cell[0])
@@ -105,7 +107,9 @@ def sampled(rows: int, width: int, dtype: str) -> tuple[HeadRows, Tensor]:
     """Return a head whose target ids are sampled from its softmax, and their log-probs in float64."""
     head = random_head(rows, width, dtype=DTYPES[dtype], masked=False, std=5.0)
     rng = torch.Generator(head.hidden.device).manual_seed(2)
-    weight, ids, log_probs = head.weight.double(), [], []
+    weight = head.weight.double()
+    ids = []
+    log_probs = []
     for hidden in head.hidden.split(ROWS_AT_ONCE):
         logits = hidden.double() @ weight.T
         uniform = torch.rand(logits.shape, generator=rng, dtype=torch.float64, device=logits.device)
@@ -125,7 +129,8 @@ def test_clip_decisions_equal_those_of_float64(dtype: str) -> None:
     hidden, weight, ids = head.hidden, head.weight, head.target_ids
     band = torch.tensor([decision_band(n) for n in lengths.tolist()]).to(truth)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(truth.device)
-    lengths, objective = lengths.to(truth.device), Objective()
+    lengths = lengths.to(truth.device)
+    objective = Objective()
     bounds = truth.new_tensor([math.log1p(-objective.clip_low), math.log1p(objective.clip_high)])
     log_probs = linear_log_probs(hidden, weight, ids, backend="triton").log_probs.requires_grad_()
     rng = torch.Generator(truth.device).manual_seed(3)
@@ -141,7 +146,8 @@ def test_clip_decisions_equal_those_of_float64(dtype: str) -> None:
         noise = 0.03 * randn(truth)
         level = objective.clip_low * randn(band) - mean(noise)
         old = (truth - level.repeat_interleave(lengths) - noise).float()
-        u, advantages = mean(truth - old.double()), randn(band)
+        u = mean(truth - old.double())
+        advantages = randn(band)
         options: dict[str, Any] = dict(cu_seqlens=offsets, old_log_probs=old, objective=objective, backend="triton")
         if turn == 0:  # the first turn starts from hidden states, later turns from log-probs
             leaf = hidden.detach().requires_grad_()
@@ -199,7 +205,8 @@ def test_two_runs_have_the_same_bits(dtype: str) -> None:
 def test_log_probs_have_the_same_bits_in_every_batch_and_memory_layout(dtype: str) -> None:
     """Rows are computed alone, in other batches, with other options and with other memory layouts."""
     head = random_head(SIZES.batch, dtype=DTYPES[dtype], masked=False)
-    expected, rows = log_probs_of(head), torch.randperm(SIZES.batch)[:300].to(head.mask.device)
+    expected = log_probs_of(head)
+    rows = torch.randperm(SIZES.batch)[:300].to(head.mask.device)
     mask = torch.zeros_like(head.mask)
     mask[rows] = True
     apart = head._replace(hidden=misaligned(head.hidden), weight=misaligned(head.weight))
@@ -227,11 +234,10 @@ def test_an_adapter_product_has_the_same_bits_in_every_batch(device: torch.devic
     """LoRA's h A^T is the vendor's product, so its bits depend on the vendor's choice of an algorithm."""
     rng = torch.Generator(device).manual_seed(0)
     x = torch.randn(SIZES.batch, SIZES.width, generator=rng, device=device)
-    lora_a, mask = (
-        torch.randn(16, SIZES.width, generator=rng, device=device),
-        torch.ones_like(x[:, 0], dtype=torch.bool),
-    )
-    expected, rows = adapter_product(x, lora_a, mask), torch.randperm(SIZES.batch, generator=rng, device=device)
+    lora_a = torch.randn(16, SIZES.width, generator=rng, device=device)
+    mask = torch.ones_like(x[:, 0], dtype=torch.bool)
+    expected = adapter_product(x, lora_a, mask)
+    rows = torch.randperm(SIZES.batch, generator=rng, device=device)
     for part in (rows, rows[: SIZES.batch // 3], rows[:1]):
         unmasked = torch.zeros_like(mask).index_fill_(0, part, True)
         assert_same_bits([adapter_product(x[part], lora_a, mask[part])], [expected[part]], f"{len(part)} rows")
@@ -293,7 +299,8 @@ def test_gradients_of_more_than_two_to_the_31_hidden_elements_equal_float64() ->
 @pytest.mark.parametrize("rows", [SIZES.batch, 1])
 def test_products_of_the_backward_are_accumulated_in_fp32(rows: int, dtype: str, device: torch.device) -> None:
     """Products of half-precision operands are accumulated in fp32, without rounding partial sums."""
-    vocab, width = SIZES.batch // 2, SIZES.width
+    vocab = SIZES.batch // 2
+    width = SIZES.width
     rng = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:

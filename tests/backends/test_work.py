@@ -90,14 +90,19 @@ def test_metrics_equal_their_definitions(ratio: str, backend: str) -> None:
         noise = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
         sample = sample.with_options(old_log_probs=sample.options["old_log_probs"] + 0.05 * noise)
     out, _ = run_fused(sample, backend, entropy=True)
-    lp, old, ref = out.log_probs.double(), sample.options["old_log_probs"], sample.options["ref_log_probs"]
+    lp = out.log_probs.double()
+    old = sample.options["old_log_probs"]
+    ref = sample.options["ref_log_probs"]
     r = torch.where(mask, lp - old, 0)
     u = r if ratio == "token" else (r.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(r)
     advantages = sample.advantages if ratio == "token" else sample.advantages[:, None]
-    s, filled, tokens = u.exp(), mask.any(1), mask.sum()
+    s = u.exp()
+    filled = mask.any(1)
+    tokens = mask.sum()
     low = mask & (advantages < 0) & (s < 1 - sample.objective.clip_low)
     high = mask & (advantages > 0) & (s > 1 + sample.objective.clip_high)
-    ratios, d = s[mask] if ratio == "token" else s[filled, 0], (lp - ref)[mask]
+    ratios = s[mask] if ratio == "token" else s[filled, 0]
+    d = (lp - ref)[mask]
     assert low.any() and high.any() and low.sum() != high.sum() and out.entropy is not None
     assert (low.any(1) & high.any(1)).any() == (ratio == "token")
     expected = {

@@ -41,7 +41,8 @@ def results(threads: int, **options: Any) -> list[Tensor]:
     hidden = torch.randn(6, 70, 16, generator=rng).to(dtype).requires_grad_()
     weight = (0.5 * torch.randn(VOCAB, 16, generator=rng)).to(dtype).requires_grad_()
     bias = torch.randn(VOCAB, generator=rng).to(dtype).requires_grad_()
-    ids, advantages = torch.randint(VOCAB, (6, 70), generator=rng), torch.tensor([1.0, -1, 0, 0.5, -2, 1])
+    ids = torch.randint(VOCAB, (6, 70), generator=rng)
+    advantages = torch.tensor([1.0, -1, 0, 0.5, -2, 1])
     out = gspo_fused_loss(hidden, weight, ids, advantages, bias=bias, backend="torch", **options)
     gradients = torch.autograd.grad(out.loss, (hidden, weight, bias))
     return [out.loss, out.log_probs, *([] if out.entropy is None else [out.entropy]), *out.metrics.values(), *gradients]
@@ -131,7 +132,8 @@ def test_copies_of_a_half_precision_head_count_as_workspace(monkeypatch: pytest.
 
 
 def test_the_first_error_is_raised_and_errors_of_waiting_threads_are_not() -> None:
-    sums, waiting = workers.Sums(1, most_kept=0), threading.Event()
+    sums = workers.Sums(1, most_kept=0)
+    waiting = threading.Event()
 
     def work(task: int) -> None:
         if task == 0:
@@ -164,7 +166,8 @@ def test_threads_can_be_used_after_an_error() -> None:
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 4), st.integers(1, 5))
 @settings(max_examples=60)
 def test_terms_are_added_in_order(indices: list[int], most_kept: int, threads: int) -> None:
-    sums, added = workers.Sums(3, most_kept), [[], [], []]
+    sums = workers.Sums(3, most_kept)
+    added = [[], [], []]
     turns = [indices[:i].count(index) for i, index in enumerate(indices)]
 
     def work(task: int) -> None:
@@ -179,7 +182,9 @@ def test_terms_are_added_in_order(indices: list[int], most_kept: int, threads: i
 
 def test_inference_mode_gives_the_same_bits() -> None:
     torch.set_num_threads(2)
-    hidden, weight, ids = torch.randn(9, 16), torch.randn(VOCAB, 16), torch.arange(9)
+    hidden = torch.randn(9, 16)
+    weight = torch.randn(VOCAB, 16)
+    ids = torch.arange(9)
     outside = linear_log_probs(hidden, weight, ids, backend="torch").log_probs
     with torch.inference_mode():
         inside = linear_log_probs(hidden, weight, ids, backend="torch").log_probs

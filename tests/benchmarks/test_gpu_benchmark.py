@@ -32,9 +32,11 @@ def test_a_dry_run_measures_every_group_and_a_second_run_keeps_them(
     monkeypatch.setattr(groups.shutil, "which", lambda name: None)
     for library in ("OMP", "OPENBLAS"):  # the shapes are so small that more threads are slower
         monkeypatch.setenv(f"{library}_NUM_THREADS", "1")
-    path, chosen = tmp_path / "new" / "gpu.json", [*groups.DEFAULT, "checks"]
+    path = tmp_path / "new" / "gpu.json"
+    chosen = [*groups.DEFAULT, "checks"]
     assert run(monkeypatch, *chosen, "--tiny", "--output", str(path)) == 0
-    results, printed = results_in(path), capfd.readouterr().out
+    results = results_in(path)
+    printed = capfd.readouterr().out
     assert list(results) == [name for name in chosen if name != "profile"]
     assert set(chosen) == {name for name in groups.GROUPS if not name.startswith("tune-")}
     assert "profile: skipped, because not installed: ncu" in printed
@@ -70,7 +72,8 @@ def child(path: Path, name: str, fault: str, end: str) -> list[str]:
 def test_crashed_and_killed_groups_keep_their_measurements_and_are_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, begun = tmp_path / "gpu.json", []
+    path = tmp_path / "gpu.json"
+    begun = []
     ends = {"A": "os.abort()", "B": "time.sleep(600)", "C": "pass"}
 
     def command_of(name: str, *_: Any) -> list[str]:

@@ -17,7 +17,9 @@ from gspo_kernels.benchmarks.report import figures
 from gspo_kernels.benchmarks.studies import budgets, fidelity, policy
 from gspo_kernels.benchmarks.workloads import BUDGETS, Head
 
-CPU, NAIVE, OURS = torch.device("cpu"), fidelity.NAIVE, fidelity.OURS
+CPU = torch.device("cpu")
+NAIVE = fidelity.NAIVE
+OURS = fidelity.OURS
 
 
 def run_tiny(study: Any, output: Path, *arguments: object) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def test_every_argument_is_compared_or_excused(
     module = importlib.import_module(function.__module__)
     monkeypatch.setattr(module, "same_on_all_ranks", record)
     function(**arguments(function, kind, None))
-    names, excused = {name.partition(".")[0] for name in compared}, agreement.EXCUSED[kind]
+    names = {name.partition(".")[0] for name in compared}
+    excused = agreement.EXCUSED[kind]
     assert inspect.signature(function).parameters.keys() - names - excused.keys() == set()
     assert all(excused.values()), "each has a reason"
 

@@ -19,7 +19,8 @@ from helpers.sharded_ranks import DEADLINE, main
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     tests = [item for item in request.session.items if "reports" in getattr(item, "fixturenames", ())]
     names = [test.callspec.params["name"] for test in tests]  # pyright: ignore[reportAttributeAccessIssue]
-    folder, ranks = tmp_path_factory.mktemp("ranks"), max(CASES[name].ranks for name in names)
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = max(CASES[name].ranks for name in names)
     run_ranks(main, ranks, folder, names, deadline=DEADLINE)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 

@@ -98,15 +98,19 @@ def work(
     outside the clip window, and the first `prompt` tokens of each sequence are masked. `frozen` names the tensors that
     need no gradient.
     """
-    policy, shape = make_policy(rows, WIDTH, VOCAB, peaked=peaked), (SEQUENCES, rows // SEQUENCES)
+    policy = make_policy(rows, WIDTH, VOCAB, peaked=peaked)
+    shape = (SEQUENCES, rows // SEQUENCES)
     advantages, log_ratio = roles(SEQUENCES, zero, clipped)
     mask = torch.arange(shape[1]).expand(shape) >= prompt
-    hidden, weight, ids = policy.hidden.view(*shape, WIDTH), policy.weight, policy.target_ids.view(shape)
+    hidden = policy.hidden.view(*shape, WIDTH)
+    weight = policy.weight
+    ids = policy.target_ids.view(shape)
     with patch.dict(os.environ, GSPO_WORKSPACE_MIB=str(WORKSPACE_MIB)):
         log_probs = linear_log_probs(hidden, weight, ids, mask=mask, backend="torch").log_probs
         hidden.requires_grad_("hidden" not in frozen)
         weight.requires_grad_("weight" not in frozen)
-        old, ref = log_probs - log_ratio[:, None], log_probs - 0.1 if objective.kl_coef else None
+        old = log_probs - log_ratio[:, None]
+        ref = log_probs - 0.1 if objective.kl_coef else None
         with counted(StepCounts(), torch_backend) as counts:
             out = gspo_fused_loss(
                 hidden, weight, ids, advantages, mask=mask, old_log_probs=old, ref_log_probs=ref, objective=objective,
@@ -139,7 +143,10 @@ LAUNCHING: dict[str, Record] = {
 
 def launched(name: str, sequences: int, length: int) -> dict[str, int]:
     """Count the launches of each kernel in a step, and PyTorch's launches."""
-    options, shape, width, vocab = dict(LAUNCHING[name]), (sequences, length), 32, 600
+    options = dict(LAUNCHING[name])
+    shape = (sequences, length)
+    width = 32
+    vocab = 600
     frozen = options.pop("frozen", ())
     # The first vocabulary tile holds the two likely tokens of each row. The other tiles hold less than 2.5e-4 of the
     # gradient's mass, so a budget of 1e-2 drops them.
@@ -148,7 +155,8 @@ def launched(name: str, sequences: int, length: int) -> dict[str, int]:
     weight = torch.eye(vocab, width)
     hidden.requires_grad_("hidden" not in frozen)
     weight.requires_grad_("weight" not in frozen)
-    ref, advantages = torch.full(shape, -0.7), torch.linspace(-1, 1, sequences)
+    ref = torch.full(shape, -0.7)
+    advantages = torch.linspace(-1, 1, sequences)
     with launches() as seen, outside_of_launches(), counted(TorchLaunches(), triton_backend) as torch_launches:
         out = gspo_fused_loss(hidden, weight, ids, advantages, ref_log_probs=ref, backend="triton", **options)
         if out.loss.requires_grad:

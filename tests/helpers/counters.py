@@ -27,7 +27,8 @@ class LiveBytes(TorchDispatchMode):
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
+                key = storage._cdata
+                size = storage.nbytes()
                 if size and key not in inputs and key not in self.known:
                     self.known.add(key)
                     self.now += size
@@ -67,7 +68,8 @@ class TorchLaunches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
-        name, is_ours = func.overloadpacket.__name__, func.namespace != "aten"
+        name = func.overloadpacket.__name__
+        is_ours = func.namespace != "aten"
         results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.numel()]
         is_new = any(x.untyped_storage()._cdata not in inputs for x in results)
         writes = func._schema.is_mutable or (is_new and "empty" not in name)

@@ -128,7 +128,9 @@ for _tied in (False, True):
 def _cp() -> None:
     """GSPO's loss of packed sequences in Megatron's zigzag order, with padding, equals that of complete sequences."""
     group = parallel_state.get_context_parallel_group()
-    padded, lengths, advantages = torch.tensor([0, 8, 12, 24]), (7, 4, 9), torch.tensor([1.0, -0.5, 2.0]).double()
+    padded = torch.tensor([0, 8, 12, 24])
+    lengths = (7, 4, 9)
+    advantages = torch.tensor([1.0, -0.5, 2.0]).double()
     rng = torch.Generator().manual_seed(2)
     ids, targets = torch.randint(VOCAB, (2, 1, 24), generator=rng)
     positions = torch.cat([torch.arange(n) for n in padded.diff().tolist()])[None]
@@ -262,7 +264,8 @@ def refused(text: str, error: type[Exception], run: Callable[[], Any]) -> None:
 
 @case("refused", tensor_model_parallel_size=2)
 def _refused() -> None:
-    model, (inputs, targets, _) = make(), batch()
+    model = make()
+    inputs, targets, _ = batch()
     refused("labels must be absent", ValueError, lambda: model_log_probs(model, targets, labels=targets, **inputs))
     refused("model must be a GPTModel", TypeError, lambda: model_log_probs(nn.Linear(2, 2), targets, **inputs))
     refused("target_ids must be [B, S] = [2, 8]", ValueError, lambda: model_log_probs(model, targets[:, 1:], **inputs))

@@ -48,11 +48,9 @@ class SelfOnly(nn.Module):
 def make(tied: bool = False, sequence_parallel: bool = False, attends: bool = True, kind: Any = GPTModel) -> Any:
     """Return this rank's stage of a float64 model with one layer."""
     torch.manual_seed(0)
-    tp, pp, cp = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-    )
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    pp = parallel_state.get_pipeline_model_parallel_world_size()
+    cp = parallel_state.get_context_parallel_world_size()
     config = TransformerConfig(
         num_layers=pp,
         hidden_size=16,

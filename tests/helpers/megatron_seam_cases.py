@@ -60,7 +60,8 @@ def assert_equal(**pairs: tuple[Tensor, Tensor | None]) -> None:
 def _verl() -> None:
     hidden, weight, ids = operands()
     shard, (first, end) = shard_of(weight)
-    group, labels = parallel_state.get_tensor_model_parallel_group(), ids.t().contiguous()
+    group = parallel_state.get_tensor_model_parallel_group()
+    labels = ids.t().contiguous()
     own = hidden.detach().clone().requires_grad_()
     log_probs, entropy = seams.verl_linear_cross_entropy(own, shard, labels, 0.7, "none", group)
     everything = torch.ones_like(log_probs, dtype=torch.bool)
@@ -94,10 +95,12 @@ for _sequence_parallel in (False, True):
     @case(f"AReaL's chunked head{', sp' * _sequence_parallel}", tensor_model_parallel_size=2)
     def _areal(sequence_parallel: bool = _sequence_parallel) -> None:
         layer = make(False, sequence_parallel).output_layer
-        rank, (complete, _, ids) = parallel_state.get_tensor_model_parallel_rank(), operands()
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        complete, _, ids = operands()
         part = complete.detach().chunk(2)[rank] if sequence_parallel else complete.detach()
         hidden, plain = (part.clone().requires_grad_() for _ in range(2))
-        labels, everything = ids.t().contiguous(), torch.ones(S * B, dtype=torch.bool)
+        labels = ids.t().contiguous()
+        everything = torch.ones(S * B, dtype=torch.bool)
         out = seams.areal_logprobs_entropy(
             layer, hidden, layer.weight, labels, temperature=0.7, chunk_size=3, logit_scale=0.5
         )
@@ -117,7 +120,8 @@ for _sequence_parallel in (False, True):
 def _nemo_rl() -> None:
     hidden, weight, ids = operands()
     shard, bounds = shard_of(weight)
-    rank, group = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_group()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    group = parallel_state.get_tensor_model_parallel_group()
     own = hidden.detach().chunk(2)[rank].clone().requires_grad_()
     before = ids.clone()
     out = seams.nemo_rl_logprobs(own, shard, None, ids, *bounds, group, cp_group=None, chunk_size=2)
@@ -150,7 +154,8 @@ def skyrls_own() -> Any:
 def _skyrl_itself() -> None:
     hidden, weight, ids = operands()
     shard, bounds = shard_of(weight)
-    tp, cp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    tp = parallel_state.get_tensor_model_parallel_group()
+    cp = parallel_state.get_context_parallel_group()
     options: dict[str, Any] = {"chunk_size": 3, "temperature": 0.7}
     found = []
     for function in (seams.skyrl_logprobs, skyrls_own().from_parallel_hidden_to_logprobs):
@@ -168,11 +173,15 @@ def _skyrl_packed() -> None:
     """SkyRL's function of packed sequences, with our log-probs inside and with its own."""
     hidden, weight, ids = operands(12)
     shard, bounds = shard_of(weight)
-    tp, cp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
-    module, offsets, found = skyrls_own(), torch.tensor([0, 8, 12]), []
+    tp = parallel_state.get_tensor_model_parallel_group()
+    cp = parallel_state.get_context_parallel_group()
+    module = skyrls_own()
+    offsets = torch.tensor([0, 8, 12])
+    found = []
     part = hidden.detach()[:, :1].chunk(2)[dist.get_rank(cp)].transpose(0, 1).float()  # [1, 6, H]
     for apply in (seams.skyrl_fused_logprobs, module._fused_lm_head_logprob_apply):
-        own, rows = part.clone().requires_grad_(), shard.detach().float().requires_grad_()
+        own = part.clone().requires_grad_()
+        rows = shard.detach().float().requires_grad_()
         with mock.patch.object(module, "_fused_lm_head_logprob_apply", apply):
             out = module.from_parallel_hidden_to_logprobs_packed_sequences(
                 own, rows, ids[:1], offsets, 8, *bounds, tp, cp_group=cp, chunk_size=3, temperature=0.7
@@ -193,7 +202,8 @@ for _padding in (0, 3):
         hidden, weight, ids = operands()
         ids = ids[:, : S - padding]
         shard, bounds = shard_of(weight)
-        tp, cp = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+        tp = parallel_state.get_tensor_model_parallel_group()
+        cp = parallel_state.get_context_parallel_group()
         rank = dist.get_rank(cp)
         mine = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])][rank]  # S = 8 in four parts
         own = hidden.detach().transpose(0, 1)[:, mine].clone().requires_grad_()

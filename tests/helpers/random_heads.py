@@ -118,7 +118,8 @@ def random_head(
     Every third target is the likeliest token of its row.
     """
     rng = torch.Generator(DEVICE).manual_seed(0)
-    wide, columns = accumulator(dtype), vocab - min(padding, vocab // 3)
+    wide = accumulator(dtype)
+    columns = vocab - min(padding, vocab // 3)
 
     def randn(*shape: int, scale: float = 1.0, to: torch.dtype = dtype) -> Tensor:
         return (torch.randn(shape, generator=rng, device=DEVICE) * scale).to(to)
@@ -239,7 +240,8 @@ def _log_probs_of(head: HeadRows, rows: Tensor, chunk: Tensors, of_head: Tensors
 def assert_law(head: HeadRows, ours: Tensors, same_dtype: Tensors, truth: Tensors) -> None:
     """Assert that the error of every output and gradient is within the limit of `tolerance.py`."""
     assert ours.keys() == same_dtype.keys() == truth.keys()
-    dtype, more_rms = head.hidden.dtype, truncation_of(head)
+    dtype = head.hidden.dtype
+    more_rms = truncation_of(head)
     for name, x in ours.items():
         if name.startswith("d_"):
             check(name, x, same_dtype[name], truth[name], dtype)
@@ -256,7 +258,8 @@ def assert_near(head: HeadRows, log_probs: Tensor, truth: Tensor) -> None:
 
 def truncation_of(head: HeadRows) -> float:
     """Return `tolerance.truncation` of a head. Soft-cap and bias, which tensor cores do not compute, are ignored."""
-    dtype, width = head.hidden.dtype, head.hidden.shape[1]
+    dtype = head.hidden.dtype
+    width = head.hidden.shape[1]
     if not truncation(DEVICE, dtype, width, 1.0):
         return 0.0
     weight = head.weight[: head.vocab_size].T

@@ -138,7 +138,8 @@ def make_sample(
     """
     objective = objective or Objective()
     rng = torch.Generator().manual_seed(seed)
-    sequences, longest = len(lengths), max(lengths, default=0)
+    sequences = len(lengths)
+    longest = max(lengths, default=0)
     shape = (sequences, longest)
     mask = torch.arange(longest)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
     if holes:  # mask tokens inside sequences, like the output of tools; every sequence keeps at least one token
@@ -213,7 +214,8 @@ def run_oracle_forward(sample: Sample) -> Tensor:
 
 
 def assert_every_clip_case_occurs(sample: Sample, true_lp: Tensor) -> None:
-    mask, objective = sample.options["mask"], sample.objective
+    mask = sample.options["mask"]
+    objective = sample.objective
     r = torch.where(mask, true_lp - sample.options["old_log_probs"].double(), 0)
     if objective.ratio != "token":
         r = (r.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(r)

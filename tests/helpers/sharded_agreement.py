@@ -105,7 +105,8 @@ for _function, _kind in FUNCTIONS:
     @case(f"{_function.__name__} with other arguments of a rank, {_kind}", 2)
     def _others(context: Context, function: Callable[..., Any] = _function, kind: str = _kind) -> None:
         group = context.group(2)
-        mine, last = arguments(function, kind, group), rank_in(group) == 1
+        mine = arguments(function, kind, group)
+        last = rank_in(group) == 1
         assert (
             mine.keys() | {"tp_group", "cp_group", "rollout_log_probs"} >= inspect.signature(function).parameters.keys()
         )
@@ -127,7 +128,8 @@ for _function, _kind in FUNCTIONS:
 
 @case("equal arguments that are spelled differently", 2)
 def _spellings(context: Context) -> None:
-    group, last = context.group(2), rank_in(context.group(2)) == 1
+    group = context.group(2)
+    last = rank_in(context.group(2)) == 1
     for function, kind in FUNCTIONS:
         mine = arguments(function, kind, group)
         spellings: dict[str, tuple[Any, Any]] = {
@@ -161,7 +163,8 @@ def _spellings(context: Context) -> None:
 
 @case("tokens of a cp_group read per sequence or per token", 2)
 def _readings(context: Context) -> None:
-    group, last = context.group(2), rank_in(context.group(2)) == 1
+    group = context.group(2)
+    last = rank_in(context.group(2)) == 1
     log_probs = torch.full((2, 1 if last else 3), -1.0)
     for advantages in (torch.tensor([1.0, -1.0]), torch.tensor([[1.0], [-1.0]]), log_probs * (2 if last else 3)):
         policy_loss(log_probs, advantages, cp_group=group)
@@ -190,7 +193,8 @@ def _adapters(context: Context) -> None:
     from peft import LoraConfig
     from peft.tuners.lora import Linear
 
-    group, last = context.group(2), rank_in(context.group(2)) == 1
+    group = context.group(2)
+    last = rank_in(context.group(2)) == 1
     hidden, weight, ids = rows(V)
 
     def log_probs(change: float = 0.0, rank: int = 4, dropout: float = 0.0) -> Any:
@@ -218,7 +222,8 @@ def _adapters(context: Context) -> None:
 
 @case("environment variables of ranks", 2)
 def _environment(context: Context) -> None:
-    group, last = context.group(2), rank_in(context.group(2)) == 1
+    group = context.group(2)
+    last = rank_in(context.group(2)) == 1
     for function, kind in FUNCTIONS:
         mine = arguments(function, kind, group)
         run(function, mine)
@@ -238,7 +243,8 @@ def _environment(context: Context) -> None:
 
 @case("default caches of GPUs with different memory", 2)
 def _default_caches(context: Context) -> None:
-    group, last = context.group(2), rank_in(context.group(2)) == 1
+    group = context.group(2)
+    last = rank_in(context.group(2)) == 1
     for function, kind in FUNCTIONS[:3]:
         mine = arguments(function, kind, group) | {"cache_mib": None}
         with mock.patch.object(workspace, "cache_of_device", lambda device: 3 if last else 2):
@@ -257,8 +263,11 @@ def _default_caches(context: Context) -> None:
 
 @case("only the first call on an accelerator is compared", 2)
 def _first_call(context: Context) -> None:
-    group, last = context.group(2), rank_in(context.group(2)) == 1
-    mine, exchanges, gather = arguments(policy_loss, "cp_group", group), [], dist.all_gather_object
+    group = context.group(2)
+    last = rank_in(context.group(2)) == 1
+    mine = arguments(policy_loss, "cp_group", group)
+    exchanges = []
+    gather = dist.all_gather_object
 
     def counted(*args: Any, **options: Any) -> None:
         exchanges.append(args)

@@ -101,7 +101,8 @@ def planned(tokens: int, vocab: int, backend: str, entropy: bool = False, **rank
 
 @case("collectives tp", 2)
 def _collectives_tp(context: Context) -> None:
-    group, vocab = context.group(2), 1024
+    group = context.group(2)
+    vocab = 1024
     hidden, weight, ids = rows(vocab)
     local, tile = shard_rows(weight, group), 128  # the Triton backend's fp32 tiles
     tiles = vocab // 2 // tile
@@ -134,8 +135,10 @@ def _collectives_tp(context: Context) -> None:
 
 @case("collectives cp", 2)
 def _collectives_cp(context: Context) -> None:
-    sample, group = make_sample(3, objective=Objective(kl_coef=0.1)), context.group(2)
-    sequences, half = sample.target_ids.shape[0], sample.target_ids.shape[1] // 2
+    sample = make_sample(3, objective=Objective(kl_coef=0.1))
+    group = context.group(2)
+    sequences = sample.target_ids.shape[0]
+    half = sample.target_ids.shape[1] // 2
     mine = slice(0, half) if rank_in(group) == 0 else slice(half, None)
 
     def run() -> list[Any]:
@@ -148,7 +151,8 @@ def _collectives_cp(context: Context) -> None:
 
     run()
     assert run() == [("gather", 8 * 3 * sequences), ("gather", 8 * 12 * sequences)]
-    tokens, vocab = rows(64)[0].expand(sequences, -1, -1), rows(64)[1]
+    tokens = rows(64)[0].expand(sequences, -1, -1)
+    vocab = rows(64)[1]
 
     def fused(**options: Any) -> list[Any]:
         with counted() as calls:

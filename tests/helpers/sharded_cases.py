@@ -108,7 +108,8 @@ for _ranks in (2, 3, 4, 8):
                 context: Context, ranks: int = _ranks, backend: str = _backend, options: dict[str, Any] = _options
             ) -> None:
                 padded = "padded_vocab" in options
-                vocab, run = 37 if padded else 48, _tp(context, ranks)
+                vocab = 37 if padded else 48
+                run = _tp(context, ranks)
                 assert_equals_one_process(make_sample(5, dtype=torch.float64, vocab=vocab, **options), backend, run)
                 assert_within_tolerance(context, make_sample(5, vocab=vocab, **options), backend, run)
 

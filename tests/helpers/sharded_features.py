@@ -104,7 +104,8 @@ def _unaligned_budget(context: Context) -> None:
 
 @case("tp 2 reduce_hidden none", 2)
 def _no_reduction(context: Context) -> None:
-    group, (hidden, weight, ids) = context.group(2), rows(64, torch.float64)
+    group = context.group(2)
+    hidden, weight, ids = rows(64, torch.float64)
     partial, full = (hidden.clone().requires_grad_() for _ in range(2))
     local = shard_rows(weight, group)
     linear_log_probs(partial, local, ids, tp_group=group, reduce_hidden="none").log_probs.sum().backward()
@@ -116,8 +117,10 @@ def _no_reduction(context: Context) -> None:
 
 @case("tp 2 second backward", 2)
 def _second_backward(context: Context) -> None:
-    group, (hidden, weight, ids) = context.group(2), rows(64, torch.float64)
-    leaf, local = hidden.clone().requires_grad_(), shard_rows(weight, group)
+    group = context.group(2)
+    hidden, weight, ids = rows(64, torch.float64)
+    leaf = hidden.clone().requires_grad_()
+    local = shard_rows(weight, group)
     total = linear_log_probs(leaf, local, ids, tp_group=group).log_probs.sum()
     (grad,) = torch.autograd.grad(total, leaf, create_graph=True)
     hidden.requires_grad_()
@@ -134,7 +137,8 @@ for _reduce in ("all", "none"):
         from peft import LoraConfig
         from peft.tuners.lora import Linear
 
-        group, (hidden, weight, ids) = context.group(2), rows(64, torch.float64)
+        group = context.group(2)
+        hidden, weight, ids = rows(64, torch.float64)
         rng = torch.Generator().manual_seed(1)
         a, b = (torch.randn(*shape, generator=rng, dtype=torch.float64) for shape in ((4, H), (64, 4)))
 
@@ -162,7 +166,8 @@ for _reduce in ("all", "none"):
 
 @case("tp 2 compiled", 2)
 def _compiled(context: Context) -> None:
-    group, (hidden, weight, ids) = context.group(2), rows(64, torch.float64)
+    group = context.group(2)
+    hidden, weight, ids = rows(64, torch.float64)
     local = shard_rows(weight, group)
 
     def log_probs(h: Tensor, w: Tensor) -> Tensor:
@@ -188,7 +193,8 @@ def _compiled(context: Context) -> None:
 @case("cp 2 equal tokens", 2)
 def _equal_tokens(context: Context) -> None:
     """In fp32, all additions of equal terms would round in the same direction: by 2e-5 of the sum for these tokens."""
-    u, tokens = torch.tensor(3.1e-4), 65_536
+    u = torch.tensor(3.1e-4)
+    tokens = 65_536
     for objective in (Objective(), Objective(ratio="token", aggregation="token-mean")):
         log_probs = u.repeat(1, tokens).requires_grad_()
         out = policy_loss(
@@ -222,7 +228,8 @@ def raises(*texts: str) -> Iterator[None]:
 
 @case("errors on every rank", 2)
 def _errors(context: Context) -> None:
-    group, (hidden, weight, ids) = context.group(2), rows(64)
+    group = context.group(2)
+    hidden, weight, ids = rows(64)
     first = rank_in(group) == 0
     local = shard_rows(weight, group)
 

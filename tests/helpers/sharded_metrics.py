@@ -47,7 +47,8 @@ def masses(chosen: Chosen, sample: Sample, groups: Groups) -> Tensor:
     The sums: dropped mass; dropped mass without the slope of the soft-cap; mass; least mass; unmasked rows; live rows;
     pairs that the backward computes.
     """
-    head, keep = chosen.head, kept(chosen)
+    head = chosen.head
+    keep = kept(chosen)
     columns = sample.leaves["weight"].shape[0] // size_of(groups.tp)
     first = columns * rank_in(groups.tp)
     capped = head.logit_scale * (head.hidden @ sample.leaves["weight"].t()).detach()
@@ -112,12 +113,14 @@ for _head in HEADS:
 
 def expected_metrics(x: dict[str, Tensor], objective: Objective) -> dict[str, Tensor]:
     """Compute metrics by their definitions in float64, from tensors [B, T] of all ranks."""
-    mask, lengths = x["mask"], x["mask"].sum(1)
+    mask = x["mask"]
+    lengths = x["mask"].sum(1)
     r = torch.where(mask, x["log_probs"] - x["old_log_probs"], 0)
     d = x["log_probs"] - x["ref_log_probs"]
     by_token = objective.ratio == "token"
     u = r if by_token else (r.sum(1) / lengths.clamp(min=1))[:, None].expand_as(r)
-    (low, high), sign = objective.log_window, x["advantages"].sign()[:, None]
+    low, high = objective.log_window
+    sign = x["advantages"].sign()[:, None]
     clipped = {"_low": mask & (u < low) & (sign < 0), "_high": mask & (u > high) & (sign > 0)}
     clipped[""] = clipped["_low"] | clipped["_high"]
     ratios = u[mask].exp() if by_token else u[lengths > 0, 0].exp()
@@ -141,7 +144,8 @@ for _ratio in ("sequence", "token"):
 
     @case(f"metrics of the loss, {_ratio} ratios", 2)
     def _loss_metrics(context: Context, ratio: str = _ratio) -> None:
-        objective, group = Objective(ratio=ratio, clip_low=0.01, clip_high=0.01), context.group(2)
+        objective = Objective(ratio=ratio, clip_low=0.01, clip_high=0.01)
+        group = context.group(2)
         rng = torch.Generator().manual_seed(0)
         log_probs, ref, entropy, size = -torch.rand(4, 6, 10, generator=rng, dtype=torch.float64) - 0.1
         mask = torch.rand(6, 10, generator=rng) < 0.7

@@ -110,7 +110,8 @@ def _assert_gradients_equal(model: Any, one: Any = None) -> None:
         _loss(one, slice(0, 4), 4.0).backward()
     expected = dict(one.named_parameters())
     for name, p in model.named_parameters():
-        grad, truth = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, expected[name].grad
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        truth = expected[name].grad
         assert truth is not None
         assert relative(grad, truth) <= SHARDED_GRADIENT_RELATIVE, name
 
@@ -182,7 +183,8 @@ def _documented_fsdp(context: Context) -> None:
 
 @case("documented lines of CP", 4)
 def _documented_cp(context: Context) -> None:
-    groups, sample = context.square(), make_sample(6, dtype=torch.float64, vocab=48)
+    groups = context.square()
+    sample = make_sample(6, dtype=torch.float64, vocab=48)
     mine = contiguous(sample.target_ids.shape, 2) == groups.cp.rank()
     leaves = {"hidden": sample.leaves["hidden"][mine], "lm_head": shard_rows(sample.leaves["weight"], groups.tp)}
     leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}

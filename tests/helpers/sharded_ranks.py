@@ -33,7 +33,9 @@ def main(rank: int, folder: Path, names: list[str]) -> None:
     for i in range(2 if world >= 4 else 0):
         groups[f"row {i}"] = dist.new_group([2 * i, 2 * i + 1], timeout=TIMEOUT)
         groups[f"column {i}"] = dist.new_group([i, i + 2], timeout=TIMEOUT)
-    context, errors, seconds = Context(rank, groups), {}, {}
+    context = Context(rank, groups)
+    errors = {}
+    seconds = {}
     for name in names:
         ranks, run = CASES[name]
         if rank < ranks:

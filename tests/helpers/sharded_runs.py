@@ -67,7 +67,8 @@ def run_sharded(
         owner: rank of each token [B, T]. Without `packed` in the options, a rank's tokens must be full columns.
     """
     packed = options.pop("packed", False)
-    local, index = sample, None
+    local = sample
+    index = None
     if groups.cp is not None:
         assert owner is not None
         local, index = _tokens_of(sample, owner == rank_in(groups.cp), packed)

@@ -107,11 +107,13 @@ def assert_dropped_mass_is_reported(sample: Sample, budget: float, backend: str)
     with choices() as decisions:
         out, grads = run_fused(sample, backend)
     (chosen,) = decisions
-    (d, unsloped), keep = d_logits(chosen), kept(chosen)
+    d, unsloped = d_logits(chosen)
+    keep = kept(chosen)
     live = (chosen.head.mask & (chosen.coefficient != 0))[:, None]
     shares = chosen.shares.t()[live[:, 0]]
     assert ((shares >= 0) & (shares <= 1 + DROPPED_MASS_RELATIVE)).all()
-    total, dropped = d.abs().sum(), d.abs()[~keep & live].sum()
+    total = d.abs().sum()
+    dropped = d.abs()[~keep & live].sum()
     reported = out.metrics["dropped_gradient_mass"].double()
     if total > 0:
         measured = dropped / total

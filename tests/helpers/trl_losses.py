@@ -54,7 +54,8 @@ def trl_loss(b: Rollout, o: Objective, config: dict[str, Any], threshold: float 
             num_processes=PROCESSES, reduce=lambda x, reduction: x, gather=lambda x: x, sync_gradients=True
         ),
     )
-    ids, mask = torch.zeros_like(b.mask, dtype=torch.int64), b.mask.long()
+    ids = torch.zeros_like(b.mask, dtype=torch.int64)
+    mask = b.mask.long()
     inputs = {
         "prompt_ids": ids[:, :2],
         "prompt_mask": mask[:, :2],

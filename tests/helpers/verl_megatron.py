@@ -21,7 +21,8 @@ def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=DEADLINE))
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     exec(VERL_MEGATRON_LINES, {})
-    model, (inputs, targets, mask) = make(sequence_parallel=True), batch()
+    model = make(sequence_parallel=True)
+    inputs, targets, mask = batch()
     inputs = {name: x[:1] for name, x in inputs.items()}  # verl packs all sequences into one
     model_forward_fused.patch_fused_forward(model)
     out = model(**inputs, labels=targets[:1], temperature=0.7)

@@ -65,7 +65,8 @@ def test_replayed_routing_computes_with_the_recorded_experts(name: str) -> None:
     replayed, own_choice = log_probs(policy, rollout, experts)
     count = routers[0].num_experts
     # The first layer sees unchanged hidden states.
-    mirrored, mask = count - 1 - experts[:, :, 0], rollout.attention_mask.bool()
+    mirrored = count - 1 - experts[:, :, 0]
+    mask = rollout.attention_mask.bool()
     assert torch.equal(chosen[:, :, 0][mask].sort(-1).values, mirrored[mask].sort(-1).values)
     assert changed_share(experts, chosen, rollout.attention_mask) > 0.3
     assert not torch.equal(own_choice, experts)  # the list has the choices that were replaced

@@ -333,7 +333,8 @@ def fused_log_probs(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", PEFT)
 def test_peft_models_equal_their_logits_with_adapters_on_off_and_merged(name: str) -> None:
-    model, mask = adapted(name), batch()[1]
+    model = adapted(name)
+    mask = batch()[1]
     lp = dense_log_probs(model) * mask
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = torch.autograd.grad(lp.sum(), trained)
@@ -354,7 +355,8 @@ def test_peft_models_equal_their_logits_with_adapters_on_off_and_merged(name: st
 @pytest.mark.parametrize("name", ["lora", "tokens", "tokens, tied"])
 def test_an_adapter_without_a_part_on_the_head_changes_nothing_there(name: str) -> None:
     peft = pytest.importorskip("peft")
-    model, mask = adapted(name), batch()[1]
+    model = adapted(name)
+    mask = batch()[1]
     fuse_head(model)
     with model.disable_adapter():
         base = fused_log_probs(model)
@@ -530,7 +532,8 @@ def test_invalid_models_and_labels_raise() -> None:
 def test_the_head_is_restored_after_an_error_inside_the_model() -> None:
     model = make("qwen3")
     fuse_head(model)
-    head, lp = model.lm_head, dense_log_probs(model)
+    head = model.lm_head
+    lp = dense_log_probs(model)
 
     def fail(module: Any, args: Any, output: Any) -> None:
         raise ZeroDivisionError

@@ -43,7 +43,8 @@ def test_loss_and_gradients_equal_ligers(name: str, temperature: float, backend:
     batch: Rollout = rollout(objective)
     rng = torch.Generator().manual_seed(0)
     size = batch.mask.shape
-    hidden, weight = torch.randn(*size, HIDDEN, generator=rng), torch.randn(VOCAB, HIDDEN, generator=rng) / 5
+    hidden = torch.randn(*size, HIDDEN, generator=rng)
+    weight = torch.randn(VOCAB, HIDDEN, generator=rng) / 5
     ids = torch.randint(0, VOCAB, size, generator=rng)
     lp, _ = token_log_probs(hidden.flatten(0, 1).double(), weight.double(), ids.flatten(), temperature=temperature)
     # Choose old and reference log-probs so that the log-ratios to the log-probs of these hidden states are the batch's.

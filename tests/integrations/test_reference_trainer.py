@@ -201,7 +201,8 @@ def test_an_update_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch:
 def test_the_mask_ends_at_the_first_end_of_sequence_token() -> None:
     torch.manual_seed(1)
     demo = policy.demo_policy()
-    end, examples = demo.tokenizer.eos_token_id, [Example("sort abc:", ""), Example("sort fedcb:", "")]
+    end = demo.tokenizer.eos_token_id
+    examples = [Example("sort abc:", ""), Example("sort fedcb:", "")]
     rollout = sample(demo, examples, group_size=32, max_new_tokens=7, temperature=1.0)
     assert rollout.input_ids.shape[0] == len(rollout.texts) == 32 * len(examples)
     lengths = set()

@@ -84,7 +84,8 @@ def check(b: Rollout, seam: Callable[[Tensor], tuple[Tensor, Any]], formula: Cal
 
 def prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Any]:
     """Call the seam like prime-rl's compute_loss: once per sequence. Divide the summed losses by the sum of weights."""
-    total, outs = lp.new_zeros(()), []
+    total = lp.new_zeros(())
+    outs = []
     scale = b.mask.sum() if weights is None else weights[b.mask].sum()
     for i in range(B):
         inputs: Any = SimpleNamespace(
@@ -117,7 +118,8 @@ def test_prime_rls_ppo_is_a_preset(batch: Rollout) -> None:
 
 def test_prime_rls_loss_is_gspo_divided_by_tokens(batch: Rollout) -> None:
     """With mean_length set to the mean length, the loss is GSPO's."""
-    b, answers = batch, B - 1
+    b = batch
+    answers = B - 1
 
     def gspo(lp: Tensor, weights: Tensor | float = 1.0, kl: float = 0.0) -> Tensor:
         loss = clipped(sequence_ratio(lp, b.old, b), per_token(b)) * weights + kl * k3(lp, b.ref)
@@ -338,12 +340,14 @@ def test_ms_swifts_loss_is_its_gspo(batch: Rollout) -> None:
     b = batch
 
     def formula(lp: Tensor, delta: float = 1e9, weights: Tensor | float = 1.0, beta: float = 0.0) -> Tensor:
-        ratio, a = sequence_ratio(lp, b.old, b), per_token(b)
+        ratio = sequence_ratio(lp, b.old, b)
+        a = per_token(b)
         loss = -torch.min(ratio.clamp(max=delta) * a, ratio.clamp(1 - 3e-4, 1 + 4e-4) * a) + beta * k3(lp, b.ref)
         return (loss * weights * b.mask / lengths(b)).sum(1).mean()
 
     metrics = check(b, lambda lp: Trainer(lp).loss(None, {}, swift_batch(b)), formula)
-    ratio, a = sequence_ratio(b.log_probs, b.old, b), per_token(b)
+    ratio = sequence_ratio(b.log_probs, b.old, b)
+    a = per_token(b)
     low = ((ratio < 1 - 3e-4) & (a < 0))[b.mask].double().mean().item()
     high = ((ratio > 1 + 4e-4) & (a > 0))[b.mask].double().mean().item()
     assert metrics["clipping"] == pytest.approx(
@@ -393,7 +397,8 @@ def test_ms_swifts_log_probs_without_logits() -> None:
         final_logit_softcapping=4.0,
     )
     model = transformers.Gemma2ForCausalLM(config).double()
-    ids, keep = torch.randint(3, 24, (3, 9)), 5
+    ids = torch.randint(3, 24, (3, 9))
+    keep = 5
     logits = (model(input_ids=ids).logits[:, -keep - 1 : -1] / 0.7).log_softmax(-1)
     expected = logits.gather(-1, ids[:, -keep:, None])[..., 0]
     entropy = -(logits.exp() * logits).sum(-1)
@@ -443,7 +448,8 @@ def test_openrlhfs_loss_is_its_gspo(batch: Rollout) -> None:
     b = batch
 
     def formula(lp: Tensor, c: float | None = None, old: Tensor = b.old, weights: Tensor | float = 1.0) -> Tensor:
-        ratio, a = sequence_ratio(lp, old, b) * b.mask, per_token(b)
+        ratio = sequence_ratio(lp, old, b) * b.mask
+        a = per_token(b)
         loss = clipped(ratio, a)
         if c is not None:
             loss = -torch.where(a < 0, torch.max(-loss, c * a), -loss)
@@ -451,7 +457,8 @@ def test_openrlhfs_loss_is_its_gspo(batch: Rollout) -> None:
         return (of_rows * b.mask.any(1)).sum() / 17.5 * 2
 
     clip_ratio, ppo_kl, vllm_kl, filtered = check(b, lambda lp: openrlhf(b, lp), formula)
-    ratio, a = sequence_ratio(b.log_probs, b.old, b), per_token(b)
+    ratio = sequence_ratio(b.log_probs, b.old, b)
+    a = per_token(b)
     worse = (ratio.clamp(1 - 3e-4, 1 + 4e-4) * a < ratio * a)[b.mask]
     torch.testing.assert_close(clip_ratio, worse.double().mean())
     torch.testing.assert_close(ppo_kl, (b.old - b.log_probs)[b.mask].mean())
@@ -476,7 +483,8 @@ def test_logged_metrics_have_no_gradient_and_the_dtype_of_the_loss(batch: Rollou
 
 
 def test_openrlhfs_loss_without_a_batch_size_is_a_mean_over_answers(batch: Rollout) -> None:
-    b, module = batch, seams.OpenRLHFPolicyLoss(**OPENRLHF)
+    b = batch
+    module = seams.OpenRLHFPolicyLoss(**OPENRLHF)
 
     def mean(lp: Tensor) -> Tensor:
         return (clipped(sequence_ratio(lp, b.old, b), per_token(b)) * b.mask / lengths(b)).sum() / (B - 1)
@@ -569,7 +577,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, path: str, **contents: Any) -> Any:
 def test_the_documented_lines_of_each_trainer_run(
     batch: Rollout, slime_loss: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, table, runs = {}, {}, []
+    settings = {}
+    table = {}
+    runs = []
     fake(
         monkeypatch,
         "skyrl.backends.skyrl_train.utils.ppo_utils",

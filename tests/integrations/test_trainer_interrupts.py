@@ -121,7 +121,8 @@ def test_a_run_interrupted_at_every_place_continues_to_the_bit(
     options |= dict(schedule="cosine", warmup_updates=3, weight_decay=0.1, learning_rate=3e-3, initial_new_tokens=3)
     options |= dict(advantages=(Step("normalize_rewards", {"by": "running"}),), length_steps=4, seeds=(0, 1), save=True)
     options |= dict(objective=Objective(kl_coef=0.1), **KINDS[kind])
-    whole, config = train(small(tmp_path / "whole", **options)).folder, small(tmp_path, **options)
+    whole = train(small(tmp_path / "whole", **options)).folder
+    config = small(tmp_path, **options)
     folder = config.folder
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)  # shells may ignore SIGINT
     for at in INTERRUPTS:

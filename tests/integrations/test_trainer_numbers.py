@@ -88,7 +88,8 @@ def expected_update(truth: Any, rollout: Rollout, batch: update.Batch, config: T
     loss = (weights_of_tokens(of.aggregation, mask, divisor(of.aggregation)) * policy_term).sum()
     loss = loss + of.kl_coef * (weights_of_tokens(kl, mask, divisor(kl)) * k3).sum()
     low, high = (a < 0) & (s < 1 - of.clip_low), (a > 0) & (s > 1 + of.clip_high)
-    ratios, clipped = s[filled, 0], (low | high)[filled, 0].double()
+    ratios = s[filled, 0]
+    clipped = (low | high)[filled, 0].double()
     return {
         "loss": loss,
         "clip_fraction": clipped.mean(),
@@ -275,7 +276,8 @@ def check_numbers_of_steps(rank: int, folder: Path) -> None:
         for name in parts[0]:
             reduce = {"_min": min, "_max": max}.get(name[-4:], fmean)
             assert row[name] == close(reduce([part[name] for part in parts])), name
-    saved, held_out = load_policy(str(report.folder / "model-seed0")), task_by_name("sorting", 21).held_out
+    saved = load_policy(str(report.folder / "model-seed0"))
+    held_out = task_by_name("sorting", 21).held_out
     greedy = sample(saved, held_out, max_new_tokens=7, temperature=None)
     pairs = [(text, example.answer) for text, example in zip(greedy.texts, held_out, strict=True)]
     assert rows[2]["eval_reward"] == close(fmean(0.5 * score(*pair) + 2.0 * (score(*pair) < 5) for pair in pairs))
@@ -351,7 +353,8 @@ def test_the_kl_in_advantages_is_that_of_unmasked_tokens(estimator: str) -> None
     mask = torch.tensor([[True, True, False], [True, False, False]])
     rollout: Any = SimpleNamespace(answer_mask=mask, turn_of_token=torch.zeros(2, 3, dtype=torch.int64))
     batch = update.Batch(rollout, torch.zeros(2, 3), torch.full((2, 3), -0.5))
-    rewards, kl = RewardBatch([1.0, 2.0], {}, []), KL_OF_TOKEN[estimator]
+    rewards = RewardBatch([1.0, 2.0], {}, [])
+    kl = KL_OF_TOKEN[estimator]
 
     def advantages(step: Step) -> Tensor:
         return advantages_of(TrainConfig(group_size=2, advantages=(step,)), batch, rewards, RunningMoments())

@@ -274,7 +274,9 @@ TOO_LARGE = "model {model}: expected token ids below {rows}, the rows of its emb
 def test_prompts_that_the_model_cannot_read_are_refused(
     tmp_path: Path, rows: int, pad: str, prompt: str, message: str
 ) -> None:
-    demo, folder, output = policy.demo_policy(), tmp_path / "tiny", tmp_path / "runs"
+    demo = policy.demo_policy()
+    folder = tmp_path / "tiny"
+    output = tmp_path / "runs"
     demo.fused.remove()
     demo.model.resize_token_embeddings(rows)
     demo.tokenizer.add_special_tokens({"pad_token": pad})

@@ -60,7 +60,8 @@ def test_a_killed_run_continues_to_the_bit(tmp_path: Path, uninterrupted: Path) 
     options = {name: x for name, x in small(tmp_path, **OPTIONS).to_dict().items() if x is not None}
     texts = [f"{name}={x if isinstance(x, str) else json.dumps(x)}" for name, x in options.items()]
     process = subprocess.Popen([sys.executable, "-c", TRAIN, *texts], stdout=subprocess.DEVNULL)
-    folder, generator = tmp_path / "demo", random.Random()
+    folder = tmp_path / "demo"
+    generator = random.Random()
     lines = generator.randint(1, 10)  # of 12, in either seed, before or after the first checkpoint
     deadline = time.monotonic() + 120
     while not (folder / "metrics.jsonl").is_file() or len((folder / "metrics.jsonl").read_text().splitlines()) < lines:
@@ -80,7 +81,8 @@ def interrupt(
     patch: pytest.MonkeyPatch, owner: Any, name: str, call: int, number: int = signal.SIGINT, times: int = 1
 ) -> None:
     """Send this process a signal, `times` times, at the given call of a function, counted from 1."""
-    original, calls = getattr(owner, name), itertools.count(1)
+    original = getattr(owner, name)
+    calls = itertools.count(1)
 
     def interrupted(*arguments: Any, **options: Any) -> Any:
         if next(calls) == call:
@@ -139,7 +141,8 @@ def test_a_second_signal_in_the_updates_saves_nothing(
         interrupt(patch, loop, "update", call, times=2)
         with pytest.raises(KeyboardInterrupt):
             train(small(tmp_path, **OPTIONS))
-    folder, out = tmp_path / "demo", capsys.readouterr().out
+    folder = tmp_path / "demo"
+    out = capsys.readouterr().out
     assert f"stopped in the updates of step {(call + 3) // 4} of seed 0, which are not saved" in out
     assert (
         (f"continue: gspo train --resume {folder}" in out) == (owner == "later") == (folder / "checkpoint.pt").exists()

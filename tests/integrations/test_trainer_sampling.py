@@ -37,7 +37,8 @@ def demo() -> policy.Policy:
 
 def test_a_token_is_chosen_in_proportion_to_its_probability() -> None:
     """With equally spaced numbers, every share is within one spacing of the probability, whatever the seed."""
-    count, logits = 20_000, torch.tensor([-math.inf, 0.3, -200.0, 2.0, -3.0, 1.0, -math.inf, -200.0])
+    count = 20_000
+    logits = torch.tensor([-math.inf, 0.3, -200.0, 2.0, -3.0, 1.0, -math.inf, -200.0])
     numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     shares = torch.bincount(choose(logits.expand(count, -1), numbers), minlength=8) / count
     torch.testing.assert_close(shares.double(), logits.double().softmax(-1), rtol=0, atol=1.01 / count)
@@ -57,7 +58,8 @@ def test_a_token_of_probability_zero_is_never_chosen(number: float) -> None:
 
 def test_a_sum_that_is_not_monotonic_chooses_no_token_of_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU adds in parallel, so rounding may raise the sum at a token of probability 0, or lower it."""
-    cumsum, logits = torch.Tensor.cumsum, torch.randn(1, 100, generator=torch.Generator().manual_seed(0))
+    cumsum = torch.Tensor.cumsum
+    logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(0))
     logits[:, ::2] = -math.inf
     uneven = torch.arange(100) % 4 * 1e-3
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, *args, **options: cumsum(self, *args, **options) + uneven)
@@ -79,7 +81,8 @@ def test_answers_have_the_probabilities_that_the_loss_computes(demo: policy.Poli
     count, temperature = 3_000, 0.7
     options: dict[str, Any] = dict(group_size=count, max_new_tokens=2, temperature=temperature, seeds=[(0, 1, 0)])
     rollout = padded(demo, converse(demo, [Example("sort ba:", "")], **options))
-    model, end = demo.model.double(), demo.tokenizer.eos_token_id
+    model = demo.model.double()
+    end = demo.tokenizer.eos_token_id
     ids, _ = left_padded(demo, encode(demo, ["sort ba:"]))
     size = model.config.vocab_size
     with torch.no_grad():
@@ -92,7 +95,8 @@ def test_answers_have_the_probabilities_that_the_loss_computes(demo: policy.Poli
     expected = count * exact.exp().flatten()
     often = expected >= 5
     cells = torch.stack([torch.cat([x[often], x[~often].sum()[None]]) for x in (counts, expected)])
-    statistic, freedom = ((cells[0] - cells[1]).square() / cells[1]).sum().item(), cells.shape[1] - 1
+    statistic = ((cells[0] - cells[1]).square() / cells[1]).sum().item()
+    freedom = cells.shape[1] - 1
     assert freedom > 30 and statistic < freedom + CHI_SQUARE_DEVIATIONS * math.sqrt(2 * freedom), (statistic, freedom)
     assert counts.sum() == count and (counts[expected == 0] == 0).all()
 

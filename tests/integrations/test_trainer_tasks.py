@@ -321,7 +321,8 @@ def solve(text: str) -> str:
 
 
 def dialogue(character_policy: policy.Policy, max_new_tokens: int = 30) -> Rollout:
-    task, examples = task_by_name("calculator", 8), [EXAMPLE, Example("3+4 by calculator:", "3+4;7")]
+    task = task_by_name("calculator", 8)
+    examples = [EXAMPLE, Example("3+4 by calculator:", "3+4;7")]
     return sample(character_policy, examples, max_new_tokens=max_new_tokens, temperature=1.0, task=task)
 
 

@@ -82,7 +82,8 @@ def test_uneven_groups_in_any_order_follow_the_formula(name: str, rewards: list[
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_group_size_and_group_ids_give_the_same_advantages(name: str) -> None:
-    rewards, options = torch.randn(12, generator=torch.Generator().manual_seed(0)), FORMULAS[name][1]
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(0))
+    options = FORMULAS[name][1]
     ids = torch.arange(12) // 3
     by_size = group_advantages(rewards, 3, **options)
     assert torch.equal(by_size, group_advantages(rewards, group_ids=ids, **options)) and by_size.dtype == torch.float32
@@ -119,7 +120,8 @@ def test_normalised_rewards(rewards: list[float], shift: bool, scale: bool) -> N
 
 @given(st.lists(REWARDS, min_size=1, max_size=5))
 def test_running_moments_are_those_of_everything_so_far(batches: list[list[float]]) -> None:
-    state, so_far = RunningMoments(), []
+    state = RunningMoments()
+    so_far = []
     for rewards in batches:
         so_far += rewards
         ours = normalize_rewards(float64(rewards), state)
@@ -135,7 +137,8 @@ def test_whitened_advantages_weigh_by_tokens() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     advantages = torch.tensor([1.0, -2.0, 99.0]).double()
     tokens = [1.0, 1.0, 1.0, -2.0]
-    mean, var = statistics.mean(tokens), statistics.variance(tokens)
+    mean = statistics.mean(tokens)
+    var = statistics.variance(tokens)
     expected = torch.zeros(3, 4, dtype=torch.float64)
     expected[0, :3], expected[1, 0] = (1 - mean) / math.sqrt(var + 1e-8), (-2 - mean) / math.sqrt(var + 1e-8)
     close(whitened(advantages, mask), expected)
@@ -240,7 +243,8 @@ def test_deviations_of_large_fp32_values_match_fp64() -> None:
     mean, std = x.double().mean(), x.double().std()
     scaled = group_advantages(x, 64, scale="batch", baseline="none", eps=0.0)
     torch.testing.assert_close(scaled.double(), x.double() / std, rtol=ADVANTAGE_RELATIVE, atol=0)
-    white, truth = whitened(x, torch.ones(64, 1), eps=0.0)[:, 0].double(), (x.double() - mean) / std
+    white = whitened(x, torch.ones(64, 1), eps=0.0)[:, 0].double()
+    truth = (x.double() - mean) / std
     assert (white - truth).norm() <= ADVANTAGE_RELATIVE * truth.norm()
 
 

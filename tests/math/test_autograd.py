@@ -146,7 +146,8 @@ def operator_arguments(name: str, monkeypatch: pytest.MonkeyPatch, **options: An
 
     monkeypatch.setattr(module, name, capture)
     sample = make_sample(3, **{**SMALL, "dtype": torch.float32}, **options)
-    leaves, kwargs = sample.leaves, dict(sample.options)
+    leaves = sample.leaves
+    kwargs = dict(sample.options)
     with pytest.raises(Captured) as caught:
         if name == "linear_log_probs":
             kwargs = {k: v for k, v in kwargs.items() if not k.endswith("_log_probs")}

@@ -40,7 +40,8 @@ def arguments(seed: int, name: str) -> dict[str, Any]:
     policy = ("advantages", "mask", "old_log_probs", "ref_log_probs", "token_weights", "normalizer")
     if name == "policy_loss":
         log_probs = torch.where(sample.options["mask"], sample.options["old_log_probs"] - 0.05, -1.0)
-        names, first = policy, {"log_probs": log_probs}
+        names = policy
+        first = {"log_probs": log_probs}
     else:
         names = head if name == "linear_log_probs" else (*head, *policy)
         first = {"hidden": sample.leaves["hidden"]}
@@ -76,7 +77,9 @@ def oracle(name: str, tensors: dict[str, Any]) -> Tensor:
             )
             total = total + lp.square().sum()
             continue
-        lp, old, advantage = x["log_probs"], x["old_log_probs"], tensors["advantages"][i].expand(int(keep.sum()))
+        lp = x["log_probs"]
+        old = x["old_log_probs"]
+        advantage = tensors["advantages"][i].expand(int(keep.sum()))
         _, _, log_ratio = reference.log_ratios_of_sequence(lp, old, advantage, OBJECTIVE)
         terms = reference.surrogate(log_ratio, advantage * x["token_weights"], OBJECTIVE)
         terms = terms + OBJECTIVE.kl_coef * reference.kl_to_reference(lp, x["ref_log_probs"], log_ratio, "k3")
@@ -132,7 +135,8 @@ def test_a_second_backward_raises_an_error_that_says_what_to_use(how: str, name:
 @each_function
 def test_a_second_backward_by_the_upstream_gradient_raises(name: str) -> None:
     function, x = of_first(name, "torch")
-    leaf, scale = x.clone().requires_grad_(), torch.tensor(2.0, dtype=x.dtype, requires_grad=True)
+    leaf = x.clone().requires_grad_()
+    scale = torch.tensor(2.0, dtype=x.dtype, requires_grad=True)
     (grad,) = torch.autograd.grad(function(leaf) * scale, leaf, create_graph=True)
     with pytest.raises(RuntimeError, match=f"{name}: the gradient is not differentiable"):
         torch.autograd.grad(grad.sum(), scale)
@@ -306,7 +310,8 @@ def test_vmap_over_stacked_parameters_of_a_model() -> None:
 def test_vmap_over_packed_batches_with_a_budget_and_a_cache(backend: str) -> None:
     rng = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(BATCHES, 6, 4, generator=rng), torch.randn(300, 4, generator=rng).requires_grad_()
-    ids, advantages = torch.randint(0, 300, (BATCHES, 6), generator=rng), torch.randn(BATCHES, 2, generator=rng)
+    ids = torch.randint(0, 300, (BATCHES, 6), generator=rng)
+    advantages = torch.randn(BATCHES, 2, generator=rng)
     offsets = torch.tensor([[0, 2, 6], [0, 3, 6], [0, 1, 6]])
 
     def loss(*mapped: Tensor) -> Tensor:
@@ -315,7 +320,8 @@ def test_vmap_over_packed_batches_with_a_budget_and_a_cache(backend: str) -> Non
         return gspo_fused_loss(x, weight, targets, of_sequences, **options).loss
 
     tensors = (hidden, ids, advantages, offsets)
-    out, loop = torch.func.vmap(loss)(*tensors), torch.stack([loss(*entry) for entry in zip(*tensors, strict=True)])
+    out = torch.func.vmap(loss)(*tensors)
+    loop = torch.stack([loss(*entry) for entry in zip(*tensors, strict=True)])
     assert torch.equal(out, loop)
     assert torch.equal(*(torch.autograd.grad(x.sum(), weight)[0] for x in (out, loop)))
 

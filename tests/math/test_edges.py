@@ -360,7 +360,8 @@ def test_enormous_ratios_match_float64(
     u = torch.full((1, 4), log_ratio, dtype=torch.float64, requires_grad=True)
     truth = surrogate(u, torch.full_like(u, advantage), objective).mean()
     truth.backward()
-    true_loss, true_grad = truth.detach().float(), u.grad.float()
+    true_loss = truth.detach().float()
+    true_grad = u.grad.float()
     assert not out.loss.isnan() and not lp.grad.isnan().any()
     check("loss", out.loss, true_loss, true_loss, torch.float32)
     check("d_log_probs", lp.grad, true_grad, true_grad, torch.float32)
@@ -527,7 +528,8 @@ def test_gradients_of_peaked_rows_keep_their_relative_precision(dtype: str, back
     """The gradient of the target's logit is 1 - p. Here it is 1e-12 to 1e-9, although p rounds to 1 in fp32."""
     peaks = torch.arange(24, 32, dtype=torch.float64)
     vocab, rows, upstream = 33, len(peaks), 2.0**30  # a large upstream gradient, because 1e-12 underflows in fp16
-    targets, row = torch.arange(rows) * 4, torch.arange(rows)
+    targets = torch.arange(rows) * 4
+    row = torch.arange(rows)
     logits = torch.zeros(rows, vocab, dtype=torch.float64)
     logits[row, targets] = peaks
     # Hidden states are unit vectors, so d_weight[target, row] depends on that row only.
@@ -559,7 +561,8 @@ def test_fp16_gradients_of_an_entropy_bonus_fit_whatever_the_logit_scale(
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 9, 16, generator=rng).half()
     weight = (torch.randn(vocab, 16, generator=rng) * std / scale).half()
-    targets, objective = torch.randint(0, vocab, (1, 9), generator=rng), Objective(entropy_coef=1.0)
+    targets = torch.randint(0, vocab, (1, 9), generator=rng)
+    objective = Objective(entropy_coef=1.0)
 
     def d_hidden(dtype: torch.dtype, name: str) -> Tensor:
         x = hidden.to(dtype).requires_grad_()
@@ -745,12 +748,15 @@ VIEWS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor], Callabl
 def test_the_memory_layout_of_operands_changes_no_bit_of_a_log_prob(name: str, dtype: str, backend: str) -> None:
     make_hidden, view_hidden, view_weight = VIEWS[name]
     torch.manual_seed(0)
-    leaf_hidden, leaf_weight = make_hidden().to(DTYPES[dtype]), torch.randn(21, 8).to(DTYPES[dtype])
-    targets, advantages = torch.randint(0, 21, (6, 5)), torch.randn(6)
+    leaf_hidden = make_hidden().to(DTYPES[dtype])
+    leaf_weight = torch.randn(21, 8).to(DTYPES[dtype])
+    targets = torch.randint(0, 21, (6, 5))
+    advantages = torch.randn(6)
 
     def run(contiguous: bool) -> list[Tensor]:
         h, w = (x.to(DEVICE, copy=True).requires_grad_() for x in (leaf_hidden, leaf_weight))
-        hidden, weight = view_hidden(h), view_weight(w)
+        hidden = view_hidden(h)
+        weight = view_weight(w)
         if contiguous:
             hidden, weight = hidden.contiguous(), weight.contiguous()
         lp = linear_log_probs(hidden, weight, targets, entropy=True, backend=backend)

@@ -135,7 +135,8 @@ def test_empty_sequences_do_not_change_the_smallest_and_largest_ratio(
 
     An empty sequence or a masked token would have ratio 1, and all other ratios here are on the same side of 1.
     """
-    old, mask = -torch.ones(3, 4), torch.ones(3, 4, dtype=torch.bool)
+    old = -torch.ones(3, 4)
+    mask = torch.ones(3, 4, dtype=torch.bool)
     mask[1], mask[0, 2] = False, False
     objective = Objective(ratio=ratio, clip_low=0.9, clip_high=9.0)
     out = policy_loss(
@@ -148,7 +149,8 @@ def test_empty_sequences_do_not_change_the_smallest_and_largest_ratio(
 @on_device
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_infinite_ratio_times_kl_does_not_change_masked_tokens(masked: bool, backend: str) -> None:
-    log_probs, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
+    log_probs = torch.zeros(2, 3, requires_grad=True)
+    mask = torch.ones(2, 3, dtype=torch.bool)
     mask[0, 1] = not masked
     out = policy_loss(
         log_probs,
@@ -167,7 +169,8 @@ def test_an_infinite_ratio_times_kl_does_not_change_masked_tokens(masked: bool, 
 @on_device
 def test_tokens_with_only_an_entropy_gradient_count_as_having_a_gradient(backend: str) -> None:
     """All tokens are clipped, so only the entropy bonus can have a gradient."""
-    log_probs, entropy = -torch.ones(2, 3), torch.ones(2, 3)
+    log_probs = -torch.ones(2, 3)
+    entropy = torch.ones(2, 3)
     for bonus, share in ((0.0, 1.0), (0.1, 0.0)):
         out = policy_loss(
             log_probs,
@@ -208,7 +211,9 @@ def test_operands_of_a_head_need_not_be_contiguous(backend: str) -> None:
         torch.stack([x, ~x if x.dtype == torch.bool else 9 - x], -1)[..., 0] if isinstance(x, torch.Tensor) else x
         for x in head
     )
-    implementation, d, needs = dispatch.implementation(backend), torch.ones(9), NeedsGradient(*[True] * 5)
+    implementation = dispatch.implementation(backend)
+    d = torch.ones(9)
+    needs = NeedsGradient(*[True] * 5)
     results = []
     for x in (head, strided):
         result = implementation.head_forward(x)
@@ -226,7 +231,8 @@ def test_fp16_gradients_of_a_small_slope_do_not_underflow(
     """
     head = head_rows(4, 8, 40, logit_scale=scale)
     head = head._replace(hidden=head.hidden.half(), weight=(1e4 * head.weight).half())
-    d, needs = torch.full((4,), upstream), NeedsGradient(True, False, False, False, False)
+    d = torch.full((4,), upstream)
+    needs = NeedsGradient(True, False, False, False, False)
     truth = torch_backend.head_backward(head, torch_backend.head_forward(head), d, None, needs)[0]
     monkeypatch.setattr(torch_tiles, "operand_dtype", lambda device, dtype: dtype)
     monkeypatch.setattr(torch_tiles, "_product", lambda a, b: a.float() @ b.float())
@@ -251,7 +257,8 @@ def test_the_power_of_two_for_subnormal_gradients_is_within_fp32() -> None:
 
 @on_device
 def test_the_log_prob_of_an_infinite_target_logit_is_nan(backend: str) -> None:
-    weight, bias = torch.ones(5, 4), torch.tensor([0.0, math.inf, 0.0, 0.0, 0.0])
+    weight = torch.ones(5, 4)
+    bias = torch.tensor([0.0, math.inf, 0.0, 0.0, 0.0])
     out = linear_log_probs(torch.ones(1, 4), weight, torch.tensor([1]), bias=bias, backend=backend)
     assert out.log_probs.isnan().all()
 

@@ -23,7 +23,8 @@ EXP_ROUNDING = 4 * torch.finfo(torch.float64).eps
 @on_device
 def test_gspo_token_with_one_advantage_per_sequence_is_gspo(backend: str) -> None:
     """Section 4.3: equal loss and gradients, with masks that have holes."""
-    batch, token = rollout(GSPO), Objective.preset("gspo-token")
+    batch = rollout(GSPO)
+    token = Objective.preset("gspo-token")
     gspo, gradient = ours(batch, GSPO, backend)
     assert_agree(batch, ours(batch, token, backend), gspo.loss.detach(), gradient)
 
@@ -31,7 +32,8 @@ def test_gspo_token_with_one_advantage_per_sequence_is_gspo(backend: str) -> Non
 @on_device
 def test_token_weights_turn_gspo_token_into_another_loss(backend: str) -> None:
     """Token weights, such as importance weights of a sampler, break the identity, so the check above can fail."""
-    batch, token = rollout(GSPO, weights=True), Objective.preset("gspo-token")
+    batch = rollout(GSPO, weights=True)
+    token = Objective.preset("gspo-token")
     gradients = [ours(batch, objective, backend)[1] for objective in (GSPO, token)]
     assert (gradients[0] - gradients[1]).abs().max() > 0.1 * gradients[0].abs().max()
 
@@ -71,7 +73,8 @@ def test_weights_lie_inside_the_bounds_and_are_zero_beyond(objective: Objective,
     for sign, bound in zip((-1.0, 1.0), objective.log_window, strict=True):
         on = torch.tensor(bound, dtype=torch.float64)
         beyond = torch.nextafter(on, torch.tensor(math.copysign(math.inf, bound), dtype=torch.float64))
-        at_bound, signs = torch.stack([on, beyond])[:, None], torch.full((2,), sign).double()
+        at_bound = torch.stack([on, beyond])[:, None]
+        signs = torch.full((2,), sign).double()
         kept = weights_of(at_bound, signs, objective, backend, old_log_prob=0.0) != 0  # 0, so that nothing is rounded
         assert kept.tolist() == [[True], [False]]
 
@@ -94,7 +97,8 @@ def test_the_range_of_the_log_ratio_shrinks_with_the_root_of_the_length(backend:
     for length in (1, 4, 9):
         signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * length)
         log_probs = size * signs.view(-1, length)  # [2^L, L]
-        old, advantages = torch.zeros_like(log_probs), torch.ones(len(log_probs), dtype=torch.float64)
+        old = torch.zeros_like(log_probs)
+        advantages = torch.ones(len(log_probs), dtype=torch.float64)
         out = policy_loss(log_probs, advantages, old_log_probs=old, objective=GSPO, backend=backend)
         assert out.log_ratio.std(correction=0).item() == pytest.approx(size * length**-0.5, rel=1e-12)
         assert (length * out.log_ratio).std(correction=0).item() == pytest.approx(size * length**0.5, rel=1e-12)

@@ -76,7 +76,8 @@ def test_log_probs_and_policy_loss_chained_equal_the_fused_loss_bitwise(name: st
     sample = make_sample(7, objective=objective, packed=packed, token_weights=True)
     fused, fused_grads = run_fused(sample, backend, entropy=True)
     leaves = {k: v.detach().requires_grad_() for k, v in sample.leaves.items()}
-    mask, cu_seqlens = sample.options["mask"], sample.options.get("cu_seqlens")
+    mask = sample.options["mask"]
+    cu_seqlens = sample.options.get("cu_seqlens")
     lp = linear_log_probs(
         leaves["hidden"], leaves["weight"], sample.target_ids, mask=mask, entropy=True, backend=backend
     )

@@ -176,7 +176,8 @@ def test_the_clip_fractions_are_those_of_the_surrogate(zero_weights: bool, prese
         negative = positive = batch.advantages[:, None] != 0
     low, high = batch.mask & negative & (x < lower), batch.mask & positive & (x > upper)
     out, _ = ours(batch, o, backend)
-    tokens, sequences = batch.mask.sum(), len(batch.advantages)
+    tokens = batch.mask.sum()
+    sequences = len(batch.advantages)
     for name, clipped in {"_low": low, "_high": high, "": low | high}.items():
         torch.testing.assert_close(out.metrics[f"token_clip_fraction{name}"], clipped.sum().double() / tokens)
         torch.testing.assert_close(out.metrics[f"clip_fraction{name}"], clipped.any(1).sum().double() / sequences)
@@ -197,7 +198,9 @@ def test_an_infinite_ratio_is_clipped_or_reaches_the_loss(
     """exp(200) is inf in float32. Where a bound clips this ratio, the loss is finite. A NaN ratio reaches the loss."""
     o = Objective.preset(preset)
     batch = rollout(Objective.preset("sapo"))
-    log_probs, old, advantages = batch.log_probs.float(), batch.old.float(), batch.advantages.abs() + 0.1
+    log_probs = batch.log_probs.float()
+    old = batch.old.float()
+    advantages = batch.advantages.abs() + 0.1
     log_probs[0, 0], old[0, 0], advantages[0] = -250.0, -250.0 - extreme, advantage
     batch = replace(batch, old=old, log_probs=log_probs, advantages=advantages)
     out, gradient = ours(batch, o, backend)

@@ -69,7 +69,8 @@ def lengths_of(sample: Sample) -> list[int]:
 
 def packed(sample: Sample) -> tuple[Sample, Tensor]:
     """Return the same tokens packed, and a bool mask [B, T] of their positions in the padded batch."""
-    lengths, (_, longest) = lengths_of(sample), sample.target_ids.shape
+    lengths = lengths_of(sample)
+    _, longest = sample.target_ids.shape
     inside = torch.arange(longest)[None, :] < torch.tensor(lengths, dtype=torch.int64)[:, None]
 
     def cut(x: Any) -> Any:
@@ -277,7 +278,8 @@ def test_a_temperature_equals_a_smaller_head(sample: Sample) -> None:
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 1000])
 def test_a_zero_head_is_the_uniform_distribution(vocab: int, backend: str) -> None:
-    hidden, ids = torch.randn(2, 3, 5), torch.randint(0, vocab, (2, 3))
+    hidden = torch.randn(2, 3, 5)
+    ids = torch.randint(0, vocab, (2, 3))
     out = linear_log_probs(hidden, torch.zeros(vocab, 5), ids, entropy=True, backend=backend)
     expected = torch.full((2, 3), -float(torch.tensor(float(vocab)).log()))
     torch.testing.assert_close(out.log_probs, expected)

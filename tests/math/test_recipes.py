@@ -30,7 +30,8 @@ def test_rolls_gspo_recipe(by: str | None, in_reward_kl: bool, backend: str) -> 
     """
     objective = Objective.preset("luspo", clip_low=0.2, clip_high=0.2, dual_clip=1.4, kl_coef=0.001)
     b = rollout(Objective())
-    mask, rng = b.double_mask(), torch.Generator().manual_seed(1)
+    mask = b.double_mask()
+    rng = torch.Generator().manual_seed(1)
     rewards = 8 * torch.rand(12, generator=rng, dtype=torch.float64)
 
     # The recipe by hand.

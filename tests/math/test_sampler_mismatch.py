@@ -32,7 +32,9 @@ def batch(packed: bool) -> dict[str, Any]:
 def expected_weights(level: str, mode: str, low: float, high: float) -> tuple[list[list[float]], list[float], int]:
     """Return weights [5, 9], log rho of each unmasked token, and the number of weights that a bound changed."""
     old, roll, mask = (batch(False)[k].tolist() for k in ("old_log_probs", "rollout_log_probs", "mask"))
-    weights, log_rhos, bounded = [[0.0] * 9 for _ in range(5)], [], 0
+    weights = [[0.0] * 9 for _ in range(5)]
+    log_rhos = []
+    bounded = 0
     for i in range(5):
         tokens = [t for t in range(9) if mask[i][t]]
         logs = {t: old[i][t] - roll[i][t] for t in tokens}
@@ -55,7 +57,8 @@ def test_weights_and_metrics_match_plain_python(level: str, mode: str, packed: b
     weights, log_rhos, bounded = expected_weights(level, mode, low, high)
     expected = torch.tensor(weights, dtype=torch.float64)
     torch.testing.assert_close(ours.weights.view(5, 9), expected, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
-    w, n = expected.flatten(), len(log_rhos)
+    w = expected.flatten()
+    n = len(log_rhos)
     assert 0 < bounded < n
     metrics = {
         "weight_mean": w.sum() / n,
@@ -79,7 +82,8 @@ def test_equal_log_probs_have_weight_one() -> None:
 
 
 def test_a_nan_reaches_the_loss_and_an_overflow_is_bounded() -> None:
-    old, roll = torch.zeros(2, 3), torch.tensor([[0.0, torch.nan, 0.0], [-99.0, -99.0, 0.0]])
+    old = torch.zeros(2, 3)
+    roll = torch.tensor([[0.0, torch.nan, 0.0], [-99.0, -99.0, 0.0]])
     result = importance_weights(old, roll, torch.ones(2, 3), level="sequence", high=3.0)
     assert result.weights[0].isnan().all() and result.weights[1].eq(3).all()
     result = importance_weights(old, roll, torch.ones(2, 3), level="sequence", mode="mask", high=3.0)
@@ -191,8 +195,11 @@ def test_the_off_policy_mask(packed: bool) -> None:
 
 def test_the_off_policy_mask_of_old_log_probs_is_the_lower_clip_of_gspo() -> None:
     rng = torch.Generator().manual_seed(1)
-    old, noise = -torch.rand(64, 5, generator=rng), 1e-3 * torch.randn(64, 5, generator=rng)
-    lp, advantages, threshold = (old + noise).requires_grad_(), -torch.ones(64), 3e-4
+    old = -torch.rand(64, 5, generator=rng)
+    noise = 1e-3 * torch.randn(64, 5, generator=rng)
+    lp = (old + noise).requires_grad_()
+    advantages = -torch.ones(64)
+    threshold = 3e-4
     kept = off_policy_mask(lp, old, advantages, torch.ones(64, 5), threshold=threshold).weights
     objective = Objective(clip_low=1 - math.exp(-threshold))
     (grad,) = torch.autograd.grad(policy_loss(lp, advantages, old_log_probs=old, objective=objective).loss, lp)
@@ -235,13 +242,15 @@ def test_empty_batches(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_weight_on_a_bound_is_not_changed(level: str, mode: str) -> None:
-    lp, ones = -torch.rand(2, 3), torch.ones(2, 3)
+    lp = -torch.rand(2, 3)
+    ones = torch.ones(2, 3)
     result = importance_weights(lp, lp, ones, level=level, mode=mode, low=1.0, high=1.0)
     assert torch.equal(result.weights, ones) and result.metrics["bound_share"] == 0
 
 
 def test_a_sequence_at_the_threshold_is_not_masked() -> None:
-    lp, ones = -torch.ones(2, 3), torch.ones(2, 3)
+    lp = -torch.ones(2, 3)
+    ones = torch.ones(2, 3)
     result = off_policy_mask(lp, lp + torch.tensor([[0.0], [0.5]]), -torch.ones(2), ones, threshold=0.0)
     assert result.weights.tolist() == [[1.0] * 3, [0.0] * 3]
     result = off_policy_mask(lp, lp + 0.5, -torch.ones(2), ones, threshold=0.5)
@@ -249,7 +258,8 @@ def test_a_sequence_at_the_threshold_is_not_masked() -> None:
 
 
 def test_per_token_advantages_are_masked_per_token() -> None:
-    lp, advantages = -torch.ones(1, 4), torch.tensor([[1.0, -1.0, 0.0, -2.0]])
+    lp = -torch.ones(1, 4)
+    advantages = torch.tensor([[1.0, -1.0, 0.0, -2.0]])
     result = off_policy_mask(lp, lp + 1, advantages, torch.ones(1, 4), threshold=0.5)
     assert result.weights.tolist() == [[1.0, 0.0, 1.0, 0.0]] and result.metrics["masked_share"] == 0.5
 
@@ -275,14 +285,16 @@ OFFSETS = {
 @pytest.mark.parametrize("function", [importance_weights, off_policy_mask])
 def test_invalid_offsets_are_rejected(function: Any, kind: str) -> None:
     offsets, expected = OFFSETS[kind]
-    x, cu_seqlens = torch.zeros(6), torch.tensor(offsets, dtype=torch.int32)
+    x = torch.zeros(6)
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
     kwargs: Any = {} if function is importance_weights else {"advantages": x, "threshold": 0.1}
     with pytest.raises(ValueError, match=f"{function.__name__}: cu_seqlens must be .*{expected}"):
         function(x, x, mask=torch.ones(6), cu_seqlens=cu_seqlens, **kwargs)
 
 
 def test_non_finite_advantages_are_rejected_at_unmasked_tokens() -> None:
-    x, advantages = torch.zeros(2, 3), torch.tensor([[1.0, torch.nan, 1], [1, 1, torch.inf]])
+    x = torch.zeros(2, 3)
+    advantages = torch.tensor([[1.0, torch.nan, 1], [1, 1, torch.inf]])
     with pytest.raises(ValueError, match="off_policy_mask: advantages must be finite where mask is true"):
         off_policy_mask(x, x, advantages, torch.ones(2, 3), threshold=0.1)
     off_policy_mask(x, x, advantages, advantages.isfinite(), threshold=0.1)
@@ -290,7 +302,8 @@ def test_non_finite_advantages_are_rejected_at_unmasked_tokens() -> None:
 
 def test_unchecked_bad_values_make_all_weights_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "values_are_checked", lambda device: False)
-    x, ones = torch.zeros(6), torch.ones(6)
+    x = torch.zeros(6)
+    ones = torch.ones(6)
     for bad in ({"cu_seqlens": torch.tensor([0, 4])}, {"cu_seqlens": torch.tensor([0, 6]), "mask": 2 * ones}):
         kwargs: Any = {"mask": ones, **bad}
         assert importance_weights(x, x, **kwargs).weights.isnan().all()

@@ -35,11 +35,13 @@ def product(hidden: Tensor, weight: Tensor, at_once: int) -> Tensor:
 @pytest.mark.parametrize("width", [896, 2560])
 def test_the_modelled_error_of_tensor_cores_is_within_the_limit(width: int, at_once: int) -> None:
     rng = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(48, width, generator=rng), torch.randn(2000, width, generator=rng) * 3 / width**0.5
+    hidden = torch.randn(48, width, generator=rng)
+    weight = torch.randn(2000, width, generator=rng) * 3 / width**0.5
     hidden, weight = hidden.bfloat16().double(), weight.bfloat16().double()
     exact = hidden @ weight.T
     error = product(hidden, weight, at_once).log_softmax(1) - exact.log_softmax(1)
-    rms, mean = error.square().mean().sqrt(), error.mean()
+    rms = error.square().mean().sqrt()
+    mean = error.mean()
     limit = truncation(GPU, torch.bfloat16, width, exact.abs().max().item())
     print(f"H = {width}, {at_once} products at once: RMS {rms:.1e}, mean {mean:.1e}, limit {limit:.1e}")
     assert limit / 8 < rms < limit / 1.5 and mean > 0.9 * rms  # an unlikely token gains log-prob

@@ -71,7 +71,8 @@ class Hiding:
 
 def needed(package: str) -> set[str]:
     """Return the names of a package and of all packages that it requires, directly or indirectly, without an extra."""
-    names, ahead = set(), [package]
+    names = set()
+    ahead = [package]
     while ahead:
         name = canonicalize_name(ahead.pop())
         if name not in names:

@@ -17,7 +17,8 @@ ROOT = PACKAGE.parent
 
 
 def run_python(code: str, **environment: str) -> str:
-    command, env = [sys.executable, "-c", code], os.environ | environment
+    command = [sys.executable, "-c", code]
+    env = os.environ | environment
     return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
 
 

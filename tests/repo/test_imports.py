@@ -48,7 +48,8 @@ FILES = {import_name(path): path for package in PACKAGES for path in sorted((ROO
 
 def imported(name: str) -> set[str]:
     """Return the names of our files that the file `name` imports, at its top or inside functions."""
-    path, names = FILES[name], set()
+    path = FILES[name]
+    names = set()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

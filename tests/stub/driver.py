@@ -126,7 +126,8 @@ class Stub:
         self.kernels.add(kernel)
         variant = LAUNCH(kernel, programs, config, **arguments)
         if self.counts()["launches"] > before:
-            expected, received = list(_values(kernel, arguments)), self.received()
+            expected = list(_values(kernel, arguments))
+            received = self.received()
             assert received[: len(expected)] == expected, f"{kernel.__name__}: {received}, expected {expected}"
             assert received[len(expected) :] == [(8, 0)] * 2, f"{kernel.__name__}: scratch memory {received}"
         _write_results(kernel.__name__, arguments)
@@ -146,7 +147,8 @@ _BYTES = {"i32": 4, "i64": 8}
 def _values(kernel: Any, arguments: dict[str, Any]) -> Iterator[tuple[int, int]]:
     """Yield the size and the value of the parameters that the driver must receive, in order."""
     for parameter in kernel.params:
-        x, kind = arguments[parameter.name], parameter.annotation_type
+        x = arguments[parameter.name]
+        kind = parameter.annotation_type
         is_constant_one = type(x) is int and x == 1 and not kind and not parameter.do_not_specialize
         if parameter.is_constexpr or x is None or is_constant_one:
             continue

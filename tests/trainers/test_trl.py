@@ -134,7 +134,8 @@ def compare(logs: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
             if key == "loss":
                 relative, absolute = 0.0, LOSS_PER_ADVANTAGE  # rewards are normalised, so advantages are about 1
             elif key == "grad_norm" and b["step"] <= 4:
-                relative, absolute = TRAINER_GRADIENT_RELATIVE, 0.0
+                relative = TRAINER_GRADIENT_RELATIVE
+                absolute = 0.0
             if "time" not in key and "per_second" not in key and "runtime" not in key:
                 assert a[key] == pytest.approx(b[key], rel=relative, abs=absolute, nan_ok=True), key
     assert max(log.get("grad_norm", 0.0) for log in logs) > 1e-3
@@ -388,9 +389,11 @@ def test_log_probs_before_trl_1_15_equal_those_of_logits(tmp_path: Path) -> None
     Entropies have a gradient only with an entropy bonus.
     """
     trainer = make_trainer(GRPOTrainer, checkpoint(tmp_path / "model"), tmp_path, temperature=0.7)
-    model, keep = trainer.model, 3
+    model = trainer.model
+    keep = 3
     fuse_head(base_model(model))
-    ids, attended = torch.randint(2, 10, (3, 7)), torch.ones(3, 7, dtype=torch.long)
+    ids = torch.randint(2, 10, (3, 7))
+    attended = torch.ones(3, 7, dtype=torch.long)
     attended[0, -1] = attended[1, :2] = 0
     logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, -keep - 1 : -1] / 0.7
     dense = logits.log_softmax(-1)

@@ -78,7 +78,8 @@ def step_logs(trainer: Any) -> list[dict[str, float]]:
 
 def dropped(chosen: Chosen) -> tuple[float, Tensor]:
     """Return the dropped share of the L1 mass of d_logits, and the part of the head's gradient that is missing."""
-    (d, _), keep = d_logits(chosen), kept(chosen)
+    d, _ = d_logits(chosen)
+    keep = kept(chosen)
     left_out = torch.where(keep, 0, d)
     missing = left_out.t() @ chosen.head.hidden.double()
     return (left_out.abs().sum() / d.abs().sum().clamp(min=1e-30)).item(), missing

@@ -132,7 +132,8 @@ def test_after_training_the_next_log_probs_are_trls(tmp_path: Path, calls: list[
 def test_a_forward_inside_autocast_passes_calls_on(tmp_path: Path, calls: list[int]) -> None:
     """With bf16, accelerate wraps the forward when training starts. The restored trainer still runs TRL's code."""
     options = {"bf16": True, "max_steps": 1}
-    trainer, expected = accelerate_trainer(stock(tmp_path / "a", **options)), stock(tmp_path / "b", **options)
+    trainer = accelerate_trainer(stock(tmp_path / "a", **options))
+    expected = stock(tmp_path / "b", **options)
     trainer.train()
     expected.train()
     restore_trainer(trainer)
@@ -212,7 +213,8 @@ def test_a_method_that_was_replaced_later_is_named_and_nothing_changes(tmp_path:
 
 def test_a_method_of_the_instance_is_restored(tmp_path: Path) -> None:
     trainer = stock(tmp_path)
-    log, made = trainer.log, []
+    log = trainer.log
+    made = []
     trainer.log = lambda *args, **kwargs: (made.append(1), log(*args, **kwargs))
     mine = trainer.log
     restore_trainer(accelerate_trainer(trainer))
@@ -240,7 +242,8 @@ def test_a_model_that_is_its_own_reference_keeps_the_head_that_the_user_fused(tm
 
 def test_a_model_that_was_replaced_is_restored_too(tmp_path: Path) -> None:
     trainer, other = stock(tmp_path / "first"), stock(tmp_path / "second")
-    first, before = trainer.model, snapshot(trainer)
+    first = trainer.model
+    before = snapshot(trainer)
     accelerate_trainer(trainer)
     trainer.model = other.model
     restore_trainer(accelerate_trainer(trainer))

@@ -212,7 +212,8 @@ def test_default_settings_clip_in_training(accumulation: int, tmp_path: Path) ->
     trainer.train()
     clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "loss" in log]
     assert trainer.state.global_step == len(clipped) == 8 and rollouts == [32 * accumulation] * 2
-    first, later = clipped[::4], clipped[1:4] + clipped[5:]
+    first = clipped[::4]
+    later = clipped[1:4] + clipped[5:]
     assert max(first) == 0 and max(later) > 0.05, clipped
 
 

@@ -91,9 +91,11 @@ def compare(folder: Path, case: dict[str, Any], ranks: int) -> None:
                 continue
             relative, absolute = TRAINER_ABSOLUTE, TRAINER_ABSOLUTE
             if key in ("loss", "actor/pg_loss"):
-                relative, absolute = 0.0, LOSS_PER_ADVANTAGE
+                relative = 0.0
+                absolute = LOSS_PER_ADVANTAGE
             elif key == "grad_norm":
-                relative, absolute = 0.0, TRAINER_GRADIENT_RELATIVE * max(value)
+                relative = 0.0
+                absolute = TRAINER_GRADIENT_RELATIVE * max(value)
             assert ours["metrics"][key] == pytest.approx(value, rel=relative, abs=absolute), key
         assert max(stock["metrics"]["grad_norm"]) > 1e-3
         assert stock["parameters"].keys() == ours["parameters"].keys()
@@ -166,7 +168,8 @@ def refused_main(rank: int, folder: Path) -> None:
     # Batches whose loss needs logits, such as distillation, run through verl's code in both engines.
     from verl.utils import tensordict_utils as tu
 
-    data, sums = batch(0, BASE), []
+    data = batch(0, BASE)
+    sums = []
     for ours in (False, True):
         worker = make_worker(folder / f"sum-{ours}", ours, BASE)
         copied = data.copy()
@@ -219,7 +222,8 @@ def policy_main(rank: int, folder: Path) -> None:
     import gspo_kernels.integrations.verl  # noqa: F401 - registers
 
     rng = torch.Generator().manual_seed(0)
-    old, advantages = -torch.rand(3, 5, generator=rng), torch.randn(3, 1, generator=rng).expand(3, 5)
+    old = -torch.rand(3, 5, generator=rng)
+    advantages = torch.randn(3, 1, generator=rng).expand(3, 5)
     mask = torch.arange(5)[None] < torch.tensor([5, 2, 0])[:, None]
     with_nan = (old + 0.001 * torch.randn(3, 5, generator=rng)).where(mask, torch.nan)
     sizes = {"dp_size": 2, "batch_num_tokens": 20, "global_batch_size": 6, "loss_scale_factor": 9}
@@ -284,7 +288,8 @@ def bounds_main(rank: int, folder: Path) -> None:
 
     from gspo_kernels.integrations.verl import gspo_policy_loss
 
-    advantages, mask = torch.tensor([[-1.0], [1.0]]).expand(2, 5), torch.ones(2, 5)
+    advantages = torch.tensor([[-1.0], [1.0]]).expand(2, 5)
+    mask = torch.ones(2, 5)
     for low, high, clipped in (
         (3e-4, 4e-4, [True, False]),
         (4e-4, 3e-4, [False, True]),

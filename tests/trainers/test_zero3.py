@@ -67,8 +67,10 @@ def make(head: str, tied: bool) -> Any:
 
 def batch(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids [B, 7], completion mask [B, 6] and advantages [B]."""
-    number, rng = RANKS * MICRO, torch.Generator().manual_seed(1)
-    ids, advantages = torch.randint(0, 50, (number, 7), generator=rng), torch.randn(number, generator=rng)
+    number = RANKS * MICRO
+    rng = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 50, (number, 7), generator=rng)
+    advantages = torch.randn(number, generator=rng)
     return ids[rows], (torch.arange(6) >= 2).expand(number, 6)[rows], advantages[rows]
 
 

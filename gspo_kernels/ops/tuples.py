@@ -144,8 +144,12 @@ class Operator(Generic[P, R]):
             for value, is_argument in zip(x if group.is_tuple else (x,), group.are_arguments, strict=True):
                 if is_argument:
                     arguments.append(value)
-                else:
-                    lines.append(value.text if isinstance(value, Objective) else str(value))
+                elif isinstance(value, str):
+                    lines.append(value)
+                elif isinstance(value, Objective):
+                    lines.append(value.text)
+                else:  # a bool, which torch.compile may replace by a symbol, too
+                    lines.append("True" if value else "False")
         return [*arguments, "\n".join(lines)]
 
     def _parameters(self, flat: tuple[Any, ...]) -> list[Any]:

@@ -270,7 +270,7 @@ def test_auto_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> str:
         raise OSError("no such driver")
 
-    monkeypatch.setattr(dispatch, "triton_obstacle", broken)
+    monkeypatch.setattr(dispatch, "backend_variable", broken)
     code, report = run_json()
     assert code == 1 and report["verdict"] == "Do not train with this: backend='auto' fails on cpu."
     assert report["devices"][0]["auto"] is None and report["devices"][0]["why"] == "OSError: no such driver"

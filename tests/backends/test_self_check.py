@@ -35,7 +35,7 @@ from gspo_kernels.backends.triton import logit_tile, sequence, tuning
 from gspo_kernels.inputs import head as inputs_of_head
 from gspo_kernels.validation import TensorChecks, dtype_name
 
-policy_module = importlib.import_module("gspo_kernels.policy_loss")  # the package exports a function of this name
+policy_module = importlib.import_module("gspo_kernels.policy")
 GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16
 WRONG = "gradient_tile: d_weight [1301, 128] in bfloat16: error 2.00e-01, allowed 1.00e-02"

@@ -19,7 +19,7 @@ test-slow: .venv/ready
 	$(BIN)/$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=long \
 		--ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed --ignore tests/stub
 
-# Sharded heads and sequences on up to eight processes. Without xdist, because all cases share one start of them.
+# Sharded heads and sequences on up to eight processes. No xdist: all cases share one set of processes.
 test-distributed: .venv/ready
 	$(BIN)/python -m pytest tests/distributed
 
@@ -42,8 +42,8 @@ lint: .venv/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl,lora,trackers]'
 	touch $@
 
-# Tests against the real trainers, each in its own virtual environment. `build/peers` holds all that can share one, for
-# `build/peers/bin/gspo bench`.
+# Tests against the real trainers, each in its own virtual environment. `build/peers` has all the trainers that can be
+# installed together: `build/peers/bin/gspo bench` compares them.
 test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/verl/ready build/zero3/ready build/megatron/ready
 	$(BIN)/$(PYTEST) tests/trainers
 	build/trl-1.13.0/bin/$(PYTEST) tests/trainers/test_trl*.py
@@ -70,8 +70,7 @@ gate-%: .venv/ready
 	$(BIN)/pip install -q --no-deps --target build/triton-$* triton$(if $(filter newest,$*),,==$*)
 	PYTHONPATH=build/triton-$* $(BIN)/gspo doctor --compile
 
-# Rewrite the golden counts, the figures and the generated parts of README.md and docs/. Takes about 5 minutes.
-
+# Rewrite the golden counts, the figures and the generated parts of README.md and docs/: 5 minutes.
 golden: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m helpers.costs --write
 	$(BIN)/python tests/backends/test_compile_gate.py

@@ -192,7 +192,7 @@ def budgets(results: Results) -> Texts:
             *(f"{gap['mean']:+.3f} ({interval(gap['95 %'], '+.3f')})" if gap else "-" for gap in gaps),
             f"{fmean(r['held-out reward'][1] for r in records):.3f}",
         ))  # fmt: skip  # a cell each
-    header = ("", "passes", "mass left out", "entropy", "reward", "held-out reward")
+    header = ("", "passes", "mass dropped", "entropy", "reward", "held-out reward")
     drifting = [f"the {key} of {arm}" for key in apart for arm in arms if drifts(apart[key], arm, control)]
     widest = max((high - low) / 2 for low, high in (apart["entropy"][arm]["95 %"] for arm in arms))
     return {

@@ -274,7 +274,7 @@ def test_auto_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     code, report = run_json()
     assert code == 1 and report["verdict"] == "Do not train with this: backend='auto' fails on cpu."
     assert report["devices"][0]["auto"] is None and report["devices"][0]["why"] == "OSError: no such driver"
-    assert [c["verdict"] for c in report["checks"]] == ["ok"] * 3  # backend="torch" still runs
+    assert {c["verdict"] for c in report["checks"]} == {"ok"}  # an explicit backend still runs
 
 
 # -- absent or broken packages and devices

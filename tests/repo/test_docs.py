@@ -1,4 +1,4 @@
-"""The pages in docs/ name only tests and files that exist. docs/parity.md lists every preset."""
+"""The pages in docs/ name only tests and files that exist. Tables list every preset and every environment variable."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from helpers.pages import MEGATRON_LINES, SCALE, TRL_LINES, VERL_LINES, code_blo
 from typer.testing import CliRunner
 
 from gspo_kernels.benchmarks.report import scale
+from gspo_kernels.inputs.compared import ENVIRONMENT
 from gspo_kernels.objective import _PRESETS
 from gspo_kernels.tools.cli import app
 
 ROOT = Path(__file__).parent.parent.parent
 PARITY = (ROOT / "docs" / "parity.md").read_text()
+PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("gspo_kernels", "integrations", "benchmarks", "tests")
+SOURCES = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
 
 def test_the_page_names_a_test_for_every_feature_of_the_documents() -> None:
@@ -24,7 +28,7 @@ def test_the_page_names_a_test_for_every_feature_of_the_documents() -> None:
     assert all("::test_" in tests for _, tests in rows)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_named_tests_and_linked_files_exist(page: Path) -> None:
     text = page.read_text()
     for file, test in re.findall(r"`(test_\w+\.py)::(test_\w+)`", text):
@@ -32,6 +36,13 @@ def test_named_tests_and_linked_files_exist(page: Path) -> None:
         assert f"def {test}(" in path.read_text(), f"{file}::{test}"
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), link
+    for file in re.findall(r"`([\w/]+\.py)`", text):
+        assert any(path.endswith(f"/{file}") for path in SOURCES), file
+
+
+def test_every_environment_variable_is_in_the_table() -> None:
+    table = (ROOT / "docs" / "limits.md").read_text().partition("## Environment variables\n")[2]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == ENVIRONMENT.keys()
 
 
 def test_every_preset_is_in_the_table_of_presets() -> None:

@@ -1,4 +1,4 @@
-"""Compute the GSPO loss and its gradients from hidden states, without materialising the logits."""
+"""Compute the GSPO loss and its gradients from hidden states, without materializing the logits."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
 """Compute advantages from rewards, on the device of the rewards.
 
 On a CPU and with GSPO_CHECK=1, NaN and infinite values raise a ValueError. On a GPU, where the host reads no values,
-they make advantages NaN, which the loss counts as invalid. Through `RunningMoments`, they do so in all later calls.
+they make advantages NaN, which the loss counts as invalid. With `RunningMoments`, all later calls return NaN as well.
 
-The advantages of common trainers (R: rewards, with groups of n answers to one prompt):
+The advantages of common trainers (R: rewards, in groups of n answers to a prompt):
 
     GSPO, and GRPO of ROLL, verl, slime   (R - mean) / (std + 1e-6)        group_advantages(R, n)
     TRL                                   (R - mean) / (std + 1e-4)        group_advantages(R, n, eps=1e-4)
@@ -13,8 +13,8 @@ The advantages of common trainers (R: rewards, with groups of n answers to one p
     StateSet                              (R - mean) / population std      ... ddof=0, eps=0.0
     REINFORCE without group baseline      (R - mean) / std, over tokens    whiten(R, mask)
 
-Before you call these functions, you may clamp rewards or pass them through `normalize_rewards`. Afterwards you may pass
-advantages through `whiten` or clamp them.
+You may clamp rewards or pass them through `normalize_rewards` first. Afterwards you may clamp advantages or pass them
+through `whiten`.
 """
 
 from __future__ import annotations
@@ -43,24 +43,25 @@ def group_advantages(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Return (reward - baseline) / (std + eps), the advantage of GRPO and GSPO (arXiv 2507.18071, eq. 6).
+    """Compute (reward - baseline) / (std + eps), the advantage of GRPO and GSPO (arXiv 2507.18071, eq. 6).
 
     Args:
         rewards: [B].
-        group_size: answers per prompt, a divisor of B; the answers to a prompt must be adjacent in the batch. Pass
+        group_size: answers per prompt, a divisor of B. The answers to a prompt must be adjacent in the batch. Pass
             either group_size or group_ids.
-        group_ids: [B] int64 or int32: answers with the same id form a group. Groups may differ in size, and their
+        group_ids: [B] int64 or int32. Answers with the same id form a group. Groups may differ in size, and their
             answers need not be adjacent.
         baseline: "mean" of the group, "leave-one-out" (mean of the other answers, RLOO) or "none".
-        scale: divide by the standard deviation of the "group" or of the "batch"; "none": do not divide (Dr. GRPO).
+        scale: divide by the standard deviation of the "group" or the "batch"; "none": do not divide (Dr. GRPO).
         ddof: 1 for the sample standard deviation, 0 for the population standard deviation.
         eps: added to the standard deviation, >= 0.
 
     Returns:
         [B] fp32 (fp64 for fp64 rewards). With a baseline, advantages are exactly 0 in a group of one answer and in a
-        group of equal rewards. Nothing is divided where the standard deviation is 0. On a GPU, a NaN or infinite
-        reward makes the advantages of its group NaN, and with scale="batch" those of the batch, except those that are 0
-        before the division. With baseline="none", scale="none", it makes only its own advantage NaN.
+        group of equal rewards. Where the standard deviation is 0, nothing is divided. On a GPU, a NaN or infinite
+        reward makes all advantages of its group NaN. With scale="batch", it makes all advantages of the batch NaN,
+        except those that are 0 before the division. With baseline="none" and scale="none", it affects only its own
+        advantage.
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
@@ -97,7 +98,7 @@ class RunningMoments:
 
     count: Tensor | None = None
     mean: Tensor | None = None
-    variance: Tensor | None = None  # of the population
+    variance: Tensor | None = None  # population variance
 
     def update(self, rewards: Tensor) -> None:
         """Add finite rewards to the moments (T. Chan, G. Golub, R. LeVeque, "Updating formulae")."""
@@ -135,14 +136,14 @@ def normalize_rewards(
 
     Args:
         rewards: [B].
-        by: where mean and standard deviation come from. "batch"; "group" (pass group_size or group_ids, as in
+        by: the source of mean and standard deviation: "batch"; "group" (pass group_size or group_ids, as in
             `group_advantages`); or a `RunningMoments` over all rewards so far, to which this call first adds `rewards`.
         shift: subtract the mean.
         scale: divide by the sample standard deviation plus eps.
         eps: added to the standard deviation, >= 0.
 
     Returns:
-        [B] fp32 (fp64 for fp64 rewards). Rewards are not divided where the standard deviation is 0.
+        [B] fp32 (fp64 for fp64 rewards). Where the standard deviation is 0, nothing is divided.
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received.
@@ -176,15 +177,15 @@ def normalize_rewards(
 
 
 def whiten(advantages: Tensor, mask: Tensor, *, shift: bool = True, eps: float = 1e-8) -> Tensor:
-    """Return (A - mean) / sqrt(var + eps), with mean and variance of the unmasked tokens.
+    """Compute (A - mean) / sqrt(var + eps), with mean and variance over the unmasked tokens.
 
-    ROLL's whiten_advantages and verl's masked_whiten do the same.
+    This equals ROLL's whiten_advantages and verl's masked_whiten.
 
     Args:
-        advantages: [B, T] per token, or [B] or [B, 1] per sequence. An advantage per sequence counts once for each
-            unmasked token of the sequence.
+        advantages: [B, T] per token, or [B] or [B, 1] per sequence. An advantage per sequence counts once per unmasked
+            token.
         mask: [B, T] bool or 0/1, True or 1 at unmasked tokens.
-        shift: subtract the mean. If False, the mean is added back at the end, like ROLL's and verl's shift_mean=False.
+        shift: subtract the mean. If False, the mean is added back at the end, like shift_mean=False in ROLL and verl.
         eps: added to the sample variance, >= 0.
 
     Returns:
@@ -217,17 +218,18 @@ def token_returns(
     gamma: float = 1.0,
     reward_clip: float | None = None,
 ) -> Tensor:
-    """Return the discounted sum of token rewards from each token to the end of its sequence.
+    """Compute the discounted sum of token rewards from each token to the end of its sequence.
 
     The reward of a token is -kl_coef times its KL. The last unmasked token also receives the reward of its sequence.
-    ROLL's add_token_level_kl and verl's use_kl_in_reward with REINFORCE++ compute these returns. With the advantage
-    estimators grpo and rloo, verl instead sums the token rewards to one reward per sequence; use `group_advantages` for
-    these. The returns differ by token, so pass them as per-token advantages with ratio="sequence-token" (GSPO-token).
+    ROLL's add_token_level_kl and verl's use_kl_in_reward with REINFORCE++ compute the same returns. With the advantage
+    estimators grpo and rloo, verl instead sums the token rewards to one reward per sequence; use `group_advantages` in
+    that case. The returns differ by token, so pass them as per-token advantages with ratio="sequence-token"
+    (GSPO-token).
 
     Args:
         rewards: [B].
         mask: [B, T] bool or 0/1, True or 1 at unmasked tokens. A sequence without unmasked tokens has returns 0.
-        kl: [B, T], the KL of each token, for example old_log_probs - ref_log_probs (k1); required if kl_coef > 0.
+        kl: [B, T], the KL per token, such as old_log_probs - ref_log_probs (k1); required if kl_coef > 0.
         kl_coef: weight of `kl`, >= 0.
         gamma: discount per position, in [0, 1]. Masked positions inside a sequence count; verl skips them.
         reward_clip: clamp each token reward, KL included, to [-reward_clip, reward_clip]; None: no clamp.
@@ -257,18 +259,18 @@ def token_returns(
     if reward_clip is not None:
         returns = returns.clamp(-reward_clip, reward_clip)
     step = 1
-    while step < shape[1]:  # each pass extends the sum of a position from `step` positions to 2 * step
+    while step < shape[1]:  # each pass doubles the number of positions that a sum covers, from `step` to 2 * step
         returns = torch.cat([returns[:, :-step] + gamma**step * returns[:, step:], returns[:, -step:]], 1)
         step *= 2
     return torch.where(unmasked, returns, 0)
 
 
 def turn_advantages(advantages: Tensor, turn_ids: Tensor) -> Tensor:
-    """Return per-token advantages from one advantage per turn of a conversation.
+    """Expand one advantage per turn of a conversation to per-token advantages.
 
     Args:
         advantages: [B, K], one advantage for each of K turns.
-        turn_ids: [B, T] int64, the turn of each token, 0 to K - 1. A token with any other id gets advantage 0.
+        turn_ids: [B, T] int64, the turn of each token, 0 to K - 1. Tokens with any other id get advantage 0.
 
     Returns:
         [B, T] fp32 (fp64 for fp64 advantages).

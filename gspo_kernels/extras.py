@@ -1,4 +1,4 @@
-"""Errors for missing packages, which name the extra that installs the package.
+"""Import errors that name the extra to install.
 
 This module imports only the standard library, so that `gspo` always starts.
 """
@@ -10,17 +10,17 @@ from contextlib import contextmanager
 
 
 class MissingExtraError(ModuleNotFoundError):
-    """An optional package is not installed; the message names the extra that installs it."""
+    """An optional package is not installed. The message names the extra that installs it."""
 
 
 @contextmanager
 def needs(user: str, extra: str, *packages: str) -> Iterator[None]:
-    """Wrap imports of optional `packages`. If one of them is not installed, raise an error that names the extra.
+    """Wrap imports of optional `packages`. If one is not installed, raise MissingExtraError.
 
     Other import errors propagate unchanged, for example if an installed package lacks a dependency.
 
     Args:
-        user: what needs the packages; the error message begins with it.
+        user: what needs the packages; the error message starts with it.
         extra: the extra that installs the packages.
     """
     try:

@@ -1,4 +1,4 @@
-"""`gspo_fused_loss`: one operator from hidden states to the loss and its gradients, without materialising logits."""
+"""`gspo_fused_loss`: one operator from hidden states to the loss and its gradients, without materializing logits."""
 
 from __future__ import annotations
 
@@ -50,72 +50,72 @@ def gspo_fused_loss(
 ) -> LossOutput:
     """Compute the GSPO loss, or the loss of any other `Objective`, from hidden states and sampled tokens.
 
-    One operator computes the same loss as `policy_loss(linear_log_probs(...).log_probs, ...)`. The forward computes
-    log-probs tile by tile, then the loss and every token's coefficient, d(loss)/d(log_prob). The backward recomputes
-    logits only for rows with a gradient. So masked tokens cost no backward. Without a KL term and an entropy bonus,
-    neither do sequences with advantage 0, nor what is clipped (except with cispo).
+    The result equals `policy_loss(linear_log_probs(...).log_probs, ...)`, computed by a single operator. The forward
+    computes log-probs tile by tile, then the loss and each token's coefficient, d(loss)/d(log_prob). The backward
+    recomputes logits only for rows with a gradient, so masked tokens cost no backward. Without a KL term and an
+    entropy bonus, sequences with advantage 0 and clipped tokens cost no backward either. (With cispo, clipped tokens
+    have a gradient.)
 
-    Hidden states, head, bias and LoRA adapter receive gradients, each in its dtype. Gradients that are not required
-    are not computed. Double backward raises an error.
+    Hidden states, head, bias and LoRA adapter receive gradients, each in its own dtype. Gradients that autograd does
+    not need are not computed. Double backward raises an error.
 
     Args:
         hidden: hidden states, [B, T, H] padded, or [N, H] packed with cu_seqlens; fp32, bf16, fp16 or fp64. hidden[t]
-            predicts target_ids[t]: for a causal model pass last_hidden_state[:, :-1] and input_ids[:, 1:]. Under
+            predicts target_ids[t]. For a causal model, pass last_hidden_state[:, :-1] and input_ids[:, 1:]. Under
             autocast, hidden and lm_head are cast as F.linear would cast them.
         lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
-            modules_to_save or trainable_token_indices). trainable_token_indices costs a copy of the weight.
+            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied.
         target_ids: sampled tokens, [B, T] or [N] int64. Masked positions may hold any value.
-        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. If a packed batch has as many sequences
-            as tokens (N == S), advantages are read as per sequence. With per-token advantages, ratio="sequence" spreads
-            a sequence's gradient evenly over its tokens, and ratio="sequence-token" gives each token the gradient of
-            its own advantage. No gradient.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. For a packed batch with N == S, [N] is
+            read as per sequence. With per-token advantages, ratio="sequence" spreads a sequence's gradient evenly over
+            its tokens, and ratio="sequence-token" gives each token the gradient of its own advantage. No gradient.
         mask: True or 1 at unmasked tokens, [B, T] or [N], bool or 0/1. None: target_ids != -100.
-        cu_seqlens: [S + 1] int32 or int64, for packed input only: sequence i is rows cu_seqlens[i] up to, but not
-            including, cu_seqlens[i + 1].
+        cu_seqlens: [S + 1] int32 or int64, for packed input only. Sequence i is rows cu_seqlens[i] to
+            cu_seqlens[i + 1] - 1.
         old_log_probs: log-probs of the policy before this round of updates, in the shape of target_ids, fp32 or fp64.
             None: on-policy, all ratios are exactly 1. No gradient.
         ref_log_probs: log-probs of the reference policy, in the shape of target_ids, fp32 or fp64; required if
             objective.kl_coef > 0. No gradient.
-        rollout_log_probs: log-probs that the sampler reported, fp32 or fp64; required by
-            objective.rollout_correction, and allowed only with it.
-        token_weights: [B, 1], [B, T] or [N]; they multiply the policy term, but neither the KL term nor the entropy.
-            Metrics and the ratio of a sequence count a token with weight 0 like any other. No gradient.
-        bias, logit_scale, logit_softcap, temperature, vocab_size: further options of the head, see `linear_log_probs`.
+        rollout_log_probs: log-probs reported by the sampler, fp32 or fp64. Required with
+            objective.rollout_correction, not allowed without it.
+        token_weights: weights of the policy term, [B, 1], [B, T] or [N]. They do not affect the KL term or the entropy
+            bonus. In metrics and in the ratio of a sequence, a token with weight 0 counts like any other. No gradient.
+        bias, logit_scale, logit_softcap, temperature, vocab_size: more options of the head, see `linear_log_probs`.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
-        normalizer, kl_normalizer: divisors of the sums, see `policy_loss`. If the normalizer counts the sequences (or
-            tokens) of a full optimizer step, the gradients of the step's micro-batches add up to those of one large
-            batch.
+        normalizer, kl_normalizer: divisors of the sums, see `policy_loss`. For gradient accumulation, pass the number
+            of sequences (or tokens) in the full optimizer step. The gradients of its micro-batches then add up to the
+            gradient of one large batch.
         entropy: also return entropies. They are always returned if objective.entropy_coef != 0.
-        gradient_budget: the backward may leave out this share of the L1 mass (sum of absolute values) of the logits'
-            gradient, in [0, 1). 0 is exact. Otherwise rows are sorted by the L1 mass of their logits' gradient, which
-            is known from the forward. The lightest cells are left out, as long as their total mass is within the
-            budget. A cell is a block of rows times a tile of the vocabulary: 128 x 168 on a CPU, mostly 128 x 256 with
-            Triton. Cells are left out only if this saves time: on a CPU if about a fifth of them can be left out, on
-            a GPU about half. The error is a bias, not noise. It affects the rows where the policy is most certain, and
-            the vocabulary entries that it finds least likely. The budget does not bound the error of d_hidden or
-            d_weight (docs/benchmarks.md). A budget is not allowed with objective.entropy_coef, because the mass does
-            not bound the gradient of the entropy. The Triton backend leaves nothing out for a head with a bias or an
-            adapter. While a CUDA graph is captured, no backend leaves anything out.
-        cache_mib: memory, in MiB, in which the forward may keep exponentials of logits until the backward, which then
-            does not recompute these logits. The rest is recomputed. It keeps them for rows that may have a gradient,
-            in the dtype of hidden: all of a batch takes N V values. Log-probs have the same bits for every size. The
-            memory is free after the backward, and nothing is kept if no operand needs a gradient. `gspo doctor
-            --memory N,H,V` prints what a size saves, and the default. None: the environment variable GSPO_CACHE_MIB; if
-            it is not set, 1/64 of the GPU's total memory, and 0 on a CPU.
-        tp_group, reduce_hidden: a vocabulary that is sharded over ranks, see `linear_log_probs`.
-        cp_group: sequences that are sharded over ranks, see `policy_loss`.
-        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check that the first call
-            makes, once per machine, dtype and version (docs/limits.md), otherwise torch. The environment variable
-            GSPO_BACKEND replaces "auto". If the backend that you name cannot run, or its kernels fail the check, an
-            error is raised.
+        gradient_budget: share of the L1 mass (sum of absolute values) of the logits' gradient that the backward may
+            leave out, in [0, 1). 0 is exact. Otherwise rows are sorted by this mass, which the forward already knows,
+            and the lightest cells are left out as long as their total mass stays within the budget. A cell is a block
+            of rows times a tile of the vocabulary: 128 x 168 on a CPU, mostly 128 x 256 with Triton. Cells are left out
+            only if that saves time: if about a fifth of them can go on a CPU, about half on a GPU. The error is a bias,
+            not noise. It affects the rows where the policy is most certain and the vocabulary entries that the policy
+            finds least likely. The budget does not bound the error of d_hidden or d_weight (docs/benchmarks.md). It
+            cannot be combined with objective.entropy_coef, because the mass does not bound the gradient of the entropy.
+            The Triton backend leaves nothing out for a head with a bias or an adapter. No backend leaves anything out
+            while a CUDA graph is captured.
+        cache_mib: memory limit, in MiB, for exponentials of logits that the forward keeps for the backward. Their
+            logits are not recomputed; all others are. Only rows that may have a gradient are kept, in the dtype of
+            hidden; a full batch takes N * V values. Log-probs have the same bits for every size. The memory is freed
+            after the backward, and nothing is kept if no operand needs a gradient. `gspo doctor --memory N,H,V` prints
+            the default and what each size saves. None: the environment variable GSPO_CACHE_MIB; if it is not set, 1/64
+            of the GPU's total memory, or 0 on a CPU.
+        tp_group, reduce_hidden: for a vocabulary sharded over ranks, see `linear_log_probs`.
+        cp_group: for sequences sharded over ranks, see `policy_loss`.
+        backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check,
+            otherwise torch. The first call runs the self-check, once per machine, dtype and version (docs/limits.md).
+            The environment variable GSPO_BACKEND replaces "auto". If you name "triton" and its kernels cannot run or
+            fail the check, an error is raised.
 
     Returns:
         LossOutput. `loss` [] is differentiable; `log_probs`, `entropy`, `log_ratio` and `metrics` are detached.
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
-            inside GPU tensors raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts them, and the loss is
-            NaN if there are any.
+            inside GPU tensors raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts them, and any of them
+            makes the loss NaN.
     """
     check = TensorChecks("gspo_fused_loss")
     weight = weight_of(lm_head) if isinstance(lm_head, nn.Module) else lm_head

@@ -15,7 +15,7 @@ from .validation import FLOATS, TensorChecks, Unquoted, up_to_five
 
 
 class Groups:
-    """Rewards [B] and the group of each reward. A group's rewards are added in fp64, in the order of the batch."""
+    """Rewards [B] and the group of each. The rewards of a group are summed in fp64, in batch order."""
 
     def __init__(self, check: TensorChecks, rewards: Tensor, group_size: Any, group_ids: Any) -> None:
         rewards = checked_rewards(check, rewards)
@@ -38,14 +38,14 @@ class Groups:
             if group_size < 1 or batch % group_size:
                 check.fail("group_size", f">= 1 and a divisor of the {batch} rewards", group_size)
             group_ids = torch.arange(batch, device=rewards.device) // group_size
-        # The host does not know the number of groups. So tensors over groups have length B, and groups past the last
+        # The host does not know the number of groups, so tensors over groups have length B. Groups past the last one
         # are empty.
         self.rewards = rewards  # [B]
         self.order = group_ids.argsort(stable=True)  # [B]: rewards sorted by group
         sorted_ids = group_ids[self.order]
         starts = torch.ones(batch, dtype=torch.bool, device=rewards.device)  # [B], sorted: True where a group begins
         starts[1:] = sorted_ids[1:] != sorted_ids[:-1]
-        # [B]: number of each reward's group, from 0 in the order of ids
+        # [B]: index of each reward's group, from 0, in the order of ids
         self.group = torch.empty_like(self.order).index_copy_(0, self.order, starts.cumsum(0) - 1)
         counts = torch.zeros(batch, dtype=torch.int64, device=rewards.device)
         counts = counts.index_add_(0, self.group, torch.ones_like(self.group))
@@ -53,16 +53,16 @@ class Groups:
         self.counts = counts.to(self.rewards.dtype)  # [B]: rewards in each group
 
     def per_reward(self, x: Tensor) -> Tensor:
-        """Return for each reward the value of its group, [B], from one value per group."""
+        """Expand one value per group to one per reward, [B]."""
         return x[self.group]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum over each group, [B], of one value per reward, [B]."""
+        """Sum one value per reward, [B], over each group; [B]."""
         return segment_sum(x[self.order], self.offsets)
 
     def centred(self) -> Tensor:
-        """Return rewards minus the mean of their group, [B]: exactly 0 in a group of equal rewards."""
-        # The mean of equal rewards may be rounded, so subtracting it may not give 0. Compare the rewards instead.
+        """Return rewards minus the mean of their group, [B]; exactly 0 in a group of equal rewards."""
+        # Compare the rewards, because the mean of equal rewards may be rounded, and subtracting it may not give 0.
         x = self.rewards[self.order]
         smallest = torch.segment_reduce(x, "min", offsets=self.offsets, initial=float("inf"))
         largest = torch.segment_reduce(x, "max", offsets=self.offsets, initial=float("-inf"))
@@ -71,10 +71,9 @@ class Groups:
 
 
 def checked_rewards(check: TensorChecks, rewards: Any, batch: int | None = None) -> Tensor:
-    """Check that rewards are finite and a floating-point tensor [B]. If `batch` is not None, B must equal it.
+    """Check that rewards are a finite floating-point tensor [B], where B is `batch` if given. Return fp32 or fp64.
 
-    Return them in fp32 or fp64. Infinite rewards that raise no error become NaN, because all advantages of a group of
-    rewards inf would be 0.
+    Infinite rewards that raise no error become NaN: if all rewards of a group were inf, its advantages would be 0.
     """
     text = "[B]" if batch is None else f"[{batch}]"
     check.tensor("rewards", rewards, dtypes=FLOATS, shapes=[(batch,)], shape_text=text)
@@ -82,14 +81,14 @@ def checked_rewards(check: TensorChecks, rewards: Any, batch: int | None = None)
 
 
 def finite(check: TensorChecks, name: str, x: Tensor, expected: str, where: Tensor | None = None) -> Tensor:
-    """Check that `x` is finite, or only where `where` is true. Return it with NaN instead of inf."""
+    """Check that `x` is finite (if `where` is given, only there). Return it with inf replaced by NaN."""
     wrong = ~x.isfinite() if where is None else where & ~x.isfinite()
     check.flag(name, wrong, expected, lambda: up_to_five(x[wrong]))
     return torch.where(wrong, torch.nan, x)
 
 
 def per_token(check: TensorChecks, name: str, x: Any, unmasked: Tensor) -> Tensor:
-    """Check values per sequence or per token and return them as [B, T]."""
+    """Check values per sequence or per token, and expand them to [B, T]."""
     batch, shape = len(unmasked), unmasked.shape
     text = f"[{batch}], [{batch}, 1] or {list(shape)}"
     check.tensor(name, x, dtypes=FLOATS, shapes=[(batch,), (batch, 1), shape], shape_text=text)
@@ -98,10 +97,7 @@ def per_token(check: TensorChecks, name: str, x: Any, unmasked: Tensor) -> Tenso
 
 
 def variance_of(x: Tensor, ddof: int) -> Tensor:
-    """Return the variance of all values of `x`, []. The divisor is count - ddof.
-
-    The variance is exactly 0 if all values are equal.
-    """
+    """Return the variance of all values, [], with divisor count - ddof. It is exactly 0 if all values are equal."""
     if x.numel() == 0:
         return x.new_zeros(())
     wide = x.double()

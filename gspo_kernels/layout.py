@@ -1,4 +1,4 @@
-"""Padded and packed batches as rows. Each token is a row, and a sequence is a range of rows, given by offsets."""
+"""Padded and packed batches as rows: each token is a row, and a sequence is a range of rows, given by offsets."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows, N."""
+        """Number of rows, N."""
         return self.shape[0] * self.shape[1] if len(self.shape) == 2 else self.shape[0]
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences, S."""
+        """Number of sequences, S."""
         return self.offsets.shape[0] - 1
 
     @property
     def padded(self) -> bool:
-        """Return True for a padded batch [B, T], False for a packed one [N]."""
+        """True for a padded batch [B, T], False for a packed batch [N]."""
         return len(self.shape) == 2
 
     def flatten(self, x: Tensor) -> Tensor:
-        """Flatten [B, T] or [N] to [N]. [B, 1] of a padded batch is first expanded to [B, T]."""
+        """Flatten [B, T], [B, 1] (expanded to [B, T]) or [N] to [N]."""
         return x.expand(self.shape).reshape(-1)
 
     def per_row(self, x: Tensor) -> Tensor:
-        """Return a value for each row, [N], from values per sequence ([B], [B, 1], [S]) or per token ([B, T], [N])."""
+        """Expand values per sequence ([B], [B, 1], [S]) or per token ([B, T], [N]) to one per row, [N]."""
         if self.padded:
             return self.flatten(x[:, None] if x.ndim == 1 else x)
         return x[self.sequence_of_row()] if x.shape[0] == self.sequences else x
 
     def sequence_of_row(self) -> Tensor:
-        """Return the sequence that each row belongs to, [N] int64."""
+        """Return the index of each row's sequence, [N] int64."""
         return sequence_of_row(self.offsets, self.rows)
 
 
 def padded_layout(shape: tuple[int, int], device: torch.device) -> Layout:
-    """Return the layout of a padded batch of shape (B, T)."""
+    """Lay out a padded batch of shape (B, T)."""
     batch, length = shape
-    # A step of arange must not be 0.
+    # The step of arange must not be 0.
     offsets = (
         torch.arange(0, (batch + 1) * length, length, device=device)
         if length
@@ -58,8 +58,8 @@ def padded_layout(shape: tuple[int, int], device: torch.device) -> Layout:
 
 
 def packed_layout(rows: int, cu_seqlens: Tensor) -> Layout:
-    """Return the layout of N = `rows` packed rows. Offsets that are out of order or range are clamped."""
-    # On a GPU, bad offsets raise no error, so they must be clamped before anything indexes with them.
+    """Lay out N = `rows` packed rows. Offsets that are out of order or out of range are clamped."""
+    # On a GPU, bad offsets raise no error, so clamp them before anything indexes with them.
     if cu_seqlens.shape[0] == 1:  # no sequences
         return Layout((rows,), torch.zeros(1, dtype=torch.int64, device=cu_seqlens.device))
     inner = cu_seqlens.to(torch.int64).clamp(0, rows)[1:-1].cummax(0).values  # [S - 1]
@@ -68,17 +68,17 @@ def packed_layout(rows: int, cu_seqlens: Tensor) -> Layout:
 
 
 def sequence_of_row(offsets: Tensor, rows: int) -> Tensor:
-    """Return the sequence that each row belongs to, [N] int64, from offsets [S + 1]."""
+    """Return the index of each row's sequence, [N] int64, from offsets [S + 1]."""
     row = torch.arange(rows, device=offsets.device)
     return torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp(max=max(offsets.shape[0] - 2, 0))
 
 
 def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sum each sequence's rows, [N] -> [S]. The bits of a sum are independent of other sequences and of padding.
+    """Sum each sequence's rows, [N] -> [S]. The bits of a sum do not depend on other sequences or on padding.
 
-    The sum is computed in fp64. On a CPU the terms are added one after the other, and the terms of a sequence are often
-    equal, for example its coefficients. In fp32, all additions of equal terms could round in the same direction: the
-    error of loss and gradient was 3e-4 for 32,768 tokens.
+    Sums are in fp64. On a CPU, terms are added one by one, and the terms of a sequence are often equal, such as its
+    coefficients. In fp32, every addition of equal terms could round in the same direction: the error of loss and
+    gradient was 3e-4 for 32,768 tokens.
     """
     return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0).to(x.dtype)
 

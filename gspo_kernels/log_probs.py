@@ -1,4 +1,4 @@
-"""`linear_log_probs`: log-probs of target ids from hidden states and a head, without materialising the logits.
+"""`linear_log_probs`: log-probs of target ids from hidden states and a head, without materializing the logits.
 
 `inputs/lm_head.py` says which modules are accepted as a head. `inputs/head.py` checks and flattens the arguments.
 """
@@ -40,50 +40,49 @@ def linear_log_probs(
     """Compute the log-prob of each target id under `softmax(softcap(logit_scale * (h W^T + bias)) / temperature)`.
 
     The result is differentiable with respect to hidden states, head, bias and LoRA adapter. The backward recomputes
-    logits only for rows whose upstream gradient is not 0. The bits of a row's log-prob do not depend on other rows, on
-    `entropy`, or on whether autograd records. Double backward raises an error.
+    logits only for rows with a nonzero upstream gradient. A row's log-prob has the same bits in any batch, with or
+    without `entropy`, and with or without autograd. Double backward raises an error.
 
     Args:
-        hidden: hidden states, [B, T, H] or [N, H], fp32, bf16, fp16 or fp64. hidden[t] predicts target_ids[t]: this
-            function shifts nothing. Under autocast, hidden and lm_head are cast as F.linear would cast them.
+        hidden: hidden states, [B, T, H] or [N, H], fp32, bf16, fp16 or fp64. hidden[t] predicts target_ids[t]; this
+            function does not shift them. Under autocast, hidden and lm_head are cast as F.linear would cast them.
         lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
-            modules_to_save or trainable_token_indices). trainable_token_indices costs a copy of the weight.
+            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied.
         target_ids: [B, T] or [N] int64. Masked positions may hold any value, which is never used as an index.
         mask: True or 1 at unmasked tokens, [B, T] or [N], bool or 0/1. None: target_ids != -100. Masked rows cost
             nothing.
         bias: [V]. If lm_head is a module with a bias, that bias is used, and this argument must be None.
         logit_scale: multiplies the logits (Cohere, Granite).
         logit_softcap: c in c * tanh(logits / c) (Gemma 2); None: no soft-cap.
-        temperature: divides the capped logits; a number, a tensor with no dimension, or one value per token.
+        temperature: divides the capped logits; a number, a 0-dim tensor, or one value per token.
         vocab_size: number of vocabulary columns that are not padding; later columns get probability 0. None: all V.
         entropy: also return the entropy of each row's distribution, in nats, differentiable.
-        gradient_budget: the backward may leave out this share of the L1 mass (sum of absolute values) of the logits'
-            gradient, in [0, 1); see `gspo_fused_loss`. 0 is exact. The backward chooses what to leave out when it knows
-            the gradient of the log-probs, and `metrics.last_backward()` says how much it was. If the entropies have a
-            gradient too, the backward raises a ValueError.
-        cache_mib: memory, in MiB, in which the forward may keep exponentials of logits until the backward, which then
-            does not recompute these logits; see `gspo_fused_loss`. None: the environment variable GSPO_CACHE_MIB; if it
-            is not set, 1/64 of the GPU's total memory, and 0 on a CPU.
-        tp_group: process group, or DeviceMesh of one dimension, over whose ranks the vocabulary is sharded. Then
-            lm_head and bias are this rank's rows, [V / ranks, H] and [V / ranks], in the order of the ranks. So is
-            LoRA's B; its A is replicated. hidden, target_ids and all other arguments must be equal on all ranks, and
-            target_ids and vocab_size count the columns of all ranks. V may include padding. A DTensor lm_head with
-            Shard(0) over one mesh dimension says the same without a tp_group. The forward makes one all-gather.
-            Log-probs are equal on all ranks. They have the bits of a single process if every shard begins at a
-            vocabulary tile; otherwise a warning is given once.
-        reduce_hidden: "all": the gradient of hidden is summed over the ranks, by one all-reduce. "none": it is this
-            rank's term of that sum, for callers that reduce it themselves (Megatron's sequence parallelism does).
-        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check that the first call
-            makes, once per machine, dtype and version (docs/limits.md), otherwise torch. The environment variable
-            GSPO_BACKEND replaces "auto". If the backend that you name cannot run, or its kernels fail the check, an
-            error is raised.
+        gradient_budget: share of the L1 mass (sum of absolute values) of the logits' gradient that the backward may
+            leave out, in [0, 1); see `gspo_fused_loss`. 0 is exact. The backward decides once it has the gradient of
+            the log-probs, and `metrics.last_backward()` tells how much it left out. If the entropies also have a
+            gradient, the backward raises a ValueError.
+        cache_mib: memory limit, in MiB, for exponentials of logits that the forward keeps, so that the backward does
+            not recompute these logits; see `gspo_fused_loss`. None: the environment variable GSPO_CACHE_MIB; if it is
+            not set, 1/64 of the GPU's total memory, or 0 on a CPU.
+        tp_group: process group or one-dimensional DeviceMesh whose ranks share the vocabulary. lm_head, bias and LoRA's
+            B are then this rank's rows, V / ranks each, in rank order. LoRA's A is replicated. All other arguments must
+            be equal on all ranks; target_ids and vocab_size refer to the full vocabulary. V may include padding.
+            Instead of tp_group, you may pass an lm_head that is a DTensor with Shard(0) over one mesh dimension. The
+            forward makes one all-gather. Log-probs are equal on all ranks. They have the bits of a single process if
+            every shard begins at a vocabulary tile; otherwise one warning is given.
+        reduce_hidden: "all": the gradient of hidden is summed over the ranks, by one all-reduce. "none": each rank
+            keeps its own term of that sum, for callers that reduce it themselves (Megatron's sequence parallelism).
+        backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check,
+            otherwise torch. The first call runs the self-check, once per machine, dtype and version (docs/limits.md).
+            The environment variable GSPO_BACKEND replaces "auto". If you name "triton" and its kernels cannot run or
+            fail the check, an error is raised.
 
     Returns:
         LogProbOutput.
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
-            inside GPU tensors raise only if GSPO_CHECK=1. Otherwise an id out of range gives the log-prob NaN.
+            inside GPU tensors raise only if GSPO_CHECK=1. Otherwise the log-prob of an id out of range is NaN.
     """
     check = TensorChecks("linear_log_probs")
     weight = weight_of(lm_head) if isinstance(lm_head, nn.Module) else lm_head

@@ -1,4 +1,4 @@
-"""Names of the metrics of losses and backwards. Values are 0-dim tensors on the device; the host does not wait."""
+"""Names of the metrics that losses and backwards report. Values are 0-dim tensors on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAMES = (
     "clip_fraction",  # share of non-empty sequences that have a clipped token
     "clip_fraction_low",  # the same, for tokens clipped at 1 - clip_low (negative advantage)
     "clip_fraction_high",  # at 1 + clip_high (positive advantage), or at dual_clip or delta (negative advantage)
-    "token_clip_fraction",  # share of clipped tokens among unmasked tokens (the paper's "fraction of clipped tokens")
+    "token_clip_fraction",  # share of unmasked tokens that are clipped (the paper's "fraction of clipped tokens")
     "token_clip_fraction_low",
     "token_clip_fraction_high",
     "ratio_mean",  # mean of s over non-empty sequences, or over tokens for ratio="token"; 1 if there are none
@@ -23,9 +23,9 @@ NAMES = (
 
 
 def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict[str, Tensor]:
-    """Return the metrics by name. "invalid" is the number of invalid ids, advantages, offsets, ...
+    """Return the metrics by name, with "invalid", the number of invalid ids, advantages, offsets, ...
 
-    If sequences are sharded over ranks, the last entry of `values` is this number over all ranks.
+    If sequences are sharded over ranks, `values` ends with this number, summed over all ranks.
     """
     if values.shape[0] > len(NAMES):
         invalid = values[-1].to(invalid.dtype)
@@ -41,7 +41,7 @@ def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict
 def work_metrics(
     work: Tensor, zero_coefficient_share: Tensor, *, d_hidden: bool, d_weight: bool, has_backward: bool
 ) -> dict[str, Tensor]:
-    """Return the metrics that say how much the backward computes.
+    """Compute the metrics that tell how much the backward computes.
 
     Args:
         work: [4], the fields of `live_tiles.Work`; [0] if the backward is exact and recomputes all logits.
@@ -49,7 +49,7 @@ def work_metrics(
         d_hidden, d_weight: whether the backward computes these gradients.
         has_backward: whether any operand of the head needs a gradient.
     """
-    products = d_hidden + d_weight + has_backward  # matrix products of a live tile, its logits included
+    products = d_hidden + d_weight + has_backward  # matrix products per live tile, including its logits
     if work.numel() == 0:
         rows = tiles = 1 - zero_coefficient_share
         dropped = torch.zeros_like(rows)
@@ -65,9 +65,9 @@ _last_backward: dict[str, Tensor] = {}
 
 
 def record_backward(work: Tensor, *, d_hidden: bool, d_weight: bool) -> None:
-    """Record the metrics that `last_backward` returns, from the arguments of `work_metrics`; `work` is not empty.
+    """Record the metrics that `last_backward` returns. Arguments: as in `work_metrics`; `work` is not empty.
 
-    The backward of a compiled graph records nothing: this runs while the graph is traced, with tensors without values.
+    Compiled backwards record nothing, because this runs only while they are traced, on tensors without values.
     """
     global _last_backward
     if type(work) is Tensor:
@@ -75,10 +75,10 @@ def record_backward(work: Tensor, *, d_hidden: bool, d_weight: bool) -> None:
 
 
 def last_backward() -> dict[str, Tensor]:
-    """Return what the most recent backward of `linear_log_probs` in this process computed.
+    """Return the metrics of the most recent backward of `linear_log_probs` in this process.
 
-    The result has the four keys dropped_gradient_mass, live_row_share, live_tile_share and passes, which `LossOutput`
-    documents. It is empty before the first backward. Values are 0-dim fp64 tensors on the device of the backward; the
-    host does not wait for them. Each backward replaces the dict, so a dict that was returned does not change.
+    The keys are dropped_gradient_mass, live_row_share, live_tile_share and passes, documented in `LossOutput`. The dict
+    is empty before the first backward. Values are 0-dim fp64 tensors on the device of the backward; the host does not
+    wait for them. Each backward creates a new dict, so a dict that you hold does not change.
     """
     return _last_backward

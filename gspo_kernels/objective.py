@@ -6,7 +6,7 @@ The loss of every objective is a sum over the unmasked tokens t of all sequences
 
     lp_it   log-prob of the token
     ref_it  log-prob of the token under the reference policy
-    u       log-ratio, lp_it minus old log-prob: its mean over the sequence, or for ratio="token" the token's
+    u       log-ratio, lp_it minus old log-prob: the mean over the sequence, or for ratio="token" the token's value
     s       ratio, exp(u); in the KL term this factor is present only if kl_ratio_factor=True
     A_it    advantage
     l       surrogate, a function of u and A (for "cispo" and "reinforce" also of lp_it)
@@ -58,15 +58,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Objective:
-    """Ratio, surrogate, clip window, aggregation, KL term and entropy bonus of a loss.
+    """Settings of a loss: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
 
-    The defaults are those of the GSPO paper (arXiv 2507.18071).
-
-    Formulas: the docstring of this module.
+    The defaults are GSPO's (arXiv 2507.18071). The docstring of this module has the formulas.
 
     Args:
-        ratio: "sequence" (GSPO: one length-normalised ratio per sequence), "sequence-token" (GSPO-token, eq. 13-14 of
-            the paper: the same value with a gradient per token, for per-token advantages) or "token" (GRPO, PPO).
+        ratio: "sequence" (GSPO: one length-normalized ratio per sequence), "sequence-token" (GSPO-token, eq. 13-14 of
+            the paper: the same value, but one gradient per token, for per-token advantages) or "token" (GRPO, PPO).
         surrogate: "clip": -min(s A, clip(s) A). "none": -s A. "cispo": -clip(s) A log p, without a gradient through
             the ratio (MiniMax-M1). "sapo": a sigmoid gate instead of a clip (SAPO). "gmpo": -q A, where q is the
             geometric mean of the tokens' bounded ratios (GMPO); needs ratio="sequence". "reinforce": -A log p.
@@ -74,7 +72,7 @@ class Objective:
             "cispo" also accepts clip_low=1, which means no lower bound.
             "gmpo" clips the log-ratio of each token, at clip_high if the advantage is positive and at -clip_low if it
             is negative. It accepts any finite clip_low >= 0.
-        clip_high: see clip_low; >= 0. TRL's epsilon_high for cispo bounds the ratio itself, so pass
+        clip_high: see clip_low; >= 0. For cispo, TRL's epsilon_high bounds the ratio itself, so pass
             clip_high = epsilon_high - 1.
         dual_clip: upper bound > 1 on the ratio where the advantage is negative (arXiv 1912.09729); None: no bound. For
             surrogate="clip" only.
@@ -87,26 +85,26 @@ class Objective:
         length_norm: the constant of "seq-mean-token-sum-norm", usually the longest completion allowed, in tokens.
         kl_coef: weight of the KL term against `ref_log_probs`, >= 0.
         kl_estimator: with d = log_prob - ref_log_prob, "k1": d. "k2": d^2 / 2. "k3": exp(-d) + d - 1. "abs": |d|.
-            "k1+", "k3+": the same values with the gradient of k2 (verl). "unbiased": k3 times the token's ratio, with
-            the gradient of both factors (DeepSeek-V3.2).
+            "k1+", "k3+": the values of k1 and k3 with the gradient of k2 (verl). "unbiased": k3 times the token's
+            ratio, with the gradient of both factors (DeepSeek-V3.2).
         kl_aggregation: aggregation of the KL term; None: the same as `aggregation`.
-        kl_ratio_factor: multiply the KL of each token by the ratio s of the objective, and differentiate both factors
-            (TRL's `use_bias_correction_kl`). For ratio="sequence", s is the ratio of the sequence.
-        entropy_coef: the loss is reduced by entropy_coef times the aggregated entropy.
+        kl_ratio_factor: multiply each token's KL by the objective's ratio s, and differentiate both factors (TRL's
+            `use_bias_correction_kl`). For ratio="sequence", s is the ratio of the sequence.
+        entropy_coef: the aggregated entropy times this coefficient is subtracted from the loss.
         sapo_temperature_pos: tau in sapo's gate, sigmoid(tau (s - 1)), where the advantage is positive; >= 1e-30.
         sapo_temperature_neg: tau where the advantage is zero or negative; >= 1e-30.
         rollout_correction: a `gspo_kernels.sampler_mismatch.RolloutCorrection`. The loss then requires old_log_probs
             and rollout_log_probs, computes importance weights from them, and multiplies the policy term by these
-            weights, just as by token_weights.
+            weights, as it does with token_weights.
 
     Raises:
         ValueError, TypeError: The message names the field, the expected value and the value received.
 
     Warns, once each:
         UserWarning:
-        - Sequence ratios are combined with an aggregation that weights sequences by their length. This loss is LUSPO
-          up to a constant factor.
-        - With sequence ratios, clip_low or clip_high is 0.04 or more, a hundred times GSPO's. A ratio normalised by
+        - Sequence ratios with an aggregation that weights sequences by their length. This loss is LUSPO up to a
+          constant factor.
+        - Sequence ratios with a clip_low or clip_high of 0.04 or more, a hundred times GSPO's. A ratio normalized by
           length hardly ever leaves such a window, so almost nothing is clipped.
     """
 
@@ -194,7 +192,7 @@ class Objective:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Objective:
-        """Return a named objective, with any field changed: `Objective.preset("dapo", clip_high=0.3)`.
+        """Return a named objective, optionally with changed fields: `Objective.preset("dapo", clip_high=0.3)`.
 
         Names: gspo, gspo-token, grpo, dapo, bnpo, dr_grpo (which needs `length_norm`), luspo, cispo, sapo, gmpo,
         reinforce. docs/parity.md lists the objectives of each trainer.
@@ -214,32 +212,26 @@ class Objective:
 
     @property
     def text(self) -> str:
-        """Return the values of all fields except `rollout_correction`. Operators take an objective as this string."""
+        """All fields except `rollout_correction` as one string, the form in which operators take an objective."""
         return self._text  # pyright: ignore[reportAttributeAccessIssue] - set in __post_init__
 
     def _write_text(self) -> None:
-        # Plain strings, because torch.compile cannot trace json or a cached property.
+        # Not JSON and not a cached property, because torch.compile can trace neither.
         object.__setattr__(self, "_text", ";".join([repr(getattr(self, f.name)) for f in fields(self)[:-1]]))
 
     @classmethod
     def from_text(cls, text: str) -> Objective:
-        """Return the objective with this `text`, without a rollout correction. Nothing is checked."""
+        """Rebuild an objective from its `text`, without a rollout correction and without checks."""
         return _from_text(text)
 
     @functools.cached_property
     def ceiling(self) -> float:
-        """Return the upper bound on the ratio for negative advantages: the smaller of dual_clip and delta.
-
-        It is inf if neither is set.
-        """
+        """Upper bound on the ratio for negative advantages: the smaller of dual_clip and delta, or inf without both."""
         return min((c for c in (self.dual_clip, self.delta) if c is not None), default=math.inf)
 
     @functools.cached_property
     def log_window(self) -> tuple[float, float]:
-        """Return the bounds (low, high) on log-ratios.
-
-        For gmpo they bound token log-ratios, otherwise sequence or token log-ratios, depending on `ratio`.
-        """
+        """Bounds (low, high) on log-ratios. For gmpo they apply to tokens, otherwise to what `ratio` selects."""
         if self.surrogate == "gmpo":
             return -self.clip_low, self.clip_high
         return math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf, math.log1p(self.clip_high)

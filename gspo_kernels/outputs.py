@@ -22,17 +22,17 @@ class LogProbOutput(NamedTuple):
 class LossOutput(NamedTuple):
     """The loss, and the log-probs, log-ratios and metrics that a trainer logs.
 
-    Only `loss` is differentiable; the other fields are detached. To add terms of your own to the loss, use
-    `linear_log_probs` and `policy_loss`. Do not change the fields in place: the backward reads log_probs and entropy,
-    and raises an error if they have changed.
+    Only `loss` is differentiable; the other fields are detached. To add your own terms to the loss, use
+    `linear_log_probs` and `policy_loss` instead. Do not modify the fields in place: the backward reads log_probs and
+    entropy, and raises an error if they have changed.
 
     `metrics` holds 0-dim tensors on the device; the host does not wait for them. "Tokens" are unmasked tokens here.
-    Clip fractions, ratios, KL and entropy do not depend on token weights: a token with weight 0 is part of its
-    sequence's ratio, and counts as clipped if its ratio is outside the window.
-        clip_fraction: share of non-empty sequences that have a clipped token. clip_fraction_low counts sequences with a
+    Clip fractions, ratios, KL and entropy ignore token weights: a token with weight 0 is part of its sequence's ratio,
+    and counts as clipped if its ratio is outside the window.
+        clip_fraction: share of non-empty sequences with a clipped token. clip_fraction_low counts sequences with a
             token clipped at 1 - clip_low, clip_fraction_high sequences with a token clipped at 1 + clip_high, dual_clip
             or delta.
-        token_clip_fraction, token_clip_fraction_low, token_clip_fraction_high: shares of clipped tokens, with the same
+        token_clip_fraction, token_clip_fraction_low, token_clip_fraction_high: share of clipped tokens, by the same
             bounds. The sign of the advantage decides which bound applies, except for cispo. For gmpo, token ratios are
             clipped.
         ratio_mean, ratio_min, ratio_max: mean, smallest and largest ratio s of the non-empty sequences, or of the
@@ -47,20 +47,20 @@ class LossOutput(NamedTuple):
             gradient_budget. With a soft-cap this is an upper bound; the true share may be half of it or less.
         passes: operations of the matrix products in forward and backward, divided by 2 N H V, for N tokens. Padding of
             tiles is not counted. The value is 4 if the backward computes d_hidden and d_weight for every row, 3 if it
-            computes only one of them, 1 without autograd. Logits that `cache_mib` saves from being recomputed are not
-            counted: 3 instead of 4.
+            computes only one of them, 1 without autograd. Logits kept by `cache_mib` are not recomputed: if all are
+            kept, 4 becomes 3.
         kl: mean over tokens of the objective's KL estimator, in nats; only with ref_log_probs.
         entropy: mean over tokens, in nats; only if entropies are computed.
         rollout_weight_mean, ...: metrics of `sampler_mismatch.Correction`; only with objective.rollout_correction.
-        invalid: number of invalid values (ids out of range, NaN advantages, positive log-probs, ...). If there are any,
+        invalid: number of invalid values (ids out of range, NaN advantages, positive log-probs, ...). If it is not 0,
             the loss is NaN.
     """
 
     loss: Tensor  # []
     log_probs: Tensor  # [B, T] or [N], fp32 (fp64 for fp64 inputs), 0 at masked positions
     entropy: Tensor | None  # [B, T] or [N], in nats
-    # u = log s of each sequence, [B] or [S]; for ratio="token" of each token, in the shape of target_ids. For gmpo, u
-    # is the mean of the bounded token log-ratios.
+    # u = log s per sequence, [B] or [S]; for ratio="token", per token, in the shape of target_ids. For gmpo, u is the
+    # mean of the bounded token log-ratios.
     log_ratio: Tensor
     metrics: dict[str, Tensor]
 
@@ -72,7 +72,7 @@ def loss_output(
     entropy: Tensor | None,
     objective: Objective,
 ) -> LossOutput:
-    """Return a backend's result in the caller's shapes."""
+    """Reshape a backend's result to the caller's shapes, and name its metrics."""
     shape = policy.layout.shape  # (B, T) or (N,)
     has_kl = policy.rows.ref_log_probs is not None
     named = metrics.as_dict(result.metrics, policy.rows.invalid, kl=has_kl, entropy=entropy is not None)

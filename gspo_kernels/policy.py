@@ -39,52 +39,50 @@ def policy_loss(
 
     Args:
         log_probs: log-probs of the current policy, [B, T], or [N] with cu_seqlens; fp32 or fp64, differentiable.
-            Masked positions may hold any value, NaN included. NaN at an unmasked token raises no error, but makes the
-            loss NaN, except in terms whose advantage or token weight is 0. The same holds for old_log_probs. Unmasked
+            Masked positions may hold any value, including NaN. NaN at an unmasked token raises no error but makes the
+            loss NaN, except in terms with advantage 0 or token weight 0. The same holds for old_log_probs. Unmasked
             log-probs may exceed 0 by at most 0.25, which allows for rounding in bf16.
-        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. If a packed batch has as many sequences
-            as tokens (N == S), advantages are read as per sequence. No gradient.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. For a packed batch with N == S, [N] is
+            read as per sequence. No gradient.
         mask: True or 1 at unmasked tokens, bool or 0/1, in the shape of log_probs. None: all tokens are unmasked.
-        cu_seqlens: [S + 1] int32 or int64, for packed input only: sequence i is tokens cu_seqlens[i] up to, but not
-            including, cu_seqlens[i + 1].
+        cu_seqlens: [S + 1] int32 or int64, for packed input only. Sequence i is tokens cu_seqlens[i] to
+            cu_seqlens[i + 1] - 1.
         old_log_probs: log-probs of the policy in the ratio's denominator, in the shape of log_probs. None: on-policy,
             all ratios are exactly 1. No gradient.
         ref_log_probs: log-probs of the reference policy, in the shape of log_probs. They are required if
-            objective.kl_coef > 0, and in this case NaN at an unmasked token makes the loss NaN. If kl_coef is 0, the KL
-            is only a metric. No gradient.
-        rollout_log_probs: log-probs that the sampler reported, fp32 or fp64; required by
-            objective.rollout_correction, and allowed only with it.
-        token_weights: [B, 1], [B, T] or [N]; they multiply the policy term, but neither the KL term nor the entropy.
-            Metrics and the ratio of a sequence count a token with weight 0 like any other. No gradient.
-        entropy: entropy of each token's distribution, in the shape of log_probs, >= 0 up to the same rounding. If
+            objective.kl_coef > 0; NaN at an unmasked token then makes the loss NaN. If kl_coef is 0, the KL is only a
+            metric. No gradient.
+        rollout_log_probs: log-probs reported by the sampler, fp32 or fp64. Required with
+            objective.rollout_correction, not allowed without it.
+        token_weights: weights of the policy term, [B, 1], [B, T] or [N]. They do not affect the KL term or the entropy
+            bonus. In metrics and in the ratio of a sequence, a token with weight 0 counts like any other. No gradient.
+        entropy: entropy of each token's distribution, in the shape of log_probs; it may be below 0 by at most 0.25. If
             objective.entropy_coef != 0, it is required and differentiable.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
-        normalizer: divisor of the sum over tokens; a number, or a tensor with no dimension. Usually this is the number
-            of non-empty sequences (for aggregation="token-mean", of unmasked tokens) in a full optimizer step, counted
-            over all ranks and micro-batches. If gradients are averaged over ranks, as by DDP and FSDP, divide this
-            number by the number of ranks. None: the number in this batch.
+        normalizer: divisor of the sum over tokens, a number or a 0-dim tensor. Usually this is the number of non-empty
+            sequences (for aggregation="token-mean", of unmasked tokens) in a full optimizer step, counted over all
+            ranks and micro-batches. If gradients are averaged over ranks, as in DDP and FSDP, divide this number by the
+            number of ranks. None: the number in this batch.
         kl_normalizer: divisor of the KL term; allowed only if objective.kl_coef > 0. None: `normalizer` if the KL term
-            and the policy term have the same aggregation, otherwise the number of tokens or sequences in this batch, as
-            for `normalizer`.
-        cp_group: process group, or DeviceMesh of one dimension, over whose ranks the tokens of each sequence are
-            sharded (context parallelism). Every rank passes its tokens of the same sequences in the same order. On a
-            rank, a sequence may be empty, and all sizes but S may differ. How the tokens are divided (contiguous,
-            zigzag) does not matter. Loss, metrics, log-ratios and clip decisions are those of all tokens, equal on all
-            ranks, and so are default normalizers. Gradients of log-probs are of this rank's tokens. So gradients of
-            parameters must be summed over the group; where a trainer averages them, multiply the loss by the number of
-            ranks.
-        backend: "triton", "torch" or "auto": Triton where its kernels run on a GPU and pass a check that the first call
-            makes, once per machine, dtype and version (docs/limits.md), otherwise torch. The environment variable
-            GSPO_BACKEND replaces "auto". If the backend that you name cannot run, or its kernels fail the check, an
-            error is raised.
+            and the policy term have the same aggregation, otherwise the number of tokens or sequences in this batch.
+        cp_group: process group or one-dimensional DeviceMesh whose ranks share the tokens of each sequence (context
+            parallelism). Every rank passes its tokens of the same sequences in the same order. A sequence may be empty
+            on a rank, and all sizes except S may differ. Tokens may be divided in any way (contiguous, zigzag). Loss,
+            metrics, log-ratios, clip decisions and default normalizers cover all tokens and are equal on all ranks.
+            Each rank gets the gradients of its own log-probs, so gradients of parameters must be summed over the group.
+            If your trainer averages them, multiply the loss by the number of ranks.
+        backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check,
+            otherwise torch. The first call runs the self-check, once per machine, dtype and version (docs/limits.md).
+            The environment variable GSPO_BACKEND replaces "auto". If you name "triton" and its kernels cannot run or
+            fail the check, an error is raised.
 
     Returns:
         LossOutput. `loss` [] is differentiable; the other fields are detached.
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
-            inside GPU tensors raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts them, and the loss is
-            NaN if there are any.
+            inside GPU tensors raise only if GSPO_CHECK=1. Otherwise `metrics["invalid"]` counts them, and any of them
+            makes the loss NaN.
     """
     check = TensorChecks("policy_loss")
     cp_group = process_group(check, "cp_group", cp_group)

@@ -1,14 +1,14 @@
 """The mathematics in plain PyTorch, written to be read: start here.
 
 Each function computes one step of the loss on full logits, one sequence at a time, with autograd. This file imports
-nothing else from the library. With float64 inputs it is the oracle for the tests of both backends.
+nothing else from the library. With float64 inputs, it is the oracle for the tests of both backends.
 
-The policy in training gives each sampled token a log-prob `lp`; the policy that sampled it gave `old`. For one answer
+The policy in training gives each sampled token a log-prob `lp`; the policy that sampled it gave `old`. For an answer
 y_i of L_i tokens, GSPO (arXiv 2507.18071, eq. 5-7) forms one importance ratio
 
     u_i = mean over the tokens of y_i of (lp - old),        s_i = exp(u_i) = (p_new(y_i) / p_old(y_i)) ^ (1 / L_i)
 
-and minimises, over answers with advantage A_i,
+and minimizes, over answers with advantage A_i,
 
     l_i = -min(s_i * A_i,  clip(s_i, 1 - clip_low, 1 + clip_high) * A_i).
 
@@ -46,7 +46,7 @@ def token_log_probs(
     temperature: float | Tensor = 1.0,  # scalar or [L]
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of each target id and the entropy of each row's distribution, both [L]."""
+    """Compute the log-prob of each target id and the entropy of each row's distribution, both [L]."""
     projection = F.linear(hidden, weight, bias)
     return projection_log_probs(projection, target_ids, logit_scale, logit_softcap, temperature, vocab_size)
 
@@ -59,7 +59,7 @@ def projection_log_probs(
     temperature: float | Tensor = 1.0,  # scalar or [L]
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `token_log_probs` returns, from the product of hidden states and weight."""
+    """Compute the results of `token_log_probs` from the product of hidden states and weight."""
     logits = logit_scale * projection
     if logit_softcap is not None:
         logits = logit_softcap * torch.tanh(logits / logit_softcap)
@@ -73,19 +73,19 @@ def projection_log_probs(
 
 
 def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
-    """Return the surrogate per element, for the ratio s = exp(log_ratio) and the advantage A.
+    """Compute the surrogate per element, for the ratio s = exp(log_ratio) and the advantage A.
 
     "clip": -min(s A, clip(s) A). "none" and "gmpo": -s A. "sapo": -(4 / tau) sigmoid(tau (s - 1)) A, where tau depends
     on the sign of A.
 
-    For "clip", a positive advantage clips ratios above 1 + clip_high. A negative advantage clips ratios below
-    1 - clip_low, and ratios above the smaller of dual_clip and delta. The exp of a clipped log-ratio may be inf, and
-    autograd would compute 0 * inf = NaN from it. So clipped log-ratios are replaced by 0 before exp. A token with
+    With "clip", a positive advantage clips ratios above 1 + clip_high. A negative advantage clips ratios below
+    1 - clip_low, and ratios above the smaller of dual_clip and delta. The exp of a clipped log-ratio may be inf, for
+    which autograd would compute 0 * inf = NaN. So clipped log-ratios are replaced by 0 before exp. A token with
     advantage 0 contributes exactly 0.
     """
     ratio = log_ratio.exp()
     if objective.surrogate == "sapo":
-        # Cut off at 80: above it the sigmoid is flat, and above 88 exp overflows fp32.
+        # Cut off at 80: the sigmoid is flat above 80, and exp overflows fp32 above 88.
         ratio = torch.where(advantages == 0, 0.0, log_ratio).clamp(max=80).exp()
         tau = torch.full_like(ratio, objective.sapo_temperature_neg)
         tau = tau.masked_fill(advantages > 0, objective.sapo_temperature_pos)
@@ -104,7 +104,7 @@ def surrogate(log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
 
 
 def score(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, objective: Any) -> Tensor:
-    """Return -weight A log p per element, for surrogates whose gradient flows through the log-prob, not the ratio.
+    """Compute -weight A log p per element, for surrogates with a gradient through the log-prob, not the ratio.
 
     The weight has no gradient. It is 1 for "reinforce", and the clipped ratio for "cispo" (arXiv 2506.13585).
     """
@@ -115,9 +115,9 @@ def score(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, objective: A
 
 
 def bounded(token_log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
-    """Return GMPO's bounded token log-ratios (arXiv 2507.20673), whose mean is the log-ratio of the sequence.
+    """Bound token log-ratios as in GMPO (arXiv 2507.20673): at most clip_high if A > 0, at least -clip_low if A < 0.
 
-    They are at most clip_high where A > 0, and at least -clip_low where A < 0.
+    Their mean is the log-ratio of the sequence.
     """
     capped = token_log_ratio.clamp(max=objective.clip_high)
     raised = token_log_ratio.clamp(min=-objective.clip_low)
@@ -127,7 +127,7 @@ def bounded(token_log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tens
 def log_ratios_of_sequence(
     log_probs: Tensor, old_log_probs: Tensor | None, advantages: Tensor, objective: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-ratio of each token [L], their mean u [], and the log-ratio that the surrogate takes [L].
+    """Return the token log-ratios [L], their mean u [], and the surrogate's log-ratios [L].
 
     For gmpo, u is the mean of the `bounded` log-ratios.
     """
@@ -138,12 +138,12 @@ def log_ratios_of_sequence(
         return token_log_ratio, u, token_log_ratio
     if objective.ratio == "sequence":
         return token_log_ratio, u, u.expand(len(averaged))
-    # sequence-token: each token has the value u, and a gradient with respect to its log-prob only (eq. 13-14).
+    # sequence-token: each token has the value u, but a gradient only with respect to its own log-prob (eq. 13-14).
     return token_log_ratio, u, u.detach() + log_probs - log_probs.detach()
 
 
 def kl_to_reference(log_probs: Tensor, ref_log_probs: Tensor, token_log_ratio: Tensor, estimator: str) -> Tensor:
-    """Return an estimate of KL(policy || reference) per token (Schulman, "Approximating KL divergence").
+    """Estimate KL(policy || reference) per token (Schulman, "Approximating KL divergence").
 
     "k1+" and "k3+" have the values of k1 and k3, but the gradient of k2. "unbiased" is k3 times the token's ratio.
     """
@@ -192,7 +192,7 @@ def gspo_reference_loss(
     normalizer: float | None = None,
     kl_normalizer: float | None = None,
 ) -> ReferenceOutput:
-    """Compute the same as `gspo_kernels.gspo_fused_loss`, from full logits with autograd, in the dtype of `hidden`."""
+    """Compute `gspo_kernels.gspo_fused_loss` from full logits with autograd, in the dtype of `hidden`."""
     mask = target_ids != -100 if mask is None else mask.bool()
     if cu_seqlens is None:
         spans: list[Any] = list(range(target_ids.shape[0]))  # x[i] is sequence i of a padded batch
@@ -227,8 +227,8 @@ def gspo_reference_loss(
 
         # 2. The policy term, weighted per token, the entropy bonus, and the KL term.
         if weights is not None:
-            # Weighting the advantage equals weighting the surrogate, because weights are >= 0. It also avoids
-            # 0 * inf, because the surrogate of an advantage of 0 is exactly 0.
+            # Weighting the advantage is the same as weighting the surrogate, because weights are >= 0. It also avoids
+            # 0 * inf, because the surrogate is exactly 0 if the advantage is 0.
             advantage = advantage * weights
         if objective.surrogate in ("cispo", "reinforce"):
             per_token = score(log_ratio, advantage, lp, objective)

@@ -1,4 +1,4 @@
-"""Importance weights and masks for rollouts whose sampler computes other log-probs than the trainer.
+"""Importance weights and masks for a mismatch between sampler and trainer, which compute different log-probs.
 
 Let pi be the trainer's policy in the ratio's denominator (`old_log_probs`), and mu the sampler. The ratio of a token is
 rho_t = pi(y_t) / mu(y_t). These settings compute the weights of other trainers:
@@ -9,10 +9,10 @@ rho_t = pi(y_t) / mu(y_t). These settings compute the weights of other trainers:
     TRL sequence_*, verl sequence             level="sequence": the product of the rho_t
     ms-swift sequence_*, ROLL geometric       level="geometric": the geometric mean of the rho_t
 
-Pass the weights to a loss as `token_weights`, which multiply the policy term, but neither KL nor entropy. Or set
+Pass the weights to a loss as `token_weights`, which multiply the policy term but not the KL term or the entropy. Or set
 `Objective(rollout_correction=RolloutCorrection(...))`: the loss then computes the weights and reports their metrics. To
 use the sampler's log-probs instead of recomputed ones (GSPO's paper, section 5.4; verl's bypass mode), pass them as
-`old_log_probs`. In this case no weights are needed. The host reads no values, and results have no gradient.
+`old_log_probs`. No weights are needed in that case. The host reads no values, and results have no gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODES = ("truncate", "mask")
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Settings of `Objective.rollout_correction`. The fields are the arguments of `importance_weights`.
+    """Settings for `Objective.rollout_correction`. The fields are arguments of `importance_weights`.
 
     TRL 1.16's default is level="sequence", mode="mask", high=3.0. IcePop is mode="mask" with both bounds.
     """
@@ -54,8 +54,8 @@ class Correction(NamedTuple):
     `metrics` holds 0-dim tensors on the device, over unmasked tokens:
         weight_mean, weight_max: mean and largest weight.
         effective_sample_size: (sum w)^2 / (n sum w^2) for n tokens, between 0 and 1.
-        bound_share: share of tokens whose weight a bound changed.
-        kl_sampler_trainer: mean of rho - 1 - log rho in nats per token, an estimate of KL(sampler || trainer) that is
+        bound_share: share of tokens with a weight outside the bounds.
+        kl_sampler_trainer: mean of rho - 1 - log rho in nats per token. This estimate of KL(sampler || trainer) is
             never negative.
     """
 
@@ -79,22 +79,22 @@ def importance_weights(
     Args:
         old_log_probs: log-probs of the sampled tokens under the trainer's policy, [B, T], or [N] with cu_seqlens; fp32
             or fp64.
-        rollout_log_probs: log-probs that the sampler reported, in the same shape.
+        rollout_log_probs: log-probs reported by the sampler, in the same shape.
         mask: True or 1 at unmasked tokens, bool or 0/1, in the same shape. Log-probs at masked positions may hold any
             value.
         cu_seqlens: [S + 1] int32 or int64, for packed input.
-        level: "token": the weight of a token is its ratio. "sequence": the weight of all tokens of a sequence is the
-            product of their ratios. "geometric": it is the geometric mean of their ratios.
+        level: "token": the weight of a token is its ratio. "sequence": all tokens of a sequence get the product of
+            their ratios. "geometric": all tokens of a sequence get the geometric mean of their ratios.
         mode: "truncate" clamps weights to [low, high]; "mask" sets weights outside [low, high] to 0.
         low, high: bounds, 0 <= low <= high.
 
     Returns:
-        Correction. NaN weights propagate to the loss. vLLM reports NaN log-probs for tokens that it cannot score. TRL
-        sets the ratio of such tokens to 1. To do the same, pass torch.where(rollout.isnan(), old, rollout).
+        Correction. NaN weights propagate to the loss. vLLM reports NaN log-probs for tokens that it cannot score, and
+        TRL sets their ratio to 1. To do the same, pass torch.where(rollout.isnan(), old, rollout).
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values
-            in mask and cu_seqlens on a GPU raise only if GSPO_CHECK=1. Otherwise they make all weights NaN.
+            in mask or cu_seqlens on a GPU raise only if GSPO_CHECK=1. Otherwise they make all weights NaN.
     """
     check = TensorChecks("importance_weights")
     layout, unmasked = _layout(check, mask, cu_seqlens)
@@ -109,7 +109,7 @@ def importance_weights(
 def rollout_weights(
     check: TensorChecks, layout: Layout, unmasked: Tensor, old: Tensor, rollout: Tensor, correction: RolloutCorrection
 ) -> Correction:
-    """Run `importance_weights` for a loss that has checked its mask, `unmasked` [N] bool, and its offsets."""
+    """Run `importance_weights` for a loss that has already checked mask (`unmasked` [N] bool) and offsets."""
     difference = _difference(check, layout, unmasked, old_log_probs=old, rollout_log_probs=rollout)
     check.sign("rollout_log_probs", rollout.detach().reshape(-1), unmasked)
     return _weigh(layout, unmasked, difference, correction, unmasked.new_zeros((), dtype=torch.int64))
@@ -118,7 +118,7 @@ def rollout_weights(
 def _weigh(
     layout: Layout, unmasked: Tensor, difference: Tensor, correction: RolloutCorrection, invalid: Tensor
 ) -> Correction:
-    """Return weights and metrics from `difference` [N]: old minus rollout log-prob, 0 where masked."""
+    """Compute weights and metrics from `difference` [N], old minus rollout log-prob, 0 where masked."""
     low, high, level = correction.low, correction.high, correction.level
     log_weight = (
         difference if level == "token" else _reduce_sequences(difference, unmasked, layout, mean=level == "geometric")
@@ -150,21 +150,21 @@ def off_policy_mask(
 ) -> Correction:
     """Mask tokens with negative advantage in sequences that have become much less likely (DeepSeek-V3.2).
 
-    These tokens are masked if the mean of rollout minus current log-probs over the sequence exceeds `threshold`. TRL's
-    off_policy_mask_threshold and slime's OPSM do the same. If you pass old log-probs as rollout_log_probs, the masked
-    tokens are those that GSPO clips at the lower bound with clip_low = 1 - exp(-threshold).
+    They are masked if rollout minus current log-prob, averaged over the sequence, exceeds `threshold`. TRL's
+    off_policy_mask_threshold and slime's OPSM do the same. If you pass old log-probs as rollout_log_probs, this masks
+    the tokens that GSPO clips at the lower bound with clip_low = 1 - exp(-threshold).
 
     Args:
         log_probs: log-probs of the current policy, [B, T], or [N] with cu_seqlens; fp32 or fp64.
-        rollout_log_probs: log-probs that the sampler reported, in the same shape.
-        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. With advantages per token, tokens whose
-            advantage is not negative keep weight 1.
+        rollout_log_probs: log-probs reported by the sampler, in the same shape.
+        advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. With per-token advantages, tokens with
+            a non-negative advantage keep weight 1.
         mask, cu_seqlens: as in `importance_weights`.
         threshold: in nats per token, >= 0.
 
     Returns:
-        Correction with weights 0 and 1. The only metric is masked_share: the share of tokens with weight 0 among the
-        tokens where `mask` is true.
+        Correction with weights 0 and 1. The only metric is masked_share, the share of unmasked tokens (by `mask`) that
+        get weight 0.
 
     Raises:
         ValueError, TypeError: as in `importance_weights`, and if an advantage is not finite where `mask` is true.
@@ -191,12 +191,12 @@ def off_policy_mask(
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """Return rho - 1 - log rho from log rho, elementwise; inf for inf."""
+    """Return rho - 1 - log rho, elementwise, where `difference` is log rho; inf for inf."""
     return torch.where(difference.isposinf(), difference, torch.expm1(difference) - difference)
 
 
 def _bounds(check: Checks, level: str, mode: str, low: float, high: float) -> tuple[float, float]:
-    """Check the settings of a correction and return (low, high) as floats."""
+    """Check the settings of a correction. Return (low, high) as floats."""
     check.choice("level", level, LEVELS)
     check.choice("mode", mode, MODES)
     low = check.number("low", low, "a finite number >= 0, within float32", lambda x: 0 <= x <= LARGEST)
@@ -205,7 +205,7 @@ def _bounds(check: Checks, level: str, mode: str, low: float, high: float) -> tu
 
 
 def _layout(check: TensorChecks, mask: Tensor, cu_seqlens: Tensor | None) -> tuple[Layout, Tensor]:
-    """Return the layout, and the mask as bool [N]."""
+    """Check mask and offsets. Return the layout, and the mask as bool [N]."""
     shape, text = ((None, None), "[B, T]") if cu_seqlens is None else ((None,), "[N], with cu_seqlens")
     unmasked = check.mask(mask, shapes=[shape], shape_text=text)
     if cu_seqlens is None:
@@ -217,12 +217,12 @@ def _layout(check: TensorChecks, mask: Tensor, cu_seqlens: Tensor | None) -> tup
 
 
 def _correction(layout: Layout, weights: Tensor, metrics: dict[str, Tensor], invalid: Tensor) -> Correction:
-    """Return weights [N] in the caller's shape. If `invalid`, the number of bad values, is not 0, all are NaN."""
+    """Reshape weights [N] to the caller's shape. All are NaN if `invalid`, the number of bad values, is not 0."""
     return Correction(torch.where(invalid > 0, torch.nan, weights).view(layout.shape), metrics)
 
 
 def _difference(check: TensorChecks, layout: Layout, unmasked: Tensor, **log_probs: Tensor) -> Tensor:
-    """Check two tensors of log-probs and return the first minus the second, [N], 0 where masked."""
+    """Check two tensors of log-probs. Return the first minus the second, [N], 0 where masked."""
     for name, x in log_probs.items():
         text = f"{list(layout.shape)}, one per token"
         check.log_probs(name, x, shapes=[layout.shape], shape_text=text, device=unmasked.device)
@@ -231,7 +231,7 @@ def _difference(check: TensorChecks, layout: Layout, unmasked: Tensor, **log_pro
 
 
 def _reduce_sequences(x: Tensor, unmasked: Tensor, layout: Layout, mean: bool) -> Tensor:
-    """Return for each row the sum of `x` over the row's sequence, or the mean over its unmasked rows, [N]."""
+    """Sum `x` [N] over each sequence, or average it over the unmasked rows. Return the result for each row, [N]."""
     total = segment_sum(x, layout.offsets)  # [S]
     if mean:
         total = total / segment_sum(unmasked.to(x.dtype), layout.offsets).clamp(min=1)

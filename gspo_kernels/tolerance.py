@@ -1,4 +1,4 @@
-"""Error limits that the self-check and `gspo doctor` share with the tests. tests/tolerance.py has the others.
+"""Error limits that the self-check and `gspo doctor` share with the tests. More limits: tests/tolerance.py.
 
 To loosen a limit, make a separate commit that gives the reason.
 """
@@ -14,16 +14,16 @@ ROW_COSINE = 0.999
 # fp64 compared with the fp64 oracle: only the order of additions differs.
 FLOAT64_RELATIVE = 1e-11
 
-# RMS error of log-probs on a GPU, for |logit| <= 30. With a large H, `truncation` of tests/tolerance.py is added.
+# RMS error of log-probs on a GPU, for |logit| <= 30. For a large H, tests add `truncation` of tests/tolerance.py.
 LOG_PROB_RMS_ON_GPUS = 3e-5
 
-# On-policy, GSPO's loss is about 0. So errors of losses are divided by the mean |advantage|, not by the loss.
+# On-policy, GSPO's loss is about 0. So errors of the loss are divided by the mean |advantage|, not by the loss.
 LOSS_PER_ADVANTAGE = 1e-6
 
 # The L1 mass of d_logits that a gradient budget drops, in fp32, compared with fp64.
 DROPPED_MASS_RELATIVE = 1e-4
 DROPPED_MASS_ABSOLUTE = 1e-9  # in addition, in the self-check
-# Gradients computed from the kept entries of d_logits, by dtype. The limits detect wrong entries, not rounding.
+# Gradients from the kept entries of d_logits, by dtype. These limits detect wrong entries, not rounding.
 KEPT_GRADIENT_RELATIVE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5, torch.float64: 1e-11}
 
 # Largest error that the self-check allows, divided by eps(dtype) and by the largest value. The tests allow 2 (r + 1),

@@ -1,1 +1,1 @@
-"""The torch and Triton backends, which have the same functions, and code that both use."""
+"""The torch and Triton backends, which have the same functions, and the code that they share."""

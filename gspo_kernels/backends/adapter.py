@@ -1,7 +1,7 @@
 """LoRA's h A^T as an operator, for both backends.
 
-The product has three properties that F.linear does not guarantee. It is not rounded to half precision, it does not
-depend on masked rows, and a row has the same bits in any batch. Logits have the same properties.
+Like the logits, and unlike F.linear, the product is not rounded to half precision, does not depend on masked rows, and
+has the same bits for a row in any batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
     index = mask.nonzero()[:, 0]
     tile_rows = tile_shape(x.device, x.dtype, DEFAULT_WORKSPACE)[0]
     out = x.new_zeros(x.shape[0], lora_a.shape[0])  # [N, R]
-    # Every product has the same number of rows, because products of other shapes may round differently.
+    # All products have the same number of rows, because products of another shape may round differently.
     tile = x.new_zeros(tile_rows, x.shape[1])
     right = pad_columns(lora_a).t()  # [H, R padded]
     with exact_products(x.device):
@@ -55,6 +55,6 @@ _adapter_backward.register_autograd(lambda ctx, *upstream: refuse_second_derivat
 
 
 def adapter_product(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
-    """Return x A^T [N, R] from x [N, H] and A [R, H]; 0 at masked rows."""
+    """Return x A^T [N, R] from x [N, H] and A [R, H], differentiable; 0 at masked rows."""
     refuse_torch_func("linear_log_probs", (x, lora_a))
     return _adapter(x, lora_a, mask)

@@ -13,24 +13,24 @@ from ..reference import projection_log_probs, surrogate
 from .rows import HeadRows, PolicyRows
 
 # Lengths, log-ratios and advantages of packed sequences. The clip window is -3e-4 to 4e-4. Sequences 3 and 5 are
-# clipped. Sequences 4 and 6 are also outside the window, but on the side where the sign of their advantage does not
-# clip. Sequence 2 is empty. Sequence 7 has advantage 0. Sequence 1 is longer than a block of 256 tokens.
+# clipped. Sequences 4 and 6 are also outside the window, but on the side that does not clip for the sign of their
+# advantage. Sequence 1 is longer than a block of 256 tokens, sequence 2 is empty, and sequence 7 has advantage 0.
 LENGTHS = (270, 0, 24, 33, 17, 29, 1)
 LOG_RATIOS = (1e-4, 0.0, 5.5e-4, -4.5e-4, -4.5e-4, 5.5e-4, 0.0)
 ADVANTAGES = (1.2, 0.3, 0.7, 0.9, -0.8, -1.1, 0.0)
 ROWS = sum(LENGTHS)
-VOCAB = 1301  # V, not a multiple of any tile's width; ROWS is not a multiple of any block's height
+VOCAB = 1301  # V, not a multiple of any tile width, as ROWS is not a multiple of any block height
 WIDTH = 512  # H, which the kernels sum in several steps
 # The ragged head has all options. Its H selects the kernels of "heavy" heads (`tuning.tile_config`).
 RAGGED_WIDTH = 328
 RANK = 8  # of its adapter
-PADDING = 22  # columns that are not in its vocabulary
-# The wide head has more tiles than `reduce_rows` adds up at a time.
+PADDING = 22  # columns of padding in its vocabulary
+# The wide head has more tiles than one step of `reduce_rows` covers.
 WIDE_ROWS = 24
 WIDE_VOCAB = 8400
 WIDE_WIDTH = 128
-FIRST = 256  # columns that get nearly all of the probability in the skewed batch
-UPSTREAM = 1024.0  # of the loss, so that small gradients are within the range of fp16
+FIRST = 256  # columns that get nearly all probability in the skewed batch
+UPSTREAM = 1024.0  # gradient of the loss, large enough that small gradients are within the range of fp16
 
 
 class Truth(NamedTuple):
@@ -52,9 +52,9 @@ class Sample(NamedTuple):
 
 
 def make_sample(kind: str, dtype: torch.dtype) -> Sample:
-    """Return a batch with operands of `dtype`: "plain", "ragged" or "skewed".
+    """Make a batch with operands of `dtype`: "plain", "ragged" or "skewed".
 
-    The plain head takes the kernels of most models, whose H is a multiple of 64. The skewed batch has nearly all
+    The plain head uses the same kernels as most models, with H a multiple of 64. The skewed batch has nearly all
     probability in the first columns, so that a gradient budget can drop most cells.
     """
     head = _ragged_head(dtype) if kind == "ragged" else _plain_head(dtype, skewed=kind == "skewed")
@@ -68,7 +68,7 @@ def make_sample(kind: str, dtype: torch.dtype) -> Sample:
 
 
 class _Random:
-    """Normally distributed tensors from a generator of their own."""
+    """Normally distributed tensors from a separate generator."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.generator, self.dtype = torch.Generator().manual_seed(0), dtype
@@ -118,7 +118,7 @@ def _ragged_head(dtype: torch.dtype) -> HeadRows:
 
 
 def wide_head(dtype: torch.dtype) -> HeadRows:
-    """Return a head with few rows and many columns."""
+    """Make a head with few rows and many columns."""
     random = _Random(dtype)
     hidden, weight = random(WIDE_ROWS, WIDE_WIDTH), random(WIDE_VOCAB, WIDE_WIDTH, scale=3 / WIDE_WIDTH**0.5)
     return _head(hidden, weight, random.ids(WIDE_VOCAB, WIDE_ROWS), torch.arange(WIDE_ROWS) % 5 != 3)
@@ -143,7 +143,7 @@ def truth_of(head: HeadRows, d_log_probs: Tensor, d_entropy: Tensor | None) -> T
 
 
 def policy_of(log_probs: Tensor, mask: Tensor, dtype: torch.dtype) -> PolicyRows:
-    """Return inputs of the loss on the CPU. The sequences have the log-ratios in LOG_RATIOS."""
+    """Make the inputs of the loss, on the CPU. The sequences have the log-ratios LOG_RATIOS."""
     noise = 0.02 * torch.randn(ROWS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     difference = [  # log-probs minus old log-probs
         x - x[unmasked].mean() + log_ratio
@@ -163,7 +163,7 @@ def policy_of(log_probs: Tensor, mask: Tensor, dtype: torch.dtype) -> PolicyRows
 
 
 def true_loss(log_probs: Tensor, mask: Tensor, policy: PolicyRows) -> tuple[Tensor, Tensor]:
-    """Return the loss [] and its derivative with respect to log-probs [N] in float64."""
+    """Compute the loss [] and its derivative with respect to log-probs [N], in float64."""
     assert policy.old_log_probs is not None
     leaf = log_probs.double().requires_grad_()
     token_log_ratio = (leaf - policy.old_log_probs.double()).split(LENGTHS)

@@ -41,12 +41,12 @@ class Backend(Protocol):
     ) -> tuple[HeadResult, Kept]:
         """Run `head_forward`. Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`.
 
-        No probabilities are kept if this backend leaves out no cells for this head.
+        No probabilities are kept if `cell_shape(head)` is None.
         """
         ...
 
     def empty_kept(self, head: HeadRows, shares: bool, cache_rows: int) -> Kept:
-        """Return uninitialised tensors of the shapes that `forward_and_keep` returns."""
+        """Allocate tensors with the shapes that `forward_and_keep` returns, uninitialized."""
         ...
 
     def cache_rows(self, head: HeadRows, cache_bytes: int) -> int:
@@ -65,8 +65,8 @@ class Backend(Protocol):
     ) -> HeadGradients:
         """Compute the gradients of the head's operands from the gradients of log-probs [N] and entropies [N].
 
-        The gradients of masked rows must be 0. If `live_tiles` is None, all columns of every row with a gradient are
-        computed. Logits whose exponentials are in `kept` are not recomputed.
+        The gradients of masked rows must be 0. Without `live_tiles`, all columns of every row with a gradient are
+        computed. Logits with exponentials in `kept` are not recomputed.
         """
         ...
 
@@ -86,9 +86,9 @@ class Backend(Protocol):
         ...
 
     def cell_shape(self, head: HeadRows) -> tuple[int, int] | None:
-        """Return (rows, columns) of a cell, the unit that the backward may leave out.
+        """Return the (rows, columns) of a cell, the unit that the backward may leave out.
 
-        Return None if this backend leaves out no cells for this head.
+        None if the backward of this head leaves out no cells.
         """
         ...
 
@@ -105,20 +105,20 @@ def implementation(backend: str) -> Backend:
 def pick_backend(
     check: TensorChecks, backend: str, device: torch.device, dtype: torch.dtype | None = None, subject: str = "head"
 ) -> str:
-    """Return the name of the backend that runs on `device`. If `backend` names one that cannot run, raise an error.
+    """Return the name of the backend that runs on `device`. Raise an error if `backend` names one that cannot run.
 
     Args:
         check: names the public function in error messages.
         backend: "torch", "triton", or "auto", which the environment variable GSPO_BACKEND may replace.
         device: of the arguments.
         dtype: of hidden states and head or, for "loss", of log-probs. The first use of the Triton kernels on an
-            accelerator checks them in this dtype. None: nothing is checked, and the kernels are assumed to be right.
+            accelerator checks them in this dtype. None: skip the check and assume that the kernels are right.
         subject: which kernels to check, "head" or "loss".
     """
     check.choice("backend", backend, BACKENDS)
     if backend == "auto":
         backend = backend_variable()
-    # On a CPU the kernels would be interpreted, which is for tests only.
+    # On a CPU the kernels are interpreted, which is for tests only.
     if backend == "torch" or (backend == "auto" and device.type == "cpu"):
         return "torch"
     obstacle = triton_obstacle(device)
@@ -130,7 +130,7 @@ def pick_backend(
 
 
 def backend_variable() -> str:
-    """Return the value of the environment variable GSPO_BACKEND; "auto" if it is not set."""
+    """Return the environment variable GSPO_BACKEND, or "auto" if it is not set."""
     name = os.environ.get("GSPO_BACKEND") or "auto"
     if name not in BACKENDS:
         raise ValueError(f"environment variable GSPO_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}")
@@ -142,8 +142,8 @@ def triton_obstacle(device: torch.device) -> str | None:
     return _triton_obstacle(device)
 
 
-# torch.compiler.assume_constant_result sets the same attribute, but imports the compiler, which takes seconds. Without
-# the attribute, torch.compile would trace the import of Triton.
+# Without this attribute, torch.compile would trace the import of Triton. torch.compiler.assume_constant_result sets it
+# too, but imports the compiler, which takes seconds.
 triton_obstacle._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

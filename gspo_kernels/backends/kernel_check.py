@@ -1,7 +1,7 @@
-"""A check of the Triton kernels on small ragged batches against float64: forward, backward, cache and gradient budget.
+"""Check the Triton kernels on small ragged batches against float64: forward, backward, cache and gradient budget.
 
 `run_check` needs a few MiB, and spends most of its time compiling kernels. It calls the backend's functions directly,
-without autograd and without collectives. `self_check.py` decides when it runs.
+without autograd or collectives. `self_check.py` decides when it runs.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ BUDGET = 0.01
 
 
 class WrongResult(Exception):
-    """A result of the kernels exceeds an error limit."""
+    """A kernel's result exceeds an error limit."""
 
 
 def run_check(device: torch.device, dtype: torch.dtype, subject: str) -> str | None:
     """Compare the Triton kernels with float64. Return None, or which kernels are wrong and by how much.
 
-    The check runs in a thread of its own, so that it neither sees nor changes the caller's modes: autocast, grad and
-    inference mode, default device, dispatch modes, current stream. It uses no global random state.
+    The check runs in its own thread, isolated from the caller's modes: autocast, grad and inference mode, default
+    device, dispatch modes, current stream. It does not touch the global random state.
 
     Args:
-        device: where the kernels run. On a CPU they must be interpreted.
+        device: where to run the kernels. On a CPU they must be interpreted.
         dtype: of hidden states and head or, for "loss", of log-probs.
         subject: "head": kernels of all public functions; "loss": only those of `policy_loss`.
     """
@@ -60,7 +60,7 @@ def run_check(device: torch.device, dtype: torch.dtype, subject: str) -> str | N
 
 
 def _checked(device: torch.device, dtype: torch.dtype, subject: str) -> str | None:
-    """Run every stage. Name the kernels since the last correct result, or the last kernel before an exception."""
+    """Run all stages. On failure, name the kernels since the last correct result, or the last one before an error."""
     stages: list[Callable[[], None]] = [lambda: _check_loss(device, accumulator(dtype))]
     with launches() as seen:
         try:
@@ -114,7 +114,7 @@ def _check_loss(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _check_decisions(ours: Tensor, truth: Tensor) -> None:
-    """Check which sequences are clipped: the gradient of a clipped sequence is exactly 0."""
+    """Check that the same sequences are clipped, so that their gradient is exactly 0."""
     wrong = sum(bool(a.any() != b.any()) for a, b in zip(ours.cpu().split(LENGTHS), truth.split(LENGTHS), strict=True))
     if wrong:
         raise WrongResult(f"clip decisions of {wrong} of {len(LENGTHS)} sequences differ from float64")
@@ -126,7 +126,7 @@ def _check_decisions(ours: Tensor, truth: Tensor) -> None:
 class _Check:
     """Comparisons of the kernels with the true results of a sample.
 
-    `launched` lists the launches that may have caused a wrong result. It is cleared when a result is correct.
+    `launched` lists the launches that may have caused a wrong result. It is cleared after every correct result.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, kind: str, launched: list[Launch]) -> None:
@@ -138,7 +138,7 @@ class _Check:
         self.d_log_probs = self.sample.d_log_probs.to(device)
 
     def forward(self) -> None:
-        """Check log-probs, and the clip decisions that follow from them."""
+        """Check log-probs and the resulting clip decisions."""
         result = kernels.head_forward(self.head)
         _compare_rows("log-probs", result.log_probs, self.sample.truth.log_probs, self.dtype)
         policy = _to(self.sample.policy, self.device)
@@ -165,7 +165,7 @@ class _Check:
         self.backward(self._cache())
 
     def budget(self, cache: Cache | None = None) -> None:
-        """Check the choice of cells, and the gradients that follow from the chosen cells of d_logits."""
+        """Check the choice of cells, and the gradients from these cells of d_logits."""
         head, cell = self.head, kernels.cell_shape(self.head)
         assert cell is not None
         result, kept = kernels.forward_and_keep(head, True, cache)
@@ -180,7 +180,7 @@ class _Check:
             _limit(f"d_{name} of the kept cells, relative", self.dtype, error.item(), allowed)
 
     def cache_and_budget(self) -> None:
-        """Check a backward that takes some of the cells from the cache."""
+        """Check a backward that takes some cells from the cache."""
         self.budget(self._cache())
 
     def _cache(self) -> Cache:
@@ -189,7 +189,7 @@ class _Check:
         return Cache((ROWS - 1) // block * block, self.head.mask)
 
     def _gradients(self, ours: HeadGradients, d_logits: Tensor) -> list[tuple[str, Tensor, Tensor]]:
-        """Return name, our gradient, and the gradient that follows from `d_logits`, both on the CPU, by operand."""
+        """Return (name, our gradient, gradient computed from `d_logits`) for each operand, on the CPU."""
         head = self.sample.head
         truth = {"hidden": d_logits @ head.weight.double(), "weight": d_logits.t() @ head.hidden.double()}
         if head.adapter_hidden is not None and head.adapter_weight is not None:
@@ -199,7 +199,7 @@ class _Check:
         return [(name, getattr(ours, name).cpu().double(), x) for name, x in truth.items()]
 
     def _kept_entries(self, live: LiveTiles, cell: tuple[int, int], reported: float) -> Tensor:
-        """Check that cells are dropped, and their mass. Return d_logits [N, V] with 0 in dropped cells."""
+        """Check that cells are dropped, and how much mass. Return d_logits [N, V] with 0 in dropped cells."""
         order, cells, (_, sparse) = live.order.cpu(), live.cells.cpu(), live.counts.tolist()
         if not sparse:
             raise WrongResult("no cells are dropped, although few have most of the mass")
@@ -214,7 +214,7 @@ class _Check:
 
 
 def _check_many_tiles(device: torch.device, dtype: torch.dtype) -> None:
-    """Check log-probs over more tiles than the reduction adds up at a time."""
+    """Check log-probs over more tiles than one step of the reduction covers."""
     head = wide_head(dtype)
     truth = truth_of(head, torch.zeros(head.hidden.shape[0]), None)
     _compare_rows("log-probs", kernels.head_forward(_to(head, device)).log_probs, truth.log_probs, dtype)
@@ -225,7 +225,7 @@ def _needs(head: HeadRows) -> NeedsGradient:
 
 
 def _to(rows: Any, device: torch.device) -> Any:
-    """Return a named tuple with its tensors on `device`."""
+    """Move the tensors of a named tuple to `device`."""
     return type(rows)(*(x.to(device) if isinstance(x, Tensor) else x for x in rows))
 
 
@@ -233,7 +233,7 @@ def _to(rows: Any, device: torch.device) -> Any:
 
 
 def _compare_rows(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
-    """Check log-probs or entropies of operands of `dtype`."""
+    """Check log-probs or entropies. `dtype`: of hidden states and head."""
     if dtype.itemsize > 2:
         _compare(name, ours, truth, dtype)
         return
@@ -242,7 +242,7 @@ def _compare_rows(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) ->
 
 
 def _compare(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
-    """Check largest error, RMS error and direction of each row. NaN is outside every limit."""
+    """Check the largest error, the RMS error and the direction of each row. NaN fails every limit."""
     ours, largest = ours.cpu().double(), truth.abs().max().item()
     unit = FLOAT64_RELATIVE if dtype == torch.float64 else LARGEST_ERROR[dtype] * torch.finfo(dtype).eps
     _limit(f"{name} {list(truth.shape)}", dtype, (ours - truth).abs().max().item(), unit * largest)

@@ -1,24 +1,23 @@
-"""The choice of the cells of d_logits that the backward computes, if there is a gradient budget.
+"""Choose which cells of d_logits the backward computes, given a gradient budget.
 
-Without a budget, a backward computes all columns of every row with a gradient.
+Without a budget, the backward computes all columns of every row with a gradient.
 
-For every row, the forward knows the probability P of every tile of the vocabulary, the target's column excluded. So the
-L1 mass (sum of absolute values) of d_logits is known before the backward. With f = |d_log_prob logit_scale| /
-temperature of a row:
+The forward knows the probability P of each tile of the vocabulary, without the target's column. That gives the L1 mass
+(sum of absolute values) of d_logits before the backward. With f = |d_log_prob logit_scale| / temperature:
 
-    mass of a tile              f P
-    mass of the target's tile   f (P + 1 - p(target))
-    mass of a row               2 f (1 - p(target))
+    mass of a tile in a row           f P
+    mass of the target's tile         f (P + 1 - p(target))
+    mass of a row                     2 f (1 - p(target))
 
-The dropped share is the mass of the dropped cells divided by the total mass of all rows. With a soft-cap, whose slope
-is at most 1, the formulas above are upper bounds. There the total is replaced by a lower bound, so that the reported
-share is never too small: the mass in the columns of the targets, where the slope is known.
+The dropped share is the mass of the dropped cells divided by the total mass of all rows. A soft-cap has a slope of at
+most 1, so with a soft-cap the formulas above are upper bounds. The total is then replaced by a lower bound, the mass in
+the targets' columns, where the slope is known. So the reported share is never too small.
 
-Rows are sorted by their mass, so that light rows share row blocks. Afterwards the lightest cells (row block x tile) are
-dropped, as many as fit into the budget.
+Rows are sorted by mass, so that light rows share row blocks. Then the lightest cells (row block x tile) are dropped, as
+many as the budget allows.
 
-`choose` is plain torch for both backends, with a fixed order of additions. The host reads no values. It launches about
-90 kernels and passes over the table of probabilities a few times, 1 % of a step (benchmarks/NOTES.md).
+`choose` is plain torch for both backends. It adds in a fixed order, and the host reads no values. It launches about 90
+kernels and passes over the table of probabilities a few times, which takes 1 % of a step (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from ..ranks.collectives import gather
 from ..ranks.shards import columns_of_all_ranks, shard_of
 from .rows import HeadResult, HeadRows, Kept, LiveTiles
 
-# SPARSE_EFFICIENCY: throughput of products of scattered cells divided by the throughput of products of slabs, measured.
-# ESTIMATED_EFFICIENCY: the same for other device types, estimated from instruction counts. In addition, a cell costs as
-# much as if H were larger by CELL_OVERHEAD (benchmarks/NOTES.md).
+# SPARSE_EFFICIENCY: measured throughput of products over cells, divided by the throughput of products over slabs.
+# ESTIMATED_EFFICIENCY: the same for other device types, estimated from instruction counts. CELL_OVERHEAD: the fixed
+# cost of a cell, as an addition to H (benchmarks/NOTES.md).
 SPARSE_EFFICIENCY, ESTIMATED_EFFICIENCY, CELL_OVERHEAD = {"cpu": 0.85}, 0.5, 32
-# Masses are rounded up to integers, in units of total / _UNITS. Sums of integers are the same in any order, and sums of
-# up to 2^22 cells do not overflow.
+# Masses are rounded up to integers, in units of total / _UNITS. Integer sums do not depend on the order, and sums of up
+# to 2^22 cells do not overflow.
 _UNITS = 2.0**40
-MARGIN = 1 - 1e-4  # the budget must not be exceeded, and fp32 masses have a relative error of up to 1e-4
+MARGIN = 1 - 1e-4  # fp32 masses have a relative error of up to 1e-4, and the budget must not be exceeded
 
 
 class Work(NamedTuple):
@@ -48,14 +47,14 @@ class Work(NamedTuple):
 
     dropped: Tensor  # share of the L1 mass of d_logits that is dropped
     rows: Tensor  # share of the unmasked rows that have a gradient
-    tiles: Tensor  # share of all (unmasked row, column) pairs of which the backward computes d_logits
-    recomputed: Tensor  # share of these pairs whose logits the backward recomputes, because no exponentials are kept
+    tiles: Tensor  # share of all (unmasked row, column) pairs for which the backward computes d_logits
+    recomputed: Tensor  # share of all these pairs for which it also recomputes logits (no exponentials are kept)
 
 
 def break_even(width: int, device: torch.device) -> float:
     """Return the share of d_logits below which computing cells is faster than computing slabs; `width` is H.
 
-    It is 0 while a CUDA graph is captured, because then the host cannot read the number of cells.
+    0 while a CUDA graph is captured, because the host cannot read the number of cells.
     """
     if is_captured(device):
         return 0.0
@@ -68,7 +67,7 @@ def is_captured(device: torch.device) -> bool:
 
 
 def exact_work(head: HeadRows, has_gradient: Tensor, kept: Kept) -> Work:
-    """Return the work of an exact backward. `has_gradient` [N] bool is False at masked rows."""
+    """Return the work of a backward without a budget. `has_gradient` [N] bool is False at masked rows."""
     unmasked = head.mask.sum().clamp(min=1).double()
     rows = has_gradient.sum() / unmasked
     recomputed = rows
@@ -78,7 +77,7 @@ def exact_work(head: HeadRows, has_gradient: Tensor, kept: Kept) -> Work:
 
 
 def work_of_all_ranks(work: Work, head: HeadRows, result: HeadResult, coefficient: Tensor, group: str) -> Work:
-    """Return the work of all ranks over which the tokens are sharded. One all-gather of six numbers."""
+    """Combine the work of all ranks that share the tokens, by one all-gather of six numbers."""
     _, at_target = _mass_at_target(head, result, coefficient, head.mask & (coefficient != 0))
     total, unmasked = _least_mass(head, result, at_target), head.mask.sum().double()
     own = torch.stack([work.dropped * total, *(x.double() * unmasked for x in work[1:]), total, unmasked])
@@ -88,7 +87,7 @@ def work_of_all_ranks(work: Work, head: HeadRows, result: HeadResult, coefficien
 
 
 def leading(flags: Tensor) -> Tensor:
-    """Return the number of True values before the first False in `flags` [n], [] int64."""
+    """Count the True values before the first False in `flags` [n]; [] int64."""
     n = flags.shape[0]
     return torch.where(F.pad(flags, (0, 1)), n, torch.arange(n + 1, device=flags.device)).amin()
 
@@ -96,7 +95,7 @@ def leading(flags: Tensor) -> Tensor:
 def kept_first(order: Tensor, has_gradient: Tensor, kept: Kept) -> Tensor:
     """Reorder `order` [N]: first rows with a gradient and kept exponentials, then other rows with a gradient.
 
-    Only row blocks whose exponentials are all kept are not recomputed.
+    A row block is recomputed unless the exponentials of all its rows are kept.
     """
     if not kept.exponentials.numel():
         return order
@@ -105,7 +104,7 @@ def kept_first(order: Tensor, has_gradient: Tensor, kept: Kept) -> Tensor:
 
 
 def recomputed_share(of_block: Tensor, order: Tensor, has_gradient: Tensor, kept: Kept, block_rows: int) -> Tensor:
-    """Return the sum of `of_block` [row blocks of `order`] over blocks whose exponentials are not all kept."""
+    """Sum `of_block` [row blocks of `order`] over the row blocks that are recomputed (see `kept_first`)."""
     if not kept.exponentials.numel():
         return of_block.sum()
     block = torch.arange(of_block.shape[0], device=of_block.device)
@@ -125,8 +124,8 @@ def choose(
 ) -> tuple[LiveTiles, Work]:
     """Choose the cells to compute, so that at most a share `budget` of the L1 mass of d_logits is dropped.
 
-    `cell` is the shape of a cell, (rows, columns). Cells are dropped only if the share of those that remain is below
-    `pays_below`, by default `break_even`.
+    `cell` is the shape of a cell, (rows, columns). Cells are dropped only if the remaining share is below `pays_below`,
+    by default `break_even`.
     """
     if pays_below is None:
         pays_below = break_even(head.hidden.shape[1], head.hidden.device)
@@ -140,7 +139,7 @@ def choose(
     order = torch.where(has_gradient, at_target, -1).sort(descending=True, stable=True).indices  # [N]
     order = kept_first(order, has_gradient, kept)
 
-    # Mass and size of each cell, [row blocks, tiles].
+    # Mass and size of every cell, [row blocks, tiles].
     blocks = -(-n // block_rows)
     padded_order = F.pad(order, (0, blocks * block_rows - n))  # [n padded to row blocks]
     has_mass = torch.arange(len(padded_order), device=device) < rows  # rows with a gradient are first
@@ -152,7 +151,7 @@ def choose(
     mass = mass.unflatten(1, (blocks, block_rows)).sum(2).t().double()
     height = has_mass.view(blocks, block_rows).sum(1, dtype=torch.float64)
     size = height[:, None] * _widths(head, columns, mass.shape[1])  # (row, column) pairs
-    all_cells = size > 0  # the cells with a row that has a gradient
+    all_cells = size > 0  # cells that contain a row with a gradient
 
     light = _lightest(mass, total, budget) & all_cells
     heavy = all_cells & ~light
@@ -169,9 +168,9 @@ def choose(
 
 
 def _widths(head: HeadRows, columns: int, tiles: int) -> Tensor:
-    """Return the number of columns of each tile, [tiles]."""
+    """Return each tile's number of columns, [tiles]."""
     device = head.hidden.device
-    if head.shard:  # every shard may end with a narrower tile
+    if head.shard:  # each shard may end with a narrower tile
         return shard_of(head.shard).widths(columns, device)
     widths = torch.full((tiles,), columns, device=device)
     widths[-1:] = head.vocab_size - (tiles - 1) * columns
@@ -179,7 +178,7 @@ def _widths(head: HeadRows, columns: int, tiles: int) -> Tensor:
 
 
 def _tile_of_target(head: HeadRows, has_gradient: Tensor, columns: int) -> Tensor:
-    """Return the tile that contains the target of each row with a gradient, [N] int64; any tile for other rows."""
+    """Return the tile of each row's target, [N] int64. For rows without a gradient, it may be any tile."""
     if not head.shard:
         return torch.where(has_gradient, head.target_ids, 0).clamp(0, head.vocab_size - 1) // columns
     shard = shard_of(head.shard)
@@ -190,7 +189,7 @@ def _tile_of_target(head: HeadRows, has_gradient: Tensor, columns: int) -> Tenso
 def _mass_at_target(
     head: HeadRows, result: HeadResult, coefficient: Tensor, has_gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the factor f of each row, and f (1 - p(target)), the mass of its target's column; 0 without a gradient."""
+    """Return f, and f (1 - p(target)), the mass in the target's column, [N] each; 0 in rows without a gradient."""
     factor = torch.where(has_gradient, coefficient.abs() * abs(head.logit_scale), 0)
     if head.temperature is not None:
         factor = torch.where(has_gradient, factor / head.temperature, 0)
@@ -198,7 +197,7 @@ def _mass_at_target(
 
 
 def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor:
-    """Return the L1 mass of d_logits of all rows; with a soft-cap, a lower bound of this mass."""
+    """Return the total L1 mass of d_logits, []; with a soft-cap, a lower bound."""
     if head.logit_softcap is None:
         return 2 * at_target.sum(dtype=torch.float64)
     logit = (result.log_probs + result.log_total + result.shift) * (1 if head.temperature is None else head.temperature)
@@ -208,10 +207,9 @@ def _least_mass(head: HeadRows, result: HeadResult, at_target: Tensor) -> Tensor
 
 
 def _lightest(mass: Tensor, total: Tensor, budget: float) -> Tensor:
-    """Return a bool mask like `mass`, True for the lightest cells.
+    """Return a bool mask like `mass`, True for as many of the lightest cells as fit into `budget * total`.
 
-    They are as many as together have a mass of at most `budget * total`. Cells whose mass is not finite are never True,
-    nor is any cell if the total is not finite and positive.
+    Cells with a mass that is not finite are never True. If the total is not finite and positive, no cell is True.
     """
     limit = int(budget * MARGIN * _UNITS)
     total = total / total * total  # NaN if it is 0 or infinite

@@ -20,18 +20,18 @@ from .workspace import workspace_bytes
 AUTOCAST_DEVICES = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 _lock = threading.Lock()
-_calls = 0  # number of `exact_products` contexts that are open
+_calls = 0  # number of open `exact_products` contexts
 _requested: set[str] = set()  # device types whose products these contexts keep in fp32
 _restore: list[Callable[[], None]] = []  # called when the last context closes
 
 
 @contextmanager
 def exact_products(device: torch.device) -> Iterator[None]:
-    """Disable autocast and reduced precision of matrix products inside this context.
+    """Disable autocast and reduced-precision matrix products inside this context.
 
-    fp32 products use neither TF32 nor bf16, and bf16 products on CUDA are never summed in bf16. These are settings of
-    the process. The first context that opens saves them and the last one to close restores them, so that contexts in
-    several threads do not interfere.
+    fp32 products do not use TF32 or bf16, and bf16 products on CUDA are never summed in bf16. These are process-wide
+    settings. The first context to open saves them and the last one to close restores them, so that contexts in several
+    threads do not interfere.
     """
     global _calls
     with _lock:
@@ -50,8 +50,8 @@ def exact_products(device: torch.device) -> Iterator[None]:
 def _request_ieee(kind: str) -> None:
     """Set products on "cuda" or "cpu" to fp32, and record in `_restore` how to restore the settings.
 
-    PyTorch has two settings: one for all backends (`set_float32_matmul_precision`) and one per backend
-    (`fp32_precision`). If they disagree, reading `allow_tf32` raises, and PyTorch's CUDA code reads it.
+    PyTorch has a setting for all backends (`set_float32_matmul_precision`) and one per backend (`fp32_precision`). If
+    they disagree, reading `allow_tf32` raises, and PyTorch's CUDA code reads it.
     """
     torch_backends: Any = torch.backends
     backends = {"cuda": torch_backends.cuda.matmul, "cpu": torch_backends.mkldnn.matmul}
@@ -60,16 +60,16 @@ def _request_ieee(kind: str) -> None:
     if not _requested:
         try:
             precision = torch.get_float32_matmul_precision()
-        except RuntimeError:  # only settings per backend were changed, so the one for all backends has its default
+        except RuntimeError:  # only per-backend settings were changed, so the common setting has its default
             precision = "highest"
-        if precision != "highest":  # set for all backends
+        if precision != "highest":  # the common setting was changed
             kinds = set(backends)
             saved = [partial(setattr, x, "fp32_precision", x.fp32_precision) for x in backends.values()]
             torch.set_float32_matmul_precision("highest")
             saved.insert(0, partial(torch.set_float32_matmul_precision, precision))
-    if kind == "cuda" and kind not in _requested:  # otherwise the parts of a split bf16 product are added in bf16
+    if kind == "cuda" and kind not in _requested:  # do not add the parts of a split bf16 product in bf16
         matmul = torch_backends.cuda.matmul
-        # The setter takes a pair. A single bool would also allow split-K products, which the user may have disabled.
+        # Set a pair: a single bool would also allow split-K products, which the user may have disabled.
         split_k = matmul.allow_bf16_reduced_precision_reduction_split_k
         pair = (matmul.allow_bf16_reduced_precision_reduction, split_k)
         saved.append(partial(setattr, matmul, "allow_bf16_reduced_precision_reduction", pair))
@@ -81,7 +81,7 @@ def _request_ieee(kind: str) -> None:
 
 
 def _restore_requests() -> None:
-    """Restore the settings that were saved."""
+    """Restore the saved settings."""
     for restore in _restore:
         restore()
     _restore.clear()
@@ -89,7 +89,7 @@ def _restore_requests() -> None:
 
 
 def _leave_calls_of_the_parent() -> None:
-    """Restore the settings in a forked process, because the threads with open contexts do not exist in it."""
+    """Restore the settings in a forked process, which lacks the threads with open contexts."""
     global _lock, _calls
     _lock, _calls = threading.Lock(), 0
     _restore_requests()
@@ -100,7 +100,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Return whether `device` is a CPU with instructions that multiply bf16 and add in fp32."""
+    """Return whether `device` is a CPU with native bf16 matmul that accumulates in fp32."""
     return device.type == "cpu" and _cpu_multiplies_bf16()
 
 
@@ -114,10 +114,10 @@ COLUMN_MULTIPLE = 24  # columns of a matrix product on a CPU, see `pad_columns`
 
 
 def pad_columns(weight: Tensor) -> Tensor:
-    """Return W = `weight` [C, H] for the product h W^T; on a CPU, add zero rows up to a multiple of COLUMN_MULTIPLE.
+    """On a CPU, pad W = `weight` [C, H] with zero rows to a multiple of COLUMN_MULTIPLE, for the product h W^T.
 
-    In the last C % 24 columns of the product, MKL adds in an order that depends on a row's position in h (seen on
-    Zen 4: in fp32 if there are fewer than 12 such columns, in fp64 with any number). With padding, a row has the same
+    In the last C % 24 columns of the product, MKL's order of additions depends on the row's position in h. (Seen on
+    Zen 4: in fp32 if there are fewer than 12 such columns, in fp64 with any number.) With padding, a row has the same
     bits at any position.
     """
     padding = -weight.shape[0] % COLUMN_MULTIPLE if weight.device.type == "cpu" else 0
@@ -125,9 +125,9 @@ def pad_columns(weight: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
-    """Add a @ b to `out`, accumulated in out's dtype; write it if it is the `first` product.
+    """Add a @ b to `out`, accumulated in the dtype of `out`. If `first`, overwrite `out` instead.
 
-    CUDA multiplies half-precision operands without a cast, except if `refuses_mixed_products`.
+    On CUDA, half-precision operands are multiplied without a cast, unless `refuses_mixed_products`.
     """
     if out.is_meta and torch.version.hip is None:  # not every version of torch supports the product below on meta
         return
@@ -143,7 +143,7 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
 def refuses_mixed_products() -> bool:
     """Return whether PyTorch may refuse an fp32 product of half-precision operands on a GPU.
 
-    Some versions for ROCm do, and all versions do with TunableOp (PYTORCH_TUNABLEOP_ENABLED=1).
+    Some ROCm versions do. With TunableOp (PYTORCH_TUNABLEOP_ENABLED=1), all versions do.
     """
     if torch.version.hip is not None:
         return True
@@ -151,14 +151,14 @@ def refuses_mixed_products() -> bool:
 
 
 def bytes_of_copies() -> int:
-    """Return the memory limit for copies of operands in the dtype of their product, in bytes."""
+    """Return the memory limit, in bytes, for copies of operands in the dtype of their product."""
     return workspace_bytes() // 8
 
 
 def _add_product_of_copies(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     """Compute beta * out + a @ b in place, from copies of `a` [n, k] and `b` [k, m] in the dtype of `out`.
 
-    Only as many columns of `a` and rows of `b` are copied at a time as `bytes_of_copies` allows.
+    k is divided so that the copies fit into `bytes_of_copies`.
     """
     size = max(bytes_of_copies() // ((a.shape[0] + b.shape[1]) * out.itemsize), 1)
     for start in range(0, a.shape[1], size):
@@ -179,14 +179,14 @@ def write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 def power_of_two(gradients: Tensor, entropy_gradients: Tensor | None, valid: Tensor, slope: Tensor | float) -> Tensor:
     """Return the power of two [] that scales the largest gradient times `slope` to near 1.
 
-    d_logits are multiplied by it before they are rounded to fp16, in which values below 2^-25 become 0. If the largest
-    value is 0 or not finite, the result is 1.
+    d_logits are multiplied by it before they are rounded to fp16, because fp16 flushes values below 2^-25 to 0. If the
+    largest value is 0 or not finite, the result is 1.
 
     Args:
         gradients: [N].
         entropy_gradients: [N], or None.
-        valid: [N] bool; rows where it is False are ignored.
-        slope: logit_scale / temperature, [N] or a number, a factor of d_logits.
+        valid: [N] bool; other rows are ignored.
+        slope: logit_scale / temperature, a factor of d_logits; [N] or a number.
     """
     size = gradients.abs() if entropy_gradients is None else torch.maximum(gradients.abs(), entropy_gradients.abs())
     size = size * abs(slope)

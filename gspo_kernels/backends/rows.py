@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .workspace import DEFAULT_WORKSPACE
 
-# Exponentials that are kept in fp16 are multiplied by it, because fp16 has no values below 2^-24.
+# Factor of exponentials kept in fp16, which cannot represent values below 2^-24.
 KEPT_FACTOR = 2.0**15
 
 
@@ -30,8 +30,9 @@ class HeadRows(NamedTuple):
     logit_softcap: float | None
     vocab_size: int  # number of columns that are not padding
     entropy: bool  # compute entropies
-    # `ranks.shards.Shard.text` if the vocabulary is sharded over ranks, else "". Then weight, bias and adapter_weight
-    # are this rank's rows, vocab_size counts its columns (at least 1), and target_ids are relative to the first one.
+    # `ranks.shards.Shard.text` if the vocabulary is sharded over ranks, else "". In a shard, weight, bias and
+    # adapter_weight are this rank's rows, vocab_size counts its columns (at least 1), and target_ids are relative to
+    # its first column.
     shard: str = ""
     workspace: int = DEFAULT_WORKSPACE  # limit for temporary tensors, in bytes
 
@@ -39,7 +40,7 @@ class HeadRows(NamedTuple):
 class HeadResult(NamedTuple):
     """Per-row results of the forward, in fp32 (fp64 for fp64 inputs); 0 at masked rows.
 
-    The log-sum-exp of a row's logits is shift + log_total. They are kept apart because their sum would be rounded.
+    The log-sum-exp of a row's logits is shift + log_total, kept apart because the sum would be rounded.
     """
 
     log_probs: Tensor  # [N]
@@ -83,7 +84,7 @@ class PolicyRows(NamedTuple):
 
 
 class PolicyResult(NamedTuple):
-    """The loss and its derivatives, in the dtype of the log-probs."""
+    """The loss, its derivatives and the metrics, in the dtype of the log-probs."""
 
     loss: Tensor  # []
     log_ratio: Tensor  # [S], or [N] for ratio="token"
@@ -95,22 +96,22 @@ class PolicyResult(NamedTuple):
 class Cache(NamedTuple):
     """Which exponentials of logits the forward may keep, so that the backward does not recompute these logits."""
 
-    rows: int  # most rows to keep, a multiple of the backend's row block or all N
+    rows: int  # maximum number of rows to keep, a multiple of the backend's row block or all N
     may_have_gradient: Tensor  # [N] bool: only these rows are kept
 
 
 class Kept(NamedTuple):
     """What the forward keeps besides `HeadResult`. Tensors that were not requested are empty.
 
-    The forward gathers n unmasked rows, first those that may have a gradient. Tiles are those of the forward. In fp16,
-    exponentials are multiplied by KEPT_FACTOR.
+    The forward gathers n unmasked rows; rows that may have a gradient come first. "Tile" means a tile of the forward.
+    In fp16, exponentials are multiplied by KEPT_FACTOR.
     """
 
     place: Tensor  # [N] int64: index of each row of the batch among the n rows; any index for a masked row
-    share: Tensor  # [tiles, n]: probability of each tile, the target's column excluded; of all ranks' tiles
+    share: Tensor  # [tiles of all ranks, n]: probability of each tile, without the target's column
     exponentials: Tensor  # [C, columns], in the dtype of hidden: E = exp(logit - top), 0 in the target's column
-    top: Tensor  # [tiles, n]: largest logit of each tile, the target's column excluded
-    n_kept: Tensor  # [1] or [0] int64: number of rows in `exponentials`, those with a place below it
+    top: Tensor  # [tiles, n]: largest logit of each tile, without the target's column
+    n_kept: Tensor  # [1] or [0] int64: number of rows in `exponentials`; their places are 0 to n_kept - 1
 
 
 class LiveTiles(NamedTuple):
@@ -118,4 +119,4 @@ class LiveTiles(NamedTuple):
 
     order: Tensor  # [N] int64: rows of the batch by decreasing L1 mass of d_logits, rows without a gradient last
     cells: Tensor  # [row blocks of `order`, tiles] bool: True for cells to compute
-    counts: Tensor  # [2] int64: number of rows with a gradient; 1 if only `cells` are computed, 0 if all columns are
+    counts: Tensor  # [2] int64: number of rows with a gradient; then 1 to compute only `cells`, 0 to compute all

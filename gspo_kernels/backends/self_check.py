@@ -1,8 +1,9 @@
 """Decide whether this machine may use the Triton kernels: by the list of measured machines, or by a check.
 
-The check (`kernel_check.py`) runs once per machine, before the first use of the kernels with a dtype, and its result is
-remembered on disk. Processes of a machine share it by a file lock. Ranks make no collective. While a CUDA graph is
-captured, under torch.compile and with fake tensors, nothing runs, and only a remembered result counts.
+The check (`kernel_check.py`) runs before the first use of the kernels in a dtype. It runs once per machine: the result
+is stored on disk, and a file lock keeps several processes from running it at the same time. There are no collectives.
+While a CUDA graph is captured, under torch.compile and with fake tensors, no check runs, and only a stored result
+counts.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from .precision import refuses_mixed_products
 
 _logger = logging.getLogger(__name__)
 
-LOCK_SECONDS = 120.0  # then a process stops waiting for another one's check, and runs its own
-FAILURE_SECONDS = 3600.0  # a failure is remembered this long, because its cause may pass, such as a broken installation
+LOCK_SECONDS = 120.0  # how long a process waits for another process's check before it runs its own
+FAILURE_SECONDS = 3600.0  # a failure expires after this time, because its cause may be fixed (a broken installation)
 
 
 class Measured(NamedTuple):
-    """A combination on which the GPU tests passed, so that it needs no check."""
+    """A combination that needs no check, because the GPU tests passed on it."""
 
     architecture: str  # as in `tuning.architecture`
     triton: str  # version
@@ -46,7 +47,7 @@ class Measured(NamedTuple):
 MEASURED: tuple[Measured, ...] = ()
 
 Key = tuple[torch.device, torch.dtype, str]
-_failures: dict[Key, str] = {}  # why a check failed, "" if it passed or is not needed
+_failures: dict[Key, str] = {}  # why a check failed; "" if it passed or is not needed
 _one_check = threading.Lock()
 
 
@@ -61,14 +62,14 @@ def is_enabled() -> bool:
 def obstacle(backend: str, device: torch.device, dtype: torch.dtype, subject: str, is_compiling: bool) -> str | None:
     """Return why `backend` must not run the Triton kernels on `device`, or None if it may. The first call checks them.
 
-    If the check cannot run now and no result is remembered, "auto" must not run the kernels, but "triton" may.
+    If the check cannot run now and no result is stored, "auto" must not run the kernels, but "triton" may.
 
     Args:
         backend: "auto", which warns once if the kernels must not run, or "triton".
-        device: an accelerator on which the kernels should run.
+        device: the accelerator.
         dtype: of hidden states and head or, for "loss", of log-probs.
         subject: "head", or "loss" for the kernels of `policy_loss`.
-        is_compiling: torch.compile is tracing the caller.
+        is_compiling: whether torch.compile is tracing the caller.
     """
     key = (device, dtype, subject)
     failure = _failures.get(key)
@@ -87,12 +88,12 @@ def obstacle(backend: str, device: torch.device, dtype: torch.dtype, subject: st
     return reason
 
 
-# torch.compile calls it as it is: see `dispatch.triton_obstacle`.
+# torch.compile treats the result as a constant, see `dispatch.triton_obstacle`.
 obstacle._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def state(device: torch.device, dtype: torch.dtype, subject: str = "head") -> str:
-    """Return what is known of the check, for `gspo doctor`. Nothing runs."""
+    """Describe the state of the check for `gspo doctor`, without running it."""
     if not is_enabled():
         return "off (GSPO_SELF_CHECK=0)"
     facts = _facts(device, dtype, subject)
@@ -105,7 +106,7 @@ def state(device: torch.device, dtype: torch.dtype, subject: str = "head") -> st
 
 
 def is_measured(facts: dict[str, str]) -> bool:
-    """Return whether MEASURED has the architecture and the versions in `facts`."""
+    """Return whether MEASURED contains the architecture and versions in `facts`."""
     return Measured(facts["architecture"], facts["triton"], facts["torch"].partition("+")[0]) in MEASURED
 
 
@@ -125,7 +126,7 @@ def _warn_unchecked(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _check_once(key: Key, is_compiling: bool) -> str | None:
-    """Return the failure, or "" if the check passed. Return None if no result is known and the check cannot run now."""
+    """Return the failure, "" if the check passed, or None if there is no result and the check cannot run now."""
     with _one_check:
         if key not in _failures:
             facts = _facts(*key) if is_enabled() else None
@@ -145,7 +146,7 @@ def _can_run(device: torch.device, is_compiling: bool) -> bool:
 
 
 def _run(device: torch.device, dtype: torch.dtype, subject: str) -> str:
-    """Run the check. Return the failure, "" if it passed."""
+    """Run the check. Return the failure, or "" if it passed."""
     try:
         from .kernel_check import run_check
 
@@ -158,18 +159,18 @@ def _run(device: torch.device, dtype: torch.dtype, subject: str) -> str:
 
 
 def _shared_check(key: Key, file: Path | None, facts: dict[str, str]) -> str:
-    """Run the check, unless another process has just done so. Return the failure, "" if it passed."""
+    """Run the check, unless another process has just done so. Return the failure, or "" if it passed."""
     with _locked(file):
         failure = _remembered(file, facts)
         if failure is not None:
             return failure
         start = time.monotonic()
         failure = _run(*key)
-        # Too little memory is no fault of the kernels.
+        # Running out of memory says nothing about the kernels.
         written = "OutOfMemoryError" not in failure and _remember(file, facts, failure)
         if not failure:
             device, dtype, subject = key
-            if subject == "head":  # a check of the head also checks the loss
+            if subject == "head":  # which also checks the loss
                 of_loss = _facts(device, accumulator(dtype), "loss")
                 _remember(result_file(of_loss), of_loss, failure)
             where = f"remembered in {file}" if written else "not remembered, because no cache folder can be written"
@@ -180,7 +181,7 @@ def _shared_check(key: Key, file: Path | None, facts: dict[str, str]) -> str:
 
 
 def _facts(device: torch.device, dtype: torch.dtype, subject: str) -> dict[str, str]:
-    """Return what the result of a check depends on."""
+    """Collect what the result of a check depends on."""
     import triton
 
     from .triton import logit_tile
@@ -200,19 +201,19 @@ def _facts(device: torch.device, dtype: torch.dtype, subject: str) -> dict[str, 
 
 @functools.cache
 def _hash_of_sources() -> str:
-    """Return a hash of the source files of both backends and of the check."""
+    """Hash the source files of both backends and of the check."""
     folder, digest = Path(__file__).parent, hashlib.sha256()
-    for path in sorted(x for x in folder.rglob("*.py") if not x.name.startswith(".")):  # without an editor's files
+    for path in sorted(x for x in folder.rglob("*.py") if not x.name.startswith(".")):  # skip an editor's hidden files
         digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
 def result_file(facts: dict[str, str]) -> Path | None:
-    """Return the file of a result, in the user's cache folder. None if there is no such folder."""
+    """Return the path that stores a result, in the user's cache folder; None if there is no such folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         base = base if base.is_absolute() else Path.home() / ".cache"
-    except RuntimeError:  # the user has no home
+    except RuntimeError:  # the user has no home directory
         return None
     if not base.is_absolute():
         return None
@@ -221,7 +222,7 @@ def result_file(facts: dict[str, str]) -> Path | None:
 
 
 def _remembered(file: Path | None, facts: dict[str, str]) -> str | None:
-    """Return the failure that a file holds, "" if the check passed, None if the file is absent, damaged or too old."""
+    """Read a stored failure: "" if the check passed, None if the file is missing or damaged, or the failure expired."""
     try:
         entry = json.loads(file.read_text()) if file else {}
         if entry["facts"] != facts or not isinstance(entry["failure"], str):
@@ -233,7 +234,7 @@ def _remembered(file: Path | None, facts: dict[str, str]) -> str | None:
 
 
 def _remember(file: Path | None, facts: dict[str, str], failure: str) -> bool:
-    """Write a result atomically. Return False if that is impossible."""
+    """Store a result atomically. Return False if that is not possible."""
     if file is None:
         return False
     temporary = None
@@ -253,7 +254,7 @@ def _remember(file: Path | None, facts: dict[str, str], failure: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(file: Path | None) -> Iterator[None]:
-    """Hold the lock of a result file. Go on without it after LOCK_SECONDS, or if the file cannot be locked."""
+    """Hold the lock of a result file. Continue without it after LOCK_SECONDS, or if the file cannot be locked."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):  # Windows has no fcntl
             import fcntl
@@ -266,7 +267,7 @@ def _locked(file: Path | None) -> Iterator[None]:
                 while time.monotonic() < deadline:
                     try:
                         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)  # a forked process has the file open, too
+                        stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)  # closing does not unlock it after a fork
                         break
                     except BlockingIOError:
                         time.sleep(0.05)

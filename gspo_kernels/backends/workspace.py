@@ -1,4 +1,4 @@
-"""What a call may use and leave out: workspace, cache and gradient budget, as arguments and environment variables."""
+"""The memory limits and the gradient budget of a call, from arguments and environment variables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CACHE_SHARE = 64  # by default, the cache is this fraction of a GPU's memory: 1/
 
 
 def check_budget(check: Checks, gradient_budget: float) -> None:
-    """Check that the budget is a number from 0 to below 1."""
+    """Check that the budget is in [0, 1)."""
     check.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
 
 
 def check_cache(check: Checks, cache_mib: float | None) -> None:
-    """Check `cache_mib`; if it is None, the environment variable GSPO_CACHE_MIB."""
+    """Check `cache_mib`, or GSPO_CACHE_MIB if it is None."""
     if cache_mib is None:
         cache_variable()
     else:
@@ -28,10 +28,7 @@ def check_cache(check: Checks, cache_mib: float | None) -> None:
 
 
 def cache_limit(check: Checks, cache_mib: float | None, device: torch.device, has_backward: bool = True) -> int:
-    """Check `cache_mib`, and return the memory for exponentials in bytes: 0 without a backward.
-
-    None means the default on `device`.
-    """
+    """Check `cache_mib` (None: the default on `device`). Return it in bytes, or 0 without a backward."""
     if cache_mib is None:
         size = cache_bytes(device)
     else:
@@ -41,36 +38,33 @@ def cache_limit(check: Checks, cache_mib: float | None, device: torch.device, ha
 
 
 def workspace_bytes() -> int:
-    """Return the memory limit for tiles of logits and of their gradients, in bytes.
-
-    The environment variable GSPO_WORKSPACE_MIB sets it, in MiB. Default: 256.
-    """
+    """Return the memory limit for tiles of logits and their gradients: GSPO_WORKSPACE_MIB (default: 256), in bytes."""
     return _mebibytes("GSPO_WORKSPACE_MIB", str(DEFAULT_WORKSPACE // 2**20), least=1) * 2**20
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the default of `cache_mib` on `device`, in bytes: GSPO_CACHE_MIB if it is set, else `cache_of_device`."""
+    """Return the default cache in bytes: GSPO_CACHE_MIB if it is set, else `cache_of_device`."""
     mib = cache_variable()
     return (cache_of_device(device) if mib is None else mib) * 2**20
 
 
 def cache_variable() -> int | None:
-    """Return the value of the environment variable GSPO_CACHE_MIB, None if it is not set."""
+    """Return the environment variable GSPO_CACHE_MIB, or None if it is not set."""
     return _mebibytes("GSPO_CACHE_MIB", "0", least=0) if "GSPO_CACHE_MIB" in os.environ else None
 
 
 def cache_of_device(device: torch.device) -> int:
-    """Return 1/64 of the total memory of a CUDA or ROCm device, in whole MiB, and 0 for other devices.
+    """Return 1/64 of the total memory of a CUDA or ROCm device, in whole MiB; 0 for other devices.
 
-    Every call on the device gets the same size, and so do all runs: how much memory is free does not matter. A device
-    without an index is the current device.
+    It does not depend on the free memory, so every call and every run gets the same size. A device without an index is
+    the current device.
     """
     if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors may be on a GPU that does not exist
         return 0
     return torch.cuda.get_device_properties(device).total_memory // (CACHE_SHARE * 2**20)
 
 
-# torch.compile takes the result as a constant, see `dispatch.triton_obstacle`.
+# torch.compile treats the result as a constant, see `dispatch.triton_obstacle`.
 cache_of_device._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

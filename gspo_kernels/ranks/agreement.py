@@ -1,10 +1,9 @@
-"""Process groups as arguments, and the comparison of what their ranks passed.
+"""Check process groups, and compare arguments between ranks.
 
-Ranks that share a group compare their arguments, and all of them raise if one is wrong or differs.
-
-A rank that raised alone would leave the others waiting in a collective. Ranks with different arguments would compute a
-mixture of two losses. So ranks compare every argument and every environment variable that the call reads
-(`inputs/compared.py`). EXCUSED lists the exceptions.
+If an argument is wrong on one rank, or differs between ranks, all ranks of the group raise. If only one rank raised,
+the others would wait for it in a collective. If arguments differed, the ranks would compute a mixture of two losses. So
+ranks compare every argument and every environment variable that the call reads (`inputs/compared.py`). EXCUSED lists
+the exceptions.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor
 from .. import validation
 from ..validation import TensorChecks, Unquoted, dtype_name, is_dtensor
 
-# Values with one entry per token. Entries of masked tokens may be anything, so they are not compared.
+# Values with one entry per token. Entries at masked tokens are arbitrary and not compared.
 PER_TOKEN = (
     "hidden",
     "target_ids",
@@ -38,8 +37,8 @@ PER_TOKEN = (
     "entropy",
     "h A^T of the adapter",
 )
-# What may differ between the ranks of a group, and why. Ranks compare only whether it is given. Numbers are never
-# excused, such as a temperature that is not per token.
+# Arguments that may differ between the ranks of a group, and why. Ranks only compare whether they are given. Numbers
+# are never excused, such as a temperature that is not per token.
 # A tp_group compares everything that a cp_group compares, and more. So on a mesh all ranks raise together.
 EXCUSED: dict[str, dict[str, str]] = {
     "tp_group": {
@@ -60,17 +59,17 @@ EXCUSED: dict[str, dict[str, str]] = {
         "cp_group": "the group itself",
     },
 }
-# Function and groups of calls whose arguments the ranks have compared, and the device of these calls.
+# (function, groups) of all calls that were compared, and their device.
 _met: dict[tuple[str, ...], torch.device] = {}
 
 
 def process_group(check: TensorChecks, name: str, group: Any) -> Any:
-    """Check a process group, or a device mesh of one dimension. Return the group; None if it has one rank."""
+    """Check a process group or a one-dimensional DeviceMesh. Return the group, or None if it has one rank."""
     if group is None:
         return None
     if not dist.is_available() or not dist.is_initialized():
         check.fail(name, "None, because torch.distributed is not initialised", Unquoted(f"a {type(group).__name__}"))
-    if type(group).__name__ == "DeviceMesh":  # an import of its module takes 20 ms
+    if type(group).__name__ == "DeviceMesh":  # importing its module would take 20 ms
         if group.ndim != 1:
             check.fail(name, "a device mesh of one dimension, such as mesh['tp']", Unquoted(f"{group.ndim} dimensions"))
         group = group.get_group()
@@ -81,7 +80,7 @@ def process_group(check: TensorChecks, name: str, group: Any) -> Any:
 
 
 def vocabulary_group(check: TensorChecks, weight: Any, tp_group: Any) -> Any:
-    """Return the process group over which the head is sharded, or None. A DTensor weight says it itself."""
+    """Return the process group over which the head is sharded, or None. It may come from a DTensor weight."""
     group = None if tp_group is None else process_group(check, "tp_group", tp_group)
     if not is_dtensor(weight):
         return group
@@ -106,16 +105,16 @@ def vocabulary_group(check: TensorChecks, weight: Any, tp_group: Any) -> Any:
 def same_on_all_ranks(
     check: TensorChecks, groups: dict[str, Any], tokens: Any
 ) -> AbstractContextManager[dict[str, Any] | None]:
-    """Return a context in which a call checks its arguments. When it ends, ranks exchange errors and compare values.
+    """Check arguments inside this context. When it exits, ranks exchange errors and compare values.
 
-    The context yields a dict, to which the call adds the values to compare, by name (`inputs/compared.py`); None if
-    nothing is compared. The comparison reads values on the host. So it runs in every call where values are
-    checked (on a CPU, or with GSPO_CHECK=1), and elsewhere only in the first call with a group.
+    The context yields a dict, to which the caller adds the values to compare, by name (`inputs/compared.py`). It yields
+    None if nothing is compared. The comparison reads values on the host. So it runs in every call if values are checked
+    (on a CPU, or with GSPO_CHECK=1), otherwise only in the first call with a group.
 
     Args:
         check: names the public function in error messages.
         groups: process groups or None, by the name of their argument.
-        tokens: the first argument of the call, on whose device values are checked.
+        tokens: the first argument of the public function; values are checked on its device.
     """
     present = {name: group for name, group in groups.items() if group is not None}
     if not present or torch.compiler.is_compiling():
@@ -128,8 +127,8 @@ def same_on_all_ranks(
 
 
 def compares_every_call(device: torch.device) -> bool:
-    """Return whether ranks compare arguments in every call on `device`, or only in the first call."""
-    # On a CPU, the variable GSPO_CHECK is not read here: a rank where it is invalid must tell the others.
+    """Return whether ranks compare arguments in every call on `device`, not only in the first call."""
+    # On a CPU, do not read GSPO_CHECK here: a rank with an invalid value must tell the others.
     return device.type == "cpu" or validation.values_are_checked(device)
 
 
@@ -143,7 +142,7 @@ def _compared(
     try:
         yield values
         facts = {name: _facts(values, name) for name in groups}
-    except Exception as raised:  # raised again below, after the other ranks know of it
+    except Exception as raised:  # raised again below, once the other ranks know
         error = raised
     failure = "" if error is None else str(error) or type(error).__name__
     messages = []
@@ -162,7 +161,7 @@ def _compared(
 
 
 def _differences(check: TensorChecks, group: str, answers: list[dict[str, Any]]) -> list[str]:
-    """Return a message for each fact that differs between ranks. A fact that a rank lacks is not compared there."""
+    """Return a message for each fact that differs between ranks. Ranks that lack a fact are skipped."""
     messages = []
     for name in dict.fromkeys(name for answer in answers for name in answer):
         known = [answer[name] for answer in answers if name in answer]
@@ -172,7 +171,7 @@ def _differences(check: TensorChecks, group: str, answers: list[dict[str, Any]])
 
 
 def _facts(values: dict[str, Any], group: str) -> dict[str, Any]:
-    """Return what the ranks of a group compare: for each value a number or a text, equal if the values are."""
+    """Reduce each value to a number or a text, which the ranks of a group compare."""
     facts, mask = {}, values["mask"].reshape(-1)
     for name, value in values.items():
         if isinstance(value, Tensor) and value.ndim == 0:
@@ -189,6 +188,6 @@ def _facts(values: dict[str, Any], group: str) -> dict[str, Any]:
 
 
 def _checksum(x: Tensor) -> int:
-    """Return the CRC-32 of the bytes of `x`. -0.0 counts as 0.0."""
+    """Return the CRC-32 of the bytes of `x`, with -0.0 as 0.0."""
     x = (x.detach() + 0).cpu().contiguous()
     return zlib.crc32(ctypes.string_at(x.data_ptr(), x.nbytes))

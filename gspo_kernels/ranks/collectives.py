@@ -1,4 +1,4 @@
-"""Collectives over a process group. Operators name a group by a string, because a schema has no type for it."""
+"""Collectives over a process group. Operators take the name of a group, because schemas have no type for groups."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .shards import Shard
 
 
 def resolve(group: str) -> Any:
-    """Return the process group of this name."""
+    """Look up a process group by name."""
     c10d: Any = dist.distributed_c10d
     return c10d._resolve_process_group(group)
 
 
 def gather(x: Tensor, group: str) -> Tensor:
-    """Return `x` [K, ...] of every rank, in rank order, [ranks, K, ...]. One all-gather, or none if `x` is empty."""
+    """Gather `x` [K, ...] from every rank to [ranks, K, ...], by one all-gather; by none if `x` is empty."""
     process_group = resolve(group)
     out = x.new_empty(process_group.size(), *x.shape)
     if x.numel():
@@ -31,21 +31,21 @@ def gather(x: Tensor, group: str) -> Tensor:
 
 
 def gather_tiles(shard: Shard, tables: Sequence[tuple[Tensor, int]], target_logit: Tensor) -> list[Tensor]:
-    """Gather the results of all tiles. One all-gather.
+    """Gather the tile results of all ranks, by one all-gather.
 
     Args:
-        shard: the columns of this rank.
-        tables: pairs of a table [tiles of this rank, n] and the width of its tiles in columns.
+        shard: this rank's columns.
+        tables: pairs (table [tiles of this rank, n], width of its tiles in columns).
         target_logit: [n], NaN where the target is not in this rank's columns.
 
     Returns:
-        Each table with the tiles of all ranks in the order of their columns, [tiles, n]; at the end the logits of the
-        targets, [n], NaN for targets outside the vocabulary.
+        Each table with the tiles of all ranks in column order, [tiles, n], and last the logits of the targets, [n], NaN
+        for targets outside the vocabulary.
     """
-    if not shard.columns():  # the rank computed a column of padding
+    if not shard.columns():  # this rank computed a column of padding
         target_logit = torch.full_like(target_logit, torch.nan)
     sizes = [shard.tiles(width) for _, width in tables]
-    # Padded, because rank 0 has most tiles.
+    # Pad to the number of tiles of rank 0, which has the most.
     own, start = target_logit.new_zeros(sum(tiles[0] for tiles in sizes) + 1, target_logit.shape[0]), 0
     for (table, width), tiles in zip(tables, sizes, strict=True):
         _warn_of_unaligned(shard, width)
@@ -83,11 +83,11 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         d_x = d_x.contiguous()
-        with torch.no_grad():  # d_x keeps its graph, in which a second backward meets the error of `head_backward`
+        with torch.no_grad():  # d_x keeps its graph, so that a double backward raises the error of `head_backward`
             dist.all_reduce(d_x, group=ctx.group)
         return d_x, None
 
 
 def sum_gradient(x: Tensor, group: Any) -> Tensor:
-    """Return `x`. Its gradient is summed over the ranks of the group, by one all-reduce."""
+    """Return `x` unchanged. In the backward, its gradient is summed over the ranks by one all-reduce."""
     return _SumGradient.apply(x, group) if torch.is_grad_enabled() and x.requires_grad else x

@@ -10,20 +10,20 @@ from ..validation import TensorChecks, Unquoted, is_dtensor
 
 
 def local(x: Any) -> Any:
-    """Return this rank's part of a DTensor, and other objects unchanged. The gradient becomes a DTensor again."""
+    """Return this rank's part of a DTensor, other objects unchanged. The gradient becomes a DTensor again."""
     return x.to_local() if is_dtensor(x) else x
 
 
 def local_rows(x: Any) -> Any:
-    """Return this rank's rows of a DTensor, and other objects unchanged. A rank without rows gets a row of padding."""
+    """Return this rank's rows of a DTensor, other objects unchanged. A rank without rows gets one row of padding."""
     rows = local(x)
     return F.pad(rows, (0,) * (2 * rows.ndim - 1) + (1,)) if is_dtensor(x) and rows.shape[0] == 0 else rows
 
 
 def local_hidden(check: TensorChecks, hidden: Any, group: Any) -> Any:
-    """Return the plain tensor of hidden states that are a DTensor, replicated over the mesh of the head.
+    """Convert DTensor hidden states, replicated over the mesh of the head, to a plain tensor.
 
-    Their gradient is a DTensor of partial sums, which the next redistribution of the model adds up.
+    Their gradient is a DTensor of partial sums, which the model's next redistribution adds up.
     """
     from torch.distributed.tensor import Partial
 

@@ -1,4 +1,4 @@
-"""The columns of a sharded vocabulary that each rank holds (tensor parallelism)."""
+"""Which columns of a sharded vocabulary each rank holds (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from ..validation import is_dtensor
 
 
 class Shard(NamedTuple):
-    """The columns of a sharded vocabulary that a rank holds."""
+    """A rank's columns of a sharded vocabulary."""
 
     group: str  # name of the process group
     rank: int
     ranks: int
-    rows: int  # rows of lm_head on each rank; the last rank of a DTensor may hold fewer
-    vocab_size: int  # columns of all ranks that are not padding
+    rows: int  # rows of lm_head on each rank; for a DTensor, the last ranks may hold fewer
+    vocab_size: int  # columns on all ranks, without padding
 
     @property
     def text(self) -> str:
-        """Return the text that `shard_of` reads."""
+        """This shard as a string, which `shard_of` parses."""
         return f"{self.rank} {self.ranks} {self.rows} {self.vocab_size} {self.group}"
 
     @property
     def first(self) -> int:
-        """Return the first column of this rank."""
+        """This rank's first column."""
         return self.rank * self.rows
 
     def columns(self, rank: int | None = None) -> int:
-        """Return the number of columns of a rank, without padding; by default of this rank."""
+        """Return the number of columns on a rank (default: this rank), without padding."""
         rank = self.rank if rank is None else rank
         return max(min(self.vocab_size - rank * self.rows, self.rows), 0)
 
     def tiles(self, width: int) -> list[int]:
-        """Return the number of tiles of each rank. A tile is `width` columns, or fewer at the end of a shard."""
+        """Return the number of tiles on each rank. A tile has `width` columns, or fewer at the end of a shard."""
         return [-(-self.columns(rank) // width) for rank in range(self.ranks)]
 
     def tile_of(self, column: Tensor, width: int) -> Tensor:
-        """Return the tile, counted over all ranks, of columns of the vocabulary, int64."""
+        """Return the index of the tile that contains each column, int64. Both are counted over all ranks."""
         return column // self.rows * -(-self.rows // width) + column % self.rows // width
 
     def widths(self, width: int, device: torch.device) -> Tensor:
-        """Return the number of columns of each tile of all ranks, [tiles] int64."""
+        """Return the number of columns in each tile, over all ranks, [tiles] int64."""
         tile = torch.arange(sum(self.tiles(width)), device=device)
         rank, tile = tile // -(-self.rows // width), tile % -(-self.rows // width)
         columns = (self.vocab_size - rank * self.rows).clamp(max=self.rows)
         return (columns - tile * width).clamp(max=width)
 
     def own_tiles(self, x: Tensor, width: int) -> Tensor:
-        """Return the columns of `x` [..., tiles of all ranks] that are this rank's; one of zeros if it has none."""
+        """Select this rank's tiles from `x` [..., tiles of all ranks]. If it has no tiles, return one of zeros."""
         tiles = self.tiles(width)
         first = sum(tiles[: self.rank])
         own = x[..., first : first + tiles[self.rank]]
@@ -61,13 +61,13 @@ class Shard(NamedTuple):
 
 @functools.lru_cache
 def shard_of(text: str) -> Shard:
-    """Return the Shard of `Shard.text`."""
+    """Parse `Shard.text`."""
     *numbers, group = text.split(" ", 4)
     return Shard(group, *map(int, numbers))
 
 
 def widest_shard(head: Any) -> int:
-    """Return the column count of the widest rank. Caches are sized by it, so that all ranks keep as many rows."""
+    """Return the largest column count of any rank. Caches are sized by it, so that all ranks keep the same rows."""
     return shard_of(head.shard).columns(0) if head.shard else head.vocab_size
 
 
@@ -77,11 +77,11 @@ def columns_of_all_ranks(shard: str, vocab_size: int) -> int:
 
 
 def columns_over(group: Any, weight: Any) -> int:
-    """Return the number of rows of the head on all ranks, with padding."""
+    """Return the number of rows of the head on all ranks, including padding."""
     return weight.shape[0] if is_dtensor(weight) else weight.shape[0] * group.size()
 
 
 def shard_over(group: Any, weight: Any, vocab_size: int) -> Shard:
-    """Return the columns of this rank. A DTensor is divided as `torch.chunk` does."""
+    """Return this rank's Shard. A DTensor is divided as by `torch.chunk`."""
     rows = -(-columns_over(group, weight) // group.size())
     return Shard(group.group_name, dist.get_rank(group), group.size(), rows, vocab_size)

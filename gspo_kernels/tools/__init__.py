@@ -1,1 +1,1 @@
-"""The `gspo` command; `gspo doctor` is in doctor/."""
+"""The `gspo` command. `gspo doctor` is in doctor/."""

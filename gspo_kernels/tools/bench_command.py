@@ -1,4 +1,4 @@
-"""The options of `gspo bench`, and its measurement within the free memory."""
+"""`gspo bench`: check the options, plan the measurement, and run it within the free memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Plan(NamedTuple):
     """What `gspo bench` will measure."""
 
     forecast: str  # a line for the user: estimated minutes, and what is measured
-    steps: int  # how often `run` calls its argument, if nothing fails
+    steps: int  # number of calls that `run` makes to its argument, if nothing fails
     run: Callable[[bench.Tick], bench.Record]  # results for JSON; a MemoryError has a message for the user
-    show: str  # name of the function of `bench_table` that prints the results
-    title: tuple[str, ...] = ()  # its further arguments
+    show: str  # name of the function in `bench_table` that prints the results
+    title: tuple[str, ...] = ()  # more arguments of this function
 
 
 def of_loss(batch: dict[str, Any], dtype: str | None, device: str | None, rounds: int) -> Plan:
-    """Plan the comparison of losses. `batch`: the other options of the command. Raise BadOption if one is bad."""
+    """Plan a comparison of losses. `batch`: the command's other options. Raise BadOption for a bad option."""
     place = device_of(device)
     on_gpu = place.type == "cuda"
     scenario = "rl-like" if batch["scenario"] is None else batch["scenario"]
@@ -53,7 +53,7 @@ def of_loss(batch: dict[str, Any], dtype: str | None, device: str | None, rounds
 
 
 def of_trainer(batch: dict[str, Any], dtype: str | None, device: str | None, rounds: int) -> Plan:
-    """Plan steps of TRL's trainer. Raise BadOption if an option is bad."""
+    """Plan a measurement of TRL's trainer. Raise BadOption for a bad option."""
     place = device_of(device)
     for option, value in batch.items():
         if value is not None:
@@ -72,7 +72,7 @@ def of_trainer(batch: dict[str, Any], dtype: str | None, device: str | None, rou
 
 
 def head_of(text: str) -> Head:
-    """Parse the name of a model, or sizes "H,V"."""
+    """Parse a model name or sizes "H,V"."""
     if text in MODELS:
         return MODELS[text]
     expected = f"--model: expected one of {', '.join(MODELS)}, or H,V with 64 <= H < 2^20, 1000 <= V < 2^31"
@@ -97,10 +97,10 @@ def tokens_of(text: str) -> int:
 
 
 def run_loss(spec: Spec, chosen: list[Candidate], rounds: int, tick: bench.Tick) -> bench.Record:
-    """Run `bench.compare` within the free memory. Return its results with date, commit, machine and versions."""
+    """Run `bench.compare` within the free memory. Add date, commit, machine and versions to its results."""
     if spec.device == "cpu":
         measure.stop_before_swapping()
-    # Running processes per core, averaged over the last minute. Windows has no such number.
+    # Running processes per core, averaged over the last minute; not available on Windows.
     before = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else None
     try:
         results = bench.compare(spec, chosen, rounds, tick) | {"load per core before": before}
@@ -114,6 +114,6 @@ def run_loss(spec: Spec, chosen: list[Candidate], rounds: int, tick: bench.Tick)
 def run_trainer(
     names: tuple[str, ...], rounds: int, dtype: str, device: torch.device, tick: bench.Tick
 ) -> bench.Record:
-    """Measure steps of TRL's trainer. Return the results with date, commit, machine and versions."""
+    """Measure steps of TRL's trainer. Add date, commit, machine and versions to the results."""
     results = trainer.compare(names, rounds, dtype, device, tick=tick)
     return measure.jsonable(measure.about(device) | results)

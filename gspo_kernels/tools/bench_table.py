@@ -1,4 +1,4 @@
-"""Print what `gspo bench` and the suites measure: a progress bar, then a table and its conditions."""
+"""Output of `gspo bench` and the suites: a progress bar, then a table with its conditions and a legend."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EXPLAINED = (
 def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar. Yield a function that takes the description of the next measurement and advances the bar.
 
-    Without a terminal, each description is printed as a line on stderr.
+    Without a terminal, each description is printed once, as a line on stderr.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     seen: set[str] = set()
@@ -60,7 +60,7 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[str], None]]:
 
 
 def show(results: Record, console: Console, scenario: str) -> None:
-    """Print a description of the batch, the table, the reason for each candidate that was not timed, and a legend."""
+    """Print a description of the batch, the table, the reasons for candidates that were not timed, and a legend."""
     on = results["on"]
     records = results["candidates"]
     head = on["head"]
@@ -88,7 +88,7 @@ def show(results: Record, console: Console, scenario: str) -> None:
 
 
 def show_trainer(results: Record, console: Console) -> None:
-    """Print a table of steps of TRL's trainer and its legend."""
+    """Print the steps of TRL's trainer as a table, and a legend."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for at, column in enumerate(
         ("", "step\ns", "step /\nfull logits'", "peak\nMiB", "cache_mib", "gradient norm /\nfull logits'")

@@ -42,7 +42,7 @@ def gspo(
 
 
 def fail(error: Exception) -> NoReturn:
-    """Print one line and exit with status 1, without a traceback."""
+    """Print the error on one line and exit with status 1, without a traceback."""
     typer.echo(f"error: {error}", err=True)
     raise typer.Exit(1)
 
@@ -66,10 +66,11 @@ def train(
     The results replace the previous demo's.
 
     With model=FOLDER data=FILE, this trains your checkpoint on your prompts. The reward is 1 if the answer equals the
-    expected answer or ends in it, else 0; reward=file.py:function sets your own. All options are in docs/trainer.md.
-    Metrics, curves and the model are written to runs/<name>. Ctrl-C and SIGTERM stop the training and save its state.
+    expected answer or ends with it, else 0. reward=file.py:function uses your own reward. All options are in
+    docs/trainer.md. Metrics, curves and the model are written to runs/<name>. Ctrl-C and SIGTERM stop the training and
+    save its state.
 
-    Presets: demo, paper, under-1b, 1b-10b, moe. Start it by torchrun for several processes.
+    Presets: demo, paper, under-1b, 1b-10b, moe. For several processes, start it with torchrun.
     """
     try:
         from gspo_kernels.integrations import reference_trainer as trainer
@@ -95,7 +96,7 @@ def train(
 
 
 def _only_with(required: str, present: bool, options: dict[str, object]) -> None:
-    """Refuse options that need the option `required`, if it is absent."""
+    """Reject options that need the option `required` unless it is present."""
     for option, value in options.items():
         if value is not None and not present:
             raise typer.BadParameter(f"requires {required}", param_hint=option)
@@ -141,7 +142,7 @@ def doctor(
     """Report what is installed, which backend runs on each device, and whether its results are correct.
 
     On each device, loss and gradients are compared with a float64 reference. The exit status is 1 if a result is wrong
-    or a computation crashes. A missing Triton or GPU is reported, but is not an error.
+    or a computation crashes. If Triton or a GPU is missing, that is reported, but it is not an error.
     """
     if compile_ and interpret:
         raise typer.BadParameter("kernels can be compiled or interpreted, but not both", param_hint="--interpret")
@@ -212,8 +213,8 @@ def bench(
     """Measure time and memory of loss and gradients, and compare with other implementations.
 
     All candidates compute the same loss and gradients from the same batch; only naive GRPO has a different loss.
-    Their gradients are first compared with float64. Candidates with wrong gradients are not timed. Timed runs alternate
-    between candidates. Peak memory is measured in a separate process.
+    Gradients are first compared with float64, and candidates whose gradients are wrong are not timed. Timed runs
+    alternate between candidates. Peak memory is measured in a separate process.
     """
     from . import bench_command
 
@@ -256,8 +257,8 @@ def compare(
 ) -> None:
     """Train tiny models with several objectives, from the same weights, prompts and seeds, and compare them.
 
-    Prints the held-out reward, what each objective clips in its own training, entropies and ratios, and writes curves
-    and a figure. With --moe it also shows how many experts change within a rollout. A training takes about a minute.
+    Prints held-out reward, clip fractions, entropies and ratios of each objective, and writes curves and a figure. With
+    --moe it also shows how many experts change within a rollout. A training takes about a minute.
     """
     try:
         from gspo_kernels.benchmarks.studies import compare_command

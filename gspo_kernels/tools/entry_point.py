@@ -1,4 +1,4 @@
-"""Entry point of the console script `gspo`."""
+"""Entry point of the `gspo` console script."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from ..extras import MissingExtraError, needs
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command `gspo`.
+    """Run the `gspo` command. Without the packages of the `cli` extra, print how to install them and exit.
 
-    If the packages of the extra `cli` are not installed, exit with one line that says how to install them.
-
-    Args:
-        arguments: the command's arguments; None: `sys.argv[1:]`.
+    `arguments`: command-line arguments; None: `sys.argv[1:]`.
     """
     try:
         with needs("gspo", "cli", "typer", "rich"):

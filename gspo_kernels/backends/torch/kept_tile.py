@@ -1,4 +1,4 @@
-"""Exponentials that the forward kept, as tiles of the backward. With them, logits are not recomputed."""
+"""Exponentials that the forward kept, as tiles for the backward, which then does not recompute their logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .tiles import Tiles, tiling
 
 
 def cache_rows(head: HeadRows, cache_bytes: int) -> int:
-    """Return how many rows of exponentials fit `cache_bytes`: full tiles of rows, or all N."""
+    """Return how many rows of exponentials fit into `cache_bytes`: full tiles of rows, or all N."""
     rows, n = tiling(head).rows, head.hidden.shape[0]
     fit = cache_bytes // (rows * max(widest_shard(head), 1) * head.hidden.dtype.itemsize) * rows
     most: Any = torch.sym_min(fit, n)  # under torch.compile, one graph for all batches
@@ -25,7 +25,7 @@ def cache_rows(head: HeadRows, cache_bytes: int) -> int:
 
 
 def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
-    """Return tensors for what the forward keeps; those not requested are empty."""
+    """Allocate what the forward keeps. Tensors that are not requested are empty."""
     tiles = tiling(head)
     n = head.hidden.shape[0]
     padded = -(-n // tiles.rows) * tiles.rows
@@ -44,14 +44,14 @@ def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
 
 
 def lift(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round exponentials, at most 1, to `dtype`. In fp16 they are first multiplied by KEPT_FACTOR."""
+    """Round exponentials, which are at most 1, to `dtype`. For fp16, multiply them by KEPT_FACTOR first."""
     return (x * KEPT_FACTOR if dtype == torch.float16 else x).to(dtype)
 
 
 class KeptTiles:
-    """Tiles of p = exp(log_scale) E, where E is what the forward kept, for the first gathered rows.
+    """Tiles of p = exp(log_scale) E for the first gathered rows, where E are the kept exponentials.
 
-    log_scale is constant for a row in a slab, so p costs one multiplication per entry.
+    log_scale is constant within a row of a slab, so p costs one multiplication per entry.
     """
 
     def __init__(self, tiles: Tiles, kept: Kept, result: HeadResult) -> None:
@@ -72,9 +72,9 @@ class KeptTiles:
         self.places = self._places()
 
     def _places(self) -> dict[int, tuple[int, int, bool]]:
-        """Return the first and last place of each chunk, and whether its places are adjacent, by its first row.
+        """Map the first row of each chunk to its first and last place, and whether its places are adjacent.
 
-        The host reads them once, and not for every tile, because it waits for a GPU each time.
+        The host reads them all at once, not tile by tile, because every read waits for the GPU.
         """
         chunks = {x.start: self.place[x] for x in self.tiles.chunks() if x.start < self.rows}
         if not chunks:
@@ -88,11 +88,11 @@ class KeptTiles:
         return min(rows.stop, self.tiles.count) <= self.rows
 
     def scale(self, rows: slice, low: int) -> Tensor:
-        """Return log_scale of a chunk in the slab of column `low`, [rows]."""
+        """Return log_scale of a chunk in the slab that contains column `low`, [rows]."""
         return self.log_scale[low // self.tiles.tile_columns, rows]
 
     def tile(self, rows: slice, low: int, high: int) -> Tensor:
-        """Return E of a chunk in columns low to high, [rows, high - low]: a view, or a copy. Do not write to it."""
+        """Return E of a chunk in columns low to high, [rows, high - low]. It may be a view: do not write to it."""
         place = self.place[rows.start : min(rows.stop, self.rows)]
         first, last, adjacent = self.places[rows.start]
         columns = self.exponentials[:, low:high]

@@ -1,9 +1,9 @@
-"""Threads that run independent tasks. All operations of a task run in one thread.
+"""Threads that run independent tasks. All operations of a task run in the same thread.
 
 PyTorch instead splits each operation among its threads, and waits for all of them before the next operation. An
-operation on a tile takes 0.1 ms. If another process occupies one of the cores, each such wait takes a time slice of
-several ms, and a loss has thousands of operations. Here a delayed thread delays only its task. In addition, a task runs
-the same operations in the same order for any number of threads.
+operation on a tile takes 0.1 ms. If another process occupies one of the cores, each wait takes a time slice of several
+ms, and a loss has thousands of operations. Here, a delayed thread delays only its own task. Also, a task runs the same
+operations in the same order for any number of threads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Task = TypeVar("Task")
 
 
 class Stopped(RuntimeError):
-    """Raised by `Sums.add` after another task has failed or was interrupted."""
+    """Raised by `Sums.add` after another task failed or was interrupted."""
 
 
 class Sums:
     """Sums of terms that tasks compute in any order. The terms of each sum are added in a fixed order.
 
-    A term that arrives early is kept until the earlier terms are added. If `most_kept` terms are kept, a task with
-    another early term waits. Tasks must start in the order of their terms, otherwise all threads could wait.
+    A term that arrives early is kept until the earlier terms are added. While `most_kept` terms are kept, a task with
+    another early term waits. Tasks must start in the order of their terms, otherwise all threads could wait forever.
     """
 
     def __init__(self, sums: int, most_kept: int) -> None:
@@ -37,14 +37,14 @@ class Sums:
         self._room, self._moved, self._stopped = most_kept, threading.Condition(), False
 
     def add(self, index: int, number: int, add_term: Callable[[], None]) -> None:
-        """Call `add_term`, which adds term `number` to sum `index`, after the terms with lower numbers are added."""
+        """Call `add_term`, which adds term `number` to sum `index`, once all terms with lower numbers are added."""
         with self._moved:
             self._moved.wait_for(lambda: self._stopped or self._room > 0 or self._added[index] == number)
             if self._stopped:
                 raise Stopped
             self._kept[index][number] = add_term
             self._room -= 1
-            if self._adding[index]:  # another thread is adding to this sum, and adds this term when it is next
+            if self._adding[index]:  # another thread is adding to this sum, and will add this term in its turn
                 return
             self._adding[index] = True
         while next_term := self._next(index):
@@ -55,7 +55,7 @@ class Sums:
                 self._moved.notify_all()
 
     def _next(self, index: int) -> Callable[[], None] | None:
-        """Remove and return the next term of a sum. If it has not arrived, return None: this thread stops adding."""
+        """Pop the next term of a sum. If it has not arrived, return None, and this thread stops adding."""
         with self._moved:
             term = self._kept[index].pop(self._added[index], None)
             self._adding[index] = term is not None
@@ -71,8 +71,8 @@ class Sums:
 def run(function: Callable[[Task], None], tasks: Sequence[Task], threads: int, sums: Sums | None = None) -> None:
     """Call `function` once per task, in up to `threads` threads. If `threads` is 1, use the calling thread.
 
-    Tasks start in their order and run without autograd. After an exception no further tasks start, and the first
-    exception is raised here.
+    Tasks start in order and run without autograd. After an exception no more tasks start, and the first exception is
+    raised here.
     """
     jobs = min(_start_threads(threads), len(tasks)) if threads > 1 else 0
     if not jobs:
@@ -123,10 +123,10 @@ _started = 0
 
 
 def _start_threads(count: int) -> int:
-    """Start threads until there are `count`, or as many as the system allows. Return their number, at most `count`."""
+    """Make sure that `count` threads run, or as many as the system allows. Return their number, at most `count`."""
     with _lock:
         if _started < count:
-            with suppress(RuntimeError):  # no room for another thread, or the interpreter is shutting down
+            with suppress(RuntimeError):  # the system allows no more threads, or the interpreter is shutting down
                 starter = threading.Thread(target=_start, args=(count,), daemon=True)
                 starter.start()
                 starter.join()
@@ -134,9 +134,9 @@ def _start_threads(count: int) -> int:
 
 
 def _start(count: int) -> None:
-    """Start the missing threads, and let PyTorch use one thread per operation in each of them.
+    """Start the missing threads, in which PyTorch uses one thread per operation.
 
-    `torch.set_num_threads` changes the calling thread, and the default of threads that have not computed yet. So this
+    `torch.set_num_threads` changes the calling thread and the default of threads that have not computed yet. So this
     function runs in a new thread, reads the default first, and restores it at the end.
     """
     global _started
@@ -155,17 +155,17 @@ def _start(count: int) -> None:
 
 def _take_jobs(ready: threading.Event) -> None:
     """Run jobs forever, with one PyTorch thread per operation."""
-    torch.get_num_threads()  # the first use initialises this thread's setting; later it would undo the next line
+    torch.get_num_threads()  # the first use initializes this thread's setting; done later, it would undo the next line
     torch.set_num_threads(1)
     ready.set()
     while True:
         job = _jobs.get()
         job()
-        del job  # otherwise its tensors would live until the next job
+        del job  # otherwise its tensors live until the next job
 
 
 def _forget() -> None:
-    """Reset this module in a forked process, in which the threads do not exist."""
+    """Reset this module in a forked process, which lacks the threads."""
     global _lock, _jobs, _started
     _lock, _jobs, _started = threading.Lock(), SimpleQueue(), 0
 

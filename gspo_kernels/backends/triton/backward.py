@@ -1,18 +1,18 @@
-"""Gradients of a head. Logits are recomputed a slab of the vocabulary at a time; the vendor's library multiplies.
+"""Gradients of a head. Logits are recomputed one slab of the vocabulary at a time; the products use vendor libraries.
 
     d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail
 
 The tail is the head's scale, soft-cap and temperature. Its slope is d(logit) / d(h W^T + bias). Only rows with a
-gradient are gathered (`gradient_rows.py`). For every slab of columns and chunk of rows, one kernel writes d_logits, in
-the dtype of the operands if no other gradient needs them in fp32. Two matrix products with fp32 accumulation follow.
-d_hidden is summed over slabs. d_weight of a slab is summed over chunks and written once.
+gradient are gathered (`gradient_rows.py`). For each slab of columns and chunk of rows, one kernel writes d_logits, in
+the operands' dtype unless another gradient needs them in fp32. Two matrix products with fp32 accumulation follow.
+d_hidden is summed over slabs. Each slab of d_weight is summed over chunks and written once.
 
-The host reads once: the number of rows with a gradient and, with a gradient budget, the number of cells to compute in
-each tile. During the capture of a CUDA graph it reads nothing: all rows are gathered, and those without a gradient are
-set to 0.
+The host reads values once: the number of rows with a gradient and, with a gradient budget, the number of cells to
+compute in each tile. While a CUDA graph is captured it reads nothing. Then all rows are gathered, and rows without a
+gradient are set to 0.
 
-On AMD and with TunableOp, PyTorch may refuse an fp32 product of half-precision operands. Then our own kernels multiply
-if they can (`cells/`, with all cells). Otherwise copies of the operands in fp32 are multiplied.
+On AMD and with TunableOp, PyTorch may refuse an fp32 product of half-precision operands. In that case our own kernels
+multiply where they can (`cells/`, with all cells). Otherwise fp32 copies of the operands are multiplied.
 
 Must match the torch backend's `backward.py`.
 """
@@ -49,7 +49,7 @@ def head_backward(
     live_tiles: LiveTiles | None = None,
     kept: Kept | None = None,
 ) -> HeadGradients:
-    """Compute the gradients of the head's operands, None where `needs` is False."""
+    """Compute the gradients of the head's operands; None where `needs` is False."""
     config = tile_config(head, "gradient")
     rows_of_weight = head.weight.shape[0]
     head = straighten(head, config)
@@ -73,11 +73,10 @@ def head_backward(
 
 
 def _sums_in_kernels(rows: GradientRows) -> bool:
-    """Return whether to compute all columns as cells, whose products our kernels sum in fp32.
+    """Return whether to compute all columns as cells, so that our own kernels sum the products in fp32.
 
-    Otherwise PyTorch would multiply fp32 copies of half-precision operands, at an eighth of the speed (NOTES.md). Heads
-    with a bias or an adapter have no kernels for these products, and cells have no variant with a gradient of the
-    entropy.
+    PyTorch would instead multiply fp32 copies of half-precision operands, at an eighth of the speed (NOTES.md). The
+    cell kernels do not support a bias, an adapter or a gradient of the entropy.
     """
     head = rows.head
     is_plain = head.bias is None and head.adapter_weight is None and rows.d_entropy is None
@@ -90,10 +89,10 @@ class _Gradients:
     def __init__(self, rows: GradientRows, rows_of_weight: int, config: Config, needs: NeedsGradient) -> None:
         head = rows.head
         self.rows, self.config, self.n, self.dtype = rows, config, rows.index.shape[0], rows.d_log_probs.dtype
-        # Gradients of bias and adapter are computed from d_logits that are not rounded.
+        # Gradients of bias and adapter need unrounded d_logits.
         self.unrounded = needs.bias or needs.adapter_hidden or needs.adapter_weight or torch_rounds(head)
         self.width, rank = head.weight.shape[1], 0 if head.adapter_weight is None else head.adapter_weight.shape[1]
-        # The first slab writes d_hidden, and the others add to it. Without rows there is no slab.
+        # The first slab writes d_hidden, the others add to it. Without rows there is no slab, so d_hidden starts at 0.
         self.d_hidden = None
         if needs.hidden:
             make = torch.empty if self.n else torch.zeros
@@ -102,9 +101,9 @@ class _Gradients:
         self.d_bias = self._zeros(rows_of_weight) if needs.bias else None
         self.d_ah = self._zeros(self.n, rank) if needs.adapter_hidden else None  # of adapter_hidden
         self.d_aw = self._zeros(rows_of_weight, rank) if needs.adapter_weight else None  # of adapter_weight
-        # The gradients of the n gathered rows are summed in the last n rows of d_hidden. `scatter_in_place` moves them.
+        # The gradients of the n gathered rows are summed in the last n rows of d_hidden; `scatter_in_place` moves them.
         self.gathered = None if self.d_hidden is None else self.d_hidden[self.d_hidden.shape[0] - self.n :]  # [n, H]
-        # With a single chunk, the product rounds d_weight to bf16. An fp16 product must be divided by `boost` first.
+        # With a single chunk, a bf16 product writes d_weight directly. fp16 must first be divided by `boost`.
         direct = head.weight.dtype == torch.bfloat16
         self.chunk, self.slab, gather_once = chunk_and_slab(head, self.n, config, self.unrounded, direct)
         self.direct = direct and self.n <= self.chunk
@@ -114,7 +113,7 @@ class _Gradients:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.rows.head.hidden.device)
 
     def add_slab(self, low: int, high: int) -> None:
-        """Compute d_logits of columns low to high, and add their terms to all gradients."""
+        """Compute d_logits of columns low to high, and add their contribution to every gradient."""
         d_weight = None if self.d_weight is None else self.d_weight[low:high]
         total = d_weight
         if d_weight is not None and d_weight.dtype != self.dtype and not self.direct:
@@ -125,7 +124,7 @@ class _Gradients:
             d_weight.copy_(total if self.rows.boost is None else total.div_(self.rows.boost))
 
     def _add_chunk(self, chunk: slice, low: int, high: int, d_weight: Tensor | None) -> None:
-        """Add the terms of one chunk of rows; `d_weight` is of columns low to high."""
+        """Add the contribution of one chunk of rows. `d_weight` is the slab [high - low, H]."""
         rows, head = self.rows, self.rows.head
         hidden = rows.hidden(chunk) if self.hidden is None else self.hidden[chunk]
         d_z = gradient_of_tiles(rows, hidden, chunk, low, high, self.config, self.unrounded)
@@ -148,7 +147,7 @@ class _Gradients:
             add_product(d_weight, d_z.t(), hidden)
 
     def scattered(self) -> HeadGradients:
-        """Return the gradients in the shapes and dtypes of the head's operands."""
+        """Scatter rows and cast, so that gradients have the shapes and dtypes of the head's operands."""
         rows, head = self.rows, self.rows.head
         d_bias, d_ah, d_aw = self.d_bias, self.d_ah, self.d_aw
         return HeadGradients(

@@ -1,4 +1,4 @@
-"""Elementary functions that Triton lacks, accurate near zero, made of operations that the interpreter has, too."""
+"""Elementary functions that Triton lacks, accurate near zero, built from operations that the interpreter also has."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 from .. import rows
 
 KEPT_FACTOR: tl.constexpr = tl.constexpr(rows.KEPT_FACTOR)
-# Log-prob in place of -inf: its exp is 0 in fp32 and fp64, and 0 times it is 0, not NaN.
+# Replaces a log-prob of -inf. Its exp is 0 in fp32 and fp64, and 0 times it is 0 instead of NaN.
 LOG_OF_NOTHING: tl.constexpr = tl.constexpr(-1000.0)
 # Log-ratios are cut off here for sapo: exp(80) is finite in fp32, and the sigmoid is flat there.
 FAR: tl.constexpr = tl.constexpr(80.0)
@@ -20,14 +20,14 @@ def log1p(x):
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
-# Triton decides at import whether kernels are interpreted. The only difference is the dtype of operands.
+# Triton decides at import whether kernels are interpreted.
 INTERPRETED = not isinstance(log1p, triton.JITFunction)
 UPCAST = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def operands(a, b, ACC: tl.constexpr):
-    """Return the operands of a product, cast to ACC if interpreted: the interpreter multiplies bf16 as integers."""
+    """Cast the operands of a product to ACC if interpreted, because the interpreter multiplies bf16 as integers."""
     if UPCAST:
         a, b = a.to(ACC), b.to(ACC)
     return a, b
@@ -35,7 +35,7 @@ def operands(a, b, ACC: tl.constexpr):
 
 @triton.jit
 def lift(x, DTYPE: tl.constexpr):
-    """Round exponentials, at most 1, to DTYPE. In fp16 they are first multiplied by KEPT_FACTOR."""
+    """Round exponentials, which are at most 1, to DTYPE. For fp16, multiply them by KEPT_FACTOR first."""
     if DTYPE == tl.float16:
         x = x * KEPT_FACTOR
     if UPCAST and DTYPE == tl.bfloat16:  # the interpreter truncates, so round to even first
@@ -46,7 +46,7 @@ def lift(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def fast_exp(x):
-    """Return exp(x) by the exp2 instruction: results below 1.2e-38 are 0, the relative error is |x| 2^-24 larger."""
+    """Compute exp(x) with the exp2 instruction. Results below 1.2e-38 are 0; the relative error grows by |x| 2^-24."""
     if x.dtype == tl.float64:
         return tl.exp(x)
     else:
@@ -55,7 +55,7 @@ def fast_exp(x):
 
 @triton.jit
 def expm1(x):
-    """Return exp(x) - 1, corrected for rounding as in `log1p` where exp(x) is near 1."""
+    """Return exp(x) - 1. Where exp(x) is near 1, it is corrected for rounding as in `log1p`."""
     u = tl.exp(x)
     near = (u > 0.25) & (u < 4.0) & (u != 1.0)
     corrected = (u - 1.0) * (x / tl.log(tl.where(near, u, 2.0)))
@@ -70,7 +70,7 @@ def softplus(x):
 
 @triton.jit
 def difference(a, b):
-    """Return a - b and its rounding error (D. E. Knuth); the error is 0 where a - b is not finite."""
+    """Return a - b and its rounding error (D. E. Knuth). The error is 0 where a - b is not finite."""
     d = a - b
     minus_b = d - a
     error = (a - (d - minus_b)) - (b + minus_b)
@@ -79,9 +79,9 @@ def difference(a, b):
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x): an odd polynomial near zero, where the form with exp would cancel, and that form elsewhere."""
+    """Return tanh(x) from exp(-2 |x|), or near zero, where this would cancel, from an odd polynomial."""
     y = x * x
-    if x.dtype == tl.float64:  # Taylor's polynomial, only where terms up to the eleventh power are enough
+    if x.dtype == tl.float64:  # Taylor polynomial, only where terms up to x^11 are enough
         near = tl.abs(x) < 0.02
         series = 0.02186948853615520 - y * 0.00886323552990220
         series = -0.33333333333333333 + y * (0.13333333333333333 + y * (-0.05396825396825397 + y * series))
@@ -96,7 +96,7 @@ def tanh(x):
 
 @triton.jit
 def finite(largest):
-    """Return a maximum that can be subtracted before exp: itself, or 0 where it is -inf."""
+    """Replace -inf by 0 in a maximum, so that it can be subtracted before exp."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 

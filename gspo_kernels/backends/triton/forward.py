@@ -1,9 +1,9 @@
-"""Log-probs and entropies: one kernel reduces each tile of logits to two numbers per row, another adds up the tiles.
+"""Log-probs and entropies: one kernel reduces each tile of logits to two numbers per row, another combines the tiles.
 
-For each row, a tile writes its largest logit and its mass relative to that logit, the target's column excluded. Their
-combination, the log-sum-exp, would be rounded. With entropies it also writes the entropy of the softmax over the tile.
-The tile that contains the target writes the target's logit. There are no atomics and no locks, and the order of
-additions is fixed: a row has the same bits alone and in any batch.
+For each row, a tile writes its largest logit and its mass relative to that logit, both without the target's column.
+Combining the two into a log-sum-exp would round. With entropies, a tile also writes the entropy of the softmax over its
+columns. The tile that contains the target writes the target's logit. There are no atomics and no locks, and additions
+have a fixed order, so a row has the same bits in any batch.
 
 Must match the torch backend's `forward.py`.
 """
@@ -60,7 +60,7 @@ def forward_tile(
     tile_mass,  # out, as tile_top
     tile_entropy,  # out, as tile_top; or None
     exponentials,  # out [C, column_blocks * BLOCK_V] in the order of `order`: exp(logit - tile_top); or None
-    n_kept,  # [1] int64: number of rows whose exponentials are written, up to full row blocks; or None
+    n_kept,  # [1] int64: number of rows whose exponentials are written, rounded up to row blocks; or None
     target_logit,  # out [N] in the order of `order`; not written for a target outside the vocabulary
     n_rows: tl.int64,
     row_blocks: tl.int32,
@@ -82,9 +82,9 @@ def forward_tile(
     HEAD: tl.constexpr,
     CONFIG: tl.constexpr,
 ):
-    """Reduce each tile of logits to its largest logit and its mass per row, the target's column excluded.
+    """Reduce each tile of logits to its largest logit and its mass per row, without the target's column.
 
-    2 N H V operations; N H + V H operand elements are read, 8 N column_blocks bytes written.
+    Cost: 2 N H V operations, N H + V H operand elements read, 8 N column_blocks bytes written.
     """
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_V: tl.constexpr = CONFIG.block_v
@@ -117,7 +117,7 @@ def forward_tile(
             logit_softcap=logit_softcap,
         )
         first_column = tile * BLOCK_V
-        # Before the product, which hides the load.
+        # Load before the product, which hides the latency.
         target = target_column(target=tl.load(target_ids + rows), vocab_size=vocab_size)
         tile_has_target = in_tile(target, first_column, BLOCK_V=BLOCK_V)[1]
         z = logit_tile(
@@ -133,7 +133,7 @@ def forward_tile(
         beyond = vocab_size - first_column  # columns of the tile from here on are padding
         # One branch for both rare cases: with two, the tile takes more registers.
         if tile_has_target | (beyond < BLOCK_V):
-            # Loaded again: held during the product, the ids would take registers in every tile.
+            # Load the ids again. Keeping them during the product would cost registers in every tile.
             reloaded = target_column(target=tl.load(target_ids + rows), vocab_size=vocab_size)
             has_target = in_tile(reloaded, first_column, BLOCK_V=BLOCK_V)[0]
             columns = tl.arange(0, BLOCK_V)[None, :]
@@ -161,7 +161,7 @@ def forward_tile(
 
 
 def head_forward(head: HeadRows) -> HeadResult:
-    """Compute log-probs (and entropies) of the target ids. Nothing is read on the host."""
+    """Compute log-probs (and entropies) of the target ids. The host reads no values."""
     return forward_and_keep(head)[0]
 
 
@@ -226,9 +226,9 @@ def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None =
 
 
 def _add_other_ranks(shard: str, tile_results: dict[str, Any], block_v: int, share: Tensor | None) -> int:
-    """Replace the results of this rank's tiles by those of all ranks. Return the number of tiles.
+    """Replace this rank's tile results in `tile_results` with the results of all ranks. Return the number of tiles.
 
-    If `share` is not None, the masses are written to it.
+    If `share` is not None, the masses are stored in it.
     """
     names = [name for name in ("tile_top", "tile_mass", "tile_entropy") if tile_results[name] is not None]
     tables = [(tile_results[name], block_v) for name in names]
@@ -240,15 +240,14 @@ def _add_other_ranks(shard: str, tile_results: dict[str, Any], block_v: int, sha
 
 
 def tiles_of_all_ranks(head: HeadRows, width: int) -> int:
-    """Return the number of tiles of all ranks."""
+    """Count the vocabulary tiles of `width` columns on all ranks."""
     return sum(shard_of(head.shard).tiles(width)) if head.shard else -(-head.vocab_size // width)
 
 
 def _order(mask: Tensor, cache: Cache | None, n_kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the order in which rows are gathered, [N], unmasked rows first, and their number, [1] int64.
+    """Return the order in which rows are gathered, [N], unmasked rows first, and the unmasked rows' number, [1] int64.
 
-    With a cache, rows that may have a gradient come before the others, and their number, limited by the cache, is
-    written to `n_kept` [1].
+    With a cache, rows that may have a gradient come first. Their number, limited by the cache, is written to `n_kept`.
     """
     rank = mask.view(torch.uint8)
     if cache is not None:
@@ -259,17 +258,17 @@ def _order(mask: Tensor, cache: Cache | None, n_kept: Tensor) -> tuple[Tensor, T
 
 
 def cache_rows(head: HeadRows, cache_bytes: int) -> int:
-    """Return how many rows of exponentials fit `cache_bytes`, a multiple of the forward's row block."""
+    """Return how many rows of exponentials fit into `cache_bytes`, a multiple of the forward's row block."""
     config = tile_config(head, "forward")
     columns = -(-widest_shard(head) // config.block_v) * config.block_v
     fit = cache_bytes // (config.block_n * columns * head.hidden.dtype.itemsize)
-    # Under torch.compile, `min` would make one graph for batches that fit and another for those that do not.
+    # Under torch.compile, `min` would compile two graphs: for batches that fit and for batches that do not.
     blocks: Any = torch.sym_min(fit, -(-head.hidden.shape[0] // config.block_n))
     return blocks * config.block_n
 
 
 def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
-    """Return uninitialised tensors for what the forward keeps; those not requested are empty."""
+    """Allocate what the forward keeps, uninitialized. Tensors that are not requested are empty."""
     config, n = tile_config(head, "forward"), head.hidden.shape[0]
     tiles, make = -(-head.vocab_size // config.block_v), partial(torch.empty, device=head.hidden.device)
     shares, dtype = shares and cell_shape(head) is not None, accumulator(head.hidden.dtype)
@@ -283,9 +282,10 @@ def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
 
 
 def cell_shape(head: HeadRows) -> tuple[int, int] | None:
-    """Return (rows, columns) of a cell, the unit that a backward may leave out: gradient block x forward tile.
+    """Return the (rows, columns) of a cell, the unit that a backward may leave out.
 
-    None for a head with a bias or an adapter, whose gradients have no block-sparse products.
+    Rows are a row block of the backward, columns a tile of the forward. None for a head with a bias or an adapter,
+    whose gradients have no block-sparse kernels.
     """
     if head.bias is not None or head.adapter_weight is not None:
         return None

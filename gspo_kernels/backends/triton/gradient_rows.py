@@ -1,6 +1,6 @@
 """Steps shared by the dense and the sparse backward: gather rows, compute d_logits, scatter rows.
 
-A slab is a range of vocabulary columns, a chunk a range of rows. `cells/` defines cells and parts.
+A slab is a range of vocabulary columns, a chunk is a range of rows. `cells/` defines cells and parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .launch import launch
 from .logit_tile import INTERPRETED, gather_rows, tile_arguments
 from .tuning import Config
 
-# `gradient_tile` as compiled for cells, if the kernels that compute the same gradients densely are loaded too.
+# Compiled variants of `gradient_tile` for cells, once the kernels of the corresponding dense backward are loaded.
 _ready_for_capture: set[Any] = {None}  # None if kernels are interpreted
 
 
@@ -37,9 +37,9 @@ class CellRange(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientRows:
-    """Per-row inputs of the backward, not gathered, and the index of the rows to gather.
+    """Per-row inputs of the backward, not yet gathered, and the index of the rows to gather.
 
-    The torch backend gathers these inputs in `LogitGradients`.
+    The torch backend's counterpart is `LogitGradients`, which gathers them.
     """
 
     head: HeadRows
@@ -47,11 +47,11 @@ class GradientRows:
     d_log_probs: Tensor  # [N], 0 where masked
     d_entropy: Tensor | None  # [N]
     has_gradient: Tensor  # [N] bool
-    index: Tensor  # [n] rows to gather. It ascends, except for selected cells, whose rows are ordered by mass
+    index: Tensor  # [n] rows to gather, ascending; for selected cells, ordered by mass
     index_is_all_rows: bool  # True only if the host knows that index is 0 ... N - 1
     boost: Tensor | None  # [] power of two that lifts fp16 gradients above fp16's smallest exponent
     kept: Kept | None  # exponentials that the forward kept, if any
-    n_kept: Tensor | None  # []: number of rows at the beginning of `index` whose exponentials are kept, if any are
+    n_kept: Tensor | None  # []: number of leading rows of `index` whose exponentials are kept, if any are
 
     def hidden(self, rows: slice) -> Tensor:
         """Gather the hidden states of a chunk, `index[rows]`, [rows, H]."""
@@ -62,7 +62,7 @@ class GradientRows:
     def zero_rows_without_gradient(self, x: Tensor, rows: slice) -> Tensor:
         """Set gathered rows without a gradient to 0, in place, because they may hold NaN.
 
-        Such rows are gathered only where the host must not read values.
+        Such rows are gathered only if the host must not read values.
         """
         return x if may_read(x) else x.masked_fill_(~self.has_gradient[self.index[rows], None], 0)
 
@@ -80,8 +80,8 @@ def gradient_rows(
 
     Args:
         d_log_probs, d_entropy: [N], 0 where masked.
-        index: rows to gather, [n]; None: those with a gradient.
-        ascending: whether `index` ascends, if it is not None.
+        index: rows to gather, [n]; None: rows with a gradient.
+        ascending: whether `index` ascends; True if it is None.
     """
     dtype = accumulator(head.hidden.dtype)
     d_log_probs = d_log_probs.to(dtype)
@@ -92,11 +92,12 @@ def gradient_rows(
     n = has_gradient.shape[0]
     if index is None:
         index = has_gradient.nonzero()[:, 0] if may_read(has_gradient) else torch.arange(n, device=has_gradient.device)
-    if not may_read(has_gradient):  # all rows take part, and those without a gradient may hold NaN
+    if not may_read(has_gradient):  # all rows are computed, and rows without a gradient may hold NaN
         head = _zero_dead_rows(head, has_gradient)
     boost = None
     if head.hidden.dtype == torch.float16:
-        # Entries of d_logits are at most |d_log_prob| (1 - p) slope, and of the entropy term about |d_entropy| slope.
+        # Entries of d_logits are at most |d_log_prob| (1 - p) slope, and its entropy term at most about
+        # |d_entropy| slope.
         slope = head.logit_scale / (1 if head.temperature is None else head.temperature)
         boost = power_of_two(d_log_probs * torch.expm1(result.log_probs), d_entropy, has_gradient, slope)
     index_is_all_rows = ascending and may_read(has_gradient) and index.shape[0] == n
@@ -108,7 +109,7 @@ def gradient_rows(
 
 
 def _zero_dead_rows(head: HeadRows, has_gradient: Tensor) -> HeadRows:
-    """Return the head with a finite temperature and adapter in rows without a gradient."""
+    """Make temperature and adapter_hidden finite in rows without a gradient."""
     temperature, adapter_hidden = head.temperature, head.adapter_hidden
     if temperature is not None and temperature.ndim:
         temperature = torch.where(has_gradient, temperature, 1)
@@ -137,14 +138,14 @@ def gradient_of_tiles(
     unrounded: bool,
     part: CellRange | None = None,
 ) -> Tensor:
-    """Compute d_logits of a chunk of rows and of columns low to high, or of the cells of a part.
+    """Compute d_logits for a chunk of rows and columns low to high, or for the cells of a part.
 
     Args:
         hidden: [n, H], hidden states of the chunk.
-        unrounded: compute in fp32 or fp64; else round to the operands' dtype, after multiplication by `rows.boost`.
+        unrounded: return fp32 or fp64. Otherwise multiply by `rows.boost` and round to the operands' dtype.
 
     Returns:
-        [n, high - low]; with a part, its cells: [cells, block_n, block_v].
+        [n, high - low], or for a part [cells, block_n, block_v].
     """
     head, result, columns = rows.head, rows.result, high - low
     n, dtype = hidden.shape[0], rows.d_log_probs.dtype if unrounded else hidden.dtype
@@ -187,10 +188,10 @@ def gradient_of_tiles(
 
 
 def _load_dense_kernels(rows: GradientRows, config: Config) -> None:
-    """Compute d_logits of one row and column, and a product of it, as the dense backward does.
+    """Load the kernels of the dense backward by computing one entry of d_logits and one product.
 
-    A step with a budget that is captured as a CUDA graph takes the dense backward. The steps before it may have
-    computed cells only, and a capture can neither load a kernel nor create the handle of cuBLAS.
+    While a CUDA graph is captured, a step with a budget takes the dense backward, but can neither load a kernel nor
+    create a cuBLAS handle. Earlier steps may have computed cells only.
     """
     d_z = gradient_of_tiles(rows, rows.hidden(slice(0, 1)), slice(0, 1), 0, 1, config, unrounded=False)
     add_product(rows.d_log_probs.new_empty(1, rows.head.weight.shape[1]), d_z, rows.head.weight[:1], first=True)
@@ -204,10 +205,9 @@ def round_to_operands(d_logits: Tensor, rows: GradientRows) -> Tensor:
 def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
     """Return d_hidden [N, H] in the dtype of hidden, 0 in rows without a gradient. Overwrites `sums`.
 
-    The sums of the n gathered rows are the last n rows of `sums` [N, H]. If the result has another dtype and does not
-    fit the workspace, it is written into the memory of `sums`: row k of the n moves to row index[k] from row N - n + k,
-    and index[k] <= N - n + k because the index ascends. If rows move in ascending k, none overwrites a row that has not
-    moved yet.
+    The gathered rows' sums are the last n rows of `sums` [N, H]. A result in another dtype that does not fit the
+    workspace is written into the memory of `sums`. Row N - n + k then moves to row index[k], in ascending k. The index
+    ascends, so index[k] <= N - n + k, and no row overwrites one that has not moved yet.
     """
     dtype, (n_rows, width), n = rows.head.hidden.dtype, sums.shape, rows.index.shape[0]
     fits = dtype != sums.dtype and (n_rows + chunk) * width * dtype.itemsize <= rows.head.workspace
@@ -229,6 +229,6 @@ def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
 
 
 def scatter(x: Tensor, rows: GradientRows, like: Tensor) -> Tensor:
-    """Scatter gathered rows: [n, ...] -> [N, ...] in the shape and dtype of `like`, 0 in the other rows."""
+    """Scatter gathered rows [n, ...] to the shape and dtype of `like` [N, ...]; other rows are 0."""
     out = torch.zeros_like(like, memory_format=torch.contiguous_format)
     return out.index_put_((rows.index,), x.to(like.dtype))

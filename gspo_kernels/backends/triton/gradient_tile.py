@@ -1,4 +1,4 @@
-"""The kernel of the backward: recompute a tile of logits and write its gradient, d_logits.
+"""The backward kernel: recompute a tile of logits and write its gradient, d_logits.
 
 Formulas: `backward.py`. Must match `LogitGradients.d_logits` of the torch backend's `backward.py`. Tiles whose
 exponentials the forward kept are computed by `kept_tile.py` instead.
@@ -60,7 +60,7 @@ def gradient_tile(
     d_entropy,  # or None
     boost,  # []: d_logits are multiplied by it before they are rounded; or None
     by_tile,  # `CellLists.by_tile` if only the cells of a part are computed, or None
-    n_kept,  # []: row blocks before this row are left to `kept_tile`; or None
+    n_kept,  # []: `kept_tile` computes the row blocks before this row; or None
     d_logits,  # out [n, width], or for a part [cells, BLOCK_N, BLOCK_V]
     n_rows: tl.int64,
     row_blocks: tl.int32,
@@ -90,7 +90,7 @@ def gradient_tile(
 ):
     """Write d_logits = [d_log_prob (onehot - p) - d_entropy p (log p + entropy)] times the slope of the head's tail.
 
-    For a slab of C columns: 2 n C H operations; n H + C H operand elements are read, n C written.
+    Cost of a slab of C columns: 2 n C H operations, n H + C H operand elements read, n C written.
     """
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_V: tl.constexpr = CONFIG.block_v
@@ -151,7 +151,7 @@ def gradient_tile(
         HEAD=HEAD,
         BLOCK_V=BLOCK_V,
     )
-    if first_column + BLOCK_V > high:  # padding of the slab, and of cells beyond the vocabulary
+    if first_column + BLOCK_V > high:  # columns beyond the slab or, for a cell, beyond the vocabulary
         d = tl.where((first_column + tl.arange(0, BLOCK_V))[None, :] < high, d, 0.0)
     column = tl.arange(0, BLOCK_V)[None, :]
     if by_tile is not None:  # block-sparse products read all entries of a cell
@@ -171,13 +171,13 @@ def gradient_tile(
 def _gradient_of_logits(
     z, head, rows, first_column, row_inputs, ROUNDED: tl.constexpr, HEAD: tl.constexpr, BLOCK_V: tl.constexpr
 ):
-    """Return d_logits of a tile of logits `z`, 0 in rows without a gradient."""
+    """Return d_logits for the logits `z` of a tile; 0 in rows without a gradient."""
     ACC: tl.constexpr = HEAD.ACC
     d_log_p = tl.load(row_inputs.d_log_probs + rows)
     has_gradient = d_log_p != 0.0
     if HEAD.HAS_SOFTCAP:
         capped = z / tl.full([], head.logit_softcap, ACC)  # tanh of the logits before the soft-cap
-    # The slope of scale and temperature is one factor per row, applied to the row's gradients and not to the tile.
+    # Scale and temperature are one factor per row, so they multiply the row's gradients, not the tile.
     slope = row_slope(
         head.logit_scale, head.temperature, head.strides.temperature, rows=rows, boost=row_inputs.boost, ACC=ACC
     )
@@ -187,7 +187,7 @@ def _gradient_of_logits(
         d_h, h = tl.load(row_inputs.d_entropy + rows), tl.load(row_inputs.entropy + rows)
         has_gradient |= d_h != 0.0
         h = tl.where(has_gradient, h, 0.0)
-    # A row without a gradient may hold NaN. Its probabilities become 0: a select per row, not per entry.
+    # A row without a gradient may hold NaN. Make its probabilities 0 with one select per row, not per entry.
     log_total = tl.where(has_gradient, tl.load(row_inputs.log_total + rows), float("inf"))
     z -= tl.where(has_gradient, tl.load(row_inputs.shift + rows), 0.0)[:, None]
     if row_inputs.d_entropy is not None:
@@ -195,7 +195,7 @@ def _gradient_of_logits(
         d = fast_exp(z) * (
             -(d_log_p * slope)[:, None] - (d_h * slope)[:, None] * (tl.maximum(z, LOG_OF_NOTHING) + h[:, None])
         )
-    elif ROUNDED:  # one rounding of log_total in base 2 costs less than the rounding of d_logits
+    elif ROUNDED:  # rounding log_total in base 2 costs less accuracy than rounding d_logits
         d = tl.exp2(tl.fma(z, LOG2_E, -log_total[:, None] * LOG2_E)) * -(d_log_p * slope)[:, None]
     else:
         d = fast_exp(z - log_total[:, None]) * -(d_log_p * slope)[:, None]
@@ -212,7 +212,7 @@ def _gradient_of_logits(
 
 @triton.jit
 def row_slope(logit_scale, temperature, stride_temperature, rows, boost, ACC: tl.constexpr):
-    """Return scale / temperature of rows, times the boost: the slope of the head's tail without its soft-cap."""
+    """Return logit_scale / temperature * boost, [BLOCK_N]: the slope of the head's tail without its soft-cap."""
     slope = tl.full([rows.shape[0]], logit_scale, ACC)
     if temperature is not None:
         slope /= tl.load(temperature + rows * stride_temperature)
@@ -223,7 +223,7 @@ def row_slope(logit_scale, temperature, stride_temperature, rows, boost, ACC: tl
 
 @triton.jit
 def gradient_of_target(row_inputs, rows, has_gradient):
-    """Return d_log_prob (1 - p) - d_entropy p (log p + entropy) of the targets, [BLOCK_N]; nothing cancels."""
+    """Return d_log_prob (1 - p) - d_entropy p (log p + entropy) at the targets, [BLOCK_N], without cancellation."""
     log_p = tl.where(has_gradient, tl.load(row_inputs.log_probs + rows), 0.0)
     d = tl.load(row_inputs.d_log_probs + rows) * -expm1(log_p)
     if row_inputs.d_entropy is not None:

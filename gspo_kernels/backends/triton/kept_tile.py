@@ -1,4 +1,4 @@
-"""The kernel of the backward for tiles whose exponentials the forward kept: it computes d_logits without a product.
+"""The backward kernel for tiles with kept exponentials: compute d_logits without a matrix product.
 
 Formulas: `backward.py`. Must match the torch backend's `kept_tile.py`.
 """
@@ -41,7 +41,7 @@ def kept_tile(
     exponentials,  # [C, columns]: this and the next two are fields of `Kept`
     top,
     place,
-    n_kept,  # []: only row blocks before this row are computed
+    n_kept,  # []: only the row blocks before this row are computed
     temperature,  # [] or [N], or None
     target_ids,  # [N] int64
     index,  # [n] int64: rows of the batch
@@ -75,7 +75,7 @@ def kept_tile(
 ):
     """Write d_logits of a tile, as `gradient_tile` does, from the kept exponentials E: p = E exp(top - log-sum-exp).
 
-    For a slab of C columns, n C values are read and n C written.
+    Cost of a slab of C columns: n C values read, n C written.
     """
     ACC: tl.constexpr = HEAD.ACC
     BLOCK_N: tl.constexpr = CONFIG.block_n
@@ -108,7 +108,7 @@ def kept_tile(
     log_total_of_row = tl.where(has_gradient, tl.load(log_total + rows), 0.0)
     tile_of_forward = low // BLOCK_V + tile
     tile_top = tl.load(top + tile_of_forward.to(tl.int64) * stride_top + at)
-    # At most 0, except for a tile that consists of the target's column, where the exponentials are 0.
+    # At most 0, unless the target's column is the only one of the tile. Then the exponentials are 0.
     log_scale = at_most((tile_top - shift_of_row) - log_total_of_row, 0.0)
     log_scale = tl.where(has_gradient, log_scale, 0.0)
     slope = row_slope(logit_scale, temperature, stride_temperature, rows=rows, boost=boost, ACC=ACC)
@@ -134,7 +134,7 @@ def kept_tile(
             d = e * (tl.exp(log_scale) * scale)[:, None]
         d = tl.where(is_target, d_target[:, None], d)
         if HEAD.HAS_SOFTCAP:
-            # Nothing is kept of the target's logit. Where an exponential was rounded to 0, d is 0.
+            # The target's logit is not kept. Where an exponential was rounded to 0, d is 0.
             target_log_p = tl.where(has_gradient, tl.load(log_probs + rows), 0.0)
             capped = tl.where(is_target, target_log_p[:, None], log_p) + (shift_of_row + log_total_of_row)[:, None]
             capped /= tl.full([], logit_softcap, ACC)
@@ -152,7 +152,7 @@ def kept_tile(
 
 
 def launch_kept_tile(kept: Kept, programs: int, config: Config, arguments: dict[str, Any], d_logits: Tensor) -> None:
-    """Launch `kept_tile`. `arguments` are those of `gradient_tile`, of which the head's operands are not used."""
+    """Launch `kept_tile` with the arguments of `gradient_tile`, from which the head's operands are removed."""
     matrices = ("hidden", "weight", "bias", "adapter_hidden", "adapter_weight", "hidden_size")
     unused = {name for name in arguments if name.startswith(tuple(f"stride_{x}" for x in matrices)) or name in matrices}
     launch(

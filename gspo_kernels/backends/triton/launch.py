@@ -1,7 +1,7 @@
 """Kernel launches. All launches of the library go through `launch`, so that `launches` can record them.
 
-With meta tensors nothing is launched. So on a machine without a GPU, the kernels that an H200 would run can be recorded
-by the same host code, then compiled and counted.
+With meta tensors nothing is launched. So on a machine without a GPU, the same host code can record the kernels that an
+H200 would run, to compile and count them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _listeners: list[list[Launch]] = []
 
 @contextmanager
 def launches() -> Iterator[list[Launch]]:
-    """Record the launches inside this context in the list that it returns."""
+    """Record all launches inside this context in the list that it yields."""
     recorded: list[Launch] = []
     _listeners.append(recorded)
     try:
@@ -42,7 +42,8 @@ def launch(kernel: Any, programs: int, config: Config, **arguments: Any) -> Any:
     """Run `programs` programs of a kernel, unless its tensors are meta tensors.
 
     Returns:
-        The compiled kernel, the same object for all launches that Triton does not tell apart. None if there is none.
+        The compiled kernel, the same object for all launches that Triton does not distinguish. None if interpreted or
+        if nothing runs.
     """
     for recorded in _listeners:
         recorded.append(Launch(kernel, arguments, config, programs))
@@ -54,5 +55,5 @@ def launch(kernel: Any, programs: int, config: Config, **arguments: Any) -> Any:
 
 
 def launch_options(config: Config) -> dict[str, Any]:
-    """Return Triton's options of a launch. Fused multiply-adds are requested, because Triton's default changes."""
+    """Return Triton's launch options. Fused multiply-adds are set explicitly, because Triton's default changes."""
     return dict(num_warps=config.warps, num_stages=config.stages, enable_fp_fusion=True)

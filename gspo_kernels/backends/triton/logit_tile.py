@@ -1,8 +1,8 @@
-"""The logits of a tile, in fp32 registers, for the kernels of forward and backward; and the arguments of these kernels.
+"""The logits of a tile, in fp32 registers, for the forward and backward kernels, and the arguments of these kernels.
 
-A kernel takes a head's tensors, strides and numbers as separate arguments. Fields of a tuple argument cannot be typed,
-so floats would be fp32 and strides could not be int64. Inside a kernel they are grouped as `HeadPointers`. There are
-two compile-time constants: `HeadConstants` and `tuning.Config`.
+A kernel takes a head's tensors, strides and numbers as separate arguments, because fields of a tuple argument cannot be
+typed: floats would be fp32, and strides could not be int64. Inside a kernel they are grouped as `HeadPointers`. There
+are two compile-time constants, `HeadConstants` and `tuning.Config`.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -82,8 +82,8 @@ class HeadConstants(NamedTuple):
 @triton.jit
 def logit_tile(
     head,  # HeadPointers
-    rows,  # [block_n] int64: the tile's rows, as rows of the batch
-    first_row,  # int32: the tile's first row in `head.hidden`
+    rows,  # [block_n] int64: indices of the tile's rows in the batch
+    first_row,  # int32: index of the tile's first row in `head.hidden`
     first_column,  # int32
     n_rows,  # int64: number of rows of `head.hidden`
     HEAD: tl.constexpr,  # HeadConstants
@@ -91,8 +91,8 @@ def logit_tile(
 ):
     """Return softcap(logit_scale * (h W^T + a B^T + bias)) / temperature, [block_n, block_v] in ACC, never rounded.
 
-    At ragged edges, indices of rows and columns are clamped, so that loads in the main loop need no mask; the caller
-    masks these rows and columns. Indices are int64 before they are multiplied by a stride.
+    At ragged edges, row and column indices are clamped, so that loads in the main loop need no mask. The caller masks
+    these rows and columns. Indices are converted to int64 before they are multiplied by a stride.
     """
     ACC: tl.constexpr = HEAD.ACC  # some functions need a constexpr, and `HEAD.ACC` is not one
     BLOCK_N: tl.constexpr = CONFIG.block_n
@@ -119,7 +119,7 @@ def logit_tile(
         cap = tl.full([], head.logit_softcap, ACC)
         z = cap * tanh(z / cap)
     if head.temperature is not None:
-        z *= (1.0 / tl.load(head.temperature + rows * head.strides.temperature))[:, None]  # one division a row
+        z *= (1.0 / tl.load(head.temperature + rows * head.strides.temperature))[:, None]  # one division per row
     return z
 
 
@@ -157,7 +157,7 @@ def _product_by_pointers(head, z, columns, first_row, n_rows, HEAD: tl.constexpr
 
 @triton.jit
 def _load_operands(a_at, b_at, remaining, HEAD: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Load blocks of both operands, with zeros after the `remaining` elements of H."""
+    """Load one block of each operand, zero beyond the `remaining` elements of H."""
     if HEAD.RAGGED:
         inside = tl.arange(0, BLOCK_H)[None, :] < remaining
         a, b = tl.load(a_at, mask=inside, other=0.0), tl.load(b_at, mask=inside, other=0.0)
@@ -191,7 +191,7 @@ def target_column(target, vocab_size):
 
 @triton.jit
 def in_tile(target, first_column, BLOCK_V: tl.constexpr):
-    """Return which rows have their target in the tile, [block_n] bool, and whether any has."""
+    """Return which rows have their target in the tile, [block_n] bool, and whether any row does."""
     inside = (target >= first_column) & (target < first_column + BLOCK_V)
     return inside, tl.max(inside.to(tl.int32), 0) > 0
 
@@ -200,7 +200,7 @@ def in_tile(target, first_column, BLOCK_V: tl.constexpr):
 def grouped(program, row_blocks, column_blocks, GROUP: tl.constexpr):
     """Return the (row block, column block) of a program, in an order that keeps GROUP row blocks in the L2 cache.
 
-    Consecutive programs read the same columns of the head for all row blocks of a group.
+    Consecutive programs read the same columns of the head, for each row block of a group in turn.
     """
     group = program // (GROUP * column_blocks)
     height = tl.minimum(row_blocks - group * GROUP, GROUP)
@@ -209,12 +209,12 @@ def grouped(program, row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 def triton_type(dtype: torch.dtype) -> tl.dtype:
-    """Return the Triton dtype of sums for operands of `dtype`: fp64 for fp64, else fp32."""
+    """Return the Triton dtype in which operands of `dtype` are summed: fp64 for fp64, else fp32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def gather_rows(hidden: Tensor, index: Tensor | None) -> Tensor:
-    """Return `hidden[index]` (None: all rows) in the layout that kernels read: contiguous rows, 16-byte aligned."""
+    """Return `hidden[index]` (None: all rows) as the kernels read it: contiguous rows, aligned to 16 bytes."""
     n, width = hidden.shape[0] if index is None else index.shape[0], hidden.shape[1]
     if index is None and _aligned(hidden):
         return hidden
@@ -224,7 +224,7 @@ def gather_rows(hidden: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _aligned(x: Tensor) -> bool:
-    """Return whether rows are contiguous, do not overlap, and begin at multiples of 16 bytes."""
+    """Return whether rows are contiguous, do not overlap, and start at multiples of 16 bytes."""
     return (
         x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
     )
@@ -238,7 +238,7 @@ def straighten(head: HeadRows, config: Config) -> HeadRows:
 
 
 def tile_arguments(head: HeadRows, hidden: Tensor, config: Config) -> dict[str, Any]:
-    """Return the arguments of a tile kernel that describe the head; `hidden` [n, H] holds the gathered rows."""
+    """Return the tile kernels' arguments that describe the head. `hidden` [n, H] holds the gathered rows."""
     weight, temperature = head.weight, head.temperature
     hidden_row, (weight_row, weight_column) = hidden.stride(0), weight.stride()
     adapter_hidden_row, adapter_hidden_column = _strides(head.adapter_hidden)

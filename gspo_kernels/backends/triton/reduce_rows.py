@@ -1,6 +1,6 @@
-"""The second kernel of the forward: add up the results of the tiles to log-probs and entropies.
+"""The second forward kernel: combine the tile results to log-probs and entropies.
 
-Must match the torch backend's `forward.py`. "Others" are the columns other than the target's.
+"Others" are all columns except the target's. Must match the torch backend's `forward.py`.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -44,10 +44,10 @@ def reduce_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Compute log_prob = -softplus(log-sum-exp of the others - z_target), and shift, log_total and entropy.
+    """Compute log_prob = -softplus(log-sum-exp of the others - z_target), shift, log_total and entropy.
 
-    If SHARES, tile_mass becomes the share of each tile in the row's probability, without the target's.
-    On peaked rows, z_target - log-sum-exp of all columns would lose 1 - p.
+    On peaked rows, subtracting the log-sum-exp of all columns from z_target would lose 1 - p. If SHARES, tile_mass is
+    overwritten with the probability of each tile, without the target's column.
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = n < tl.load(n_unmasked)
@@ -62,14 +62,14 @@ def reduce_rows(
     over_top = tl.where(target_z == float("inf"), float("nan"), over_top)
     margin, margin_error = difference(over_top, log_others)
     log_rest = -softplus(margin)  # log(1 - p)
-    # log p = log sigmoid(margin). The errors of both differences are added back, so log p is rounded once. Two more
-    # roundings would be visible in the mean over a short sequence.
+    # log p = log sigmoid(margin). Both differences' rounding errors are added back, so log p is rounded once. Two more
+    # roundings would show in the mean over a short sequence.
     correction = (over_top_error + margin_error) * tl.exp(log_rest)
     log_p = tl.minimum(margin, 0.0) + (correction - log1p(tl.exp(-tl.abs(margin))))
     inside = n < n_rows
     rows = tl.load(order + n, mask=inside, other=0)
     tl.store(log_probs + rows, tl.where(valid, log_p, 0.0), mask=inside)
-    # The log-sum-exp of all columns is shift + log_total. Their sum would be rounded.
+    # The log-sum-exp of all columns is shift + log_total, kept apart because the sum would be rounded.
     top_all = tl.where(target_z > top_others, target_z, top_others)
     tl.store(shift + rows, tl.where(valid, top_all, 0.0), mask=inside)
     larger = tl.where(margin > 0, target_z - top_all, log_others + (top_others - top_all))
@@ -101,7 +101,7 @@ def reduce_rows(
 
 @triton.jit
 def _log_sum_exp(tiles, n, valid, n_rows, n_tiles, ACC: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return (largest logit, mass relative to its exp) of the others, each [BLOCK_N]."""
+    """Return the others' largest logit, and their mass relative to its exp, each [BLOCK_N]."""
     largest = tl.full([n.shape[0]], float("-inf"), ACC)
     mass = tl.zeros([n.shape[0]], ACC)
     for start in range(0, n_tiles, BLOCK_T):
@@ -123,7 +123,8 @@ def _entropy_of_others(
 ):
     """Return the entropy of the softmax over the others, [BLOCK_N].
 
-    The chain rule (which tile? which column?) adds positive terms only, so nothing cancels.
+    By the chain rule, it is the entropy of the choice of a tile plus the mean entropy within the tiles. All terms are
+    positive, so nothing cancels.
     """
     entropy = tl.zeros([n.shape[0]], ACC)
     for start in range(0, n_tiles, BLOCK_T):
@@ -133,7 +134,7 @@ def _entropy_of_others(
         top = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
         mass = tl.load(tiles.mass + at, mask=inside, other=0.0)
         log_share = (top - top_others[None, :]) + (tl.log(mass) - log_others[None, :])
-        log_share = tl.where(log_share > LOG_OF_NOTHING, log_share, LOG_OF_NOTHING)  # NaN, if no tile has mass, too
+        log_share = tl.where(log_share > LOG_OF_NOTHING, log_share, LOG_OF_NOTHING)  # NaN (no tile has mass), too
         tile_entropy = tl.load(tiles.entropy + at, mask=inside, other=0.0)
         entropy += tl.sum(tl.exp(log_share) * (tile_entropy - log_share), 0)
     return entropy
@@ -141,13 +142,13 @@ def _entropy_of_others(
 
 @triton.jit
 def _store_shares(tiles, top_all, log_total, n, valid, n_rows, n_tiles, BLOCK_T: tl.constexpr):
-    """Multiply the masses of tiles by exp(tile's top - log-sum-exp), in place."""
+    """Multiply each tile's mass by exp(tile's top - log-sum-exp), in place, which makes it a probability."""
     for start in range(0, n_tiles, BLOCK_T):
         t = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
         inside = (t[:, None] < n_tiles) & valid[None, :]
         at = t[:, None] * n_rows + n[None, :]
         top = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
-        # At most 0, except for a tile that consists of the target's column: its mass is 0 and its maximum arbitrary.
+        # At most 0, unless the target's column is the only one of the tile. Then its mass is 0 and its top arbitrary.
         over = at_most((top - top_all[None, :]) - log_total[None, :], 0.0)
         mass = tl.load(tiles.mass + at, mask=inside, other=0.0) * tl.exp(over)
         tl.store(tiles.mass + at, mass, mask=inside)

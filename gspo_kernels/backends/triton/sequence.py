@@ -1,14 +1,14 @@
-"""The loss from log-probs, and its derivative with respect to each of them, in one program per sequence.
+"""The loss from log-probs and its derivatives with respect to them, in one program per sequence.
 
-A program averages the log-ratios of its tokens, adds up loss and metrics, and writes the coefficient of every token,
+A program averages the log-ratios of its tokens, adds up loss and metrics, and writes each token's coefficient,
 d(loss)/d(log_prob). The loops over tokens are in `token_passes.py`. `surrogates.py` decides where the clip binds; the
-slope is 0 there. An earlier launch counts tokens, because default normalizers are counts of the batch. A later launch
-adds up the sequences (`totals.py`).
+slope is 0 there. An earlier launch counts tokens, because default normalizers need the counts of the full batch. A
+later launch adds up the sequences (`totals.py`).
 
-Sums are in fp64: in GSPO the terms of a sequence are equal, and an fp32 sum of equal terms rounds in the same direction
-every time.
+Sums are in fp64. In GSPO the terms of a sequence are equal, and an fp32 sum of equal terms may round in the same
+direction every time.
 
-Formulas: `objective.py`, and the torch backend's `sequence.py`, which this must match.
+Formulas: `objective.py`. Must match the torch backend's `sequence.py`.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -73,7 +73,7 @@ def sequence_loss(
     offsets,  # [S + 1] int64
     lengths,  # [S]
     normalizer,  # [], or None for the default
-    kl_normalizer,  # the same
+    kl_normalizer,  # [], or None for the default
     invalid,  # []: if it is not 0, the result is NaN
     log_ratio,  # out [S], or [N] for ratio="token"
     coefficient,  # out [N]
@@ -94,9 +94,9 @@ def sequence_loss(
     OBJECTIVE: tl.constexpr,  # ObjectiveConstants
     BLOCK: tl.constexpr,
 ):
-    """Compute the loss, its derivatives and the partial results of one sequence.
+    """Compute loss, derivatives and partial results of one sequence.
 
-    Each input is read once from memory; log-probs, mask and coefficients are read again from the cache.
+    Inputs are read from memory once. Log-probs, mask and coefficients are read again, from the cache.
     """
     ACC: tl.constexpr = OBJECTIVE.ACC
     tokens = TokenInputs(
@@ -140,8 +140,8 @@ def sequence_loss(
         tl.store(log_ratio + i, u)
     outputs = TokenOutputs(log_ratio=log_ratio, coefficient=coefficient, entropy_coefficient=entropy_coefficient)
     sums = sum_tokens(tokens, outputs, shares, bounds, u=u, begin=begin, end=end, OBJECTIVE=OBJECTIVE, BLOCK=BLOCK)
-    # The gradient through a sequence's ratio needs a sum over its tokens, so it is added in a second loop. The barrier
-    # is needed because that loop reads coefficients that other threads have written.
+    # The gradient through a sequence's ratio needs a sum over its tokens, so a second loop adds it. The loop reads
+    # coefficients that other threads wrote, hence the barrier.
     tl.debug_barrier()
     mean_d_log_ratio = tl.sum(sums.d_log_ratio, 0).to(ACC) / tl.maximum(length, 1.0)
     n_no_gradient = add_ratio_gradient(
@@ -162,9 +162,9 @@ def sequence_loss(
 
 @triton.jit
 def divisor_of(normalizer, lengths, sequences, AGGREGATION: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the normalizer. If it is None, return the number of tokens for "token-mean", else of non-empty sequences.
+    """Return the normalizer. Default: the number of tokens for "token-mean", else of non-empty sequences; at least 1.
 
-    A default is at least 1. Each program computes it again, from S lengths, which saves a launch.
+    Every program recomputes the default from S lengths, which saves a launch.
     """
     if normalizer is not None:
         return tl.load(normalizer).to(ACC)
@@ -176,7 +176,7 @@ def divisor_of(normalizer, lengths, sequences, AGGREGATION: tl.constexpr, ACC: t
 
 @triton.jit
 def _store_partials(at, sums, n_no_gradient, sequences, u, length, OBJECTIVE: tl.constexpr):
-    """Write the partial results of a sequence from its TokenSums. `at` points to its first one."""
+    """Write the partial results of a sequence from its TokenSums. `at` points to the sequence's first entry."""
     tl.store(at + LOSS * sequences, tl.sum(sums.loss, 0))
     tl.store(at + LENGTH * sequences, length.to(tl.float64))
     tl.store(at + LOW * sequences, tl.sum(sums.n_low, 0).to(tl.float64))

@@ -1,4 +1,4 @@
-"""How the backward divides its work into chunks of rows and slabs of columns, so that its tensors fit the workspace."""
+"""Choose chunks of rows and slabs of columns, so that the tensors of the backward fit the workspace."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ROWS_AT_ONCE = 8192
 
 
 def bytes_per_entry(head: HeadRows, unrounded: bool) -> int:
-    """Return the bytes of an entry of d_logits, both before and after rounding if torch rounds it."""
+    """Return the bytes per entry of d_logits. If torch rounds it, that is the entry before and after rounding."""
     size = head.hidden.dtype.itemsize
     return 4 + size if unrounded and size < 4 else size
 
 
 class Sizes(NamedTuple):
-    """How a dense backward divides its work, so that its tensors fit the workspace."""
+    """Chunk and slab of a dense backward."""
 
     chunk: int  # rows
     slab: int  # columns
@@ -32,15 +32,17 @@ def multiplies_copies(head: HeadRows) -> bool:
 
 
 def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, direct: bool) -> Sizes:
-    """Return the sizes for `n` gathered rows.
+    """Choose the sizes for `n` gathered rows.
 
-    `unrounded` as in `gradient_of_tiles`. `direct`: with one chunk of rows, no slab of d_weight is summed in fp32.
+    Args:
+        unrounded: as in `gradient_of_tiles`.
+        direct: with a single chunk of rows, the product writes d_weight directly, without an fp32 slab.
     """
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
-    space = head.workspace * 7 // 8  # the remainder is for vectors over rows
+    space = head.workspace * 7 // 8  # the rest is for per-row vectors
     if multiplies_copies(head):
         space -= bytes_of_copies()
-    # At most a third for gathered hidden states, and half for d_logits of one tile of columns.
+    # At most a third for gathered hidden states, and at most half for d_logits of one tile of columns.
     per_element = bytes_per_entry(head, unrounded)
     most = min(space // 3 // (width * size), space // 2 // (config.block_v * per_element), _ROWS_AT_ONCE)
     chunks = shares(-(-n // config.block_n), most // config.block_n)
@@ -58,10 +60,10 @@ def chunk_and_slab(head: HeadRows, n: int, config: Config, unrounded: bool, dire
 
 
 def _tiles_of_slab(tiles: int, most: int, row_blocks: int, multiprocessors: int) -> int:
-    """Return how many of `tiles` a slab has, at most `most`, so that the backward takes the fewest waves.
+    """Choose the number of tiles per slab, at most `most`, that needs the fewest waves for all `tiles`.
 
-    In a wave, each multiprocessor computes one cell. A slab ends with a wave that may be partial, and adding its term
-    to d_hidden takes about as long as a wave (NOTES.md).
+    In a wave, each multiprocessor computes one cell. The last wave of a slab may be partial. Adding the slab's term to
+    d_hidden takes about as long as one more wave (NOTES.md).
     """
 
     def waves(size: int) -> int:
@@ -78,7 +80,7 @@ def _tiles_of_slab(tiles: int, most: int, row_blocks: int, multiprocessors: int)
 
 class Shares(NamedTuple):
     number: int
-    size: int  # of all but the last
+    size: int  # of every share except the last, which may be smaller
 
 
 def shares(total: int, most: int) -> Shares:

@@ -1,6 +1,6 @@
 """Surrogates and KL estimators with their derivatives, elementwise, inside a kernel.
 
-Formulas: the torch backend's `surrogates.py`, which this must match.
+Must match the torch backend's `surrogates.py`, which has the formulas.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -60,7 +60,7 @@ class Bounds(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A surrogate's value and derivative, as `Term` of the torch backend."""
+    """A surrogate's value and derivative. Fields: `Term` of the torch backend."""
 
     value: Any
     slope: Any
@@ -70,7 +70,7 @@ class Term(NamedTuple):
 
 @triton.jit
 def token_log_ratio(log_probs, old_log_probs, t, unmasked):
-    """Return lp - old, 0 at masked tokens; without old log-probs 0, or NaN where lp is not finite."""
+    """Return lp - old, 0 at masked tokens. Without old log-probs: 0, or NaN where lp is not finite."""
     lp = tl.load(log_probs + t, mask=unmasked, other=0.0)
     if old_log_probs is not None:
         return lp - tl.load(old_log_probs + t, mask=unmasked, other=0.0)
@@ -80,7 +80,7 @@ def token_log_ratio(log_probs, old_log_probs, t, unmasked):
 
 @triton.jit
 def surrogate(u, advantage, bounds, OBJECTIVE: tl.constexpr):
-    """Return the Term of OBJECTIVE.SURROGATE; `bounds` is a Bounds."""
+    """Return the Term of OBJECTIVE.SURROGATE at log-ratio `u`. `bounds` is a Bounds."""
     ACC: tl.constexpr = OBJECTIVE.ACC
     nonzero = advantage != 0
     low = nonzero & (nonzero == 0)
@@ -117,7 +117,7 @@ def surrogate(u, advantage, bounds, OBJECTIVE: tl.constexpr):
 
 @triton.jit
 def bounded(log_ratio, advantage, bounds, ACC: tl.constexpr):
-    """Return gmpo's bounded token log-ratio, and whether the lower and the upper bound bind."""
+    """Return gmpo's bounded token log-ratio, whether the lower bound binds, and whether the upper bound does."""
     least, most = tl.full([], bounds.log_low, ACC), tl.full([], bounds.log_high, ACC)
     low, high = (advantage < 0) & (log_ratio < least), (advantage > 0) & (log_ratio > most)
     return tl.where(high, most, tl.where(low, least, log_ratio)), low, high
@@ -145,7 +145,7 @@ def kl_and_slope(d, log_ratio, ESTIMATOR: tl.constexpr):
 
 @triton.jit
 def multiply_no_nan(factor, x):
-    """Return factor * x, exactly 0 where either is 0, as `precision.multiply_no_nan`."""
+    """Return factor * x, exactly 0 where either is 0 (like `precision.multiply_no_nan`)."""
     return tl.where((factor == 0) | (x == 0), 0.0, factor * x)
 
 
@@ -157,7 +157,7 @@ def divergence_times(kl, ratio):
 
 @triton.jit
 def share_of_token(length, normalizer, length_norm, AGGREGATION: tl.constexpr, ACC: tl.constexpr):
-    """Return the weight of a sequence's tokens, divided by the normalizer, a number."""
+    """Return the aggregation weight of each token in a sequence of `length` unmasked tokens, over the normalizer."""
     share = tl.full([], 1.0, ACC)
     if AGGREGATION == TOKEN_MEAN_OF_SEQUENCE:
         share = share / tl.maximum(length, 1.0)
@@ -167,7 +167,7 @@ def share_of_token(length, normalizer, length_norm, AGGREGATION: tl.constexpr, A
 
 
 def objective_arguments(objective: Objective, kl_aggregation: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of `sequence_loss` that describe the objective."""
+    """Return the arguments of `sequence_loss` that depend only on objective and dtype."""
     ceiling = objective.ceiling
     log_low, log_high = objective.log_window
     return dict(

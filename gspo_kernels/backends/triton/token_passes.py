@@ -1,8 +1,8 @@
 """The loops over the tokens of one sequence, inside `sequence_loss`.
 
-Formulas: `objective.py`, and the torch backend's `sequence.py`, which this must match. d_log_ratio is the derivative of
-the loss with respect to the log-ratio that the surrogate takes, d_log_prob the derivative with respect to the token's
-log-prob that does not flow through this log-ratio.
+Formulas: `objective.py`. Must match the torch backend's `sequence.py`. d_log_ratio is the derivative of the loss with
+respect to the surrogate's log-ratio. d_log_prob is the derivative with respect to the token's log-prob, without the
+part that flows through this log-ratio.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -59,7 +59,7 @@ class Shares(NamedTuple):
 
 
 class TokenSums(NamedTuple):
-    """Sums over every BLOCK-th token of a sequence, [BLOCK]. Their own sum is over all tokens."""
+    """Partial sums, [BLOCK]: each covers every BLOCK-th token of a sequence."""
 
     loss: Any
     d_log_ratio: Any  # for ratio="sequence" only
@@ -75,7 +75,7 @@ class TokenSums(NamedTuple):
 
 @triton.jit
 def mean_log_ratio(tokens, bounds, begin, end, length, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the mean log-ratio of a sequence's unmasked tokens."""
+    """Return the mean log-ratio of a sequence's unmasked tokens; for gmpo, of the bounded log-ratios."""
     ACC: tl.constexpr = OBJECTIVE.ACC
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(begin, end, BLOCK):
@@ -91,7 +91,7 @@ def mean_log_ratio(tokens, bounds, begin, end, length, OBJECTIVE: tl.constexpr, 
 
 @triton.jit
 def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the TokenSums. Write coefficients, for ratio="sequence" without the gradient through the ratio."""
+    """Compute the TokenSums and write coefficients. For ratio="sequence", `add_ratio_gradient` completes them."""
     ACC: tl.constexpr = OBJECTIVE.ACC
     loss = tl.zeros([BLOCK], tl.float64)
     d_log_ratio, minus_r, kl_sum, entropy_sum, ratio_sum = loss, loss, loss, loss, loss
@@ -155,7 +155,7 @@ def sum_tokens(tokens, outputs, shares, bounds, u, begin, end, OBJECTIVE: tl.con
 def _policy_term(tokens, shares, bounds, t, unmasked, log_ratio, r, OBJECTIVE: tl.constexpr):
     """Return the policy term of the loss, its d_log_ratio and d_log_prob, and whether a lower or an upper bound binds.
 
-    `log_ratio` is the log-ratio that the surrogate takes, `r` that of the token.
+    `log_ratio` is the surrogate's log-ratio, `r` the token's.
     """
     ACC: tl.constexpr = OBJECTIVE.ACC
     advantage = tl.load(tokens.advantages + t, mask=unmasked, other=0.0)
@@ -180,7 +180,7 @@ def add_ratio_gradient(
 ):
     """Add `mean_d_log_ratio`, the gradient through a sequence's ratio, to its coefficients (for ratio="sequence").
 
-    Write entropy coefficients, and return how many tokens have no gradient, [BLOCK], a sum over every BLOCK-th token.
+    Write entropy coefficients. Return the number of tokens without a gradient, [BLOCK] partial sums as in TokenSums.
     """
     ACC: tl.constexpr = OBJECTIVE.ACC
     n_no_gradient = tl.zeros([BLOCK], tl.int32)

@@ -16,7 +16,7 @@ import triton.language as tl
 from ...metrics import NAMES
 from .surrogates import TOKEN_RATIO
 
-# Indices into the partial results, [PARTIALS, S] fp64. Each is over a sequence's unmasked tokens.
+# Indices into the partial results, [PARTIALS, S] fp64. Each covers the unmasked tokens of a sequence.
 PARTIALS = 11
 (
     LOSS,  # sum
@@ -32,7 +32,7 @@ PARTIALS = 11
     RATIO_MAX,  # largest token ratio for ratio="token", else the sequence's ratio
 ) = (tl.constexpr(i) for i in range(PARTIALS))
 
-# Index of each metric in the result: that of its name in `metrics.NAMES`.
+# Index of each metric in the result, the same as in `metrics.NAMES`.
 MetricSlots = namedtuple("MetricSlots", NAMES)
 SLOTS = MetricSlots(*range(len(NAMES)))
 
@@ -51,7 +51,7 @@ def finish(
     SLOTS: tl.constexpr,  # MetricSlots
     BLOCK: tl.constexpr,
 ):
-    """Reduce the partial results to the loss and the metrics, in one program."""
+    """Reduce the partial results to the loss and the metrics. Launched as a single program."""
     low = total(partials, sequences, PARTIAL=LOW, REDUCTION=SUM, BLOCK=BLOCK)
     high = total(partials, sequences, PARTIAL=HIGH, REDUCTION=SUM, BLOCK=BLOCK)
     sequences_low = total(partials, sequences, PARTIAL=LOW, REDUCTION=COUNT_POSITIVE, BLOCK=BLOCK)
@@ -94,9 +94,9 @@ def _store(at, value):
 
 @triton.jit
 def total(partials, n, PARTIAL: tl.constexpr, REDUCTION: tl.constexpr, BLOCK: tl.constexpr):
-    """Reduce row PARTIAL of partial results, [rows, n], in fp64.
+    """Reduce row PARTIAL of partial results [rows, n], in fp64.
 
-    COUNT_CLIPPED, of PARTIAL=LOW, counts the sequences with LOW + HIGH > 0.
+    COUNT_CLIPPED, with PARTIAL=LOW, counts the sequences with LOW + HIGH > 0.
     """
     neutral = float("inf") if REDUCTION == MIN else float("-inf") if REDUCTION == MAX else 0.0
     acc = tl.full([BLOCK], neutral, tl.float64)

@@ -1,7 +1,7 @@
-"""Block shapes of kernels: fixed tables per architecture, keyed by kernel, dtype, H and options of the head, not by N.
+"""Block shapes of kernels: a fixed table per architecture, keyed by kernel, dtype, H and options of the head, not by N.
 
-Because N is not a key, the log-prob of a row has the same bits in any batch, and the first importance ratio of an
-update is exactly 1. For the same reason, tiles of the forward have the same shape with and without entropy.
+Because N is not a key, a row's log-prob has the same bits in any batch, and the first importance ratio of an update is
+exactly 1. For the same reason, forward tiles have the same shape with and without entropy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ..rows import HeadRows
 
-# Architectures that take the block shapes of another.
+# Architectures that use the block shapes of another one.
 SAME_AS = {"sm_103": "sm_100", "sm_120": "sm_89", "gfx950": "gfx942"}
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", *SAME_AS)
 # Shared memory that one block may use, in bytes.
@@ -35,7 +35,7 @@ class Config:
     group: int = 8  # row blocks that share a sweep over the columns
     block_r: int = 16  # elements of an adapter's rank at a time
     chain: int = 0  # elements of H in each partial sum, without tensor cores; 0: a single sum
-    descriptors: bool = False  # load operands by the tensor memory accelerator
+    descriptors: bool = False  # load operands with the tensor memory accelerator
 
 
 class _Blocks(NamedTuple):
@@ -58,8 +58,8 @@ _HOPPER = _Blocks(
     Config(128, 128, 64, 8, 4, descriptors=True),
     Config(64, 128, 64, 8, 4, descriptors=True),
 )
-# Chosen so that no registers spill and the architecture's matrix instructions are used (benchmarks/NOTES.md). Their
-# speed has not been measured yet.
+# Chosen so that no registers spill and the architecture's matrix instructions are used (benchmarks/NOTES.md). The speed
+# has not been measured yet.
 _HALF = {
     "sm_80": _ampere(stages=4),
     "sm_89": _ampere(stages=3),
@@ -75,7 +75,7 @@ _SINGLE["sm_80"] = _Blocks(*[Config(64, 128, 16, 8, 2, chain=256)] * 4)
 _DOUBLE = dict.fromkeys(ARCHITECTURES, _Blocks(*[Config(64, 64, 16, 8, 2)] * 4))
 _DOUBLE["sm_103"] = _Blocks(*[Config(32, 64, 16, 4, 2)] * 4)
 
-# Block-sparse products, by bytes per element: rows and columns of the result, elements summed at a time.
+# Block-sparse products, by bytes per element: rows and columns of the result, and elements summed at a time.
 _PRODUCT = {2: Config(128, 128, 64, 8, 3), 4: Config(64, 64, 32, 8, 2), 8: Config(32, 64, 16, 8, 2)}
 _DOUBLE_PRODUCT = dict.fromkeys(("sm_89", "sm_120"), Config(64, 64, 16, 8, 2))  # 32 rows spill with Triton 3.6.0
 _AMD_STAGES = 2  # with three, Triton 3.9.0 fails to compile the products for gfx950
@@ -83,16 +83,16 @@ _AMD_STAGES = 2  # with three, Triton 3.9.0 fails to compile the products for gf
 KEPT_STEP = 64  # columns that `kept_tile` computes at a time
 REDUCE_ROWS = Config(block_n=64, warps=4)
 REDUCE_TILES = 32  # tiles added up at a time
-# The kernels of the loss process so many tokens of a sequence at a time.
+# block_n: tokens of a sequence that the kernels of the loss process at a time.
 _SEQUENCE, _DOUBLE_SEQUENCE = Config(block_n=256, warps=4), Config(block_n=128, warps=4)
-LIST = Config(block_n=1024, warps=4)  # cells of one program, in the lists of cells
+LIST = Config(block_n=1024, warps=4)  # block_n: cells that one program lists
 
 _assumed: str | None = None
 
 
 @contextmanager
 def assume(architecture: str) -> Iterator[None]:
-    """Use the block shapes of `architecture` on any device, to compile without a GPU and in tests."""
+    """Use the block shapes of `architecture` on any device, for compilation without a GPU and for tests."""
     global _assumed
     before, _assumed = _assumed, architecture
     try:
@@ -102,9 +102,9 @@ def assume(architecture: str) -> Iterator[None]:
 
 
 def architecture(device: torch.device) -> str | None:
-    """Return the architecture whose block shapes a device uses, None if the kernels do not run there.
+    """Return the name of the block shapes that a device uses; None if the kernels do not run there.
 
-    On a CPU, interpreted kernels use Hopper's.
+    On a CPU, interpreted kernels use Hopper's block shapes.
     """
     if _assumed is not None:
         return _assumed
@@ -120,7 +120,7 @@ def architecture(device: torch.device) -> str | None:
         return None
     exact = {(8, 0): "sm_80", (10, 0): "sm_100"}
     family = {8: "sm_89", 9: "sm_90", 10: "sm_103"}
-    return exact.get(capability) or family.get(capability[0], "sm_120")  # 12.1, and what comes later
+    return exact.get(capability) or family.get(capability[0], "sm_120")  # major versions 11 and later
 
 
 def is_amd(device: torch.device) -> bool:
@@ -129,7 +129,7 @@ def is_amd(device: torch.device) -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 132, as an H200 has, for other devices."""
+    """Return the number of multiprocessors of a GPU. Other devices get an H200's 132."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
@@ -143,15 +143,15 @@ def product_config(dtype: torch.dtype, device: torch.device) -> Config:
 
 
 def sequence_config(dtype: torch.dtype) -> Config:
-    """Return how many tokens of a sequence the kernels of the loss process at a time, for log-probs of `dtype`."""
+    """Return the config of the loss kernels for log-probs of `dtype`; block_n is tokens at a time."""
     return _DOUBLE_SEQUENCE if dtype == torch.float64 else _SEQUENCE
 
 
 def tile_config(head: HeadRows, kernel: str) -> Config:
     """Return the block shape of "forward" or "gradient" tiles.
 
-    Tiles of heavy heads are smaller, because these heads take more registers: heads with a bias, a soft-cap or an
-    adapter, and those whose H is not a multiple of block_h, so that the main loop has a ragged end.
+    Heavy heads get smaller tiles, because they need more registers. A head is heavy if it has a bias, a soft-cap or an
+    adapter, or if H is not a multiple of block_h, which leaves a ragged end in the main loop.
     """
     name = architecture(head.hidden.device)
     assert name is not None

@@ -1,4 +1,4 @@
-"""Bind launches by Triton's own JIT for GPUs that need not be present, without compiling or running anything."""
+"""Bind launches with Triton's own JIT for GPUs that need not be present, without compiling or running anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...backends.triton.launch import Launch, launch_options
 
 
 class Variant(NamedTuple):
-    """What the JIT compiles for a launch: the arguments of `triton.compile`."""
+    """The arguments of `triton.compile` that the JIT would use for a launch."""
 
     source: Any  # an ASTSource: the kernel, with the types, constants and alignment of its arguments
     target: GPUTarget
@@ -26,7 +26,7 @@ class Variant(NamedTuple):
 
 
 class _Driver(NamedTuple):
-    """Triton's driver of an absent GPU. The JIT caches what it has bound by `get_current_device()`."""
+    """A Triton driver for an absent GPU. The JIT caches bound kernels by `get_current_device()`."""
 
     architecture: str
 
@@ -49,24 +49,24 @@ def target(architecture: str) -> GPUTarget:
 
 @contextmanager
 def assume_driver(architecture: str) -> Iterator[None]:
-    """Let the JIT bind for an architecture in this context, and return a `Variant` where it would compile."""
+    """Make the JIT bind for `architecture` inside this context, and return a `Variant` instead of compiling."""
     with patch.object(driver, "_active", _Driver(architecture)), patch.object(triton.compiler, "compile", Variant):
         yield
 
 
 def bind(launch: Launch) -> Variant:
-    """Bind the arguments of a launch, inside `assume_driver`. The same object is returned for equal variants.
+    """Bind the arguments of a launch, inside `assume_driver`. Equal variants return the same object.
 
     Raises:
-        TypeError: for an argument that is missing, unknown or of a wrong type.
+        TypeError: An argument is missing, unknown or has the wrong type.
     """
     try:
-        # The JIT keeps the compiler that it last bound with: restore it, for launches of this process on a GPU.
+        # The JIT keeps the compiler that it last bound with. Restore it, for real launches in this process.
         with patch.object(launch.kernel, "compile", Variant, create=True):
             variant = launch.kernel.warmup(**launch.arguments, **launch_options(launch.config), grid=(1,))
     except (TypeError, KeyError, AttributeError) as error:
         raise TypeError(f"{launch.kernel.__name__}: {error}") from error
-    # Where a parameter has a type, the JIT does not check the number. The compiled launcher does, on a GPU.
+    # The JIT does not check numbers for typed parameters. The compiled launcher does, on a GPU.
     for parameter in launch.kernel.params:
         kind = parameter.annotation_type or ""
         value = launch.arguments[parameter.name]
@@ -76,7 +76,7 @@ def bind(launch: Launch) -> Variant:
 
 
 def specialise(launch: Launch) -> str:
-    """Describe a variant: types, constants and alignment of the arguments. The JIT compiles one kernel for each."""
+    """Describe the variant of a launch by types, constants and alignment. The JIT compiles one kernel per variant."""
     with assume_driver("sm_90"):
         source = bind(launch).source
     return str((source.signature, source.constants, source.attrs))

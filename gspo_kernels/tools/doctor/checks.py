@@ -1,6 +1,6 @@
-"""The checks of `gspo doctor`: the fused loss of one backend on one device against the oracle in float64.
+"""The checks of `gspo doctor`: compare the fused loss on a backend and device with the float64 oracle.
 
-Triton decides at import whether kernels are compiled or interpreted. So the interpreted kernels are checked in a child
+Triton decides at import whether kernels are compiled or interpreted. So interpreted kernels are checked in a child
 process, which runs this module.
 """
 
@@ -27,25 +27,25 @@ CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # The batch: lengths, log-ratios and advantages of packed sequences. The clip window is -3e-4 to 4e-4. The second and
-# third sequence are clipped. The fourth and sixth lie outside the window too, but their advantages have the sign that
-# does not clip there. The fifth has advantage 0.
+# third sequences are clipped. The fourth and sixth are also outside the window, but on the side that does not clip for
+# the sign of their advantage. The fifth has advantage 0.
 LENGTHS = (24, 18, 31, 13, 22, 25, 17)
 LOG_RATIOS = (1e-4, -6e-4, 8e-4, -6e-4, 0.0, 8e-4, -1e-4)
 ADVANTAGES = (1.2, -0.8, 0.7, 0.9, 0.0, -1.1, 0.6)
-HIDDEN, VOCAB = 72, 601  # not multiples of a tile's sizes; the vocabulary has more than two tiles
+HIDDEN, VOCAB = 72, 601  # not multiples of tile sizes; the vocabulary has more than two tiles
 
 
 @dataclass(frozen=True)
 class Check:
-    """Result of checking forward and backward of the fused loss with one backend, device and dtype of the inputs."""
+    """Result of checking the fused loss, forward and backward, for a backend, a device and a dtype of the inputs."""
 
     device: str
     backend: str
     dtype: str
     verdict: str  # "ok", "wrong" or "crashed"
     error_ratio: float | None = None  # the largest of `ratios`; at most 1 if all outputs are right
-    ratios: dict[str, float | None] | None = None  # error divided by allowed error, by output; None if not finite
-    wrong_decisions: int | None = None  # number of sequences whose clip decision differs from float64
+    ratios: dict[str, float | None] | None = None  # for each output, error / allowed error; None if not finite
+    wrong_decisions: int | None = None  # number of sequences with a clip decision that differs from float64
     message: str = ""
 
     @property
@@ -69,7 +69,7 @@ class Batch(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The outputs that are compared. The fused loss returns fp32 log-probs and loss for inputs of any dtype."""
+    """The compared outputs. The fused loss returns fp32 log-probs and loss for all input dtypes of the checks."""
 
     log_probs: Tensor  # [N]
     loss: Tensor  # []
@@ -80,7 +80,7 @@ class Outputs(NamedTuple):
 def make_batch(dtype: torch.dtype) -> Batch:
     """Make a fixed batch with hidden states and weight in `dtype`.
 
-    Log-ratios are far enough from the clip bounds that rounding changes no clip decision.
+    Log-ratios are far enough from the clip bounds that rounding does not change a clip decision.
     """
     rng = torch.Generator().manual_seed(0)
     n = sum(LENGTHS)
@@ -90,7 +90,7 @@ def make_batch(dtype: torch.dtype) -> Batch:
     log_probs, _ = token_log_probs(hidden.double(), weight.double(), target_ids)
     target_ids[10::17] = -100
     noise = 0.02 * torch.randn(n, generator=rng, dtype=torch.float64)
-    differences = [  # new minus old log-probs: their mean over a sequence's unmasked tokens is its log-ratio
+    differences = [  # new minus old log-probs, whose mean over the unmasked tokens is the sequence's log-ratio
         noise_of - noise_of[ids != -100].mean() + log_ratio
         for noise_of, ids, log_ratio in zip(noise.split(LENGTHS), target_ids.split(LENGTHS), LOG_RATIOS, strict=True)
     ]
@@ -100,7 +100,7 @@ def make_batch(dtype: torch.dtype) -> Batch:
 
 
 def outputs(loss: Callable[..., Any], batch: Batch, **options: Any) -> Outputs:
-    """Run forward and backward of `loss`; return the outputs on the CPU."""
+    """Run `loss` forward and backward. Return the outputs on the CPU."""
     hidden, weight = batch.hidden.detach().requires_grad_(), batch.weight.detach().requires_grad_()
     packing = {"cu_seqlens": batch.cu_seqlens, "old_log_probs": batch.old_log_probs}
     out = loss(hidden, weight, batch.target_ids, batch.advantages, **packing, objective=Objective(), **options)
@@ -116,25 +116,24 @@ def decisions(d_hidden: Tensor) -> Tensor:
 def error_ratio(ours: Tensor, same_dtype: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
     """Return our largest error divided by the allowed error.
 
-    Allowed is 2 (r + eps max|truth|), where r is the largest error of PyTorch in `same_dtype`. tests/tolerance.py has
-    the same rule.
+    The allowed error is 2 (r + eps max|truth|), where r is the largest error of `same_dtype`, PyTorch's result. It is
+    the same rule as in tests/tolerance.py.
     """
     r = (same_dtype.double() - truth).abs().max()
     return ((ours.double() - truth).abs().max() / (2 * (r + torch.finfo(dtype).eps * truth.abs().max()))).item()
 
 
 def loss_error_ratio(ours: Tensor, truth: Tensor, advantages: Tensor) -> float:
-    """Return error / allowed error, by the rule for losses in tests/tolerance.py."""
+    """Return error / allowed error by the rule for losses in tests/tolerance.py."""
     allowed = LOSS_PER_ADVANTAGE * torch.maximum(advantages.double().abs().mean(), truth.abs())
     return ((ours.double() - truth).abs() / allowed).item()
 
 
 def check(device: torch.device, backend: str, dtype: str) -> Check:
-    """Compare the fused loss with the reference loss of the same inputs in float64 on the CPU.
+    """Compare the fused loss with the reference loss of the same inputs, in float64 on the CPU.
 
-    The allowed error is derived from the error of the reference in fp32, with gradients rounded to the dtype of the
-    inputs. The reference in half precision would not do: it makes wrong clip decisions, and its error would allow any
-    gradient.
+    The allowed error comes from the error of the reference in fp32, with gradients rounded to the dtype of the inputs.
+    A half-precision reference would be useless: it makes wrong clip decisions, and its error would allow any gradient.
     """
     try:
         batch = make_batch(DTYPES[dtype])
@@ -164,8 +163,8 @@ def one_line(error: Exception) -> str:
 
 def interpreted_checks() -> list[Check]:
     """Check the Triton kernels on the CPU in a child process that interprets them."""
-    # The interpreter multiplies with NumPy. In OpenBLAS's AVX2 kernels, rounding depends on the position of a row in
-    # the batch. The Sandybridge kernels round every row alike, as GPUs do.
+    # The interpreter multiplies with NumPy. With OpenBLAS's AVX2 kernels, rounding depends on a row's position in the
+    # batch. The Sandybridge kernels round every row alike, as GPUs do.
     environment = {**os.environ, "OPENBLAS_CORETYPE": "Sandybridge", "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-m", __name__], env=environment, capture_output=True, text=True)
     try:

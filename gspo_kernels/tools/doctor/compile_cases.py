@@ -1,7 +1,7 @@
-"""What the compile gate compiles: heads and objectives that together launch every kernel with every flag.
+"""The cases of the compile gate: heads and objectives that together launch every kernel with every flag.
 
-The gate (`compile_gate.py`) compiles kernels without a GPU. It runs the host code on meta tensors of a real model's
-sizes and records the launches, the same ones as on a GPU.
+The gate (`compile_gate.py`) compiles kernels without a GPU. It runs the host code on meta tensors with the sizes of a
+real model, and records the same launches as on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...backends.triton.sequence import policy_forward
 from ...backends.triton.tuning import tile_config
 from ...objective import Objective
 
-# Options of `meta_head`, beyond hidden states and weights of Qwen3-8B's shape.
+# Options of `meta_head`, in addition to hidden states and weight in Qwen3-8B's shape.
 _LOGIT_OPTIONS = dict(bias=True, logit_softcap=30.0, temperature=True)
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp64": dict(dtype=torch.float64),
     "fp64 everything": dict(dtype=torch.float64, entropy=True, rank=64, **_LOGIT_OPTIONS),
 }
-# Options of `meta_head` for the cases that run the backward of selected cells.
+# Options of `meta_head` for the cases that run the sparse backward.
 CELL_CASES: dict[str, dict[str, Any]] = {
     "bf16 cells": {},
     "bf16 cells tail": dict(logit_softcap=30.0, temperature=True),
@@ -48,7 +48,7 @@ CELL_CASES: dict[str, dict[str, Any]] = {
     "fp32 cells": dict(dtype=torch.float32),
     "fp64 cells": dict(dtype=torch.float64),
 }
-# Options of `meta_head` for the cases whose forward keeps the exponentials of all rows.
+# Options of `meta_head` for the cases that keep the exponentials of all rows.
 CACHE_CASES: dict[str, dict[str, Any]] = {
     "bf16 cache": {},
     "bf16 cache tail": dict(entropy=True, **_LOGIT_OPTIONS),
@@ -79,8 +79,9 @@ SHAPE_CASES = (
     "bf16 cells added",
     "fp16 cells",
 )
-# (H, V) of Llama 2, GPT-2, Llama 3, Qwen (small and large models) and Gemma, and the heads compiled for each. Their
-# tile kernels are the same, because H and V are ordinary arguments. The products of cells differ: bf16 only.
+# The heads compiled for each (H, V) of Llama 2, GPT-2, Llama 3, Qwen (small and large models) and Gemma. All shapes
+# share their tile kernels, because H and V are ordinary arguments. The block-sparse products differ, and are compiled
+# in bf16 only.
 SHARED_CASES = ("bf16", "bf16 entropy", "bf16 temperature", "fp16", "fp32", "bf16 cells", "bf16 cells added")
 SHAPES = [(h, v) for v in (32_000, 50_257, 128_256, 151_936, 152_064, 262_144) for h in (896, 2560, 4096)]
 
@@ -88,7 +89,7 @@ SHAPES = [(h, v) for v in (32_000, 50_257, 128_256, 151_936, 152_064, 262_144) f
 def runs(
     shape: tuple[int, int] | None = None, of_shape: tuple[str, ...] = SHAPE_CASES
 ) -> Iterator[tuple[str, torch.dtype, Callable[[], object]]]:
-    """Yield (name, dtype, host call on meta tensors) of every case; with `shape` (H, V), of those in `of_shape`."""
+    """Yield (name, dtype, host call on meta tensors) for every case; with `shape` (H, V), for those in `of_shape`."""
     heads = [(name, options, forward_and_backward) for name, options in CASES.items()]
     for ending, added in (("", False), (" added", True)):
         heads += [(name + ending, options, partial(live_cells, added=added)) for name, options in CELL_CASES.items()]
@@ -117,7 +118,7 @@ def meta_head(
     logit_softcap: float | None = None,
     entropy: bool = False,
 ) -> HeadRows:
-    """Make a head on meta tensors. `rank`: of a LoRA adapter; 0: no adapter."""
+    """Make a head on meta tensors. `rank`: rank of the LoRA adapter; 0: no adapter."""
 
     def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
@@ -140,7 +141,7 @@ def meta_head(
 
 
 def forward_and_backward(head: HeadRows, cached: bool = False) -> None:
-    """Run forward and backward. If `cached`, the exponentials of all rows are kept."""
+    """Run forward and dense backward. If `cached`, keep the exponentials of all rows."""
     result, kept = forward_and_keep(head, cache=cache_of(head) if cached else None)
     d_entropy = torch.ones_like(result.entropy) if head.entropy else None
     needs = NeedsGradient(
@@ -150,21 +151,21 @@ def forward_and_backward(head: HeadRows, cached: bool = False) -> None:
 
 
 def cache_of(head: HeadRows) -> Cache:
-    """Return a cache that keeps the exponentials of all rows."""
+    """Make a cache that is large enough for the exponentials of all rows."""
     size = (head.hidden.shape[0] + 127) * (head.vocab_size + 255) * head.hidden.dtype.itemsize  # with padding
     return Cache(cache_rows(head, size), head.mask)
 
 
 def live_cells(head: HeadRows, added: bool, cached: bool = False) -> None:
-    """Run forward and the backward of selected cells: of one part, or of two whose products are added up."""
+    """Run forward and sparse backward: with a single part, or if `added` with two parts whose products are summed."""
     backward_of_cells(head, all_cells=added, chunks=1 + added, cached=cached)
 
 
 def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None, cached: bool = False) -> None:
-    """Run forward, and the backward of all cells or of one.
+    """Run forward and sparse backward, of all cells or of one cell.
 
-    `chunks`: number of chunks of rows; None: as many as the library makes. If `cached`, the exponentials of all rows
-    are kept.
+    `chunks`: number of chunks of rows; None: as many as the library makes. If `cached`, keep the exponentials of all
+    rows.
     """
     result, kept = forward_and_keep(head, shares=True, cache=cache_of(head) if cached else None)
     cell = cell_shape(head)
@@ -190,7 +191,7 @@ def backward_of_cells(head: HeadRows, all_cells: bool, chunks: int | None = None
 
 
 def loss(objective: Objective, dtype: torch.dtype, rows: int = 8192, sequences: int = 16) -> None:
-    """Run the loss of an objective."""
+    """Run the loss kernels of an objective."""
     per_row = torch.empty(rows, dtype=dtype, device="meta")
     offsets = torch.empty(sequences + 1, dtype=torch.int64, device="meta")
     ref = weights = per_row if objective.kl_coef else None

@@ -1,7 +1,7 @@
 """Compile every kernel for GPUs that need not be present, and report registers, spills and instructions.
 
-The host code runs on meta tensors, so the kernels are those that it would launch. Triton's JIT binds their arguments
-(`binding.py`) and each variant is compiled once. The interpreter must be off in this process.
+The host code runs on meta tensors, so exactly the kernels that it would launch are compiled. Triton's JIT binds their
+arguments (`binding.py`), and each variant is compiled once. The interpreter must be off in this process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PATTERNS = {
     "mfma": r"\bv_mfma_",
 }
 MATRIX_KERNELS = ("forward_tile", "gradient_tile", "hidden_product", "weight_product")
-# In kernels without a matrix product, ptxas spills a register to fit one more block. Bytes of stack that this takes:
+# In kernels without a matrix product, ptxas may spill one register to fit one more block. This takes 16 bytes of stack.
 ONE_REGISTER = 16
 
 
@@ -43,16 +43,16 @@ class Report:
     spilled_bytes: int  # stack frame or scratch
     shared_bytes: int
     narrow_accesses: int  # loads and stores of global memory of at most two bytes
-    instructions: int | None  # None if not known, see `machine_code.Counts`
+    instructions: int | None  # None if unknown, see `machine_code.Counts`
     matrix_instructions: int
     tf32: int  # mentions of TF32
 
     def faults(self, architecture: str, matrix: bool, dtype: torch.dtype, wide: bool) -> list[str]:
-        """Describe faults: spills, too much shared memory, no matrix instruction, tf32 in fp32, narrow accesses.
+        """List faults: spills, too much shared memory, no matrix instruction, tf32 in fp32, narrow accesses.
 
         Args:
             matrix: whether the kernel computes matrix products.
-            wide: whether the kernel must access memory in units of more than two bytes.
+            wide: whether all memory accesses must move more than two bytes.
         """
         faults = []
         if self.spilled_bytes > (0 if matrix else ONE_REGISTER):
@@ -69,7 +69,7 @@ class Report:
 
 
 class Row(NamedTuple):
-    """One kernel of one case on one architecture."""
+    """A kernel, the case that launched it, and an architecture."""
 
     architecture: str
     kernel: str
@@ -86,7 +86,7 @@ def survey(
 ) -> list[Row]:
     """Compile every kernel variant that the library launches, each once; `progress` is called with (done, total).
 
-    With `shape` (H, V), only the kernels of heads of that shape.
+    With `shape` (H, V), compile only the kernels for heads of that shape.
     """
     cases = list(runs(shape))
     if shape is None:
@@ -114,7 +114,7 @@ def survey(
 
 
 def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch, variant: Variant | TypeError) -> Row:
-    """Compile a variant and report it; or report the error of a launch that cannot be bound."""
+    """Compile and report a variant, or report why a launch could not be bound."""
     config = launch.config
     name = launch.kernel.__name__
     shape = "x".join(str(x) for x in (config.block_n, config.block_v, config.block_h) if x)
@@ -123,7 +123,7 @@ def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch, varia
         if isinstance(variant, TypeError):
             raise variant
         report = inspect(variant.compile(), architecture)
-    except Exception as error:  # any exception of the compiler is this row's fault
+    except Exception as error:  # whatever the compiler raises is a fault of this row
         return Row(architecture, name, case, text, None, [f"{type(error).__name__}: {str(error).strip()[:300]}"])
     wide = name in (*MATRIX_KERNELS, "kept_tile") and _aligned(launch)
     faults = report.faults(architecture, name in MATRIX_KERNELS, dtype, wide)
@@ -131,7 +131,7 @@ def _row(architecture: str, case: str, dtype: torch.dtype, launch: Launch, varia
 
 
 def _aligned(launch: Launch) -> bool:
-    """Return whether the rows of a launch's matrices start at multiples of 16 bytes."""
+    """Return whether the rows of all matrices of a launch start at multiples of 16 bytes."""
     matrices = [x for x in launch.arguments.values() if isinstance(x, torch.Tensor) and x.ndim == 2]
     return all(x.stride(0) * x.itemsize % 16 == 0 for x in matrices)
 

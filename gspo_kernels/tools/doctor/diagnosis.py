@@ -1,6 +1,6 @@
 """The diagnosis of `gspo doctor`: what is installed, which backend runs on each device, and whether it is correct.
 
-If something is absent or broken, it is reported, and the other checks (`checks.py`) still run.
+Anything missing or broken is reported, and the other checks (`checks.py`) still run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Device:
     name: str  # "cpu", "cuda:0"
     description: str
     block_shapes: str | None  # the architecture whose block shapes the Triton kernels use on this device
-    auto: str | None  # the backend that "auto" picks, None if "auto" raises an error
+    auto: str | None  # the backend that "auto" picks; None if "auto" raises an error
     why: str  # the reason for `auto`
 
     @property
     def text(self) -> str:
-        """The text after the device's name."""
+        """The description that is printed after the device's name."""
         shapes = f", block shapes of {self.block_shapes}" if self.block_shapes else ""
         return f"{self.description}{shapes}; backend='auto' takes {self.auto or 'nothing'}: {self.why}"
 
@@ -42,27 +42,27 @@ class Diagnosis:
     versions: dict[str, str | None]
     devices: list[Device]
     checks: list[Check]
-    remarks: list[str]  # what is absent or unusual, but no fault
+    remarks: list[str]  # what is missing or unusual but not a fault
 
     @property
     def faults(self) -> list[str]:
-        """One text for each device on which backend="auto" fails, and for each check that is not "ok"."""
+        """One line for each device on which backend="auto" fails, and for each check that is not "ok"."""
         broken = [f"backend='auto' fails on {device.name}" for device in self.devices if device.auto is None]
         verb = {"wrong": "is wrong", "crashed": "crashes"}
         return broken + [f"{c.place} {verb[c.verdict]}" for c in self.checks if c.verdict != "ok"]
 
     @property
     def verdict(self) -> str:
-        """One line: the faults, or that all checks pass."""
+        """One line that lists the faults or says that all checks pass."""
         if self.faults:
             return f"Do not train with this: {'; '.join(self.faults)}."
         return f"Good: all {len(self.checks)} checks agree with float64."
 
     @property
     def paragraph(self) -> str:
-        """Versions, accelerators, settings and results in one paragraph, to paste into an issue.
+        """Versions, accelerators, settings and results, to paste into an issue. Empty without an accelerator.
 
-        Devices that differ only in their index are described once. Without an accelerator, the paragraph is empty.
+        Devices that differ only in their index are described once.
         """
         alike: dict[Device, list[str]] = {}
         for device in self.devices[1:]:
@@ -106,7 +106,7 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
 
 
 def _installed(name: str) -> str | None:
-    """Return a package's version, or None if it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -114,14 +114,14 @@ def _installed(name: str) -> str | None:
 
 
 def _versions(triton: str | None) -> dict[str, str | None]:
-    """Return the versions of this package, Python, PyTorch and the packages we integrate; None if not installed."""
+    """Collect versions of this package, Python, PyTorch and integrated packages; None if not installed."""
     versions = {"gspo-kernels": _installed("gspo-kernels"), "python": platform.python_version()}
     versions |= {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "triton": triton}
     return versions | {name: _installed(name) for name in ("transformers", "trl", "verl", "liger-kernel")}
 
 
 def _triton() -> tuple[str | None, list[str]]:
-    """Return Triton's version, and remarks. Catches every exception, because a broken Triton may raise any."""
+    """Return Triton's version, and remarks. Catches all exceptions, because a broken Triton may raise any."""
     try:
         import triton
         from triton import knobs
@@ -132,9 +132,9 @@ def _triton() -> tuple[str | None, list[str]]:
 
 
 def _accelerators() -> tuple[list[torch.device], list[str]]:
-    """Return the CUDA or ROCm devices, or else remarks about why there are no devices.
+    """Return the CUDA or ROCm devices, and if there are none, remarks that say why.
 
-    Catches every exception, because a broken driver may raise any.
+    Catches all exceptions, because a broken driver may raise any.
     """
     built = "ROCm" if torch.version.hip else "CUDA" if torch.version.cuda else None
     if built is None:
@@ -149,7 +149,7 @@ def _accelerators() -> tuple[list[torch.device], list[str]]:
 
 
 def _obstacle(device: torch.device) -> str | None:
-    """Say why the Triton kernels cannot run on a device; None if they can."""
+    """Return why the Triton kernels cannot run on a device, or None if they can."""
     try:
         return dispatch.triton_obstacle(device)
     except Exception as error:
@@ -157,7 +157,7 @@ def _obstacle(device: torch.device) -> str | None:
 
 
 def describe(device: torch.device) -> Device:
-    """Describe a device and the backend that "auto" picks there. If that raises, `auto` is None."""
+    """Describe a device and the backend that "auto" picks there. If "auto" raises, `Device.auto` is None."""
     description = f"{platform.machine()}, {torch.get_num_threads()} threads"
     block_shapes = None
     obstacle = _obstacle(device)

@@ -37,7 +37,7 @@ def count_amd(assembly: str) -> Counts:
 
 
 def count_sass(sass: str) -> int:
-    """Count all instructions except NOPs, with which the end of a kernel is padded."""
+    """Count all instructions except NOPs, which pad the end of a kernel."""
     return len(re.findall(r"^\s*/\*[0-9a-f]+\*/(?!\s+NOP\b)", sass, re.MULTILINE))
 
 
@@ -47,7 +47,7 @@ def narrow_accesses(ptx: str) -> int:
 
 
 def _run_tool(name: str, option: str, cubin: bytes) -> str:
-    """Return what one of NVIDIA's binary tools, which come with Triton, prints about a compiled kernel."""
+    """Run one of NVIDIA's binary tools, which come with Triton, on a compiled kernel. Return its output."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

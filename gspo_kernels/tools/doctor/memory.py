@@ -1,7 +1,7 @@
-"""`gspo doctor --memory`: what sizes of `cache_mib` save, and a bound of the loss's memory. No batch is allocated.
+"""`gspo doctor --memory`: print what `cache_mib` saves, and an upper bound on memory. No batch is allocated.
 
-With `--tp` and `--cp`, all numbers are of one rank, and the collectives of a step are listed. docs/scale.md has tables
-made by these functions.
+With `--tp` and `--cp`, all numbers are for one rank, and the collectives of a step are listed. These functions also
+make the tables in docs/scale.md.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ...ranks.shards import Shard, shard_of
 from ...validation import TensorChecks
 
 MIB = 2**20
-PADDED_TO = 128  # Megatron's default of --make-vocab-size-divisible-by, which it multiplies by the ranks
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the cache that holds the exponentials of all rows
+PADDED_TO = 128  # Megatron's default for --make-vocab-size-divisible-by, which it multiplies by the number of ranks
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # cache sizes in the table, as shares of a cache for all rows
 # The RL-like step: 3 of 8 sequences have no gradient. 2 of them have advantage 0, which is known before the forward, so
-# nothing is kept for them. 1 is clipped, and takes room in the cache.
+# nothing is kept for them. 1 is clipped and takes up space in the cache.
 LIVE, MAY_BE_LIVE = 5 / 8, 6 / 8
 
 
 @dataclass(frozen=True)
 class Bound:
-    """An upper bound of the memory of forward and backward on top of the inputs, in bytes. docs/limits.md has it."""
+    """An upper bound on the memory of forward and backward beyond the inputs, in bytes (docs/limits.md)."""
 
     gradients: int  # of hidden states and head, in their dtype
-    hidden_copies: int  # sums in fp32 and gathered rows, as large as the hidden states
-    tile_table: int  # results of vocabulary tiles: without ranks, an fp32 number per row and tile, with entropies two
+    hidden_copies: int  # fp32 sums and gathered rows, in the shape of the hidden states
+    tile_table: int  # results of vocabulary tiles: unsharded, one fp32 number per row and tile, two with entropies
     workspace: int
     cache: int
 
@@ -47,36 +47,36 @@ class Bound:
 
 @dataclass(frozen=True)
 class Size:
-    """A size of the cache, and the matrix passes of forward and backward with it."""
+    """A cache size, and the matrix passes of forward and backward with it."""
 
     cache_mib: int
     kept_rows: float  # share of the batch's rows whose exponentials fit
     passes_dense: float
     passes_rl_like: float
-    peak_mib: float  # upper bound, as `Bound.total`
+    peak_mib: float  # upper bound, `Bound.total`
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a step, and the bytes that a rank passes to it. A rank receives `received` bytes."""
+    """A collective of a step, and the bytes that each rank passes to it and receives from it."""
 
     group: str  # "tp_group" or "cp_group"
     kind: str  # "all-gather" or "all-reduce"
     of: str
     ranks: int
-    size: int  # bytes
-    per_sequence: int = 0  # bytes in addition for every sequence of the batch
+    size: int  # bytes that each rank passes
+    per_sequence: int = 0  # more bytes, for every sequence of the batch
 
     @property
     def received(self) -> float:
-        """Bytes that each rank receives in a ring, without `per_sequence`."""
+        """Bytes that each rank receives in a ring algorithm, without `per_sequence`."""
         return self.size * (self.ranks - 1) / (1 if self.kind == "all-gather" else self.ranks / 2)
 
 
 class Batch(NamedTuple):
     """A batch, and the ranks that compute it."""
 
-    tokens: int  # N, of all ranks of a cp_group
+    tokens: int  # N, over all ranks of the cp_group
     width: int  # H
     vocab: int  # V, without padding
     tp: int = 1
@@ -84,11 +84,11 @@ class Batch(NamedTuple):
 
     @property
     def rows_of_weight(self) -> int:
-        """Rows of the head on each rank. With several ranks, V is padded to a multiple of 128 times their number."""
+        """Rows of the head on each rank. With several ranks, V is padded to a multiple of 128 * tp."""
         return self.vocab if self.tp == 1 else -(-self.vocab // (PADDED_TO * self.tp)) * PADDED_TO
 
     def head(self, dtype: torch.dtype, device: torch.device | str = "cpu", entropy: bool = False) -> HeadRows:
-        """Make the head of rank 0. Under a FakeTensorMode nothing is allocated."""
+        """Make the head of rank 0. Call it under a FakeTensorMode to allocate nothing."""
 
         def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=of, device=device)
@@ -103,11 +103,11 @@ class Batch(NamedTuple):
 
 
 def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
-    """Assume a head without bias and adapter, and gradients of both hidden states and head."""
+    """Compute the bound for a head without bias or adapter, if hidden states and head both need gradients."""
     rows, width = head.hidden.shape
     item = head.hidden.dtype.itemsize
     wide = max(item, 4)
-    # Both backends sum the gradient of the hidden states in fp32; Triton rounds it in place. torch gathers all rows.
+    # Both backends sum d_hidden in fp32; Triton rounds it in place. The torch backend gathers all rows.
     extra = wide - item if backend == "triton" else wide + item
     return Bound(
         gradients=(rows + head.weight.shape[0]) * width * item,
@@ -119,7 +119,7 @@ def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
 
 
 def _tile_width(head: HeadRows, backend: str) -> int:
-    """Columns of the forward's vocabulary tiles."""
+    """Return the width of the forward's vocabulary tiles, in columns."""
     if backend == "torch":
         from ...backends.torch.tiles import tiling
 
@@ -130,20 +130,20 @@ def _tile_width(head: HeadRows, backend: str) -> int:
 
 
 def _tile_table(head: HeadRows, backend: str) -> int:
-    """Return an upper bound, in bytes, for the table of tile results."""
+    """Return an upper bound on the size of the table of tile results, in bytes."""
     width = _tile_width(head, backend)
     rows = _gathered_rows(head, backend)
     numbers = 3 if head.entropy else 2
     size = rows * accumulator(head.hidden.dtype).itemsize
     if not head.shard:
         return -(-head.vocab_size // width) * size * (numbers - 1)
-    # While results are put in order, two copies of this rank's and two copies of all ranks' results are alive.
+    # While results are reordered, two copies of this rank's results and two copies of all ranks' results are alive.
     tiles = shard_of(head.shard).tiles(width)
     return size * (numbers * (tiles[0] * (2 + len(tiles)) + sum(tiles)) + 3 * len(tiles))
 
 
 def _gathered_rows(head: HeadRows, backend: str) -> int:
-    """Rows of the table of tile results. The torch backend pads them to full tiles."""
+    """Return the number of rows in the table of tile results. The torch backend pads it to full tiles."""
     if backend == "triton":
         return head.hidden.shape[0]
     from ...backends.torch.tiles import tiling
@@ -153,13 +153,13 @@ def _gathered_rows(head: HeadRows, backend: str) -> int:
 
 
 def collectives(head: HeadRows, backend: str, cp: int = 1, caches: bool = False) -> list[Collective]:
-    """Return the collectives of a forward and a backward, if hidden states need a gradient and all rows are unmasked.
+    """List the collectives of forward and backward, if hidden states need a gradient and all rows are unmasked.
 
     Args:
-        head: a rank's head.
+        head: the head of one rank.
         backend: "torch" or "triton".
         cp: number of ranks that share each sequence.
-        caches: whether cache_mib is not 0.
+        caches: whether cache_mib is nonzero.
     """
     found = []
     if head.shard:
@@ -179,10 +179,10 @@ def collectives(head: HeadRows, backend: str, cp: int = 1, caches: bool = False)
 
 
 def unsharded_traffic(head: HeadRows, backend: str) -> dict[str, int]:
-    """Return a lower bound on each rank's memory traffic, in bytes, that does not shrink with more ranks.
+    """Return a lower bound on per-rank memory traffic, in bytes, that does not shrink with more ranks.
 
-    All rows have a gradient. Matrix products, which shrink with the number of ranks, are not included. Nor are about 50
-    bytes per row of the loss and of the selection of rows with a gradient.
+    All rows have a gradient. Matrix products are not included, because they shrink with the number of ranks. About 50
+    bytes per row, for the loss and for the selection of rows with a gradient, are not included either.
     """
     rows, width = head.hidden.shape
     item = head.hidden.dtype.itemsize
@@ -191,37 +191,37 @@ def unsharded_traffic(head: HeadRows, backend: str) -> dict[str, int]:
     tiles = sum(shard_of(head.shard).tiles(columns)) if head.shard else -(-head.vocab_size // columns)
     table = (3 if head.entropy else 2) * tiles * _gathered_rows(head, backend) * wide
     return {
-        "table": table * (4 if head.shard else 2),  # written, put in the order of columns (read, written), reduced
+        "table": table * (4 if head.shard else 2),  # written, reordered by column (read, written), reduced
         # Rows are gathered in the forward and in the backward. d_hidden is written, read and rounded.
         "hidden": rows * width * (4 * item + 2 * wide + item),
     }
 
 
 def shards_are_aligned(head: HeadRows, backend: str) -> bool:
-    """If every shard begins at a tile, log-probs have the bits of a single process."""
+    """Return whether every shard begins at a tile, so that log-probs have the bits of a single process."""
     return not head.shard or shard_of(head.shard).rows % _tile_width(head, backend) == 0
 
 
 def full_cache_mib(head: HeadRows, backend: str) -> int:
-    """Return the least `cache_mib` with which the exponentials of all rows fit."""
+    """Return the smallest `cache_mib` that holds the exponentials of all rows."""
     kernels = dispatch.implementation(backend)
     n = head.hidden.shape[0]
-    # Row blocks and tiles are padded to fewer than 65,536 rows and columns each.
+    # Padding adds fewer than 65,536 rows and 65,536 columns.
     most = (n + 2**16) * (head.vocab_size + 2**16) * head.hidden.dtype.itemsize // MIB
     return bisect_left(range(most + 1), n, key=lambda mib: kernels.cache_rows(head, mib * MIB))
 
 
 def passes(kept_rows: float) -> tuple[float, float]:
-    """Return the passes of a dense and an RL-like step, if a share `kept_rows` of the batch's rows fits the cache.
+    """Return the passes of a dense step and of an RL-like step, if a share `kept_rows` of all rows fits the cache.
 
-    A forward is one pass. A backward takes two for each live row, and a third if its logits are recomputed.
+    The forward is one pass. The backward takes two for each live row, and a third if its logits are recomputed.
     """
-    of_rl_like = min(1.0, kept_rows / MAY_BE_LIVE)  # if the clipped sequences lie anywhere in the batch
+    of_rl_like = min(1.0, kept_rows / MAY_BE_LIVE)  # the clipped sequences may be anywhere in the batch
     return 1 + (2 + 1 - kept_rows), 1 + LIVE * (2 + 1 - of_rl_like)
 
 
 def size(head: HeadRows, backend: str, cache_mib: int, full_mib: int) -> Size:
-    """Compute passes and peak. The peak includes at most `full_mib`, the cache of all rows."""
+    """Compute passes and peak for a cache of `cache_mib`, of which at most `full_mib` (all rows) is used."""
     n = head.hidden.shape[0]
     kept = min(dispatch.implementation(backend).cache_rows(head, cache_mib * MIB), n) / n
     most = min(cache_mib, full_mib)
@@ -229,13 +229,13 @@ def size(head: HeadRows, backend: str, cache_mib: int, full_mib: int) -> Size:
 
 
 def sizes(head: HeadRows, backend: str) -> list[Size]:
-    """Return what caches save, from no cache to one that holds all rows."""
+    """Compute passes and peak for several caches, from no cache to a cache for all rows."""
     full = full_cache_mib(head, backend)
     return [size(head, backend, mib, full) for mib in sorted({math.ceil(share * full) for share in SHARES})]
 
 
 def default_cache_mib(device: torch.device, architecture: str | None) -> tuple[int | None, str]:
-    """Return the default of `cache_mib` and its source. It is None if it depends on a GPU that is not here."""
+    """Return the default of `cache_mib` and its source. The default is None if it depends on a GPU that is absent."""
     mib = cache_variable()
     if mib is not None:
         return mib, "GSPO_CACHE_MIB"
@@ -248,23 +248,23 @@ def default_cache_mib(device: torch.device, architecture: str | None) -> tuple[i
 
 @dataclass(frozen=True)
 class Plan:
-    """What `gspo doctor --memory` prints, all of one rank."""
+    """What `gspo doctor --memory` prints, for one rank."""
 
     where: str  # the batch and the backend
     sizes: list[Size]
-    default: Size | None  # of `cache_mib`, on this machine; None if it depends on a GPU that is not here
+    default: Size | None  # the default of `cache_mib` on this machine; None if it depends on a GPU that is absent
     default_source: str
     bound: Bound  # without a cache
     inputs: dict[str, int]  # bytes of hidden states and of the rank's part of the head
     collectives: list[Collective]
-    with_entropies: int  # bytes of the all-gather of tiles if entropies are requested; 0 without a tp_group
+    with_entropies: int  # bytes of the all-gather of tile results with entropies; 0 without a tp_group
     aligned: bool
     tile_width: int  # columns
     operations_per_pass: float
 
 
 def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> Plan:
-    """Plan for a GPU architecture, or for this machine if it is None."""
+    """Make the plan for a GPU architecture, or for this machine if `architecture` is None."""
     device = torch.device("cuda" if torch.cuda.is_available() and architecture is None else "cpu")
     backend = "triton" if architecture else dispatch.pick_backend(TensorChecks("gspo doctor"), "auto", device)
     dtype = dtype or (torch.bfloat16 if backend == "triton" else torch.float32)
@@ -293,7 +293,7 @@ def plan(batch: Batch, dtype: torch.dtype | None, architecture: str | None) -> P
 
 
 def _assumed(architecture: str | None) -> Any:
-    """Make the Triton backend use the block shapes of `architecture`, if it is not None."""
+    """Make the Triton backend use the block shapes of `architecture`, unless it is None."""
     if architecture is None:
         return nullcontext()
     from ...backends.triton.tuning import assume

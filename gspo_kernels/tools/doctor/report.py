@@ -1,4 +1,4 @@
-"""The printed reports of `gspo doctor`. Modules that import torch are imported inside the functions."""
+"""Print the reports of `gspo doctor`. Modules that import torch are imported inside the functions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-SIZES_OF_HEAD = {"H": (1, 2**16), "V": (2, 2**22)}  # least and largest
-MOST_RANKS = 4096  # of a process group
+SIZES_OF_HEAD = {"H": (1, 2**16), "V": (2, 2**22)}  # (smallest, largest)
+MOST_RANKS = 4096  # in a process group
 
 
 def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, Any]]:
@@ -44,9 +44,9 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
 def compile_kernels(
     architectures: list[str] | None, shape: str | None, console: Console
 ) -> tuple[str, bool, dict[str, Any]]:
-    """Compile every Triton kernel, of heads of the shape "H,V" if given, and print its resources.
+    """Compile every Triton kernel, or only those for heads of `shape` "H,V", and print their resources.
 
-    Return values: as `diagnose`.
+    Returns the same as `diagnose`.
     """
     try:
         from triton import knobs
@@ -97,9 +97,9 @@ def compile_kernels(
 def memory_of(
     batch: str, dtype: str | None, architectures: list[str] | None, ranks: tuple[int, int], console: Console
 ) -> tuple[str, bool, dict[str, Any]]:
-    """Print what `cache_mib` saves for a batch "N,H,V", and memory and collectives of its loss.
+    """Print what `cache_mib` saves for a batch "N,H,V", and the memory and collectives of its loss, for one rank.
 
-    `ranks` are the sizes of the tp_group and the cp_group; numbers are of one rank. Return values: as `diagnose`.
+    `ranks`: the sizes of the tp_group and the cp_group. Returns the same as `diagnose`.
     """
     n, width, vocab = _sizes(batch, "--memory", "N,H,V such as 8192,4096,151936", {"N": (1, 2**31), **SIZES_OF_HEAD})
     for option, number in zip(("--tp", "--cp"), ranks, strict=True):
@@ -145,12 +145,12 @@ def memory_of(
 
 
 def _mib(sizes: dict[str, int]) -> dict[str, float]:
-    """Return bytes in MiB, without the cache, which the bound leaves out."""
+    """Convert bytes to MiB. Leave out the cache, which the printed bound excludes."""
     return {part: size / 2**20 for part, size in sizes.items() if part != "cache"}
 
 
 def _lines_of(planned: Any) -> list[str]:
-    """Return the lines of a `memory.Plan` below its table."""
+    """Format the lines that follow the table of a `memory.Plan`."""
 
     def named(sizes: dict[str, int]) -> str:
         return ", ".join(f"{part.replace('_', ' ')} {mib:,.0f}" for part, mib in _mib(sizes).items())
@@ -206,7 +206,7 @@ def _check_architectures(names: list[str]) -> None:
 
 
 def _sizes(text: str, option: str, example: str, limits: dict[str, tuple[int, int]]) -> tuple[int, ...]:
-    """Parse numbers separated by commas, one for each of `limits` (the least and the largest)."""
+    """Parse comma-separated numbers, one for each name in `limits`, which maps it to (smallest, largest)."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:

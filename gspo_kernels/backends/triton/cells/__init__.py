@@ -1,1 +1,1 @@
-"""The backward of a part of the cells of d_logits: lists of cells, and block-sparse products."""
+"""The sparse backward: lists of the cells of d_logits to compute, and block-sparse products."""

@@ -1,12 +1,12 @@
-"""The backward of selected cells: d_logits of these cells only, and block-sparse products of them.
+"""The sparse backward: compute d_logits of selected cells only, then block-sparse products.
 
-A gradient budget selects cells. Without one, all cells of the rows with a gradient are computed here where PyTorch may
-refuse an fp32 product of half-precision operands (`backward.py`).
+A gradient budget selects cells. Without a budget, this backward computes all cells of the rows with a gradient where
+PyTorch may refuse an fp32 product of half-precision operands (`backward.py`).
 
-A part is a range of tiles and a chunk of rows. Its d_logits and its gathered hidden states fit the workspace. Mostly
-there is one part, because few cells are selected: then the products are rounded and written directly. Otherwise they
-are summed in fp32, with slabs as the outer loop and chunks as the inner one, so that each slab of d_weight is rounded
-and written once. Rows are in the order of their mass. d_hidden is summed at the rows' places in the batch.
+A part is a range of tiles and a chunk of rows, small enough that its d_logits and its gathered hidden states fit the
+workspace. Usually few cells are selected and there is a single part. Then the products are rounded and written
+directly. Otherwise they are summed in fp32. Slabs are the outer loop and chunks the inner loop, so that each slab of
+d_weight is rounded and written once. Rows are ordered by mass, but d_hidden is summed in the order of the batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CellPlan(NamedTuple):
     rows: int  # number of rows with a gradient
     sparse: bool  # compute only the listed cells, not all columns
     lists: CellLists
-    begin: list[list[int]]  # index in `lists.by_tile` of each tile's first cell, then of the end, [chunk][T + 1]
+    begin: list[list[int]]  # [chunk][T + 1]: index in `lists.by_tile` of each tile's first cell, then the end
     chunk: int  # rows of a chunk
 
 
@@ -51,13 +51,13 @@ def choose(
     head: HeadRows, result: HeadResult, coefficient: Tensor, kept: Kept, cell: tuple[int, int], budget: float
 ) -> tuple[LiveTiles, Work]:
     """Choose the cells to compute (`backends/live_tiles.py`)."""
-    # Where all cells would take the same kernels, fewer always pay.
+    # If even all cells would run in these kernels, leaving out any cell saves time.
     pays_below = math.inf if multiplies_copies(head) else None
     return live_tiles.choose(head, result, coefficient, kept, cell, budget, pays_below)
 
 
 def plan_cells(head: HeadRows, live_tiles: LiveTiles, config: Config) -> CellPlan:
-    """List the cells to compute. Read the number of rows and of the cells of each tile on the host, once."""
+    """List the cells to compute. The host reads once: the number of rows, and of cells in each tile."""
     lists, chunk = lists_of(head, live_tiles.cells, config)
     rows, sparse, *begin = torch.cat([live_tiles.counts, lists.tile_begin[:: lists.row_blocks]]).tolist()
     by_chunk = [begin[i : i + lists.tiles + 1] for i in range(0, len(begin) - 1, lists.tiles)]
@@ -65,7 +65,7 @@ def plan_cells(head: HeadRows, live_tiles: LiveTiles, config: Config) -> CellPla
 
 
 def plan_all_cells(rows: GradientRows, config: Config) -> CellPlan:
-    """List all cells of the gathered rows, of which there must be at least one. Nothing is read on the host."""
+    """List all cells of the gathered rows, at least one of which must exist. The host reads no values."""
     n, tiles = rows.index.shape[0], -(-rows.head.vocab_size // config.block_v)
     row_blocks = -(-n // config.block_n)
     cells = torch.ones(row_blocks, tiles, dtype=torch.bool, device=rows.index.device)
@@ -78,7 +78,7 @@ def plan_all_cells(rows: GradientRows, config: Config) -> CellPlan:
 
 
 def lists_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, int]:
-    """List `cells` [row blocks, tiles] bool. Also return the rows of a chunk, a third of the workspace or less."""
+    """List `cells` [row blocks, tiles] bool. Also return the rows per chunk, at most a third of the workspace."""
     row_bytes = head.hidden.shape[1] * head.hidden.dtype.itemsize
     chunk = shares(cells.shape[0], head.workspace // 3 // (row_bytes * config.block_n)).size
     return cell_lists(cells.contiguous(), chunk), chunk * config.block_n
@@ -87,9 +87,9 @@ def lists_of(head: HeadRows, cells: Tensor, config: Config) -> tuple[CellLists, 
 def cell_backward(
     rows: GradientRows, rows_of_weight: int, config: Config, needs: NeedsGradient, plan: CellPlan
 ) -> HeadGradients:
-    """Compute the gradients of hidden states and weight, None where `needs` is False. The head has no bias or adapter.
+    """Compute the gradients of hidden states and weight; None where `needs` is False. There is no bias or adapter.
 
-    `rows_of_weight` is V with the padding of the vocabulary, which the weight in `rows.head` may lack.
+    `rows_of_weight` is V including the vocabulary's padding, which `rows.head.weight` may lack.
     """
     gradients = _CellGradients(rows, rows_of_weight, config, needs, plan)
     for first_tile, end_tile in pairwise(gradients.slabs):
@@ -98,7 +98,7 @@ def cell_backward(
 
 
 class _CellGradients:
-    """d_hidden and d_weight, and how they are summed over parts."""
+    """Sums of d_hidden and d_weight over parts."""
 
     def __init__(
         self, rows: GradientRows, rows_of_weight: int, config: Config, needs: NeedsGradient, plan: CellPlan
@@ -106,7 +106,7 @@ class _CellGradients:
         head = rows.head
         self.rows, self.config, self.plan = rows, config, plan
         self.n, self.dtype, self.unrounded = rows.index.shape[0], rows.d_log_probs.dtype, torch_rounds(head)
-        # A product of 16-bit operands over all cells of a row or column can be rounded by the kernel.
+        # If one product covers all cells of a row or column, the kernel can round it to 16 bits directly.
         narrow = head.hidden.dtype != self.dtype
         self.direct_weight = len(plan.begin) == 1 and not self.unrounded
         self.slabs = list(_slabs(head, config, plan, fp32_slab=narrow and needs.weight and not self.direct_weight))
@@ -121,7 +121,7 @@ class _CellGradients:
         if needs.weight:
             self.d_weight = head.weight.new_empty(rows_of_weight, head.hidden.shape[1])
             self.d_weight[head.vocab_size :] = 0
-        # With one chunk, hidden states are gathered once.
+        # With a single chunk, gather hidden states once.
         self.hidden = rows.hidden(slice(0, self.n)) if len(plan.begin) == 1 else None
 
     def add_slab(self, first_tile: int, end_tile: int) -> None:
@@ -130,7 +130,7 @@ class _CellGradients:
         if self.d_weight is not None:
             width = self.config.block_v
             d_slab = self.d_weight[first_tile * width : min(end_tile * width, self.rows.head.vocab_size)]
-            total = d_slab  # the sum over chunks in full precision, except for one chunk
+            total = d_slab  # with several chunks, the sum in full precision
             if not self.direct_weight:
                 total = d_slab.zero_() if d_slab.dtype == self.dtype else torch.zeros_like(d_slab, dtype=self.dtype)
         for chunk, begin in enumerate(self.plan.begin):
@@ -144,7 +144,7 @@ class _CellGradients:
             d_slab.copy_(total if self.rows.boost is None else total.div_(self.rows.boost))
 
     def _add_part(self, part: Part, d_slab: Tensor | None) -> None:
-        """Compute the cells of a part. Write d_slab [columns, H] or add to it, and write d_hidden or add to it."""
+        """Compute the cells of a part, and write or add their products to d_hidden and to d_slab [columns, H]."""
         rows, head = self.rows, self.rows.head
         chunk = slice(part.chunk * self.plan.chunk, min((part.chunk + 1) * self.plan.chunk, self.n))
         hidden = rows.hidden(chunk) if self.hidden is None else self.hidden
@@ -162,7 +162,7 @@ class _CellGradients:
         if self.d_hidden is None or self.direct_hidden:
             return self.d_hidden
         self.hidden = None  # its memory is needed for the rounded rows
-        # Every row is at its place, and rows without a gradient are 0.
+        # All rows are already in place, and rows without a gradient are 0.
         all_rows = torch.arange(self.d_hidden.shape[0], device=self.d_hidden.device)
         return scatter_in_place(self.d_hidden, replace(self.rows, index=all_rows, index_is_all_rows=True), 1024)
 
@@ -170,7 +170,7 @@ class _CellGradients:
 def _slabs(head: HeadRows, config: Config, plan: CellPlan, fp32_slab: bool) -> Iterator[int]:
     """Yield the first tile of each slab, then T. Slabs are as wide as the workspace allows.
 
-    `fp32_slab`: the slab of d_weight is summed in fp32, beside the parts.
+    `fp32_slab`: an fp32 sum of the slab of d_weight also takes memory.
     """
     size, width = head.hidden.dtype.itemsize, head.hidden.shape[1]
     space = head.workspace * 7 // 8 - min(plan.chunk, plan.rows) * width * size

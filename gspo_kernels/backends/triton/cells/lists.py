@@ -1,7 +1,7 @@
-"""Lists of the cells that a backward computes, made on the device.
+"""Lists of the cells that the sparse backward computes, built on the device.
 
-There are two lists. One is ordered by chunk, tile and row block, for d_logits and d_weight. The other is ordered by row
-block and tile, for d_hidden. The cells of a range of tiles and a chunk of rows are consecutive in the first list.
+One list is ordered by chunk, tile and row block, for d_logits and d_weight. In it, the cells of a part are consecutive.
+The other list is ordered by row block and tile, for d_hidden.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false
@@ -21,19 +21,19 @@ from ..tuning import LIST
 
 
 class CellLists(NamedTuple):
-    """Both lists of K cells, of B row blocks in chunks of R, and T tiles. Tensors are int32."""
+    """Both lists of K cells, for B row blocks in C chunks of R, and T tiles. Tensors are int32."""
 
-    by_tile: Tensor  # [B * T], K of them used: tile * R + the row block's number in its chunk
-    tile_begin: Tensor  # [C * T * R + 1]: number of cells before each (chunk, tile, row block); the last is K
+    by_tile: Tensor  # [B * T], the first K are used: tile * R + the row block's number in its chunk
+    tile_begin: Tensor  # [C * T * R + 1]: number of cells before each (chunk, tile, row block), then K
     block_tile: Tensor  # [B * T], ordered by row block and tile: the cell's tile
     block_place: Tensor  # [B * T], in the same order: the cell's index in by_tile
-    block_begin: Tensor  # [B * T + 1]: number of cells before each (row block, tile); the last is K
+    block_begin: Tensor  # [B * T + 1]: number of cells before each (row block, tile), then K
     tiles: int  # T
     row_blocks: int  # R
 
 
 class Part(NamedTuple):
-    """The cells of a range of tiles and a chunk of rows, which are computed at once."""
+    """The cells in a range of tiles and a chunk of rows, which are computed together."""
 
     lists: CellLists
     chunk: int  # number of the chunk
@@ -69,10 +69,10 @@ def list_cells(
 
 
 def cell_lists(cells: Tensor, blocks_of_chunk: int) -> CellLists:
-    """Return the lists of the True entries of `cells` [row blocks, tiles]. Nothing is read on the host."""
+    """List the True entries of `cells` [row blocks, tiles]. The host reads no values."""
     (blocks, tiles), chunks = cells.shape, -(-cells.shape[0] // blocks_of_chunk)
     in_chunks = F.pad(cells, (0, 0, 0, chunks * blocks_of_chunk - blocks)).view(chunks, blocks_of_chunk, tiles)
-    # One tensor each: rows of one tensor would be aligned for some numbers of cells only, and compile twice.
+    # Separate tensors: the rows of a common tensor would be aligned for some cell counts only, and compile twice.
     by_tile, block_tile, block_place = (cells.new_empty(cells.numel(), dtype=torch.int32) for _ in range(3))
     tile_begin, block_begin = _count_before(in_chunks.transpose(1, 2)), _count_before(cells)
     launch(
@@ -94,7 +94,7 @@ def cell_lists(cells: Tensor, blocks_of_chunk: int) -> CellLists:
 
 
 def _count_before(cells: Tensor) -> Tensor:
-    """Return the number of True entries before each entry, then their total number, [numel + 1] int32."""
+    """Return the number of True entries before each entry, then their total, [numel + 1] int32."""
     counts = torch.zeros(cells.numel() + 1, dtype=torch.int32, device=cells.device)
     torch.cumsum(cells.reshape(-1), 0, dtype=torch.int32, out=counts[1:])
     return counts

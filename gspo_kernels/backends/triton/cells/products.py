@@ -1,6 +1,6 @@
 """Block-sparse products: d_hidden and d_weight from the d_logits of selected cells.
 
-Each program computes one tile of the result and adds up its cells in the order of their list, without atomics or locks.
+Each program computes one tile of the result and sums its cells in the order of the list, without atomics or locks.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -25,7 +25,7 @@ from .lists import Part
 
 @triton.jit
 def load_columns(at, h, width, RAGGED: tl.constexpr):
-    """Load a tile with the columns `h`, 0 beyond `width`. Clamped column numbers would split the load into elements."""
+    """Load the columns `h` of a tile, 0 beyond `width`. Clamped indices would load element by element."""
     if RAGGED:
         return tl.load(at, mask=h[None, :] < width, other=0.0)
     else:
@@ -34,7 +34,7 @@ def load_columns(at, h, width, RAGGED: tl.constexpr):
 
 @triton.jit
 def write(out, inside, acc, boost, ADD: tl.constexpr):
-    """Write a tile of a product: add it to `out`, or divide it by `boost` and round it to the dtype of `out`."""
+    """Write a tile of a product. If ADD, add it to `out`; else divide it by `boost`. Round to the dtype of `out`."""
     if ADD:
         acc += tl.load(out, mask=inside, other=0.0)
     elif boost is not None:
@@ -49,9 +49,9 @@ def hidden_product(
     block_tile,  # this and the next two: fields of `CellLists`
     block_place,
     block_begin,
-    order,  # [n_rows] int64: the part's rows, as rows of the batch
+    order,  # [n_rows] int64: indices of the part's rows in the batch
     out,  # [N, H]
-    boost,  # []: d_logits were multiplied by it, and the product is divided by it; or None. Not with ADD
+    boost,  # []: factor of d_logits, by which the product is divided; or None. Must be None with ADD
     n_rows: tl.int32,
     tiles: tl.int32,  # of the vocabulary
     first_tile: tl.int32,  # of the part
@@ -71,7 +71,7 @@ def hidden_product(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write d_logits W over the cells of a row block to out[rows], or add it: 2 ROWS COLUMNS H operations per cell."""
+    """Write d_logits W of a row block's cells to out[rows], or add it. 2 ROWS COLUMNS H operations per cell."""
     n_blocks: tl.constexpr = ROWS // BLOCK_N  # programs along the rows of a cell
     h_blocks = (width + BLOCK_H - 1) // BLOCK_H
     pid = tl.program_id(0)
@@ -92,7 +92,7 @@ def hidden_product(
             a = tl.load(d_logits + (place * ROWS + n)[:, None] * COLUMNS + (start + k)[None, :])
             b = load_columns(weight + v[:, None] * stride_weight_row + left, h, width, RAGGED=RAGGED)
             a, b = operands(a, b, ACC)
-            if a.dtype == ACC:  # without tensor cores: a sum of shorter sums rounds less than one long sum
+            if a.dtype == ACC:  # no tensor cores: a sum of shorter sums rounds less than one long sum
                 acc += tl.dot(a, b, input_precision="ieee", out_dtype=ACC)
             else:
                 acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC)
@@ -127,9 +127,9 @@ def weight_product(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write d_logits^T h over the cells of a tile to out[columns], or add it: 2 ROWS COLUMNS H operations per cell.
+    """Write d_logits^T h of a tile's cells to out[columns], or add it. 2 ROWS COLUMNS H operations per cell.
 
-    Without ADD, the columns of a tile without cells become 0.
+    Without ADD, a tile without cells writes 0.
     """
     v_blocks: tl.constexpr = COLUMNS // BLOCK_V  # programs along the columns of a cell
     h_blocks = (width + BLOCK_H - 1) // BLOCK_H
@@ -163,7 +163,7 @@ def weight_product(
 def product_of_hidden(
     out: Tensor, d_logits: Tensor, head: HeadRows, part: Part, order: Tensor, boost: Tensor | None, add: bool
 ) -> None:
-    """Compute d_logits W over the cells of a part; add it to out[order], or write it there, divided by `boost`.
+    """Compute d_logits W over the cells of a part. Add it to out[order], or write it there, divided by `boost`.
 
     Args:
         out: [N, H].
@@ -200,7 +200,7 @@ def product_of_hidden(
 def product_of_weight(
     out: Tensor, d_logits: Tensor, hidden: Tensor, part: Part, boost: Tensor | None, add: bool
 ) -> None:
-    """Compute d_logits^T h over the cells of a part; add it to `out`, or write it there, divided by `boost`.
+    """Compute d_logits^T h over the cells of a part. Add it to `out`, or write it there, divided by `boost`.
 
     Args:
         out: [columns, H], the part's columns of d_weight.
@@ -231,7 +231,7 @@ def product_of_weight(
 
 
 def _shared_arguments(d_logits: Tensor, out: Tensor, part: Part, boost: Tensor | None, add: bool) -> dict[str, Any]:
-    """Return the arguments that both products take."""
+    """Return the arguments common to both products."""
     (_, rows, columns), block_h = d_logits.shape, product_config(d_logits.dtype, d_logits.device).block_v
     return dict(
         d_logits=d_logits,

@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,13 @@ from .workspace import workspace_bytes
 
 # A constant, because torch 2.11's compiler cannot trace is_autocast_available.
 AUTOCAST_DEVICES = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Disable autocast inside this context, if it is enabled."""
+    enabled = device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
+
 
 _lock = threading.Lock()
 _calls = 0  # number of open `exact_products` contexts
@@ -38,7 +45,7 @@ def exact_products(device: torch.device) -> Iterator[None]:
         _request_ieee("cuda" if device.type == "cuda" else "cpu")
         _calls += 1
     try:
-        with torch.autocast(device.type, enabled=False) if device.type in AUTOCAST_DEVICES else nullcontext():
+        with without_autocast(device):
             yield
     finally:
         with _lock:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import metrics
 from ..backends.dispatch import implementation
 from ..backends.live_tiles import exact_work, work_of_all_ranks
-from ..backends.precision import multiply_no_nan
+from ..backends.precision import multiply_no_nan, without_autocast
 from ..backends.rows import Cache, HeadResult, HeadRows, Kept, LiveTiles, PolicyResult, PolicyRows
 from ..layout import segment_sum, sequence_of_row
 from ..objective import Objective
@@ -25,7 +25,7 @@ def policy_loss(
     log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective, backend: str
 ) -> PolicyResult:
     """Compute the loss of rows, and its coefficients and metrics. Only the loss is differentiable."""
-    with torch.autocast(log_probs.device.type, enabled=False):
+    with without_autocast(log_probs.device):
         # If sequences are sharded over ranks, it is always torch that computes the loss.
         kernels = implementation("torch" if policy.group else backend)
         return kernels.policy_forward(log_probs, entropy, mask, policy, objective)
@@ -136,7 +136,7 @@ def fused_loss(
     cache = Cache(rows, may_have_gradient(head.mask, policy, objective)) if rows else None
     result, kept = kernels.forward_and_keep(head, gradient_budget > 0, cache)
     entropy = result.entropy if head.entropy else None
-    with torch.autocast(head.hidden.device.type, enabled=False):
+    with without_autocast(head.hidden.device):
         of_loss = implementation("torch") if policy.group else kernels
         loss = of_loss.policy_forward(result.log_probs, entropy, head.mask, policy, objective)
     cell = kernels.cell_shape(head) if gradient_budget > 0 else None

@@ -218,9 +218,9 @@ class LogitGradients:
     ) -> None:
         self.tiles = tiles
         self.kept = KeptTiles(tiles, kept, result) if kept is not None and len(kept.exponentials) else None
-        self.shift, self.log_total = tiles.gather(result.shift), tiles.gather(result.log_total)
+        per_row = torch.stack([result.shift, result.log_total, result.log_probs, d_log_probs.to(tiles.dtype)], 1)
+        self.shift, self.log_total, self.log_probs, self.d_log_probs = tiles.gather(per_row).t().contiguous()
         self.shift[tiles.count :] = math.inf  # padding rows get p = 0
-        self.d_log_probs, self.log_probs = tiles.gather(d_log_probs), tiles.gather(result.log_probs)
         # d_logits in the target's column: d_log_prob (1 - p) without cancellation.
         self.at_target = self.d_log_probs * -torch.expm1(self.log_probs)
         self.d_entropy = self.entropy = None

@@ -62,10 +62,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "matrix products in autocast's dtype": (
         "exact_products",
-        "with torch.autocast(device.type, enabled=False) if device.type in AUTOCAST_DEVICES else "
-        "nullcontext():\n"
-        "            yield",
-        "yield",
+        "without_autocast(device)",
+        "nullcontext()",
         "heads::test_autocast_computes_on_operands_cast_to_bf16_and_rounds_nothing_else[torch-False]",
     ),
     "interpreted kernels chosen by backend='auto'": (

@@ -137,7 +137,7 @@ def normalize_rewards(
     Args:
         rewards: [B].
         by: the source of mean and standard deviation: "batch"; "group" (pass group_size or group_ids, as in
-            `group_advantages`); or a `RunningMoments` over all rewards so far, to which this call first adds `rewards`.
+            `group_advantages`); or a `RunningMoments` over all rewards so far (this call first adds `rewards` to it).
         shift: subtract the mean.
         scale: divide by the sample standard deviation plus eps.
         eps: added to the standard deviation, >= 0.

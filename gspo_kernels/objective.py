@@ -210,7 +210,7 @@ class Objective:
 
     @functools.cached_property
     def text(self) -> str:
-        """All fields except `rollout_correction` as one string, the form in which operators take an objective."""
+        """All fields except `rollout_correction`, as the string that operators take for an objective."""
         # Not JSON, because torch.compile cannot trace it.
         return ";".join([repr(getattr(self, f.name)) for f in fields(self)[:-1]])
 

@@ -50,7 +50,7 @@ def run_check(device: torch.device, dtype: torch.dtype, subject: str) -> str | N
     Args:
         device: where to run the kernels. On a CPU they must be interpreted.
         dtype: of hidden states and head or, for "loss", of log-probs.
-        subject: "head": kernels of all public functions; "loss": only those of `policy_loss`.
+        subject: "head": the kernels of all public functions; "loss": only the kernels of `policy_loss`.
     """
     results: list[str | None] = []
     thread = threading.Thread(target=lambda: results.append(_checked(device, dtype, subject)), daemon=True)

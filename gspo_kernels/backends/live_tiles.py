@@ -62,7 +62,7 @@ def break_even(width: int, device: torch.device) -> float:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured, so that the host can neither read values nor load kernels."""
+    """Return whether a CUDA graph is being captured. The host then cannot read values or load kernels."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

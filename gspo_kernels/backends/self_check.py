@@ -181,7 +181,7 @@ def _shared_check(key: Key, file: Path | None, facts: dict[str, str]) -> str:
 
 
 def _facts(device: torch.device, dtype: torch.dtype, subject: str) -> dict[str, str]:
-    """Collect what the result of a check depends on."""
+    """Collect the facts that the result of a check depends on."""
     import triton
 
     from .triton import logit_tile

@@ -80,7 +80,7 @@ def process_group(check: TensorChecks, name: str, group: Any) -> Any:
 
 
 def vocabulary_group(check: TensorChecks, weight: Any, tp_group: Any) -> Any:
-    """Return the process group over which the head is sharded, or None. It may come from a DTensor weight."""
+    """Return the process group that shares the vocabulary, or None. A DTensor weight brings its own group."""
     group = None if tp_group is None else process_group(check, "tp_group", tp_group)
     if not is_dtensor(weight):
         return group

@@ -134,7 +134,7 @@ def _start_threads(count: int) -> int:
 
 
 def _start(count: int) -> None:
-    """Start the missing threads, in which PyTorch uses one thread per operation.
+    """Start the missing threads, each with one PyTorch thread per operation.
 
     `torch.set_num_threads` changes the calling thread and the default of threads that have not computed yet. So this
     function runs in a new thread, reads the default first, and restores it at the end.

@@ -245,7 +245,7 @@ def tiles_of_all_ranks(head: HeadRows, width: int) -> int:
 
 
 def _order(mask: Tensor, cache: Cache | None, n_kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the order in which rows are gathered, [N], unmasked rows first, and the unmasked rows' number, [1] int64.
+    """Return the order in which rows are gathered, unmasked rows first, [N], and the number of unmasked rows, [1].
 
     With a cache, rows that may have a gradient come first. Their number, limited by the cache, is written to `n_kept`.
     """

@@ -68,7 +68,7 @@ def gradient_rows(
     ascending: bool = True,
     kept: Kept | None = None,
 ) -> GradientRows:
-    """Return the per-row inputs of the backward.
+    """Collect the per-row inputs of the backward, and find the rows to gather.
 
     Args:
         d_log_probs, d_entropy: [N], 0 where masked.
@@ -182,8 +182,8 @@ def gradient_of_tiles(
 def _load_dense_kernels(rows: GradientRows, config: Config) -> None:
     """Load the kernels of the dense backward by computing one entry of d_logits and one product.
 
-    While a CUDA graph is captured, a step with a budget takes the dense backward, but can neither load a kernel nor
-    create a cuBLAS handle. Earlier steps may have computed cells only.
+    While a CUDA graph is captured, a step with a budget takes the dense backward. A capture cannot load kernels or
+    create cuBLAS handles, and earlier steps may have computed cells only.
     """
     d_z = gradient_of_tiles(rows, rows.hidden(slice(0, 1)), slice(0, 1), 0, 1, config, unrounded=False)
     add_product(rows.d_log_probs.new_empty(1, rows.head.weight.shape[1]), d_z, rows.head.weight[:1], first=True)

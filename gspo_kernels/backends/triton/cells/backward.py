@@ -64,7 +64,7 @@ def plan_cells(head: HeadRows, live_tiles: LiveTiles, config: Config) -> CellPla
 
 
 def plan_all_cells(rows: GradientRows, config: Config) -> CellPlan:
-    """List all cells of the gathered rows, at least one of which must exist. The host reads no values."""
+    """List all cells of the gathered rows (at least one row). The host reads no values."""
     n, tiles = rows.index.shape[0], -(-rows.head.vocab_size // config.block_v)
     row_blocks = -(-n // config.block_n)
     cells = torch.ones(row_blocks, tiles, dtype=torch.bool, device=rows.index.device)

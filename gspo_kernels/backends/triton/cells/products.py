@@ -51,7 +51,7 @@ def hidden_product(
     block_begin,
     order,  # [n_rows] int64: indices of the part's rows in the batch
     out,  # [N, H]
-    boost,  # []: factor of d_logits, by which the product is divided; or None. Must be None with ADD
+    boost,  # []: d_logits are scaled by it, so the product is divided by it; or None. Must be None with ADD
     n_rows: tl.int32,
     tiles: tl.int32,  # of the vocabulary
     first_tile: tl.int32,  # of the part

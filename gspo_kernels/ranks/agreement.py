@@ -172,7 +172,8 @@ def _differences(check: TensorChecks, group: str, answers: list[dict[str, Any]])
 
 def _facts(values: dict[str, Any], group: str) -> dict[str, Any]:
     """Reduce each value to a number or a text, which the ranks of a group compare."""
-    facts, mask = {}, values["mask"].reshape(-1)
+    facts = {}
+    mask = values["mask"].reshape(-1)
     for name, value in values.items():
         if isinstance(value, Tensor) and value.ndim == 0:
             number = value.item()

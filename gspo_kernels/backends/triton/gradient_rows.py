@@ -139,8 +139,11 @@ def gradient_of_tiles(
     Returns:
         [n, high - low], or for a part [cells, block_n, block_v].
     """
-    head, result, columns = rows.head, rows.result, high - low
-    n, dtype = hidden.shape[0], rows.d_log_probs.dtype if unrounded else hidden.dtype
+    head = rows.head
+    result = rows.result
+    columns = high - low
+    n = hidden.shape[0]
+    dtype = rows.d_log_probs.dtype if unrounded else hidden.dtype
     row_blocks, column_blocks = -(-n // config.block_n), -(-columns // config.block_v)
     shape = (n, -(-columns // 16) * 16) if part is None else (part.cells, config.block_n, config.block_v)
     d_logits = torch.empty(shape, dtype=dtype, device=hidden.device)
@@ -201,7 +204,9 @@ def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
     workspace is written into the memory of `sums`. Row N - n + k then moves to row index[k], in ascending k. The index
     ascends, so index[k] <= N - n + k, and no row overwrites one that has not moved yet.
     """
-    dtype, (n_rows, width), n = rows.head.hidden.dtype, sums.shape, rows.index.shape[0]
+    dtype = rows.head.hidden.dtype
+    n_rows, width = sums.shape
+    n = rows.index.shape[0]
     fits = dtype != sums.dtype and (n_rows + chunk) * width * dtype.itemsize <= rows.head.workspace
     if rows.index_is_all_rows and (fits or dtype == sums.dtype):
         return (sums if rows.boost is None else sums.div_(rows.boost)).to(dtype)

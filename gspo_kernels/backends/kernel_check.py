@@ -114,7 +114,7 @@ def _check_loss(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _check_decisions(ours: Tensor, truth: Tensor) -> None:
-    """Check that the same sequences are clipped, so that their gradient is exactly 0."""
+    """Check which sequences are clipped. The gradient of a clipped sequence is exactly 0."""
     wrong = sum(bool(a.any() != b.any()) for a, b in zip(ours.cpu().split(LENGTHS), truth.split(LENGTHS), strict=True))
     if wrong:
         raise WrongResult(f"clip decisions of {wrong} of {len(LENGTHS)} sequences differ from float64")

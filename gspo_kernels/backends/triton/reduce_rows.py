@@ -1,4 +1,4 @@
-"""The second forward kernel: combine the tile results to log-probs and entropies.
+"""The second forward kernel: combine the tile results into log-probs and entropies.
 
 "Others" are all columns except the target's. Must match the torch backend's `forward.py`.
 """

@@ -103,14 +103,16 @@ class RunningMoments:
     def update(self, rewards: Tensor) -> None:
         """Add finite rewards to the moments (T. Chan, G. Golub, R. LeVeque, "Updating formulae")."""
         x = checked_rewards(TensorChecks("RunningMoments.update"), rewards).double()
-        count, mean = torch.full((), float(x.numel()), dtype=x.dtype, device=x.device), x.mean()
+        count = torch.full((), float(x.numel()), dtype=x.dtype, device=x.device)
+        mean = x.mean()
         variance = (x - mean).square().mean()
         if x.numel() == 0:
             return
         if self.count is None or self.mean is None or self.variance is None:
             self.count, self.mean, self.variance = count, mean, variance
             return
-        total, delta = self.count + count, mean - self.mean
+        total = self.count + count
+        delta = mean - self.mean
         between = delta.square() * self.count * count / total
         self.variance = (self.variance * self.count + variance * count + between) / total
         self.mean, self.count = self.mean + delta * count / total, total
@@ -137,7 +139,7 @@ def normalize_rewards(
     Args:
         rewards: [B].
         by: the source of mean and standard deviation: "batch"; "group" (pass group_size or group_ids, as in
-            `group_advantages`); or a `RunningMoments` over all rewards so far, to which this call first adds `rewards`.
+            `group_advantages`); or a `RunningMoments` over all rewards so far (this call first adds `rewards` to it).
         shift: subtract the mean.
         scale: divide by the sample standard deviation plus eps.
         eps: added to the standard deviation, >= 0.
@@ -160,7 +162,8 @@ def normalize_rewards(
             check.fail(name, "None unless by='group'", value)
     if by == "group":
         groups = Groups(check, rewards, group_size, group_ids)
-        centred, n = groups.centred(), groups.per_reward(groups.counts)  # [B] each
+        centred = groups.centred()  # [B]
+        n = groups.per_reward(groups.counts)  # [B]
         std = (groups.per_reward(groups.sum(centred.square())) / (n - 1).clamp(min=1)).sqrt()
         x = centred if shift else groups.rewards
     else:
@@ -280,7 +283,8 @@ def turn_advantages(advantages: Tensor, turn_ids: Tensor) -> Tensor:
     """
     check = TensorChecks("turn_advantages")
     check.tensor("advantages", advantages, dtypes=FLOATS, shapes=[(None, None)], shape_text="[B, K]")
-    shape, text = (advantages.shape[0], None), "[B, T] with the B of advantages"
+    shape = (advantages.shape[0], None)
+    text = "[B, T] with the B of advantages"
     check.tensor("turn_ids", turn_ids, dtypes=(torch.int64,), shapes=[shape], shape_text=text)
     turns = advantages.shape[1]
     inside = (turn_ids >= 0) & (turn_ids < turns)

@@ -89,7 +89,8 @@ def finite(check: TensorChecks, name: str, x: Tensor, expected: str, where: Tens
 
 def per_token(check: TensorChecks, name: str, x: Any, unmasked: Tensor) -> Tensor:
     """Check values per sequence or per token, and expand them to [B, T]."""
-    batch, shape = len(unmasked), unmasked.shape
+    batch = len(unmasked)
+    shape = unmasked.shape
     text = f"[{batch}], [{batch}, 1] or {list(shape)}"
     check.tensor(name, x, dtypes=FLOATS, shapes=[(batch,), (batch, 1), shape], shape_text=text)
     x = (x[:, None] if x.ndim == 1 else x).to(accumulator(x.dtype)).expand(shape)

@@ -27,7 +27,8 @@ def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
     right = pad_columns(lora_a).t()  # [H, R padded]
     with exact_products(x.device):
         for rows in index.split(tile_rows):
-            tile[: len(rows)], tile[len(rows) :] = x[rows], 0
+            tile[: len(rows)] = x[rows]
+            tile[len(rows) :] = 0
             out[rows] = torch.mm(tile, right)[: len(rows), : lora_a.shape[0]]
     return out
 
@@ -35,7 +36,8 @@ def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
 def _adapter_backward_op(x: Tensor, lora_a: Tensor, mask: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [N, H] and A [R, H] from d_out [N, R]."""
     index = (mask & (d_out != 0).any(1)).nonzero()[:, 0]
-    d_x, d_rows = torch.zeros_like(x), d_out[index]  # [N, H], [n, R]
+    d_x = torch.zeros_like(x)  # [N, H]
+    d_rows = d_out[index]  # [n, R]
     with exact_products(x.device):
         d_x[index] = torch.mm(d_rows, lora_a)
         return d_x, torch.mm(d_rows.t(), x[index])

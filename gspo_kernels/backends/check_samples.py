@@ -71,7 +71,8 @@ class _Random:
     """Normally distributed tensors from a separate generator."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.generator, self.dtype = torch.Generator().manual_seed(0), dtype
+        self.generator = torch.Generator().manual_seed(0)
+        self.dtype = dtype
 
     def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(shape, generator=self.generator, dtype=torch.float64)).to(self.dtype)
@@ -86,7 +87,8 @@ def unmasked_rows() -> Tensor:
 
 
 def _head(hidden: Tensor, weight: Tensor, target_ids: Tensor, mask: Tensor) -> HeadRows:
-    target_ids, vocab = torch.where(mask, target_ids, -100), weight.shape[0]
+    target_ids = torch.where(mask, target_ids, -100)
+    vocab = weight.shape[0]
     return HeadRows(hidden, weight, None, None, None, target_ids, mask, None, 1.0, None, vocab, False)
 
 

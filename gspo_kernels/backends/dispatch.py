@@ -1,4 +1,4 @@
-"""The interface of a backend, and the choice of a backend: Triton kernels on GPUs, torch on any device."""
+"""The `Backend` interface, and the choice between Triton kernels (on GPUs) and torch (on any device)."""
 
 from __future__ import annotations
 

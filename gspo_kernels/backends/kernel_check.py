@@ -50,7 +50,7 @@ def run_check(device: torch.device, dtype: torch.dtype, subject: str) -> str | N
     Args:
         device: where to run the kernels. On a CPU they must be interpreted.
         dtype: of hidden states and head or, for "loss", of log-probs.
-        subject: "head": kernels of all public functions; "loss": only those of `policy_loss`.
+        subject: "head": the kernels of all public functions; "loss": only the kernels of `policy_loss`.
     """
     results: list[str | None] = []
     thread = threading.Thread(target=lambda: results.append(_checked(device, dtype, subject)), daemon=True)
@@ -114,7 +114,7 @@ def _check_loss(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _check_decisions(ours: Tensor, truth: Tensor) -> None:
-    """Check that the same sequences are clipped, so that their gradient is exactly 0."""
+    """Check which sequences are clipped. The gradient of a clipped sequence is exactly 0."""
     wrong = sum(bool(a.any() != b.any()) for a, b in zip(ours.cpu().split(LENGTHS), truth.split(LENGTHS), strict=True))
     if wrong:
         raise WrongResult(f"clip decisions of {wrong} of {len(LENGTHS)} sequences differ from float64")
@@ -166,7 +166,8 @@ class _Check:
 
     def budget(self, cache: Cache | None = None) -> None:
         """Check the choice of cells, and the gradients from these cells of d_logits."""
-        head, cell = self.head, kernels.cell_shape(self.head)
+        head = self.head
+        cell = kernels.cell_shape(self.head)
         assert cell is not None
         result, kept = kernels.forward_and_keep(head, True, cache)
         _compare_rows("log-probs", result.log_probs, self.sample.truth.log_probs, self.dtype)
@@ -176,7 +177,8 @@ class _Check:
         self.launched.clear()
         gradients = kernels.head_backward(head, result, self.d_log_probs, None, _needs(head), live, kept)
         for name, ours, expected in self._gradients(gradients, d_logits):
-            error, allowed = (ours - expected).norm() / expected.norm(), KEPT_GRADIENT_RELATIVE[self.dtype]
+            error = (ours - expected).norm() / expected.norm()
+            allowed = KEPT_GRADIENT_RELATIVE[self.dtype]
             _limit(f"d_{name} of the kept cells, relative", self.dtype, error.item(), allowed)
 
     def cache_and_budget(self) -> None:
@@ -200,7 +202,9 @@ class _Check:
 
     def _kept_entries(self, live: LiveTiles, cell: tuple[int, int], reported: float) -> Tensor:
         """Check that cells are dropped, and how much mass. Return d_logits [N, V] with 0 in dropped cells."""
-        order, cells, (_, sparse) = live.order.cpu(), live.cells.cpu(), live.counts.tolist()
+        order = live.order.cpu()
+        cells = live.cells.cpu()
+        _, sparse = live.counts.tolist()
         if not sparse:
             raise WrongResult("no cells are dropped, although few have most of the mass")
         entries = cells.repeat_interleave(cell[0], 0).repeat_interleave(cell[1], 1)[:ROWS, :VOCAB]
@@ -243,7 +247,8 @@ def _compare_rows(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) ->
 
 def _compare(name: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
     """Check the largest error, the RMS error and the direction of each row. NaN fails every limit."""
-    ours, largest = ours.cpu().double(), truth.abs().max().item()
+    ours = ours.cpu().double()
+    largest = truth.abs().max().item()
     unit = FLOAT64_RELATIVE if dtype == torch.float64 else LARGEST_ERROR[dtype] * torch.finfo(dtype).eps
     _limit(f"{name} {list(truth.shape)}", dtype, (ours - truth).abs().max().item(), unit * largest)
     rms = ((ours - truth).square().mean() / truth.square().mean()).sqrt().item()

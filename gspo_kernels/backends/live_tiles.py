@@ -32,10 +32,11 @@ from ..ranks.collectives import gather
 from ..ranks.shards import columns_of_all_ranks, shard_of
 from .rows import HeadResult, HeadRows, Kept, LiveTiles
 
-# SPARSE_EFFICIENCY: measured throughput of products over cells, divided by the throughput of products over slabs.
-# ESTIMATED_EFFICIENCY: the same for other device types, estimated from instruction counts. CELL_OVERHEAD: the fixed
-# cost of a cell, as an addition to H (benchmarks/NOTES.md).
-SPARSE_EFFICIENCY, ESTIMATED_EFFICIENCY, CELL_OVERHEAD = {"cpu": 0.85}, 0.5, 32
+# Throughput of products over cells, divided by the throughput of products over slabs (benchmarks/NOTES.md): measured by
+# device type, and for other device types estimated from instruction counts.
+SPARSE_EFFICIENCY = {"cpu": 0.85}
+ESTIMATED_EFFICIENCY = 0.5
+CELL_OVERHEAD = 32  # fixed cost of a cell, as an addition to H
 # Masses are rounded up to integers, in units of total / _UNITS. Integer sums do not depend on the order, and sums of up
 # to 2^22 cells do not overflow.
 _UNITS = 2.0**40
@@ -62,7 +63,7 @@ def break_even(width: int, device: torch.device) -> float:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Return whether a CUDA graph is being captured, so that the host can neither read values nor load kernels."""
+    """Return whether a CUDA graph is being captured. The host then cannot read values or load kernels."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -130,7 +131,8 @@ def choose(
     if pays_below is None:
         pays_below = break_even(head.hidden.shape[1], head.hidden.device)
     block_rows, columns = cell
-    n, device = head.hidden.shape[0], head.hidden.device
+    n = head.hidden.shape[0]
+    device = head.hidden.device
     vocab = columns_of_all_ranks(head.shard, head.vocab_size)
     has_gradient = head.mask & (coefficient != 0)  # [N]
     rows = has_gradient.sum()

@@ -1,4 +1,4 @@
-"""Precise products: fp32 matrix products without TF32, and elementwise products in which 0 * inf is 0."""
+"""Precise products: fp32 matrix products without TF32, and elementwise products where 0 * inf is 0."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class PolicyRows(NamedTuple):
     normalizer: Tensor | None  # []
     kl_normalizer: Tensor | None  # []
     invalid: Tensor  # [] int64: number of invalid values; if it is not 0, the loss and its gradient are NaN
-    group: str = ""  # name of the process group over which the tokens of each sequence are sharded
+    group: str = ""  # name of the process group that shares the tokens of each sequence, if there is one
 
 
 class PolicyResult(NamedTuple):

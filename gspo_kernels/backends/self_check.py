@@ -181,7 +181,7 @@ def _shared_check(key: Key, file: Path | None, facts: dict[str, str]) -> str:
 
 
 def _facts(device: torch.device, dtype: torch.dtype, subject: str) -> dict[str, str]:
-    """Collect what the result of a check depends on."""
+    """Collect the facts that the result of a check depends on."""
     import triton
 
     from .triton import logit_tile
@@ -202,7 +202,8 @@ def _facts(device: torch.device, dtype: torch.dtype, subject: str) -> dict[str, 
 @functools.cache
 def _hash_of_sources() -> str:
     """Hash the source files of both backends and of the check."""
-    folder, digest = Path(__file__).parent, hashlib.sha256()
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
     for path in sorted(x for x in folder.rglob("*.py") if not x.name.startswith(".")):  # skip an editor's hidden files
         digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -80,7 +80,7 @@ def process_group(check: TensorChecks, name: str, group: Any) -> Any:
 
 
 def vocabulary_group(check: TensorChecks, weight: Any, tp_group: Any) -> Any:
-    """Return the process group over which the head is sharded, or None. It may come from a DTensor weight."""
+    """Return the process group that shares the vocabulary, or None. A DTensor weight brings its own group."""
     group = None if tp_group is None else process_group(check, "tp_group", tp_group)
     if not is_dtensor(weight):
         return group
@@ -172,7 +172,8 @@ def _differences(check: TensorChecks, group: str, answers: list[dict[str, Any]])
 
 def _facts(values: dict[str, Any], group: str) -> dict[str, Any]:
     """Reduce each value to a number or a text, which the ranks of a group compare."""
-    facts, mask = {}, values["mask"].reshape(-1)
+    facts = {}
+    mask = values["mask"].reshape(-1)
     for name, value in values.items():
         if isinstance(value, Tensor) and value.ndim == 0:
             number = value.item()

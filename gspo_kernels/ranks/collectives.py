@@ -46,14 +46,16 @@ def gather_tiles(shard: Shard, tables: Sequence[tuple[Tensor, int]], target_logi
         target_logit = torch.full_like(target_logit, torch.nan)
     sizes = [shard.tiles(width) for _, width in tables]
     # Pad to the number of tiles of rank 0, which has the most.
-    own, start = target_logit.new_zeros(sum(tiles[0] for tiles in sizes) + 1, target_logit.shape[0]), 0
+    own = target_logit.new_zeros(sum(tiles[0] for tiles in sizes) + 1, target_logit.shape[0])
+    start = 0
     for (table, width), tiles in zip(tables, sizes, strict=True):
         _warn_of_unaligned(shard, width)
         own[start : start + tiles[shard.rank]] = table[: tiles[shard.rank]]
         start += tiles[0]
     own[-1] = target_logit
     every = gather(own, shard.group)  # [ranks, tiles of all tables + 1, n]
-    gathered, start = [], 0
+    gathered = []
+    start = 0
     for tiles in sizes:
         gathered.append(torch.cat([every[rank, start : start + count] for rank, count in enumerate(tiles)]))
         start += tiles[0]

@@ -13,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 Record = dict[str, Any]
-SPREAD, WIDE = "p20 - p80", 110  # columns that need a wide terminal
+SPREAD = "p20 - p80"  # title of columns that are shown only in a wide terminal
+WIDE = 110  # columns of a wide terminal
 COLUMNS = ("", "time\nms", SPREAD, "time /\nnaive's", SPREAD, "peak\nMiB", "passes", "error", "error /\nnaive's")
 REASONS = {
     "absent": "not measured, ",

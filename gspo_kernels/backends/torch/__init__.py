@@ -1,9 +1,9 @@
 """The torch backend: the mathematics of the kernels, tile by tile, on any device that torch supports.
 
 Rows are gathered before matrix products: unmasked rows in the forward, rows with a gradient in the backward. Logits are
-computed in tiles with a fixed number of rows (the last tile is padded with zeros) and of vocabulary columns. The shape
-of a tile depends on device, dtype, H, V and GSPO_WORKSPACE_MIB, but not on the batch, because matrix products of
-another shape may round differently. So a row's log-prob has the same bits in any batch, and before the first update all
+computed in tiles of a fixed number of rows and vocabulary columns; the last rows are padded with zeros. The shape of a
+tile depends on device, dtype, H, V and GSPO_WORKSPACE_MIB, but not on the batch, because matrix products of another
+shape may round differently. So a row's log-prob has the same bits in any batch, and before the first update all
 importance ratios are exactly 1.
 
 On a CPU, each tile is computed by one thread (`workers.py`). Logits are fp32 (fp64 for fp64 inputs) and never rounded

@@ -18,7 +18,8 @@ from .tiles import Tiles, tiling
 
 def cache_rows(head: HeadRows, cache_bytes: int) -> int:
     """Return how many rows of exponentials fit into `cache_bytes`: full tiles of rows, or all N."""
-    rows, n = tiling(head).rows, head.hidden.shape[0]
+    rows = tiling(head).rows
+    n = head.hidden.shape[0]
     fit = cache_bytes // (rows * max(widest_shard(head), 1) * head.hidden.dtype.itemsize) * rows
     most: Any = torch.sym_min(fit, n)  # under torch.compile, one graph for all batches
     return most
@@ -55,7 +56,8 @@ class KeptTiles:
     """
 
     def __init__(self, tiles: Tiles, kept: Kept, result: HeadResult) -> None:
-        self.tiles, self.exponentials = tiles, kept.exponentials
+        self.tiles = tiles
+        self.exponentials = kept.exponentials
         slabs = len(tiles.slabs)
         if kept.top.shape[0] != slabs:
             raise RuntimeError(

@@ -34,7 +34,9 @@ class Sums:
     def __init__(self, sums: int, most_kept: int) -> None:
         self._added, self._adding = [0] * sums, [False] * sums
         self._kept: list[dict[int, Callable[[], None]]] = [{} for _ in range(sums)]
-        self._room, self._moved, self._stopped = most_kept, threading.Condition(), False
+        self._room = most_kept
+        self._moved = threading.Condition()
+        self._stopped = False
 
     def add(self, index: int, number: int, add_term: Callable[[], None]) -> None:
         """Call `add_term`, which adds term `number` to sum `index`, once all terms with lower numbers are added."""
@@ -79,8 +81,12 @@ def run(function: Callable[[Task], None], tasks: Sequence[Task], threads: int, s
         for task in tasks:
             function(task)
         return
-    iterator, iterator_lock, stop, ended = iter(tasks), threading.Lock(), threading.Event(), threading.Semaphore(0)
-    inference, errors = torch.is_inference_mode_enabled(), list[BaseException]()
+    iterator = iter(tasks)
+    iterator_lock = threading.Lock()
+    stop = threading.Event()
+    ended = threading.Semaphore(0)
+    inference = torch.is_inference_mode_enabled()
+    errors = list[BaseException]()
 
     def take_tasks() -> None:
         try:
@@ -134,7 +140,7 @@ def _start_threads(count: int) -> int:
 
 
 def _start(count: int) -> None:
-    """Start the missing threads, in which PyTorch uses one thread per operation.
+    """Start the missing threads, each with one PyTorch thread per operation.
 
     `torch.set_num_threads` changes the calling thread and the default of threads that have not computed yet. So this
     function runs in a new thread, reads the default first, and restores it at the end.
@@ -167,7 +173,9 @@ def _take_jobs(ready: threading.Event) -> None:
 def _forget() -> None:
     """Reset this module in a forked process, which lacks the threads."""
     global _lock, _jobs, _started
-    _lock, _jobs, _started = threading.Lock(), SimpleQueue(), 0
+    _lock = threading.Lock()
+    _jobs = SimpleQueue()
+    _started = 0
 
 
 if hasattr(os, "register_at_fork"):

@@ -88,10 +88,14 @@ class _Gradients:
 
     def __init__(self, rows: GradientRows, rows_of_weight: int, config: Config, needs: NeedsGradient) -> None:
         head = rows.head
-        self.rows, self.config, self.n, self.dtype = rows, config, rows.index.shape[0], rows.d_log_probs.dtype
+        self.rows = rows
+        self.config = config
+        self.n = rows.index.shape[0]
+        self.dtype = rows.d_log_probs.dtype
         # Gradients of bias and adapter need unrounded d_logits.
         self.unrounded = needs.bias or needs.adapter_hidden or needs.adapter_weight or torch_rounds(head)
-        self.width, rank = head.weight.shape[1], 0 if head.adapter_weight is None else head.adapter_weight.shape[1]
+        self.width = head.weight.shape[1]
+        rank = 0 if head.adapter_weight is None else head.adapter_weight.shape[1]
         # The first slab writes d_hidden, the others add to it. Without rows there is no slab, so d_hidden starts at 0.
         self.d_hidden = None
         if needs.hidden:

@@ -167,7 +167,9 @@ def head_forward(head: HeadRows) -> HeadResult:
 
 def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None = None) -> tuple[HeadResult, Kept]:
     """Run `head_forward`. Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`."""
-    n, dtype, device = head.hidden.shape[0], accumulator(head.hidden.dtype), head.hidden.device
+    n = head.hidden.shape[0]
+    dtype = accumulator(head.hidden.dtype)
+    device = head.hidden.device
     log_probs, shift, log_total = (torch.empty(n, dtype=dtype, device=device) for _ in range(3))
     entropy = torch.empty(n if head.entropy else 0, dtype=dtype, device=device)
     result = HeadResult(log_probs, entropy, shift, log_total)
@@ -245,7 +247,7 @@ def tiles_of_all_ranks(head: HeadRows, width: int) -> int:
 
 
 def _order(mask: Tensor, cache: Cache | None, n_kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the order in which rows are gathered, [N], unmasked rows first, and the unmasked rows' number, [1] int64.
+    """Return the order in which rows are gathered, unmasked rows first, [N], and the number of unmasked rows, [1].
 
     With a cache, rows that may have a gradient come first. Their number, limited by the cache, is written to `n_kept`.
     """
@@ -269,9 +271,12 @@ def cache_rows(head: HeadRows, cache_bytes: int) -> int:
 
 def empty_kept(head: HeadRows, shares: bool, cache_rows: int) -> Kept:
     """Allocate what the forward keeps, uninitialized. Tensors that are not requested are empty."""
-    config, n = tile_config(head, "forward"), head.hidden.shape[0]
-    tiles, make = -(-head.vocab_size // config.block_v), partial(torch.empty, device=head.hidden.device)
-    shares, dtype = shares and cell_shape(head) is not None, accumulator(head.hidden.dtype)
+    config = tile_config(head, "forward")
+    n = head.hidden.shape[0]
+    tiles = -(-head.vocab_size // config.block_v)
+    make = partial(torch.empty, device=head.hidden.device)
+    shares = shares and cell_shape(head) is not None
+    dtype = accumulator(head.hidden.dtype)
     return Kept(
         place=make(n if shares or cache_rows else 0, dtype=torch.int64),
         share=make((tiles_of_all_ranks(head, config.block_v), n) if shares else (0, 0), dtype=dtype),

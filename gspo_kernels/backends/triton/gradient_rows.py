@@ -76,7 +76,7 @@ def gradient_rows(
     ascending: bool = True,
     kept: Kept | None = None,
 ) -> GradientRows:
-    """Return the per-row inputs of the backward.
+    """Collect the per-row inputs of the backward, and find the rows to gather.
 
     Args:
         d_log_probs, d_entropy: [N], 0 where masked.
@@ -147,8 +147,11 @@ def gradient_of_tiles(
     Returns:
         [n, high - low], or for a part [cells, block_n, block_v].
     """
-    head, result, columns = rows.head, rows.result, high - low
-    n, dtype = hidden.shape[0], rows.d_log_probs.dtype if unrounded else hidden.dtype
+    head = rows.head
+    result = rows.result
+    columns = high - low
+    n = hidden.shape[0]
+    dtype = rows.d_log_probs.dtype if unrounded else hidden.dtype
     row_blocks, column_blocks = -(-n // config.block_n), -(-columns // config.block_v)
     shape = (n, -(-columns // 16) * 16) if part is None else (part.cells, config.block_n, config.block_v)
     d_logits = torch.empty(shape, dtype=dtype, device=hidden.device)
@@ -190,8 +193,8 @@ def gradient_of_tiles(
 def _load_dense_kernels(rows: GradientRows, config: Config) -> None:
     """Load the kernels of the dense backward by computing one entry of d_logits and one product.
 
-    While a CUDA graph is captured, a step with a budget takes the dense backward, but can neither load a kernel nor
-    create a cuBLAS handle. Earlier steps may have computed cells only.
+    While a CUDA graph is captured, a step with a budget takes the dense backward. A capture cannot load kernels or
+    create cuBLAS handles, and earlier steps may have computed cells only.
     """
     d_z = gradient_of_tiles(rows, rows.hidden(slice(0, 1)), slice(0, 1), 0, 1, config, unrounded=False)
     add_product(rows.d_log_probs.new_empty(1, rows.head.weight.shape[1]), d_z, rows.head.weight[:1], first=True)
@@ -209,7 +212,9 @@ def scatter_in_place(sums: Tensor, rows: GradientRows, chunk: int) -> Tensor:
     workspace is written into the memory of `sums`. Row N - n + k then moves to row index[k], in ascending k. The index
     ascends, so index[k] <= N - n + k, and no row overwrites one that has not moved yet.
     """
-    dtype, (n_rows, width), n = rows.head.hidden.dtype, sums.shape, rows.index.shape[0]
+    dtype = rows.head.hidden.dtype
+    n_rows, width = sums.shape
+    n = rows.index.shape[0]
     fits = dtype != sums.dtype and (n_rows + chunk) * width * dtype.itemsize <= rows.head.workspace
     if rows.index_is_all_rows and (fits or dtype == sums.dtype):
         return (sums if rows.boost is None else sums.div_(rows.boost)).to(dtype)

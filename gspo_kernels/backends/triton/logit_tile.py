@@ -215,7 +215,8 @@ def triton_type(dtype: torch.dtype) -> tl.dtype:
 
 def gather_rows(hidden: Tensor, index: Tensor | None) -> Tensor:
     """Return `hidden[index]` (None: all rows) as the kernels read it: contiguous rows, aligned to 16 bytes."""
-    n, width = hidden.shape[0] if index is None else index.shape[0], hidden.shape[1]
+    n = hidden.shape[0] if index is None else index.shape[0]
+    width = hidden.shape[1]
     if index is None and _aligned(hidden):
         return hidden
     padded = -(-width * hidden.itemsize // 16) * 16 // hidden.itemsize

@@ -1,4 +1,4 @@
-"""The second forward kernel: combine the tile results to log-probs and entropies.
+"""The second forward kernel: combine the tile results into log-probs and entropies.
 
 "Others" are all columns except the target's. Must match the torch backend's `forward.py`.
 """
@@ -134,7 +134,7 @@ def _entropy_of_others(
         top = tl.load(tiles.top + at, mask=inside, other=float("-inf"))
         mass = tl.load(tiles.mass + at, mask=inside, other=0.0)
         log_share = (top - top_others[None, :]) + (tl.log(mass) - log_others[None, :])
-        log_share = tl.where(log_share > LOG_OF_NOTHING, log_share, LOG_OF_NOTHING)  # NaN (no tile has mass), too
+        log_share = tl.where(log_share > LOG_OF_NOTHING, log_share, LOG_OF_NOTHING)  # also for NaN: no tile has mass
         tile_entropy = tl.load(tiles.entropy + at, mask=inside, other=0.0)
         entropy += tl.sum(tl.exp(log_share) * (tile_entropy - log_share), 0)
     return entropy

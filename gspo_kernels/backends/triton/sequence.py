@@ -201,8 +201,12 @@ def policy_forward(
     log_probs: Tensor, entropy: Tensor | None, mask: Tensor, policy: PolicyRows, objective: Objective
 ) -> PolicyResult:
     """Compute the loss and its derivatives with respect to log-probs and entropies, from tensors [N]."""
-    n, sequences, dtype, device = log_probs.shape[0], policy.offsets.shape[0] - 1, log_probs.dtype, log_probs.device
-    by_token, has_bonus = objective.ratio == "token", objective.entropy_coef != 0
+    n = log_probs.shape[0]
+    sequences = policy.offsets.shape[0] - 1
+    dtype = log_probs.dtype
+    device = log_probs.device
+    by_token = objective.ratio == "token"
+    has_bonus = objective.entropy_coef != 0
     block = sequence_config(dtype)
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -211,7 +215,8 @@ def policy_forward(
     def contiguous(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.contiguous()
 
-    mask, lengths = mask.contiguous(), empty(sequences)
+    mask = mask.contiguous()
+    lengths = empty(sequences)
     launch(count_tokens, sequences, block, mask=mask, offsets=policy.offsets, lengths=lengths, BLOCK=block.block_n)
     kl_aggregation = objective.kl_aggregation or objective.aggregation
     kl_normalizer = policy.kl_normalizer

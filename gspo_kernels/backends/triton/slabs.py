@@ -13,7 +13,7 @@ _ROWS_AT_ONCE = 8192
 
 
 def bytes_per_entry(head: HeadRows, unrounded: bool) -> int:
-    """Return the bytes per entry of d_logits. If torch rounds it, that is the entry before and after rounding."""
+    """Return the bytes per entry of d_logits; if torch rounds it, of both the entry and its rounded copy."""
     size = head.hidden.dtype.itemsize
     return 4 + size if unrounded and size < 4 else size
 

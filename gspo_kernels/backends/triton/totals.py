@@ -1,6 +1,6 @@
 """The partial results of sequences, and the kernel that reduces them to the loss and the metrics.
 
-Must match `metrics.compute` and the sums of the torch backend's `sequence.py`.
+Must match `backends/sums.py`, which does the same for the torch backend.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false

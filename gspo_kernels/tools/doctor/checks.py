@@ -90,7 +90,7 @@ def make_batch(dtype: torch.dtype) -> Batch:
     log_probs, _ = token_log_probs(hidden.double(), weight.double(), target_ids)
     target_ids[10::17] = -100
     noise = 0.02 * torch.randn(n, generator=rng, dtype=torch.float64)
-    differences = [  # new minus old log-probs, whose mean over the unmasked tokens is the sequence's log-ratio
+    differences = [  # new minus old log-probs; the mean over a sequence's unmasked tokens is its log-ratio
         noise_of - noise_of[ids != -100].mean() + log_ratio
         for noise_of, ids, log_ratio in zip(noise.split(LENGTHS), target_ids.split(LENGTHS), LOG_RATIOS, strict=True)
     ]

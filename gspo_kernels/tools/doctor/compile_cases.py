@@ -157,7 +157,7 @@ def cache_of(head: HeadRows) -> Cache:
 
 
 def live_cells(head: HeadRows, added: bool, cached: bool = False) -> None:
-    """Run forward and sparse backward: with a single part, or if `added` with two parts whose products are summed."""
+    """Run forward and sparse backward, with one part or, if `added`, with two parts that add their products."""
     backward_of_cells(head, all_cells=added, chunks=1 + added, cached=cached)
 
 

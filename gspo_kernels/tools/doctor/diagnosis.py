@@ -132,7 +132,7 @@ def _triton() -> tuple[str | None, list[str]]:
 
 
 def _accelerators() -> tuple[list[torch.device], list[str]]:
-    """Return the CUDA or ROCm devices, and if there are none, remarks that say why.
+    """Return the CUDA or ROCm devices. If there are none, also return remarks that say why.
 
     Catches all exceptions, because a broken driver may raise any.
     """

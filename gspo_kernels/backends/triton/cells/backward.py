@@ -65,8 +65,9 @@ def plan_cells(head: HeadRows, live_tiles: LiveTiles, config: Config) -> CellPla
 
 
 def plan_all_cells(rows: GradientRows, config: Config) -> CellPlan:
-    """List all cells of the gathered rows, at least one of which must exist. The host reads no values."""
-    n, tiles = rows.index.shape[0], -(-rows.head.vocab_size // config.block_v)
+    """List all cells of the gathered rows (at least one row). The host reads no values."""
+    n = rows.index.shape[0]
+    tiles = -(-rows.head.vocab_size // config.block_v)
     row_blocks = -(-n // config.block_n)
     cells = torch.ones(row_blocks, tiles, dtype=torch.bool, device=rows.index.device)
     lists, chunk = lists_of(rows.head, cells, config)
@@ -104,8 +105,12 @@ class _CellGradients:
         self, rows: GradientRows, rows_of_weight: int, config: Config, needs: NeedsGradient, plan: CellPlan
     ) -> None:
         head = rows.head
-        self.rows, self.config, self.plan = rows, config, plan
-        self.n, self.dtype, self.unrounded = rows.index.shape[0], rows.d_log_probs.dtype, torch_rounds(head)
+        self.rows = rows
+        self.config = config
+        self.plan = plan
+        self.n = rows.index.shape[0]
+        self.dtype = rows.d_log_probs.dtype
+        self.unrounded = torch_rounds(head)
         # If one product covers all cells of a row or column, the kernel can round it to 16 bits directly.
         narrow = head.hidden.dtype != self.dtype
         self.direct_weight = len(plan.begin) == 1 and not self.unrounded
@@ -176,7 +181,8 @@ def _slabs(head: HeadRows, config: Config, plan: CellPlan, fp32_slab: bool) -> I
     space = head.workspace * 7 // 8 - min(plan.chunk, plan.rows) * width * size
     cell = config.block_n * config.block_v * bytes_per_entry(head, torch_rounds(head))
     tile = 4 * config.block_v * width if fp32_slab else 0
-    first, tiles = 0, plan.lists.tiles
+    first = 0
+    tiles = plan.lists.tiles
     yield first
     if max(begin[tiles] - begin[0] for begin in plan.begin) * cell + tiles * tile > space:
         for end in range(2, tiles + 1):

@@ -70,7 +70,8 @@ def list_cells(
 
 def cell_lists(cells: Tensor, blocks_of_chunk: int) -> CellLists:
     """List the True entries of `cells` [row blocks, tiles]. The host reads no values."""
-    (blocks, tiles), chunks = cells.shape, -(-cells.shape[0] // blocks_of_chunk)
+    blocks, tiles = cells.shape
+    chunks = -(-blocks // blocks_of_chunk)
     in_chunks = F.pad(cells, (0, 0, 0, chunks * blocks_of_chunk - blocks)).view(chunks, blocks_of_chunk, tiles)
     # Separate tensors: the rows of a common tensor would be aligned for some cell counts only, and compile twice.
     by_tile, block_tile, block_place = (cells.new_empty(cells.numel(), dtype=torch.int32) for _ in range(3))

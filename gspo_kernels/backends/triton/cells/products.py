@@ -51,7 +51,7 @@ def hidden_product(
     block_begin,
     order,  # [n_rows] int64: indices of the part's rows in the batch
     out,  # [N, H]
-    boost,  # []: factor of d_logits, by which the product is divided; or None. Must be None with ADD
+    boost,  # []: d_logits are scaled by it, so the product is divided by it; or None. Must be None with ADD
     n_rows: tl.int32,
     tiles: tl.int32,  # of the vocabulary
     first_tile: tl.int32,  # of the part
@@ -172,7 +172,9 @@ def product_of_hidden(
         boost: [] or None.
     """
     _, rows, columns = d_logits.shape
-    config, lists, n = product_config(d_logits.dtype, d_logits.device), part.lists, order.shape[0]
+    config = product_config(d_logits.dtype, d_logits.device)
+    lists = part.lists
+    n = order.shape[0]
     block_n = min(config.block_n, rows)
     launch(
         hidden_product,
@@ -209,7 +211,8 @@ def product_of_weight(
         boost: [] or None.
     """
     _, rows, columns = d_logits.shape
-    config, lists = product_config(d_logits.dtype, d_logits.device), part.lists
+    config = product_config(d_logits.dtype, d_logits.device)
+    lists = part.lists
     block_v = min(config.block_n, columns)
     launch(
         weight_product,
@@ -232,7 +235,8 @@ def product_of_weight(
 
 def _shared_arguments(d_logits: Tensor, out: Tensor, part: Part, boost: Tensor | None, add: bool) -> dict[str, Any]:
     """Return the arguments common to both products."""
-    (_, rows, columns), block_h = d_logits.shape, product_config(d_logits.dtype, d_logits.device).block_v
+    _, rows, columns = d_logits.shape
+    block_h = product_config(d_logits.dtype, d_logits.device).block_v
     return dict(
         d_logits=d_logits,
         out=out,

@@ -169,7 +169,7 @@ def collectives(head: HeadRows, backend: str, cp: int = 1, caches: bool = False)
         found.append(Collective("tp_group", "all-gather", "the results of tiles", len(tiles), size))
     if cp > 1:
         found.append(Collective("cp_group", "all-gather", "the sums before the clip gate", cp, 0, per_sequence=3 * 8))
-        found.append(Collective("cp_group", "all-gather", "the sums after it", cp, 0, per_sequence=12 * 8))
+        found.append(Collective("cp_group", "all-gather", "the sums after it", cp, 0, per_sequence=7 * 8))
         if caches:
             found.append(Collective("cp_group", "all-gather", "the work of the backward", cp, 6 * 8))
     if head.shard:

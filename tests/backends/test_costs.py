@@ -92,9 +92,7 @@ def test_launches_do_not_grow_with_the_batch(name: str) -> None:
     expect_golden(named, GOLDEN["launches"][name])
     assert ("gradient_tile" in first) == (name != "forward only")
     assert ("weight_product" in first) == name.startswith("budget")
-    # With two products, autograd's own launch, and three that check the sign of old log-probs. An entropy bonus has a
-    # second gradient.
-    assert first.pop("torch") <= {"budget 1e-2": 38, "entropy bonus": 36, "cache": 43}.get(name, 31)
+    first.pop("torch")  # launches of PyTorch, in the golden file
     assert set(first.values()) == {1}
 
 

@@ -52,9 +52,9 @@ def gspo_fused_loss(
 
     The result equals `policy_loss(linear_log_probs(...).log_probs, ...)`, computed by a single operator. The forward
     computes log-probs tile by tile, then the loss and each token's coefficient, d(loss)/d(log_prob). The backward
-    recomputes logits only for rows with a gradient, so masked tokens cost no backward. Without a KL term and an
-    entropy bonus, sequences with advantage 0 and clipped tokens cost no backward either. (With cispo, clipped tokens
-    have a gradient.)
+    recomputes logits only for rows with a gradient, so masked tokens cost no backward. If the objective has neither a
+    KL term nor an entropy bonus, sequences with advantage 0 and clipped tokens cost no backward either. (With cispo,
+    clipped tokens have a gradient.)
 
     Hidden states, head, bias and LoRA adapter receive gradients, each in its own dtype. Gradients that autograd does
     not need are not computed. Double backward raises an error.
@@ -68,18 +68,20 @@ def gspo_fused_loss(
         target_ids: sampled tokens, [B, T] or [N] int64. Masked positions may hold any value.
         advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. For a packed batch with N == S, [N] is
             read as per sequence. With per-token advantages, ratio="sequence" spreads a sequence's gradient evenly over
-            its tokens, and ratio="sequence-token" gives each token the gradient of its own advantage. No gradient.
+            its tokens, and ratio="sequence-token" gives each token the gradient of its own advantage. Treated as a
+            constant.
         mask: True or 1 at unmasked tokens, [B, T] or [N], bool or 0/1. None: target_ids != -100.
         cu_seqlens: [S + 1] int32 or int64, for packed input only. Sequence i is rows cu_seqlens[i] to
             cu_seqlens[i + 1] - 1.
         old_log_probs: log-probs of the policy before this round of updates, in the shape of target_ids, fp32 or fp64.
-            None: on-policy, all ratios are exactly 1. No gradient.
+            None: on-policy, all ratios are exactly 1. Treated as a constant.
         ref_log_probs: log-probs of the reference policy, in the shape of target_ids, fp32 or fp64; required if
-            objective.kl_coef > 0. No gradient.
+            objective.kl_coef > 0. Treated as a constant.
         rollout_log_probs: log-probs reported by the sampler, fp32 or fp64. Required with
             objective.rollout_correction, not allowed without it.
         token_weights: weights of the policy term, [B, 1], [B, T] or [N]. They do not affect the KL term or the entropy
-            bonus. In metrics and in the ratio of a sequence, a token with weight 0 counts like any other. No gradient.
+            bonus. In metrics and in the ratio of a sequence, a token with weight 0 counts like any other. Treated as a
+            constant.
         bias, logit_scale, logit_softcap, temperature, vocab_size: more options of the head, see `linear_log_probs`.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
         normalizer, kl_normalizer: divisors of the sums, see `policy_loss`. For gradient accumulation, pass the number
@@ -89,13 +91,13 @@ def gspo_fused_loss(
         gradient_budget: share of the L1 mass (sum of absolute values) of the logits' gradient that the backward may
             leave out, in [0, 1). 0 is exact. Otherwise rows are sorted by this mass, which the forward already knows,
             and the lightest cells are left out as long as their total mass stays within the budget. A cell is a block
-            of rows times a tile of the vocabulary: 128 x 168 on a CPU, mostly 128 x 256 with Triton. Cells are left out
-            only if that saves time: if about a fifth of them can go on a CPU, about half on a GPU. The error is a bias,
-            not noise. It affects the rows where the policy is most certain and the vocabulary entries that the policy
-            finds least likely. The budget does not bound the error of d_hidden or d_weight (docs/benchmarks.md). It
-            cannot be combined with objective.entropy_coef, because the mass does not bound the gradient of the entropy.
-            The Triton backend leaves nothing out for a head with a bias or an adapter. No backend leaves anything out
-            while a CUDA graph is captured.
+            of rows times a range of columns: 128 x 168 on a CPU, usually 128 x 256 with Triton. Cells are left out only
+            if that saves time, which is when about a fifth (on a CPU) or half (on a GPU) of them can be left out. The
+            error is a bias, not noise. It affects the rows where the policy is most certain and the vocabulary entries
+            that the policy finds least likely. The budget does not bound the error of d_hidden or d_weight
+            (docs/benchmarks.md). It cannot be combined with objective.entropy_coef, because the mass does not bound the
+            gradient of the entropy. The Triton backend leaves nothing out for a head with a bias or an adapter. No
+            backend leaves anything out while a CUDA graph is captured.
         cache_mib: memory limit, in MiB, for exponentials of logits that the forward keeps for the backward. Their
             logits are not recomputed; all others are. Only rows that may have a gradient are kept, in the dtype of
             hidden; a full batch takes N * V values. Log-probs have the same bits for every size. The memory is freed
@@ -106,7 +108,7 @@ def gspo_fused_loss(
         cp_group: for sequences sharded over ranks, see `policy_loss`.
         backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check,
             otherwise torch. The first call runs the self-check, once per machine, dtype and version (docs/limits.md).
-            The environment variable GSPO_BACKEND replaces "auto". If you name "triton" and its kernels cannot run or
+            The environment variable GSPO_BACKEND replaces "auto". If you request "triton" and its kernels cannot run or
             fail the check, an error is raised.
 
     Returns:

@@ -68,17 +68,17 @@ def linear_log_probs(
             B are then this rank's rows, V / ranks each, in rank order. LoRA's A is replicated. All other arguments must
             be equal on all ranks; target_ids and vocab_size refer to the full vocabulary. V may include padding.
             Instead of tp_group, you may pass an lm_head that is a DTensor with Shard(0) over one mesh dimension. The
-            forward makes one all-gather. Log-probs are equal on all ranks. They have the bits of a single process if
-            every shard begins at a vocabulary tile; otherwise one warning is given.
+            forward performs one all-gather. Log-probs are equal on all ranks. They are bit-identical to a single
+            process's if every shard begins at a vocabulary tile; otherwise one warning is given.
         reduce_hidden: "all": the gradient of hidden is summed over the ranks, by one all-reduce. "none": each rank
             keeps its own term of that sum, for callers that reduce it themselves (Megatron's sequence parallelism).
         backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check,
             otherwise torch. The first call runs the self-check, once per machine, dtype and version (docs/limits.md).
-            The environment variable GSPO_BACKEND replaces "auto". If you name "triton" and its kernels cannot run or
+            The environment variable GSPO_BACKEND replaces "auto". If you request "triton" and its kernels cannot run or
             fail the check, an error is raised.
 
     Returns:
-        LogProbOutput.
+        LogProbOutput: log-probs and, on request, entropies, in the shape of target_ids.
 
     Raises:
         ValueError, TypeError: The message names the argument, the expected value and the value received. Bad values

@@ -20,6 +20,7 @@ NAMES = (
     "kl",  # mean over tokens of the objective's estimator against ref_log_probs, nats; only with ref_log_probs
     "entropy",  # mean over tokens, nats; only if entropies are computed
 )
+_WORK = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
 
 
 def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict[str, Tensor]:
@@ -50,28 +51,31 @@ def work_metrics(
         has_backward: whether any operand of the head needs a gradient.
     """
     products = d_hidden + d_weight + has_backward  # matrix products per live tile, including its logits
-    if work.numel() == 0:
-        rows = tiles = 1 - zero_coefficient_share
-        dropped = torch.zeros_like(rows)
-        passes = torch.rsub(zero_coefficient_share, 1 + products, alpha=products)  # 1 + products * tiles
-    else:
-        dropped, rows, tiles, recomputed = work.unbind()
-        passes = 1 + (products - 1) * tiles + recomputed if products else torch.ones_like(tiles)
-    names = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
-    return dict(zip(names, (dropped, rows, tiles, passes), strict=True))
+    if work.numel():
+        return _named_work(work, products)
+    live = 1 - zero_coefficient_share
+    passes = torch.rsub(zero_coefficient_share, 1 + products, alpha=products)  # 1 + products * live, in one launch
+    return dict(zip(_WORK, (torch.zeros_like(live), live, live, passes), strict=True))
+
+
+def _named_work(work: Tensor, products: int) -> dict[str, Tensor]:
+    """Name the fields of `live_tiles.Work`; `products` is the number of matrix products per live tile."""
+    dropped, rows, tiles, recomputed = work.unbind()
+    passes = 1 + (products - 1) * tiles + recomputed if products else torch.ones_like(tiles)
+    return dict(zip(_WORK, (dropped, rows, tiles, passes), strict=True))
 
 
 _last_backward: dict[str, Tensor] = {}
 
 
 def record_backward(work: Tensor, *, d_hidden: bool, d_weight: bool) -> None:
-    """Record the metrics that `last_backward` returns. Arguments: as in `work_metrics`; `work` is not empty.
+    """Record the metrics that `last_backward` returns. `work` [4] holds the fields of `live_tiles.Work`.
 
     Compiled backwards record nothing, because this runs only while they are traced, on tensors without values.
     """
     global _last_backward
     if type(work) is Tensor:
-        _last_backward = work_metrics(work, work[0], d_hidden=d_hidden, d_weight=d_weight, has_backward=True)
+        _last_backward = _named_work(work, d_hidden + d_weight + 1)
 
 
 def last_backward() -> dict[str, Tensor]:

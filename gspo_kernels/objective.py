@@ -213,7 +213,7 @@ class Objective:
     @property
     def text(self) -> str:
         """All fields except `rollout_correction` as one string, the form in which operators take an objective."""
-        return self._text  # pyright: ignore[reportAttributeAccessIssue] - set in __post_init__
+        return self._text  # pyright: ignore[reportAttributeAccessIssue] - set by _write_text
 
     def _write_text(self) -> None:
         # Not JSON and not a cached property, because torch.compile can trace neither.

@@ -45,10 +45,10 @@ class LossOutput(NamedTuple):
         live_tile_share: share of all (token, vocabulary column) pairs that the backward computes.
         dropped_gradient_mass: share of the L1 mass of the logits' gradient that the backward leaves out, at most
             gradient_budget. With a soft-cap this is an upper bound; the true share may be half of it or less.
-        passes: operations of the matrix products in forward and backward, divided by 2 N H V, for N tokens. Padding of
-            tiles is not counted. The value is 4 if the backward computes d_hidden and d_weight for every row, 3 if it
-            computes only one of them, 1 without autograd. Logits kept by `cache_mib` are not recomputed: if all are
-            kept, 4 becomes 3.
+        passes: operations of the matrix products in forward and backward, divided by 2 N H V, for N unmasked tokens.
+            Padding of tiles is not counted. The value is 4 if the backward computes d_hidden and d_weight for every
+            row, 3 if it computes only one of them, 1 without autograd. Logits kept by `cache_mib` are not recomputed:
+            if all are kept, 4 becomes 3.
         kl: mean over tokens of the objective's KL estimator, in nats; only with ref_log_probs.
         entropy: mean over tokens, in nats; only if entropies are computed.
         rollout_weight_mean, ...: metrics of `sampler_mismatch.Correction`; only with objective.rollout_correction.

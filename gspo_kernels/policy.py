@@ -38,31 +38,32 @@ def policy_loss(
     """Compute the loss of an objective from per-token log-probs. Formulas: `gspo_kernels.objective`.
 
     Args:
-        log_probs: log-probs of the current policy, [B, T], or [N] with cu_seqlens; fp32 or fp64, differentiable.
-            Masked positions may hold any value, including NaN. NaN at an unmasked token raises no error but makes the
-            loss NaN, except in terms with advantage 0 or token weight 0. The same holds for old_log_probs. Unmasked
-            log-probs may exceed 0 by at most 0.25, which allows for rounding in bf16.
+        log_probs: log-probs of the current policy, [B, T], or [N] with cu_seqlens; fp32 or fp64, differentiable. Masked
+            positions may hold any value, including NaN. NaN at an unmasked token raises no error but makes the loss
+            NaN, unless the token's advantage or weight is 0. The same holds for old_log_probs. Unmasked log-probs may
+            exceed 0 by at most 0.25, which allows for logits that were rounded to bf16.
         advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. For a packed batch with N == S, [N] is
-            read as per sequence. No gradient.
+            read as per sequence. Treated as a constant.
         mask: True or 1 at unmasked tokens, bool or 0/1, in the shape of log_probs. None: all tokens are unmasked.
         cu_seqlens: [S + 1] int32 or int64, for packed input only. Sequence i is tokens cu_seqlens[i] to
             cu_seqlens[i + 1] - 1.
         old_log_probs: log-probs of the policy in the ratio's denominator, in the shape of log_probs. None: on-policy,
-            all ratios are exactly 1. No gradient.
+            all ratios are exactly 1. Treated as a constant.
         ref_log_probs: log-probs of the reference policy, in the shape of log_probs. They are required if
             objective.kl_coef > 0; NaN at an unmasked token then makes the loss NaN. If kl_coef is 0, the KL is only a
-            metric. No gradient.
+            metric. Treated as a constant.
         rollout_log_probs: log-probs reported by the sampler, fp32 or fp64. Required with
             objective.rollout_correction, not allowed without it.
         token_weights: weights of the policy term, [B, 1], [B, T] or [N]. They do not affect the KL term or the entropy
-            bonus. In metrics and in the ratio of a sequence, a token with weight 0 counts like any other. No gradient.
+            bonus. In metrics and in the ratio of a sequence, a token with weight 0 counts like any other. Treated as a
+            constant.
         entropy: entropy of each token's distribution, in the shape of log_probs; it may be below 0 by at most 0.25. If
             objective.entropy_coef != 0, it is required and differentiable.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
         normalizer: divisor of the sum over tokens, a number or a 0-dim tensor. Usually this is the number of non-empty
             sequences (for aggregation="token-mean", of unmasked tokens) in a full optimizer step, counted over all
             ranks and micro-batches. If gradients are averaged over ranks, as in DDP and FSDP, divide this number by the
-            number of ranks. None: the number in this batch.
+            number of ranks. None: that number, counted in this batch (over all ranks of a cp_group).
         kl_normalizer: divisor of the KL term; allowed only if objective.kl_coef > 0. None: `normalizer` if the KL term
             and the policy term have the same aggregation, otherwise the number of tokens or sequences in this batch.
         cp_group: process group or one-dimensional DeviceMesh whose ranks share the tokens of each sequence (context
@@ -73,7 +74,7 @@ def policy_loss(
             If your trainer averages them, multiply the loss by the number of ranks.
         backend: "auto", "triton" or "torch". "auto" takes Triton where its kernels run on a GPU and pass a self-check,
             otherwise torch. The first call runs the self-check, once per machine, dtype and version (docs/limits.md).
-            The environment variable GSPO_BACKEND replaces "auto". If you name "triton" and its kernels cannot run or
+            The environment variable GSPO_BACKEND replaces "auto". If you request "triton" and its kernels cannot run or
             fail the check, an error is raised.
 
     Returns:

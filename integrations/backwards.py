@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.backends.dispatch import backend_variable, pick_backend, triton_obstacle
-from gspo_kernels.backends.workspace import CACHE_SHARE, cache_limit, check_budget, check_cache
+from gspo_kernels.backends.workspace import CACHE_DIVISOR, cache_limit, check_budget, check_cache
 from gspo_kernels.metrics import last_backward
 from gspo_kernels.validation import Checks, TensorChecks
 
@@ -35,7 +35,7 @@ class BackwardSettings(NamedTuple):
         """Describe the settings in one line, with the default of `cache_mib` on `device` if it is not set."""
         source = "GSPO_CACHE_MIB" if "GSPO_CACHE_MIB" in os.environ else "default"
         if source == "default" and device.type == "cuda":
-            source += f", 1/{CACHE_SHARE} of the GPU's memory"
+            source += f", 1/{CACHE_DIVISOR} of the GPU's memory"
         source = f" ({source})" if self.cache_mib is None else ""
         mib = cache_limit(Checks("cache_mib"), self.cache_mib, device) / 2**20
         return f"gradient_budget={self.gradient_budget:g}, cache_mib={mib:g}{source}"

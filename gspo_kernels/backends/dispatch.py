@@ -33,15 +33,16 @@ class Backend(Protocol):
     """The functions of a backend. A backend is a module: `backends.torch` or `backends.triton`."""
 
     def head_forward(self, head: HeadRows) -> HeadResult:
-        """Compute log-probs (and entropies) of the target ids."""
+        """Run `forward_and_keep` and keep nothing."""
         ...
 
     def forward_and_keep(
         self, head: HeadRows, shares: bool = False, cache: Cache | None = None
     ) -> tuple[HeadResult, Kept]:
-        """Run `head_forward`. Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`.
+        """Compute log-probs and entropies, and return what the backward can reuse.
 
-        No probabilities are kept if `cell_shape(head)` is None.
+        Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`. No probabilities are kept
+        if `cell_shape(head)` is None.
         """
         ...
 

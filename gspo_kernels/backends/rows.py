@@ -103,8 +103,9 @@ class Cache(NamedTuple):
 class Kept(NamedTuple):
     """What the forward keeps besides `HeadResult`. Tensors that were not requested are empty.
 
-    The forward gathers n unmasked rows; rows that may have a gradient come first. "Tile" means a tile of the forward.
-    In fp16, exponentials are multiplied by KEPT_FACTOR.
+    The forward gathers n unmasked rows; rows that may have a gradient come first. With Triton, "tile" means a tile of
+    the forward. The torch backend has cells in place of the tiles of `share`, slabs in place of those of `top`, and
+    pads n and N to full row blocks. In fp16, exponentials are multiplied by KEPT_FACTOR.
     """
 
     place: Tensor  # [N] int64: index of each row of the batch among the n rows; any index for a masked row
@@ -117,6 +118,6 @@ class Kept(NamedTuple):
 class LiveTiles(NamedTuple):
     """The cells that the backward computes. Empty tensors: all columns of every row with a gradient."""
 
-    order: Tensor  # [N] int64: rows of the batch by decreasing L1 mass of d_logits, rows without a gradient last
-    cells: Tensor  # [row blocks of `order`, tiles] bool: True for cells to compute
+    order: Tensor  # [N] int64: rows by decreasing L1 mass of d_logits, those with kept exponentials first
+    cells: Tensor  # [row blocks of `order`, column ranges] bool: True for cells to compute
     counts: Tensor  # [2] int64: number of rows with a gradient; then 1 to compute only `cells`, 0 to compute all

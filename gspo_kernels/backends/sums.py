@@ -32,8 +32,8 @@ class TokenTerms(NamedTuple):
     high: Tensor  # bool: clipped at the upper bound
     kl: Tensor | None
     entropy: Tensor | None
-    no_gradient: Tensor | None  # bool: without a gradient, if u has none; only with CP
-    never_gradient: Tensor | None  # bool: without a gradient, whatever the gradient of u is; only with CP
+    zero_without_u: Tensor | None  # bool: the token's gradient is 0 if u has no gradient; only with CP
+    zero_with_any_u: Tensor | None  # bool: it is 0 for every gradient of u; only with CP
 
 
 class Sums(NamedTuple):
@@ -81,12 +81,12 @@ def sums_after_gate(terms: TokenTerms, mask: Tensor, policy: PolicyRows, by_toke
     return Sums(dict(zip(present, sums.unbind(), strict=True)), smallest, largest)
 
 
-def metrics_of(sums: Sums, no_gradient: Tensor, lengths: Tensor, u: Tensor, invalid: Tensor | None) -> Tensor:
+def metrics_of(sums: Sums, n_zero: Tensor, lengths: Tensor, u: Tensor, invalid: Tensor | None) -> Tensor:
     """Compute the metrics in the order of `metrics.NAMES`, and append `invalid` if it is not None.
 
     Args:
         sums: of all ranks.
-        no_gradient: number of tokens without a gradient, [] or [S].
+        n_zero: number of tokens without a gradient, [] or [S].
         lengths: number of unmasked tokens in each sequence, [S].
         u: log-ratios, [S]. Not used for ratio="token".
         invalid: number of invalid values, [].
@@ -117,7 +117,7 @@ def metrics_of(sums: Sums, no_gradient: Tensor, lengths: Tensor, u: Tensor, inva
         **{f"token_clip_fraction{end}": x for end, x in zip(BOUNDS, clipped_tokens, strict=True)},
         **{f"ratio_{name}": x for name, x in zip(("mean", "min", "max"), ratios, strict=True)},
         "kl_to_old": columns["minus_log_ratio"].sum() / per_token,
-        "zero_coefficient_share": torch.where(tokens > 0, no_gradient.sum() / per_token, 1),
+        "zero_coefficient_share": torch.where(tokens > 0, n_zero.sum() / per_token, 1),
     }
     for name in ("kl", "entropy"):
         values[name] = columns[name].sum() / per_token if name in columns else tokens.new_zeros(())

@@ -10,7 +10,7 @@ from ..validation import Checks
 
 DEFAULT_WORKSPACE = 256 * 2**20  # bytes
 LARGEST_MIB = 2**40  # so that the number of bytes fits int64
-CACHE_SHARE = 64  # by default, the cache is this fraction of a GPU's memory: 1/64
+CACHE_DIVISOR = 64  # the default cache is a GPU's memory divided by it
 
 
 def check_budget(check: Checks, gradient_budget: float) -> None:
@@ -61,7 +61,7 @@ def cache_of_device(device: torch.device) -> int:
     """
     if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors may be on a GPU that does not exist
         return 0
-    return torch.cuda.get_device_properties(device).total_memory // (CACHE_SHARE * 2**20)
+    return torch.cuda.get_device_properties(device).total_memory // (CACHE_DIVISOR * 2**20)
 
 
 # torch.compile treats the result as a constant, see `dispatch.triton_obstacle`.

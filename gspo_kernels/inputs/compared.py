@@ -38,8 +38,8 @@ def head_values(
 ) -> dict[str, Any]:
     """Return the arguments that determine log-probs, and facts about the head, by name.
 
-    Arguments are returned as the call computes with them, so that two spellings of a value are equal. `cache` is the
-    size that `cache_mib` means, in bytes. With a tp_group it must be equal, because kept rows come first when the
+    Arguments are returned as the call computes with them, so that two spellings of a value are equal. `cache` is
+    `cache_mib` in bytes. With a tp_group it must be equal, because kept rows come first when the
     cells of a budget are chosen, and all ranks must choose alike.
     """
     rows, mib = head.rows, cache / 2**20
@@ -88,20 +88,24 @@ def policy_values(arguments: PolicyArguments, policy: PolicyInputs, mask: Tensor
 
 
 def _as_computed(arguments: Any, rows: Any) -> dict[str, Any]:
-    """Return the arguments by name. Those that are fields of `rows`, too, are taken from there."""
+    """Return the arguments by name. Those that are also fields of `rows` are taken from there."""
     return arguments._asdict() | {name: x for name, x in rows._asdict().items() if name in arguments._fields}
 
 
 def _of_sequences(name: str, x: Tensor | None, policy: PolicyInputs, mask: Tensor) -> dict[str, Any]:
     """Return the values of an argument with one value per sequence, which the ranks of a cp_group share.
 
-    Nothing is returned if the values may as well be of this rank's tokens.
+    Return nothing if the values could also be per-token values.
     """
     if x is None:
         return {}
     layout, key = policy.layout, f"{name} (one value per sequence)"
     flat = x.detach().to(policy.rows.advantages.dtype).reshape(-1)
-    if not (x.ndim == 1 or x.shape[1] == 1 if layout.padded else name == "advantages" and len(x) == layout.sequences):
+    if layout.padded:
+        per_sequence = x.ndim == 1 or x.shape[1] == 1
+    else:
+        per_sequence = name == "advantages" and len(x) == layout.sequences
+    if not per_sequence:
         return {key: Unquoted("one value per token")}
     either = len(flat) == layout.rows and bool((layout.per_row(flat) == flat)[mask.reshape(-1)].all())
     return {} if either else {key: flat}

@@ -49,7 +49,7 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     target_ids = arguments.target_ids
     tp_group = arguments.tp_group
     hidden = arguments.hidden
-    sums_gradient = not is_dtensor(hidden)  # the model sums the gradient of a DTensor
+    we_sum_gradient = not is_dtensor(hidden)  # the gradient of a DTensor is summed by the model
     if is_dtensor(hidden):
         hidden = local_hidden(check, hidden, tp_group)
     check.choice("reduce_hidden", arguments.reduce_hidden, ("all", "none"))
@@ -63,7 +63,7 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     if hidden.shape[-1] == 0:
         check.fail("hidden", "a tensor [B, T, H] or [N, H] with H >= 1", hidden)
     rows = hidden.flatten(0, -2)  # [N, H]
-    if tp_group is not None and sums_gradient and arguments.reduce_hidden == "all":
+    if tp_group is not None and we_sum_gradient and arguments.reduce_hidden == "all":
         rows = sum_gradient(rows, tp_group)
     lm_head, bias = arguments.lm_head, arguments.bias
     if isinstance(lm_head, nn.Module):

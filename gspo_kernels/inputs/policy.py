@@ -16,7 +16,7 @@ from ..validation import FLOATS, TensorChecks, Unquoted, up_to_five
 
 
 class PolicyArguments(NamedTuple):
-    """Arguments of a loss, as the caller passed them. `gspo_fused_loss` documents them."""
+    """Arguments of a loss, as the caller passed them. `policy_loss` documents them."""
 
     advantages: Tensor
     cu_seqlens: Tensor | None
@@ -84,7 +84,7 @@ def policy_rows(check: TensorChecks, arguments: PolicyArguments, mask: Tensor, d
         token_weights=weights,
         normalizer=normalizer,
         kl_normalizer=kl_normalizer,
-        invalid=check.invalid(mask.device),
+        invalid=check.invalid(mask.device),  # of all checks so far, including those of hidden states or log-probs
         group="" if cp_group is None else cp_group.group_name,
     )
     return PolicyInputs(rows, layout, rollout_metrics)

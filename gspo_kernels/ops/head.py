@@ -97,7 +97,7 @@ class BackwardResult(NamedTuple):
     """Gradients of a head's operands, and how much was computed."""
 
     gradients: HeadGradients
-    work: Tensor  # [4] fp64: the fields of `live_tiles.Work`; [0] without a budget of its own
+    work: Tensor  # [4] fp64: the fields of `live_tiles.Work`; [0] if the caller chose the cells
 
 
 @Operator
@@ -117,21 +117,21 @@ def head_backward(
     If `gradient_budget` is not None, `live_tiles` is not used: the cells to compute are chosen here.
     """
     kernels = implementation(backend)
-    shares = d_log_probs.new_empty(0, dtype=torch.float64)
+    work = d_log_probs.new_empty(0, dtype=torch.float64)
     if gradient_budget is not None:
         cell = kernels.cell_shape(head) if gradient_budget > 0 else None
         if cell is not None:
-            live_tiles, work = kernels.choose(head, result, d_log_probs, kept, cell, gradient_budget)
+            live_tiles, shares = kernels.choose(head, result, d_log_probs, kept, cell, gradient_budget)
         else:
             has_gradient = d_log_probs != 0 if d_entropy is None else (d_log_probs != 0) | (d_entropy != 0)
-            work = exact_work(head, has_gradient, kept)
-        shares = torch.stack(work)
+            shares = exact_work(head, has_gradient, kept)
+        work = torch.stack(shares)
     if head.shard and not shard_of(head.shard).columns():  # this rank holds only padding of the vocabulary
         operands = zip((getattr(head, name) for name in HeadGradients._fields), needs, strict=True)
         gradients = HeadGradients(*(torch.zeros_like(x) if needed else None for x, needed in operands))
     else:
         gradients = kernels.head_backward(head, result, d_log_probs, d_entropy, needs, live_tiles, kept)
-    return BackwardResult(HeadGradients(*[head.hidden.new_empty(0) if x is None else x for x in gradients]), shares)
+    return BackwardResult(HeadGradients(*[head.hidden.new_empty(0) if x is None else x for x in gradients]), work)
 
 
 @head_backward.fake

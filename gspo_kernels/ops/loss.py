@@ -26,7 +26,7 @@ def policy_loss(
 ) -> PolicyResult:
     """Compute the loss of rows, and its coefficients and metrics. Only the loss is differentiable."""
     with without_autocast(log_probs.device):
-        # If sequences are sharded over ranks, it is always torch that computes the loss.
+        # If sequences are sharded over ranks, the torch backend computes the loss.
         kernels = implementation("torch" if policy.group else backend)
         return kernels.policy_forward(log_probs, entropy, mask, policy, objective)
 
@@ -132,18 +132,18 @@ def fused_loss(
 ) -> FusedResult:
     """Compute log-probs and loss of rows, and choose the cells of the backward. Only the loss is differentiable."""
     kernels = implementation(backend)
-    rows = kernels.cache_rows(head, cache_bytes) if cache_bytes else 0
-    cache = Cache(rows, may_have_gradient(head.mask, policy, objective)) if rows else None
+    cached_rows = kernels.cache_rows(head, cache_bytes) if cache_bytes else 0
+    cache = Cache(cached_rows, may_have_gradient(head.mask, policy, objective)) if cached_rows else None
     result, kept = kernels.forward_and_keep(head, gradient_budget > 0, cache)
     entropy = result.entropy if head.entropy else None
     with without_autocast(head.hidden.device):
-        of_loss = implementation("torch") if policy.group else kernels
-        loss = of_loss.policy_forward(result.log_probs, entropy, head.mask, policy, objective)
+        loss_kernels = implementation("torch") if policy.group else kernels
+        loss = loss_kernels.policy_forward(result.log_probs, entropy, head.mask, policy, objective)
     cell = kernels.cell_shape(head) if gradient_budget > 0 else None
     if cell is not None:
         live_tiles, work = kernels.choose(head, result, loss.coefficient, kept, cell, gradient_budget)
         kept = kept._replace(share=kept.share.new_empty(0, 0))
-    elif rows or (policy.group and (gradient_budget > 0 or cache_bytes > 0)):
+    elif _counts_work(cached_rows, policy, gradient_budget, cache_bytes):
         live_tiles = all_columns(head.hidden.device)
         work = exact_work(head, _has_gradient(head.mask, loss), kept)
     else:
@@ -151,6 +151,11 @@ def fused_loss(
     if policy.group:
         work = work_of_all_ranks(work, head, result, loss.coefficient, policy.group)
     return FusedResult(result, loss, live_tiles, torch.stack(work).to(loss.loss.dtype), kept)
+
+
+def _counts_work(cached_rows: int, policy: PolicyRows, gradient_budget: float, cache_bytes: int) -> bool:
+    """Return whether the work of an exact backward is counted: it is less with a cache, or on another rank."""
+    return cached_rows > 0 or (policy.group != "" and (gradient_budget > 0 or cache_bytes > 0))
 
 
 def may_have_gradient(mask: Tensor, policy: PolicyRows, objective: Objective) -> Tensor:
@@ -181,8 +186,8 @@ def _fake_fused(
         (rows, columns), n = cell, head.hidden.shape[0]
         cells = live_tiles.cells.new_empty(-(-n // rows), -(-head.vocab_size // columns))
         live_tiles = LiveTiles(live_tiles.order.new_empty(n), cells, live_tiles.counts.new_empty(2))
-    has_work = cell is not None or implementation(backend).cache_rows(head, cache_bytes) > 0
-    has_work = has_work or (policy.group != "" and (gradient_budget > 0 or cache_bytes > 0))
+    cached_rows = implementation(backend).cache_rows(head, cache_bytes)
+    has_work = cell is not None or _counts_work(cached_rows, policy, gradient_budget, cache_bytes)
     kept = kept._replace(share=kept.share.new_empty(0, 0))
     return FusedResult(result, loss, live_tiles, result.log_probs.new_empty(4 if has_work else 0), kept)
 

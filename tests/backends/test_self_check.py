@@ -74,7 +74,6 @@ DETECTED = {
     "soft-cap missing in the kernel": "gradient_tile",
     "the target's own share left out of the entropy": "gradient_tile",
     "the largest logit of a tile not subtracted": "kept_tile",
-    "all but the lightest cells dropped": "keep_cells",
     "a cell's row block used as its vocabulary tile": "hidden_product",
     "rows beyond the last in a cell not zero": "weight_product",
 }

@@ -8,8 +8,8 @@ importance ratios are exactly 1.
 
 On a CPU, each tile is computed by one thread (`workers.py`). Logits are fp32 (fp64 for fp64 inputs) and never rounded
 to half precision. Half-precision operands are upcast slab by slab; on CUDA, tensor cores multiply them with an fp32
-result. On a GPU the host waits once in the forward and once in the backward, to read the number of gathered rows. With
-a gradient budget, it also reads the cells to compute.
+result. On a GPU the host waits in the forward and in the backward, to read the number of gathered rows. With a cache or
+a gradient budget, it waits again for the kept rows and the cells to compute.
 """
 
 from ..live_tiles import choose

@@ -140,10 +140,10 @@ class _Gradients:
         """Compute d_logits of the runs of one slab, and add their terms to all gradients."""
         tiles, (low, high) = self.tiles, runs[0].slab
         d_weight = None if self.d_weight is None else self.d_weight[low:high]
-        weight = None  # in the dtype of operands, where the head's own does not do
+        weight = None  # the slab in the operands' dtype, unless all tiles are kept and multiplied in bf16
         if not self.rounds or not all(self.logit_gradients.keep(run.rows) for run in runs):
             weight = tiles.weight_slab(low, high)
-        # Runs whose products for d_weight are computed at once, if the product rounds to half precision.
+        # If products are rounded to half precision, d_weight of several runs is one product.
         size = max(_D_LOGITS_BYTES // (2 * (high - low) * tiles.tile_rows), 1) if self.rounds else 1
         groups = [runs[i : i + size] for i in range(0, len(runs), size)]
         # The sum over rows, in fp32 or fp64. If d_weight is half precision, it is rounded once, at the end.

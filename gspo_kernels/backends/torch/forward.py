@@ -27,7 +27,7 @@ def head_forward(head: HeadRows) -> HeadResult:
 
 
 def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None = None) -> tuple[HeadResult, Kept]:
-    """Run `head_forward`. Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`."""
+    """Compute log-probs and entropies. Keep tile probabilities if `shares`, and exponentials if `cache`."""
     index = head.mask.nonzero()[:, 0]
     kept = None
     if shares or cache is not None:

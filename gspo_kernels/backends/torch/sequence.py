@@ -55,7 +55,7 @@ def policy_forward(
     share = _share_of_token(mask, sequence, lengths, policy, objective, objective.aggregation, policy.normalizer)
     d_log_ratio = torch.where(mask, share * slope, 0)
     d_log_prob = torch.zeros_like(lp)
-    if objective.surrogate in SCORES:  # the slope is with respect to the log-prob
+    if objective.surrogate in SCORES:  # the slope is with respect to the log-prob, and u has no gradient
         value = multiply_no_nan(value, lp)
         d_log_ratio, d_log_prob = d_log_prob, d_log_ratio
     loss_rows = torch.where(mask, share * value, 0)
@@ -78,25 +78,27 @@ def policy_forward(
         loss_rows = loss_rows + torch.where(mask, entropy_coefficient * entropy, 0)
 
     free = mask if token_bounds is None else mask & ~(low | high)  # tokens through which u has a gradient
-    no_gradient = never_gradient = None
+    zero_without_u = zero_with_any_u = None
     if policy.group:
         without_u = d_log_prob if objective.ratio == "sequence" else d_log_ratio + d_log_prob
-        no_gradient = _is_zero(without_u, entropy_coefficient)
-        never_gradient = no_gradient & ~free
-    terms = TokenTerms(loss_rows, d_log_ratio, -token_log_ratio, low, high, kl, entropy, no_gradient, never_gradient)
+        zero_without_u = _is_zero(without_u, entropy_coefficient)
+        zero_with_any_u = zero_without_u & ~free
+    terms = TokenTerms(
+        loss_rows, d_log_ratio, -token_log_ratio, low, high, kl, entropy, zero_without_u, zero_with_any_u
+    )
     sums = sums_after_gate(terms, mask, policy, by_token)
     d_total = sums.columns["d_log_ratio"]
     if objective.ratio == "sequence":
         d_log_ratio = torch.where(free, (d_total.to(lp.dtype) / lengths.clamp(min=1))[sequence], 0)
     coefficient = d_log_ratio + d_log_prob
     if not policy.group:
-        no_gradient = (mask & _is_zero(coefficient, entropy_coefficient)).sum()
+        n_zero = (mask & _is_zero(coefficient, entropy_coefficient)).sum()
     elif objective.ratio == "sequence":  # a token whose terms cancel exactly is counted as one with a gradient
-        no_gradient = torch.where(d_total == 0, sums.columns["no_gradient"], sums.columns["never_gradient"])
+        n_zero = torch.where(d_total == 0, sums.columns["zero_without_u"], sums.columns["zero_with_any_u"])
     else:
-        no_gradient = sums.columns["no_gradient"]
+        n_zero = sums.columns["zero_without_u"]
     loss = torch.where(invalid > 0, torch.nan, sums.columns["loss"].to(lp.dtype).sum())
-    metrics = metrics_of(sums, no_gradient, lengths, u, invalid if policy.group else None)
+    metrics = metrics_of(sums, n_zero, lengths, u, invalid if policy.group else None)
     return PolicyResult(loss, token_log_ratio.clone() if by_token else u, coefficient, entropy_coefficient, metrics)
 
 

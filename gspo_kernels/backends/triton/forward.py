@@ -166,7 +166,7 @@ def head_forward(head: HeadRows) -> HeadResult:
 
 
 def forward_and_keep(head: HeadRows, shares: bool = False, cache: Cache | None = None) -> tuple[HeadResult, Kept]:
-    """Run `head_forward`. Keep the probability of each vocabulary tile if `shares`, and exponentials if `cache`."""
+    """Compute log-probs and entropies. Keep tile probabilities if `shares`, and exponentials if `cache`."""
     n = head.hidden.shape[0]
     dtype = accumulator(head.hidden.dtype)
     device = head.hidden.device

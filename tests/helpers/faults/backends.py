@@ -206,7 +206,7 @@ FAULTS: dict[str, Fault] = {
         f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",
     ),
     "a default cache of a 32nd of the memory": (
-        "CACHE_SHARE",
+        "CACHE_DIVISOR",
         "64",
         "32",
         f"{DEFAULT}::test_the_default_is_a_64th_of_the_total_memory_of_the_operands_device",

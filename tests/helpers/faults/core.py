@@ -49,7 +49,7 @@ FAULTS: dict[str, Fault] = {
         f"{OBJECTIVE}[torch-padded-entropy-bonus]",
     ),
     "sequence sums in fp32": (
-        "segment_sum",
+        "_segment_sum",
         "x.double()",
         "x",
         "edges::test_long_sequences_meet_the_tolerance[torch-sequence-False-256]",

@@ -38,7 +38,7 @@ def is_killed(fault: Fault, folder: Path) -> bool:
     """
     path, source = faulty_source(fault)
     code = run_with_fault(path, source, fault[3], folder)
-    return code == 1 or (path.parent.name == "triton" and code in CRASHES)
+    return code == 1 or ("triton" in path.relative_to(ROOT).parts and code in CRASHES)
 
 
 def run_with_fault(path: Path, source: str, test: str, folder: Path) -> int | None:

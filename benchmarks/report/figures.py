@@ -148,4 +148,9 @@ def draw_trainer(results: Results, path: Path) -> None:
     save(figure, path)
 
 
-DRAW = {"step": draw_step, "fidelity": draw_fidelity, "trainer": draw_trainer, "compare": draw, "moe": draw}  # by suite
+DRAW = {
+    "step": draw_step,
+    "fidelity": draw_fidelity,
+    "trainer": draw_trainer,
+    **dict.fromkeys(("compare", "compare_fast", "moe", "moe_fast"), draw),
+}  # by suite

@@ -60,7 +60,7 @@ def texts() -> dict[Path, str]:
     gpu = "" if any(len(files(suite)) > 1 for suite in SECTIONS) else NO_GPU
     common = {"gpu": gpu, "helps": summary.helps(first), "loses": summary.loses(first)}
     common |= {"tolerance": summary.tolerance(first["fidelity"]), "against_window": summary.windows(first["fidelity"])}
-    common |= verdicts(first["compare"]) | verdicts(first["moe"])
+    common |= verdicts([first["compare"], first["compare_fast"]]) | verdicts([first["moe"], first["moe_fast"]])
     page = [introduction.format(**common)]
     for suite, _, prose in (section.partition(" -->\n") for section in sections):
         for path in files(suite):

@@ -205,5 +205,8 @@ def budgets(results: Results) -> Texts:
 SECTIONS: dict[str, Callable[[Results], Texts]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "sparsity": sparsity, "policy": policy,
     "fidelity": fidelity, "budgets": budgets,
-    **dict.fromkeys(("compare", "moe"), lambda results: {"table": table(*compare_report.rows(results))}),
+    **dict.fromkeys(
+        ("compare", "compare_fast", "moe", "moe_fast"),
+        lambda results: {"table": table(*compare_report.rows(results))},
+    ),
 }  # fmt: skip  # by suite

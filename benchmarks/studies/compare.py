@@ -47,10 +47,23 @@ class Arm(NamedTuple):
     replay: bool = False
 
 
-def config_of(task: str, steps: int) -> TrainConfig:
+def config_of(
+    task: str,
+    steps: int,
+    learning_rate: float = TrainConfig.learning_rate,
+    updates: int = TrainConfig.updates_per_rollout,
+) -> TrainConfig:
     """Return the settings that all arms share: the demo's of `gspo train`, with an evaluation every 5 rollouts."""
-    longest = TrainConfig.max_new_tokens if task == "sorting" else 24
-    return TrainConfig(task=task, steps=steps, max_new_tokens=longest, eval_every=5, device="cpu", save=False)
+    return TrainConfig(
+        task=task,
+        steps=steps,
+        learning_rate=learning_rate,
+        updates_per_rollout=updates,
+        max_new_tokens=TrainConfig.max_new_tokens if task == "sorting" else 24,
+        eval_every=5,
+        device="cpu",
+        save=False,
+    )
 
 
 def arms_of(names: Sequence[str], moe: bool, config: TrainConfig) -> dict[str, Arm]:

@@ -29,14 +29,22 @@ FOLDER = Path("runs") / "compare"
 
 
 def run(
-    objectives: str | None, moe: bool, task: str, seeds: str, steps: int, output: Path | None, console: Console
+    objectives: str | None,
+    moe: bool,
+    task: str,
+    seeds: str,
+    steps: int,
+    learning_rate: float,
+    updates: int,
+    output: Path | None,
+    console: Console,
 ) -> None:
     """Compare objectives. Print the table, and write results and figure.
 
     Raises:
         InputError: an option cannot be used.
     """
-    config = config_of(task, steps)
+    config = config_of(task, steps, learning_rate, updates)
     objectives = objectives or ("gspo,grpo" if moe else "gspo,gspo-token,grpo")
     arms = arms_of(objectives.split(","), moe, config)
     numbers = parse_seeds(seeds)
@@ -47,7 +55,7 @@ def run(
         results = compare(arms, numbers, config, moe, tick)
     measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
     show(results, console)
-    for claim, verdict in compare_report.verdicts(results).items():
+    for claim, verdict in compare_report.verdicts([results]).items():
         console.print(f"{CLAIMS[claim]}: {verdict}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"results: {path}", soft_wrap=True)
     with needs("the figure", "train", "matplotlib"):

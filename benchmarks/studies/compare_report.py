@@ -53,10 +53,11 @@ def rows(results: Results) -> tuple[Row, list[Row]]:
         "mean, against the first": lambda s: estimate(s["against first"], "+.3f"),
         "tokens clipped": lambda s: percent(s["token_clip_fraction"]),
     }
+    last = results["settings"]["updates_per_rollout"] - 1  # updates before the last one of a rollout
     if results["moe"]:
         columns |= {
-            "experts changed after 1, 2, 3 updates": lambda s: ", ".join(
-                map(percent, s["by update"]["router_changed"][1:])
+            f"experts changed after 1 and {last} updates": lambda s: ", ".join(
+                percent(s["by update"]["router_changed"][update]) for update in (1, last)
             ),
             "std of token log-ratios": lambda s: f"{s['by update']['token_log_ratio_std'][-1]:.2g}",
             "of sequence log-ratios": lambda s: f"{s['by update']['sequence_log_ratio_std'][-1]:.2g}",
@@ -71,31 +72,60 @@ def rows(results: Results) -> tuple[Row, list[Row]]:
     return ("", *columns), [(label(arm), *(cell(record) for cell in columns.values())) for arm, record in records]
 
 
-def verdicts(results: Results) -> dict[str, str]:
-    """Say which claims about GSPO and GRPO (arXiv 2507.18071) the results show; {} unless GSPO is the baseline of GRPO.
+def verdicts(studies: Sequence[Results]) -> dict[str, str]:
+    """Say which claims about GSPO and GRPO (arXiv 2507.18071) hold; {} unless GSPO is the baseline of GRPO.
 
-    Keys: "training" (section 5.1) and "clipping" (5.2), for a mixture of experts "mixture" (5.1) and "replay" (5.3).
+    `studies` are the results of the same arms with different learning rates and numbers of updates. Keys: "training"
+    (section 5.1) and "clipping" (5.2), for a mixture of experts "mixture" (5.1) and "replay" (5.3).
     """
-    arms = results["summary"]
+    arms = studies[0]["summary"]
     if next(iter(arms)) != "gspo" or "grpo" not in arms:
         return {}
-    gspo, grpo = arms["gspo"], arms["grpo"]
-    means = [estimate(arm["mean held-out reward"]) for arm in (gspo, grpo)]
-    difference = grpo["against first"]
-    decision = {-1: "seen", 0: "not decided by these seeds", 1: "not seen, GRPO learns faster"}[sign(difference)]
-    training = f"{decision}. Mean held-out reward over the training: {means[0]} with GSPO, {means[1]} with GRPO; "
-    training += f"GRPO minus GSPO {estimate(difference, '+.3f')}"
-    if results["moe"]:
-        gains = [arms[name + REPLAY]["replay"] for name in ("gspo", "grpo")]
-        changes = [estimate(record, "+.3f") for record in gains]
-        holds = "does not hold" if sign(gains[0]) > 0 else "holds"
-        neither = "" if sign(gains[1]) > 0 else "; GRPO does not need it either"
-        effect = f"Replay changes the mean held-out reward of GSPO by {changes[0]} and of GRPO by {changes[1]}"
-        return {"mixture": training, "replay": f"{holds} at this size{neither}. {effect}"}
-    seen = "holds in direction" if gspo["token_clip_fraction"] > grpo["token_clip_fraction"] else "not seen"
-    shares = [percent(arm["token_clip_fraction"]) for arm in (gspo, grpo)]
-    clipping = f"{seen} at this size: GSPO clips {shares[0]} of its tokens, GRPO {shares[1]} of its own"
-    return {"training": training, "clipping": clipping}
+    if studies[0]["moe"]:
+        return {"mixture": conclusion(studies, training), "replay": conclusion(studies, replay)}
+    return {"training": conclusion(studies, training), "clipping": conclusion(studies, clipping)}
+
+
+def conclusion(studies: Sequence[Results], claim: Callable[[Results], tuple[str, str]]) -> str:
+    """Combine what `claim` returns for each study: what it shows, and the figures."""
+    found = [claim(study["summary"]) for study in studies]
+    if len(studies) == 1:
+        return ". ".join(found[0])
+    settings = [study["settings"] for study in studies]
+    names = [f"learning rate {s['learning_rate']:g}, {s['updates_per_rollout']} updates" for s in settings]
+    named = list(zip(names, found, strict=True))
+    shown = {decision for decision, _ in found}
+    if len(shown) == 1:
+        return f"{shown.pop()}, in all settings. " + ". ".join(f"{figures} ({name})" for name, (_, figures) in named)
+    return "depends on the setting. " + ". ".join(
+        f"{name.capitalize()}: {decision}. {figures}" for name, (decision, figures) in named
+    )
+
+
+def training(arms: Results) -> tuple[str, str]:
+    """GSPO trains more efficiently than GRPO."""
+    difference = arms["grpo"]["against first"]
+    decision = {-1: "seen, GSPO learns faster", 0: "not decided by these seeds", 1: "not seen, GRPO learns faster"}
+    gspo, grpo = (estimate(arms[name]["mean held-out reward"]) for name in ("gspo", "grpo"))
+    figures = f"Mean held-out reward over the training: {gspo} with GSPO, {grpo} with GRPO; "
+    return decision[sign(difference)], figures + f"GRPO minus GSPO {estimate(difference, '+.3f')}"
+
+
+def clipping(arms: Results) -> tuple[str, str]:
+    """GSPO clips far more tokens than GRPO."""
+    gspo, grpo = (arms[name]["token_clip_fraction"] for name in ("gspo", "grpo"))
+    decision = "holds in direction at this size" if gspo > grpo else "not seen at this size"
+    return decision, f"GSPO clips {percent(gspo)} of its tokens, GRPO {percent(grpo)} of its own"
+
+
+def replay(arms: Results) -> tuple[str, str]:
+    """GSPO needs no Routing Replay."""
+    gspo, grpo = (arms[name + REPLAY]["replay"] for name in ("gspo", "grpo"))
+    decision = "does not hold at this size" if sign(gspo) > 0 else "holds at this size"
+    if sign(grpo) <= 0:
+        decision += "; GRPO does not need it either"
+    changes = [estimate(record, "+.3f") for record in (gspo, grpo)]
+    return decision, f"Replay changes the mean held-out reward of GSPO by {changes[0]} and of GRPO by {changes[1]}"
 
 
 def sign(record: Results) -> int:

@@ -250,7 +250,9 @@ def compare(
     ] = False,
     task: Annotated[str, typer.Option(help="sorting, format, calculator or arithmetic.")] = "sorting",
     seeds: Annotated[str, typer.Option(help="Seeds; each is one training per objective.")] = "0,1,2,3,4",
-    steps: Annotated[int, typer.Option(min=1, help="Rollouts per training, with four updates each.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Rollouts per training.")] = 100,
+    learning_rate: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 5e-4,
+    updates: Annotated[int, typer.Option(help="Optimizer updates per rollout; must divide its 256 answers.")] = 4,
     output: Annotated[
         Path | None, typer.Option(help="JSON file; the figure is saved next to it. (default: runs/compare/)")
     ] = None,
@@ -268,7 +270,7 @@ def compare(
     if not console.is_terminal:
         console.width = 160  # fixed, so that tables in a log do not wrap
     try:
-        compare_command.run(objectives, moe, task, seeds, steps, output, console)
+        compare_command.run(objectives, moe, task, seeds, steps, learning_rate, updates, output, console)
     except ValueError as error:  # InputError: an option cannot be used
         fail(error)
 

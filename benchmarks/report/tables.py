@@ -206,7 +206,7 @@ SECTIONS: dict[str, Callable[[Results], Texts]] = {
     "step": step, "vocab": vocab, "trainer": trainer, "sparsity": sparsity, "policy": policy,
     "fidelity": fidelity, "budgets": budgets,
     **dict.fromkeys(
-        ("compare", "compare_fast", "moe", "moe_fast"),
+        ("compare", "compare_fast", "moe", "moe_fast", "mismatch"),
         lambda results: {"table": table(*compare_report.rows(results))},
     ),
 }  # fmt: skip  # by suite

@@ -22,17 +22,20 @@ from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
 from gspo_kernels.integrations.reference_trainer.policy import SORTING, Policy, demo_policy, make_policy
-from gspo_kernels.integrations.reference_trainer.sampling import sample
+from gspo_kernels.integrations.reference_trainer.sampling import sample, sampler_weights
 from gspo_kernels.integrations.reference_trainer.update import mini_batches, update, with_log_probs
 from gspo_kernels.integrations.tasks import Task, batches, task_by_name
 from gspo_kernels.objective import Objective
+from gspo_kernels.sampler_mismatch import RolloutCorrection
 
-from .compare_report import REPLAY
+from .compare_report import MIS, REPLAY, SAMPLER, TIS
 
 Record = dict[str, Any]
 Tick = Callable[[str], object]
 METRICS = ("clip_fraction", "token_clip_fraction", "entropy", "ratio_min", "ratio_max")
-METRICS += ("token_log_ratio_std", "sequence_log_ratio_std", "router_changed")  # the last one of mixtures only
+METRICS += ("token_log_ratio_std", "sequence_log_ratio_std")
+METRICS += ("router_changed",)  # only of mixtures
+METRICS += ("rollout_weight_mean", "rollout_bound_share")  # only with a correction
 EXPERTS = 8  # of each layer of the mixture
 POINTS = 20  # most points of a saved curve
 SETTINGS = ("task", "steps", "prompts_per_step", "group_size", "updates_per_rollout", "learning_rate", "eval_every")
@@ -41,10 +44,10 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 
 
 class Arm(NamedTuple):
-    """An objective to train with, and whether the routing of the old policy is replayed."""
+    """An objective to train with, and the options of `TrainConfig` that only this arm has."""
 
     objective: Objective
-    replay: bool = False
+    options: Record = {}  # noqa: RUF012 - never changed
 
 
 def config_of(
@@ -66,10 +69,11 @@ def config_of(
     )
 
 
-def arms_of(names: Sequence[str], moe: bool, config: TrainConfig) -> dict[str, Arm]:
-    """Return the arms of a comparison. `names` are presets of `Objective`; "grpo" gets the window of the GSPO paper.
+def arms_of(names: Sequence[str], study: str, config: TrainConfig) -> dict[str, Arm]:
+    """Return the arms of a study. `names` are presets of `Objective`; "grpo" gets the window of the GSPO paper.
 
-    With a mixture of experts, every objective is trained without and with Routing Replay.
+    "moe": every objective is trained without and with Routing Replay. "mismatch": every objective is trained with old
+    log-probs from the trainer, with those from the sampler, and with a truncated (TIS) and a masked (MIS) correction.
 
     Raises:
         InputError: a name is not a preset.
@@ -79,8 +83,18 @@ def arms_of(names: Sequence[str], moe: bool, config: TrainConfig) -> dict[str, A
         objectives = {name: Objective.preset(name, **changes.get(name, {})) for name in names}
     except ValueError as error:
         raise InputError(f"--objectives: {error}") from error
-    arms = {name: Arm(objective) for name, objective in objectives.items()}
-    return {f"{n}{r}": Arm(a.objective, bool(r)) for n, a in arms.items() for r in ("", REPLAY)} if moe else arms
+    arms: dict[str, Arm] = {}
+    for name, objective in objectives.items():
+        arms[name] = Arm(objective)
+        if study == "moe":
+            arms[name + REPLAY] = Arm(objective, {"routing_replay": True})
+        if study == "mismatch":
+            arms[name + SAMPLER] = Arm(objective, {"old_log_probs": "sampler"})
+            arms[name + TIS] = Arm(
+                replace(objective, rollout_correction=RolloutCorrection("token", "truncate", high=2.0))
+            )
+            arms[name + MIS] = Arm(replace(objective, rollout_correction=RolloutCorrection("token", "mask", 0.5, 2.0)))
+    return arms
 
 
 def mixture_policy(alphabet: str = SORTING) -> Policy:
@@ -102,19 +116,24 @@ def mixture_policy(alphabet: str = SORTING) -> Policy:
     return make_policy(Qwen3MoeForCausalLM(config), demo.tokenizer)
 
 
-def compare(arms: dict[str, Arm], seeds: Sequence[int], config: TrainConfig, moe: bool, tick: Tick) -> Record:
-    """Train every arm with every seed. Return settings, the curves of each run, and a summary of each arm."""
+def compare(arms: dict[str, Arm], seeds: Sequence[int], config: TrainConfig, study: str, tick: Tick) -> Record:
+    """Train every arm with every seed. Return settings, the curves of each run, and a summary of each arm.
+
+    `study`: "dense", "moe" for a mixture of experts, or "mismatch" for a sampler with weights in bf16.
+    """
+    if study == "mismatch":
+        config = replace(config, sampler_precision="bf16")
     task = task_by_name(config.task, config.eval_prompts)
     runs: dict[str, list[Record]] = {name: [] for name in arms}
     for seed in seeds:
         for name, arm in arms.items():
             torch.manual_seed(seed)
-            policy = mixture_policy(task.characters) if moe else demo_policy(task.characters)
-            settings = replace(config, objective=arm.objective, routing_replay=arm.replay)
+            policy = mixture_policy(task.characters) if study == "moe" else demo_policy(task.characters)
+            settings = replace(config, objective=arm.objective, **arm.options)
             record = train(settings, policy, task, seed, partial(tick, f"{name}, seed {seed}"))
             runs[name].append({"seed": seed, **record})
     shared = {name: getattr(config, name) for name in SETTINGS}
-    return {"settings": shared, "moe": moe, "runs": runs, "summary": summary(runs)}
+    return {"settings": shared, "study": study, "runs": runs, "summary": summary(runs)}
 
 
 def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Callable[[], object]) -> Record:
@@ -128,7 +147,8 @@ def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Call
     for step in range(1, config.steps + 1):
         examples = next(prompts)
         options = {"group_size": config.group_size, "max_new_tokens": config.max_new_tokens, "task": task}
-        rollout = sample(policy, examples, temperature=config.temperature, **options)
+        with sampler_weights(policy, config.sampler_precision):
+            rollout = sample(policy, examples, temperature=config.temperature, **options)
         repeated = [example for example in examples for _ in range(config.group_size)]
         rewarded = task.rewards(rollout.texts, repeated, rollout.turns)
         (parts,) = mini_batches(config, seed, step)

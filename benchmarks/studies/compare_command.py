@@ -30,7 +30,7 @@ FOLDER = Path("runs") / "compare"
 
 def run(
     objectives: str | None,
-    moe: bool,
+    study: str,
     task: str,
     seeds: str,
     steps: int,
@@ -45,14 +45,14 @@ def run(
         InputError: an option cannot be used.
     """
     config = config_of(task, steps, learning_rate, updates)
-    objectives = objectives or ("gspo,grpo" if moe else "gspo,gspo-token,grpo")
-    arms = arms_of(objectives.split(","), moe, config)
+    objectives = objectives or ("gspo,gspo-token,grpo" if study == "dense" else "gspo,grpo")
+    arms = arms_of(objectives.split(","), study, config)
     numbers = parse_seeds(seeds)
-    path = output or FOLDER / f"{'moe' if moe else 'compare'}-cpu.json"
+    path = output or FOLDER / f"{'compare' if study == 'dense' else study}-cpu.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # the models are too small to gain from several threads
     with bench_table.progress(console, len(arms) * len(numbers) * steps) as tick:
-        results = compare(arms, numbers, config, moe, tick)
+        results = compare(arms, numbers, config, study, tick)
     measure.save(path.stem.removesuffix("-cpu"), torch.device("cpu"), results, path)
     show(results, console)
     for claim, verdict in compare_report.verdicts([results]).items():

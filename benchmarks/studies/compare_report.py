@@ -13,6 +13,7 @@ BLUE, VERMILION, SKY = "#0072B2", "#D55E00", "#56B4E9"  # of Okabe and Ito, whom
 COLOURS = {"gspo": BLUE, "grpo": VERMILION, "gspo-token": SKY}
 OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#595959", "#000000")
 REPLAY = " + replay"
+SAMPLER, TIS, MIS = " + sampler's log-probs", " + TIS", " + MIS"  # of the study "mismatch"
 SHARES = ("router_changed", "token_clip_fraction", "clip_fraction")  # drawn in percent
 DENSE_PANELS = {
     "token_clip_fraction": "tokens clipped, %",
@@ -30,8 +31,8 @@ MOE_PANELS = {
 
 def label(arm: str) -> str:
     """Return an arm's name as papers write it."""
-    name, replay, _ = arm.partition(REPLAY)
-    return name.replace("gspo", "GSPO").replace("grpo", "GRPO") + replay
+    name, plus, addition = arm.partition(" + ")
+    return name.replace("gspo", "GSPO").replace("grpo", "GRPO") + plus + addition
 
 
 def percent(share: float) -> str:
@@ -54,13 +55,22 @@ def rows(results: Results) -> tuple[Row, list[Row]]:
         "tokens clipped": lambda s: percent(s["token_clip_fraction"]),
     }
     last = results["settings"]["updates_per_rollout"] - 1  # updates before the last one of a rollout
-    if results["moe"]:
+    if results["study"] == "moe":
         columns |= {
             f"experts changed after 1 and {last} updates": lambda s: ", ".join(
                 percent(s["by update"]["router_changed"][update]) for update in (1, last)
             ),
             "std of token log-ratios": lambda s: f"{s['by update']['token_log_ratio_std'][-1]:.2g}",
             "of sequence log-ratios": lambda s: f"{s['by update']['sequence_log_ratio_std'][-1]:.2g}",
+        }
+    elif results["study"] == "mismatch":
+        columns |= {
+            "sequences clipped in the first update": lambda s: percent(s["by update"]["clip_fraction"][0]),
+            "in all updates": lambda s: percent(s["clip_fraction"]),
+            "mean weight": lambda s: f"{s['rollout_weight_mean']:.4f}" if "rollout_weight_mean" in s else "-",
+            "tokens outside the bounds": lambda s: (
+                percent(s["rollout_bound_share"]) if "rollout_bound_share" in s else "-"
+            ),
         }
     else:
         columns |= {
@@ -81,7 +91,7 @@ def verdicts(studies: Sequence[Results]) -> dict[str, str]:
     arms = studies[0]["summary"]
     if next(iter(arms)) != "gspo" or "grpo" not in arms:
         return {}
-    if studies[0]["moe"]:
+    if studies[0]["study"] == "moe":
         return {"mixture": conclusion(studies, training), "replay": conclusion(studies, replay)}
     return {"training": conclusion(studies, training), "clipping": conclusion(studies, clipping)}
 
@@ -142,7 +152,7 @@ def draw(results: Results, path: Path) -> None:
     style: Any = {"font.size": 9, "axes.titlesize": 9, "axes.titlelocation": "left", "legend.frameon": False}
     with rc_context(style):
         figure = Figure(figsize=(9.0, 4.4), layout="constrained")  # inches
-        small = MOE_PANELS if results["moe"] else DENSE_PANELS
+        small = MOE_PANELS if results["study"] == "moe" else DENSE_PANELS
         a, b, c, d = small
         axes = figure.subplot_mosaic([["reward", "reward", a, b], ["reward", "reward", c, d]])
         for panel in axes.values():
@@ -150,7 +160,7 @@ def draw(results: Results, path: Path) -> None:
             panel.spines[["top", "right"]].set_visible(False)
         draw_reward(axes["reward"], results)
         for name, title in small.items():
-            (draw_by_update if results["moe"] else draw_curves)(axes[name], results, name)
+            (draw_by_update if results["study"] == "moe" else draw_curves)(axes[name], results, name)
             axes[name].set_title(title)
             scale(axes[name], name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,12 +182,16 @@ def scale(axes: Any, name: str) -> None:
 
 
 def looks(results: Results) -> dict[str, dict[str, Any]]:
-    """Return colour and line style by arm. An arm with replay has the colour of its objective, and a dashed line."""
-    objectives = list(dict.fromkeys(arm.removesuffix(REPLAY) for arm in results["runs"]))
+    """Return colour and line style by arm. The arms of an objective have one colour."""
+    objective = {arm: arm.partition(" + ")[0] for arm in results["runs"]}
     others = itertools.cycle(OTHER_COLOURS)
-    colours = {name: COLOURS.get(name) or next(others) for name in objectives}
-    dashed = {arm: arm.endswith((REPLAY, "-token")) for arm in results["runs"]}
-    return {arm: {"color": colours[arm.removesuffix(REPLAY)], "ls": "--" if dashed[arm] else "-"} for arm in dashed}
+    colours = {name: COLOURS.get(name) or next(others) for name in dict.fromkeys(objective.values())}
+    styles = {REPLAY: "--", SAMPLER: "--", TIS: "-.", MIS: ":"}
+    plain = {name: "--" if name.endswith("-token") else "-" for name in colours}
+    return {
+        arm: {"color": colours[name], "ls": styles.get(arm.removeprefix(name), plain[name])}
+        for arm, name in objective.items()
+    }
 
 
 def band(axes: Any, x: Sequence[float], curves: Sequence[Sequence[float]], look: dict[str, Any], **line: Any) -> None:
@@ -193,7 +207,7 @@ def draw_reward(axes: Any, results: Results) -> None:
     for arm, look in looks(results).items():
         band(axes, at, [run["held-out reward"] for run in results["runs"][arm]], look, label=label(arm))
     seeds = len(next(iter(results["runs"].values())))
-    model = f"{'mixture of experts' if results['moe'] else 'dense model'}, {settings['task']}, {seeds} seeds"
+    model = f"{'mixture of experts' if results['study'] == 'moe' else 'dense model'}, {settings['task']}, {seeds} seeds"
     axes.set(title=f"held-out reward ({model})", xlabel="rollouts", ylim=(0, 1))
     axes.legend(loc="lower right")
 

@@ -242,11 +242,15 @@ def compare(
         str | None,
         typer.Option(
             help="Presets of gspo_kernels.Objective, separated by commas; the first is the baseline. (default: "
-            "gspo,gspo-token,grpo; with --moe gspo,grpo)"
+            "gspo,gspo-token,grpo; with --moe or --mismatch gspo,grpo)"
         ),
     ] = None,
     moe: Annotated[
         bool, typer.Option("--moe", help="Train a mixture of experts, each objective without and with Routing Replay.")
+    ] = False,
+    mismatch: Annotated[
+        bool,
+        typer.Option("--mismatch", help="Sample with weights in bf16, each objective without and with corrections."),
     ] = False,
     task: Annotated[str, typer.Option(help="sorting, format, calculator or arithmetic.")] = "sorting",
     seeds: Annotated[str, typer.Option(help="Seeds; each is one training per objective.")] = "0,1,2,3,4",
@@ -262,6 +266,9 @@ def compare(
     Prints held-out reward, clip fractions, entropies and ratios of each objective, and writes curves and a figure. With
     --moe it also shows how many experts change within a rollout. A training takes about a minute.
     """
+    if moe and mismatch:
+        raise typer.BadParameter("cannot be combined with --moe", param_hint="--mismatch")
+    study = "moe" if moe else "mismatch" if mismatch else "dense"
     try:
         from gspo_kernels.benchmarks.studies import compare_command
     except MissingExtraError as error:
@@ -270,7 +277,7 @@ def compare(
     if not console.is_terminal:
         console.width = 160  # fixed, so that tables in a log do not wrap
     try:
-        compare_command.run(objectives, moe, task, seeds, steps, learning_rate, updates, output, console)
+        compare_command.run(objectives, study, task, seeds, steps, learning_rate, updates, output, console)
     except ValueError as error:  # InputError: an option cannot be used
         fail(error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ GROUP_ADVANTAGES = (Step("group_advantages", {}),)
 CHOICES = {
     "schedule": ("constant", "linear", "cosine"),
     "precision": ("fp32", "bf16", "autocast"),
+    "sampler_precision": ("", "bf16"),
+    "old_log_probs": ("trainer", "sampler"),
     "quantization": ("", "8bit", "4bit"),
     "parallel": ("ddp", "fsdp2"),
     "backend": ("auto", "torch", "triton"),
@@ -66,11 +68,13 @@ class TrainConfig:
     prompts_per_step: int = 32
     group_size: int = 8  # answers per prompt
     temperature: float = 1.0  # of sampling and of the loss; evaluation is greedy
+    sampler_precision: str = ""  # bf16: sample with weights rounded to bf16, as an inference engine has them
     max_new_tokens: int = 7  # longest answer
     initial_new_tokens: int = 0  # longest answer in the first step; 0: max_new_tokens
     length_steps: int = 0  # steps in which the longest answer grows from initial_new_tokens to max_new_tokens
     # The loss
     objective: Objective = Objective()  # noqa: RUF009 - frozen
+    old_log_probs: str = "trainer"  # trainer: recomputed before the updates; sampler: as computed while sampling
     advantages: tuple[Step, ...] = GROUP_ADVANTAGES  # functions of gspo_kernels.advantages, applied in this order
     normalizer: str = ""  # unit that divides the loss: rows, sequences, tokens or one; "": the objective's default
     gradient_budget: float = 0.0  # share of the L1 mass of d_logits that the backward may drop; 0: exact
@@ -156,8 +160,12 @@ class TrainConfig:
         if self.routing_replay and self.gradient_checkpointing:
             presets = "the presets 1b-10b and moe set it to true"
             raise InputError(f"routing_replay: expected gradient_checkpointing=false with it, got true ({presets})")
-        if self.objective.rollout_correction is not None:
-            raise InputError("rollout_correction: expected None (the trained model itself samples), got a correction")
+        for name, conflict in (("parallel=fsdp2", self.parallel == "fsdp2"), ("quantization", self.quantization != "")):
+            require("sampler_precision", not (self.sampler_precision and conflict), f"'' with {name}")
+        recomputed = "trainer with rollout_correction, which compares the trainer's log-probs with the sampler's"
+        require(
+            "old_log_probs", self.objective.rollout_correction is None or self.old_log_probs == "trainer", recomputed
+        )
         if self.data is not None and self.model is None:
             raise InputError("data needs model=FOLDER, the checkpoint to train on it")
 
@@ -171,7 +179,9 @@ class TrainConfig:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "objective"}
         plain = {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
         plain |= {name: str(x) for name, x in plain.items() if isinstance(x, Path)}
-        of_objective = {f.name: getattr(self.objective, f.name) for f in fields(Objective)[:-1]}
+        of_objective = {f.name: getattr(self.objective, f.name) for f in fields(Objective)}
+        correction = self.objective.rollout_correction
+        of_objective["rollout_correction"] = None if correction is None else asdict(correction)
         plain |= {"advantages": [{call: options} for call, options in self.advantages]}
         return {name: x for name, x in plain.items() if name not in ("resume", "overwrite")} | of_objective
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from gspo_kernels import Objective
+from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 from ..settings import Step, from_roll
 from ..settings.yaml_file import read_yaml
@@ -30,7 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"lora_rank": 32, "gradient_checkpointing": True},
 }
 TYPES = {f.name: str(f.type) for f in fields(TrainConfig) if f.name != "objective"}
-OBJECTIVE = {f.name: str(f.type) for f in fields(Objective) if f.name != "rollout_correction"}
+OBJECTIVE = {f.name: str(f.type) for f in fields(Objective)}
 # A file with any of these keys has ROLL's settings. ROLL's name -> ours, where the values mean the same.
 ROLL_MARKS = {"rollout_batch_size", "num_return_sequences_in_group", "adv_estimator", "importance_sampling"}
 ROLL_NAMES = {
@@ -211,6 +212,8 @@ def convert(name: str, kind: str, value: Any) -> Any:
     expected, converter = KINDS[kind.removesuffix(" | None")]
     try:
         return converter(value)
+    except InputError:
+        raise
     except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
         optional = ", or none" if kind.endswith("| None") else ""
         raise InputError(f"{name}: expected {expected}{optional}, got {value!r}") from error
@@ -235,6 +238,19 @@ def steps_of(value: Any) -> tuple[Step, ...]:
     return tuple(steps)
 
 
+def correction_of(value: Any) -> RolloutCorrection:
+    """Convert fields such as {level: sequence, mode: mask, high: 3.0}."""
+    value = yaml.safe_load(value) if isinstance(value, str) else value
+    if isinstance(value, RolloutCorrection):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError
+    try:
+        return RolloutCorrection(**{name: number(x) for name, x in value.items()})
+    except (TypeError, ValueError) as error:
+        raise InputError(f"rollout_correction: {error}") from error
+
+
 def number(value: Any) -> Any:
     """Convert a number such as 1e-6, which YAML takes for a text."""
     try:
@@ -253,5 +269,6 @@ KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "Path": ("a path", Path),
     "tuple[int, ...]": ("whole numbers, such as 0 or 0,1,2 or [0, 1, 2]", lambda x: tuple(map(int, items_of(x)))),
     "tuple[str, ...]": ("texts, such as a or a,b or [a, b]", lambda x: tuple(map(str, items_of(x)))),
+    "RolloutCorrection": ("fields of a correction, such as {level: sequence, mode: mask, high: 3.0}", correction_of),
     "tuple[Step, ...]": ("calls, such as group_advantages or [{group_advantages: {scale: none}}, whiten]", steps_of),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ class Rollout:
     turn_of_token: Tensor  # [B, T] int64: the turn of a token, from 0; a reply belongs to the turn before it
     truncated: Tensor  # [B] bool: the answer was cut at max_new_tokens
     turns: list[list[str]]  # what the policy wrote in each turn of B answers
+    log_probs: Tensor  # [B, T] fp32: of sampled tokens, as computed while sampling; 0 elsewhere, and if greedy
 
     @property
     def answer_ids(self) -> Tensor:
@@ -50,17 +52,20 @@ class Dialogue:
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # for each token of `ids`: the policy sampled it
     turn_of: list[int] = field(default_factory=list)  # for each token of `ids`
+    log_probs: list[float] = field(default_factory=list)  # for each token of `ids`; 0 in replies, and if greedy
     text: str = ""  # turns and replies
     turns: list[str] = field(default_factory=list)
     done: bool = False
     truncated: bool = False
 
-    def add(self, ids: Sequence[int], text: str, sampled: bool) -> None:
-        """Append the tokens of a turn, which the policy sampled, or of a reply."""
+    def add(self, ids: Sequence[int], text: str, log_probs: Sequence[float] | None) -> None:
+        """Append the tokens of a turn, which the policy sampled, or of a reply. A reply has no `log_probs`."""
+        sampled = log_probs is not None
         if sampled:
             self.turns.append(text)
         self.text += text
         self.ids += ids
+        self.log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
         self.sampled += [sampled] * len(ids)
         self.turn_of += [len(self.turns) - 1] * len(ids)
 
@@ -68,6 +73,19 @@ class Dialogue:
 def sample(policy: Policy, examples: Sequence[Example], **options: Any) -> Rollout:
     """Sample answers as `converse` does, and pad them to a rollout."""
     return padded(policy, converse(policy, examples, **options))
+
+
+@contextmanager
+def sampler_weights(policy: Policy, precision: str) -> Iterator[None]:
+    """Round the policy's weights while sampling, as an inference engine does. Precision "" changes nothing."""
+    exact = [(parameter, parameter.data) for parameter in policy.model.parameters()]
+    try:
+        for parameter, data in exact if precision == "bf16" else ():
+            parameter.data = data.to(torch.bfloat16)
+        yield
+    finally:
+        for parameter, data in exact:
+            parameter.data = data
 
 
 @torch.no_grad()
@@ -104,14 +122,14 @@ def converse(
             break
         rooms = [max_new_tokens - len(dialogue.ids) for dialogue in active]
         ahead = [row[len(d.ids) :] for row, d in zip(numbers, dialogues, strict=True) if not d.done]
-        answers = generate(policy, [d.prompt + d.ids for d in active], ahead, temperature, width)
+        answers, log_probs = generate(policy, [d.prompt + d.ids for d in active], ahead, temperature, width)
         cut = [ids[:room] for ids, room in zip(answers, rooms, strict=True)]
         ends = [bool(ids) and ids[-1] in end_tokens(policy) for ids in cut]
         # Keep special tokens in the text. Otherwise a model could pad its answers with tokens that rewards do not see.
         bodies = [ids[: len(ids) - ended] for ids, ended in zip(cut, ends, strict=True)]
         texts = policy.tokenizer.batch_decode(bodies, skip_special_tokens=False)
-        for dialogue, ids, text, ended in zip(active, cut, texts, ends, strict=True):
-            dialogue.add(ids, text, sampled=True)
+        for dialogue, ids, text, ended, row in zip(active, cut, texts, ends, log_probs, strict=True):
+            dialogue.add(ids, text, row[: len(ids)])
             dialogue.truncated = not ended
             dialogue.done = True
             if ended and task is not None and task.reply is not None and turn + 1 < task.max_turns:
@@ -127,23 +145,28 @@ def reply_to(policy: Policy, dialogue: Dialogue, reply: str | None, max_new_toke
     if len(dialogue.ids) + len(ids) >= max_new_tokens:
         dialogue.truncated = True
         return
-    dialogue.add(ids, reply, sampled=False)
+    dialogue.add(ids, reply, log_probs=None)
     dialogue.done = False
 
 
 def generate(
     policy: Policy, prompts: Sequence[list[int]], numbers: Sequence[np.ndarray], temperature: float | None, width: int
-) -> list[list[int]]:
+) -> tuple[list[list[int]], list[list[float]]]:
     """Continue token ids up to and including the first end-of-sequence token, or for as many tokens as `numbers` has.
 
     `numbers` has a row of uniform numbers in [0, 1) per prompt, which choose the tokens, unless temperature is None.
+
+    Returns:
+        For each prompt the new ids, and for each new id its log-prob (0 if temperature is None).
     """
     ids, mask = left_padded(policy, prompts, width)
     room = max(map(len, numbers))
     options: dict[str, Any] = {"do_sample": False}
+    chosen = None
     if temperature is not None:
         uniform = pad_sequence([torch.from_numpy(row) for row in numbers], batch_first=True)  # [B, room]
-        options["logits_processor"] = LogitsProcessorList([ChosenTokens(uniform.to(ids.device), temperature)])
+        chosen = ChosenTokens(uniform.to(ids.device), temperature)
+        options["logits_processor"] = LogitsProcessorList([chosen])
     if policy.has_routers:  # the routers' loss needs all positions, but a step with a cache sees only one
         options["output_router_logits"] = False
     # All weights are gathered already, so processes may sample different numbers of tokens.
@@ -151,7 +174,10 @@ def generate(
     out = policy.inner.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]  # [B, T]
     is_end = torch.isin(out, torch.tensor(sorted(end_tokens(policy)), device=out.device))
     lengths = ((is_end.cumsum(-1) - is_end.long()) == 0).sum(-1)  # [B], no end token before these positions
-    return [row[:length] for row, length in zip(out.tolist(), lengths.tolist(), strict=True)]
+    log_probs = torch.zeros(out.shape) if chosen is None else torch.stack(chosen.log_probs, dim=1)  # [B, T]
+    rows = zip(out.tolist(), log_probs.tolist(), lengths.tolist(), strict=True)
+    cut = [(ids[:length], of_ids[:length]) for ids, of_ids, length in rows]
+    return [ids for ids, _ in cut], [of_ids for _, of_ids in cut]
 
 
 class ChosenTokens(LogitsProcessor):
@@ -163,9 +189,12 @@ class ChosenTokens(LogitsProcessor):
     def __init__(self, uniform: Tensor, temperature: float) -> None:
         self._columns = iter(uniform.unbind(1))
         self._temperature = temperature
+        self.log_probs: list[Tensor] = []  # [B] fp32 for each step
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        tokens = choose(scores / self._temperature, next(self._columns))
+        logits = scores / self._temperature
+        tokens = choose(logits, next(self._columns))
+        self.log_probs.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
         return scores.scatter(1, tokens[:, None], math.inf)
 
 
@@ -203,6 +232,7 @@ def padded(policy: Policy, dialogues: Sequence[Dialogue]) -> Rollout:
         right_padded([dialogue.turn_of for dialogue in dialogues]).to(device),
         torch.tensor([dialogue.truncated for dialogue in dialogues], device=device),
         [dialogue.turns for dialogue in dialogues],
+        right_padded([dialogue.log_probs for dialogue in dialogues], dtype=torch.float32).to(device),
     )
 
 
@@ -215,9 +245,9 @@ def left_padded(policy: Policy, rows: Sequence[list[int]], width: int = 0) -> tu
     return ids.to(policy.device), mask.to(policy.device)
 
 
-def right_padded(rows: Sequence[Sequence[int]], value: int = 0) -> Tensor:
-    """Pad rows on the right to the longest, int64."""
-    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+def right_padded(rows: Sequence[Sequence[float]], value: int = 0, dtype: torch.dtype = torch.long) -> Tensor:
+    """Pad rows on the right to the longest."""
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=value)
 
 

@@ -27,7 +27,7 @@ from .policy import PRINTABLE
 from .progress import TrainingProgress
 from .report import Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
-from .sampling import Dialogue, converse, encode, fitting, padded
+from .sampling import Dialogue, converse, encode, fitting, padded, sampler_weights
 from .stopping import StopSignals
 from .update import NotFiniteError, TrainingError, autocast, average, mini_batches, update, with_log_probs
 
@@ -170,7 +170,7 @@ class Training:
         seeds = distributed.share([(self.seed, step, place) for place in range(len(examples))])
         width = max(map(len, encode(self.policy, [example.prompt for example in examples])))
         sampling = (config.group_size, config.temperature, limit, seeds, width)
-        with distributed.gathered(self.policy):
+        with distributed.gathered(self.policy), sampler_weights(self.policy, config.sampler_precision):
             answers, rewards = self.collect(distributed.share(examples), *sampling)
         rollout = padded(self.policy, distributed.gather_lists(answers))
         rewards = joined(distributed.gather(rewards))
@@ -192,6 +192,7 @@ class Training:
                 **rewards.metrics(config.group_size),
                 "truncated": rollout.truncated.float().mean().item(),
                 **average(updates),
+                "clip_fraction_first_update": updates[0]["clip_fraction"],
                 "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
                 "answer_tokens": tokens / config.rollout_size,
                 "max_new_tokens": limit,

@@ -26,7 +26,7 @@ class Batch:
     """Answers with everything that the loss needs. All tensors have B rows."""
 
     rollout: Rollout
-    old_log_probs: Tensor  # [B, T] fp32, of the policy that sampled
+    old_log_probs: Tensor  # [B, T] fp32, of the policy before the updates
     ref_log_probs: Tensor | None  # [B, T] fp32, of the policy before training
     experts: Tensor | None = None  # [B, P + T, layers, k] int64, that the routers of a mixture chose for old_log_probs
     advantages: Tensor | None = None  # [B] or [B, T]
@@ -102,7 +102,11 @@ def with_log_probs(config: TrainConfig, policy: Policy, rollout: Rollout, first_
             done.append([gather_rows(torch.cat(pieces)) for pieces in zip(*parts, strict=True)])
         return [torch.cat(pieces)[order] for pieces in zip(*done, strict=True)]
 
-    old, *experts = computed(policy)
+    experts: list[Tensor] = []
+    old = rollout.log_probs
+    if config.old_log_probs == "trainer" or policy.has_routers:
+        recomputed, *experts = computed(policy)
+        old = recomputed if config.old_log_probs == "trainer" else old
     batch = Batch(rollout, old, None, *experts)
     if config.needs_reference:
         with policy.reference() as reference:
@@ -184,6 +188,7 @@ def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float | None]
             mask=batch.rollout.answer_mask,
             old_log_probs=batch.old_log_probs,
             ref_log_probs=batch.ref_log_probs,
+            rollout_log_probs=batch.rollout.log_probs if config.objective.rollout_correction else None,
             temperature=config.temperature,
             objective=config.objective,
             entropy=True,

@@ -81,7 +81,9 @@ def test_the_share_of_changed_experts_ignores_order_and_padding() -> None:
 
 
 def test_all_arms_begin_alike_and_gspo_token_trains_as_gspo() -> None:
-    results = compare.compare(compare.arms_of(["gspo", "gspo-token", "grpo"], False, CONFIG), [3], CONFIG, False, str)
+    results = compare.compare(
+        compare.arms_of(["gspo", "gspo-token", "grpo"], "dense", CONFIG), [3], CONFIG, "dense", str
+    )
     (gspo,), (token,), (grpo,) = results["runs"].values()
     assert gspo["reward"][0] == token["reward"][0] == grpo["reward"][0]  # the same first rollout
     assert gspo["held-out reward"] == token["held-out reward"] and gspo["reward"] == token["reward"]
@@ -94,13 +96,52 @@ def test_all_arms_begin_alike_and_gspo_token_trains_as_gspo() -> None:
 
 
 def test_a_mixture_is_trained_with_and_without_replay() -> None:
-    results = compare.compare(compare.arms_of(["gspo"], True, CONFIG), [0, 1], CONFIG, True, str)
+    results = compare.compare(compare.arms_of(["gspo"], "moe", CONFIG), [0, 1], CONFIG, "moe", str)
     assert list(results["runs"]) == ["gspo", "gspo + replay"]
     plain, replay = (runs[0]["by update"] for runs in results["runs"].values())
     assert plain["router_changed"][0] == 0 < plain["router_changed"][-1] < 1
     assert plain["token_log_ratio_std"] != replay["token_log_ratio_std"]
     header, rows = compare_report.rows(results)
     assert [row[0] for row in rows] == ["GSPO", "GSPO + replay"] and len(header) == len(rows[0])
+
+
+def test_a_sampler_in_bf16_is_compared_with_its_corrections() -> None:
+    """Old log-probs from the sampler clip in the first update, recomputed ones do not. GRPO's window is wider."""
+    results = compare.compare(
+        compare.arms_of(["gspo", "grpo"], "mismatch", CONFIG), [0], replace(CONFIG, learning_rate=5e-3), "mismatch", str
+    )
+    _, rows = compare_report.rows(results)
+    assert [row[0] for row in rows[:4]] == ["GSPO", "GSPO + sampler's log-probs", "GSPO + TIS", "GSPO + MIS"]
+    by_update = {arm: runs[0]["by update"] for arm, runs in results["runs"].items()}
+    first = {arm: x["clip_fraction"][0] for arm, x in by_update.items()}
+    assert first.pop("gspo + sampler's log-probs") > 0.05 and set(first.values()) == {0}
+    for arm, x in by_update.items():
+        assert ("rollout_weight_mean" in x) == arm.endswith(("TIS", "MIS"))
+    assert by_update["gspo + TIS"]["rollout_weight_mean"][0] != 1
+
+
+def verdict(difference: tuple[float, float], learning_rate: float = 5e-4) -> dict[str, Any]:
+    """Results in which GRPO minus GSPO has this 95 % interval."""
+    mean = {"mean": 0.5, "95 %": [0.4, 0.6]}
+    grpo = {"against first": {"mean": sum(difference) / 2, "95 %": list(difference)}}
+    arms = {"gspo": {"mean held-out reward": mean, "token_clip_fraction": 0.4}}
+    arms["grpo"] = {"mean held-out reward": mean, "token_clip_fraction": 0.03, **grpo}
+    return {"study": "dense", "summary": arms, "settings": {"learning_rate": learning_rate, "updates_per_rollout": 4}}
+
+
+def test_the_verdict_says_what_all_settings_show() -> None:
+    faster, slower, unknown = verdict((0.01, 0.2)), verdict((-0.2, -0.01), 3e-3), verdict((-0.1, 0.1), 3e-3)
+    assert compare_report.verdicts([faster])["training"].startswith("not seen, GRPO learns faster. Mean ")
+    assert compare_report.verdicts([slower])["training"].startswith("seen, GSPO learns faster. Mean ")
+    both = compare_report.verdicts([faster, slower])
+    assert both["training"].startswith(
+        "depends on the setting. Learning rate 0.0005, 4 updates: not seen, GRPO learns faster. Mean held-out reward"
+    )
+    assert "Learning rate 0.003, 4 updates: seen, GSPO learns faster. Mean" in both["training"]
+    assert both["clipping"].startswith("holds in direction at this size, in all settings. GSPO clips 40% of its tokens")
+    assert compare_report.verdicts([unknown] * 2)["training"].startswith(
+        "not decided by these seeds, in all settings. "
+    )
 
 
 def test_the_summary_compares_seed_by_seed() -> None:
@@ -124,12 +165,15 @@ def test_the_command_writes_results_and_a_figure(tmp_path: Path, monkeypatch: py
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "compare-cpu.json"
     arguments = ["compare", "--objectives", "gspo,grpo", "--seeds", "0,1", "--steps", "1", "--output", str(path)]
+    arguments += ["--learning-rate", "3e-3", "--updates", "8"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "GRPO" in result.output and str(path) in result.output
     assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     saved = json.loads(path.read_text())
     assert saved["suite"] == "compare" and len(saved["results"]["runs"]["grpo"]) == 2
+    assert saved["results"]["settings"]["learning_rate"] == 3e-3
+    assert len(saved["results"]["runs"]["grpo"][0]["by update"]["clip_fraction"]) == 8
 
 
 @pytest.mark.parametrize(
@@ -139,6 +183,8 @@ def test_the_command_writes_results_and_a_figure(tmp_path: Path, monkeypatch: py
         (["--seeds", "0,x"], "--seeds: expected different numbers separated by commas, such as 0,1,2, got '0,x'"),
         (["--seeds", "1,1"], "got '1,1'"),
         (["--task", "sort"], "task: expected one of sorting, "),
+        (["--updates", "3"], "updates_per_rollout: expected a divisor of the 256 answers of a rollout"),
+        (["--learning-rate", "0"], "learning_rate: expected a number above 0, got 0.0"),
     ],
 )
 def test_bad_options_of_compare_print_one_line(option: list[str], message: str, tmp_path: Path) -> None:

@@ -485,7 +485,8 @@ def test_answers_without_a_reward_have_no_advantage_and_do_not_count() -> None:
     totals, none = [1.0, 2.0, 0.0, 0.5, 3.0, 4.0], [2, 4, 5]
     components = {"one": [None if i in none else total for i, total in enumerate(totals)]}
     rewards = RewardBatch([0.0 if i in none else total for i, total in enumerate(totals)], components, [])
-    rollout: Any = Rollout(*([torch.zeros(6, 2)] * 2), 1, *([torch.ones(6, 2, dtype=torch.bool)] * 4), [[]] * 6)  # type: ignore[arg-type]
+    zeros = torch.zeros(6, 2)
+    rollout: Any = Rollout(zeros, zeros, 1, *([torch.ones(6, 2, dtype=torch.bool)] * 4), [[]] * 6, zeros)  # type: ignore[arg-type]
     batch = update.Batch(rollout, torch.zeros(6, 2), None)
     running = RunningMoments()
 

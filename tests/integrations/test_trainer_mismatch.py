@@ -1,0 +1,182 @@
+"""A sampler whose weights are rounded to bf16: its log-probs, and the corrections of a training with them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.reference_runs import rows_of
+from tolerance import MODEL_LOG_PROB_ABSOLUTE
+
+from gspo_kernels import Objective
+from gspo_kernels.advantages import RunningMoments
+from gspo_kernels.integrations.reference_trainer import train, train_config
+from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
+from gspo_kernels.integrations.reference_trainer.config import InputError, TrainConfig
+from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
+from gspo_kernels.integrations.reference_trainer.policy import Policy, demo_policy
+from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample, sampler_weights
+from gspo_kernels.integrations.reference_trainer.update import mini_batches, update, with_log_probs
+from gspo_kernels.integrations.tasks import Example, RewardBatch, Task
+from gspo_kernels.sampler_mismatch import RolloutCorrection
+
+EXAMPLES = [Example("sort ba:", "ab"), Example("sort fedcb:", "bcdef")] * 4
+SMALL: dict[str, Any] = dict(seeds=0, steps=2, prompts_per_step=8, group_size=4, eval_prompts=8, eval_every=2)
+
+
+@pytest.fixture
+def policy() -> Policy:
+    torch.manual_seed(0)
+    made = demo_policy()
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.mul_(2)  # so that rounding to bf16 changes log-probs by about 0.02
+    return made
+
+
+def rollout_of(policy: Policy, precision: str = "", temperature: float = 1.0, **options: Any) -> Rollout:
+    torch.manual_seed(1)
+    with sampler_weights(policy, precision):
+        return sample(policy, EXAMPLES, group_size=4, max_new_tokens=7, temperature=temperature, **options)
+
+
+@torch.no_grad()
+def log_probs_by(model: Any, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the answers by full logits, [B, T]; 0 where no token was sampled."""
+    positions = (rollout.attention_mask.cumsum(1) - 1).clamp(min=0)
+    out = model(input_ids=rollout.input_ids, attention_mask=rollout.attention_mask, position_ids=positions)
+    log_probs = (out.logits[:, rollout.prompt_width - 1 : -1].float() / temperature).log_softmax(-1)
+    return torch.where(rollout.answer_mask, log_probs.gather(-1, rollout.answer_ids[..., None])[..., 0], 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_sampler_reports_the_log_probs_of_its_tokens(policy: Policy, temperature: float) -> None:
+    rollout = rollout_of(policy, temperature=temperature)
+    expected = log_probs_by(policy.model, rollout, temperature)
+    torch.testing.assert_close(rollout.log_probs, expected, rtol=0, atol=MODEL_LOG_PROB_ABSOLUTE)
+    assert (rollout.log_probs[~rollout.answer_mask] == 0).all() and not rollout.answer_mask.all()
+
+
+def test_replies_have_no_log_probs(policy: Policy) -> None:
+    rewards: Any = None
+    task = Task("", EXAMPLES, [], rewards, lambda turn, example: "ab", max_turns=2)
+    rollout = rollout_of(policy, task=task)
+    sampled = rollout.answer_mask
+    assert (rollout.log_probs[~sampled] == 0).all() and rollout.turn_of_token.max() == 1
+    torch.testing.assert_close(
+        rollout.log_probs, log_probs_by(policy.model, rollout), rtol=0, atol=MODEL_LOG_PROB_ABSOLUTE
+    )
+
+
+def test_rounded_weights_sample_and_the_exact_ones_come_back(policy: Policy) -> None:
+    before = [parameter.detach().clone() for parameter in policy.model.parameters()]
+    with sampler_weights(policy, "bf16"):
+        rounded = list(map(torch.Tensor.detach, policy.model.parameters()))
+    assert all(torch.equal(x.to(torch.bfloat16), y) for x, y in zip(before, rounded, strict=True))
+    rollout = rollout_of(policy, "bf16")
+    off = [
+        (rollout.log_probs - log_probs_by(model, rollout)).abs().mean()
+        for model in (policy.model, copy.deepcopy(policy.model).to(torch.bfloat16))
+    ]
+    assert off[0] > 0.01 and off[1] < 0.7 * off[0]  # with a cache, generation rounds differently from one forward
+    with pytest.raises(KeyboardInterrupt), sampler_weights(policy, "bf16"):
+        raise KeyboardInterrupt
+    assert all(map(torch.equal, before, policy.model.parameters()))
+
+
+def updates_of(policy: Policy, **options: Any) -> tuple[list[dict[str, float]], Any]:
+    """Train on one rollout of rounded weights, in two updates. Return their metrics, and the batch."""
+    config = TrainConfig(prompts_per_step=8, group_size=4, updates_per_rollout=2, sampler_precision="bf16", **options)
+    rollout = rollout_of(policy, "bf16")
+    (parts,) = mini_batches(config, 0, 1)
+    batch = with_log_probs(config, policy, rollout, parts)
+    rewards = torch.rand(32, generator=torch.Generator().manual_seed(2)).tolist()
+    batch = replace(batch, advantages=advantages_of(config, batch, RewardBatch(rewards, {}, []), RunningMoments()))
+    optimizer = Optimizer(policy, config)
+    return [update(config, policy, optimizer, batch, rows) for rows in parts], (batch, parts[0])
+
+
+def test_with_the_samplers_log_probs_the_first_update_clips(policy: Policy) -> None:
+    (first, _), (batch, _) = updates_of(policy, old_log_probs="sampler")
+    assert torch.equal(batch.old_log_probs, batch.rollout.log_probs)
+    assert first["clip_fraction"] > 0.1 and first["ratio_max"] > 1.001
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        RolloutCorrection(),
+        RolloutCorrection("token", "mask", 0.999, 1.001),
+        RolloutCorrection("sequence", "mask", 0.99, 1.01),
+    ],
+)
+def test_recomputed_log_probs_clip_nothing_and_the_correction_weighs_tokens(
+    policy: Policy, correction: RolloutCorrection
+) -> None:
+    (first, second), (batch, rows) = updates_of(policy, objective=Objective(rollout_correction=correction))
+    assert first["clip_fraction"] == 0 and first["ratio_max"] == 1 < second["ratio_max"]
+
+    mask = batch.rollout.answer_mask[rows]
+    log_rho = (batch.old_log_probs.double() - batch.rollout.log_probs.double())[rows].where(mask, 0)
+    if correction.level == "sequence":
+        log_rho = log_rho.sum(1, keepdim=True).expand_as(mask)
+    rho = log_rho.exp()[mask]
+    outside = (rho < correction.low) | (rho > correction.high)
+    weights = rho.where(~outside, 0) if correction.mode == "mask" else rho.clamp(correction.low, correction.high)
+    assert first["rollout_weight_mean"] == pytest.approx(weights.mean().item(), abs=1e-6)
+    assert first["rollout_bound_share"] == pytest.approx(outside.double().mean().item(), abs=1e-6)
+    assert (correction.mode == "mask") == (0 < outside.double().mean() < 1)
+
+
+def test_a_training_reports_the_first_updates_clip_fraction(tmp_path: Path) -> None:
+    shared = SMALL | dict(output=tmp_path, updates_per_rollout=2, sampler_precision="bf16", learning_rate=1e-2)
+    train(train_config(**shared, name="uncorrected", old_log_probs="sampler"))
+    train(train_config(**shared, name="corrected", rollout_correction="{level: token, mode: mask, low: 0.5}"))
+    for row in rows_of(tmp_path / "uncorrected")[1:]:
+        assert row["clip_fraction_first_update"] > 0 and "rollout_weight_mean" not in row
+    for row in rows_of(tmp_path / "corrected")[1:]:
+        assert row["clip_fraction_first_update"] == 0 < row["clip_fraction"]
+        assert row["rollout_weight_mean"] != 1 and row["rollout_kl_sampler_trainer"] > 0
+
+
+def test_a_correction_is_an_option_that_a_record_keeps() -> None:
+    correction = RolloutCorrection("sequence", "mask", high=3.0)
+    config = train_config(rollout_correction={"level": "sequence", "mode": "mask", "high": "3e0"})
+    assert config.objective.rollout_correction == correction
+    assert train_config(**config.to_dict()).objective == config.objective
+    assert train_config(objective=Objective(rollout_correction=correction)).objective == config.objective
+    assert train_config(rollout_correction="none").objective.rollout_correction is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"rollout_correction": "tis"},
+            "rollout_correction: expected fields of a correction, such as {level: sequence, ",
+        ),
+        ({"rollout_correction": {"level": "word"}}, "rollout_correction: RolloutCorrection: level must be "),
+        ({"rollout_correction": {"lvl": "token"}}, "rollout_correction: .*unexpected keyword argument 'lvl'"),
+        (
+            {"rollout_correction": {}, "old_log_probs": "sampler"},
+            "old_log_probs: expected trainer with rollout_correction",
+        ),
+        ({"old_log_probs": "vllm"}, "old_log_probs: expected one of 'trainer', 'sampler', got 'vllm'"),
+        ({"sampler_precision": "fp16"}, "sampler_precision: expected one of '', 'bf16', got 'fp16'"),
+        (
+            {"sampler_precision": "bf16", "parallel": "fsdp2"},
+            "sampler_precision: expected '' with parallel=fsdp2, got 'bf16'",
+        ),
+        (
+            {"sampler_precision": "bf16", "quantization": "8bit", "lora_rank": 8},
+            "sampler_precision: expected '' with quantization, got 'bf16'",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        train_config(**options)

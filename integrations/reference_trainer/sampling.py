@@ -174,7 +174,8 @@ def generate(
     out = policy.inner.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]  # [B, T]
     is_end = torch.isin(out, torch.tensor(sorted(end_tokens(policy)), device=out.device))
     lengths = ((is_end.cumsum(-1) - is_end.long()) == 0).sum(-1)  # [B], no end token before these positions
-    log_probs = torch.zeros(out.shape) if chosen is None else torch.stack(chosen.log_probs, dim=1)  # [B, T]
+    computed = chosen.log_probs if chosen else []
+    log_probs = torch.stack(computed, dim=1) if computed else torch.zeros(out.shape)  # [B, T]
     rows = zip(out.tolist(), log_probs.tolist(), lengths.tolist(), strict=True)
     cut = [(ids[:length], of_ids[:length]) for ids, of_ids, length in rows]
     return [ids for ids, _ in cut], [of_ids for _, of_ids in cut]

@@ -183,8 +183,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "replies of the environment trained on": (
         "reply_to",
-        "dialogue.add(ids, reply, sampled=False)",
-        "dialogue.add(ids, reply, sampled=True)",
+        "dialogue.add(ids, reply, log_probs=None)",
+        "dialogue.add(ids, reply, log_probs=[0.0] * len(ids))",
         "trainer_tasks::test_a_dialogue_masks_the_calculators_replies",
     ),
     "sampling without the temperature": (
@@ -442,5 +442,17 @@ FAULTS: dict[str, Fault] = {
         "_ASKS_THE_MODEL and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in _MODELS[trainer])",
         "False and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in _MODELS[trainer])",
         "trainers/trl_restore::test_a_head_with_an_adapter_is_refused",
+    ),
+    "log-probs of the sampler at temperature 1": (
+        "ChosenTokens.__call__",
+        "logits.log_softmax(-1)",
+        "scores.log_softmax(-1)",
+        "integrations/trainer_mismatch::test_the_sampler_reports_the_log_probs_of_its_tokens[0.7]",
+    ),
+    "weights stay rounded after sampling": (
+        "sampler_weights",
+        "parameter.data = data",
+        "pass",
+        "integrations/trainer_mismatch::test_rounded_weights_sample_and_the_exact_ones_come_back",
     ),
 }

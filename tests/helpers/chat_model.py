@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -32,7 +33,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 def save(folder: Path, vocab_size: int = 512) -> str:
     """Write model and tokenizer to `folder`, and return it. The vocabulary has ids without a token, as usual."""
-    made = tokenizer()
+    made: Any = tokenizer()
     made.save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.Qwen2Config(

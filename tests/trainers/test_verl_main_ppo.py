@@ -1,0 +1,147 @@
+"""verl 0.9.1's `main_ppo` from end to end on a CPU: Ray, agent loop, reward, FSDP2 actor, weight sync.
+
+Our engine and loss, by the README's lines, and verl's `gspo` train on the same rollouts. `make test-trainers` runs this
+in verl's environment. Elsewhere it is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import chat_model, pages
+from tolerance import SHARE_ABSOLUTE
+
+pytest.importorskip("verl")
+pandas: Any = pytest.importorskip("pandas")
+
+SCORE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **options):
+    # Answers to a prompt differ. If all were equal, advantages would be rounding, and so would their clip decisions.
+    return sum(map(str.__eq__, solution_str, ground_truth)) / len(ground_truth) + sum(map(ord, solution_str)) % 97 / 97
+"""
+STOCK = ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"]
+WINDOW = [
+    "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+    "actor_rollout_ref.actor.clip_ratio_low=3e-4",
+    "actor_rollout_ref.actor.clip_ratio_high=4e-4",
+]
+MODEL = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def settings(folder: Path) -> list[str]:
+    """Settings of both runs: 2 steps of 4 updates, on one CPU worker."""
+    fp32 = [f"+{ACTOR}.fsdp_config.mixed_precision.{name}_dtype=fp32" for name in ("param", "reduce", "buffer")]
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={folder}/data.parquet",
+        f"data.val_files={folder}/data.parquet",
+        "data.train_batch_size=16",
+        "data.max_prompt_length=64",
+        "data.max_response_length=12",  # as many as the sampler's LONGEST
+        "data.dataloader_num_workers=0",
+        "data.seed=1",
+        "data.shuffle=false",
+        f"{MODEL}.path={folder}/model",
+        f"{MODEL}.use_remove_padding=false",
+        f"{MODEL}.enable_gradient_checkpointing=false",
+        f"+{MODEL}.override_config.attn_implementation=sdpa",
+        f"{ACTOR}.strategy=fsdp2",
+        # The whole rollout of 16 prompts and 64 answers, because Ray delivers its rows in any order.
+        f"{ACTOR}.ppo_mini_batch_size=16",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=64",
+        f"{ACTOR}.ppo_epochs=4",
+        f"{ACTOR}.use_dynamic_bsz=false",
+        f"{ACTOR}.use_kl_loss=false",
+        f"{ACTOR}.calculate_entropy=true",
+        f"{ACTOR}.optim.optimizer=SGD",  # AdamW would turn rounding in small gradients into whole steps
+        f"{ACTOR}.optim.lr=1e-2",
+        f"{ACTOR}.use_torch_compile=false",
+        f"{ACTOR}.fsdp_config.model_dtype=fp32",
+        f"{ACTOR}.fsdp_config.use_torch_compile=false",
+        *fp32,
+        f"{ROLLOUT}.name=cpu",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+        f"{ROLLOUT}.n=4",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8",
+        f"{ROLLOUT}.agent.num_workers=1",
+        f"{ROLLOUT}.free_cache_engine=false",
+        f"{ROLLOUT}.load_format=auto",
+        f"reward.custom_reward_function.path={folder}/score.py",
+        "reward.custom_reward_function.name=compute_score",
+        "reward.num_workers=1",
+        "trainer.logger=[console]",
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=1",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.total_training_steps=2",
+        "trainer.total_epochs=1",
+        "trainer.device=cpu",
+        "trainer.resume_mode=disable",
+        "ray_kwargs.ray_init.num_cpus=16",
+        "+ray_kwargs.ray_init.num_gpus=1",
+    ]
+
+
+def train(folder: Path, engine: str, lines: list[str]) -> list[dict[str, float]]:
+    """Run `main_ppo` and return the metrics that it logged in each step."""
+    tests = Path(__file__).parent.parent
+    variables = {
+        "VERL_ENGINE_VENDOR": engine,
+        "VERL_USE_EXTERNAL_MODULES": "helpers.verl_rollout",
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # under which verl registers its engines
+        "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "RAY_TMPDIR": f"/tmp/ray-{os.getpid()}",  # short, because Ray makes sockets in it
+    }
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines, *settings(folder)]
+    done = subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=300)
+    output = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+    assert done.returncode == 0, (output[-2000:], done.stderr[-3000:])
+    logged = re.findall(r"step:\d+ - (.*)", output)
+    numbers = [re.findall(r"([\w/@-]+):(?:np\.float64\()?(-?[\d.]+(?:e-?\d+)?)", line) for line in logged]
+    return [{name: float(x) for name, x in pairs} for pairs in numbers]
+
+
+def test_main_ppo_trains_with_our_lines_as_with_verls_gspo(tmp_path: Path) -> None:
+    chat_model.save(tmp_path / "model")
+    (tmp_path / "score.py").write_text(SCORE)
+    words = ["".join(random.Random(i).sample("abcdefgh", 4)) for i in range(64)]
+    rows = [
+        {
+            "data_source": "sort",
+            "prompt": [{"role": "user", "content": f"sort {word}:"}],
+            "ability": "sort",
+            "reward_model": {"style": "rule", "ground_truth": "".join(sorted(word))},
+            "extra_info": {"index": i},
+        }
+        for i, word in enumerate(words)
+    ]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "data.parquet")
+    lines = pages.VERL_LINES.partition("main_ppo")[2].replace("\\", "").split()
+    ours = train(tmp_path, "gspo", lines)
+    stock = train(tmp_path, "", STOCK + WINDOW)
+    assert len(ours) == len(stock) == 2
+    for step in range(2):
+        a, b = ours[step], stock[step]
+        for name in ("actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/entropy", "actor/entropy_loss"):
+            assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-6), name
+        for name in ("actor/pg_clipfrac", "actor/ppo_kl", "critic/rewards/mean", "response_length/mean"):
+            assert a[name] == pytest.approx(b[name], abs=SHARE_ABSOLUTE), name
+        assert a["actor/pg_clipfrac"] > 0.1 and a["actor/gspo/passes"] > 1
+        assert a["training/global_step"] == step + 1

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from helpers import chat_model, pages
 from tolerance import SHARE_ABSOLUTE
 

@@ -6,16 +6,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .backends.workspace import cache_limit, check_budget
+from .backends.workspace import cache_limit
 from .inputs.compared import head_values, policy_values
 from .inputs.head import HeadArguments, head_rows, needed_by_autograd
 from .inputs.lm_head import weight_of
 from .inputs.policy import PolicyArguments, policy_rows
 from .layout import accumulator
-from .metrics import work_metrics
 from .objective import Objective
 from .ops import loss as operators
-from .outputs import LossOutput, loss_output
+from .outputs import LossOutput, loss_output, work_metrics
 from .ranks.agreement import process_group, same_on_all_ranks, vocabulary_group
 from .validation import TensorChecks
 
@@ -153,7 +152,7 @@ def gspo_fused_loss(
     )
 
     with same_on_all_ranks(check, {"tp_group": tp_group, "cp_group": cp_group}, hidden) as compared:
-        check_budget(check, gradient_budget)
+        check.budget(gradient_budget)
         check.boolean("entropy", entropy)
         if has_bonus and gradient_budget > 0:
             check.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)

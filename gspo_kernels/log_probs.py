@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .backends.workspace import cache_limit, check_budget
+from .backends.workspace import cache_limit
 from .inputs.compared import head_values
 from .inputs.head import HeadArguments, head_rows, needed_by_autograd
 from .inputs.lm_head import weight_of
@@ -104,7 +104,7 @@ def linear_log_probs(
     )
 
     with same_on_all_ranks(check, {"tp_group": tp_group}, hidden) as compared:
-        check_budget(check, gradient_budget)
+        check.budget(gradient_budget)
         head = head_rows(check, arguments)
         needs = needed_by_autograd(head.rows)
         cache = cache_limit(check, cache_mib, head.rows.hidden.device, any(needs))

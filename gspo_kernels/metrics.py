@@ -20,49 +20,14 @@ NAMES = (
     "kl",  # mean over tokens of the objective's estimator against ref_log_probs, nats; only with ref_log_probs
     "entropy",  # mean over tokens, nats; only if entropies are computed
 )
-_WORK = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
+WORK_NAMES = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
 
 
-def as_dict(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict[str, Tensor]:
-    """Return the metrics by name, with "invalid", the number of invalid ids, advantages, offsets, ...
-
-    If sequences are sharded over ranks, `values` ends with this number, summed over all ranks.
-    """
-    if values.shape[0] > len(NAMES):
-        invalid = values[-1].to(invalid.dtype)
-    named: dict[str, Tensor] = dict(zip(NAMES, values[: len(NAMES)].unbind(), strict=True))
-    if not kl:
-        del named["kl"]
-    if not entropy:
-        del named["entropy"]
-    named["invalid"] = invalid
-    return named
-
-
-def work_metrics(
-    work: Tensor, zero_coefficient_share: Tensor, *, d_hidden: bool, d_weight: bool, has_backward: bool
-) -> dict[str, Tensor]:
-    """Compute the metrics that tell how much the backward computes.
-
-    Args:
-        work: [4], the fields of `live_tiles.Work`; [0] if the backward is exact and recomputes all logits.
-        zero_coefficient_share: [], the metric.
-        d_hidden, d_weight: whether the backward computes these gradients.
-        has_backward: whether any operand of the head needs a gradient.
-    """
-    products = d_hidden + d_weight + has_backward  # matrix products per live tile, including its logits
-    if work.numel():
-        return _named_work(work, products)
-    live = 1 - zero_coefficient_share
-    passes = torch.rsub(zero_coefficient_share, 1 + products, alpha=products)  # 1 + products * live, in one launch
-    return dict(zip(_WORK, (torch.zeros_like(live), live, live, passes), strict=True))
-
-
-def _named_work(work: Tensor, products: int) -> dict[str, Tensor]:
+def named_work(work: Tensor, products: int) -> dict[str, Tensor]:
     """Name the fields of `live_tiles.Work`; `products` is the number of matrix products per live tile."""
     dropped, rows, tiles, recomputed = work.unbind()
     passes = 1 + (products - 1) * tiles + recomputed if products else torch.ones_like(tiles)
-    return dict(zip(_WORK, (dropped, rows, tiles, passes), strict=True))
+    return dict(zip(WORK_NAMES, (dropped, rows, tiles, passes), strict=True))
 
 
 _last_backward: dict[str, Tensor] = {}
@@ -75,7 +40,7 @@ def record_backward(work: Tensor, *, d_hidden: bool, d_weight: bool) -> None:
     """
     global _last_backward
     if type(work) is Tensor:
-        _last_backward = _named_work(work, d_hidden + d_weight + 1)
+        _last_backward = named_work(work, d_hidden + d_weight + 1)
 
 
 def last_backward() -> dict[str, Tensor]:

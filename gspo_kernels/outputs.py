@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from . import metrics
 from .backends.rows import PolicyResult
 from .inputs.policy import PolicyInputs
+from .metrics import NAMES, WORK_NAMES, named_work
 from .objective import Objective
 
 
@@ -75,7 +76,7 @@ def loss_output(
     """Reshape a backend's result to the caller's shapes, and name its metrics."""
     shape = policy.layout.shape  # (B, T) or (N,)
     has_kl = policy.rows.ref_log_probs is not None
-    named = metrics.as_dict(result.metrics, policy.rows.invalid, kl=has_kl, entropy=entropy is not None)
+    named = _named_metrics(result.metrics, policy.rows.invalid, kl=has_kl, entropy=entropy is not None)
     return LossOutput(
         result.loss,
         log_probs.view(shape),
@@ -83,3 +84,38 @@ def loss_output(
         result.log_ratio.view(shape) if objective.ratio == "token" else result.log_ratio,
         named | policy.rollout_metrics,
     )
+
+
+def _named_metrics(values: Tensor, invalid: Tensor, *, kl: bool, entropy: bool) -> dict[str, Tensor]:
+    """Return the metrics by name, with "invalid", the number of invalid ids, advantages, offsets, ...
+
+    If sequences are sharded over ranks, `values` ends with this number, summed over all ranks.
+    """
+    if values.shape[0] > len(NAMES):
+        invalid = values[-1].to(invalid.dtype)
+    named: dict[str, Tensor] = dict(zip(NAMES, values[: len(NAMES)].unbind(), strict=True))
+    if not kl:
+        del named["kl"]
+    if not entropy:
+        del named["entropy"]
+    named["invalid"] = invalid
+    return named
+
+
+def work_metrics(
+    work: Tensor, zero_coefficient_share: Tensor, *, d_hidden: bool, d_weight: bool, has_backward: bool
+) -> dict[str, Tensor]:
+    """Compute the metrics that tell how much the backward computes.
+
+    Args:
+        work: [4], the fields of `live_tiles.Work`; [0] if the backward is exact and recomputes all logits.
+        zero_coefficient_share: [], the metric.
+        d_hidden, d_weight: whether the backward computes these gradients.
+        has_backward: whether any operand of the head needs a gradient.
+    """
+    products = d_hidden + d_weight + has_backward  # matrix products per live tile, including its logits
+    if work.numel():
+        return named_work(work, products)
+    live = 1 - zero_coefficient_share
+    passes = torch.rsub(zero_coefficient_share, 1 + products, alpha=products)  # 1 + products * live, in one launch
+    return dict(zip(WORK_NAMES, (torch.zeros_like(live), live, live, passes), strict=True))

@@ -114,6 +114,10 @@ class Checks:
             self.fail(name, expected, value)
         return float(value)
 
+    def budget(self, value: Any) -> None:
+        """Check that a `gradient_budget` is in [0, 1)."""
+        self.number("gradient_budget", value, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
+
 
 class TensorChecks(Checks):
     """Checks of the arguments of one public call. Messages describe tensors by shape and never print them."""

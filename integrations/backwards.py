@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.backends.dispatch import backend_variable, pick_backend, triton_obstacle
-from gspo_kernels.backends.workspace import CACHE_DIVISOR, cache_limit, check_budget, check_cache
+from gspo_kernels.backends.workspace import CACHE_DIVISOR, cache_limit, check_cache
 from gspo_kernels.metrics import last_backward
 from gspo_kernels.validation import Checks, TensorChecks
 
@@ -28,7 +28,7 @@ class BackwardSettings(NamedTuple):
         Raises:
             ValueError, TypeError: the message begins with `place`, the function or class that received the values.
         """
-        check_budget(Checks(place), self.gradient_budget)
+        Checks(place).budget(self.gradient_budget)
         check_cache(Checks(place), self.cache_mib)
 
     def describe(self, device: torch.device) -> str:

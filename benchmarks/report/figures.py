@@ -14,13 +14,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from ..studies.compare_report import draw
+from .summary import LENGTH, wrong_decisions
 from .tables import BUDGET, CACHED, NAIVE, OURS, Results, by_name, shown
 
+CAST = "TRL cast_lm_head_to_fp32"
 BLACK, DARK, GREY = "#000000", "#595959", "#999999"
 BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 LOOKS = {
     NAIVE: (BLACK, "o"), "naive GRPO": (DARK, "s"), "naive GSPO, compiled": (GREY, "o"),
-    "TRL fused head": (ORANGE, "^"), "TRL cast_lm_head_to_fp32": (ORANGE, "v"),
+    "TRL fused head": (ORANGE, "^"), CAST: (ORANGE, "v"),
     "Liger GRPO loss": (PURPLE, ">"), "Liger fused CE": (PURPLE, "<"),
     "cut-cross-entropy": (ORANGE, "p"), "cut-cross-entropy, no filter": (ORANGE, "8"),
     "verl torch head": (GREEN, "D"), "verl Triton head": (GREEN, "d"),
@@ -145,6 +147,39 @@ def draw_trainer(results: Results, path: Path) -> None:
     batch = f"{results['sequences']} answers of {results['tokens'] // results['sequences']} tokens"
     vocab = f"vocabulary of {results['model']['vocab_size']:,}, {results['dtype']}, CPU"
     figure.suptitle(f"A training step of TRL's GRPOTrainer ({batch}, {vocab})", fontsize=11, weight="bold")
+    save(figure, path)
+
+
+def draw_readme(trainer: Results, fidelity: Results, path: Path) -> None:
+    """Draw the README's figure: wrong clip decisions and peak memory in bfloat16, a bar per implementation."""
+    names = {NAIVE: "full logits", "TRL fused head": "TRL 1.16", CAST: "TRL 1.16,\nfp32 head", OURS: "gspo_kernels"}
+    part = trainer["bfloat16"]
+    steps = by_name(part["steps"])
+    wrong = wrong_decisions(fidelity)
+    peaks = {name: steps[name]["peak_bytes"] / 2**30 for name in names}
+    figure, axes = panels(2)
+    colours = [BLUE if name == OURS else ORANGE for name in names]
+    shown_in = (
+        (wrong, "{:.2g}%", f"clip decisions that differ from float64\n({LENGTH:,} tokens per answer)"),
+        (peaks, "{:.2f} GiB", f"peak memory of a training step in TRL\n({part['tokens']:,} tokens, beyond the model)"),
+    )
+    for panel, (values, form, title) in zip(axes, shown_in, strict=True):
+        heights = [values[name] for name in names]
+        bars = panel.barh(list(names.values()), heights, color=colours, height=0.62)
+        panel.bar_label(bars, [form.format(x) for x in heights], padding=4, fontsize=10, weight="bold")
+        panel.set(xlim=(0, 1.25 * max(heights)), ylim=(len(names) - 0.5, -0.5), xticks=[])
+        panel.grid(False)
+        panel.spines["bottom"].set_visible(False)
+        panel.tick_params(axis="y", length=0, labelsize=10)
+        panel.set_title(title, fontsize=10)
+    axes[-1].set_yticks([])
+    share = peaks[OURS] / peaks[NAIVE]
+    figure.suptitle(
+        f"In bf16, full logits get {wrong[NAIVE]:.0f}% of GSPO's clip decisions wrong.\n"
+        f"gspo_kernels gets {wrong[OURS]:.1g}% wrong, with {share:.0%} of the memory.",
+        fontsize=13,
+        weight="bold",
+    )
     save(figure, path)
 
 

@@ -5,7 +5,7 @@
 
 `page.md` holds the prose of docs/benchmarks.md and placeholders: {r[...]} is a value of a JSON file, and the others are
 texts from `tables.py` and `summary.py`. In README.md, only the text between the lines `<!-- measured: results -->` and
-`<!-- end -->` is written. A figure contains the digest of its JSON file, so `--check` need not draw it. The tables of
+`<!-- end -->` is written. A figure contains the digest of its JSON files, so `--check` need not draw it. The tables of
 docs/scale.md are computed, not measured (`scale.py`).
 """
 
@@ -29,7 +29,7 @@ from .tables import SECTIONS, Results, conditions
 README, PAGE, FIGURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures"
 TEMPLATE = Path(__file__).with_name("page.md")
 BLOCK = re.compile(r"(<!-- measured: results -->\n).*?(<!-- end -->)", re.DOTALL)
-Draw = Callable[[Results, Path], None]
+Draw = Callable[..., None]  # of the results of each source, and the path of the figure
 NO_GPU = "**Nothing here was measured on a GPU.** "
 
 
@@ -87,15 +87,16 @@ def parts(results: Results) -> dict[str, Results]:
     return {name: part for name, part in results.items() if isinstance(part, dict) and "measured" in part}
 
 
-def figures_by_name() -> dict[str, tuple[Path, Draw]]:
-    """Return the JSON file and the drawing function of every figure."""
+def figures_by_name() -> dict[str, tuple[list[Path], Draw]]:
+    """Return the JSON files and the drawing function of every figure."""
     from . import figures  # matplotlib takes a second to import
 
-    return {path.stem: (path, draw) for suite, draw in figures.DRAW.items() for path in files(suite)}
+    of_suites = {path.stem: ([path], draw) for suite, draw in figures.DRAW.items() for path in files(suite)}
+    return of_suites | {"readme-cpu": ([files("trainer")[0], files("fidelity")[0]], figures.draw_readme)}
 
 
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def digest(sources: list[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 def stale_figures() -> list[str]:
@@ -106,7 +107,7 @@ def stale_figures() -> list[str]:
         path = FIGURES / f"{name}.png"
         return Image.open(path).info.get("Source") if path.exists() else None
 
-    return [name for name, (source, _) in figures_by_name().items() if drawn_from(name) != digest(source)]
+    return [name for name, (sources, _) in figures_by_name().items() if drawn_from(name) != digest(sources)]
 
 
 def stale() -> list[str]:
@@ -116,18 +117,18 @@ def stale() -> list[str]:
 
 
 def draw(name: str) -> None:
-    """Draw a figure and store the digest of its JSON file in it."""
+    """Draw a figure and store the digest of its JSON files in it."""
     from matplotlib import rc_context
     from PIL import Image, PngImagePlugin
 
     from .figures import STYLE
 
     path = FIGURES / f"{name}.png"
-    source, figure = figures_by_name()[name]
-    with naming(source), rc_context(STYLE):
-        figure(load(source)["results"], path)
+    sources, figure = figures_by_name()[name]
+    with naming(sources[0]), rc_context(STYLE):
+        figure(*[load(source)["results"] for source in sources], path)
     text = PngImagePlugin.PngInfo()
-    text.add_text("Source", digest(source))
+    text.add_text("Source", digest(sources))
     with Image.open(path) as image:
         image.load()
         image.convert("RGB").quantize(128).save(path, pnginfo=text, optimize=True)

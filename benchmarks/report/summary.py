@@ -14,10 +14,11 @@ README_ROWS = {
     "TRL fused head": "TRL 1.16",
     "TRL cast_lm_head_to_fp32": "TRL 1.16, `cast_lm_head_to_fp32`",
     OURS: "**TRL 1.16 with gspo_kernels**",
-    CACHED: "**TRL 1.16 with gspo_kernels** and a cache",
+    CACHED: "**TRL 1.16 with gspo_kernels**, cache on",
 }
 SAME_LOG_PROBS = {BUDGET: OURS, CACHED: OURS, "TRL cast_lm_head_to_fp32": "fp32 logits"}  # name -> an equal one
 SAME_IN_FLOAT32 = {"TRL cast_lm_head_to_fp32": "TRL fused head"}  # in float32 it casts nothing
+DTYPES = {"bfloat16": "bf16", "float32": "fp32"}  # in the order of the README's columns
 OTHER_LOSS = "naive GRPO"  # not compared, because its loss is another
 LENGTH = 1024  # tokens per sequence, for wrong clip decisions
 LIMIT = 0.01  # upper end of the 95 % interval of wrong decisions, for an implementation that counts as precise
@@ -119,13 +120,14 @@ def readme(first: Results) -> str:
     parts = first["trainer"]
     rows = []
     for name, label in README_ROWS.items():
-        cells = []
-        for part in parts.values():
-            records = by_name(part["steps"])
+        cells = [f"{wrong[name]:.2g}%"]
+        for dtype in DTYPES:
+            records = by_name(parts[dtype]["steps"])
             record = records.get(name) or records[SAME_IN_FLOAT32[name]]
-            cells += [mib(record), over_naive(record)]
-        rows.append((label, *cells, f"{wrong[name]:.2g}%"))
-    header = ("", *(f"{what}, {dtype}" for dtype in parts for what in ("peak MiB", "time")), "wrong decisions")
+            cells += [f"{mib(record)} MiB", f"{over_naive(record)}x"]
+        rows.append((label, *cells))
+    columns = (f"{what}, {short}" for short in DTYPES.values() for what in ("peak memory", "step time"))
+    header = ("", "wrong clip decisions, bf16", *columns)
     part = parts["float32"]
     rl_like = by_name(run_of(first, "rl-like")["candidates"])
     (budget,) = (record for record in first["policy"]["trained"]["budgets"] if record["budget"] == 1e-3)

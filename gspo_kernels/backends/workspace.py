@@ -1,4 +1,4 @@
-"""The memory limits and the gradient budget of a call, from arguments and environment variables."""
+"""The memory limits of a call, from arguments and environment variables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from ..validation import Checks
 DEFAULT_WORKSPACE = 256 * 2**20  # bytes
 LARGEST_MIB = 2**40  # so that the number of bytes fits int64
 CACHE_DIVISOR = 64  # the default cache is a GPU's memory divided by it
-
-
-def check_budget(check: Checks, gradient_budget: float) -> None:
-    """Check that the budget is in [0, 1)."""
-    check.number("gradient_budget", gradient_budget, "a number from 0 (exact) to below 1", lambda x: 0 <= x < 1)
 
 
 def check_cache(check: Checks, cache_mib: float | None) -> None:

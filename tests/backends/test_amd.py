@@ -135,7 +135,8 @@ def test_tunable_op_takes_the_kernels_of_amd(monkeypatch: pytest.MonkeyPatch) ->
     for is_enabled in (False, True):
         monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda answer=is_enabled: answer)
         assert bool(kernels() & PRODUCTS) == is_enabled
-        assert operand_dtype(torch.device("cuda"), torch.bfloat16) == (torch.float32 if is_enabled else torch.bfloat16)
+        operands = operand_dtype(torch.device("cuda"), torch.bfloat16, torch.float32)
+        assert operands == (torch.float32 if is_enabled else torch.bfloat16)
 
 
 @pytest.mark.parametrize("options", [dict(entropy=True), dict(bias=True), dict(rank=4)])

@@ -26,8 +26,8 @@ from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.live_tiles import break_even
 from gspo_kernels.backends.rows import HeadRows, NeedsGradient
 from gspo_kernels.backends.triton.launch import launches
-from gspo_kernels.metrics import work_metrics
 from gspo_kernels.ops.head import all_columns
+from gspo_kernels.outputs import work_metrics
 
 SHAPES = st.fixed_dictionaries(
     {

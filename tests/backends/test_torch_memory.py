@@ -35,7 +35,7 @@ def test_memory_on_a_gpu_is_within_the_formula(
 ) -> None:
     """The formula of docs/limits.md. Operands are copied in fp32 on ROCm, and multiplied as they are on CUDA."""
 
-    def operand_dtype(device: torch.device, of: torch.dtype) -> torch.dtype:
+    def operand_dtype(device: torch.device, of: torch.dtype, sum_dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if copies else of
 
     def all_rows(mask: Any) -> Tensor:

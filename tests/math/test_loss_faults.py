@@ -234,7 +234,7 @@ def test_fp16_gradients_of_a_small_slope_do_not_underflow(
     d = torch.full((4,), upstream)
     needs = NeedsGradient(True, False, False, False, False)
     truth = torch_backend.head_backward(head, torch_backend.head_forward(head), d, None, needs)[0]
-    monkeypatch.setattr(torch_tiles, "operand_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(torch_tiles, "operand_dtype", lambda device, dtype, sum_dtype: dtype)
     monkeypatch.setattr(torch_tiles, "_product", lambda a, b: a.float() @ b.float())
     kernels = dispatch.implementation(backend)
     ours = kernels.head_backward(head, kernels.head_forward(head), d, None, needs)[0]
@@ -273,8 +273,8 @@ def test_operands_are_half_precision_only_if_products_are_fp32(monkeypatch: pyte
     """PyTorch multiplies half-precision operands into an fp32 result on CUDA, but not on ROCm."""
     for version, expected in (("7.0", torch.float32), (None, torch.bfloat16)):
         monkeypatch.setattr(torch.version, "hip", version)
-        assert torch_tiles.operand_dtype(torch.device("cuda"), torch.bfloat16) == expected
-    assert torch_tiles.operand_dtype(torch.device("cpu"), torch.bfloat16) == torch.float32
+        assert torch_tiles.operand_dtype(torch.device("cuda"), torch.bfloat16, torch.float32) == expected
+    assert torch_tiles.operand_dtype(torch.device("cpu"), torch.bfloat16, torch.float32) == torch.float32
 
 
 # -- which cells a gradient budget drops

@@ -133,7 +133,7 @@ def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate tensor cores on a CPU: operands stay in half precision, products are fp32."""
     from gspo_kernels.backends.torch import tiles as torch_tiles
 
-    monkeypatch.setattr(torch_tiles, "operand_dtype", lambda device, dtype: dtype)
+    monkeypatch.setattr(torch_tiles, "operand_dtype", lambda device, dtype, sum_dtype: dtype)
     monkeypatch.setattr(torch_tiles, "_product", lambda a, b: a.float() @ b.float())
 
 

@@ -109,7 +109,7 @@ def train(folder: Path, engine: str, lines: list[str]) -> list[dict[str, float]]
         "RAY_TMPDIR": f"/tmp/ray-{os.getpid()}",  # short, because Ray makes sockets in it
     }
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines, *settings(folder)]
-    done = subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=900)
     output = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     assert done.returncode == 0, (output[-2000:], done.stderr[-3000:])
     logged = re.findall(r"step:\d+ - (.*)", output)

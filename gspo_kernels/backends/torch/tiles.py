@@ -55,7 +55,7 @@ def tiling(head: HeadRows) -> Tiling:
     """
     device = head.hidden.device
     dtype = accumulator(head.hidden.dtype)
-    operands = operand_dtype(device, head.hidden.dtype)
+    operands = operand_dtype(device, head.hidden.dtype, dtype)
     rows, columns = tile_shape(device, dtype, head.workspace)
     if device.type != "cpu":
         if head.hidden.dtype != dtype:
@@ -82,10 +82,13 @@ def tile_shape(device: torch.device, dtype: torch.dtype, workspace: int) -> tupl
     return rows, max(min(columns, elements // rows) // multiple, 1) * multiple
 
 
-def operand_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which operands are multiplied: half precision only if the products accumulate in fp32."""
+def operand_dtype(device: torch.device, dtype: torch.dtype, sum_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which operands of dtype `dtype` are multiplied, for sums in `sum_dtype`.
+
+    It is half precision only if the products accumulate in fp32.
+    """
     tensor_cores = device.type == "cuda" and not refuses_mixed_products()
-    return dtype if tensor_cores and dtype.itemsize == 2 else accumulator(dtype)
+    return dtype if tensor_cores and dtype.itemsize == 2 else sum_dtype
 
 
 def _columns_beside_sums(head: HeadRows, rows: int, dtype: torch.dtype, operands: torch.dtype) -> int:

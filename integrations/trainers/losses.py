@@ -170,8 +170,8 @@ class OpenRLHFPolicyLoss(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Compute the loss [], clip_ratio [] and ppo_kl [] of tensors [B, T]. The last two results are None.
 
-        ppo_kl is the mean of old_log_probs - log_probs over unmasked tokens, for every is_correction_level. The loss is the sum over answers divided by global_batch_size / dp_size. Without a global_batch_size it is the
-        mean over answers.
+        The loss is the sum over answers divided by global_batch_size / dp_size. Without a global_batch_size it is the
+        mean over answers. ppo_kl is the mean of old_log_probs - log_probs over unmasked tokens.
 
         Raises:
             ValueError: is_correction_level is not "off", but rollout_log_probs are missing.

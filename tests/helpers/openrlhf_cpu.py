@@ -1,4 +1,4 @@
-"""Let OpenRLHF's `train_ppo_ray` run on a CPU and without vLLM: main() runs the script whose name is the first argument.
+"""Let OpenRLHF's `train_ppo_ray` run on a CPU and without vLLM. main() runs a script that starts it.
 
 OpenRLHF's command line, trainer, experience maker, replay buffer, actor and DeepSpeed run unchanged in Ray's workers.
 We replace the sampling of answers, the writer of the logs, and what needs a GPU.

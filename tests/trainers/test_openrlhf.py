@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from helpers import chat_model, pages
 from safetensors.torch import load_file
-from tolerance import PARAMETER_ABSOLUTE, SHARE_ABSOLUTE, TRAINER_LAST_GRADIENT_RELATIVE
+from tolerance import SHARE_ABSOLUTE, TRAINER_LAST_GRADIENT_RELATIVE, TRAINER_UPDATES_RELATIVE
 
 if importlib.util.find_spec("openrlhf") is None:
     pytest.skip("needs OpenRLHF, which is installed in another environment", allow_module_level=True)
@@ -69,7 +69,7 @@ def train(folder: Path, name: str, script: str, *flags: str) -> subprocess.Compl
         "RAY_prestart_worker_first_driver": "0",
         "RAY_TMPDIR": f"/tmp/ray-{os.getpid()}-{name}",  # short, because Ray makes sockets in it
     }
-    return subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(folder: Path, name: str, script: str, flags: list[str]) -> list[dict[str, Any]]:
     """Train, and return a record per rollout."""
     done = train(folder, name, script, *flags)
-    (folder / f"{name}.log").write_text(done.stdout + done.stderr)
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-3000:])
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
@@ -106,8 +105,8 @@ def test_train_ppo_ray_with_our_module_trains_as_with_openrlhfs_gspo(level: str,
         assert 0.1 < a["ppo_clip_ratio"] < 0.9 and a["actor_grad_norm"] > 0.1
     initial, *trained = (load_file(folder / name / "model.safetensors") for name in ("model", *names))
     for name, before in initial.items():
-        x, y = (weights[name].float() for weights in trained)
-        assert (x - y).abs().max() <= PARAMETER_ABSOLUTE and (x - before).abs().max() > 100 * PARAMETER_ABSOLUTE
+        x, y = (weights[name] - before for weights in trained)
+        assert y.norm() > 0 and (x - y).norm() <= TRAINER_UPDATES_RELATIVE * y.norm(), name
 
 
 def test_a_setting_of_another_loss_is_refused_in_the_worker(folder: Path) -> None:

@@ -59,6 +59,7 @@ build/verl/ready: NEEDS = '.[test,verl]' megatron-core==0.16.1 cachetools fastap
 build/zero3/ready: NEEDS = '.[test]' peft deepspeed==0.19.8
 build/megatron/ready: NEEDS = '.[test,megatron]' megatron-core==0.16.1 && $(@D)/bin/pip install -q --no-deps skyrl==0.3.0
 build/swift/ready: NEEDS = '.[test]' ms-swift==4.6.0 msgspec
+# OpenRLHF has wheels for Python 3.10 to 3.12 only.
 build/openrlhf/ready: NEEDS = '.[test]' accelerate aiohttp datasets deepspeed==0.19.6 peft pillow pylatexenc ray==2.55.0 sympy torchdata \
 	&& $(@D)/bin/pip install -q --no-deps openrlhf==0.11.2
 build/peers/ready: NEEDS = '.[bench,trl,verl]' trl==1.16.0 cachetools fastapi msgspec pyzmq uvicorn TransferQueue

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,10 @@ def train(folder: Path, name: str, script: str, *flags: str) -> subprocess.Compl
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_prestart_worker_first_driver": "0",
-        "RAY_TMPDIR": f"/tmp/ray-{os.getpid()}-{name}",  # short, because Ray makes sockets in it
     }
-    return subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=600)
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:  # for sockets
+        environment = os.environ | variables | {"RAY_TMPDIR": short}
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ lint: .venv/ready
 
 # Tests against the real trainers, each in its own virtual environment. `build/peers` has all the trainers that can be
 # installed together: `build/peers/bin/gspo bench` compares them.
-test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/verl/ready build/zero3/ready build/megatron/ready build/swift/ready
+test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/verl/ready build/zero3/ready build/megatron/ready build/swift/ready build/openrlhf/ready
 	$(BIN)/$(PYTEST) tests/trainers
 	build/trl-1.13.0/bin/$(PYTEST) tests/trainers/test_trl*.py
 	build/trl-0.29.1/bin/$(PYTEST) tests/trainers/test_trl*.py
@@ -52,12 +52,16 @@ test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/v
 	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py
 	build/megatron/bin/python -m pytest tests/trainers/test_megatron.py
 	build/swift/bin/python -m pytest tests/trainers/test_ms_swift.py
+	build/openrlhf/bin/python -m pytest tests/trainers/test_openrlhf.py
 
 build/trl-%: NEEDS = '.[test,trl]' $(subst -,==,$*) requests
 build/verl/ready: NEEDS = '.[test,verl]' megatron-core==0.16.1 cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 build/zero3/ready: NEEDS = '.[test]' peft deepspeed==0.19.8
 build/megatron/ready: NEEDS = '.[test,megatron]' megatron-core==0.16.1 && $(@D)/bin/pip install -q --no-deps skyrl==0.3.0
 build/swift/ready: NEEDS = '.[test]' ms-swift==4.6.0 msgspec
+# OpenRLHF has wheels for Python 3.10 to 3.12 only.
+build/openrlhf/ready: NEEDS = '.[test]' accelerate aiohttp datasets deepspeed==0.19.6 peft pillow pylatexenc ray==2.55.0 sympy torchdata \
+	&& $(@D)/bin/pip install -q --no-deps openrlhf==0.11.2
 build/peers/ready: NEEDS = '.[bench,trl,verl]' trl==1.16.0 cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 build/%/ready: pyproject.toml constraints.txt
 	test -x build/$*/bin/python || $(PYTHON) -m venv build/$*

@@ -4,7 +4,7 @@
     slime      --loss-type custom_loss --custom-loss-function-path gspo_kernels.integrations.trainers.slime
     SkyRL      PolicyLossRegistry.register("gspo_kernels", skyrl)
     ms-swift   _compute_loss_and_metrics = ms_swift, in a subclass of its GRPOTrainer
-    OpenRLHF   openrlhf.models.PolicyLoss = OpenRLHFPolicyLoss, in every worker
+    OpenRLHF   openrlhf.trainer.ray.ppo_actor.PolicyLoss = OpenRLHFPolicyLoss, in every worker of the actor
 
 docs/integrations.md has the complete lines, and the versions of the trainers that these functions were written for.
 This package imports no trainer.

@@ -124,7 +124,8 @@ class OpenRLHFPolicyLoss(nn.Module):
 
     OpenRLHF adds the KL term and the entropy bonus. As in OpenRLHF's own GSPO, token_level_loss, is_correction_mode,
     is_correction_gating and is_correction_threshold are ignored, and any is_correction_level but "off" makes vLLM's
-    log-probs the old log-probs. With Objective(rollout_correction=...), vLLM's log-probs serve only that correction.
+    log-probs the old log-probs of the loss, while ppo_kl stays the KL to the policy's own old log-probs. With
+    Objective(rollout_correction=...), vLLM's log-probs serve only that correction.
 
     Raises:
         ValueError: a setting of OpenRLHF disagrees with `objective`.
@@ -170,7 +171,7 @@ class OpenRLHFPolicyLoss(nn.Module):
         """Compute the loss [], clip_ratio [] and ppo_kl [] of tensors [B, T]. The last two results are None.
 
         The loss is the sum over answers divided by global_batch_size / dp_size. Without a global_batch_size it is the
-        mean over answers.
+        mean over answers. ppo_kl is the mean of old_log_probs - log_probs over unmasked tokens.
 
         Raises:
             ValueError: is_correction_level is not "off", but rollout_log_probs are missing.
@@ -188,4 +189,8 @@ class OpenRLHFPolicyLoss(nn.Module):
             normalizer=normalizer,
             objective=self.objective,
         )
-        return out.loss, out.metrics["token_clip_fraction"], out.metrics["kl_to_old"], None, None
+        ppo_kl = out.metrics["kl_to_old"]
+        if self.old_from_engine:  # then it is the KL to the engine
+            mask = action_mask != 0
+            ppo_kl = torch.where(mask, old_log_probs - log_probs.detach(), 0).sum() / mask.sum().clamp(min=1)
+        return out.loss, out.metrics["token_clip_fraction"], ppo_kl, None, None

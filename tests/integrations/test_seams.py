@@ -465,7 +465,8 @@ def test_openrlhfs_loss_is_its_gspo(batch: Rollout) -> None:
     assert vllm_kl is None and filtered is None
     check(b, lambda lp: openrlhf(b, lp, Objective(dual_clip=1.0005), dual_clip=1.0005), partial(formula, c=1.0005))
     level: dict[str, Any] = {"is_correction_level": "seq"}
-    check(b, lambda lp: openrlhf(b, lp, **level), partial(formula, old=engine(b)))
+    _, ppo_kl, *_ = check(b, lambda lp: openrlhf(b, lp, **level), partial(formula, old=engine(b)))
+    torch.testing.assert_close(ppo_kl, (b.old - b.log_probs)[b.mask].mean())  # not the KL to the engine
     ours = Objective(rollout_correction=RolloutCorrection(high=1.2))
     weights = (b.old - engine(b)).exp().clamp(max=1.2)
     check(b, lambda lp: openrlhf(b, lp, ours, **level), partial(formula, weights=weights))
@@ -588,14 +589,26 @@ def test_the_documented_lines_of_each_trainer_run(
     fake(monkeypatch, "skyrl.train.entrypoints.main_base", main=lambda: runs.append("skyrl"))
     fake(monkeypatch, "swift.rlhf_trainers", GRPOTrainer=Trainer)
     fake(monkeypatch, "swift.trainers", TrainerFactory=SimpleNamespace(TRAINER_MAPPING=table))
-    openrlhf_models = fake(monkeypatch, "openrlhf.models").models
-    fake(monkeypatch, "ray", init=lambda runtime_env: runtime_env["worker_process_setup_hook"]())
+    started = []
+
+    class PolicyModelActor:
+        def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
+            started.append((args, kwargs))
+
+    remote: Any = SimpleNamespace(__ray_actor_class__=PolicyModelActor)
+    ppo_actor: Any = SimpleNamespace(PolicyModelActor=remote, PolicyLoss=None)
+    fake(monkeypatch, "openrlhf.trainer.ray", ppo_actor=ppo_actor)
+    fake(monkeypatch, "ray", remote=lambda cls: cls)
     monkeypatch.setattr("runpy.run_module", lambda name, **options: runs.append(name))
     scope: dict[str, Any] = {"__name__": "__main__"}
     for block in OTHER_PYTHON:
         exec(block, scope)
     assert runs == ["skyrl", "openrlhf.cli.train_ppo_ray"]
-    assert openrlhf_models.PolicyLoss is seams.OpenRLHFPolicyLoss and settings == {"gspo_kernels": seams.skyrl}
+    assert settings == {"gspo_kernels": seams.skyrl}
+    assert ppo_actor.PolicyLoss is None  # OpenRLHF imports the actor's module in other workers, too
+    ppo_actor.PolicyModelActor().init_model_from_pretrained("strategy", vllm_engines=[])
+    assert ppo_actor.PolicyLoss is seams.OpenRLHFPolicyLoss
+    assert started == [(("strategy",), {"vllm_engines": []})]
     assert table == {"grpo": "__main__.GSPOTrainer"}
     trainer = scope["GSPOTrainer"]
     assert trainer._get_logps_via_local_forward is seams.ms_swift_log_probs

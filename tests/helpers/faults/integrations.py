@@ -90,6 +90,12 @@ FAULTS: dict[str, Fault] = {
         "1.0 if global_batch_size is None else global_batch_size / dp_size",
         "seams::test_openrlhfs_loss_without_a_batch_size_is_a_mean_over_answers",
     ),
+    "OpenRLHF's KL to the engine": (
+        "OpenRLHFPolicyLoss.forward",
+        "torch.where(mask, old_log_probs - log_probs.detach(), 0).sum() / mask.sum().clamp(min=1)",
+        'out.metrics["kl_to_old"]',
+        "seams::test_openrlhfs_loss_is_its_gspo",
+    ),
     "TRL's mean loss divided by all positions": (
         "_log_probs",
         "mask.sum().clamp(min=1)",

@@ -18,5 +18,6 @@ from gspo_kernels.extras import needs
 
 with needs(__name__, "megatron", "megatron"):
     from .output_layer import Targets, local_cu_seqlens, model_log_probs, output_processor
+    from .slime import slime_head
 
-__all__ = ["Targets", "local_cu_seqlens", "model_log_probs", "output_processor"]
+__all__ = ["Targets", "local_cu_seqlens", "model_log_probs", "output_processor", "slime_head"]

@@ -1,4 +1,4 @@
-"""Losses that call the trainer's code for log-probs: slime's custom loss, and methods of ms-swift's GRPOTrainer."""
+"""Functions that take the place of a trainer's methods, and slime's custom loss, which calls slime for log-probs."""
 
 from __future__ import annotations
 
@@ -248,3 +248,30 @@ def ms_swift_log_probs(
 
     scores, _ = model(**{**model_inputs, "use_cache": False}, with_head=score)
     return scores.log_probs, scores.entropy
+
+
+def prime_rl_head(
+    head: Any, hidden_states: Tensor, labels: Tensor, temperature: Tensor, **options: Any
+) -> dict[str, Tensor]:
+    """Compute log-probs and entropies, as the forward of prime-rl's FusedOutputLinear or GemmaFusedOutputLinear.
+
+    Args:
+        head: the layer, which is `self` if this function is the forward of its class.
+        hidden_states: [B, T, H].
+        labels: [B, T] int64, already shifted.
+        temperature: [B, T].
+        options: gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Set them by `partialmethod`.
+
+    Returns:
+        "logprobs" and "entropy", fp32, [B, T]. As in prime-rl, the entropy has no gradient.
+    """
+    out: Any = linear_log_probs(
+        hidden_states,
+        head.weight,
+        labels,
+        logit_softcap=getattr(head, "softcap", None),
+        temperature=temperature,
+        entropy=True,
+        **options,
+    )
+    return {"logprobs": out.log_probs, "entropy": out.entropy.detach()}

@@ -137,6 +137,35 @@ def test_prime_rls_loss_is_gspo_divided_by_tokens(batch: Rollout) -> None:
         prime_rl(b, b.log_probs, clip_hi=0.1)
 
 
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_prime_rls_head_equals_its_logits(softcap: float | None) -> None:
+    """Compare with src/prime_rl/trainer/models/layers/lm_head{,_gemma}.py, at another temperature for each token."""
+
+    class FusedOutputLinear(torch.nn.Linear):
+        forward = partialmethod(seams.prime_rl_head, cache_mib=0)
+
+    torch.manual_seed(0)
+    head = FusedOutputLinear(16, 24, bias=False).double()
+    if softcap is not None:
+        head.softcap = softcap
+    hidden = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(24, (2, 9))
+    temperature = 0.5 + torch.rand(2, 9, dtype=torch.float64)
+    logits = hidden @ head.weight.t()
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    log_p = (logits / temperature[..., None]).log_softmax(-1)
+    expected = log_p.gather(-1, labels[..., None])[..., 0]
+    out = head(hidden, labels, temperature=temperature)
+    operands = (hidden, head.weight)
+    limit = MODEL_GRADIENT_RELATIVE[torch.float64]
+    ours = torch.autograd.grad(out["logprobs"].exp().sum(), operands)
+    theirs = torch.autograd.grad(expected.exp().sum(), operands)
+    pairs = [(out["logprobs"], expected), (out["entropy"], -(log_p.exp() * log_p).sum(-1))]
+    for x, y in [*pairs, *zip(ours, theirs, strict=True)]:
+        assert (x - y).norm() <= limit * y.norm()
+    assert out.keys() == {"logprobs", "entropy"} and not out["entropy"].requires_grad
+
+
 # slime: slime/utils/ppo_utils.py, slime/backends/megatron_utils/{loss,cp_utils}.py.
 
 SLIME: dict[str, Any] = dict(

@@ -71,6 +71,9 @@ TRAINER_LOG_RELATIVE, TRAINER_LOG_ABSOLUTE, TRAINER_ABSOLUTE = 1e-4, 2e-6, 1e-5
 # Gradient norms of the first four updates in such runs. After four updates, rounding has made the runs drift apart.
 TRAINER_GRADIENT_RELATIVE = 1e-6
 
+# Results of another trainer's function and of ours in fp32, as the norm of the difference divided by the norm.
+CHECKOUT_RELATIVE = 5e-7
+
 # Error of log-ratios relative to the largest |log-prob|, by dtype of the accumulators.
 LOG_RATIO_RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12}
 

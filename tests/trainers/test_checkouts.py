@@ -22,7 +22,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from helpers.pages import INTEGRATIONS, code_blocks
 from helpers.ranks import run_ranks
-from tolerance import CHECKOUT_RELATIVE, PARITY_GRADIENT_RELATIVE
+from tolerance import CHECKOUT_METRIC_ABSOLUTE, CHECKOUT_RELATIVE, METRIC_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective, policy_loss
-from gspo_kernels.integrations.trainers import prime_rl_head
+from gspo_kernels.integrations import trainers
 
 V, H = 48, 16
 
@@ -125,7 +125,7 @@ def of_prime_rl(rank: int, folder: Path, checkout: Path) -> None:
         labels = torch.randint(V, (1, 30))
         temperature = 0.5 + torch.rand(1, 30)
         found = []
-        for forward in (prime_rl_head, type(layer).forward):
+        for forward in (trainers.prime_rl_head, type(layer).forward):
             out = forward(layer, hidden, labels, temperature=temperature)
             weights = torch.linspace(-1, 1, 30)
             gradients = torch.autograd.grad((out["logprobs"] * weights).sum(), [hidden, layer.weight])
@@ -224,3 +224,182 @@ def test_nemo_rl(tmp_path: Path) -> None:
     """Compare with `from_parallel_hidden_states_to_logprobs` (TP 2), and with ClippedPGLossFn and sequence ratios."""
     pytest.importorskip("megatron.core")
     run(of_nemo_rl, 2, "NEMO_RL_CHECKOUT", tmp_path)
+
+
+# slime
+
+SLIME_ARGS = dict(
+    advantage_estimator="gspo",
+    allgather_cp=False,
+    calculate_per_token_loss=False,
+    check_for_nan_in_loss_and_grad=True,
+    ci_test=False,
+    context_parallel_size=1,
+    custom_loss_function_path=f"{__name__}.slime_loss",
+    custom_megatron_before_log_prob_hook_path=None,
+    custom_megatron_before_train_step_hook_path=None,
+    custom_model_provider_path=f"{__name__}.small_model",
+    custom_pg_loss_reducer_function_path=None,
+    data_pad_size_multiplier=4,
+    decoder_seq_length=None,
+    enable_mtp_training=False,
+    entropy_coef=0.0,
+    eps_clip=3e-4,
+    eps_clip_c=None,
+    eps_clip_high=4e-4,
+    get_mismatch_metrics=False,
+    kl_loss_coef=0.0,
+    kl_loss_type="low_var_kl",
+    log_probs_chunk_size=-1,
+    loss_type="policy_loss",
+    micro_batch_size=1,
+    recompute_loss_function=False,
+    rollout_temperature=0.7,
+    rollout_top_p=1.0,
+    save_debug_train_data=None,
+    seq_length=64,
+    use_dynamic_batch_size=False,
+    use_kl_loss=False,
+    use_opsm=False,
+    use_rollout_entropy=True,
+    use_rollout_logprobs=False,
+    use_tis=False,
+    use_unbiased_kl=False,
+)
+SLIME_STUBS = ["ray", "wandb", "psutil", "httpx", "megatron.training", "slime.utils.http_utils"]
+PACKAGE = "slime.backends.megatron_utils"
+RESPONSES, PROMPTS = [5, 8, 3, 6], [3, 2, 4, 3]
+
+
+class Case(NamedTuple):
+    """A case of the test of slime. slime calls the functions below with its own arguments."""
+
+    sizes: dict[str, int]  # of Megatron's groups
+    changes: dict[str, Any]  # of slime's arguments
+    sequence_parallel: bool = False
+
+
+CP, TP = {"context_parallel_size": 2}, {"tensor_model_parallel_size": 2}
+TERMS = {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.02}
+CASES = [
+    Case({}, {}),
+    Case({}, TERMS),
+    Case({}, {"use_rollout_logprobs": True, "recompute_loss_function": True}),
+    Case(TP, {}),
+    Case(TP, TERMS, sequence_parallel=True),
+    Case(CP, {}),
+    Case(CP, {"allgather_cp": True, "entropy_coef": 0.01}),
+]
+current = CASES[0]
+
+
+def slime_loss(args: Namespace, *arguments: Any) -> Any:
+    """slime's --custom-loss-function-path."""
+    objective = Objective(entropy_coef=args.entropy_coef, kl_coef=args.kl_loss_coef)
+    return trainers.slime(args, *arguments, objective=objective)
+
+
+def small_model(pre_process: bool = True, post_process: bool = True) -> Any:
+    """slime's --custom-model-provider-path."""
+    models = importlib.import_module("helpers.megatron_models")
+
+    class WithoutPositions(models.GPTModel):  # slime passes no position ids
+        def __init__(self, *arguments: Any, **names: Any) -> None:
+            super().__init__(*arguments, **{**names, "position_embedding_type": "none"})
+
+        def zero_grad_buffer(self) -> None:
+            """As DistributedDataParallel, which is not here."""
+
+    return models.make(sequence_parallel=current.sequence_parallel, attends=False, kind=WithoutPositions).float()
+
+
+class Slime:
+    """slime's modules, and a rollout of four samples on this rank."""
+
+    def __init__(self) -> None:
+        self.loss, self.model, self.data, self.cp = (
+            importlib.import_module(f"{PACKAGE}.{name}") for name in ("loss", "model", "data", "cp_utils")
+        )
+        rng = torch.Generator().manual_seed(0)
+        self.totals = [x + y for x, y in zip(RESPONSES, PROMPTS, strict=True)]
+        masks = [torch.ones(x, dtype=torch.int) for x in RESPONSES]
+        masks[1][3] = 0
+        self.noise = [torch.randn(x, generator=rng) for x in RESPONSES]
+        advantages = [torch.full((x,), a) for x, a in zip(RESPONSES, [2.0, -1.0, 0.5, -0.7], strict=True)]
+        self.rollout = {
+            "tokens": [torch.randint(V - 3, (x,), generator=rng) for x in self.totals],
+            "loss_masks": masks,
+            "rollout_mask_sums": torch.stack([mask.sum() for mask in masks]).float(),
+            "total_lengths": self.totals,
+            "response_lengths": RESPONSES,
+            "advantages": self.local(advantages),
+            "micro_batch_indices": [[0, 1], [2, 3]],
+        }
+
+    def local(self, of_samples: list[Tensor]) -> list[Tensor]:
+        """Return this context-parallel rank's part of the values of each response token."""
+        sizes = (self.totals, RESPONSES)
+        return [self.cp.slice_log_prob_with_cp(x, *size) for x, *size in zip(of_samples, *sizes, strict=True)]
+
+    def step(self, args: Namespace) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Run slime's `forward_only` and `train_one_step`. Return log-probs, entropies, gradients, and its metrics."""
+        model = self.model.get_model_provider_func(args, "actor")(pre_process=True, post_process=True)
+        batches = self.data.get_data_iterator(self.rollout)
+        scores = self.model.forward_only(self.loss.get_log_probs_and_entropy, args, [model], batches, [2])
+        if "log_probs" not in self.rollout:  # the first call's are the old log-probs of all calls, near the new ones
+            noise = self.local(self.noise)
+            old = [x + 2e-3 * n for x, n in zip(scores["log_probs"], noise, strict=True)]
+            self.rollout["log_probs"] = old
+            self.rollout["ref_log_probs"] = [x - 0.1 * n for x, n in zip(old, noise, strict=True)]
+            self.rollout["rollout_log_probs"] = [x + 0.1 * n for x, n in zip(old, noise, strict=True)]
+        found = {name: torch.cat(scores[name]) for name in ("log_probs", "entropy")}
+
+        def update() -> tuple[bool, float, int]:
+            found.update({f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None})
+            return True, 0.0, 0
+
+        optimizer = SimpleNamespace(zero_grad=lambda: None, step=update)
+        scheduler = SimpleNamespace(step=lambda increment: None)
+        batches = self.data.get_data_iterator(self.rollout)
+        with mock.patch.object(self.model, "get_args", lambda: args):
+            log, _ = self.model.train_one_step(args, 0, 0, batches, [model], optimizer, scheduler, 2, 4)
+        assert 0 < log["pg_clipfrac"] < 1
+        return found, {name: x for name, x in log.items() if not name.startswith("gspo/")}
+
+
+def of_slime(rank: int, folder: Path, checkout: Path) -> None:
+    use(checkout, ["."], [PACKAGE], SLIME_STUBS)
+    models = importlib.import_module("helpers.megatron_models")
+    parallel_state = importlib.import_module("megatron.core").parallel_state
+    megatron = importlib.import_module("gspo_kernels.integrations.megatron")
+    models.run_without_gpu()
+    dist.init_process_group("gloo")
+    accelerator = importlib.import_module("slime.utils.accelerator")
+    accelerator.current_device = accelerator.device = lambda: "cpu"
+    zeros = torch.zeros
+    torch.zeros = lambda *sizes, device=None, **options: zeros(*sizes, **options)  # schedules ask for "cuda"
+    global current
+    for current in CASES:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(**current.sizes)
+        args = Namespace(**{**SLIME_ARGS, **current.sizes, **current.changes})
+        slime = Slime()
+        theirs = slime.step(args)
+        print(current, flush=True)
+        with ExitStack() as stack:
+            for module, name in ((slime.loss, "get_log_probs_and_entropy"), (slime.model, "get_model_provider_func")):
+                stack.enter_context(mock.patch.object(module, name, getattr(module, name)))
+            megatron.slime_head(args)
+            for args.loss_type in ("policy_loss",) if current.sizes == CP else ("policy_loss", "custom_loss"):
+                ours = slime.step(args)
+                assert_equal(ours[0], theirs[0])
+                assert ours[1] == pytest.approx(theirs[1], rel=METRIC_RELATIVE, abs=CHECKOUT_METRIC_ABSOLUTE)
+
+
+def test_slime(tmp_path: Path) -> None:
+    """Compare our head and our loss with slime's, in slime's `forward_only` and `train_one_step` of a GPTModel.
+
+    Log-probs, entropies, every metric and the gradients of all parameters.
+    """
+    pytest.importorskip("megatron.core")
+    run(of_slime, 2, "SLIME_CHECKOUT", tmp_path)

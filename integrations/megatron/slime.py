@@ -33,8 +33,8 @@ def slime_head(args: Any, **options: Any) -> None:
 
     Args:
         args: slime's arguments.
-        options: gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Without vocab_size, Megatron's
-            padding of the vocabulary counts, as in slime.
+        options: gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Without vocab_size,
+            Megatron's padding of the vocabulary counts, as in slime.
 
     Raises:
         ValueError: --rollout-top-p is not 1, --enable-mtp-training is set, or this is slime's log-prob server. When

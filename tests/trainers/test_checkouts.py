@@ -1,22 +1,22 @@
-"""Our functions called by the source code of slime, prime-rl and NeMo RL, which have no wheels.
+"""Our functions in the source code of slime, prime-rl, NeMo RL and SkyRL, compared with the trainers' own functions.
 
-Name checkouts of their repositories. A trainer without its variable is skipped.
+SkyRL's wheel is in the environment `build/megatron`. The others have no wheels, so name checkouts of their
+repositories. A trainer without its variable is skipped.
 
+    make build/megatron/ready
     SLIME_CHECKOUT=/path/to/slime PRIME_RL_CHECKOUT=/path/to/prime-rl NEMO_RL_CHECKOUT=/path/to/RL \
         build/megatron/bin/python -m pytest tests/trainers/test_checkouts.py
 
-`make build/megatron/ready` makes this environment. Dependencies that the called functions do not use are stubs. Each
-test runs on gloo processes, in fp32, and compares with the trainer's own functions.
+Dependencies that the called functions do not use are stubs. Each test runs on gloo processes, in fp32.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -90,12 +90,11 @@ def use(checkout: Path, folders: list[str], packages: list[str], stubs: list[str
     torch._dynamo.config.disable = True  # some functions are compiled, which takes minutes on a CPU
 
 
-def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float = CHECKOUT_RELATIVE) -> None:
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert ours.keys() == theirs.keys() and theirs
     for name, truth in theirs.items():
         error = (ours[name].double() - truth.double()).norm() / truth.double().norm()
-        print(f"{name}: {error:.1e}", flush=True)
-        assert error <= limit, f"{name}: {error:.1e}"
+        assert error <= CHECKOUT_RELATIVE, f"{name}: {error:.1e}"
 
 
 def clipped_gspo(log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
@@ -226,6 +225,41 @@ def test_nemo_rl(tmp_path: Path) -> None:
     run(of_nemo_rl, 2, "NEMO_RL_CHECKOUT", tmp_path)
 
 
+# SkyRL
+
+
+def of_skyrl(rank: int, folder: Path, site_packages: Path) -> None:
+    stubs = ["ray", "jaxtyping", "loguru", "omegaconf", "skyrl_gym", "skyrl.train.entrypoints"]
+    use(site_packages, ["."], ["skyrl.backends", "skyrl.backends.skyrl_train.utils"], stubs)
+    importlib.import_module("ray").is_initialized = lambda: False  # the registry is of this process only
+    ppo_utils = importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
+    exec(code_blocks(INTEGRATIONS, "python", "PolicyLossRegistry")[0], {"__name__": "gspo_skyrl"})
+    config = importlib.import_module("skyrl.train.config").AlgorithmConfig(
+        eps_clip_low=3e-4, eps_clip_high=4e-4, loss_reduction="sequence_mean", policy_loss_type="gspo"
+    )
+    torch.manual_seed(0)
+    old = -torch.rand(6, 9) - 1
+    log_probs = (old + 3e-3 * torch.randn(6, 9)).requires_grad_()
+    mask = (torch.arange(9) < torch.tensor([[9], [1], [4], [0], [5], [3]])).float()
+    advantages = ppo_utils.apply_loss_reduction_to_advantages_minibatch(
+        torch.randn(6, 1).expand(6, 9), mask, "sequence_mean", 6, 9
+    )
+    found = []
+    for name in ("gspo_kernels", "gspo"):
+        loss, metrics = ppo_utils.PolicyLossRegistry.get(name)(log_probs, old, advantages, config, mask, None)
+        (gradient,) = torch.autograd.grad(loss, log_probs)
+        found.append({"loss": loss, "gradient": gradient, "clip_ratio": torch.tensor(metrics["clip_ratio"])})
+    assert_equal(*found)
+
+
+def test_skyrl(tmp_path: Path) -> None:
+    """Register our loss in SkyRL's registry by the documented lines, and compare it with SkyRL's gspo."""
+    spec = importlib.util.find_spec("skyrl")
+    if spec is None or spec.submodule_search_locations is None:
+        pytest.skip("SkyRL is not installed")
+    run_ranks(of_skyrl, 1, tmp_path, Path(spec.submodule_search_locations[0]).parent)
+
+
 # slime
 
 SLIME_ARGS = dict(
@@ -313,6 +347,9 @@ def small_model(pre_process: bool = True, post_process: bool = True) -> Any:
     return models.make(sequence_parallel=current.sequence_parallel, attends=False, kind=WithoutPositions).float()
 
 
+Step = tuple[dict[str, Tensor], dict[str, float]]  # log-probs, entropies and gradients, and metrics
+
+
 class Slime:
     """slime's modules, and a rollout of four samples on this rank."""
 
@@ -341,8 +378,8 @@ class Slime:
         sizes = (self.totals, RESPONSES)
         return [self.cp.slice_log_prob_with_cp(x, *size) for x, *size in zip(of_samples, *sizes, strict=True)]
 
-    def step(self, args: Namespace) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Run slime's `forward_only` and `train_one_step`. Return log-probs, entropies, gradients, and its metrics."""
+    def step(self, args: Namespace) -> Step:
+        """Run slime's `forward_only` and `train_one_step`."""
         model = self.model.get_model_provider_func(args, "actor")(pre_process=True, post_process=True)
         batches = self.data.get_data_iterator(self.rollout)
         scores = self.model.forward_only(self.loss.get_log_probs_and_entropy, args, [model], batches, [2])
@@ -367,33 +404,40 @@ class Slime:
         return found, {name: x for name, x in log.items() if not name.startswith("gspo/")}
 
 
+def assert_same_step(ours: Step, theirs: Step) -> None:
+    assert_equal(ours[0], theirs[0])
+    assert ours[1] == pytest.approx(theirs[1], rel=METRIC_RELATIVE, abs=CHECKOUT_METRIC_ABSOLUTE)
+
+
 def of_slime(rank: int, folder: Path, checkout: Path) -> None:
+    global current
     use(checkout, ["."], [PACKAGE], SLIME_STUBS)
-    models = importlib.import_module("helpers.megatron_models")
     parallel_state = importlib.import_module("megatron.core").parallel_state
-    megatron = importlib.import_module("gspo_kernels.integrations.megatron")
-    models.run_without_gpu()
+    load_function = importlib.import_module("slime.utils.misc").load_function
+    importlib.import_module("helpers.megatron_models").run_without_gpu()
     dist.init_process_group("gloo")
-    accelerator = importlib.import_module("slime.utils.accelerator")
+    accelerator: Any = importlib.import_module("slime.utils.accelerator")
     accelerator.current_device = accelerator.device = lambda: "cpu"
     zeros = torch.zeros
-    torch.zeros = lambda *sizes, device=None, **options: zeros(*sizes, **options)  # schedules ask for "cuda"
-    global current
+    setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))  # noqa: B010 - no "cuda"
     for current in CASES:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**current.sizes)
         args = Namespace(**{**SLIME_ARGS, **current.sizes, **current.changes})
         slime = Slime()
         theirs = slime.step(args)
-        print(current, flush=True)
-        with ExitStack() as stack:
-            for module, name in ((slime.loss, "get_log_probs_and_entropy"), (slime.model, "get_model_provider_func")):
-                stack.enter_context(mock.patch.object(module, name, getattr(module, name)))
-            megatron.slime_head(args)
-            for args.loss_type in ("policy_loss",) if current.sizes == CP else ("policy_loss", "custom_loss"):
-                ours = slime.step(args)
-                assert_equal(ours[0], theirs[0])
-                assert ours[1] == pytest.approx(theirs[1], rel=METRIC_RELATIVE, abs=CHECKOUT_METRIC_ABSOLUTE)
+        custom = Namespace(**{**vars(args), "loss_type": "custom_loss"})
+        of_samples = current.sizes != CP  # our loss refuses context parallelism
+        if of_samples:
+            assert_same_step(slime.step(custom), theirs)
+        with (
+            mock.patch.object(slime.loss, "get_log_probs_and_entropy", slime.loss.get_log_probs_and_entropy),
+            mock.patch.object(slime.model, "get_model_provider_func", slime.model.get_model_provider_func),
+        ):
+            load_function("gspo_kernels.integrations.megatron.slime_head")(args)
+            assert_same_step(slime.step(args), theirs)
+            if of_samples:
+                assert_same_step(slime.step(custom), theirs)
 
 
 def test_slime(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def slime_head(args: Any, **options: Any) -> None:
     slime_model: Any = sys.modules[f"{_PACKAGE}.model"]
     slime_model.get_model_provider_func = head.wrap(slime_model.get_model_provider_func)
     original = sys.modules[f"{_PACKAGE}.loss"].get_log_probs_and_entropy
+    module: Any
     for name, module in list(sys.modules.items()):  # slime's actor imports the function by name
         if name.startswith("slime") and vars(module).get("get_log_probs_and_entropy") is original:
             module.get_log_probs_and_entropy = head.log_probs_and_entropy

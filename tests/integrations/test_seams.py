@@ -142,7 +142,8 @@ def test_prime_rls_head_equals_its_logits(softcap: float | None) -> None:
     """Compare with src/prime_rl/trainer/models/layers/lm_head{,_gemma}.py, at another temperature for each token."""
 
     class FusedOutputLinear(torch.nn.Linear):
-        forward = partialmethod(seams.prime_rl_head, cache_mib=0)
+        softcap: float
+        forward: Any = partialmethod(seams.prime_rl_head, cache_mib=0)
 
     torch.manual_seed(0)
     head = FusedOutputLinear(16, 24, bias=False).double()
@@ -652,6 +653,8 @@ def test_the_documented_lines_of_each_trainer_run(
         "skyrl.backends.skyrl_train.utils.ppo_utils",
         PolicyLossRegistry=SimpleNamespace(register=settings.__setitem__),
     )
+    layer = type("FusedOutputLinear", (), {})
+    fake(monkeypatch, "prime_rl.trainer.models.layers.lm_head", FusedOutputLinear=layer)
     fake(monkeypatch, "skyrl.train.entrypoints.main_base", main=lambda: runs.append("skyrl"))
     fake(monkeypatch, "swift.rlhf_trainers", GRPOTrainer=Trainer)
     fake(monkeypatch, "swift.trainers", TrainerFactory=SimpleNamespace(TRAINER_MAPPING=table))
@@ -662,6 +665,7 @@ def test_the_documented_lines_of_each_trainer_run(
     for block in OTHER_PYTHON:
         exec(block, scope)
     assert runs == ["skyrl", "openrlhf.cli.train_ppo_ray"]
+    assert vars(layer)["forward"] is seams.prime_rl_head
     assert openrlhf_models.PolicyLoss is seams.OpenRLHFPolicyLoss and settings == {"gspo_kernels": seams.skyrl}
     assert table == {"grpo": "__main__.GSPOTrainer"}
     trainer = scope["GSPOTrainer"]

@@ -114,7 +114,8 @@ def of_prime_rl(rank: int, folder: Path, checkout: Path) -> None:
         ["prime_rl.trainer.models"],
         ["beartype", "jaxtyping", "wandb", "pydantic_config"],
     )
-    importlib.import_module("pydantic_config").BaseConfig = importlib.import_module("pydantic").BaseModel
+    pydantic_config: Any = importlib.import_module("pydantic_config")
+    pydantic_config.BaseConfig = importlib.import_module("pydantic").BaseModel
     loss = importlib.import_module("prime_rl.trainer.rl.loss")
     heads = importlib.import_module("prime_rl.trainer.models.layers.lm_head")
     gemma = importlib.import_module("prime_rl.trainer.models.layers.lm_head_gemma")
@@ -231,7 +232,8 @@ def test_nemo_rl(tmp_path: Path) -> None:
 def of_skyrl(rank: int, folder: Path, site_packages: Path) -> None:
     stubs = ["ray", "jaxtyping", "loguru", "omegaconf", "skyrl_gym", "skyrl.train.entrypoints"]
     use(site_packages, ["."], ["skyrl.backends", "skyrl.backends.skyrl_train.utils"], stubs)
-    importlib.import_module("ray").is_initialized = lambda: False  # the registry is of this process only
+    ray: Any = importlib.import_module("ray")
+    ray.is_initialized = lambda: False  # the registry is of this process only
     ppo_utils = importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
     exec(code_blocks(INTEGRATIONS, "python", "PolicyLossRegistry")[0], {"__name__": "gspo_skyrl"})
     config = importlib.import_module("skyrl.train.config").AlgorithmConfig(

@@ -9,6 +9,8 @@ releases whose GPTModel takes an `output_processor` (0.18 and later). Code that 
 
     out = model(ids, positions, None, output_processor=output_processor, output_processor_context=Targets(target_ids))
 
+`slime_head` makes the trainer slime compute its log-probs at the output layer.
+
 The output layer is sharded over the tensor-parallel group, so its weight, its group and the kind of reduction of the
 hidden states' gradient are taken from the layer. Hidden states are [S, B, H]; with sequence parallelism, each rank has
 S / TP of the S positions. Results are [B, S], as Megatron's labels.
@@ -18,5 +20,6 @@ from gspo_kernels.extras import needs
 
 with needs(__name__, "megatron", "megatron"):
     from .output_layer import Targets, local_cu_seqlens, model_log_probs, output_processor
+    from .slime import slime_head
 
-__all__ = ["Targets", "local_cu_seqlens", "model_log_probs", "output_processor"]
+__all__ = ["Targets", "local_cu_seqlens", "model_log_probs", "output_processor", "slime_head"]

@@ -128,7 +128,7 @@ def local_cu_seqlens(packed_seq_params: Any, cp_group: Any) -> Tensor:
 def _log_probs(layer: Any, hidden: Tensor, weight: Any, targets: Targets) -> LogProbOutput:
     """Return log-probs [S, B] where the layer would return logits."""
     weight = layer.weight if weight is None else weight
-    _check_layer(layer, weight)
+    check_layer(layer, weight)
     if layer.sequence_parallel:
         hidden = gathered(hidden, layer.tp_group)
     ids = _transposed(targets.target_ids)
@@ -171,7 +171,7 @@ def _transposed(x: Any) -> Any:
     return x.t() if isinstance(x, Tensor) and x.ndim == 2 else x
 
 
-def _check_layer(layer: Any, weight: Tensor) -> None:
+def check_layer(layer: Any, weight: Tensor) -> None:
     """Raise an error if the layer computes more than a product, or if Megatron would lose the weight's gradient."""
     check = Checks("output_processor")
     if type(layer).forward is not tensor_parallel.ColumnParallelLinear.forward:

@@ -1,6 +1,7 @@
 """`policy_loss` with the signatures of the loss functions of five trainers that compute the log-probs themselves.
 
     prime-rl   [trainer.loss] type = "custom", import_path = "gspo_kernels.integrations.trainers.prime_rl"
+               FusedOutputLinear.forward = prime_rl_head
     slime      --loss-type custom_loss --custom-loss-function-path gspo_kernels.integrations.trainers.slime
     SkyRL      PolicyLossRegistry.register("gspo_kernels", skyrl)
     ms-swift   _compute_loss_and_metrics = ms_swift, in a subclass of its GRPOTrainer
@@ -16,7 +17,7 @@ same weight. `prime_rl` accepts every aggregation; its docstring says how prime-
 """
 
 from .losses import OpenRLHFPolicyLoss, PrimeRLInputs, PrimeRLOutputs, prime_rl, skyrl
-from .trainer_methods import ms_swift, ms_swift_log_probs, slime
+from .trainer_methods import ms_swift, ms_swift_log_probs, prime_rl_head, slime
 
 __all__ = [
     "OpenRLHFPolicyLoss",
@@ -25,6 +26,7 @@ __all__ = [
     "ms_swift",
     "ms_swift_log_probs",
     "prime_rl",
+    "prime_rl_head",
     "skyrl",
     "slime",
 ]

@@ -1,15 +1,18 @@
-"""Losses that call the trainer's code for log-probs: slime's custom loss, and methods of ms-swift's GRPOTrainer."""
+"""Functions that take the place of a trainer's methods, and slime's custom loss, which calls slime for log-probs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import Objective, linear_log_probs
+from gspo_kernels.reference import kl_to_reference
 from gspo_kernels.validation import Checks
 
 from ..huggingface import fuse_head
@@ -36,7 +39,9 @@ def slime(
             of the samples' means, [].
 
     Returns:
-        The loss [], and tensors [] for slime's log: metrics times the number of samples, by which slime divides.
+        The loss [], and tensors [] for slime's log. Under slime's names: the values of slime's `policy_loss_function`,
+        sums over samples of means over their tokens. Under "gspo/...": our metrics times the number of samples. slime
+        divides both by the number of samples.
 
     Raises:
         ValueError: a setting of slime disagrees with `objective`, or a rollout has several samples.
@@ -56,22 +61,54 @@ def slime(
         return torch.cat(batch[name]) if batch.get(name) else None
 
     old = concatenated("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
-    out = loss_of_log_probs(
-        log_probs,
-        torch.cat(batch["advantages"]),
-        torch.cat(batch["loss_masks"]),
-        old_log_probs=log_probs.detach() if old is None else old,
-        rollout=concatenated("rollout_log_probs"),
-        ref_log_probs=concatenated("ref_log_probs"),
-        entropy=entropy,
+    old = log_probs.detach() if old is None else old
+    rollout = concatenated("rollout_log_probs")
+    ref = concatenated("ref_log_probs")
+    advantages = torch.cat(batch["advantages"])
+    loss_of = partial(
+        loss_of_log_probs,
+        advantages=advantages,
+        mask=torch.cat(batch["loss_masks"]),
+        old_log_probs=old,
+        rollout=rollout,
         cu_seqlens=offsets(batch["response_lengths"], log_probs),
         normalizer=1.0,
-        objective=objective,
     )
-    means = logged_metrics(
-        out, pg_clipfrac="token_clip_fraction", ppo_kl="kl_to_old", entropy_loss="entropy", kl_loss="kl"
-    )
-    return out.loss, {"loss": out.loss.detach(), **{name: x * samples for name, x in means.items()}}
+    out = loss_of(log_probs, ref_log_probs=ref, entropy=entropy, objective=objective)
+
+    with torch.no_grad():
+        policy_term = replace(objective, kl_coef=0.0, entropy_coef=0.0)
+        per_token = {"ppo_kl": old - log_probs, "entropy_loss": entropy}  # [sum of R] each
+        if rollout is not None:
+            compared = log_probs if args.use_rollout_logprobs else old
+            per_token["train_rollout_logprob_abs_diff"] = (compared - rollout).abs()
+        if args.use_kl_loss and ref is not None:
+            per_token["kl_loss"] = _slime_kl(args, log_probs, ref, old)
+        if objective.surrogate in ("clip", "cispo"):  # slime has no other surrogate
+            by_token = objective.ratio == "token"
+            lengths = torch.tensor(batch["response_lengths"], device=log_probs.device)
+            tokens = len(log_probs)
+            log_ratio = out.log_ratio if by_token else out.log_ratio.repeat_interleave(lengths, output_size=tokens)
+            per_token["pg_clipfrac"] = _slime_clipped(log_ratio.exp(), advantages, objective)
+        metrics = {
+            "loss": out.loss.detach(),
+            "pg_loss": loss_of(log_probs, objective=policy_term).loss,
+            **{name: sum_of_sample_mean(x.to(log_probs.dtype)) for name, x in per_token.items()},
+        }
+    return out.loss, metrics | {name: x * samples for name, x in logged_metrics(out).items()}
+
+
+def _slime_clipped(ratio: Tensor, advantages: Tensor, objective: Objective) -> Tensor:
+    """Return where the bound of the clip window decides the loss, as slime counts it: dual clip does not count."""
+    bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    return bounded != ratio if objective.surrogate == "cispo" else bounded * advantages < ratio * advantages
+
+
+def _slime_kl(args: Any, log_probs: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+    """Return slime's KL estimate per token, for its log."""
+    estimator = args.kl_loss_type.replace("low_var_kl", "k3")
+    kl = kl_to_reference(log_probs, ref, log_probs - old, estimator)
+    return kl * (log_probs - old).exp() if args.use_unbiased_kl else kl
 
 
 def _slime_settings(args: Any, objective: Objective) -> dict[str, tuple[Any, Any]]:
@@ -211,3 +248,30 @@ def ms_swift_log_probs(
 
     scores, _ = model(**{**model_inputs, "use_cache": False}, with_head=score)
     return scores.log_probs, scores.entropy
+
+
+def prime_rl_head(
+    head: Any, hidden_states: Tensor, labels: Tensor, temperature: Tensor, **options: Any
+) -> dict[str, Tensor]:
+    """Compute log-probs and entropies, as the forward of prime-rl's FusedOutputLinear or GemmaFusedOutputLinear.
+
+    Args:
+        head: the layer, which is `self` if this function is the forward of its class.
+        hidden_states: [B, T, H].
+        labels: [B, T] int64, already shifted.
+        temperature: [B, T].
+        options: gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Set them by `partialmethod`.
+
+    Returns:
+        "logprobs" and "entropy", fp32, [B, T]. As in prime-rl, the entropy has no gradient.
+    """
+    out: Any = linear_log_probs(
+        hidden_states,
+        head.weight,
+        labels,
+        logit_softcap=getattr(head, "softcap", None),
+        temperature=temperature,
+        entropy=True,
+        **options,
+    )
+    return {"logprobs": out.log_probs, "entropy": out.entropy.detach()}

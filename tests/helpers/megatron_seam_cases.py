@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from megatron.core import parallel_state
 from tolerance import MODEL_GRADIENT_RELATIVE, SHARDED_GRADIENT_RELATIVE
 from torch import Tensor
 
+from gspo_kernels.integrations import megatron
 from gspo_kernels.integrations.megatron import trainers as seams
 
 H, ROWS = 16, PADDED // 2  # rows of the head on each of two ranks
@@ -221,3 +223,95 @@ for _padding in (0, 3):
         refused("hidden must be [B, S / CP, H], S / CP even", ValueError, wrong)
         alone = seams.skyrl_logprobs(hidden.transpose(0, 1), shard, ids, *bounds, tp, inference_only=True)
         assert alone.shape == (B, S - padding - 1) and not alone.requires_grad
+
+
+# slime: slime/backends/megatron_utils/{model,loss,actor}.py.
+
+SLIME = "slime.backends.megatron_utils"
+SLIME_ARGS = SimpleNamespace(
+    rollout_temperature=0.7,
+    rollout_top_p=1.0,
+    entropy_coef=0.1,
+    allgather_cp=False,
+    enable_mtp_training=False,
+    custom_megatron_init_path="a.b",
+)
+
+
+def responses(
+    logits: Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: list[Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    apply_temperature: bool,
+) -> Any:
+    """Yield the rows and ids of the response tokens of each sample, as slime does without context parallelism."""
+    assert not apply_temperature
+    end = 0
+    for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
+        end += total
+        yield logits[0, end - response - 1 : end - 1], tokens[-response:]
+
+
+def fakes_of_slime(provide: Any) -> dict[str, Any]:
+    """Return modules with slime's functions that `slime_head` uses or replaces. `provide` builds a model."""
+    modules: dict[str, Any] = {f"{SLIME}.{name}": ModuleType(name) for name in ("model", "loss", "actor")}
+    modules[f"{SLIME}.model"].get_model_provider_func = lambda args, role: provide
+    modules[f"{SLIME}.loss"].get_responses = responses
+    for name in ("loss", "actor"):
+        modules[f"{SLIME}.{name}"].get_log_probs_and_entropy = responses  # to be replaced
+    return modules
+
+
+for _tied in (False, True):
+    for _sequence_parallel in (False, True):
+
+        @case(f"slime's head{', sp' * _sequence_parallel}{', tied' * _tied}", tensor_model_parallel_size=2)
+        def _slime(tied: bool = _tied, sequence_parallel: bool = _sequence_parallel) -> None:
+            """Two samples of 5 and 3 tokens, packed, with responses of 3 tokens and 1 token."""
+            inputs, _, _ = batch()
+            one = {name: x[:1] for name, x in inputs.items()}
+            ids = one["input_ids"][0]
+            lengths = {"total_lengths": [5, 3], "response_lengths": [3, 1]}
+            rows = torch.tensor([1, 2, 3, 6])  # each predicts the next token
+            everything = torch.ones(1, 4, dtype=torch.bool)
+            fakes = fakes_of_slime(lambda **_: make(tied, sequence_parallel))
+            with mock.patch.dict(sys.modules, fakes):
+                megatron.slime_head(SLIME_ARGS)
+                build = fakes[f"{SLIME}.model"].get_model_provider_func(SLIME_ARGS, "actor")
+                model = build(pre_process=True, post_process=True)
+                hidden = model(**one)
+                assert hidden.shape == (1, S, H)
+                inputs = {"unconcat_tokens": [ids[:5], ids[5:]], **lengths}
+                ours_of = partial(fakes[f"{SLIME}.actor"].get_log_probs_and_entropy, hidden, **inputs)
+                _, out = ours_of(args=SLIME_ARGS, with_entropy=True)
+                assert [len(x) for x in out["log_probs"]] == lengths["response_lengths"]
+                detached = ours_of(args=SimpleNamespace(**{**vars(SLIME_ARGS), "entropy_coef": 0.0}), with_entropy=True)
+                assert not any(x.requires_grad for x in detached[1]["entropy"])
+                assert list(ours_of(args=SLIME_ARGS)[1]) == ["log_probs"]
+                critic = fakes[f"{SLIME}.model"].get_model_provider_func(SLIME_ARGS, "critic")()
+            log_probs, entropy = (torch.cat(out[name]) for name in ("log_probs", "entropy"))
+            weighted(log_probs[None], entropy[None], everything).backward()
+            ours = gradients(model)
+            logits = critic(**one, runtime_gather_output=True)[:, rows]
+            truth, true_entropy = of_logits(logits, ids[rows + 1][None], 0.7, PADDED)
+            weighted(truth, true_entropy, everything).backward()
+            assert_close(ours, gradients(critic), SHARDED_GRADIENT_RELATIVE)
+            assert_equal(log_probs=(log_probs, truth[0]), entropy=(entropy, true_entropy[0]))
+
+
+@case("slime's head refused", tensor_model_parallel_size=2)
+def _slime_refused() -> None:
+    fakes = fakes_of_slime(make)
+    for name, value in (("rollout_top_p", 0.9), ("enable_mtp_training", True)):
+        args = SimpleNamespace(**{**vars(SLIME_ARGS), name: value})
+        refused(f"--{name.replace('_', '-')} must be", ValueError, partial(megatron.slime_head, args))
+    with mock.patch.dict(sys.modules, fakes):
+        with mock.patch.dict(sys.modules, {f"{SLIME}.server.logprob_utils": ModuleType("server")}):
+            refused("in the log-prob server", ValueError, lambda: megatron.slime_head(SLIME_ARGS))
+        megatron.slime_head(SLIME_ARGS)
+        call = partial(fakes[f"{SLIME}.loss"].get_log_probs_and_entropy, torch.ones(1, S, H), args=SLIME_ARGS)
+        inputs = {"unconcat_tokens": [], "total_lengths": [], "response_lengths": []}
+        refused("a module output_layer", ValueError, lambda: call(**inputs))

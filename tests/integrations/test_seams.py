@@ -137,6 +137,36 @@ def test_prime_rls_loss_is_gspo_divided_by_tokens(batch: Rollout) -> None:
         prime_rl(b, b.log_probs, clip_hi=0.1)
 
 
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_prime_rls_head_equals_its_logits(softcap: float | None) -> None:
+    """Compare with src/prime_rl/trainer/models/layers/lm_head{,_gemma}.py, at another temperature for each token."""
+
+    class FusedOutputLinear(torch.nn.Linear):
+        softcap: float
+        forward: Any = partialmethod(seams.prime_rl_head, cache_mib=0)
+
+    torch.manual_seed(0)
+    head = FusedOutputLinear(16, 24, bias=False).double()
+    if softcap is not None:
+        head.softcap = softcap
+    hidden = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(24, (2, 9))
+    temperature = 0.5 + torch.rand(2, 9, dtype=torch.float64)
+    logits = hidden @ head.weight.t()
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    log_p = (logits / temperature[..., None]).log_softmax(-1)
+    expected = log_p.gather(-1, labels[..., None])[..., 0]
+    out = head(hidden, labels, temperature=temperature)
+    operands = (hidden, head.weight)
+    limit = MODEL_GRADIENT_RELATIVE[torch.float64]
+    ours = torch.autograd.grad(out["logprobs"].exp().sum(), operands)
+    theirs = torch.autograd.grad(expected.exp().sum(), operands)
+    pairs = [(out["logprobs"], expected), (out["entropy"], -(log_p.exp() * log_p).sum(-1))]
+    for x, y in [*pairs, *zip(ours, theirs, strict=True)]:
+        assert (x - y).norm() <= limit * y.norm()
+    assert out.keys() == {"logprobs", "entropy"} and not out["entropy"].requires_grad
+
+
 # slime: slime/utils/ppo_utils.py, slime/backends/megatron_utils/{loss,cp_utils}.py.
 
 SLIME: dict[str, Any] = dict(
@@ -203,14 +233,7 @@ def test_slimes_loss_is_its_gspo(batch: Rollout, slime_loss: None) -> None:
         pg = clipped(ratio, per_token(b))
         return mean(pg if c is None else torch.where(per_token(b) < 0, torch.min(pg, -c * per_token(b)), pg))
 
-    logged = check(b, lambda lp: slime(b, lp, kl_loss_coef=0.1), formula)  # needs --use-kl-loss
-    ratio = sequence_ratio(b.log_probs, b.old, b)
-    beyond = ((ratio > 1.0004) & (per_token(b) > 0)) | ((ratio < 0.9996999) & (per_token(b) < 0))
-    tokens = b.mask.sum() / (B - 1)
-    torch.testing.assert_close(logged["pg_clipfrac"], (beyond & b.mask).sum() / tokens.double())
-    torch.testing.assert_close(logged["ppo_kl"], ((b.old - b.log_probs) * b.mask).sum() / tokens)
-    for name, x in (("entropy_loss", b.log_probs.square()), ("kl_loss", k3(b.log_probs, b.ref))):
-        torch.testing.assert_close(logged[name], (x * b.mask).sum() / tokens)
+    check(b, lambda lp: slime(b, lp, kl_loss_coef=0.1), formula)  # needs --use-kl-loss
     check(b, lambda lp: slime(b, lp, Objective(dual_clip=1.0005), eps_clip_c=1.0005), partial(formula, c=1.0005))
     check(b, lambda lp: slime(b, lp, use_rollout_logprobs=True), partial(formula, old=engine(b)))
     terms = Objective(kl_coef=0.1, entropy_coef=0.01)
@@ -223,6 +246,51 @@ def test_slimes_loss_is_its_gspo(batch: Rollout, slime_loss: None) -> None:
         lambda lp: slime(b, lp, unbiased, use_unbiased_kl=True, **flags),
         lambda lp: with_terms(lp, (lp - b.old).exp() * k3(lp, b.ref)),
     )
+
+
+def test_slimes_metrics_are_its_sums_of_sample_means(batch: Rollout, slime_loss: None) -> None:
+    """Compare every metric under a name of slime with the formula of its policy_loss_function.
+
+    Lengths differ and only some samples are clipped, so means over all tokens would differ.
+    """
+    b = batch
+    lp = b.log_probs
+    mean = lambda x: (x * b.mask / lengths(b).double()).sum()  # noqa: E731 - sum_of_sample_mean
+    flags: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
+    terms = Objective(kl_coef=0.1, entropy_coef=0.01, dual_clip=1.0005)
+    unbiased = replace(terms, kl_estimator="unbiased")
+
+    def values(old: Tensor, kl: Tensor, low: float = 3e-4, high: float = 4e-4, by_token: bool = False) -> Any:
+        a = per_token(b)
+        ratio = (lp - old).exp() if by_token else sequence_ratio(lp, old, b)
+        pg = clipped(ratio, a, low, high)
+        pg = torch.where(a < 0, torch.min(pg, -1.0005 * a), pg) if not by_token else pg
+        return {
+            "loss": mean(pg) - 0.01 * mean(lp.square()) + 0.1 * mean(kl),
+            "pg_loss": mean(pg),
+            "entropy_loss": mean(lp.square()),
+            "pg_clipfrac": mean(-ratio.clamp(1 - low, 1 + high) * a > -ratio * a),
+            "ppo_kl": mean(old - lp),
+            "train_rollout_logprob_abs_diff": mean((old - engine(b)).abs()),
+            "kl_loss": mean(kl),
+        }
+
+    def compare(objective: Objective, expected: dict[str, Tensor], **changes: Any) -> None:
+        logged = slime(b, lp, objective, **{**flags, "eps_clip_c": objective.dual_clip, **changes})[1]
+        torch.testing.assert_close({name: x for name, x in logged.items() if "/" not in name}, expected)
+        assert 0 < logged["pg_clipfrac"] < B - 1
+
+    compare(terms, values(b.old, k3(lp, b.ref)))
+    compare(unbiased, values(b.old, (lp - b.old).exp() * k3(lp, b.ref)), use_unbiased_kl=True)
+    by_token = replace(terms, ratio="token", dual_clip=None, clip_low=0.02, clip_high=0.02)
+    compare(by_token, values(b.old, k3(lp, b.ref), 0.02, 0.02, True), eps_clip=0.02, eps_clip_high=0.02)
+    of_engine = values(engine(b), k3(lp, b.ref))
+    of_engine["train_rollout_logprob_abs_diff"] = mean((lp - engine(b)).abs())
+    compare(terms, of_engine, use_rollout_logprobs=True)
+    plain = slime(b, lp)[1]
+    assert "kl_loss" not in plain and plain["pg_loss"] == plain["loss"]
+    tokens = b.mask.sum() / (B - 1)  # ours stay means over tokens
+    torch.testing.assert_close(plain["gspo/kl_to_old"], ((b.old - lp) * b.mask).sum() / tokens)
 
 
 def test_slimes_truncated_importance_weights(batch: Rollout, slime_loss: None) -> None:
@@ -586,6 +654,8 @@ def test_the_documented_lines_of_each_trainer_run(
         "skyrl.backends.skyrl_train.utils.ppo_utils",
         PolicyLossRegistry=SimpleNamespace(register=settings.__setitem__),
     )
+    layer = type("FusedOutputLinear", (), {})
+    fake(monkeypatch, "prime_rl.trainer.models.layers.lm_head", FusedOutputLinear=layer)
     fake(monkeypatch, "skyrl.train.entrypoints.main_base", main=lambda: runs.append("skyrl"))
     fake(monkeypatch, "swift.rlhf_trainers", GRPOTrainer=Trainer)
     fake(monkeypatch, "swift.trainers", TrainerFactory=SimpleNamespace(TRAINER_MAPPING=table))
@@ -605,6 +675,7 @@ def test_the_documented_lines_of_each_trainer_run(
         exec(block, scope)
     assert runs == ["skyrl", "openrlhf.cli.train_ppo_ray"]
     assert settings == {"gspo_kernels": seams.skyrl}
+    assert vars(layer)["forward"] is seams.prime_rl_head
     assert ppo_actor.PolicyLoss is None  # OpenRLHF imports the actor's module in other workers, too
     ppo_actor.PolicyModelActor().init_model_from_pretrained("strategy", vllm_engines=[])
     assert ppo_actor.PolicyLoss is seams.OpenRLHFPolicyLoss

@@ -72,6 +72,36 @@ FAULTS: dict[str, Fault] = {
         "out.loss",
         "seams::test_logged_metrics_have_no_gradient_and_the_dtype_of_the_loss",
     ),
+    "slime's clip fraction counts both bounds for every advantage": (
+        "_slime_clipped",
+        "bounded * advantages < ratio * advantages",
+        "bounded != ratio",
+        "seams::test_slimes_metrics_are_its_sums_of_sample_means",
+    ),
+    "slime's pg_loss with the KL term": (
+        "slime",
+        "loss_of(log_probs, objective=policy_term).loss",
+        "out.loss",
+        "seams::test_slimes_metrics_are_its_sums_of_sample_means",
+    ),
+    "slime's difference to the sampler always of old log-probs": (
+        "slime",
+        "log_probs if args.use_rollout_logprobs else old",
+        "old",
+        "seams::test_slimes_metrics_are_its_sums_of_sample_means",
+    ),
+    "prime-rl's soft-cap ignored": (
+        "prime_rl_head",
+        'getattr(head, "softcap", None)',
+        "None",
+        "seams::test_prime_rls_head_equals_its_logits[4.0]",
+    ),
+    "prime-rl's entropy has a gradient": (
+        "prime_rl_head",
+        "out.entropy.detach()",
+        "out.entropy",
+        "seams::test_prime_rls_head_equals_its_logits[None]",
+    ),
     "logged metrics in several dtypes": (
         "logged_metrics",
         "{name: x.to(out.loss.dtype) for name, x in out.metrics.items()}",

@@ -71,7 +71,7 @@ def test_all_checks_pass_and_the_json_reports_it() -> None:
     code, report = run_json()
     assert code == 0 and report["ok"] is True
     assert report["verdict"] == f"Good: all {len(report['checks'])} checks agree with float64."
-    assert set(report) == {"ok", "verdict", "versions", "devices", "checks", "remarks", "paragraph"}
+    assert set(report) == {"ok", "verdict", "versions", "packages", "devices", "checks", "remarks", "paragraph"}
     assert report["versions"]["torch"] == torch.__version__
     assert set(report["versions"]) >= {"gspo-kernels", "python", "cuda", "hip", "triton", "transformers", "trl", "verl"}
     cpu = report["devices"][0]

@@ -158,7 +158,7 @@ def test_the_commands_run_in_a_clean_environment(python: Path) -> None:
     assert "Good: all" in report
     (verl,) = [line for line in report.splitlines() if line.startswith(" verl ")]
     assert verl.split()[-2:] == ["0.9.1", "==0.9.1"]  # tested, supported
-    run(python, "-I", "-m", "gspo_kernels.benchmarks", "bench", "--help")
+    run(python, "-I", "-m", "gspo_kernels.benchmarks", "step", "--help")
 
 
 def test_the_packages_of_the_wheel_can_be_imported(python: Path) -> None:

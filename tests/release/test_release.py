@@ -22,7 +22,8 @@ pytest.importorskip("twine", reason="make test-release")
 
 VERSION = "0.1.0"
 missing = runpy.run_path(str(ROOT / ".ci" / "release_check.py"))["missing"]
-INTEGRATIONS = "huggingface megatron reference_trainer settings tasks trainers trl verl_plugin"
+INTEGRATIONS = ("huggingface", "reference_trainer", "settings", "tasks", "trainers", "verl_plugin")
+OF_EXTRAS = ("megatron", "trl", "verl")  # the packages of these extras need not be installed
 
 
 def run(*command: Any, cwd: Path | None = None, fails: bool = False) -> str:
@@ -162,15 +163,20 @@ def test_the_commands_run_in_a_clean_environment(python: Path) -> None:
 
 
 def test_the_packages_of_the_wheel_can_be_imported(python: Path) -> None:
-    names = [f"gspo_kernels.integrations.{name}" for name in INTEGRATIONS.split()]
     code = f"""
 import importlib, sys
 from importlib.metadata import entry_points
 from pathlib import Path
 import gspo_kernels
+from gspo_kernels.extras import MissingExtraError
 assert Path(gspo_kernels.__file__).is_relative_to(sys.prefix), gspo_kernels.__file__
-for name in {names!r}:
-    importlib.import_module(name)
+for name in {INTEGRATIONS!r}:
+    importlib.import_module(f"gspo_kernels.integrations.{{name}}")
+for name in {OF_EXTRAS!r}:
+    try:
+        importlib.import_module(f"gspo_kernels.integrations.{{name}}")
+    except MissingExtraError as error:
+        assert f"pip install 'gspo-kernels[{{name}}]'" in str(error)
 (plugin,) = entry_points(group="verl.plugins", name="gspo_kernels")
 plugin.load()
 """

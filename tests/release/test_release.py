@@ -194,5 +194,5 @@ def test_the_tests_of_the_source_distribution_run(
     tracked = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
     absent = {name for name in tracked if not (folder / name).exists() and not name.startswith(".typings/")}
     assert absent == set()
-    tests = ["tests/math/test_presets.py", "tests/repo/test_readme.py", "tests/repo/test_imports.py"]
+    tests = ["tests/math/test_advantages.py", "tests/repo/test_readme.py", "tests/repo/test_imports.py"]
     run(python, "-I", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, cwd=folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email
 import os
 import runpy
 import shutil
@@ -11,6 +10,8 @@ import sys
 import tarfile
 import venv
 import zipfile
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,9 @@ def test_the_wheel_has_the_library_and_nothing_else(distributions: dict[str, Pat
     assert code == expected | {f"gspo_kernels/{name}" for name in data}
 
 
-def metadata(wheel: Path) -> email.message.Message:
+def metadata(wheel: Path) -> Message:
     text = zipfile.ZipFile(wheel).read(f"gspo_kernels-{VERSION}.dist-info/METADATA").decode()
-    return email.message_from_string(text)
+    return message_from_string(text)
 
 
 def test_the_metadata_is_complete(distributions: dict[str, Path]) -> None:

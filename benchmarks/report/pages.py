@@ -4,9 +4,9 @@
     python -m gspo_kernels.benchmarks report --check    lists stale pages and figures, and exits with 1 if there are any
 
 `page.md` holds the prose of docs/benchmarks.md and placeholders: {r[...]} is a value of a JSON file, and the others are
-texts from `tables.py` and `summary.py`. In README.md and docs/comparison.md, only the text between the lines
-`<!-- measured: results -->` and `<!-- end -->` is written. A figure contains the digest of its JSON file, so `--check`
-need not draw it. The tables of docs/scale.md are computed, not measured (`scale.py`).
+texts from `tables.py` and `summary.py`. In README.md, only the text between the lines `<!-- measured: results -->` and
+`<!-- end -->` is written. A figure contains the digest of its JSON file, so `--check` need not draw it. The tables of
+docs/scale.md are computed, not measured (`scale.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from . import scale, summary
 from .tables import SECTIONS, Results, conditions
 
 README, PAGE, FIGURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures"
-COMPARISON = ROOT / "docs" / "comparison.md"
+COMPARISON = ROOT / "docs" / "comparison.md"  # written like README.md
 TEMPLATE = Path(__file__).with_name("page.md")
 BLOCK = re.compile(r"(<!-- measured: results -->\n).*?(<!-- end -->)", re.DOTALL)
 Draw = Callable[[Results, Path], None]

@@ -140,7 +140,7 @@ def comparison(first: Results) -> str:
             f"peak MiB, {tokens}": (exact["candidates"], mib),
             f"peak MiB, {large['tokens']:,} tokens": (large["candidates"], mib),
             "time, every token has a gradient": (dense["candidates"], over_naive),
-            "time, some tokens without": (exact["candidates"], over_naive),
+            "time, some tokens without one": (exact["candidates"], over_naive),
             "time, the same in bf16": (half["candidates"], over_naive),
             "error of gradients, bf16": (half["candidates"], error_of),
             "wrong clip decisions": (decisions, lambda r: f"{r['percent']:.2g}%" if r else "-"),

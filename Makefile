@@ -2,22 +2,24 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden
+.PHONY: demo test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden test-release release-check hub-kernel
 demo: .venv/ready
 	$(BIN)/gspo train
 
 # Linters, the type checker, and every test that is not marked slow: 8 minutes on two cores.
 test: lint
 	$(BIN)/python -m pytest -m "not slow" tests/distributed
-	$(BIN)/$(PYTEST) -m "not slow" --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed
+	$(BIN)/$(PYTEST) -m "not slow" --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed \
+		--ignore tests/release
 
 # Everything that runs without a GPU: about 40 minutes on two cores, longer the first time.
-test-all: test test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-trainers
+test-all: test test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-release test-trainers
 
 # Seeded faults, the compile gate of every architecture, long runs, and 200 examples of each property.
 test-slow: .venv/ready
 	$(BIN)/$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=long \
-		--ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed --ignore tests/stub
+		--ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed --ignore tests/stub \
+		--ignore tests/release
 
 # Sharded heads and sequences on up to eight processes. No xdist: all cases share one set of processes.
 test-distributed: .venv/ready
@@ -33,6 +35,18 @@ test-stub: .venv/ready
 test-stub-oldest: .venv/ready
 	test -d build/triton-3.6.0 || $(BIN)/pip install -q --no-deps --target build/triton-3.6.0 triton==3.6.0
 	PYTHONPATH=build/triton-3.6.0 $(BIN)/python -m pytest tests/stub
+
+# Build wheel and source distribution, install the wheel by name, and load the hub's layout with the `kernels` package.
+test-release: build/release/ready
+	build/release/bin/python -m pytest tests/release
+
+# What a release still lacks: the public address, or the date in CHANGELOG.md.
+release-check:
+	$(PYTHON) .ci/release_check.py
+
+# The layout of the Hugging Face kernels hub, in build/hub.
+hub-kernel:
+	$(PYTHON) .ci/hub_kernel.py build/hub
 
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
@@ -62,6 +76,7 @@ build/swift/ready: NEEDS = '.[test]' ms-swift==4.6.0 msgspec
 # OpenRLHF has wheels for Python 3.10 to 3.12 only.
 build/openrlhf/ready: NEEDS = '.[test]' accelerate aiohttp datasets deepspeed==0.19.6 peft pillow pylatexenc ray==2.55.0 sympy torchdata \
 	&& $(@D)/bin/pip install -q --no-deps openrlhf==0.11.2
+build/release/ready: NEEDS = '.[test,release]' 'setuptools>=77'
 build/peers/ready: NEEDS = '.[bench,trl,verl]' trl==1.16.0 cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 build/%/ready: pyproject.toml constraints.txt
 	test -x build/$*/bin/python || $(PYTHON) -m venv build/$*

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, the results in README.md and all figures from the committed JSON, and update docs/scale.md.
+"""Write docs/benchmarks.md, measured tables in other pages and all figures from the committed JSON, and docs/scale.md.
 
     python -m gspo_kernels.benchmarks report            writes pages and figures
     python -m gspo_kernels.benchmarks report --check    lists stale pages and figures, and exits with 1 if there are any
@@ -27,6 +27,7 @@ from . import scale, summary
 from .tables import SECTIONS, Results, conditions
 
 README, PAGE, FIGURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures"
+COMPARISON = ROOT / "docs" / "comparison.md"  # written like README.md
 TEMPLATE = Path(__file__).with_name("page.md")
 BLOCK = re.compile(r"(<!-- measured: results -->\n).*?(<!-- end -->)", re.DOTALL)
 Draw = Callable[..., None]  # of the results of each source, and the path of the figure
@@ -53,7 +54,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def texts() -> dict[Path, str]:
-    """Return the new texts of README.md, docs/benchmarks.md and docs/scale.md."""
+    """Return the new texts of the pages that this module writes, by path."""
     introduction, *sections = TEMPLATE.read_text().split("\n<!-- suite: ")
     fields = {path: fields_of(suite, path) for suite in SECTIONS for path in files(suite)}
     first = {suite: fields[files(suite)[0]]["r"] for suite in SECTIONS}
@@ -66,9 +67,14 @@ def texts() -> dict[Path, str]:
         for path in files(suite):
             with naming(path):
                 page.append(prose.format(**common, **fields[path]))
-    block = summary.readme(first)
-    readme = BLOCK.sub(lambda match: f"{match[1]}{block}\n{match[2]}", README.read_text())
-    return {README: readme, PAGE: "\n".join(page), scale.PAGE: scale.page()}
+    blocks = {README: summary.readme(first), COMPARISON: summary.comparison(first)}
+    filled = {path: with_block(path.read_text(), block) for path, block in blocks.items()}
+    return {**filled, PAGE: "\n".join(page), scale.PAGE: scale.page()}
+
+
+def with_block(text: str, block: str) -> str:
+    """Replace the measured block of a page."""
+    return BLOCK.sub(lambda match: f"{match[1]}{block}\n{match[2]}", text)
 
 
 def fields_of(suite: str, path: Path) -> dict[str, Any]:
@@ -140,7 +146,7 @@ def main() -> int:
     if parser.parse_args().check:
         differing = stale()
         lines = [f"{name} is stale: run python -m gspo_kernels.benchmarks report" for name in differing]
-        pages = f"{README.name}, {PAGE.name}, {scale.PAGE.name}"
+        pages = f"{README.name}, {PAGE.name}, {COMPARISON.name}, {scale.PAGE.name}"
         print("\n".join(lines or [f"{pages} and every figure are up to date"]))
         return 1 if differing else 0
     written = texts()  # make all texts before writing the first file

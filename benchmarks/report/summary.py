@@ -7,7 +7,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .tables import BUDGET, CACHED, NAIVE, OURS, Results, by_name, error_of, mib, over_naive, shown, table, worse
+from .tables import (
+    BUDGET,
+    CACHED,
+    NAIVE,
+    OURS,
+    Results,
+    by_name,
+    candidates_table,
+    error_of,
+    mib,
+    over_naive,
+    shown,
+    table,
+    worse,
+)
 
 README_ROWS = {
     NAIVE: "full logits",
@@ -25,10 +39,10 @@ LIMIT = 0.01  # upper end of the 95 % interval of wrong decisions, for an implem
 Values = dict[str, float]
 
 
-def run_of(first: Results, scenario: str) -> Results:
-    """Return the timed fp32 run of the scenario. Of several, return the run with the most tokens."""
+def run_of(first: Results, scenario: str, dtype: str = "float32") -> Results:
+    """Return the timed run of the scenario. Of several, return the run with the most tokens."""
     runs = first["step"]["time"]["runs"]
-    kind = (scenario, "float32")
+    kind = (scenario, dtype)
     return max((r for r in runs if (r["on"]["scenario"], r["on"]["dtype"]) == kind), key=lambda r: r["on"]["tokens"])
 
 
@@ -111,6 +125,27 @@ def windows(fidelity: Results) -> str:
         f"With bf16 logits, a token's log-ratio is off by {token:.1e} nats, and a sequence's ({LENGTH:,} tokens) by "
         f"{sequence:.1e}, so in nats the claim holds. But that is {token / 0.2:.0%} of GRPO's window and "
         f"{sequence / 3e-4:.0%} of GSPO's"
+    )
+
+
+def comparison(first: Results) -> str:
+    """Return the table of docs/comparison.md."""
+    exact, dense, half = (run_of(first, *kind) for kind in (("rl-like",), ("dense",), ("rl-like", "bfloat16")))
+    large = max(first["step"]["memory"]["points"], key=lambda point: point["tokens"])
+    names = [*by_name(exact["candidates"]), "TRL cast_lm_head_to_fp32"]
+    wrong = wrong_decisions(first["fidelity"])
+    decisions = [{"name": name, "percent": wrong[name]} for name in names if name in wrong]
+    tokens = f"{exact['on']['tokens']:,} tokens"
+    return candidates_table(
+        {
+            f"peak MiB, {tokens}": (exact["candidates"], mib),
+            f"peak MiB, {large['tokens']:,} tokens": (large["candidates"], mib),
+            "time, every token has a gradient": (dense["candidates"], over_naive),
+            "time, some tokens without one": (exact["candidates"], over_naive),
+            "time, the same in bf16": (half["candidates"], over_naive),
+            "error of gradients, bf16": (half["candidates"], error_of),
+            "wrong clip decisions": (decisions, lambda r: f"{r['percent']:.2g}%" if r else "-"),
+        }
     )
 
 

@@ -16,6 +16,10 @@ from .precision import exact_products, pad_columns
 from .torch.tiles import tile_shape
 from .workspace import DEFAULT_WORKSPACE
 
+# Namespace of our torch.library operators. The kernels hub imports a copy of this package under another name, next to
+# the installed one.
+NAMESPACE = __name__.partition(".")[0]
+
 
 def _adapter_op(x: Tensor, lora_a: Tensor, mask: Tensor) -> Tensor:
     """Return x A^T [N, R] from x [N, H] and A [R, H]; 0 at masked rows."""
@@ -43,9 +47,9 @@ def _adapter_backward_op(x: Tensor, lora_a: Tensor, mask: Tensor, d_out: Tensor)
         return d_x, torch.mm(d_rows.t(), x[index])
 
 
-_adapter: Any = torch.library.custom_op("gspo_kernels::adapter", _adapter_op, mutates_args=())
+_adapter: Any = torch.library.custom_op(f"{NAMESPACE}::adapter", _adapter_op, mutates_args=())
 _adapter_backward: Any = torch.library.custom_op(
-    "gspo_kernels::adapter_backward", _adapter_backward_op, mutates_args=()
+    f"{NAMESPACE}::adapter_backward", _adapter_backward_op, mutates_args=()
 )
 _adapter.register_fake(lambda x, lora_a, mask: x.new_empty(x.shape[0], lora_a.shape[0]))
 _adapter_backward.register_fake(lambda x, lora_a, mask, d_out: (torch.empty_like(x), torch.empty_like(lora_a)))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from ..backends.adapter import NAMESPACE
 from ..objective import Objective
 from ..validation import refuse_second_derivative, refuse_torch_func
 
@@ -80,7 +81,7 @@ class Operator(Generic[P, R]):
         # A result is never None: gradients that are not needed are empty tensors.
         outputs = ", ".join(["Tensor"] * sum(len(group.hints) for group in self._outputs))
         name = function.__name__  # pyright: ignore[reportAttributeAccessIssue] - it is a function
-        self.name = f"gspo_kernels::{name}"
+        self.name = f"{NAMESPACE}::{name}"
         self.function = {"fused_loss": "gspo_fused_loss"}.get(name, name)  # the public function, for messages
         self.op: Any = torch.library.custom_op(
             self.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -37,12 +38,31 @@ class GSPOTrainer(GRPOTrainer):
     Takes the same arguments as GRPOTrainer, but `args` defaults to a GSPOConfig. The head may have a LoRA adapter. From
     TRL 1.15 on, GRPOTrainer refuses such a head, because TRL's own log-probs would ignore the adapter.
 
+    The model card names GSPO and its paper, or GRPO if `args` does not select a sequence-level ratio.
+
     Warns:
         UserWarning: `args` does not select a sequence-level ratio. The warnings of `accelerate_trainer` also apply.
     """
 
+    _tag_names = ["trl", "gspo"]  # noqa: RUF012 - TRL's attributes are lists and dicts, too
+    _name = "GSPO"
+    _paper = {  # noqa: RUF012
+        "title": "Group Sequence Policy Optimization",
+        "id": "2507.18071",
+        "citation": textwrap.dedent("""\
+            @article{zheng2025gspo,
+                title  = {{Group Sequence Policy Optimization}},
+                author = {Chujie Zheng and Shixuan Liu and Mingze Li and Xiong-Hui Chen and Bowen Yu and Chang Gao and Kai Dang and Yuqiong Liu and Rui Men and An Yang and Jingren Zhou and Junyang Lin},
+                year   = 2025,
+                eprint = {arXiv:2507.18071},
+            }"""),  # noqa: E501
+    }
+
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any) -> None:
         args = GSPOConfig(output_dir="gspo") if args is None else args
+        if args.importance_sampling_level == "token":
+            for name in ("_tag_names", "_name", "_paper"):  # of the model card
+                setattr(self, name, getattr(GRPOTrainer, name))
         with _head_adapters_allowed():
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.importance_sampling_level != "sequence":

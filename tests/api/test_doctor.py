@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import tolerance
 import torch
+from helpers.readme import CONSTRAINTS
 from tolerance import LOSS_PER_ADVANTAGE, check_loss, decision_band
 from typer.testing import CliRunner
 
@@ -21,7 +23,7 @@ from gspo_kernels.backends import dispatch, self_check
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.reference import gspo_reference_loss
 from gspo_kernels.tools.cli import app
-from gspo_kernels.tools.doctor import checks, compile_gate, diagnosis
+from gspo_kernels.tools.doctor import checks, compile_gate, diagnosis, packages
 from gspo_kernels.tools.doctor.checks import (
     CPU,
     DTYPES,
@@ -71,7 +73,7 @@ def test_all_checks_pass_and_the_json_reports_it() -> None:
     code, report = run_json()
     assert code == 0 and report["ok"] is True
     assert report["verdict"] == f"Good: all {len(report['checks'])} checks agree with float64."
-    assert set(report) == {"ok", "verdict", "versions", "devices", "checks", "remarks", "paragraph"}
+    assert set(report) == {"ok", "verdict", "versions", "packages", "devices", "checks", "remarks", "paragraph"}
     assert report["versions"]["torch"] == torch.__version__
     assert set(report["versions"]) >= {"gspo-kernels", "python", "cuda", "hip", "triton", "transformers", "trl", "verl"}
     cpu = report["devices"][0]
@@ -132,6 +134,34 @@ def test_one_paragraph_describes_accelerators_and_results(monkeypatch: pytest.Mo
     report = f"{broken.verdict}\n\nTo report this machine in an issue, paste:\n\n{broken.paragraph}\n"
     assert run()[1].endswith(report)
     assert run_json()[1]["paragraph"] == broken.paragraph
+
+
+def test_versions_are_listed_as_installed_tested_and_supported(
+    monkeypatch: pytest.MonkeyPatch, torch_alone: None
+) -> None:
+    newer = {"trl": "1.99.0", "peft": None, "verl": None}
+    installed = packages.version
+
+    def version(name: str) -> str:
+        found = newer[name] if name in newer else installed(name)
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(packages, "version", version)
+    listed = {package.name: package for package in packages.packages()}
+    assert listed.keys() == set(packages.PACKAGES)
+    pins = dict(line.split(";")[0].split("==") for line in CONSTRAINTS.splitlines() if "==" in line and "<" not in line)
+    assert listed["torch"].tested == pins["torch"] and listed["torch"].supported == ">=2.11"
+    assert (listed["peft"].installed, listed["peft"].is_supported, listed["peft"].remark) == (None, True, "")
+    assert (listed["verl"].tested, listed["verl"].supported) == ("0.9.1", "==0.9.1")
+    assert (
+        listed["trl"].remark
+        == f"trl 1.99.0 is not supported: expected >=0.29,<1.17, tested with {listed['trl'].tested}"
+    )
+    code, out = run()
+    assert code == 0 and listed["trl"].remark in out.splitlines()
+    assert any(line.split() == ["verl", "-", "0.9.1", "==0.9.1"] for line in out.splitlines())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -126,6 +126,12 @@ def test_roll_settings_run_as_they_are(tmp_path: Path, recwarn: pytest.WarningsR
         ("epsilon_high", "clip_high"),
         ("num_iterations", "epochs"),
         ("per_device_train_batch_size", "micro_batch_size"),
+        ("steps_per_generation", "updates_per_rollout"),
+        ("generation_batch_size", r"prompts_per_step \* group_size"),
+        ("epsilon", "clip_low and clip_high"),
+        ("max_steps", r"steps \* epochs \* updates_per_rollout"),
+        ("importance_sampling_level", "ratio"),
+        ("use_bias_correction_kl", "kl_ratio_factor"),
     ],
 )
 def test_an_option_of_trl_names_ours(name: str, ours: str) -> None:

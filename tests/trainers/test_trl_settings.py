@@ -330,3 +330,22 @@ def test_a_dataset_smaller_than_a_rollout_is_warned_of(prompts: int, warned: boo
         trainer.train()
     assert named_settings(caught) == ["train_dataset"] * warned
     assert trainer.state.global_step == (0 if warned else 1)
+
+
+@pytest.mark.parametrize(
+    ("level", "method", "paper"), [("sequence", "GSPO", "2507.18071"), ("token", "GRPO", "2402.03300")]
+)
+def test_the_model_card_names_the_method_and_its_paper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, method: str, paper: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    path = checkpoint(tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about the token level
+        trainer = make_trainer(GSPOTrainer, path, tmp_path, importance_sampling_level=level)
+    trainer.create_model_card(model_name="sorter")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"trained with {method}, a method introduced in" in card
+    assert f"https://huggingface.co/papers/{paper}" in card and f"arXiv:{paper}" in card
+    assert f"\n- {method.lower()}\n" in card  # a tag
+    assert trainer.model.model_tags == ["trl", method.lower()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from ...backends import dispatch, self_check
 from ...validation import TensorChecks
 from .checks import CPU, DTYPES, Check, check, interpreted_checks, one_line
+from .packages import Package, packages
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Diagnosis:
     devices: list[Device]
     checks: list[Check]
     remarks: list[str]  # what is missing or unusual but not a fault
+    packages: list[Package] = field(default_factory=list)
 
     @property
     def faults(self) -> list[str]:
@@ -102,7 +104,9 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
             progress("triton on cpu, interpreted")
             checks += interpreted_checks()
         devices.append(describe(device))  # after the checks, because the first one ran the self-check
-    return Diagnosis(_versions(triton), devices, checks, remarks + absent)
+    listed = packages()
+    unsupported = [package.remark for package in listed if package.remark]
+    return Diagnosis(_versions(triton), devices, checks, remarks + absent + unsupported, listed)
 
 
 def _installed(name: str) -> str | None:

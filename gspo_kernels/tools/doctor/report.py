@@ -24,6 +24,13 @@ def diagnose(interpret: bool, console: Console) -> tuple[str, bool, dict[str, An
     with console.status("checking") as status:
         result = diagnosis.diagnose(interpret, status.update)
     print_line(", ".join(f"{name} {release}" for name, release in result.versions.items() if release))
+    if result.packages:
+        versions = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for column in ("", "installed", "tested", "supported"):
+            versions.add_column(column, no_wrap=True)
+        for package in result.packages:
+            versions.add_row(package.name, package.installed or "-", package.tested or "-", package.supported)
+        console.print(versions)
     for device in result.devices:
         print_line(f"{device.name}: {device.text}")
     for remark in result.remarks:

@@ -200,4 +200,16 @@ FAULTS: dict[str, Fault] = {
         "    low = low & (policy.token_weights != 0)",
         "presets::test_the_clip_fractions_are_those_of_the_surrogate",
     ),
+    "operators have the same namespace in every copy of the package": (
+        "Operator.__init__",
+        "f'{NAMESPACE}::{name}'",
+        "f'gspo_kernels::{name}'",
+        "imports::test_a_copy_under_another_name_works_next_to_the_package",
+    ),
+    "a version outside of the supported range has no remark": (
+        "packages:packages",
+        "required[name].contains(installed, prereleases=True)",
+        "True",
+        "doctor::test_versions_are_listed_as_installed_tested_and_supported",
+    ),
 }

@@ -491,4 +491,10 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "integrations/trainer_mismatch::test_rounded_weights_sample_and_the_exact_ones_come_back",
     ),
+    "the model card names GRPO": (
+        "GSPOTrainer",
+        '_name = "GSPO"',
+        '_name = "GRPO"',
+        "trainers/trl_settings::test_the_model_card_names_the_method_and_its_paper[sequence-GSPO-2507.18071]",
+    ),
 }

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.other_trainers import Rollout, assert_agree, ours, rollout
+from tolerance import PARITY_GRADIENT_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective
@@ -113,6 +114,27 @@ def test_normalizers_of_the_global_batch(name: str, backend: str) -> None:
     value, gradient, _ = verl_loss(batch, objective, loss, aggregation, **size)
     normalizer = (301 if aggregation == "token-mean" else 48) / 4
     assert_agree(batch, ours(batch, objective, backend, normalizer=normalizer), value, gradient)
+
+
+@pytest.mark.parametrize("bound", [3.0, 1.5])
+@pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_gradients_of_dppo_equal_verls(loss: str, bound: float, weights: bool, backend: str) -> None:
+    """verl multiplies a constant ratio by the log-prob. So its loss has another value, but the same gradient."""
+    objective = Objective.preset(loss, dual_clip=bound)
+    batch = rollout(objective, seed=4, weights=weights)
+    _, gradient, metrics = verl_loss(batch, objective, loss, "token-mean")
+    out, computed = ours(batch, objective, backend)
+    torch.testing.assert_close(computed, gradient, rtol=0, atol=PARITY_GRADIENT_RELATIVE * gradient.norm().item())
+    _, unbounded = ours(batch, replace(objective, dual_clip=None), backend)
+    assert (unbounded - gradient).norm() > 0.01 * gradient.norm()  # the bound matters
+    # verl also counts tokens with advantage 0 as clipped.
+    zero = (batch.advantages == 0)[:, None] & batch.mask
+    p, q = batch.log_probs.exp(), batch.old.exp()
+    divergence = q - p if loss == "dppo_tv" else q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+    counted = (zero & (p < q) & (divergence > objective.clip_low)).sum() / batch.mask.sum()
+    ours_of_both = out.metrics["token_clip_fraction"].item() + counted.item()
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(ours_of_both, abs=1e-6)
 
 
 def test_verls_token_sum_is_a_token_mean_with_normalizer_1(backend: str) -> None:

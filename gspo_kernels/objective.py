@@ -104,9 +104,10 @@ class Objective:
         entropy_coef: the aggregated entropy times this coefficient is subtracted from the loss.
         sapo_temperature_pos: tau in sapo's gate, sigmoid(tau (s - 1)), where the advantage is positive; >= 1e-30.
         sapo_temperature_neg: tau where the advantage is zero or negative; >= 1e-30.
-        rollout_correction: a `gspo_kernels.sampler_mismatch.RolloutCorrection`. The loss then requires old_log_probs
-            and rollout_log_probs, computes importance weights from them, and multiplies the policy term by these
-            weights, as it does with token_weights.
+        rollout_correction: a `gspo_kernels.sampler_mismatch.RolloutCorrection`, or a tuple of them. The loss then
+            requires old_log_probs and rollout_log_probs, computes importance weights from them, and multiplies the
+            policy term by these weights, as it does with token_weights. With a tuple, the weight of a token is the
+            product of its weights, so corrections at different levels can be combined.
 
     Raises:
         ValueError, TypeError: The message names the field, the expected value and the value received.
@@ -134,7 +135,7 @@ class Objective:
     entropy_coef: float = 0.0
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
-    rollout_correction: RolloutCorrection | None = None
+    rollout_correction: RolloutCorrection | tuple[RolloutCorrection, ...] | None = None
 
     def __post_init__(self) -> None:
         self._check()
@@ -186,8 +187,11 @@ class Objective:
             check.fail("ratio", f"'token' with surrogate={self.surrogate!r}, which compares tokens", self.ratio)
         if self.kl_ratio_factor and self.kl_estimator == "unbiased":
             check.fail("kl_ratio_factor", "False with kl_estimator='unbiased', which already has a ratio factor", True)
-        if not isinstance(self.rollout_correction, RolloutCorrection | None):
-            check.fail("rollout_correction", "a RolloutCorrection or None", self.rollout_correction, TypeError)
+        correction = self.rollout_correction
+        corrections = correction if isinstance(correction, tuple) and correction else (correction,)
+        if correction is not None and not all(isinstance(x, RolloutCorrection) for x in corrections):
+            expected = "a RolloutCorrection, a tuple of at least one RolloutCorrection, or None"
+            check.fail("rollout_correction", expected, correction, TypeError)
 
     def _warn(self, stacklevel: int, luspo: bool = False) -> None:
         if self.ratio == "token" or self.surrogate not in ("clip", "none"):

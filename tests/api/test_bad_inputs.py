@@ -501,6 +501,10 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "length-norm-zero": ({"length_norm": 0}, V_, "length_norm", "> 0", "0"),
     "length-norm-text": ({"length_norm": "4096"}, T_, "length_norm", "number", "'4096'"),
     "rollout-correction": ({"rollout_correction": "tis"}, T_, "rollout_correction", "RolloutCorrection", "'tis'"),
+    "no-rollout-correction": ({"rollout_correction": ()}, T_, "rollout_correction", "at least one", "()"),
+    "rollout-correction-list": (
+        {"rollout_correction": (RolloutCorrection(), None)}, T_, "rollout_correction", "a tuple of", "None)",
+    ),
     "cispo-clip-low": ({"surrogate": "cispo", "clip_low": 1.1}, V_, "clip_low", "<= 1", "1.1"),
     "gmpo-clip-low": ({"surrogate": "gmpo", "clip_low": -0.1}, V_, "clip_low", ">= 0", "-0.1"),
     "gmpo-ratio": ({"surrogate": "gmpo", "ratio": "token"}, V_, "ratio", "'sequence' with surrogate='gmpo'", "'token'"),

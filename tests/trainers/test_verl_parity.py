@@ -22,7 +22,10 @@ from gspo_kernels.sampler_mismatch import importance_weights
 
 pytest.importorskip("verl")
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from verl.workers.config import ActorConfig
 
 # An objective, verl's name of the loss, and its aggregation.
@@ -237,3 +240,15 @@ def test_rollout_weights_equal_verls(level: str, mode: str) -> None:
     assert 0 < computed.metrics["bound_share"] < 1
     # Like us, verl computes the effective sample size from the truncated or masked weights.
     assert computed.metrics["effective_sample_size"] == pytest.approx(metrics["rollout_is_eff_sample_size"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("option", "level"), [("token", "token"), ("seq_sum", "sequence"), ("seq_mean", "geometric")])
+def test_gates_equal_verls_rejection_masks(option: str, level: str) -> None:
+    """verl's thresholds bound mu / pi, so ours are their inverses."""
+    batch = rollout(Objective.preset("grpo"))
+    log_ratio = batch.log_probs - batch.old
+    expected, _ = compute_rollout_rejection_mask(log_ratio, batch.double_mask(), f"{option}_k1", "0.8_1.1")
+    gate = importance_weights(
+        batch.log_probs, batch.old, batch.mask, level=level, mode="gate", low=1 / 1.1, high=1 / 0.8
+    )
+    assert torch.equal(gate.weights, expected) and 0 < gate.metrics["bound_share"] < 1

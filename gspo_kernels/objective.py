@@ -85,8 +85,8 @@ class Objective:
         clip_high: see clip_low; >= 0. For cispo, TRL's epsilon_high bounds the ratio itself, so pass
             clip_high = epsilon_high - 1.
         dual_clip: upper bound > 1 on the ratio where the advantage is negative (arXiv 1912.09729); None: no bound. For
-            surrogate="clip", "dppo_tv" and "dppo_kl" only. For the last two, it bounds the factor s of value and gradient
-            for advantages of either sign, and tokens above it keep their gradient (verl's `clip_ratio_c`).
+            surrogate="clip", "dppo_tv" and "dppo_kl" only. For the last two, it bounds the factor s of value and
+            gradient for advantages of either sign. Tokens above it keep a gradient (verl's `clip_ratio_c`).
         delta: TRL's option for the same bound (INTELLECT-2); must exceed 1 + clip_high. If dual_clip is also set, the
             smaller of the two applies. For surrogate="clip" only.
         aggregation: weight of a token, before division by the normalizer. "seq-mean-token-mean": 1 / L_i, where L_i is

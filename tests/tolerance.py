@@ -119,8 +119,8 @@ def decision_band(length: int) -> float:
     return 3e-6 if length >= 1024 else 3e-6 + 6e-5 / length**0.5
 
 
-# Distance of DPPO's divergence from its bound within which our decision may differ from float64's. The divergence moves by
-# at most 1 / (1 - p) per nat of the log-prob.
+# Distance of DPPO's divergence from its bound within which our decision may differ from float64's. Per nat of the
+# log-prob, the divergence moves by at most 1 / (1 - p).
 DIVERGENCE_BAND = 1e-4
 
 

@@ -503,7 +503,11 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "rollout-correction": ({"rollout_correction": "tis"}, T_, "rollout_correction", "RolloutCorrection", "'tis'"),
     "no-rollout-correction": ({"rollout_correction": ()}, T_, "rollout_correction", "at least one", "()"),
     "rollout-correction-list": (
-        {"rollout_correction": (RolloutCorrection(), None)}, T_, "rollout_correction", "a tuple of", "None)",
+        {"rollout_correction": (RolloutCorrection(), None)},
+        T_,
+        "rollout_correction",
+        "a tuple of",
+        "None)",
     ),
     "cispo-clip-low": ({"surrogate": "cispo", "clip_low": 1.1}, V_, "clip_low", "<= 1", "1.1"),
     "gmpo-clip-low": ({"surrogate": "gmpo", "clip_low": -0.1}, V_, "clip_low", ">= 0", "-0.1"),

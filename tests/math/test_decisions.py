@@ -9,7 +9,15 @@ import pytest
 import torch
 from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs, policy_loss
 from helpers.marks import slow
-from tolerance import DIVERGENCE_BAND, LOG_PROB_BIAS, LOG_PROB_RMS_ON_GPUS, LOG_PROB_STD, SHARE_ABSOLUTE, decision_band, truncation
+from tolerance import (
+    DIVERGENCE_BAND,
+    LOG_PROB_BIAS,
+    LOG_PROB_RMS_ON_GPUS,
+    LOG_PROB_STD,
+    SHARE_ABSOLUTE,
+    decision_band,
+    truncation,
+)
 from torch import Tensor
 
 from gspo_kernels import Objective

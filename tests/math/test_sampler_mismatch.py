@@ -11,6 +11,7 @@ import torch
 from helpers.device import on_device, policy_loss
 from helpers.samples import Sample, make_sample, run_fused
 from tolerance import FLOAT64_RELATIVE
+from torch import Tensor
 
 from gspo_kernels import Objective, validation
 from gspo_kernels.sampler_mismatch import LEVELS, MODES, RolloutCorrection, importance_weights, off_policy_mask

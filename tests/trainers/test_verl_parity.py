@@ -226,6 +226,24 @@ def test_advantages_equal_verls(name: str) -> None:
     torch.testing.assert_close(our_advantages(rewards, ids, mask.double()), expected)
 
 
+def test_verls_gdpo_is_a_weighted_sum_of_group_advantages_then_whitened() -> None:
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.tensor([4, 4, 4, 9, 9, 4, 0, 0, 9, 0, 0])
+    rewards = torch.rand(11, 2, generator=rng)
+    rewards[:, 1] *= 30
+    mask = torch.ones(11, 7)  # verl places a reward at the last token of the attention mask
+    expected, _ = core_algos.compute_gdpo_outcome_advantage(
+        torch.zeros(11, 7),
+        mask,
+        index=ids.numpy().astype(np.int64),
+        config={"gdpo_reward_keys": ["one", "two"], "gdpo_reward_weights": [1.0, 0.5]},  # type: ignore[arg-type]
+        non_tensor_batch={"one": rewards[:, 0].numpy(), "two": rewards[:, 1].numpy()},
+        batch={"prompts": torch.zeros(11, 3), "attention_mask": torch.ones(11, 10, dtype=torch.int64)},
+    )
+    one, two = (group_advantages(x, group_ids=ids) for x in rewards.unbind(1))
+    torch.testing.assert_close(whiten(one + 0.5 * two, mask), expected)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_rollout_weights_equal_verls(level: str, mode: str) -> None:

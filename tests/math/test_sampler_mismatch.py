@@ -207,9 +207,8 @@ def test_the_weights_of_several_corrections_are_multiplied(name: str, ratio: str
     s = token_ratio.exp() if ratio == "token" else (token_ratio.sum(1, keepdim=True) / lengths).exp()
     loss = (torch.where(mask, -weights * s * advantages[:, None], 0) / lengths).sum() / 4
     (expected,) = torch.autograd.grad(loss, lp)
-    close = {"rtol": FLOAT64_RELATIVE, "atol": FLOAT64_RELATIVE}
-    torch.testing.assert_close(out.loss, loss.detach(), **close)
-    torch.testing.assert_close(gradient, expected, **close)
+    for computed, truth in ((out.loss, loss.detach()), (gradient, expected)):
+        torch.testing.assert_close(computed, truth, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
 
 
 def test_metrics_of_several_corrections_describe_the_product_and_each_correction() -> None:

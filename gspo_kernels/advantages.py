@@ -10,7 +10,12 @@ The advantages of common trainers (R: rewards, in groups of n answers to a promp
     TRL, scale_rewards="batch"            (R - mean) / (batch std + 1e-4)  ... eps=1e-4, scale="batch"
     Dr. GRPO                              R - mean                         ... scale="none"
     RLOO                                  R - mean of the other answers    ... baseline="leave-one-out", scale="none"
+    NeMo RL                               (R - mean of the other answers) / (their std + 1e-6)
+                                                                           ... baseline="leave-one-out",
+                                                                               scale="leave-one-out"
     StateSet                              (R - mean) / population std      ... ddof=0, eps=0.0
+    GDPO, several rewards R_k             sum of w_k (R_k - mean_k) / (std_k + eps), divided by its batch std
+                                                                           gdpo_advantages(R, n, weights=w)
     REINFORCE without group baseline      (R - mean) / std, over tokens    whiten(R, mask)
 
 You may clamp rewards or pass them through `normalize_rewards` first. Afterwards you may clamp advantages or pass them
@@ -19,6 +24,8 @@ through `whiten`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +37,7 @@ from .layout import accumulator
 from .validation import FLOATS, TensorChecks
 
 BASELINES = ("mean", "leave-one-out", "none")
-SCALES = ("group", "batch", "none")
+SCALES = ("group", "leave-one-out", "batch", "none")
 
 
 def group_advantages(
@@ -52,7 +59,8 @@ def group_advantages(
         group_ids: [B] int64 or int32. Answers with the same id form a group. Groups may differ in size, and their
             answers need not be adjacent.
         baseline: "mean" of the group, "leave-one-out" (mean of the other answers, RLOO) or "none".
-        scale: divide by the standard deviation of the "group" or the "batch"; "none": do not divide (Dr. GRPO).
+        scale: divide by the standard deviation of the "group", of the other answers of the group ("leave-one-out",
+            NeMo RL), or of the "batch"; "none": do not divide (Dr. GRPO).
         ddof: 1 for the sample standard deviation, 0 for the population standard deviation.
         eps: added to the standard deviation, >= 0.
 
@@ -84,9 +92,59 @@ def group_advantages(
         return advantages
     if scale == "group":
         variance = groups.per_reward(groups.sum(centred.square())) / (n - ddof).clamp(min=1)
+    elif scale == "leave-one-out":
+        variance = groups.variance_of_others(ddof)
     else:
         variance = variance_of(groups.rewards, ddof)
     return over_deviation(advantages, variance.sqrt(), eps)
+
+
+def gdpo_advantages(
+    rewards: Tensor,
+    group_size: int | None = None,
+    *,
+    group_ids: Tensor | None = None,
+    weights: Sequence[float] | None = None,
+    baseline: str = "mean",
+    scale: str = "group",
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Compute the advantages of several rewards: normalize each reward by group, add them, normalize the sums by batch.
+
+    GDPO (arXiv 2601.05242) does this so that a reward with a large deviation does not hide the others. With the
+    advantages A_k = `group_advantages(rewards[:, k], ...)` and the sums x = sum of w_k A_k, the result is
+    (x - mean of x) / (std of x + eps), with mean and sample standard deviation over the batch. TRL's
+    multi_objective_aggregation="normalize_then_sum" equals `gdpo_advantages(..., eps=1e-4)`.
+
+    Args:
+        rewards: [B, K], K rewards of each answer.
+        group_size, group_ids, baseline, scale, ddof: as in `group_advantages`.
+        weights: K finite numbers; None: every reward has weight 1.
+        eps: added to the standard deviations of groups and batch, >= 0.
+
+    Returns:
+        [B] fp32 (fp64 for fp64 rewards). A reward that is equal for all answers of a group adds nothing in this group.
+        On a GPU, a NaN or infinite reward makes all advantages NaN.
+
+    Raises:
+        ValueError, TypeError: The message names the argument, the expected value and the value received.
+    """
+    check = TensorChecks("gdpo_advantages")
+    check.tensor("rewards", rewards, dtypes=FLOATS, shapes=[(None, None)], shape_text="[B, K]")
+    count = rewards.shape[1]
+    if weights is None:
+        weights = [1.0] * count
+    if not isinstance(weights, list | tuple) or len(weights) != count:
+        check.fail("weights", f"a list of {count} numbers, one per reward, or None", weights)
+    weights = [check.number("weights", x, "finite numbers", math.isfinite) for x in weights]
+    # In fp64, so that advantages that cancel leave nothing for the last division to enlarge.
+    total = rewards.new_zeros(rewards.shape[0], dtype=torch.float64)
+    for weight, reward in zip(weights, rewards.double().unbind(1), strict=True):
+        total = total + weight * group_advantages(
+            reward, group_size, group_ids=group_ids, baseline=baseline, scale=scale, ddof=ddof, eps=eps
+        )
+    return normalize_rewards(total, "batch", eps=eps).to(accumulator(rewards.dtype))
 
 
 @dataclass

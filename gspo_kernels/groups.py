@@ -63,11 +63,34 @@ class Groups:
     def centred(self) -> Tensor:
         """Return rewards minus the mean of their group, [B]; exactly 0 in a group of equal rewards."""
         # Compare the rewards, because the mean of equal rewards may be rounded, and subtracting it may not give 0.
+        smallest, largest = self._extremes()
+        mean = self.sum(self.rewards) / self.counts.clamp(min=1)
+        return torch.where(smallest == largest, 0, self.rewards - self.per_reward(mean))
+
+    def variance_of_others(self, ddof: int) -> Tensor:
+        """Return the variance of the other rewards in each reward's group, [B], with divisor n - 1 - ddof.
+
+        It is exactly 0 if the other rewards are equal, and if there are none.
+        """
+        x = self.rewards.double()
+        n = self.per_reward(self.counts).double()
+        centred = x - self.per_reward(self.sum(x)) / n
+        # Leaving out a reward at distance c from the mean reduces the sum of squares by c^2 n / (n - 1).
+        squares = self.per_reward(self.sum(centred.square())) - centred.square() * n / (n - 1).clamp(min=1)
+        smallest, largest = self._extremes()
+        is_smallest, is_largest = self.rewards == smallest, self.rewards == largest
+        n_smallest, n_largest = (self.per_reward(self.sum(equal.double())) for equal in (is_smallest, is_largest))
+        others_are_equal = (smallest == largest) | (~is_smallest & (n_smallest == n - 1))
+        others_are_equal |= ~is_largest & (n_largest == n - 1)
+        variance = squares.clamp(min=0) / (n - 1 - ddof).clamp(min=1)
+        return torch.where(others_are_equal, 0, variance).to(self.rewards.dtype)
+
+    def _extremes(self) -> tuple[Tensor, Tensor]:
+        """Return the smallest and the largest reward of each reward's group, [B] each."""
         x = self.rewards[self.order]
         smallest = torch.segment_reduce(x, "min", offsets=self.offsets, initial=float("inf"))
         largest = torch.segment_reduce(x, "max", offsets=self.offsets, initial=float("-inf"))
-        mean = self.sum(self.rewards) / self.counts.clamp(min=1)
-        return torch.where(self.per_reward(smallest == largest), 0, self.rewards - self.per_reward(mean))
+        return self.per_reward(smallest), self.per_reward(largest)
 
 
 def checked_rewards(check: TensorChecks, rewards: Any, batch: int | None = None) -> Tensor:

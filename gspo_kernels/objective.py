@@ -9,7 +9,7 @@ The loss of every objective is a sum over the unmasked tokens t of all sequences
     u       log-ratio, lp_it minus old log-prob: the mean over the sequence, or for ratio="token" the token's value
     s       ratio, exp(u); in the KL term this factor is present only if kl_ratio_factor=True
     A_it    advantage
-    l       surrogate, a function of u and A (for "cispo" and "reinforce" also of lp_it)
+    l       surrogate, a function of u and A (for "cispo", "reinforce" and "dppo_*" also of lp_it)
     o_it    the caller's token weight
     c_it    the aggregation's weight of the token, divided by `normalizer`
     c'_it   the same weight in the KL term's aggregation, divided by `kl_normalizer`
@@ -30,7 +30,8 @@ from . import validation
 from .sampler_mismatch import RolloutCorrection
 
 RATIOS = ("sequence", "sequence-token", "token")
-SURROGATES = ("clip", "none", "cispo", "sapo", "gmpo", "reinforce")
+SURROGATES = ("clip", "none", "cispo", "sapo", "gmpo", "reinforce", "dppo_tv", "dppo_kl")
+DIVERGENCES = ("dppo_tv", "dppo_kl")  # surrogates that clip by a divergence of the sampled token, not by its ratio
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "unbiased")
 # A clip window at least this wide is meant for token ratios. A sequence ratio is the exponential of a mean over L
@@ -53,6 +54,10 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "sapo": {"ratio": "token", "surrogate": "sapo"},
     "gmpo": {"surrogate": "gmpo", "clip_low": 0.4, "clip_high": 0.4},
     "reinforce": {"ratio": "token", "surrogate": "reinforce", "aggregation": "seq-mean-token-sum"},
+    "dppo_tv": {**_PPO, "surrogate": "dppo_tv", "aggregation": "token-mean"},
+    "dppo_kl": {
+        "ratio": "token", "surrogate": "dppo_kl", "clip_low": 0.05, "clip_high": 0.05, "aggregation": "token-mean",
+    },
 }  # fmt: skip  # a table
 
 
@@ -68,14 +73,20 @@ class Objective:
         surrogate: "clip": -min(s A, clip(s) A). "none": -s A. "cispo": -clip(s) A log p, without a gradient through
             the ratio (MiniMax-M1). "sapo": a sigmoid gate instead of a clip (SAPO). "gmpo": -q A, where q is the
             geometric mean of the tokens' bounded ratios (GMPO); needs ratio="sequence". "reinforce": -A log p.
-        clip_low: the ratio is clipped to [1 - clip_low, 1 + clip_high]; 0 <= clip_low < 1. Two surrogates differ.
+            "dppo_tv", "dppo_kl": -s A, or 0 for tokens outside a trust region (DPPO); these need ratio="token".
+        clip_low: the ratio is clipped to [1 - clip_low, 1 + clip_high]; 0 <= clip_low < 1. Some surrogates differ.
             "cispo" also accepts clip_low=1, which means no lower bound.
             "gmpo" clips the log-ratio of each token, at clip_high if the advantage is positive and at -clip_low if it
             is negative. It accepts any finite clip_low >= 0.
+            "dppo_tv" and "dppo_kl" compare p, the probability of the sampled token, with its old probability q. If the
+            advantage is positive, they drop tokens with p > q and a divergence above clip_high. If it is negative, they
+            drop tokens with p < q and a divergence above clip_low. The divergence is |p - q| for "dppo_tv", and
+            q log(q / p) + (1 - q) log((1 - q) / (1 - p)) for "dppo_kl". Any clip_low >= 0 is accepted, also inf.
         clip_high: see clip_low; >= 0. For cispo, TRL's epsilon_high bounds the ratio itself, so pass
             clip_high = epsilon_high - 1.
         dual_clip: upper bound > 1 on the ratio where the advantage is negative (arXiv 1912.09729); None: no bound. For
-            surrogate="clip" only.
+            surrogate="clip", "dppo_tv" and "dppo_kl" only. For the last two, it bounds the factor s of value and
+            gradient for advantages of either sign. Tokens above it keep a gradient (verl's `clip_ratio_c`).
         delta: TRL's option for the same bound (INTELLECT-2); must exceed 1 + clip_high. If dual_clip is also set, the
             smaller of the two applies. For surrogate="clip" only.
         aggregation: weight of a token, before division by the normalizer. "seq-mean-token-mean": 1 / L_i, where L_i is
@@ -93,9 +104,10 @@ class Objective:
         entropy_coef: the aggregated entropy times this coefficient is subtracted from the loss.
         sapo_temperature_pos: tau in sapo's gate, sigmoid(tau (s - 1)), where the advantage is positive; >= 1e-30.
         sapo_temperature_neg: tau where the advantage is zero or negative; >= 1e-30.
-        rollout_correction: a `gspo_kernels.sampler_mismatch.RolloutCorrection`. The loss then requires old_log_probs
-            and rollout_log_probs, computes importance weights from them, and multiplies the policy term by these
-            weights, as it does with token_weights.
+        rollout_correction: a `gspo_kernels.sampler_mismatch.RolloutCorrection`, or a tuple of them. The loss then
+            requires old_log_probs and rollout_log_probs, computes importance weights from them, and multiplies the
+            policy term by these weights, as it does with token_weights. With a tuple, the weight of a token is the
+            product of its weights, so corrections at different levels can be combined.
 
     Raises:
         ValueError, TypeError: The message names the field, the expected value and the value received.
@@ -123,7 +135,7 @@ class Objective:
     entropy_coef: float = 0.0
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
-    rollout_correction: RolloutCorrection | None = None
+    rollout_correction: RolloutCorrection | tuple[RolloutCorrection, ...] | None = None
 
     def __post_init__(self) -> None:
         self._check()
@@ -139,13 +151,15 @@ class Objective:
         if self.kl_aggregation is not None:
             check.choice("kl_aggregation", self.kl_aggregation, AGGREGATIONS)
         check.boolean("kl_ratio_factor", self.kl_ratio_factor)
+        bound = ("a number >= 0, within float32, or inf", lambda x: x >= 0 and validation.valid_bound(x))
         clip_low = {
             "cispo": ("a number >= 0 and <= 1 (1: no lower bound)", lambda x: 0 <= x <= 1),
             "gmpo": ("a finite number >= 0", lambda x: 0 <= x <= validation.LARGEST),
+            **dict.fromkeys(DIVERGENCES, bound),
         }.get(self.surrogate, ("a number >= 0 and < 1", lambda x: 0 <= x < 1))
         numbers = {
             "clip_low": clip_low,
-            "clip_high": ("a number >= 0, within float32, or inf", lambda x: x >= 0 and validation.valid_bound(x)),
+            "clip_high": bound,
             "dual_clip": ("a number > 1, within float32, or None", lambda x: x > 1 and validation.valid_bound(x)),
             "delta": (lambda: f"a number > 1 + clip_high = {1 + self.clip_high:g}, within float32, or None",
                       lambda x: x > 1 + self.clip_high and validation.valid_bound(x)),
@@ -162,17 +176,22 @@ class Objective:
             object.__setattr__(self, name, check.number(name, getattr(self, name), expected, is_valid))
         if self.length_norm is None and "seq-mean-token-sum-norm" in (self.aggregation, self.kl_aggregation):
             check.fail("length_norm", "a number of tokens for seq-mean-token-sum-norm", None)
-        for name in ("dual_clip", "delta"):
-            if getattr(self, name) is not None and self.surrogate != "clip":
+        for name, readers in {"dual_clip": ("clip", *DIVERGENCES), "delta": ("clip",)}.items():
+            if getattr(self, name) is not None and self.surrogate not in readers:
                 check.fail(
                     name, f"None with surrogate={self.surrogate!r}, which has no such bound", getattr(self, name)
                 )
         if self.surrogate == "gmpo" and self.ratio != "sequence":
             check.fail("ratio", "'sequence' with surrogate='gmpo', a geometric mean over the sequence", self.ratio)
+        if self.surrogate in DIVERGENCES and self.ratio != "token":
+            check.fail("ratio", f"'token' with surrogate={self.surrogate!r}, which compares tokens", self.ratio)
         if self.kl_ratio_factor and self.kl_estimator == "unbiased":
             check.fail("kl_ratio_factor", "False with kl_estimator='unbiased', which already has a ratio factor", True)
-        if not isinstance(self.rollout_correction, RolloutCorrection | None):
-            check.fail("rollout_correction", "a RolloutCorrection or None", self.rollout_correction, TypeError)
+        correction = self.rollout_correction
+        corrections = correction if isinstance(correction, tuple) and correction else (correction,)
+        if correction is not None and not all(isinstance(x, RolloutCorrection) for x in corrections):
+            expected = "a RolloutCorrection, a tuple of at least one RolloutCorrection, or None"
+            check.fail("rollout_correction", expected, correction, TypeError)
 
     def _warn(self, stacklevel: int, luspo: bool = False) -> None:
         if self.ratio == "token" or self.surrogate not in ("clip", "none"):
@@ -195,7 +214,7 @@ class Objective:
         """Return a named objective, optionally with changed fields: `Objective.preset("dapo", clip_high=0.3)`.
 
         Names: gspo, gspo-token, grpo, dapo, bnpo, dr_grpo (which needs `length_norm`), luspo, cispo, sapo, gmpo,
-        reinforce. docs/parity.md lists the objectives of each trainer.
+        reinforce, dppo_tv, dppo_kl. docs/parity.md lists the objectives of each trainer.
         """
         validation.Checks("Objective.preset").choice("name", name, tuple(_PRESETS))
         known = {f.name for f in fields(cls)}
@@ -226,7 +245,7 @@ class Objective:
 
     @functools.cached_property
     def ceiling(self) -> float:
-        """Upper bound on the ratio for negative advantages: the smaller of dual_clip and delta, or inf without both."""
+        """Upper bound on the ratio: the smaller of dual_clip and delta, or inf without both."""
         return min((c for c in (self.dual_clip, self.delta) if c is not None), default=math.inf)
 
     @functools.cached_property

@@ -114,6 +114,29 @@ def score(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, objective: A
     return torch.where(advantages == 0, 0.0, -weight * advantages * log_probs)
 
 
+def dppo(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, objective: Any) -> Tensor:
+    """Compute -s A per token, and 0 where a token has left the trust region (DPPO, arXiv 2602.04879).
+
+    A token leaves it if its probability moves in the direction of the advantage, and D exceeds clip_high (A > 0) or
+    clip_low (A < 0). D is a divergence of two Bernoulli distributions: the token is sampled with probability p now, and
+    was sampled with probability q. "dppo_tv" takes the total variation |p - q|, "dppo_kl" takes KL(q || p). With
+    dual_clip, the factor s is at most dual_clip, also in the gradient (verl).
+    """
+    p, q = (x.detach().clamp(max=0).exp() for x in (log_probs, log_probs - log_ratio))
+    divergence = (p - q).abs()
+    if objective.surrogate == "dppo_kl":
+        # xlogy(x, y) is 0 for x = 0, also if y is 0 or inf.
+        divergence = torch.xlogy(q, q / p) + torch.xlogy(1 - q, (1 - q) / (1 - p))
+    outside = (advantages > 0) & (p > q) & (divergence > objective.clip_high)
+    outside |= (advantages < 0) & (p < q) & (divergence > objective.clip_low)
+    constant = outside | (advantages == 0)
+    u = torch.where(constant, 0.0, log_ratio)
+    ratio = u.exp()
+    if objective.dual_clip is not None:
+        ratio = ratio.detach().clamp(max=objective.dual_clip) * (u - u.detach()).exp()
+    return torch.where(constant, 0.0, -ratio * advantages)
+
+
 def bounded(token_log_ratio: Tensor, advantages: Tensor, objective: Any) -> Tensor:
     """Bound token log-ratios as in GMPO (arXiv 2507.20673): at most clip_high if A > 0, at least -clip_low if A < 0.
 
@@ -232,6 +255,8 @@ def gspo_reference_loss(
             advantage = advantage * weights
         if objective.surrogate in ("cispo", "reinforce"):
             per_token = score(log_ratio, advantage, lp, objective)
+        elif objective.surrogate in ("dppo_tv", "dppo_kl"):
+            per_token = dppo(log_ratio, advantage, lp, objective)
         else:
             per_token = surrogate(log_ratio, advantage, objective)
         if length:

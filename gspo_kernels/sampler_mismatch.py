@@ -7,11 +7,16 @@ rho_t = pi(y_t) / mu(y_t). These settings compute the weights of other trainers:
     TRL token_truncate, verl token, slime     level="token", mode="truncate": rho_t
     TRL token_mask, IcePop                    level="token", mode="mask": rho_t
     TRL sequence_*, verl sequence             level="sequence": the product of the rho_t
-    ms-swift sequence_*, ROLL geometric       level="geometric": the geometric mean of the rho_t
+    ms-swift sequence_truncate, ROLL          level="geometric": the geometric mean of the rho_t
+    verl rollout_rs seq_mean_k1               level="geometric", mode="gate": 1 within the bounds, else 0
+    ms-swift sequence_mask, NeMo RL and       two corrections: a gate on the geometric mean, and the weight rho_t of
+    OpenRLHF seq-mask-tis                     each token, RolloutCorrection("token", high=math.inf)
 
 Pass the weights to a loss as `token_weights`, which multiply the policy term but not the KL term or the entropy. Or set
-`Objective(rollout_correction=RolloutCorrection(...))`: the loss then computes the weights and reports their metrics. To
-use the sampler's log-probs instead of recomputed ones (GSPO's paper, section 5.4; verl's bypass mode), pass them as
+`Objective(rollout_correction=RolloutCorrection(...))`: the loss then computes the weights and reports their metrics. It
+multiplies the weights of several corrections, passed as a tuple.
+
+To use the sampler's log-probs instead of recomputed ones (GSPO's paper, section 5.4; verl's bypass mode), pass them as
 `old_log_probs`. No weights are needed in that case. The host reads no values, and results have no gradient.
 """
 
@@ -27,7 +32,7 @@ from .layout import Layout, packed_layout, padded_layout, segment_sum
 from .validation import FLOATS, LARGEST, Checks, TensorChecks, up_to_five, valid_bound
 
 LEVELS = ("token", "sequence", "geometric")
-MODES = ("truncate", "mask")
+MODES = ("truncate", "mask", "gate")
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,9 @@ class Correction(NamedTuple):
     `metrics` holds 0-dim tensors on the device, over unmasked tokens:
         weight_mean, weight_max: mean and largest weight.
         effective_sample_size: (sum w)^2 / (n sum w^2) for n tokens, between 0 and 1.
-        bound_share: share of tokens with a weight outside the bounds.
+        bound_share: share of tokens with a weight outside the bounds. With several corrections, outside the bounds of
+            at least one.
+        bound_share_0, bound_share_1, ...: the share of each correction; only with several.
         kl_sampler_trainer: mean of rho - 1 - log rho in nats per token. This estimate of KL(sampler || trainer) is
             never negative.
     """
@@ -85,7 +92,8 @@ def importance_weights(
         cu_seqlens: [S + 1] int32 or int64, for packed input.
         level: "token": the weight of a token is its ratio. "sequence": all tokens of a sequence get the product of
             their ratios. "geometric": all tokens of a sequence get the geometric mean of their ratios.
-        mode: "truncate" clamps weights to [low, high]; "mask" sets weights outside [low, high] to 0.
+        mode: "truncate" clamps weights to [low, high]; "mask" sets weights outside [low, high] to 0; "gate" also sets
+            weights inside to 1, to combine it with other weights.
         low, high: bounds, 0 <= low <= high.
 
     Returns:
@@ -103,29 +111,41 @@ def importance_weights(
     low, high = _bounds(check, level, mode, low, high)
     for name, x in log_probs.items():
         check.sign(name, x.detach().reshape(-1), unmasked)
-    return _weigh(layout, unmasked, difference, RolloutCorrection(level, mode, low, high), check.invalid(mask.device))
+    corrections = (RolloutCorrection(level, mode, low, high),)
+    return _weigh(layout, unmasked, difference, corrections, check.invalid(mask.device))
 
 
 def rollout_weights(
-    check: TensorChecks, layout: Layout, unmasked: Tensor, old: Tensor, rollout: Tensor, correction: RolloutCorrection
+    check: TensorChecks,
+    layout: Layout,
+    unmasked: Tensor,
+    old: Tensor,
+    rollout: Tensor,
+    corrections: tuple[RolloutCorrection, ...],
 ) -> Correction:
-    """Run `importance_weights` for a loss that has already checked mask (`unmasked` [N] bool) and offsets."""
+    """Compute the product of all corrections' weights for a loss, which has already checked mask and offsets.
+
+    `unmasked` is [N] bool.
+    """
     difference = _difference(check, layout, unmasked, old_log_probs=old, rollout_log_probs=rollout)
     check.sign("rollout_log_probs", rollout.detach().reshape(-1), unmasked)
-    return _weigh(layout, unmasked, difference, correction, unmasked.new_zeros((), dtype=torch.int64))
+    return _weigh(layout, unmasked, difference, corrections, unmasked.new_zeros((), dtype=torch.int64))
 
 
 def _weigh(
-    layout: Layout, unmasked: Tensor, difference: Tensor, correction: RolloutCorrection, invalid: Tensor
+    layout: Layout,
+    unmasked: Tensor,
+    difference: Tensor,
+    corrections: tuple[RolloutCorrection, ...],
+    invalid: Tensor,
 ) -> Correction:
     """Compute weights and metrics from `difference` [N], old minus rollout log-prob, 0 where masked."""
-    low, high, level = correction.low, correction.high, correction.level
-    log_weight = (
-        difference if level == "token" else _reduce_sequences(difference, unmasked, layout, mean=level == "geometric")
-    )  # [N]
-    raw = log_weight.exp()
-    outside = (raw < low) | (raw > high)
-    weight = raw.clamp(low, high) if correction.mode == "truncate" else torch.where(outside, 0, raw)
+    weighed = [_weight(layout, unmasked, difference, correction) for correction in corrections]
+    weight, outside = weighed[0]
+    for other_weight, other_outside in weighed[1:]:
+        # A weight of 0 drops the token, even if another weight is NaN or inf.
+        weight = torch.where((weight == 0) | (other_weight == 0), 0, weight * other_weight)
+        outside = outside | other_outside
     weight = torch.where(unmasked, weight, 0)
     tokens = unmasked.sum().clamp(min=1).to(weight.dtype)
     total, squares = weight.sum(), weight.square().sum()
@@ -136,7 +156,25 @@ def _weigh(
         "bound_share": (outside & unmasked).sum() / tokens,
         "kl_sampler_trainer": torch.where(unmasked, _k3(difference), 0).sum() / tokens,
     }
+    if len(corrections) > 1:
+        metrics |= {f"bound_share_{i}": (x & unmasked).sum() / tokens for i, (_, x) in enumerate(weighed)}
     return _correction(layout, weight, metrics, invalid)
+
+
+def _weight(
+    layout: Layout, unmasked: Tensor, difference: Tensor, correction: RolloutCorrection
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of each row under one correction, and whether its ratio is outside the bounds, [N] each."""
+    low, high, level = correction.low, correction.high, correction.level
+    log_weight = (
+        difference if level == "token" else _reduce_sequences(difference, unmasked, layout, mean=level == "geometric")
+    )  # [N]
+    raw = log_weight.exp()
+    outside = (raw < low) | (raw > high)
+    if correction.mode == "truncate":
+        return raw.clamp(low, high), outside
+    inside = torch.where(raw.isnan(), raw, 1) if correction.mode == "gate" else raw
+    return torch.where(outside, 0, inside), outside
 
 
 def off_policy_mask(

@@ -127,6 +127,11 @@ def decision_band(length: int) -> float:
     return 3e-6 if length >= 1024 else 3e-6 + 6e-5 / length**0.5
 
 
+# Distance of DPPO's divergence from its bound within which our decision may differ from float64's. Per nat of the
+# log-prob, the divergence moves by at most 1 / (1 - p).
+DIVERGENCE_BAND = 1e-4
+
+
 def truncation(device: torch.device, dtype: torch.dtype, width: int, largest_logit: float) -> float:
     """Return the RMS error of log-probs and entropies that the truncation of a GPU's tensor cores may cause.
 

@@ -166,7 +166,8 @@ def _rollout_correction(
         missing = "old_log_probs" if rollout is not None else "rollout_log_probs"
         expected = "given, because objective.rollout_correction compares old_log_probs with rollout_log_probs"
         check.fail(missing, expected, None)
-    return rollout_weights(check, layout, unmasked, old, rollout, correction)
+    corrections = correction if isinstance(correction, tuple) else (correction,)
+    return rollout_weights(check, layout, unmasked, old, rollout, corrections)
 
 
 def _normalizer(

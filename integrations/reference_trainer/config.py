@@ -181,7 +181,10 @@ class TrainConfig:
         plain |= {name: str(x) for name, x in plain.items() if isinstance(x, Path)}
         of_objective = {f.name: getattr(self.objective, f.name) for f in fields(Objective)}
         correction = self.objective.rollout_correction
-        of_objective["rollout_correction"] = None if correction is None else asdict(correction)
+        if isinstance(correction, tuple):
+            of_objective["rollout_correction"] = [asdict(x) for x in correction]
+        elif correction is not None:
+            of_objective["rollout_correction"] = asdict(correction)
         plain |= {"advantages": [{call: options} for call, options in self.advantages]}
         return {name: x for name, x in plain.items() if name not in ("resume", "overwrite")} | of_objective
 

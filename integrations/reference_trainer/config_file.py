@@ -250,9 +250,15 @@ def steps_of(value: Any) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def correction_of(value: Any) -> RolloutCorrection:
-    """Convert fields such as {level: sequence, mode: mask, high: 3.0}."""
+def correction_of(value: Any) -> RolloutCorrection | tuple[RolloutCorrection, ...]:
+    """Convert fields such as {level: sequence, mode: mask, high: 3.0}, or a list of them."""
     value = yaml.safe_load(value) if isinstance(value, str) else value
+    if isinstance(value, list | tuple):
+        return tuple(_correction_of_fields(x) for x in value)
+    return _correction_of_fields(value)
+
+
+def _correction_of_fields(value: Any) -> RolloutCorrection:
     if isinstance(value, RolloutCorrection):
         return value
     if not isinstance(value, Mapping):
@@ -281,6 +287,9 @@ KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "Path": ("a path", Path),
     "tuple[int, ...]": ("whole numbers, such as 0 or 0,1,2 or [0, 1, 2]", lambda x: tuple(map(int, items_of(x)))),
     "tuple[str, ...]": ("texts, such as a or a,b or [a, b]", lambda x: tuple(map(str, items_of(x)))),
-    "RolloutCorrection": ("fields of a correction, such as {level: sequence, mode: mask, high: 3.0}", correction_of),
+    "RolloutCorrection | tuple[RolloutCorrection, ...]": (
+        "fields of a correction, such as {level: sequence, mode: mask, high: 3.0}, or a list of corrections",
+        correction_of,
+    ),
     "tuple[Step, ...]": ("calls, such as group_advantages or [{group_advantages: {scale: none}}, whiten]", steps_of),
 }

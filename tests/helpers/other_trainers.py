@@ -11,6 +11,7 @@ from tolerance import PARITY_GRADIENT_RELATIVE, check_loss
 from torch import Tensor
 
 from gspo_kernels import Objective
+from gspo_kernels.objective import DIVERGENCES
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {},
@@ -24,6 +25,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sapo": {},
     "gmpo": {},
     "reinforce": {},
+    "dppo_tv": {},
+    "dppo_kl": {},
 }
 
 
@@ -52,7 +55,10 @@ def rollout(objective: Objective, seed: int = 0, weights: bool = False) -> Rollo
     mask[:, 0] = True
     randn = lambda: torch.randn(shape, generator=rng, dtype=torch.float64)  # noqa: E731
     log_probs = -randn().abs() - 4  # so far below 0 that old and reference log-probs are below 0, too
-    if objective.ratio == "token" or objective.surrogate == "gmpo":
+    if objective.surrogate in DIVERGENCES:  # probabilities from 0.05 to 0.95, old and new
+        log_probs, old = (0.05 + 0.9 * torch.rand(2, *shape, generator=rng, dtype=torch.float64)).log()
+        r = log_probs - old
+    elif objective.ratio == "token" or objective.surrogate == "gmpo":
         r = randn() * max(objective.clip_low % 1, objective.clip_high % 1, 0.2) * 1.5
     else:
         side = torch.tensor([-2.0, -2.0, 0.3, -0.3, 2.0, 2.0]).repeat(2)[:, None]
@@ -63,7 +69,7 @@ def rollout(objective: Objective, seed: int = 0, weights: bool = False) -> Rollo
     advantages *= torch.tensor([1.0, -1.0]).repeat(6)
     advantages[-1] = 0
     token_weights = torch.rand(shape, generator=rng, dtype=torch.float64) + 0.5 if weights else None
-    batch = Rollout(log_probs, log_probs - r, log_probs + 0.3 * randn(), mask, advantages, token_weights)
+    batch = Rollout(log_probs, log_probs - r, (log_probs + 0.3 * randn()).clamp(max=0), mask, advantages, token_weights)
     if objective.surrogate not in ("sapo", "reinforce"):
         out, _ = ours(batch, objective, "torch")
         metrics = {name: out.metrics[f"token_clip_fraction{name}"] for name in ("", "_low", "_high")}

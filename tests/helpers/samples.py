@@ -15,6 +15,7 @@ from tolerance import PLAIN_ORDERS
 from torch import Tensor
 
 from gspo_kernels import LossOutput, Objective
+from gspo_kernels.objective import DIVERGENCES
 from gspo_kernels.reference import ReferenceOutput, gspo_reference_loss
 from gspo_kernels.validation import ROUNDING
 
@@ -185,7 +186,9 @@ def make_sample(
         u = torch.where(side < 0, -objective.clip_low * spread, objective.clip_high * spread) * side.abs()
         u = u + 0.1 * min(objective.clip_low, objective.clip_high) * randn(sequences)
         per_token = u[:, None].expand(shape)
-        if objective.surrogate == "gmpo":  # it clips tokens: of a sequence below or above the window, a few
+        if objective.surrogate in DIVERGENCES:
+            per_token = 1.5 * randn(*shape)
+        elif objective.surrogate == "gmpo":  # it clips tokens: of a sequence below or above the window, a few
             per_token = per_token * 1.5 * torch.rand(shape, generator=rng)
         elif objective.ratio == "token":
             per_token = per_token[:, torch.randperm(longest, generator=rng)] * (torch.rand(shape, generator=rng) + 0.5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,12 +137,14 @@ def test_recomputed_log_probs_clip_nothing_and_the_correction_weighs_tokens(
 def test_a_training_reports_the_first_updates_clip_fraction(tmp_path: Path) -> None:
     shared = SMALL | dict(output=tmp_path, updates_per_rollout=2, sampler_precision="bf16", learning_rate=1e-2)
     train(train_config(**shared, name="uncorrected", old_log_probs="sampler"))
-    train(train_config(**shared, name="corrected", rollout_correction="{level: token, mode: mask, low: 0.5}"))
+    correction = "[{level: geometric, mode: gate, low: 0.9}, {level: token, mode: mask, low: 0.5}]"
+    train(train_config(**shared, name="corrected", rollout_correction=correction))
     for row in rows_of(tmp_path / "uncorrected")[1:]:
         assert row["clip_fraction_first_update"] > 0 and "rollout_weight_mean" not in row
     for row in rows_of(tmp_path / "corrected")[1:]:
         assert row["clip_fraction_first_update"] == 0 < row["clip_fraction"]
         assert row["rollout_weight_mean"] != 1 and row["rollout_kl_sampler_trainer"] > 0
+        assert {"rollout_bound_share", "rollout_bound_share_0", "rollout_bound_share_1"} <= row.keys()
 
 
 def test_a_correction_is_an_option_that_a_record_keeps() -> None:
@@ -152,6 +156,15 @@ def test_a_correction_is_an_option_that_a_record_keeps() -> None:
     assert train_config(rollout_correction="none").objective.rollout_correction is None
 
 
+def test_several_corrections_are_a_list() -> None:
+    corrections = RolloutCorrection("geometric", "gate", 0.99, 1.01), RolloutCorrection("token", high=math.inf)
+    text = "[{level: geometric, mode: gate, low: 0.99, high: 1.01}, {level: token, high: inf}]"
+    config = train_config(rollout_correction=text)
+    assert config.objective.rollout_correction == corrections
+    assert train_config(**json.loads(json.dumps(config.to_dict()))).objective == config.objective
+    assert train_config(objective=Objective(rollout_correction=corrections)).objective == config.objective
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -159,6 +172,8 @@ def test_a_correction_is_an_option_that_a_record_keeps() -> None:
             {"rollout_correction": "tis"},
             "rollout_correction: expected fields of a correction, such as {level: sequence, ",
         ),
+        ({"rollout_correction": [{}, "tis"]}, "rollout_correction: expected fields of a correction, such as "),
+        ({"rollout_correction": []}, "rollout_correction must be a RolloutCorrection, a tuple of at least one"),
         ({"rollout_correction": {"level": "word"}}, "rollout_correction: RolloutCorrection: level must be "),
         ({"rollout_correction": {"lvl": "token"}}, "rollout_correction: .*unexpected keyword argument 'lvl'"),
         (

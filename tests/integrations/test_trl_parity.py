@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import trl_trainer
 from helpers.other_trainers import assert_agree, ours, rollout
 from helpers.trl_losses import GRADIENT_STEPS, LONGEST, SEQUENCE, trl_loss
 from torch import Tensor
 
 from gspo_kernels import Objective
+from gspo_kernels.advantages import gdpo_advantages, group_advantages
 from gspo_kernels.sampler_mismatch import off_policy_mask
 
 pytest.importorskip("trl", minversion="1.16")  # earlier releases normalise dapo differently
@@ -111,3 +114,39 @@ def test_sequence_ratios_with_trls_loss_type_dapo_are_luspo() -> None:
     lengths: Tensor = batch.mask.sum(1)
     _, by_length = ours(batch, replace(objective, aggregation="seq-mean-token-sum"), "torch")
     torch.testing.assert_close(gradient * lengths.sum() / len(lengths), by_length)
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_advantages_of_two_rewards_equal_trls(aggregation: str, tmp_path: Path) -> None:
+    rewards = torch.randn(8, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rewards[:, 1] *= 30
+    rewards[:4, 0] = 0.1  # a group without variation
+    weights = [1.0, 0.5]
+    captured: list[Tensor] = []
+
+    class Trainer(trl_trainer.GRPOTrainer):
+        def _calculate_rewards(self, *arguments: Any) -> Tensor:
+            return rewards
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            outputs = super()._generate_and_score_completions(inputs)
+            captured.append(outputs["advantages"])
+            return outputs
+
+    trainer = trl_trainer.make_trainer(
+        Trainer,
+        trl_trainer.checkpoint(tmp_path / "model"),
+        tmp_path,
+        multi_objective_aggregation=aggregation,
+        max_steps=1,
+        steps_per_generation=2,
+    )
+    trainer.reward_funcs = trainer.reward_funcs * 2
+    trainer.reward_func_names = ["one", "two"]
+    trainer.reward_weights = torch.tensor(weights, dtype=torch.float64)
+    trainer.train()
+    if aggregation == "normalize_then_sum":
+        ours = gdpo_advantages(rewards, 4, weights=weights, eps=1e-4)
+    else:
+        ours = group_advantages(rewards @ torch.tensor(weights, dtype=torch.float64), 4, eps=1e-4)
+    torch.testing.assert_close(ours, captured[0])

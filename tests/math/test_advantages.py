@@ -16,14 +16,21 @@ from torch import Tensor
 
 from gspo_kernels import advantages as adv
 from gspo_kernels import validation
-from gspo_kernels.advantages import RunningMoments, group_advantages, normalize_rewards, token_returns, turn_advantages
+from gspo_kernels.advantages import (
+    RunningMoments,
+    gdpo_advantages,
+    group_advantages,
+    normalize_rewards,
+    token_returns,
+    turn_advantages,
+)
 from gspo_kernels.advantages import whiten as whitened
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, -3.0, 7.25]), min_size=1, max_size=24)
 Formula = Callable[[list[float], list[float]], list[float]]  # (rewards of a group, all rewards) -> advantages
 
 
-def float64(x: list[float]) -> Tensor:
+def float64(x: list[float] | list[list[float]]) -> Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
@@ -48,6 +55,16 @@ def centred(x: list[float]) -> list[float]:
     return [0.0 if len(set(x)) == 1 else v - mean for v in x]
 
 
+def against_others(x: list[float]) -> list[float]:
+    if len(x) == 1:
+        return [0.0]
+    return [0.0 if len(set(x)) == 1 else v - (math.fsum(x) - v) / (len(x) - 1) for v in x]
+
+
+def deviations_of_others(x: list[float], ddof: int = 1) -> list[float]:
+    return [deviation(x[:i] + x[i + 1 :], ddof) for i in range(len(x))]
+
+
 FORMULAS: dict[str, tuple[Formula, dict[str, Any]]] = {
     "verl, ROLL, slime": (lambda g, _: [c / (deviation(g) + 1e-6) for c in centred(g)], {}),
     "TRL": (lambda g, _: [c / (deviation(g) + 1e-4) for c in centred(g)], {"eps": 1e-4}),
@@ -59,6 +76,16 @@ FORMULAS: dict[str, tuple[Formula, dict[str, Any]]] = {
     "RLOO": (
         lambda g, _: [v - (math.fsum(g) - v) / (len(g) - 1) if len(set(g)) > 1 else 0.0 for v in g],
         {"baseline": "leave-one-out", "scale": "none"},
+    ),
+    "NeMo RL": (
+        lambda g, _: [
+            c / (s + 1e-6) if s else c for c, s in zip(against_others(g), deviations_of_others(g), strict=True)
+        ],
+        {"baseline": "leave-one-out", "scale": "leave-one-out"},
+    ),
+    "population of the others": (
+        lambda g, _: [c / s if s else c for c, s in zip(centred(g), deviations_of_others(g, 0), strict=True)],
+        {"scale": "leave-one-out", "ddof": 0, "eps": 0.0},
     ),
     "StateSet": (lambda g, _: [c / (deviation(g, 0) or 1) for c in centred(g)], {"ddof": 0, "eps": 0.0}),
     "REINFORCE": (lambda g, _: g, {"baseline": "none", "scale": "none"}),
@@ -100,6 +127,45 @@ def test_advantages_of_single_and_equal_rewards_are_exactly_zero(baseline: str, 
         rewards, group_ids=torch.tensor([0, 0, 0, 1, 2]), baseline=baseline, scale=scale, eps=0.0, ddof=1
     )
     assert not ours.any() and not ours.isnan().any()
+
+
+def test_equal_rewards_of_the_others_are_not_divided() -> None:
+    """The sum of squares of the others is computed from the group's, and must be 0 without rounding errors."""
+    for others, outlier in ((0.1, 0.7), (0.3, -1e5), (1e-3, 1.0)):
+        rewards = torch.tensor([others, others, outlier, others])
+        ours = group_advantages(rewards, 4, baseline="leave-one-out", scale="leave-one-out", eps=0.0)
+        assert ours[2].item() == pytest.approx(outlier - others, rel=1e-5)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, -3.0]), min_size=3, max_size=3), min_size=1, max_size=12),
+    st.data(),
+)
+def test_several_rewards_are_normalised_then_added(rows: list[list[float]], data: st.DataObject) -> None:
+    """arXiv 2601.05242, and TRL 1.16's `normalize_then_sum` with its eps of 1e-4."""
+    ids = data.draw(st.lists(st.sampled_from([3, -1, 8]), min_size=len(rows), max_size=len(rows)))
+    weights = [1.0, 0.5, -2.0]
+    sums = torch.zeros(len(rows), dtype=torch.float64)
+    for k, weight in enumerate(weights):
+        formula = FORMULAS["TRL"][0]
+        sums += weight * by_group(formula, [row[k] for row in rows], ids)
+    std = deviation(sums.tolist())
+    expected = (sums - sums.mean()) / (std + 1e-4) if std > 1e-9 else torch.zeros_like(sums)
+    ours = gdpo_advantages(float64(rows), group_ids=torch.tensor(ids), weights=weights, eps=1e-4)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-7)
+
+
+def test_gdpo_advantages_take_the_options_of_group_advantages() -> None:
+    rewards = torch.randn(12, 2, generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"baseline": "leave-one-out", "scale": "leave-one-out", "ddof": 0, "eps": 1e-3}
+    ours = gdpo_advantages(rewards, 4, **options)
+    total = sum(group_advantages(x, 4, **options) for x in rewards.unbind(1))
+    assert isinstance(total, Tensor) and ours.dtype == torch.float32
+    torch.testing.assert_close(ours, (total - total.mean()) / (total.std() + 1e-3))
+    assert not gdpo_advantages(torch.ones(4, 2), 2).any()
+    x = torch.tensor([0.0, 0.25, 1.0, 0.75, 0.5, 0.25])
+    assert gdpo_advantages(torch.stack([x, 1 - x], 1), 3).abs().max() < 1e-6  # they cancel, up to rounding in fp64
+    assert gdpo_advantages(torch.ones(0, 2), 2).shape == (0,)
 
 
 @given(REWARDS, st.booleans(), st.booleans())
@@ -199,6 +265,10 @@ def test_empty_batches() -> None:
 BAD: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "kl missing": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), kl_coef=0.1), ValueError, "kl", "None"),
     "kl shape": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), kl=torch.ones(2)), ValueError, "kl", "[2]"),
+    "weights": (lambda: gdpo_advantages(torch.ones(4, 2), 2, weights=[1.0]), ValueError, "weights", "[1.0]"),
+    "weight": (lambda: gdpo_advantages(torch.ones(4, 1), 2, weights=[math.inf]), ValueError, "weights", "inf"),
+    "one reward": (lambda: gdpo_advantages(torch.ones(4), 2), ValueError, "rewards", "[4]"),
+    "scale": (lambda: group_advantages(torch.ones(4), 2, scale="others"), ValueError, "scale", "'others'"),
     "gamma": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), gamma=1.5), ValueError, "gamma", "1.5"),
     "clip": (lambda: token_returns(torch.ones(2), torch.ones(2, 3), reward_clip=0), ValueError, "reward_clip", "0"),
     "rewards": (lambda: token_returns(torch.ones(3), torch.ones(2, 3)), ValueError, "rewards", "[3]"),

@@ -9,7 +9,15 @@ import pytest
 import torch
 from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs, policy_loss
 from helpers.marks import slow
-from tolerance import LOG_PROB_BIAS, LOG_PROB_RMS_ON_GPUS, LOG_PROB_STD, SHARE_ABSOLUTE, decision_band, truncation
+from tolerance import (
+    DIVERGENCE_BAND,
+    LOG_PROB_BIAS,
+    LOG_PROB_RMS_ON_GPUS,
+    LOG_PROB_STD,
+    SHARE_ABSOLUTE,
+    decision_band,
+    truncation,
+)
 from torch import Tensor
 
 from gspo_kernels import Objective
@@ -125,3 +133,37 @@ def test_clip_bounds_are_inclusive_and_compared_with_the_log_ratio(backend: str)
             lp = torch.full((1, 1), u.item(), requires_grad=True)
             policy_loss(lp, torch.tensor([sign]), old_log_probs=torch.zeros(1, 1), backend=backend).loss.backward()
             assert lp.grad is not None and (lp.grad == 0).all() == clipped
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl"])
+def test_tokens_that_leave_the_trust_region_of_dppo_are_those_of_float64(
+    surrogate: str, dtype: torch.dtype, backend: str
+) -> None:
+    """Tokens outside the trust region have a gradient of exactly 0 and cost no backward."""
+    sequences, length = (1_000, 16) if backend == "torch" else (40, 16)
+    objective = Objective.preset(surrogate)
+    hidden, weight, ids, true_lp = batch(0, sequences, length, dtype)
+    rng = torch.Generator().manual_seed(1)
+    noise = torch.randn(true_lp.shape, generator=rng, dtype=torch.float64)
+    old = (true_lp - noise).clamp(max=ROUNDING).float()
+    advantages = torch.randn(sequences, generator=rng)
+    leaf = hidden.requires_grad_()
+    out = gspo_fused_loss(leaf, weight, ids, advantages, old_log_probs=old, objective=objective, backend=backend)
+    (grad,) = torch.autograd.grad(out.loss * true_lp.numel(), leaf)
+    ours = ~grad.any(-1)  # [sequences, length]
+    p, q = true_lp.exp(), old.double().clamp(max=0).exp()
+    divergence = (p - q).abs()
+    if surrogate == "dppo_kl":
+        divergence = torch.xlogy(q, q / p) + torch.xlogy(1 - q, (1 - q) / (1 - p))
+    a = advantages[:, None]
+    truth = (divergence > objective.clip_high) & torch.where(a > 0, p > q, p < q)  # both bounds are equal
+    clear = (divergence - objective.clip_high).abs() > DIVERGENCE_BAND
+    # A probability of almost 1 has almost no gradient, so only tokens below it are compared.
+    clear &= 1 - p > 1e-3
+    assert clear.double().mean() > 0.5 and 0.05 < truth[clear].double().mean() < 0.5
+    wrong = clear & (ours != truth)
+    assert not wrong.any(), f"{int(wrong.sum())} of {int(clear.sum())} decisions differ from float64"
+    masked = out.metrics["token_clip_fraction"].item()
+    assert masked == pytest.approx(truth.double().mean().item(), abs=(~clear).double().mean().item() + SHARE_ABSOLUTE)
+    assert out.metrics["live_row_share"].item() == pytest.approx(1 - masked, abs=SHARE_ABSOLUTE)

@@ -79,6 +79,41 @@ def test_a_ratio_on_a_bound_is_not_clipped(name: str, backend: str) -> None:
         assert gradient.any() == (fraction == 0 or objective.surrogate == "cispo")
 
 
+DIVERGENCES = {  # objective, advantage, log-prob, old log-prob: the divergence is exactly 1
+    "tv, top": ("dppo_tv", 1.0, 0.0, -800.0),
+    "tv, bottom": ("dppo_tv", -1.0, -800.0, 0.0),
+    "kl, bottom": ("dppo_kl", -1.0, -1.0, 0.0),
+}
+
+
+@on_device
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_divergence_equal_to_its_bound_is_inside_the_trust_region(name: str, backend: str) -> None:
+    surrogate, advantage, new, old = DIVERGENCES[name]
+    side = "clip_high" if advantage > 0 else "clip_low"
+    for bound, fraction in ((1.0, 0.0), (1 - 1e-9, 1.0)):
+        out = policy_loss(
+            torch.full((1, 1), new, dtype=torch.float64),
+            torch.tensor([advantage]),
+            old_log_probs=torch.full((1, 1), old, dtype=torch.float64),
+            objective=Objective.preset(surrogate, **{"clip_low": 9.0, "clip_high": 9.0, side: bound}),
+            backend=backend,
+        )
+        assert out.metrics["token_clip_fraction"] == fraction
+
+
+@on_device
+def test_a_probability_of_one_has_a_finite_or_infinite_kl_but_no_nan(backend: str) -> None:
+    """Tokens: q = p = 1, then q < p = 1 with a KL of inf, then q = 0."""
+    log_probs = torch.tensor([[0.0, 0.0, -1.0]], requires_grad=True)
+    old = torch.tensor([[0.0, -1.0, -math.inf]])
+    objective = Objective.preset("dppo_kl", dual_clip=3.0)
+    out = policy_loss(log_probs, torch.ones(1), old_log_probs=old, objective=objective, backend=backend)
+    (gradient,) = torch.autograd.grad(out.loss, log_probs)
+    assert out.metrics["token_clip_fraction"].item() == pytest.approx(2 / 3)
+    assert out.loss.item() == pytest.approx(-1 / 3) and gradient.tolist() == [[pytest.approx(-1 / 3), 0.0, 0.0]]
+
+
 @on_device
 def test_reinforce_clips_nothing(backend: str) -> None:
     objective = Objective(surrogate="reinforce", ratio="token")

@@ -91,6 +91,23 @@ def reinforce(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
     return (-b.advantages * (lp * b.double_mask()).sum(1)).mean()
 
 
+# Divergences of the distributions (p, 1 - p) and (q, 1 - q)
+BERNOULLI: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dppo_tv": lambda p, q: (p - q).abs(),
+    "dppo_kl": lambda p, q: q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log(),
+}
+
+
+def dppo(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+    """arXiv 2602.04879: -s A over the tokens in the trust region, divided by the number of all tokens."""
+    p, q = lp.detach().exp(), b.old.exp()
+    d = BERNOULLI[o.surrogate](p, q)
+    positive, negative = b.advantages[:, None] > 0, b.advantages[:, None] < 0
+    inside = ~(positive & (p > q) & (d > o.clip_high)) & ~(negative & (p < q) & (d > o.clip_low))
+    m = b.double_mask()
+    return -(inside * (lp - b.old).exp() * b.advantages[:, None] * m).sum() / m.sum()
+
+
 FORMULAS: dict[str, Formula] = {
     "gspo": gspo,
     "gspo-token": gspo_token,
@@ -103,6 +120,8 @@ FORMULAS: dict[str, Formula] = {
     "sapo": sapo,
     "gmpo": gmpo,
     "reinforce": reinforce,
+    "dppo_tv": dppo,
+    "dppo_kl": dppo,
 }
 
 
@@ -123,6 +142,45 @@ def test_a_preset_is_the_formula_of_its_source(name: str, backend: str) -> None:
     o = Objective.preset(name, **PRESETS[name])
     batch = rollout(o)
     assert_agree(batch, ours(batch, o, backend), *by_autograd(FORMULAS[name], batch, o))
+
+
+@on_device
+def test_the_default_loss_of_prime_rl_is_dppo_tv_with_a_squared_log_ratio(backend: str) -> None:
+    """prime-rl at 559b447, `default_loss_fn`: kl_tau times the squared log-ratio is kl_coef = 2 kl_tau times k2."""
+    kl_tau = 1e-3
+    o = Objective.preset("dppo_tv", kl_coef=2 * kl_tau, kl_estimator="k2", kl_aggregation="token-mean")
+    batch = rollout(o, seed=2)
+    batch = replace(batch, ref=batch.old)
+
+    def formula(lp: Tensor, b: Rollout, o: Objective) -> Tensor:
+        log_ratio = lp - b.old
+        moved = lp.exp() - b.old.exp()
+        masked = torch.where(b.advantages[:, None] > 0, moved > 0.2, moved < -0.2)
+        per_token = -(~masked * b.advantages[:, None] * log_ratio.exp()) + kl_tau * log_ratio**2
+        return per_token[b.mask].sum() / 301
+
+    computed = ours(batch, o, backend, normalizer=301)
+    assert_agree(batch, computed, *by_autograd(formula, batch, o))
+
+
+@on_device
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl"])
+def test_dppo_with_dual_clip_bounds_the_factor_of_the_gradient(surrogate: str, backend: str) -> None:
+    """The gradient is that of verl's loss, which is -min(s, c) A log p with a constant factor before log p."""
+    o = Objective.preset(surrogate, clip_low=0.3, clip_high=0.4, dual_clip=1.5)
+    batch = rollout(o, seed=3)
+    ratio = (batch.log_probs - batch.old).exp()
+
+    log_probs = batch.log_probs.clone().requires_grad_()
+    (kept,) = torch.autograd.grad(dppo(log_probs, batch, o), log_probs)
+    truncated = (ratio > 1.5) & (kept != 0)
+    assert all((truncated & (sign * batch.advantages[:, None] > 0)).any() for sign in (1, -1))
+    expected = kept * (1.5 / ratio).clamp(max=1)
+    computed = ours(batch, o, backend)
+    # The value of the loss is the sum of its gradient, because d(s A) / d(log p) = s A.
+    assert_agree(batch, computed, expected.sum(), expected)
+    unbounded, _ = ours(batch, replace(o, dual_clip=None), backend)
+    assert computed[0].metrics["token_clip_fraction"] == unbounded.metrics["token_clip_fraction"]
 
 
 KL: dict[str, Callable[[Tensor, Rollout], Tensor]] = {
@@ -158,7 +216,7 @@ def test_every_estimator_of_kl_is_its_formula(
 
 
 @on_device
-@pytest.mark.parametrize("preset", ["gspo", "grpo", "cispo", "gmpo"])
+@pytest.mark.parametrize("preset", ["gspo", "grpo", "cispo", "gmpo", "dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("zero_weights", [False, True])
 def test_the_clip_fractions_are_those_of_the_surrogate(zero_weights: bool, preset: str, backend: str) -> None:
     """A token with weight 0 counts like any other."""
@@ -175,6 +233,10 @@ def test_the_clip_fractions_are_those_of_the_surrogate(zero_weights: bool, prese
     if preset == "cispo":
         negative = positive = batch.advantages[:, None] != 0
     low, high = batch.mask & negative & (x < lower), batch.mask & positive & (x > upper)
+    if preset in BERNOULLI:
+        p, q = batch.log_probs.exp(), batch.old.exp()
+        moved = BERNOULLI[preset](p, q) > o.clip_high  # both bounds are equal in the presets
+        low, high = batch.mask & negative & (p < q) & moved, batch.mask & positive & (p > q) & moved
     out, _ = ours(batch, o, backend)
     tokens = batch.mask.sum()
     sequences = len(batch.advantages)
@@ -189,7 +251,7 @@ def test_the_clip_fractions_are_those_of_the_surrogate(zero_weights: bool, prese
 
 
 @on_device
-@pytest.mark.parametrize("preset", ["cispo", "sapo", "reinforce", "gmpo"])
+@pytest.mark.parametrize("preset", ["cispo", "sapo", "reinforce", "gmpo", "dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("extreme", [200.0, -200.0, float("inf"), float("nan")])
 def test_an_infinite_ratio_is_clipped_or_reaches_the_loss(
@@ -205,6 +267,8 @@ def test_an_infinite_ratio_is_clipped_or_reaches_the_loss(
     batch = replace(batch, old=old, log_probs=log_probs, advantages=advantages)
     out, gradient = ours(batch, o, backend)
     unbounded = preset == "gmpo" and extreme * advantage < -100 and extreme == extreme  # gmpo has one bound per sign
+    # Both probabilities are 0 in float32, so the divergence is 0 and the ratio inf.
+    unbounded |= preset.startswith("dppo") and extreme > 100 and advantage != 0
     if extreme != extreme and preset != "reinforce" and advantage:
         assert out.loss.isnan()
     elif not unbounded:

@@ -11,6 +11,7 @@ import torch
 from helpers.device import on_device, policy_loss
 from helpers.samples import Sample, make_sample, run_fused
 from tolerance import FLOAT64_RELATIVE
+from torch import Tensor
 
 from gspo_kernels import Objective, validation
 from gspo_kernels.sampler_mismatch import LEVELS, MODES, RolloutCorrection, importance_weights, off_policy_mask
@@ -43,7 +44,9 @@ def expected_weights(level: str, mode: str, low: float, high: float) -> tuple[li
             rho = math.exp(log)
             inside = low <= rho <= high
             bounded += not inside
-            weights[i][t] = rho if inside else 0.0 if mode == "mask" else min(max(rho, low), high)
+            weights[i][t] = rho if inside else min(max(rho, low), high) if mode == "truncate" else 0.0
+            if mode == "gate" and inside:
+                weights[i][t] = 1.0
             log_rhos.append(logs[t])
     return weights, log_rhos, bounded
 
@@ -135,6 +138,129 @@ def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, 
         backend=backend,
     )
     assert torch.equal(with_plain_log_probs.loss, expected.loss)
+
+
+def gated(low: float, high: float) -> tuple[RolloutCorrection, ...]:
+    """Return ms-swift's sequence_mask, and seq-mask-tis: sequences are dropped, tokens keep their own weight."""
+    return RolloutCorrection("geometric", "gate", low, high), RolloutCorrection("token", high=math.inf)
+
+
+def in_float64(objective: Objective, inputs: dict[str, Any], advantages: Tensor, backend: str) -> tuple[Any, Tensor]:
+    """Return the output and the gradient of the log-probs in a batch without padding values."""
+    clean = {k: torch.where(inputs["mask"], v, -1.0) for k, v in inputs.items() if k != "mask"}
+    lp = (clean["old_log_probs"] - 0.05).requires_grad_()
+    out = policy_loss(lp, advantages, mask=inputs["mask"], **clean, objective=objective, backend=backend)
+    (gradient,) = torch.autograd.grad(out.loss, lp)
+    return out, gradient
+
+
+SEVERAL: dict[str, tuple[tuple[RolloutCorrection, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    # (log rho [L] of a sequence, its mean) -> weights [L]
+    "ms-swift 4.6.0 sequence_mask": (gated(0.0, 1.02), lambda log_rho, u: log_rho.exp() * (u.exp() <= 1.02)),
+    "NeMo RL 7ea279a seq-mask-tis": (
+        gated(0.9, 1.1),
+        lambda log_rho, u: log_rho.exp() * ((u.exp() >= 0.9) & (u.exp() <= 1.1)),
+    ),
+    "OpenRLHF 0.11.2 level=seq, mode=mask, gating=ratio": (
+        gated(0.85, 1.2),
+        lambda log_rho, u: torch.where((u.exp() >= 0.85) & (u.exp() <= 1.2), log_rho.exp(), 0.0),
+    ),
+    "a gate and truncated weights": (
+        (RolloutCorrection("geometric", "gate", 0.9, 1.1), RolloutCorrection("token", "truncate", high=1.3)),
+        lambda log_rho, u: log_rho.exp().clamp(max=1.3) * ((u.exp() >= 0.9) & (u.exp() <= 1.1)),
+    ),
+    "three": (
+        (
+            RolloutCorrection("token", "gate", 0.5, 2.0),
+            RolloutCorrection("sequence", "mask", 0.3, 3.0),
+            RolloutCorrection("geometric", "truncate", 0.95, 1.05),
+        ),
+        lambda log_rho, u: (
+            ((log_rho.exp() >= 0.5) & (log_rho.exp() <= 2.0))
+            * torch.where((log_rho.sum().exp() - 1.65).abs() <= 1.35, log_rho.sum().exp(), 0.0)
+            * u.exp().clamp(0.95, 1.05)
+        ),
+    ),
+}
+
+
+@on_device
+@pytest.mark.parametrize("ratio", ["sequence", "token"])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_the_weights_of_several_corrections_are_multiplied(name: str, ratio: str, backend: str) -> None:
+    corrections, formula = SEVERAL[name]
+    inputs = batch(False)
+    mask = inputs["mask"]
+    advantages = torch.tensor([1.0, -1.0, 1.0, 0.5, -2.0], dtype=torch.float64)
+    log_rho = torch.where(mask, inputs["old_log_probs"] - inputs["rollout_log_probs"], 0.0)
+    weights = torch.zeros_like(log_rho)
+    for i in range(5):
+        if mask[i].any():
+            logs = log_rho[i][mask[i]]
+            weights[i][mask[i]] = formula(logs, logs.mean())
+    assert (weights[mask] == 0).any() and len(weights[weights != 0].unique()) > 1
+    objective = Objective(ratio=ratio, clip_low=0.2, clip_high=0.2, rollout_correction=corrections)
+    out, gradient = in_float64(objective, inputs, advantages, backend)
+    lp = torch.where(mask, inputs["old_log_probs"] - 0.05, -1.0).requires_grad_()
+    token_ratio = torch.where(mask, lp - lp.detach() - 0.05, 0)
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    s = token_ratio.exp() if ratio == "token" else (token_ratio.sum(1, keepdim=True) / lengths).exp()
+    loss = (torch.where(mask, -weights * s * advantages[:, None], 0) / lengths).sum() / 4
+    (expected,) = torch.autograd.grad(loss, lp)
+    for computed, truth in ((out.loss, loss.detach()), (gradient, expected)):
+        torch.testing.assert_close(computed, truth, rtol=FLOAT64_RELATIVE, atol=FLOAT64_RELATIVE)
+
+
+def test_metrics_of_several_corrections_describe_the_product_and_each_correction() -> None:
+    inputs = batch(False)
+    mask = inputs["mask"]
+    corrections = gated(0.9, 1.1)
+    corrections = (corrections[0], RolloutCorrection("token", "truncate", 0.7, 1.4))
+    objective = Objective(clip_low=0.2, clip_high=0.2, rollout_correction=corrections)
+    out, _ = in_float64(objective, inputs, torch.ones(5, dtype=torch.float64), "torch")
+    log_rho = (inputs["old_log_probs"] - inputs["rollout_log_probs"])[mask]
+    sequence = torch.arange(5)[:, None].expand(5, 9)[mask]
+    mean = torch.stack([log_rho[sequence == i].mean() for i in sequence.tolist()])
+    outside = [(mean.exp() < 0.9) | (mean.exp() > 1.1), (log_rho.exp() < 0.7) | (log_rho.exp() > 1.4)]
+    w = torch.where(outside[0], 0, log_rho.exp().clamp(0.7, 1.4))
+    expected = {
+        "weight_mean": w.mean(),
+        "weight_max": w.max(),
+        "effective_sample_size": w.sum() ** 2 / (len(w) * w.square().sum()),
+        "bound_share": (outside[0] | outside[1]).double().mean(),
+        "bound_share_0": outside[0].double().mean(),
+        "bound_share_1": outside[1].double().mean(),
+        "kl_sampler_trainer": (log_rho.exp() - 1 - log_rho).mean(),
+    }
+    assert 0 < expected["bound_share_0"] < expected["bound_share"] and expected["bound_share_1"] > 0
+    computed = {k.removeprefix("rollout_"): x for k, x in out.metrics.items() if k.startswith("rollout_")}
+    assert computed.keys() == expected.keys()
+    for name, value in expected.items():
+        assert computed[name].item() == pytest.approx(value.item(), rel=1e-9), name
+
+
+@on_device
+def test_one_correction_in_a_tuple_equals_the_correction(backend: str) -> None:
+    correction = RolloutCorrection("sequence", "mask", 0.3, 3.0)
+    results = []
+    for option in (correction, (correction,)):
+        objective = Objective(clip_low=0.2, clip_high=0.2, rollout_correction=option)
+        results.append(in_float64(objective, batch(False), torch.ones(5), backend))
+    (one, gradient), (tuple_of_one, other) = results
+    assert torch.equal(gradient, other) and one.metrics.keys() == tuple_of_one.metrics.keys()
+    assert all(torch.equal(x, tuple_of_one.metrics[k]) for k, x in one.metrics.items())
+
+
+def test_a_dropped_token_has_weight_zero_even_if_another_weight_is_nan_or_infinite() -> None:
+    """In the first sequence a token's ratio is inf, so the gate drops it. In the second it is NaN, and the gate is."""
+    old = -torch.ones(2, 2)
+    rollout = torch.tensor([[-math.inf, -1.0], [torch.nan, -1.0]])
+    gate = importance_weights(old, rollout, torch.ones(2, 2), level="geometric", mode="gate", high=2.0).weights
+    assert gate[0].eq(0).all() and gate[1].isnan().all()
+    objective = Objective(rollout_correction=gated(0.0, 2.0))
+    for advantages, is_nan in ((torch.tensor([1.0, 0.0]), False), (torch.tensor([0.0, 1.0]), True)):
+        out = policy_loss(old, advantages, old_log_probs=old, rollout_log_probs=rollout, objective=objective)
+        assert out.loss.isnan() == is_nan and (is_nan or out.loss == 0)
 
 
 @on_device

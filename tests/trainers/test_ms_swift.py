@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers import chat_model, pages
 from tolerance import SHARE_ABSOLUTE, TRAINER_GRADIENT_RELATIVE
+
+from gspo_kernels import Objective, policy_loss
+from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 if importlib.util.find_spec("swift") is None:
     pytest.skip("needs ms-swift, which is installed in another environment", allow_module_level=True)
@@ -104,3 +111,37 @@ def test_every_micro_batch_has_ms_swifts_loss_and_gradient(case: str, tmp_path: 
             assert ours["kl"] == (theirs["kl"] if theirs["kl"] is None else pytest.approx(theirs["kl"], abs=1e-6))
         assert sum(record["gradient"][0] > 0 for record in records) > 8
         assert max(record["ours"]["clipping"]["region_clip_mean"] for record in records) > 0
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_weights_equal_those_of_every_rollout_importance_sampling_mode(mode: str) -> None:
+    from swift.rlhf_trainers.grpo_trainer import GRPOTrainer
+
+    threshold = 1.05
+    corrections = {
+        "token_truncate": RolloutCorrection("token", "truncate", high=threshold),
+        "token_mask": RolloutCorrection("token", "mask", high=threshold),
+        "sequence_truncate": RolloutCorrection("geometric", "truncate", high=threshold),
+        "sequence_mask": (
+            RolloutCorrection("geometric", "gate", high=threshold),
+            RolloutCorrection("token", high=math.inf),
+        ),
+    }
+    rng = torch.Generator().manual_seed(0)
+    mask = torch.rand(6, 9, generator=rng) > 0.2
+    old = -1 - torch.rand(6, 9, generator=rng, dtype=torch.float64)
+    rollout = old - 0.3 * torch.randn(6, 9, generator=rng, dtype=torch.float64)
+    trainer: Any = SimpleNamespace(
+        rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=threshold
+    )
+    trainer._compute_sequence_level_ratios = partial(GRPOTrainer._compute_sequence_level_ratios, trainer)
+    weights = GRPOTrainer._apply_rollout_importance_sampling(trainer, old - rollout, mask)
+    lp = old.clone().requires_grad_()
+    objective = Objective(ratio="token", rollout_correction=corrections[mode])
+    options = {"mask": mask, "old_log_probs": old, "rollout_log_probs": rollout, "objective": objective}
+    out = policy_loss(lp, torch.ones(6, dtype=torch.float64), **options)
+    (gradient,) = torch.autograd.grad(out.loss, lp)
+    # At a ratio of 1, the gradient of a token is minus its weight, over the tokens of its answer and the 6 answers.
+    computed = -gradient * mask.sum(1, keepdim=True) * 6
+    torch.testing.assert_close(computed, weights * mask)
+    assert 0 < out.metrics["rollout_bound_share"] < 1

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.other_trainers import Rollout, assert_agree, ours, rollout
+from tolerance import PARITY_GRADIENT_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective
@@ -21,7 +22,10 @@ from gspo_kernels.sampler_mismatch import importance_weights
 
 pytest.importorskip("verl")
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from verl.workers.config import ActorConfig
 
 # An objective, verl's name of the loss, and its aggregation.
@@ -115,6 +119,27 @@ def test_normalizers_of_the_global_batch(name: str, backend: str) -> None:
     assert_agree(batch, ours(batch, objective, backend, normalizer=normalizer), value, gradient)
 
 
+@pytest.mark.parametrize("bound", [3.0, 1.5])
+@pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_gradients_of_dppo_equal_verls(loss: str, bound: float, weights: bool, backend: str) -> None:
+    """verl multiplies a constant ratio by the log-prob. So its loss has another value, but the same gradient."""
+    objective = Objective.preset(loss, dual_clip=bound)
+    batch = rollout(objective, seed=4, weights=weights)
+    _, gradient, metrics = verl_loss(batch, objective, loss, "token-mean")
+    out, computed = ours(batch, objective, backend)
+    torch.testing.assert_close(computed, gradient, rtol=0, atol=PARITY_GRADIENT_RELATIVE * gradient.norm().item())
+    _, unbounded = ours(batch, replace(objective, dual_clip=None), backend)
+    assert (unbounded - gradient).norm() > 0.01 * gradient.norm()  # the bound matters
+    # verl also counts tokens with advantage 0 as clipped.
+    zero = (batch.advantages == 0)[:, None] & batch.mask
+    p, q = batch.log_probs.exp(), batch.old.exp()
+    divergence = q - p if loss == "dppo_tv" else q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+    counted = (zero & (p < q) & (divergence > objective.clip_low)).sum() / batch.mask.sum()
+    ours_of_both = out.metrics["token_clip_fraction"].item() + counted.item()
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(ours_of_both, abs=1e-6)
+
+
 def test_verls_token_sum_is_a_token_mean_with_normalizer_1(backend: str) -> None:
     """In this mode, too, verl multiplies by the number of ranks."""
     objective = Objective.preset("dapo", dual_clip=3.0)
@@ -201,6 +226,24 @@ def test_advantages_equal_verls(name: str) -> None:
     torch.testing.assert_close(our_advantages(rewards, ids, mask.double()), expected)
 
 
+def test_verls_gdpo_is_a_weighted_sum_of_group_advantages_then_whitened() -> None:
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.tensor([4, 4, 4, 9, 9, 4, 0, 0, 9, 0, 0])
+    rewards = torch.rand(11, 2, generator=rng)
+    rewards[:, 1] *= 30
+    mask = torch.ones(11, 7)  # verl places a reward at the last token of the attention mask
+    expected, _ = core_algos.compute_gdpo_outcome_advantage(
+        torch.zeros(11, 7),
+        mask,
+        index=ids.numpy().astype(np.int64),
+        config={"gdpo_reward_keys": ["one", "two"], "gdpo_reward_weights": [1.0, 0.5]},  # type: ignore[arg-type]
+        non_tensor_batch={"one": rewards[:, 0].numpy(), "two": rewards[:, 1].numpy()},
+        batch={"prompts": torch.zeros(11, 3), "attention_mask": torch.ones(11, 10, dtype=torch.int64)},
+    )
+    one, two = (group_advantages(x, group_ids=ids) for x in rewards.unbind(1))
+    torch.testing.assert_close(whiten(one + 0.5 * two, mask), expected)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_rollout_weights_equal_verls(level: str, mode: str) -> None:
@@ -215,3 +258,15 @@ def test_rollout_weights_equal_verls(level: str, mode: str) -> None:
     assert 0 < computed.metrics["bound_share"] < 1
     # Like us, verl computes the effective sample size from the truncated or masked weights.
     assert computed.metrics["effective_sample_size"] == pytest.approx(metrics["rollout_is_eff_sample_size"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("option", "level"), [("token", "token"), ("seq_sum", "sequence"), ("seq_mean", "geometric")])
+def test_gates_equal_verls_rejection_masks(option: str, level: str) -> None:
+    """verl's thresholds bound mu / pi, so ours are their inverses."""
+    batch = rollout(Objective.preset("grpo"))
+    log_ratio = batch.log_probs - batch.old
+    expected, _ = compute_rollout_rejection_mask(log_ratio, batch.double_mask(), f"{option}_k1", "0.8_1.1")
+    gate = importance_weights(
+        batch.log_probs, batch.old, batch.mask, level=level, mode="gate", low=1 / 1.1, high=1 / 0.8
+    )
+    assert torch.equal(gate.weights, expected) and 0 < gate.metrics["bound_share"] < 1

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from ...layout import sequence_of_row
-from ...objective import Objective
+from ...objective import DIVERGENCES, Objective
 from ..precision import multiply_no_nan
 from ..rows import PolicyResult, PolicyRows
 from ..sums import TokenTerms, metrics_of, sums_after_gate, sums_before_gate
-from .surrogates import SCORES, bounded, divergence_times, kl_and_slope, surrogate
+from .surrogates import SCORES, bounded, divergence_times, dppo, kl_and_slope, surrogate
 
 
 def policy_forward(
@@ -46,7 +46,10 @@ def policy_forward(
     u = total / lengths.clamp(min=1)
     log_ratio = token_log_ratio if by_token else u[sequence]  # [N], like all tensors over tokens below
 
-    value, slope, low, high = surrogate(log_ratio, advantages, objective)
+    if objective.surrogate in DIVERGENCES:
+        value, slope, low, high = dppo(log_ratio, advantages, lp, objective)
+    else:
+        value, slope, low, high = surrogate(log_ratio, advantages, objective)
     if token_bounds is not None:
         low, high = token_bounds
     if policy.token_weights is not None:

@@ -110,6 +110,33 @@ def _reinforce(u: Tensor, advantages: Tensor, objective: Objective) -> Term:
     return Term(-advantages, -advantages, never, never)
 
 
+def dppo(u: Tensor, advantages: Tensor, log_probs: Tensor, objective: Objective) -> Term:
+    """Return the term of -s A, which is 0 where a token is outside the trust region (DPPO, arXiv 2602.04879).
+
+    With dual_clip, value and slope have min(s, dual_clip) in place of s.
+    """
+    divergence = _divergence(log_probs, log_probs - u, objective.surrogate)
+    low = (advantages < 0) & (u < 0) & (divergence > objective.clip_low)
+    high = (advantages > 0) & (u > 0) & (divergence > objective.clip_high)
+    free = ~(low | high | (advantages == 0))
+    s = torch.where(free, u, 0).exp()
+    if math.isfinite(objective.ceiling):
+        s = s.clamp(max=objective.ceiling)
+    slope = torch.where(free, -s * advantages, 0)
+    return Term(slope, slope, low, high)
+
+
+def _divergence(log_p: Tensor, log_q: Tensor, surrogate: str) -> Tensor:
+    """Return the divergence of the Bernoulli distributions with probabilities p (new) and q (old)."""
+    log_p, log_q = (x.clamp(max=0) for x in (log_p, log_q))  # a sampler's bf16 log-probs may be rounded above 0
+    q = log_q.exp()
+    if surrogate == "dppo_tv":
+        return (log_p.exp() - q).abs()
+    other_p, other_q = (-torch.expm1(x) for x in (log_p, log_q))  # 1 - p and 1 - q, accurate near 0
+    sampled = torch.where(q == 0, 0, q * (log_q - log_p))
+    return sampled + torch.where(other_q == 0, 0, other_q * (other_q.log() - other_p.log()))
+
+
 _TERMS: dict[str, Callable[[Tensor, Tensor, Objective], Term]] = {
     "clip": _clip,
     "none": _none,

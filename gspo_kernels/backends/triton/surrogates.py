@@ -21,8 +21,9 @@ from .logit_tile import triton_type
 
 # Kernels compare the indices of names in the tuples of `objective.py`.
 SEQUENCE_RATIO, TOKEN_RATIO = (tl.constexpr(RATIOS.index(name)) for name in ("sequence", "token"))
-CLIP, CISPO, SAPO, GMPO, REINFORCE = (
-    tl.constexpr(SURROGATES.index(name)) for name in ("clip", "cispo", "sapo", "gmpo", "reinforce")
+CLIP, CISPO, SAPO, GMPO, REINFORCE, DPPO_TV, DPPO_KL = (
+    tl.constexpr(SURROGATES.index(name))
+    for name in ("clip", "cispo", "sapo", "gmpo", "reinforce", "dppo_tv", "dppo_kl")
 )
 TOKEN_MEAN, TOKEN_MEAN_OF_SEQUENCE, TOKEN_SUM_OVER_NORM = (
     tl.constexpr(AGGREGATIONS.index(name)) for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -113,6 +114,34 @@ def surrogate(u, advantage, bounds, OBJECTIVE: tl.constexpr):
     elif OBJECTIVE.SURROGATE == REINFORCE:
         slope, value = -advantage, -advantage
     return Term(value=value, slope=slope, low=low, high=high)
+
+
+@triton.jit
+def dppo(u, advantage, lp, bounds, OBJECTIVE: tl.constexpr):
+    """Return the Term of DPPO at log-ratio `u` and log-prob `lp` of a token. `bounds` is a Bounds."""
+    ACC: tl.constexpr = OBJECTIVE.ACC
+    d = divergence(lp, lp - u, OBJECTIVE.SURROGATE)
+    low = (advantage < 0) & (u < 0) & (d > tl.full([], bounds.clip_low, ACC))
+    high = (advantage > 0) & (u > 0) & (d > tl.full([], bounds.clip_high, ACC))
+    free = (advantage != 0) & (low == 0) & (high == 0)
+    s = tl.exp(tl.where(free, u, 0.0))
+    if OBJECTIVE.HAS_CEILING:
+        s = at_most(s, tl.full([], bounds.ceiling, ACC))
+    slope = tl.where(free, -s * advantage, 0.0)
+    return Term(value=slope, slope=slope, low=low, high=high)
+
+
+@triton.jit
+def divergence(log_p, log_q, SURROGATE: tl.constexpr):
+    """Return the divergence of the Bernoulli distributions with probabilities p (new) and q (old)."""
+    log_p, log_q = at_most(log_p, 0.0), at_most(log_q, 0.0)
+    q = tl.exp(log_q)
+    if SURROGATE == DPPO_TV:
+        return tl.abs(tl.exp(log_p) - q)
+    else:
+        other_p, other_q = -expm1(log_p), -expm1(log_q)
+        sampled = tl.where(q == 0, 0.0, q * (log_q - log_p))
+        return sampled + tl.where(other_q == 0, 0.0, other_q * (tl.log(other_q) - tl.log(other_p)))
 
 
 @triton.jit

@@ -17,12 +17,15 @@ import triton.language as tl
 
 from .surrogates import (
     CISPO,
+    DPPO_KL,
+    DPPO_TV,
     GMPO,
     REINFORCE,
     SEQUENCE_RATIO,
     TOKEN_RATIO,
     bounded,
     divergence_times,
+    dppo,
     kl_and_slope,
     multiply_no_nan,
     surrogate,
@@ -159,7 +162,11 @@ def _policy_term(tokens, shares, bounds, t, unmasked, log_ratio, r, OBJECTIVE: t
     """
     ACC: tl.constexpr = OBJECTIVE.ACC
     advantage = tl.load(tokens.advantages + t, mask=unmasked, other=0.0)
-    term = surrogate(log_ratio, advantage, bounds, OBJECTIVE)
+    if (OBJECTIVE.SURROGATE == DPPO_TV) | (OBJECTIVE.SURROGATE == DPPO_KL):
+        lp = tl.load(tokens.log_probs + t, mask=unmasked, other=0.0)
+        term = dppo(log_ratio, advantage, lp, bounds, OBJECTIVE)
+    else:
+        term = surrogate(log_ratio, advantage, bounds, OBJECTIVE)
     value, slope, low, high = term.value, term.slope, term.low, term.high
     if OBJECTIVE.SURROGATE == GMPO:
         _, low, high = bounded(r, advantage, bounds, ACC)

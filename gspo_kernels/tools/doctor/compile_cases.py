@@ -65,6 +65,8 @@ OBJECTIVES: dict[str, Objective] = {
     "sapo": Objective(ratio="token", surrogate="sapo", kl_coef=0.1, kl_estimator="k3+"),
     "reinforce": Objective(ratio="token", surrogate="reinforce", kl_coef=0.1, kl_estimator="abs"),
     "none": Objective(ratio="sequence-token", surrogate="none", kl_coef=0.1, kl_estimator="k2"),
+    "dppo_tv": Objective(ratio="token", surrogate="dppo_tv", kl_coef=0.1, kl_estimator="k2"),
+    "dppo_kl": Objective(ratio="token", surrogate="dppo_kl", dual_clip=3.0),
 }
 
 

@@ -91,10 +91,40 @@ FAULTS: dict[str, Fault] = {
         "bad_inputs::test_a_bad_input_is_named_and_nothing_is_written[normalizer-tensor-zero-gspo_fused_loss]",
     ),
     "a weight equal to its bound counted as outside": (
-        "_weigh",
+        "_weight",
         "raw > high",
         "raw >= high",
         "sampler_mismatch::test_a_weight_on_a_bound_is_not_changed[token-mask]",
+    ),
+    "only the first of several corrections is applied": (
+        "_weigh",
+        "weight = torch.where((weight == 0) | (other_weight == 0), 0, weight * other_weight)",
+        "pass",
+        "sampler_mismatch::test_the_weights_of_several_corrections_are_multiplied",
+    ),
+    "a dropped token with an infinite weight": (
+        "_weigh",
+        "torch.where((weight == 0) | (other_weight == 0), 0, weight * other_weight)",
+        "weight * other_weight",
+        "sampler_mismatch::test_a_dropped_token_has_weight_zero_even_if_another_weight_is_nan_or_infinite",
+    ),
+    "bound_share of several corrections is the share of the first": (
+        "_weigh",
+        "outside = outside | other_outside",
+        "pass",
+        "sampler_mismatch::test_metrics_of_several_corrections_describe_the_product_and_each_correction",
+    ),
+    "a gate keeps the weight": (
+        "_weight",
+        'torch.where(raw.isnan(), raw, 1) if correction.mode == "gate" else raw',
+        "raw",
+        "sampler_mismatch::test_weights_and_metrics_match_plain_python",
+    ),
+    "a gate on NaN is open": (
+        "_weight",
+        "torch.where(raw.isnan(), raw, 1)",
+        "torch.ones_like(raw)",
+        "sampler_mismatch::test_a_dropped_token_has_weight_zero_even_if_another_weight_is_nan_or_infinite",
     ),
     "sampler weights with a gradient": (
         "_difference",
@@ -119,6 +149,30 @@ FAULTS: dict[str, Fault] = {
         "variance = variance_of(groups.rewards, ddof)",
         "variance = variance_of(groups.rewards, 1)",
         "advantages::test_ddof_applies_to_the_deviation_of_the_batch[0]",
+    ),
+    "equal rewards of the others have a variance above 0": (
+        "Groups.variance_of_others",
+        "torch.where(others_are_equal, 0, variance)",
+        "variance",
+        "advantages::test_equal_rewards_of_the_others_are_not_divided",
+    ),
+    "the variance of the others divided by the number of all": (
+        "Groups.variance_of_others",
+        "(n - 1 - ddof).clamp(min=1)",
+        "(n - ddof).clamp(min=1)",
+        "advantages::test_uneven_groups_in_any_order_follow_the_formula[NeMo RL]",
+    ),
+    "gdpo: sums of advantages not normalised": (
+        "gdpo_advantages",
+        'normalize_rewards(total, "batch", eps=eps)',
+        "total",
+        "advantages::test_several_rewards_are_normalised_then_added",
+    ),
+    "gdpo: advantages that cancel added in fp32": (
+        "gdpo_advantages",
+        "rewards.double().unbind(1)",
+        "rewards.unbind(1)",
+        "advantages::test_gdpo_advantages_take_the_options_of_group_advantages",
     ),
     "whitening in fp32": (
         "whiten",

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from . import validation
 from .sampler_mismatch import RolloutCorrection
@@ -136,6 +136,9 @@ class Objective:
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     rollout_correction: RolloutCorrection | tuple[RolloutCorrection, ...] | None = None
+    # All fields except rollout_correction as one string, the form in which operators take an objective. Each instance
+    # has its own. ClassVar says that it is not a field.
+    text: ClassVar[str]
 
     def __post_init__(self) -> None:
         self._check()
@@ -229,14 +232,9 @@ class Objective:
         objective._write_text()
         return objective
 
-    @property
-    def text(self) -> str:
-        """All fields except `rollout_correction` as one string, the form in which operators take an objective."""
-        return self._text  # pyright: ignore[reportAttributeAccessIssue] - set by _write_text
-
     def _write_text(self) -> None:
         # Not JSON and not a cached property, because torch.compile can trace neither.
-        object.__setattr__(self, "_text", ";".join([repr(getattr(self, f.name)) for f in fields(self)[:-1]]))
+        object.__setattr__(self, "text", ";".join([repr(getattr(self, f.name)) for f in fields(self)[:-1]]))
 
     @classmethod
     def from_text(cls, text: str) -> Objective:
@@ -265,7 +263,7 @@ def _from_text(text: str) -> Objective:
     values = [_CONSTANTS[x] if x in _CONSTANTS else x[1:-1] if x[0] == "'" else float(x) for x in text.split(";")]
     for f, value in zip(fields(Objective), [*values, None], strict=True):
         object.__setattr__(objective, f.name, value)
-    object.__setattr__(objective, "_text", text)
+    object.__setattr__(objective, "text", text)
     return objective
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-from ..backends.adapter import NAMESPACE
+from ..backends import NAMESPACE
 from ..objective import Objective
 from ..validation import refuse_second_derivative, refuse_torch_func
 

@@ -1,12 +1,12 @@
 """Write a reward function, and use it in `gspo train` and in TRL.
 
-`gspo train` calls a reward with one completion and the expected answer. TRL calls it with lists: all completions, and the
-columns of the dataset by name. Below, `brief_and_right` is the first kind, and `for_trl` turns it into the second.
+`gspo train` calls a reward with one completion and the expected answer. TRL calls it with lists: all completions, and
+the columns of the dataset by name. The functions below are of the first kind, and `for_trl` turns them into the second.
 Install: pip install '.[train,trl]'
 
     gspo train reward=examples/custom_reward.py:brief_and_right                  # a tiny random model; a CPU is enough
     gspo train reward='examples/custom_reward.py:right, 0.2*examples/custom_reward.py:brief'   # a weighted sum
-    gspo train model=Qwen/Qwen2.5-0.5B-Instruct data=problems.jsonl reward=examples/custom_reward.py:brief_and_right
+    gspo train model=FOLDER data=problems.jsonl reward=examples/custom_reward.py:brief_and_right
     python examples/custom_reward.py                                             # TRL with the tiny random model
 """
 
@@ -19,9 +19,9 @@ def right(completion: str, answer: str) -> float:
 
 
 def brief(completion: str, answer: str) -> float | None:
-    """Return 1 for a completion that is as long as the answer, and less for a longer one. Does not apply to an empty one."""
+    """Return 1 for a completion that is not longer than the answer, and less for a longer one."""
     if not completion.strip():
-        return None  # "does not apply": adds nothing, and does not count in the mean that is logged
+        return None  # does not apply: adds nothing to the sum, and does not count in the mean that is logged
     return len(answer) / max(len(completion.strip()), len(answer))
 
 
@@ -41,6 +41,7 @@ def for_trl(function):
 
 
 def main():
+    # Imported here, because `gspo train` imports this file for its reward functions alone.
     import torch
     from datasets import Dataset
 

@@ -4,8 +4,8 @@ The loop of plain_loop.py with four changes: each rank samples its own prompts, 
 is divided by the number of sequences on all ranks, and gradients are accumulated over micro-batches.
 Install: pip install '.[train]'
 
-    torchrun --nproc_per_node 8 examples/fsdp2.py --model Qwen/Qwen2.5-0.5B-Instruct   # 8 GPUs
-    torchrun --nproc_per_node 2 examples/fsdp2.py          # a tiny random model; two CPU processes where there is no GPU
+    torchrun --nproc_per_node 8 examples/fsdp2.py --model Qwen/Qwen2.5-0.5B-Instruct   # eight GPUs
+    torchrun --nproc_per_node 2 examples/fsdp2.py   # a tiny random model, on two GPUs or two CPU processes
 """
 
 import argparse
@@ -87,7 +87,9 @@ def main():
         tiny = demo_policy()
         model, tokenizer = tiny.model, tiny.tokenizer
     model.eval()  # without dropout
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if gpu else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if gpu else MixedPrecisionPolicy()
+    )
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,11 +1,11 @@
 """Train a GPTModel of Megatron Core with GSPO, its vocabulary sharded over tensor-parallel ranks: sort three letters.
 
-`model_log_probs` returns the log-probs of the sampled tokens, so that no rank stores logits in training. Processes that
-exceed --tp form data-parallel groups. The model is small and random; `GPTModel`, the loss and its normalizer are as in a
-real run, which would take its sampler, optimizer and schedule from a trainer (docs/integrations.md has the lines for
-Megatron's pipeline schedules). Install: pip install '.[train,megatron]'
+`model_log_probs` returns the log-probs of the sampled tokens, so no rank stores logits in training. With more processes
+than --tp, there are several replicas, each with its own prompts. The model is small and random, and the sampler is a
+plain loop. Replace both; the log-probs, the loss and its normalizer stay the same. docs/integrations.md has the lines
+for Megatron's pipeline schedules. Install: pip install '.[train,megatron]'
 
-    torchrun --nproc_per_node 2 examples/megatron_tp.py           # two GPUs, or two CPU processes where there is no GPU
+    torchrun --nproc_per_node 2 examples/megatron_tp.py           # two GPUs, or two CPU processes
     torchrun --nproc_per_node 8 examples/megatron_tp.py --tp 4    # TP 4 x DP 2
 """
 
@@ -83,6 +83,11 @@ def sample(model, prompts):
     return ids
 
 
+def log_probs(model, ids, mask):
+    """Return the log-probs [B, S] of the tokens that follow each position of ids [B, S + 1]."""
+    return model_log_probs(model, ids[:, 1:], mask=mask, vocab_size=len(CHARACTERS), **inputs_of(ids[:, :-1])).log_probs
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--tp", type=int, default=2, help="ranks that share the head and the layers")
@@ -123,18 +128,18 @@ def main():
         rewards = torch.tensor([letters_in_place(t, "".join(sorted(words[i // GROUP]))) for i, t in enumerate(texts)])
         advantages = group_advantages(rewards, GROUP).to(device)
 
-        def log_probs(rows):
-            inputs = inputs_of(ids[rows, :-1])
-            return model_log_probs(model, ids[rows, 1:], mask=mask[rows], vocab_size=len(CHARACTERS), **inputs).log_probs
-
         with torch.no_grad():
-            old = log_probs(torch.arange(len(ids)))
+            old = log_probs(model, ids, mask)
         clipped = []
         for rows in torch.randperm(PROMPTS * GROUP).chunk(UPDATES):
             sequences = torch.tensor(len(rows), device=device)
             dist.all_reduce(sequences, group=data_group)  # the sequences of this update, on all replicas
             out = policy_loss(
-                log_probs(rows), advantages[rows], mask=mask[rows], old_log_probs=old[rows], normalizer=sequences
+                log_probs(model, ids[rows], mask[rows]),
+                advantages[rows],
+                mask=mask[rows],
+                old_log_probs=old[rows],
+                normalizer=sequences,
             )
             out.loss.backward()
             for parameter in model.parameters():

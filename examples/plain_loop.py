@@ -1,7 +1,7 @@
 """Train a transformers model with GSPO in a plain PyTorch loop: sort three letters.
 
-Each step samples a rollout, rewards it, computes old log-probs and makes four updates, each on a quarter of the rollout.
-The model never stores logits in training: `fuse_head` lets the loss run at its head. Install: pip install '.[train]'
+Each step samples a rollout, rewards it, computes old log-probs and makes four updates, each on a quarter of the
+rollout. `fuse_head` lets the loss run at the model's head, so no logits are stored. Install: pip install '.[train]'
 
     python examples/plain_loop.py                                      # a tiny random model; a minute on a CPU
     python examples/plain_loop.py --model Qwen/Qwen2.5-0.5B-Instruct   # one GPU
@@ -92,7 +92,9 @@ def main():
             clipped.append(out.metrics["clip_fraction"].item())
         if step % 10 == 0 or step == options.steps - 1:
             shares = ", ".join(f"{share:.2f}" for share in clipped)
-            print(f"step {step:3}: reward {rewards.mean():.2f}, clipped in each update {shares}, gradient norm {norm:.2f}")
+            print(
+                f"step {step:3}: reward {rewards.mean():.2f}, clipped in each update {shares}, gradient norm {norm:.2f}"
+            )
 
 
 if __name__ == "__main__":

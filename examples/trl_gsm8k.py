@@ -1,7 +1,7 @@
 """Train Qwen2.5-0.5B-Instruct on GSM8K with GSPO in TRL.
 
-The reward is 1 if the answer ends with "#### number" and the number is right, and 0.5 if the last number is right but the
-marker is missing. Install: pip install '.[train,trl]'
+The reward is 1 if the answer ends with "#### number" and the number is right, and 0.5 if the last number is right but
+the marker is missing. Install: pip install '.[train,trl]'
 
     python examples/trl_gsm8k.py                   # one GPU; downloads the model (1 GB) and the dataset (5 MB)
     accelerate launch --config_file examples/accelerate/fsdp2.yaml --num_processes 8 examples/trl_gsm8k.py
@@ -16,13 +16,6 @@ from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct")
-parser.add_argument("--steps", type=int, default=400, help="optimizer steps; four of them train on one rollout")
-parser.add_argument("--output", default="runs/trl_gsm8k")
-parser.add_argument("--toy", action="store_true", help="a tiny random model and generated problems, without a download")
-options = parser.parse_args()
 
 INSTRUCTION = 'Think step by step. End your answer with "#### " and the number.'
 NUMBER = r"-?\d[\d,]*\.?\d*"
@@ -65,38 +58,52 @@ def toy():
     return policy.model, policy.tokenizer, Dataset.from_list(problems)
 
 
-torch.manual_seed(0)
-gpu = torch.cuda.is_available()
-if options.toy:
-    model, tokenizer, problems = toy()
-    sizes = {"per_device_train_batch_size": 32, "num_generations": 8, "max_completion_length": 4, "learning_rate": 5e-3}
-else:
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)  # bf16=True runs it in bf16
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    problems = load_dataset("openai/gsm8k", "main", split="train")
-    sizes = {"per_device_train_batch_size": 8, "num_generations": 8, "max_completion_length": 512, "learning_rate": 1e-6}
-    sizes |= {"gradient_accumulation_steps": 4, "gradient_checkpointing": True}
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps; four of them train on one rollout")
+    parser.add_argument("--length", type=int, default=512, help="most tokens of an answer")
+    parser.add_argument("--output", default="runs/trl_gsm8k")
+    parser.add_argument("--toy", action="store_true", help="a tiny random model and generated problems")
+    options = parser.parse_args()
 
-config = GSPOConfig(
-    output_dir=options.output,
-    max_steps=options.steps,
-    logging_steps=max(1, options.steps // 20),
-    save_steps=100,
-    bf16=gpu,
-    use_cpu=not gpu,
-    **sizes,
-)
-trainer = GSPOTrainer(
-    model=model,
-    reward_funcs=correct,
-    args=config,
-    train_dataset=problems.map(with_prompt, remove_columns=["question", "answer"]),
-    processing_class=tokenizer,
-)
-trainer.train()
-trainer.save_model()
-if trainer.is_world_process_zero():
-    rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
-    clipped = [row["clip_ratio/region_mean"] for row in trainer.state.log_history if "reward" in row]
-    print(f"mean reward: {rewards[0]:.2f} at first, {rewards[-1]:.2f} at last; checkpoint in {options.output}")
-    print(f"clipped answers: {sum(clipped) / len(clipped):.0%}")
+    torch.manual_seed(0)
+    gpu = torch.cuda.is_available()
+    if options.toy:
+        model, tokenizer, problems = toy()
+        sizes = {"per_device_train_batch_size": 32, "max_completion_length": 4, "learning_rate": 5e-3}
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)  # bf16=True runs it in bf16
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        problems = load_dataset("openai/gsm8k", "main", split="train")
+        sizes = {"per_device_train_batch_size": 8, "max_completion_length": options.length, "learning_rate": 1e-6}
+        sizes |= {"gradient_accumulation_steps": 4, "gradient_checkpointing": True}
+
+    config = GSPOConfig(
+        output_dir=options.output,
+        num_generations=8,
+        max_steps=options.steps,
+        logging_steps=max(1, options.steps // 20),
+        save_steps=100,
+        bf16=gpu,
+        use_cpu=not gpu,
+        **sizes,
+    )
+    trainer = GSPOTrainer(
+        model=model,
+        reward_funcs=correct,
+        args=config,
+        train_dataset=problems.map(with_prompt, remove_columns=["question", "answer"]),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+        clipped = [row["clip_ratio/region_mean"] for row in trainer.state.log_history if "reward" in row]
+        print(f"mean reward: {rewards[0]:.2f} at first, {rewards[-1]:.2f} at last; checkpoint in {options.output}")
+        print(f"clipped answers: {sum(clipped) / len(clipped):.0%}")
+
+
+if __name__ == "__main__":
+    main()

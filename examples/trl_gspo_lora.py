@@ -1,8 +1,8 @@
 """Train LoRA adapters with GSPO in TRL: sort three letters.
 
-`--head` chooses what is trained in the language-model head: nothing ("frozen", so its weight gets no gradient), an
-adapter ("lora"), or a copy of the complete weight ("full", PEFT's modules_to_save). The losses take all three, and never
-merge the adapter into the weight. Install: pip install '.[train,trl]'
+`--head` chooses what is trained in the language-model head: nothing ("frozen", the cheapest, because no gradient of the
+weight is computed), an adapter ("lora"), or a copy of the complete weight ("full", PEFT's modules_to_save).
+Install: pip install '.[train,trl]'
 
     python examples/trl_gspo_lora.py --head lora                          # a tiny random model; a minute on a CPU
     python examples/trl_gspo_lora.py --model Qwen/Qwen2.5-0.5B-Instruct   # one GPU

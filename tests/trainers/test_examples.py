@@ -128,7 +128,7 @@ def test_gsm8k_by_name(tmp_path: Path) -> None:
 def test_the_reward_of_gsm8k() -> None:
     sys.path.insert(0, str(EXAMPLES))
     try:
-        import trl_gsm8k  # pyright: ignore[reportMissingImports]
+        import trl_gsm8k
     finally:
         sys.path.remove(str(EXAMPLES))
     solution = "Natalia sold 1,000 + 200 = 1200 clips.\n#### 1,200"
@@ -155,7 +155,7 @@ def test_custom_reward_in_trl(tmp_path: Path) -> None:
 def test_custom_reward_in_gspo_train(tmp_path: Path) -> None:
     file = EXAMPLES / "custom_reward.py"
     reward = f"reward={file}:right, 0.2*{file}:brief"
-    command = [sys.executable, "-m", "gspo_kernels.tools.entry_point", "train", "seeds=0", "steps=3", reward]
+    command = [Path(sys.executable).parent / "gspo", "train", "seeds=0", "steps=3", reward]
     output_of(tmp_path, command)
     rows = [json.loads(line) for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()]
     step = next(row for row in rows if "reward/right" in row)

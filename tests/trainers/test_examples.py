@@ -202,7 +202,7 @@ def test_the_notebook(tmp_path: Path) -> None:
     client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
     client.execute()
     for text in (printed(committed), printed(notebook)):
-        wrong = {name: int(flips) for name, flips in re.findall(r"([\w ]+): (\d+) of 64 decisions", text)}
+        wrong = {name: int(flips) for name, flips in re.findall(r"(\w[\w ]*): (\d+) of 64 decisions", text)}
         assert wrong["bf16 logits"] > 6 and wrong["gspo_kernels"] == 0
         memory = re.findall(r"151,936: +(\d+) MiB with logits, +(\d+) MiB fused", text)
         assert int(memory[0][0]) > 4 * int(memory[0][1])

@@ -65,6 +65,7 @@ test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/v
 	build/verl/bin/$(PYTEST) tests/trainers/test_verl_*.py tests/repo/test_mutations.py -k verl
 	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py
 	build/megatron/bin/python -m pytest tests/trainers/test_megatron.py tests/trainers/test_checkouts.py
+	build/megatron/bin/python -m pytest tests/trainers/test_examples.py -k megatron
 	build/swift/bin/python -m pytest tests/trainers/test_ms_swift.py
 	build/openrlhf/bin/python -m pytest tests/trainers/test_openrlhf.py
 

@@ -14,7 +14,7 @@ from helpers.readme import TRL_EXAMPLE, WITH_TRL
 pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
 from gspo_kernels.integrations.reference_trainer.policy import demo_policy
-from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer
+from gspo_kernels.integrations.trl import GSPOTrainer
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -39,9 +39,5 @@ def test_a_random_model_learns_and_is_clipped(
 
 def test_a_checkpoint_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demo_policy().save(tmp_path / "model")
-    monkeypatch.setattr(
-        "gspo_kernels.integrations.trl.GSPOConfig",
-        lambda folder, **options: GSPOConfig(folder, **{**options, "max_steps": 4, "logging_steps": 1}),
-    )
-    trainer = run(monkeypatch, tmp_path, str(tmp_path / "model"))["trainer"]
+    trainer = run(monkeypatch, tmp_path, "--model", str(tmp_path / "model"), "--steps", "4")["trainer"]
     assert isinstance(trainer, GSPOTrainer) and trainer.epsilon_high == 4e-4 and trainer.state.global_step == 4

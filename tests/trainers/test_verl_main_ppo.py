@@ -1,7 +1,7 @@
 """verl 0.9.1's `main_ppo` from end to end on a CPU: Ray, agent loop, reward, FSDP2 actor, weight sync.
 
-Our engine and loss, by the README's lines, and verl's `gspo` train on the same rollouts. `make test-trainers` runs this
-in verl's environment. Elsewhere it is skipped.
+Our engine and loss, by the README's lines, and verl's `gspo` train on the same rollouts. The script in examples/ runs
+too. `make test-trainers` runs this in verl's environment. Elsewhere it is skipped.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ WINDOW = [
     "actor_rollout_ref.actor.clip_ratio_low=3e-4",
     "actor_rollout_ref.actor.clip_ratio_high=4e-4",
 ]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -95,9 +96,14 @@ def settings(folder: Path) -> list[str]:
 
 def train(folder: Path, engine: str, lines: list[str]) -> list[dict[str, float]]:
     """Run `main_ppo` and return the metrics that it logged in each step."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines, *settings(folder)]
+    return metrics_of(command, folder, {"VERL_ENGINE_VENDOR": engine})
+
+
+def metrics_of(command: list[str], folder: Path, variables: dict[str, str]) -> list[dict[str, float]]:
+    """Run a command that starts `main_ppo` on a CPU, and return the metrics that it logged in each step."""
     tests = Path(__file__).parent.parent
-    variables = {
-        "VERL_ENGINE_VENDOR": engine,
+    variables |= {
         "VERL_USE_EXTERNAL_MODULES": "helpers.verl_rollout",
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # under which verl registers its engines
@@ -108,7 +114,6 @@ def train(folder: Path, engine: str, lines: list[str]) -> list[dict[str, float]]
         "RAY_memory_monitor_refresh_ms": "0",
         "RAY_TMPDIR": f"/tmp/ray-{os.getpid()}",  # short, because Ray makes sockets in it
     }
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines, *settings(folder)]
     done = subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=900)
     output = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     assert done.returncode == 0, (output[-2000:], done.stderr[-3000:])
@@ -144,3 +149,25 @@ def test_main_ppo_trains_with_our_lines_as_with_verls_gspo(tmp_path: Path) -> No
             assert a[name] == pytest.approx(b[name], abs=SHARE_ABSOLUTE), name
         assert a["actor/pg_clipfrac"] > 0.1 and a["actor/gspo/passes"] > 1
         assert a["training/global_step"] == step + 1
+
+
+def test_the_example_trains_on_its_toy_data(tmp_path: Path) -> None:
+    """The command is for GPUs and GSM8K. Its arguments and variables set the model, the data and the CPU."""
+    chat_model.save(tmp_path / "model")
+    (tmp_path / "score.py").write_text(SCORE)
+    data = [sys.executable, str(EXAMPLES / "verl_data.py"), "--output", str(tmp_path / "toy"), "--toy"]
+    subprocess.run(data, check=True, env=os.environ | {"HF_HOME": str(tmp_path / "cache")})
+    variables = {
+        "MODEL": str(tmp_path / "model"),
+        "DATA": str(tmp_path / "toy"),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
+    # The example's own model, data and loss stay in force.
+    mine = ("data.train_files", "data.val_files", f"{MODEL}.path", "algorithm.adv_estimator")
+    for_cpu = [line for line in settings(tmp_path) if line.partition("=")[0] not in mine]
+    for_cpu += [f"{ROLLOUT}.log_prob_use_dynamic_bsz=false", "data.filter_overlong_prompts=false"]
+    first, second = metrics_of([str(EXAMPLES / "verl_gspo.sh"), *for_cpu], tmp_path, variables)
+    for step in (first, second):
+        assert step["actor/pg_clipfrac"] > 0.1 and step["actor/gspo/passes"] > 1
+        assert step["critic/rewards/mean"] > 0 and step["actor/grad_norm"] > 0
+    assert second["training/global_step"] == 2

@@ -1,0 +1,140 @@
+"""Train a transformers model with GSPO under FSDP2: sort three letters.
+
+The loop of plain_loop.py with four changes: each rank samples its own prompts, `fully_shard` shards the model, the loss
+is divided by the number of sequences on all ranks, and gradients are accumulated over micro-batches.
+Install: pip install '.[train]'
+
+    torchrun --nproc_per_node 8 examples/fsdp2.py --model Qwen/Qwen2.5-0.5B-Instruct   # eight GPUs
+    torchrun --nproc_per_node 2 examples/fsdp2.py   # a tiny random model, on two GPUs or two CPU processes
+"""
+
+import argparse
+import os
+import random
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from gspo_kernels import gspo_fused_loss, linear_log_probs
+from gspo_kernels.advantages import group_advantages
+from gspo_kernels.integrations.huggingface import fuse_head
+from gspo_kernels.integrations.reference_trainer.policy import demo_policy
+
+# Prompts per rank and rollout, answers per prompt, updates per rollout, micro-batches per update, tokens per answer.
+PROMPTS, GROUP, UPDATES, MICRO_BATCHES, LENGTH = 8, 8, 4, 2, 6
+
+
+def letters_in_place(text, right):
+    """Return the share of letters in the right place."""
+    return sum(a == b for a, b in zip(text, right)) / max(len(text), len(right))
+
+
+def sample(model, tokenizer, prompts):
+    """Sample GROUP answers to each prompt. Return tensors with B = prompts * GROUP rows."""
+    inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt").to(model.device)
+    # synced_gpus: a rank whose answers have ended goes on until all ranks have ended, because every call of the model
+    # gathers its parameters from all ranks.
+    ids = model.generate(**inputs, num_return_sequences=GROUP, synced_gpus=True)  # [B, P + T]
+    answers = ids[:, inputs.input_ids.shape[1] :]  # [B, T]
+    ends = torch.isin(answers, torch.tensor(model.generation_config.eos_token_id, device=ids.device))
+    mask = ends.cumsum(1) - ends.int() == 0  # the tokens up to the first end-of-sequence token, inclusive
+    attention = torch.cat([inputs.attention_mask.repeat_interleave(GROUP, 0), mask.long()], 1)
+    return {"ids": ids, "attention": attention, "answers": answers, "mask": mask}
+
+
+def at_head(model, batch, function, *arguments, **options):
+    """Run the model, and call `function` with hidden states, head, target ids and mask in place of the logits."""
+    length = batch["answers"].shape[1]
+
+    def call(hidden, lm_head, **of_the_model):  # of_the_model: what the model does to its logits, such as a soft-cap
+        hidden = hidden[:, -length - 1 : -1]  # position t predicts token t + 1
+        return function(hidden, lm_head, batch["answers"], *arguments, mask=batch["mask"], **options, **of_the_model)
+
+    positions = (batch["attention"].cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": batch["ids"], "attention_mask": batch["attention"], "position_ids": positions}
+    return model(**inputs, with_head=call).result
+
+
+def mean_over_ranks(numbers, device):
+    total = torch.tensor(numbers, device=device)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", help="a model of the hub or a folder (default: a Qwen3 with 76,000 random weights)")
+    parser.add_argument("--steps", type=int, default=100, help="rollouts, each followed by four updates")
+    parser.add_argument("--output", default="runs/fsdp2", help="folder of the checkpoint")
+    options = parser.parse_args()
+
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cuda" if gpu else "cpu", (ranks,))
+
+    torch.manual_seed(0)  # the same random weights on every rank
+    if options.model:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    else:
+        tiny = demo_policy()
+        model, tokenizer = tiny.model, tiny.tokenizer
+    model.eval()  # without dropout
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if gpu else MixedPrecisionPolicy()
+    )
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fuse_head(model)
+    # Sample from the distribution that the loss computes: without the checkpoint's top-k, top-p and penalties.
+    ids = {"eos_token_id": model.generation_config.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.generation_config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=LENGTH, **ids)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6 if options.model else 3e-3, weight_decay=0.0)
+
+    torch.manual_seed(rank)  # other prompts and answers on every rank
+    random.seed(rank)
+    for step in range(options.steps):
+        words = ["".join(random.choices("abcdef", k=3)) for _ in range(PROMPTS)]
+        batch = sample(model, tokenizer, [f"sort {word}:" for word in words])
+        texts = tokenizer.batch_decode(batch["answers"], skip_special_tokens=True)
+        rewards = torch.tensor([letters_in_place(t, "".join(sorted(words[i // GROUP]))) for i, t in enumerate(texts)])
+        batch["advantages"] = group_advantages(rewards, GROUP).to(model.device)
+        with torch.no_grad():
+            batch["old"] = at_head(model, batch, linear_log_probs).log_probs
+
+        clipped = []
+        for rows in torch.randperm(PROMPTS * GROUP).chunk(UPDATES):
+            sequences = torch.tensor(len(rows), device=model.device)
+            dist.all_reduce(sequences)  # the sequences of this update, on all ranks
+            for micro_rows in rows.chunk(MICRO_BATCHES):
+                part = {name: x[micro_rows.to(x.device)] for name, x in batch.items()}
+                # FSDP averages gradients over ranks. Divided by ranks, the normalizer turns the average into a sum.
+                at = {"old_log_probs": part["old"], "normalizer": sequences / ranks}
+                out = at_head(model, part, gspo_fused_loss, part["advantages"], **at)
+                out.loss.backward()
+                clipped.append(out.metrics["clip_fraction"].item())
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+            optimizer.step()
+            optimizer.zero_grad()
+        reward, share = mean_over_ranks([rewards.mean().item(), sum(clipped) / len(clipped)], model.device)
+        if rank == 0 and (step % 10 == 0 or step == options.steps - 1):
+            print(f"step {step:3}: reward {reward:.2f}, clipped {share:.2f}, gradient norm {norm:.2f}", flush=True)
+
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        model.save_pretrained(options.output, state_dict=weights)
+        tokenizer.save_pretrained(options.output)
+        print(f"checkpoint in {options.output}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,6 @@ from .tables import (
     over_naive,
     shown,
     table,
-    worse,
 )
 
 README_ROWS = {
@@ -164,10 +163,6 @@ def readme(first: Results) -> str:
     columns = (f"{what}, {short}" for short in DTYPES.values() for what in ("peak memory", "step time"))
     header = ("", "wrong clip decisions, bf16", *columns)
     part = parts["float32"]
-    rl_like = by_name(run_of(first, "rl-like")["candidates"])
-    (budget,) = (record for record in first["policy"]["trained"]["budgets"] if record["budget"] == 1e-3)
     text = Path(__file__).with_name("readme.md").read_text().strip()
-    errors = (error_of(rl_like[BUDGET]), worse(budget))
     caches = [f"{part['steps'][-1]['cache_mib']:,}" for part in parts.values()]
-    of_budget = over_naive(rl_like[BUDGET])
-    return text.format(table=table(header, rows), on=part, caches=caches, errors=errors, of_budget=of_budget)
+    return text.format(table=table(header, rows), on=part, caches=caches)

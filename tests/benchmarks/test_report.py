@@ -69,7 +69,7 @@ def test_the_readme_block_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pages, "README", readme)
     text = pages.texts()[readme]
     assert (
-        text.startswith(f"before\n{BLOCK}|  | peak MiB")
+        text.startswith(f"before\n{BLOCK}One training step of TRL")
         and text.endswith("<!-- end -->\nafter\n")
         and "old" not in text
     )

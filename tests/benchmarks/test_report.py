@@ -65,13 +65,13 @@ def test_a_damaged_or_partial_file_is_refused_with_a_one_line_message(text: str,
 
 def test_the_readme_block_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BLOCK}old\n<!-- end -->\nafter\n")
+    readme.write_text(f"before\n{BLOCK}stale\n<!-- end -->\nafter\n")
     monkeypatch.setattr(pages, "README", readme)
     text = pages.texts()[readme]
     assert (
         text.startswith(f"before\n{BLOCK}One training step of TRL")
         and text.endswith("<!-- end -->\nafter\n")
-        and "old" not in text
+        and "stale" not in text
     )
     assert 5 + 2 == sum(line.startswith("|") for line in text.splitlines())
 

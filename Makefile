@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden
+.PHONY: demo docs test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden
 demo: .venv/ready
 	$(BIN)/gspo train
 
@@ -12,7 +12,7 @@ test: lint
 	$(BIN)/$(PYTEST) -m "not slow" --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed
 
 # Everything that runs without a GPU: about 40 minutes on two cores, longer the first time.
-test-all: test test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-trainers
+test-all: test docs test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-trainers
 
 # Seeded faults, the compile gate of every architecture, long runs, and 200 examples of each property.
 test-slow: .venv/ready
@@ -34,12 +34,16 @@ test-stub-oldest: .venv/ready
 	test -d build/triton-3.6.0 || $(BIN)/pip install -q --no-deps --target build/triton-3.6.0 triton==3.6.0
 	PYTHONPATH=build/triton-3.6.0 $(BIN)/python -m pytest tests/stub
 
+# The documentation site: build/site/index.html. Warnings, such as a broken link, are errors.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl,lora,trackers]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl,lora,trackers,docs]'
 	touch $@
 
 # Tests against the real trainers, each in its own virtual environment. `build/peers` has all the trainers that can be

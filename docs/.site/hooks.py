@@ -37,7 +37,8 @@ def command_line() -> str:
     page = ["# Command line\n\n`pip install '.[cli]'` installs `gspo`; `gspo train` needs `.[train]`."]
     commands: dict[str, Any] = typer.main.get_command(app).commands  # pyright: ignore
     for name, command in commands.items():
-        page.append(f"## gspo {name}\n\n{inspect.cleandoc(command.help)}\n\n| option | meaning |\n|---|---|")
+        text = re.sub(r"docs/(\w+)\.md", r"[gspo train](../\1.md)", inspect.cleandoc(command.help).replace("<", "&lt;"))
+        page.append(f"## gspo {name}\n\n{text}\n\n| option | meaning |\n|---|---|")
         for option in command.params:
             names = ", ".join(option.opts) if option.param_type_name == "option" else option.metavar
             default = f" (default: {option.default})" if option.default not in (None, False) else ""

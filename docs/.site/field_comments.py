@@ -1,4 +1,4 @@
-"""Show the comment after a field of a class as the field's text in the API reference."""
+"""Show the comments after the fields of a class in the API reference."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ COMMENT = re.compile(r"  # (?!noqa|fmt|pyright)(.*)$")
 
 
 class FieldComments(griffe.Extension):
-    """Give each field without a docstring the comment at the end of its line."""
+    """List the fields that have a comment at the end of their line under "Attributes"."""
 
     def on_class_members(self, *, node: ast.AST, cls: griffe.Class, agent: Any, **kwargs: Any) -> None:
         lines = agent.code.splitlines()
-        for field in cls.attributes.values():
-            comment = COMMENT.search(lines[field.endlineno - 1])
-            if comment and field.docstring is None:
-                field.docstring = griffe.Docstring(comment[1], parent=field)
+        comments = {name: COMMENT.search(lines[field.endlineno - 1]) for name, field in cls.attributes.items()}
+        fields = [f"    {name}: {found[1].replace('<', '&lt;')}" for name, found in comments.items() if found]
+        if fields and cls.docstring and not re.search("^(Args|Attributes):", cls.docstring.value, re.MULTILINE):
+            cls.docstring.value += "\n\nAttributes:\n" + "\n".join(fields)

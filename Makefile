@@ -12,7 +12,7 @@ test: lint
 	$(BIN)/$(PYTEST) -m "not slow" --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed
 
 # Everything that runs without a GPU: about 40 minutes on two cores, longer the first time.
-test-all: test docs test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-trainers
+test-all: test test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-trainers
 
 # Seeded faults, the compile gate of every architecture, long runs, and 200 examples of each property.
 test-slow: .venv/ready
@@ -34,7 +34,7 @@ test-stub-oldest: .venv/ready
 	test -d build/triton-3.6.0 || $(BIN)/pip install -q --no-deps --target build/triton-3.6.0 triton==3.6.0
 	PYTHONPATH=build/triton-3.6.0 $(BIN)/python -m pytest tests/stub
 
-# The documentation site: build/site/index.html. Warnings, such as a broken link, are errors.
+# The documentation site, build/site/index.html. Warnings, such as a broken link, are errors. `make test` also builds it.
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -11,8 +11,11 @@ INTEGRATIONS, SCALE = ((DOCS / name).read_text() for name in ("integrations.md",
 
 
 def blocks_in_order(page: str) -> list[tuple[str, str]]:
-    """Return (language, code) of each code block with a language, except `text`, which marks output and formulas."""
-    found = re.findall(r"^( *)```(\w+)\n(.*?)^\1```", page, re.DOTALL | re.MULTILINE)
+    """Return (language, code) of each code block with a language, except `text`, which marks output and formulas.
+
+    A script of examples/ is included by a block of {.python}, because ruff would format a block of python.
+    """
+    found = re.findall(r"^( *)```{?\.?(\w+)}?\n(.*?)^\1```", page, re.DOTALL | re.MULTILINE)
     return [(language, textwrap.dedent(code)) for _, language, code in found if language != "text"]
 
 

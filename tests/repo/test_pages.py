@@ -19,8 +19,8 @@ from gspo_kernels.tools.cli import app
 
 ROOT = DOCS.parent
 # What happens to each block, in the order of the page. "run" and "gspo" run it here, "install" looks for its extras in
-# pyproject.toml, "example" for its script in examples/, and "copy" for the block in integrations.md or scale.md.
-# Everything else is the test that runs the block.
+# pyproject.toml, "example" for its script in examples/, which has tests of its own, and "copy" for the block in
+# integrations.md or scale.md. Everything else is the test that runs the block.
 BLOCKS = {
     "api/advantages.md": ["run"],
     "api/objective.md": ["run"],
@@ -32,7 +32,7 @@ BLOCKS = {
     "concepts/log_probs.md": ["run"],
     "get_started/megatron.md": ["install", "copy"],
     "get_started/own_loop.md": ["install", "copy", "run"],
-    "get_started/trl.md": ["install", "example", "trainers/test_trl_example.py"],
+    "get_started/trl.md": ["install", "example", "example"],
     "get_started/verl.md": ["install", "copy"],
     "guides/long_runs.md": ["gspo"],
     "guides/several_gpus.md": [
@@ -92,7 +92,7 @@ def test_a_code_block_works(page: str, at: int, tmp_path: Path, monkeypatch: pyt
         assert set(filter(None, wanted.split(","))) <= set(extras)
     elif runner == "example":
         (script,) = re.findall(r"examples/\w+\.py", code)
-        assert (ROOT / script).exists()
+        assert (ROOT / script).exists() and (language == "bash" or code == f'--8<-- "{script}"\n')
     else:
         assert runner == "copy" and f"```{language}\n{code}```" in INTEGRATIONS + SCALE
 

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden test-release release-check hub-kernel
+.PHONY: demo docs test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden test-release release-check hub-kernel
 demo: .venv/ready
 	$(BIN)/gspo train
 
@@ -48,12 +48,16 @@ release-check:
 hub-kernel:
 	$(PYTHON) .ci/hub_kernel.py build/hub
 
+# The documentation site, build/site/index.html. Warnings, such as a broken link, are errors. `make test` also builds it.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl,lora,trackers]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,bench,trl,lora,trackers,docs]'
 	touch $@
 
 # Tests against the real trainers, each in its own virtual environment. `build/peers` has all the trainers that can be

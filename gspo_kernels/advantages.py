@@ -36,6 +36,15 @@ from .groups import Groups, checked_rewards, finite, over_deviation, per_token, 
 from .layout import accumulator
 from .validation import FLOATS, TensorChecks
 
+__all__ = [
+    "RunningMoments",
+    "group_advantages",
+    "normalize_rewards",
+    "token_returns",
+    "turn_advantages",
+    "whiten",
+]
+
 BASELINES = ("mean", "leave-one-out", "none")
 SCALES = ("group", "leave-one-out", "batch", "none")
 

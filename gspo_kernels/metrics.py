@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = [
+    "last_backward",
+]
+
 NAMES = (
     "clip_fraction",  # share of non-empty sequences that have a clipped token
     "clip_fraction_low",  # the same, for tokens clipped at 1 - clip_low (negative advantage)

@@ -112,12 +112,11 @@ class Objective:
     Raises:
         ValueError, TypeError: The message names the field, the expected value and the value received.
 
-    Warns, once each:
-        UserWarning:
-        - Sequence ratios with an aggregation that weights sequences by their length. This loss is LUSPO up to a
-          constant factor.
-        - Sequence ratios with a clip_low or clip_high of 0.04 or more, a hundred times GSPO's. A ratio normalized by
-          length hardly ever leaves such a window, so almost nothing is clipped.
+    Warns:
+        UserWarning: once, for sequence ratios with an aggregation that weights sequences by their length. This loss is
+            LUSPO up to a constant factor.
+        UserWarning: once, for sequence ratios with a clip_low or clip_high of 0.04 or more, a hundred times GSPO's. A
+            ratio normalized by length hardly ever leaves such a window, so almost nothing is clipped.
     """
 
     ratio: str = "sequence"

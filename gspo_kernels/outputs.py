@@ -30,39 +30,37 @@ class LossOutput(NamedTuple):
     `metrics` holds 0-dim tensors on the device; the host does not wait for them. "Tokens" are unmasked tokens here.
     Clip fractions, ratios, KL and entropy ignore token weights: a token with weight 0 is part of its sequence's ratio,
     and counts as clipped if its ratio is outside the window.
-        clip_fraction: share of non-empty sequences with a clipped token. clip_fraction_low counts sequences with a
-            token clipped at 1 - clip_low, clip_fraction_high sequences with a token clipped at 1 + clip_high, dual_clip
-            or delta.
-        token_clip_fraction, token_clip_fraction_low, token_clip_fraction_high: share of clipped tokens, by the same
-            bounds. The sign of the advantage decides which bound applies, except for cispo. For gmpo, token ratios are
-            clipped.
-        ratio_mean, ratio_min, ratio_max: mean, smallest and largest ratio s of the non-empty sequences, or of the
-            tokens for ratio="token"; 1 if there are none.
-        kl_to_old: mean over tokens of old - new log-prob, in nats. It estimates KL(old || new) from samples and may be
-            negative.
-        zero_coefficient_share: share of tokens without a gradient, which cost no backward; 1 if there are no tokens.
-        live_row_share: share of tokens with a gradient, 1 - zero_coefficient_share. Only `gspo_fused_loss` returns this
-            and the next three metrics.
-        live_tile_share: share of all (token, vocabulary column) pairs that the backward computes.
-        dropped_gradient_mass: share of the L1 mass of the logits' gradient that the backward leaves out, at most
-            gradient_budget. With a soft-cap this is an upper bound; the true share may be half of it or less.
-        passes: operations of the matrix products in forward and backward, divided by 2 N H V, for N unmasked tokens.
-            Padding of tiles is not counted. The value is 4 if the backward computes d_hidden and d_weight for every
-            row, 3 if it computes only one of them, 1 without autograd. Logits kept by `cache_mib` are not recomputed:
-            if all are kept, 4 becomes 3.
-        kl: mean over tokens of the objective's KL estimator, in nats; only with ref_log_probs.
-        entropy: mean over tokens, in nats; only if entropies are computed.
-        rollout_weight_mean, ...: metrics of `sampler_mismatch.Correction`; only with objective.rollout_correction.
-        invalid: number of invalid values (ids out of range, NaN advantages, positive log-probs, ...). If it is not 0,
-            the loss is NaN.
+
+    - clip_fraction: share of non-empty sequences with a clipped token. clip_fraction_low counts sequences with a token
+      clipped at 1 - clip_low, clip_fraction_high sequences with a token clipped at 1 + clip_high, dual_clip or delta.
+    - token_clip_fraction, token_clip_fraction_low, token_clip_fraction_high: share of clipped tokens, by the same
+      bounds. The sign of the advantage decides which bound applies, except for cispo. For gmpo, token ratios are
+      clipped.
+    - ratio_mean, ratio_min, ratio_max: mean, smallest and largest ratio s of the non-empty sequences, or of the tokens
+      for ratio="token"; 1 if there are none.
+    - kl_to_old: mean over tokens of old - new log-prob, in nats. It estimates KL(old || new) from samples and may be
+      negative.
+    - zero_coefficient_share: share of tokens without a gradient, which cost no backward; 1 if there are no tokens.
+    - live_row_share: share of tokens with a gradient, 1 - zero_coefficient_share. Only `gspo_fused_loss` returns this
+      and the next three metrics.
+    - live_tile_share: share of all (token, vocabulary column) pairs that the backward computes.
+    - dropped_gradient_mass: share of the L1 mass of the logits' gradient that the backward leaves out, at most
+      gradient_budget. With a soft-cap this is an upper bound; the true share may be half of it or less.
+    - passes: operations of the matrix products in forward and backward, divided by 2 N H V, for N unmasked tokens.
+      Padding of tiles is not counted. The value is 4 if the backward computes d_hidden and d_weight for every row, 3
+      if it computes only one of them, 1 without autograd. Logits kept by `cache_mib` are not recomputed: if all are
+      kept, 4 becomes 3.
+    - kl: mean over tokens of the objective's KL estimator, in nats; only with ref_log_probs.
+    - entropy: mean over tokens, in nats; only if entropies are computed.
+    - rollout_weight_mean, ...: metrics of `sampler_mismatch.Correction`; only with objective.rollout_correction.
+    - invalid: number of invalid values (ids out of range, NaN advantages, positive log-probs, ...). If it is not 0,
+      the loss is NaN.
     """
 
     loss: Tensor  # []
     log_probs: Tensor  # [B, T] or [N], fp32 (fp64 for fp64 inputs), 0 at masked positions
     entropy: Tensor | None  # [B, T] or [N], in nats
-    # u = log s per sequence, [B] or [S]; for ratio="token", per token, in the shape of target_ids. For gmpo, u is the
-    # mean of the bounded token log-ratios.
-    log_ratio: Tensor
+    log_ratio: Tensor  # log s per sequence, [B] or [S]; per token for ratio="token"; for gmpo of the bounded ratios
     metrics: dict[str, Tensor]
 
 

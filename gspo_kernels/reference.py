@@ -26,6 +26,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+__all__ = [
+    "ReferenceOutput",
+    "aggregation_weight",
+    "bounded",
+    "default_normalizer",
+    "gspo_reference_loss",
+    "kl_to_reference",
+    "log_ratios_of_sequence",
+    "projection_log_probs",
+    "score",
+    "surrogate",
+    "token_log_probs",
+]
+
 
 class ReferenceOutput(NamedTuple):
     """Loss, log-probs, entropies and log-ratios, all differentiable. Shapes as in `gspo_kernels.LossOutput`."""

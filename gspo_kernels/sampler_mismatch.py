@@ -31,6 +31,13 @@ from torch import Tensor
 from .layout import Layout, packed_layout, padded_layout, segment_sum
 from .validation import FLOATS, LARGEST, Checks, TensorChecks, up_to_five, valid_bound
 
+__all__ = [
+    "Correction",
+    "RolloutCorrection",
+    "importance_weights",
+    "off_policy_mask",
+]
+
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask", "gate")
 
@@ -57,13 +64,14 @@ class Correction(NamedTuple):
     """Token weights, and metrics for the trainer's log.
 
     `metrics` holds 0-dim tensors on the device, over unmasked tokens:
-        weight_mean, weight_max: mean and largest weight.
-        effective_sample_size: (sum w)^2 / (n sum w^2) for n tokens, between 0 and 1.
-        bound_share: share of tokens with a weight outside the bounds. With several corrections, outside the bounds of
-            at least one.
-        bound_share_0, bound_share_1, ...: the share of each correction; only with several.
-        kl_sampler_trainer: mean of rho - 1 - log rho in nats per token. This estimate of KL(sampler || trainer) is
-            never negative.
+
+    - weight_mean, weight_max: mean and largest weight.
+    - effective_sample_size: (sum w)^2 / (n sum w^2) for n tokens, between 0 and 1.
+    - bound_share: share of tokens with a weight outside the bounds. With several corrections, outside the bounds of at
+      least one.
+    - bound_share_0, bound_share_1, ...: the share of each correction; only with several.
+    - kl_sampler_trainer: mean of rho - 1 - log rho in nats per token. This estimate of KL(sampler || trainer) is never
+      negative.
     """
 
     weights: Tensor  # [B, T] or [N], 0 where masked

@@ -108,7 +108,7 @@ def output_processor(
         LogProbOutput with fields [B, S].
 
     Raises:
-        As `model_log_probs`.
+        TypeError, ValueError: as in `model_log_probs`.
     """
     out = _log_probs(output_layer, hidden_states, output_weight, context)
     return LogProbOutput(_transposed(out.log_probs).contiguous(), _transposed(out.entropy))

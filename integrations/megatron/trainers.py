@@ -34,6 +34,15 @@ from gspo_kernels.validation import Checks
 
 from .output_layer import Targets, gathered, layer_options, output_processor
 
+__all__ = [
+    "areal_logprobs_entropy",
+    "nemo_rl_logprobs",
+    "skyrl_fused_logprobs",
+    "skyrl_logprobs",
+    "verl_linear_cross_entropy",
+    "verl_output_processor",
+]
+
 
 def verl_linear_cross_entropy(
     hidden: Tensor,

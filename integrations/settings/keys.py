@@ -23,10 +23,11 @@ POSITIVE: Rule = ("a number > 0", lambda x: x > 0)
 class Step(NamedTuple):
     """One call in the computation of advantages.
 
-    call: the name of a function of `gspo_kernels.advantages`; "clamp" for torch.clamp; or "subtract_kl": subtract
-        kl_coef times the KL of an answer from the answer's reward. This KL is a sum over the answer's tokens:
-        kl_estimator of old minus reference log-prob.
-    options: the keyword arguments. For a tensor argument, a string describes which tensor to pass.
+    Attributes:
+        call: the name of a function of `gspo_kernels.advantages`; "clamp" for torch.clamp; or "subtract_kl": subtract
+            kl_coef times the KL of an answer from the answer's reward. This KL is a sum over the answer's tokens:
+            kl_estimator of old minus reference log-prob.
+        options: the keyword arguments. For a tensor argument, a string describes which tensor to pass.
     """
 
     call: str
@@ -37,20 +38,21 @@ class Step(NamedTuple):
 class Reading:
     """The loss that a trainer's settings describe. Every setting that changes the loss is in one of the fields.
 
-    objective: the loss.
-    normalizer: what to count in all micro-batches of an optimizer step: "rows" (all answers, including entirely masked
-        ones), "sequences" (answers with an unmasked token), "tokens" (unmasked tokens) or "one" (the count is 1). Pass
-        the count over all processes, divided by the number of processes, as `normalizer`. This assumes that gradients
-        are averaged over processes, as DDP and FSDP do.
-    temperature: the divisor of the logits in the loss, which may differ from the sampling temperature.
-    advantages: the calls that turn rewards into advantages, in order.
-    old_log_probs: "trainer" (the trainer computes them with the policy before the first update of a rollout) or
-        "rollout" (the sampling engine computes them).
-    beside: other settings that act on the loss, with the trainer's names and values. They mask tokens, weight answers
-        or change rewards. The caller must apply them.
-    ignored: settings of the loss that differ from their defaults, but that the trainer does not read because of other
-        settings. A UserWarning also names them.
-    not_the_loss: the names of all other settings. The loss does not depend on them.
+    Attributes:
+        objective: the loss.
+        normalizer: what to count in all micro-batches of an optimizer step: "rows" (all answers, including entirely
+            masked ones), "sequences" (answers with an unmasked token), "tokens" (unmasked tokens) or "one" (the count
+            is 1). Pass the count over all processes, divided by the number of processes, as `normalizer`. This assumes
+            that gradients are averaged over processes, as DDP and FSDP do.
+        temperature: the divisor of the logits in the loss, which may differ from the sampling temperature.
+        advantages: the calls that turn rewards into advantages, in order.
+        old_log_probs: "trainer" (the trainer computes them with the policy before the first update of a rollout) or
+            "rollout" (the sampling engine computes them).
+        beside: other settings that act on the loss, with the trainer's names and values. They mask tokens, weight
+            answers or change rewards. The caller must apply them.
+        ignored: settings of the loss that differ from their defaults, but that the trainer does not read because of
+            other settings. A UserWarning also names them.
+        not_the_loss: the names of all other settings. The loss does not depend on them.
     """
 
     objective: Objective

@@ -33,9 +33,9 @@ class GSPOEngine(FSDPEngineWithLMHead):
         ValueError, TypeError: `gradient_budget` or `cache_mib` is invalid.
         HeadError, TypeError: `fuse_head` does not support the model or its head.
 
-    Warns, once each:
-        UserWarning: every rollout gets a single update, so the importance ratio is always 1; the policy loss `gspo` or
-            `gspo_kernels` has a clip window made for token ratios.
+    Warns:
+        UserWarning: once each: every rollout gets a single update, so the importance ratio is always 1; the policy
+            loss `gspo` or `gspo_kernels` has a clip window made for token ratios.
     """
 
     _updates = 0  # updates of the current rollout so far

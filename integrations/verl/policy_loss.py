@@ -39,9 +39,9 @@ def gspo_policy_loss(
         ValueError: there are several ranks, but global_batch_info has no global size to divide by; or `loss_agg_mode`
             is unknown.
 
-    Warns, once each:
-        UserWarning: `loss_agg_mode` weights answers by length; log-probs are in half precision; the clip window is made
-            for token ratios, such as verl's default clip_ratio of 0.2.
+    Warns:
+        UserWarning: once each: `loss_agg_mode` weights answers by length; log-probs are in half precision; the clip
+            window is made for token ratios, such as verl's default clip_ratio of 0.2.
     """
     batch = config.global_batch_info
     ranks = batch.get("dp_size") or 1

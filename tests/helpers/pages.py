@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 INTEGRATIONS, SCALE = ((DOCS / name).read_text() for name in ("integrations.md", "scale.md"))
+
+
+def blocks_in_order(page: str) -> list[tuple[str, str]]:
+    """Return (language, code) of each code block with a language, except `text`, which marks output and formulas.
+
+    A script of examples/ is included by a block of {.python}, because ruff would format a block of python.
+    """
+    found = re.findall(r"^( *)```{?\.?(\w+)}?\n(.*?)^\1```", page, re.DOTALL | re.MULTILINE)
+    return [(language, textwrap.dedent(code)) for _, language, code in found if language != "text"]
 
 
 def code_blocks(page: str, language: str, text: str = "") -> list[str]:

@@ -16,7 +16,7 @@ from gspo_kernels.tools.cli import app
 
 ROOT = Path(__file__).parent.parent.parent
 PARITY = (ROOT / "docs" / "parity.md").read_text()
-PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("gspo_kernels", "integrations", "benchmarks", "tests")
 SOURCES = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
@@ -50,10 +50,12 @@ def test_every_preset_is_in_the_table_of_presets() -> None:
     assert re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE) == list(_PRESETS)
 
 
-def test_measured_numbers_of_the_settings_page_are_on_the_benchmarks_page() -> None:
-    settings, benchmarks = ((ROOT / "docs" / name).read_text() for name in ("settings.md", "benchmarks.md"))
-    numbers = re.findall(r"\d\.\d\d \(\de-\d\d\)|(?<=\| )[\d.]+%(?= \|)", settings)
-    assert numbers and [number for number in numbers if number not in benchmarks] == []
+def test_measured_numbers_of_the_guides_are_on_the_benchmarks_page() -> None:
+    names = ("settings.md", "guides/precision.md", "benchmarks.md")
+    settings, precision, benchmarks = ((ROOT / "docs" / name).read_text() for name in names)
+    numbers = re.findall(r"\d\.\d\d \(\de-\d\d\)|(?<=\| )[\d.]+%(?= \|)", settings + precision)
+    numbers += re.findall(r"\b(\d+%) of the (?:clips|decisions)", settings + precision)
+    assert len(numbers) > 10 and [number for number in numbers if f" {number} |" not in benchmarks] == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+"""Hooks of `mkdocs build`: sources for the API reference, two generated pages, and links to files of the clone."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import typer.main
+from mkdocs.structure.files import File
+
+from gspo_kernels.tools.cli import app
+
+ROOT = Path(__file__).parent.parent.parent
+API = ROOT / "build" / "api"
+OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+(?:benchmarks|gspo_kernels|integrations|tests)/[^)]*\)")
+
+
+def on_startup(command: str, dirty: bool) -> None:
+    """Put the folders where Python finds them when it imports `gspo_kernels`, for the API reference."""
+    shutil.rmtree(API, ignore_errors=True)
+    shutil.copytree(ROOT / "gspo_kernels", API / "gspo_kernels")
+    shutil.copytree(ROOT / "integrations", API / "gspo_kernels" / "integrations")
+
+
+def on_files(files: Any, config: Any) -> None:
+    """Add CHANGELOG.md, which links to pages as docs/NAME.md, and the options of `gspo`."""
+    changelog = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=changelog))
+    files.append(File.generated(config, "api/command_line.md", content=command_line()))
+
+
+def command_line() -> str:
+    """Return a page with the help of every command of `gspo`."""
+    page = ["# Command line\n\n`pip install '.[cli]'` installs `gspo`; `gspo train` needs `.[train]`."]
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # pyright: ignore
+    for name, command in commands.items():
+        text = re.sub(r"docs/(\w+)\.md", r"[gspo train](../\1.md)", inspect.cleandoc(command.help).replace("<", "&lt;"))
+        page.append(f"## gspo {name}\n\n{text}\n\n| option | meaning |\n|---|---|")
+        for option in command.params:
+            names = ", ".join(option.opts) if option.param_type_name == "option" else option.metavar
+            default = f" (default: {option.default})" if option.default not in (None, False) else ""
+            page[-1] += f"\n| `{names}` | {option.help}{default} |"
+    return "\n\n".join(page) + "\n"
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Turn links to source files into plain text. They work in a clone, but the site has no such files."""
+    return OUTSIDE.sub(r"\1", markdown)

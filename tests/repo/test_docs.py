@@ -17,7 +17,7 @@ from gspo_kernels.tools.cli import app
 ROOT = Path(__file__).parent.parent.parent
 PARITY = (ROOT / "docs" / "parity.md").read_text()
 PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FOLDERS = ("gspo_kernels", "integrations", "benchmarks", "tests")
+FOLDERS = ("gspo_kernels", "integrations", "benchmarks", "examples", "tests")
 SOURCES = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
 

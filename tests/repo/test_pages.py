@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,20 @@ import pytest
 from helpers.pages import DOCS, INTEGRATIONS, SCALE, blocks_in_order
 from typer.testing import CliRunner
 
+from gspo_kernels.benchmarks.__main__ import COMMANDS
+from gspo_kernels.benchmarks.suites.bench import candidates
 from gspo_kernels.integrations.reference_trainer.policy import demo_policy
 from gspo_kernels.tools.cli import app
 
 ROOT = DOCS.parent
 # What happens to each block, in the order of the page. "run" and "gspo" run it here, "install" looks for its extras in
 # pyproject.toml, "example" for its files in examples/, which have tests of their own, and "copy" for the block in
-# integrations.md or scale.md. Everything else is the test that runs the block.
+# integrations.md or scale.md. "benchmark" checks the names in commands that take long. Everything else is the test that runs the block.
 BLOCKS = {
     "api/advantages.md": ["run"],
     "api/objective.md": ["run"],
     "api/reference_trainer.md": ["run"],
+    "comparison.md": ["benchmark"],
     "concepts/backward.md": ["run"],
     "concepts/cache.md": ["gspo"],
     "concepts/gradient_budget.md": ["run"],
@@ -41,9 +45,12 @@ BLOCKS = {
         "integrations/test_huggingface.py",
         "trainers/test_megatron.py",
         "trainers/test_verl_megatron.py",
+        "integrations/test_seams.py",
+        "trainers/test_checkouts.py",
         *["integrations/test_seams.py"] * 3,
         *["trainers/test_ms_swift.py"] * 2,
-        *["integrations/test_seams.py"] * 2,
+        *["trainers/test_openrlhf.py"] * 2,
+        "integrations/test_seams.py",
     ],
     "scale.md": [
         "distributed/test_sharded.py",
@@ -82,6 +89,14 @@ def test_a_code_block_works(page: str, at: int, tmp_path: Path, monkeypatch: pyt
         extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         (wanted,) = re.findall(r"^pip install '?\.(?:\[([\w,]+)\])?'?$", code, re.MULTILINE)
         assert set(filter(None, wanted.split(","))) <= set(extras)
+    elif runner == "benchmark":
+        for command in code.splitlines():
+            words = shlex.split(command, comments=True)
+            if words[0] == "gspo":
+                assert not CliRunner().invoke(app, [*words[1:], "--help"]).exit_code
+                assert "--against" not in words or candidates(words[words.index("--against") + 1])
+            else:
+                assert words[:3] == ["python", "-m", "gspo_kernels.benchmarks"] and words[3] in COMMANDS
     elif runner == "example":
         files = re.findall(r"examples/[\w/]+\.\w+", code)
         assert files and all((ROOT / file).exists() for file in files)

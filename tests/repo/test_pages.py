@@ -20,7 +20,8 @@ from gspo_kernels.tools.cli import app
 ROOT = DOCS.parent
 # What happens to each block, in the order of the page. "run" and "gspo" run it here, "install" looks for its extras in
 # pyproject.toml, "example" for its files in examples/, which have tests of their own, and "copy" for the block in
-# integrations.md or scale.md. "benchmark" checks the names in commands that take long. Everything else is the test that runs the block.
+# integrations.md or scale.md. "benchmark" checks the names in commands that take long. Everything else is the test that
+# runs the block.
 BLOCKS = {
     "api/advantages.md": ["run"],
     "api/objective.md": ["run"],

@@ -1,7 +1,8 @@
 """Compute advantages from rewards, on the device of the rewards.
 
-On a CPU and with GSPO_CHECK=1, NaN and infinite values raise a ValueError. On a GPU, where the host reads no values,
-they make advantages NaN, which the loss counts as invalid. With `RunningMoments`, all later calls return NaN as well.
+NaN and infinite values raise a ValueError on a CPU, and elsewhere with GSPO_CHECK=1. Without it, the host reads no
+values on a GPU: such values make advantages NaN, which the loss counts as invalid. With `RunningMoments`, all later
+calls return NaN as well.
 
 The advantages of common trainers (R: rewards, in groups of n answers to a prompt):
 

@@ -52,8 +52,8 @@ def gspo_fused_loss(
     The result equals `policy_loss(linear_log_probs(...).log_probs, ...)`, computed by a single operator. The forward
     computes log-probs tile by tile, then the loss and each token's coefficient, d(loss)/d(log_prob). The backward
     recomputes logits only for rows with a gradient, so masked tokens cost no backward. If the objective has neither a
-    KL term nor an entropy bonus, sequences with advantage 0 and clipped tokens cost no backward either. (With cispo,
-    clipped tokens have a gradient.)
+    KL term nor an entropy bonus, sequences with advantage 0 and clipped tokens cost no backward either. Cispo is
+    the exception: its clipped tokens keep a gradient.
 
     Hidden states, head, bias and LoRA adapter receive gradients, each in its own dtype. Gradients that autograd does
     not need are not computed. Double backward raises an error.
@@ -79,7 +79,7 @@ def gspo_fused_loss(
         rollout_log_probs: log-probs reported by the sampler, fp32 or fp64. Required with
             objective.rollout_correction, not allowed without it.
         token_weights: weights of the policy term, [B, 1], [B, T] or [N]. They do not affect the KL term or the entropy
-            bonus. In metrics and in the ratio of a sequence, a token with weight 0 counts like any other. Treated as a
+            bonus. Tokens with weight 0 still count in the metrics and in the ratio of their sequence. Treated as a
             constant.
         bias, logit_scale, logit_softcap, temperature, vocab_size: more options of the head, see `linear_log_probs`.
         objective: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
@@ -90,8 +90,8 @@ def gspo_fused_loss(
         gradient_budget: share of the L1 mass (sum of absolute values) of the logits' gradient that the backward may
             leave out, in [0, 1). 0 is exact. Otherwise rows are sorted by this mass, which the forward already knows,
             and the lightest cells are left out as long as their total mass stays within the budget. A cell is a block
-            of rows times a range of columns: 128 x 168 on a CPU, usually 128 x 256 with Triton. Cells are left out only
-            if that saves time, which is when about a fifth (on a CPU) or half (on a GPU) of them can be left out. The
+            of rows times a range of columns: 128 x 168 on a CPU, usually 128 x 256 with Triton. None is left
+            out unless that saves time, which takes about a fifth of the cells on a CPU, or half of them on a GPU. The
             error is a bias, not noise. It affects the rows where the policy is most certain and the vocabulary entries
             that the policy finds least likely. The budget does not bound the error of d_hidden or d_weight
             (docs/benchmarks.md). It cannot be combined with objective.entropy_coef, because the mass does not bound the
@@ -124,31 +124,31 @@ def gspo_fused_loss(
     cp_group = process_group(check, "cp_group", cp_group)
     has_bonus = isinstance(objective, Objective) and objective.entropy_coef != 0
     head_arguments = HeadArguments(
-        hidden,
-        lm_head,
-        target_ids,
-        mask,
-        bias,
-        logit_scale,
-        logit_softcap,
-        temperature,
-        vocab_size,
-        entropy,
-        backend,
-        tp_group,
-        reduce_hidden,
+        hidden=hidden,
+        lm_head=lm_head,
+        target_ids=target_ids,
+        mask=mask,
+        bias=bias,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        entropy=entropy,
+        backend=backend,
+        tp_group=tp_group,
+        reduce_hidden=reduce_hidden,
     )
     policy_arguments = PolicyArguments(
-        advantages,
-        cu_seqlens,
-        old_log_probs,
-        ref_log_probs,
-        rollout_log_probs,
-        token_weights,
-        objective,
-        normalizer,
-        kl_normalizer,
-        cp_group,
+        advantages=advantages,
+        cu_seqlens=cu_seqlens,
+        old_log_probs=old_log_probs,
+        ref_log_probs=ref_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        token_weights=token_weights,
+        objective=objective,
+        normalizer=normalizer,
+        kl_normalizer=kl_normalizer,
+        cp_group=cp_group,
     )
 
     with same_on_all_ranks(check, {"tp_group": tp_group, "cp_group": cp_group}, hidden) as compared:

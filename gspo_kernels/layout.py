@@ -77,8 +77,8 @@ def segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
     """Sum each sequence's rows, [N] -> [S]. The bits of a sum do not depend on other sequences or on padding.
 
     Sums are in fp64. On a CPU, terms are added one by one, and the terms of a sequence are often equal, such as its
-    coefficients. In fp32, every addition of equal terms could round in the same direction: the error of loss and
-    gradient was 3e-4 for 32,768 tokens.
+    coefficients. In fp32, every addition of equal terms could round in the same direction: with 32,768 tokens,
+    loss and gradient were off by 3e-4.
     """
     return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0).to(x.dtype)
 

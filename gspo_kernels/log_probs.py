@@ -88,19 +88,19 @@ def linear_log_probs(
     weight = weight_of(lm_head) if isinstance(lm_head, nn.Module) else lm_head
     tp_group = vocabulary_group(check, weight, tp_group)
     arguments = HeadArguments(
-        hidden,
-        lm_head,
-        target_ids,
-        mask,
-        bias,
-        logit_scale,
-        logit_softcap,
-        temperature,
-        vocab_size,
-        entropy,
-        backend,
-        tp_group,
-        reduce_hidden,
+        hidden=hidden,
+        lm_head=lm_head,
+        target_ids=target_ids,
+        mask=mask,
+        bias=bias,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        entropy=entropy,
+        backend=backend,
+        tp_group=tp_group,
+        reduce_hidden=reduce_hidden,
     )
 
     with same_on_all_ranks(check, {"tp_group": tp_group}, hidden) as compared:

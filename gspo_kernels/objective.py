@@ -81,12 +81,13 @@ class Objective:
             "dppo_tv" and "dppo_kl" compare p, the probability of the sampled token, with its old probability q. If the
             advantage is positive, they drop tokens with p > q and a divergence above clip_high. If it is negative, they
             drop tokens with p < q and a divergence above clip_low. The divergence is |p - q| for "dppo_tv", and
-            q log(q / p) + (1 - q) log((1 - q) / (1 - p)) for "dppo_kl". Any clip_low >= 0 is accepted, also inf.
+            q log(q / p) + (1 - q) log((1 - q) / (1 - p)) for "dppo_kl". clip_low may be any
+            value >= 0, including inf.
         clip_high: see clip_low; >= 0. For cispo, TRL's epsilon_high bounds the ratio itself, so pass
             clip_high = epsilon_high - 1.
         dual_clip: upper bound > 1 on the ratio where the advantage is negative (arXiv 1912.09729); None: no bound. For
-            surrogate="clip", "dppo_tv" and "dppo_kl" only. For the last two, it bounds the factor s of value and
-            gradient for advantages of either sign. Tokens above it keep a gradient (verl's `clip_ratio_c`).
+            surrogate="clip", "dppo_tv" and "dppo_kl" only. For the last two, it caps s in both value and
+            gradient, whatever the sign of the advantage. Tokens above it keep a gradient (verl's `clip_ratio_c`).
         delta: TRL's option for the same bound (INTELLECT-2); must exceed 1 + clip_high. If dual_clip is also set, the
             smaller of the two applies. For surrogate="clip" only.
         aggregation: weight of a token, before division by the normalizer. "seq-mean-token-mean": 1 / L_i, where L_i is
@@ -207,7 +208,7 @@ class Objective:
         if self.surrogate == "clip" and max(self.clip_low, self.clip_high) >= TOKEN_WINDOW:
             validation.warn_once(
                 f"clip_low={self.clip_low:g}, clip_high={self.clip_high:g} is a window for token ratios. A ratio "
-                "normalised by length hardly ever leaves it (GSPO's paper: 3e-4 and 4e-4)",
+                "normalized by length hardly ever leaves it (GSPO's paper: 3e-4 and 4e-4)",
                 stacklevel,
             )
 
@@ -232,7 +233,7 @@ class Objective:
         return objective
 
     def _write_text(self) -> None:
-        # Not JSON and not a cached property, because torch.compile can trace neither.
+        # torch.compile can trace neither json.dumps nor a cached property.
         object.__setattr__(self, "text", ";".join([repr(getattr(self, f.name)) for f in fields(self)[:-1]]))
 
     @classmethod

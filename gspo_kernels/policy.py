@@ -88,16 +88,16 @@ def policy_loss(
     check = TensorChecks("policy_loss")
     cp_group = process_group(check, "cp_group", cp_group)
     arguments = PolicyArguments(
-        advantages,
-        cu_seqlens,
-        old_log_probs,
-        ref_log_probs,
-        rollout_log_probs,
-        token_weights,
-        objective,
-        normalizer,
-        kl_normalizer,
-        cp_group,
+        advantages=advantages,
+        cu_seqlens=cu_seqlens,
+        old_log_probs=old_log_probs,
+        ref_log_probs=ref_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        token_weights=token_weights,
+        objective=objective,
+        normalizer=normalizer,
+        kl_normalizer=kl_normalizer,
+        cp_group=cp_group,
     )
 
     with same_on_all_ranks(check, {"cp_group": cp_group}, log_probs) as compared:

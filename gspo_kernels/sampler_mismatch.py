@@ -100,8 +100,8 @@ def importance_weights(
         cu_seqlens: [S + 1] int32 or int64, for packed input.
         level: "token": the weight of a token is its ratio. "sequence": all tokens of a sequence get the product of
             their ratios. "geometric": all tokens of a sequence get the geometric mean of their ratios.
-        mode: "truncate" clamps weights to [low, high]; "mask" sets weights outside [low, high] to 0; "gate" also sets
-            weights inside to 1, to combine it with other weights.
+        mode: "truncate" clamps weights to [low, high]; "mask" sets weights outside [low, high] to 0; "gate" sets
+            weights to 1 inside and to 0 outside, for use with another correction.
         low, high: bounds, 0 <= low <= high.
 
     Returns:

@@ -173,18 +173,18 @@ class TensorChecks(Checks):
         self.flag(name, wrong, expected, lambda: up_to_five(x[wrong]))
 
     def unsharded(self, weight: Any) -> None:
-        """Check that a head's weight is a plain, initialised, non-empty tensor, neither sharded nor quantised."""
+        """Check that a head's weight is a plain, initialized, non-empty tensor, neither sharded nor quantized."""
         # Called before the other checks of a head. ZeRO-3 and FSDP add hooks, and without this order the error would
         # name the hooks as the reason.
         expected = (
             "an unsharded weight [V, H] (under ZeRO-3 or FSDP, call inside the module's forward, or gather the weight)"
         )
-        if hasattr(type(weight), "__tensor_flatten__") and not weight.is_nested:  # such as torchao's quantised tensors
+        if hasattr(type(weight), "__tensor_flatten__") and not weight.is_nested:  # such as torchao's quantized tensors
             got = Unquoted(f"a {type(weight).__name__} of {type(weight).__module__.partition('.')[0]}")
-            plain = "a plain tensor (leave the head out of quantisation, or dequantise it)"
+            plain = "a plain tensor (leave the head out of quantization, or dequantize it)"
             self.fail("lm_head", plain, got, TypeError)
         if isinstance(weight, UninitializedParameter):
-            self.fail("lm_head", "an initialised module", Unquoted("a lazy module that was never called"))
+            self.fail("lm_head", "an initialized module", Unquoted("a lazy module that was never called"))
         if isinstance(weight, Tensor) and not weight.is_nested and weight.numel() == 0:
             self.fail("lm_head", expected, Unquoted(f"an empty tensor {list(weight.shape)}"))
 
@@ -239,7 +239,7 @@ class TensorChecks(Checks):
         Valid values are finite and > 0. If all tokens are masked, a tensor may also be 0, because it may hold the
         number of unmasked tokens.
         """
-        expected = "a finite number > 0 within float32, or a tensor with no dimension of such a value, or None"
+        expected = "a finite number > 0 within float32, a tensor with no dimension that holds one, or None"
         if not isinstance(value, Tensor):
             if value is not None:
                 self.number(name, value, expected, positive)
@@ -341,7 +341,7 @@ def refuse_torch_func(function: str, values: Iterable[object]) -> None:
     if any(isinstance(x, Tensor) and _is_tracked(x) for x in values):
         raise RuntimeError(
             f"{function}: torch.func.grad, vjp, jacrev and hessian are not supported. Use .backward() or "
-            "torch.autograd.grad, also with torch.func.functional_call"
+            "torch.autograd.grad; both work with torch.func.functional_call"
         )
 
 

@@ -1,7 +1,7 @@
 """Draw the figures of docs/benchmarks.md and README.md from the JSON files of results.
 
-In docs/benchmarks.md, a candidate has the same colour and marker in every figure. Some candidates share a colour and
-differ in the marker. The colours are greys and Okabe and Ito's palette for colour-blind readers.
+In docs/benchmarks.md, a candidate has the same color and marker in every figure. Some candidates share a color and
+differ in the marker. The colors are greys and Okabe and Ito's palette for color-blind readers.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def save(figure: Figure, path: Path, legend: Axes | None = None, columns: int = 
 
 
 def candidate_lines(axes: Axes, by_size: dict[int, list[Results]], key: str, unit: float) -> None:
-    for name, (colour, marker) in LOOKS.items():
+    for name, (color, marker) in LOOKS.items():
         values = {size: r.get(key) for size, records in by_size.items() for r in records if r["name"] == name}
         points = sorted((size, value / unit) for size, value in values.items() if value is not None)
         if points:
             width = 2.2 if name.startswith(OURS) else 1.1
             label = shown(name).replace("**", "")
-            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, ms=5, lw=width, label=label)
+            axes.plot(*zip(*points, strict=True), color=color, marker=marker, ms=5, lw=width, label=label)
 
 
 def log_axes(axes: Axes, sizes: list[int], label: str) -> None:
@@ -104,15 +104,15 @@ def draw_fidelity(results: Results, path: Path) -> None:
     most = 100 * max(x for name in (OURS, "fp32 logits") for x in records[name]["wrong"])
     ours = f"gspo_kernels: at most {most:.3f}%,\nwithout storing the logits"
     full = "full fp32 logits: equally exact, but they\nneed tokens x vocabulary memory"
-    for name, colour, width, style, place, text in (
+    for name, color, width, style, place, text in (
         (NAIVE, VERMILION, 2, "-", (100, 41), "bf16 logits: the default of TRL, verl and Liger"),
         ("fp16 logits", ORANGE, 2, "-", (140, 12.5), "fp16 logits"),
         (OURS, BLUE, 3, "-", (1500, 31), ours),
         ("fp32 logits", BLACK, 1.5, "--", (1500, 24.5), full),
     ):
         shares = [100 * x for x in records[name]["wrong"]]
-        axes.plot(lengths, shares, color=colour, lw=width, ls=style, clip_on=False)
-        axes.annotate(text, place, color=colour, fontsize=10, weight="bold" if name == OURS else "normal")
+        axes.plot(lengths, shares, color=color, lw=width, ls=style, clip_on=False)
+        axes.annotate(text, place, color=color, fontsize=10, weight="bold" if name == OURS else "normal")
     axes.annotate("", (11_500, 0.4), (11_500, 24), arrowprops={"arrowstyle": "->", "color": DARK})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths[::2], [f"{length:,}" for length in lengths[::2]])
@@ -129,11 +129,11 @@ def draw_trainer(results: Results, path: Path) -> None:
     records = [r for r in results["steps"] if r["name"] in TRAINERS]
     figure, axes = panels(2)
     names = [TRAINERS[r["name"]].format(gib=r["cache_mib"] / 1024) for r in records]
-    colours = [BLUE if r["name"].startswith(OURS) else ORANGE for r in records]
+    colors = [BLUE if r["name"].startswith(OURS) else ORANGE for r in records]
     shown_in = (("peak_bytes", 2**30, "{:.2f} GiB"), ("seconds", 1, "{:.1f} s"))
     for panel, (key, unit, form) in zip(axes, shown_in, strict=True):
         values = [r[key] / unit for r in records]
-        bars = panel.barh(names, values, color=colours, height=0.62)
+        bars = panel.barh(names, values, color=colors, height=0.62)
         panel.bar_label(bars, [form.format(value) for value in values], padding=4, fontsize=10, weight="bold")
         panel.set(xlim=(0, 1.28 * max(values)), ylim=(len(values) - 0.5, -0.5), xticks=[])
         panel.grid(False)
@@ -158,14 +158,14 @@ def draw_readme(trainer: Results, fidelity: Results, path: Path) -> None:
     wrong = wrong_decisions(fidelity)
     peaks = {name: steps[name]["peak_bytes"] / 2**30 for name in names}
     figure, axes = panels(2)
-    colours = [BLUE if name == OURS else ORANGE for name in names]
+    colors = [BLUE if name == OURS else ORANGE for name in names]
     shown_in = (
         (wrong, "{:.2g}%", f"clip decisions that differ from float64\n({LENGTH:,} tokens per answer)"),
         (peaks, "{:.2f} GiB", f"peak memory of a training step in TRL\n({part['tokens']:,} tokens, beyond the model)"),
     )
     for panel, (values, form, title) in zip(axes, shown_in, strict=True):
         heights = [values[name] for name in names]
-        bars = panel.barh(list(names.values()), heights, color=colours, height=0.62)
+        bars = panel.barh(list(names.values()), heights, color=colors, height=0.62)
         panel.bar_label(bars, [form.format(x) for x in heights], padding=4, fontsize=10, weight="bold")
         panel.set(xlim=(0, 1.25 * max(heights)), ylim=(len(names) - 0.5, -0.5), xticks=[])
         panel.grid(False)

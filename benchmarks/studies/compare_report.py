@@ -9,9 +9,9 @@ from typing import Any
 
 Results = dict[str, Any]
 Row = tuple[str, ...]
-BLUE, VERMILION, SKY = "#0072B2", "#D55E00", "#56B4E9"  # of Okabe and Ito, whom colour-blind readers can tell apart
-COLOURS = {"gspo": BLUE, "grpo": VERMILION, "gspo-token": SKY}
-OTHER_COLOURS = ("#009E73", "#CC79A7", "#E69F00", "#595959", "#000000")
+BLUE, VERMILION, SKY = "#0072B2", "#D55E00", "#56B4E9"  # of Okabe and Ito, whom color-blind readers can tell apart
+COLORS = {"gspo": BLUE, "grpo": VERMILION, "gspo-token": SKY}
+OTHER_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#595959", "#000000")
 REPLAY = " + replay"
 SAMPLER, TIS, MIS = " + sampler's log-probs", " + TIS", " + MIS"  # of the study "mismatch"
 SHARES = ("router_changed", "token_clip_fraction", "clip_fraction")  # drawn in percent
@@ -182,14 +182,14 @@ def scale(axes: Any, name: str) -> None:
 
 
 def looks(results: Results) -> dict[str, dict[str, Any]]:
-    """Return colour and line style by arm. The arms of an objective have one colour."""
+    """Return color and line style by arm. The arms of an objective have one color."""
     objective = {arm: arm.partition(" + ")[0] for arm in results["runs"]}
-    others = itertools.cycle(OTHER_COLOURS)
-    colours = {name: COLOURS.get(name) or next(others) for name in dict.fromkeys(objective.values())}
+    others = itertools.cycle(OTHER_COLORS)
+    colors = {name: COLORS.get(name) or next(others) for name in dict.fromkeys(objective.values())}
     styles = {REPLAY: "--", SAMPLER: "--", TIS: "-.", MIS: ":"}
-    plain = {name: "--" if name.endswith("-token") else "-" for name in colours}
+    plain = {name: "--" if name.endswith("-token") else "-" for name in colors}
     return {
-        arm: {"color": colours[name], "ls": styles.get(arm.removeprefix(name), plain[name])}
+        arm: {"color": colors[name], "ls": styles.get(arm.removeprefix(name), plain[name])}
         for arm, name in objective.items()
     }
 

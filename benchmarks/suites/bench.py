@@ -24,7 +24,7 @@ from .options import BadOption
 NAIVE = "naive GSPO"  # always measured: errors and times are divided by its errors and times
 TOO_LARGE = "the batch and its float64 gradients do not fit in memory: use fewer --tokens, or a smaller --model"
 FEW = 256  # tokens on which naive PyTorch's errors are measured if full logits of the batch do not fit in memory
-SMALL = (64, 128, 1000)  # tokens, H, V of a first call, in which libraries initialise and allocate
+SMALL = (64, 128, 1000)  # tokens, H, V of a first call, in which libraries initialize and allocate
 NOT_TIMED = ("absent", "does_not_fit", "failed", "wrong")  # keys that hold the reason why a candidate has no time
 
 

@@ -32,8 +32,8 @@ from ..ranks.collectives import gather
 from ..ranks.shards import columns_of_all_ranks, shard_of
 from .rows import HeadResult, HeadRows, Kept, LiveTiles
 
-# Throughput of products over cells, divided by the throughput of products over slabs (benchmarks/NOTES.md): measured by
-# device type, and for other device types estimated from instruction counts.
+# Throughput of products over cells, divided by the throughput of products over slabs (benchmarks/NOTES.md): measured
+# per device type. ESTIMATED_EFFICIENCY, from instruction counts, is for all other device types.
 SPARSE_EFFICIENCY = {"cpu": 0.85}
 ESTIMATED_EFFICIENCY = 0.5
 CELL_OVERHEAD = 32  # fixed cost of a cell, as an addition to H
@@ -49,7 +49,7 @@ class Work(NamedTuple):
     dropped: Tensor  # share of the L1 mass of d_logits that is dropped
     rows: Tensor  # share of the unmasked rows that have a gradient
     tiles: Tensor  # share of all (unmasked row, column) pairs for which the backward computes d_logits
-    recomputed: Tensor  # share of all these pairs for which it also recomputes logits (no exponentials are kept)
+    recomputed: Tensor  # share of all these pairs for which logits are recomputed (rows without kept exponentials)
 
 
 def break_even(width: int, device: torch.device) -> float:

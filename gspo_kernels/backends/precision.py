@@ -74,7 +74,7 @@ def _request_ieee(kind: str) -> None:
             saved = [partial(setattr, x, "fp32_precision", x.fp32_precision) for x in backends.values()]
             torch.set_float32_matmul_precision("highest")
             saved.insert(0, partial(torch.set_float32_matmul_precision, precision))
-    if kind == "cuda" and kind not in _requested:  # do not add the parts of a split bf16 product in bf16
+    if kind == "cuda" and kind not in _requested:  # split bf16 products are not summed in bf16
         matmul = torch_backends.cuda.matmul
         # Set a pair: a single bool would also allow split-K products, which the user may have disabled.
         split_k = matmul.allow_bf16_reduced_precision_reduction_split_k
@@ -158,7 +158,7 @@ def refuses_mixed_products() -> bool:
 
 
 def bytes_of_copies() -> int:
-    """Return the memory limit, in bytes, for copies of operands in the dtype of their product."""
+    """Return the memory limit, in bytes, for copies of operands that are cast to the dtype of their product."""
     return workspace_bytes() // 8
 
 

@@ -104,11 +104,11 @@ class Kept(NamedTuple):
     """What the forward keeps besides `HeadResult`. Tensors that were not requested are empty.
 
     The forward gathers n unmasked rows; rows that may have a gradient come first. With Triton, "tile" means a tile of
-    the forward. The torch backend has cells in place of the tiles of `share`, slabs in place of those of `top`, and
-    pads n and N to full row blocks. In fp16, exponentials are multiplied by KEPT_FACTOR.
+    the forward. With torch, `share` is per cell, `top` is per slab, and n and N are padded to full row blocks. In fp16,
+    exponentials are multiplied by KEPT_FACTOR.
     """
 
-    place: Tensor  # [N] int64: index of each row of the batch among the n rows; any index for a masked row
+    place: Tensor  # [N] int64: index of each row of the batch among the n rows; arbitrary for masked rows
     share: Tensor  # [tiles of all ranks, n]: probability of each tile, without the target's column
     exponentials: Tensor  # [C, columns], in the dtype of hidden: E = exp(logit - top), 0 in the target's column
     top: Tensor  # [tiles, n]: largest logit of each tile, without the target's column

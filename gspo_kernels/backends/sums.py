@@ -19,7 +19,7 @@ from ..metrics import NAMES
 from ..ranks.collectives import gather
 from .rows import PolicyRows
 
-BOUNDS = ("", "_low", "_high")  # ends of the names of clip fractions: at either bound, at the lower, at the upper
+BOUNDS = ("", "_low", "_high")  # suffixes of clip fractions: either bound, lower, upper
 
 
 class TokenTerms(NamedTuple):
@@ -126,14 +126,14 @@ def metrics_of(sums: Sums, n_zero: Tensor, lengths: Tensor, u: Tensor, invalid: 
 
 
 def _segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sum each sequence's rows, [N] -> [S], fp64. The reason for fp64: `layout.segment_sum`."""
+    """Sum each sequence's rows, [N] -> [S], fp64. See `layout.segment_sum` for why fp64."""
     return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0)
 
 
 def _segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
     """Sum each sequence's rows in each line of `x`, [K, N] -> [K, S], fp64, in one reduction."""
     lines, rows = x.shape
-    first_row = torch.arange(lines, device=x.device) * rows  # of each line, once lines follow one another
+    first_row = torch.arange(lines, device=x.device) * rows  # of each line in the flattened tensor
     begins = (first_row[:, None] + offsets[:-1]).flatten()
     ends = torch.cat([begins, begins.new_full((1,), lines * rows)])
     return _segment_sum(x.flatten(), ends).view(lines, offsets.shape[0] - 1)

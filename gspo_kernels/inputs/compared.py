@@ -38,9 +38,8 @@ def head_values(
 ) -> dict[str, Any]:
     """Return the arguments that determine log-probs, and facts about the head, by name.
 
-    Arguments are returned as the call computes with them, so that two spellings of a value are equal. `cache` is
-    `cache_mib` in bytes. With a tp_group it must be equal, because kept rows come first when the
-    cells of a budget are chosen, and all ranks must choose alike.
+    Values are normalized first, so that 1 and 1.0 compare equal. `cache` is `cache_mib` in bytes. It must match within
+    a tp_group, because it influences which cells a gradient budget drops.
     """
     rows, mib = head.rows, cache / 2**20
     return {
@@ -50,7 +49,7 @@ def head_values(
         "the shape of hidden": list(rows.hidden.shape),
         "mask": rows.mask,  # before the values of unmasked tokens, so that an error names the mask
         **_as_computed(arguments, rows),
-        "target_ids": arguments.target_ids.reshape(-1),  # those of `rows` count from the first column of this rank
+        "target_ids": arguments.target_ids.reshape(-1),  # `rows.target_ids` are relative to this rank's first column
         "vocab_size": columns_of_all_ranks(rows.shard, rows.vocab_size),
         "temperature": 1.0 if rows.temperature is None else rows.temperature,
         "gradient_budget": gradient_budget,

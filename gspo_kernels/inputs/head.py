@@ -49,7 +49,7 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     target_ids = arguments.target_ids
     tp_group = arguments.tp_group
     hidden = arguments.hidden
-    we_sum_gradient = not is_dtensor(hidden)  # the gradient of a DTensor is summed by the model
+    we_sum_gradient = not is_dtensor(hidden)  # the model sums the gradient of a DTensor
     if is_dtensor(hidden):
         hidden = local_hidden(check, hidden, tp_group)
     check.choice("reduce_hidden", arguments.reduce_hidden, ("all", "none"))

@@ -44,7 +44,7 @@ class HeadModules(NamedTuple):
 def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
     """Run `function` as the module's forward, so that the module's hooks fire, and return the module's output.
 
-    The hooks of `parallelize_module` expect a DTensor as the module's output, so only those of its input fire: they
+    The hooks of `parallelize_module` expect a DTensor as the module's output, so only its input hooks fire: they
     gather hidden states that are sharded over tokens. `function` receives a plain tensor.
 
     ZeRO-3 also adds hooks to the layers inside a PEFT head, to gather the parameters of these layers. These hooks fire
@@ -93,7 +93,7 @@ def _output_hooks_of_tensor_parallelism_removed(module: nn.Module) -> Iterator[N
     try:
         yield
     finally:
-        if of_output:  # restore the order, too
+        if of_output:  # also restore the order of the hooks
             now = {key: hook for key, hook in before.items() if key in hooks or key in of_output} | dict(hooks)
             hooks.clear()
             hooks.update(now)

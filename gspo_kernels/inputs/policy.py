@@ -84,7 +84,7 @@ def policy_rows(check: TensorChecks, arguments: PolicyArguments, mask: Tensor, d
         token_weights=weights,
         normalizer=normalizer,
         kl_normalizer=kl_normalizer,
-        invalid=check.invalid(mask.device),  # of all checks so far, including those of hidden states or log-probs
+        invalid=check.invalid(mask.device),  # includes the checks of hidden states or log-probs, so call it last
         group="" if cp_group is None else cp_group.group_name,
     )
     return PolicyInputs(rows, layout, rollout_metrics)

@@ -63,7 +63,7 @@ def _differentiate_linear_log_probs(ctx: Any, upstream: LogProbsResult, needs: d
             "linear_log_probs: gradient_budget must be 0 if the entropies have a gradient, because the budget does not "
             f"bound its error, got {ctx.gradient_budget}; detach the entropies if they are only logged"
         )
-    # A caller's gradients of masked rows may be anything, also NaN.
+    # The caller's gradients of masked rows may be anything, including NaN.
     if d_log_probs is None:
         d_log_probs = torch.zeros_like(result.log_probs)
     else:

@@ -117,7 +117,7 @@ def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
 
 
 class FusedResult(NamedTuple):
-    """Results of head and policy loss, the cells that the backward computes, its work, and what is kept for it."""
+    """All results of the forward: of the head, of the policy loss, and what the backward needs."""
 
     head: HeadResult
     policy: PolicyResult
@@ -154,7 +154,10 @@ def fused_loss(
 
 
 def _counts_work(cached_rows: int, policy: PolicyRows, gradient_budget: float, cache_bytes: int) -> bool:
-    """Return whether the work of an exact backward is counted: it is less with a cache, or on another rank."""
+    """Return whether to count the work of an exact backward.
+
+    A cache reduces it. And if another rank of a cp_group counts its work, this rank must join the collective.
+    """
     return cached_rows > 0 or (policy.group != "" and (gradient_budget > 0 or cache_bytes > 0))
 
 
@@ -163,7 +166,7 @@ def may_have_gradient(mask: Tensor, policy: PolicyRows, objective: Objective) ->
     if objective.kl_coef != 0 or objective.entropy_coef != 0:
         return mask
     # A token's own advantage may be 0 although its sequence has a gradient.
-    size = segment_sum(torch.where(mask, policy.advantages.abs(), 0), policy.offsets)  # [S], NaN if it holds NaN
+    size = segment_sum(torch.where(mask, policy.advantages.abs(), 0), policy.offsets)  # [S]; NaN propagates
     return mask & (size != 0)[sequence_of_row(policy.offsets, mask.shape[0])]
 
 

@@ -1,8 +1,8 @@
 """torch.library operators whose parameters and results are named tuples.
 
 The schema of an operator allows no named tuples. `Operator` derives the schema from the type hints of a function: one
-argument for each tensor and number, and one string for everything else, because the time that PyTorch takes for a call
-grows with the square of the number of arguments.
+argument for each tensor and number, and one string for everything else. PyTorch's time per call is quadratic in the
+number of arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-from ..backends import NAMESPACE
+from ..backends.adapter import NAMESPACE
 from ..objective import Objective
 from ..validation import refuse_second_derivative, refuse_torch_func
 
@@ -149,7 +149,7 @@ class Operator(Generic[P, R]):
                     lines.append(value)
                 elif isinstance(value, Objective):
                     lines.append(value.text)
-                else:  # a bool, which torch.compile may replace by a symbol, too
+                else:  # a bool; torch.compile may make it a symbol as well
                     lines.append("True" if value else "False")
         return [*arguments, "\n".join(lines)]
 

@@ -38,7 +38,7 @@ PER_TOKEN = (
     "h A^T of the adapter",
 )
 # Arguments that may differ between the ranks of a group, and why. Ranks only compare whether they are given. Numbers
-# are never excused, such as a temperature that is not per token.
+# are always compared, such as a temperature that is not per token.
 # A tp_group compares everything that a cp_group compares, and more. So on a mesh all ranks raise together.
 EXCUSED: dict[str, dict[str, str]] = {
     "tp_group": {
@@ -59,7 +59,7 @@ EXCUSED: dict[str, dict[str, str]] = {
         "cp_group": "the group itself",
     },
 }
-# (function, groups) of all calls that were compared, and their device.
+# Calls that were compared: (function, groups) -> device.
 _met: dict[tuple[str, ...], torch.device] = {}
 
 
@@ -68,7 +68,7 @@ def process_group(check: TensorChecks, name: str, group: Any) -> Any:
     if group is None:
         return None
     if not dist.is_available() or not dist.is_initialized():
-        check.fail(name, "None, because torch.distributed is not initialised", Unquoted(f"a {type(group).__name__}"))
+        check.fail(name, "None, because torch.distributed is not initialized", Unquoted(f"a {type(group).__name__}"))
     if type(group).__name__ == "DeviceMesh":  # importing its module would take 20 ms
         if group.ndim != 1:
             check.fail(name, "a device mesh of one dimension, such as mesh['tp']", Unquoted(f"{group.ndim} dimensions"))

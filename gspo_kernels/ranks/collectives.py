@@ -20,7 +20,7 @@ def resolve(group: str) -> Any:
 
 
 def gather(x: Tensor, group: str) -> Tensor:
-    """Gather `x` [K, ...] from every rank to [ranks, K, ...], by one all-gather; by none if `x` is empty."""
+    """Gather `x` [K, ...] from every rank to [ranks, K, ...], by one all-gather, or none if `x` is empty."""
     process_group = resolve(group)
     out = x.new_empty(process_group.size(), *x.shape)
     if x.numel():
@@ -68,9 +68,9 @@ def gather_tiles(shard: Shard, tables: Sequence[tuple[Tensor, int]], target_logi
 def _warn_of_unaligned(shard: Shard, width: int) -> None:
     if shard.rows % width:
         warn_once(
-            f"gspo_kernels: tp_group has {shard.rows} rows of lm_head per rank, which is no multiple of {width}, the "
-            "width of a vocabulary tile. Results are correct, but log-probs may differ in the last bits from those of "
-            "another number of ranks",
+            f"gspo_kernels: tp_group has {shard.rows} rows of lm_head per rank, which is not a multiple of "
+            f"{width}, the width of a vocabulary tile. Results are correct, but the last bits of log-probs may "
+            "depend on the number of ranks",
             stacklevel=2,
             kind="unaligned shards",
         )

@@ -223,7 +223,7 @@ class FusedHead:
     def _probe(self, call: Callable[..., Any], function: Callable[[Tensor], Tensor]) -> Tensor:
         """Run the model on two tokens with `function` in place of its head; return the model's logits [1, 2, columns].
 
-        Gradients, random number generators and quantised weights do not change.
+        Gradients, random number generators and quantized weights do not change.
         """
         device = next(self.model.parameters()).device
         ids = torch.arange(2, device=device)[None]  # [1, 2]

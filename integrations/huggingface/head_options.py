@@ -206,7 +206,7 @@ def _weight(head: Any) -> Tensor:
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
         raise HeadError(
-            "fuse_head: the model's head must have a weight [V, H] (exclude the head from quantisation), "
+            "fuse_head: the model's head must have a weight [V, H] (exclude the head from quantization), "
             f"got a {type(layer).__module__}.{type(layer).__name__} without one"
         )
     return weight

@@ -24,21 +24,21 @@ _PACKAGE = "slime.backends.megatron_utils"
 
 
 def slime_head(args: Any, **options: Any) -> None:
-    """Make slime's actor compute log-probs without logits, as slime's --custom-megatron-init-path.
+    """Make slime's actor compute log-probs without logits. Pass this function as --custom-megatron-init-path.
 
     slime calls this function in every worker before it builds the model. Policy, reference and teacher log-probs use
-    it; critics do not change. Code that reads logits, such as a custom loss of yours, gets hidden states [1, T, H].
+    it; critics do not change. Your own code that reads logits, such as a custom loss, gets hidden states [1, T, H].
     Temperature, packing, tensor parallelism, sequence parallelism and both layouts of context parallelism are as in
     slime. As in slime, entropies have a gradient only if --entropy-coef is not 0.
 
     Args:
         args: slime's arguments.
         options: gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Without vocab_size,
-            Megatron's padding of the vocabulary counts, as in slime.
+            the softmax includes Megatron's padding of the vocabulary, as in slime.
 
     Raises:
-        ValueError: --rollout-top-p is not 1, --enable-mtp-training is set, or this is slime's log-prob server. When
-            slime builds or calls the model: also the errors of `model_log_probs` for output layers.
+        ValueError: --rollout-top-p is not 1, --enable-mtp-training is set, or this is slime's log-prob server.
+            When slime calls the model, output layers that `model_log_probs` refuses raise the same errors.
     """
     check = Checks("slime_head")
     if args.rollout_top_p != 1.0:
@@ -76,8 +76,8 @@ class _Head:
                 return provider
 
             @wraps(provider)
-            def provide(*positions: Any, **names: Any) -> Any:
-                model = provider(*positions, **names)
+            def provide(*args: Any, **kwargs: Any) -> Any:
+                model = provider(*args, **kwargs)
                 self._replace(model)
                 return model
 

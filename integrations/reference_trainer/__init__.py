@@ -5,7 +5,7 @@ Prompts and their rewards are in `integrations/tasks`. All modules here:
 
     trainer      the loop                  update       from a rollout to an optimizer step
     config       options                   config_file  presets, YAML files, key=value
-    policy       the model                 loading      checkpoints, LoRA, quantised weights
+    policy       the model                 loading      checkpoints, LoRA, quantized weights
     data         prompts and rewards       sampling     rollouts
     advantages   from rewards to advantages
     optimizer    AdamW, fp32 masters       distributed  several processes

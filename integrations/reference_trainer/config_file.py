@@ -1,4 +1,4 @@
-"""Read a TrainConfig from presets, a YAML file and key=value texts. ROLL's settings are recognised in the file."""
+"""Read a TrainConfig from presets, a YAML file and key=value texts. ROLL's settings are recognized in the file."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from statistics import fmean
 from typing import Any
 
 SMOOTHING = 10  # steps
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of Okabe and Ito
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # of Okabe and Ito
 PANELS = {"reward": "Reward", "clip_fraction": "Share of answers clipped", "entropy": "Entropy per token, nats"}
 
 
 def plot_curves(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot reward, clip fraction and entropy over the steps, one colour per seed. Replace `path` at the end."""
+    """Plot reward, clip fraction and entropy over the steps, one color per seed. Replace `path` at the end."""
     import matplotlib as mpl
     from matplotlib.figure import Figure  # pyplot would open windows and has global state
 
@@ -22,16 +22,16 @@ def plot_curves(rows: list[dict[str, Any]], path: Path) -> None:
         figure = Figure(figsize=(12, 3.8), layout="constrained")
         panels = dict(zip(PANELS, figure.subplots(1, 3), strict=True))
         for index, seed in enumerate(dict.fromkeys(row["seed"] for row in rows)):
-            colour: Any = {"color": COLOURS[index % len(COLOURS)]}
+            color: Any = {"color": COLORS[index % len(COLORS)]}
             steps = [row for row in rows if row["seed"] == seed and row["step"] > 0]
             dots = [(row["step"], row["eval_reward"]) for row in rows if row["seed"] == seed and "eval_reward" in row]
-            panels["reward"].plot(*zip(*dots, strict=True), **colour, marker="o", ms=4, lw=1.8, label=f"seed {seed}")
+            panels["reward"].plot(*zip(*dots, strict=True), **color, marker="o", ms=4, lw=1.8, label=f"seed {seed}")
             for name, axes in panels.items():
                 x, y = [row["step"] for row in steps], [row[name] for row in steps]
-                axes.plot(x, y, **colour, alpha=0.25, lw=0.8)
+                axes.plot(x, y, **color, alpha=0.25, lw=0.8)
                 if name != "reward":
                     means = [fmean(y[max(0, i + 1 - SMOOTHING) : i + 1]) for i in range(len(y))]
-                    axes.plot(x, means, **colour, lw=1.5)
+                    axes.plot(x, means, **color, lw=1.5)
         for name, axes in panels.items():
             axes.set(title=PANELS[name], xlabel=f"step (mean of {SMOOTHING}; faint: each)")
             axes.set_ylim(bottom=None if name == "reward" else 0)

@@ -1,4 +1,4 @@
-"""Load a checkpoint as a `Policy`: precision of its weights, LoRA, quantised weights, gradient checkpointing."""
+"""Load a checkpoint as a `Policy`: precision of its weights, LoRA, quantized weights, gradient checkpointing."""
 
 from __future__ import annotations
 

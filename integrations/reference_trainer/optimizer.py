@@ -12,7 +12,7 @@ from .policy import Policy
 
 
 class Optimizer:
-    """AdamW on the trainable weights of a policy. Weights in bf16 have fp32 masters, which are what is optimised."""
+    """AdamW on the trainable weights of a policy. Weights in bf16 have fp32 masters, which are what is optimized."""
 
     def __init__(self, policy: Policy, config: TrainConfig) -> None:
         self._config = config

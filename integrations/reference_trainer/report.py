@@ -66,7 +66,7 @@ class SeedResult:
 
     @classmethod
     def from_rows(cls, seed: int, rows: list[Row]) -> SeedResult:
-        """Summarise the metrics of one seed. `rows` has one entry per step, from step 0 on."""
+        """Summarize the metrics of one seed. `rows` has one entry per step, from step 0 on."""
         steps = rows[1:]
         clip_fraction = fmean(row["clip_fraction"] for row in steps[: (len(steps) + 1) // 2])
         no_signal = likely_cause(steps) if all(map(lacks_signal, steps)) else ""

@@ -140,7 +140,7 @@ def _roll_advantages(keys: Keys) -> list[Step]:
     """Return the steps from rewards to advantages."""
     estimator = keys.choice("adv_estimator", {"reinforce": "reinforce", "grpo": "grpo"})
     keys.must("whiten_rewards", False, why="token_returns does not whiten rewards")
-    steps = [_normalised(keys, "group", "group") if estimator == "grpo" else _roll_normalisation(keys)]
+    steps = [_normalized(keys, "group", "group") if estimator == "grpo" else _roll_normalization(keys)]
     bound = keys.optional("reward_clip", POSITIVE)
     returns: dict[str, Any] = {"gamma": keys.number("gamma", NOT_NEGATIVE)}
     if bound is not None:
@@ -160,22 +160,22 @@ def _roll_advantages(keys: Keys) -> list[Step]:
     return [step for step in steps if step is not None]
 
 
-def _roll_normalisation(keys: Keys) -> Step | None:
+def _roll_normalization(keys: Keys) -> Step | None:
     """Return the step of reward_norm, or of norm_mean_type and norm_std_type. Return None if all are off."""
     kinds = {name: name for name in ("batch", "group", "running", None)}
     by, mean, deviation = (keys.choice(name, kinds) for name in ("reward_norm", "norm_mean_type", "norm_std_type"))
     if by is None:
-        return _normalised(keys, mean, deviation)
+        return _normalized(keys, mean, deviation)
     if mean is not None or deviation is not None:
         keys.refuse("reward_norm", "None together with norm_mean_type and norm_std_type, which replace it")
     shift = keys.flag("reward_shift")
     scale = by == "running" and keys.flag("reward_scale")  # ROLL reads reward_scale only for "running"
     if shift and scale:
         keys.refuse("reward_shift", "False together with reward_scale")
-    return _normalised(keys, None if scale else by, None if shift else by)
+    return _normalized(keys, None if scale else by, None if shift else by)
 
 
-def _normalised(keys: Keys, mean: Any, deviation: Any) -> Step | None:
+def _normalized(keys: Keys, mean: Any, deviation: Any) -> Step | None:
     """Return the step that subtracts a mean and divides by a standard deviation. Return None if both are off.
 
     Args:

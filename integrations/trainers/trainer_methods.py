@@ -1,4 +1,4 @@
-"""Functions that take the place of a trainer's methods, and slime's custom loss, which calls slime for log-probs."""
+"""Drop-in replacements for methods of trainers, and a custom loss for slime."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def slime(
     *,
     objective: Objective = GSPO,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the GSPO loss of a micro-batch, as slime's custom loss.
+    """Compute the GSPO loss of a micro-batch, for use as slime's custom loss.
 
     The loss is a sum over samples, because slime divides it by the number of samples of the step. slime computes the
     log-probs and entropies. `objective` sets the KL term and the entropy bonus.
@@ -99,7 +99,7 @@ def slime(
 
 
 def _slime_clipped(ratio: Tensor, advantages: Tensor, objective: Objective) -> Tensor:
-    """Return where the bound of the clip window decides the loss, as slime counts it: dual clip does not count."""
+    """Return where the clip window decides the loss. As in slime, dual clip does not count."""
     bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
     return bounded != ratio if objective.surrogate == "cispo" else bounded * advantages < ratio * advantages
 
@@ -260,7 +260,8 @@ def prime_rl_head(
         hidden_states: [B, T, H].
         labels: [B, T] int64, already shifted.
         temperature: [B, T].
-        options: gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Set them by `partialmethod`.
+        options: gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Bind them with
+            `functools.partialmethod`.
 
     Returns:
         "logprobs" and "entropy", fp32, [B, T]. As in prime-rl, the entropy has no gradient.

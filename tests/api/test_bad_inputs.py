@@ -552,7 +552,7 @@ GROUPS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "eps-negative": ({"eps": -1e-6}, V_, "eps", ">= 0", "-1e-06"),
     "eps-nan": ({"eps": NAN}, V_, "eps", ">= 0", "nan"),
     "eps-text": ({"eps": "0"}, T_, "eps", "number", "'0'"),
-    "scale-unknown": ({"scale": "std"}, V_, "scale", "'group', 'batch', 'none'", "'std'"),
+    "scale-unknown": ({"scale": "std"}, V_, "scale", "'group', 'leave-one-out', 'batch', 'none'", "'std'"),
     "baseline-none": ({"baseline": None}, V_, "baseline", "'mean', 'leave-one-out', 'none'", "None"),
     "ddof-two": ({"ddof": 2}, V_, "ddof", "0 or 1", "2"),
     "no-groups": ({"group_size": None}, V_, "group_size", "group_ids", "neither"),
@@ -592,7 +592,7 @@ def test_a_bad_workspace_limit_is_named(text: str, monkeypatch: pytest.MonkeyPat
 def device_mesh(tmp_path: Path) -> Iterator[Any]:
     distributed = pytest.importorskip("torch.distributed")
     if not distributed.is_available() or distributed.is_initialized():
-        pytest.skip("needs torch.distributed, not yet initialised in this process")
+        pytest.skip("needs torch.distributed, not yet initialized in this process")
     from torch.distributed.device_mesh import init_device_mesh
 
     store = distributed.FileStore(str(tmp_path / "store"), 1)
@@ -640,7 +640,7 @@ def test_groups_that_are_none_are_named(device_mesh: Any) -> None:
 
 def test_a_group_without_distributed_is_rejected() -> None:
     call = partial(linear_log_probs, **accepted(linear_log_probs, good_inputs()), tp_group=object())
-    assert_rejected(ValueError, "linear_log_probs", "tp_group", "not initialised", "object", call)
+    assert_rejected(ValueError, "linear_log_probs", "tp_group", "not initialized", "object", call)
 
 
 def test_sharded_hidden_states_are_rejected(device_mesh: Any) -> None:
@@ -860,7 +860,7 @@ def test_sparse_and_lazy_heads_are_named() -> None:
     sparse = {**inputs, "lm_head": inputs["lm_head"].to_sparse()}
     assert_rejected(TypeError, "linear_log_probs", "lm_head", "dense", "sparse", partial(linear_log_probs, **sparse))
     lazy = {**inputs, "lm_head": nn.LazyLinear(V)}
-    assert_rejected(ValueError, "linear_log_probs", "lm_head", "initialised", "lazy", partial(linear_log_probs, **lazy))
+    assert_rejected(ValueError, "linear_log_probs", "lm_head", "initialized", "lazy", partial(linear_log_probs, **lazy))
 
 
 def test_numpy_numbers_are_accepted() -> None:

@@ -77,8 +77,8 @@ def test_a_nested_tensor_is_named_by_every_function() -> None:
 
 
 @pytest.mark.parametrize("in_module", [False, True])
-def test_a_quantised_weight_is_named(in_module: bool) -> None:
-    # This tensor consists of other tensors, as torchao's quantised weights do. Custom operators do not accept it.
+def test_a_quantized_weight_is_named(in_module: bool) -> None:
+    # This tensor consists of other tensors, as torchao's quantized weights do. Custom operators do not accept it.
     weight = TwoTensor(torch.randn(V, H), torch.randn(V, H))
     head: Any = weight
     if in_module:

@@ -425,7 +425,7 @@ def test_the_mass_of_a_last_tile_with_only_the_target_is_correct(backend: str) -
 
 
 def test_the_torch_backend_drops_cells_of_a_head_with_lora() -> None:
-    """A run of consecutive cells ends at the end of the vocabulary, and 1,000 is no multiple of COLUMN_MULTIPLE."""
+    """A run of consecutive cells ends at the end of the vocabulary, and 1,000 is not a multiple of COLUMN_MULTIPLE."""
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(140, 16, generator=rng)
     weight = 2 * torch.randn(1000, 16, generator=rng)

@@ -271,7 +271,7 @@ def properties():
 
 for _ in range(int(sys.argv[1])):
     reader, writer = os.pipe()
-    child = os.fork()  # before any computation, so that PyTorch's lazy initialisation happens anew in each child
+    child = os.fork()  # before any computation, so that PyTorch's lazy initialization happens anew in each child
     if not child:
         torch.set_num_threads(2)
         os.write(writer, properties().encode())

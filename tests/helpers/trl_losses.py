@@ -12,7 +12,7 @@ from helpers.other_trainers import Rollout
 
 from gspo_kernels import Objective
 
-pytest.importorskip("trl", minversion="1.16")  # releases before 1.16 normalise dapo differently
+pytest.importorskip("trl", minversion="1.16")  # releases before 1.16 normalize dapo differently
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 

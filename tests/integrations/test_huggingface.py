@@ -598,7 +598,7 @@ class _PacksInEvaluation(nn.Linear):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_fuse_head_does_not_pack_quantised_layers(training: bool) -> None:
+def test_fuse_head_does_not_pack_quantized_layers(training: bool) -> None:
     model = make("qwen2").train(training)
     layers = [layer.mlp for layer in model.model.layers]
     for mlp in layers:
@@ -610,14 +610,14 @@ def test_fuse_head_does_not_pack_quantised_layers(training: bool) -> None:
 
 
 def test_a_head_without_a_weight_tensor_is_refused() -> None:
-    class Quantised(nn.Module):  # its weight is a method, as in torch.ao's dynamic layers
+    class Quantized(nn.Module):  # its weight is a method, as in torch.ao's dynamic layers
         def weight(self) -> Tensor:
             return torch.ones(96, 32)
 
     model = make("qwen2")
     forward = model.forward
-    model.lm_head = Quantised()
-    with pytest.raises(HeadError, match=r"must have a weight \[V, H\] .* got .*Quantised without"):
+    model.lm_head = Quantized()
+    with pytest.raises(HeadError, match=r"must have a weight \[V, H\] .* got .*Quantized without"):
         fuse_head(model)
     assert model.forward == forward
 

@@ -160,7 +160,7 @@ GROUPS = {"eps": 1e-6, "group_size": 8}
         ({"norm_mean_type": "group", "norm_std_type": "batch"}, Step("group_advantages", {**GROUPS, "scale": "batch"})),
     ],
 )
-def test_rolls_reward_normalisation_is_read(settings: dict[str, Any], first: Step | None) -> None:
+def test_rolls_reward_normalization_is_read(settings: dict[str, Any], first: Step | None) -> None:
     steps = from_roll(ROLL | {"num_return_sequences_in_group": 8} | settings).advantages
     assert steps == (*([] if first is None else [first]), Step("token_returns", {"gamma": 1.0}))
 

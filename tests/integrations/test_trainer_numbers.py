@@ -366,7 +366,7 @@ def test_the_kl_in_advantages_is_that_of_unmasked_tokens(estimator: str) -> None
     torch.testing.assert_close(of_tokens, expected)
 
 
-def test_rewards_are_normalised_by_group_by_default() -> None:
+def test_rewards_are_normalized_by_group_by_default() -> None:
     rewards = RewardBatch([0.0, 2.0, 5.0, 9.0], {}, [])
     rollout: Any = SimpleNamespace(answer_mask=torch.ones(4, 1, dtype=torch.bool))
     batch = update.Batch(rollout, torch.zeros(4, 1), None)

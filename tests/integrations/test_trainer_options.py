@@ -336,7 +336,7 @@ def test_the_reference_is_the_policy_before_training(tmp_path: Path) -> None:
         assert kl[0] == pytest.approx(0, abs=1e-9) and kl[1] > 1e-3, changes
 
 
-# LoRA, precision, recomputation, quantised weights
+# LoRA, precision, recomputation, quantized weights
 
 
 def gradients(tmp_path: Path, **changes: Any) -> dict[str, torch.Tensor]:
@@ -408,20 +408,20 @@ def test_bf16_weights_have_fp32_masters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
-def test_quantised_weights_train_with_lora(tmp_path: Path, bits: str) -> None:
+def test_quantized_weights_train_with_lora(tmp_path: Path, bits: str) -> None:
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     policy.demo_policy().save(tmp_path / "tiny")
     config = small(tmp_path, model=str(tmp_path / "tiny"), task="sorting", quantization=bits, lora_rank=4)
-    found = gradients_of_quantised(config)
+    found = gradients_of_quantized(config)
     assert found and all(gradient.norm() > 0 for gradient in found)
 
 
-def gradients_of_quantised(config: TrainConfig) -> list[torch.Tensor]:
+def gradients_of_quantized(config: TrainConfig) -> list[torch.Tensor]:
     """Return the gradients of the adapters' B after sampling, which is an evaluation without gradients."""
     trained = loading.initial_policy(config)
     linear = [module for module in trained.model.modules() if type(module).__module__.startswith("bitsandbytes")]
-    assert linear and type(trained.model.get_output_embeddings()) is torch.nn.Linear  # the head is not quantised
+    assert linear and type(trained.model.get_output_embeddings()) is torch.nn.Linear  # the head is not quantized
     rollout = sample(trained, [Example("sort ba:", "ab")], group_size=4, max_new_tokens=7, temperature=1.0)
     log_probs = trained.run(rollout, lambda hidden, head, **_: head(hidden).sum(), train=True)[0]
     for name, weight in trained.model.named_parameters():

@@ -17,7 +17,7 @@ from gspo_kernels import Objective
 from gspo_kernels.advantages import gdpo_advantages, group_advantages
 from gspo_kernels.sampler_mismatch import off_policy_mask
 
-pytest.importorskip("trl", minversion="1.16")  # earlier releases normalise dapo differently
+pytest.importorskip("trl", minversion="1.16")  # earlier releases normalize dapo differently
 
 
 # An objective, and the settings of GRPOConfig that give it.

@@ -141,7 +141,7 @@ def test_equal_rewards_of_the_others_are_not_divided() -> None:
     st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, -3.0]), min_size=3, max_size=3), min_size=1, max_size=12),
     st.data(),
 )
-def test_several_rewards_are_normalised_then_added(rows: list[list[float]], data: st.DataObject) -> None:
+def test_several_rewards_are_normalized_then_added(rows: list[list[float]], data: st.DataObject) -> None:
     """arXiv 2601.05242, and TRL 1.16's `normalize_then_sum` with its eps of 1e-4."""
     ids = data.draw(st.lists(st.sampled_from([3, -1, 8]), min_size=len(rows), max_size=len(rows)))
     weights = [1.0, 0.5, -2.0]
@@ -169,7 +169,7 @@ def test_gdpo_advantages_take_the_options_of_group_advantages() -> None:
 
 
 @given(REWARDS, st.booleans(), st.booleans())
-def test_normalised_rewards(rewards: list[float], shift: bool, scale: bool) -> None:
+def test_normalized_rewards(rewards: list[float], shift: bool, scale: bool) -> None:
     x = float64(rewards)
 
     def formula(group: list[float], all_rewards: list[float]) -> list[float]:

@@ -81,7 +81,7 @@ def test_rolls_gspo_recipe(by: str | None, in_reward_kl: bool, backend: str) -> 
 
 
 def test_the_seven_steps_of_the_blog_on_answers_of_a_few_tokens(backend: str) -> None:
-    """The steps: z-scores per group, one length-normalised ratio per answer, one clip.
+    """The steps: z-scores per group, one length-normalized ratio per answer, one clip.
 
     Groups have 2 to 8 answers, and answers have 1 to 5 tokens.
     """

@@ -132,7 +132,7 @@ def compare(logs: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
         for key in b:
             relative, absolute = TRAINER_LOG_RELATIVE, TRAINER_LOG_ABSOLUTE
             if key == "loss":
-                relative, absolute = 0.0, LOSS_PER_ADVANTAGE  # rewards are normalised, so advantages are about 1
+                relative, absolute = 0.0, LOSS_PER_ADVANTAGE  # rewards are normalized, so advantages are about 1
             elif key == "grad_norm" and b["step"] <= 4:
                 relative = TRAINER_GRADIENT_RELATIVE
                 absolute = 0.0

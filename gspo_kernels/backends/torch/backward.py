@@ -26,7 +26,7 @@ from . import workers
 from .kept_tile import KeptTiles
 from .tiles import LOG_OF_NOTHING, Tiles, add_product_of_tile, product_of_tile
 
-# On a CPU that multiplies bf16, the limit for d_logits of one slab, whose product is rounded once.
+# On a CPU that multiplies bf16: maximum bytes of d_logits multiplied in one bf16 product.
 _D_LOGITS_BYTES = 16 * 2**20
 
 
@@ -121,7 +121,7 @@ class _Gradients:
 
     def __init__(self, tiles: Tiles, logit_gradients: LogitGradients, needs: NeedsGradient, sparse: bool) -> None:
         self.tiles, self.logit_gradients, self.sparse = tiles, logit_gradients, sparse
-        # Products are rounded to bf16, as PyTorch's are, on a CPU that multiplies bf16 at twice the rate of fp32.
+        # On a CPU with native bf16 matmul, products are rounded to bf16, as in PyTorch.
         self.rounds = not sparse and multiplies_bf16(tiles.device) and tiles.head.hidden.dtype == torch.bfloat16
         self.product_dtype = torch.bfloat16 if self.rounds else tiles.operand_dtype
         need_hidden, need_weight, need_bias, need_ah, need_aw = needs
@@ -276,7 +276,7 @@ class LogitGradients:
         total = (self.shift + self.log_total)[rows, None]
         total = torch.where(total == math.inf, 0, total)  # padding rows
         z = log_p + total
-        in_slab, column = self.tiles.target_columns(rows, low, high)  # nothing is kept of the target's logit
+        in_slab, column = self.tiles.target_columns(rows, low, high)  # the target's logit is not kept
         target_logit = self.log_probs[rows, None] + total
         z.scatter_(1, column, torch.where(in_slab[:, None], target_logit, z.gather(1, column)))
         return log_p, self.tiles.tail_slope(rows, z)

@@ -8,7 +8,7 @@ The loss depends on a token's log-prob lp_it in two ways, through the log-ratio 
     d_log_prob_it  = kl_coef c'_it k'_it  (times s with kl_ratio_factor)
 
 k'_it is the derivative of k. The surrogates in SCORES (cispo, reinforce) are a weight times the log-prob. They have no
-gradient through u; their c_it o_it dl/d(lp_it) is added to d_log_prob.
+gradient through u: c_it o_it dl/d(lp_it) goes into d_log_prob.
 
 The coefficient, the derivative of the whole loss with respect to lp_it, is
 
@@ -60,7 +60,8 @@ def policy_forward(
     d_log_prob = torch.zeros_like(lp)
     if objective.surrogate in SCORES:  # the slope is with respect to the log-prob, and u has no gradient
         value = multiply_no_nan(value, lp)
-        d_log_ratio, d_log_prob = d_log_prob, d_log_ratio
+        d_log_prob = d_log_ratio
+        d_log_ratio = torch.zeros_like(lp)
     loss_rows = torch.where(mask, share * value, 0)
 
     kl = kl_slope = None
@@ -114,12 +115,12 @@ def _is_zero(coefficient: Tensor, entropy_coefficient: Tensor) -> Tensor:
 def _log_ratios(
     log_probs: Tensor, mask: Tensor, policy: PolicyRows, objective: Objective
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Return token log-ratios, the values whose mean is u, and masks of the tokens clipped at either bound, [N] each.
+    """Return token log-ratios, the values that are averaged into u, and the masks (low, high) of clipped tokens, [N].
 
-    u is the mean of the token log-ratios; for gmpo, of the bounded ones. The masks are None except for gmpo.
+    The averaged values are the token log-ratios; for gmpo, the bounded ones. The masks are None except for gmpo.
     """
-    # Without old log-probs the difference is 0, or NaN where a log-prob is not finite. It is computed all the same, so
-    # that this NaN reaches the loss.
+    # Without old log-probs the difference is 0, or NaN where a log-prob is not finite. Subtract anyway, so that
+    # this NaN reaches the loss.
     old = log_probs if policy.old_log_probs is None else policy.old_log_probs
     token_log_ratio = averaged = torch.where(mask, log_probs - old, 0)
     token_bounds = None

@@ -30,11 +30,11 @@ _TILE_ELSEWHERE = (2048, 65536)  # the default workspace reduces this to 8,192 c
 # slab's width is rounded up to full cells (10 slabs for V = 5000). There can be more, because a slab is at most
 # _TILE_ON_CPU wide and its fp32 copy at most _SLAB_BYTES large (38 slabs for V = 151,936).
 _SLABS = 12
-# On a CPU, the limit for a slab's fp32 copy. Also the limit for all products that are ready before their turn: d_hidden
-# is summed in a fixed order (`workers.Sums`).
+# On a CPU, the limit for a slab's fp32 copy. Also the limit for finished products that wait for their turn: d_hidden is
+# summed in a fixed order (`workers.Sums`).
 _SLAB_BYTES = 16 * 2**20
 _CELL_ON_CPU, _CELL_ELSEWHERE = 168, 1024  # columns of a cell
-_LEAST_ON_GPU = 64  # columns of a slab with half-precision operands, even if it does not fit the workspace
+_LEAST_ON_GPU = 64  # fewest columns of a slab with half-precision operands, even beyond the workspace
 
 
 class Tiling(NamedTuple):
@@ -95,7 +95,7 @@ def _columns_beside_sums(head: HeadRows, rows: int, dtype: torch.dtype, operands
     """Return the most columns of a slab on a GPU that fit the workspace with half-precision operands, in full cells.
 
     The backward sums a slab of d_weight in fp32, and adds a product of the same size. Without tensor cores, a slab
-    of the weight and a chunk of hidden states are copied in fp32, too.
+    of the weight and a chunk of hidden states are also copied in fp32.
     """
     width = head.hidden.shape[1]
     wide = dtype.itemsize

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...extras import needs
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "verl", "liger-kernel")
-TESTED = Path(__file__).parent.parent.parent / "constraints.txt"
+CONSTRAINTS = Path(__file__).parent.parent.parent / "constraints.txt"
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class Package:
 
     name: str
     installed: str | None  # version; None: not installed
-    tested: str | None  # the version of the tested set; None: no version for this Python
+    tested: str | None  # version in constraints.txt; None: it has none for this Python
     supported: str  # version specifier, such as ">=0.29,<1.17"
     is_supported: bool  # also True if it is not installed
 
     @property
     def remark(self) -> str:
-        """A sentence if the installed version is not supported, otherwise empty."""
+        """A warning if the installed version is not supported, otherwise empty."""
         if self.is_supported:
             return ""
         return f"{self.name} {self.installed} is not supported: expected {self.supported}, tested with {self.tested}"
@@ -43,20 +43,19 @@ def packages() -> list[Package]:
     except PackageNotFoundError:
         return []
     required = {x.name: x.specifier for x in map(Requirement, lines) if x.name in PACKAGES}
-    pins = [Requirement(line) for line in TESTED.read_text().splitlines() if line and not line.startswith("#")]
+    pins = [Requirement(line) for line in CONSTRAINTS.read_text().splitlines() if line and not line.startswith("#")]
     tested = {x.name: x.specifier for x in pins if x.marker is None or x.marker.evaluate()}
     result = []
     for name in PACKAGES:
         if name not in required:
             continue
-        pin = tested.get(name, required[name])  # the extra "verl" allows a single version
+        pin = tested.get(name, required[name])  # verl has no pin, but its extra requires one version
         exact = [x.version for x in pin if x.operator == "=="]
         try:
             installed = version(name)
         except PackageNotFoundError:
             installed = None
-        supported = installed is None or required[name].contains(installed, prereleases=True)
-        # packaging keeps the parts of a specifier in no order.
-        text = ",".join(sorted(map(str, required[name]), reverse=True))
-        result.append(Package(name, installed, exact[0] if exact else None, text, supported))
+        is_supported = installed is None or required[name].contains(installed, prereleases=True)
+        supported = ",".join(sorted(map(str, required[name]), reverse=True))  # a SpecifierSet is unordered
+        result.append(Package(name, installed, exact[0] if exact else None, supported, is_supported))
     return result

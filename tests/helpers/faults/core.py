@@ -162,11 +162,11 @@ FAULTS: dict[str, Fault] = {
         "(n - ddof).clamp(min=1)",
         "advantages::test_uneven_groups_in_any_order_follow_the_formula[NeMo RL]",
     ),
-    "gdpo: sums of advantages not normalised": (
+    "gdpo: sums of advantages not normalized": (
         "gdpo_advantages",
         'normalize_rewards(total, "batch", eps=eps)',
         "total",
-        "advantages::test_several_rewards_are_normalised_then_added",
+        "advantages::test_several_rewards_are_normalized_then_added",
     ),
     "gdpo: advantages that cancel added in fp32": (
         "gdpo_advantages",

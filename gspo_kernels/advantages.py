@@ -25,7 +25,6 @@ through `whiten`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from .groups import Groups, checked_rewards, finite, over_deviation, per_token, variance_of
 from .layout import accumulator
-from .validation import FLOATS, TensorChecks
+from .validation import FLOATS, LARGEST, TensorChecks
 
 __all__ = [
     "RunningMoments",
@@ -85,12 +84,27 @@ def group_advantages(
         ValueError, TypeError: The message names the argument, the expected value and the value received.
     """
     check = TensorChecks("group_advantages")
+    advantages = _of_groups(check, rewards, group_size, group_ids, baseline, scale, ddof, eps)
+    return advantages.to(accumulator(rewards.dtype))
+
+
+def _of_groups(
+    check: TensorChecks,
+    rewards: Tensor,
+    group_size: Any,
+    group_ids: Any,
+    baseline: str,
+    scale: str,
+    ddof: int,
+    eps: float,
+) -> Tensor:
+    """Compute `group_advantages` in fp64, so that rewards with a large common part keep their differences."""
     groups = Groups(check, rewards, group_size, group_ids)
     check.choice("baseline", baseline, BASELINES)
     check.choice("scale", scale, SCALES)
-    if isinstance(ddof, bool) or ddof not in (0, 1):
+    if isinstance(ddof, bool) or not isinstance(ddof, int) or ddof not in (0, 1):
         check.fail("ddof", "0 or 1", ddof)
-    check.number("eps", eps, "a number >= 0", lambda x: x >= 0)
+    _check_eps(check, eps)
     centred = groups.centred()  # [B]
     n = groups.per_reward(groups.counts)  # [B]
     advantages = centred
@@ -143,17 +157,19 @@ def gdpo_advantages(
     check = TensorChecks("gdpo_advantages")
     check.tensor("rewards", rewards, dtypes=FLOATS, shapes=[(None, None)], shape_text="[B, K]")
     count = rewards.shape[1]
+    if count == 0:
+        check.fail("rewards", "[B, K] with K >= 1", rewards)
     if weights is None:
         weights = [1.0] * count
     if not isinstance(weights, list | tuple) or len(weights) != count:
         check.fail("weights", f"a list of {count} numbers, one per reward, or None", weights)
-    weights = [check.number("weights", x, "finite numbers", math.isfinite) for x in weights]
-    # In fp64, so that advantages that cancel leave nothing for the last division to enlarge.
+    weights = [
+        check.number("weights", x, "finite numbers within float32", lambda x: abs(x) <= LARGEST) for x in weights
+    ]
+    # In fp64, because the last division would amplify the rounding errors of advantages that cancel.
     total = rewards.new_zeros(rewards.shape[0], dtype=torch.float64)
     for weight, reward in zip(weights, rewards.double().unbind(1), strict=True):
-        total = total + weight * group_advantages(
-            reward, group_size, group_ids=group_ids, baseline=baseline, scale=scale, ddof=ddof, eps=eps
-        )
+        total = total + weight * _of_groups(check, reward, group_size, group_ids, baseline, scale, ddof, eps)
     return normalize_rewards(total, "batch", eps=eps).to(accumulator(rewards.dtype))
 
 
@@ -224,7 +240,7 @@ def normalize_rewards(
         check.fail("by", "'batch', 'group' or a RunningMoments, which holds the moments of all rewards so far", by)
     check.boolean("shift", shift)
     check.boolean("scale", scale)
-    check.number("eps", eps, "a number >= 0", lambda x: x >= 0)
+    _check_eps(check, eps)
     for name, value in (("group_size", group_size), ("group_ids", group_ids)):
         if by != "group" and value is not None:
             check.fail(name, "None unless by='group'", value)
@@ -235,16 +251,21 @@ def normalize_rewards(
         std = (groups.per_reward(groups.sum(centred.square())) / (n - 1).clamp(min=1)).sqrt()
         x = centred if shift else groups.rewards
     else:
-        x = checked_rewards(check, rewards)
+        checked = checked_rewards(check, rewards)
+        x = checked.double()
         if isinstance(by, RunningMoments):
-            by.update(x)
+            by.update(checked)
             if by.mean is None:  # no reward so far
-                return x
-            mean, std = by.mean.to(x.dtype), by.std.to(x.dtype)
+                return checked
+            mean, std = by.mean.double(), by.std.double()
         else:
             mean, std = x.mean(), variance_of(x, 1).sqrt()
         x = x - mean if shift else x
-    return over_deviation(x, std, eps) if scale else x
+    return (over_deviation(x, std, eps) if scale else x).to(accumulator(rewards.dtype))
+
+
+def _check_eps(check: TensorChecks, eps: float) -> None:
+    check.number("eps", eps, "a finite number >= 0", lambda x: 0 <= x <= LARGEST)
 
 
 def whiten(advantages: Tensor, mask: Tensor, *, shift: bool = True, eps: float = 1e-8) -> Tensor:

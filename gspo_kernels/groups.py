@@ -15,14 +15,14 @@ from .validation import FLOATS, TensorChecks, Unquoted, up_to_five
 
 
 class Groups:
-    """Rewards [B] and the group of each. The rewards of a group are summed in fp64, in batch order."""
+    """Rewards [B] in fp64, and the group of each. The rewards of a group are summed in batch order."""
 
     def __init__(self, check: TensorChecks, rewards: Tensor, group_size: Any, group_ids: Any) -> None:
-        rewards = checked_rewards(check, rewards)
+        rewards = checked_rewards(check, rewards).double()
         batch = rewards.shape[0]
         if (group_size is None) == (group_ids is None):
             got = Unquoted("both" if group_ids is not None else "neither")
-            check.fail("group_size", "given if and only if group_ids is not", got)
+            check.fail("group_size", "given without group_ids, or group_ids without group_size", got)
         if group_ids is not None:
             check.tensor(
                 "group_ids",
@@ -38,9 +38,8 @@ class Groups:
             if group_size < 1 or batch % group_size:
                 check.fail("group_size", f">= 1 and a divisor of the {batch} rewards", group_size)
             group_ids = torch.arange(batch, device=rewards.device) // group_size
-        # The host does not know the number of groups, so tensors over groups have length B. Groups past the last one
-        # are empty.
-        self.rewards = rewards  # [B]
+        # The host does not know the number of groups, so tensors over groups have length B. The last groups are empty.
+        self.rewards = rewards  # [B] fp64
         self.order = group_ids.argsort(stable=True)  # [B]: rewards sorted by group
         sorted_ids = group_ids[self.order]
         starts = torch.ones(batch, dtype=torch.bool, device=rewards.device)  # [B], sorted: True where a group begins
@@ -50,7 +49,7 @@ class Groups:
         counts = torch.zeros(batch, dtype=torch.int64, device=rewards.device)
         counts = counts.index_add_(0, self.group, torch.ones_like(self.group))
         self.offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])  # [B + 1]
-        self.counts = counts.to(self.rewards.dtype)  # [B]: rewards in each group
+        self.counts = counts.double()  # [B]: rewards in each group
 
     def per_reward(self, x: Tensor) -> Tensor:
         """Expand one value per group to one per reward, [B]."""
@@ -72,8 +71,8 @@ class Groups:
 
         It is exactly 0 if the other rewards are equal, and if there are none.
         """
-        x = self.rewards.double()
-        n = self.per_reward(self.counts).double()
+        x = self.rewards
+        n = self.per_reward(self.counts)
         centred = x - self.per_reward(self.sum(x)) / n
         # Leaving out a reward at distance c from the mean reduces the sum of squares by c^2 n / (n - 1).
         squares = self.per_reward(self.sum(centred.square())) - centred.square() * n / (n - 1).clamp(min=1)
@@ -83,7 +82,7 @@ class Groups:
         others_are_equal = (smallest == largest) | (~is_smallest & (n_smallest == n - 1))
         others_are_equal |= ~is_largest & (n_largest == n - 1)
         variance = squares.clamp(min=0) / (n - 1 - ddof).clamp(min=1)
-        return torch.where(others_are_equal, 0, variance).to(self.rewards.dtype)
+        return torch.where(others_are_equal, 0, variance)
 
     def _extremes(self) -> tuple[Tensor, Tensor]:
         """Return the smallest and the largest reward of each reward's group, [B] each."""

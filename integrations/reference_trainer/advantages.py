@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +73,19 @@ def advantages_of_scored(config: TrainConfig, batch: Batch, x: Tensor, rows: Ten
             arguments = (x, mask) if name in ("token_returns", "whiten") else (x,)
             x = getattr(library, name)(*arguments, **options)
     return x
+
+
+def check_steps(config: TrainConfig) -> None:
+    """Apply the functions that `config.advantages` names to rewards of one group.
+
+    Raises:
+        TypeError, ValueError: a function refuses its options.
+    """
+    zeros = torch.zeros(config.group_size, 2)  # [b, T]
+    rollout = SimpleNamespace(answer_mask=zeros == 0)
+    batch: Any = SimpleNamespace(rollout=rollout, old_log_probs=zeros, ref_log_probs=zeros)
+    rewards = torch.arange(float(config.group_size))
+    advantages_of_scored(config, batch, rewards, torch.arange(config.group_size), RunningMoments())
 
 
 def advantages_of_turns(config: TrainConfig, batch: Batch, total: list[float], turns: list[list[float]]) -> Tensor:

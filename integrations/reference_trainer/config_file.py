@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gspo_kernels.sampler_mismatch import RolloutCorrection
 from ..settings import Step, from_roll
 from ..settings.yaml_file import read_yaml
 from ..tasks import nearest
+from .advantages import check_steps
 from .config import InputError, TrainConfig, with_defaults
 from .resuming import RECORD, read_run
 
@@ -115,7 +117,12 @@ def train_config(**options: Any) -> TrainConfig:
     preset = options.pop("preset", None) or "demo"
     if preset not in PRESETS:
         raise InputError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}{nearest(preset, PRESETS)}")
-    return with_defaults(converted(PRESETS[preset] | options))
+    config = with_defaults(converted(PRESETS[preset] | options))
+    try:
+        check_steps(config)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"advantages: {error}") from error
+    return config
 
 
 def read_config(
@@ -203,7 +210,10 @@ def converted(options: Mapping[str, Any]) -> dict[str, Any]:
             changes[name] = convert(name, OBJECTIVE[name], value)
         elif name != "objective":
             names = [*TYPES, *OBJECTIVE, "objective", "preset"]
-            hint = f" (TRL's {name} is {TRL_NAMES[name]} here)" if name in TRL_NAMES else nearest(name, names)
+            similar = get_close_matches(name, [*TRL_NAMES, *names], 1, 0.75)
+            hint = f" (is it {similar[0]!r}?)" if similar else ""
+            if similar and similar[0] in TRL_NAMES:
+                hint = f" (TRL's {similar[0]} is {TRL_NAMES[similar[0]]} here)"
             raise InputError(f"{name}: there is no such option{hint}; `gspo train --dry-run` prints all options")
     of = options.get("objective", "gspo")
     try:

@@ -154,6 +154,7 @@ class OpenRLHFPolicyLoss(nn.Module):
             "objective.entropy_coef": (objective.entropy_coef, 0.0),
         }
         check_settings("OpenRLHFPolicyLoss", objective, settings)
+        Checks("OpenRLHFPolicyLoss").choice("is_correction_level", is_correction_level, ("off", "token", "seq"))
         self.objective = objective
         self.old_from_engine = is_correction_level != "off" and objective.rollout_correction is None
 
@@ -176,9 +177,12 @@ class OpenRLHFPolicyLoss(nn.Module):
         Raises:
             ValueError: is_correction_level is not "off", but rollout_log_probs are missing.
         """
+        check = Checks("OpenRLHFPolicyLoss")
+        if not isinstance(old_log_probs, Tensor) or old_log_probs.shape != log_probs.shape:
+            check.fail("old_log_probs", f"a tensor {list(log_probs.shape)} like log_probs", old_log_probs)
         old = rollout_log_probs if self.old_from_engine else old_log_probs
         if old is None:
-            Checks("OpenRLHFPolicyLoss").fail("rollout_log_probs", "given unless is_correction_level is 'off'", None)
+            check.fail("rollout_log_probs", "given unless is_correction_level is 'off'", None)
         normalizer = None if global_batch_size is None else global_batch_size / dp_size
         out = loss_of_log_probs(
             log_probs,

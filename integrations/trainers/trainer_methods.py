@@ -60,9 +60,11 @@ def slime(
     def concatenated(name: str) -> Tensor | None:
         return torch.cat(batch[name]) if batch.get(name) else None
 
-    old = concatenated("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
-    old = log_probs.detach() if old is None else old
     rollout = concatenated("rollout_log_probs")
+    if args.use_rollout_logprobs and rollout is None:
+        Checks("slime").fail("rollout_log_probs", "in the batch with --use-rollout-logprobs", None)
+    old = rollout if args.use_rollout_logprobs else concatenated("log_probs")
+    old = log_probs.detach() if old is None else old
     ref = concatenated("ref_log_probs")
     advantages = torch.cat(batch["advantages"])
     loss_of = partial(

@@ -560,7 +560,7 @@ GROUPS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
         {"group_ids": torch.zeros(4, dtype=torch.int64)},
         V_,
         "group_size",
-        "if and only if group_ids is not",
+        "without group_ids, or group_ids without group_size",
         "both",
     ),
     "group-ids-floats": ({"group_size": None, "group_ids": torch.zeros(4)}, T_, "group_ids", "int64", "float32"),

@@ -641,3 +641,17 @@ def test_the_manual_names_every_option() -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "trainer.md").read_text()
     assert [name for name in TYPES if f"`{name}`" not in page] == []
     assert all(f"`{preset}`" in page for preset in PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("advantages=[{group_advantages: {scale: loo}}]", "advantages: group_advantages: scale must be one of"),
+        ("advantages=[{group_advantages: {foo: 3}}]", "advantages: .*unexpected keyword argument 'foo'"),
+        ("num_generation=8", "TRL's num_generations is group_size here"),
+        ("save_strategy=no", r"no such option; `gspo train --dry-run`"),
+    ],
+)
+def test_options_are_refused_before_anything_is_sampled(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read_config(texts=[text])

@@ -367,3 +367,11 @@ def test_bad_rewards_leave_running_moments_unchanged() -> None:
     with pytest.raises(ValueError, match="rewards must be finite"):
         moments.update(torch.tensor([math.nan]))
     assert moments.count == 2 and moments.mean == 1.5
+
+
+def test_rewards_with_a_large_common_part_keep_their_differences() -> None:
+    """In fp32, the mean of these rewards would be rounded to one of them."""
+    rewards = torch.tensor([0.0, 1.0, 1.0, 1.0]) + 1e7
+    expected = torch.tensor([-1.5, 0.5, 0.5, 0.5])
+    torch.testing.assert_close(group_advantages(rewards, 4, eps=0.0), expected)
+    torch.testing.assert_close(normalize_rewards(rewards, "batch", eps=0.0), expected)

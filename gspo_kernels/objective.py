@@ -65,7 +65,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 class Objective:
     """Settings of a loss: ratio, surrogate, clip window, aggregation, KL term and entropy bonus.
 
-    The defaults are GSPO's (arXiv 2507.18071). The docstring of this module has the formulas.
+    The defaults are GSPO's (arXiv 2507.18071). The formulas are in the docstring of `gspo_kernels.objective`.
 
     Args:
         ratio: "sequence" (GSPO: one length-normalized ratio per sequence), "sequence-token" (GSPO-token, eq. 13-14 of

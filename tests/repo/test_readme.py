@@ -39,11 +39,12 @@ def test_commands_in_the_readme_exist() -> None:
 
 
 def test_files_in_the_readme_exist_and_links_work_on_a_package_index() -> None:
-    for path in re.findall(r"`((?:docs|examples)/[\w./]+|[A-Z]+\.md)`", README):
-        assert (ROOT / path).exists(), path
-    images, links = re.findall(r"!\[[^]]*\]\(([^)]+)\)", README), re.findall(r"(?<!!)\[[^]]*\]\(([^)]+)\)", README)
-    assert all((ROOT / image).exists() for image in images)
-    assert all(link.startswith("https://") for link in links)
+    """`setup.py` makes relative links absolute, once pyproject.toml has the public address."""
+    mentioned = re.findall(r"`((?:docs|examples)/[\w./]+|[A-Z]+\.md)`", README)
+    linked = [link for link in re.findall(r"\[[^]]*\]\(([^)]+)\)", README) if not link.startswith("https://")]
+    assert len(linked) > 9
+    for path in mentioned + linked:
+        assert (ROOT / path.partition("#")[0]).exists(), path
 
 
 def test_the_versions_in_the_readme_are_installed() -> None:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from .policy import policy_loss
 
 __version__ = "0.1.0"
-# The public names, and the modules that define them. A module is imported when a name is first used, so that
-# `gspo --help` works without PyTorch.
+# Modules are imported when one of their names is first used, so that `gspo --help` works without PyTorch.
 _MODULES = {
     "LogProbOutput": "outputs",
     "LossOutput": "outputs",
@@ -25,15 +24,7 @@ _MODULES = {
     "policy_loss": "policy",
 }
 _SUBMODULES = ("advantages", "reference", "sampler_mismatch")
-__all__ = [
-    "LogProbOutput",
-    "LossOutput",
-    "Objective",
-    "__version__",
-    "gspo_fused_loss",
-    "linear_log_probs",
-    "policy_loss",
-]
+__all__ = ["LogProbOutput", "LossOutput", "Objective", "gspo_fused_loss", "linear_log_probs", "policy_loss"]
 
 
 def __getattr__(name: str) -> Any:

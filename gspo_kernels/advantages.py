@@ -168,7 +168,7 @@ def gdpo_advantages(
     ]
     # In fp64, because the last division would amplify the rounding errors of advantages that cancel.
     total = rewards.new_zeros(rewards.shape[0], dtype=torch.float64)
-    for weight, reward in zip(weights, rewards.double().unbind(1), strict=True):
+    for weight, reward in zip(weights, rewards.unbind(1), strict=True):
         total = total + weight * _of_groups(check, reward, group_size, group_ids, baseline, scale, ddof, eps)
     return normalize_rewards(total, "batch", eps=eps).to(accumulator(rewards.dtype))
 

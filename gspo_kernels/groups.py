@@ -120,12 +120,11 @@ def per_token(check: TensorChecks, name: str, x: Any, unmasked: Tensor) -> Tenso
 
 
 def variance_of(x: Tensor, ddof: int) -> Tensor:
-    """Return the variance of all values, [], with divisor count - ddof. It is exactly 0 if all values are equal."""
+    """Return the variance of all values in fp64, [], with divisor count - ddof. It is exactly 0 if they are equal."""
     if x.numel() == 0:
         return x.new_zeros(())
-    wide = x.double()
-    variance = (wide - wide.mean()).square().sum() / max(x.numel() - ddof, 1)
-    return torch.where(x.amin() == x.amax(), 0, variance).to(x.dtype)
+    variance = (x - x.mean()).square().sum() / max(x.numel() - ddof, 1)
+    return torch.where(x.amin() == x.amax(), 0, variance)
 
 
 def over_deviation(x: Tensor, std: Tensor, eps: float) -> Tensor:

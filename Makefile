@@ -6,7 +6,7 @@ PYTEST := python -m pytest -n auto --dist worksteal
 demo: .venv/ready
 	$(BIN)/gspo train
 
-# Linters, the type checker, and every test that is not marked slow: 8 minutes on two cores.
+# Linters, the type checker, and every test that is not marked slow: 10 to 15 minutes on two cores.
 test: lint
 	$(BIN)/python -m pytest -m "not slow" tests/distributed
 	$(BIN)/$(PYTEST) -m "not slow" --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed \

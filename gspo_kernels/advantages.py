@@ -38,6 +38,7 @@ from .validation import FLOATS, LARGEST, TensorChecks
 
 __all__ = [
     "RunningMoments",
+    "gdpo_advantages",
     "group_advantages",
     "normalize_rewards",
     "token_returns",

@@ -123,6 +123,16 @@ def draw_fidelity(results: Results, path: Path) -> None:
     save(figure, path)
 
 
+def draw_bars(panel: Axes, names: list[str], values: list[float], colors: list[str], form: str) -> None:
+    """Draw a horizontal bar per name, from top to bottom, with its value at the end in the format `form`."""
+    bars = panel.barh(names, values, color=colors, height=0.62)
+    panel.bar_label(bars, [form.format(value) for value in values], padding=4, fontsize=10, weight="bold")
+    panel.set(xlim=(0, 1.28 * max(values)), ylim=(len(values) - 0.5, -0.5), xticks=[])
+    panel.grid(False)
+    panel.spines["bottom"].set_visible(False)
+    panel.tick_params(axis="y", length=0, labelsize=10)
+
+
 def draw_trainer(results: Results, path: Path) -> None:
     """Draw peak memory and time of a step of TRL's trainer: a bar per implementation, with its number at the end."""
     results = next(iter(results.values()))
@@ -132,13 +142,7 @@ def draw_trainer(results: Results, path: Path) -> None:
     colors = [BLUE if r["name"].startswith(OURS) else ORANGE for r in records]
     shown_in = (("peak_bytes", 2**30, "{:.2f} GiB"), ("seconds", 1, "{:.1f} s"))
     for panel, (key, unit, form) in zip(axes, shown_in, strict=True):
-        values = [r[key] / unit for r in records]
-        bars = panel.barh(names, values, color=colors, height=0.62)
-        panel.bar_label(bars, [form.format(value) for value in values], padding=4, fontsize=10, weight="bold")
-        panel.set(xlim=(0, 1.28 * max(values)), ylim=(len(values) - 0.5, -0.5), xticks=[])
-        panel.grid(False)
-        panel.spines["bottom"].set_visible(False)
-        panel.tick_params(axis="y", length=0, labelsize=10)
+        draw_bars(panel, names, [r[key] / unit for r in records], colors, form)
         panel.set_title("peak memory beyond the model" if panel is axes[0] else "time of the fastest step", fontsize=11)
     hatched: Any = dict(color="white", alpha=0.45, hatch="///", edgecolor=DARK, height=0.62, lw=0)
     axes[0].barh(names, [r["gradient_bytes"] / 2**30 for r in records], **hatched)
@@ -173,13 +177,7 @@ def draw_readme(trainer: Results, fidelity: Results, path: Path) -> None:
         (peaks, "{:,.0f} MiB", f"peak memory of a training step in TRL\n({part['tokens']:,} tokens, beyond the model)"),
     )
     for panel, (values, form, title) in zip(axes, shown_in, strict=True):
-        heights = [values[name] for name in names]
-        bars = panel.barh(list(names.values()), heights, color=colors, height=0.62)
-        panel.bar_label(bars, [form.format(x) for x in heights], padding=4, fontsize=10, weight="bold")
-        panel.set(xlim=(0, 1.25 * max(heights)), ylim=(len(names) - 0.5, -0.5), xticks=[])
-        panel.grid(False)
-        panel.spines["bottom"].set_visible(False)
-        panel.tick_params(axis="y", length=0, labelsize=10)
+        draw_bars(panel, list(names.values()), [values[name] for name in names], colors, form)
         panel.set_title(title, fontsize=10)
     axes[-1].set_yticks([])
     share = peaks[OURS] / peaks["TRL fused head"]

@@ -129,7 +129,9 @@ def windows(fidelity: Results) -> str:
 
 def comparison(first: Results) -> str:
     """Return the table of docs/comparison.md."""
-    exact, dense, half = (run_of(first, *kind) for kind in (("rl-like",), ("dense",), ("rl-like", "bfloat16")))
+    exact = run_of(first, "rl-like")
+    dense = run_of(first, "dense")
+    half = run_of(first, "rl-like", "bfloat16")
     large = max(first["step"]["memory"]["points"], key=lambda point: point["tokens"])
     names = [*by_name(exact["candidates"]), "TRL cast_lm_head_to_fp32"]
     wrong = wrong_decisions(first["fidelity"])

@@ -25,7 +25,11 @@ from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.reference_trainer.policy import demo_policy
 
 # Prompts per rank and rollout, answers per prompt, updates per rollout, micro-batches per update, tokens per answer.
-PROMPTS, GROUP, UPDATES, MICRO_BATCHES, LENGTH = 8, 8, 4, 2, 6
+PROMPTS = 8  # per rank and rollout
+GROUP = 8  # answers per prompt
+UPDATES = 4  # per rollout
+MICRO_BATCHES = 2  # per update
+LENGTH = 6  # tokens per answer
 
 
 def letters_in_place(text, right):
@@ -120,11 +124,11 @@ def main():
                 at = {"old_log_probs": part["old"], "normalizer": sequences / ranks}
                 out = at_head(model, part, gspo_fused_loss, part["advantages"], **at)
                 out.loss.backward()
-                clipped.append(out.metrics["clip_fraction"].item())
+                clipped.append(out.metrics["clip_fraction"])  # a tensor: the host does not wait for it
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
             optimizer.step()
             optimizer.zero_grad()
-        reward, share = mean_over_ranks([rewards.mean().item(), sum(clipped) / len(clipped)], model.device)
+        reward, share = mean_over_ranks([rewards.mean().item(), torch.stack(clipped).mean().item()], model.device)
         if rank == 0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step:3}: reward {reward:.2f}, clipped {share:.2f}, gradient norm {norm:.2f}", flush=True)
 

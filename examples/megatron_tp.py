@@ -26,7 +26,10 @@ from gspo_kernels.advantages import group_advantages
 from gspo_kernels.integrations.megatron import model_log_probs
 
 CHARACTERS = ["<end>", *"abcdefsort :"]
-PROMPTS, GROUP, UPDATES, LENGTH = 16, 8, 4, 4  # prompts per rank and rollout, answers per prompt, updates, tokens
+PROMPTS = 16  # per rank and rollout
+GROUP = 8  # answers per prompt
+UPDATES = 4  # per rollout
+LENGTH = 4  # tokens per answer
 
 
 def letters_in_place(text, right):
@@ -146,7 +149,7 @@ def main():
                 dist.all_reduce(parameter.grad, group=data_group)  # a sum, because the normalizer counts all replicas
             optimizer.step()
             optimizer.zero_grad()
-            clipped.append(out.metrics["clip_fraction"].item())
+            clipped.append(out.metrics["clip_fraction"])  # a tensor: the host does not wait for it
         if dist.get_rank() == 0 and (step % 10 == 0 or step == options.steps - 1):
             shares = ", ".join(f"{share:.2f}" for share in clipped)
             print(f"step {step:3}: reward {rewards.mean():.2f}, clipped in each update {shares}", flush=True)

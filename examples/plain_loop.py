@@ -18,7 +18,10 @@ from gspo_kernels.advantages import group_advantages
 from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.reference_trainer.policy import demo_policy
 
-PROMPTS, GROUP, UPDATES, LENGTH = 16, 8, 4, 6  # prompts per rollout, answers per prompt, updates, tokens per answer
+PROMPTS = 16  # per rollout
+GROUP = 8  # answers per prompt
+UPDATES = 4  # per rollout
+LENGTH = 6  # tokens per answer
 
 
 def letters_in_place(text, right):
@@ -89,7 +92,7 @@ def main():
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            clipped.append(out.metrics["clip_fraction"].item())
+            clipped.append(out.metrics["clip_fraction"])  # a tensor: the host does not wait for it
         if step % 10 == 0 or step == options.steps - 1:
             shares = ", ".join(f"{share:.2f}" for share in clipped)
             print(

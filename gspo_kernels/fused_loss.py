@@ -52,8 +52,8 @@ def gspo_fused_loss(
     The result equals `policy_loss(linear_log_probs(...).log_probs, ...)`, computed by a single operator. The forward
     computes log-probs tile by tile, then the loss and each token's coefficient, d(loss)/d(log_prob). The backward
     recomputes logits only for rows with a gradient, so masked tokens cost no backward. If the objective has neither a
-    KL term nor an entropy bonus, sequences with advantage 0 and clipped tokens cost no backward either. Cispo is
-    the exception: its clipped tokens keep a gradient.
+    KL term nor an entropy bonus, sequences with advantage 0 and clipped tokens cost no backward either. The
+    exception is cispo, whose clipped tokens keep a gradient.
 
     Hidden states, head, bias and LoRA adapter receive gradients, each in its own dtype. Gradients that autograd does
     not need are not computed. Double backward raises an error.

@@ -54,6 +54,12 @@ LOG_PROB_UNIT_RMS = 0.35
 
 # Error of fp32 advantages of rewards far from zero, compared with float64.
 ADVANTAGE_RELATIVE = 1e-6
+OUTLIER_RELATIVE = 1e-5  # of a reward far from all others
+# Several rewards, in float64. The last division amplifies the rounding errors of advantages that cancel.
+GDPO_RELATIVE = 1e-9
+GDPO_ABSOLUTE = 1e-7
+# Metrics of float64 importance weights.
+WEIGHT_METRIC_RELATIVE = 1e-9
 
 # Gradients of our loss and of another trainer's, for the same batch in float64. Some trainers add 1e-8 to a divisor.
 PARITY_GRADIENT_RELATIVE = 1e-6

@@ -19,21 +19,21 @@ OUTSIDE = re.compile(r"\[([^]]+)\]\((?:\.\./)+(?:benchmarks|gspo_kernels|integra
 
 
 def on_startup(command: str, dirty: bool) -> None:
-    """Put the folders where Python finds them when it imports `gspo_kernels`, for the API reference."""
+    """Copy the sources to build/api in the layout of the installed package, for the API reference."""
     shutil.rmtree(API, ignore_errors=True)
     shutil.copytree(ROOT / "gspo_kernels", API / "gspo_kernels")
     shutil.copytree(ROOT / "integrations", API / "gspo_kernels" / "integrations")
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Add CHANGELOG.md, which links to pages as docs/NAME.md, and the options of `gspo`."""
+    """Add two pages: CHANGELOG.md, with its links to docs/NAME.md adapted, and the options of `gspo`."""
     changelog = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "changelog.md", content=changelog))
     files.append(File.generated(config, "api/command_line.md", content=command_line()))
 
 
 def command_line() -> str:
-    """Return a page with the help of every command of `gspo`."""
+    """Return a page with the help text and the options of each `gspo` command."""
     page = ["# Command line\n\n`pip install '.[cli]'` installs `gspo`; `gspo train` needs `.[train]`."]
     commands: dict[str, Any] = typer.main.get_command(app).commands  # pyright: ignore
     for name, command in commands.items():

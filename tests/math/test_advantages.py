@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tolerance import ADVANTAGE_RELATIVE, FLOAT64_RELATIVE
+from tolerance import ADVANTAGE_RELATIVE, FLOAT64_RELATIVE, GDPO_ABSOLUTE, GDPO_RELATIVE, OUTLIER_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import advantages as adv
@@ -134,7 +134,7 @@ def test_equal_rewards_of_the_others_are_not_divided() -> None:
     for others, outlier in ((0.1, 0.7), (0.3, -1e5), (1e-3, 1.0)):
         rewards = torch.tensor([others, others, outlier, others])
         ours = group_advantages(rewards, 4, baseline="leave-one-out", scale="leave-one-out", eps=0.0)
-        assert ours[2].item() == pytest.approx(outlier - others, rel=1e-5)
+        assert ours[2].item() == pytest.approx(outlier - others, rel=OUTLIER_RELATIVE)
 
 
 @given(
@@ -152,7 +152,7 @@ def test_several_rewards_are_normalized_then_added(rows: list[list[float]], data
     std = deviation(sums.tolist())
     expected = (sums - sums.mean()) / (std + 1e-4) if std > 1e-9 else torch.zeros_like(sums)
     ours = gdpo_advantages(float64(rows), group_ids=torch.tensor(ids), weights=weights, eps=1e-4)
-    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-7)
+    torch.testing.assert_close(ours, expected, rtol=GDPO_RELATIVE, atol=GDPO_ABSOLUTE)
 
 
 def test_gdpo_advantages_take_the_options_of_group_advantages() -> None:

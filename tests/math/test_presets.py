@@ -166,7 +166,7 @@ def test_the_default_loss_of_prime_rl_is_dppo_tv_with_a_squared_log_ratio(backen
 @on_device
 @pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl"])
 def test_dppo_with_dual_clip_bounds_the_factor_of_the_gradient(surrogate: str, backend: str) -> None:
-    """The gradient is that of verl's loss, which is -min(s, c) A log p with a constant factor before log p."""
+    """The gradient equals the gradient of verl's loss, -min(s, c) A log p, in which only log p is differentiated."""
     o = Objective.preset(surrogate, clip_low=0.3, clip_high=0.4, dual_clip=1.5)
     batch = rollout(o, seed=3)
     ratio = (batch.log_probs - batch.old).exp()

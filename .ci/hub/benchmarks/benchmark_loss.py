@@ -12,7 +12,9 @@ from torch import Tensor
 class FusedLossBenchmark(Benchmark):
     seed = 0
     dtype = torch.bfloat16  # of hidden states and weight
-    tokens, width, vocab = 256, 256, 4099  # not a multiple of any tile size
+    tokens = 256
+    width = 256
+    vocab = 4099  # not a multiple of any tile size
 
     def setup(self) -> None:
         self.hidden = torch.randn(4, self.tokens // 4, self.width, device=self.device).to(self.dtype)

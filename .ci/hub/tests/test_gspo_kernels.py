@@ -19,7 +19,9 @@ Benchmark = runpy.run_path(str(ROOT / "benchmarks" / "benchmark_loss.py"))["Fuse
 def test_gradients_are_within_our_error_bound(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     case = Benchmark()
-    case.kernel, case.device, case.dtype = kernel, DEVICE, dtype
+    case.kernel = kernel
+    case.device = DEVICE
+    case.dtype = dtype
     case.setup()  # checks the gradients
 
 

@@ -10,7 +10,7 @@ demo: .venv/ready
 test: lint
 	$(BIN)/python -m pytest -m "not slow" tests/distributed
 	$(BIN)/$(PYTEST) -m "not slow" --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed \
-		--ignore tests/release
+		--ignore tests/release --ignore tests/stub
 
 # Everything that runs without a GPU: about 40 minutes on two cores, longer the first time.
 test-all: test test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-release test-trainers

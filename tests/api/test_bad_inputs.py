@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.marks import slow
 from helpers.samples import make_sample
 from torch import Tensor, nn
 
@@ -772,7 +773,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, slow(True)])
 def test_a_successful_call_and_its_backward_write_to_no_input(name: str, autocast: bool, backend: str) -> None:
     objective = Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.01)
     sample = make_sample(1, objective=objective, **CALLS[name])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import device as under_test
 from helpers.device import on_device, to_device
+from helpers.marks import slow
 from helpers.oracle import DTYPES
 from helpers.samples import Sample, make_sample, run_fused
 from tolerance import check, check_loss
@@ -549,9 +550,9 @@ def test_activation_checkpointing_changes_no_bit(use_reentrant: bool, head_kind:
 AGGREGATIONS = ["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("as_tensor", [False, slow(True)])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+@pytest.mark.parametrize("dtype", ["fp64", slow("fp32")])
 def test_micro_batches_with_a_common_normalizer_equal_one_batch(
     dtype: str, aggregation: str, as_tensor: bool, backend: str
 ) -> None:
@@ -749,7 +750,7 @@ def outputs(out: LossOutput) -> list[Tensor]:
     return [x.detach() for x in (out.loss, out.log_probs, out.log_ratio, *metrics)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [slow("fp64"), slow("fp32"), "bf16", slow("fp16")])
 @pytest.mark.parametrize("packed", [False, True])
 def test_grad_mode_and_entropy_change_no_bit(dtype: str, packed: bool, backend: str) -> None:
     objective = Objective(kl_coef=0.1)

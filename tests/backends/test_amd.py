@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.counters import LiveBytes
+from helpers.marks import slow
 from helpers.oracle import DTYPES
 from helpers.random_heads import random_head
 from tolerance import CELL_PRODUCTS_RELATIVE, PRODUCT_OF_COPIES_ABSOLUTE, PRODUCT_OF_COPIES_RELATIVE
@@ -23,7 +24,7 @@ from gspo_kernels.tools.doctor import compile_cases as cases
 from gspo_kernels.tools.doctor import memory as doctor_memory
 
 PRODUCTS = {"hidden_product", "weight_product"}
-HALF = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+HALF = pytest.mark.parametrize("dtype", ["bf16", slow("fp16")])
 
 
 def needs_of(head: HeadRows) -> NeedsGradient:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.counters import product_flops
 from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs, on_device
+from helpers.marks import slow
 from helpers.oracle import DTYPES
 from helpers.random_heads import assert_law, by_torch, random_head, random_upstream
 from helpers.samples import make_sample, run_fused
@@ -51,7 +52,12 @@ def log_probs_and_gradients(head: Any, upstream: Any, backend: str, cache_bytes:
 @on_device
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [*((dtype, head) for dtype in ("fp32", "bf16") for head in HEADS), ("fp64", "tail"), ("fp16", "tail")],
+    [
+        *(("bf16", head) for head in HEADS),
+        *(slow("fp32", head) for head in HEADS),
+        slow("fp64", "tail"),
+        slow("fp16", "tail"),
+    ],
 )
 def test_every_cache_size_keeps_bits_of_log_probs_and_the_law_of_gradients(
     dtype: str, options: str, backend: str
@@ -104,7 +110,7 @@ def test_the_loss_with_a_cache_has_the_gradients_without(
 
 
 @on_device
-@pytest.mark.parametrize("budget", [0.0, 0.05])
+@pytest.mark.parametrize("budget", [slow(0.0), 0.05])
 def test_a_cached_backward_in_many_parts_has_the_gradients_of_one(
     budget: float, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +261,7 @@ def test_a_nan_column_makes_kept_and_recomputed_gradients_nan(backend: str) -> N
 # -- a budget at the log-probs
 
 
+@pytest.mark.slow
 @on_device
 @settings(max_examples=6)
 @given(st.sampled_from([1e-3, 0.05, 0.5]), st.sampled_from([1.0, 6.0]), st.booleans(), st.integers(0, 1000))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.counters import LiveBytes
 from helpers.head_rows import NEEDS, head_rows
+from helpers.marks import slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gspo_kernels import gspo_fused_loss, linear_log_probs, metrics
@@ -143,7 +144,7 @@ def test_the_line_of_the_trainers_names_the_default_of_the_device(monkeypatch: p
 
 
 @pytest.mark.parametrize(("backend", "cache_mib"), [("torch", 0.07), ("triton", 0.3)])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [slow(None), True])
 def test_batches_that_fit_the_cache_and_larger_ones_share_a_graph(
     backend: str, cache_mib: float, dynamic: bool | None
 ) -> None:

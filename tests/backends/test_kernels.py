@@ -37,7 +37,7 @@ FAST = ("sm_90", "gfx942")
 ARCHITECTURES = [x if x in FAST else slow(x) for x in tuning.ARCHITECTURES]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", slow("fp16")])
 @pytest.mark.parametrize("head", ["plain", "all"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_block_shapes_of_every_architecture_equal_the_oracle(architecture: str, head: str, dtype: str) -> None:
@@ -157,7 +157,7 @@ def test_masked_rows_are_not_computed() -> None:
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("cache", [0.0, 0.4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)])
 @pytest.mark.parametrize(
     ("n", "h", "v"), [(131_072, 4096, 262_144), (32_768, 4096, 32_000), (8192, 4096, 151_936), (512, 2304, 256_000)]
 )

@@ -26,7 +26,6 @@ from helpers.counters import LiveBytes
 from helpers.device import DEVICE
 from helpers.faults import FAULTS
 from helpers.faults.run import is_killed
-from helpers.marks import slow
 from torch._subclasses import FakeTensorMode
 
 from gspo_kernels import linear_log_probs, policy_loss, validation
@@ -45,8 +44,9 @@ CALL = TensorChecks("test")
 # -- the check of the kernels
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", [slow(torch.bfloat16), slow(torch.float16), torch.float32], ids=dtype_name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_name)
 def test_correct_kernels_pass(dtype: torch.dtype) -> None:
     assert kernel_check.run_check(DEVICE, dtype, "head") is None
 
@@ -398,6 +398,7 @@ print(self_check._check_once((torch.device("cpu"), torch.bfloat16, "head"), Fals
 """
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_run_one_check(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", PROCESS, str(tmp_path / "log")]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.counters import LiveBytes
 from helpers.head_rows import NEEDS, head_rows
+from helpers.marks import slow
 from helpers.oracle import DTYPES
 from helpers.tile_choices import small_tiles
 from torch import Tensor
@@ -26,7 +27,7 @@ def product_on_a_gpu(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["CUDA", "ROCm"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", slow("fp16"), "fp32"])
 @pytest.mark.parametrize(
     ("n", "h", "v"), [(8192, 4096, 151_936), (4096, 896, 151_936), (2048, 8192, 32_000), (700, 8192, 128_256)]
 )

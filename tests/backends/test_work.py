@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.counters import LiveBytes, product_flops
 from helpers.head_rows import NEEDS, head_rows
+from helpers.marks import slow
 from helpers.samples import make_sample, run_fused
 from tolerance import METRIC_ABSOLUTE, METRIC_RELATIVE
 
@@ -17,7 +18,7 @@ from gspo_kernels.backends.rows import NeedsGradient
 from gspo_kernels.backends.torch import tiles as torch_tiles
 
 
-@pytest.mark.parametrize("mebibytes", [1, 4])
+@pytest.mark.parametrize("mebibytes", [slow(1), 4])
 @pytest.mark.parametrize(
     "options", [{}, {"logit_softcap": 5.0, "temperature": torch.ones(3000)}], ids=["plain", "tail"]
 )

@@ -25,11 +25,11 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-# Left out by `make test`, besides all cases with eight processes.
-LONG = ("tp 4 budget of unaligned shards", "tp 2 triton cache_mib", "tp 2 triton gradient_budget")
+# Left out by `make test`, besides all cases with more than two processes.
+LONG = ("tp 2 triton cache_mib", "tp 2 triton cache_mib gradient_budget", "tp 2 triton gradient_budget")
 
 
-@pytest.mark.parametrize("name", [slow(x) if CASES[x].ranks == 8 or x in LONG else x for x in CASES])
+@pytest.mark.parametrize("name", [slow(x) if CASES[x].ranks > 2 or x in LONG else x for x in CASES])
 def test_case(name: str, reports: list[dict[str, Any]]) -> None:
     ranks = range(CASES[name].ranks)
     assert all(name in reports[rank]["seconds"] for rank in ranks), "the case did not run"

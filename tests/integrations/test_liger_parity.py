@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.marks import triton_is_slow
 from helpers.other_trainers import Rollout, rollout
 from tolerance import LIGER_GRADIENT_RELATIVE, check_loss
 
@@ -36,6 +37,7 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
 }
 
 
+@triton_is_slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_loss_and_gradients_equal_ligers(name: str, temperature: float, backend: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.marks import slow
 from helpers.reference_runs import rows_of, small, write_jsonl
 from typer.testing import CliRunner
 
@@ -56,6 +57,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(small(folder, **OPTIONS)).folder
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_to_the_bit(tmp_path: Path, uninterrupted: Path) -> None:
     options = {name: x for name, x in small(tmp_path, **OPTIONS).to_dict().items() if x is not None}
     texts = [f"{name}={x if isinstance(x, str) else json.dumps(x)}" for name, x in options.items()]
@@ -115,7 +117,11 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+# `make test` interrupts at these.
+FEW = ("before a step", "sampling", "first update", "last update", "checkpoint")
+
+
+@pytest.mark.parametrize("moment", [x if x in FEW else slow(x) for x in MOMENTS])
 def test_an_interrupted_run_continues_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Path, moment: str
 ) -> None:

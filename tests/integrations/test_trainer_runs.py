@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.marks import slow
 from helpers.reference_runs import SMALL, rows_of, small, write_jsonl
 from rich.console import Console
 from tolerance import PARAMETER_ABSOLUTE
@@ -139,7 +140,7 @@ def test_rewards_from_python_are_functions_or_components(tmp_path: Path) -> None
 # Stopping
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), slow(signal.SIGTERM, 143)])
 def test_a_signal_saves_the_model_and_prints_its_folder(tmp_path: Path, number: int, status: int) -> None:
     arguments = [*SIZES, "steps=1000", f"output={tmp_path}", "name=stopped", "seeds=0,1"]
     process = subprocess.Popen(

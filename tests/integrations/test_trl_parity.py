@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import trl_trainer
+from helpers.marks import triton_is_slow
 from helpers.other_trainers import assert_agree, ours, rollout
 from helpers.trl_losses import GRADIENT_STEPS, LONGEST, SEQUENCE, trl_loss
 from torch import Tensor
@@ -59,6 +60,7 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
 }
 
 
+@triton_is_slow
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradient_and_clip_fractions_equal_trls(name: str, backend: str) -> None:
     objective, config = CASES[name]
@@ -74,6 +76,7 @@ def test_loss_gradient_and_clip_fractions_equal_trls(name: str, backend: str) ->
             assert expected == pytest.approx(computed[0].metrics[share + suffix].item(), abs=1e-6)
 
 
+@triton_is_slow
 @pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("gmpo")])
 def test_trls_importance_sampling_ratios_are_token_weights(name: str, backend: str) -> None:
     objective, config = CASES[name]
@@ -92,6 +95,7 @@ def test_trls_off_policy_mask_is_token_weights(backend: str) -> None:
     assert_agree(batch, ours(replace(batch, weights=kept.weights), objective, backend), loss, gradient)
 
 
+@triton_is_slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_documented_normalizers_give_the_gradients_of_trls_micro_batches(name: str, backend: str) -> None:
     """TRL divides by tokens or rows of all micro-batches of an optimizer step, per process.

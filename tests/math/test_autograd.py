@@ -8,6 +8,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from helpers.device import gspo_fused_loss, linear_log_probs, on_device, policy_loss
+from helpers.marks import triton_is_slow
 from helpers.samples import make_sample
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -47,6 +48,7 @@ def gradcheck(fn: Any, inputs: Any, backend: str) -> bool:
     return torch.autograd.gradcheck(fn, inputs, fast_mode=backend == "triton")
 
 
+@triton_is_slow
 @on_device
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -102,6 +104,7 @@ def test_log_probs_and_entropy_pass_gradcheck(head: str, backend: str) -> None:
     assert gradcheck(outputs, leaves, backend)
 
 
+@triton_is_slow
 @on_device
 @pytest.mark.parametrize("name", [n for n in OBJECTIVES if n != "gspo-token"])
 def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
@@ -276,6 +279,7 @@ def test_compiled_without_a_graph_break_equals_eager_at_every_shape(
     assert len(graphs) <= 5
 
 
+@triton_is_slow
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("preset", ["gspo", "cispo", "sapo", "gmpo", "reinforce"])
 def test_equal_objectives_share_a_graph(preset: str, dynamic: bool | None) -> None:

@@ -53,11 +53,15 @@ SHAPES = [(10_000, 16), (1_000, 128), (128, 1024)]
 # kernels as GSPO's, so one case with the wide window is enough.
 DECISIONS: list[Any] = [("torch", *shape, window) for shape in SHAPES for window in ("gspo", "wide")]
 KERNEL_SHAPES = ((200, 16), (32, 128), (20, 1024)) if DEVICE.type == "cpu" else SHAPES
-DECISIONS += [("triton", sequences, length, "gspo") for sequences, length in KERNEL_SHAPES[:2]]
-DECISIONS += [slow("triton", *KERNEL_SHAPES[2], "gspo"), ("triton", 20, 128, "wide")]
+DECISIONS += [("triton", *KERNEL_SHAPES[0], "gspo"), ("triton", 20, 128, "wide")]
+DECISIONS += [slow("triton", sequences, length, "gspo") for sequences, length in KERNEL_SHAPES[1:]]
+
+by_dtype = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)], ids=["bf16", "fp16", "fp32"]
+)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@by_dtype
 @pytest.mark.parametrize(("backend", "sequences", "length", "window_of"), DECISIONS)
 def test_ten_thousand_clip_decisions_are_those_of_float64(
     backend: str, sequences: int, length: int, window_of: str, dtype: torch.dtype
@@ -99,7 +103,7 @@ def test_logits_rounded_to_bf16_fail_the_same_check() -> None:
     assert flipped.double().mean() > 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@by_dtype
 @pytest.mark.parametrize(("hidden_size", "vocab"), [(896, 5_003), slow(4096, 1_999)])
 def test_log_probs_of_large_heads_are_near_float64(
     hidden_size: int, vocab: int, dtype: torch.dtype, backend: str
@@ -135,7 +139,7 @@ def test_clip_bounds_are_inclusive_and_compared_with_the_log_ratio(backend: str)
             assert lp.grad is not None and (lp.grad == 0).all() == clipped
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@by_dtype
 @pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl"])
 def test_tokens_that_leave_the_trust_region_of_dppo_are_those_of_float64(
     surrogate: str, dtype: torch.dtype, backend: str

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs, policy_loss
+from helpers.marks import slow, triton_is_slow
 from helpers.oracle import DTYPES, assert_equals_oracle
 from helpers.samples import Sample, make_sample, run_fused, run_oracle, run_plain
 from tolerance import RELATIVE_RMS, check, check_loss
@@ -34,6 +35,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "everything": {"kl_coef": 0.1, "kl_ratio_factor": True, "entropy_coef": 0.02, "kl_aggregation": "token-mean"},
 }
 by_objective = pytest.mark.parametrize("name", OBJECTIVES)
+by_dtype = pytest.mark.parametrize("dtype", [slow("fp64"), slow("fp32"), "bf16", slow("fp16")])
 
 
 def in_small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 8, columns: int = 7) -> None:
@@ -198,7 +200,7 @@ def test_a_zero_normalizer_of_a_batch_without_tokens_gives_zero(normalizer: Tens
 
 
 @by_objective
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [slow(False), True])
 def test_masked_tokens_have_exactly_zero_influence(name: str, packed: bool, backend: str) -> None:
     options: dict[str, Any] = {"per_token_advantages": True, "token_weights": True, "temperature": "per-token"}
     sample = make_sample(2, packed=packed, objective=Objective(**OBJECTIVES[name]), **options)
@@ -279,7 +281,7 @@ def test_gradients_of_masked_log_probs_and_entropies_have_exactly_zero_influence
 # -- sizes of one, and targets at the ends of tiles
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 @pytest.mark.parametrize("size", ["length", "vocabulary", "width", "batch", "all"])
 def test_sizes_of_one_equal_the_oracle(size: str, dtype: str, backend: str) -> None:
     options: dict[str, Any] = {
@@ -310,7 +312,7 @@ def test_one_possible_token_has_log_prob_zero_and_no_gradient(backend: str) -> N
     assert_all_zero(out.log_probs, out.entropy, *grads.values())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 def test_targets_at_both_ends_of_the_vocabulary_and_of_every_tile(
     dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,7 +442,7 @@ def integer_logits_sample(size: float, dtype: torch.dtype, offset: float = 0.0, 
     return replace(sample, leaves={k: v.requires_grad_() for k, v in leaves.items()}).with_options(**options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 @pytest.mark.parametrize("size", [8, 1e2, 1e4])
 def test_huge_logits_equal_the_oracle(size: float, dtype: str, backend: str) -> None:
     if dtype == "fp16" and size > 1e3:
@@ -448,8 +450,8 @@ def test_huge_logits_equal_the_oracle(size: float, dtype: str, backend: str) -> 
     assert_equals_oracle(integer_logits_sample(size, DTYPES[dtype]), DTYPES[dtype], backend)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", [-(2.0**13), 2.0**13, -(2.0**15), 2.0**15])
+@by_dtype
+@pytest.mark.parametrize("offset", [slow(-(2.0**13)), slow(2.0**13), -(2.0**15), 2.0**15])
 def test_a_huge_common_offset_of_the_logits_changes_nothing(dtype: str, offset: float, backend: str) -> None:
     expected, expected_grads = run_fused(integer_logits_sample(8, DTYPES[dtype]), backend, entropy=True)
     out, grads = run_fused(integer_logits_sample(8, DTYPES[dtype], offset), backend, entropy=True)
@@ -461,7 +463,7 @@ def test_a_huge_common_offset_of_the_logits_changes_nothing(dtype: str, offset: 
         check(f"d_{key}", flat[0], flat[1], flat[1], DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 @pytest.mark.parametrize("temperature", [2.0**-7, 2.0**7])
 def test_extreme_temperatures_equal_the_oracle(dtype: str, temperature: float, backend: str) -> None:
     for as_tensor in (False, True):
@@ -471,7 +473,7 @@ def test_extreme_temperatures_equal_the_oracle(dtype: str, temperature: float, b
         assert_equals_oracle(sample, DTYPES[dtype], backend)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@by_dtype
 @pytest.mark.parametrize("name", ["gspo", "everything"])
 def test_banned_columns_do_not_change_results(
     dtype: str, name: str, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -607,6 +609,7 @@ def test_a_group_of_equal_rewards_has_no_gradient(backend: str) -> None:
 # -- NaN and inf at unmasked tokens, and in upstream gradients
 
 
+@triton_is_slow
 @pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 @pytest.mark.parametrize("bad", [NAN, INF])
@@ -744,7 +747,7 @@ VIEWS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor], Callabl
 
 
 @pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [slow("fp32"), "bf16"])
 def test_the_memory_layout_of_operands_changes_no_bit_of_a_log_prob(name: str, dtype: str, backend: str) -> None:
     make_hidden, view_hidden, view_weight = VIEWS[name]
     torch.manual_seed(0)
@@ -891,8 +894,8 @@ def test_token_weights_are_per_token_even_if_there_are_as_many_sequences(backend
     assert log_probs.grad is not None and log_probs.grad.tolist() == [-1.5, 0.0]
 
 
-@pytest.mark.parametrize("length", [256, 4096, 32_768])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", [256, slow(4096), 32_768])
+@pytest.mark.parametrize("packed", [slow(False), True])
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 def test_long_sequences_meet_the_tolerance(length: int, packed: bool, ratio: str, backend: str) -> None:
     """An fp32 sum of equal terms rounds in one direction many times: 32,768 terms have a relative error of 3e-4."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.device import on_device, policy_loss
+from helpers.marks import triton_is_slow
 from helpers.other_trainers import PRESETS, Rollout, assert_agree, ours, rollout
 from torch import Tensor
 
@@ -136,6 +137,7 @@ def test_every_preset_has_a_formula() -> None:
     assert PRESETS.keys() == FORMULAS.keys() == objective._PRESETS.keys()
 
 
+@triton_is_slow
 @on_device
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_the_formula_of_its_source(name: str, backend: str) -> None:
@@ -196,6 +198,7 @@ KL: dict[str, Callable[[Tensor, Rollout], Tensor]] = {
 }
 
 
+@triton_is_slow
 @on_device
 @pytest.mark.parametrize("estimator", KL)
 @pytest.mark.parametrize("preset", ["gspo", "grpo", "gmpo"])
@@ -215,6 +218,7 @@ def test_every_estimator_of_kl_is_its_formula(
     assert_agree(batch, ours(batch, o, backend), *by_autograd(formula, batch, o))
 
 
+@triton_is_slow
 @on_device
 @pytest.mark.parametrize("preset", ["gspo", "grpo", "cispo", "gmpo", "dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("zero_weights", [False, True])
@@ -250,6 +254,7 @@ def test_the_clip_fractions_are_those_of_the_surrogate(zero_weights: bool, prese
         torch.testing.assert_close(out.metrics[f"ratio_{name}"], getattr(ratio, name)())
 
 
+@triton_is_slow
 @on_device
 @pytest.mark.parametrize("preset", ["cispo", "sapo", "reinforce", "gmpo", "dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
@@ -313,6 +318,7 @@ def test_both_backends_have_the_same_slope_of_a_non_finite_kl(estimator: str, d:
         torch.testing.assert_close(x, y, equal_nan=True)
 
 
+@triton_is_slow
 @on_device
 @pytest.mark.parametrize("name", PRESETS)
 def test_zero_advantages_and_masked_batches_give_zero(name: str, backend: str) -> None:

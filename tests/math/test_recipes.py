@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.marks import triton_is_slow
 from helpers.other_trainers import assert_agree, ours, rollout
 from tolerance import FLOAT64_RELATIVE
 from torch import Tensor
@@ -20,6 +21,7 @@ def ratios(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return (((lp - old) * mask).sum(1) / mask.sum(1)).exp()
 
 
+@triton_is_slow
 @pytest.mark.parametrize("by", [None, "batch", "group", "running"])
 @pytest.mark.parametrize("in_reward_kl", [False, True])
 def test_rolls_gspo_recipe(by: str | None, in_reward_kl: bool, backend: str) -> None:

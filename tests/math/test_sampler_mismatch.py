@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import on_device, policy_loss
+from helpers.marks import triton_is_slow
 from helpers.samples import Sample, make_sample, run_fused
 from tolerance import FLOAT64_RELATIVE, WEIGHT_METRIC_RELATIVE
 from torch import Tensor
@@ -107,6 +108,7 @@ def test_weights_enter_a_loss() -> None:
     torch.testing.assert_close(grad, expected.to(grad.dtype))
 
 
+@triton_is_slow
 @on_device
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("level", LEVELS)

@@ -28,6 +28,7 @@ def test_every_fault_is_an_edit_of_the_library() -> None:
         ast.parse(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_without_its_fault_the_test_passes(name: str, tmp_path: Path) -> None:
     function, expression, _, test = FAULTS[name]

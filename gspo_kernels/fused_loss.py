@@ -6,12 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .backends.workspace import cache_limit
 from .inputs.compared import head_values, policy_values
-from .inputs.head import HeadArguments, head_rows, needed_by_autograd
+from .inputs.head import HeadArguments, head_rows
 from .inputs.lm_head import weight_of
 from .inputs.policy import PolicyArguments, policy_rows
-from .layout import accumulator
 from .objective import Objective
 from .ops import loss as operators
 from .outputs import LossOutput, loss_output, work_metrics
@@ -134,6 +132,8 @@ def gspo_fused_loss(
         temperature=temperature,
         vocab_size=vocab_size,
         entropy=entropy,
+        gradient_budget=gradient_budget,
+        cache_mib=cache_mib,
         backend=backend,
         tp_group=tp_group,
         reduce_hidden=reduce_hidden,
@@ -152,29 +152,28 @@ def gspo_fused_loss(
     )
 
     with same_on_all_ranks(check, {"tp_group": tp_group, "cp_group": cp_group}, hidden) as compared:
-        check.budget(gradient_budget)
         check.boolean("entropy", entropy)
-        if has_bonus and gradient_budget > 0:
-            check.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
         head_arguments = head_arguments._replace(entropy=entropy or has_bonus)
         head = head_rows(check, head_arguments)
+        if has_bonus and gradient_budget > 0:
+            check.fail("gradient_budget", "0 with an entropy bonus (objective.entropy_coef)", gradient_budget)
         unmasked = head.rows.mask.view(target_ids.shape)
-        policy = policy_rows(check, policy_arguments, unmasked, accumulator(head.rows.hidden.dtype))
-        needs = needed_by_autograd(head.rows)
-        cache = cache_limit(check, cache_mib, head.rows.hidden.device, any(needs))
+        policy = policy_rows(check, policy_arguments, unmasked, head.rows.hidden.dtype)
         if compared is not None:
-            compared.update(head_values(head_arguments, head, cache_mib, cache, gradient_budget))
+            compared.update(head_values(head_arguments, head))
             compared.update(policy_values(policy_arguments, policy, unmasked))
 
-    result = operators.fused_loss(head.rows, policy.rows, objective, float(gradient_budget), cache, head.backend)
+    result = operators.fused_loss(
+        head.rows, policy.rows, objective, head.gradient_budget, head.cache_bytes, head.backend
+    )
 
     entropies = result.head.entropy if head.rows.entropy else None
     out = loss_output(result.policy, policy, result.head.log_probs, entropies, objective)
     work = work_metrics(
         result.work.detach(),
         out.metrics["zero_coefficient_share"],
-        d_hidden=needs.hidden,
-        d_weight=needs.weight,
-        has_backward=any(needs),
+        d_hidden=head.needs.hidden,
+        d_weight=head.needs.weight,
+        has_backward=any(head.needs),
     )
     return out._replace(metrics=out.metrics | work)

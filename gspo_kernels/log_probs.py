@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .backends.workspace import cache_limit
 from .inputs.compared import head_values
-from .inputs.head import HeadArguments, head_rows, needed_by_autograd
+from .inputs.head import HeadArguments, head_rows
 from .inputs.lm_head import weight_of
 from .ops import head as operators
 from .outputs import LogProbOutput
@@ -98,21 +97,19 @@ def linear_log_probs(
         temperature=temperature,
         vocab_size=vocab_size,
         entropy=entropy,
+        gradient_budget=gradient_budget,
+        cache_mib=cache_mib,
         backend=backend,
         tp_group=tp_group,
         reduce_hidden=reduce_hidden,
     )
 
     with same_on_all_ranks(check, {"tp_group": tp_group}, hidden) as compared:
-        check.budget(gradient_budget)
         head = head_rows(check, arguments)
-        needs = needed_by_autograd(head.rows)
-        cache = cache_limit(check, cache_mib, head.rows.hidden.device, any(needs))
         if compared is not None:
-            compared.update(head_values(arguments, head, cache_mib, cache, gradient_budget))
+            compared.update(head_values(arguments, head))
 
-    budget = float(gradient_budget) if any(needs) else 0.0  # without a backward, keep nothing
-    out = operators.linear_log_probs(head.rows, budget, cache, head.backend).head
+    out = operators.linear_log_probs(head.rows, head.gradient_budget, head.cache_bytes, head.backend).head
 
     shape = target_ids.shape
     return LogProbOutput(out.log_probs.view(shape), out.entropy.view(shape) if entropy else None)

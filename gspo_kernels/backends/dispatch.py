@@ -116,9 +116,9 @@ def pick_backend(
             accelerator checks them in this dtype. None: skip the check and assume that the kernels are right.
         subject: which kernels to check, "head" or "loss".
     """
-    check.choice("backend", backend, BACKENDS)
     if backend == "auto":
         backend = backend_variable()
+    check.choice("backend", backend, BACKENDS)
     # On a CPU the kernels are interpreted, which is for tests only.
     if backend == "torch" or (backend == "auto" and device.type == "cpu"):
         return "torch"

@@ -15,7 +15,7 @@ from ..backends.dispatch import backend_variable
 from ..backends.workspace import cache_variable, workspace_bytes
 from ..ranks.shards import columns_of_all_ranks, shard_of
 from ..validation import Unquoted, dtype_name, is_dtensor
-from .head import HeadArguments, HeadInputs, needed_by_autograd
+from .head import HeadArguments, HeadInputs
 from .policy import PolicyArguments, PolicyInputs
 
 # Environment variables that change what a rank allocates or does, and how their values are read on a device.
@@ -33,15 +33,13 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {f"environment variable {name}": read(device) for name, read in ENVIRONMENT.items()}
 
 
-def head_values(
-    arguments: HeadArguments, head: HeadInputs, cache_mib: float | None, cache: int, gradient_budget: float
-) -> dict[str, Any]:
+def head_values(arguments: HeadArguments, head: HeadInputs) -> dict[str, Any]:
     """Return the arguments that determine log-probs, and facts about the head, by name.
 
-    Values are normalized first, so that 1 and 1.0 compare equal. `cache` is `cache_mib` in bytes. It must match within
-    a tp_group, because it influences which cells a gradient budget drops.
+    Values are normalized first, so that 1 and 1.0 compare equal. The cache must match within a tp_group, because it
+    influences which cells a gradient budget drops.
     """
-    rows, mib = head.rows, cache / 2**20
+    rows, mib = head.rows, head.cache_bytes / 2**20
     return {
         "the number of rows of lm_head": shard_of(rows.shard).rows if rows.shard else rows.weight.shape[0],
         "the hidden size": rows.hidden.shape[1],
@@ -52,14 +50,14 @@ def head_values(
         "target_ids": arguments.target_ids.reshape(-1),  # `rows.target_ids` are relative to this rank's first column
         "vocab_size": columns_of_all_ranks(rows.shard, rows.vocab_size),
         "temperature": 1.0 if rows.temperature is None else rows.temperature,
-        "gradient_budget": gradient_budget,
-        "cache_mib": Unquoted(f"{mib:g} (default)") if cache_mib is None and cache else mib,
+        "gradient_budget": float(arguments.gradient_budget),
+        "cache_mib": Unquoted(f"{mib:g} (default)") if arguments.cache_mib is None and mib else mib,
         # The gradient of a DTensor is never summed here.
         "reduce_hidden": "none" if is_dtensor(arguments.hidden) else arguments.reduce_hidden,
         "backend": head.backend,
         "the rank of the adapter": None if rows.adapter_hidden is None else rows.adapter_hidden.shape[1],
         "h A^T of the adapter": rows.adapter_hidden,  # differs if A differs, or the random state of LoRA's dropout
-        "the operands that need a gradient": tuple(needed_by_autograd(rows)),
+        "the operands that need a gradient": tuple(head.needs),
         **environment(rows.hidden.device),
     }
 

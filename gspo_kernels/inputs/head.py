@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..backends.dispatch import pick_backend
 from ..backends.precision import AUTOCAST_DEVICES
 from ..backends.rows import HeadRows, NeedsGradient
-from ..backends.workspace import workspace_bytes
+from ..backends.workspace import cache_limit, workspace_bytes
 from ..layout import accumulator
 from ..ranks.collectives import sum_gradient
 from ..ranks.dtensors import local_hidden, local_rows
@@ -32,6 +32,8 @@ class HeadArguments(NamedTuple):
     temperature: float | Tensor
     vocab_size: int | None
     entropy: bool
+    gradient_budget: float
+    cache_mib: float | None
     backend: str
     tp_group: Any = None  # a process group of several ranks
     reduce_hidden: str = "all"
@@ -41,6 +43,9 @@ class HeadInputs(NamedTuple):
     """The arguments after they are checked, cast as autocast would cast them, and flattened."""
 
     rows: HeadRows
+    needs: NeedsGradient  # all False when gradients are disabled
+    gradient_budget: float  # 0 if nothing needs a gradient, because a budget only changes the backward
+    cache_bytes: int  # `cache_mib` in bytes; 0 if nothing needs a gradient
     backend: str  # "torch" or "triton"
 
 
@@ -52,6 +57,7 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     we_sum_gradient = not is_dtensor(hidden)  # the model sums the gradient of a DTensor
     if is_dtensor(hidden):
         hidden = local_hidden(check, hidden, tp_group)
+    check.budget(arguments.gradient_budget)
     check.choice("reduce_hidden", arguments.reduce_hidden, ("all", "none"))
     text = "[B, T, H] or [N, H]"
     check.tensor("hidden", hidden, dtypes=FLOATS, shapes=[(None, None, None), (None, None)], shape_text=text)
@@ -84,6 +90,7 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     columns = columns if vocab_size is None else int(vocab_size)
     _check_ids(check, target_ids, mask, columns)
     temperature = _temperature(check, arguments.temperature, mask, rows)
+    needs = _needed_by_autograd(rows, weight, bias, head.adapter_hidden, head.adapter_weight)
     checked = HeadRows(
         hidden=rows,
         weight=weight,
@@ -101,7 +108,13 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     )
     if tp_group is not None:
         checked = _of_shard(checked, shard_over(tp_group, whole_weight, columns))
-    return HeadInputs(checked, backend)
+    return HeadInputs(
+        rows=checked,
+        needs=needs,
+        gradient_budget=float(arguments.gradient_budget) if any(needs) else 0.0,
+        cache_bytes=cache_limit(check, arguments.cache_mib, device, any(needs)),
+        backend=backend,
+    )
 
 
 def _of_shard(head: HeadRows, shard: Shard) -> HeadRows:
@@ -168,9 +181,8 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     return cast(hidden), cast(weight), cast(bias)
 
 
-def needed_by_autograd(head: HeadRows) -> NeedsGradient:
-    """Return which operands need a gradient. All are False when gradients are disabled."""
+def _needed_by_autograd(*operands: Tensor | None) -> NeedsGradient:
+    """Return which operands need a gradient, in the order of `NeedsGradient`. Under no_grad, all are False."""
     if not torch.is_grad_enabled():
         return NeedsGradient(False, False, False, False, False)
-    operands = [getattr(head, name) for name in NeedsGradient._fields]
     return NeedsGradient(*[x is not None and x.requires_grad for x in operands])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backends.precision import multiply_no_nan
 from ..backends.rows import PolicyRows
-from ..layout import Layout, packed_layout, padded_layout
+from ..layout import Layout, accumulator, packed_layout, padded_layout
 from ..objective import Objective
 from ..sampler_mismatch import Correction, rollout_weights
 from ..validation import FLOATS, TensorChecks, Unquoted, up_to_five
@@ -45,12 +45,13 @@ def policy_rows(check: TensorChecks, arguments: PolicyArguments, mask: Tensor, d
         check: names the public function in error messages.
         arguments: as the caller passed them.
         mask: bool, in the caller's token shape; True at unmasked tokens.
-        dtype: dtype of ratios and of the loss.
+        dtype: of hidden states or log-probs. Ratios and loss are fp64 for fp64, else fp32.
     """
     objective = arguments.objective
     if not isinstance(objective, Objective):
         check.fail("objective", "an Objective", Unquoted(f"a {type(objective).__name__}"), TypeError)
     layout = _layout(check, arguments.cu_seqlens, mask)
+    dtype = accumulator(dtype)
     unmasked = mask.reshape(-1)
     advantages = _advantages(check, arguments.advantages, layout, unmasked, dtype)
     old = _log_probs(check, "old_log_probs", arguments.old_log_probs, layout, unmasked, dtype)

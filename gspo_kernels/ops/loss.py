@@ -95,7 +95,7 @@ def scale(log_probs: Tensor, coefficient: Tensor, entropy_coefficient: Tensor, d
     `log_probs` is not used. As a parameter, it puts this operator, which has no derivative, into the graph of a double
     backward, which therefore raises an error. Without it, a double backward would silently lack a term.
     """
-    return ScaledCoefficients(_times(coefficient, d_loss), _times(entropy_coefficient, d_loss))
+    return ScaledCoefficients(multiply_no_nan(coefficient, d_loss), multiply_no_nan(entropy_coefficient, d_loss))
 
 
 @scale.fake
@@ -106,11 +106,6 @@ def _fake_scale(
 
 
 scale.no_autograd(lambda *_: "policy_loss")
-
-
-def _times(coefficient: Tensor, d_loss: Tensor) -> Tensor:
-    """Multiply coefficients by the upstream gradient. A coefficient of 0 gives 0, even if d_loss is inf."""
-    return multiply_no_nan(coefficient, d_loss.to(coefficient.dtype))
 
 
 # -- fused_loss
@@ -210,9 +205,9 @@ def _differentiate_fused_loss(ctx: Any, upstream: FusedResult, needs: dict[str, 
     if d_loss is None:
         return {}
     head, result, (coefficient, entropy_coefficient), live_tiles, kept = restore(ctx)
-    d_entropy = _times(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None
+    d_entropy = multiply_no_nan(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None
     needed = needed_gradients(needs)
-    d_log_probs = _times(coefficient, d_loss)
+    d_log_probs = multiply_no_nan(coefficient, d_loss)
     out = head_backward(head, result, kept, d_log_probs, d_entropy, live_tiles, None, needed, ctx.backend)
     return by_argument(out.gradients, needed)
 

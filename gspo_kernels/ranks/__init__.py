@@ -6,5 +6,6 @@ table that a single process would have. So all ranks reduce the same numbers in 
 decisions. In the backward, each rank computes the gradients of its rows of weight, bias and LoRA's B, and d_hidden is
 summed over the ranks.
 
-Context parallelism (CP) shards the tokens of every sequence. `backends/sums.py` gathers the sums of each sequence.
+Context parallelism (CP) shards the tokens of every sequence. `backends/torch/sequence.py` gathers the sums of each
+sequence.
 """

@@ -127,8 +127,8 @@ def multiply_masked_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def multiply_rows_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = operators._times
-    monkeypatch.setattr(operators, "_times", lambda coefficient, d_loss: exact(coefficient, d_loss) + 1e-30)
+    exact = operators.multiply_no_nan
+    monkeypatch.setattr(operators, "multiply_no_nan", lambda coefficient, d_loss: exact(coefficient, d_loss) + 1e-30)
 
 
 def keep_gradient_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

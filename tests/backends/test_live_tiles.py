@@ -395,13 +395,15 @@ def test_a_budget_is_respected_in_small_empty_and_fully_masked_batches(
 
 
 @on_device
-def test_a_forward_without_autograd_reports_one_pass() -> None:
-    sample = make_sample(3)
-    with torch.no_grad():
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_a_forward_without_autograd_reports_one_pass_and_chooses_no_cells(budget: float) -> None:
+    sample = make_sample(3).with_options(gradient_budget=budget)
+    with torch.no_grad(), choices() as decisions:
         out = gspo_fused_loss(
             sample.leaves["hidden"], sample.leaves["weight"], sample.target_ids, sample.advantages, **sample.options
         )
     assert out.metrics["passes"] == 1 and out.metrics["live_row_share"] > 0
+    assert out.metrics["dropped_gradient_mass"] == 0 and not decisions
 
 
 @on_device

@@ -29,7 +29,7 @@ HOUSE = (
 BACKENDS = (
     {"workspace"},
     {"precision", "rows"},
-    {"check_samples", "live_tiles", "sums"},
+    {"check_samples", "live_tiles"},
     {"torch", "triton"},
     {"adapter", "kernel_check"},
     {"self_check"},

@@ -17,19 +17,29 @@ The coefficient, the derivative of the whole loss with respect to lp_it, is
 
 where mean_d_log_ratio_i is the sum of d_log_ratio over the sequence divided by L_i, because u_i is a mean over L_i
 tokens. h_it is 1 at unmasked tokens, otherwise 0; for gmpo it is also 0 at tokens whose log-ratio is clipped.
+
+With context parallelism (CP) every rank holds some tokens of the same S sequences. Two all-gathers of a few fp64
+numbers per sequence then complete the sums: one before the clip gate, which needs the mean log-ratio of all tokens, and
+one after it. The ranks' numbers are added in rank order, so loss, metrics and clip decisions have the same bits on all
+ranks.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...layout import sequence_of_row
+from ...metrics import NAMES
 from ...objective import DIVERGENCES, Objective
+from ...ranks.collectives import gather
 from ..precision import multiply_no_nan
 from ..rows import PolicyResult, PolicyRows
-from ..sums import TokenTerms, metrics_of, sums_after_gate, sums_before_gate
 from .surrogates import SCORES, bounded, divergence_times, dppo, kl_and_slope, surrogate
+
+BOUNDS = ("", "_low", "_high")  # suffixes of clip fractions: either bound, lower, upper
 
 
 def policy_forward(
@@ -41,7 +51,7 @@ def policy_forward(
     sequence = sequence_of_row(offsets, mask.shape[0])  # [N]
     lp = torch.where(mask, log_probs, 0)
     token_log_ratio, averaged, token_bounds = _log_ratios(log_probs, mask, policy, objective)
-    lengths, total, invalid = sums_before_gate(mask, averaged, policy)  # [S], [S], []
+    lengths, total, invalid = _sums_before_gate(mask, averaged, policy)  # [S], [S], []
     policy = policy._replace(invalid=invalid)
     u = total / lengths.clamp(min=1)
     log_ratio = token_log_ratio if by_token else u[sequence]  # [N], like all tensors over tokens below
@@ -87,10 +97,10 @@ def policy_forward(
         without_u = d_log_prob if objective.ratio == "sequence" else d_log_ratio + d_log_prob
         zero_without_u = _is_zero(without_u, entropy_coefficient)
         zero_with_any_u = zero_without_u & ~free
-    terms = TokenTerms(
+    terms = _TokenTerms(
         loss_rows, d_log_ratio, -token_log_ratio, low, high, kl, entropy, zero_without_u, zero_with_any_u
     )
-    sums = sums_after_gate(terms, mask, policy, by_token)
+    sums = _sums_after_gate(terms, mask, policy, by_token)
     d_total = sums.columns["d_log_ratio"]
     if objective.ratio == "sequence":
         d_log_ratio = torch.where(free, (d_total.to(lp.dtype) / lengths.clamp(min=1))[sequence], 0)
@@ -102,7 +112,7 @@ def policy_forward(
     else:
         n_zero = sums.columns["zero_without_u"]
     loss = torch.where(invalid > 0, torch.nan, sums.columns["loss"].to(lp.dtype).sum())
-    metrics = metrics_of(sums, n_zero, lengths, u, invalid if policy.group else None)
+    metrics = _metrics(sums, n_zero, lengths, u, invalid if policy.group else None)
     return PolicyResult(loss, token_log_ratio.clone() if by_token else u, coefficient, entropy_coefficient, metrics)
 
 
@@ -166,3 +176,136 @@ def _share_of_token(
         normalizer = (lengths.sum() if aggregation == "token-mean" else (lengths > 0).sum()).clamp(min=1)
     share = torch.where(mask, share[sequence] / normalizer.to(share.dtype), 0)  # [N]
     return torch.where(policy.invalid > 0, torch.nan, share)
+
+
+# -- sums over the tokens of each sequence, and the metrics computed from them
+
+
+class _TokenTerms(NamedTuple):
+    """Per-token values, [N]. Masked tokens may hold anything."""
+
+    loss: Tensor
+    d_log_ratio: Tensor
+    minus_log_ratio: Tensor
+    low: Tensor  # bool: clipped at the lower bound
+    high: Tensor  # bool: clipped at the upper bound
+    kl: Tensor | None
+    entropy: Tensor | None
+    zero_without_u: Tensor | None  # bool: the token's gradient is 0 if u has no gradient; only with CP
+    zero_with_any_u: Tensor | None  # bool: it is 0 for every gradient of u; only with CP
+
+
+class _Sums(NamedTuple):
+    """Sums over the tokens of each sequence on all ranks. Terms that are absent have no column."""
+
+    columns: dict[str, Tensor]  # [S] fp64: by the names of `_TokenTerms`, and "ratio" of tokens for ratio="token"
+    ratio_min: Tensor | None  # [] smallest token ratio of all sequences; inf without tokens
+    ratio_max: Tensor | None  # [] largest; -inf without tokens
+
+
+def _sums_before_gate(mask: Tensor, averaged: Tensor, policy: PolicyRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the number of unmasked tokens of each sequence [S], their sum of `averaged` [S], and `policy.invalid`."""
+    dtype, invalid = averaged.dtype, policy.invalid
+    lengths = _segment_sum(mask, policy.offsets)
+    total = _segment_sum(averaged, policy.offsets)
+    if policy.group:
+        own = torch.stack([lengths, total, invalid.double().expand_as(total)])
+        lengths, total, of_sequences = _add_ranks(gather(own, policy.group)).unbind()
+        invalid = of_sequences[0].to(torch.int64) if len(of_sequences) else invalid
+    return lengths.to(dtype), total.to(dtype), invalid
+
+
+def _sums_after_gate(terms: _TokenTerms, mask: Tensor, policy: PolicyRows, by_token: bool) -> _Sums:
+    """Sum the terms of each sequence.
+
+    Args:
+        terms: of this rank's tokens.
+        mask: True at unmasked tokens, [N].
+        policy: offsets and, with CP, the group.
+        by_token: True for ratio="token".
+    """
+    present = {name: x for name, x in terms._asdict().items() if x is not None}
+    extremes = []
+    if by_token:
+        ratio = present["ratio"] = terms.minus_log_ratio.neg().exp()
+        extremes = [_smallest(torch.where(mask, x, torch.inf).double()) for x in (ratio, -ratio)]
+    sums = _segment_sums(torch.where(mask, torch.stack(list(present.values())), 0), policy.offsets)  # [columns, S]
+    if policy.group:
+        own = torch.cat([sums, *(x.expand(1, sums.shape[1]) for x in extremes)])
+        every = gather(own, policy.group)  # [ranks, columns, S]
+        sums = _add_ranks(every[:, : len(present)])
+        extremes = [_smallest(every[:, len(present) + i]) for i in range(len(extremes))]
+    smallest, minus_largest = extremes or (None, None)
+    largest = None if minus_largest is None else -minus_largest
+    return _Sums(dict(zip(present, sums.unbind(), strict=True)), smallest, largest)
+
+
+def _metrics(sums: _Sums, n_zero: Tensor, lengths: Tensor, u: Tensor, invalid: Tensor | None) -> Tensor:
+    """Compute the metrics in the order of `metrics.NAMES`, and append `invalid` if it is not None.
+
+    Args:
+        sums: of all ranks.
+        n_zero: number of tokens without a gradient, [] or [S].
+        lengths: number of unmasked tokens in each sequence, [S].
+        u: log-ratios, [S]. Not used for ratio="token".
+        invalid: number of invalid values, [].
+    """
+    filled = lengths > 0
+    tokens = lengths.sum(dtype=torch.float64)
+    sequences = filled.sum(dtype=torch.float64)
+    per_token = tokens.clamp(min=1)
+    per_sequence = sequences.clamp(min=1)
+    columns = sums.columns
+    low, high = columns["low"], columns["high"]
+    clipped = torch.stack([low + high, low, high])  # tokens of each sequence
+    clipped_sequences = ((clipped > 0).sum(1) / per_sequence).unbind()
+    clipped_tokens = (clipped.sum(1) / per_token).unbind()
+    if sums.ratio_min is None or sums.ratio_max is None:
+        ratio = u.exp().double()
+        count = sequences
+        ratio_mean = torch.where(filled, ratio, 0).sum() / per_sequence
+        ratio_min = _smallest(torch.where(filled, ratio, torch.inf))
+        ratio_max = -_smallest(torch.where(filled, -ratio, torch.inf))
+    else:
+        count = tokens
+        ratio_mean = columns["ratio"].sum() / per_token
+        ratio_min, ratio_max = sums.ratio_min, sums.ratio_max
+    ratios = torch.where(count > 0, torch.stack([ratio_mean, ratio_min, ratio_max]), 1).unbind()
+    values = {
+        **{f"clip_fraction{end}": x for end, x in zip(BOUNDS, clipped_sequences, strict=True)},
+        **{f"token_clip_fraction{end}": x for end, x in zip(BOUNDS, clipped_tokens, strict=True)},
+        **{f"ratio_{name}": x for name, x in zip(("mean", "min", "max"), ratios, strict=True)},
+        "kl_to_old": columns["minus_log_ratio"].sum() / per_token,
+        "zero_coefficient_share": torch.where(tokens > 0, n_zero.sum() / per_token, 1),
+    }
+    for name in ("kl", "entropy"):
+        values[name] = columns[name].sum() / per_token if name in columns else tokens.new_zeros(())
+    appended = [] if invalid is None else [invalid.double()]
+    return torch.stack([*(values[name] for name in NAMES), *appended]).to(u.dtype)
+
+
+def _segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
+    """Sum each sequence's rows, [N] -> [S], fp64. See `layout.segment_sum` for why fp64."""
+    return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0)
+
+
+def _segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
+    """Sum each sequence's rows in each line of `x`, [K, N] -> [K, S], fp64, in one reduction."""
+    lines, rows = x.shape
+    first_row = torch.arange(lines, device=x.device) * rows  # of each line in the flattened tensor
+    begins = (first_row[:, None] + offsets[:-1]).flatten()
+    ends = torch.cat([begins, begins.new_full((1,), lines * rows)])
+    return _segment_sum(x.flatten(), ends).view(lines, offsets.shape[0] - 1)
+
+
+def _smallest(x: Tensor) -> Tensor:
+    """Return the smallest value, [], or inf if there is none. NaN propagates."""
+    return torch.cat([x.flatten(), x.new_full((1,), torch.inf)]).amin()
+
+
+def _add_ranks(x: Tensor) -> Tensor:
+    """Add [ranks, ...] in rank order."""
+    total = x[0]
+    for term in x[1:]:
+        total = total + term
+    return total

@@ -1,6 +1,6 @@
 """The partial results of sequences, and the kernel that reduces them to the loss and the metrics.
 
-Must match `backends/sums.py`, which does the same for the torch backend.
+Must match the sums in `torch/sequence.py`.
 """
 # Kernel arguments are annotated with Triton's types, which pyright does not know.
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false

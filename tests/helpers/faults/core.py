@@ -7,14 +7,14 @@ from helpers.faults.table import Fault
 OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 FAULTS: dict[str, Fault] = {
     "gradient x 1.01": (
-        "_times",
-        "multiply_no_nan(coefficient, d_loss.to(coefficient.dtype))",
-        "multiply_no_nan(coefficient, 1.01 * d_loss.to(coefficient.dtype))",
+        "_differentiate_fused_loss",
+        "d_log_probs = multiply_no_nan(coefficient, d_loss)",
+        "d_log_probs = multiply_no_nan(coefficient, 1.01 * d_loss)",
         f"{OBJECTIVE}[torch-padded-gspo]",
     ),
     "upstream gradient ignored": (
-        "_times",
-        "multiply_no_nan(coefficient, d_loss.to(coefficient.dtype))",
+        "scale",
+        "multiply_no_nan(coefficient, d_loss)",
         "coefficient",
         "parity::test_log_probs_and_policy_loss_chained_equal_the_fused_loss_bitwise[torch-False-gspo]",
     ),
@@ -44,7 +44,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "entropy gradient dropped": (
         "_differentiate_fused_loss",
-        "d_entropy = _times(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None",
+        "d_entropy = multiply_no_nan(entropy_coefficient, d_loss) if entropy_coefficient.numel() else None",
         "d_entropy = None",
         f"{OBJECTIVE}[torch-padded-entropy-bonus]",
     ),

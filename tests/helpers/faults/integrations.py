@@ -163,9 +163,9 @@ FAULTS: dict[str, Fault] = {
         "trainers/trl_budget::test_trainers_of_one_model_use_their_own_settings",
     ),
     "masses of tiles kept without autograd": (
-        "linear_log_probs",
-        "float(gradient_budget) if any(needs) else 0.0",
-        "float(gradient_budget)",
+        "inputs/head:head_rows",
+        "float(arguments.gradient_budget) if any(needs) else 0.0",
+        "float(arguments.gradient_budget)",
         "trainers/trl_budget::test_calls_without_autograd_keep_nothing",
     ),
     "temperature missing before TRL 1.15": (

@@ -42,7 +42,7 @@ FAULTS: dict[str, Fault] = {
         "distributed/sharded::test_case[cp 2 torch gspo]",
     ),
     "sums over the tokens of ranks in fp32": (
-        "sums:_segment_sum",
+        "torch/sequence:_segment_sum",
         'return torch.segment_reduce(x.double(), "sum", offsets=offsets, initial=0.0)',
         "x = x if x.is_floating_point() else x.double()\n"
         'return torch.segment_reduce(x, "sum", offsets=offsets, initial=0.0).double()',
@@ -159,31 +159,31 @@ FAULTS: dict[str, Fault] = {
         "distributed/sharded::test_case[work cp torch softcap]",
     ),
     "masked tokens in ratio_min": (
-        "sums_after_gate",
+        "_sums_after_gate",
         "torch.where(mask, x, torch.inf)",
         "x",
         "distributed/sharded::test_case[metrics of the loss, token ratios]",
     ),
     "masked tokens in the sums of ranks": (
-        "sums_after_gate",
+        "_sums_after_gate",
         "torch.where(mask, torch.stack(list(present.values())), 0)",
         "torch.stack(list(present.values()))",
         "distributed/sharded::test_case[metrics of the loss, token ratios]",
     ),
     "empty sequences in ratio_min": (
-        "metrics_of",
+        "torch/sequence:_metrics",
         "torch.where(filled, ratio, torch.inf)",
         "ratio",
         "distributed/sharded::test_case[metrics of the loss, sequence ratios]",
     ),
     "empty sequences in ratio_max": (
-        "metrics_of",
+        "torch/sequence:_metrics",
         "torch.where(filled, -ratio, torch.inf)",
         "-ratio",
         "distributed/sharded::test_case[metrics of the loss, sequence ratios]",
     ),
     "sequences that are empty on all ranks counted in means": (
-        "metrics_of",
+        "torch/sequence:_metrics",
         "filled.sum(dtype=torch.float64)",
         "lengths.new_tensor(filled.numel(), dtype=torch.float64)",
         "distributed/sharded::test_case[metrics of the loss, sequence ratios]",

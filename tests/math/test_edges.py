@@ -141,6 +141,7 @@ def test_log_probs_without_tokens_give_zero(name: str, backend: str) -> None:
         assert_all_zero(out.loss, lp.grad)
 
 
+@triton_is_slow
 @by_objective
 def test_empty_and_masked_sequences_do_not_change_the_others(name: str, backend: str) -> None:
     sample = make_sample(2, dtype=torch.float64, packed=True, objective=Objective(**OBJECTIVES[name]))
@@ -199,8 +200,9 @@ def test_a_zero_normalizer_of_a_batch_without_tokens_gives_zero(normalizer: Tens
         assert_all_zero(out.loss, *grads.values())
 
 
+@triton_is_slow
 @by_objective
-@pytest.mark.parametrize("packed", [slow(False), True])
+@pytest.mark.parametrize("packed", [False, True])
 def test_masked_tokens_have_exactly_zero_influence(name: str, packed: bool, backend: str) -> None:
     options: dict[str, Any] = {"per_token_advantages": True, "token_weights": True, "temperature": "per-token"}
     sample = make_sample(2, packed=packed, objective=Objective(**OBJECTIVES[name]), **options)
@@ -894,8 +896,9 @@ def test_token_weights_are_per_token_even_if_there_are_as_many_sequences(backend
     assert log_probs.grad is not None and log_probs.grad.tolist() == [-1.5, 0.0]
 
 
-@pytest.mark.parametrize("length", [256, slow(4096), 32_768])
-@pytest.mark.parametrize("packed", [slow(False), True])
+@triton_is_slow
+@pytest.mark.parametrize("length", [256, 4096, 32_768])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 def test_long_sequences_meet_the_tolerance(length: int, packed: bool, ratio: str, backend: str) -> None:
     """An fp32 sum of equal terms rounds in one direction many times: 32,768 terms have a relative error of 3e-4."""

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
 
 import pytest
+from helpers.marks import slow
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -115,7 +116,11 @@ def test_the_core_imports_only_torch_and_triton() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("absent", "command", "line"), COMMANDS, ids=[f"{c} without {a}" for a, c, _ in COMMANDS])
+@pytest.mark.parametrize(
+    ("absent", "command", "line"),
+    [COMMANDS[0], *(slow(*x) for x in COMMANDS[1:])],
+    ids=[f"{command} without {absent}" for absent, command, _ in COMMANDS],
+)
 def test_a_command_without_its_extra_prints_the_extra(absent: str, command: str, line: str) -> None:
     program, *arguments = command.split()
     done = run_without([absent], RUN[program], *arguments)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from helpers.device import gspo_fused_loss, linear_log_probs, on_device, policy_loss
-from helpers.marks import triton_is_slow
+from helpers.marks import slow, triton_is_slow
 from helpers.samples import make_sample
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd

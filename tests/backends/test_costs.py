@@ -82,6 +82,7 @@ def test_products_and_bytes_of_a_step_are_those_of_the_golden_file(name: str) ->
     assert limit < gradients + 4 * rows * costs.VOCAB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", costs.LAUNCHING)
 @IGNORE_LOG_OF_ZERO
 def test_launches_do_not_grow_with_the_batch(name: str) -> None:
@@ -142,6 +143,7 @@ def keep_gradient_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward.LogitGradients, "d_logits", leaking)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("situation", "fault", "count"),
     [

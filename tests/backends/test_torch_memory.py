@@ -26,7 +26,7 @@ def product_on_a_gpu(a: Tensor, b: Tensor) -> Tensor:
     return torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device="meta")
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["CUDA", "ROCm"])
+@pytest.mark.parametrize("copies", [False, slow(True)], ids=["CUDA", "ROCm"])
 @pytest.mark.parametrize("dtype", ["bf16", slow("fp16"), "fp32"])
 @pytest.mark.parametrize(
     ("n", "h", "v"), [(8192, 4096, 151_936), (4096, 896, 151_936), (2048, 8192, 32_000), (700, 8192, 128_256)]

@@ -118,7 +118,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {
 
 
 # `make test` interrupts at these.
-FEW = ("before a step", "sampling", "first update", "last update", "checkpoint")
+FEW = ("sampling", "first update", "checkpoint")
 
 
 @pytest.mark.parametrize("moment", [x if x in FEW else slow(x) for x in MOMENTS])

@@ -180,6 +180,7 @@ def test_empty_and_masked_sequences_do_not_change_the_others(name: str, backend:
     check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
 
 
+@triton_is_slow
 @by_objective
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_fully_masked_batch_gives_zero(name: str, packed: bool, backend: str) -> None:
@@ -300,6 +301,7 @@ def test_sizes_of_one_equal_the_oracle(size: str, dtype: str, backend: str) -> N
         )
 
 
+@triton_is_slow
 @pytest.mark.parametrize("packed", [False, True])
 @by_objective
 def test_sequences_of_one_token_keep_the_shape_of_the_log_ratio(name: str, packed: bool, backend: str) -> None:

@@ -6,13 +6,13 @@ PYTEST := python -m pytest -n auto --dist worksteal
 demo: .venv/ready
 	$(BIN)/gspo train
 
-# Linters, the type checker, and every test that is not marked slow: 10 to 15 minutes on two cores.
+# Linters, the type checker, and every test that is not marked slow: under 8 minutes on two idle cores.
 test: lint
 	$(BIN)/python -m pytest -m "not slow" tests/distributed
 	$(BIN)/$(PYTEST) -m "not slow" --ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed \
 		--ignore tests/release --ignore tests/stub
 
-# Everything that runs without a GPU: about 40 minutes on two cores, longer the first time.
+# Everything that runs without a GPU: an hour more, with the installation of the environments.
 test-all: test test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-release test-trainers
 
 # Seeded faults, the compile gate of every architecture, long runs, and 200 examples of each property.

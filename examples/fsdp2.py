@@ -24,7 +24,6 @@ from gspo_kernels.advantages import group_advantages
 from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.reference_trainer.policy import demo_policy
 
-# Prompts per rank and rollout, answers per prompt, updates per rollout, micro-batches per update, tokens per answer.
 PROMPTS = 8  # per rank and rollout
 GROUP = 8  # answers per prompt
 UPDATES = 4  # per rollout

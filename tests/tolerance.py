@@ -55,7 +55,7 @@ LOG_PROB_UNIT_RMS = 0.35
 # Error of fp32 advantages of rewards far from zero, compared with float64.
 ADVANTAGE_RELATIVE = 1e-6
 OUTLIER_RELATIVE = 1e-5  # of a reward far from all others
-# Several rewards, in float64. The last division amplifies the rounding errors of advantages that cancel.
+# gdpo_advantages in float64. If the rewards nearly cancel, the last division amplifies their rounding errors.
 GDPO_RELATIVE = 1e-9
 GDPO_ABSOLUTE = 1e-7
 # Metrics of float64 importance weights.

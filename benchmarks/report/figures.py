@@ -124,7 +124,7 @@ def draw_fidelity(results: Results, path: Path) -> None:
 
 
 def draw_bars(panel: Axes, names: list[str], values: list[float], colors: list[str], form: str) -> None:
-    """Draw a horizontal bar per name, from top to bottom, with its value at the end in the format `form`."""
+    """Draw one horizontal bar per name, top to bottom, labeled with its value in the format `form`."""
     bars = panel.barh(names, values, color=colors, height=0.62)
     panel.bar_label(bars, [form.format(value) for value in values], padding=4, fontsize=10, weight="bold")
     panel.set(xlim=(0, 1.28 * max(values)), ylim=(len(values) - 0.5, -0.5), xticks=[])

@@ -26,7 +26,7 @@ def on_startup(command: str, dirty: bool) -> None:
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Add two pages: CHANGELOG.md, with its links to docs/NAME.md adapted, and the options of `gspo`."""
+    """Add two pages: the changelog, with its links made relative to docs/, and the options of `gspo`."""
     changelog = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "changelog.md", content=changelog))
     files.append(File.generated(config, "api/command_line.md", content=command_line()))

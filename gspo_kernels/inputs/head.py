@@ -182,7 +182,7 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
 
 
 def _needed_by_autograd(*operands: Tensor | None) -> NeedsGradient:
-    """Return which operands need a gradient, in the order of `NeedsGradient`. Under no_grad, all are False."""
+    """Return whether each operand needs a gradient, in the order of `NeedsGradient`. All are False under no_grad."""
     if not torch.is_grad_enabled():
         return NeedsGradient(False, False, False, False, False)
     return NeedsGradient(*[x is not None and x.requires_grad for x in operands])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import device as under_test
 from helpers.device import on_device, to_device
-from helpers.marks import slow
+from helpers.marks import by_dtype, slow
 from helpers.oracle import DTYPES
 from helpers.samples import Sample, make_sample, run_fused
 from tolerance import check, check_loss
@@ -750,7 +750,7 @@ def outputs(out: LossOutput) -> list[Tensor]:
     return [x.detach() for x in (out.loss, out.log_probs, out.log_ratio, *metrics)]
 
 
-@pytest.mark.parametrize("dtype", [slow("fp64"), slow("fp32"), "bf16", slow("fp16")])
+@by_dtype
 @pytest.mark.parametrize("packed", [False, True])
 def test_grad_mode_and_entropy_change_no_bit(dtype: str, packed: bool, backend: str) -> None:
     objective = Objective(kl_coef=0.1)

@@ -10,7 +10,7 @@ import torch
 from helpers.counters import product_flops
 from helpers.device import DEVICE, gspo_fused_loss, on_device, policy_loss, to_device
 from helpers.head_rows import NEEDS
-from helpers.marks import slow
+from helpers.marks import by_dtype, slow
 from helpers.oracle import DTYPES
 from helpers.samples import Sample, make_sample, run_fused
 from helpers.tile_choices import Chosen, assert_dropped_mass_is_reported, choices, d_logits, kept, small_tiles
@@ -77,7 +77,7 @@ def test_triton_reports_the_dropped_mass_and_stays_within_the_budget(
 
 
 @on_device
-@pytest.mark.parametrize("dtype", [slow("fp64"), slow("fp32"), "bf16", slow("fp16")])
+@by_dtype
 @pytest.mark.parametrize("head", ["plain", "tail", "padded"])
 @pytest.mark.parametrize("parts", [slow("one part"), "many parts"])
 def test_gradients_of_every_dtype_equal_those_of_the_kept_entries(

@@ -25,7 +25,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-# Left out by `make test`, besides all cases with more than two processes.
+# `make test` leaves out these cases, and every case with more than two processes.
 LONG = ("tp 2 triton cache_mib", "tp 2 triton cache_mib gradient_budget", "tp 2 triton gradient_budget")
 
 

@@ -12,5 +12,8 @@ def slow(*parameters: Any) -> Any:
     return pytest.param(*parameters, marks=pytest.mark.slow)
 
 
-# For tests that compare formulas, which `tests/math/test_parity.py` does for both backends in every objective.
+by_dtype = pytest.mark.parametrize("dtype", [slow("fp64"), slow("fp32"), "bf16", slow("fp16")])
+
+# Runs the Triton backend in `make test-all` only. `make test` compares its loss with float64 for every objective in
+# tests/math/test_parity.py. Place it next to the function, so that the backend comes first in a test's name.
 triton_is_slow = pytest.mark.parametrize("backend", ["torch", slow("triton")])

@@ -37,9 +37,9 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
 }
 
 
-@triton_is_slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@triton_is_slow
 def test_loss_and_gradients_equal_ligers(name: str, temperature: float, backend: str) -> None:
     objective, config = CASES[name]
     batch: Rollout = rollout(objective)

@@ -117,7 +117,7 @@ MOMENTS: dict[str, tuple[Any, str, int, int]] = {
 }
 
 
-# `make test` interrupts at these.
+# The moments that `make test` covers.
 FEW = ("sampling", "first update", "checkpoint")
 
 

@@ -60,8 +60,8 @@ CASES: dict[str, tuple[Objective, dict[str, Any]]] = {
 }
 
 
-@triton_is_slow
 @pytest.mark.parametrize("name", CASES)
+@triton_is_slow
 def test_loss_gradient_and_clip_fractions_equal_trls(name: str, backend: str) -> None:
     objective, config = CASES[name]
     batch = rollout(objective)
@@ -76,8 +76,8 @@ def test_loss_gradient_and_clip_fractions_equal_trls(name: str, backend: str) ->
             assert expected == pytest.approx(computed[0].metrics[share + suffix].item(), abs=1e-6)
 
 
-@triton_is_slow
 @pytest.mark.parametrize("name", [n for n in CASES if not n.startswith("gmpo")])
+@triton_is_slow
 def test_trls_importance_sampling_ratios_are_token_weights(name: str, backend: str) -> None:
     objective, config = CASES[name]
     batch = rollout(objective, seed=3, weights=True)
@@ -95,8 +95,8 @@ def test_trls_off_policy_mask_is_token_weights(backend: str) -> None:
     assert_agree(batch, ours(replace(batch, weights=kept.weights), objective, backend), loss, gradient)
 
 
-@triton_is_slow
 @pytest.mark.parametrize("name", CASES)
+@triton_is_slow
 def test_the_documented_normalizers_give_the_gradients_of_trls_micro_batches(name: str, backend: str) -> None:
     """TRL divides by tokens or rows of all micro-batches of an optimizer step, per process.
 

@@ -48,10 +48,10 @@ def gradcheck(fn: Any, inputs: Any, backend: str) -> bool:
     return torch.autograd.gradcheck(fn, inputs, fast_mode=backend == "triton")
 
 
-@triton_is_slow
 @on_device
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", OBJECTIVES)
+@triton_is_slow
 def test_fused_loss_passes_gradcheck(name: str, head: str, backend: str) -> None:
     sample = make_sample(1, objective=Objective(**OBJECTIVES[name]), spread=0.3, **SMALL, **HEADS[head])
     leaves = [x.detach().requires_grad_() for x in sample.leaves.values()]
@@ -104,9 +104,9 @@ def test_log_probs_and_entropy_pass_gradcheck(head: str, backend: str) -> None:
     assert gradcheck(outputs, leaves, backend)
 
 
-@triton_is_slow
 @on_device
 @pytest.mark.parametrize("name", [n for n in OBJECTIVES if n != "gspo-token"])
+@triton_is_slow
 def test_policy_loss_passes_gradcheck(name: str, backend: str) -> None:
     rng = torch.Generator().manual_seed(0)
     lp = -torch.rand(3, 4, generator=rng, dtype=torch.float64)

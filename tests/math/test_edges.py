@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.device import DEVICE, gspo_fused_loss, linear_log_probs, policy_loss
-from helpers.marks import slow, triton_is_slow
+from helpers.marks import by_dtype, slow, triton_is_slow
 from helpers.oracle import DTYPES, assert_equals_oracle
 from helpers.samples import Sample, make_sample, run_fused, run_oracle, run_plain
 from tolerance import RELATIVE_RMS, check, check_loss
@@ -35,7 +35,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "everything": {"kl_coef": 0.1, "kl_ratio_factor": True, "entropy_coef": 0.02, "kl_aggregation": "token-mean"},
 }
 by_objective = pytest.mark.parametrize("name", OBJECTIVES)
-by_dtype = pytest.mark.parametrize("dtype", [slow("fp64"), slow("fp32"), "bf16", slow("fp16")])
 
 
 def in_small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 8, columns: int = 7) -> None:
@@ -141,8 +140,8 @@ def test_log_probs_without_tokens_give_zero(name: str, backend: str) -> None:
         assert_all_zero(out.loss, lp.grad)
 
 
-@triton_is_slow
 @by_objective
+@triton_is_slow
 def test_empty_and_masked_sequences_do_not_change_the_others(name: str, backend: str) -> None:
     sample = make_sample(2, dtype=torch.float64, packed=True, objective=Objective(**OBJECTIVES[name]))
     expected = run_fused(sample, backend, entropy=True)
@@ -180,9 +179,9 @@ def test_empty_and_masked_sequences_do_not_change_the_others(name: str, backend:
     check("d_weight", grads["weight"], true_grads["weight"], true_grads["weight"], torch.float64)
 
 
-@triton_is_slow
 @by_objective
 @pytest.mark.parametrize("packed", [False, True])
+@triton_is_slow
 def test_a_fully_masked_batch_gives_zero(name: str, packed: bool, backend: str) -> None:
     sample = make_sample(2, packed=packed, objective=Objective(**OBJECTIVES[name]), token_weights=True)
     sample = sample.with_options(mask=torch.zeros_like(sample.options["mask"]))
@@ -201,9 +200,9 @@ def test_a_zero_normalizer_of_a_batch_without_tokens_gives_zero(normalizer: Tens
         assert_all_zero(out.loss, *grads.values())
 
 
-@triton_is_slow
 @by_objective
 @pytest.mark.parametrize("packed", [False, True])
+@triton_is_slow
 def test_masked_tokens_have_exactly_zero_influence(name: str, packed: bool, backend: str) -> None:
     options: dict[str, Any] = {"per_token_advantages": True, "token_weights": True, "temperature": "per-token"}
     sample = make_sample(2, packed=packed, objective=Objective(**OBJECTIVES[name]), **options)
@@ -301,9 +300,9 @@ def test_sizes_of_one_equal_the_oracle(size: str, dtype: str, backend: str) -> N
         )
 
 
-@triton_is_slow
 @pytest.mark.parametrize("packed", [False, True])
 @by_objective
+@triton_is_slow
 def test_sequences_of_one_token_keep_the_shape_of_the_log_ratio(name: str, packed: bool, backend: str) -> None:
     objective = Objective(**OBJECTIVES[name])
     out, _ = run_fused(make_sample(4, lengths=(1,) * 12, packed=packed, objective=objective), backend)
@@ -613,10 +612,10 @@ def test_a_group_of_equal_rewards_has_no_gradient(backend: str) -> None:
 # -- NaN and inf at unmasked tokens, and in upstream gradients
 
 
-@triton_is_slow
 @pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
 @pytest.mark.parametrize("bad", [NAN, INF])
+@triton_is_slow
 def test_a_nan_hidden_state_reaches_only_dependent_outputs(
     on_policy: bool, ratio: str, bad: float, backend: str
 ) -> None:
@@ -898,10 +897,10 @@ def test_token_weights_are_per_token_even_if_there_are_as_many_sequences(backend
     assert log_probs.grad is not None and log_probs.grad.tolist() == [-1.5, 0.0]
 
 
-@triton_is_slow
 @pytest.mark.parametrize("length", [256, 4096, 32_768])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("ratio", ["sequence", "token"])
+@triton_is_slow
 def test_long_sequences_meet_the_tolerance(length: int, packed: bool, ratio: str, backend: str) -> None:
     """An fp32 sum of equal terms rounds in one direction many times: 32,768 terms have a relative error of 3e-4."""
     rng = torch.Generator().manual_seed(0)

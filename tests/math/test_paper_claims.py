@@ -88,8 +88,8 @@ def test_gspo_weights_all_tokens_of_a_sequence_alike_and_grpo_does_not(backend: 
         assert ((weights.amax(1) - weights.amin(1) > 0) == varies).all()
 
 
-@triton_is_slow
 @on_device
+@triton_is_slow
 def test_the_range_of_the_log_ratio_shrinks_with_the_root_of_the_length(backend: str) -> None:
     """Section 4.1 says that dividing by the length unifies the range of ratios.
 

@@ -40,7 +40,7 @@ def test_every_objective_equals_the_oracle_in_training_dtypes(name: str, dtype: 
 
 
 # float64 runs every pair of head and layout. Other dtypes differ only in rounding, so they run every layout with two
-# heads, and every head with one layout. `make test` runs these of float64 and bf16.
+# heads, and every head with one layout. `make test` runs only this smaller set, in float64 and bf16.
 PAIRS = [
     (head, layout, dtype) if few and dtype in ("fp64", "bf16") else slow(head, layout, dtype)
     for head in HEADS

@@ -137,9 +137,9 @@ def test_every_preset_has_a_formula() -> None:
     assert PRESETS.keys() == FORMULAS.keys() == objective._PRESETS.keys()
 
 
-@triton_is_slow
 @on_device
 @pytest.mark.parametrize("name", PRESETS)
+@triton_is_slow
 def test_a_preset_is_the_formula_of_its_source(name: str, backend: str) -> None:
     o = Objective.preset(name, **PRESETS[name])
     batch = rollout(o)
@@ -168,7 +168,7 @@ def test_the_default_loss_of_prime_rl_is_dppo_tv_with_a_squared_log_ratio(backen
 @on_device
 @pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl"])
 def test_dppo_with_dual_clip_bounds_the_factor_of_the_gradient(surrogate: str, backend: str) -> None:
-    """The gradient equals the gradient of verl's loss, -min(s, c) A log p, in which only log p is differentiated."""
+    """Our gradient matches the gradient of verl's loss, -min(s, c) A log p, where only log p is differentiated."""
     o = Objective.preset(surrogate, clip_low=0.3, clip_high=0.4, dual_clip=1.5)
     batch = rollout(o, seed=3)
     ratio = (batch.log_probs - batch.old).exp()
@@ -198,11 +198,11 @@ KL: dict[str, Callable[[Tensor, Rollout], Tensor]] = {
 }
 
 
-@triton_is_slow
 @on_device
 @pytest.mark.parametrize("estimator", KL)
 @pytest.mark.parametrize("preset", ["gspo", "grpo", "gmpo"])
 @pytest.mark.parametrize("aggregation", [None, "token-mean"])
+@triton_is_slow
 def test_every_estimator_of_kl_is_its_formula(
     estimator: str, preset: str, aggregation: str | None, backend: str
 ) -> None:
@@ -218,10 +218,10 @@ def test_every_estimator_of_kl_is_its_formula(
     assert_agree(batch, ours(batch, o, backend), *by_autograd(formula, batch, o))
 
 
-@triton_is_slow
 @on_device
 @pytest.mark.parametrize("preset", ["gspo", "grpo", "cispo", "gmpo", "dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("zero_weights", [False, True])
+@triton_is_slow
 def test_the_clip_fractions_are_those_of_the_surrogate(zero_weights: bool, preset: str, backend: str) -> None:
     """A token with weight 0 counts like any other."""
     o = Objective.preset(preset, **PRESETS[preset])
@@ -254,11 +254,11 @@ def test_the_clip_fractions_are_those_of_the_surrogate(zero_weights: bool, prese
         torch.testing.assert_close(out.metrics[f"ratio_{name}"], getattr(ratio, name)())
 
 
-@triton_is_slow
 @on_device
 @pytest.mark.parametrize("preset", ["cispo", "sapo", "reinforce", "gmpo", "dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("extreme", [200.0, -200.0, float("inf"), float("nan")])
+@triton_is_slow
 def test_an_infinite_ratio_is_clipped_or_reaches_the_loss(
     preset: str, advantage: float, extreme: float, backend: str
 ) -> None:
@@ -318,9 +318,9 @@ def test_both_backends_have_the_same_slope_of_a_non_finite_kl(estimator: str, d:
         torch.testing.assert_close(x, y, equal_nan=True)
 
 
-@triton_is_slow
 @on_device
 @pytest.mark.parametrize("name", PRESETS)
+@triton_is_slow
 def test_zero_advantages_and_masked_batches_give_zero(name: str, backend: str) -> None:
     o = Objective.preset(name, **PRESETS[name])
     batch = rollout(o)

@@ -21,9 +21,9 @@ def ratios(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return (((lp - old) * mask).sum(1) / mask.sum(1)).exp()
 
 
-@triton_is_slow
 @pytest.mark.parametrize("by", [None, "batch", "group", "running"])
 @pytest.mark.parametrize("in_reward_kl", [False, True])
+@triton_is_slow
 def test_rolls_gspo_recipe(by: str | None, in_reward_kl: bool, backend: str) -> None:
     """ROLL's GSPO page: reward norm, reward clip, KL in the reward, whitening, advantage clip, then the actor's loss.
 

@@ -108,10 +108,10 @@ def test_weights_enter_a_loss() -> None:
     torch.testing.assert_close(grad, expected.to(grad.dtype))
 
 
-@triton_is_slow
 @on_device
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
+@triton_is_slow
 def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, packed: bool, backend: str) -> None:
     sample = make_sample(2, packed=packed, token_weights=True)
     mask, old = sample.options["mask"], sample.options["old_log_probs"]

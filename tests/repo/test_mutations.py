@@ -17,6 +17,8 @@ from helpers.marks import slow
 from stub.driver import COMPILER
 
 FAST = "last ragged tile dropped"  # the fault that `make test` plants
+# One fault of each kind of test: formulas, interpreted kernels, sharded tensors.
+CONTROLS = ("gradient x 1.01", FAST, "d_hidden not summed over ranks")
 
 
 def test_every_fault_is_an_edit_of_the_library() -> None:
@@ -28,8 +30,9 @@ def test_every_fault_is_an_edit_of_the_library() -> None:
 
 
 @pytest.mark.slow
-def test_without_its_fault_the_test_passes(tmp_path: Path) -> None:
-    function, expression, _, test = FAULTS[FAST]
+@pytest.mark.parametrize("name", CONTROLS)
+def test_without_its_fault_the_test_passes(name: str, tmp_path: Path) -> None:
+    function, expression, _, test = FAULTS[name]
     path, source = faulty_source((function, expression, expression, test))
     assert run_with_fault(path, source, test, tmp_path) == 0
 

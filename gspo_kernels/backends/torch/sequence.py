@@ -196,7 +196,7 @@ class _TokenTerms(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over the tokens of each sequence on all ranks. Terms that are absent have no column."""
+    """The sums of each sequence over its tokens on all ranks. A term that is None has no column."""
 
     columns: dict[str, Tensor]  # [S] fp64: by the names of `_TokenTerms`, and "ratio" of tokens for ratio="token"
     ratio_min: Tensor | None  # [] smallest token ratio of all sequences; inf without tokens
@@ -204,7 +204,10 @@ class _Sums(NamedTuple):
 
 
 def _sums_before_gate(mask: Tensor, averaged: Tensor, policy: PolicyRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of unmasked tokens of each sequence [S], their sum of `averaged` [S], and `policy.invalid`."""
+    """Count the unmasked tokens of each sequence, sum `averaged` over them, and count the invalid values.
+
+    With CP, all three are totals over the ranks: [S], [S] and [].
+    """
     dtype, invalid = averaged.dtype, policy.invalid
     lengths = _segment_sum(mask, policy.offsets)
     total = _segment_sum(averaged, policy.offsets)
@@ -290,7 +293,7 @@ def _segment_sum(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sum each sequence's rows in each line of `x`, [K, N] -> [K, S], fp64, in one reduction."""
+    """Apply `_segment_sum` to each line of `x`, [K, N] -> [K, S], in one reduction."""
     lines, rows = x.shape
     first_row = torch.arange(lines, device=x.device) * rows  # of each line in the flattened tensor
     begins = (first_row[:, None] + offsets[:-1]).flatten()
@@ -299,7 +302,7 @@ def _segment_sums(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _smallest(x: Tensor) -> Tensor:
-    """Return the smallest value, [], or inf if there is none. NaN propagates."""
+    """Return the smallest value, []; inf for an empty tensor. NaN propagates."""
     return torch.cat([x.flatten(), x.new_full((1,), torch.inf)]).amin()
 
 

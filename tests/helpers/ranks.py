@@ -14,11 +14,13 @@ import torch
 import torch.multiprocessing as mp
 
 
-def run_ranks(main: Callable[..., None], ranks: int, folder: Path, *args: Any, deadline: float = 240.0) -> None:
+def run_ranks(
+    main: Callable[..., None], ranks: int, folder: Path, *args: Any, deadline: float = 240.0, start: str = "spawn"
+) -> None:
     """Run main(rank, folder, *args) in new processes, with the environment variables that `init_process_group` reads.
 
     An exception in a rank is raised in the caller. The test fails if the ranks take longer than `deadline` seconds.
-    Ranks are spawned, or forked if GSPO_TEST_START is "fork", which is fast but needs a caller without threads.
+    GSPO_TEST_START replaces `start`: "fork" is fast but needs a caller without threads.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -27,7 +29,7 @@ def run_ranks(main: Callable[..., None], ranks: int, folder: Path, *args: Any, d
         _run,
         args=(main, ranks, port, folder, args),
         nprocs=ranks,
-        start_method=os.environ.get("GSPO_TEST_START", "spawn"),
+        start_method=os.environ.get("GSPO_TEST_START", start),
         join=False,
     )
     end = time.monotonic() + deadline

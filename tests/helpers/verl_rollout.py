@@ -50,8 +50,10 @@ class Sampler:
         with torch.no_grad():
             for _ in range(LONGEST):
                 logits = self.model(torch.tensor([ids])).logits[0, -1].double() / temperature
-                uniform = torch.rand((), generator=generator, dtype=torch.float64)
-                token = int((logits.softmax(-1).cumsum(0) < uniform).sum().clamp(max=len(logits) - 1))
+                # The Gumbel-max trick. Rounding in the weights changes the token only where two maxima nearly tie; an
+                # inverse CDF has a boundary per token of the vocabulary.
+                exponential = torch.empty_like(logits).exponential_(generator=generator)
+                token = int((logits - exponential.log()).argmax())
                 ids.append(token)
                 log_probs.append(logits.log_softmax(-1)[token].item())
                 if token == self.model.generation_config.eos_token_id:

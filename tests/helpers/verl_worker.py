@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from helpers import ranks
 from helpers.tiny_model import SHAPE
 
 ENVIRONMENT = {
@@ -33,6 +37,14 @@ BASE: dict[str, Any] = {
     "temperature": 1.0,
     "strategy": "fsdp2",
 }
+
+
+def run_ranks(main: Callable[..., None], number: int, folder: Path, *args: Any) -> None:
+    """`helpers.ranks.run_ranks` with processes forked from one that has imported verl, which takes 9 s."""
+    multiprocessing.set_forkserver_preload(["helpers.verl_imported"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        ranks.run_ranks(main, number, folder, *args, start="forkserver")
 
 
 def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.pages import VERL_BUDGET
-from helpers.ranks import run_ranks
 from helpers.tile_choices import choices, d_logits, kept, small_tiles
-from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker
+from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker, run_ranks
 from tolerance import DROPPED_MASS_RELATIVE, TRAINER_GRADIENT_RELATIVE
 
 if importlib.util.find_spec("verl") is None:  # only the ranks import verl, after setting its variables

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import ranks
 from helpers.pages import VERL_LINES
-from helpers.ranks import run_ranks
 from helpers.readme import WITH_VERL
-from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker
+from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker, run_ranks
 from tolerance import LOSS_PER_ADVANTAGE, TRAINER_ABSOLUTE, TRAINER_GRADIENT_RELATIVE
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -129,7 +129,7 @@ def registration_main(rank: int, folder: Path, external: str) -> None:
 
 @pytest.mark.parametrize("external", ["", "gspo_kernels.integrations.verl"], ids=["entry point", "environment"])
 def test_verl_finds_the_engine(external: str, tmp_path: Path) -> None:
-    run_ranks(registration_main, 1, tmp_path, external)
+    ranks.run_ranks(registration_main, 1, tmp_path, external)  # which verl reads when it is imported
 
 
 def documented_lines_main(rank: int, folder: Path, lines: list[str]) -> None:
@@ -157,7 +157,7 @@ def documented_lines_main(rank: int, folder: Path, lines: list[str]) -> None:
 
 @pytest.mark.parametrize("lines", [WITH_VERL, VERL_LINES], ids=["README", "integrations.md"])
 def test_the_documented_lines_configure_verl(lines: str, tmp_path: Path) -> None:
-    run_ranks(documented_lines_main, 1, tmp_path, lines.strip().splitlines())
+    ranks.run_ranks(documented_lines_main, 1, tmp_path, lines.strip().splitlines())
 
 
 def refused_main(rank: int, folder: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import run_ranks
-from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker
+from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker, run_ranks
 
 if importlib.util.find_spec("verl") is None:  # only the ranks import verl, after setting its environment variables
     pytest.skip("verl is not installed", allow_module_level=True)

@@ -75,8 +75,8 @@ test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/v
 	build/zero3/bin/$(PYTEST) tests/trainers/test_zero3.py
 	build/megatron/bin/python -m pytest tests/trainers/test_megatron.py tests/trainers/test_checkouts.py
 	build/megatron/bin/python -m pytest tests/trainers/test_examples.py -k megatron
-	build/swift/bin/python -m pytest tests/trainers/test_ms_swift.py
-	build/openrlhf/bin/python -m pytest tests/trainers/test_openrlhf.py
+	build/swift/bin/$(PYTEST) tests/trainers/test_ms_swift.py
+	build/openrlhf/bin/$(PYTEST) tests/trainers/test_openrlhf.py
 
 build/trl-%: NEEDS = '.[test,trl]' $(subst -,==,$*) requests
 build/verl/ready: NEEDS = '.[test,verl]' megatron-core==0.16.1 cachetools fastapi msgspec pyzmq uvicorn TransferQueue

@@ -1,27 +1,24 @@
 """verl 0.9.1's `main_ppo` from end to end on a CPU: Ray, agent loop, reward, FSDP2 actor, weight sync.
 
-Our engine and loss, by the README's lines, and verl's `gspo` train on the same rollouts. The script in examples/ runs
-too. `make test-trainers` runs this in verl's environment. Elsewhere it is skipped.
+Our engine and loss, by the script in examples/ with the README's lines, and verl's `gspo` train on the same rollouts.
+`make test-trainers` runs this in verl's environment. Elsewhere it is skipped.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import re
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import chat_model, pages
 from tolerance import SHARE_ABSOLUTE
 
 pytest.importorskip("verl")
-pandas: Any = pytest.importorskip("pandas")
 
 SCORE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **options):
@@ -45,8 +42,8 @@ def settings(folder: Path) -> list[str]:
     fp32 = [f"+{ACTOR}.fsdp_config.mixed_precision.{name}_dtype=fp32" for name in ("param", "reduce", "buffer")]
     return [
         "algorithm.adv_estimator=grpo",
-        f"data.train_files={folder}/data.parquet",
-        f"data.val_files={folder}/data.parquet",
+        f"data.train_files={folder}/toy/train.parquet",
+        f"data.val_files={folder}/toy/test.parquet",
         "data.train_batch_size=16",
         "data.max_prompt_length=64",
         "data.max_response_length=12",  # as many as the sampler's LONGEST
@@ -96,12 +93,6 @@ def settings(folder: Path) -> list[str]:
     ]
 
 
-def train(folder: Path, engine: str, lines: list[str]) -> list[dict[str, float]]:
-    """Run `main_ppo` and return the metrics that it logged in each step."""
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *lines, *settings(folder)]
-    return metrics_of(command, folder, {"VERL_ENGINE_VENDOR": engine})
-
-
 def metrics_of(command: list[str], folder: Path, variables: dict[str, str]) -> list[dict[str, float]]:
     """Run a command that starts `main_ppo` on a CPU, and return the metrics that it logged in each step."""
     tests = Path(__file__).parent.parent
@@ -125,37 +116,11 @@ def metrics_of(command: list[str], folder: Path, variables: dict[str, str]) -> l
     return [{name: float(x) for name, x in pairs} for pairs in numbers]
 
 
-def test_main_ppo_trains_with_our_lines_as_with_verls_gspo(tmp_path: Path) -> None:
-    chat_model.save(tmp_path / "model")
-    (tmp_path / "score.py").write_text(SCORE)
-    words = ["".join(random.Random(i).sample("abcdefgh", 4)) for i in range(64)]
-    rows = [
-        {
-            "data_source": "sort",
-            "prompt": [{"role": "user", "content": f"sort {word}:"}],
-            "ability": "sort",
-            "reward_model": {"style": "rule", "ground_truth": "".join(sorted(word))},
-            "extra_info": {"index": i},
-        }
-        for i, word in enumerate(words)
-    ]
-    pandas.DataFrame(rows).to_parquet(tmp_path / "data.parquet")
-    lines = pages.VERL_LINES.partition("main_ppo")[2].replace("\\", "").split()
-    with ThreadPoolExecutor(2) as pool:  # a run mostly waits for one process of Ray after the other to import verl
-        ours, stock = pool.map(train, [tmp_path] * 2, ["gspo", ""], [lines, STOCK + WINDOW])
-    assert len(ours) == len(stock) == 2
-    for step in range(2):
-        a, b = ours[step], stock[step]
-        for name in ("actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/entropy", "actor/entropy_loss"):
-            assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-6), name
-        for name in ("actor/pg_clipfrac", "actor/ppo_kl", "critic/rewards/mean", "response_length/mean"):
-            assert a[name] == pytest.approx(b[name], abs=SHARE_ABSOLUTE), name
-        assert a["actor/pg_clipfrac"] > 0.1 and a["actor/gspo/passes"] > 1
-        assert a["training/global_step"] == step + 1
-
-
-def test_the_example_trains_on_its_toy_data(tmp_path: Path) -> None:
-    """The command is for GPUs and GSM8K. Its arguments and variables set the model, the data and the CPU."""
+def test_main_ppo_trains_by_the_example_as_with_verls_gspo(tmp_path: Path) -> None:
+    """The example has the lines of the README. It is for GPUs and GSM8K: its variables and arguments set the rest."""
+    documented = pages.VERL_LINES.partition("main_ppo")[2].replace("\\", "").split()
+    example = EXAMPLES / "verl_gspo.sh"
+    assert set(documented) <= set(example.read_text().split())
     chat_model.save(tmp_path / "model")
     (tmp_path / "score.py").write_text(SCORE)
     data = [sys.executable, str(EXAMPLES / "verl_data.py"), "--output", str(tmp_path / "toy"), "--toy"]
@@ -169,8 +134,19 @@ def test_the_example_trains_on_its_toy_data(tmp_path: Path) -> None:
     mine = ("data.train_files", "data.val_files", f"{MODEL}.path", "algorithm.adv_estimator")
     for_cpu = [line for line in settings(tmp_path) if line.partition("=")[0] not in mine]
     for_cpu += [f"{ROLLOUT}.log_prob_use_dynamic_bsz=false", "data.filter_overlong_prompts=false"]
-    first, second = metrics_of([str(EXAMPLES / "verl_gspo.sh"), *for_cpu], tmp_path, variables)
-    for step in (first, second):
-        assert step["actor/pg_clipfrac"] > 0.1 and step["actor/gspo/passes"] > 1
-        assert step["critic/rewards/mean"] > 0 and step["actor/grad_norm"] > 0
-    assert second["training/global_step"] == 2
+    commands = [
+        [str(example), *for_cpu],
+        [sys.executable, "-m", "verl.trainer.main_ppo", *STOCK, *WINDOW, *settings(tmp_path)],
+    ]
+    with ThreadPoolExecutor(2) as pool:  # a run mostly waits for one process of Ray after the other to import verl
+        ours, stock = pool.map(metrics_of, commands, [tmp_path] * 2, [variables, {"VERL_ENGINE_VENDOR": ""}])
+    assert len(ours) == len(stock) == 2
+    for step in range(2):
+        a, b = ours[step], stock[step]
+        for name in ("actor/pg_loss", "actor/loss", "actor/grad_norm", "actor/entropy", "actor/entropy_loss"):
+            assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-6), name
+        for name in ("actor/pg_clipfrac", "actor/ppo_kl", "critic/rewards/mean", "response_length/mean"):
+            assert a[name] == pytest.approx(b[name], abs=SHARE_ABSOLUTE), name
+        assert a["actor/pg_clipfrac"] > 0.1 and a["actor/gspo/passes"] > 1
+        assert a["critic/rewards/mean"] > 0 and a["actor/grad_norm"] > 0
+        assert a["training/global_step"] == step + 1

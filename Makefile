@@ -18,15 +18,16 @@ test: lint
 # Everything that runs without a GPU: an hour more, with the installation of the environments.
 test-all: test test-slow test-distributed test-benchmarks test-stub test-stub-oldest test-release test-trainers
 
-# Seeded faults, the compile gate of every architecture, long runs, and 200 examples of each property.
+# Seeded faults, the compile gate of every architecture, long runs, and 100 examples of each property.
 test-slow: .venv/ready
 	$(BIN)/$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=long \
 		--ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed --ignore tests/stub \
 		--ignore tests/release
 
-# Sharded heads and sequences on up to eight processes. No xdist: all cases share one set of processes.
+# Sharded heads and sequences on up to eight processes, without the cases of `make test`. No xdist: all cases share one
+# set of processes.
 test-distributed: .venv/ready
-	$(BIN)/python -m pytest tests/distributed
+	$(BIN)/python -m pytest -m slow tests/distributed
 
 test-benchmarks: .venv/ready
 	$(BIN)/$(PYTEST) tests/benchmarks

@@ -17,14 +17,16 @@ pytest.register_assert_rewrite("helpers")
 # In CI, Hypothesis always draws the same examples, so that a failure is due to the change. Elsewhere they vary.
 settings.register_profile(
     "long",
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=os.environ.get("CI") == "true",
 )
 settings.register_profile("default", settings.get_profile("long"), max_examples=20)
 # For a seeded fault it is enough that an example fails, so the example is not shrunk.
-settings.register_profile("fault", settings.get_profile("long"), phases=[Phase.explicit, Phase.generate])
+settings.register_profile(
+    "fault", settings.get_profile("long"), max_examples=200, phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile("default")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import time
@@ -15,23 +16,29 @@ import torch.multiprocessing as mp
 
 
 def run_ranks(
-    main: Callable[..., None], ranks: int, folder: Path, *args: Any, deadline: float = 240.0, start: str = "spawn"
+    main: Callable[..., None], ranks: int, folder: Path, *args: Any, deadline: float = 240.0, imported: str = ""
 ) -> None:
     """Run main(rank, folder, *args) in new processes, with the environment variables that `init_process_group` reads.
 
     An exception in a rank is raised in the caller. The test fails if the ranks take longer than `deadline` seconds.
-    GSPO_TEST_START replaces `start`: "fork" is fast but needs a caller without threads.
+    Ranks are spawned. With the name of a module in `imported`, they are forked from a server that has imported it; this
+    saves each rank seconds. A process has one server: the first call decides what it imports. If GSPO_TEST_START is
+    "fork", ranks are forked from the caller, which must not have threads.
     """
+    if imported:
+        multiprocessing.set_forkserver_preload([imported])
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    started: Any = mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
-        _run,
-        args=(main, ranks, port, folder, args),
-        nprocs=ranks,
-        start_method=os.environ.get("GSPO_TEST_START", start),
-        join=False,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)  # the server's
+        started: Any = mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+            _run,
+            args=(main, ranks, port, folder, args),
+            nprocs=ranks,
+            start_method=os.environ.get("GSPO_TEST_START", "forkserver" if imported else "spawn"),
+            join=False,
+        )
     end = time.monotonic() + deadline
     while not started.join(timeout=1):  # `join` raises the exception of a rank
         if time.monotonic() > end:

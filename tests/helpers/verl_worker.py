@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from helpers import ranks
 from helpers.tiny_model import SHAPE
@@ -22,6 +19,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 
+run_ranks = functools.partial(ranks.run_ranks, imported="helpers.verl_imported")  # verl's import takes 9 s
 
 BASE: dict[str, Any] = {
     "packed": True,
@@ -37,14 +35,6 @@ BASE: dict[str, Any] = {
     "temperature": 1.0,
     "strategy": "fsdp2",
 }
-
-
-def run_ranks(main: Callable[..., None], number: int, folder: Path, *args: Any) -> None:
-    """`helpers.ranks.run_ranks` with processes forked from one that has imported verl, which takes 9 s."""
-    multiprocessing.set_forkserver_preload(["helpers.verl_imported"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-        ranks.run_ranks(main, number, folder, *args, start="forkserver")
 
 
 def checkpoint(folder: Path, tied: bool, softcap: bool) -> str:

@@ -4,6 +4,8 @@ PYTEST := python -m pytest -n auto --dist worksteal
 UV := $(BIN)/uv
 # uv does not read pip's settings. A folder of wheels may hold the small torch that a machine without a GPU needs.
 export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+# uv compiles nothing. If no process wrote bytecode, each would compile the trainers that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo docs test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden test-release release-check hub-kernel
 demo: .venv/ready

@@ -2,9 +2,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := python -m pytest -n auto --dist worksteal
 UV := $(BIN)/uv
-# uv does not read pip's settings. A folder of wheels may hold the small torch that a machine without a GPU needs.
-export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
-# uv compiles nothing. If no process wrote bytecode, each would compile the trainers that it imports.
+# uv ignores pip's settings. If they name a local folder of wheels, pass it on: it may hold a CPU-only build of torch.
+ifndef UV_FIND_LINKS
+export UV_FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+endif
+# uv installs no bytecode. Python must be free to write it, or every process compiles all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo docs test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden test-release release-check hub-kernel
@@ -26,8 +28,8 @@ test-slow: .venv/ready
 		--ignore tests/trainers --ignore tests/benchmarks --ignore tests/distributed --ignore tests/stub \
 		--ignore tests/release
 
-# Sharded heads and sequences on up to eight processes, without the cases of `make test`. No xdist: all cases share one
-# set of processes.
+# Sharded heads and sequences on up to eight processes: the cases that `make test` leaves out. No xdist, because all
+# cases share one set of processes.
 test-distributed: .venv/ready
 	$(BIN)/python -m pytest -m slow tests/distributed
 
@@ -61,7 +63,7 @@ docs: .venv/ready
 lint: .venv/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: Makefile pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	test -x $(UV) || $(BIN)/pip install -q uv
 	$(UV) pip install -q -p .venv -c constraints.txt -e '.[dev,bench,trl,lora,trackers,docs]'
@@ -84,11 +86,11 @@ test-trainers: .venv/ready build/trl-1.13.0/ready build/trl-0.29.1/ready build/v
 build/trl-%: NEEDS = '.[test,trl]' $(subst -,==,$*) requests
 build/verl/ready: NEEDS = '.[test,verl]' megatron-core==0.16.1 cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 build/zero3/ready: NEEDS = '.[test]' peft deepspeed==0.19.8
-build/megatron/ready: NEEDS = '.[test,megatron]' megatron-core==0.16.1 && $(UV) pip install -p $(@D) -q --no-deps skyrl==0.3.0
+build/megatron/ready: NEEDS = '.[test,megatron]' megatron-core==0.16.1 && $(UV) pip install -q -p $(@D) --no-deps skyrl==0.3.0
 build/swift/ready: NEEDS = '.[test]' ms-swift==4.6.0 msgspec
 # OpenRLHF has wheels for Python 3.10 to 3.12 only.
 build/openrlhf/ready: NEEDS = '.[test]' accelerate aiohttp datasets deepspeed==0.19.6 peft pillow pylatexenc ray==2.55.0 sympy torchdata \
-	&& $(UV) pip install -p $(@D) -q --no-deps openrlhf==0.11.2
+	&& $(UV) pip install -q -p $(@D) --no-deps openrlhf==0.11.2
 build/release/ready: NEEDS = '.[test,release]' 'setuptools>=77'
 build/peers/ready: NEEDS = '.[bench,trl,verl]' trl==1.16.0 cachetools fastapi msgspec pyzmq uvicorn TransferQueue
 build/%/ready: .venv/ready

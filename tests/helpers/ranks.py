@@ -21,9 +21,10 @@ def run_ranks(
     """Run main(rank, folder, *args) in new processes, with the environment variables that `init_process_group` reads.
 
     An exception in a rank is raised in the caller. The test fails if the ranks take longer than `deadline` seconds.
-    Ranks are spawned. With the name of a module in `imported`, they are forked from a server that has imported it; this
-    saves each rank seconds. A process has one server: the first call decides what it imports. If GSPO_TEST_START is
-    "fork", ranks are forked from the caller, which must not have threads.
+    By default, ranks are spawned. If `imported` names a module, ranks are forked from a server process that imported it
+    once, so they do not wait for that import. The test process has only one such server: the first call that names a
+    module decides what it imports. If GSPO_TEST_START is "fork", ranks are forked from the caller, which must not have
+    threads.
     """
     if imported:
         multiprocessing.set_forkserver_preload([imported])
@@ -31,7 +32,7 @@ def run_ranks(
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)  # the server's
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)  # for the server
         started: Any = mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
             _run,
             args=(main, ranks, port, folder, args),

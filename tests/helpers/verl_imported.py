@@ -1,4 +1,4 @@
-"""Import verl, in the process that the ranks of verl's tests are forked from: `helpers.verl_worker.run_ranks`."""
+"""Import verl once. `helpers.verl_worker.run_ranks` forks the ranks of a test from a process that imported this."""
 
 import os
 

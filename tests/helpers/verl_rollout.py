@@ -50,8 +50,8 @@ class Sampler:
         with torch.no_grad():
             for _ in range(LONGEST):
                 logits = self.model(torch.tensor([ids])).logits[0, -1].double() / temperature
-                # The Gumbel-max trick. Rounding in the weights changes the token only where two maxima nearly tie; an
-                # inverse CDF has a boundary per token of the vocabulary.
+                # Gumbel-max sampling. The two runs' weights differ by rounding. This changes a token only if the two
+                # largest values almost tie, which is much rarer than a draw that falls on a boundary of the CDF.
                 exponential = torch.empty_like(logits).exponential_(generator=generator)
                 token = int((logits - exponential.log()).argmax())
                 ids.append(token)

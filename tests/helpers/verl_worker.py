@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 
-run_ranks = functools.partial(ranks.run_ranks, imported="helpers.verl_imported")  # verl's import takes 9 s
+run_ranks = functools.partial(ranks.run_ranks, imported="helpers.verl_imported")  # importing verl is slow
 
 BASE: dict[str, Any] = {
     "packed": True,

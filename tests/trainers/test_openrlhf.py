@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import chat_model, pages
+from helpers.ray_run import run_with_ray
 from safetensors.torch import load_file
 from tolerance import SHARE_ABSOLUTE, TRAINER_LAST_GRADIENT_RELATIVE, TRAINER_UPDATES_RELATIVE
 
@@ -59,19 +58,11 @@ def train(folder: Path, name: str, script: str, *flags: str) -> subprocess.Compl
     command = [sys.executable, "-c", "from helpers import openrlhf_cpu; openrlhf_cpu.main()", f"{name}.py"]
     command += [x for option, value in options.items() for x in (f"--{option}", str(value))]
     command += [*FLAGS, *flags]
-    tests = str(Path(__file__).parents[1])
     variables = {
-        "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "0",  # Ray refuses to start with a GPU that is not visible
-        "HF_HUB_OFFLINE": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_monitor_refresh_ms": "0",
         "RAY_prestart_worker_first_driver": "0",
     }
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:  # for sockets
-        environment = os.environ | variables | {"RAY_TMPDIR": short}
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    return run_with_ray(command, folder, variables, timeout=600)
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def registration_main(rank: int, folder: Path, external: str) -> None:
 
 @pytest.mark.parametrize("external", ["", "gspo_kernels.integrations.verl"], ids=["entry point", "environment"])
 def test_verl_finds_the_engine(external: str, tmp_path: Path) -> None:
-    ranks.run_ranks(registration_main, 1, tmp_path, external)  # which verl reads when it is imported
+    ranks.run_ranks(registration_main, 1, tmp_path, external)  # spawned, because it sets what verl reads on import
 
 
 def documented_lines_main(rank: int, folder: Path, lines: list[str]) -> None:
@@ -157,7 +157,7 @@ def documented_lines_main(rank: int, folder: Path, lines: list[str]) -> None:
 
 @pytest.mark.parametrize("lines", [WITH_VERL, VERL_LINES], ids=["README", "integrations.md"])
 def test_the_documented_lines_configure_verl(lines: str, tmp_path: Path) -> None:
-    ranks.run_ranks(documented_lines_main, 1, tmp_path, lines.strip().splitlines())
+    ranks.run_ranks(documented_lines_main, 1, tmp_path, lines.strip().splitlines())  # spawned, for the same reason
 
 
 def refused_main(rank: int, folder: Path) -> None:

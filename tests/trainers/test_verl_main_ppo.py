@@ -1,7 +1,7 @@
 """verl 0.9.1's `main_ppo` from end to end on a CPU: Ray, agent loop, reward, FSDP2 actor, weight sync.
 
-Our engine and loss, by the script in examples/ with the README's lines, and verl's `gspo` train on the same rollouts.
-`make test-trainers` runs this in verl's environment. Elsewhere it is skipped.
+The script in examples/ trains with our engine and loss, and verl's own `gspo` trains on the same rollouts. Metrics must
+agree. `make test-trainers` runs this in verl's environment. Elsewhere it is skipped.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from helpers import chat_model, pages
+from helpers.ray_run import run_with_ray
 from tolerance import SHARE_ABSOLUTE
 
 pytest.importorskip("verl")
@@ -95,20 +95,12 @@ def settings(folder: Path) -> list[str]:
 
 def metrics_of(command: list[str], folder: Path, variables: dict[str, str]) -> list[dict[str, float]]:
     """Run a command that starts `main_ppo` on a CPU, and return the metrics that it logged in each step."""
-    tests = Path(__file__).parent.parent
-    variables |= {
+    on_cpu = {
         "VERL_USE_EXTERNAL_MODULES": "helpers.verl_rollout",
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # under which verl registers its engines
-        "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_monitor_refresh_ms": "0",
     }
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:  # for sockets
-        environment = os.environ | variables | {"RAY_TMPDIR": short}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    done = run_with_ray(command, folder, on_cpu | variables, timeout=900)
     output = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     assert done.returncode == 0, (output[-2000:], done.stderr[-3000:])
     logged = re.findall(r"step:\d+ - (.*)", output)
@@ -117,10 +109,9 @@ def metrics_of(command: list[str], folder: Path, variables: dict[str, str]) -> l
 
 
 def test_main_ppo_trains_by_the_example_as_with_verls_gspo(tmp_path: Path) -> None:
-    """The example has the lines of the README. It is for GPUs and GSM8K: its variables and arguments set the rest."""
-    documented = pages.VERL_LINES.partition("main_ppo")[2].replace("\\", "").split()
+    """The example is written for GPUs and GSM8K. Variables and arguments replace its model, its data and the GPUs."""
     example = EXAMPLES / "verl_gspo.sh"
-    assert set(documented) <= set(example.read_text().split())
+    assert set(pages.VERL_LINES.split()) <= set(example.read_text().split())  # the documented settings are in force
     chat_model.save(tmp_path / "model")
     (tmp_path / "score.py").write_text(SCORE)
     data = [sys.executable, str(EXAMPLES / "verl_data.py"), "--output", str(tmp_path / "toy"), "--toy"]
@@ -138,7 +129,7 @@ def test_main_ppo_trains_by_the_example_as_with_verls_gspo(tmp_path: Path) -> No
         [str(example), *for_cpu],
         [sys.executable, "-m", "verl.trainer.main_ppo", *STOCK, *WINDOW, *settings(tmp_path)],
     ]
-    with ThreadPoolExecutor(2) as pool:  # a run mostly waits for one process of Ray after the other to import verl
+    with ThreadPoolExecutor(2) as pool:  # most of a run is spent in Ray's processes, which import verl one by one
         ours, stock = pool.map(metrics_of, commands, [tmp_path] * 2, [variables, {"VERL_ENGINE_VENDOR": ""}])
     assert len(ours) == len(stock) == 2
     for step in range(2):

@@ -3,6 +3,9 @@
 Modules that we cannot fully reproduce are rejected: those with a forward other than `hidden @ weight.T + bias`, with
 hooks, with a LoRA variant, or with a sharded weight. The error names the reason. `call_inside` runs a function as the
 module's forward, so that the module's hooks fire. While it runs, a module with hooks is accepted.
+
+Wrappers of FSDP, PEFT, DeepSpeed and accelerate are recognized without importing these packages, and also if
+`fully_shard` has replaced the class of a module by a subclass.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from ..backends.adapter import adapter_product
 from ..layout import accumulator
 from ..ranks.collectives import sum_gradient
 from ..ranks.dtensors import local, local_rows
-from ..validation import TensorChecks, Unquoted
+from ..validation import TensorChecks, Unquoted, is_dtensor
 
 
 class Head(NamedTuple):
@@ -47,11 +50,12 @@ def call_inside(lm_head: nn.Module, function: Callable[[Tensor], Any], hidden: T
     The hooks of `parallelize_module` expect a DTensor as the module's output, so only its input hooks fire: they
     gather hidden states that are sharded over tokens. `function` receives a plain tensor.
 
-    ZeRO-3 also adds hooks to the layers inside a PEFT head, to gather the parameters of these layers. These hooks fire
-    as well.
+    Modules inside a PEFT head may be FSDP units of their own, or have hooks of ZeRO-3 or accelerate. They are called in
+    the same way, one inside the other, so that all parameters of the head are available while `function` runs, and so
+    that FSDP and ZeRO-3 reduce the gradients of all of them.
     """
     for module in reversed(take_apart(lm_head).called):
-        if module is lm_head or _hooked_by_zero(module):
+        if module is lm_head or _must_be_called(module):
             function = functools.partial(_call_as, module, function)
     return function(hidden)
 
@@ -61,20 +65,23 @@ _running = threading.local()  # `modules`: the modules whose forward `call_insid
 
 def _call_as(module: nn.Module, function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
     """Call the module with `function` as its forward. The original forward is restored before `function` runs."""
-    original, outer = vars(module).get("forward"), getattr(_running, "modules", ())
+    inner = unwrapped(module)  # FSDP1's wrapper gathers parameters in its own forward, which must run
+    # accelerate's forward moves tensors to the device of the module, and then calls this one.
+    name = "_old_forward" if placed_by_accelerate(inner) else "forward"
+    original, outer = vars(inner).get(name), getattr(_running, "modules", ())
 
     def restore() -> None:
         _running.modules = outer
-        vars(module).pop("forward", None)
+        vars(inner).pop(name, None)
         if original is not None:
-            module.forward = original
+            setattr(inner, name, original)
 
     def temporary_forward(x: Tensor) -> Any:
         restore()
         _running.modules = (*outer, module)
         return function(local(x))
 
-    module.forward = temporary_forward
+    setattr(inner, name, temporary_forward)
     try:
         with _output_hooks_of_tensor_parallelism_removed(module):
             return module(hidden)
@@ -102,14 +109,50 @@ def _output_hooks_of_tensor_parallelism_removed(module: nn.Module) -> Iterator[N
 _DISTRIBUTE_MODULE = "torch.distributed.tensor._api"  # where `parallelize_module` defines its hooks
 
 
-def _hooked_by_zero(module: nn.Module) -> bool:
-    """Return whether the module has hooks, and all of them are DeepSpeed's.
+def is_a(module: Any, package: str, name: str = "") -> bool:
+    """Return whether the module is an instance of a class of `package` (its name: `name`), without importing it."""
+    classes = [cls for cls in type(module).__mro__ if f"{cls.__module__}.".startswith(f"{package}.")]
+    return any(cls.__name__ == name or not name for cls in classes)
 
-    DeepSpeed's hooks gather parameters and reduce gradients.
+
+def unwrapped(module: Any) -> Any:
+    """Return the module inside FSDP1's wrappers."""
+    while is_a(module, _FSDP, "FullyShardedDataParallel"):
+        module = module.module
+    return module
+
+
+_FSDP = "torch.distributed.fsdp"
+
+
+def is_fsdp_unit(module: Any) -> bool:
+    """Return whether a call of the module gathers parameters: FSDP1's wrapper, or a module after `fully_shard`."""
+    return is_a(module, _FSDP, "FullyShardedDataParallel") or is_a(module, _FSDP, "FSDPModule")
+
+
+def placed_by_accelerate(module: Any) -> bool:
+    """Return whether accelerate moves inputs to the device of the module (`device_map`), or loads its weights."""
+    return "_hf_hook" in vars(module) and "_old_forward" in vars(module)
+
+
+def _must_be_called(module: Any) -> bool:
+    """Return whether calling the module makes its parameters available, and has no other effect.
+
+    FSDP, ZeRO-3 and accelerate gather, load or move parameters, and FSDP and ZeRO-3 reduce their gradients.
     """
-    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    owners = [str(hook.__module__) for kind in kinds for hook in kind.values()]
-    return bool(owners) and all(owner.startswith("deepspeed.") for owner in owners)
+    inner = unwrapped(module)
+    hooks = [hook for x in {module, inner} for kind in _kinds_of_hooks(x) for hook in kind.values()]
+    return all(map(is_known, hooks)) and (bool(hooks) or module is not inner or placed_by_accelerate(inner))
+
+
+def _kinds_of_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def is_known(hook: Any) -> bool:
+    """Return whether a hook only gathers and reduces parameters: those of PyTorch's wrappers and of DeepSpeed."""
+    function = getattr(hook, "func", hook)  # of a functools.partial
+    return str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "deepspeed."))
 
 
 def weight_of(lm_head: nn.Module) -> Any:
@@ -152,30 +195,33 @@ def resolve(
 
 def take_apart(lm_head: nn.Module) -> HeadModules:
     """Return the innermost layer, PEFT's layer around it, and every module that runs in the head's forward."""
-    module: Any = lm_head
-    called, lora, tokens = [module], None, None
-    if _peft_name(module) == "ModulesToSaveWrapper":
+    called, lora, tokens = [lm_head], None, None
+    module: Any = unwrapped(lm_head)
+
+    def enter(child: Any) -> Any:
+        called.append(child)
+        return unwrapped(child)
+
+    if _is_peft(module, "ModulesToSaveWrapper"):
         saved, active = module.modules_to_save, module.active_adapters
         trained = bool(active) and not module.disable_adapters and active[0] in saved
-        module = saved[active[0]] if trained else module.original_module
-        called.append(module)
-    if _peft_name(module) == "TrainableTokensWrapper":
-        module = module.token_adapter
-        called.append(module)
-    if _peft_name(module) == "TrainableTokensLayer":
-        tokens, module = module, module.base_layer
-        called.append(module)
-    elif _peft_name(module) == "Linear" and hasattr(module, "lora_A"):
-        lora, module = module, module.base_layer
-        called.append(module)
-        for name in _active(lora):
+        module = enter(saved[active[0]] if trained else module.original_module)
+    if _is_peft(module, "TrainableTokensWrapper"):
+        module = enter(module.token_adapter)
+    if _is_peft(module, "TrainableTokensLayer"):
+        tokens, module = module, enter(module.base_layer)
+    elif _is_peft(module, "Linear") and hasattr(module, "lora_A"):
+        lora, module = module, enter(module.base_layer)
+        for name in _active(lora) if not (lora.merged or lora.disable_adapters) else ():
             called += [lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]]
     return HeadModules(module, lora, tokens, called)
 
 
-def _peft_name(module: Any) -> str | None:
-    """Return the class name of a PEFT module, without importing PEFT; None for other modules."""
-    return type(module).__name__ if type(module).__module__.startswith("peft.") else None
+def _is_peft(module: Any, name: str) -> bool:
+    """Return whether the module is an instance of PEFT's class `name`, and has the forward of this class."""
+    forward = type(module).forward
+    classes = [cls for cls in type(module).__mro__ if cls.__name__ == name and cls.__module__.startswith("peft.")]
+    return any(cls.forward is forward for cls in classes)
 
 
 def _active(layer: Any) -> list[str]:
@@ -208,6 +254,14 @@ def _trained_rows(check: TensorChecks, tokens: Any) -> tuple[Tensor, Tensor | No
     return weight, bias
 
 
+def _replicated(check: TensorChecks, x: Any) -> Tensor:
+    """Return a tensor, or the local tensor of a DTensor that is not sharded."""
+    if is_dtensor(x) and any(placement.is_shard() for placement in x.placements):
+        expected = "a LoRA head with a gathered A (under FSDP, call inside the module's forward)"
+        check.fail("lm_head", expected, Unquoted(f"a DTensor with placements {tuple(x.placements)}"))
+    return local(x)
+
+
 def _reasons_to_reject(module: Any, called: list[Any]) -> Iterator[str]:
     """Yield each reason to reject the head.
 
@@ -219,11 +273,14 @@ def _reasons_to_reject(module: Any, called: list[Any]) -> Iterator[str]:
 
     if not isinstance(module, nn.Linear):
         yield name(module)
-    for x in called:
+    for outer in called:
+        x = unwrapped(outer)
         if isinstance(x, nn.Linear) and type(x).forward is not nn.Linear.forward:
             yield f"{name(x)} with a custom forward"
-        elif x in getattr(_running, "modules", ()):
+        elif outer in getattr(_running, "modules", ()):
             continue
+        elif outer is not x:
+            yield f"{name(x)} in {name(outer)}, which gathers its parameters only inside the module's forward"
         elif "forward" in vars(x):
             yield f"{name(x)} with a replaced forward"
         elif x._forward_hooks or x._forward_pre_hooks:
@@ -247,7 +304,7 @@ def _low_rank_term(
             unsupported = "a LoRA bias" if variant is None else type(variant).__name__
             expected = "plain LoRA (no DoRA or other variant, no LoRA bias)"
             check.fail("lm_head", expected, Unquoted(f"adapter {name!r} with {unsupported}"))
-        left, right = local(lora_a.weight), local_rows(lora_b.weight)
+        left, right = _replicated(check, lora_a.weight), local_rows(lora_b.weight)
         if tp_group is not None:  # the gradient of A is a sum over the columns of all ranks
             left = sum_gradient(left, tp_group)
         dtype = torch.promote_types(accumulator(hidden.dtype), left.dtype)

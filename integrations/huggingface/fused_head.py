@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from gspo_kernels.inputs.lm_head import call_inside, take_apart
+from gspo_kernels.inputs.lm_head import call_inside, is_a, is_fsdp_unit, take_apart
 from gspo_kernels.validation import Checks, dtype_name
 
 from .head_options import HeadError, LogitOptions, compare, identity, measure, packing_prevented
@@ -76,8 +76,8 @@ def fuse_head(model: nn.Module) -> FusedHead:
     fused = FusedHead(base, head)
     try:
         if not any(hasattr(p, "ds_id") for p in head.parameters()):  # ZeRO-3 sets ds_id on parameters it partitions
-            # Under FSDP1, call the wrapper: only the wrapper gathers the parameters.
-            fused.measure(model if isinstance(model, FullyShardedDataParallel) else base)
+            # Under FSDP, call the outermost unit, because only its call gathers the parameters outside other units.
+            fused.measure(next(filter(is_fsdp_unit, _unwrap(model)), base))
     except BaseException:
         fused.remove()
         raise
@@ -86,16 +86,22 @@ def fuse_head(model: nn.Module) -> FusedHead:
 
 def base_model(model: Any) -> Any:
     """Return the transformers model inside wrappers of DDP, FSDP1, DeepSpeed, torch.compile and PEFT."""
+    *_, base = _unwrap(model)
+    return base
+
+
+def _unwrap(model: Any) -> Iterator[Any]:
+    """Yield the model, and every model inside its wrappers, the transformers model last."""
     while True:
-        deepspeed = type(model).__module__.startswith("deepspeed.")
-        if deepspeed or isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
+        yield model
+        if isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel) or is_a(model, "deepspeed"):
             model = model.module
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
-        elif type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model"):
+        elif is_a(model, "peft") and hasattr(model, "get_base_model"):
             model = model.get_base_model()
         else:
-            return model
+            return
 
 
 def is_fused(model: nn.Module) -> bool:

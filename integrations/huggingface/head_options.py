@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.inputs.lm_head import call_inside
+from gspo_kernels.inputs.lm_head import call_inside, is_known, take_apart
 from gspo_kernels.ranks.dtensors import local
 from gspo_kernels.validation import is_dtensor
 
@@ -161,7 +161,8 @@ def packing_prevented(model: Any) -> Iterator[None]:
 
 
 def _packs_in_evaluation(module: Any) -> bool:
-    return hasattr(getattr(module, "weight", None), "quant_state")
+    # Not `module.weight`: in wrappers and parametrized layers, reading that attribute computes a weight.
+    return hasattr(module._parameters.get("weight"), "quant_state")
 
 
 @contextlib.contextmanager
@@ -183,16 +184,13 @@ def identity(head: Any) -> tuple[Any, ...]:
 
 def _hooks(head: Any) -> Iterator[Any]:
     """Yield the head's forward hooks, without those that gather and reduce sharded parameters."""
-    for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values()):
-        function = getattr(hook, "func", hook)
-        if not str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "deepspeed.")):
-            yield hook
+    yield from (x for x in (*head._forward_pre_hooks.values(), *head._forward_hooks.values()) if not is_known(x))
 
 
 def _columns(head: Any) -> int:
     """Return V of the head's weight [V, H]. A sharded weight reports its full shape."""
     weight = _weight(head)
-    return weight.shape[0] if weight.ndim == 2 else getattr(head, "original_module", head).out_features
+    return weight.shape[0] if weight.ndim == 2 else take_apart(head).linear.out_features
 
 
 def _logits_dtype(head: Any) -> torch.dtype:
@@ -201,8 +199,8 @@ def _logits_dtype(head: Any) -> torch.dtype:
 
 
 def _weight(head: Any) -> Tensor:
-    """Return the weight of the head. If PEFT wraps the head, return the weight of the wrapped layer."""
-    layer = getattr(head, "original_module", head)
+    """Return the weight of the head. If FSDP1 or PEFT wraps the head, return the weight of the wrapped layer."""
+    layer = take_apart(head).linear
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor):
         raise HeadError(

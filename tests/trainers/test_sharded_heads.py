@@ -1,7 +1,12 @@
-"""Heads wrapped by FSDP and DDP on two CPU processes. Gradients must equal those of a single process."""
+"""Heads in FSDP units and DDP on two CPU processes. A step of SGD must equal a step of one process on full logits.
+
+All cases run in one start of the processes.
+"""
 
 from __future__ import annotations
 
+import functools
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,29 +16,52 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import run_ranks
 from helpers.tiny_model import SHAPE
+from peft import LoraConfig, get_peft_model
+from peft.utils.other import fsdp_auto_wrap_policy
 from tolerance import SHARDED_GRADIENT_RELATIVE
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from gspo_kernels import gspo_fused_loss
-from gspo_kernels.integrations.huggingface import fuse_head
+from gspo_kernels import gspo_fused_loss, policy_loss
+from gspo_kernels.integrations.huggingface import base_model, fuse_head, is_fused
 
 RANKS = 2
+BODY = {"target_modules": ["q_proj"]}
+HEADS: dict[str, tuple[bool, dict[str, Any] | None]] = {  # whether the head is tied to the embeddings, LoraConfig
+    "plain": (False, None),
+    "tied": (True, None),
+    "lora": (False, {"target_modules": ["q_proj", "lm_head"]}),
+    "modules_to_save": (False, {**BODY, "modules_to_save": ["lm_head"]}),
+    "tied lora": (True, {"target_modules": ["q_proj", "lm_head"]}),
+    "tied modules_to_save": (True, {**BODY, "modules_to_save": ["lm_head"]}),
+}
+FSDP1 = {"fsdp1 above": True, "fsdp1 inside": True, "fsdp1 peft": True, "fsdp1 peft, flat": False}  # use_orig_params
+FSDP2 = ("fsdp2 above", "fsdp2 head", "fsdp2 inside", "fsdp2 both")
+WHEN = ("fused, then sharded", "sharded, then fused")
+CASES = [(head, units, when) for head in HEADS for units in ("ddp", *FSDP1, *FSDP2) for when in WHEN]
 
 
-def make(tied: bool) -> Any:
+def make(head: str) -> Any:
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPE, tie_word_embeddings=tied)
-    return Qwen3ForCausalLM(config).double()
+    tied, config = HEADS[head]
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=tied))
+    if config is not None:
+        model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **config))
+    return model.double()
 
 
-def loss_of(model: Any, rows: slice, normalizer: float) -> Tensor:
-    rng = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, 50, (2 * RANKS, 7), generator=rng)[rows]
-    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0])[rows]
-    mask = torch.arange(6)[None, :].expand(len(ids), 6) >= 2
+def batch(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids [B, 7], completion mask [B, 6] and advantages [B]."""
+    ids = torch.randint(0, 50, (4, 7), generator=torch.Generator().manual_seed(1))
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0])
+    return ids[rows], (torch.arange(6) >= 2).expand(4, 6)[rows], advantages[rows]
+
+
+def fused_loss(model: Any, rows: slice, normalizer: float) -> Tensor:
+    ids, mask, advantages = batch(rows)
 
     def loss(hidden: Tensor, lm_head: Any, **options: Any) -> Any:
         return gspo_fused_loss(
@@ -43,75 +71,121 @@ def loss_of(model: Any, rows: slice, normalizer: float) -> Tensor:
     return model(input_ids=ids, with_head=loss).result.loss
 
 
-def shard(model: Any, how: str) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def dense_loss(model: Any, rows: slice, normalizer: float) -> Tensor:
+    ids, mask, advantages = batch(rows)
+    logits = model(input_ids=ids).logits[:, :-1]
+    lp = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return policy_loss(lp, advantages, mask=mask, normalizer=normalizer).loss
 
-    if how == "ddp":
+
+def leaves(head: Any) -> list[Any]:
+    return [x for x in head.modules() if not [*x.children()] and [*x.parameters()]]
+
+
+def shard(model: Any, units: str) -> Any:
+    if units == "ddp":
         return nn.parallel.DistributedDataParallel(model)
-    if how.startswith("fsdp1"):
-        policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    base = base_model(model)
+    layers, head = base.model.layers, base.lm_head
+    inside = [head] if type(head) is nn.Linear else leaves(head)
+    if units in FSDP1:
+        alone = {*layers, *(inside if units == "fsdp1 inside" else [])}
+        policy: Any = functools.partial(lambda_auto_wrap_policy, lambda_fn=alone.__contains__)
+        if "peft" in units:
+            policy = fsdp_auto_wrap_policy(model)
         return FullyShardedDataParallel(
-            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params="original" in how
+            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=FSDP1[units]
         )
     mesh = init_device_mesh("cpu", (RANKS,))
-    for layer in model.model.layers:
+    for layer in layers:
         fully_shard(layer, mesh=mesh)
-    if how == "tail":
-        fully_shard([model.model.norm, model.lm_head], mesh=mesh)
-    elif how == "head":
-        fully_shard(model.lm_head, mesh=mesh)
-    elif how == "head, resharded":
-        fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=True)
+    if units in ("fsdp2 inside", "fsdp2 both"):
+        for module in inside:
+            fully_shard(module, mesh=mesh)
+    if "head" in units or (units == "fsdp2 both" and head not in inside):
+        tied = [base.model.embed_tokens] if base.config.tie_word_embeddings else []
+        group = [*tied, *([base.model.norm] if "norm" in units else []), head]
+        fully_shard(group if len(group) > 1 else head, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def rank_main(rank: int, folder: Path, how: str, tied: bool, first: bool) -> None:
-    dist.init_process_group("gloo")
-    model = make(tied)
-    if first:
-        fuse_head(model)
-    wrapped = shard(model, how)
-    if not first:
-        fuse_head(wrapped)
-    for micro in range(2):  # gradients of micro-batches add up
-        rows = slice(2 * rank + micro, 2 * rank + micro + 1)
-        # The wrappers average gradients over ranks. To get their sum, the normalizer is divided by the number of ranks.
-        loss_of(wrapped, rows, normalizer=4 / RANKS).backward()
+def parameters(model: Any, wrapped: Any) -> dict[str, Tensor]:
     fsdp1 = isinstance(wrapped, FullyShardedDataParallel)
-    with FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True) if fsdp1 else nullcontext():
-        gradients = {
+    with FullyShardedDataParallel.summon_full_params(wrapped) if fsdp1 else nullcontext():
+        return {
             name.replace("_fsdp_wrapped_module.", ""): (
-                p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad.clone()
+                p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()
             )
             for name, p in model.named_parameters()
         }
+
+
+def state(model: Any) -> dict[str, Any]:
+    """Return what `remove` must restore: classes, attributes and hooks of all modules."""
+    return {
+        name: (type(x), set(vars(x)), [[*hooks] for hooks in (x._forward_pre_hooks, x._forward_hooks)])
+        for name, x in model.named_modules()
+    }
+
+
+def run(rank: int, head: str, units: str, when: str, loss: Any = fused_loss) -> dict[str, Tensor]:
+    model = make(head)
+    optimize = lambda: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)  # noqa: E731
+    if loss is fused_loss and when == WHEN[0]:
+        fuse_head(model)
+    wrapped = shard(model, units)
+    if loss is fused_loss and when == WHEN[1]:
+        wrapped(input_ids=batch(slice(0, 1))[0])  # FSDP completes its initialization
+        before = state(wrapped)
+        fuse_head(wrapped).remove()
+        assert state(wrapped) == before
+    if loss is fused_loss:
+        assert fuse_head(wrapped) is fuse_head(wrapped)
+    optimizer = optimize()
+    for micro in range(2):  # gradients of micro-batches add up
+        rows = slice(2 * rank + micro, 2 * rank + micro + 1)
+        # The wrappers average gradients over ranks. To get their sum, the normalizer is divided by the number of ranks.
+        loss(wrapped, rows, 4 / RANKS).backward()
+    optimizer.step()
+    if loss is fused_loss:
+        fuse_head(wrapped).remove()
+        assert not is_fused(wrapped) and "forward" not in vars(base_model(wrapped))
+    return parameters(model, wrapped)
+
+
+def rank_main(rank: int, folder: Path, loss: Any = fused_loss, cases: Any = CASES) -> None:
+    dist.init_process_group("gloo")
+    results: dict[Any, Any] = {}
+    for case in cases:
+        try:
+            results[case] = run(rank, *case, loss=loss)
+        except Exception:
+            results[case] = traceback.format_exc()
     if rank == 0:
-        torch.save(gradients, folder / "gradients.pt")
+        torch.save(results, folder / "parameters.pt")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("sharded")
+    run_ranks(rank_main, RANKS, folder)
+    return torch.load(folder / "parameters.pt")
+
+
+def check_case(case: Any, result: Any) -> None:
+    assert not isinstance(result, str), result
+    model = make(case[0])
+    dense_loss(model, slice(0, 4), 4.0).backward()
+    assert {n for n, _ in model.named_parameters()} == set(result)
+    for name, p in model.named_parameters():
+        step = p.detach() - result[name]
+        if p.grad is None:
+            assert not step.any(), name
+        else:
+            assert (step - p.grad).norm() <= SHARDED_GRADIENT_RELATIVE * p.grad.norm(), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [True, False], ids=["fused, then sharded", "sharded, then fused"])
-@pytest.mark.parametrize(
-    ("how", "tied"),
-    [
-        ("root", True),
-        ("root", False),
-        ("tail", False),
-        ("head", False),
-        ("head, resharded", False),
-        ("ddp", True),
-        ("fsdp1, original parameters", False),
-        ("fsdp1, original parameters", True),
-    ],
-)
-def test_gradients_equal_those_of_one_process(how: str, tied: bool, first: bool, tmp_path: Path) -> None:
-    run_ranks(rank_main, RANKS, tmp_path, how, tied, first, imported="transformers.models.qwen3.modeling_qwen3")
-    sharded = torch.load(tmp_path / "gradients.pt")
-    model = make(tied)
-    fuse_head(model)
-    loss_of(model, slice(0, 4), normalizer=4.0).backward()
-    assert {n for n, _ in model.named_parameters()} == set(sharded)
-    for name, p in model.named_parameters():
-        assert p.grad is not None
-        assert (sharded[name] - p.grad).norm() <= SHARDED_GRADIENT_RELATIVE * p.grad.norm(), name
+@pytest.mark.parametrize("case", CASES, ids=" / ".join)
+def test_a_step_equals_that_of_one_process(case: tuple[str, str, str], sharded: Any) -> None:
+    check_case(case, sharded[case])

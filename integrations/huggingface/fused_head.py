@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from gspo_kernels.inputs.lm_head import call_inside, is_a, is_fsdp_unit, take_apart
 from gspo_kernels.validation import Checks, dtype_name
@@ -77,7 +77,13 @@ def fuse_head(model: nn.Module) -> FusedHead:
     try:
         if not any(hasattr(p, "ds_id") for p in head.parameters()):  # ZeRO-3 sets ds_id on parameters it partitions
             # Under FSDP, call the outermost unit, because only its call gathers the parameters outside other units.
-            fused.measure(next(filter(is_fsdp_unit, _unwrap(model)), base))
+            root = next(filter(is_fsdp_unit, _unwrap(model)), base)
+            fused.measure(root)
+            # FSDP2 keeps the root's parameters gathered for a backward. An optimizer that is made now would get these
+            # temporary parameters, and train nothing.
+            for unit in root.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
     except BaseException:
         fused.remove()
         raise

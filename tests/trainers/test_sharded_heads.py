@@ -41,7 +41,15 @@ HEADS: dict[str, tuple[bool, dict[str, Any] | None]] = {  # whether the head is 
 FSDP1 = {"fsdp1 above": True, "fsdp1 inside": True, "fsdp1 peft": True, "fsdp1 peft, flat": False}  # use_orig_params
 FSDP2 = ("fsdp2 above", "fsdp2 head", "fsdp2 inside", "fsdp2 both")
 WHEN = ("fused, then sharded", "sharded, then fused")
-CASES = [(head, units, when) for head in HEADS for units in ("ddp", *FSDP1, *FSDP2) for when in WHEN]
+# FSDP refuses, or unties, a tied weight in two units. So does the policy of PEFT if the embeddings are trained.
+UNTIED = {"fsdp1 inside", "fsdp2 inside", "fsdp2 both"}
+CASES = [
+    (head, units, when)
+    for head in HEADS
+    for units in ("ddp", *FSDP1, *FSDP2)
+    for when in WHEN
+    if not (HEADS[head][0] and units in UNTIED) and not (head == "tied" and "peft" in units)
+]
 
 
 def make(head: str) -> Any:
@@ -121,27 +129,29 @@ def parameters(model: Any, wrapped: Any) -> dict[str, Tensor]:
 
 
 def state(model: Any) -> dict[str, Any]:
-    """Return what `remove` must restore: classes, attributes and hooks of all modules."""
+    """Return what `remove` must restore in each module: its class, parameters, forward and hooks."""
     return {
-        name: (type(x), set(vars(x)), [[*hooks] for hooks in (x._forward_pre_hooks, x._forward_hooks)])
+        name: (type(x), {k: id(p) for k, p in x._parameters.items()}, vars(x).get("forward"), len(hooks(x)))
         for name, x in model.named_modules()
     }
 
 
+def hooks(module: Any) -> list[Any]:
+    return [*module._forward_pre_hooks, *module._forward_hooks, *module._backward_pre_hooks, *module._backward_hooks]
+
+
 def run(rank: int, head: str, units: str, when: str, loss: Any = fused_loss) -> dict[str, Tensor]:
     model = make(head)
-    optimize = lambda: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)  # noqa: E731
     if loss is fused_loss and when == WHEN[0]:
         fuse_head(model)
     wrapped = shard(model, units)
     if loss is fused_loss and when == WHEN[1]:
-        wrapped(input_ids=batch(slice(0, 1))[0])  # FSDP completes its initialization
         before = state(wrapped)
         fuse_head(wrapped).remove()
         assert state(wrapped) == before
     if loss is fused_loss:
         assert fuse_head(wrapped) is fuse_head(wrapped)
-    optimizer = optimize()
+    optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=1.0)
     for micro in range(2):  # gradients of micro-batches add up
         rows = slice(2 * rank + micro, 2 * rank + micro + 1)
         # The wrappers average gradients over ranks. To get their sum, the normalizer is divided by the number of ranks.

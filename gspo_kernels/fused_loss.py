@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .inputs.compared import head_values, policy_values
-from .inputs.head import HeadArguments, head_rows
-from .inputs.lm_head import weight_of
+from .inputs.head import HeadArguments, head_rows, moved
+from .inputs.lm_head import device_map, weight_of
 from .inputs.policy import PolicyArguments, policy_rows
 from .objective import Objective
 from .ops import loss as operators
@@ -61,7 +61,8 @@ def gspo_fused_loss(
             predicts target_ids[t]. For a causal model, pass last_hidden_state[:, :-1] and input_ids[:, 1:]. Under
             autocast, hidden and lm_head are cast as F.linear would cast them.
         lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
-            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied.
+            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied. If accelerate
+            has placed the module (`device_map`), all tensors are moved to its device, and the result to that of hidden.
         target_ids: sampled tokens, [B, T] or [N] int64. Masked positions may hold any value.
         advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. For a packed batch with N == S, [N] is
             read as per sequence. With per-token advantages, ratio="sequence" spreads a sequence's gradient evenly over
@@ -150,6 +151,8 @@ def gspo_fused_loss(
         kl_normalizer=kl_normalizer,
         cp_group=cp_group,
     )
+    head_device = device_map(lm_head)
+    head_arguments, policy_arguments = moved(head_arguments, head_device), moved(policy_arguments, head_device)
 
     with same_on_all_ranks(check, {"tp_group": tp_group, "cp_group": cp_group}, hidden) as compared:
         check.boolean("entropy", entropy)
@@ -176,4 +179,5 @@ def gspo_fused_loss(
         d_weight=head.needs.weight,
         has_backward=any(head.needs),
     )
-    return out._replace(metrics=out.metrics | work)
+    out = out._replace(metrics=out.metrics | work)
+    return moved(out, None if head_device is None else hidden.device)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .inputs.compared import head_values
-from .inputs.head import HeadArguments, head_rows
-from .inputs.lm_head import weight_of
+from .inputs.head import HeadArguments, head_rows, moved
+from .inputs.lm_head import device_map, weight_of
 from .ops import head as operators
 from .outputs import LogProbOutput
 from .ranks.agreement import same_on_all_ranks, vocabulary_group
@@ -46,7 +46,8 @@ def linear_log_probs(
         hidden: hidden states, [B, T, H] or [N, H], fp32, bf16, fp16 or fp64. hidden[t] predicts target_ids[t]; this
             function does not shift them. Under autocast, hidden and lm_head are cast as F.linear would cast them.
         lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
-            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied.
+            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied. If accelerate
+            has placed the module (`device_map`), all tensors are moved to its device, and the result to that of hidden.
         target_ids: [B, T] or [N] int64. Masked positions may hold any value, which is never used as an index.
         mask: True or 1 at unmasked tokens, [B, T] or [N], bool or 0/1. None: target_ids != -100. Masked rows cost
             nothing.
@@ -103,6 +104,8 @@ def linear_log_probs(
         tp_group=tp_group,
         reduce_hidden=reduce_hidden,
     )
+    head_device = device_map(lm_head)
+    arguments = moved(arguments, head_device)
 
     with same_on_all_ranks(check, {"tp_group": tp_group}, hidden) as compared:
         head = head_rows(check, arguments)
@@ -112,4 +115,5 @@ def linear_log_probs(
     out = operators.linear_log_probs(head.rows, head.gradient_budget, head.cache_bytes, head.backend).head
 
     shape = target_ids.shape
-    return LogProbOutput(out.log_probs.view(shape), out.entropy.view(shape) if entropy else None)
+    result = LogProbOutput(out.log_probs.view(shape), out.entropy.view(shape) if entropy else None)
+    return moved(result, None if head_device is None else hidden.device)

@@ -117,6 +117,19 @@ def head_rows(check: TensorChecks, arguments: HeadArguments) -> HeadInputs:
     )
 
 
+def moved(values: Any, device: torch.device | None) -> Any:
+    """Return a named tuple whose tensors, also those in a dictionary, are on `device`. None: return it unchanged."""
+    if device is None:
+        return values
+
+    def move(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: move(value) for name, value in x.items()}
+        return x.to(device) if isinstance(x, Tensor) else x
+
+    return type(values)(*map(move, values))
+
+
 def _of_shard(head: HeadRows, shard: Shard) -> HeadRows:
     """Return the rows for this rank's columns. A rank that holds only padding computes one column, which is ignored."""
     target_ids = head.target_ids - shard.first

@@ -142,17 +142,26 @@ def _must_be_called(module: Any) -> bool:
     """
     inner = unwrapped(module)
     hooks = [hook for x in {module, inner} for kind in _kinds_of_hooks(x) for hook in kind.values()]
-    return all(map(is_known, hooks)) and (bool(hooks) or module is not inner or placed_by_accelerate(inner))
+    known = all(owner(hook).startswith((f"{_FSDP}.", "deepspeed.")) for hook in hooks)
+    return known and (bool(hooks) or module is not inner or placed_by_accelerate(inner))
 
 
 def _kinds_of_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
-def is_known(hook: Any) -> bool:
-    """Return whether a hook only gathers and reduces parameters: those of PyTorch's wrappers and of DeepSpeed."""
-    function = getattr(hook, "func", hook)  # of a functools.partial
-    return str(getattr(function, "__module__", "")).startswith(("torch.distributed.", "deepspeed."))
+def owner(hook: Any) -> str:
+    """Return the name of the Python module that defines a hook."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", ""))  # `func` of a functools.partial
+
+
+def device_map(lm_head: Any) -> torch.device | None:
+    """Return the device to which accelerate moves the input of a head, None without accelerate's hooks."""
+    if not isinstance(lm_head, nn.Module):
+        return None
+    modules = take_apart(lm_head)
+    placed = any(placed_by_accelerate(unwrapped(x)) for x in modules.called)
+    return getattr(getattr(modules.linear, "weight", None), "device", None) if placed else None
 
 
 def weight_of(lm_head: nn.Module) -> Any:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from gspo_kernels.inputs.lm_head import call_inside, is_a, is_fsdp_unit, take_apart
+from gspo_kernels.inputs.lm_head import call_inside, is_a, is_fsdp_unit, placed_by_accelerate, take_apart
 from gspo_kernels.validation import Checks, dtype_name
 
 from .head_options import HeadError, LogitOptions, compare, identity, measure, packing_prevented
@@ -71,7 +71,9 @@ def fuse_head(model: nn.Module) -> FusedHead:
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:
         raise HeadError(f"fuse_head: model must have output embeddings, got a {type(base).__name__} without them")
-    if any(p.is_meta for p in base.parameters()):
+    # accelerate keeps offloaded parameters on the meta device, and loads them when it calls their module.
+    unplaced = (module for module in base.modules() if not placed_by_accelerate(module))
+    if any(p is not None and p.is_meta for module in unplaced for p in module._parameters.values()):
         raise HeadError(f"fuse_head: parameters of {type(base).__name__} must have values, got the meta device")
     fused = FusedHead(base, head)
     try:
@@ -211,8 +213,15 @@ class FusedHead:
             return hidden.new_zeros(*hidden.shape[:-1], 1)  # [B, T, 1], in place of the logits
 
         output = self._forward_with(capture, *args, **kwargs)
-        result = call_inside(self.head, lambda hidden: with_head(hidden, self.head, **options.kwargs()), captured[0])
-        return HeadOutput(result, output)
+        # With a device_map, `with_head` gets the hidden states on the device of the model's inputs, where its targets
+        # are. The losses move all of them to the device of the head, and the results back.
+        inputs = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *captured)
+        device = next(x.device for x in inputs if isinstance(x, Tensor))
+
+        def function(hidden: Tensor) -> Any:
+            return with_head(hidden.to(device), self.head, **options.kwargs())
+
+        return HeadOutput(call_inside(self.head, function, captured[0]), output)
 
     def _forward_with(self, function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward with `function` in place of its head. The hooks of the head do not fire."""
@@ -237,7 +246,7 @@ class FusedHead:
 
         Gradients, random number generators and quantized weights do not change.
         """
-        device = next(self.model.parameters()).device
+        device = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
         ids = torch.arange(2, device=device)[None]  # [1, 2]
         devices = [device] if device.type == "cuda" else []
         autocast = torch.autocast(device.type, enabled=False)

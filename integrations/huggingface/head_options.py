@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.inputs.lm_head import call_inside, is_known, take_apart
+from gspo_kernels.inputs.lm_head import call_inside, owner, take_apart
 from gspo_kernels.ranks.dtensors import local
 from gspo_kernels.validation import is_dtensor
 
@@ -119,7 +119,8 @@ def compare(model: Any, head: Any, probe: Probe, options: LogitOptions) -> None:
         return logits
 
     logits = _all_columns(head, probe(with_fused)).double()
-    targets, log_probs, dtype = fused_results
+    targets, log_probs, dtype = fused_results  # on the device of the head
+    targets, log_probs = targets.to(logits.device), log_probs.to(logits.device)
     expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]  # [1, 2]
     error = (log_probs.double() - expected).abs().max().item()
     allowed = 1e-4 + 8 * torch.finfo(dtype).eps * max(logits.abs().max().item(), 1.0)
@@ -184,7 +185,9 @@ def identity(head: Any) -> tuple[Any, ...]:
 
 def _hooks(head: Any) -> Iterator[Any]:
     """Yield the head's forward hooks, without those that gather and reduce sharded parameters."""
-    yield from (x for x in (*head._forward_pre_hooks.values(), *head._forward_hooks.values()) if not is_known(x))
+    for hook in (*head._forward_pre_hooks.values(), *head._forward_hooks.values()):
+        if not owner(hook).startswith(("torch.distributed.", "deepspeed.")):
+            yield hook
 
 
 def _columns(head: Any) -> int:

@@ -57,7 +57,10 @@ def train(
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run to continue, such as runs/demo.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print all options and the predicted memory, and train nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Import the rewards, print all options and the predicted memory, and train nothing."
+        ),
     ] = False,
 ) -> None:
     """Train a model with GSPO and report metrics.
@@ -83,6 +86,10 @@ def train(
     try:
         settings = trainer.read_config(config, options or (), resume)
         if dry_run:
+            for spec in settings.reward:
+                source = f"config.json of {resume}" if resume is not None else "reward="
+                said = f"# importing the reward {spec}, named by {source}: this runs its Python code"
+                console.print(said, markup=False, highlight=False, soft_wrap=True)
             console.print(trainer.forecast(settings), markup=False, highlight=False, soft_wrap=True)
             return
         report = trainer.train(settings)

@@ -16,9 +16,12 @@ def read_yaml(path: Path) -> Any:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = [self.construct_object(key) for key, _ in node.value]
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Check the keys before merge keys (`<<: *base`) add those of another mapping, which a mapping may override."""
+        node = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        names = [self.construct_object(key) for key in keys if isinstance(key, yaml.ScalarNode)]
         for name in names:
             if names.count(name) > 1:
                 Checks("from_roll").fail(str(name), "given once", Unquoted("it twice"))
-        return super().construct_mapping(node, deep)
+        return node

@@ -59,7 +59,7 @@ def train(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Import the rewards, print all options and the predicted memory, and train nothing."
+            "--dry-run", help="Import rewards, print all options and the predicted memory, and train nothing."
         ),
     ] = False,
 ) -> None:

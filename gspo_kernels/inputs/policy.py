@@ -68,7 +68,7 @@ def policy_rows(check: TensorChecks, arguments: PolicyArguments, mask: Tensor, d
     correction = _rollout_correction(check, arguments, layout, unmasked)
     rollout_metrics = {}
     if correction is not None:
-        rollout_metrics = {f"rollout_{name}": value for name, value in correction.metrics.items()}
+        rollout_metrics = {f"rollout_{name}": x for name, x in correction.metrics.items() if name != "tokens"}
         rollout = correction.weights.reshape(-1).to(dtype)
         # A token weight of 0 gives 0, even if the rollout weight is NaN.
         weights = rollout if weights is None else multiply_no_nan(weights, rollout)

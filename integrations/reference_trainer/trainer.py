@@ -23,6 +23,7 @@ from .checkpoints import WriteError
 from .config import TrainConfig
 from .data import Reward
 from .loading import pick_device, policy_of_seed, set_seed
+from .measures import numbers_of_step
 from .optimizer import Optimizer
 from .policy import PRINTABLE
 from .progress import TrainingProgress
@@ -30,7 +31,7 @@ from .report import Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
 from .sampling import Dialogue, converse, encode, fitting, padded, sampler_weights
 from .stopping import StopSignals
-from .update import NotFiniteError, TrainingError, autocast, average, mini_batches, update, with_log_probs
+from .update import NotFiniteError, TrainingError, autocast, mini_batches, update, with_log_probs
 
 REDRAW = 30.0  # seconds between refreshes of curves.png
 
@@ -165,7 +166,7 @@ class Training:
         }
 
     def train_step(self, examples: list[Example]) -> None:
-        """Sample one rollout, train on it, and write the step's metrics. Those of the loss are means over updates."""
+        """Sample one rollout, train on it, and write the step's metrics."""
         config = self.config
         step = self.step + 1
         started = time.perf_counter()
@@ -195,8 +196,8 @@ class Training:
                 "step": step,
                 **rewards.metrics(config.group_size),
                 "truncated": rollout.truncated.float().mean().item(),
-                **average(updates),
-                "clip_fraction_first_update": updates[0]["clip_fraction"],
+                **numbers_of_step(updates),
+                "clip_fraction_first_update": updates[0].numbers["clip_fraction"],
                 "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
                 "answer_tokens": tokens / config.rollout_size,
                 "max_new_tokens": limit,

@@ -45,8 +45,9 @@ def log_backwards(trainer: Any) -> None:
 
     @functools.wraps(log)
     def log_with_backwards(*args: Any, **kwargs: Any) -> Any:
-        for name, values in backwards.take().items():
-            trainer._metrics["train"][name].extend(values)  # the next log of training has their mean
+        if trainer.model.training:  # TRL distinguishes the logs of training and evaluation in the same way
+            for name, value in backwards.take().items():
+                trainer._metrics["train"][name].append(value)  # TRL logs the mean of this single value
         return log(*args, **kwargs)
 
     replace_method(trainer, "training_step", training_step)

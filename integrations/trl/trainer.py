@@ -98,8 +98,8 @@ def accelerate_trainer(
     The main process prints one line with backend, head and settings. A second call replaces the settings. With TRL
     before 1.15, TRL's own code still computes the log-probs of inputs with images, and a UserWarning says so.
 
-    The trainer logs gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share, means over the micro-batches of
-    its process since the last log. `gspo_kernels.LossOutput` documents them. `restore_trainer` undoes this function.
+    The trainer logs gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share of all tokens that its process has
+    trained on since the last log. `gspo_kernels.LossOutput` documents them. `restore_trainer` undoes this function.
 
     Args:
         gradient_budget, cache_mib: arguments of `linear_log_probs` for the training steps of the policy. None: the

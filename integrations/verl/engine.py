@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
@@ -26,7 +27,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
 
     The dict model.fused_kernel_options may contain `gradient_budget` and `cache_mib`, arguments of `linear_log_probs`
     for the updates. The metrics of an update contain gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share
-    of each micro-batch.
+    of all its tokens, on all ranks.
 
     Raises:
         ValueError: `use_fused_kernels` is set; or the budget and the coefficient of the entropy bonus are both nonzero.
@@ -63,7 +64,8 @@ class GSPOEngine(FSDPEngineWithLMHead):
         self._backwards.begin()
         output = super().train_batch(data, loss_function)
         self._backwards.collect()
-        output["metrics"] |= self._backwards.take()
+        # verl gathers the lists of all data-parallel ranks, which are equal, and averages them.
+        output["metrics"] |= {name: [value] for name, value in self._backwards.take(dist.group.WORLD).items()}
         return output
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:

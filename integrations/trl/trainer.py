@@ -6,9 +6,9 @@ import contextlib
 import inspect
 import textwrap
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -25,11 +25,35 @@ from .logs import call_before_each_batch, log_backwards, print_settings, replace
 from .model_forward import SETTINGS, ModelSettings, is_wrapped, unwrap_forward, wrap_forward
 
 _SETTINGS = "_gspo_settings"  # the attribute of a trainer that holds its BackwardSettings
+_MODELS = "_gspo_models"  # the attribute of a trainer that holds its transformers models
+_USERS = "_gspo_users"  # the attribute of a model that holds its Users
 _ASKS_THE_MODEL = hasattr(utils, "add_fused_lm_head")  # TRL 1.15 and later
 _METHOD = "_get_per_token_logps_and_entropies"
 Trainer = TypeVar("Trainer", bound=GRPOTrainer)
-_MODELS: WeakKeyDictionary[GRPOTrainer, list[Any]] = WeakKeyDictionary()  # of each accelerated trainer
-_FUSED_BEFORE: WeakSet[Any] = WeakSet()  # models that were fused before a trainer was accelerated
+
+
+class Users:
+    """The accelerated trainers of a model. A copy of the model has none."""
+
+    def __init__(self, fused_before: bool) -> None:
+        self.fused_before = fused_before  # by the user
+        self._trainers: list[weakref.ref[Any]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"fused_before": self.fused_before, "_trainers": []}
+
+    def trainers(self) -> list[Any]:
+        """Return the trainers that still exist."""
+        return [trainer for ref in self._trainers if (trainer := ref()) is not None]
+
+    def add(self, trainer: Any) -> None:
+        """Add a trainer, once."""
+        self.remove(trainer)
+        self._trainers.append(weakref.ref(trainer))
+
+    def remove(self, trainer: Any) -> None:
+        """Remove a trainer, and those that no longer exist."""
+        self._trainers = [weakref.ref(x) for x in self.trainers() if x is not trainer]
 
 
 class GSPOTrainer(GRPOTrainer):
@@ -128,9 +152,14 @@ def accelerate_trainer(
     warn_of_settings_that_never_clip(trainer, stacklevel=4)
     models: list[Any] = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
     models = list(dict.fromkeys(base_model(trainer.accelerator.unwrap_model(model)) for model in models))
-    _FUSED_BEFORE.update(base for base in models if is_fused(base) and not _trainers_of(base))
+    fused_before = [is_fused(base) for base in models]
     heads = [fuse_head(base) for base in models]
-    _MODELS[trainer] = list(dict.fromkeys([*models, *_MODELS.get(trainer, ())]))  # `trainer.model` may be a new one
+    for base, was_fused in zip(models, fused_before, strict=True):
+        if _USERS not in vars(base) or not was_fused:
+            setattr(base, _USERS, Users(was_fused))
+        vars(base)[_USERS].add(trainer)
+    earlier = vars(trainer).get(_MODELS, [])  # `trainer.model` may be a new one
+    setattr(trainer, _MODELS, list(dict.fromkeys([*models, *earlier])))
     for base in models:
         if _ASKS_THE_MODEL and not is_wrapped(base):
             wrap_forward(base)
@@ -141,7 +170,7 @@ def accelerate_trainer(
     _use_settings(trainer, models)
     if previous is None:
         log_backwards(trainer)
-        call_before_each_batch(trainer, lambda: _use_settings(trainer, _MODELS[trainer]))
+        call_before_each_batch(trainer, lambda: _use_settings(trainer, vars(trainer)[_MODELS]))
     if previous != settings:
         print_settings(trainer, heads[0], settings)
     return trainer
@@ -166,31 +195,29 @@ def restore_trainer(trainer: Trainer) -> Trainer:
     check = Checks("restore_trainer")
     if not isinstance(trainer, GRPOTrainer):
         check.fail("trainer", "a GRPOTrainer", Unquoted(f"a {type(trainer).__name__}"), TypeError)
-    if trainer not in _MODELS:
+    if _MODELS not in vars(trainer):
         got = Unquoted(f"a {type(trainer).__name__} that is not accelerated")
         check.fail("trainer", "one that accelerate_trainer or GSPOTrainer has accelerated", got)
     tuner_layer = getattr(grpo_trainer, "BaseTunerLayer", ())
-    if _ASKS_THE_MODEL and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in _MODELS[trainer]):
+    models = vars(trainer)[_MODELS]
+    if _ASKS_THE_MODEL and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in models):
         check.fail("trainer", "of a model without an adapter on its head", Unquoted("one, which TRL would ignore"))
     restore_methods(trainer, check)
     delattr(trainer, _SETTINGS)
-    for base in _MODELS.pop(trainer):
-        others = _trainers_of(base)
+    delattr(trainer, _MODELS)
+    for base in models:
+        users = vars(base)[_USERS]
+        users.remove(trainer)
+        others = users.trainers()
         if others:
             _use_settings(others[0], [base])
             continue
+        delattr(base, _USERS)
         unwrap_forward(base)
-        if base in _FUSED_BEFORE:
-            _FUSED_BEFORE.remove(base)
-        else:
+        if not users.fused_before:
             with contextlib.suppress(HeadError):  # enclosed by another wrapper
                 fuse_head(base).remove()
     return trainer
-
-
-def _trainers_of(model: Any) -> list[GRPOTrainer]:
-    """Return the accelerated trainers that use the model."""
-    return [trainer for trainer, models in _MODELS.items() if any(x is model for x in models)]
 
 
 def _check(trainer: GRPOTrainer) -> None:

@@ -183,7 +183,8 @@ def backward_settings(
         config.cache_mib if cache_mib is None else cache_mib,
     )
     settings.check(place)
-    backend_variable(), cache_variable()  # raise errors of the environment before a model is loaded
+    for check_variable in (backend_variable, cache_variable):  # before a model is loaded
+        check_variable()
     if settings.gradient_budget > 0 and has_bonus:
         expected = "0 with an entropy bonus (entropy_coef, use_adaptive_entropy), whose error it would not bound"
         Checks(place).fail("gradient_budget", expected, Unquoted(f"{settings.gradient_budget:g}"))

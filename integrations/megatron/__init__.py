@@ -19,7 +19,7 @@ S / TP of the S positions. Results are [B, S], as Megatron's labels.
 
 from gspo_kernels.extras import needs
 
-with needs(__name__, "megatron", "megatron"):
+with needs(__name__, "megatron", "megatron", "megatron.core"):  # other packages are in the namespace megatron, too
     from .output_layer import Targets, local_cu_seqlens, model_log_probs, output_processor
 
 __all__ = ["Targets", "local_cu_seqlens", "model_log_probs", "output_processor"]

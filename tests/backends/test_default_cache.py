@@ -92,15 +92,15 @@ def test_the_public_functions_keep_the_default_if_there_is_a_backward(monkeypatc
         assert gspo_fused_loss(hidden, weight, ids, advantages, **options).metrics["passes"] == 1
 
 
-@pytest.mark.parametrize("memory", [24 * 2**30, H100])
+@pytest.mark.parametrize("gpu_memory", [24 * 2**30, H100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("n", "h", "v"), [(8192, 4096, 151_936), (512, 2304, 256_000), (32_768, 896, 32_000)])
 @pytest.mark.parametrize("architecture", TABLES)
 def test_memory_with_the_default_is_within_the_formula(
-    architecture: str, n: int, h: int, v: int, dtype: torch.dtype, memory: int, monkeypatch: pytest.MonkeyPatch
+    architecture: str, n: int, h: int, v: int, dtype: torch.dtype, gpu_memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Count the bytes of a step on meta tensors, with every table of block shapes."""
-    see_gpus(monkeypatch, memory)
+    see_gpus(monkeypatch, gpu_memory)
     if architecture.startswith("gfx"):
         monkeypatch.setattr(torch.version, "hip", "7.0")
     size = cache_limit(CALL, None, torch.device("cuda"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.ranks import run_ranks
+from helpers.verl_worker import run_ranks
 
 pytest.importorskip("verl")
 pytest.importorskip("megatron.core")

@@ -51,11 +51,6 @@ def describe(x: object) -> str:
     return text if len(text) <= 120 and "\n" not in text else f"a value of type {type(x).__name__}"
 
 
-def is_dtensor(x: Any) -> bool:
-    """Return whether `x` is a DTensor, without importing the module that defines it."""
-    return type(x).__name__ == "DTensor"
-
-
 def up_to_five(wrong: Tensor) -> list[float]:
     """Return at most five distinct values out of the first 1,000 of `wrong`, or [NaN] if any value is NaN."""
     return list(dict.fromkeys(wrong[:1000].tolist()))[:5] if not wrong.isnan().any() else [math.nan]

@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 
 from ..extras import MissingExtraError
-from . import bench_table
 from .doctor.report import compile_kernels, diagnose, memory_of
 
 app = typer.Typer(
@@ -223,7 +222,8 @@ def bench(
     Gradients are first compared with float64, and candidates whose gradients are wrong are not timed. Timed runs
     alternate between candidates. Peak memory is measured in a separate process.
     """
-    from . import bench_command
+    from gspo_kernels.benchmarks import bench_table
+    from gspo_kernels.benchmarks.suites import bench_command
 
     batch = dict(model=model, tokens=tokens, against=against, scenario=scenario)
     console = Console(quiet=as_json)

@@ -76,7 +76,9 @@ def gspo_fused_loss(
         ref_log_probs: log-probs of the reference policy, in the shape of target_ids, fp32 or fp64; required if
             objective.kl_coef > 0. Treated as a constant.
         rollout_log_probs: log-probs reported by the sampler, fp32 or fp64. Required with
-            objective.rollout_correction, not allowed without it.
+            objective.rollout_correction, not allowed without it. NaN is invalid if it makes the weight of a token NaN
+            whose advantage and token weight are not 0. For a weight of 1, as in TRL, pass
+            torch.where(rollout_log_probs.isnan(), old_log_probs, rollout_log_probs).
         token_weights: weights of the policy term, [B, 1], [B, T] or [N]. They do not affect the KL term or the entropy
             bonus. Tokens with weight 0 still count in the metrics and in the ratio of their sequence. Treated as a
             constant.

@@ -54,7 +54,9 @@ def policy_loss(
             objective.kl_coef > 0; NaN at an unmasked token then makes the loss NaN. If kl_coef is 0, the KL is only a
             metric. Treated as a constant.
         rollout_log_probs: log-probs reported by the sampler, fp32 or fp64. Required with
-            objective.rollout_correction, not allowed without it.
+            objective.rollout_correction, not allowed without it. NaN is invalid if it makes the weight of a token NaN
+            whose advantage and token weight are not 0. For a weight of 1, as in TRL, pass
+            torch.where(rollout_log_probs.isnan(), old_log_probs, rollout_log_probs).
         token_weights: weights of the policy term, [B, 1], [B, T] or [N]. They do not affect the KL term or the entropy
             bonus. In metrics and in the ratio of a sequence, a token with weight 0 counts like any other. Treated as a
             constant.

@@ -316,6 +316,22 @@ def test_a_rollout_of_several_samples_is_refused(batch: Rollout, slime_loss: Non
         call_slime(batch, batch.log_probs, denominators=shared)
 
 
+def test_a_token_that_the_sampler_could_not_score_has_weight_one(
+    batch: Rollout, slime_loss: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reports NaN for it. As in TRL, its importance weight is 1."""
+    of_engine = engine(batch)
+    unscored = torch.rand(of_engine.shape, generator=torch.Generator().manual_seed(2)) < 0.2
+    corrected = Objective(rollout_correction=RolloutCorrection(high=1.2))
+    for seam in (slime, skyrl, swift, openrlhf):
+        losses = []
+        for replacement in (torch.nan, batch.old):
+            sampled = torch.where(unscored, replacement, of_engine)
+            monkeypatch.setattr(sys.modules[__name__], "engine", lambda _, sampled=sampled: sampled)
+            losses.append(seam(batch, batch.log_probs, objective=corrected)[0])
+        assert torch.equal(*losses) and losses[0].isfinite()
+
+
 # SkyRL: skyrl/backends/skyrl_train/utils/{ppo_utils,off_policy_correction_utils}.py.
 
 

@@ -60,6 +60,18 @@ FAULTS: dict[str, Fault] = {
         "weights if weights is None else multiply_no_nan(weights, rollout)",
         "sampler_mismatch::test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero[torch-token]",
     ),
+    "a NaN of the sampler not counted": (
+        "policy_rows",
+        "_check_nan(check, arguments.rollout_log_probs, unmasked, in_loss & rollout.isnan())",
+        "pass",
+        "unchecked_values::test_a_nan_of_the_sampler_is_counted_once_per_weight[torch-token-1]",
+    ),
+    "a field of the objective as an argument not named": (
+        "names_misplaced_fields.checked",
+        "name in _FIELDS",
+        "False",
+        "bad_inputs::test_a_field_of_the_objective_as_an_argument_is_named[policy_loss]",
+    ),
     "LoRA on the head ignored": (
         "resolve",
         "return Head(weight, bias, *_low_rank_term(check, lora, hidden, mask, tp_group))",

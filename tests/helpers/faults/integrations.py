@@ -133,7 +133,7 @@ FAULTS: dict[str, Fault] = {
         "trainers/trl::test_policy_and_reference_model_return_a_mean_loss_over_labels",
     ),
     "reference model not accelerated": (
-        "accelerate_trainer",
+        "_accelerate",
         '[x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]',
         "[trainer.model]",
         "trainers/trl::test_policy_and_reference_model_return_a_mean_loss_over_labels",
@@ -157,8 +157,8 @@ FAULTS: dict[str, Fault] = {
         "trainers/trl_budget::test_the_last_call_decides_and_each_change_is_printed_once",
     ),
     "trainers of one model share their settings": (
-        "accelerate_trainer",
-        "call_before_each_batch(trainer, lambda: _use_settings(trainer, _MODELS[trainer]))",
+        "_accelerate",
+        "call_before_each_batch(trainer, lambda: _use_settings(trainer, vars(trainer)[_MODELS]))",
         "pass",
         "trainers/trl_budget::test_trainers_of_one_model_use_their_own_settings",
     ),
@@ -511,13 +511,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "restore_trainer takes a shared model from the other trainer": (
         "restore_trainer",
-        "others = _trainers_of(base)",
+        "others = users.trainers()",
         "others = []",
         "trainers/trl_restore::test_trainers_that_share_a_model_are_restored_one_by_one",
     ),
     "restore_trainer removes the user's FusedHead": (
         "restore_trainer",
-        "base in _FUSED_BEFORE",
+        "users.fused_before",
         "False",
         "trainers/trl_restore::test_a_model_that_the_user_fused_stays_fused",
     ),
@@ -535,8 +535,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "restore_trainer accepts a head whose adapter TRL ignores": (
         "restore_trainer",
-        "_ASKS_THE_MODEL and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in _MODELS[trainer])",
-        "False and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in _MODELS[trainer])",
+        "ASKS_THE_MODEL and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in models)",
+        "False",
         "trainers/trl_restore::test_a_head_with_an_adapter_is_refused",
     ),
     "log-probs of the sampler at temperature 1": (
@@ -550,6 +550,60 @@ FAULTS: dict[str, Fault] = {
         "parameter.data = data",
         "pass",
         "integrations/trainer_mismatch::test_rounded_weights_sample_and_the_exact_ones_come_back",
+    ),
+    "models of deleted trainers are held": (
+        "_accelerate",
+        "vars(base)[_USERS].add(trainer)",
+        "Users.last = vars(base)[_USERS].add(trainer) or models",
+        "trainers/trl_restore::test_a_deleted_trainer_frees_its_models_by_one_collection[False-False]",
+    ),
+    "a deep copy runs the original": (
+        "_method_of",
+        "forward if function is None else types.MethodType(function, model)",
+        "forward",
+        "trainers/trl_restore::test_a_copy_of_a_trainers_model_can_be_trained[False-deepcopy]",
+    ),
+    "a pickled model counts as fused": (
+        "lost_to_pickle",
+        "method.__func__ is type(method.__self__).forward",
+        "False",
+        "huggingface::test_a_copied_model_has_its_own_fused_head[pickled]",
+    ),
+    "a changed scale of logits not noticed": (
+        "FusedHead._identity",
+        "return *identity(self.head), *numbers",
+        "return identity(self.head)",
+        "huggingface::test_a_changed_number_is_noticed_by_the_next_call[scale of the model]",
+    ),
+    "logit_options of a changed model are outdated": (
+        "logit_options",
+        "fused.measure(_callable(model))",
+        "pass",
+        "huggingface::test_a_changed_number_is_noticed_by_the_next_call[soft-cap removed]",
+    ),
+    "num_iterations replaces the four mini-batches": (
+        "GSPOConfig.__post_init__",
+        "batch_size is None",
+        "batch_size is None and self.num_iterations == 1",
+        "trainers/trl_settings::test_default_settings_clip_in_training[1-2]",
+    ),
+    "the version of TRL that knows sequence_token not named": (
+        "_check_loss",
+        "level == TOKEN_LEVEL and not HAS_GSPO_TOKEN",
+        "False",
+        "trainers/trl_settings::test_the_level_of_gspo_token_is_accepted_where_its_trainer_can_be_imported",
+    ),
+    "GSPOTrainer checks settings after it has loaded the model": (
+        "GSPOTrainer.__init__",
+        "_settings_of_gspo_trainer(type(self), args)",
+        "BackwardSettings()",
+        "trainers/trl_settings::test_gspo_trainer_refuses_settings_before_it_loads_the_model[a budget set later]",
+    ),
+    "a token that the sampler could not score makes the loss NaN": (
+        "loss_of_log_probs",
+        'torch.where(rollout.isnan(), options["old_log_probs"], rollout)',
+        "rollout",
+        "seams::test_a_token_that_the_sampler_could_not_score_has_weight_one",
     ),
     "the model card names GRPO": (
         "GSPOTrainer",

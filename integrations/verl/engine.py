@@ -99,15 +99,16 @@ class _Score:
 
     Args:
         args: the second result of verl's `prepare_model_inputs`.
-        entropy_is_only_logged: with a gradient budget, return entropies without a gradient.
+        entropy_is_only_logged: return entropies without a gradient.
     """
 
     def __init__(
         self, micro_batch: Any, args: dict[str, Any], settings: BackwardSettings, entropy_is_only_logged: bool
     ) -> None:
         self.settings = settings
-        # verl adds the entropies to the loss even with a coefficient of 0, and a budget allows them no gradient.
-        self.detach_entropy = entropy_is_only_logged and settings.gradient_budget > 0
+        # verl adds the entropies to the loss even with a coefficient of 0. Their gradients would be zeros, which take a
+        # slower kernel, and a budget allows none.
+        self.detach_entropy = entropy_is_only_logged
         self.entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
         self.targets = args["input_ids_rmpad_rolled"]  # [N], the next token of every position
         self.mask = _predicts_response(micro_batch, len(self.targets))

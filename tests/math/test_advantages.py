@@ -138,7 +138,7 @@ def test_equal_rewards_of_the_others_are_not_divided() -> None:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_outliers_follow_the_formula(name: str, dtype: torch.dtype) -> None:
     """The penalty of one answer must not cost digits of the others' standard deviation."""
     rewards = 0.3 * torch.randn(26, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

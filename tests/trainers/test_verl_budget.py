@@ -14,6 +14,8 @@ from helpers.tile_choices import choices, d_logits, kept, small_tiles
 from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker, run_ranks
 from tolerance import DROPPED_MASS_RELATIVE, TRAINER_GRADIENT_RELATIVE
 
+from gspo_kernels.backends.triton.launch import launches
+
 if importlib.util.find_spec("verl") is None:  # only the ranks import verl, after setting its variables
     pytest.skip("verl is not installed", allow_module_level=True)
 
@@ -91,6 +93,23 @@ def cache_main(rank: int, folder: Path) -> None:
 
 def test_a_cache_keeps_log_probs_and_gradients(tmp_path: Path) -> None:
     run_ranks(cache_main, 1, tmp_path)
+
+
+def entropy_main(rank: int, folder: Path) -> None:
+    start()
+    os.environ["GSPO_BACKEND"] = "triton"
+    for coefficient in (0.0, 0.01):
+        worker = make_worker(folder / str(coefficient), True, {**BASE, "entropy": coefficient})
+        with launches() as seen:
+            metrics, _ = update(worker)
+        variants = {x.arguments["d_entropy"] is not None for x in seen if x.kernel.__name__ == "gradient_tile"}
+        assert variants == {coefficient != 0}
+        assert min(metrics["actor/entropy_loss"]) > 0
+
+
+def test_entropies_that_are_only_logged_have_no_backward(tmp_path: Path) -> None:
+    """verl adds them to the loss even with a coefficient of 0, so their gradients would be zeros."""
+    run_ranks(entropy_main, 1, tmp_path)
 
 
 def two_ranks_main(rank: int, folder: Path) -> None:

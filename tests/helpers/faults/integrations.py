@@ -199,6 +199,24 @@ FAULTS: dict[str, Fault] = {
         "attended[:, :logits_to_keep]",
         "trainers/trl::test_log_probs_before_trl_1_15_equal_those_of_logits",
     ),
+    "verl: entropies that are only logged have a gradient": (
+        "verl/engine:_Score.__init__",
+        "self.detach_entropy = entropy_is_only_logged",
+        "self.detach_entropy = entropy_is_only_logged and settings.gradient_budget > 0",
+        "trainers/verl_budget::test_entropies_that_are_only_logged_have_no_backward",
+    ),
+    "verl's loss_scale_factor ignored": (
+        "verl/policy_loss:gspo_policy_loss",
+        'batch.get("loss_scale_factor") or response_mask.shape[1]',
+        "response_mask.shape[1]",
+        "trainers/verl_engine::test_the_policy_loss_ignores_masked_tokens_and_warns_of_weights_by_length",
+    ),
+    "the rewards of earlier turns subtracted from the total": (
+        "advantages_of_turns",
+        "reward - sum(row) + sum(row[k:])",
+        "reward - sum(row[:k])",
+        "trainer_options::test_the_advantage_of_a_turn_comes_from_the_rewards_from_this_turn_on",
+    ),
     "verl's bounds swapped": (
         "clip_window",
         "low, high = config.clip_ratio_low, config.clip_ratio_high",

@@ -22,7 +22,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BACKENDS = ("cpu", "cuda", "rocm")  # those that we test or compile for
-LEFT_OUT = ("tools", "extras.py", "__pycache__")  # the `gspo` command
+LEFT_OUT = (
+    "tools",
+    "memory.py",
+    "extras.py",
+    "__pycache__",
+)  # the `gspo` command, and what only it and the trainer use
 
 
 def write(folder: Path) -> None:

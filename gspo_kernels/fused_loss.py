@@ -10,13 +10,14 @@ from .inputs.compared import head_values, policy_values
 from .inputs.head import HeadArguments, head_rows
 from .inputs.lm_head import weight_of
 from .inputs.policy import PolicyArguments, policy_rows
-from .objective import Objective
+from .objective import Objective, names_misplaced_fields
 from .ops import loss as operators
 from .outputs import LossOutput, loss_output, work_metrics
 from .ranks.agreement import process_group, same_on_all_ranks, vocabulary_group
 from .validation import TensorChecks
 
 
+@names_misplaced_fields
 def gspo_fused_loss(
     hidden: Tensor,
     lm_head: Tensor | nn.Module,

@@ -11,13 +11,14 @@ from .backends.dispatch import pick_backend
 from .inputs.compared import policy_values
 from .inputs.head import token_mask
 from .inputs.policy import PolicyArguments, policy_rows
-from .objective import Objective
+from .objective import Objective, names_misplaced_fields
 from .ops import loss as operators
 from .outputs import LossOutput, loss_output
 from .ranks.agreement import process_group, same_on_all_ranks
 from .validation import TensorChecks
 
 
+@names_misplaced_fields
 def policy_loss(
     log_probs: Tensor,
     advantages: Tensor,
@@ -103,6 +104,8 @@ def policy_loss(
     with same_on_all_ranks(check, {"cp_group": cp_group}, log_probs) as compared:
         packed = cu_seqlens is not None
         text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
+        if packed and isinstance(log_probs, Tensor) and log_probs.shape[:-1] == (1,):
+            text += " (pass log_probs[0])"
         check.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
         unmasked = token_mask(check, mask, log_probs, log_probs.device)
         check.sign("log_probs", log_probs.detach(), unmasked)

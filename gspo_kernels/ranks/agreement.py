@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import validation
-from ..validation import TensorChecks, Unquoted, dtype_name, is_dtensor
+from ..validation import TensorChecks, Unquoted, dtype_name
+from .dtensors import is_dtensor
 
 # Values with one entry per token. Entries at masked tokens are arbitrary and not compared.
 PER_TOKEN = (

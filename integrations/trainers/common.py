@@ -35,9 +35,15 @@ def check_settings(place: str, objective: Objective, settings: Mapping[str, tupl
 def loss_of_log_probs(
     log_probs: Tensor, advantages: Tensor, mask: Tensor, *, rollout: Tensor | None, objective: Objective, **options: Any
 ) -> LossOutput:
-    """Call `policy_loss`. Pass the engine's log-probs `rollout` only if the objective reads them."""
-    correction = rollout if objective.rollout_correction else None
-    return policy_loss(log_probs, advantages, mask=mask, rollout_log_probs=correction, objective=objective, **options)
+    """Call `policy_loss`. Pass the engine's log-probs `rollout` only if the objective reads them.
+
+    vLLM reports NaN for a token that it cannot score. As in TRL, such a token gets the weight 1.
+    """
+    if rollout is None or not objective.rollout_correction:
+        rollout = None
+    elif options.get("old_log_probs") is not None:
+        rollout = torch.where(rollout.isnan(), options["old_log_probs"], rollout)
+    return policy_loss(log_probs, advantages, mask=mask, rollout_log_probs=rollout, objective=objective, **options)
 
 
 def offsets(lengths: Sequence[int], like: Tensor) -> Tensor:

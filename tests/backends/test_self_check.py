@@ -52,8 +52,9 @@ def test_correct_kernels_pass(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("device")
-def test_correct_kernels_of_the_loss_pass_in_float64() -> None:
-    assert kernel_check.run_check(DEVICE, torch.float64, "loss") is None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_name)
+def test_correct_kernels_of_the_loss_pass(dtype: torch.dtype) -> None:
+    assert kernel_check.run_check(DEVICE, dtype, "loss") is None
 
 
 @pytest.mark.slow

@@ -24,8 +24,8 @@ from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.integrations import backwards
 from gspo_kernels.integrations.backwards import METRICS, BackwardMetrics, describe_backend
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
+from gspo_kernels.integrations.trl.config import ASKS_THE_MODEL
 from gspo_kernels.integrations.trl.model_forward import is_wrapped
-from gspo_kernels.integrations.trl.trainer import _ASKS_THE_MODEL
 
 BUDGET = 1e-2
 KEYS = [f"gspo/{name}" for name in METRICS]
@@ -243,7 +243,7 @@ def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatc
         assert set(calls) == {settings}
 
 
-@pytest.mark.skipif(not _ASKS_THE_MODEL, reason="before TRL 1.15, the forward of the model is not replaced")
+@pytest.mark.skipif(not ASKS_THE_MODEL, reason="before TRL 1.15, the forward of the model is not replaced")
 def test_a_replaced_forward_is_warned_of(tmp_path: Path) -> None:
     options: dict[str, Any] = SEQUENCE | {"num_iterations": 1, "max_steps": 1}
     first = make_trainer(GSPOTrainer, peaked_model(tmp_path / "model", 20.0), tmp_path, **options)

@@ -126,7 +126,7 @@ def memory_of(
             raise typer.BadParameter(
                 f"expected one architecture with --memory, got {', '.join(architectures)}", param_hint="--architecture"
             )
-    from . import memory
+    from ... import memory
 
     architecture = architectures[0] if architectures else None
     planned = memory.plan(memory.Batch(n, width, vocab, *ranks), None if name is None else DTYPES[name], architecture)

@@ -252,7 +252,7 @@ FAULTS: dict[str, Fault] = {
         "Operator.__init__",
         "f'{NAMESPACE}::{name}'",
         "f'gspo_kernels::{name}'",
-        "imports::test_a_copy_under_another_name_works_next_to_the_package",
+        "house::test_a_copy_under_another_name_works_next_to_the_package",
     ),
     "a version outside of the supported range has no remark": (
         "packages:packages",

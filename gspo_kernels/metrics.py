@@ -111,14 +111,14 @@ def _names(check: TensorChecks, parts: Sequence[Mapping[str, Tensor]]) -> list[s
             if not isinstance(value, Tensor) or value.ndim:
                 check.fail(f"{name} in parts", "a tensor []", value, TypeError)
         for name in part.keys() ^ parts[0].keys():
-            check.fail("parts", "the same metrics in all parts", Unquoted(f"{name!r} in only some"))
+            check.fail("parts", "dicts with the same keys", Unquoted(f"{name!r} only in some"))
     names = list(parts[0])
     for name in names:
         if name not in SUMS and not _components(name) and _divisor(name) is None:
-            check.fail("parts", "only metrics of gspo_kernels", Unquoted(repr(name)))
+            check.fail("parts", "metrics of gspo_kernels", Unquoted(repr(name)))
         for needed in (_divisor(name), *_components(name)):
             if needed not in (None, *names):
-                check.fail("parts", f"{needed!r}, which is needed to combine {name!r}", Unquoted("none"))
+                check.fail("parts", f"dicts with {needed!r}, which combines {name!r}", Unquoted("none"))
     return names
 
 

@@ -1,6 +1,6 @@
 """Check the Triton kernels on small ragged batches against float64: loss, forward, backward, cache, gradient budget.
 
-`run_check` needs a few MiB, and spends most of its time compiling kernels: TODO. It calls the backend's functions directly,
+`run_check` needs a few MiB, and spends most of its time compiling kernels. It calls the backend's functions directly,
 without autograd or collectives. `self_check.py` decides when it runs.
 """
 

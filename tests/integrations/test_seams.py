@@ -323,7 +323,7 @@ def test_a_token_that_the_sampler_could_not_score_has_weight_one(
     of_engine = engine(batch)
     unscored = torch.rand(of_engine.shape, generator=torch.Generator().manual_seed(2)) < 0.2
     corrected = Objective(rollout_correction=RolloutCorrection(high=1.2))
-    for seam in (slime, skyrl, swift, openrlhf):
+    for seam in (call_slime, call_skyrl, call_swift, call_openrlhf):
         losses = []
         for replacement in (torch.nan, batch.old):
             sampled = torch.where(unscored, replacement, of_engine)

@@ -30,9 +30,10 @@ HOUSE = (
 BACKENDS = (
     {"workspace"},
     {"precision", "rows"},
-    {"check_samples", "live_tiles"},
+    {"live_tiles"},
     {"torch", "triton"},
-    {"adapter", "kernel_check"},
+    {"adapter", "check_samples"},
+    {"kernel_check"},
     {"self_check"},
     {"dispatch"},
 )

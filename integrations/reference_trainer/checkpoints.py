@@ -87,9 +87,9 @@ def replacing(path: Path) -> Iterator[Path]:
         WriteError: the system refuses. What was at `path` is still there.
     """
     partial, replaced = (path.with_name(f"{path.name}.{suffix}") for suffix in ("partial", "replaced"))
-    remove(partial)  # of a process that was killed
     try:
         with naming(path):
+            remove(partial)  # of a process that was killed
             yield partial
             if partial.is_dir() and path.is_dir():  # a folder replaces only an empty folder
                 remove(replaced)
@@ -98,8 +98,9 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         if replaced.is_dir() and not path.exists():
             replaced.rename(path)
-        remove(partial)
-        remove(replaced)
+        with suppress(OSError):  # an error of the block is the one to raise
+            remove(partial)
+            remove(replaced)
 
 
 @contextmanager
@@ -126,9 +127,8 @@ def system_error(error: BaseException | None) -> BaseException | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder, if there is one and the system allows it."""
-    with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    """Remove a file or folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -155,9 +155,17 @@ def train_where_nothing_can_be_written(rank: int, folder: Path) -> None:
     with pytest.raises(InputError, match=r"demo is in use: another process"):
         train(config_of(folder))
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    (folder / "other" / "checkpoint.pt").mkdir(parents=True, exist_ok=True)  # a file cannot replace a folder
-    with pytest.raises(TrainingError, match=r"checkpoint\.pt cannot be written: .*Is a directory"):
-        train(config_of(folder, name="other", overwrite=True, parallel="fsdp2"))
+    original = RunFolder.save_checkpoint
+
+    def blocked(self: RunFolder, state: dict[str, Any]) -> None:
+        self.checkpoint.mkdir(exist_ok=True)  # a file cannot replace a folder
+        original(self, state)
+
+    with (
+        patch.object(RunFolder, "save_checkpoint", blocked),
+        pytest.raises(TrainingError, match=r"checkpoint\.pt cannot be written: .*Is a directory"),
+    ):
+        train(config_of(folder, name="other", parallel="fsdp2"))
 
 
 @pytest.mark.slow

@@ -311,4 +311,5 @@ def test_a_copy_of_a_trainers_model_can_be_trained(
     assert all(torch.equal(x, y) for x, y in zip(first.model.parameters(), before, strict=True))
     assert not all(torch.equal(x, y) for x, y in zip(second.model.parameters(), before, strict=True))
     restore_trainer(second)
-    assert traces(second) == [] and traces(first)
+    enclosed = trained and copied_by is copy.deepcopy  # by accelerate's wrapper, so our forward stays
+    assert bool(traces(second)) == enclosed and traces(first)

@@ -10,7 +10,9 @@ import yaml
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = (ROOT / "pyproject.toml").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
-JOBS = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+JOBS, WEEKLY = (
+    yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())["jobs"] for name in ("ci.yml", "versions.yml")
+)
 
 
 def test_the_commit_hooks_run_the_pinned_linter() -> None:
@@ -30,6 +32,18 @@ def test_ci_runs_targets_of_the_makefile() -> None:
         assert re.search(rf"^{re.escape(target)}:", MAKEFILE, re.MULTILINE), target
     assert [command for command in commands if not command.startswith("make ")] == [".venv/bin/python -m pytest -m gpu"]
     assert "inputs.gpu" in JOBS["gpu"]["if"]
+
+
+def test_ci_runs_every_pair_of_torch_and_triton_in_the_makefile_every_week() -> None:
+    (pairs,) = re.findall(r"^PAIRS := (.*)$", MAKEFILE, re.MULTILINE)
+    assert WEEKLY["pairs"]["strategy"]["matrix"]["pair"] == pairs.split()
+    assert [job["steps"][-1]["run"] for job in WEEKLY.values()] == ["make pair-${{ matrix.pair }}", "make test-newest"]
+    pinned = re.findall(r"^(?:torch|triton)==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert "-".join(pinned) in pairs.split()
+    rows = re.findall(
+        r"^\| ([\d.]+) \| ([\d.]+) \|.* weekly", (ROOT / "docs" / "versions.md").read_text(), re.MULTILINE
+    )
+    assert ["-".join(row) for row in rows] == pairs.split()
 
 
 def test_ci_runs_every_python_version_of_the_classifiers() -> None:

@@ -278,4 +278,22 @@ FAULTS: dict[str, Fault] = {
         "True",
         "doctor::test_versions_are_listed_as_installed_tested_and_supported",
     ),
+    "a spill is allowed with every Triton": (
+        "compile_gate:spills_allowed",
+        "kernel == 'forward_tile' and triton.__version__.startswith('3.8.')",
+        "kernel == 'forward_tile'",
+        "doctor::test_spills_are_allowed_only_where_they_are_known_and_then_reported",
+    ),
+    "a build for CPUs is newer than the tested release": (
+        "packages:packages",
+        "Version(Version(installed).public)",
+        "Version(installed)",
+        "doctor::test_torch_and_triton_that_are_newer_than_tested_are_named_with_the_result_of_their_checks",
+    ),
+    "checks of a newer Triton pass if those of the torch backend do": (
+        "diagnosis:newer_than_tested",
+        "package.name == 'torch' or c.backend == 'triton'",
+        "package.name == 'torch' or c.backend == 'torch'",
+        "doctor::test_torch_and_triton_that_are_newer_than_tested_are_named_with_the_result_of_their_checks",
+    ),
 }

@@ -43,7 +43,8 @@ NAMES = (
 WORK_NAMES = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes", "gradient_mass")
 
 # `combine` adds SUMS. It weights means by their divisor, and takes extremes over the parts whose divisor is not 0.
-SUMS = ("tokens", "sequences", "ratios", "gradient_mass", "invalid")
+COUNTS = ("tokens", "sequences", "ratios", "gradient_mass")
+SUMS = (*COUNTS, "invalid")
 DIVISORS = {
     **dict.fromkeys(("clip_fraction", "clip_fraction_low", "clip_fraction_high"), "sequences"),
     **dict.fromkeys(("token_clip_fraction", "token_clip_fraction_low", "token_clip_fraction_high"), "tokens"),

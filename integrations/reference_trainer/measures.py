@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import LossOutput
-from gspo_kernels.metrics import SUMS, combine
+from gspo_kernels.metrics import COUNTS, combine
 
 MEANS = ("loss", "router_aux_loss", "grad_norm")  # a step has their means over its updates
 
@@ -93,7 +93,7 @@ def numbers(measures: Measures) -> dict[str, float]:
     router_changed: share of experts that differ from the old policy's; only if they were recorded.
     """
     tokens, mean, variance = measures.log_ratios[measures.log_ratios[:, 0] > 0].unbind(1)  # of non-empty answers
-    shown = {name: x.item() for name, x in measures.metrics.items() if name not in SUMS or name == "invalid"}
+    shown = {name: x.item() for name, x in measures.metrics.items() if name not in COUNTS}
     # The variance of all tokens is the mean variance within answers plus the variance of the answers' means.
     center = (tokens * mean).sum() / tokens.sum()
     of_tokens = (tokens * (variance + (mean - center).square())).sum() / tokens.sum()

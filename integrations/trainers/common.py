@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import LossOutput, Objective, policy_loss
+from gspo_kernels.metrics import COUNTS
 from gspo_kernels.validation import Checks
 
 GSPO = Objective()
@@ -52,12 +53,14 @@ def offsets(lengths: Sequence[int], like: Tensor) -> Tensor:
 
 
 def logged_metrics(out: LossOutput, **trainer_names: str) -> dict[str, Tensor]:
-    """Return all metrics as "gspo/<name>" in the loss's dtype, and some of them also under the trainer's names.
+    """Return the metrics as "gspo/<name>" in the loss's dtype, and some of them also under the trainer's names.
+
+    The trainer averages them over micro-batches and ranks. Counts, which `metrics.combine` needs, are left out.
 
     Args:
         trainer_names: keywords are the trainer's names, values are our names. A metric that is not in `out.metrics` is
             left out.
     """
-    metrics = {name: x.to(out.loss.dtype) for name, x in out.metrics.items()}
+    metrics = {name: x.to(out.loss.dtype) for name, x in out.metrics.items() if name not in COUNTS}
     renamed = {trainer_name: metrics[name] for trainer_name, name in trainer_names.items() if name in metrics}
     return renamed | {f"gspo/{name}": x for name, x in metrics.items()}

@@ -97,4 +97,5 @@ class PolicyLoss(nn.Module):
         if self.old_from_engine:  # then it is the KL to the engine
             mask = action_mask != 0
             ppo_kl = torch.where(mask, old_log_probs - log_probs.detach(), 0).sum() / mask.sum().clamp(min=1)
-        return out.loss, out.metrics["token_clip_fraction"], ppo_kl, None, None
+        clip_ratio = out.metrics["token_clip_fraction"]
+        return out.loss, clip_ratio.to(out.loss.dtype), ppo_kl.to(out.loss.dtype), None, None

@@ -63,7 +63,8 @@ def test_two_processes_train_like_one(tmp_path: Path, changes: dict[str, Any]) -
     for expected, row in zip(rows_of(alone)[1:], rows_of(together)[1:], strict=True):
         for name in ("reward", "eval_reward", "groups_without_signal", "answer_tokens", "truncated"):
             assert row.get(name) == pytest.approx(expected.get(name)), name
-        for name in ("loss", "kl", "grad_norm"):
+        stds = ("token_log_ratio_std", "sequence_log_ratio_std")
+        for name in ("loss", "kl", "kl_to_old", "entropy", "ratio_mean", *stds, "grad_norm"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
     states = [torch.load(folder / "checkpoint.pt")["optimizer"]["weights"] for folder in (alone, together)]
     before = load_policy_weights(tmp_path, changes)

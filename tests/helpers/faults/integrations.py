@@ -629,4 +629,16 @@ FAULTS: dict[str, Fault] = {
         '_name = "GRPO"',
         "trainers/trl_settings::test_the_model_card_names_the_method_and_its_paper[sequence-GSPO-2507.18071]",
     ),
+    "a benchmark's gradients: the larger scale instead of the larger error": (
+        "benchmarks/truth:errors",
+        "max(scales, key=abs)",
+        "max(scales)",
+        "bench::test_the_scale_of_an_error_is_that_of_the_worse_gradient",
+    ),
+    "freed memory that is still resident hides a benchmark's allocations": (
+        "peak_bytes",
+        "libc.malloc_trim(0)",
+        "pass",
+        "bench::test_memory_that_was_freed_before_the_run_does_not_hide_its_allocations",
+    ),
 }

@@ -118,8 +118,8 @@ def _check_loss(device: torch.device, sample: LossSample) -> None:
     """Check loss, log-ratios, derivatives, clip decisions and metrics."""
     objective, log_probs, entropy, mask, policy = sample
     dtype = log_probs.dtype
-    tensors = [None if x is None else x.to(device) for x in (log_probs, entropy, mask)]
-    ours = kernels.policy_forward(*tensors, _to(policy, device), objective)
+    entropy = None if entropy is None else entropy.to(device)
+    ours = kernels.policy_forward(log_probs.to(device), entropy, mask.to(device), _to(policy, device), objective)
     truth = true_loss(sample)
     size = max(policy.advantages.abs().mean().item(), abs(truth.loss.item()))
     _limit("loss", dtype, abs(ours.loss.item() - truth.loss.item()), LOSS_PER_ADVANTAGE * size)

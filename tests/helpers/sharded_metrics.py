@@ -183,7 +183,7 @@ for _ratio in ("sequence", "token"):
         x |= {"advantages": torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0], dtype=torch.float64)}
         parts = []
         for rows in [[0, 4]] if rank_in(group) == 0 else [[2], [1], [3, 5]]:
-            own = {name: value[rows] for name, value in x.items()}
+            own: dict[str, Any] = {name: value[rows] for name, value in x.items()}
             operands = own.pop("log_probs").requires_grad_(), own.pop("advantages")
             parts.append(policy_loss(*operands, objective=objective, **own).metrics)
         check_metrics(combine(parts, group), expected_metrics(x, objective))

@@ -159,17 +159,16 @@ def check_update(rank: int, folder: Path, name: str, micro_batch_size: int) -> N
     assert 0 < numbers["clip_fraction_low"] != numbers["clip_fraction_high"] > 0
 
 
-@pytest.mark.parametrize("micro_batch_size", [0, 1, 5])
+@pytest.mark.parametrize("micro_batch_size", [0, 1, 4])
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_update_equals_the_formulas(tmp_path: Path, name: str, micro_batch_size: int) -> None:
-    """With micro-batches of 1, an answer without tokens has its own; micro-batches of 5 leave a last one of 1."""
+    """With micro-batches of 1, an answer without tokens has its own."""
     check_update(0, tmp_path, name, micro_batch_size)
 
 
 @pytest.mark.slow
 def test_an_update_of_two_processes_equals_the_formulas(tmp_path: Path) -> None:
-    """Each process has micro-batches of 3, 3 and 2 answers."""
-    run_ranks(check_update, 2, tmp_path, "sequences, KL of tokens", 3, deadline=120.0)
+    run_ranks(check_update, 2, tmp_path, "sequences, KL of tokens", 2, deadline=120.0)
 
 
 def test_divisors_count_the_whole_mini_batch_and_are_shared_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +301,8 @@ def check_numbers_of_steps(rank: int, folder: Path) -> None:
             if name == "sequence_log_ratio_std":
                 expected = log_ratios[:, 1].std(correction=0)
             assert row[name] == close(expected), name
-        assert len({part.measures.metrics["tokens"].item() for part in parts}) == 2
+    pairs_of_tokens = [[part.measures.metrics["tokens"] for part in parts] for parts in updates]
+    assert any(first != second for first, second in pairs_of_tokens)  # so means of means would be wrong
     saved = load_policy(str(report.folder / "model-seed0"))
     held_out = task_by_name("sorting", 21).held_out
     greedy = sample(saved, held_out, max_new_tokens=7, temperature=None)

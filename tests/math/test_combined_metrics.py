@@ -145,6 +145,9 @@ def test_a_batch_without_tokens_has_the_metrics_of_its_parts() -> None:
     both = loss_of(x, [2, 5], objective, "torch").metrics
     combined = combine([loss_of(x, [i], objective, "torch").metrics for i in (2, 5)])
     assert combined == both and both["ratio_min"] == 1 and both["tokens"] == 0
+    for row, extreme in ((7, "ratio_min"), (1, "ratio_max")):  # above and below the ratio of 1 that an empty part reports
+        alone = loss_of(x, [row], objective, "torch").metrics
+        assert combine([both, alone])[extreme] == alone[extreme] != 1
 
 
 def mass(chosen: Chosen) -> tuple[float, float]:

@@ -114,6 +114,36 @@ FAULTS: dict[str, Fault] = {
         "pass",
         "sampler_mismatch::test_the_weights_of_several_corrections_are_multiplied",
     ),
+    "metrics of micro-batches weighted equally": (
+        "metrics:_combined",
+        "ones if divisor is None else columns[divisor]",
+        "ones if divisor is None else (columns[divisor] > 0).double()",
+        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-sequence]",
+    ),
+    "ratios of tokens weighted by sequences": (
+        "DIVISORS",
+        'dict.fromkeys(("ratio_mean", "ratio_min", "ratio_max"), "ratios")',
+        'dict.fromkeys(("ratio_mean", "ratio_min", "ratio_max"), "sequences")',
+        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-token]",
+    ),
+    "dropped mass weighted by tokens": (
+        "DIVISORS",
+        '{"dropped_gradient_mass": "gradient_mass"}',
+        '{"dropped_gradient_mass": "tokens"}',
+        "combined_metrics::test_dropped_mass_is_weighted_by_the_mass_of_each_micro_batch[fused loss]",
+    ),
+    "extremes of empty micro-batches": (
+        "metrics:_combined",
+        "torch.where(empty, torch.inf, table)",
+        "table",
+        "combined_metrics::test_a_batch_without_tokens_has_the_metrics_of_its_parts",
+    ),
+    "effective sample size averaged": (
+        "metrics:_combined",
+        "filter(_components, names)",
+        "()",
+        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-sequence]",
+    ),
     "a dropped token with an infinite weight": (
         "_weigh",
         "torch.where((weight == 0) | (other_weight == 0), 0, weight * other_weight)",

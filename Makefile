@@ -8,8 +8,10 @@ export UV_FIND_LINKS := $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config g
 endif
 # uv installs no bytecode. Python must be free to write it, or every process compiles all modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
+# Versions of torch and triton that PyTorch releases together.
+PAIRS := 2.11.0-3.6.0 2.13.0-3.7.1 2.14.1-3.8.0 2.15.0-3.9.0
 
-.PHONY: demo docs test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden test-release release-check hub-kernel
+.PHONY: demo docs test test-all lint test-slow test-distributed test-benchmarks test-trainers test-stub test-stub-oldest gate golden test-release release-check hub-kernel pairs test-newest
 demo: .venv/ready
 	$(BIN)/gspo train
 
@@ -93,11 +95,31 @@ build/openrlhf/ready: NEEDS = '.[test]' accelerate aiohttp datasets deepspeed==0
 	&& $(UV) pip install -q -p $(@D) --no-deps openrlhf==0.11.2
 build/release/ready: NEEDS = '.[test,release]' 'setuptools>=77'
 build/peers/ready: NEEDS = '.[bench,trl,verl]' trl==1.16.0 cachetools fastapi msgspec pyzmq uvicorn TransferQueue
+# The interpreter of Triton 3.6 does not work with NumPy 2.4.
+build/pair-%/ready: NEEDS = '.[test]' $(join torch== triton==,$(wordlist 2,3,$(subst -, ,$*))) $(if $(filter %-3.6.0,$*),'numpy<2.4')
+build/newest/ready: NEEDS = '.[dev,bench,trl,lora,trackers,docs]' --upgrade
+
+# Packages with the version of constraints.txt.
+PINNED = torch|triton|transformers
+build/verl/ready build/peers/ready build/swift/ready: PINNED = torch|triton
+build/newest/ready $(PAIRS:%=build/pair-%/ready): PINNED = none
 build/%/ready: .venv/ready
 	test -x build/$*/bin/python || $(UV) venv -q --seed -p $(BIN)/python build/$*
-	grep -E '^(torch|triton$(if $(filter verl peers swift,$*),,|transformers))==' constraints.txt > build/$*/constraints.txt
+	sed -nE '/^($(PINNED))==/p' constraints.txt > build/$*/constraints.txt
 	$(UV) pip install -q -p build/$* -c build/$*/constraints.txt -e $(NEEDS)
 	touch $@
+
+# Each of PAIRS in its own environment: the checks of `gspo doctor`, the compile gate, and the launcher on the stub. CI
+# runs them every week.
+pairs: $(PAIRS:%=pair-%)
+$(PAIRS:%=pair-%): pair-%: build/pair-%/ready
+	build/pair-$*/bin/gspo doctor --interpret
+	build/pair-$*/bin/gspo doctor --compile
+	build/pair-$*/bin/python -m pytest tests/stub
+
+# `make test` with the packages that an installation without constraints gets. CI runs it every week.
+test-newest: build/newest/ready
+	$(MAKE) test BIN=build/newest/bin
 
 # The compile gate with the oldest and the newest Triton. `make test-slow` runs it with the pinned one.
 gate: gate-3.6.0 gate-newest

@@ -23,6 +23,7 @@ from gspo_kernels import gspo_fused_loss, linear_log_probs
 from gspo_kernels.advantages import group_advantages
 from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.reference_trainer.policy import demo_policy
+from gspo_kernels.metrics import combine
 
 PROMPTS = 8  # per rank and rollout
 GROUP = 8  # answers per prompt
@@ -62,10 +63,10 @@ def at_head(model, batch, function, *arguments, **options):
     return model(**inputs, with_head=call).result
 
 
-def mean_over_ranks(numbers, device):
-    total = torch.tensor(numbers, device=device)
+def mean_over_ranks(number, device):
+    total = torch.tensor(number, device=device)
     dist.all_reduce(total)
-    return (total / dist.get_world_size()).tolist()
+    return total.item() / dist.get_world_size()
 
 
 def main():
@@ -113,7 +114,7 @@ def main():
         with torch.no_grad():
             batch["old"] = at_head(model, batch, linear_log_probs).log_probs
 
-        clipped = []
+        measured = []
         for rows in torch.randperm(PROMPTS * GROUP).chunk(UPDATES):
             sequences = torch.tensor(len(rows), device=model.device)
             dist.all_reduce(sequences)  # the sequences of this update, on all ranks
@@ -123,11 +124,12 @@ def main():
                 at = {"old_log_probs": part["old"], "normalizer": sequences / ranks}
                 out = at_head(model, part, gspo_fused_loss, part["advantages"], **at)
                 out.loss.backward()
-                clipped.append(out.metrics["clip_fraction"])  # a tensor: the host does not wait for it
+                measured.append(out.metrics)  # tensors: the host does not wait for them
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
             optimizer.step()
             optimizer.zero_grad()
-        reward, share = mean_over_ranks([rewards.mean().item(), torch.stack(clipped).mean().item()], model.device)
+        reward = mean_over_ranks(rewards.mean().item(), model.device)
+        share = combine(measured, dist.group.WORLD)["clip_fraction"]  # of all sequences on all ranks
         if rank == 0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step:3}: reward {reward:.2f}, clipped {share:.2f}, gradient norm {norm:.2f}", flush=True)
 

@@ -1,7 +1,8 @@
 """Train a transformers model with GSPO in a plain PyTorch loop: sort three letters.
 
 Each step samples a rollout, rewards it, computes old log-probs and makes four updates, each on a quarter of the
-rollout. `fuse_head` lets the loss run at the model's head, so no logits are stored. Install: pip install '.[train]'
+rollout, in two micro-batches. `fuse_head` lets the loss run at the model's head, so no logits are stored.
+Install: pip install '.[train]'
 
     python examples/plain_loop.py                                      # a tiny random model; a minute on a CPU
     python examples/plain_loop.py --model Qwen/Qwen2.5-0.5B-Instruct   # one GPU
@@ -17,10 +18,12 @@ from gspo_kernels import gspo_fused_loss, linear_log_probs
 from gspo_kernels.advantages import group_advantages
 from gspo_kernels.integrations.huggingface import fuse_head
 from gspo_kernels.integrations.reference_trainer.policy import demo_policy
+from gspo_kernels.metrics import combine
 
 PROMPTS = 16  # per rollout
 GROUP = 8  # answers per prompt
 UPDATES = 4  # per rollout
+MICRO_BATCHES = 2  # per update
 LENGTH = 6  # tokens per answer
 
 
@@ -84,17 +87,22 @@ def main():
         with torch.no_grad():
             batch["old"] = at_head(model, batch, linear_log_probs).log_probs
 
-        clipped = []
+        updates = []  # their metrics
         for rows in torch.randperm(PROMPTS * GROUP).chunk(UPDATES):
-            part = {name: x[rows.to(x.device)] for name, x in batch.items()}
-            out = at_head(model, part, gspo_fused_loss, part["advantages"], old_log_probs=part["old"])
-            out.loss.backward()
+            measured = []
+            for micro_rows in rows.chunk(MICRO_BATCHES):
+                part = {name: x[micro_rows.to(x.device)] for name, x in batch.items()}
+                # Dividing by the sequences of the whole update makes the losses of its micro-batches add up.
+                at = {"old_log_probs": part["old"], "normalizer": len(rows)}
+                out = at_head(model, part, gspo_fused_loss, part["advantages"], **at)
+                out.loss.backward()
+                measured.append(out.metrics)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            clipped.append(out.metrics["clip_fraction"])  # a tensor: the host does not wait for it
+            updates.append(combine(measured))  # as of an undivided batch; tensors: the host does not wait for them
         if step % 10 == 0 or step == options.steps - 1:
-            shares = ", ".join(f"{share:.2f}" for share in clipped)
+            shares = ", ".join(f"{metrics['clip_fraction']:.2f}" for metrics in updates)
             print(
                 f"step {step:3}: reward {rewards.mean():.2f}, clipped in each update {shares}, gradient norm {norm:.2f}"
             )

@@ -10,13 +10,14 @@ from .inputs.compared import head_values, policy_values
 from .inputs.head import HeadArguments, head_rows, moved
 from .inputs.lm_head import device_map, weight_of
 from .inputs.policy import PolicyArguments, policy_rows
-from .objective import Objective
+from .objective import Objective, names_misplaced_fields
 from .ops import loss as operators
 from .outputs import LossOutput, loss_output, work_metrics
 from .ranks.agreement import process_group, same_on_all_ranks, vocabulary_group
 from .validation import TensorChecks
 
 
+@names_misplaced_fields
 def gspo_fused_loss(
     hidden: Tensor,
     lm_head: Tensor | nn.Module,
@@ -61,8 +62,9 @@ def gspo_fused_loss(
             predicts target_ids[t]. For a causal model, pass last_hidden_state[:, :-1] and input_ids[:, 1:]. Under
             autocast, hidden and lm_head are cast as F.linear would cast them.
         lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
-            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied. If accelerate
-            has placed the module (`device_map`), all tensors are moved to its device, and the result to that of hidden.
+            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied. If
+            accelerate has placed the module (`device_map`), all tensors are moved to its device, and the result is
+            moved to the device of hidden.
         target_ids: sampled tokens, [B, T] or [N] int64. Masked positions may hold any value.
         advantages: per sequence [B], [B, 1] or [S], or per token [B, T] or [N]. For a packed batch with N == S, [N] is
             read as per sequence. With per-token advantages, ratio="sequence" spreads a sequence's gradient evenly over
@@ -76,7 +78,9 @@ def gspo_fused_loss(
         ref_log_probs: log-probs of the reference policy, in the shape of target_ids, fp32 or fp64; required if
             objective.kl_coef > 0. Treated as a constant.
         rollout_log_probs: log-probs reported by the sampler, fp32 or fp64. Required with
-            objective.rollout_correction, not allowed without it.
+            objective.rollout_correction, not allowed without it. NaN is invalid if it makes the weight of a token NaN
+            whose advantage and token weight are not 0. For a weight of 1, as in TRL, pass
+            torch.where(rollout_log_probs.isnan(), old_log_probs, rollout_log_probs).
         token_weights: weights of the policy term, [B, 1], [B, T] or [N]. They do not affect the KL term or the entropy
             bonus. Tokens with weight 0 still count in the metrics and in the ratio of their sequence. Treated as a
             constant.

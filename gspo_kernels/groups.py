@@ -71,18 +71,35 @@ class Groups:
 
         It is exactly 0 if the other rewards are equal, and if there are none.
         """
-        x = self.rewards
         n = self.per_reward(self.counts)
-        centred = x - self.per_reward(self.sum(x)) / n
-        # Leaving out a reward at distance c from the mean reduces the sum of squares by c^2 n / (n - 1).
-        squares = self.per_reward(self.sum(centred.square())) - centred.square() * n / (n - 1).clamp(min=1)
         smallest, largest = self._extremes()
         is_smallest, is_largest = self.rewards == smallest, self.rewards == largest
         n_smallest, n_largest = (self.per_reward(self.sum(equal.double())) for equal in (is_smallest, is_largest))
+        squares = self._squares_without_one()
+        for is_extreme, n_extreme in ((is_smallest, n_smallest), (is_largest, n_largest)):
+            is_outlier = is_extreme & (n_extreme == 1)
+            squares = torch.where(is_outlier, self._squares(~is_outlier), squares)
         others_are_equal = (smallest == largest) | (~is_smallest & (n_smallest == n - 1))
         others_are_equal |= ~is_largest & (n_largest == n - 1)
         variance = squares.clamp(min=0) / (n - 1 - ddof).clamp(min=1)
         return torch.where(others_are_equal, 0, variance)
+
+    def _squares_without_one(self) -> Tensor:
+        """Return the sum of squares of the other rewards around their mean, [B], by subtraction from the group's sum.
+
+        This is inaccurate for a reward that is far from all others, because it has nearly all of the group's sum. Only
+        a reward that is the only smallest or the only largest one can be so far away.
+        """
+        n = self.per_reward(self.counts)
+        centred = self.rewards - self.per_reward(self.sum(self.rewards)) / n
+        # Leaving out a reward at distance c from the mean reduces the sum of squares by c^2 n / (n - 1).
+        return self.per_reward(self.sum(centred.square())) - centred.square() * n / (n - 1).clamp(min=1)
+
+    def _squares(self, included: Tensor) -> Tensor:
+        """Return the sum of squares of the included rewards of each reward's group around their mean, [B]."""
+        count = self.per_reward(self.sum(included.double())).clamp(min=1)
+        mean = self.per_reward(self.sum(torch.where(included, self.rewards, 0))) / count
+        return self.per_reward(self.sum(torch.where(included, self.rewards - mean, 0).square()))
 
     def _extremes(self) -> tuple[Tensor, Tensor]:
         """Return the smallest and the largest reward of each reward's group, [B] each."""

@@ -46,8 +46,9 @@ def linear_log_probs(
         hidden: hidden states, [B, T, H] or [N, H], fp32, bf16, fp16 or fp64. hidden[t] predicts target_ids[t]; this
             function does not shift them. Under autocast, hidden and lm_head are cast as F.linear would cast them.
         lm_head: weight [V, H] in the dtype of hidden, an `nn.Linear`, or an `nn.Linear` wrapped by PEFT (LoRA,
-            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied. If accelerate
-            has placed the module (`device_map`), all tensors are moved to its device, and the result to that of hidden.
+            modules_to_save or trainable_token_indices). With trainable_token_indices, the weight is copied. If
+            accelerate has placed the module (`device_map`), all tensors are moved to its device, and the result is
+            moved to the device of hidden.
         target_ids: [B, T] or [N] int64. Masked positions may hold any value, which is never used as an index.
         mask: True or 1 at unmasked tokens, [B, T] or [N], bool or 0/1. None: target_ids != -100. Masked rows cost
             nothing.

@@ -1,11 +1,24 @@
-"""Names of the metrics that losses and backwards report. Values are 0-dim tensors on the device."""
+"""The metrics that losses and backwards report, and how those of several batches combine.
+
+Values are 0-dim tensors on the device. Every metric is a mean, a minimum, a maximum or a sum. The divisors of the means
+are metrics too, so `combine` can turn each mean back into its sum.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .ranks.agreement import process_group, same_on_all_ranks
+from .ranks.collectives import gather
+from .sampler_mismatch import sample_size
+from .validation import TensorChecks, Unquoted
+
 __all__ = [
+    "combine",
     "last_backward",
 ]
 
@@ -23,35 +36,153 @@ NAMES = (
     "zero_coefficient_share",  # share of unmasked tokens without a gradient, which cost no backward; 1 without tokens
     "kl",  # mean over tokens of the objective's estimator against ref_log_probs, nats; only with ref_log_probs
     "entropy",  # mean over tokens, nats; only if entropies are computed
+    "tokens",  # number of unmasked tokens
+    "sequences",  # number of non-empty sequences
+    "ratios",  # number of ratios in ratio_mean: tokens for ratio="token", else sequences
 )
-WORK_NAMES = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes")
+WORK_NAMES = ("dropped_gradient_mass", "live_row_share", "live_tile_share", "passes", "gradient_mass")
+
+# `combine` adds SUMS. It weights means by their divisor, and takes extremes over the parts whose divisor is not 0.
+COUNTS = ("tokens", "sequences", "ratios", "gradient_mass")
+SUMS = (*COUNTS, "invalid")
+DIVISORS = {
+    **dict.fromkeys(("clip_fraction", "clip_fraction_low", "clip_fraction_high"), "sequences"),
+    **dict.fromkeys(("token_clip_fraction", "token_clip_fraction_low", "token_clip_fraction_high"), "tokens"),
+    **dict.fromkeys(("ratio_mean", "ratio_min", "ratio_max"), "ratios"),
+    **dict.fromkeys(("kl_to_old", "zero_coefficient_share", "kl", "entropy"), "tokens"),
+    **dict.fromkeys(("live_row_share", "live_tile_share", "passes"), "tokens"),
+    "dropped_gradient_mass": "gradient_mass",
+    # of `sampler_mismatch.Correction`
+    **dict.fromkeys(("weight_mean", "weight_square_mean", "weight_max", "bound_share"), "tokens"),
+    **dict.fromkeys(("kl_sampler_trainer", "masked_share"), "tokens"),
+}
+
+
+def combine(parts: Sequence[Mapping[str, Tensor]], group: Any = None) -> dict[str, Tensor]:
+    """Combine metrics of micro-batches, and of the ranks of a group, into the metrics of one undivided batch.
+
+    The mean over micro-batches is wrong if they have different numbers of tokens or sequences. This function weights
+    each metric by the number of tokens, sequences, ... over which it is a mean. The host does not wait for the device.
+
+    Losses are not among the metrics. If all parts have the same `normalizer`, their losses add up.
+
+    Args:
+        parts: `LossOutput.metrics` of each micro-batch, or `Correction.metrics`, or results of `last_backward` or of
+            `combine`. All have the same keys.
+        group: process group or one-dimensional DeviceMesh whose ranks have different sequences. Every rank calls this
+            function with at least one part, and gets the metrics of all ranks, by one all-gather of a few fp64 numbers.
+            The ranks of a tp_group or cp_group have equal metrics, so `group` should contain only one of them. If it
+            contains all, numbers of tokens and sequences are too large; all else is right. None: this process only.
+
+    Returns:
+        Metrics with the keys of the parts, 0-dim fp64 tensors ("invalid" is int64). With a gradient budget, each
+        micro-batch's backward chooses what to drop. The results tell what was dropped and computed in all of them, not
+        what an undivided batch would drop.
+
+    Raises:
+        ValueError, TypeError: `parts` is empty, parts have different keys, a key is unknown, or the metric by which
+            another one is weighted is missing.
+    """
+    check = TensorChecks("combine")
+    group = process_group(check, "group", group)
+    first = next(iter(parts[0].values()), None) if parts and isinstance(parts[0], Mapping) else None
+    with same_on_all_ranks(check, {"group": group}, first) as compared:
+        names = _names(check, parts)
+        if compared is not None:
+            compared["the keys of parts"] = names
+    table = torch.stack([torch.stack([part[name].detach().double() for name in names]) for part in parts])
+    combined = _combined(names, table)  # [metrics]
+    if group is not None:
+        combined = _combined(names, gather(combined, group.group_name))
+    values = dict(zip(names, combined.unbind(), strict=True))
+    if "invalid" in values:
+        values["invalid"] = values["invalid"].long()
+    return values
+
+
+def _names(check: TensorChecks, parts: Sequence[Mapping[str, Tensor]]) -> list[str]:
+    """Check the parts. Return the names of their metrics."""
+    if not parts:
+        check.fail("parts", "the metrics of at least one micro-batch", Unquoted("none"))
+    for part in parts:
+        if not isinstance(part, Mapping):
+            got = Unquoted(f"a {type(part).__name__}")
+            check.fail("parts", "dicts of metrics, such as LossOutput.metrics", got, TypeError)
+        for name, value in part.items():
+            if not isinstance(value, Tensor) or value.ndim:
+                check.fail(f"{name} in parts", "a tensor []", value, TypeError)
+        for name in part.keys() ^ parts[0].keys():
+            check.fail("parts", "dicts with the same keys", Unquoted(f"{name!r} only in some"))
+    names = list(parts[0])
+    for name in names:
+        if name not in SUMS and not _components(name) and _divisor(name) is None:
+            check.fail("parts", "metrics of gspo_kernels", Unquoted(repr(name)))
+        for needed in (_divisor(name), *_components(name)):
+            if needed not in (None, *names):
+                check.fail("parts", f"dicts with {needed!r}, which combines {name!r}", Unquoted("none"))
+    return names
+
+
+def _divisor(name: str) -> str | None:
+    """Return the metric by which `combine` weights a mean or an extreme. None for other metrics and unknown names."""
+    name = name.removeprefix("rollout_")  # the prefix in `LossOutput.metrics`
+    if name.startswith("bound_share_"):  # of one of several corrections
+        name = "bound_share"
+    return DIVISORS.get(name)
+
+
+def _components(name: str) -> tuple[str, ...]:
+    """Return the metrics from which an effective sample size is computed; () for other metrics."""
+    prefix, found, _ = name.partition("effective_sample_size")
+    return (f"{prefix}weight_mean", f"{prefix}weight_square_mean") if found else ()
+
+
+def _combined(names: list[str], table: Tensor) -> Tensor:
+    """Combine the parts of a table [parts, metrics] fp64 to [metrics]."""
+    columns = dict(zip(names, table.unbind(1), strict=True))  # [parts]
+    ones = torch.ones_like(table[:, 0])
+    divisors = [_divisor(name) for name in names]
+    weights = torch.stack([ones if divisor is None else columns[divisor] for divisor in divisors], 1)  # like `table`
+    empty = weights == 0  # these parts have defaults, such as a ratio of 1
+    sums = torch.where(empty, 0, table * weights).sum(0)
+    totals = weights.sum(0)
+    smallest = torch.where(empty, torch.inf, table).amin(0)
+    largest = torch.where(empty, -torch.inf, table).amax(0)
+    combined: dict[str, Tensor] = {}
+    for i, name in enumerate(names):
+        value = {"_min": smallest[i], "_max": largest[i]}.get(name[-4:], sums[i] / totals[i])
+        combined[name] = sums[i] if name in SUMS else torch.where(totals[i] == 0, table[0, i], value)
+    for name in filter(_components, names):
+        combined[name] = sample_size(*(combined[component] for component in _components(name)))
+    return torch.stack([combined[name] for name in names])
 
 
 def named_work(work: Tensor, products: int) -> dict[str, Tensor]:
-    """Name the fields of `live_tiles.Work`; `products` is the number of matrix products per live tile."""
-    dropped, rows, tiles, recomputed = work.unbind()
+    """Name the fields of `live_tiles.Work` except `tokens`; `products` is the number of products per live tile."""
+    dropped, rows, tiles, recomputed, mass, _ = work.unbind()
     passes = 1 + (products - 1) * tiles + recomputed if products else torch.ones_like(tiles)
-    return dict(zip(WORK_NAMES, (dropped, rows, tiles, passes), strict=True))
+    return dict(zip(WORK_NAMES, (dropped, rows, tiles, passes, mass), strict=True))
 
 
 _last_backward: dict[str, Tensor] = {}
 
 
 def record_backward(work: Tensor, *, d_hidden: bool, d_weight: bool) -> None:
-    """Record the metrics that `last_backward` returns. `work` [4] holds the fields of `live_tiles.Work`.
+    """Record the metrics that `last_backward` returns. `work` [6] holds the fields of `live_tiles.Work`.
 
     Compiled backwards record nothing, because this runs only while they are traced, on tensors without values.
     """
     global _last_backward
     if type(work) is Tensor:
-        _last_backward = named_work(work, d_hidden + d_weight + 1)
+        _last_backward = {**named_work(work, d_hidden + d_weight + 1), "tokens": work[-1]}
 
 
 def last_backward() -> dict[str, Tensor]:
     """Return the metrics of the most recent backward of `linear_log_probs` in this process.
 
-    The keys are dropped_gradient_mass, live_row_share, live_tile_share and passes, documented in `LossOutput`. The dict
-    is empty before the first backward. Values are 0-dim fp64 tensors on the device of the backward; the host does not
-    wait for them. Each backward creates a new dict, so a dict that you hold does not change.
+    The keys are dropped_gradient_mass, live_row_share, live_tile_share, passes, gradient_mass and tokens, documented in
+    `LossOutput`. The dict is empty before the first backward. Values are 0-dim fp64 tensors on the device of the
+    backward; the host does not wait for them. Each backward creates a new dict, so a dict that you hold does not
+    change. `combine` takes the dicts of several backwards.
     """
     return _last_backward

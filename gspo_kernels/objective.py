@@ -23,11 +23,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from . import validation
 from .sampler_mismatch import RolloutCorrection
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 RATIOS = ("sequence", "sequence-token", "token")
 SURROGATES = ("clip", "none", "cispo", "sapo", "gmpo", "reinforce", "dppo_tv", "dppo_kl")
@@ -271,3 +275,20 @@ def _valid_sapo_temperature(x: float) -> bool:
     # The backends cut log-ratios off at 80 for sapo. With a temperature below 1e-30, the sigmoid would not be flat
     # there, and the cut-off would change the loss.
     return 1e-30 <= x <= validation.LARGEST
+
+
+_FIELDS = frozenset(f.name for f in fields(Objective))
+
+
+def names_misplaced_fields(loss: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorate a loss: a field of `Objective` as keyword argument raises an error that says where it belongs."""
+
+    @functools.wraps(loss)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> Result:
+        for name, value in kwargs.items():
+            if name in _FIELDS:
+                place = f"a field of the objective, objective=Objective({name}=...)"
+                validation.Checks(loss.__name__).fail(name, place, value, TypeError)
+        return loss(*args, **kwargs)
+
+    return checked

@@ -27,9 +27,10 @@ class LossOutput(NamedTuple):
     `linear_log_probs` and `policy_loss` instead. Do not modify the fields in place: the backward reads log_probs and
     entropy, and raises an error if they have changed.
 
-    `metrics` holds 0-dim tensors on the device; the host does not wait for them. "Tokens" are unmasked tokens here.
-    Clip fractions, ratios, KL and entropy ignore token weights: a token with weight 0 is part of its sequence's ratio,
-    and counts as clipped if its ratio is outside the window.
+    `metrics` holds 0-dim fp64 tensors on the device; the host does not wait for them. `gspo_kernels.metrics.combine`
+    combines the metrics of micro-batches and ranks. "Tokens" are unmasked tokens here. Clip fractions, ratios, KL and
+    entropy ignore token weights: a token with weight 0 is part of its sequence's ratio, and counts as clipped if its
+    ratio is outside the window.
 
     - clip_fraction: share of non-empty sequences with a clipped token. clip_fraction_low counts sequences with a token
       clipped at 1 - clip_low, clip_fraction_high sequences with a token clipped at 1 + clip_high, dual_clip or delta.
@@ -42,7 +43,7 @@ class LossOutput(NamedTuple):
       negative.
     - zero_coefficient_share: share of tokens without a gradient, which cost no backward; 1 if there are no tokens.
     - live_row_share: share of tokens with a gradient, 1 - zero_coefficient_share. Only `gspo_fused_loss` returns this
-      and the next three metrics.
+      and the next four metrics.
     - live_tile_share: share of all (token, vocabulary column) pairs that the backward computes.
     - dropped_gradient_mass: share of the L1 mass of the logits' gradient that the backward leaves out, at most
       gradient_budget. With a soft-cap this is an upper bound; the true share may be half of it or less.
@@ -50,11 +51,16 @@ class LossOutput(NamedTuple):
       Padding of tiles is not counted. The value is 4 if the backward computes d_hidden and d_weight for every row, 3
       if it computes only one of them, 1 without autograd. Logits kept by `cache_mib` are not recomputed: if all are
       kept, 4 becomes 3.
+    - gradient_mass: L1 mass of the logits' gradient, of which dropped_gradient_mass is a share; with a soft-cap, a
+      lower bound. 0 if it was not computed, because the backward leaves nothing out.
     - kl: mean over tokens of the objective's KL estimator, in nats; only with ref_log_probs.
     - entropy: mean over tokens, in nats; only if entropies are computed.
     - rollout_weight_mean, ...: metrics of `sampler_mismatch.Correction`; only with objective.rollout_correction.
-    - invalid: number of invalid values (ids out of range, NaN advantages, positive log-probs, ...). If it is not 0,
-      the loss is NaN.
+    - tokens: number of unmasked tokens.
+    - sequences: number of non-empty sequences.
+    - ratios: number of ratios in ratio_mean, which is `tokens` for ratio="token", otherwise `sequences`.
+    - invalid: number of invalid values (ids out of range, NaN advantages, positive log-probs, ...), int64. If it is
+      not 0, the loss is NaN.
     """
 
     loss: Tensor  # []
@@ -106,7 +112,7 @@ def work_metrics(
     """Compute the metrics that tell how much the backward computes.
 
     Args:
-        work: [4], the fields of `live_tiles.Work`; [0] if the backward is exact and recomputes all logits.
+        work: [6], the fields of `live_tiles.Work`; [0] if the backward is exact and recomputes all logits.
         zero_coefficient_share: [], the metric.
         d_hidden, d_weight: whether the backward computes these gradients.
         has_backward: whether any operand of the head needs a gradient.
@@ -116,4 +122,5 @@ def work_metrics(
         return named_work(work, products)
     live = 1 - zero_coefficient_share
     passes = torch.rsub(zero_coefficient_share, 1 + products, alpha=products)  # 1 + products * live, in one launch
-    return dict(zip(WORK_NAMES, (torch.zeros_like(live), live, live, passes), strict=True))
+    zero = torch.zeros_like(live)
+    return dict(zip(WORK_NAMES, (zero, live, live, passes, zero), strict=True))

@@ -11,13 +11,14 @@ from .backends.dispatch import pick_backend
 from .inputs.compared import policy_values
 from .inputs.head import token_mask
 from .inputs.policy import PolicyArguments, policy_rows
-from .objective import Objective
+from .objective import Objective, names_misplaced_fields
 from .ops import loss as operators
 from .outputs import LossOutput, loss_output
 from .ranks.agreement import process_group, same_on_all_ranks
 from .validation import TensorChecks
 
 
+@names_misplaced_fields
 def policy_loss(
     log_probs: Tensor,
     advantages: Tensor,
@@ -53,7 +54,9 @@ def policy_loss(
             objective.kl_coef > 0; NaN at an unmasked token then makes the loss NaN. If kl_coef is 0, the KL is only a
             metric. Treated as a constant.
         rollout_log_probs: log-probs reported by the sampler, fp32 or fp64. Required with
-            objective.rollout_correction, not allowed without it.
+            objective.rollout_correction, not allowed without it. NaN is invalid if it makes the weight of a token NaN
+            whose advantage and token weight are not 0. For a weight of 1, as in TRL, pass
+            torch.where(rollout_log_probs.isnan(), old_log_probs, rollout_log_probs).
         token_weights: weights of the policy term, [B, 1], [B, T] or [N]. They do not affect the KL term or the entropy
             bonus. In metrics and in the ratio of a sequence, a token with weight 0 counts like any other. Treated as a
             constant.
@@ -103,6 +106,8 @@ def policy_loss(
     with same_on_all_ranks(check, {"cp_group": cp_group}, log_probs) as compared:
         packed = cu_seqlens is not None
         text = "[N] with cu_seqlens" if packed else "[B, T] (or [N] with cu_seqlens)"
+        if packed and isinstance(log_probs, Tensor) and log_probs.shape[:-1] == (1,):
+            text += " (pass log_probs[0])"
         check.log_probs("log_probs", log_probs, shapes=[(None,) if packed else (None, None)], shape_text=text)
         unmasked = token_mask(check, mask, log_probs, log_probs.device)
         check.sign("log_probs", log_probs.detach(), unmasked)

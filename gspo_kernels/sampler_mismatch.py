@@ -63,15 +63,17 @@ class RolloutCorrection:
 class Correction(NamedTuple):
     """Token weights, and metrics for the trainer's log.
 
-    `metrics` holds 0-dim tensors on the device, over unmasked tokens:
+    `metrics` holds 0-dim fp64 tensors on the device, over unmasked tokens. `gspo_kernels.metrics.combine` combines the
+    metrics of micro-batches and ranks.
 
-    - weight_mean, weight_max: mean and largest weight.
+    - weight_mean, weight_square_mean, weight_max: mean weight, mean squared weight, and largest weight.
     - effective_sample_size: (sum w)^2 / (n sum w^2) for n tokens, between 0 and 1.
     - bound_share: share of tokens with a weight outside the bounds. With several corrections, outside the bounds of at
       least one.
     - bound_share_0, bound_share_1, ...: the share of each correction; only with several.
     - kl_sampler_trainer: mean of rho - 1 - log rho in nats per token. This estimate of KL(sampler || trainer) is never
       negative.
+    - tokens: number of unmasked tokens.
     """
 
     weights: Tensor  # [B, T] or [N], 0 where masked
@@ -155,18 +157,27 @@ def _weigh(
         weight = torch.where((weight == 0) | (other_weight == 0), 0, weight * other_weight)
         outside = outside | other_outside
     weight = torch.where(unmasked, weight, 0)
-    tokens = unmasked.sum().clamp(min=1).to(weight.dtype)
-    total, squares = weight.sum(), weight.square().sum()
+    tokens = unmasked.sum().double()
+    per_token = tokens.clamp(min=1)
+    wide = weight.double()
+    mean, square_mean = wide.sum() / per_token, wide.square().sum() / per_token
     metrics = {
-        "weight_mean": total / tokens,
-        "weight_max": torch.cat([weight, weight.new_zeros(1)]).amax(),
-        "effective_sample_size": torch.where(squares == 0, 0, total.square() / (tokens * squares)),
-        "bound_share": (outside & unmasked).sum() / tokens,
-        "kl_sampler_trainer": torch.where(unmasked, _k3(difference), 0).sum() / tokens,
+        "weight_mean": mean,
+        "weight_square_mean": square_mean,
+        "weight_max": torch.cat([wide, wide.new_zeros(1)]).amax(),
+        "effective_sample_size": sample_size(mean, square_mean),
+        "bound_share": (outside & unmasked).sum() / per_token,
+        "kl_sampler_trainer": torch.where(unmasked, _k3(difference), 0).double().sum() / per_token,
+        "tokens": tokens,
     }
     if len(corrections) > 1:
-        metrics |= {f"bound_share_{i}": (x & unmasked).sum() / tokens for i, (_, x) in enumerate(weighed)}
+        metrics |= {f"bound_share_{i}": (x & unmasked).sum() / per_token for i, (_, x) in enumerate(weighed)}
     return _correction(layout, weight, metrics, invalid)
+
+
+def sample_size(mean: Tensor, square_mean: Tensor) -> Tensor:
+    """Return the effective sample size as a share of the number of weights, []; 0 if all weights are 0."""
+    return torch.where(square_mean == 0, 0, mean.square() / square_mean)
 
 
 def _weight(
@@ -209,8 +220,8 @@ def off_policy_mask(
         threshold: in nats per token, >= 0.
 
     Returns:
-        Correction with weights 0 and 1. The only metric is masked_share, the share of unmasked tokens (by `mask`) that
-        get weight 0.
+        Correction with weights 0 and 1. The metrics are tokens, the number of unmasked tokens (by `mask`), and
+        masked_share, the share of them that get weight 0.
 
     Raises:
         ValueError, TypeError: as in `importance_weights`, and if an advantage is not finite where `mask` is true.
@@ -232,8 +243,9 @@ def off_policy_mask(
     far = -_reduce_sequences(difference, unmasked, layout, mean=True) > threshold  # [N] bool
     dropped = far & (per_row < 0) & unmasked
     weights = torch.where(unmasked & ~dropped, 1.0, 0.0).to(difference.dtype)
-    share = dropped.sum() / unmasked.sum().clamp(min=1)
-    return _correction(layout, weights, {"masked_share": share.to(difference.dtype)}, check.invalid(mask.device))
+    tokens = unmasked.sum().double()
+    metrics = {"masked_share": dropped.sum() / tokens.clamp(min=1), "tokens": tokens}
+    return _correction(layout, weights, metrics, check.invalid(mask.device))
 
 
 def _k3(difference: Tensor) -> Tensor:

@@ -20,6 +20,9 @@ LOG_PROB_RMS_ON_GPUS = 3e-5
 # On-policy, GSPO's loss is about 0. So errors of the loss are divided by the mean |advantage|, not by the loss.
 LOSS_PER_ADVANTAGE = 1e-6
 
+# Metrics of a loss in fp32, compared with fp64.
+METRIC_RELATIVE, METRIC_ABSOLUTE = 1e-5, 1e-7
+
 # The L1 mass of d_logits that a gradient budget drops, in fp32, compared with fp64.
 DROPPED_MASS_RELATIVE = 1e-4
 DROPPED_MASS_ABSOLUTE = 1e-9  # in addition, in the self-check

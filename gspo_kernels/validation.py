@@ -51,11 +51,6 @@ def describe(x: object) -> str:
     return text if len(text) <= 120 and "\n" not in text else f"a value of type {type(x).__name__}"
 
 
-def is_dtensor(x: Any) -> bool:
-    """Return whether `x` is a DTensor, without importing the module that defines it."""
-    return type(x).__name__ == "DTensor"
-
-
 def up_to_five(wrong: Tensor) -> list[float]:
     """Return at most five distinct values out of the first 1,000 of `wrong`, or [NaN] if any value is NaN."""
     return list(dict.fromkeys(wrong[:1000].tolist()))[:5] if not wrong.isnan().any() else [math.nan]
@@ -214,7 +209,13 @@ class TensorChecks(Checks):
         """Check weight and bias of a head: shapes, and the dtype and device of `hidden`."""
         self.weight(weight, hidden)
         if weight.dtype != hidden.dtype:
-            expected = f"of the dtype of hidden ({dtype_name(hidden.dtype)}; autocast casts both, but never float64)"
+            remedy = "autocast casts both, but never float64"
+            if weight.dtype == torch.float32 and hidden.dtype in HALF:
+                remedy = (
+                    "for a float32 head pass hidden.float(), or with fuse_head call "
+                    "lm_head.register_forward_pre_hook(lambda head, args: (args[0].float(),))"
+                )
+            expected = f"of the dtype of hidden ({dtype_name(hidden.dtype)}; {remedy})"
             self.fail("lm_head", expected, dtype_name(weight.dtype), TypeError)
         if bias is not None:
             vocab, dtypes, device = weight.shape[0], [hidden.dtype], hidden.device

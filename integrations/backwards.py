@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspo_kernels.backends.dispatch import backend_variable, pick_backend, triton_obstacle
 from gspo_kernels.backends.workspace import CACHE_DIVISOR, cache_limit, check_cache
-from gspo_kernels.metrics import last_backward
+from gspo_kernels.metrics import combine, last_backward
 from gspo_kernels.validation import Checks, TensorChecks
 
 METRICS = ("passes", "dropped_gradient_mass", "live_row_share")  # logged as gspo/passes, ...
@@ -62,13 +62,18 @@ class BackwardMetrics:
             self._latest = latest
             self._backwards.append(latest)
 
-    def take(self) -> dict[str, list[float]]:
-        """Return one value per backward for each logged name, and forget them. Synchronises once."""
+    def take(self, group: Any = None) -> dict[str, float]:
+        """Combine the metrics of all backwards, and forget them. Return the logged ones; {} if there was no backward.
+
+        This synchronises once. The result is the same as of one backward with all tokens: see `metrics.combine`, which
+        also explains `group`.
+        """
         if not self._backwards:
             return {}
-        table = torch.stack([torch.stack([backward[name] for name in METRICS]) for backward in self._backwards])
+        combined = combine(self._backwards, group)
         self._backwards = []
-        return {f"gspo/{name}": values for name, values in zip(METRICS, table.t().tolist(), strict=True)}
+        values = torch.stack([combined[name] for name in METRICS]).tolist()
+        return {f"gspo/{name}": value for name, value in zip(METRICS, values, strict=True)}
 
 
 def describe_backend(place: str, device: torch.device, dtype: torch.dtype) -> str:

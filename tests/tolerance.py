@@ -21,6 +21,8 @@ from gspo_kernels.tolerance import (
     KEPT_GRADIENT_RELATIVE,
     LOG_PROB_RMS_ON_GPUS,
     LOSS_PER_ADVANTAGE,
+    METRIC_ABSOLUTE,
+    METRIC_RELATIVE,
     RELATIVE_RMS,
     ROW_COSINE,
 )
@@ -31,6 +33,8 @@ __all__ = [
     "KEPT_GRADIENT_RELATIVE",
     "LOG_PROB_RMS_ON_GPUS",
     "LOSS_PER_ADVANTAGE",
+    "METRIC_ABSOLUTE",
+    "METRIC_RELATIVE",
     "RELATIVE_RMS",
     "ROW_COSINE",
 ]
@@ -88,8 +92,7 @@ CHECKOUT_METRIC_ABSOLUTE = 1e-6
 # Error of log-ratios relative to the largest |log-prob|, by dtype of the accumulators.
 LOG_RATIO_RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
-# Means over a batch in fp32, compared with fp64.
-METRIC_RELATIVE, METRIC_ABSOLUTE = 1e-5, 1e-7
+# Shares of a batch in fp32, compared with fp64.
 SHARE_ABSOLUTE = 1e-6
 
 # Loss and gradients of a long sequence of equal tokens in fp32. Sums in fp32 would have a relative error of 2e-5.

@@ -1,7 +1,7 @@
 """Make the tables of docs/scale.md: memory, bytes and operations of the head step on each rank. Nothing is measured.
 
 They replace the text between `<!-- counted: NAME -->` and `<!-- end -->`. All numbers follow from
-`gspo_kernels.tools.doctor.memory`, whose formulas tests compare with counted bytes. The last table also uses published
+`gspo_kernels.memory`, whose formulas tests compare with counted bytes. The last table also uses published
 rates of a GPU and of its links.
 """
 
@@ -12,9 +12,9 @@ import re
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gspo_kernels import memory
 from gspo_kernels.backends.triton.tuning import assume
-from gspo_kernels.tools.doctor import memory as doctor_memory
-from gspo_kernels.tools.doctor.memory import MIB, Batch
+from gspo_kernels.memory import MIB, Batch
 
 from ..measure import ROOT
 from .tables import percent, table
@@ -55,12 +55,12 @@ def parts() -> str:
         for tp in TP:
             batch = Batch(TOKENS, width, vocab, tp)
             head, with_entropies = (batch.head(torch.bfloat16, entropy=entropy) for entropy in (False, True))
-            bound = doctor_memory.bound(head, "triton", 0)
-            sent = [[x.size for x in doctor_memory.collectives(y, "triton")] or [0, 0] for y in (head, with_entropies)]
+            bound = memory.bound(head, "triton", 0)
+            sent = [[x.size for x in memory.collectives(y, "triton")] or [0, 0] for y in (head, with_entropies)]
             sizes = (head.weight.nbytes, head.hidden.nbytes, bound.gradients, bound.hidden_copies, bound.tile_table)
-            cache = doctor_memory.full_cache_mib(head, "triton") * MIB
+            cache = memory.full_cache_mib(head, "triton") * MIB
             numbers = (*sizes, bound.total, cache, sent[0][0], sent[1][0], sent[0][1])
-            aligned = "yes" if doctor_memory.shards_are_aligned(head, "triton") else "no"
+            aligned = "yes" if memory.shards_are_aligned(head, "triton") else "no"
             rows.append((name, str(tp), f"{len(head.weight):,}", *(f"{x / MIB:,.0f}" for x in numbers), aligned))
     return table(header, rows)
 
@@ -71,7 +71,7 @@ def totals() -> str:
     for name, (width, vocab) in MODELS.items():
         for tp in TP:
             heads = [Batch(TOKENS, width, vocab, tp, cp).head(torch.bfloat16) for cp in CP]
-            bounds = [doctor_memory.bound(head, "triton", 0).total + head.hidden.nbytes for head in heads]
+            bounds = [memory.bound(head, "triton", 0).total + head.hidden.nbytes for head in heads]
             weight = heads[0].weight.nbytes
             rows.append((name, str(tp), *(f"{(size + weight) / MIB:,.0f}" for size in bounds)))
     return table(("model", "TP", *(f"CP {cp}" for cp in CP)), rows)
@@ -85,8 +85,8 @@ def limits() -> str:
     for name, (width, vocab) in MODELS.items():
         for tp in TP[1:]:
             head = Batch(TOKENS, width, vocab, tp).head(torch.bfloat16)
-            received = sum(x.received for x in doctor_memory.collectives(head, "triton"))
-            traffic = sum(doctor_memory.unsharded_traffic(head, "triton").values())
+            received = sum(x.received for x in memory.collectives(head, "triton"))
+            traffic = sum(memory.unsharded_traffic(head, "triton").values())
             operations = PASSES * 2.0 * TOKENS * width * head.vocab_size
             shares = [share(operations, received, traffic, rate) for rate in LINKS.values()]
             numbers = (f"{operations / 1e12:,.1f}", f"{received / MIB:,.0f}", f"{traffic / MIB:,.0f}")
@@ -106,7 +106,7 @@ def share(operations: float, received: float, traffic: float, link: float) -> fl
 def crossing(width: int, vocab: int, link: float) -> int:
     """Return the TP at which what does not shrink takes as long as the products; V is not padded."""
     head = Batch(TOKENS, width, vocab, TP[-1]).head(torch.bfloat16)
-    traffic = doctor_memory.unsharded_traffic(head, "triton")
+    traffic = memory.unsharded_traffic(head, "triton")
     # With many ranks, each receives the results of all tiles, a quarter of the table's traffic, and twice its d_hidden.
     others = (traffic["table"] / 4 + 2 * head.hidden.nbytes) / (link * 1e9)
     others += sum(traffic.values()) / BANDWIDTH

@@ -154,7 +154,7 @@ def train(config: TrainConfig, policy: Policy, task: Task, seed: int, tick: Call
         (parts,) = mini_batches(config, seed, step)
         batch = with_log_probs(config, policy, rollout, parts)
         batch = replace(batch, advantages=advantages_of(config, batch, rewarded, running))
-        steps.append([update(config, policy, optimizer, batch, rows) for rows in parts])
+        steps.append([update(config, policy, optimizer, batch, rows).numbers for rows in parts])
         rewards.append(statistics.fmean(rewarded.total))
         if step % config.eval_every == 0 or step == config.steps:
             held_out.append(evaluate(config, policy, task))

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gspo_kernels.extras import needs
-from gspo_kernels.tools import bench_table
 
-from .. import measure
+from .. import bench_table, measure
 from . import compare_report
 
 with needs("gspo compare", "train", "transformers", "tokenizers"):

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from gspo_kernels.tools import bench_table
-
+from .. import bench_table
 from ..candidates import Candidate
 from ..measure import Record, destination, save, save_part
 from ..workloads import MODELS, SCENARIOS, Head, Spec, counts

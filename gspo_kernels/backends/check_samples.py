@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layout import accumulator
 from ..objective import Objective
-from ..reference import projection_log_probs, surrogate
-from .rows import HeadRows, PolicyRows
+from ..reference import projection_log_probs
+from . import torch as torch_backend
+from .rows import HeadRows, PolicyResult, PolicyRows
 
 # Lengths, log-ratios and advantages of packed sequences. The clip window is -3e-4 to 4e-4. Sequences 3 and 5 are
 # clipped. Sequences 4 and 6 are also outside the window, but on the side that does not clip for the sign of their
@@ -31,6 +32,21 @@ WIDE_VOCAB = 8400
 WIDE_WIDTH = 128
 FIRST = 256  # columns that get nearly all probability in the skewed batch
 UPSTREAM = 1024.0  # gradient of the loss, large enough that small gradients are within the range of fp16
+# A workspace in which the backward takes several chunks of rows and slabs of columns, in every dtype.
+SMALL_WORKSPACE = 2**19
+# Objectives besides GSPO's. Token log-ratios have a standard deviation of 0.02, so all bounds bind at some tokens.
+_TOKEN = Objective(
+    ratio="token",
+    clip_low=0.02,
+    clip_high=0.02,
+    dual_clip=1.03,
+    aggregation="seq-mean-token-sum",
+    kl_coef=0.1,
+    kl_aggregation="token-mean",
+    entropy_coef=0.01,
+)
+_GMPO = Objective(surrogate="gmpo", clip_low=0.02, clip_high=0.02, kl_coef=0.1, kl_ratio_factor=True)
+_SAPO = Objective(ratio="token", surrogate="sapo", aggregation="token-mean", kl_coef=0.1, kl_estimator="unbiased")
 
 
 class Truth(NamedTuple):
@@ -39,6 +55,16 @@ class Truth(NamedTuple):
     log_probs: Tensor  # [N], 0 where masked
     entropy: Tensor  # [N], 0 where masked
     d_logits: Tensor  # [N, V]: d(loss) / d(h W^T + a B^T + bias)
+
+
+class LossSample(NamedTuple):
+    """Inputs of the loss, on the CPU."""
+
+    objective: Objective
+    log_probs: Tensor  # [N]
+    entropy: Tensor | None  # [N]
+    mask: Tensor  # [N] bool
+    policy: PolicyRows
 
 
 class Sample(NamedTuple):
@@ -61,7 +87,7 @@ def make_sample(kind: str, dtype: torch.dtype) -> Sample:
     zeros = torch.zeros(ROWS, dtype=torch.float64)
     log_probs = truth_of(head, zeros, None).log_probs
     policy = policy_of(log_probs, head.mask, accumulator(dtype))
-    coefficient = true_loss(log_probs, head.mask, policy)[1]
+    coefficient = true_loss(LossSample(Objective(), log_probs, None, head.mask, policy)).coefficient
     d_log_probs = (UPSTREAM * coefficient).to(accumulator(dtype))
     d_entropy = torch.where(head.mask, d_log_probs[0], 0) if head.entropy else None
     return Sample(head, policy, d_log_probs, d_entropy, truth_of(head, d_log_probs, d_entropy))
@@ -164,17 +190,59 @@ def policy_of(log_probs: Tensor, mask: Tensor, dtype: torch.dtype) -> PolicyRows
     )
 
 
-def true_loss(log_probs: Tensor, mask: Tensor, policy: PolicyRows) -> tuple[Tensor, Tensor]:
-    """Compute the loss [] and its derivative with respect to log-probs [N], in float64."""
-    assert policy.old_log_probs is not None
-    leaf = log_probs.double().requires_grad_()
-    token_log_ratio = (leaf - policy.old_log_probs.double()).split(LENGTHS)
-    terms = [
-        surrogate(ratios[unmasked].mean(), advantages[0].double(), Objective())
-        for ratios, unmasked, advantages in zip(
-            token_log_ratio, mask.split(LENGTHS), policy.advantages.split(LENGTHS), strict=True
-        )
-        if unmasked.any()
+def loss_samples(dtype: torch.dtype) -> list[LossSample]:
+    """Make inputs of the loss with log-probs of `dtype`, for GSPO and for objectives with all optional inputs."""
+    rng = torch.Generator().manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng, dtype=torch.float64)
+
+    log_probs = random(ROWS).square().neg().to(dtype)
+    mask = unmasked_rows()
+    gspo = policy_of(log_probs.double(), mask, dtype)
+    options = gspo._replace(
+        ref_log_probs=(log_probs + 0.3 * random(ROWS)).to(dtype),
+        token_weights=(0.5 + random(ROWS).square()).to(dtype),
+    )
+    normalizers = {"normalizer": torch.tensor(5.0, dtype=dtype), "kl_normalizer": torch.tensor(300.0, dtype=dtype)}
+    return [
+        LossSample(Objective(), log_probs, None, mask, gspo),
+        LossSample(_TOKEN, log_probs, random(ROWS).square().to(dtype), mask, options._replace(**normalizers)),
+        LossSample(_GMPO, log_probs, None, mask, options),
+        LossSample(_SAPO, log_probs, None, mask, options),
+        _cancelling_sample(dtype),
     ]
-    loss = torch.stack(terms).mean()
-    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+
+def _cancelling_sample(dtype: torch.dtype) -> LossSample:
+    """Make a sequence whose log-ratios 1, 8e-4 and -1 cancel, as do its advantages. An fp32 sum would lose digits.
+
+    A lane of the kernel adds tokens that are a block of 256 or 128 tokens apart.
+    """
+    signs = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64).repeat_interleave(256)
+    signs = torch.where(torch.arange(768) % 2 == 0, signs, -signs)
+    old_log_probs = torch.where(signs == 0, -1.6e-3, -1 - signs / 2)
+    policy = PolicyRows(
+        offsets=torch.tensor([0, 768]),
+        advantages=torch.where(signs == 0, 0.7, 1000 * signs).to(dtype),
+        old_log_probs=old_log_probs.to(dtype),
+        ref_log_probs=None,
+        token_weights=None,
+        normalizer=None,
+        kl_normalizer=None,
+        invalid=torch.zeros((), dtype=torch.int64),
+    )
+    log_probs = torch.where(signs == 0, -8e-4, -1 + signs / 2).to(dtype)
+    return LossSample(Objective(), log_probs, None, torch.ones(768, dtype=torch.bool), policy)
+
+
+def true_loss(sample: LossSample) -> PolicyResult:
+    """Compute the loss, its derivatives and the metrics in float64, with the torch backend."""
+
+    def wide(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    policy = PolicyRows(*map(wide, sample.policy))
+    return torch_backend.policy_forward(
+        sample.log_probs.double(), wide(sample.entropy), sample.mask, policy, sample.objective
+    )

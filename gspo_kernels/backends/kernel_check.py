@@ -1,4 +1,4 @@
-"""Check the Triton kernels on small ragged batches against float64: forward, backward, cache and gradient budget.
+"""Check the Triton kernels on small ragged batches against float64: loss, forward, backward, cache, gradient budget.
 
 `run_check` needs a few MiB, and spends most of its time compiling kernels. It calls the backend's functions directly,
 without autograd or collectives. `self_check.py` decides when it runs.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..layout import accumulator
+from ..metrics import NAMES
 from ..objective import Objective
 from ..tolerance import (
     DROPPED_MASS_ABSOLUTE,
@@ -24,12 +26,24 @@ from ..tolerance import (
     LARGEST_ERROR,
     LOG_PROB_RMS_ON_GPUS,
     LOSS_PER_ADVANTAGE,
+    METRIC_ABSOLUTE,
+    METRIC_RELATIVE,
     RELATIVE_RMS,
     ROW_COSINE,
 )
 from ..validation import dtype_name
 from . import triton as kernels
-from .check_samples import LENGTHS, ROWS, VOCAB, make_sample, policy_of, true_loss, truth_of, unmasked_rows, wide_head
+from .check_samples import (
+    ROWS,
+    SMALL_WORKSPACE,
+    VOCAB,
+    LossSample,
+    loss_samples,
+    make_sample,
+    true_loss,
+    truth_of,
+    wide_head,
+)
 from .rows import Cache, HeadGradients, HeadRows, LiveTiles, NeedsGradient
 from .triton.launch import Launch, launches
 from .triton.tuning import tile_config
@@ -61,7 +75,7 @@ def run_check(device: torch.device, dtype: torch.dtype, subject: str) -> str | N
 
 def _checked(device: torch.device, dtype: torch.dtype, subject: str) -> str | None:
     """Run all stages. On failure, name the kernels since the last correct result, or the last one before an error."""
-    stages: list[Callable[[], None]] = [lambda: _check_loss(device, accumulator(dtype))]
+    stages: list[Callable[[], None]] = [partial(_check_loss, device, x) for x in loss_samples(accumulator(dtype))]
     with launches() as seen:
         try:
             with _on(device):
@@ -100,24 +114,29 @@ def _on(device: torch.device) -> Iterator[None]:
 # -- the loss
 
 
-def _check_loss(device: torch.device, dtype: torch.dtype) -> None:
-    rng = torch.Generator().manual_seed(2)
-    log_probs = torch.randn(ROWS, generator=rng, dtype=torch.float64).square().neg().to(dtype)
-    mask = unmasked_rows()
-    policy = policy_of(log_probs.double(), mask, dtype)
-    ours = kernels.policy_forward(log_probs.to(device), None, mask.to(device), _to(policy, device), Objective())
-    loss, coefficient = true_loss(log_probs, mask, policy)
-    error = abs(ours.loss.item() - loss.item())
-    _limit("loss", dtype, error, LOSS_PER_ADVANTAGE * max(policy.advantages.abs().mean().item(), abs(loss.item())))
-    _check_decisions(ours.coefficient, coefficient)
-    _compare("d_log_probs", ours.coefficient, coefficient, dtype)
+def _check_loss(device: torch.device, sample: LossSample) -> None:
+    """Check loss, log-ratios, derivatives, clip decisions and metrics."""
+    objective, log_probs, entropy, mask, policy = sample
+    dtype = log_probs.dtype
+    entropy = None if entropy is None else entropy.to(device)
+    ours = kernels.policy_forward(log_probs.to(device), entropy, mask.to(device), _to(policy, device), objective)
+    truth = true_loss(sample)
+    size = max(policy.advantages.abs().mean().item(), abs(truth.loss.item()))
+    _limit("loss", dtype, abs(ours.loss.item() - truth.loss.item()), LOSS_PER_ADVANTAGE * size)
+    _compare("log-ratios", ours.log_ratio, truth.log_ratio, dtype)
+    _check_decisions(ours.coefficient, truth.coefficient)
+    _compare("d_log_probs", ours.coefficient, truth.coefficient, dtype)
+    if objective.entropy_coef != 0:
+        _compare("d_entropy", ours.entropy_coefficient, truth.entropy_coefficient, dtype)
+    for name, x, expected in zip(NAMES, ours.metrics.tolist(), truth.metrics.tolist(), strict=True):
+        _limit(f"metric {name}", dtype, abs(x - expected), METRIC_RELATIVE * abs(expected) + METRIC_ABSOLUTE)
 
 
 def _check_decisions(ours: Tensor, truth: Tensor) -> None:
-    """Check which sequences are clipped. The gradient of a clipped sequence is exactly 0."""
-    wrong = sum(bool(a.any() != b.any()) for a, b in zip(ours.cpu().split(LENGTHS), truth.split(LENGTHS), strict=True))
+    """Check which tokens are clipped. The gradient of a clipped token is exactly 0."""
+    wrong = int(((ours.cpu() != 0) != (truth != 0)).sum())
     if wrong:
-        raise WrongResult(f"clip decisions of {wrong} of {len(LENGTHS)} sequences differ from float64")
+        raise WrongResult(f"clip decisions of {wrong} of {len(truth)} tokens differ from float64")
 
 
 # -- the head
@@ -146,8 +165,11 @@ class _Check:
         _check_decisions(ours.coefficient, self.sample.d_log_probs)
 
     def backward(self, cache: Cache | None = None) -> None:
-        """Check log-probs, entropies if there are any, and the exact gradients of all operands."""
-        head = self.head
+        """Check log-probs, entropies if there are any, and the exact gradients of all operands.
+
+        With a cache, there are several chunks of rows and slabs of columns.
+        """
+        head = self.head if cache is None else self.head._replace(workspace=SMALL_WORKSPACE)
         truth = self.sample.truth
         d_entropy = self.sample.d_entropy
         result, kept = kernels.forward_and_keep(head, cache=cache)
@@ -165,8 +187,8 @@ class _Check:
         self.backward(self._cache())
 
     def budget(self, cache: Cache | None = None) -> None:
-        """Check the choice of cells, and the gradients from these cells of d_logits."""
-        head = self.head
+        """Check the choice of cells, and the gradients from these cells of d_logits. Chunks: as in `backward`."""
+        head = self.head if cache is None else self.head._replace(workspace=SMALL_WORKSPACE)
         cell = kernels.cell_shape(self.head)
         assert cell is not None
         result, kept = kernels.forward_and_keep(head, True, cache)

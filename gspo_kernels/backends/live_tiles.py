@@ -50,6 +50,8 @@ class Work(NamedTuple):
     rows: Tensor  # share of the unmasked rows that have a gradient
     tiles: Tensor  # share of all (unmasked row, column) pairs for which the backward computes d_logits
     recomputed: Tensor  # share of all these pairs for which logits are recomputed (rows without kept exponentials)
+    mass: Tensor  # L1 mass of d_logits, of which `dropped` is a share; 0 if not computed, because nothing is dropped
+    tokens: Tensor  # number of unmasked rows
 
 
 def break_even(width: int, device: torch.device) -> float:
@@ -69,22 +71,25 @@ def is_captured(device: torch.device) -> bool:
 
 def exact_work(head: HeadRows, has_gradient: Tensor, kept: Kept) -> Work:
     """Return the work of a backward without a budget. `has_gradient` [N] bool is False at masked rows."""
-    unmasked = head.mask.sum().clamp(min=1).double()
+    tokens = head.mask.sum().double()
+    unmasked = tokens.clamp(min=1)
     rows = has_gradient.sum() / unmasked
     recomputed = rows
     if kept.exponentials.numel():
         recomputed = (has_gradient & (kept.place >= kept.n_kept)).sum() / unmasked
-    return Work(torch.zeros_like(rows), rows, rows, recomputed)
+    zero = torch.zeros_like(rows)
+    return Work(zero, rows, rows, recomputed, zero, tokens)
 
 
 def work_of_all_ranks(work: Work, head: HeadRows, result: HeadResult, coefficient: Tensor, group: str) -> Work:
     """Combine the work of all ranks that share the tokens, by one all-gather of six numbers."""
     _, at_target = _mass_at_target(head, result, coefficient, head.mask & (coefficient != 0))
     total, unmasked = _least_mass(head, result, at_target), head.mask.sum().double()
-    own = torch.stack([work.dropped * total, *(x.double() * unmasked for x in work[1:]), total, unmasked])
-    *sums, total, unmasked = gather(own, group).sum(0).unbind()
-    dropped = sums[0] / torch.where(total > 0, total, 1)
-    return Work(dropped, *(x / unmasked.clamp(min=1) for x in sums[1:]))
+    shares = (work.rows, work.tiles, work.recomputed)
+    own = torch.stack([work.dropped * total, *(x.double() * unmasked for x in shares), total, unmasked])
+    dropped, *sums, total, unmasked = gather(own, group).sum(0).unbind()
+    rows, tiles, recomputed = (x / unmasked.clamp(min=1) for x in sums)
+    return Work(dropped / torch.where(total > 0, total, 1), rows, tiles, recomputed, total, unmasked)
 
 
 def leading(flags: Tensor) -> Tensor:
@@ -161,10 +166,11 @@ def choose(
     pays = (rows > 0) & (share < pays_below)
     cells = torch.where(pays, heavy, all_cells)
     dropped = torch.where(light & pays, mass, 0).sum() / torch.where(total > 0, total, 1)
-    unmasked = head.mask.sum().clamp(min=1)
+    tokens = head.mask.sum().double()
+    unmasked = tokens.clamp(min=1)
     of_block = (size * cells).sum(1) / (unmasked * vocab)  # [row blocks]
     recomputed = recomputed_share(of_block, order, has_gradient, kept, block_rows)
-    work = Work(dropped, rows / unmasked.double(), of_block.sum(), recomputed)
+    work = Work(dropped, rows / unmasked, of_block.sum(), recomputed, total, tokens)
     own_cells = shard_of(head.shard).own_tiles(cells, columns) if head.shard else cells
     return LiveTiles(order, own_cells, torch.stack([rows, pays.to(rows.dtype)])), work
 

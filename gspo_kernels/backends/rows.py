@@ -84,7 +84,7 @@ class PolicyRows(NamedTuple):
 
 
 class PolicyResult(NamedTuple):
-    """The loss, its derivatives and the metrics, in the dtype of the log-probs."""
+    """The loss and its derivatives in the dtype of the log-probs, and the metrics in fp64."""
 
     loss: Tensor  # []
     log_ratio: Tensor  # [S], or [N] for ratio="token"

@@ -13,8 +13,9 @@ from .. import validation
 from ..backends import self_check
 from ..backends.dispatch import backend_variable
 from ..backends.workspace import cache_variable, workspace_bytes
+from ..ranks.dtensors import is_dtensor
 from ..ranks.shards import columns_of_all_ranks, shard_of
-from ..validation import Unquoted, dtype_name, is_dtensor
+from ..validation import Unquoted, dtype_name
 from .head import HeadArguments, HeadInputs
 from .policy import PolicyArguments, PolicyInputs
 

@@ -13,9 +13,9 @@ from ..backends.rows import HeadRows, NeedsGradient
 from ..backends.workspace import cache_limit, workspace_bytes
 from ..layout import accumulator
 from ..ranks.collectives import sum_gradient
-from ..ranks.dtensors import local_hidden, local_rows
+from ..ranks.dtensors import is_dtensor, local_hidden, local_rows
 from ..ranks.shards import Shard, columns_over, shard_over
-from ..validation import FLOATS, TensorChecks, Unquoted, is_dtensor, positive, up_to_five
+from ..validation import FLOATS, TensorChecks, Unquoted, positive, up_to_five
 from .lm_head import Head, resolve, weight_of
 
 

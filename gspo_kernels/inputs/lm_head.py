@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ..backends.adapter import adapter_product
 from ..layout import accumulator
 from ..ranks.collectives import sum_gradient
-from ..ranks.dtensors import local, local_rows
-from ..validation import TensorChecks, Unquoted, is_dtensor
+from ..ranks.dtensors import is_dtensor, local, local_rows
+from ..validation import TensorChecks, Unquoted
 
 
 class Head(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -68,8 +69,10 @@ def policy_rows(check: TensorChecks, arguments: PolicyArguments, mask: Tensor, d
     correction = _rollout_correction(check, arguments, layout, unmasked)
     rollout_metrics = {}
     if correction is not None:
-        rollout_metrics = {f"rollout_{name}": value for name, value in correction.metrics.items()}
+        rollout_metrics = {f"rollout_{name}": x for name, x in correction.metrics.items() if name != "tokens"}
         rollout = correction.weights.reshape(-1).to(dtype)
+        in_loss = unmasked & (advantages != 0) if weights is None else unmasked & (advantages != 0) & (weights != 0)
+        _check_nan(check, arguments.rollout_log_probs, unmasked, in_loss & rollout.isnan())
         # A token weight of 0 gives 0, even if the rollout weight is NaN.
         weights = rollout if weights is None else multiply_no_nan(weights, rollout)
     normalizer = _normalizer(check, "normalizer", arguments.normalizer, mask, dtype)
@@ -99,7 +102,9 @@ def _layout(check: TensorChecks, cu_seqlens: Tensor | None, mask: Tensor) -> Lay
             check.fail("cu_seqlens", "given for packed input (hidden [N, H], log_probs [N])", None)
         return padded_layout((shape[0], shape[1]), mask.device)
     if len(shape) != 1:
-        check.fail("cu_seqlens", "None for padded input (hidden [B, T, H], log_probs [B, T])", Unquoted("a tensor"))
+        packed = " (for packed input, pass hidden[0], target_ids[0] and so on)" if shape[0] == 1 else ""
+        got = Unquoted(f"a tensor and hidden of shape [{shape[0]}, {shape[1]}, H]")
+        check.fail("cu_seqlens", f"None for padded input{packed}", got)
     check.offsets(cu_seqlens, shape[0], mask.device)
     return packed_layout(shape[0], cu_seqlens)
 
@@ -169,6 +174,16 @@ def _rollout_correction(
         check.fail(missing, expected, None)
     corrections = correction if isinstance(correction, tuple) else (correction,)
     return rollout_weights(check, layout, unmasked, old, rollout, corrections)
+
+
+def _check_nan(check: TensorChecks, rollout: Any, unmasked: Tensor, nan_weights: Tensor) -> None:
+    """Check that no NaN of the sampler makes the weight of a token NaN whose policy term is not 0. All are [N]."""
+    wrong = nan_weights & (unmasked & rollout.reshape(-1).isnan()).any()
+    expected = (
+        "without NaN where mask is true (for a weight of 1, as in TRL, pass torch.where(rollout_log_probs.isnan(), "
+        "old_log_probs, rollout_log_probs))"
+    )
+    check.flag("rollout_log_probs", wrong, expected, lambda: [math.nan])
 
 
 def _normalizer(

@@ -97,7 +97,7 @@ class BackwardResult(NamedTuple):
     """Gradients of a head's operands, and how much was computed."""
 
     gradients: HeadGradients
-    work: Tensor  # [4] fp64: the fields of `live_tiles.Work`; [0] if the caller chose the cells
+    work: Tensor  # [6] fp64: the fields of `live_tiles.Work`; [0] if the caller chose the cells
 
 
 @Operator
@@ -152,7 +152,7 @@ def _fake_gradients(
         return torch.empty_like(operand, memory_format=torch.contiguous_format)
 
     gradients = HeadGradients(*(like(getattr(head, name), getattr(needs, name)) for name in HeadGradients._fields))
-    return BackwardResult(gradients, head.hidden.new_empty(0 if gradient_budget is None else 4, dtype=torch.float64))
+    return BackwardResult(gradients, head.hidden.new_empty(0 if gradient_budget is None else 6, dtype=torch.float64))
 
 
 head_backward.no_autograd(

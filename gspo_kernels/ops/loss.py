@@ -41,7 +41,7 @@ def _fake_policy(
         log_ratio=log_probs.new_empty(rows if objective.ratio == "token" else policy.offsets.shape[0] - 1),
         coefficient=torch.empty_like(log_probs),
         entropy_coefficient=log_probs.new_empty(rows if objective.entropy_coef != 0 else 0),
-        metrics=log_probs.new_empty(len(metrics.NAMES) + bool(policy.group)),
+        metrics=log_probs.new_empty(len(metrics.NAMES) + bool(policy.group), dtype=torch.float64),
     )
 
 
@@ -117,7 +117,7 @@ class FusedResult(NamedTuple):
     head: HeadResult
     policy: PolicyResult
     live_tiles: LiveTiles
-    work: Tensor  # [4]: the fields of `live_tiles.Work`; [0] if the backward is exact and recomputes all logits
+    work: Tensor  # [6] fp64: the fields of `live_tiles.Work`; [0] if the backward is exact and recomputes all logits
     kept: Kept  # without shares
 
 
@@ -142,10 +142,10 @@ def fused_loss(
         live_tiles = all_columns(head.hidden.device)
         work = exact_work(head, _has_gradient(head.mask, loss), kept)
     else:
-        return FusedResult(result, loss, all_columns(head.hidden.device), loss.loss.new_empty(0), kept)
+        return FusedResult(result, loss, all_columns(head.hidden.device), loss.metrics.new_empty(0), kept)
     if policy.group:
         work = work_of_all_ranks(work, head, result, loss.coefficient, policy.group)
-    return FusedResult(result, loss, live_tiles, torch.stack(work).to(loss.loss.dtype), kept)
+    return FusedResult(result, loss, live_tiles, torch.stack(work), kept)
 
 
 def _counts_work(cached_rows: int, policy: PolicyRows, gradient_budget: float, cache_bytes: int) -> bool:
@@ -187,7 +187,7 @@ def _fake_fused(
     cached_rows = implementation(backend).cache_rows(head, cache_bytes)
     has_work = cell is not None or _counts_work(cached_rows, policy, gradient_budget, cache_bytes)
     kept = kept._replace(share=kept.share.new_empty(0, 0))
-    return FusedResult(result, loss, live_tiles, result.log_probs.new_empty(4 if has_work else 0), kept)
+    return FusedResult(result, loss, live_tiles, loss.metrics.new_empty(6 if has_work else 0), kept)
 
 
 def _save_fused_loss(ctx: Any, inputs: list[Any], result: FusedResult) -> None:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import validation
-from ..validation import TensorChecks, Unquoted, dtype_name, is_dtensor
+from ..validation import TensorChecks, Unquoted, dtype_name
+from .dtensors import is_dtensor
 
 # Values with one entry per token. Entries at masked tokens are arbitrary and not compared.
 PER_TOKEN = (
@@ -173,15 +174,15 @@ def _differences(check: TensorChecks, group: str, answers: list[dict[str, Any]])
 def _facts(values: dict[str, Any], group: str) -> dict[str, Any]:
     """Reduce each value to a number or a text, which the ranks of a group compare."""
     facts = {}
-    mask = values["mask"].reshape(-1)
+    excused = EXCUSED.get(group, {})
     for name, value in values.items():
         if isinstance(value, Tensor) and value.ndim == 0:
             number = value.item()
             facts[name] = number if number == number else Unquoted("nan")  # NaN does not equal NaN
-        elif name in EXCUSED[group] and not isinstance(value, Real | None):
-            facts[name] = Unquoted(EXCUSED[group][name])
+        elif name in excused and not isinstance(value, Real | None):
+            facts[name] = Unquoted(excused[name])
         elif isinstance(value, Tensor):
-            checksum = _checksum(value[mask] if name in PER_TOKEN else value)
+            checksum = _checksum(value[values["mask"].reshape(-1)] if name in PER_TOKEN else value)
             facts[name] = Unquoted(f"{dtype_name(value.dtype)} {list(value.shape)} with checksum {checksum:08x}")
         else:
             facts[name] = value

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..validation import is_dtensor
+from .dtensors import is_dtensor
 
 
 class Shard(NamedTuple):

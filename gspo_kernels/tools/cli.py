@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 
 from ..extras import MissingExtraError
-from . import bench_table
 from .doctor.report import compile_kernels, diagnose, memory_of
 
 app = typer.Typer(
@@ -57,7 +56,10 @@ def train(
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run to continue, such as runs/demo.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print all options and the predicted memory, and train nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Import rewards, print all options and the predicted memory, and train nothing."
+        ),
     ] = False,
 ) -> None:
     """Train a model with GSPO and report metrics.
@@ -83,6 +85,10 @@ def train(
     try:
         settings = trainer.read_config(config, options or (), resume)
         if dry_run:
+            for spec in settings.reward:
+                source = f"config.json of {resume}" if resume is not None else "reward="
+                said = f"# importing the reward {spec}, named by {source}: this runs its Python code"
+                console.print(said, markup=False, highlight=False, soft_wrap=True)
             console.print(trainer.forecast(settings), markup=False, highlight=False, soft_wrap=True)
             return
         report = trainer.train(settings)
@@ -216,7 +222,8 @@ def bench(
     Gradients are first compared with float64, and candidates whose gradients are wrong are not timed. Timed runs
     alternate between candidates. Peak memory is measured in a separate process.
     """
-    from . import bench_command
+    from gspo_kernels.benchmarks import bench_table
+    from gspo_kernels.benchmarks.suites import bench_command
 
     batch = dict(model=model, tokens=tokens, against=against, scenario=scenario)
     console = Console(quiet=as_json)

@@ -41,8 +41,12 @@ class HeadOutput(NamedTuple):
 def fuse_head(model: nn.Module) -> FusedHead:
     """Add the keyword argument `with_head` to the model's forward, and return the model's FusedHead.
 
-    A second call returns the same FusedHead. If the head is replaced, resized or hooked later, the next call of the
-    model with `with_head` measures and checks the head again.
+    A second call returns the same FusedHead. If the head is replaced, resized or hooked later, or a number of the model
+    or its configuration changes (`logit_scale`, `final_logit_softcapping`), the next call of the model with `with_head`
+    measures and checks the head again.
+
+    `copy.deepcopy` copies the model with its FusedHead. Pickle, and so `torch.save` of the model, keeps no instance's
+    forward: call this function on the loaded model.
 
     Args:
         model: a causal language model of transformers, plain or wrapped by PEFT, DistributedDataParallel, FSDP or
@@ -65,8 +69,8 @@ def fuse_head(model: nn.Module) -> FusedHead:
     if not isinstance(model, nn.Module):
         Checks("fuse_head").fail("model", "a transformers model", model, TypeError)
     base = base_model(model)
-    existing = vars(base).get(_ATTRIBUTE)
-    if existing is not None:
+    existing = _installed(base)
+    if existing is not None and existing.is_measured():
         return existing
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if head is None:
@@ -75,21 +79,27 @@ def fuse_head(model: nn.Module) -> FusedHead:
     unplaced = (module for module in base.modules() if not placed_by_accelerate(module))
     if any(p is not None and p.is_meta for module in unplaced for p in module._parameters.values()):
         raise HeadError(f"fuse_head: parameters of {type(base).__name__} must have values, got the meta device")
-    fused = FusedHead(base, head)
+    fused = FusedHead(base, head) if existing is None else existing  # of a deep copy, or under ZeRO-3
     try:
         if not any(hasattr(p, "ds_id") for p in head.parameters()):  # ZeRO-3 sets ds_id on parameters it partitions
-            # Under FSDP, call the outermost unit, because only its call gathers the parameters outside other units.
-            root = next(filter(is_fsdp_unit, _unwrap(model)), base)
-            fused.measure(root)
-            # FSDP2 keeps the root's parameters gathered for a backward. An optimizer that is made now would get these
-            # temporary parameters, and train nothing.
-            for unit in root.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.reshard()
+            _measure(fused, model)
     except BaseException:
-        fused.remove()
+        if existing is None:
+            fused.remove()
         raise
     return fused
+
+
+def _measure(fused: FusedHead, model: Any) -> None:
+    """Measure the logits of `model`, which may be wrapped."""
+    # Under FSDP, call the outermost unit, because only its call gathers the parameters outside other units.
+    root = next(filter(is_fsdp_unit, _unwrap(model)), fused.model)
+    fused.measure(root)
+    # FSDP2 keeps the root's parameters gathered for a backward. An optimizer that is made now would get these temporary
+    # parameters, and train nothing.
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def base_model(model: Any) -> Any:
@@ -102,7 +112,8 @@ def _unwrap(model: Any) -> Iterator[Any]:
     """Yield the model, and every model inside its wrappers, the transformers model last."""
     while True:
         yield model
-        if isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel) or is_a(model, "deepspeed"):
+        data_parallel = isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel)
+        if data_parallel or is_a(model, "deepspeed"):
             model = model.module
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
@@ -114,7 +125,21 @@ def _unwrap(model: Any) -> Iterator[Any]:
 
 def is_fused(model: nn.Module) -> bool:
     """True if the model takes `with_head`."""
-    return _ATTRIBUTE in vars(base_model(model))
+    return _installed(base_model(model)) is not None
+
+
+def _installed(model: Any) -> FusedHead | None:
+    """Return the FusedHead of a transformers model, or None if it has none or lost its forward to pickle."""
+    fused = vars(model).get(_ATTRIBUTE)
+    return None if fused is None or lost_to_pickle(fused._wrapped) else fused
+
+
+def lost_to_pickle(method: Any) -> bool:
+    """True for a model's forward that we installed if the model was pickled and loaded since.
+
+    Pickle saves a bound method by its name, which in the loaded model is the forward of its class.
+    """
+    return method.__func__ is type(method.__self__).forward
 
 
 class FusedHead:
@@ -124,7 +149,7 @@ class FusedHead:
         self.model = model
         self.head = head
         self._options: LogitOptions | None = None
-        self._measured_head: tuple[Any, ...] = ()  # `identity` of the head that the options were measured on
+        self._measured: tuple[Any, ...] = ()  # `_identity` at the measurement of the options
         self._forward = model.forward
 
         # `generate` and Trainer inspect the signature of forward, so keep it by `wraps`. accelerate takes the function
@@ -173,11 +198,39 @@ class FusedHead:
             HeadError: `LogitOptions` cannot express the operations, or the fused log-probs differ from the
                 log-probs of the model's logits.
         """
+        self.head = self.model.get_output_embeddings()
         probe = functools.partial(self._probe, call)
         options = measure(self.model, self.head, probe)
         compare(self.model, self.head, probe, options)
-        self._options, self._measured_head = options, identity(self.head)
+        self._options, self._measured = options, self._identity()
         return options
+
+    def is_measured(self) -> bool:
+        """False before the first measurement, which a deep copy makes anew."""
+        return self._options is not None
+
+    def is_outdated(self) -> bool:
+        """True if the head or a number of the model changed since the measurement."""
+        return self.is_measured() and self._measured != self._identity()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_options": None, "_measured": ()}  # of a copy
+
+    def _identity(self) -> tuple[Any, ...]:
+        """Return everything that the options depend on: the head, and the numbers of the model and its configuration.
+
+        Numbers whose name ends in "_id" are left out. Trainers set them, and they do not change logits.
+        """
+        config = self.model.config
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        owners = (self.model, getattr(self.model, "base_model", self.model), config, text)
+        numbers = [
+            (name, x)
+            for owner in owners
+            for name, x in vars(owner).items()
+            if isinstance(x, int | float) and not isinstance(x, bool) and not name.endswith("_id")
+        ]
+        return *identity(self.head), *numbers
 
     def remove(self) -> None:
         """Restore the model's forward. A second call does nothing.
@@ -204,7 +257,7 @@ class FusedHead:
             Checks("fuse_head").fail("labels", "None in a call with with_head, which makes no logits", kwargs["labels"])
         self.head = self.model.get_output_embeddings()
         options = self._options
-        if options is None or self._measured_head != identity(self.head):
+        if options is None or self.is_outdated():
             options = self.measure(self._call)  # calling self.model would run its hooks a second time
         captured: list[Tensor] = []
 
@@ -235,9 +288,11 @@ class FusedHead:
             for module, name in parents:
                 module._modules[name] = self.head
         if stand_in.calls != 1:
+            # `copy.deepcopy` does not copy closures. TRL's forward is one that holds the original model.
+            copied = " (is this a deep copy of a trainer's model? Its forward calls the original: use pickle instead)"
             raise HeadError(
                 f"fuse_head: the forward of {type(self.model).__name__} must call its output embeddings once, "
-                f"got {stand_in.calls} calls"
+                f"got {stand_in.calls} calls{'' if stand_in.calls else copied}"
             )
         return output
 
@@ -291,6 +346,8 @@ def logit_options(model: nn.Module) -> Mapping[str, Any]:
     was_fused = is_fused(model)
     fused = fuse_head(model)
     try:
+        if fused.is_outdated():
+            _measure(fused, model)
         return fused.options.kwargs()
     finally:
         if not was_fused:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from gspo_kernels import linear_log_probs
 from gspo_kernels.inputs.lm_head import call_inside, owner, take_apart
-from gspo_kernels.ranks.dtensors import local
-from gspo_kernels.validation import is_dtensor
+from gspo_kernels.ranks.dtensors import is_dtensor, local
 
 _PROBE_RANGE = 64.0  # logits of trained models lie in -64 ... 64, where every soft-cap in use is clearly curved
 _SCALE_ERROR = 1e-5  # relative error of a scale that is measured in fp32

@@ -9,7 +9,8 @@ releases whose GPTModel takes an `output_processor` (0.18 and later). Code that 
 
     out = model(ids, positions, None, output_processor=output_processor, output_processor_context=Targets(target_ids))
 
-`slime_head` makes the trainer slime compute its log-probs at the output layer.
+For trainers on Megatron Core, see `slime`, `skyrl`, `nemo_rl` and `areal` in `integrations.trainers`, and
+`integrations.verl.megatron`.
 
 The output layer is sharded over the tensor-parallel group, so its weight, its group and the kind of reduction of the
 hidden states' gradient are taken from the layer. Hidden states are [S, B, H]; with sequence parallelism, each rank has
@@ -18,8 +19,7 @@ S / TP of the S positions. Results are [B, S], as Megatron's labels.
 
 from gspo_kernels.extras import needs
 
-with needs(__name__, "megatron", "megatron"):
+with needs(__name__, "megatron", "megatron", "megatron.core"):  # other packages are in the namespace megatron, too
     from .output_layer import Targets, local_cu_seqlens, model_log_probs, output_processor
-    from .slime import slime_head
 
-__all__ = ["Targets", "local_cu_seqlens", "model_log_probs", "output_processor", "slime_head"]
+__all__ = ["Targets", "local_cu_seqlens", "model_log_probs", "output_processor"]

@@ -9,7 +9,7 @@ Prompts and their rewards are in `integrations/tasks`. All modules here:
     data         prompts and rewards       sampling     rollouts
     advantages   from rewards to advantages
     optimizer    AdamW, fp32 masters       distributed  several processes
-    report       files and tables          checkpoints  the state of a run on disk
+    report       files and tables          checkpoints  the state of a run; replacing files
     resuming     what may change when a run is resumed
     progress     printed progress          curves       curves.png
     stopping     Ctrl-C and SIGTERM        trackers     TensorBoard, Weights & Biases

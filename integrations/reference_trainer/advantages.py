@@ -94,7 +94,10 @@ def advantages_of_turns(config: TrainConfig, batch: Batch, total: list[float], t
         raise InputError("advantages: expected group_advantages alone for a task that rewards turns")
     device = batch.old_log_probs.device
     counts = [len(row) for row in turns]
-    returns = [reward - sum(row[:k]) for reward, row in zip(total, turns, strict=True) for k in range(len(row))]
+    # Add the later turns instead of subtracting the earlier ones, so that a large penalty of one turn costs no digits.
+    returns = [
+        reward - sum(row) + sum(row[k:]) for reward, row in zip(total, turns, strict=True) for k in range(len(row))
+    ]
     prompts = [answer // config.group_size for answer, count in enumerate(counts) for _ in range(count)]
     options = {key: x for key, x in config.advantages[0].options.items() if key != "group_size"}
     groups = torch.tensor(prompts, device=device)

@@ -12,7 +12,7 @@ PANELS = {"reward": "Reward", "clip_fraction": "Share of answers clipped", "entr
 
 
 def plot_curves(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot reward, clip fraction and entropy over the steps, one color per seed. Replace `path` at the end."""
+    """Plot reward, clip fraction and entropy over the steps, one color per seed."""
     import matplotlib as mpl
     from matplotlib.figure import Figure  # pyplot would open windows and has global state
 
@@ -37,6 +37,4 @@ def plot_curves(rows: list[dict[str, Any]], path: Path) -> None:
             axes.set_ylim(bottom=None if name == "reward" else 0)
         panels["reward"].set_xlabel("step (dots: held out, greedy; faint: training, sampled)")
         panels["reward"].legend(loc="lower right")
-        partial = path.with_suffix(".partial.png")
-        figure.savefig(partial, dpi=130)
-    partial.replace(path)
+        figure.savefig(path, dpi=130, format="png")

@@ -10,9 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from gspo_kernels import memory
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends.workspace import cache_limit
-from gspo_kernels.tools.doctor import memory as doctor_memory
 from gspo_kernels.validation import Checks, TensorChecks
 
 from ..backwards import BackwardSettings
@@ -69,10 +69,10 @@ def predicted_memory(config: TrainConfig, device: torch.device, model: Any = Non
     rows = (config.micro_batch_size or config.mini_batch_size) * config.max_new_tokens
     with FakeTensorMode():
         dtype = torch.bfloat16 if config.precision != "fp32" else torch.float32
-        sizes = doctor_memory.Batch(rows, head.shape[1], decoder_config(model).vocab_size).head(dtype, device)
+        sizes = memory.Batch(rows, head.shape[1], decoder_config(model).vocab_size).head(dtype, device)
         backend = dispatch.pick_backend(TensorChecks("gspo train"), config.backend, device)
         cache = cache_limit(Checks("gspo train"), config.cache_mib, device)
-        loss = doctor_memory.bound(sizes, backend, min(cache, doctor_memory.full_cache_mib(sizes, backend) * MIB)).total
+        loss = memory.bound(sizes, backend, min(cache, memory.full_cache_mib(sizes, backend) * MIB)).total
     parts = {
         "weights": weights,
         "reference": weights if config.needs_reference and not config.lora_rank else 0,

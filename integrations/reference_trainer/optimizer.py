@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .config import TrainConfig
+from .config import InputError, TrainConfig
 from .distributed import average_gradients, full, like
 from .policy import Policy
 
@@ -62,9 +63,26 @@ class Optimizer:
         }
         return {"updates": self.updates, "weights": weights}
 
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise an InputError unless `load` can restore a state read from a checkpoint."""
+        saved = state["weights"]
+        if differing := sorted(map(str, saved.keys() ^ set(self.names))):
+            raise InputError(
+                f"resume: expected a checkpoint with the {len(self.names)} trained weights of this model, got "
+                f"{len(saved)}; {differing[0]} is in only one of them"
+            )
+        for name, master in zip(self.names, self.masters, strict=True):
+            shape = tuple(master.shape)
+            expected = {"weight": shape, "step": (), "exp_avg": shape, "exp_avg_sq": shape}
+            tensors = saved[name].items() if isinstance(saved[name], dict) else ()
+            shapes = {key: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for key, x in tensors}
+            if shapes not in (expected, {"weight": shape}):  # a weight without a gradient so far has no moments
+                raise InputError(f"resume: expected a checkpoint with {name} of the shapes {expected}, got {shapes}")
+
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned, into the policy too."""
+        self.check(state)
         self.updates = state["updates"]
         for name, master in zip(self.names, self.masters, strict=True):
             saved = {key: like(x, master) for key, x in state["weights"][name].items()}

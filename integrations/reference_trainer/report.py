@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import json
-import shutil
+import os
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import IO, Any
+from typing import Any
 
 import torch
 from rich.table import Table
 
 from gspo_kernels.extras import MissingExtraError, needs
 
-from .checkpoints import write_checkpoint
+from .checkpoints import WriteError, check_form, naming, remove, replacing, write_checkpoint
 from .config import InputError, TrainConfig
 from .curves import plot_curves
-from .distributed import rank, whole_weights
+from .distributed import gather, rank, whole_weights
 from .policy import Policy
 from .resuming import RECORD
 from .trackers import Trackers
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
 
 Row = dict[str, Any]  # one line of metrics.jsonl
 
@@ -110,10 +119,23 @@ class RunReport:
         ]
 
 
-class RunFolder:
-    """The folder of a run. Each step's metrics are flushed, so a run that is stopped keeps its metrics.
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Raise an InputError or WriteError of any process in all processes, so that none waits for the others."""
+    error = None
+    try:
+        yield
+    except (InputError, WriteError) as raised:
+        error = raised
+    for raised in gather(error):
+        if raised is not None:
+            raise raised
 
-    Of several processes, only the first writes.
+
+class RunFolder:
+    """The folder of a run, for one run at a time. A run that is stopped keeps the metrics of all finished steps.
+
+    Of several processes of a run, only the first writes. If the system refuses to write, all raise a WriteError.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -122,16 +144,16 @@ class RunFolder:
         self.checkpoint = self.path / "checkpoint.pt"
         self._config = config
         self._writes = rank() == 0
-        self._files: dict[str, IO[str]] = {}
+        self._files: dict[str, io.FileIO] = {}
+        self._is_open = False
         self._drawn = time.monotonic()
         self._trackers = Trackers(config)
         self.record: Row = {}  # what the run was started with, for config.json
-        kept = config.resume or config.overwrite or not self._writes
-        if not kept and self.path.is_dir() and any(self.path.iterdir()):
-            raise InputError(
-                f"{self.path} exists already and is not empty: use resume=true to continue that run, overwrite=true to "
-                "replace it, or name=NAME to write to another folder"
-            )
+        with agreed():
+            if self._writes and self.path.is_dir():
+                self._check_unused()
+                if self.metrics.is_file():
+                    self._lock()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -141,99 +163,170 @@ class RunFolder:
             file.close()
         self._trackers.close()
 
+    def _check_unused(self) -> None:
+        """Refuse a folder with files, unless the options say what to do with them."""
+        if self._config.resume or self._config.overwrite:
+            return
+        if any(path != self.metrics or path.stat().st_size for path in self.path.iterdir()):
+            raise InputError(
+                f"{self.path} exists already and is not empty: use resume=true to continue that run, overwrite=true to "
+                "replace it, or name=NAME to write to another folder"
+            )
+
+    def _lock(self) -> None:
+        """Open metrics.jsonl, and hold a lock on it until it is closed or the process ends.
+
+        The lock is on this file and not on the folder, because NFS shows other machines only locks of files.
+        """
+        file = self._files["metrics.jsonl"] = self._appending("metrics.jsonl")
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"{self.path} is in use: another process trains in this folder. Wait until it ends, or use name=NAME "
+                "to write to another folder"
+            ) from error
+        except OSError as error:
+            reason = f"{self.metrics} cannot be locked ({error})"
+            warnings.warn(f"{reason}: make sure that no other process trains in this folder", stacklevel=2)
+
+    def _appending(self, name: str) -> io.FileIO:
+        """Open a file without a buffer: what a full disk refuses would stay in it, and be written when it is closed."""
+        try:
+            return (self.path / name).open("ab", buffering=0)
+        except OSError as error:
+            raise InputError(f"output: expected a folder to write to, got {self.path} ({error})") from error
+
     def open(self, sizes: dict[str, int] | None = None) -> None:
         """Make the folder and open its files. `write` does so when a run can start: a failed start destroys nothing.
 
         Args:
             sizes: the files' sizes at the checkpoint from which the run continues; what was written later is removed.
-                None: an earlier run is removed.
+                None: metrics and samples begin anew, and with `overwrite` an earlier run is removed.
         """
-        if not self._writes:
-            return
+        with agreed():
+            if self._writes:
+                self._open(sizes)
+
+    def _open(self, sizes: dict[str, int] | None) -> None:
         options = json.dumps({**self._config.to_dict(), RECORD: self.record}, indent=1)
-        partial = self.path / "config.json.partial"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if sizes is None:
-                for path in map(self.path.joinpath, ("curves.png", "checkpoint.pt")):
-                    path.unlink(missing_ok=True)
-                for path in (*self.path.glob("model-seed*"), *self.path.glob("tensorboard")):
-                    shutil.rmtree(path)
-            for name in ("metrics.jsonl", "samples.jsonl"):
-                file = self._files[name] = (self.path / name).open("a", encoding="utf-8")
-                size = (sizes or {}).get(name, 0)
-                if file.tell() < size:
-                    raise InputError(f"resume: {file.name} is shorter than when the checkpoint was written")
-                file.truncate(size)
-            partial.write_text(options, encoding="utf-8")
-            partial.replace(self.path / "config.json")
         except OSError as error:
             raise InputError(f"output: expected a folder to write to, got {self.path} ({error})") from error
+        if not self._files:
+            self._lock()
+            self._check_unused()  # another run may have used the folder since
+        self._files["samples.jsonl"] = self._appending("samples.jsonl")
+        kept = dict.fromkeys(self._files, 0) if sizes is None else sizes
+        for name, size in self.sizes().items():
+            if size < kept[name]:
+                raise InputError(f"resume: {self.path / name} is shorter than when the checkpoint was written")
+        with replacing(self.path / "config.json") as partial:
+            partial.write_text(options, encoding="utf-8")  # nothing is removed before the disk has taken it
+            if self._config.overwrite:
+                names = ("curves.png", "checkpoint.pt", "model-seed*", "tensorboard")
+                for path in [path for name in names for path in self.path.glob(name)]:
+                    remove(path)
+            for name, file in self._files.items():
+                file.truncate(kept[name])
+        self._is_open = True
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the open files. Their positions would be wrong after `truncate`, which keeps them."""
+        return {name: os.fstat(file.fileno()).st_size for name, file in self._files.items()}
 
     def write(self, seed: int, row: Row) -> None:
         """Append the metrics of one step of one seed."""
-        if self._writes:
-            if not self._files:
-                self.open()
-            self._append("metrics.jsonl", {"seed": seed, **row})
-            self._trackers.write(seed, row)
+        with agreed():
+            if self._writes:
+                if not self._is_open:
+                    self._open(None)
+                self._append("metrics.jsonl", {"seed": seed, **row})
+                self._trackers.write(seed, row)
 
     def write_samples(self, seed: int, step: int, samples: list[Row]) -> None:
         """Append completions with their rewards to samples.jsonl."""
-        for sample in samples if self._writes else []:
-            self._append("samples.jsonl", {"seed": seed, "step": step, **sample})
+        with agreed():
+            for sample in samples if self._writes else []:
+                self._append("samples.jsonl", {"seed": seed, "step": step, **sample})
 
     def _append(self, name: str, record: Row) -> None:
-        self._files[name].write(json.dumps(record) + "\n")
-        self._files[name].flush()
+        """Append a line, or if that fails nothing."""
+        file = self._files[name]
+        size = self.sizes()[name]
+        line = memoryview((json.dumps(record) + "\n").encode())
+        with naming(self.path / name):
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except BaseException:  # a second signal too
+                file.truncate(size)
+                raise
 
-    def rows_of(self, seed: int) -> list[Row]:
-        """Return the metrics of a seed so far."""
-        return [row for row in read_rows(self.metrics) if row["seed"] == seed]
+    def rows_of(self, seed: int, size: int | None = None) -> list[Row]:
+        """Return the metrics of a seed, from the first `size` bytes. Raise an InputError if a step is missing."""
+        rows = [row for row in read_rows(self.metrics, size) if row["seed"] == seed]
+        steps = [row["step"] for row in rows]
+        if not steps or steps != list(range(len(steps))) or "eval_reward" not in rows[0]:
+            raise InputError(f"{self.metrics}: expected seed {seed} to have a line for each step from 0, got {steps}")
+        return rows
 
     def save_model(self, policy: Policy, seed: int) -> Path:
         """Write the model of a seed and return the model's folder. The folder appears only when it is complete."""
         folder = self.path / f"model-seed{seed}"
-        partial = folder.with_name(f"{folder.name}.partial")
         weights = whole_weights(policy)
-        try:
+        with agreed():
             if self._writes:
-                policy.save(partial, weights)
-                shutil.rmtree(folder, ignore_errors=True)
-                partial.rename(folder)
-        finally:
-            if self._writes:
-                shutil.rmtree(partial, ignore_errors=True)
+                with replacing(folder) as partial:
+                    policy.save(partial, weights)
         return folder
 
     def save_checkpoint(self, state: Row) -> None:
         """Replace checkpoint.pt by a new state of the run."""
-        if self._writes:
-            sizes = {name: file.tell() for name, file in self._files.items()}
-            write_checkpoint(self.checkpoint, {**state, "sizes": sizes})
+        with agreed():
+            if self._writes:
+                write_checkpoint(self.checkpoint, {**state, "sizes": self.sizes()})
 
-    def save_failed(self, batch: Any) -> Path:
-        """Write the batch of an update that is not finite, with torch.save."""
+    def save_failed(self, batch: Any) -> str:
+        """Write the batch of an update that is not finite, with torch.save. Return a sentence that says where it is."""
         path = self.path / f"failed_update-rank{rank()}.pt"
-        torch.save(asdict(batch), path)
-        return path
+        try:
+            with replacing(path) as partial:
+                torch.save(asdict(batch), partial)
+        except WriteError as error:
+            return f"Its batch is lost: {error}"
+        return f"Its batch is in {path}"
 
     def plot(self, every: float = 0.0) -> tuple[Path | None, str]:
         """Draw curves.png, unless it was drawn in the last `every` seconds. Return its path and "".
 
-        Return None and the reason if there is no plot.
+        Return None and the reason if there is no plot. A run without plots is worth finishing.
         """
         curves = self.path / "curves.png"
         if self._writes and time.monotonic() - self._drawn >= every:
             try:
-                with needs("curves.png", "train", "matplotlib"):
-                    plot_curves(read_rows(self.metrics), curves)
-            except MissingExtraError as error:
+                with needs("curves.png", "train", "matplotlib"), replacing(curves) as partial:
+                    plot_curves(read_rows(self.metrics), partial)
+            except (MissingExtraError, WriteError) as error:
                 return None, str(error)
             self._drawn = time.monotonic()
         return curves, ""
 
 
-def read_rows(metrics: Path) -> list[Row]:
-    """Read a metrics.jsonl, one entry per line."""
-    return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+def read_rows(metrics: Path, size: int | None = None) -> list[Row]:
+    """Read a metrics.jsonl, or its first `size` bytes, one entry per line. Raise an InputError for a damaged file."""
+    text = metrics.read_bytes() if metrics.is_file() else b""
+    if size is not None and len(text) < size:
+        raise InputError(f"resume: {metrics} is shorter than when the checkpoint was written")
+    rows = []
+    for number, line in enumerate(text[:size].splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{metrics}, line {number}: expected a JSON object, got {line[:60]!r}") from error
+        check_form(f"{metrics}, line {number}", row, {"seed": int, "step": int})
+        rows.append(row)
+    return rows

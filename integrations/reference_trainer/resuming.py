@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..tasks import Task
-from .checkpoints import read_checkpoint
+from .checkpoints import check_form, read_checkpoint
 from .config import InputError, TrainConfig
 from .data import Reward, task_of
 
@@ -44,6 +44,8 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     changes = changed_options(config, before)
     path = config.folder / "checkpoint.pt"
     saved = read_checkpoint(path) if path.is_file() else None
+    if saved is None:
+        check_untrained(config.folder)
     check_changes(config, changes, before, saved)
     task = task_of(config, task, reward)
     record = record_of(task, from_python)
@@ -57,7 +59,7 @@ def start_of(config: TrainConfig, task: Task | None, reward: Reward | None) -> S
     if not then:
         notes.append(f"resume: {path.parent}/config.json does not record prompts and rewards, so they are not compared")
     if saved is None:
-        notes.append(f"resume: {config.folder} has no checkpoint yet, so training starts again from the beginning")
+        notes.append(f"resume: {config.folder} has trained no step yet, so training starts again from the beginning")
     return Start(task, record, saved, notes)
 
 
@@ -75,9 +77,29 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         refuse("resume", "the folder of a run, with a config.json", got)
     try:
         options = json.loads(path.read_text(encoding="utf-8"))
-        return options, options.pop(RECORD, {})
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"resume: {path} cannot be read: {error}") from error
+    check_form(f"resume: {path}", options, {"seeds": list, "steps": int})  # options that every run has
+    then = options.pop(RECORD, {})
+    forms = {"from_python": list, "rewards": dict, "prompts": str}
+    check_form(f"resume: {path}", then, {key: form for key, form in forms.items() if then}, RECORD)
+    return options, then
+
+
+def check_untrained(folder: Path) -> None:
+    """Raise an InputError if the files of a run without a checkpoint show that it has trained.
+
+    To start it again would remove its models and metrics. Before the first step, a run writes one line of metrics.
+    """
+    traces = [path.name for path in sorted(folder.glob("model-seed*"))]
+    traces += [name for name in ("curves.png", "samples.jsonl") if (folder / name).is_file()]
+    traces = [name for name in traces if (folder / name).is_dir() or (folder / name).stat().st_size]
+    metrics = folder / "metrics.jsonl"
+    if metrics.is_file() and metrics.read_bytes().partition(b"\n")[2]:
+        traces.append("steps in metrics.jsonl")
+    if traces:
+        found = f"none, but {', '.join(traces)}; only a start with overwrite=true replaces them"
+        refuse("resume", f"a checkpoint.pt in {folder}, from which to continue", found)
 
 
 def continue_command(folder: Path, from_python: Sequence[str]) -> str:
@@ -125,9 +147,6 @@ def check_changes(
         if name in changes:
             refuse(name, f"{json.dumps(before[name])}, with which {folder} was started", json.dumps(changes[name][1]))
     if saved is None:
-        if before.get("checkpoint_every") == 0:
-            why = "as checkpoint_every is 0; overwrite=true trains again from the beginning"
-            refuse("resume", f"a checkpoint in {folder}", f"none, {why}")
         return
     seed = saved["seed"]
     seeds = before.get("seeds", list(config.seeds))

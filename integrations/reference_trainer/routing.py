@@ -1,4 +1,4 @@
-"""The experts that the routers of a mixture choose: record them, replay them, compare them.
+"""The experts that the routers of a mixture choose: record them and replay them.
 
 Routing Replay (arXiv 2507.18071, section 5.3) trains with the experts that the old policy chose, so that an update does
 not change which experts compute a token. The weights of these experts follow the current router.
@@ -57,14 +57,3 @@ def routing(model: Any, replayed: Tensor | None = None) -> Iterator[list[Tensor]
 def stacked(chosen: list[Tensor], batch: int) -> Tensor:
     """Stack the experts of each layer to [B, width, layers, k] int64."""
     return torch.stack(chosen, dim=1).unflatten(0, (batch, -1))
-
-
-def changed_share(before: Tensor, after: Tensor, mask: Tensor) -> float:
-    """Return the share of experts that differ, over the unmasked tokens and all layers.
-
-    Args:
-        before, after: experts of the same tokens, [B, width, layers, k].
-        mask: [B, width].
-    """
-    kept = (before[..., :, None] == after[..., None, :]).any(-1)  # [B, width, layers, k]
-    return 1 - kept[mask.bool()].float().mean().item()

@@ -19,9 +19,11 @@ from ..tasks import Example, RewardBatch, Task, batches
 from ..tasks.rewards import joined
 from . import distributed
 from .advantages import advantages_of
+from .checkpoints import WriteError
 from .config import TrainConfig
 from .data import Reward
 from .loading import pick_device, policy_of_seed, set_seed
+from .measures import numbers_of_step
 from .optimizer import Optimizer
 from .policy import PRINTABLE
 from .progress import TrainingProgress
@@ -29,7 +31,7 @@ from .report import Row, RunFolder, RunReport, SeedResult
 from .resuming import continue_command, start_of
 from .sampling import Dialogue, converse, encode, fitting, padded, sampler_weights
 from .stopping import StopSignals
-from .update import NotFiniteError, TrainingError, autocast, average, mini_batches, update, with_log_probs
+from .update import NotFiniteError, TrainingError, autocast, mini_batches, update, with_log_probs
 
 REDRAW = 30.0  # seconds between refreshes of curves.png
 
@@ -65,7 +67,7 @@ def train(config: TrainConfig, task: Task | None = None, reward: Reward | None =
         results = []
         for seed in config.seeds:
             if saved and config.seeds.index(saved["seed"]) > config.seeds.index(seed):
-                results.append(SeedResult.from_rows(seed, folder.rows_of(seed)))
+                results.append(SeedResult.from_rows(seed, folder.rows_of(seed, saved["sizes"]["metrics.jsonl"])))
                 continue
             training = Training(config, seed, task, device, folder, progress, stop)
             results.append(training.run(saved if saved and saved["seed"] == seed else None))
@@ -111,11 +113,15 @@ class Training:
                 self.begin()
             while self.step < config.steps:
                 self.train_step(next(prompts))
-        except (KeyboardInterrupt, SystemExit, TrainingError):
-            self.save_stopped()
+            if config.save:
+                self.folder.save_model(self.policy, self.seed)
+        except (KeyboardInterrupt, SystemExit, TrainingError) as error:
+            try:
+                if not isinstance(error, WriteError):  # a full disk would not take another file either
+                    self.save_stopped()
+            finally:
+                self.say_how_to_continue()
             raise
-        if config.save:
-            self.folder.save_model(self.policy, self.seed)
         return SeedResult.from_rows(self.seed, self.rows)
 
     def seed_generators(self, step: int) -> None:
@@ -140,12 +146,12 @@ class Training:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a checkpoint: weights, optimizer, and the files as they were."""
-        self.folder.open(saved["sizes"])
-        distributed.gather(None)  # the first process has now removed what was written after the checkpoint
+        rows = self.folder.rows_of(self.seed, saved["sizes"]["metrics.jsonl"])
         self.optimizer.load(saved["optimizer"])
         self.running = RunningMoments(**saved["running"])
+        self.folder.open(saved["sizes"])  # removes what was written after the checkpoint, now that all else is right
         self.step = saved["step"]
-        self.rows = self.folder.rows_of(self.seed)
+        self.rows = rows
         self.progress.say(f"seed {self.seed}: continues after step {self.step}")
         evaluated = [row for row in self.rows if "eval_reward" in row]
         self.progress.begin(self.seed, evaluated[-1], self.step)
@@ -160,7 +166,7 @@ class Training:
         }
 
     def train_step(self, examples: list[Example]) -> None:
-        """Sample one rollout, train on it, and write the step's metrics. Those of the loss are means over updates."""
+        """Sample one rollout, train on it, and write the step's metrics."""
         config = self.config
         step = self.step + 1
         started = time.perf_counter()
@@ -184,15 +190,14 @@ class Training:
                 parts = [rows for epoch in epochs for rows in epoch]
                 updates = [update(config, self.policy, self.optimizer, batch, rows) for rows in parts]
             except NotFiniteError as error:
-                path = self.folder.save_failed(error.batch)
-                raise TrainingError(f"{error}. Its batch is in {path}") from error
+                raise TrainingError(f"{error}. {self.folder.save_failed(error.batch)}") from error
             tokens = int(rollout.answer_mask.sum())
             row = {
                 "step": step,
                 **rewards.metrics(config.group_size),
                 "truncated": rollout.truncated.float().mean().item(),
-                **average(updates),
-                "clip_fraction_first_update": updates[0]["clip_fraction"],
+                **numbers_of_step(updates),
+                "clip_fraction_first_update": updates[0].numbers["clip_fraction"],
                 "learning_rate": config.learning_rate_at(self.optimizer.updates - 1),
                 "answer_tokens": tokens / config.rollout_size,
                 "max_new_tokens": limit,
@@ -205,7 +210,9 @@ class Training:
             self.step = step
             self.finish_step({**row, "seconds": time.perf_counter() - started})
             self.updating = False
-            if config.checkpoint_every and (step % config.checkpoint_every == 0 or is_last):
+            every = config.checkpoint_every
+            # A resumed run has a checkpoint. If it stayed behind the end, the next resume would undo steps.
+            if (every and step % every == 0) or (is_last and (every or config.resume)):
                 self.folder.save_checkpoint(self.state())
             if "eval_reward" in row:
                 self.folder.plot(every=REDRAW)
@@ -214,8 +221,8 @@ class Training:
 
     def finish_step(self, row: Row) -> None:
         """Write the metrics of a step."""
-        self.rows.append(row)
         self.folder.write(self.seed, row)
+        self.rows.append(row)
         if row["step"]:
             self.progress.show(row)
 
@@ -270,7 +277,7 @@ class Training:
         return together.mean, samples
 
     def save_stopped(self) -> None:
-        """Save a run that was stopped at the end of a step or while sampling, and print how to continue it."""
+        """Save a run that was stopped at the end of a step or while sampling."""
         say = self.progress.say
         folder = self.folder
         if self.updating:
@@ -281,9 +288,14 @@ class Training:
             if self.stop.received is not None:
                 say("stopping: saving a checkpoint; a second signal stops without saving")
             folder.save_checkpoint(self.state())
-            folder.plot()
+            if reason := folder.plot()[1]:
+                say(reason)
             if self.config.save:
                 say(f"model: {folder.save_model(self.policy, self.seed)}")
             say(f"stopped after step {self.step} of seed {self.seed}; metrics: {folder.metrics}")
+
+    def say_how_to_continue(self) -> None:
+        """Print the command that continues the run, if it has a checkpoint."""
+        say, folder = self.progress.say, self.folder
         if folder.checkpoint.is_file() and (self.rows or self.config.seeds[0] != self.seed):
             say(f"continue: {continue_command(folder.path, folder.record['from_python'])}")

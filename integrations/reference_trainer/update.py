@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any
@@ -14,10 +14,11 @@ from torch import Tensor
 from gspo_kernels import LossOutput, gspo_fused_loss, linear_log_probs
 
 from .config import TrainConfig
-from .distributed import gather_lists, gather_rows, share, world
+from .distributed import gather, gather_rows, share, world
+from .measures import Update, joined, measured, numbers, router_sums
 from .optimizer import Optimizer
 from .policy import Policy, decoder_config
-from .routing import changed_share, routing, stacked
+from .routing import routing, stacked
 from .sampling import Rollout
 
 
@@ -143,8 +144,8 @@ def normalizers(config: TrainConfig, mask: Tensor) -> dict[str, float | None]:
     return {"normalizer": divisor(of.aggregation), "kl_normalizer": kl}
 
 
-def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor) -> dict[str, float]:
-    """Take one optimizer step on a mini-batch, the `rows` of `batch`. Return the means of its metrics.
+def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Batch, rows: Tensor) -> Update:
+    """Take one optimizer step on a mini-batch, the `rows` of `batch`. Return its metrics, over all processes.
 
     Raises:
         NotFiniteError: the loss or the norm of the gradient is not finite. The step is not taken.
@@ -152,27 +153,34 @@ def update(config: TrainConfig, policy: Policy, optimizer: Optimizer, batch: Bat
     optimizer.zero_grad()
     divisors = normalizers(config, take(batch.rollout, rows).answer_mask)
     parts = micro_batches(config, rows)
-    measured = []
+    measures, losses, router_losses = [], [], []
     for part in parts:
         micro_batch = take(batch, part)
         replayed = micro_batch.experts if config.routing_replay else None
         with autocast(config, policy), routing(policy.inner, replayed) as chosen:
             out, model_output = policy.run(micro_batch.rollout, loss_of(config, micro_batch, divisors), train=True)
-        metrics = loss_metrics(micro_batch, out)
+        routers = sums_of_routers(policy, model_output, micro_batch, chosen)
+        measures.append(measured(micro_batch.rollout.answer_mask, micro_batch.old_log_probs, out, routers))
         loss = out.loss
-        if policy.has_routers:
-            metrics |= router_metrics(policy, model_output, micro_batch, chosen)
         if policy.router_loss_weight:
             loss = loss + policy.router_loss_weight * model_output.aux_loss / len(parts)  # a mean over micro-batches
-            metrics["router_aux_loss"] = model_output.aux_loss.item()
+            router_losses.append(model_output.aux_loss.detach())
         loss.backward()
         optimizer.collect()
-        measured.append({"loss": loss.item() * len(parts), **metrics})
-    means = average(gather_lists(measured)) | {"grad_norm": optimizer.clip()}
-    if not math.isfinite(means["loss"]) or not math.isfinite(means["grad_norm"]):
-        raise NotFiniteError(means, take(batch, rows))
+        losses.append(loss.detach())
+    # Normalizers count all micro-batches and are divided by the number of processes. So losses of micro-batches add up,
+    # and the loss is the mean over processes.
+    own = (sum(x.item() for x in losses), [x.item() for x in router_losses], joined(measures).cpu())
+    of_processes = gather(own)
+    together = joined([of_process for *_, of_process in of_processes])
+    shown = {"loss": fmean(loss for loss, *_ in of_processes), **numbers(together)}
+    if router_losses:
+        shown["router_aux_loss"] = fmean(x for _, values, _ in of_processes for x in values)
+    shown["grad_norm"] = optimizer.clip()
+    if not math.isfinite(shown["loss"]) or not math.isfinite(shown["grad_norm"]):
+        raise NotFiniteError(shown, take(batch, rows))
     optimizer.step()
-    return means
+    return Update(shown, together)
 
 
 def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float | None]) -> Callable[..., LossOutput]:
@@ -202,39 +210,11 @@ def loss_of(config: TrainConfig, batch: Batch, divisors: dict[str, float | None]
     return loss
 
 
-def loss_metrics(batch: Batch, out: LossOutput) -> dict[str, float]:
-    """Return metrics of the loss, and the standard deviations of the log-ratios of tokens and of sequences."""
-    mask = batch.rollout.answer_mask
-    log_ratios = torch.where(mask, out.log_probs - batch.old_log_probs, 0)  # [b, T]
-    of_sequences = log_ratios.sum(1) / mask.sum(1).clamp(min=1)
-    return {name: x.item() for name, x in out.metrics.items()} | {
-        "token_log_ratio_std": log_ratios[mask].std(correction=0).item(),
-        "sequence_log_ratio_std": of_sequences.std(correction=0).item(),
-    }
-
-
-def router_metrics(policy: Policy, output: Any, batch: Batch, chosen: list[Tensor]) -> dict[str, float]:
-    """Measure how evenly the routers use the experts, as means over the layers, and which experts have changed.
-
-    router_max_load: load of the busiest expert divided by the mean load, from 1 (even) to the number of experts.
-    router_entropy: entropy of the routing distribution of a token, in nats.
-    router_changed: share of experts that differ from the old policy's; only if `chosen` has the experts.
-    """
+def sums_of_routers(policy: Policy, output: Any, batch: Batch, chosen: list[Tensor]) -> dict[str, Tensor]:
+    """Measure the routers of a micro-batch; {} without routers."""
+    if not policy.has_routers:
+        return {}
     mask = batch.rollout.attention_mask.bool()
-    logits = torch.stack(tuple(output.router_logits)).detach().float()[:, mask.flatten()]  # [layers, tokens, experts]
-    top = logits.topk(decoder_config(policy.inner).num_experts_per_tok).indices.flatten(1)  # [layers, choices]
-    load = torch.stack([row.bincount(minlength=logits.shape[-1]) for row in top]).float()
-    metrics = {
-        "router_max_load": (load.amax(1) / load.mean(1)).mean().item(),
-        "router_entropy": torch.distributions.Categorical(logits=logits).entropy().mean().item(),
-    }
-    if batch.experts is not None:
-        metrics["router_changed"] = changed_share(batch.experts, stacked(chosen, len(mask)), mask)
-    return metrics
-
-
-def average(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of every entry; of entries whose names end in _min or _max the extreme."""
-    reductions: dict[str, Callable[[list[float]], float]] = {"_min": min, "_max": max}
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    return {name: reductions.get(name[-4:], fmean)(column) for name, column in columns.items()}
+    logits = torch.stack(tuple(output.router_logits))
+    after = None if batch.experts is None else stacked(chosen, len(mask))
+    return router_sums(logits, mask, decoder_config(policy.inner).num_experts_per_tok, batch.experts, after)

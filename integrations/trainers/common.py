@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import LossOutput, Objective, policy_loss
+from gspo_kernels.metrics import COUNTS
 from gspo_kernels.validation import Checks
 
 GSPO = Objective()
@@ -35,9 +36,15 @@ def check_settings(place: str, objective: Objective, settings: Mapping[str, tupl
 def loss_of_log_probs(
     log_probs: Tensor, advantages: Tensor, mask: Tensor, *, rollout: Tensor | None, objective: Objective, **options: Any
 ) -> LossOutput:
-    """Call `policy_loss`. Pass the engine's log-probs `rollout` only if the objective reads them."""
-    correction = rollout if objective.rollout_correction else None
-    return policy_loss(log_probs, advantages, mask=mask, rollout_log_probs=correction, objective=objective, **options)
+    """Call `policy_loss`. Pass the engine's log-probs `rollout` only if the objective reads them.
+
+    vLLM reports NaN for a token that it cannot score. As in TRL, such a token gets the weight 1.
+    """
+    if rollout is None or not objective.rollout_correction:
+        rollout = None
+    elif options.get("old_log_probs") is not None:
+        rollout = torch.where(rollout.isnan(), options["old_log_probs"], rollout)
+    return policy_loss(log_probs, advantages, mask=mask, rollout_log_probs=rollout, objective=objective, **options)
 
 
 def offsets(lengths: Sequence[int], like: Tensor) -> Tensor:
@@ -46,12 +53,14 @@ def offsets(lengths: Sequence[int], like: Tensor) -> Tensor:
 
 
 def logged_metrics(out: LossOutput, **trainer_names: str) -> dict[str, Tensor]:
-    """Return all metrics as "gspo/<name>" in the loss's dtype, and some of them also under the trainer's names.
+    """Return the metrics as "gspo/<name>" in the loss's dtype, and some of them also under the trainer's names.
+
+    The trainer averages them over micro-batches and ranks. Counts, which `metrics.combine` needs, are left out.
 
     Args:
         trainer_names: keywords are the trainer's names, values are our names. A metric that is not in `out.metrics` is
             left out.
     """
-    metrics = {name: x.to(out.loss.dtype) for name, x in out.metrics.items()}
+    metrics = {name: x.to(out.loss.dtype) for name, x in out.metrics.items() if name not in COUNTS}
     renamed = {trainer_name: metrics[name] for trainer_name, name in trainer_names.items() if name in metrics}
     return renamed | {f"gspo/{name}": x for name, x in metrics.items()}

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import trl
+from trl.trainer import utils
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from gspo_kernels.backends.dispatch import backend_variable
+from gspo_kernels.backends.workspace import cache_variable
 from gspo_kernels.objective import TOKEN_WINDOW
 from gspo_kernels.validation import Checks, Unquoted, warn_once
 
@@ -18,7 +23,12 @@ UPDATES_PER_ROLLOUT = 4  # GSPO's paper splits every batch of rollouts into four
 # These loss types clip the ratio to [1 - epsilon, 1 + epsilon_high]. cispo is missing: its upper bound is epsilon_high.
 CLIPPING_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPING_LOSS_TYPES, "cispo", "sapo", "vespo")  # of TRL 0.29 to 1.16
-LEVELS = ("token", "sequence", "sequence_token")  # the last is the level of trl.experimental.gspo_token
+LEVELS = ("token", "sequence")
+TOKEN_LEVEL = "sequence_token"  # of the trainer in trl.experimental.gspo_token, which TRL 1.14 removed
+# Looking for the folder does not import trl.experimental, which would warn.
+HAS_GSPO_TOKEN = Path(trl.__file__).with_name("experimental").joinpath("gspo_token").is_dir()
+ASKS_THE_MODEL = hasattr(utils, "add_fused_lm_head")  # TRL 1.15 and later
+METHOD = "_get_per_token_logps_and_entropies"
 
 
 @dataclass
@@ -32,12 +42,9 @@ class GSPOConfig(GRPOConfig):
     The four updates come from `steps_per_generation`, which defaults to 4 * gradient_accumulation_steps. A rollout is
     therefore four times as large as GRPOConfig's, and each update trains on a quarter of it. A rollout is generated at
     once, from generation_batch_size / num_generations prompts. At the end of an epoch, TRL drops prompts that do not
-    fill a rollout. The default for `steps_per_generation` depends on other settings:
+    fill a rollout. If you set `steps_per_generation` or `generation_batch_size`, your value is used, as in GRPOConfig.
 
-    - If you set `steps_per_generation` or `generation_batch_size`, your value is used, as in GRPOConfig.
-    - If you set `num_iterations` above 1, steps_per_generation defaults to gradient_accumulation_steps, as in
-      GRPOConfig. Each completion is trained on `num_iterations` times.
-
+    `num_iterations` repeats the updates: with 2, a rollout gets eight updates, and each completion is trained on twice.
     For one update per rollout, set steps_per_generation=gradient_accumulation_steps. The trainer then warns once that
     nothing is clipped.
 
@@ -62,8 +69,7 @@ class GSPOConfig(GRPOConfig):
     steps_per_generation: int | None = field(
         default=None,
         metadata={
-            "help": "Number of steps per generation. If `None`, it defaults to 4 * `gradient_accumulation_steps`, or "
-            "with `num_iterations` above 1 to `gradient_accumulation_steps`."
+            "help": "Number of steps per generation. If `None`, it defaults to 4 * `gradient_accumulation_steps`."
         },
     )
     gradient_budget: float = field(
@@ -85,7 +91,7 @@ class GSPOConfig(GRPOConfig):
         batch_size = self.generation_batch_size
         if self.steps_per_generation is not None:
             self.generation_batch_size = None  # TRL computes a value, which is compared with batch_size below
-        elif batch_size is None and self.num_iterations == 1:
+        elif batch_size is None:
             self.steps_per_generation = UPDATES_PER_ROLLOUT * self.gradient_accumulation_steps
         super().__post_init__()
         if batch_size is not None and batch_size != self.generation_batch_size:
@@ -106,7 +112,14 @@ def _check_loss(config: GSPOConfig) -> None:
     """
     check = Checks("GSPOConfig")
     loss_type = config.loss_type
-    check.choice("importance_sampling_level", config.importance_sampling_level, LEVELS)
+    level = config.importance_sampling_level
+    if level == TOKEN_LEVEL and not HAS_GSPO_TOKEN:
+        expected = (
+            f"'token' or 'sequence' with TRL {trl.__version__} ({TOKEN_LEVEL!r} needs the trainer of "
+            "trl.experimental.gspo_token, which TRL 0.29 to 1.13 contain)"
+        )
+        check.fail("importance_sampling_level", expected, level)
+    check.choice("importance_sampling_level", level, (*LEVELS, TOKEN_LEVEL) if HAS_GSPO_TOKEN else LEVELS)
     check.choice("loss_type", loss_type, LOSS_TYPES)
     if loss_type in CLIPPING_LOSS_TYPES:
         expected = f"a number from 0 to 1 with loss_type={loss_type!r}, whose lower clip bound is 1 - epsilon"
@@ -128,21 +141,53 @@ def _check_loss(config: GSPOConfig) -> None:
         check.number(name, getattr(config, name), "a finite number > 0", lambda x: 0 < x < math.inf)
 
 
-def backward_settings(trainer: GRPOTrainer, gradient_budget: float | None, cache_mib: float | None) -> BackwardSettings:
-    """Check the arguments of `accelerate_trainer`. None means the setting of the trainer's GSPOConfig, or its default.
+def check_trainer(place: str, kind: type[GRPOTrainer], args: Any) -> None:
+    """Check that a trainer of class `kind` with the settings `args` can be accelerated.
+
+    Args:
+        place: the function or class that the user called, for messages.
+
+    Raises:
+        ValueError: a setting is not supported, or before TRL 1.15 the class overrides TRL's log-probs.
+    """
+    check = Checks(place)
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        check.fail("cast_lm_head_to_fp32", "False (our logits are fp32 whatever the head's dtype)", True)
+    if hasattr(GRPOTrainer, "compute_liger_loss") and args.use_liger_kernel:
+        check.fail("use_liger_kernel", "False before TRL 1.14 (Liger's loss reads no log-probs)", True)
+    if overrides_log_probs(kind) and not ASKS_THE_MODEL:
+        expected = "GRPOTrainer's own before TRL 1.15 (instead, call linear_log_probs in your override)"
+        check.fail(METHOD, expected, Unquoted(f"an override in {kind.__name__}"))
+
+
+def overrides_log_probs(kind: type[GRPOTrainer]) -> bool:
+    """True if a class of trainers has its own method for log-probs."""
+    return getattr(kind, METHOD) is not getattr(GRPOTrainer, METHOD)
+
+
+def backward_settings(
+    place: str, args: Any, has_bonus: bool, gradient_budget: float | None = None, cache_mib: float | None = None
+) -> BackwardSettings:
+    """Check the arguments of `accelerate_trainer`. None means the setting of `args`, a GSPOConfig, or its default.
+
+    Args:
+        place: the function or class that the user called, for messages.
+        has_bonus: the trainer adds an entropy bonus to its loss.
 
     Raises:
         ValueError, TypeError: a value is invalid, or the trainer has an entropy bonus and the budget is not 0.
     """
-    config: Any = trainer.args if isinstance(trainer.args, GSPOConfig) else BackwardSettings()
+    config: Any = args if isinstance(args, GSPOConfig) else BackwardSettings()
     settings = BackwardSettings(
         config.gradient_budget if gradient_budget is None else gradient_budget,
         config.cache_mib if cache_mib is None else cache_mib,
     )
-    settings.check("accelerate_trainer")
-    if settings.gradient_budget > 0 and getattr(trainer, "_entropy_bonus_enabled", False):
+    settings.check(place)
+    for check_variable in (backend_variable, cache_variable):  # before a model is loaded
+        check_variable()
+    if settings.gradient_budget > 0 and has_bonus:
         expected = "0 with an entropy bonus (entropy_coef, use_adaptive_entropy), whose error it would not bound"
-        Checks("accelerate_trainer").fail("gradient_budget", expected, Unquoted(f"{settings.gradient_budget:g}"))
+        Checks(place).fail("gradient_budget", expected, Unquoted(f"{settings.gradient_budget:g}"))
     return settings
 
 
@@ -169,8 +214,7 @@ def warn_of_settings_that_never_clip(trainer: GRPOTrainer, stacklevel: int) -> N
         )
     bounds = {"epsilon": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high}
     level = trainer.importance_sampling_level
-    # "sequence_token" is the level of trl.experimental.gspo_token.
-    clips_sequences = level in ("sequence", "sequence_token") and trainer.loss_type in CLIPPING_LOSS_TYPES
+    clips_sequences = level in ("sequence", TOKEN_LEVEL) and trainer.loss_type in CLIPPING_LOSS_TYPES
     wide = [f"{name}={bound:g}" for name, bound in bounds.items() if bound >= TOKEN_WINDOW]
     if clips_sequences and wide:
         warn_once(

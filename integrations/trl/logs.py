@@ -18,14 +18,14 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by the accelerato
 _REPLACED = "_gspo_replaced"  # the attribute of a trainer that holds its replaced methods: name -> (before, ours)
 
 
-def print_settings(trainer: Any, head: FusedHead, settings: BackwardSettings) -> None:
-    """Print backend, head and settings in one line, on the main process."""
+def print_settings(place: str, trainer: Any, head: FusedHead, settings: BackwardSettings) -> None:
+    """Print backend, head and settings in one line, on the main process. `place` begins the messages of errors."""
     # By default, TRL shows no logger's INFO messages. Like Trainer's own logs, the line goes to stdout.
     if trainer.accelerator.is_main_process:
         device = trainer.accelerator.device
         autocast = _AUTOCAST.get(trainer.accelerator.mixed_precision)
         dtype = autocast or take_apart(head.head).linear.weight.dtype
-        backend = describe_backend("accelerate_trainer", device, dtype)
+        backend = describe_backend(place, device, dtype)
         cast = f", cast to {dtype_name(dtype)}" if autocast else ""
         print(f"gspo_kernels: {backend}; {head}{cast}; {settings.describe(device)}", flush=True)
 
@@ -45,8 +45,9 @@ def log_backwards(trainer: Any) -> None:
 
     @functools.wraps(log)
     def log_with_backwards(*args: Any, **kwargs: Any) -> Any:
-        for name, values in backwards.take().items():
-            trainer._metrics["train"][name].extend(values)  # the next log of training has their mean
+        if trainer.model.training:  # TRL distinguishes the logs of training and evaluation in the same way
+            for name, value in backwards.take().items():
+                trainer._metrics["train"][name].append(value)  # TRL logs the mean of this single value
         return log(*args, **kwargs)
 
     replace_method(trainer, "training_step", training_step)

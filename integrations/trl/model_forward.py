@@ -12,6 +12,7 @@ from trl.trainer import utils
 from gspo_kernels import linear_log_probs
 
 from ..backwards import BackwardSettings
+from ..huggingface.fused_head import lost_to_pickle
 
 SETTINGS = "_gspo_settings"  # the attribute of a model that holds its ModelSettings
 _ATTRIBUTE = "_gspo_log_probs"
@@ -27,8 +28,10 @@ class ModelSettings(NamedTuple):
 def is_wrapped(model: Any) -> bool:
     """True if `wrap_forward` installed the model's forward, also if accelerate's wrapper encloses it."""
     wrapper = vars(model).get(_ATTRIBUTE)
+    if wrapper is None or lost_to_pickle(wrapper):
+        return False
     # accelerate stores the forward inside its wrapper as `_original_forward`.
-    return wrapper is not None and wrapper in (model.forward, vars(model).get("_original_forward"))
+    return wrapper in (model.forward, vars(model).get("_original_forward"))
 
 
 def wrap_forward(model: Any) -> None:
@@ -37,12 +40,13 @@ def wrap_forward(model: Any) -> None:
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        call = _method_of(self, wrapped)
         if not fused_lm_head:
-            return wrapped(*args, **kwargs)
+            return call(*args, **kwargs)
         settings = vars(self).get(SETTINGS)
         if settings is None:  # after `unwrap_forward`
-            return wrapped(*args, fused_lm_head=True, **kwargs)
-        return _log_probs(wrapped, settings, *args, **kwargs)
+            return call(*args, fused_lm_head=True, **kwargs)
+        return _log_probs(call, settings, *args, **kwargs)
 
     forward.wrapped = wrapped  # pyright: ignore[reportAttributeAccessIssue] - a function
     model.forward = types.MethodType(forward, model)
@@ -54,8 +58,14 @@ def unwrap_forward(model: Any) -> None:
     vars(model).pop(SETTINGS, None)
     wrapper = vars(model).get(_ATTRIBUTE)
     if wrapper is not None and vars(model).get("forward") == wrapper:
-        model.forward = wrapper.wrapped
+        model.forward = _method_of(model, wrapper.wrapped)
         delattr(model, _ATTRIBUTE)
+
+
+def _method_of(model: Any, forward: Any) -> Any:
+    """Return the forward as a method of `model`, which may be a deep copy of the model that it belongs to."""
+    function = getattr(forward, "__func__", None)
+    return forward if function is None else types.MethodType(function, model)
 
 
 def _log_probs(

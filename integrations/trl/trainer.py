@@ -6,13 +6,14 @@ import contextlib
 import inspect
 import textwrap
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from trl.trainer import grpo_trainer, utils
+from trl.trainer import grpo_trainer
+from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
@@ -20,16 +21,47 @@ from gspo_kernels.validation import Checks, Unquoted, warn_once
 
 from ..backwards import BackwardSettings
 from ..huggingface import HeadError, base_model, fuse_head, is_fused
-from .config import GSPOConfig, backward_settings, warn_of_settings_that_never_clip
+from .config import (
+    ASKS_THE_MODEL,
+    LEVELS,
+    METHOD,
+    GSPOConfig,
+    backward_settings,
+    check_trainer,
+    overrides_log_probs,
+    warn_of_settings_that_never_clip,
+)
 from .logs import call_before_each_batch, log_backwards, print_settings, replace_method, restore_methods
 from .model_forward import SETTINGS, ModelSettings, is_wrapped, unwrap_forward, wrap_forward
 
 _SETTINGS = "_gspo_settings"  # the attribute of a trainer that holds its BackwardSettings
-_ASKS_THE_MODEL = hasattr(utils, "add_fused_lm_head")  # TRL 1.15 and later
-_METHOD = "_get_per_token_logps_and_entropies"
+_MODELS = "_gspo_models"  # the attribute of a trainer that holds its transformers models
+_USERS = "_gspo_users"  # the attribute of a model that holds its Users
 Trainer = TypeVar("Trainer", bound=GRPOTrainer)
-_MODELS: WeakKeyDictionary[GRPOTrainer, list[Any]] = WeakKeyDictionary()  # of each accelerated trainer
-_FUSED_BEFORE: WeakSet[Any] = WeakSet()  # models that were fused before a trainer was accelerated
+
+
+class Users:
+    """The accelerated trainers of a model. A copy of the model has none."""
+
+    def __init__(self, fused_before: bool) -> None:
+        self.fused_before = fused_before  # by the user
+        self._trainers: list[weakref.ref[Any]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"fused_before": self.fused_before, "_trainers": []}
+
+    def trainers(self) -> list[Any]:
+        """Return the trainers that still exist."""
+        return [trainer for ref in self._trainers if (trainer := ref()) is not None]
+
+    def add(self, trainer: Any) -> None:
+        """Add a trainer, once."""
+        self.remove(trainer)
+        self._trainers.append(weakref.ref(trainer))
+
+    def remove(self, trainer: Any) -> None:
+        """Remove a trainer, and those that no longer exist."""
+        self._trainers = [weakref.ref(x) for x in self.trainers() if x is not trainer]
 
 
 class GSPOTrainer(GRPOTrainer):
@@ -39,6 +71,12 @@ class GSPOTrainer(GRPOTrainer):
     TRL 1.15 on, GRPOTrainer refuses such a head, because TRL's own log-probs would ignore the adapter.
 
     The model card names GSPO and its paper, or GRPO if `args` does not select a sequence-level ratio.
+
+    Raises:
+        ValueError, TypeError: `accelerate_trainer` would refuse the settings or the class, `args` is not a GRPOConfig,
+            or GRPOTrainer's loss does not know its `importance_sampling_level`. These errors come before the model is
+            loaded.
+        HeadError, TypeError, ValueError: `fuse_head` does not support the model or its head.
 
     Warns:
         UserWarning: `args` does not select a sequence-level ratio. The warnings of `accelerate_trainer` also apply.
@@ -60,6 +98,7 @@ class GSPOTrainer(GRPOTrainer):
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any) -> None:
         args = GSPOConfig(output_dir="gspo") if args is None else args
+        settings = _settings_of_gspo_trainer(type(self), args)
         if args.importance_sampling_level == "token":
             for name in ("_tag_names", "_name", "_paper"):  # of the model card
                 setattr(self, name, getattr(GRPOTrainer, name))
@@ -71,8 +110,21 @@ class GSPOTrainer(GRPOTrainer):
                 f"GSPOTrainer: importance_sampling_level={level!r} is not GSPO (GSPOConfig has the paper's settings)",
                 stacklevel=2,
             )
+        _warn_of_overridden_log_probs("GSPOTrainer", type(self), stacklevel=3)
         warn_of_settings_that_never_clip(self, stacklevel=4)
-        accelerate_trainer(self)
+        _accelerate("GSPOTrainer", self, settings)
+
+
+def _settings_of_gspo_trainer(kind: type[GRPOTrainer], args: Any) -> BackwardSettings:
+    """Check everything about a GSPOTrainer that its class and its arguments tell."""
+    check = Checks("GSPOTrainer")
+    if not isinstance(args, GRPOConfig):
+        check.fail("args", "a GSPOConfig or GRPOConfig", Unquoted(f"a {type(args).__name__}"), TypeError)
+    check_trainer("GSPOTrainer", kind, args)
+    if kind._compute_loss is GRPOTrainer._compute_loss:  # a subclass may know other levels
+        check.choice("importance_sampling_level", args.importance_sampling_level, LEVELS)
+    has_bonus = getattr(args, "entropy_coef", 0.0) != 0 or getattr(args, "use_adaptive_entropy", False)
+    return backward_settings("GSPOTrainer", args, has_bonus)
 
 
 @contextlib.contextmanager
@@ -98,8 +150,8 @@ def accelerate_trainer(
     The main process prints one line with backend, head and settings. A second call replaces the settings. With TRL
     before 1.15, TRL's own code still computes the log-probs of inputs with images, and a UserWarning says so.
 
-    The trainer logs gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share, means over the micro-batches of
-    its process since the last log. `gspo_kernels.LossOutput` documents them. `restore_trainer` undoes this function.
+    The trainer logs gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share of all tokens that its process has
+    trained on since the last log. `gspo_kernels.LossOutput` documents them. `restore_trainer` undoes this function.
 
     Args:
         gradient_budget, cache_mib: arguments of `linear_log_probs` for the training steps of the policy. None: the
@@ -123,27 +175,42 @@ def accelerate_trainer(
             sequence-level ratio has a clip window made for token ratios, such as TRL's default of 0.2; the dataset is
             smaller than a rollout.
     """
-    _check(trainer)
-    settings = backward_settings(trainer, gradient_budget, cache_mib)
+    place = "accelerate_trainer"
+    if not isinstance(trainer, GRPOTrainer):
+        Checks(place).fail("trainer", "a GRPOTrainer", Unquoted(f"a {type(trainer).__name__}"), TypeError)
+    check_trainer(place, type(trainer), trainer.args)
+    has_bonus = getattr(trainer, "_entropy_bonus_enabled", False)
+    settings = backward_settings(place, trainer.args, has_bonus, gradient_budget, cache_mib)
+    _warn_of_overridden_log_probs(place, type(trainer), stacklevel=3)
     warn_of_settings_that_never_clip(trainer, stacklevel=4)
+    return _accelerate(place, trainer, settings)
+
+
+def _accelerate(place: str, trainer: Trainer, settings: BackwardSettings) -> Trainer:
+    """Fuse the trainer's models and replace its methods. `place` is the function or class that the user called."""
     models: list[Any] = [x for x in (trainer.model, getattr(trainer, "ref_model", None)) if x is not None]
     models = list(dict.fromkeys(base_model(trainer.accelerator.unwrap_model(model)) for model in models))
-    _FUSED_BEFORE.update(base for base in models if is_fused(base) and not _trainers_of(base))
+    fused_before = [is_fused(base) for base in models]
     heads = [fuse_head(base) for base in models]
-    _MODELS[trainer] = list(dict.fromkeys([*models, *_MODELS.get(trainer, ())]))  # `trainer.model` may be a new one
+    for base, was_fused in zip(models, fused_before, strict=True):
+        if _USERS not in vars(base) or not was_fused:
+            setattr(base, _USERS, Users(was_fused))
+        vars(base)[_USERS].add(trainer)
+    earlier = vars(trainer).get(_MODELS, [])  # `trainer.model` may be a new one
+    setattr(trainer, _MODELS, list(dict.fromkeys([*models, *earlier])))
     for base in models:
-        if _ASKS_THE_MODEL and not is_wrapped(base):
+        if ASKS_THE_MODEL and not is_wrapped(base):
             wrap_forward(base)
-    if not _ASKS_THE_MODEL and _METHOD not in vars(trainer):
-        replace_method(trainer, _METHOD, _LogProbs(trainer))
+    if not ASKS_THE_MODEL and METHOD not in vars(trainer):
+        replace_method(trainer, METHOD, _LogProbs(trainer))
     previous = vars(trainer).get(_SETTINGS)
     setattr(trainer, _SETTINGS, settings)
     _use_settings(trainer, models)
     if previous is None:
         log_backwards(trainer)
-        call_before_each_batch(trainer, lambda: _use_settings(trainer, _MODELS[trainer]))
+        call_before_each_batch(trainer, lambda: _use_settings(trainer, vars(trainer)[_MODELS]))
     if previous != settings:
-        print_settings(trainer, heads[0], settings)
+        print_settings(place, trainer, heads[0], settings)
     return trainer
 
 
@@ -166,50 +233,37 @@ def restore_trainer(trainer: Trainer) -> Trainer:
     check = Checks("restore_trainer")
     if not isinstance(trainer, GRPOTrainer):
         check.fail("trainer", "a GRPOTrainer", Unquoted(f"a {type(trainer).__name__}"), TypeError)
-    if trainer not in _MODELS:
+    if _MODELS not in vars(trainer):
         got = Unquoted(f"a {type(trainer).__name__} that is not accelerated")
         check.fail("trainer", "one that accelerate_trainer or GSPOTrainer has accelerated", got)
     tuner_layer = getattr(grpo_trainer, "BaseTunerLayer", ())
-    if _ASKS_THE_MODEL and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in _MODELS[trainer]):
+    models = vars(trainer)[_MODELS]
+    if ASKS_THE_MODEL and any(isinstance(base.get_output_embeddings(), tuner_layer) for base in models):
         check.fail("trainer", "of a model without an adapter on its head", Unquoted("one, which TRL would ignore"))
     restore_methods(trainer, check)
     delattr(trainer, _SETTINGS)
-    for base in _MODELS.pop(trainer):
-        others = _trainers_of(base)
+    delattr(trainer, _MODELS)
+    for base in models:
+        users = vars(base)[_USERS]
+        users.remove(trainer)
+        others = users.trainers()
         if others:
             _use_settings(others[0], [base])
             continue
+        delattr(base, _USERS)
         unwrap_forward(base)
-        if base in _FUSED_BEFORE:
-            _FUSED_BEFORE.remove(base)
-        else:
+        if not users.fused_before:
             with contextlib.suppress(HeadError):  # enclosed by another wrapper
                 fuse_head(base).remove()
     return trainer
 
 
-def _trainers_of(model: Any) -> list[GRPOTrainer]:
-    """Return the accelerated trainers that use the model."""
-    return [trainer for trainer, models in _MODELS.items() if any(x is model for x in models)]
-
-
-def _check(trainer: GRPOTrainer) -> None:
-    check = Checks("accelerate_trainer")
-    if not isinstance(trainer, GRPOTrainer):
-        check.fail("trainer", "a GRPOTrainer", Unquoted(f"a {type(trainer).__name__}"), TypeError)
-    if getattr(trainer.args, "cast_lm_head_to_fp32", False):
-        check.fail("cast_lm_head_to_fp32", "False (our logits are fp32 whatever the head's dtype)", True)
-    if hasattr(GRPOTrainer, "compute_liger_loss") and trainer.args.use_liger_kernel:
-        check.fail("use_liger_kernel", "False before TRL 1.14 (Liger's loss reads no log-probs)", True)
-    if getattr(type(trainer), _METHOD) is not getattr(GRPOTrainer, _METHOD):
-        override = f"an override in {type(trainer).__name__}"
-        if not _ASKS_THE_MODEL:
-            expected = "GRPOTrainer's own before TRL 1.15 (instead, call linear_log_probs in your override)"
-            check.fail(_METHOD, expected, Unquoted(override))
+def _warn_of_overridden_log_probs(place: str, kind: type[GRPOTrainer], stacklevel: int) -> None:
+    if overrides_log_probs(kind):
         warnings.warn(
-            f"accelerate_trainer: {_METHOD} is {override}. If the override computes log-probs from logits, they are "
-            "not replaced",
-            stacklevel=3,
+            f"{place}: {METHOD} is an override in {kind.__name__}. If the override computes log-probs from logits, "
+            "they are not replaced",
+            stacklevel=stacklevel,
         )
 
 
@@ -217,7 +271,7 @@ def _use_settings(trainer: Any, models: list[Any]) -> None:
     """Make the models use the trainer's settings. Another trainer may share them."""
     for model in models:
         setattr(model, SETTINGS, ModelSettings(trainer.temperature, vars(trainer)[_SETTINGS]))
-        if _ASKS_THE_MODEL and not is_wrapped(model):
+        if ASKS_THE_MODEL and not is_wrapped(model):
             warn_once(
                 "accelerate_trainer: the forward of the model was replaced after the call, for example by another "
                 "trainer of the model. Call accelerate_trainer(trainer) again",
@@ -234,7 +288,7 @@ class _LogProbs:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.trl_method = getattr(trainer, _METHOD)
+        self.trl_method = getattr(trainer, METHOD)
         self.returns_aux_loss = "compute_aux_loss" in inspect.signature(self.trl_method).parameters
 
     def __call__(

@@ -14,6 +14,8 @@ one kernel. verl's policy losses, KL terms and metrics do not change.
 The policy loss is GSPO's token form (`Objective(ratio="sequence-token")`) in one operator. Unlike verl's `gspo`, it
 does not clamp the log-ratio, and ignores values where the mask is 0, even NaN. To use it with one of verl's own
 engines, set `external_lib` and `loss_mode`, but not the environment variable.
+
+`verl.megatron` has log-probs for verl's Megatron engine, which also does not need the variable.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ __all__ = ["GSPOEngine", "gspo_policy_loss"]
 
 if os.environ.get("VERL_ENGINE_VENDOR") != "gspo":
     logging.getLogger(__name__).warning(
-        "VERL_ENGINE_VENDOR is %r, not 'gspo', so verl computes the log-probs. Only the policy loss of gspo_kernels is "
-        "available",
+        "VERL_ENGINE_VENDOR is %r, not 'gspo', so verl's own FSDP engine computes the log-probs. The policy loss of "
+        "gspo_kernels and its functions for verl's Megatron engine do not need the variable",
         os.environ.get("VERL_ENGINE_VENDOR"),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
@@ -26,7 +27,7 @@ class GSPOEngine(FSDPEngineWithLMHead):
 
     The dict model.fused_kernel_options may contain `gradient_budget` and `cache_mib`, arguments of `linear_log_probs`
     for the updates. The metrics of an update contain gspo/passes, gspo/dropped_gradient_mass and gspo/live_row_share
-    of each micro-batch.
+    of all its tokens, on all ranks.
 
     Raises:
         ValueError: `use_fused_kernels` is set; or the budget and the coefficient of the entropy bonus are both nonzero.
@@ -63,7 +64,8 @@ class GSPOEngine(FSDPEngineWithLMHead):
         self._backwards.begin()
         output = super().train_batch(data, loss_function)
         self._backwards.collect()
-        output["metrics"] |= self._backwards.take()
+        # verl gathers the lists of all data-parallel ranks, which are equal, and averages them.
+        output["metrics"] |= {name: [value] for name, value in self._backwards.take(dist.group.WORLD).items()}
         return output
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -97,15 +99,16 @@ class _Score:
 
     Args:
         args: the second result of verl's `prepare_model_inputs`.
-        entropy_is_only_logged: with a gradient budget, return entropies without a gradient.
+        entropy_is_only_logged: return entropies without a gradient.
     """
 
     def __init__(
         self, micro_batch: Any, args: dict[str, Any], settings: BackwardSettings, entropy_is_only_logged: bool
     ) -> None:
         self.settings = settings
-        # verl adds the entropies to the loss even with a coefficient of 0, and a budget allows them no gradient.
-        self.detach_entropy = entropy_is_only_logged and settings.gradient_budget > 0
+        # verl adds the entropies to the loss even with a coefficient of 0. Their gradients would be zeros, which take a
+        # slower kernel, and a budget allows none.
+        self.detach_entropy = entropy_is_only_logged
         self.entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
         self.targets = args["input_ids_rmpad_rolled"]  # [N], the next token of every position
         self.mask = _predicts_response(micro_batch, len(self.targets))

@@ -168,6 +168,9 @@ KINDS: dict[str, Kind] = {
     "head-mixed-dtypes": Kind(
         {"lm_head": torch.ones(V, H, dtype=torch.bfloat16)}, T_, "lm_head", "float32", "bfloat16"
     ),
+    "head-float32-body-half": Kind(
+        {"hidden": torch.ones(B, T, H, dtype=torch.float16)}, T_, "lm_head", "pass hidden.float()", "float32"
+    ),
     "head-module-mixed-dtypes": Kind({"lm_head": linear().bfloat16()}, T_, "lm_head", "float32", "bfloat16"),
     "head-float64-under-autocast": Kind(
         {"lm_head": torch.ones(V, H, dtype=torch.float64)}, T_, "lm_head", "dtype", "float64", autocast=True
@@ -307,6 +310,18 @@ KINDS: dict[str, Kind] = {
     "offsets-for-padded-log-probs": Kind(
         {"cu_seqlens": torch.tensor([0, T, 2 * T])}, V_, "log_probs", "[N] with cu_seqlens", "[2, 3]", functions=POLICY
     ),
+    "offsets-for-one-padded-row": Kind(
+        {"hidden": torch.ones(1, N, H), "target_ids": ids(1)[:1, :1].repeat(1, N), "mask": None},
+        V_,
+        "cu_seqlens",
+        "pass hidden[0], target_ids[0]",
+        "[1, 5, H]",
+        packed=True,
+        functions=FUSED,
+    ),
+    "offsets-for-one-padded-row-of-log-probs": Kind(
+        {"log_probs": -torch.ones(1, N)}, V_, "log_probs", "pass log_probs[0]", "[1, 5]", packed=True, functions=POLICY
+    ),
     # -- log-probs
     "log-probs-half": Kind({"log_probs": tokens(-1, torch.float16)}, T_, "log_probs", "linear_log_probs", "float16"),
     "log-probs-list": Kind({"log_probs": [[0.0]]}, T_, "log_probs", "tensor [B, T]", "list"),
@@ -340,6 +355,13 @@ KINDS: dict[str, Kind] = {
         "rollout_log_probs",
         "one per token",
         "[2]",
+    ),
+    "rollout-nan": Kind(
+        {"objective": CORRECTED, "old_log_probs": tokens(-1), "rollout_log_probs": tokens(NAN)},
+        V_,
+        "rollout_log_probs",
+        "torch.where(rollout_log_probs.isnan(), old_log_probs, rollout_log_probs)",
+        "nan",
     ),
     "rollout-unread": Kind(
         {"rollout_log_probs": tokens(-1)}, V_, "rollout_log_probs", "objective.rollout_correction is None", "tensor"
@@ -540,6 +562,14 @@ def test_an_unknown_preset_and_an_unknown_field_are_named() -> None:
         ValueError, place, "field", "'clip_low'", "'cliplow'", lambda: Objective.preset("gspo", cliplow=0.1)
     )
     assert_rejected(ValueError, "Objective", "length_norm", "number", "None", lambda: Objective.preset("dr_grpo"))
+
+
+@pytest.mark.parametrize("function", [gspo_fused_loss, policy_loss])
+def test_a_field_of_the_objective_as_an_argument_is_named(function: Callable[..., Any]) -> None:
+    call = partial(function, **accepted(function, good_inputs()), clip_low=1e-3)
+    assert_rejected(TypeError, function.__name__, "clip_low", "objective=Objective(clip_low=...)", "0.001", call)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'cliplow'"):
+        function(**accepted(function, good_inputs()), cliplow=1e-3)
 
 
 GROUPS: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {

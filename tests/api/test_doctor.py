@@ -164,6 +164,27 @@ def test_versions_are_listed_as_installed_tested_and_supported(
     assert any(line.split() == ["verl", "-", "0.9.1", "==0.9.1"] for line in out.splitlines())
 
 
+def test_torch_and_triton_that_are_newer_than_tested_are_named_with_the_result_of_their_checks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def remarks(verdicts: dict[str, str], **versions: str) -> list[str]:
+        monkeypatch.setattr(packages, "version", lambda name: versions.get(name) or pins.get(name, "0"))
+        results = [checks.Check("cpu", backend, "float32", verdict) for backend, verdict in verdicts.items()]
+        return diagnosis.newer_than_tested(packages.packages(), results)
+
+    pins = {package.name: package.tested for package in packages.packages() if package.tested}
+    torch_is_newer = f"torch 9.0.0+cpu is newer than tested ({pins['torch']}); "
+    triton_is_newer = f"triton 9.1 is newer than tested ({pins['triton']}); "
+    newer = {"torch": "9.0.0+cpu", "triton": "9.1", "transformers": "99.0"}
+    both = [torch_is_newer + "its checks pass", triton_is_newer + "its checks pass"]
+    assert remarks({"torch": "ok", "triton": "ok"}, **newer) == both
+    both = [torch_is_newer + "not all of its checks pass", triton_is_newer + "not all of its checks pass"]
+    assert remarks({"torch": "ok", "triton": "wrong"}, **newer) == both
+    both[1] = triton_is_newer + "no check has run with it (gspo doctor --interpret runs some without a GPU)"
+    assert remarks({"torch": "crashed"}, **newer) == both
+    assert remarks({"torch": "ok"}, torch=f"{pins['torch']}+cpu", triton="3.6.0") == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_batch_has_every_clip_decision_far_from_the_bounds(dtype: str) -> None:
     batch = make_batch(DTYPES[dtype])
@@ -424,6 +445,23 @@ def test_compiled_kernels_are_listed(compiler: list[list[str]]) -> None:
     code, out = run("--compile", "--architecture", "sm_90", "--architecture", "sm_100")
     assert code == 0 and compiler == [["sm_90", "sm_100"]]
     assert all(text in out for text in ("forward_tile", "168", "98304", "714", "16", "Good: all 1 kernels compile"))
+
+
+def test_spills_are_allowed_only_where_they_are_known_and_then_reported(
+    compiler: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = {}
+    for release in ("3.7.1", "3.8.0", "3.9.0"):
+        monkeypatch.setattr(compile_gate.triton, "__version__", release)
+        for kernel, gpu in (("forward_tile", "sm_100"), ("forward_tile", "sm_90"), ("gradient_tile", "sm_100")):
+            if limit := compile_gate.spills_allowed(kernel, gpu):
+                allowed[release, kernel, gpu] = limit
+    assert allowed == {("3.8.0", "forward_tile", "sm_100"): 112}
+    report = compile_gate.Report(255, 8, 98_304, 0, 714, 16, 0)
+    assert report.faults("sm_90", True, torch.bfloat16, True, 0) == ["spills 8 bytes"]
+    assert report.faults("sm_90", True, torch.bfloat16, True, 8) == []
+    monkeypatch.setattr(compile_gate, "survey", lambda *_: [GOOD, GOOD._replace(report=report)])
+    assert "1 spill registers in a branch" in " ".join(run("--compile", "--architecture", "sm_90")[1].split())
 
 
 def test_a_kernel_that_does_not_compile_is_a_failure(compiler: list[list[str]]) -> None:

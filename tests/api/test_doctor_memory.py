@@ -11,13 +11,12 @@ from helpers.counters import LiveBytes, Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-from gspo_kernels import gspo_fused_loss
+from gspo_kernels import gspo_fused_loss, memory
 from gspo_kernels.backends.triton import tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.ranks import collectives
 from gspo_kernels.tools.cli import app
 from gspo_kernels.tools.doctor import compile_cases
-from gspo_kernels.tools.doctor import memory as doctor_memory
 
 MIB = 2**20
 N, H, V = 1024, 64, 8192
@@ -86,9 +85,9 @@ def rl_like(mib: int) -> Any:
 @pytest.mark.parametrize("n", [1, 100, 129, 5000])
 def test_the_largest_size_is_the_least_that_keeps_all_rows(n: int, backend: str) -> None:
     with FakeTensorMode():
-        head = doctor_memory.Batch(n, 64, 151_936).head(torch.bfloat16)
-        found = doctor_memory.sizes(head, backend)
-        rows = doctor_memory.dispatch.implementation(backend).cache_rows
+        head = memory.Batch(n, 64, 151_936).head(torch.bfloat16)
+        found = memory.sizes(head, backend)
+        rows = memory.dispatch.implementation(backend).cache_rows
         assert rows(head, found[-1].cache_mib * MIB) >= n > rows(head, (found[-1].cache_mib - 1) * MIB)
     assert found[0].passes_dense == 4 and found[-1].passes_dense == 3
     assert found[0].passes_rl_like == 2.875 and found[-1].passes_rl_like == 2.25
@@ -122,7 +121,7 @@ def test_the_numbers_of_a_rank_are_printed() -> None:
 @pytest.mark.parametrize("vocab", [128_256, 130_900, 262_144])
 def test_the_vocabulary_is_padded_as_by_megatron(vocab: int) -> None:
     for tp in (2, 3, 16):
-        rows = doctor_memory.Batch(1, 64, vocab, tp).rows_of_weight
+        rows = memory.Batch(1, 64, vocab, tp).rows_of_weight
         assert rows % 128 == 0 and 0 <= rows * tp - vocab < 128 * tp
 
 
@@ -133,10 +132,10 @@ def test_the_bound_of_a_rank_holds(
     shape: tuple[int, int, int], tp: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collectives, "gather", lambda x, group: x.new_empty(tp, *x.shape))
-    head = doctor_memory.Batch(*shape, tp=tp).head(torch.bfloat16, "meta", entropy)
+    head = memory.Batch(*shape, tp=tp).head(torch.bfloat16, "meta", entropy)
     with tuning.assume("sm_90"), LiveBytes() as live:
         compile_cases.forward_and_backward(head)
-        bound = doctor_memory.bound(head, "triton", 0)
+        bound = memory.bound(head, "triton", 0)
     assert bound.gradients < live.peak <= bound.total
 
 
@@ -145,10 +144,10 @@ def test_the_traffic_that_does_not_shrink_with_ranks_is_that_of_a_step(monkeypat
     counted: list[tuple[float, float]] = []
     for tp in (16, 32):
         monkeypatch.setattr(collectives, "gather", lambda x, group, tp=tp: x.new_empty(tp, *x.shape))
-        head = doctor_memory.Batch(8192, 4096, 131_072, tp).head(torch.bfloat16, "meta")
+        head = memory.Batch(8192, 4096, 131_072, tp).head(torch.bfloat16, "meta")
         with tuning.assume("sm_90"), launches() as seen, Operations() as operations:
             compile_cases.forward_and_backward(head)
-            traffic = doctor_memory.unsharded_traffic(head, "triton")
+            traffic = memory.unsharded_traffic(head, "triton")
         (reduction,) = (x.arguments for x in seen if x.kernel.__name__ == "reduce_rows")
         table = reduction["tile_top"].nbytes + reduction["tile_mass"].nbytes
         assert 4 * table == traffic["table"]
@@ -199,16 +198,13 @@ def test_the_default_of_this_machine_is_printed(monkeypatch: pytest.MonkeyPatch)
 def test_the_default_of_a_gpu_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 GiB: the 1,280 MiB keep 5,120 of 16,384 rows of 256 KiB."""
     monkeypatch.delenv("GSPO_CACHE_MIB", raising=False)
-    monkeypatch.setattr(doctor_memory, "cache_of_device", lambda device: 1280)
+    monkeypatch.setattr(memory, "cache_of_device", lambda device: 1280)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     cuda = torch.device("cuda")
-    assert doctor_memory.default_cache_mib(cuda, None) == (1280, "1/64 of the total memory of a GPU")
+    assert memory.default_cache_mib(cuda, None) == (1280, "1/64 of the total memory of a GPU")
     with tuning.assume("sm_90"), FakeTensorMode():
-        head = doctor_memory.Batch(16_384, 4096, 131_072).head(torch.bfloat16)
-        found, full = (
-            doctor_memory.size(head, "triton", mib, doctor_memory.full_cache_mib(head, "triton"))
-            for mib in (1280, 2**20)
-        )
+        head = memory.Batch(16_384, 4096, 131_072).head(torch.bfloat16)
+        found, full = (memory.size(head, "triton", mib, memory.full_cache_mib(head, "triton")) for mib in (1280, 2**20))
         assert (found.kept_rows, found.passes_dense) == (5 / 16, 4 - 5 / 16)
-        most = doctor_memory.full_cache_mib(head, "triton")
+        most = memory.full_cache_mib(head, "triton")
         assert full.passes_dense == 3 and full.peak_mib == found.peak_mib - 1280 + most

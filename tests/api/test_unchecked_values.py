@@ -5,6 +5,7 @@ These tests also run on a CPU, with the value checks switched off as on an accel
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -103,6 +104,23 @@ def test_values_of_the_wrong_sign_are_counted_once_per_token(name: str, backend:
     wrong[1, 1:] = inputs[name][1, 1:]  # three wrong tokens are unmasked
     out = under_test.policy_loss(**{**inputs, name: wrong}, objective=objective, backend=backend)
     assert out.metrics["invalid"] == 3 and out.loss.isnan()
+
+
+@on_device
+@pytest.mark.parametrize(("level", "count"), [("token", 1), ("sequence", 3)])
+def test_a_nan_of_the_sampler_is_counted_once_per_weight(level: str, count: int, backend: str) -> None:
+    """The first sequence, without an advantage, and the third, without weights, may have NaN."""
+    old = -torch.ones(4, 3)
+    rollout = old.clone()
+    rollout[:3, 1] = torch.nan
+    weights = torch.ones(4, 3)
+    inputs: dict[str, Any] = {"old_log_probs": old, "rollout_log_probs": rollout, "token_weights": weights}
+    objective = Objective(rollout_correction=RolloutCorrection(level=level))
+    run = partial(under_test.policy_loss, old, torch.tensor([0.0, 1.0, 1.0, 1.0]), objective=objective, backend=backend)
+    weights[2] = 0
+    assert (out := run(**inputs)).loss.isnan() and out.metrics["invalid"] == count
+    weights[1] = 0
+    assert (out := run(**inputs)).loss == -0.25 and out.metrics["invalid"] == 0
 
 
 @on_device

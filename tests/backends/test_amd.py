@@ -13,6 +13,7 @@ from helpers.random_heads import random_head
 from tolerance import CELL_PRODUCTS_RELATIVE, PRODUCT_OF_COPIES_ABSOLUTE, PRODUCT_OF_COPIES_RELATIVE
 from torch import Tensor
 
+from gspo_kernels import memory
 from gspo_kernels.backends import precision
 from gspo_kernels.backends import triton as triton_backend
 from gspo_kernels.backends.rows import Cache, HeadGradients, HeadRows, LiveTiles, NeedsGradient
@@ -21,7 +22,6 @@ from gspo_kernels.backends.triton import backward, gradient_rows, slabs, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.backends.workspace import DEFAULT_WORKSPACE
 from gspo_kernels.tools.doctor import compile_cases as cases
-from gspo_kernels.tools.doctor import memory as doctor_memory
 
 PRODUCTS = {"hidden_product", "weight_product"}
 HALF = pytest.mark.parametrize("dtype", ["bf16", slow("fp16")])
@@ -187,7 +187,7 @@ def test_memory_is_within_the_formula(
     head = cases.meta_head(dtype=DTYPES[dtype], rows=n, width=h, vocab=v, **options)
     with tuning.assume("gfx942"), LiveBytes() as live:
         cases.forward_and_backward(head)
-        bound = doctor_memory.bound(head, "triton", 0)
+        bound = memory.bound(head, "triton", 0)
     added = (4 + 2) * v * (head.bias is not None) + (4 + 4) * (n + v) * options.get("rank", 0)
     assert bound.gradients < live.peak <= bound.total + added
 

@@ -17,7 +17,7 @@ from helpers.samples import make_sample, run_fused
 from helpers.tile_choices import choices, d_logits, kept, small_tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import DROPPED_MASS_RELATIVE
+from tolerance import DROPPED_MASS_RELATIVE, FLOAT64_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective, metrics
@@ -154,7 +154,11 @@ def test_only_rows_that_may_have_a_gradient_are_kept(backend: str, monkeypatch: 
     sample = make_sample(3, lengths=(40, 31, 85, 52), vocab=601)
     advantages = torch.tensor([1.0, 0.0, -1.0, 0.0], device=DEVICE)
     unmasked = sample.options["mask"].sum(1)  # [B]
-    for objective, expected in ((Objective(), unmasked[[0, 2]].sum()), (Objective(kl_coef=0.1), unmasked.sum())):
+    for objective, expected in (
+        (Objective(), unmasked[[0, 2]].sum()),
+        (Objective(kl_coef=0.1), unmasked.sum()),
+        (Objective(entropy_coef=0.1), unmasked.sum()),
+    ):
         found = record_kept(backend, monkeypatch)
         gspo_fused_loss(
             *sample.leaves.values(),
@@ -224,6 +228,18 @@ def test_passes_with_a_cache_equal_the_counted_products(rows: int, expected: flo
         assert product_flops(both_passes) / (2 * n * width * vocab) == expected
         linear_log_probs(hidden, weight, ids, cache_mib=cache_mib, backend="torch").log_probs.sum().backward()
     assert metrics.last_backward()["passes"] == expected
+
+
+def test_a_budget_that_drops_nothing_takes_as_many_passes_as_an_exact_backward(backend: str) -> None:
+    """The last row block has only one row. With all rows in the cache, no logits are recomputed."""
+    head = random_head(65, 24, 48, torch.float32)
+    hidden, weight = head.hidden.requires_grad_(), head.weight.requires_grad_()
+    for size, passes in ((0.0, 4.0), (16.0, 3.0)):
+        options: dict[str, Any] = dict(cache_mib=size, gradient_budget=1e-12, backend=backend)
+        with small_tiles(8, 24):
+            linear_log_probs(hidden, weight, head.target_ids.clamp(min=0), **options).log_probs.sum().backward()
+        assert metrics.last_backward()["dropped_gradient_mass"] == 0
+        assert metrics.last_backward()["passes"].item() == pytest.approx(passes, rel=FLOAT64_RELATIVE)
 
 
 def head_rows_of(hidden: Tensor, weight: Tensor, ids: Tensor) -> Any:

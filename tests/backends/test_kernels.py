@@ -21,7 +21,7 @@ from helpers.samples import make_sample, run_fused
 from tolerance import EQUAL_TOKENS_ABSOLUTE, EQUAL_TOKENS_RELATIVE, METRIC_ABSOLUTE, METRIC_RELATIVE
 from torch import Tensor
 
-from gspo_kernels import Objective
+from gspo_kernels import Objective, memory
 from gspo_kernels.backends import dispatch
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends import triton as triton_backend
@@ -29,7 +29,6 @@ from gspo_kernels.backends.rows import Cache, HeadResult, HeadRows, NeedsGradien
 from gspo_kernels.backends.triton import forward, gradient_rows, slabs, tuning
 from gspo_kernels.backends.triton.launch import launches
 from gspo_kernels.tools.doctor import compile_cases as cases
-from gspo_kernels.tools.doctor import memory as doctor_memory
 
 # -- block shapes of every architecture
 
@@ -175,7 +174,7 @@ def test_peak_memory_is_within_the_formula(
         d_entropy = torch.empty_like(result.entropy) if entropy else None
         d = torch.empty_like(result.log_probs)
         out = triton_backend.head_backward(head, result, d, d_entropy, NEEDS, kept=kept)
-        bound = doctor_memory.bound(head, "triton", cache_bytes)
+        bound = memory.bound(head, "triton", cache_bytes)
         tiles = -(-v // tuning.tile_config(head, "forward").block_v)
     gradients, sums = (n + v) * h * size, n * h * (4 - size)
     limit = gradients + sums + 4 * n * tiles * (2 if entropy else 1) + 256 * 2**20 + cache_bytes

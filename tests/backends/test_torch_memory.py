@@ -14,11 +14,11 @@ from helpers.oracle import DTYPES
 from helpers.tile_choices import small_tiles
 from torch import Tensor
 
+from gspo_kernels import memory
 from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.backends.rows import Cache
 from gspo_kernels.backends.torch import tiles
 from gspo_kernels.tools.doctor import compile_cases as cases
-from gspo_kernels.tools.doctor import memory as doctor_memory
 
 
 def product_on_a_gpu(a: Tensor, b: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def test_memory_on_a_gpu_is_within_the_formula(
     with LiveBytes() as live:
         result, kept = torch_backend.forward_and_keep(head)
         torch_backend.head_backward(head, result, torch.empty_like(result.log_probs), None, NEEDS, None, kept)
-        bound = doctor_memory.bound(head, "torch", 0)
+        bound = memory.bound(head, "torch", 0)
     assert bound.gradients < live.peak <= bound.total
 
 

@@ -131,6 +131,13 @@ def test_copies_of_a_half_precision_head_count_as_workspace(monkeypatch: pytest.
     assert threads[torch.bfloat16] != threads[torch.float32]
 
 
+def test_products_that_wait_for_their_turn_take_at_most_16_mib() -> None:
+    for width in (16, 256, 8192):
+        work = torch_tiles.Tiles(head_rows(4, width, 100), torch.arange(4))
+        product = work.tile_rows * width * 4
+        assert product <= work.kept_products() * product <= max(16 * 2**20, product)
+
+
 def test_the_first_error_is_raised_and_errors_of_waiting_threads_are_not() -> None:
     sums = workers.Sums(1, most_kept=0)
     waiting = threading.Event()

@@ -147,6 +147,24 @@ def test_memory_and_products_are_measured_in_a_new_process(
         assert 4.0 <= costs["passes"] < 4.2 and gradients < costs["peak_bytes"] < logits
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory from /proc")
+def test_memory_that_was_freed_before_the_run_does_not_hide_its_allocations() -> None:
+    def blocks() -> list[bytes]:
+        return [b"x" * 60_000 for _ in range(500)]  # small enough that free() may keep their memory
+
+    freed, kept = blocks(), blocks()[:1]  # `kept` lies after the freed blocks, so that they do not end the heap
+    del freed
+    assert measure.peak_bytes(blocks, CPU) > 0.9 * 500 * 60_000 and kept
+
+
+def test_the_scale_of_an_error_is_that_of_the_worse_gradient() -> None:
+    """In bf16, only the scale detects a gradient that is 2 % too small."""
+    true = truth.truth(workloads.make(SMALL))
+    error = truth.errors((torch.tensor(true.loss), 0.98 * true.d_hidden, true.d_weight), true)
+    assert error.scale == pytest.approx(-0.02)
+    assert "the size of a gradient" in str(truth.verdict(error, naive=error._replace(scale=0.0), budget=0.0))
+
+
 def test_a_new_process_reports_its_failures_and_stays_within_the_free_memory() -> None:
     assert measure.fresh("peaked", "make", rows=8, width=10**6, vocab=10**6) is None
     with pytest.raises(RuntimeError, match=r"^KeyError: 'nobody'"):

@@ -1,4 +1,4 @@
-"""More cases of test_megatron.py: `integrations/megatron/trainers.py`, compared with the logits of one process."""
+"""More cases of test_megatron.py: the heads of trainers on Megatron Core, compared with the logits of one process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from helpers import megatron_cases
-from helpers.megatron_cases import WithProcessor, assert_close, case, gradients, of_logits, refused, weighted
+from helpers.megatron_cases import assert_close, case, gradients, of_logits, refused, weighted
 from helpers.megatron_models import PADDED, VOCAB, B, S, batch, make
 from megatron.core import parallel_state
 from tolerance import MODEL_GRADIENT_RELATIVE, SHARDED_GRADIENT_RELATIVE
 from torch import Tensor
 
-from gspo_kernels.integrations import megatron
-from gspo_kernels.integrations.megatron import trainers as seams
+from gspo_kernels.integrations.trainers import areal, nemo_rl, skyrl, slime
 
 H, ROWS = 16, PADDED // 2  # rows of the head on each of two ranks
 
@@ -58,41 +57,7 @@ def assert_equal(**pairs: tuple[Tensor, Tensor | None]) -> None:
     assert_close({name: x.detach() for name, (x, _) in pairs.items()}, truths, SHARDED_GRADIENT_RELATIVE)
 
 
-@case("verl's linear_cross_entropy", tensor_model_parallel_size=2)
-def _verl() -> None:
-    hidden, weight, ids = operands()
-    shard, (first, end) = shard_of(weight)
-    group = parallel_state.get_tensor_model_parallel_group()
-    labels = ids.t().contiguous()
-    own = hidden.detach().clone().requires_grad_()
-    log_probs, entropy = seams.verl_linear_cross_entropy(own, shard, labels, 0.7, "none", group)
-    everything = torch.ones_like(log_probs, dtype=torch.bool)
-    weighted(log_probs, entropy, everything).backward()
-    true_log_probs, true_entropy = (x.flatten() for x in of_logits(hidden @ weight.t(), labels, 0.7, PADDED))
-    weighted(true_log_probs, true_entropy, everything).backward()
-    assert weight.grad is not None and shard.grad is not None
-    assert_equal(log_probs=(log_probs, true_log_probs), entropy=(entropy, true_entropy))
-    assert_equal(hidden=(summed(own.grad, group), hidden.grad), weight=(shard.grad, weight.grad[first:end]))
-    run = partial(seams.verl_linear_cross_entropy, own, shard, labels, 0.7)
-    refused("reduction must be 'none', got 'mean'", ValueError, lambda: run("mean", group))
-
-
 for _sequence_parallel in (False, True):
-
-    @case(f"verl's fused_output_processor{', sp' * _sequence_parallel}", tensor_model_parallel_size=2)
-    def _verl_processor(sequence_parallel: bool = _sequence_parallel) -> None:
-        model = make(True, sequence_parallel, kind=WithProcessor)
-        inputs, targets, mask = batch()
-        one = {name: x[:1] for name, x in inputs.items()}
-        context = SimpleNamespace(temperature=0.7, vocab_size=VOCAB)
-        processor: dict[str, Any] = {"output_processor": seams.verl_output_processor}
-        out = model(**one, labels=targets[:1], **processor, output_processor_context=context)
-        weighted(out.log_probs, out.entropy, mask[0]).backward()
-        ours = gradients(model)
-        log_probs, entropy = of_logits(model(**one, runtime_gather_output=True), targets[:1], 0.7, VOCAB)
-        weighted(log_probs[0], entropy[0], mask[0]).backward()
-        assert_close(ours, gradients(model), SHARDED_GRADIENT_RELATIVE)
-        assert_equal(log_probs=(out.log_probs, log_probs[0]), entropy=(out.entropy, entropy[0]))
 
     @case(f"AReaL's chunked head{', sp' * _sequence_parallel}", tensor_model_parallel_size=2)
     def _areal(sequence_parallel: bool = _sequence_parallel) -> None:
@@ -103,7 +68,7 @@ for _sequence_parallel in (False, True):
         hidden, plain = (part.clone().requires_grad_() for _ in range(2))
         labels = ids.t().contiguous()
         everything = torch.ones(S * B, dtype=torch.bool)
-        out = seams.areal_logprobs_entropy(
+        out = areal.log_probs_and_entropy(
             layer, hidden, layer.weight, labels, temperature=0.7, chunk_size=3, logit_scale=0.5
         )
         weighted(out.logprobs, None, everything).backward()
@@ -126,7 +91,7 @@ def _nemo_rl() -> None:
     group = parallel_state.get_tensor_model_parallel_group()
     own = hidden.detach().chunk(2)[rank].clone().requires_grad_()
     before = ids.clone()
-    out = seams.nemo_rl_logprobs(own, shard, None, ids, *bounds, group, cp_group=None, chunk_size=2)
+    out = nemo_rl.log_probs(own, shard, None, ids, *bounds, group, cp_group=None, chunk_size=2)
     everything = torch.ones(B, S - 1, dtype=torch.bool)
     weighted(out, None, everything).backward()
     logits = (hidden @ weight.t()).transpose(0, 1)[:, :-1]
@@ -136,10 +101,10 @@ def _nemo_rl() -> None:
     assert_equal(log_probs=(out, truth), hidden=(own.grad, hidden.grad.chunk(2)[rank]))
     assert_equal(weight=(shard.grad, weight.grad[slice(*bounds)]))
     assert torch.equal(ids, before)
-    assert not seams.nemo_rl_logprobs(own, shard, None, ids, *bounds, group, inference_only=True).requires_grad
-    wrong = partial(seams.nemo_rl_logprobs, own, shard, None, ids, bounds[0] + 1, bounds[1], group)
+    assert not nemo_rl.log_probs(own, shard, None, ids, *bounds, group, inference_only=True).requires_grad
+    wrong = partial(nemo_rl.log_probs, own, shard, None, ids, bounds[0] + 1, bounds[1], group)
     refused(f"vocab_start_index must be {bounds[0]}", ValueError, wrong)
-    two = partial(seams.nemo_rl_logprobs, own, shard, None, ids, *bounds, group, cp_group=group)
+    two = partial(nemo_rl.log_probs, own, shard, None, ids, *bounds, group, cp_group=group)
     refused("cp_group must be None or a group of one rank", ValueError, two)
 
 
@@ -160,7 +125,7 @@ def _skyrl_itself() -> None:
     cp = parallel_state.get_context_parallel_group()
     options: dict[str, Any] = {"chunk_size": 3, "temperature": 0.7}
     found = []
-    for function in (seams.skyrl_logprobs, skyrls_own().from_parallel_hidden_to_logprobs):
+    for function in (skyrl.log_probs, skyrls_own().from_parallel_hidden_to_logprobs):
         own, rows = (x.detach().float().requires_grad_() for x in (hidden.transpose(0, 1), shard))
         out = function(own, rows, ids, *bounds, tp, **options)
         weighted(out, None, torch.ones_like(out, dtype=torch.bool)).backward()
@@ -181,7 +146,7 @@ def _skyrl_packed() -> None:
     offsets = torch.tensor([0, 8, 12])
     found = []
     part = hidden.detach()[:, :1].chunk(2)[dist.get_rank(cp)].transpose(0, 1).float()  # [1, 6, H]
-    for apply in (seams.skyrl_fused_logprobs, module._fused_lm_head_logprob_apply):
+    for apply in (skyrl.fused_log_probs, module._fused_lm_head_logprob_apply):
         own = part.clone().requires_grad_()
         rows = shard.detach().float().requires_grad_()
         with mock.patch.object(module, "_fused_lm_head_logprob_apply", apply):
@@ -210,7 +175,7 @@ for _padding in (0, 3):
         mine = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])][rank]  # S = 8 in four parts
         own = hidden.detach().transpose(0, 1)[:, mine].clone().requires_grad_()
         options: dict[str, Any] = {"cp_group": cp, "temperature": 0.7, "fused_backend": "triton"}
-        out = seams.skyrl_logprobs(own, shard, ids, *bounds, tp, **options)
+        out = skyrl.log_probs(own, shard, ids, *bounds, tp, **options)
         everything = torch.ones(B, S - padding - 1, dtype=torch.bool)
         weighted(out, None, everything).backward()  # on both ranks of cp, so all gradients are twice the truth
         logits = (hidden @ weight.t()).transpose(0, 1)[:, : S - padding - 1]
@@ -219,9 +184,9 @@ for _padding in (0, 3):
         assert hidden.grad is not None and weight.grad is not None
         assert_equal(log_probs=(out, truth), weight=(summed(shard.grad, cp), weight.grad[slice(*bounds)]))
         assert_equal(hidden=(summed(own.grad, tp), hidden.grad.transpose(0, 1)[:, mine]))
-        wrong = partial(seams.skyrl_logprobs, own[:, :3], shard, ids, *bounds, tp, cp_group=cp)
+        wrong = partial(skyrl.log_probs, own[:, :3], shard, ids, *bounds, tp, cp_group=cp)
         refused("hidden must be [B, S / CP, H], S / CP even", ValueError, wrong)
-        alone = seams.skyrl_logprobs(hidden.transpose(0, 1), shard, ids, *bounds, tp, inference_only=True)
+        alone = skyrl.log_probs(hidden.transpose(0, 1), shard, ids, *bounds, tp, inference_only=True)
         assert alone.shape == (B, S - padding - 1) and not alone.requires_grad
 
 
@@ -256,7 +221,7 @@ def responses(
 
 
 def fakes_of_slime(provide: Any) -> dict[str, Any]:
-    """Return modules with slime's functions that `slime_head` uses or replaces. `provide` builds a model."""
+    """Return modules with slime's functions that `slime.head` uses or replaces. `provide` builds a model."""
     modules: dict[str, Any] = {f"{SLIME}.{name}": ModuleType(name) for name in ("model", "loss", "actor")}
     modules[f"{SLIME}.model"].get_model_provider_func = lambda args, role: provide
     modules[f"{SLIME}.loss"].get_responses = responses
@@ -279,7 +244,7 @@ for _tied in (False, True):
             everything = torch.ones(1, 4, dtype=torch.bool)
             fakes = fakes_of_slime(lambda **_: make(tied, sequence_parallel))
             with mock.patch.dict(sys.modules, fakes):
-                megatron.slime_head(SLIME_ARGS)
+                slime.head(SLIME_ARGS)
                 build = fakes[f"{SLIME}.model"].get_model_provider_func(SLIME_ARGS, "actor")
                 model = build(pre_process=True, post_process=True)
                 hidden = model(**one)
@@ -307,11 +272,11 @@ def _slime_refused() -> None:
     fakes = fakes_of_slime(make)
     for name, value in (("rollout_top_p", 0.9), ("enable_mtp_training", True)):
         args = SimpleNamespace(**{**vars(SLIME_ARGS), name: value})
-        refused(f"--{name.replace('_', '-')} must be", ValueError, partial(megatron.slime_head, args))
+        refused(f"--{name.replace('_', '-')} must be", ValueError, partial(slime.head, args))
     with mock.patch.dict(sys.modules, fakes):
         with mock.patch.dict(sys.modules, {f"{SLIME}.server.logprob_utils": ModuleType("server")}):
-            refused("in the log-prob server", ValueError, lambda: megatron.slime_head(SLIME_ARGS))
-        megatron.slime_head(SLIME_ARGS)
+            refused("in the log-prob server", ValueError, lambda: slime.head(SLIME_ARGS))
+        slime.head(SLIME_ARGS)
         call = partial(fakes[f"{SLIME}.loss"].get_log_probs_and_entropy, torch.ones(1, S, H), args=SLIME_ARGS)
         inputs = {"unconcat_tokens": [], "total_lengths": [], "response_lengths": []}
         refused("a module output_layer", ValueError, lambda: call(**inputs))

@@ -16,9 +16,8 @@ from helpers.sharded_features import H, N, rows, small_tiles
 from helpers.sharded_runs import rank_in, shard_rows
 from torch import Tensor
 
-from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, policy_loss, validation
+from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs, memory, policy_loss, validation
 from gspo_kernels.ranks import agreement
-from gspo_kernels.tools.doctor import memory as doctor_memory
 
 GATHER = ("all_gather_into_tensor", "all_gather_single")
 
@@ -94,8 +93,8 @@ def counted() -> Iterator[list[tuple[str, int]]]:
 
 def planned(tokens: int, vocab: int, backend: str, entropy: bool = False, **ranks: int) -> list[tuple[str, int]]:
     """Return (name, bytes that a rank sends) of the collectives that `gspo doctor --memory` lists."""
-    batch = doctor_memory.Batch(tokens, H, vocab, **ranks)
-    listed = doctor_memory.collectives(batch.head(torch.float32, entropy=entropy), backend, batch.cp)
+    batch = memory.Batch(tokens, H, vocab, **ranks)
+    listed = memory.collectives(batch.head(torch.float32, entropy=entropy), backend, batch.cp)
     return [({"all-gather": "gather", "all-reduce": "all_reduce"}[x.kind], x.size) for x in listed]
 
 
@@ -163,6 +162,6 @@ def _collectives_cp(context: Context) -> None:
 
     fused()
     for options in ({}, {"cache_mib": 1.0}):
-        head = doctor_memory.Batch(N, H, 64, cp=2).head(torch.float32)
-        listed = doctor_memory.collectives(head, "torch", cp=2, caches=bool(options))
+        head = memory.Batch(N, H, 64, cp=2).head(torch.float32)
+        listed = memory.collectives(head, "torch", cp=2, caches=bool(options))
         assert fused(**options) == [("gather", x.size + x.per_sequence * sequences) for x in listed]

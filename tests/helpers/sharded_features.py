@@ -208,7 +208,7 @@ def _equal_tokens(context: Context) -> None:
         ratio = u.double().exp()
         assert (out.log_ratio == u).all()
         torch.testing.assert_close(out.loss.double(), -ratio, rtol=EQUAL_TOKENS_RELATIVE, atol=0)
-        torch.testing.assert_close(out.metrics["kl_to_old"], -u, rtol=SHARDED_EQUAL_TOKENS_RELATIVE, atol=0)
+        torch.testing.assert_close(out.metrics["kl_to_old"], -u.double(), rtol=SHARDED_EQUAL_TOKENS_RELATIVE, atol=0)
         expected = (-ratio / (2 * tokens)).expand_as(gradient)
         torch.testing.assert_close(gradient.double(), expected, rtol=SHARDED_EQUAL_TOKENS_RELATIVE, atol=0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from helpers.samples import Sample, make_sample
@@ -15,6 +16,7 @@ from tolerance import DROPPED_MASS_RELATIVE, FLOAT64_RELATIVE, METRIC_ABSOLUTE, 
 from torch import Tensor
 
 from gspo_kernels import Objective, policy_loss
+from gspo_kernels.metrics import combine
 
 BUDGET = 0.05
 HEADS: dict[str, dict[str, Any]] = {
@@ -136,6 +138,9 @@ def expected_metrics(x: dict[str, Tensor], objective: Objective) -> dict[str, Te
         "zero_coefficient_share": (clipped[""] | (sign == 0))[mask].double().mean(),
         "kl": (torch.exp(-d) + d - 1)[mask].mean(),
         "entropy": x["entropy"][mask].mean(),
+        "tokens": mask.sum(),
+        "sequences": (lengths > 0).sum(),
+        "ratios": torch.tensor(ratios.numel()),
         "invalid": torch.tensor(0),
     }
 
@@ -162,8 +167,33 @@ for _ratio in ("sequence", "token"):
                 own.pop("log_probs").requires_grad_(), advantages, objective=objective, cp_group=group, **own
             )
             expected = expected_metrics(x | {"advantages": advantages}, objective)
-            assert out.metrics.keys() == expected.keys()
             assert 0 < expected["token_clip_fraction"] < 1
-            for name, value in expected.items():
-                error = (out.metrics[name] - value).abs()
-                assert error <= FLOAT64_RELATIVE * (1 + value.abs()), (name, out.metrics[name], value)
+            check_metrics(out.metrics, expected)
+
+    @case(f"metrics of ranks are combined, {_ratio} ratios", 2)
+    def _combined_metrics(context: Context, ratio: str = _ratio) -> None:
+        """Ranks have 1 and 3 micro-batches. The first micro-batch of the second rank is empty."""
+        objective = Objective(ratio=ratio, clip_low=0.01, clip_high=0.01)
+        group = context.group(2)
+        rng = torch.Generator().manual_seed(0)
+        log_probs, ref, entropy, size = -torch.rand(4, 6, 10, generator=rng, dtype=torch.float64) - 0.1
+        x = {"log_probs": log_probs, "old_log_probs": log_probs - 0.02 * size * torch.arange(-2, 4)[:, None]}
+        x |= {"ref_log_probs": ref, "entropy": -entropy}
+        x |= {"mask": torch.arange(10) < torch.tensor([3, 10, 0, 1, 7, 2])[:, None]}
+        x |= {"advantages": torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0], dtype=torch.float64)}
+        parts = []
+        for rows in [[0, 4]] if rank_in(group) == 0 else [[2], [1], [3, 5]]:
+            own: dict[str, Any] = {name: value[rows] for name, value in x.items()}
+            operands = own.pop("log_probs").requires_grad_(), own.pop("advantages")
+            parts.append(policy_loss(*operands, objective=objective, **own).metrics)
+        check_metrics(combine(parts, group), expected_metrics(x, objective))
+        wrong: dict[str, Tensor] = parts[0] if rank_in(group) else {"tokens": parts[0]["tokens"]}
+        with pytest.raises(ValueError, match="combine: the keys of parts must be equal on all ranks of group"):
+            combine([wrong], group)
+
+
+def check_metrics(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert computed.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (computed[name] - value).abs()
+        assert error <= FLOAT64_RELATIVE * (1 + value.abs()), (name, computed[name], value)

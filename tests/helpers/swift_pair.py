@@ -22,7 +22,9 @@ from gspo_kernels.integrations.trainers import ms_swift
 
 class Ours(GSPOTrainer):
     if os.environ.get("PAIR_KL"):
-        _compute_loss_and_metrics = partialmethod(ms_swift, objective=Objective(kl_coef=float(os.environ["PAIR_KL"])))
+        _compute_loss_and_metrics = partialmethod(
+            ms_swift.loss, objective=Objective(kl_coef=float(os.environ["PAIR_KL"]))
+        )
 
 
 class Pair(GRPOTrainer):

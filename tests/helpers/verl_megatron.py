@@ -1,17 +1,24 @@
-"""A rank of test_verl_megatron.py: verl's forward of a GPTModel with our log-probs, against Megatron's logits."""
+"""A rank of test_verl_megatron.py: our log-probs in verl's Megatron engine, against those of complete logits."""
 
 from __future__ import annotations
 
 import datetime
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from helpers.megatron_cases import assert_close, gradients, of_logits, weighted
-from helpers.megatron_models import PADDED, batch, make, run_without_gpu
+from helpers.megatron_cases import WithProcessor, assert_close, gradients, of_logits, refused, weighted
+from helpers.megatron_models import PADDED, VOCAB, batch, make, run_without_gpu
+from helpers.megatron_seam_cases import assert_equal, operands, shard_of, summed
 from helpers.pages import VERL_MEGATRON_LINES
 from megatron.core import parallel_state
 from tolerance import SHARDED_GRADIENT_RELATIVE
 from verl.models.mcore import model_forward_fused
+
+from gspo_kernels.integrations.verl.megatron import fused_output_processor, linear_cross_entropy
 
 DEADLINE = 100.0  # seconds
 
@@ -20,6 +27,47 @@ def main(rank: int, folder: Path) -> None:
     run_without_gpu()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=DEADLINE))
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    check_linear_cross_entropy()
+    for sequence_parallel in (False, True):
+        check_fused_output_processor(sequence_parallel)
+    check_verls_forward()
+
+
+def check_linear_cross_entropy() -> None:
+    hidden, weight, ids = operands()
+    shard, (first, end) = shard_of(weight)
+    group = parallel_state.get_tensor_model_parallel_group()
+    labels = ids.t().contiguous()
+    own = hidden.detach().clone().requires_grad_()
+    log_probs, entropy = linear_cross_entropy(own, shard, labels, 0.7, "none", group)
+    everything = torch.ones_like(log_probs, dtype=torch.bool)
+    weighted(log_probs, entropy, everything).backward()
+    true_log_probs, true_entropy = (x.flatten() for x in of_logits(hidden @ weight.t(), labels, 0.7, PADDED))
+    weighted(true_log_probs, true_entropy, everything).backward()
+    assert weight.grad is not None and shard.grad is not None
+    assert_equal(log_probs=(log_probs, true_log_probs), entropy=(entropy, true_entropy))
+    assert_equal(hidden=(summed(own.grad, group), hidden.grad), weight=(shard.grad, weight.grad[first:end]))
+    run = partial(linear_cross_entropy, own, shard, labels, 0.7)
+    refused("reduction must be 'none', got 'mean'", ValueError, lambda: run("mean", group))
+
+
+def check_fused_output_processor(sequence_parallel: bool) -> None:
+    model = make(True, sequence_parallel, kind=WithProcessor)
+    inputs, targets, mask = batch()
+    one = {name: x[:1] for name, x in inputs.items()}
+    context = SimpleNamespace(temperature=0.7, vocab_size=VOCAB)
+    processor: dict[str, Any] = {"output_processor": fused_output_processor}
+    out = model(**one, labels=targets[:1], **processor, output_processor_context=context)
+    weighted(out.log_probs, out.entropy, mask[0]).backward()
+    ours = gradients(model)
+    log_probs, entropy = of_logits(model(**one, runtime_gather_output=True), targets[:1], 0.7, VOCAB)
+    weighted(log_probs[0], entropy[0], mask[0]).backward()
+    assert_close(ours, gradients(model), SHARDED_GRADIENT_RELATIVE)
+    assert_equal(log_probs=(out.log_probs, log_probs[0]), entropy=(out.entropy, entropy[0]))
+
+
+def check_verls_forward() -> None:
+    """verl's forward of a GPTModel, with the documented lines."""
     exec(VERL_MEGATRON_LINES, {})
     model = make(sequence_parallel=True)
     inputs, targets, mask = batch()

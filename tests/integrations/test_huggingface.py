@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import io
+import pickle
+import re
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -466,6 +472,53 @@ def test_a_changed_head_is_measured_again(change: Any) -> None:
     assert_fused_equals_dense(changed)
 
 
+NUMBERS: dict[str, tuple[str, Callable[[Any], Any], str, float | None]] = {  # a model, an object, attribute and value
+    "scale of the model": ("cohere", lambda model: model, "logit_scale", 0.5),
+    "scale of the configuration": ("granite", lambda model: model.config, "logits_scaling", 2),
+    "scale of the body": ("falcon-h1", lambda model: model.model, "lm_head_multiplier", 1.5),
+    "soft-cap": ("gemma2", lambda model: model.config, "final_logit_softcapping", 2.0),
+    "soft-cap removed": ("gemma2", lambda model: model.config, "final_logit_softcapping", None),
+    "soft-cap of a text configuration": (
+        "paligemma, text alone",
+        lambda model: model.config.text_config,
+        "final_logit_softcapping",
+        2.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_changed_number_is_noticed_by_the_next_call(name: str) -> None:
+    model_name, owner, attribute, value = NUMBERS[name]
+    model = make(model_name).double()
+    fused = fuse_head(model)
+    assert_fused_equals_dense(model)
+    model.config.pad_token_id = 5  # trainers set ids, which do not change logits
+    assert not fused.is_outdated()
+    before = getattr(owner(model), attribute), dict(logit_options(model))
+    setattr(owner(model), attribute, value)
+    assert_fused_equals_dense(model)
+    assert dict(logit_options(model)) != before[1]
+    setattr(owner(model), attribute, before[0])
+    assert dict(logit_options(model)) == before[1]
+
+
+def test_the_hook_that_the_error_names_makes_a_float32_head_work() -> None:
+    """Log-probs and gradients equal those of the model's logits, which are float32 with the hook."""
+    model = make("qwen2").bfloat16()
+    lm_head = model.lm_head.float()
+    fuse_head(model)
+    with pytest.raises(TypeError, match="lm_head must be of the dtype of hidden") as error:
+        fused_log_probs(model)
+    (hook,) = re.findall(r"lm_head\.register_forward_pre_hook\(.*\)\)(?=\), got float32)", str(error.value))
+    eval(hook, {"lm_head": lm_head})
+    fused, dense = fused_log_probs(model), dense_log_probs(model) * batch()[1]
+    assert fused.dtype == dense.dtype == torch.float32
+    torch.testing.assert_close(fused, dense)
+    ours, theirs = (torch.autograd.grad(x.sum(), lm_head.weight)[0] for x in (fused, dense))
+    assert (ours - theirs).norm() <= MODEL_GRADIENT_RELATIVE[torch.float32] * theirs.norm()
+
+
 def test_a_hook_added_later_is_noticed_by_the_next_call() -> None:
     model = make("qwen2").double()
     fuse_head(model)
@@ -500,18 +553,51 @@ def test_adapter_dropout_does_not_affect_the_check() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_a_copied_model_has_its_own_fused_head() -> None:
+def saved_and_loaded(model: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled, saved_and_loaded])
+def test_a_copied_model_has_its_own_fused_head(copied_by: Callable[[Any], Any]) -> None:
     model = make("qwen2").double()
     fuse_head(model)
-    copied = copy.deepcopy(model)
+    copied = copied_by(model)
     with torch.no_grad():
         copied.lm_head.weight.mul_(2)
+        copied.model.norm.weight.mul_(2)
+    fused = fuse_head(copied)
     assert_fused_equals_dense(copied)
     assert_fused_equals_dense(model)
-    fused = fuse_head(copied)
     fused.remove()
     fused.remove()
     assert "forward" not in vars(copied) and "forward" in vars(model)
+
+
+def test_a_copy_whose_forward_runs_the_original_is_refused() -> None:
+    """`copy.deepcopy` does not copy a closure, such as TRL's forward."""
+    model = make("qwen2")
+    original = model.forward
+    model.forward = lambda **kwargs: original(**kwargs)
+    fuse_head(model)
+    with pytest.raises(HeadError, match=r"got 0 calls \(is this a deep copy .* use pickle instead"):
+        fuse_head(copy.deepcopy(model))
+
+
+def test_a_fused_model_is_freed_by_one_collection() -> None:
+    model = make("qwen2")
+    fuse_head(model)
+    fused_log_probs(model).sum().backward()
+    freed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert freed() is None
 
 
 def test_invalid_models_and_labels_raise() -> None:

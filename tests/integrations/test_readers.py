@@ -18,7 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_kernels import Objective, advantages, policy_loss
+from gspo_kernels.integrations.reference_trainer import read_config
 from gspo_kernels.integrations.settings import Reading, Step, from_roll, from_stateset, roll, stateset
+from gspo_kernels.integrations.settings.yaml_file import read_yaml
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 ROLL = {"adv_estimator": "reinforce", "importance_sampling": "seq", "loss_agg_mode": "seq-mean-token-mean"}
@@ -79,6 +81,22 @@ def test_the_settings_of_rolls_page_are_read(tmp_path: Path) -> None:
             ),
         )
     )
+
+
+def test_yaml_merge_keys_are_read_and_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    """A mapping may override what it merges, also where another mapping merges it in turn."""
+    path = tmp_path / "settings.yaml"
+    path.write_text("outer:\n  b: &b\n    <<: &a {x: 1, y: 2}\n    x: 3\nc: {<<: [*b, {z: 4, x: 6}], y: 5}\n")
+    assert read_yaml(path) == {"outer": {"b": {"x": 3, "y": 2}}, "c": {"x": 3, "y": 5, "z": 4}}
+    path.write_text("<<: {steps: 5, seeds: 3}\nsteps: 7\n")
+    assert (read_config(path).steps, read_config(path).seeds) == (7, (3,))
+    settings = "".join(f"{name}: {value}\n" for name, value in ROLL.items())
+    path.write_text(f"{settings}<<: {{pg_clip: 0.3}}\npg_clip: 0.1\n")
+    assert from_roll(path).objective == from_roll({**ROLL, "pg_clip": 0.1}).objective
+    for twice in ("a: 1\na: 2", "<<: {b: 1, a: 2, a: 3}\na: 4", "b: {<<: {c: 1}, a: 1, a: 2}"):
+        path.write_text(twice)
+        with pytest.raises(ValueError, match="a must be given once, got it twice"):
+            read_yaml(path)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,8 @@ from tolerance import MODEL_GRADIENT_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective
-from gspo_kernels.integrations import trainers as seams
+from gspo_kernels.extras import MissingExtraError
+from gspo_kernels.integrations.trainers import ms_swift, openrlhf, prime_rl, skyrl, slime
 from gspo_kernels.sampler_mismatch import RolloutCorrection
 
 B, EMPTY = 12, 7  # number of sequences, and the index of a sequence without unmasked tokens
@@ -82,7 +84,7 @@ def check(b: Rollout, seam: Callable[[Tensor], tuple[Tensor, Any]], formula: Cal
 # prime-rl: src/prime_rl/trainer/rl/loss.py. prime-rl has no GSPO. Its PPO with token ratios is the most similar loss.
 
 
-def prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Any]:
+def call_prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Any]:
     """Call the seam like prime-rl's compute_loss: once per sequence. Divide the summed losses by the sum of weights."""
     total = lp.new_zeros(())
     outs = []
@@ -96,7 +98,7 @@ def prime_rl(b: Rollout, lp: Tensor, weights: Tensor | None = None, **kwargs: An
             loss_mask=b.mask[i],
             loss_weights=None if weights is None else weights[i],
         )
-        outs.append(seams.prime_rl(inputs, **kwargs))
+        outs.append(prime_rl.loss(inputs, **kwargs))
         total = total + outs[-1].loss
     return total / scale, outs
 
@@ -109,7 +111,7 @@ def test_prime_rls_ppo_is_a_preset(batch: Rollout) -> None:
     def ppo(lp: Tensor) -> Tensor:
         return (clipped((lp - b.old).exp(), per_token(b), 0.2, 0.2) * b.mask).sum() / b.mask.sum()
 
-    outs = check(b, lambda lp: prime_rl(b, lp, preset="grpo", aggregation="seq-mean-token-sum"), ppo)
+    outs = check(b, lambda lp: call_prime_rl(b, lp, preset="grpo", aggregation="seq-mean-token-sum"), ppo)
     ratio = (b.log_probs - b.old).exp()
     beyond = (((ratio > 1.2) & (per_token(b) > 0)) | ((ratio < 0.8) & (per_token(b) < 0))) & b.mask
     is_clipped = torch.stack([out.metrics["is_clipped"] for out in outs])  # stacked as in prime-rl
@@ -125,16 +127,16 @@ def test_prime_rls_loss_is_gspo_divided_by_tokens(batch: Rollout) -> None:
         loss = clipped(sequence_ratio(lp, b.old, b), per_token(b)) * weights + kl * k3(lp, b.ref)
         return (loss * b.mask / lengths(b)).sum()
 
-    check(b, lambda lp: prime_rl(b, lp), lambda lp: gspo(lp) / b.mask.sum())
+    check(b, lambda lp: call_prime_rl(b, lp), lambda lp: gspo(lp) / b.mask.sum())
     length = b.mask.sum().item() / answers
-    check(b, lambda lp: prime_rl(b, lp, mean_length=length), lambda lp: gspo(lp) / answers)
-    check(b, lambda lp: prime_rl(b, lp, kl_coef=0.1), lambda lp: gspo(lp, kl=0.1) / b.mask.sum())
+    check(b, lambda lp: call_prime_rl(b, lp, mean_length=length), lambda lp: gspo(lp) / answers)
+    check(b, lambda lp: call_prime_rl(b, lp, kl_coef=0.1), lambda lp: gspo(lp, kl=0.1) / b.mask.sum())
     weights = 0.5 + torch.arange(16.0, dtype=torch.float64).expand(B, 16) / 16
-    check(b, lambda lp: prime_rl(b, lp, weights), lambda lp: gspo(lp, weights) / weights[b.mask].sum())
+    check(b, lambda lp: call_prime_rl(b, lp, weights), lambda lp: gspo(lp, weights) / weights[b.mask].sum())
     with pytest.raises(ValueError, match="mean_length must be"):
-        prime_rl(b, b.log_probs, mean_length=0.0)
+        call_prime_rl(b, b.log_probs, mean_length=0.0)
     with pytest.raises(ValueError, match="clip_hi"):
-        prime_rl(b, b.log_probs, clip_hi=0.1)
+        call_prime_rl(b, b.log_probs, clip_hi=0.1)
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
@@ -143,7 +145,7 @@ def test_prime_rls_head_equals_its_logits(softcap: float | None) -> None:
 
     class FusedOutputLinear(torch.nn.Linear):
         softcap: float
-        forward: Any = partialmethod(seams.prime_rl_head, cache_mib=0)
+        forward: Any = partialmethod(prime_rl.head, cache_mib=0)
 
     torch.manual_seed(0)
     head = FusedOutputLinear(16, 24, bias=False).double()
@@ -203,7 +205,7 @@ def slime_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "slime.backends.megatron_utils.loss", module)
 
 
-def slime(
+def call_slime(
     b: Rollout, lp: Tensor, objective: Objective = GSPO, denominators: Any = None, old: bool = True, **changes: Any
 ) -> Any:
     mask_sums = b.mask.sum(1) if denominators is None else denominators
@@ -221,7 +223,7 @@ def slime(
     }
     mean = lambda x: ((x.view(B, 16) * b.mask).sum(1) / mask_sums.clamp(min=1)).sum()  # noqa: E731
     args = SimpleNamespace(**{**SLIME, **changes})
-    return seams.slime(args, slime_batch, lp.reshape(1, -1), mean, objective=objective)
+    return slime.loss(args, slime_batch, lp.reshape(1, -1), mean, objective=objective)
 
 
 def test_slimes_loss_is_its_gspo(batch: Rollout, slime_loss: None) -> None:
@@ -233,17 +235,17 @@ def test_slimes_loss_is_its_gspo(batch: Rollout, slime_loss: None) -> None:
         pg = clipped(ratio, per_token(b))
         return mean(pg if c is None else torch.where(per_token(b) < 0, torch.min(pg, -c * per_token(b)), pg))
 
-    check(b, lambda lp: slime(b, lp, kl_loss_coef=0.1), formula)  # needs --use-kl-loss
-    check(b, lambda lp: slime(b, lp, Objective(dual_clip=1.0005), eps_clip_c=1.0005), partial(formula, c=1.0005))
-    check(b, lambda lp: slime(b, lp, use_rollout_logprobs=True), partial(formula, old=engine(b)))
+    check(b, lambda lp: call_slime(b, lp, kl_loss_coef=0.1), formula)  # needs --use-kl-loss
+    check(b, lambda lp: call_slime(b, lp, Objective(dual_clip=1.0005), eps_clip_c=1.0005), partial(formula, c=1.0005))
+    check(b, lambda lp: call_slime(b, lp, use_rollout_logprobs=True), partial(formula, old=engine(b)))
     terms = Objective(kl_coef=0.1, entropy_coef=0.01)
     flags = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01}
     with_terms = lambda lp, kl: formula(lp) - 0.01 * mean(lp.square()) + 0.1 * mean(kl)  # noqa: E731
-    check(b, lambda lp: slime(b, lp, terms, **flags), lambda lp: with_terms(lp, k3(lp, b.ref)))
+    check(b, lambda lp: call_slime(b, lp, terms, **flags), lambda lp: with_terms(lp, k3(lp, b.ref)))
     unbiased = replace(terms, kl_estimator="unbiased")
     check(
         b,
-        lambda lp: slime(b, lp, unbiased, use_unbiased_kl=True, **flags),
+        lambda lp: call_slime(b, lp, unbiased, use_unbiased_kl=True, **flags),
         lambda lp: with_terms(lp, (lp - b.old).exp() * k3(lp, b.ref)),
     )
 
@@ -276,7 +278,7 @@ def test_slimes_metrics_are_its_sums_of_sample_means(batch: Rollout, slime_loss:
         }
 
     def compare(objective: Objective, expected: dict[str, Tensor], **changes: Any) -> None:
-        logged = slime(b, lp, objective, **{**flags, "eps_clip_c": objective.dual_clip, **changes})[1]
+        logged = call_slime(b, lp, objective, **{**flags, "eps_clip_c": objective.dual_clip, **changes})[1]
         torch.testing.assert_close({name: x for name, x in logged.items() if "/" not in name}, expected)
         assert 0 < logged["pg_clipfrac"] < B - 1
 
@@ -287,7 +289,7 @@ def test_slimes_metrics_are_its_sums_of_sample_means(batch: Rollout, slime_loss:
     of_engine = values(engine(b), k3(lp, b.ref))
     of_engine["train_rollout_logprob_abs_diff"] = mean((lp - engine(b)).abs())
     compare(terms, of_engine, use_rollout_logprobs=True)
-    plain = slime(b, lp)[1]
+    plain = call_slime(b, lp)[1]
     assert "kl_loss" not in plain and plain["pg_loss"] == plain["loss"]
     tokens = b.mask.sum() / (B - 1)  # ours stay means over tokens
     torch.testing.assert_close(plain["gspo/kl_to_old"], ((b.old - lp) * b.mask).sum() / tokens)
@@ -302,15 +304,32 @@ def test_slimes_truncated_importance_weights(batch: Rollout, slime_loss: None) -
         weights = (old - engine(b)).exp().clamp(0, 1.2) * b.mask / lengths(b)
         return (clipped(sequence_ratio(lp, old, b), per_token(b)) * weights).sum()
 
-    check(b, lambda lp: slime(b, lp, ours), lambda lp: formula(lp, b.old))
-    check(b, lambda lp: slime(b, lp, ours, old=False), lambda lp: formula(lp, lp.detach()))  # without old log-probs
+    check(b, lambda lp: call_slime(b, lp, ours), lambda lp: formula(lp, b.old))
+    without_old = lambda lp: call_slime(b, lp, ours, old=False)  # noqa: E731
+    check(b, without_old, lambda lp: formula(lp, lp.detach()))
 
 
 def test_a_rollout_of_several_samples_is_refused(batch: Rollout, slime_loss: None) -> None:
     shared = batch.mask.sum(1)
     shared[0] = shared[1] = shared[0] + shared[1]
     with pytest.raises(ValueError, match="rollout_mask_sums must be of one sample per rollout"):
-        slime(batch, batch.log_probs, denominators=shared)
+        call_slime(batch, batch.log_probs, denominators=shared)
+
+
+def test_a_token_that_the_sampler_could_not_score_has_weight_one(
+    batch: Rollout, slime_loss: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reports NaN for it. As in TRL, its importance weight is 1."""
+    of_engine = engine(batch)
+    unscored = torch.rand(of_engine.shape, generator=torch.Generator().manual_seed(2)) < 0.2
+    corrected = Objective(rollout_correction=RolloutCorrection(high=1.2))
+    for seam in (call_slime, call_skyrl, call_swift, call_openrlhf):
+        losses = []
+        for replacement in (torch.nan, batch.old):
+            sampled = torch.where(unscored, replacement, of_engine)
+            monkeypatch.setattr(sys.modules[__name__], "engine", lambda _, sampled=sampled: sampled)
+            losses.append(seam(batch, batch.log_probs, objective=corrected)[0])
+        assert torch.equal(*losses) and losses[0].isfinite()
 
 
 # SkyRL: skyrl/backends/skyrl_train/utils/{ppo_utils,off_policy_correction_utils}.py.
@@ -323,7 +342,7 @@ class OffPolicyCorrection:
     sequence_mask_metric: str | None = None
 
 
-def skyrl(
+def call_skyrl(
     b: Rollout, lp: Tensor, rows: slice = slice(None), objective: Objective = GSPO, tis: Any = None, **changes: Any
 ) -> Any:
     config = SimpleNamespace(
@@ -336,7 +355,7 @@ def skyrl(
         }
     )
     scaled = per_token(b) / (B * lengths(b))  # apply_loss_reduction_to_advantages_minibatch
-    return seams.skyrl(
+    return skyrl.loss(
         lp[rows],
         b.old[rows],
         scaled[rows],
@@ -354,17 +373,16 @@ def test_skyrls_loss_is_its_gspo(batch: Rollout) -> None:
         ratio = (lp - lp.detach() + sequence_ratio(lp, b.old, b).log().detach()).clamp(max=10).exp()
         return (clipped(ratio, per_token(b) / (B * lengths(b))) * weights * b.mask).sum()
 
-    logged = check(b, lambda lp: skyrl(b, lp), formula)
+    logged = check(b, lambda lp: call_skyrl(b, lp), formula)
     ratio = sequence_ratio(b.log_probs, b.old, b).expand_as(b.old)
     worse = ratio.clamp(1 - 3e-4, 1 + 4e-4) * per_token(b) < ratio * per_token(b)
     assert logged["clip_ratio"] == pytest.approx(worse[b.mask].double().mean().item())
     assert all(isinstance(x, float) for x in logged.values())
-    halves = lambda lp: (skyrl(b, lp, slice(0, 5))[0] + skyrl(b, lp, slice(5, B))[0], None)  # noqa: E731
+    halves = lambda lp: (call_skyrl(b, lp, slice(0, 5))[0] + call_skyrl(b, lp, slice(5, B))[0], None)  # noqa: E731
     check(b, halves, formula)
     ours = Objective(ratio="sequence-token", rollout_correction=RolloutCorrection(high=1.2))
-    check(
-        b, lambda lp: skyrl(b, lp, objective=ours), partial(formula, weights=(b.old - engine(b)).exp().clamp(max=1.2))
-    )
+    weights = (b.old - engine(b)).exp().clamp(max=1.2)
+    check(b, lambda lp: call_skyrl(b, lp, objective=ours), partial(formula, weights=weights))
 
 
 # ms-swift: swift/rlhf_trainers/grpo_trainer.py.
@@ -389,7 +407,7 @@ class Trainer:
         self._get_per_token_logps_and_entropies = lambda *_: (lp, None)
         vars(self).update(changes)
 
-    loss = seams.ms_swift
+    loss = ms_swift.loss
 
 
 def swift_batch(b: Rollout, **changes: Any) -> Any:
@@ -430,7 +448,7 @@ def test_ms_swifts_loss_is_its_gspo(batch: Rollout) -> None:
     assert metrics["mode"] == "train" and metrics["completion_token_count"] == b.mask.sum() and "kl" not in metrics
 
     class WithKL(Trainer):
-        loss = partialmethod(seams.ms_swift, objective=Objective(kl_coef=0.1, delta=1.0005))
+        loss = partialmethod(ms_swift.loss, objective=Objective(kl_coef=0.1, delta=1.0005))
 
     make = partial(WithKL, beta=0.1, args=SimpleNamespace(delta=1.0005, log_entropy=False))
     metrics = check(
@@ -446,7 +464,7 @@ def test_ms_swifts_loss_is_its_gspo(batch: Rollout) -> None:
     ours = Objective(rollout_correction=RolloutCorrection(level="geometric", high=1.01))  # sequence_truncate
     check(
         b,
-        lambda lp: seams.ms_swift(Trainer(lp), None, {}, swift_batch(b), objective=ours),
+        lambda lp: ms_swift.loss(Trainer(lp), None, {}, swift_batch(b), objective=ours),
         partial(formula, weights=weights),
     )
 
@@ -472,13 +490,13 @@ def test_ms_swifts_log_probs_without_logits() -> None:
     entropy = -(logits.exp() * logits).sum(-1)
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad((expected.exp() + 0.1 * entropy).sum(), parameters)
-    fused, fused_entropy = seams.ms_swift_log_probs(Trainer(model=model), model, {"input_ids": ids}, keep, ids, True)
+    fused, fused_entropy = ms_swift.log_probs(Trainer(model=model), model, {"input_ids": ids}, keep, ids, True)
     assert fused_entropy is not None
     fused_gradients = torch.autograd.grad((fused.exp() + 0.1 * fused_entropy).sum(), parameters)
     limit = MODEL_GRADIENT_RELATIVE[torch.float64]
     for x, y in zip((fused, fused_entropy, *fused_gradients), (expected, entropy, *gradients), strict=True):
         assert (x - y).norm() <= limit * y.norm()
-    assert seams.ms_swift_log_probs(Trainer(model=model), model, {"input_ids": ids}, keep, ids)[1] is None
+    assert ms_swift.log_probs(Trainer(model=model), model, {"input_ids": ids}, keep, ids)[1] is None
 
 
 # OpenRLHF: openrlhf/models/loss.py, openrlhf/utils/loss_utils.py.
@@ -496,9 +514,9 @@ OPENRLHF: dict[str, Any] = dict(
 )
 
 
-def openrlhf(b: Rollout, lp: Tensor, objective: Objective = GSPO, **changes: Any) -> tuple[Tensor, Any]:
+def call_openrlhf(b: Rollout, lp: Tensor, objective: Objective = GSPO, **changes: Any) -> tuple[Tensor, Any]:
     """Call our loss with the counts of two ranks and two micro-batches, like OpenRLHF's iter_grad_accum_global_norm."""
-    module = seams.OpenRLHFPolicyLoss(**{**OPENRLHF, **changes}, objective=objective)
+    module = openrlhf.PolicyLoss(**{**OPENRLHF, **changes}, objective=objective)
     loss, *metrics = module(
         lp,
         b.old,
@@ -524,21 +542,21 @@ def test_openrlhfs_loss_is_its_gspo(batch: Rollout) -> None:
         of_rows = (loss * weights * b.mask).sum(1) / (b.mask.sum(1) + 1e-8)
         return (of_rows * b.mask.any(1)).sum() / 17.5 * 2
 
-    clip_ratio, ppo_kl, vllm_kl, filtered = check(b, lambda lp: openrlhf(b, lp), formula)
+    clip_ratio, ppo_kl, vllm_kl, filtered = check(b, lambda lp: call_openrlhf(b, lp), formula)
     ratio = sequence_ratio(b.log_probs, b.old, b)
     a = per_token(b)
     worse = (ratio.clamp(1 - 3e-4, 1 + 4e-4) * a < ratio * a)[b.mask]
     torch.testing.assert_close(clip_ratio, worse.double().mean())
     torch.testing.assert_close(ppo_kl, (b.old - b.log_probs)[b.mask].mean())
     assert vllm_kl is None and filtered is None
-    check(b, lambda lp: openrlhf(b, lp, Objective(dual_clip=1.0005), dual_clip=1.0005), partial(formula, c=1.0005))
+    check(b, lambda lp: call_openrlhf(b, lp, Objective(dual_clip=1.0005), dual_clip=1.0005), partial(formula, c=1.0005))
     level: dict[str, Any] = {"is_correction_level": "seq"}
-    _, ppo_kl, *_ = check(b, lambda lp: openrlhf(b, lp, **level), partial(formula, old=engine(b)))
+    _, ppo_kl, *_ = check(b, lambda lp: call_openrlhf(b, lp, **level), partial(formula, old=engine(b)))
     torch.testing.assert_close(ppo_kl, (b.old - b.log_probs)[b.mask].mean())  # not the KL to the engine
     ours = Objective(rollout_correction=RolloutCorrection(high=1.2))
     weights = (b.old - engine(b)).exp().clamp(max=1.2)
-    check(b, lambda lp: openrlhf(b, lp, ours, **level), partial(formula, weights=weights))
-    module = seams.OpenRLHFPolicyLoss(**{**OPENRLHF, **level})
+    check(b, lambda lp: call_openrlhf(b, lp, ours, **level), partial(formula, weights=weights))
+    module = openrlhf.PolicyLoss(**{**OPENRLHF, **level})
     with pytest.raises(ValueError, match="rollout_log_probs must be given"):
         module(b.log_probs, b.old, per_token(b), b.mask)
 
@@ -547,13 +565,13 @@ def test_logged_metrics_have_no_gradient_and_the_dtype_of_the_loss(batch: Rollou
     """Trainers stack the metrics of several micro-batches, so the dtypes must be equal."""
     lp = batch.log_probs.float().requires_grad_()
     b = replace(batch, log_probs=lp)
-    for logged in (slime(b, lp)[1], prime_rl(b, lp)[1][0].metrics):
+    for logged in (call_slime(b, lp)[1], call_prime_rl(b, lp)[1][0].metrics):
         assert not any(x.requires_grad for x in logged.values()) and {x.dtype for x in logged.values()} == {lp.dtype}
 
 
 def test_openrlhfs_loss_without_a_batch_size_is_a_mean_over_answers(batch: Rollout) -> None:
     b = batch
-    module = seams.OpenRLHFPolicyLoss(**OPENRLHF)
+    module = openrlhf.PolicyLoss(**OPENRLHF)
 
     def mean(lp: Tensor) -> Tensor:
         return (clipped(sequence_ratio(lp, b.old, b), per_token(b)) * b.mask / lengths(b)).sum() / (B - 1)
@@ -564,63 +582,63 @@ def test_openrlhfs_loss_without_a_batch_size_is_a_mean_over_answers(batch: Rollo
 def test_ms_swifts_mode_is_train_or_eval(batch: Rollout) -> None:
     for training, mode in ((True, "train"), (False, "eval")):
         trainer = Trainer(batch.log_probs, model=SimpleNamespace(training=training))
-        assert seams.ms_swift(trainer, None, {}, swift_batch(batch))[1]["mode"] == mode
+        assert ms_swift.loss(trainer, None, {}, swift_batch(batch))[1]["mode"] == mode
 
 
-def swift(b: Rollout, lp: Tensor, objective: Objective = GSPO, **changes: Any) -> Any:
-    return seams.ms_swift(Trainer(lp, **changes), None, {}, swift_batch(b), objective=objective)
+def call_swift(b: Rollout, lp: Tensor, objective: Objective = GSPO, **changes: Any) -> Any:
+    return ms_swift.loss(Trainer(lp, **changes), None, {}, swift_batch(b), objective=objective)
 
 
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (slime, {"eps_clip": 0.2}, "slime: --eps-clip must be 0.0003"),
-    (slime, {"eps_clip_high": 0.2}, "--eps-clip-high must be 0.0004"),
-    (slime, {"eps_clip_c": 3.0}, "--eps-clip-c must be None"),
-    (slime, {"entropy_coef": 0.1}, "--entropy-coef must be 0.0"),
-    (slime, {"use_kl_loss": True, "kl_loss_coef": 0.1}, "--kl-loss-coef must be 0.0"),
+    (call_slime, {"eps_clip": 0.2}, "slime.loss: --eps-clip must be 0.0003"),
+    (call_slime, {"eps_clip_high": 0.2}, "--eps-clip-high must be 0.0004"),
+    (call_slime, {"eps_clip_c": 3.0}, "--eps-clip-c must be None"),
+    (call_slime, {"entropy_coef": 0.1}, "--entropy-coef must be 0.0"),
+    (call_slime, {"use_kl_loss": True, "kl_loss_coef": 0.1}, "--kl-loss-coef must be 0.0"),
     (
-        slime,
+        call_slime,
         {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1", "objective": Objective(kl_coef=0.1)},
         "--kl-loss-type must be 'k3'",
     ),
-    (slime, {"calculate_per_token_loss": True}, "--calculate-per-token-loss must be False"),
-    (slime, {"context_parallel_size": 2}, "--context-parallel-size must be 1"),
-    (slime, {"use_opsm": True}, "--use-opsm must be False"),
-    (slime, {"use_score_centering": True}, "--use-score-centering must be False"),
-    (slime, {"custom_pg_loss_reducer_function_path": "a.b"}, "--custom-pg-loss-reducer-function-path must be None"),
-    (slime, {"use_tis": True}, r"--use-tis \(use Objective\(rollout_correction=...\) instead\) must be False"),
-    (slime, {"get_mismatch_metrics": True}, r"--get-mismatch-metrics \(.* instead\) must be False"),
-    (skyrl, {"eps_clip_low": 0.2}, "skyrl: trainer.algorithm.eps_clip_low must be 0.0003"),
-    (skyrl, {"eps_clip_high": 0.2}, "trainer.algorithm.eps_clip_high must be 0.0004"),
-    (skyrl, {"loss_reduction": "token_mean"}, "trainer.algorithm.loss_reduction must be 'sequence_mean'"),
-    (skyrl, {"tis": "token"}, r"trainer.algorithm.off_policy_correction.tis_ratio_type \(use"),
-    (skyrl, {"objective": Objective(kl_coef=0.1)}, "objective.kl_coef must be 0.0"),
-    (skyrl, {"objective": Objective(entropy_coef=0.1)}, "objective.entropy_coef must be 0.0"),
-    (swift, {"importance_sampling_level": "token"}, "ms_swift: --importance_sampling_level must be 'sequence'"),
-    (swift, {"loss_type": "dapo"}, "--loss_type must be 'grpo'"),
-    (swift, {"epsilon_low": 0.2}, "--epsilon must be 0.0003"),
-    (swift, {"epsilon_high": 0.2}, "--epsilon_high must be 0.0004"),
-    (swift, {"args": SimpleNamespace(delta=2.0, log_entropy=False)}, "--delta must be None"),
-    (swift, {"args": SimpleNamespace(delta=None, log_entropy=True)}, "--log_entropy must be False"),
-    (swift, {"beta": 0.04}, "--beta must be 0.0"),
-    (swift, {"top_entropy_quantile": 0.2}, "--top_entropy_quantile must be 1.0"),
-    (swift, {"off_policy_sequence_mask_delta": 0.1}, "--off_policy_sequence_mask_delta must be None"),
-    (swift, {"sdar_loss_coef": 0.1}, "--sdar_loss_coef must be 0.0"),
-    (swift, {"chord_sft_iterator": iter([])}, "--chord_sft_dataset must be None"),
-    (swift, {"rollout_importance_sampling_mode": "token_mask"}, r"--rollout_importance_sampling_mode \(use"),
-    (swift, {"objective": Objective(entropy_coef=0.1)}, "objective.entropy_coef must be 0.0"),
-    (openrlhf, {"policy_loss_type": "ppo"}, "OpenRLHFPolicyLoss: --actor.policy_loss_type must be 'gspo'"),
-    (openrlhf, {"clip_eps_low": 0.2}, r"--actor.eps_clip_low_high must be \(0.0003, 0.0004\)"),
-    (openrlhf, {"clip_eps_high": 0.2}, r"--actor.eps_clip_low_high must be"),
-    (openrlhf, {"dual_clip": 3.0}, "--actor.dual_clip must be None"),
-    (openrlhf, {"objective": Objective(kl_coef=0.1)}, "objective.kl_coef must be 0.0"),
-    (openrlhf, {"objective": Objective(entropy_coef=0.1)}, "objective.entropy_coef must be 0.0"),
+    (call_slime, {"calculate_per_token_loss": True}, "--calculate-per-token-loss must be False"),
+    (call_slime, {"context_parallel_size": 2}, "--context-parallel-size must be 1"),
+    (call_slime, {"use_opsm": True}, "--use-opsm must be False"),
+    (call_slime, {"use_score_centering": True}, "--use-score-centering must be False"),
+    (call_slime, {"custom_pg_loss_reducer_function_path": "a.b"}, "--custom-pg-loss-reducer-function-path must be"),
+    (call_slime, {"use_tis": True}, r"--use-tis \(use Objective\(rollout_correction=...\) instead\) must be False"),
+    (call_slime, {"get_mismatch_metrics": True}, r"--get-mismatch-metrics \(.* instead\) must be False"),
+    (call_skyrl, {"eps_clip_low": 0.2}, "skyrl.loss: trainer.algorithm.eps_clip_low must be 0.0003"),
+    (call_skyrl, {"eps_clip_high": 0.2}, "trainer.algorithm.eps_clip_high must be 0.0004"),
+    (call_skyrl, {"loss_reduction": "token_mean"}, "trainer.algorithm.loss_reduction must be 'sequence_mean'"),
+    (call_skyrl, {"tis": "token"}, r"trainer.algorithm.off_policy_correction.tis_ratio_type \(use"),
+    (call_skyrl, {"objective": Objective(kl_coef=0.1)}, "objective.kl_coef must be 0.0"),
+    (call_skyrl, {"objective": Objective(entropy_coef=0.1)}, "objective.entropy_coef must be 0.0"),
+    (call_swift, {"importance_sampling_level": "token"}, "ms_swift.loss: --importance_sampling_level must be 'seq"),
+    (call_swift, {"loss_type": "dapo"}, "--loss_type must be 'grpo'"),
+    (call_swift, {"epsilon_low": 0.2}, "--epsilon must be 0.0003"),
+    (call_swift, {"epsilon_high": 0.2}, "--epsilon_high must be 0.0004"),
+    (call_swift, {"args": SimpleNamespace(delta=2.0, log_entropy=False)}, "--delta must be None"),
+    (call_swift, {"args": SimpleNamespace(delta=None, log_entropy=True)}, "--log_entropy must be False"),
+    (call_swift, {"beta": 0.04}, "--beta must be 0.0"),
+    (call_swift, {"top_entropy_quantile": 0.2}, "--top_entropy_quantile must be 1.0"),
+    (call_swift, {"off_policy_sequence_mask_delta": 0.1}, "--off_policy_sequence_mask_delta must be None"),
+    (call_swift, {"sdar_loss_coef": 0.1}, "--sdar_loss_coef must be 0.0"),
+    (call_swift, {"chord_sft_iterator": iter([])}, "--chord_sft_dataset must be None"),
+    (call_swift, {"rollout_importance_sampling_mode": "token_mask"}, r"--rollout_importance_sampling_mode \(use"),
+    (call_swift, {"objective": Objective(entropy_coef=0.1)}, "objective.entropy_coef must be 0.0"),
+    (call_openrlhf, {"policy_loss_type": "ppo"}, "openrlhf.PolicyLoss: --actor.policy_loss_type must be 'gspo'"),
+    (call_openrlhf, {"clip_eps_low": 0.2}, r"--actor.eps_clip_low_high must be \(0.0003, 0.0004\)"),
+    (call_openrlhf, {"clip_eps_high": 0.2}, r"--actor.eps_clip_low_high must be"),
+    (call_openrlhf, {"dual_clip": 3.0}, "--actor.dual_clip must be None"),
+    (call_openrlhf, {"objective": Objective(kl_coef=0.1)}, "objective.kl_coef must be 0.0"),
+    (call_openrlhf, {"objective": Objective(entropy_coef=0.1)}, "objective.entropy_coef must be 0.0"),
     *(
         (
             seam,
             {"objective": Objective(surrogate="sapo", aggregation="token-mean")},
             "objective.aggregation must be 'seq-mean-token-mean'",
         )
-        for seam in (slime, skyrl, swift, openrlhf)
+        for seam in (call_slime, call_skyrl, call_swift, call_openrlhf)
     ),
 ]
 
@@ -631,6 +649,13 @@ def test_settings_of_another_loss_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         seam(batch, batch.log_probs, **changes)
+
+
+@pytest.mark.parametrize("name", ["areal", "nemo_rl"])
+def test_heads_that_need_megatron_core_name_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(MissingExtraError, match=r"needs megatron.core, .*gspo-kernels\[megatron\]"):
+        import_module(f"gspo_kernels.integrations.trainers.{name}")
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, path: str, **contents: Any) -> Any:
@@ -674,21 +699,22 @@ def test_the_documented_lines_of_each_trainer_run(
     for block in OTHER_PYTHON:
         exec(block, scope)
     assert runs == ["skyrl", "openrlhf.cli.train_ppo_ray"]
-    assert settings == {"gspo_kernels": seams.skyrl}
-    assert vars(layer)["forward"] is seams.prime_rl_head
+    assert settings == {"gspo_kernels": skyrl.loss}
+    assert vars(layer)["forward"] is prime_rl.head
     assert ppo_actor.PolicyLoss is None  # OpenRLHF imports the actor's module in other workers, too
     ppo_actor.PolicyModelActor().init_model_from_pretrained("strategy", vllm_engines=[])
-    assert ppo_actor.PolicyLoss is seams.OpenRLHFPolicyLoss
+    assert ppo_actor.PolicyLoss is openrlhf.PolicyLoss
     assert started == [(("strategy",), {"vllm_engines": []})]
     assert table == {"grpo": "__main__.GSPOTrainer"}
     trainer = scope["GSPOTrainer"]
-    assert trainer._get_logps_via_local_forward is seams.ms_swift_log_probs
+    assert trainer._get_logps_via_local_forward is ms_swift.log_probs
     loss, metrics = trainer(batch.log_probs)._compute_loss_and_metrics(None, {}, swift_batch(batch))
-    assert torch.equal(loss, swift(batch, batch.log_probs)[0]) and metrics["mode"] == "train"
-    assert scope["slime"].keywords["objective"].clip_low == 2e-4
+    assert torch.equal(loss, call_swift(batch, batch.log_probs)[0]) and metrics["mode"] == "train"
+    assert scope["slime_loss"].keywords["objective"].clip_low == 2e-4
     assert repr(scope["reading"].normalizer) in INTEGRATIONS
-    for name in re.findall(r"gspo_kernels\.integrations\.trainers\.(\w+)", INTEGRATIONS):
-        assert callable(getattr(seams, name))
+    for module, name in re.findall(r"gspo_kernels\.integrations\.trainers\.(\w+)\.(\w+)", INTEGRATIONS):
+        assert callable(getattr(import_module(f"gspo_kernels.integrations.trainers.{module}"), name))
     tomllib = pytest.importorskip("tomllib")
     loss = tomllib.loads(*code_blocks(INTEGRATIONS, "toml"))["trainer"]["loss"]
-    assert loss["import_path"].endswith(".trainers.prime_rl") and prime_rl(batch, batch.log_probs, **loss["kwargs"])
+    assert loss["import_path"].endswith(".trainers.prime_rl.loss")
+    call_prime_rl(batch, batch.log_probs, **loss["kwargs"])

@@ -131,7 +131,7 @@ def test_a_run_interrupted_at_every_place_continues_to_the_bit(
             with pytest.raises(Killed if kind == "killed" else KeyboardInterrupt):
                 train(config)
             assert stopped, at
-        if (folder / "metrics.jsonl").is_file():
+        if (folder / "checkpoint.pt").is_file():
             config = read_config(resume=folder)
     train(config)
     assert numbers(folder) == numbers(whole)

@@ -99,7 +99,7 @@ def updates_of(policy: Policy, **options: Any) -> tuple[list[dict[str, float]], 
     rewards = torch.rand(32, generator=torch.Generator().manual_seed(2)).tolist()
     batch = replace(batch, advantages=advantages_of(config, batch, RewardBatch(rewards, {}, []), RunningMoments()))
     optimizer = Optimizer(policy, config)
-    return [update(config, policy, optimizer, batch, rows) for rows in parts], (batch, parts[0])
+    return [update(config, policy, optimizer, batch, rows).numbers for rows in parts], (batch, parts[0])
 
 
 def test_with_the_samplers_log_probs_the_first_update_clips(policy: Policy) -> None:

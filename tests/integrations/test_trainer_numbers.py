@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gspo_kernels import Objective
 from gspo_kernels.advantages import RunningMoments
-from gspo_kernels.integrations.reference_trainer import TrainConfig, policy, train, trainer, update
+from gspo_kernels.integrations.reference_trainer import TrainConfig, measures, policy, train, trainer, update
 from gspo_kernels.integrations.reference_trainer.advantages import advantages_of
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
 from gspo_kernels.integrations.reference_trainer.optimizer import Optimizer
@@ -33,6 +33,7 @@ from gspo_kernels.integrations.reference_trainer.sampling import Rollout, sample
 from gspo_kernels.integrations.settings import Step
 from gspo_kernels.integrations.tasks import Example, RewardBatch, RewardComponent, Rewards, task_by_name
 from gspo_kernels.integrations.tasks.base import Task
+from gspo_kernels.metrics import DIVISORS
 
 WIDE: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -105,7 +106,7 @@ def expected_update(truth: Any, rollout: Rollout, batch: update.Batch, config: T
         "kl": k3[mask].mean(),
         "entropy": entropy[mask].mean(),
         "token_log_ratio_std": r[mask].std(correction=0),
-        "sequence_log_ratio_std": u.std(correction=0),
+        "sequence_log_ratio_std": u[filled].std(correction=0),
     }
 
 
@@ -118,14 +119,12 @@ UPDATES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields of the o
 }
 
 
-@pytest.mark.parametrize("micro_batch_size", [0, 4])
-@pytest.mark.parametrize("name", UPDATES)
-def test_an_update_equals_the_formulas(tmp_path: Path, name: str, micro_batch_size: int) -> None:
+def check_update(rank: int, folder: Path, name: str, micro_batch_size: int) -> None:
     """Loss, gradient and metrics. Answers differ in length, one has no tokens, and the gradient is clipped."""
     fields, options = UPDATES[name]
     of = Objective(**{**WIDE, "kl_coef": 0.3, **fields})
     sizes: dict[str, Any] = dict(updates_per_rollout=1, max_grad_norm=0.01, shuffle=True)
-    config = small(tmp_path, objective=of, micro_batch_size=micro_batch_size, **sizes, **options)
+    config = small(folder, objective=of, micro_batch_size=micro_batch_size, **sizes, **options)
     trained = demo(0)
     trained.initial = demo(1, scale=3.0)
     rollout = sample(trained, [Example("sort ba:", "")] * 4, group_size=4, max_new_tokens=7, temperature=1.0)
@@ -146,7 +145,7 @@ def test_an_update_equals_the_formulas(tmp_path: Path, name: str, micro_batch_si
     advantages = torch.randn(16, generator=generator)
     batch = replace(batch, old_log_probs=batch.old_log_probs + shift, advantages=advantages)
     optimizer = Optimizer(trained, config)
-    numbers = update.update(config, trained, optimizer, batch, epoch[0])
+    numbers = update.update(config, trained, optimizer, batch, epoch[0]).numbers
 
     whole = expected_update(truth, rollout, batch, config)
     whole["loss"].backward()
@@ -155,17 +154,21 @@ def test_an_update_equals_the_formulas(tmp_path: Path, name: str, micro_batch_si
     assert numbers["grad_norm"] == close(true.norm()) and true.norm() > 10 * config.max_grad_norm
     scaled = true * config.max_grad_norm / true.norm()
     assert (ours - scaled).norm() <= 2 * MODEL_GRADIENT_RELATIVE[torch.float32] * scaled.norm()
-    assert numbers["loss"] == close(whole["loss"].detach())
-    # Metrics are means over micro-batches, or their extremes.
-    parts = [
-        expected_update(truth, update.take(rollout, rows), update.take(batch, rows), config)
-        for rows in update.micro_batches(config, epoch[0])
-    ]
-    assert len(parts) == (4 if micro_batch_size else 1)
-    for metric in whole.keys() - {"loss"}:
-        reduce = {"_min": min, "_max": max}.get(metric[-4:], fmean)
-        assert numbers[metric] == close(reduce([part[metric].item() for part in parts])), metric
+    for metric, value in whole.items():
+        assert numbers[metric] == close(value.detach()), metric
     assert 0 < numbers["clip_fraction_low"] != numbers["clip_fraction_high"] > 0
+
+
+@pytest.mark.parametrize("micro_batch_size", [0, 1, 4])
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_equals_the_formulas(tmp_path: Path, name: str, micro_batch_size: int) -> None:
+    """With micro-batches of 1, an answer without tokens has its own."""
+    check_update(0, tmp_path, name, micro_batch_size)
+
+
+@pytest.mark.slow
+def test_an_update_of_two_processes_equals_the_formulas(tmp_path: Path) -> None:
+    run_ranks(check_update, 2, tmp_path, "sequences, KL of tokens", 2, deadline=120.0)
 
 
 def test_divisors_count_the_whole_mini_batch_and_are_shared_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,34 +192,43 @@ def test_every_seed_step_and_epoch_has_mini_batches_of_its_own() -> None:
 
 
 def test_the_optimizer_takes_the_step_of_adamw() -> None:
-    """The first step of AdamW is learning rate times (sign of the gradient + weight decay times weight)."""
+    """With equal gradients, a step is learning rate times (sign of the gradient + weight decay times weight)."""
     config = TrainConfig(learning_rate=0.01, warmup_updates=4, weight_decay=0.5, max_grad_norm=1e9)
     trained = demo(0)
     optimizer = Optimizer(trained, config)
-    before = [weight.detach().clone() for weight in optimizer.weights]
-    for weight in optimizer.weights:
-        weight.grad = -torch.ones_like(weight)
-    optimizer.step()
-    for weight, start in zip(optimizer.weights, before, strict=True):
-        expected = start + 0.01 / 4 * (1 - 0.5 * start)
-        torch.testing.assert_close(weight.detach(), expected, rtol=METRIC_RELATIVE, atol=PARAMETER_ABSOLUTE)
+    for count in (1, 2, 3):
+        before = [weight.detach().clone() for weight in optimizer.weights]
+        for weight in optimizer.weights:
+            weight.grad = -torch.ones_like(weight)
+        optimizer.step()
+        for weight, start in zip(optimizer.weights, before, strict=True):
+            expected = start + 0.01 * count / 4 * (1 - 0.5 * start)
+            torch.testing.assert_close(weight.detach(), expected, rtol=METRIC_RELATIVE, atol=PARAMETER_ABSOLUTE)
 
 
-def test_router_metrics_are_means_over_unmasked_tokens_and_layers() -> None:
+def test_router_metrics_of_two_micro_batches_are_means_over_unmasked_tokens_and_layers() -> None:
     """Two layers of four experts, of which a token gets one. The last token of the second row is padding."""
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])  # entropy 1.75 ln 2
     even = torch.zeros(4, 4)
     logits = torch.stack([probabilities, probabilities, probabilities.roll(1), torch.tensor([0.0, 0.0, 0.0, 1.0])])
     settings = SimpleNamespace(num_experts_per_tok=1)
-    model: Any = SimpleNamespace(
-        inner=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: settings))
-    )
+    decoder = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: settings))
+    model: Any = SimpleNamespace(inner=decoder, has_routers=True)
     rollout: Any = SimpleNamespace(attention_mask=torch.tensor([[1, 1], [1, 0]]))
     before = torch.tensor([[[[0], [2]], [[1], [2]]], [[[1], [2]], [[1], [1]]]])  # [B, width, layers, k]
-    batch = update.Batch(rollout, torch.zeros(2, 1), None, experts=before)
     chosen = [torch.tensor([[0], [0], [1], [3]]), torch.tensor([[2], [2], [2], [3]])]  # of each layer
     output = SimpleNamespace(router_logits=(logits.log(), even.index_fill(1, torch.tensor(2), 1.0).log()))
-    metrics = update.router_metrics(model, output, batch, chosen)
+    answers = torch.tensor([[1.0, 0.0, 0.0]])
+    rows = [slice(0, 1), slice(1, 2)]  # of two tokens and of one token
+    parts = []
+    for row in rows:
+        tokens = slice(2 * row.start, 2 * row.stop)
+        cut: Any = SimpleNamespace(attention_mask=rollout.attention_mask[row])
+        part = update.Batch(cut, torch.zeros(1, 1), None, experts=before[row])
+        logits_of_part = SimpleNamespace(router_logits=[x[tokens] for x in output.router_logits])
+        sums = update.sums_of_routers(model, logits_of_part, part, [x[tokens] for x in chosen])
+        parts.append(measures.Measures({"tokens": torch.ones(())}, answers, sums))
+    metrics = measures.numbers(measures.joined(parts))
     assert metrics["router_max_load"] == close((2 / 0.75 + 3 / 0.75) / 2)
     assert metrics["router_entropy"] == close(1.75 * math.log(2) / 2)
     assert metrics["router_changed"] == close(1 / 6)
@@ -240,7 +252,7 @@ COMPONENTS = [RewardComponent("score", 0.5, score), RewardComponent("sometimes",
 def check_numbers_of_steps(rank: int, folder: Path) -> None:
     """Train for three steps. Compare every number of metrics.jsonl with its definition, on the first process."""
     rollouts: list[tuple[Rollout, list[tuple[str, str]]]] = []
-    updates: list[list[dict[str, float]]] = []
+    updates: list[list[measures.Update]] = []
 
     def noted_rollout(*arguments: Any) -> Rollout:
         pairs = [(x.text, x.example.answer) for x in arguments[1]]
@@ -248,7 +260,7 @@ def check_numbers_of_steps(rank: int, folder: Path) -> None:
         updates.append([])
         return rollouts[-1][0]
 
-    def noted_update(*arguments: Any) -> dict[str, float]:
+    def noted_update(*arguments: Any) -> measures.Update:
         updates[-1].append(updated(*arguments))
         return updates[-1][-1]
 
@@ -273,9 +285,24 @@ def check_numbers_of_steps(rank: int, folder: Path) -> None:
         assert row["truncated"] == close(rollout.truncated.double().mean()) and rollout.truncated.any()
         assert row["answer_tokens"] == close(rollout.answer_mask.sum() / 16)
         assert row["learning_rate"] == close(0.01 * (7 - 2 * row["step"]) / 5)  # of its second update
-        for name in parts[0]:
-            reduce = {"_min": min, "_max": max}.get(name[-4:], fmean)
-            assert row[name] == close(reduce([part[name] for part in parts])), name
+        log_ratios = torch.cat([part.measures.log_ratios for part in parts])  # tokens, mean, variance of each answer
+        tokens = log_ratios[:, 0]
+        square = (tokens * (log_ratios[:, 2] + log_ratios[:, 1] ** 2)).sum() / tokens.sum()
+        for name in parts[0].numbers:
+            values = [part.numbers[name] for part in parts]
+            weights = [log_ratios.new_tensor(1.0)] * 2  # both updates have 8 answers
+            if DIVISORS.get(name) == "tokens":
+                weights = [part.measures.log_ratios[:, 0].sum() for part in parts]
+            expected = sum(x * w for x, w in zip(values, weights, strict=True)) / sum(weights)
+            if name[-4:] in ("_min", "_max"):
+                expected = min(values) if name.endswith("_min") else max(values)
+            if name == "token_log_ratio_std":
+                expected = (square - row["kl_to_old"] ** 2) ** 0.5
+            if name == "sequence_log_ratio_std":
+                expected = log_ratios[:, 1].std(correction=0)
+            assert row[name] == close(expected), name
+    pairs_of_tokens = [[part.measures.metrics["tokens"] for part in parts] for parts in updates]
+    assert any(first != second for first, second in pairs_of_tokens)  # so means of means would be wrong
     saved = load_policy(str(report.folder / "model-seed0"))
     held_out = task_by_name("sorting", 21).held_out
     greedy = sample(saved, held_out, max_new_tokens=7, temperature=None)

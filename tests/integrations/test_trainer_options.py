@@ -522,6 +522,11 @@ def test_the_advantage_of_a_turn_comes_from_the_rewards_from_this_turn_on() -> N
     torch.testing.assert_close(computed, expected.repeat_interleave(3, 1))
     per_answer = advantages_of(replace(config, objective=Objective()), batch_of(2), rewards, RunningMoments())
     assert per_answer.shape == (4,)
+    # A large penalty in the first turn costs the return of the second turn no digits.
+    penalty = RewardBatch([-1e12 + 0.3] * 4, {}, [], [[-1e12, 0.3]] * 4)
+    returns = replace(config, advantages=(Step("group_advantages", {"baseline": "none", "scale": "none"}),))
+    computed = advantages_of(returns, batch_of(2), penalty, RunningMoments())
+    assert (computed[:, 3:] == torch.tensor(0.3)).all()
     with pytest.raises(InputError, match="group_advantages alone"):
         advantages_of(replace(config, advantages=(Step("whiten", {}),)), batch_of(2), rewards, RunningMoments())
 

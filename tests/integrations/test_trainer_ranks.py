@@ -18,6 +18,7 @@ from tolerance import TRAINER_ABSOLUTE
 
 from gspo_kernels.integrations.reference_trainer import InputError, TrainingError, read_config, train, trainer
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
+from gspo_kernels.integrations.reference_trainer.report import RunFolder
 from gspo_kernels.integrations.reference_trainer.sampling import Dialogue, converse
 from gspo_kernels.integrations.tasks import Example, RewardComponent
 
@@ -62,7 +63,8 @@ def test_two_processes_train_like_one(tmp_path: Path, changes: dict[str, Any]) -
     for expected, row in zip(rows_of(alone)[1:], rows_of(together)[1:], strict=True):
         for name in ("reward", "eval_reward", "groups_without_signal", "answer_tokens", "truncated"):
             assert row.get(name) == pytest.approx(expected.get(name)), name
-        for name in ("loss", "kl", "grad_norm"):
+        stds = ("token_log_ratio_std", "sequence_log_ratio_std")
+        for name in ("loss", "kl", "kl_to_old", "entropy", "ratio_mean", *stds, "grad_norm"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
     states = [torch.load(folder / "checkpoint.pt")["optimizer"]["weights"] for folder in (alone, together)]
     before = load_policy_weights(tmp_path, changes)
@@ -148,6 +150,31 @@ def test_processes_stop_together_if_the_calls_of_all_fail(tmp_path: Path) -> Non
     run_ranks(train_with_failures, 2, tmp_path, deadline=120.0)
     assert [row.get("reward_failures") for row in rows_of(tmp_path / "first")] == [None, 8]
     assert not (tmp_path / "both").exists()
+
+
+def train_where_nothing_can_be_written(rank: int, folder: Path) -> None:
+    with pytest.raises(InputError, match=r"demo is in use: another process"):
+        train(config_of(folder))
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    original = RunFolder.save_checkpoint
+
+    def blocked(self: RunFolder, state: dict[str, Any]) -> None:
+        self.checkpoint.mkdir(exist_ok=True)  # a file cannot replace a folder
+        original(self, state)
+
+    with (
+        patch.object(RunFolder, "save_checkpoint", blocked),
+        pytest.raises(TrainingError, match=r"checkpoint\.pt cannot be written: .*Is a directory"),
+    ):
+        train(config_of(folder, name="other", parallel="fsdp2"))
+
+
+@pytest.mark.slow
+def test_what_the_first_process_may_not_write_stops_all(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "metrics.jsonl").touch()
+    with RunFolder(config_of(tmp_path)):
+        run_ranks(train_where_nothing_can_be_written, 2, tmp_path, deadline=120.0)
 
 
 def test_a_batch_that_processes_cannot_share_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,19 @@ A run is resumed with the arguments, options and prompts with which it was start
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import itertools
 import json
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +27,25 @@ from helpers.marks import slow
 from helpers.reference_runs import rows_of, small, write_jsonl
 from typer.testing import CliRunner
 
-from gspo_kernels.integrations.reference_trainer import InputError, TrainConfig, policy, read_config, train
+from gspo_kernels.integrations.reference_trainer import (
+    InputError,
+    TrainConfig,
+    TrainingError,
+    forecast,
+    policy,
+    read_config,
+    report,
+    train,
+)
 from gspo_kernels.integrations.reference_trainer import trainer as loop
-from gspo_kernels.integrations.reference_trainer.checkpoints import read_checkpoint, write_checkpoint
+from gspo_kernels.integrations.reference_trainer.checkpoints import (
+    WriteError,
+    read_checkpoint,
+    replacing,
+    write_checkpoint,
+)
 from gspo_kernels.integrations.reference_trainer.loading import load_policy
+from gspo_kernels.integrations.reference_trainer.report import RunFolder
 from gspo_kernels.integrations.tasks import Example, RewardComponent, Rewards, Task
 from gspo_kernels.tools.cli import app
 
@@ -72,7 +91,12 @@ def test_a_killed_run_continues_to_the_bit(tmp_path: Path, uninterrupted: Path) 
     time.sleep(generator.uniform(0, 0.1))
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=60)
-    report = train(read_config(resume=folder))
+    if (folder / "checkpoint.pt").exists() or len((folder / "metrics.jsonl").read_text().splitlines()) == 1:
+        report = train(read_config(resume=folder))
+    else:
+        with pytest.raises(InputError, match="got none, but steps in metrics"):
+            train(read_config(resume=folder))
+        report = train(small(tmp_path, **OPTIONS))  # the demo's name: overwrite
     assert numbers(folder) == numbers(uninterrupted), f"killed after {lines} lines"
     assert [result.seed for result in report.results] == [0, 1]
     for seed in (0, 1):
@@ -153,6 +177,10 @@ def test_a_second_signal_in_the_updates_saves_nothing(
     assert (
         (f"continue: gspo train --resume {folder}" in out) == (owner == "later") == (folder / "checkpoint.pt").exists()
     )
+    with monkeypatch.context() as patch:  # the files were cut to their sizes at the checkpoint, and are saved like that
+        interrupt(patch, loop.Training, "collect", 1)
+        with pytest.raises(KeyboardInterrupt):
+            train(read_config(resume=folder))
     train(read_config(resume=folder))
     assert numbers(folder) == numbers(uninterrupted)
 
@@ -211,7 +239,15 @@ def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
 
 def test_a_kill_while_a_checkpoint_is_written_keeps_the_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
-    write_checkpoint(path, {"step": 1})
+    moments = dict.fromkeys(("count", "mean", "variance"))
+    sizes = {"metrics.jsonl": 0, "samples.jsonl": 0}
+    state = {"seed": 0, "step": 1, "optimizer": {"updates": 0, "weights": {}}, "running": moments, "sizes": sizes}
+    torch.serialization.set_crc32_options(False)  # a checkpoint has checksums all the same
+    try:
+        write_checkpoint(path, state)
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
 
     class Killed(dict):  # type: ignore[type-arg]
         def __reduce__(self) -> Any:
@@ -219,7 +255,7 @@ def test_a_kill_while_a_checkpoint_is_written_keeps_the_earlier_one(tmp_path: Pa
 
     with pytest.raises(KeyboardInterrupt):
         write_checkpoint(path, {"step": 2, "optimizer": Killed()})
-    assert read_checkpoint(path)["step"] == 1
+    assert read_checkpoint(path) == state and [x.name for x in tmp_path.iterdir()] == ["checkpoint.pt"]
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(InputError, match=r"resume: .*checkpoint.pt cannot be read"):
         read_checkpoint(path)
@@ -425,20 +461,265 @@ def test_resume_without_a_run_is_refused(tmp_path: Path) -> None:
             train(TrainConfig(output=tmp_path, name=name, resume=True))
 
 
-def test_without_a_checkpoint_a_run_starts_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = train(small(tmp_path)).folder
-    expected = numbers(folder)
-    (folder / "checkpoint.pt").unlink()
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def copied(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "demo"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(small(tmp_path_factory.mktemp("finished"), save=True, checkpoint_every=1)).folder
+
+
+@pytest.mark.parametrize("kept", ["model-seed0", "metrics.jsonl", "samples.jsonl", "curves.png"])
+def test_without_a_checkpoint_a_run_that_has_trained_is_kept(finished: Path, tmp_path: Path, kept: str) -> None:
+    folder = copied(finished, tmp_path)
+    for path in [path for path in folder.iterdir() if path.name not in (kept, "config.json")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = contents(folder)
+    shown = {"metrics.jsonl": "steps in metrics.jsonl"}.get(kept, kept)
+    message = f"resume: expected a checkpoint.pt in {folder}, from which to continue, got none, but {shown}; only"
+    for run in (train, forecast):
+        with pytest.raises(InputError, match=re.escape(message)):
+            run(read_config(resume=folder))
+    assert contents(folder) == before
+
+
+def test_without_a_checkpoint_a_run_that_has_not_trained_starts_again(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "demo").mkdir()
+    shutil.copy(finished / "config.json", folder)
+    first = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
+    (folder / "metrics.jsonl").write_text(first)
     train(read_config(resume=folder))
-    assert numbers(folder) == expected
-    assert f"{folder} has no checkpoint yet, so training starts again from the beginning" in capsys.readouterr().out
+    assert numbers(folder) == numbers(finished)
+    assert f"{folder} has trained no step yet, so training starts again from the beginning" in capsys.readouterr().out
 
 
-def test_a_run_without_checkpoints_is_not_replaced_by_resume(tmp_path: Path) -> None:
-    folder = train(small(tmp_path, checkpoint_every=0, steps=1, save=True)).folder
-    with pytest.raises(InputError, match=r"resume: expected a checkpoint in .*, got none, as checkpoint_every is 0"):
+def test_a_resumed_run_without_checkpoints_ends_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With that of the interrupt alone, the next resume would undo the steps that followed."""
+    folder = stopped(tmp_path, monkeypatch, options={"checkpoint_every": 0})
+    train(read_config(resume=folder))
+    assert read_checkpoint(folder / "checkpoint.pt")["step"] == 3
+
+
+# One run at a time
+
+
+def test_a_folder_is_written_by_one_run_at_a_time(finished: Path, tmp_path: Path) -> None:
+    folder = copied(finished, tmp_path)
+    before = contents(folder)
+    with RunFolder(read_config(resume=folder)):
+        for config in (read_config(resume=folder), small(tmp_path, name="demo", overwrite=True)):
+            with pytest.raises(InputError, match=f"^{folder} is in use: another process trains in this folder"):
+                train(config)
+    assert contents(folder) == before
+    train(read_config(resume=folder))  # the lock is released
+    with RunFolder(small(tmp_path, name="new")) as first, RunFolder(small(tmp_path, name="new")) as second:
+        first.write(0, {"step": 0})
+        before = contents(tmp_path)
+        with pytest.raises(InputError, match="new is in use"):
+            second.write(0, {"step": 0})
+        first.__exit__()
+        with RunFolder(small(tmp_path, name="other")) as third:
+            third.path = first.path  # as if its folder had been empty when it began
+            with pytest.raises(InputError, match="new exists already and is not empty"):
+                third.write(0, {"step": 0})
+        assert contents(tmp_path) == before
+
+
+def test_where_files_cannot_be_locked_runs_are_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(report.fcntl, "flock", flock)
+    with RunFolder(small(tmp_path)) as folder, pytest.warns(UserWarning, match="cannot be locked .*No locks available"):
+        folder.write(0, {"step": 0})
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    spec: Any = importlib.util.spec_from_file_location(f"{report.__package__}.without_locks", report.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    with module.RunFolder(small(tmp_path)) as folder:
+        folder.write(0, {"step": 0})
+    assert rows_of(tmp_path / "demo") == [{"seed": 0, "step": 0}]
+
+
+# The system refuses to write
+
+
+# File -> the function that writes it, its call, and the bytes by which the file (of a few KB, or 300) may grow.
+REFUSED = {
+    "metrics.jsonl": ("write", 3, 20),
+    "samples.jsonl": ("write_samples", 1, 20),
+    "checkpoint.pt": ("save_checkpoint", 2, 100_000),
+    "model-seed0": ("save_model", 1, 100_000),
+    "curves.png": ("plot", 1, 100),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_the_system_refuses_is_named_and_nothing_is_left(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = tmp_path / "demo"
+    method, call, room = REFUSED[name]
+    original = getattr(RunFolder, method)
+    calls = itertools.count(1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            size = (folder / name).stat().st_size if name.endswith(".jsonl") else 0
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + room, limits[1]))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(RunFolder, method, limited)
+    config = small(tmp_path, save=True, checkpoint_every=1)
+    try:
+        if name == "curves.png":
+            monkeypatch.setattr(loop, "REDRAW", 0.0)
+            with monkeypatch.context() as patch:
+                patch.setattr(RunFolder, "save_checkpoint", lambda *_: None)
+                patch.setattr(RunFolder, "save_model", lambda *_: None)
+                patch.setattr(RunFolder, "_append", lambda *_: None)
+                message = train(config).note
+        else:
+            with pytest.raises(TrainingError) as caught:
+                train(config)
+            message = str(caught.value)
+            has_checkpoint = (folder / "checkpoint.pt").exists()
+            assert (f"continue: gspo train --resume {folder}" in capsys.readouterr().out) == has_checkpoint
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        monkeypatch.undo()
+    assert re.fullmatch(f"{folder / name} cannot be written: .*File too large.*", message)  # "." is no line break
+    assert {path.name for path in folder.iterdir()} <= {path.name for path in finished.iterdir()} - {name} | {
+        x for x in (name,) if name.endswith(".jsonl") or name == "checkpoint.pt"
+    }
+    if name != "curves.png":
+        rows_of(folder)  # no half of a line
         train(read_config(resume=folder))
-    assert (folder / "model-seed0").is_dir()
+        assert numbers(folder) == numbers(finished)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), KeyboardInterrupt()], ids=repr)
+def test_a_folder_that_cannot_be_replaced_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("earlier")
+
+    def refused(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "replace", refused)
+    expected = WriteError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected), replacing(tmp_path / "model") as partial:
+        partial.mkdir()
+        (partial / "weights").write_text("later")
+    assert list(contents(tmp_path)) == [tmp_path / "model" / "weights"]
+    assert (tmp_path / "model" / "weights").read_text() == "earlier"
+
+
+# Damaged files
+
+
+def test_a_flipped_bit_is_found(finished: Path, tmp_path: Path) -> None:
+    folder = copied(finished, tmp_path)
+    path = folder / "checkpoint.pt"
+    content = bytearray(path.read_bytes())
+    weight = torch.load(path)["optimizer"]["weights"][HEAD]["weight"].numpy().tobytes()
+    content[content.index(weight) + len(weight) // 2] ^= 64
+    path.write_bytes(content)
+    before = contents(folder)
+    with pytest.raises(InputError, match=r"checkpoint.pt is damaged: the checksum of its record \S*/data/\d+ is wrong"):
+        train(read_config(texts=["steps=4"], resume=folder))
+    assert contents(folder) == before
+
+
+def of_checkpoint(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        state = torch.load(folder / "checkpoint.pt")
+        torch.save(change(state), folder / "checkpoint.pt")
+
+    return damage
+
+
+def of_config(**changes: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        options = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**options, **changes}))
+
+    return damage
+
+
+def text(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def with_a_step_twice(folder: Path) -> None:
+    """Write what two processes wrote that trained in one folder."""
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join([*lines[:2], *lines[1:]]))
+    sizes = {"metrics.jsonl": sum(map(len, [*lines, lines[1]])), "samples.jsonl": 0}
+    of_checkpoint(lambda state: {**state, "sizes": sizes})(folder)
+
+
+HEAD = "lm_head.weight"
+DAMAGED: list[tuple[Callable[[Path], object], str]] = [
+    (text("config.json", "[]"), r"config.json: expected its content to be keys with values, got \[\]"),
+    (text("config.json", "{}"), r"config.json: expected its content to have the key 'seeds', got \[\]"),
+    (of_config(seeds=3), "config.json: expected seeds to be a list, got 3"),
+    (of_config(steps="x"), "config.json: expected steps to be a whole number >= 0, got 'x'"),
+    (of_config(started_with=[1]), r"config.json: expected started_with to be keys with values, got \[1\]"),
+    (of_config(started_with={"from_python": 3}), "config.json: expected from_python to be a list, got 3"),
+    (text("checkpoint.pt", ""), "checkpoint.pt cannot be read: File is not a zip file"),
+    (of_checkpoint(lambda state: [state]), "checkpoint.pt: expected its content to be keys with values, got"),
+    (of_checkpoint(lambda state: {}), r"checkpoint.pt: expected its content to have the key 'seed', got \[\]"),
+    (of_checkpoint(lambda state: {**state, "step": "x"}), "expected step to be a whole number >= 0, got 'x'"),
+    (of_checkpoint(lambda state: {**state, "step": -1}), "expected step to be a whole number >= 0, got -1"),
+    (of_checkpoint(lambda state: {**state, "running": {"count": 1}}), "expected count to be a tensor, got 1"),
+    (of_checkpoint(lambda state: {**state, "sizes": {}}), "expected sizes to have the key 'metrics.jsonl', got"),
+    (
+        of_checkpoint(lambda state: state["optimizer"]["weights"].pop(HEAD) is None or state),
+        f"the 25 trained weights of this model, got 24; {HEAD} is in only one of them",
+    ),
+    (
+        of_checkpoint(lambda state: state["optimizer"]["weights"][HEAD].pop("exp_avg") is None or state),
+        rf"expected a checkpoint with {HEAD} of the shapes \{{'weight': .*, got \{{'weight': ",
+    ),
+    (text("metrics.jsonl", "[]\n" * 9999), r"metrics.jsonl, line 1: expected its content to be keys with values, got"),
+    (with_a_step_twice, r"expected seed 0 to have a line for each step from 0, got \[0, 1, 1, 2, 3\]"),
+    (text("metrics.jsonl", "{\n" * 9999), r"metrics.jsonl, line 1: expected a JSON object, got b'\{'"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGED, ids=[message for _, message in DAMAGED])
+def test_a_damaged_file_is_named_and_nothing_changes(
+    finished: Path, tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    folder = copied(finished, tmp_path)
+    damage(folder)
+    before = contents(folder)
+    with pytest.raises(InputError) as caught:
+        train(read_config(texts=["steps=4"], resume=folder))
+    assert re.search(message, str(caught.value)) and "\n" not in str(caught.value)
+    assert contents(folder) == before
+
+
+def test_a_dry_run_says_whose_code_it_runs(finished: Path, tmp_path: Path) -> None:
+    folder = copied(finished, tmp_path)
+    (tmp_path / "rewards.py").write_text("print('imported')\ndef length(completion, answer):\n    return 1.0\n")
+    spec = f"{tmp_path}/rewards.py:length"
+    of_config(reward=[spec])(folder)
+    result = CliRunner().invoke(app, ["train", "--resume", str(folder), "--dry-run"])
+    said = f"# importing the reward {spec}, named by config.json of {folder}: this runs its Python code"
+    assert result.output.splitlines()[:2] == [said, "imported"]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])

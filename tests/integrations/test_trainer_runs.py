@@ -173,12 +173,12 @@ def test_an_interrupt_in_python_saves_the_model_and_propagates(
     weights: list[torch.Tensor] = []
     original = trainer.update
 
-    def interrupted(config: Any, model: policy.Policy, *args: Any) -> dict[str, float]:
+    def interrupted(config: Any, model: policy.Policy, *args: Any) -> Any:
         if len(weights) == 6:
             signal.raise_signal(signal.SIGINT)
-        numbers = original(config, model, *args)
+        updated = original(config, model, *args)
         weights.append(model.head.weight.detach().clone())  # type: ignore[union-attr]
-        return numbers
+        return updated
 
     monkeypatch.setattr(trainer, "update", interrupted)
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
@@ -331,7 +331,7 @@ def test_the_router_gradient_equals_that_of_the_model_with_auxiliary_loss(tmp_pa
     advantages = torch.randn(8)
     (epoch,) = update.mini_batches(config, seed=0, step=1)
     batch = replace(update.with_log_probs(config, moe, rollout, epoch), advantages=advantages)
-    numbers = update.update(config, moe, Optimizer(moe, config), batch, epoch[0])
+    numbers = update.update(config, moe, Optimizer(moe, config), batch, epoch[0]).numbers
     computed = [gate.grad.clone() for gate in gates]
 
     moe.model.zero_grad()

@@ -130,11 +130,26 @@ def test_advantages_of_single_and_equal_rewards_are_exactly_zero(baseline: str, 
 
 
 def test_equal_rewards_of_the_others_are_not_divided() -> None:
-    """The sum of squares of the others is computed from the group's, and must be 0 without rounding errors."""
+    """The sum of squares of equal others must be 0 without rounding errors."""
     for others, outlier in ((0.1, 0.7), (0.3, -1e5), (1e-3, 1.0)):
         rewards = torch.tensor([others, others, outlier, others])
         ours = group_advantages(rewards, 4, baseline="leave-one-out", scale="leave-one-out", eps=0.0)
         assert ours[2].item() == pytest.approx(outlier - others, rel=OUTLIER_RELATIVE)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_outliers_follow_the_formula(name: str, dtype: torch.dtype) -> None:
+    """The penalty of one answer must not cost digits of the others' standard deviation."""
+    rewards = 0.3 * torch.randn(26, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rewards[[3, 9, 12, 20, 21]] = torch.tensor([1e7, -1e8, 1e7, 1e8, -1e4], dtype=torch.float64)
+    rewards = rewards.to(dtype)
+    ids = [0] * 8 + [1] * 8 + [2] * 10
+    formula, options = FORMULAS[name]
+    expected = by_group(formula, rewards.tolist(), ids)
+    relative = ADVANTAGE_RELATIVE if dtype == torch.float32 else FLOAT64_RELATIVE
+    ours = group_advantages(rewards, group_ids=torch.tensor(ids), **options)
+    torch.testing.assert_close(ours.double(), expected, rtol=relative, atol=0)
 
 
 @given(

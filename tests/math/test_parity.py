@@ -100,6 +100,7 @@ def test_log_probs_and_policy_loss_chained_equal_the_fused_loss_bitwise(name: st
     assert torch.equal(out.log_probs, fused.log_probs)
     assert fused.metrics.keys() - out.metrics.keys() == {
         "dropped_gradient_mass",
+        "gradient_mass",
         "live_row_share",
         "live_tile_share",
         "passes",

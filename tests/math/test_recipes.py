@@ -1,4 +1,7 @@
-"""Recipes of the GSPO guides that docs/parity.md lists, each step computed by hand and by our functions."""
+"""Recipes of the GSPO guides that docs/parity.md lists, each step computed by hand and by our functions.
+
+Also the class that introduces the loss in docs/how_it_works.md.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,42 @@ import pytest
 import torch
 from helpers.marks import triton_is_slow
 from helpers.other_trainers import assert_agree, ours, rollout
+from helpers.pages import DOCS, code_blocks
 from tolerance import FLOAT64_RELATIVE
 from torch import Tensor
 
 from gspo_kernels import Objective, policy_loss
 from gspo_kernels.advantages import RunningMoments, group_advantages, normalize_rewards, token_returns, whiten
+from gspo_kernels.reference import gspo_reference_loss
 from gspo_kernels.sampler_mismatch import RolloutCorrection
+
+
+def test_the_idea_in_plain_pytorch() -> None:
+    """The class in docs/how_it_works.md computes the loss of `reference.py`, and skips answers without a gradient."""
+    (code,) = code_blocks((DOCS / "how_it_works.md").read_text(), "python")
+    assert len(code.splitlines()) <= 70
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    rng = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([3, 10, 12, 1, 14, 5])
+    answer = torch.arange(6).repeat_interleave(lengths)
+    hidden, weight = (torch.randn(n, 8, generator=rng, dtype=torch.float64, requires_grad=True) for n in (45, 600))
+    ids = torch.randint(600, (45,), generator=rng)
+    advantages = torch.tensor([1, -1, 0.5, 0, -0.5, 2], dtype=torch.float64)
+    shifts = torch.tensor([1e-4, 2e-4, 5e-4, 1e-4, -5e-4, -1e-3], dtype=torch.float64)  # of these, 5e-4 and -5e-4 clip
+    log_probs = (hidden @ weight.T).log_softmax(-1).gather(-1, ids[:, None])[:, 0].detach()
+    old = log_probs - shifts[answer]
+
+    loss = scope["TiledGSPO"].apply(hidden, weight, ids, old, advantages, answer)
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    options: Any = {"cu_seqlens": offsets, "old_log_probs": old, "objective": Objective()}
+    expected = gspo_reference_loss(hidden, weight, ids, advantages, **options).loss
+    torch.testing.assert_close(loss, expected, rtol=FLOAT64_RELATIVE, atol=0)
+    for got, want in zip(gradients, torch.autograd.grad(expected, (hidden, weight)), strict=True):
+        assert (got - want).norm() < FLOAT64_RELATIVE * want.norm()
+    clipped_or_zero = torch.tensor([False, False, True, True, True, False])
+    assert torch.equal((gradients[0] == 0).all(1), clipped_or_zero[answer])
 
 
 def ratios(lp: Tensor, old: Tensor, mask: Tensor) -> Tensor:

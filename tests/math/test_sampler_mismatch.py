@@ -65,7 +65,9 @@ def test_weights_and_metrics_match_plain_python(level: str, mode: str, packed: b
     n = len(log_rhos)
     assert 0 < bounded < n
     metrics = {
+        "tokens": n,
         "weight_mean": w.sum() / n,
+        "weight_square_mean": w.square().sum() / n,
         "weight_max": w.max(),
         "bound_share": bounded / n,
         "effective_sample_size": w.sum() ** 2 / (n * w.square().sum()),
@@ -127,7 +129,7 @@ def test_an_objective_with_a_correction_computes_the_weights_itself(level: str, 
     assert all(torch.equal(grads[name], g) for name, g in expected_grads.items())
     assert 0 < out.metrics["rollout_bound_share"] < 1
     for name, value in result.metrics.items():
-        assert torch.equal(out.metrics[f"rollout_{name}"], value)
+        assert torch.equal(out.metrics[name if name == "tokens" else f"rollout_{name}"], value)
     with_plain_log_probs = policy_loss(
         expected.log_probs,
         sample.advantages,
@@ -227,6 +229,7 @@ def test_metrics_of_several_corrections_describe_the_product_and_each_correction
     w = torch.where(outside[0], 0, log_rho.exp().clamp(0.7, 1.4))
     expected = {
         "weight_mean": w.mean(),
+        "weight_square_mean": w.square().mean(),
         "weight_max": w.max(),
         "effective_sample_size": w.sum() ** 2 / (len(w) * w.square().sum()),
         "bound_share": (outside[0] | outside[1]).double().mean(),
@@ -260,9 +263,10 @@ def test_a_dropped_token_has_weight_zero_even_if_another_weight_is_nan_or_infini
     gate = importance_weights(old, rollout, torch.ones(2, 2), level="geometric", mode="gate", high=2.0).weights
     assert gate[0].eq(0).all() and gate[1].isnan().all()
     objective = Objective(rollout_correction=gated(0.0, 2.0))
-    for advantages, is_nan in ((torch.tensor([1.0, 0.0]), False), (torch.tensor([0.0, 1.0]), True)):
-        out = policy_loss(old, advantages, old_log_probs=old, rollout_log_probs=rollout, objective=objective)
-        assert out.loss.isnan() == is_nan and (is_nan or out.loss == 0)
+    inputs: dict[str, Any] = {"old_log_probs": old, "rollout_log_probs": rollout, "objective": objective}
+    assert policy_loss(old, torch.tensor([1.0, 0.0]), **inputs).loss == 0
+    with pytest.raises(ValueError, match="rollout_log_probs must be without NaN"):
+        policy_loss(old, torch.tensor([0.0, 1.0]), **inputs)
 
 
 @on_device

@@ -29,9 +29,10 @@ MODULES = sorted(
     ".".join(("gspo_kernels", *path.relative_to(FOLDER).with_suffix("").parts)).removesuffix(".__init__")
     for path in FOLDER.rglob("*.py")
     # They need the extra "cli".
-    if path.relative_to(FOLDER).as_posix() not in ("tools/cli.py", "tools/bench_table.py", "tools/doctor/report.py")
+    if path.relative_to(FOLDER).as_posix() not in ("tools/cli.py", "tools/doctor/report.py")
 )
-INTEGRATIONS = [f"gspo_kernels.integrations.{name}" for name in ("huggingface", "trainers", "settings")]
+TRAINERS = [f"trainers.{name}" for name in ("slime", "prime_rl", "skyrl", "ms_swift", "openrlhf")]
+INTEGRATIONS = [f"gspo_kernels.integrations.{name}" for name in ("huggingface", "settings", *TRAINERS)]
 # (the absent module, a command, the line that the command prints)
 COMMANDS = [
     ("typer", "gspo", "gspo needs typer, which is not installed: pip install 'gspo-kernels[cli]'"),

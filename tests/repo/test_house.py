@@ -81,6 +81,39 @@ def test_integrations_are_part_of_the_package() -> None:
     assert "integrations" in run_python("import gspo_kernels.integrations as i; print(i.__name__)")
 
 
+# Loads a second copy as the `kernels` package does, and compares results and gradients of both copies.
+SECOND_COPY = """
+import importlib.util, sys
+import torch
+import gspo_kernels
+spec = importlib.util.spec_from_file_location("_gspo_kernels_cpu_1", gspo_kernels.__file__)
+copy = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(copy)
+rng = torch.Generator().manual_seed(0)
+hidden, weight, old = (torch.randn(size, generator=rng) for size in ((2, 5, 16), (40, 16), (2, 5)))
+old = -old.abs()
+head = torch.nn.Linear(16, 40, bias=False)
+head.weight.data = weight
+results = []
+for package in (gspo_kernels, copy):
+    h = hidden.clone().requires_grad_()
+    ids = torch.arange(10).view(2, 5)
+    out = package.gspo_fused_loss(h, head, ids, torch.tensor([1.0, -1.0]), old_log_probs=old)
+    log_probs = package.linear_log_probs(h, head, ids).log_probs
+    (out.loss + package.policy_loss(log_probs, torch.tensor([1.0, -1.0]), old_log_probs=old).loss).backward()
+    results.append((out.loss.detach(), h.grad))
+    op = sys.modules[f"{package.__name__}.ops.loss"].fused_loss.op
+    assert op._qualname == f"{package.__name__}::fused_loss", op._qualname
+assert all(torch.equal(a, b) for a, b in zip(*results)), results
+assert copy.Objective is not gspo_kernels.Objective
+"""
+
+
+def test_a_copy_under_another_name_works_next_to_the_package() -> None:
+    """The kernels hub gives each version of a package its own name. Operators of the same name would clash."""
+    run_python(SECOND_COPY)
+
+
 @pytest.mark.slow
 def test_a_wheel_holds_the_integrations_and_the_type_marker(tmp_path: Path) -> None:
     source = tmp_path / "source"

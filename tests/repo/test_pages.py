@@ -38,6 +38,7 @@ BLOCKS = {
     "get_started/verl.md": ["install", "example", "example", "copy"],
     "guides/long_runs.md": ["gspo"],
     "guides/several_gpus.md": [*["example"] * 6, "integrations/test_trainer_ranks.py"],
+    "how_it_works.md": ["math/test_recipes.py::test_the_idea_in_plain_pytorch"],
     "index.md": ["install", "copy", "run"],
     "integrations.md": [
         "trainers/test_trl.py",

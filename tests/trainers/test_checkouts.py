@@ -34,7 +34,7 @@ from tolerance import CHECKOUT_METRIC_ABSOLUTE, CHECKOUT_RELATIVE, METRIC_RELATI
 from torch import Tensor
 
 from gspo_kernels import Objective, policy_loss
-from gspo_kernels.integrations import trainers
+from gspo_kernels.integrations.trainers import prime_rl, slime
 
 V, H = 48, 16
 
@@ -125,7 +125,7 @@ def of_prime_rl(rank: int, folder: Path, checkout: Path) -> None:
         labels = torch.randint(V, (1, 30))
         temperature = 0.5 + torch.rand(1, 30)
         found = []
-        for forward in (trainers.prime_rl_head, type(layer).forward):
+        for forward in (prime_rl.head, type(layer).forward):
             out = forward(layer, hidden, labels, temperature=temperature)
             weights = torch.linspace(-1, 1, 30)
             gradients = torch.autograd.grad((out["logprobs"] * weights).sum(), [hidden, layer.weight])
@@ -133,7 +133,7 @@ def of_prime_rl(rank: int, folder: Path, checkout: Path) -> None:
         assert_equal(*found)
 
     settings = tomllib.loads(code_blocks(INTEGRATIONS, "toml")[0])["trainer"]["loss"]
-    settings["import_path"] = "gspo_kernels.integrations.trainers.prime_rl"
+    settings["import_path"] = "gspo_kernels.integrations.trainers.prime_rl.loss"
     rl_loss_fn = loss.setup_rl_loss_fn(loss.CustomLossConfig(**settings))
     lengths = [7, 9, 11, 9]
     old = -torch.rand(4, 11) - 1
@@ -178,14 +178,14 @@ def of_nemo_rl(rank: int, folder: Path, checkout: Path) -> None:
     use(checkout, ["."], packages, ["ray", "requests", "nemo_rl.data", "nemo_rl.models", "nemo_rl.utils"])
     model_utils = importlib.import_module("nemo_rl.distributed.model_utils")
     losses = importlib.import_module("nemo_rl.algorithms.loss.loss_functions")
-    seams = importlib.import_module("gspo_kernels.integrations.megatron.trainers")
+    nemo_rl = importlib.import_module("gspo_kernels.integrations.trainers.nemo_rl")
     setattr(torch.cuda, "current_device", lambda: "cpu")  # noqa: B010
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     hidden, head, target = torch.randn(12, 3, H), torch.randn(V, H), torch.randint(V, (3, 12))
     rows = (rank * V // 2, (rank + 1) * V // 2)
     found = []
-    for function in (seams.nemo_rl_logprobs, model_utils.from_parallel_hidden_states_to_logprobs):
+    for function in (nemo_rl.log_probs, model_utils.from_parallel_hidden_states_to_logprobs):
         own = hidden.chunk(2)[rank].clone().requires_grad_()
         shard = head[slice(*rows)].clone().requires_grad_()
         out = function(own, shard, False, target.clone(), *rows, dist.group.WORLD, chunk_size=4)
@@ -332,7 +332,7 @@ current = CASES[0]
 def slime_loss(args: Namespace, *arguments: Any) -> Any:
     """slime's --custom-loss-function-path."""
     objective = Objective(entropy_coef=args.entropy_coef, kl_coef=args.kl_loss_coef)
-    return trainers.slime(args, *arguments, objective=objective)
+    return slime.loss(args, *arguments, objective=objective)
 
 
 def small_model(pre_process: bool = True, post_process: bool = True) -> Any:
@@ -436,7 +436,7 @@ def of_slime(rank: int, folder: Path, checkout: Path) -> None:
             mock.patch.object(slime.loss, "get_log_probs_and_entropy", slime.loss.get_log_probs_and_entropy),
             mock.patch.object(slime.model, "get_model_provider_func", slime.model.get_model_provider_func),
         ):
-            load_function("gspo_kernels.integrations.megatron.slime_head")(args)
+            load_function("gspo_kernels.integrations.trainers.slime.head")(args)
             assert_same_step(slime.step(args), theirs)
             if of_samples:
                 assert_same_step(slime.step(custom), theirs)

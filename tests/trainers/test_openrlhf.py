@@ -105,4 +105,4 @@ def test_train_ppo_ray_with_our_module_trains_as_with_openrlhfs_gspo(level: str,
 def test_a_setting_of_another_loss_is_refused_in_the_worker(folder: Path) -> None:
     done = train(folder, "refused", OURS, "--actor.eps_clip_low_high", "0.2", "0.2")
     assert done.returncode != 0
-    assert "OpenRLHFPolicyLoss: --actor.eps_clip_low_high must be (0.0003, 0.0004)" in done.stderr
+    assert "openrlhf.PolicyLoss: --actor.eps_clip_low_high must be (0.0003, 0.0004)" in done.stderr

@@ -24,8 +24,8 @@ from gspo_kernels.backends import torch as torch_backend
 from gspo_kernels.integrations import backwards
 from gspo_kernels.integrations.backwards import METRICS, BackwardMetrics, describe_backend
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
+from gspo_kernels.integrations.trl.config import ASKS_THE_MODEL
 from gspo_kernels.integrations.trl.model_forward import is_wrapped
-from gspo_kernels.integrations.trl.trainer import _ASKS_THE_MODEL
 
 BUDGET = 1e-2
 KEYS = [f"gspo/{name}" for name in METRICS]
@@ -123,7 +123,7 @@ def test_a_cache_keeps_the_bits_of_log_probs_and_the_gradients(tmp_path: Path, m
     assert without - 1 == pytest.approx(3 / 2 * (cached - 1))  # three products per live tile, or two
 
 
-def test_logs_are_means_over_micro_batches_and_only_of_training(
+def test_logs_are_means_over_tokens_of_micro_batches_and_only_of_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded: list[dict[str, float]] = []
@@ -131,7 +131,7 @@ def test_logs_are_means_over_micro_batches_and_only_of_training(
 
     def watched(self: BackwardMetrics) -> None:
         collect(self)
-        recorded.append({name: self._backwards[-1][name].item() for name in METRICS})
+        recorded.append({name: self._backwards[-1][name].item() for name in (*METRICS, "tokens")})
 
     monkeypatch.setattr(BackwardMetrics, "collect", watched)
     prompts = datasets.Dataset.from_list([{"prompt": a + b} for a in LETTERS for b in "ab"])
@@ -167,7 +167,7 @@ def test_logs_are_means_over_micro_batches_and_only_of_training(
     first, second = step_logs(trainer)
     for log, of_step in ((first, recorded[:4]), (second, recorded[4:])):
         for name in METRICS:
-            mean = sum(backward[name] for backward in of_step) / 4
+            mean = sum(backward[name] * backward["tokens"] for backward in of_step) / sum(x["tokens"] for x in of_step)
             assert log[f"gspo/{name}"] == pytest.approx(mean, rel=TRAINER_LOG_RELATIVE)
         assert log["gspo/dropped_gradient_mass"] == 0
         # All columns of a row are computed, by three products.
@@ -177,12 +177,21 @@ def test_logs_are_means_over_micro_batches_and_only_of_training(
     assert not [key for log in others for key in log if "gspo" in key]
 
 
-def test_collected_backwards_are_released() -> None:
+def backward_of(tokens: int) -> None:
+    """Run a backward in which one token has a gradient."""
+    hidden = torch.ones(tokens, 4, requires_grad=True)
+    linear_log_probs(hidden, torch.eye(8, 4), torch.arange(tokens)).log_probs[0].backward()
+
+
+def test_collected_backwards_are_weighted_by_tokens_and_released() -> None:
     metrics = BackwardMetrics()
-    metrics._backwards = [dict.fromkeys(METRICS, torch.tensor(x)) for x in (1.0, 3.0)]
-    assert metrics.take() == {key: [1.0, 3.0] for key in KEYS}
+    for tokens in (1, 7):
+        backward_of(tokens)
+        metrics.collect()
+    assert metrics.take() == pytest.approx(dict(zip(KEYS, (1 + 2 * 2 / 8, 0.0, 2 / 8), strict=True)))
     assert metrics.take() == {} and metrics._backwards == []
-    metrics.collect()  # the most recent backward was made before `metrics`
+    backward_of(3)
+    metrics.begin()  # ignores the backward above
     assert metrics.take() == {}
 
 
@@ -243,7 +252,7 @@ def test_trainers_of_one_model_use_their_own_settings(tmp_path: Path, monkeypatc
         assert set(calls) == {settings}
 
 
-@pytest.mark.skipif(not _ASKS_THE_MODEL, reason="before TRL 1.15, the forward of the model is not replaced")
+@pytest.mark.skipif(not ASKS_THE_MODEL, reason="before TRL 1.15, the forward of the model is not replaced")
 def test_a_replaced_forward_is_warned_of(tmp_path: Path) -> None:
     options: dict[str, Any] = SEQUENCE | {"num_iterations": 1, "max_steps": 1}
     first = make_trainer(GSPOTrainer, peaked_model(tmp_path / "model", 20.0), tmp_path, **options)

@@ -1,7 +1,16 @@
-"""`restore_trainer` undoes `accelerate_trainer`: attributes, methods, logs and log-probs are again TRL's own."""
+"""`restore_trainer` undoes `accelerate_trainer`: attributes, methods, logs and log-probs are again TRL's own.
+
+Trainers that are deleted free their models, and copies of accelerated models are models of their own.
+"""
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +25,7 @@ from helpers.trl_trainer import SEQUENCE, checkpoint, make_trainer, replace_log_
 from trl import GRPOTrainer
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.integrations.huggingface import base_model, fuse_head, is_fused
+from gspo_kernels.integrations.huggingface import HeadError, base_model, fuse_head, is_fused
 from gspo_kernels.integrations.trl import GSPOTrainer, accelerate_trainer, restore_trainer
 from gspo_kernels.integrations.trl.model_forward import SETTINGS
 
@@ -251,3 +260,56 @@ def test_a_model_that_was_replaced_is_restored_too(tmp_path: Path) -> None:
     trainer.model = first
     assert_unchanged(trainer, before)
     assert traces(trainer) == []
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("by_class", [False, True])
+def test_a_deleted_trainer_frees_its_models_by_one_collection(by_class: bool, trained: bool, tmp_path: Path) -> None:
+    kind = GSPOTrainer if by_class else GRPOTrainer
+    trainer = make_trainer(kind, checkpoint(tmp_path / "model"), tmp_path, **OPTIONS)
+    if not by_class:
+        accelerate_trainer(trainer)
+    if trained:
+        trainer.train()
+    references = [weakref.ref(x) for x in (trainer, *models_of(trainer))]
+    del trainer
+    gc.collect()
+    assert [x for ref in references if (x := ref()) is not None] == []
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved_and_loaded(model: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled, saved_and_loaded])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_copy_of_a_trainers_model_can_be_trained(
+    trained: bool, copied_by: Callable[[Any], Any], tmp_path: Path, calls: list[int]
+) -> None:
+    """The original does not change, and restoring the copy's trainer does not touch the original."""
+    first = make_trainer(GSPOTrainer, checkpoint(tmp_path / "model"), tmp_path, **OPTIONS, bf16=trained)
+    if trained:
+        first.train()  # with bf16, accelerate wraps the forward
+    copied = copied_by(first.model)
+    before = [p.detach().clone() for p in first.model.parameters()]
+    if copied_by is copy.deepcopy and asks_the_model:
+        # TRL's forward is a closure that runs the original.
+        with pytest.raises(HeadError, match="is this a deep copy of a trainer's model"):
+            make_trainer(GSPOTrainer, copied, tmp_path, **OPTIONS)
+        return
+    second = make_trainer(GSPOTrainer, copied, tmp_path, **OPTIONS, temperature=0.7)
+    calls.clear()
+    second.train()
+    assert calls
+    assert all(torch.equal(x, y) for x, y in zip(first.model.parameters(), before, strict=True))
+    assert not all(torch.equal(x, y) for x, y in zip(second.model.parameters(), before, strict=True))
+    restore_trainer(second)
+    enclosed = trained and copied_by is copy.deepcopy  # by accelerate's wrapper, so our forward stays
+    assert bool(traces(second)) == enclosed and traces(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import json
 import re
@@ -18,12 +19,14 @@ pytest.importorskip("trl", minversion="0.29")
 pytest.importorskip("datasets")
 import datasets
 import transformers
+import trl
 from helpers.trl_trainer import LETTERS, SEQUENCE, checkpoint, make_trainer, tokenizer
+from packaging.version import Version
 from trl import GRPOConfig, GRPOTrainer
 
 from gspo_kernels import validation
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
-from gspo_kernels.integrations.trl.config import LOSS_TYPES
+from gspo_kernels.integrations.trl.config import ASKS_THE_MODEL, HAS_GSPO_TOKEN, LOSS_TYPES
 
 ON_A_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": []}
 
@@ -63,6 +66,7 @@ WRONG: list[tuple[str, Any, dict[str, Any]]] = [  # a setting, its value, and ot
     ("loss_type", "GRPO", {}),
     ("loss_type", None, {}),
     ("importance_sampling_level", "sequences", {}),
+    *([] if HAS_GSPO_TOKEN else [("importance_sampling_level", "sequence_token", {})]),
     ("beta", -0.1, {}),
     ("beta", NAN, {}),
     ("temperature", 0.0, {}),
@@ -80,7 +84,7 @@ ALLOWED: list[dict[str, Any]] = [
     {"loss_type": "cispo", "importance_sampling_level": "token", "epsilon_high": 5.0},
     {"loss_type": "cispo", "importance_sampling_level": "token", "epsilon": 5.0, "epsilon_high": None},
     {"loss_type": "sapo", "importance_sampling_level": "token", "epsilon": 2.0},
-    {"importance_sampling_level": "sequence_token", "epsilon": 3e-4, "delta": 1.0006, "beta": 0.04},
+    {"importance_sampling_level": "sequence_token" if HAS_GSPO_TOKEN else "sequence", "delta": 1.0006, "beta": 0.04},
     {"beta": 0, "temperature": 1},
 ]
 
@@ -99,6 +103,69 @@ def test_a_setting_of_the_loss_is_checked_when_the_config_is_made(name: str, val
 def test_settings_that_trl_trains_with_are_accepted(options: dict[str, Any]) -> None:
     made = config(**options)
     assert {name: getattr(made, name) for name in options} == options
+
+
+def test_the_level_of_gspo_token_is_accepted_where_its_trainer_can_be_imported() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # trl.experimental warns
+        assert HAS_GSPO_TOKEN == (importlib.util.find_spec("trl.experimental.gspo_token") is not None)
+    assert HAS_GSPO_TOKEN or Version(trl.__version__) >= Version("1.14")
+    if not HAS_GSPO_TOKEN:
+        with pytest.raises(ValueError, match=rf"with TRL {trl.__version__} .* which TRL 0.29 to 1.13 contain"):
+            config(importance_sampling_level="sequence_token")
+
+
+def changed(args: Any, name: str, value: Any) -> Any:
+    setattr(args, name, value)
+    return args
+
+
+class OwnLogProbs(GSPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+REFUSED_EARLY: dict[str, tuple[Any, str]] = {  # arguments of a trainer, and the message
+    "another class": (
+        lambda folder: transformers.TrainingArguments(folder, use_cpu=True),
+        "args must be a GSPOConfig or GRPOConfig, got a TrainingArguments",
+    ),
+    "head in fp32": (
+        lambda folder: GSPOConfig(folder, **ON_A_CPU, cast_lm_head_to_fp32=True),
+        "cast_lm_head_to_fp32 must be False",
+    ),
+    "a level that the loss does not know": (
+        lambda folder: GRPOConfig(folder, **ON_A_CPU, importance_sampling_level="sequence_token"),
+        "importance_sampling_level must be one of 'token', 'sequence', got 'sequence_token'",
+    ),
+    "a budget set later": (
+        lambda folder: changed(GSPOConfig(folder, **ON_A_CPU), "gradient_budget", 2.0),
+        r"gradient_budget must be a number from 0 \(exact\) to below 1, got 2.0",
+    ),
+}
+if "entropy_coef" in GRPOConfig.__dataclass_fields__:
+    REFUSED_EARLY["a budget with an entropy bonus"] = (
+        lambda folder: GSPOConfig(folder, **ON_A_CPU, gradient_budget=1e-3, entropy_coef=0.1),
+        "gradient_budget must be 0 with an entropy bonus",
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED_EARLY)
+def test_gspo_trainer_refuses_settings_before_it_loads_the_model(name: str, tmp_path: Path) -> None:
+    arguments, message = REFUSED_EARLY[name]
+    with pytest.raises((ValueError, TypeError), match=f"^GSPOTrainer: {message}"):
+        GSPOTrainer(str(tmp_path / "no model"), None, arguments(str(tmp_path)))
+
+
+def test_gspo_trainer_refuses_variables_and_overrides_before_it_loads_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ASKS_THE_MODEL:
+        with pytest.raises(ValueError, match=r"^GSPOTrainer: .* got an override in OwnLogProbs"):
+            OwnLogProbs(str(tmp_path / "no model"), None, config())
+    for name in ("GSPO_BACKEND", "GSPO_CACHE_MIB"):
+        with monkeypatch.context() as context, pytest.raises(ValueError, match=f"{name} must be"):
+            context.setenv(name, "bogus")
+            GSPOTrainer(str(tmp_path / "no model"), None, config())
 
 
 def test_every_loss_type_of_the_installed_trl_is_accepted() -> None:
@@ -122,9 +189,9 @@ ARITHMETIC: list[tuple[dict[str, Any], int, int]] = [
     ({"steps_per_generation": 6, "gradient_accumulation_steps": 2}, 6, 48),
     ({"generation_batch_size": 16}, 2, 16),
     ({"generation_batch_size": 64, "num_iterations": 2}, 8, 64),
-    ({"num_iterations": 2}, 1, 8),
-    ({"num_iterations": 3, "gradient_accumulation_steps": 2}, 2, 16),
-    ({"num_iterations": 2, "steps_per_generation": 4}, 4, 32),
+    ({"num_iterations": 2}, 4, 32),
+    ({"num_iterations": 3, "gradient_accumulation_steps": 2}, 8, 64),
+    ({"num_iterations": 2, "steps_per_generation": 1}, 1, 8),
     ({"steps_per_generation": 2, "generation_batch_size": 16}, 2, 16),
 ]
 
@@ -136,7 +203,7 @@ def test_a_rollout_gets_four_updates_unless_the_user_sets_their_number(
     args = config(**options)
     assert (args.steps_per_generation, args.generation_batch_size) == (steps, batch)
     updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-    assert updates == 4 or {"steps_per_generation", "generation_batch_size", "num_iterations"} & set(options)
+    assert updates == 4 * args.num_iterations or {"steps_per_generation", "generation_batch_size"} & set(options)
 
 
 def test_the_size_of_a_rollout_counts_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +250,8 @@ def test_contradictory_rollout_sizes_are_refused() -> None:
         dataclasses.replace(config(), per_device_train_batch_size=4)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_default_settings_clip_in_training(accumulation: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("accumulation", "iterations"), [(1, 1), (2, 1), (1, 2)])
+def test_default_settings_clip_in_training(accumulation: int, iterations: int, tmp_path: Path) -> None:
     rollouts = []
 
     def reward(completions: list[str], **_: Any) -> list[float]:
@@ -198,6 +265,7 @@ def test_default_settings_clip_in_training(accumulation: int, tmp_path: Path) ->
             str(tmp_path / "out"),
             **ON_A_CPU,
             gradient_accumulation_steps=accumulation,
+            num_iterations=iterations,
             max_completion_length=6,
             max_steps=8,
             logging_steps=1,
@@ -211,9 +279,10 @@ def test_default_settings_clip_in_training(accumulation: int, tmp_path: Path) ->
     )
     trainer.train()
     clipped = [log["clip_ratio/region_mean"] for log in trainer.state.log_history if "loss" in log]
-    assert trainer.state.global_step == len(clipped) == 8 and rollouts == [32 * accumulation] * 2
-    first = clipped[::4]
-    later = clipped[1:4] + clipped[5:]
+    updates = 4 * iterations
+    assert trainer.state.global_step == len(clipped) == 8 and rollouts == [32 * accumulation] * (8 // updates)
+    first = clipped[::updates]
+    later = [x for i, x in enumerate(clipped) if i % updates]
     assert max(first) == 0 and max(later) > 0.05, clipped
 
 

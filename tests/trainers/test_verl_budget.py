@@ -14,6 +14,8 @@ from helpers.tile_choices import choices, d_logits, kept, small_tiles
 from helpers.verl_worker import BASE, ENVIRONMENT, batch, make_worker, run_ranks
 from tolerance import DROPPED_MASS_RELATIVE, TRAINER_GRADIENT_RELATIVE
 
+from gspo_kernels.backends.triton.launch import launches
+
 if importlib.util.find_spec("verl") is None:  # only the ranks import verl, after setting its variables
     pytest.skip("verl is not installed", allow_module_level=True)
 
@@ -54,14 +56,15 @@ def budget_main(rank: int, folder: Path) -> None:
     with small_tiles(rows=4, columns=5), choices() as decisions:
         metrics, _ = update(worker, micro=2)
     assert len(decisions) == 2  # micro-batches
-    shares = []
+    masses = []
     for chosen in decisions:
         # The weight of the update is a copy that FSDP gathers. Its storage may be reused, so insert the weight.
         chosen = chosen._replace(head=chosen.head._replace(weight=weight))
         d = d_logits(chosen)[0].abs()
-        shares.append((d[~kept(chosen)].sum() / d.sum()).item())
-    assert metrics["gspo/dropped_gradient_mass"] == pytest.approx(shares, rel=DROPPED_MASS_RELATIVE)
-    assert 0 < min(shares) <= max(shares) <= BUDGET
+        masses.append(torch.stack([d[~kept(chosen)].sum(), d.sum()]))
+    dropped, mass = torch.stack(masses).sum(0).tolist()
+    assert metrics["gspo/dropped_gradient_mass"] == pytest.approx([dropped / mass], rel=DROPPED_MASS_RELATIVE)
+    assert 0 < dropped / mass <= BUDGET
     assert all(1 < passes < 3.9 for passes in metrics["gspo/passes"])
     assert all(0 < share <= 1 for share in metrics["gspo/live_row_share"])
 
@@ -93,6 +96,23 @@ def test_a_cache_keeps_log_probs_and_gradients(tmp_path: Path) -> None:
     run_ranks(cache_main, 1, tmp_path)
 
 
+def entropy_main(rank: int, folder: Path) -> None:
+    start()
+    os.environ["GSPO_BACKEND"] = "triton"
+    for coefficient in (0.0, 0.01):
+        worker = make_worker(folder / str(coefficient), True, {**BASE, "entropy": coefficient})
+        with launches() as seen:
+            metrics, _ = update(worker)
+        variants = {x.arguments["d_entropy"] is not None for x in seen if x.kernel.__name__ == "gradient_tile"}
+        assert variants == {coefficient != 0}
+        assert min(metrics["actor/entropy_loss"]) > 0
+
+
+def test_entropies_that_are_only_logged_have_no_backward(tmp_path: Path) -> None:
+    """verl adds them to the loss even with a coefficient of 0, so their gradients would be zeros."""
+    run_ranks(entropy_main, 1, tmp_path)
+
+
 def two_ranks_main(rank: int, folder: Path) -> None:
     start()
     from verl.utils import tensordict_utils as tu
@@ -104,8 +124,9 @@ def two_ranks_main(rank: int, folder: Path) -> None:
     data["old_log_probs"] = no_padding_2_padding(worker.infer_batch(data.copy())["log_probs"], data)
     tu.assign_non_tensor(data, compute_loss=True, mini_batch_size=8, epochs=2)
     metrics = tu.get(worker.train_mini_batch(data), "metrics")
-    # Two epochs of two micro-batches on each of two ranks.
-    assert len(metrics["gspo/passes"]) == len(metrics["gspo/dropped_gradient_mass"]) == 8
+    for name in ("gspo/passes", "gspo/dropped_gradient_mass"):  # in each of two epochs, both ranks report the same
+        first, also_first, second, also_second = metrics[name]
+        assert first == also_first != second == also_second
 
 
 def test_the_metrics_of_all_ranks_are_collected(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def _sums_after_gate(terms: _TokenTerms, mask: Tensor, policy: PolicyRows, by_to
 
 
 def _metrics(sums: _Sums, n_zero: Tensor, lengths: Tensor, u: Tensor, invalid: Tensor | None) -> Tensor:
-    """Compute the metrics in the order of `metrics.NAMES`, and append `invalid` if it is not None.
+    """Compute the metrics in the order of `metrics.NAMES`, fp64, and append `invalid` if it is not None.
 
     Args:
         sums: of all ranks.
@@ -283,8 +283,9 @@ def _metrics(sums: _Sums, n_zero: Tensor, lengths: Tensor, u: Tensor, invalid: T
     }
     for name in ("kl", "entropy"):
         values[name] = columns[name].sum() / per_token if name in columns else tokens.new_zeros(())
+    values |= {"tokens": tokens, "sequences": sequences, "ratios": count}
     appended = [] if invalid is None else [invalid.double()]
-    return torch.stack([*(values[name] for name in NAMES), *appended]).to(u.dtype)
+    return torch.stack([*(values[name] for name in NAMES), *appended])
 
 
 def _segment_sum(x: Tensor, offsets: Tensor) -> Tensor:

@@ -141,11 +141,12 @@ def forward_tile(
             tl.store(target_logit + n, tl.sum(tl.where(is_target, z, 0.0), 1), mask=valid & has_target)
             z = tl.where(is_target | (columns >= beyond), float("-inf"), z)
         top = finite(tl.max(z, 1))
+        # Store before the exponentials: Triton 3.8 spills registers if this store follows them.
+        at = tile.to(tl.int64) * n_rows + n
+        tl.store(tile_top + at, top, mask=valid)
         z -= top[:, None]
         weights = fast_exp(z)
         mass = tl.sum(weights, 1)
-        at = tile.to(tl.int64) * n_rows + n
-        tl.store(tile_top + at, top, mask=valid)
         tl.store(tile_mass + at, mass, mask=valid)
         if tile_entropy is not None:
             mean = tl.sum(weights * tl.maximum(z, LOG_OF_NOTHING), 1)  # weights hold the NaN of z, if any

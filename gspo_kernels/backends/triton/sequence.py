@@ -223,7 +223,11 @@ def policy_forward(
     if kl_normalizer is None and kl_aggregation == objective.aggregation:
         kl_normalizer = policy.normalizer
     result = PolicyResult(
-        empty(), empty(n if by_token else sequences), empty(n), empty(n if has_bonus else 0), empty(len(NAMES))
+        loss=empty(),
+        log_ratio=empty(n if by_token else sequences),
+        coefficient=empty(n),
+        entropy_coefficient=empty(n if has_bonus else 0),
+        metrics=empty(len(NAMES), kind=torch.float64),
     )
     partials = empty(PARTIALS, sequences, kind=torch.float64)
     launch(

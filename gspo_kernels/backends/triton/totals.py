@@ -45,7 +45,7 @@ def finish(
     partials,  # [PARTIALS, S]
     invalid,  # []: if it is not 0, the loss is NaN
     loss,  # out []
-    metrics,  # out [len(NAMES)]
+    metrics,  # out [len(NAMES)] fp64
     sequences: tl.int64,
     RATIO_KIND: tl.constexpr,
     SLOTS: tl.constexpr,  # MetricSlots
@@ -84,6 +84,9 @@ def finish(
     _store(metrics + SLOTS.zero_coefficient_share, tl.where(length > 0, no_gradient / tokens, 1.0))
     _store(metrics + SLOTS.kl, total(partials, sequences, PARTIAL=KL, REDUCTION=SUM, BLOCK=BLOCK) / tokens)
     _store(metrics + SLOTS.entropy, total(partials, sequences, PARTIAL=ENTROPY, REDUCTION=SUM, BLOCK=BLOCK) / tokens)
+    _store(metrics + SLOTS.tokens, length)
+    _store(metrics + SLOTS.sequences, filled)
+    _store(metrics + SLOTS.ratios, ratios)
 
 
 @triton.jit

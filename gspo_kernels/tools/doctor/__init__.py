@@ -1,1 +1,1 @@
-"""`gspo doctor`: checks against float64, memory of the loss, and the compile gate."""
+"""`gspo doctor`: checks against float64, and the compile gate."""

@@ -106,7 +106,22 @@ def diagnose(interpret: bool = False, progress: Callable[[str], object] = lambda
         devices.append(describe(device))  # after the checks, because the first one ran the self-check
     listed = packages()
     unsupported = [package.remark for package in listed if package.remark]
-    return Diagnosis(_versions(triton), devices, checks, remarks + absent + unsupported, listed)
+    remarks += absent + unsupported + newer_than_tested(listed, checks)
+    return Diagnosis(_versions(triton), devices, checks, remarks, listed)
+
+
+def newer_than_tested(listed: list[Package], checks: list[Check]) -> list[str]:
+    """Say of torch and triton, if they are newer than tested, whether the checks that ran with them pass."""
+    remarks = []
+    for package in listed:
+        if package.name not in ("torch", "triton") or not package.is_newer:
+            continue
+        verdicts = [c.verdict for c in checks if package.name == "torch" or c.backend == "triton"]
+        result = "its checks pass" if all(x == "ok" for x in verdicts) else "not all of its checks pass"
+        if not verdicts:
+            result = "no check has run with it (gspo doctor --interpret runs some without a GPU)"
+        remarks.append(f"{package.name} {package.installed} is newer than tested ({package.tested}); {result}")
+    return remarks
 
 
 def _installed(name: str) -> str | None:

@@ -21,6 +21,7 @@ class Package:
     tested: str | None  # version in constraints.txt; None: it has none for this Python
     supported: str  # version specifier, such as ">=0.29,<1.17"
     is_supported: bool  # also True if it is not installed
+    is_newer: bool  # the installed version is newer than the tested one
 
     @property
     def remark(self) -> str:
@@ -38,6 +39,7 @@ def packages() -> list[Package]:
     """
     with needs("gspo doctor", "cli", "packaging"):
         from packaging.requirements import Requirement
+        from packaging.version import Version
     try:
         lines = requires("gspo-kernels") or []
     except PackageNotFoundError:
@@ -57,5 +59,7 @@ def packages() -> list[Package]:
             installed = None
         is_supported = installed is None or required[name].contains(installed, prereleases=True)
         supported = ",".join(sorted(map(str, required[name]), reverse=True))  # a SpecifierSet is unordered
-        result.append(Package(name, installed, exact[0] if exact else None, supported, is_supported))
+        # Only the public part counts: 2.13.0+cpu is not newer than 2.13.0.
+        is_newer = bool(installed and exact and Version(Version(installed).public) > Version(exact[0]))
+        result.append(Package(name, installed, exact[0] if exact else None, supported, is_supported, is_newer))
     return result

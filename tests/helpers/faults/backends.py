@@ -145,6 +145,18 @@ FAULTS: dict[str, Fault] = {
         "mask | (size != 0)[sequence_of_row(policy.offsets, mask.shape[0])]",
         "cache::test_only_rows_that_may_have_a_gradient_are_kept[torch]",
     ),
+    "rows without a gradient but with an entropy bonus not kept": (
+        "may_have_gradient",
+        "objective.kl_coef != 0 or objective.entropy_coef != 0",
+        "objective.kl_coef != 0",
+        "cache::test_only_rows_that_may_have_a_gradient_are_kept[torch]",
+    ),
+    "a row block that ends with rows without a gradient counted as recomputed": (
+        "recomputed_share",
+        "torch.minimum((block + 1) * block_rows, has_gradient.sum())",
+        "(block + 1) * block_rows",
+        "cache::test_a_budget_that_drops_nothing_takes_as_many_passes_as_an_exact_backward[torch]",
+    ),
     "the budget of log-probs spent twice": (
         "head_backward",
         "kernels.choose(head, result, d_log_probs, kept, cell, gradient_budget)",

@@ -60,6 +60,18 @@ FAULTS: dict[str, Fault] = {
         "weights if weights is None else multiply_no_nan(weights, rollout)",
         "sampler_mismatch::test_nan_and_infinite_weights_add_nothing_where_the_policy_term_is_zero[torch-token]",
     ),
+    "a NaN of the sampler not counted": (
+        "policy_rows",
+        "_check_nan(check, arguments.rollout_log_probs, unmasked, in_loss & rollout.isnan())",
+        "pass",
+        "unchecked_values::test_a_nan_of_the_sampler_is_counted_once_per_weight[torch-token-1]",
+    ),
+    "a field of the objective as an argument not named": (
+        "names_misplaced_fields.checked",
+        "name in _FIELDS",
+        "False",
+        "bad_inputs::test_a_field_of_the_objective_as_an_argument_is_named[policy_loss]",
+    ),
     "LoRA on the head ignored": (
         "resolve",
         "return Head(weight, bias, *_low_rank_term(check, lora, hidden, mask, tp_group))",
@@ -101,6 +113,36 @@ FAULTS: dict[str, Fault] = {
         "weight = torch.where((weight == 0) | (other_weight == 0), 0, weight * other_weight)",
         "pass",
         "sampler_mismatch::test_the_weights_of_several_corrections_are_multiplied",
+    ),
+    "metrics of micro-batches weighted equally": (
+        "metrics:_combined",
+        "ones if divisor is None else columns[divisor]",
+        "ones if divisor is None else (columns[divisor] > 0).double()",
+        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-sequence]",
+    ),
+    "ratios of tokens weighted by sequences": (
+        "DIVISORS",
+        'dict.fromkeys(("ratio_mean", "ratio_min", "ratio_max"), "ratios")',
+        'dict.fromkeys(("ratio_mean", "ratio_min", "ratio_max"), "sequences")',
+        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-token]",
+    ),
+    "dropped mass weighted by tokens": (
+        "DIVISORS",
+        '{"dropped_gradient_mass": "gradient_mass"}',
+        '{"dropped_gradient_mass": "tokens"}',
+        "combined_metrics::test_dropped_mass_is_weighted_by_the_mass_of_each_micro_batch[fused loss]",
+    ),
+    "extremes of empty micro-batches": (
+        "metrics:_combined",
+        "torch.where(empty, torch.inf, table)",
+        "table",
+        "combined_metrics::test_a_batch_without_tokens_has_the_metrics_of_its_parts",
+    ),
+    "effective sample size averaged": (
+        "metrics:_combined",
+        "filter(_components, names)",
+        "()",
+        "combined_metrics::test_every_metric_of_every_division_equals_its_formula[torch-sequence]",
     ),
     "a dropped token with an infinite weight": (
         "_weigh",
@@ -161,6 +203,12 @@ FAULTS: dict[str, Fault] = {
         "(n - 1 - ddof).clamp(min=1)",
         "(n - ddof).clamp(min=1)",
         "advantages::test_uneven_groups_in_any_order_follow_the_formula[NeMo RL]",
+    ),
+    "the square of an outlier subtracted from the group's": (
+        "Groups.variance_of_others",
+        "is_extreme & (n_extreme == 1)",
+        "is_extreme & False",
+        "advantages::test_outliers_follow_the_formula[fp32-NeMo RL]",
     ),
     "gdpo: sums of advantages not normalized": (
         "gdpo_advantages",
@@ -252,12 +300,30 @@ FAULTS: dict[str, Fault] = {
         "Operator.__init__",
         "f'{NAMESPACE}::{name}'",
         "f'gspo_kernels::{name}'",
-        "imports::test_a_copy_under_another_name_works_next_to_the_package",
+        "house::test_a_copy_under_another_name_works_next_to_the_package",
     ),
     "a version outside of the supported range has no remark": (
         "packages:packages",
         "required[name].contains(installed, prereleases=True)",
         "True",
         "doctor::test_versions_are_listed_as_installed_tested_and_supported",
+    ),
+    "a spill is allowed with every Triton": (
+        "compile_gate:spills_allowed",
+        "kernel == 'forward_tile' and triton.__version__.startswith('3.8.')",
+        "kernel == 'forward_tile'",
+        "doctor::test_spills_are_allowed_only_where_they_are_known_and_then_reported",
+    ),
+    "a build for CPUs is newer than the tested release": (
+        "packages:packages",
+        "Version(Version(installed).public)",
+        "Version(installed)",
+        "doctor::test_torch_and_triton_that_are_newer_than_tested_are_named_with_the_result_of_their_checks",
+    ),
+    "checks of a newer Triton pass if those of the torch backend do": (
+        "diagnosis:newer_than_tested",
+        "package.name == 'torch' or c.backend == 'triton'",
+        "package.name == 'torch' or c.backend == 'torch'",
+        "doctor::test_torch_and_triton_that_are_newer_than_tested_are_named_with_the_result_of_their_checks",
     ),
 }

@@ -134,6 +134,12 @@ FAULTS: dict[str, Fault] = {
         'failure, _met[key] = "" if error is None else str(error), device or type(error).__name__',
         "distributed/sharded::test_case[only the first call on an accelerator is compared]",
     ),
+    "metrics of ranks not combined": (
+        "metrics:combine",
+        "_combined(names, gather(combined, group.group_name))",
+        "gather(combined, group.group_name)[0]",
+        "distributed/sharded::test_case[metrics of ranks are combined, sequence ratios]",
+    ),
     "ranks weighted without the soft-cap": (
         "work_of_all_ranks",
         "total, unmasked = _least_mass(head, result, at_target), head.mask.sum().double()",

@@ -385,4 +385,10 @@ FAULTS: dict[str, Fault] = {
         "first, last, adjacent = int(place[0]), int(place[-1]), bool((place.diff() == 1).all())",
         "torch_memory::test_the_host_reads_the_places_of_kept_rows_once",
     ),
+    "any number of products wait for their turn": (
+        "Tiles.kept_products",
+        "max(_SLAB_BYTES // (self.tile_rows * self.hidden.shape[1] * self.dtype.itemsize), 1)",
+        "2**60",
+        "workers::test_products_that_wait_for_their_turn_take_at_most_16_mib",
+    ),
 }

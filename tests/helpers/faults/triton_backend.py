@@ -9,6 +9,7 @@ OBJECTIVE = "parity::test_every_objective_equals_the_oracle_in_float64"
 BLOCKS = "kernels::test_block_shapes_of_every_architecture_equal_the_oracle"
 CELLS = "live_tiles::test_gradients_of_every_dtype_equal_those_of_the_kept_entries"
 AMD = "amd"
+CHECK = "self_check::test_correct_kernels_of_the_loss_pass[float32]"
 FAULTS: dict[str, Fault] = {
     "padding columns counted as copies of the last column": (
         "forward_tile",
@@ -165,6 +166,40 @@ FAULTS: dict[str, Fault] = {
         "total += r.to(tl.float64)",
         "total = (total + r).to(ACC)",
         "kernels::test_sums_of_equal_tokens_are_exact[triton]",
+    ),
+    "a caller's normalizer ignored": ("divisor_of", "normalizer is not None", "False", CHECK),
+    "token weights ignored": ("triton/token_passes:_policy_term", "tokens.token_weights is not None", "False", CHECK),
+    "sign of KL's slope": (
+        "triton/surrogates:kl_and_slope",
+        "value, slope = decay + d, -decay",
+        "value, slope = decay + d, decay",
+        CHECK,
+    ),
+    "sapo: gate inverted": (
+        "triton/surrogates:surrogate",
+        "1.0 / (1.0 + tl.exp(temperature * (1.0 - s)))",
+        "1.0 / (1.0 + tl.exp(temperature * (s - 1.0)))",
+        CHECK,
+    ),
+    "token-mean divided by the number of sequences": ("divisor_of", "AGGREGATION == TOKEN_MEAN", "False", CHECK),
+    "sign of the entropy bonus": (
+        "sequence_loss",
+        "-tl.full([], entropy_coef, ACC) * share",
+        "tl.full([], entropy_coef, ACC) * share",
+        CHECK,
+    ),
+    "no gradient through a token's ratio": (
+        "sum_tokens",
+        "d_log_prob_t += tl.where(unmasked, d_log_ratio_t, 0.0)",
+        "pass",
+        CHECK,
+    ),
+    "clip_fraction halved": ("finish", "sequences_clipped / filled_or_1", "sequences_clipped / filled_or_1 / 2", CHECK),
+    "derivatives summed in fp32": (
+        "sum_tokens",
+        "d_log_ratio += tl.where(unmasked, d_log_ratio_t, 0.0).to(tl.float64)",
+        "d_log_ratio = (d_log_ratio + tl.where(unmasked, d_log_ratio_t, 0.0)).to(ACC).to(tl.float64)",
+        CHECK,
     ),
     "gmpo: gradient through a clipped token, in Triton": (
         "add_ratio_gradient",

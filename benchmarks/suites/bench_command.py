@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gspo_kernels.benchmarks import measure
-from gspo_kernels.benchmarks.candidates import Candidate
-from gspo_kernels.benchmarks.suites import bench, trainer
-from gspo_kernels.benchmarks.suites.options import DTYPES, BadOption, device_of
-from gspo_kernels.benchmarks.workloads import FEWEST, MODELS, SCENARIOS, Head, Spec
+from .. import measure
+from ..candidates import Candidate
+from ..workloads import FEWEST, MODELS, SCENARIOS, Head, Spec
+from . import bench, trainer
+from .options import DTYPES, BadOption, device_of
 
 
 class Plan(NamedTuple):

@@ -1,7 +1,7 @@
-"""`gspo doctor --memory`: print what `cache_mib` saves, and an upper bound on memory. No batch is allocated.
+"""What a batch takes: an upper bound on memory, what `cache_mib` saves, and collectives. No batch is allocated.
 
-With `--tp` and `--cp`, all numbers are for one rank, and the collectives of a step are listed. These functions also
-make the tables in docs/scale.md.
+With several ranks, all numbers are for one rank. `gspo doctor --memory`, `gspo train --dry-run` and the tables in
+docs/scale.md come from these functions.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...backends import dispatch
-from ...backends.rows import HeadRows
-from ...backends.workspace import cache_of_device, cache_variable, workspace_bytes
-from ...layout import accumulator
-from ...ranks.shards import Shard, shard_of
-from ...validation import TensorChecks
+from .backends import dispatch
+from .backends.rows import HeadRows
+from .backends.workspace import cache_of_device, cache_variable, workspace_bytes
+from .layout import accumulator
+from .ranks.shards import Shard, shard_of
+from .validation import TensorChecks
 
 MIB = 2**20
 PADDED_TO = 128  # Megatron's default for --make-vocab-size-divisible-by, which it multiplies by the number of ranks
@@ -121,10 +121,10 @@ def bound(head: HeadRows, backend: str, cache_bytes: int) -> Bound:
 def _tile_width(head: HeadRows, backend: str) -> int:
     """Return the width of the forward's vocabulary tiles, in columns."""
     if backend == "torch":
-        from ...backends.torch.tiles import tiling
+        from .backends.torch.tiles import tiling
 
         return tiling(head).columns
-    from ...backends.triton.tuning import tile_config
+    from .backends.triton.tuning import tile_config
 
     return tile_config(head, "forward").block_v
 
@@ -146,7 +146,7 @@ def _gathered_rows(head: HeadRows, backend: str) -> int:
     """Return the number of rows in the table of tile results. The torch backend pads it to full tiles."""
     if backend == "triton":
         return head.hidden.shape[0]
-    from ...backends.torch.tiles import tiling
+    from .backends.torch.tiles import tiling
 
     rows = tiling(head).rows
     return -(-head.hidden.shape[0] // rows) * rows
@@ -296,6 +296,6 @@ def _assumed(architecture: str | None) -> Any:
     """Make the Triton backend use the block shapes of `architecture`, unless it is None."""
     if architecture is None:
         return nullcontext()
-    from ...backends.triton.tuning import assume
+    from .backends.triton.tuning import assume
 
     return assume(architecture)

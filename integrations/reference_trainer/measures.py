@@ -1,0 +1,117 @@
+"""The metrics of micro-batches, and how those of micro-batches, processes and updates combine.
+
+Sums and counts are combined, not means. So the results do not depend on `micro_batch_size` or the number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import LossOutput
+from gspo_kernels.metrics import COUNTS, combine
+
+MEANS = ("loss", "router_aux_loss", "grad_norm")  # a step has their means over its updates
+
+
+class Measures(NamedTuple):
+    """What is measured in micro-batches."""
+
+    metrics: dict[str, Tensor]  # of the loss
+    log_ratios: Tensor  # [answers, 3] fp64: of each answer, the number of tokens, and mean and variance of log-ratios
+    routers: dict[str, Tensor]  # sums over tokens, see `router_sums`; {} without routers
+
+    def cpu(self) -> Measures:
+        """Copy the tensors to CPU memory."""
+        metrics, routers = ({name: x.cpu() for name, x in values.items()} for values in (self.metrics, self.routers))
+        return Measures(metrics, self.log_ratios.cpu(), routers)
+
+
+class Update(NamedTuple):
+    """The metrics of one update."""
+
+    numbers: dict[str, float]  # by their names in metrics.jsonl
+    measures: Measures  # of all processes
+
+
+def measured(mask: Tensor, old_log_probs: Tensor, out: LossOutput, routers: dict[str, Tensor]) -> Measures:
+    """Measure a micro-batch. `mask` and `old_log_probs` are [b, T]."""
+    log_ratios = torch.where(mask, out.log_probs.double() - old_log_probs.double(), 0)
+    tokens = mask.sum(1, dtype=torch.float64)
+    mean = log_ratios.sum(1) / tokens.clamp(min=1)
+    squares = torch.where(mask, (log_ratios - mean[:, None]).square(), 0)
+    return Measures(out.metrics, torch.stack([tokens, mean, squares.sum(1) / tokens.clamp(min=1)], 1), routers)
+
+
+def router_sums(
+    logits: Tensor, mask: Tensor, top_k: int, before: Tensor | None, after: Tensor | None
+) -> dict[str, Tensor]:
+    """Sum over unmasked tokens what `numbers` needs to tell how evenly the routers use the experts.
+
+    Args:
+        logits: of the routers, [layers, b * width, experts].
+        mask: True at tokens of prompts and answers, [b, width].
+        top_k: experts per token.
+        before, after: experts that the old and the current policy chose, [b, width, layers, k]; or None.
+    """
+    logits = logits.detach().float()[:, mask.flatten()]  # [layers, tokens, experts]
+    experts = logits.shape[-1]
+    top = logits.topk(top_k).indices.flatten(1)  # [layers, choices]
+    entropy = torch.distributions.Categorical(logits=logits).entropy()  # [layers, tokens]
+    sums = {
+        "load": torch.stack([row.bincount(minlength=experts) for row in top]),  # [layers, experts]
+        "entropy": entropy.sum(dtype=torch.float64),
+        "entropies": torch.tensor(entropy.numel()),
+    }
+    if before is not None and after is not None:
+        kept = (before[..., :, None] == after[..., None, :]).any(-1)[mask]  # [tokens, layers, k]
+        sums |= {"changed": (~kept).sum(), "chosen": torch.tensor(kept.numel())}
+    return sums
+
+
+def joined(parts: Sequence[Measures]) -> Measures:
+    """Combine the measures of micro-batches, processes or updates."""
+    return Measures(
+        combine([part.metrics for part in parts]),
+        torch.cat([part.log_ratios for part in parts]),
+        {name: torch.stack([part.routers[name] for part in parts]).sum(0) for name in parts[0].routers},
+    )
+
+
+def numbers(measures: Measures) -> dict[str, float]:
+    """Compute the metrics that are shown, by their names in metrics.jsonl.
+
+    token_log_ratio_std, sequence_log_ratio_std: standard deviations of the log-ratios of tokens, and of non-empty
+    answers.
+    router_max_load: load of the busiest expert divided by the mean load, from 1 (even) to the number of experts; mean
+    over the layers.
+    router_entropy: entropy of the routing distribution of a token, in nats; mean over tokens and layers.
+    router_changed: share of experts that differ from the old policy's; only if they were recorded.
+    """
+    tokens, mean, variance = measures.log_ratios[measures.log_ratios[:, 0] > 0].unbind(1)  # of non-empty answers
+    shown = {name: x.item() for name, x in measures.metrics.items() if name not in COUNTS}
+    # The variance of all tokens is the mean variance within answers plus the variance of the answers' means.
+    center = (tokens * mean).sum() / tokens.sum()
+    of_tokens = (tokens * (variance + (mean - center).square())).sum() / tokens.sum()
+    shown["token_log_ratio_std"] = of_tokens.sqrt().item() if len(tokens) else 0.0
+    shown["sequence_log_ratio_std"] = mean.std(correction=0).item() if len(tokens) else 0.0
+    routers = measures.routers
+    if routers:
+        load = routers["load"].double()
+        shown["router_max_load"] = (load.amax(1) / load.mean(1)).mean().item()
+        shown["router_entropy"] = (routers["entropy"] / routers["entropies"]).item()
+    if "changed" in routers:
+        shown["router_changed"] = (routers["changed"] / routers["chosen"]).item()
+    return shown
+
+
+def numbers_of_step(updates: Sequence[Update]) -> dict[str, float]:
+    """Compute the metrics of all answers of all updates, and the means over updates of the metrics in MEANS."""
+    means: dict[str, Any] = {
+        name: fmean(update.numbers[name] for update in updates) for name in MEANS if name in updates[0].numbers
+    }
+    return {**updates[0].numbers, **numbers(joined([update.measures for update in updates])), **means}

@@ -1,0 +1,93 @@
+"""prime-rl's head and its custom loss.
+
+FusedOutputLinear.forward = prime_rl.head
+[trainer.loss] type = "custom", import_path = "gspo_kernels.integrations.trainers.prime_rl.loss"
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from gspo_kernels import Objective, linear_log_probs, policy_loss
+from gspo_kernels.validation import Checks, positive
+
+from .common import logged_metrics, offsets
+
+__all__ = ["LossInputs", "LossOutputs", "head", "loss"]
+
+
+class LossInputs(Protocol):
+    """prime-rl's LossInputs of one sequence. Each tensor is [T]."""
+
+    trainer_logprobs: Tensor
+    inference_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    advantages: Tensor
+    loss_mask: Tensor
+    loss_weights: Tensor | None
+
+
+class LossOutputs(NamedTuple):
+    """The fields of LossOutputs that prime-rl reads. Each tensor is []."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def loss(inputs: LossInputs, preset: str = "gspo", mean_length: float = 1.0, **changes: Any) -> LossOutputs:
+    """Compute the GSPO loss of one sequence, as prime-rl's custom loss.
+
+    The sampling engine computed the old log-probs, which section 5.4 of GSPO's paper allows. prime-rl divides the sum
+    over sequences by the number of tokens of the step, or by the sum of loss_weights. GSPO divides by the number of
+    sequences. So sequences have equal weight, as in GSPO, but the gradient is GSPO's divided by the step's mean length.
+
+    Args:
+        inputs: prime-rl's inputs. The policy term is multiplied by loss_weights. kl_coef > 0 requires ref_logprobs.
+        preset, changes: a name of `Objective.preset`, and the fields that differ from the preset. Set them in
+            [trainer.loss.kwargs].
+        mean_length: a factor of the loss. Set it to the mean length that you expect, in tokens, so that gradients have
+            GSPO's size and gradient clipping acts as with GSPO. Leave it at 1 for an aggregation that sums tokens:
+            prime-rl's division turns the sum into a mean.
+    """
+    Checks("prime_rl.loss").number("mean_length", mean_length, "a number of tokens > 0", positive)
+    log_probs = inputs.trainer_logprobs
+    out = policy_loss(
+        log_probs,
+        inputs.advantages,
+        mask=inputs.loss_mask,
+        cu_seqlens=offsets([len(log_probs)], log_probs),
+        old_log_probs=inputs.inference_logprobs,
+        ref_log_probs=inputs.ref_logprobs,
+        token_weights=inputs.loss_weights,
+        objective=Objective.preset(preset, **changes),
+        normalizer=1 / mean_length,
+    )
+    return LossOutputs(out.loss, logged_metrics(out, is_clipped="token_clip_fraction"))
+
+
+def head(layer: Any, hidden_states: Tensor, labels: Tensor, temperature: Tensor, **options: Any) -> dict[str, Tensor]:
+    """Compute log-probs and entropies, as the forward of prime-rl's FusedOutputLinear or GemmaFusedOutputLinear.
+
+    Args:
+        layer: the layer, which is `self` if this function is the forward of its class.
+        hidden_states: [B, T, H].
+        labels: [B, T] int64, already shifted.
+        temperature: [B, T].
+        options: gradient_budget, cache_mib, vocab_size and backend of `linear_log_probs`. Bind them with
+            `functools.partialmethod`.
+
+    Returns:
+        "logprobs" and "entropy", fp32, [B, T]. As in prime-rl, the entropy has no gradient.
+    """
+    out: Any = linear_log_probs(
+        hidden_states,
+        layer.weight,
+        labels,
+        logit_softcap=getattr(layer, "softcap", None),
+        temperature=temperature,
+        entropy=True,
+        **options,
+    )
+    return {"logprobs": out.log_probs, "entropy": out.entropy.detach()}

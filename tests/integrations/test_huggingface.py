@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from helpers.pages import HUGGINGFACE_LINES
+from helpers.second_device import SECOND, SecondDevice
 from tolerance import MODEL_GRADIENT_RELATIVE
 from torch import Tensor, nn
 
@@ -543,6 +544,35 @@ def test_models_prepared_by_accelerate_are_fused_and_unwrapped() -> None:
     fuse_head(model)
     unwrapped = accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
     assert unwrapped(**inputs).logits.shape[-1] == 96
+
+
+@pytest.mark.parametrize("name", ["plain", "modules_to_save"])
+def test_a_device_map_moves_tensors_to_the_head_and_results_back(name: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def run(device: torch.device) -> tuple[Any, dict[str, Tensor]]:
+        """Return the loss's output and all gradients, with the head on `device` and the body on the CPU."""
+        model = make("qwen3").double() if name == "plain" else adapted(name)
+        head = model.get_output_embeddings().to(device)
+        hook = accelerate.hooks.AlignDevicesHook(execution_device=device, io_same_device=True)
+        accelerate.hooks.add_hook_to_module(head, hook)
+        accelerate.hooks.attach_execution_device_hook(head, device)  # on the modules inside the head
+        fused = fuse_head(model)
+        out = fused_loss(model, torch.full((3, 8), -4.0, dtype=torch.float64)).result
+        out.loss.backward()
+        fused.remove()
+        return out, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    expected, expected_gradients = run(torch.device("cpu"))
+    with SecondDevice():
+        out, gradients = run(SECOND)
+        for got, value in zip(out[:-1], expected[:-1], strict=True):
+            assert got is value is None or got.device == torch.device("cpu")
+            torch.testing.assert_close(got, value)
+        for n, gradient in gradients.items():
+            assert gradient.device == (SECOND if "lm_head" in n else torch.device("cpu"))
+            torch.testing.assert_close(gradient.to("cpu"), expected_gradients[n])
+    assert gradients.keys() == expected_gradients.keys() and any("lm_head" in n for n in gradients)
 
 
 def test_adapter_dropout_does_not_affect_the_check() -> None:

@@ -16,12 +16,12 @@ SECOND = torch.device("meta")
 
 
 class _OnSecond(Tensor):
-    values: Tensor  # on the CPU
+    on_cpu: Tensor
 
     @staticmethod
     def __new__(cls, values: Tensor) -> Any:
         x: Any = Tensor._make_wrapper_subclass(cls, values.shape, values.stride(), dtype=values.dtype, device=SECOND)
-        x.values = values
+        x.on_cpu = values
         return x
 
     @classmethod
@@ -42,9 +42,9 @@ class SecondDevice(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         if len(on_second) == 2:
             raise RuntimeError(f"{func}: expected all tensors to be on the same device")
-        args, kwargs = tree_map_only(_OnSecond, lambda x: x.values, (args, kwargs))
+        args, kwargs = tree_map_only(_OnSecond, lambda x: x.on_cpu, (args, kwargs))
         result = func(*args, **kwargs)
         if on_second != {True}:
             return result
-        arguments = {id(x.values): x for x in tensors if isinstance(x, _OnSecond)}  # returned by in-place operators
+        arguments = {id(x.on_cpu): x for x in tensors if isinstance(x, _OnSecond)}  # returned by in-place operators
         return tree_map_only(Tensor, lambda x: arguments[id(x)] if id(x) in arguments else _OnSecond(x), result)

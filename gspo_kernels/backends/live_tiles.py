@@ -168,9 +168,10 @@ def choose(
     dropped = torch.where(light & pays, mass, 0).sum() / torch.where(total > 0, total, 1)
     tokens = head.mask.sum().double()
     unmasked = tokens.clamp(min=1)
-    of_block = (size * cells).sum(1) / (unmasked * vocab)  # [row blocks]
-    recomputed = recomputed_share(of_block, order, has_gradient, kept, block_rows)
-    work = Work(dropped, rows / unmasked, of_block.sum(), recomputed, total, tokens)
+    of_block = (size * cells).sum(1)  # (row, column) pairs, [row blocks]
+    pairs = unmasked * vocab
+    recomputed = recomputed_share(of_block / pairs, order, has_gradient, kept, block_rows)
+    work = Work(dropped, rows / unmasked, of_block.sum() / pairs, recomputed, total, tokens)
     own_cells = shard_of(head.shard).own_tiles(cells, columns) if head.shard else cells
     return LiveTiles(order, own_cells, torch.stack([rows, pays.to(rows.dtype)])), work
 

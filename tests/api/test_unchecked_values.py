@@ -166,6 +166,7 @@ def test_the_torch_policy_forward_reads_no_value_on_the_host(monkeypatch: pytest
     """The test above does not run this function: fake tensors run the operator's fake implementation."""
     from gspo_kernels.backends.rows import PolicyRows
     from gspo_kernels.backends.torch.sequence import policy_forward
+    from gspo_kernels.metrics import NAMES
     from gspo_kernels.ops import loss as ops
 
     objective = Objective(kl_coef=0.1, kl_ratio_factor=True, entropy_coef=0.1, dual_clip=2.0)
@@ -175,7 +176,7 @@ def test_the_torch_policy_forward_reads_no_value_on_the_host(monkeypatch: pytest
     def record(*args: Any) -> Any:
         calls.append(args)
         zero = torch.zeros(())
-        return ops.PolicyResult(zero, zero, zero, zero, torch.zeros(13))
+        return ops.PolicyResult(zero, zero, zero, zero, torch.zeros(len(NAMES)))
 
     monkeypatch.setattr(ops, "policy_loss", record)
     lp = torch.randn(sample.target_ids.shape)

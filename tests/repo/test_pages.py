@@ -24,6 +24,7 @@ ROOT = DOCS.parent
 # runs the block.
 BLOCKS = {
     "api/advantages.md": ["run"],
+    "api/metrics.md": ["run"],
     "api/objective.md": ["run"],
     "api/reference_trainer.md": ["run"],
     "comparison.md": ["benchmark"],

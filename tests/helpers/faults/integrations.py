@@ -37,7 +37,7 @@ FAULTS: dict[str, Fault] = {
         "huggingface::test_logit_options_keeps_a_fused_model_fused",
     ),
     "torch.compile not unwrapped": (
-        "base_model",
+        "_unwrap",
         'hasattr(model, "_orig_mod")',
         "False",
         "huggingface::test_base_model_unwraps_torch_compile",
@@ -625,7 +625,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "logit_options of a changed model are outdated": (
         "logit_options",
-        "fused.measure(_callable(model))",
+        "_measure(fused, model)",
         "pass",
         "huggingface::test_a_changed_number_is_noticed_by_the_next_call[soft-cap removed]",
     ),

@@ -88,7 +88,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "values of masked tokens compared": (
         "_facts",
-        "value[mask] if name in PER_TOKEN else value",
+        'value[values["mask"].reshape(-1)] if name in PER_TOKEN else value',
         "value",
         "distributed/sharded::test_case[equal arguments that are spelled differently]",
     ),

@@ -56,8 +56,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "too few passes reported": (
         "backends/live_tiles:choose",
-        "(size * cells).sum(1) / (unmasked * vocab)",
-        "(size * cells).sum(1) / (unmasked * vocab) / 2",
+        "of_block / pairs",
+        "of_block / pairs / 2",
         "live_tiles::test_torch_reports_the_dropped_mass_and_stays_within_the_budget",
     ),
     "matrix products in autocast's dtype": (

@@ -131,5 +131,5 @@ gate-%: .venv/ready
 # Rewrite the golden counts, the figures and the generated parts of README.md and docs/: 5 minutes.
 golden: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m helpers.costs --write
-	$(BIN)/python tests/backends/test_compile_gate.py
+	PYTHONPATH=tests $(BIN)/python tests/backends/test_compile_gate.py
 	$(BIN)/python -m gspo_kernels.benchmarks report

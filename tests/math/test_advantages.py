@@ -132,7 +132,7 @@ def test_advantages_of_single_and_equal_rewards_are_exactly_zero(baseline: str, 
 def test_equal_rewards_of_the_others_are_not_divided() -> None:
     """The sum of squares of equal others must be 0 without rounding errors."""
     for others, outlier in ((0.1, 0.7), (0.3, -1e5), (1e-3, 1.0)):
-        rewards = torch.tensor([others, others, outlier, others])
+        rewards = torch.tensor([others, others, outlier, others], dtype=torch.float64)
         ours = group_advantages(rewards, 4, baseline="leave-one-out", scale="leave-one-out", eps=0.0)
         assert ours[2].item() == pytest.approx(outlier - others, rel=OUTLIER_RELATIVE)
 

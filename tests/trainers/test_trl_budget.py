@@ -192,6 +192,7 @@ def test_collected_backwards_are_weighted_by_tokens_and_released() -> None:
     assert metrics.take() == {} and metrics._backwards == []
     backward_of(3)
     metrics.begin()  # ignores the backward above
+    metrics.collect()
     assert metrics.take() == {}
 
 

@@ -124,7 +124,7 @@ def two_ranks_main(rank: int, folder: Path) -> None:
     data["old_log_probs"] = no_padding_2_padding(worker.infer_batch(data.copy())["log_probs"], data)
     tu.assign_non_tensor(data, compute_loss=True, mini_batch_size=8, epochs=2)
     metrics = tu.get(worker.train_mini_batch(data), "metrics")
-    for name in ("gspo/passes", "gspo/dropped_gradient_mass"):  # in each of two epochs, both ranks report the same
+    for name in ("gspo/passes", "gspo/live_row_share"):  # in each of two epochs, both ranks report the same
         first, also_first, second, also_second = metrics[name]
         assert first == also_first != second == also_second
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..objective import Objective
 from ..validation import TensorChecks
-from . import self_check
 from . import torch as torch_backend
 from .live_tiles import Work
 from .rows import (
@@ -25,6 +24,7 @@ from .rows import (
     PolicyResult,
     PolicyRows,
 )
+from .self_check import verdict
 
 BACKENDS = ("auto", "torch", "triton")  # the values of `backend`
 
@@ -124,7 +124,7 @@ def pick_backend(
         return "torch"
     obstacle = triton_obstacle(device)
     if obstacle is None and device.type != "cpu" and dtype is not None:
-        obstacle = self_check.obstacle(backend, device, dtype, subject, torch.compiler.is_compiling())
+        obstacle = verdict.obstacle(backend, device, dtype, subject, torch.compiler.is_compiling())
     if backend == "triton" and obstacle:
         check.fail("backend", f"'torch' or 'auto' on {device}, because {obstacle}", backend)
     return "torch" if obstacle else "triton"

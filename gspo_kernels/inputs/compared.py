@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import validation
-from ..backends import self_check
 from ..backends.dispatch import backend_variable
+from ..backends.self_check import verdict
 from ..backends.workspace import cache_variable, workspace_bytes
 from ..ranks.dtensors import is_dtensor
 from ..ranks.shards import columns_of_all_ranks, shard_of
@@ -24,7 +24,7 @@ ENVIRONMENT: dict[str, Callable[[torch.device], Any]] = {
     "GSPO_CHECK": lambda device: validation.values_are_checked(device),
     "GSPO_WORKSPACE_MIB": lambda _: workspace_bytes() // 2**20,
     "GSPO_CACHE_MIB": lambda _: cache_variable(),
-    "GSPO_SELF_CHECK": lambda _: self_check.is_enabled(),
+    "GSPO_SELF_CHECK": lambda _: verdict.is_enabled(),
     "GSPO_BACKEND": lambda _: backend_variable(),
 }
 

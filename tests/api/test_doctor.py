@@ -19,8 +19,9 @@ from helpers.readme import CONSTRAINTS
 from tolerance import LOSS_PER_ADVANTAGE, check_loss, decision_band
 from typer.testing import CliRunner
 
-from gspo_kernels.backends import dispatch, self_check
+from gspo_kernels.backends import dispatch
 from gspo_kernels.backends import torch as torch_backend
+from gspo_kernels.backends.self_check import verdict
 from gspo_kernels.reference import gspo_reference_loss
 from gspo_kernels.tools.cli import app
 from gspo_kernels.tools.doctor import checks, compile_gate, diagnosis, packages
@@ -104,7 +105,7 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert device.name == "cuda:0" and device.description == "NVIDIA H200, compute capability 9.0, 140 GiB"
     why = "the Triton kernels run here, self-check in bfloat16 not run"
     assert (device.block_shapes, device.auto, device.why) == ("sm_90", "triton", why)
-    monkeypatch.setattr(self_check, "state", lambda *_: "failed: forward_tile: error 1, allowed 0.1")
+    monkeypatch.setattr(verdict, "state", lambda *_: "failed: forward_tile: error 1, allowed 0.1")
     device = diagnosis.describe(torch.device("cuda", 0))
     assert device.auto == "torch" and device.why.endswith("failed: forward_tile: error 1, allowed 0.1")
 

@@ -29,7 +29,8 @@ from helpers.faults.run import is_killed
 from torch._subclasses import FakeTensorMode
 
 from gspo_kernels import linear_log_probs, policy_loss, validation
-from gspo_kernels.backends import dispatch, kernel_check, self_check
+from gspo_kernels.backends import dispatch
+from gspo_kernels.backends.self_check import kernel_check, verdict
 from gspo_kernels.backends.triton import logit_tile, sequence, tuning
 from gspo_kernels.inputs import head as inputs_of_head
 from gspo_kernels.validation import TensorChecks, dtype_name
@@ -177,7 +178,7 @@ class Machine:
         self.new_process()
 
     def new_process(self) -> None:
-        self._monkeypatch.setattr(self_check, "_failures", {})
+        self._monkeypatch.setattr(verdict, "_failures", {})
 
     def _run(self, *_: Any) -> str | None:
         self.checks += 1
@@ -212,7 +213,7 @@ def test_a_check_that_passed_is_remembered_on_disk(machine: Machine, caplog: pyt
     assert "passed" in line and "head in bfloat16 on a GPU" in line and str(machine.file()) in line
     assert pick(dtype=torch.float32, subject="loss") == "triton" and machine.checks == 1, "part of the head's check"
     assert pick(dtype=torch.float32) == "triton" and machine.checks == 2
-    assert self_check.state(GPU, BF16) == "passed" and self_check.state(GPU, torch.float16) == "not run"
+    assert verdict.state(GPU, BF16) == "passed" and verdict.state(GPU, torch.float16) == "not run"
 
 
 def test_after_a_failed_check_auto_is_torch_and_triton_raises(machine: Machine) -> None:
@@ -227,7 +228,7 @@ def test_after_a_failed_check_auto_is_torch_and_triton_raises(machine: Machine) 
         machine.new_process()
         validation._warned.clear()
     assert machine.checks == 1
-    assert self_check.state(GPU, BF16) == f"failed: {WRONG}"
+    assert verdict.state(GPU, BF16) == f"failed: {WRONG}"
 
 
 def test_a_failure_is_remembered_for_an_hour(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +237,7 @@ def test_a_failure_is_remembered_for_an_hour(machine: Machine, monkeypatch: pyte
         pick()
     machine.failure = None
     machine.new_process()
-    monkeypatch.setattr(self_check, "FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(verdict, "FAILURE_SECONDS", 0.0)
     assert pick() == "triton" and machine.checks == 2
     machine.new_process()
     assert pick() == "triton" and machine.checks == 2
@@ -246,19 +247,19 @@ def test_a_failure_is_remembered_for_an_hour(machine: Machine, monkeypatch: pyte
 def test_another_version_device_or_kernel_is_checked_again(
     change: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = self_check._facts
+    facts = verdict._facts
     pick()
     machine.new_process()
-    monkeypatch.setattr(self_check, "_facts", lambda *key: facts(*key) | {change: "another"})
+    monkeypatch.setattr(verdict, "_facts", lambda *key: facts(*key) | {change: "another"})
     pick()
     assert machine.checks == 2
 
 
 def test_a_changed_kernel_changes_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = self_check._facts(torch.device("cpu"), BF16, "head")
-    copy = shutil.copytree(Path(self_check.__file__).parent, tmp_path / "backends")
-    monkeypatch.setattr(self_check, "__file__", str(copy / "self_check.py"))
-    hash_of_sources = self_check._hash_of_sources.__wrapped__
+    facts = verdict._facts(torch.device("cpu"), BF16, "head")
+    copy = shutil.copytree(Path(verdict.__file__).parents[1], tmp_path / "backends")
+    monkeypatch.setattr(verdict, "__file__", str(copy / "self_check" / "verdict.py"))
+    hash_of_sources = verdict._hash_of_sources.__wrapped__
     assert f"interpreted {hash_of_sources()}" == facts["kernels"]
     source = copy / "triton" / "gradient_tile.py"
     source.write_text(source.read_text().replace("1.0", "2.0", 1))
@@ -299,7 +300,7 @@ def test_a_full_disk_leaves_no_file(machine: Machine, monkeypatch: pytest.Monkey
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(self_check.json, "dump", full)
+    monkeypatch.setattr(verdict.json, "dump", full)
     assert pick() == "triton"
     assert [x.suffix for x in (machine.folder / "gspo_kernels").iterdir()] == [".lock"]
 
@@ -308,7 +309,7 @@ def test_the_variable_switches_the_check_off(machine: Machine, monkeypatch: pyte
     machine.failure = WRONG
     monkeypatch.setenv("GSPO_SELF_CHECK", "0")
     assert pick() == pick("triton") == "triton" and machine.checks == 0
-    assert self_check.state(GPU, BF16) == "off (GSPO_SELF_CHECK=0)"
+    assert verdict.state(GPU, BF16) == "off (GSPO_SELF_CHECK=0)"
     machine.new_process()
     monkeypatch.setenv("GSPO_SELF_CHECK", "no")
     with pytest.raises(ValueError, match="GSPO_SELF_CHECK must be 0 or 1, got 'no'"):
@@ -339,9 +340,9 @@ def test_a_measured_combination_is_not_checked(machine: Machine, monkeypatch: py
 
     machine.failure = WRONG
     release = torch.__version__.partition("+")[0]
-    monkeypatch.setattr(self_check, "MEASURED", (self_check.Measured("sm_90", triton.__version__, release),))
+    monkeypatch.setattr(verdict, "MEASURED", (verdict.Measured("sm_90", triton.__version__, release),))
     assert pick() == "triton" and machine.checks == 0
-    assert self_check.state(GPU, BF16) == "not needed (measured)"
+    assert verdict.state(GPU, BF16) == "not needed (measured)"
 
 
 def test_without_a_dtype_nothing_is_checked(machine: Machine) -> None:
@@ -381,7 +382,7 @@ def test_nothing_runs_during_capture_and_compilation(where: str, machine: Machin
 
 
 def test_threads_run_one_check(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_check, "result_file", lambda _: None)  # without a file lock
+    monkeypatch.setattr(verdict, "result_file", lambda _: None)  # without a file lock
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(lambda _: pick(), range(4))) == ["triton"] * 4
     assert machine.checks == 1
@@ -390,7 +391,7 @@ def test_threads_run_one_check(machine: Machine, monkeypatch: pytest.MonkeyPatch
 PROCESS = """
 import os, sys, time
 import torch
-from gspo_kernels.backends import kernel_check, self_check
+from gspo_kernels.backends.self_check import kernel_check, verdict
 def run_check(*_):
     with open(sys.argv[1], "a") as log:
         log.write("check ")
@@ -399,7 +400,7 @@ def run_check(*_):
 kernel_check.run_check = run_check
 print("ready", flush=True)
 sys.stdin.readline()
-print(self_check._check_once((torch.device("cpu"), torch.bfloat16, "head"), False))
+print(verdict._check_once((torch.device("cpu"), torch.bfloat16, "head"), False))
 """
 
 
@@ -422,8 +423,8 @@ def test_processes_that_start_together_run_one_check(tmp_path: Path) -> None:
 def test_a_process_waits_for_the_lock_no_longer_than_the_limit(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(self_check, "LOCK_SECONDS", 0.2)
-    file = self_check.result_file(self_check._facts(GPU, BF16, "head"))
+    monkeypatch.setattr(verdict, "LOCK_SECONDS", 0.2)
+    file = verdict.result_file(verdict._facts(GPU, BF16, "head"))
     assert file is not None
     file.parent.mkdir(parents=True)
     with file.with_suffix(".lock").open("w") as held:

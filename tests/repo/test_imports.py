@@ -32,8 +32,7 @@ BACKENDS = (
     {"precision", "rows"},
     {"live_tiles"},
     {"torch", "triton"},
-    {"adapter", "check_samples"},
-    {"kernel_check"},
+    {"adapter"},
     {"self_check"},
     {"dispatch"},
 )

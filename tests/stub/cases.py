@@ -20,7 +20,7 @@ import triton.language as tl
 from helpers.random_heads import by_kernels, random_head, random_upstream, take_rows
 
 from gspo_kernels import Objective, gspo_fused_loss, linear_log_probs
-from gspo_kernels.backends.kernel_check import run_check
+from gspo_kernels.backends.self_check.kernel_check import run_check
 from gspo_kernels.backends.triton.launch import launches
 
 from . import driver

@@ -19,8 +19,9 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from gspo_kernels import linear_log_probs
-from gspo_kernels.backends import dispatch, self_check
+from gspo_kernels.backends import dispatch
 from gspo_kernels.backends import torch as torch_backend
+from gspo_kernels.backends.self_check import verdict
 from gspo_kernels.integrations import backwards
 from gspo_kernels.integrations.backwards import METRICS, BackwardMetrics, describe_backend
 from gspo_kernels.integrations.trl import GSPOConfig, GSPOTrainer, accelerate_trainer
@@ -336,7 +337,7 @@ def test_the_backend_of_a_device_is_named_with_its_obstacle(monkeypatch: pytest.
         ("forward_tile is wrong", "torch on cuda:0 (the self-check failed)"),
         (None, "triton on cuda:0"),
     ):
-        monkeypatch.setattr(self_check, "obstacle", lambda *_, failure=failure: failure)
+        monkeypatch.setattr(verdict, "obstacle", lambda *_, failure=failure: failure)
         assert describe_backend("here", cuda, torch.bfloat16) == f"backend {text}"
     monkeypatch.setenv("GSPO_BACKEND", "torch")
     assert describe_backend("here", cuda, torch.bfloat16) == "backend torch on cuda:0 (GSPO_BACKEND)"

@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ...backends import dispatch, self_check
+from ...backends import dispatch
+from ...backends.self_check import verdict
 from ...validation import TensorChecks
 from .checks import CPU, DTYPES, Check, check, interpreted_checks, one_line
 from .packages import Package, packages
@@ -194,7 +195,7 @@ def describe(device: torch.device) -> Device:
         return Device(str(device), description, block_shapes, None, one_line(error))
     why = obstacle or "the Triton kernels run here"
     if auto == "triton":
-        checked = self_check.state(device, torch.bfloat16)
+        checked = verdict.state(device, torch.bfloat16)
         auto = "torch" if checked.startswith("failed") else auto
         why += f", self-check in bfloat16 {checked}"
     elif obstacle is None:

@@ -284,7 +284,7 @@ FAULTS: dict[str, Fault] = {
         "self_check::test_nothing_runs_during_capture_and_compilation[faked]",
     ),
     "torch.compile traces the self-check": (
-        "self_check:",
+        "self_check/verdict:",
         "obstacle._dynamo_marked_constant = True",
         "obstacle._not_marked = True",
         "self_check::test_nothing_runs_during_capture_and_compilation[compiled]",
@@ -320,7 +320,7 @@ FAULTS: dict[str, Fault] = {
         "self_check::test_a_changed_kernel_changes_the_hash",
     ),
     "interpreted kernels that pass make compiled ones trusted": (
-        "self_check:_facts",
+        "self_check/verdict:_facts",
         '("interpreted " if logit_tile.INTERPRETED else "") + _hash_of_sources()',
         "_hash_of_sources()",
         "self_check::test_the_result_of_interpreted_kernels_is_not_that_of_compiled_ones",

@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 from torch._guards import detect_fake_mode
 
-from ..layout import accumulator
-from ..validation import dtype_name, warn_once
-from .live_tiles import is_captured
-from .precision import refuses_mixed_products
+from ...layout import accumulator
+from ...validation import dtype_name, warn_once
+from ..live_tiles import is_captured
+from ..precision import refuses_mixed_products
 
 _logger = logging.getLogger(__name__)
 
@@ -184,8 +184,8 @@ def _facts(device: torch.device, dtype: torch.dtype, subject: str) -> dict[str, 
     """Collect the facts that the result of a check depends on."""
     import triton
 
-    from .triton import logit_tile
-    from .triton.tuning import architecture
+    from ..triton import logit_tile
+    from ..triton.tuning import architecture
 
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -202,7 +202,7 @@ def _facts(device: torch.device, dtype: torch.dtype, subject: str) -> dict[str, 
 @functools.cache
 def _hash_of_sources() -> str:
     """Hash the source files of both backends and of the check."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(x for x in folder.rglob("*.py") if not x.name.startswith(".")):  # skip an editor's hidden files
         digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import accumulator
-from ..objective import Objective
-from ..reference import projection_log_probs
-from . import torch as torch_backend
-from .rows import HeadRows, PolicyResult, PolicyRows
+from ...layout import accumulator
+from ...objective import Objective
+from ...reference import projection_log_probs
+from .. import torch as torch_backend
+from ..rows import HeadRows, PolicyResult, PolicyRows
 
 # Lengths, log-ratios and advantages of packed sequences. The clip window is -3e-4 to 4e-4. Sequences 3 and 5 are
 # clipped. Sequences 4 and 6 are also outside the window, but on the side that does not clip for the sign of their

@@ -1,7 +1,7 @@
 """Check the Triton kernels on small ragged batches against float64: loss, forward, backward, cache, gradient budget.
 
 `run_check` needs a few MiB, and spends most of its time compiling kernels. It calls the backend's functions directly,
-without autograd or collectives. `self_check.py` decides when it runs.
+without autograd or collectives. `verdict.py` decides when it runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import accumulator
-from ..metrics import NAMES
-from ..objective import Objective
-from ..tolerance import (
+from ...layout import accumulator
+from ...metrics import NAMES
+from ...objective import Objective
+from ...tolerance import (
     DROPPED_MASS_ABSOLUTE,
     DROPPED_MASS_RELATIVE,
     FLOAT64_RELATIVE,
@@ -31,9 +31,12 @@ from ..tolerance import (
     RELATIVE_RMS,
     ROW_COSINE,
 )
-from ..validation import dtype_name
-from . import triton as kernels
-from .check_samples import (
+from ...validation import dtype_name
+from .. import triton as kernels
+from ..rows import Cache, HeadGradients, HeadRows, LiveTiles, NeedsGradient
+from ..triton.launch import Launch, launches
+from ..triton.tuning import tile_config
+from .samples import (
     ROWS,
     SMALL_WORKSPACE,
     VOCAB,
@@ -44,9 +47,6 @@ from .check_samples import (
     truth_of,
     wide_head,
 )
-from .rows import Cache, HeadGradients, HeadRows, LiveTiles, NeedsGradient
-from .triton.launch import Launch, launches
-from .triton.tuning import tile_config
 
 BUDGET = 0.01
 

@@ -1,4 +1,4 @@
-"""Read the code blocks of Markdown pages, and provide those of integrations.md and scale.md that tests run."""
+"""Read the code blocks of Markdown pages, and provide those of the trainers' pages and scale.md that tests run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import textwrap
 from pathlib import Path
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-INTEGRATIONS, SCALE = ((DOCS / name).read_text() for name in ("integrations.md", "scale.md"))
+INTEGRATIONS = "".join(path.read_text() for path in (DOCS / "integrations.md", *sorted(DOCS.glob("trainers/*.md"))))
+SCALE = (DOCS / "scale.md").read_text()
 
 
 def blocks_in_order(page: str) -> list[tuple[str, str]]:
@@ -34,7 +35,7 @@ def code_blocks(page: str, language: str, text: str = "") -> list[str]:
 _TESTED_ELSEWHERE = (TRL_LINES, HUGGINGFACE_LINES, MEGATRON_LINES, VERL_MEGATRON_LINES)
 OTHER_PYTHON = [block for block in code_blocks(INTEGRATIONS, "python") if block not in _TESTED_ELSEWHERE]
 # On one GPU, under FSDP2, under FSDP2 x TP, and under CP, in the order of the page; the other blocks are those of
-# docs/integrations.md.
+# the trainers' pages.
 (ONE_GPU_LINES,) = code_blocks(SCALE, "python", "integrations.huggingface")
 FSDP_LINES, FSDP_TP_LINES = code_blocks(SCALE, "python", "fully_shard")
 (CP_LINES,) = code_blocks(SCALE, "python", "import linear_log_probs, policy_loss")

@@ -48,7 +48,7 @@ def test_every_preset_is_in_the_table_of_presets() -> None:
     [("python", "trl", TRL_LINES), ("python", "megatron", MEGATRON_LINES), ("bash", "verl", VERL_LINES)],
 )
 def test_the_trainers_lines_of_the_scale_page_are_those_that_run(language: str, name: str, run: str) -> None:
-    """Other tests run the lines of integrations.md."""
+    """Other tests run the lines of the trainers' pages."""
     (block,) = code_blocks(SCALE, language, f"gspo_kernels.integrations.{name}")
     assert {line.strip() for line in block.splitlines()} <= {line.strip() for line in run.splitlines()}
 

@@ -19,8 +19,8 @@ from gspo_kernels.tools.cli import app
 
 ROOT = DOCS.parent
 # What happens to each block, in the order of the page. "run" and "gspo" run it here, "install" looks for its extras in
-# pyproject.toml, "example" for its files in examples/, which have tests of their own, and "copy" for the block in
-# integrations.md or scale.md. "benchmark" checks the names in commands that take long. Everything else is the test that
+# pyproject.toml, "example" for its files in examples/, which have tests of their own, and "copy" for the block in a
+# trainer's page or scale.md. "benchmark" checks the names in commands that take long. Everything else is the test that
 # runs the block.
 BLOCKS = {
     "api/advantages.md": ["run"],
@@ -41,20 +41,7 @@ BLOCKS = {
     "guides/several_gpus.md": [*["example"] * 6, "integrations/test_trainer_ranks.py"],
     "how_it_works.md": ["math/test_recipes.py::test_the_idea_in_plain_pytorch"],
     "index.md": ["install", "copy", "run"],
-    "integrations.md": [
-        "trainers/test_trl.py",
-        "trainers/test_verl_engine.py",
-        "trainers/test_verl_budget.py",
-        "integrations/test_huggingface.py",
-        "trainers/test_megatron.py",
-        "trainers/test_verl_megatron.py",
-        "integrations/test_seams.py",
-        "trainers/test_checkouts.py",
-        *["integrations/test_seams.py"] * 3,
-        *["trainers/test_ms_swift.py"] * 2,
-        *["trainers/test_openrlhf.py"] * 2,
-        "integrations/test_seams.py",
-    ],
+    "integrations.md": ["integrations/test_seams.py", "trainers/test_checkouts.py"],
     "scale.md": [
         "distributed/test_sharded.py",
         "repo/test_docs.py",
@@ -63,6 +50,19 @@ BLOCKS = {
     ],
     "tasks.md": ["repo/test_pages.py::test_the_trainers_manual_runs", "run", "run"],
     "trainer.md": ["repo/test_pages.py::test_the_trainers_manual_runs"],
+    "trainers/megatron.md": ["trainers/test_megatron.py"],
+    "trainers/ms_swift.md": ["trainers/test_ms_swift.py"] * 2,
+    "trainers/openrlhf.md": ["trainers/test_openrlhf.py"] * 2,
+    "trainers/own_loop.md": ["integrations/test_huggingface.py"],
+    "trainers/prime_rl.md": ["integrations/test_seams.py"] * 2,
+    "trainers/roll_stateset.md": ["integrations/test_seams.py"],
+    "trainers/skyrl.md": ["trainers/test_checkouts.py"],
+    "trainers/trl.md": ["trainers/test_trl.py"],
+    "trainers/verl.md": [
+        "trainers/test_verl_engine.py",
+        "trainers/test_verl_budget.py",
+        "trainers/test_verl_megatron.py",
+    ],
 }
 PAGES = {path.relative_to(DOCS).as_posix(): blocks_in_order(path.read_text()) for path in DOCS.rglob("*.md")}
 RUNNERS = [(page, i) for page, runners in BLOCKS.items() for i, runner in enumerate(runners) if "/" not in runner]

@@ -155,7 +155,7 @@ def documented_lines_main(rank: int, folder: Path, lines: list[str]) -> None:
     assert actor.loss_agg_mode == "seq-mean-token-mean"
 
 
-@pytest.mark.parametrize("lines", [WITH_VERL, VERL_LINES], ids=["README", "integrations.md"])
+@pytest.mark.parametrize("lines", [WITH_VERL, VERL_LINES], ids=["README", "docs"])
 def test_the_documented_lines_configure_verl(lines: str, tmp_path: Path) -> None:
     ranks.run_ranks(documented_lines_main, 1, tmp_path, lines.strip().splitlines())  # spawned, for the same reason
 
